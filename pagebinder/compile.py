@@ -1,0 +1,295 @@
+"""`compile_model`: source model -> captured -> semantic -> paged -> fused -> executable.
+
+The only file, with the command line, that knows all rooms. Each stage is a few lines here and a room elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
+from pagebinder.config import CompileConfig, EngineConfig
+from pagebinder.errors import CaptureError, ConfigError
+from pagebinder.explain import explain_text
+from pagebinder.frontend.audit import audit
+from pagebinder.frontend.capture import capture
+from pagebinder.frontend.recognise import recognise_rms_norm, recognise_rope, recognise_sdpa
+from pagebinder.frontend.source import ModelSource, source_from_dir, source_from_module
+from pagebinder.graph_tools import calls, num_ops
+from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from pagebinder.passes.gather_logits import gather_logits
+from pagebinder.passes.manager import run_passes
+from pagebinder.passes.page_attention import attention_states, page_attention
+from pagebinder.passes.select_providers import select_providers
+from pagebinder.passes.simplify import simplify
+from pagebinder.report import CompileReport, Refusal
+from pagebinder.runtime.engine import Engine, EngineModel
+from pagebinder.runtime.executables import EagerExecutable, Executable, InductorExecutable
+from pagebinder.runtime.kv import KVPlan, plan_kv_cache
+from pagebinder.runtime.single_sequence import single_sequence_inputs
+
+LEVELS = ("captured", "semantic", "paged", "fused")
+
+
+@dataclass(kw_only=True)
+class CompiledModel:
+    """A compiled decoder. `graphs` holds the four levels, each a runnable GraphModule; `kv_spec` the cache plan."""
+
+    source: ModelSource
+    config: CompileConfig
+    graphs: dict[str, GraphModule]
+    kv_spec: KVPlan
+    states: tuple
+    report: CompileReport
+    device: torch.device
+    max_model_len: int
+    executable: Executable | None
+    _refused: str | None = field(default=None, repr=False)
+
+    def explain(self) -> str:
+        """What was matched and refused, the KV plan, providers and times, as text."""
+        return explain_text(self.report)
+
+    def engine(self, config: EngineConfig | None = None) -> Engine:
+        """A continuous-batching engine with its own KV cache. Engines share the weights and the executable."""
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(f"engine() takes an EngineConfig, not {type(config).__name__}.")
+        if self._refused:
+            raise CaptureError(f"This model was compiled with strict=False and cannot be served: {self._refused}")
+        if self.executable is None:
+            raise ConfigError("This model was compiled for explain() only (meta device): it has no weights to run.")
+        model = EngineModel(
+            executable=self.executable,
+            kv_plan=self.kv_spec,
+            states=self.states,
+            device=self.device,
+            vocab_size=self.source.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.source.eos_token_ids,
+            tokenizer=self.source.tokenizer(),
+        )
+        return Engine(model, config)
+
+    def run_level(self, level: str, input_ids: torch.Tensor) -> torch.Tensor:
+        """Run one graph on one sequence: input_ids [T] int64 -> logits [T, V]. Paged levels get a scratch cache.
+
+        Raises:
+            ConfigError: `level` is none of "captured", "semantic", "paged", "fused".
+        """
+        if level not in LEVELS:
+            raise ConfigError(f"level={level!r}: use one of {', '.join(LEVELS)}.")
+        gm = self.graphs[level]
+        with torch.inference_mode():
+            if level in ("captured", "semantic"):
+                return gm(input_ids, torch.arange(len(input_ids), device=input_ids.device))
+            inputs = single_sequence_inputs(self.kv_spec, self.states, input_ids)
+            return EagerExecutable(gm).run(inputs)
+
+
+def compile_model(model: Any, config: CompileConfig | None = None) -> CompiledModel:
+    """Compile a decoder for paged, continuously batched inference.
+
+    Args:
+        model: an unmodified transformers decoder, any torch.nn.Module called as
+            `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]`, or the path of a local checkpoint
+            directory. The model is not changed, and its weights are shared, not copied (unless `dtype` differs).
+            A model on the meta device is compiled for `explain()` only.
+    Raises:
+        CaptureError: the model cannot be traced, or an attention layer cannot be explained (strict).
+        CheckpointError, ConfigError, ProviderError: see their messages.
+    """
+    config = config or CompileConfig()
+    if not isinstance(config, CompileConfig):
+        raise ConfigError(f"compile_model takes a CompileConfig, not {type(config).__name__}.")
+    report = CompileReport()
+    stage = _StageTimer(report.stage_seconds)
+    with stage("load"):
+        source = load_source(model, config)
+    return compile_source(source, config, report, stage)
+
+
+def load_source(model: Any, config: CompileConfig, *, weights: bool = True) -> ModelSource:
+    """A ModelSource from whatever `compile_model` accepts, on the device that the config asks for."""
+    if isinstance(model, (str, Path)):
+        source = source_from_dir(model, dtype=config.dtype, weights=weights)
+    elif isinstance(model, torch.nn.Module):
+        source = source_from_module(model, dtype=config.dtype)
+    else:
+        raise ConfigError(
+            f"compile_model takes a torch.nn.Module or a checkpoint directory, not {type(model).__name__}."
+        )
+    if config.device != "auto" and source.device.type not in ("meta", torch.device(config.device).type):
+        if config.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError('device="cuda": no CUDA GPU is available here; use device="cpu".')
+        source.module.to(config.device)
+    return source
+
+
+def compile_source(source: ModelSource, config: CompileConfig, report: CompileReport, stage) -> CompiledModel:
+    """The stages after loading."""
+    max_model_len = _max_model_len(source, config)
+    with stage("capture"):
+        captured, report.capture_route = capture(source)
+    with stage("recognise"):
+        semantic = clone(captured)
+        report.passes += run_passes(semantic, (recognise_rms_norm, recognise_rope, recognise_sdpa, simplify))
+    with stage("audit"):
+        refused = _audit(semantic, source, config, report)
+    with stage("plan"):
+        states = tuple(attention_states(semantic, max_model_len=max_model_len))
+        plan = plan_kv_cache(states, block_size=config.block_size, max_model_len=max_model_len)
+    with stage("page"):
+        paged = clone(semantic)
+        page = functools.partial(
+            page_attention,
+            states=states,
+            group_of={s.index: p.group for s, p in zip(states, plan.layers)},
+            block_sizes=[g.block_size for g in plan.groups],
+            bytes_per_block=plan.bytes_per_block,
+        )
+        report.passes += run_passes(paged, (page, gather_logits))
+    with stage("fuse"):
+        fused = clone(paged)
+        report.passes += run_passes(fused, (fuse_add_rms_norm, simplify) if config.fusions else ())
+        device = torch.device("cpu") if source.device.type == "meta" else source.device
+        providers = select_providers(fused, device=device, requested=config.providers)
+        report.providers = providers
+    graphs = {"captured": captured, "semantic": semantic, "paged": paged, "fused": fused}
+    executable = None
+    with stage("executable"):
+        if source.device.type != "meta":
+            executable = _executable(fused, config, report)
+    _describe(report, source, graphs, states, plan, device, max_model_len)
+    return CompiledModel(
+        source=source,
+        config=config,
+        graphs=graphs,
+        kv_spec=plan,
+        states=states,
+        report=report,
+        device=device,
+        max_model_len=max_model_len,
+        executable=executable,
+        _refused=refused,
+    )
+
+
+def clone(gm: GraphModule) -> GraphModule:
+    """A GraphModule with a graph of its own and the same weights."""
+    return GraphModule(gm, copy.deepcopy(gm.graph), class_name=type(gm).__name__)
+
+
+def _max_model_len(source: ModelSource, config: CompileConfig) -> int:
+    if config.max_model_len is None:
+        return source.max_model_len
+    if config.max_model_len > source.max_model_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {source.max_model_len} tokens that the "
+            "model was made for; lower it."
+        )
+    return config.max_model_len
+
+
+def _audit(semantic: GraphModule, source: ModelSource, config: CompileConfig, report: CompileReport) -> str | None:
+    """Prove that attention was found everywhere and nothing else mixes tokens; strict: raise if not."""
+    violations = audit(semantic)
+    problems = [str(v) for v in violations]
+    refused = [r for r in report.refusals if r.pattern == "attention"]
+    problems += [f"attention refused in {r.module_path or r.node}: {r.reason} ({r.source_line})" for r in refused]
+    found = sum(1 for _ in calls(semantic.graph, torch.ops.pagebinder.attention.default))
+    expected = source.num_attention_layers
+    if expected is not None and found != expected:
+        problems.append(f"{found} attention layers were found, but the config says {expected}")
+    if not all(n.kwargs.get("causal", True) for n in calls(semantic.graph, torch.ops.pagebinder.attention.default)):
+        problems.append("a layer attends to later tokens (not causal), which a decoder with a cache cannot do")
+    if not problems:
+        return None
+    shown = "\n".join(f"  - {p}" for p in problems[:8])
+    more = f"\n  ... and {len(problems) - 8} more" if len(problems) > 8 else ""
+    message = (
+        f"{type(source.module).__name__} relates tokens in {len(problems)} way(s) that are not explained, so paging "
+        f"it could change its results:\n{shown}{more}"
+    )
+    if config.strict:
+        raise CaptureError(message)
+    result = report.passes[-1]
+    result.refusals += [
+        Refusal(pattern="audit", reason=v.reason, node=v.node, module_path=v.module_path, source_line=v.source_line)
+        for v in violations
+    ]
+    return message
+
+
+def _executable(fused: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
+    """Build what `config.executable` asks for; "auto" is inductor where a C++ compiler works."""
+    wanted, why = config.executable, "requested"
+    if wanted == "auto":
+        from pagebinder.custom_ops.cpu.build import find_compiler
+
+        wanted = "inductor" if find_compiler() else "eager"
+        why = "a C++ compiler is here" if wanted == "inductor" else "no C++ compiler was found, inductor needs one"
+    report.executable, report.executable_why = wanted, why
+    return InductorExecutable(fused) if wanted == "inductor" else EagerExecutable(fused)
+
+
+def _describe(report, source, graphs, states, plan, device, max_model_len) -> None:
+    """Fill the report's facts about the model, its layers and its cache."""
+    parameters = list(source.module.parameters())
+    report.model, report.model_class = source.name, type(source.module).__name__
+    report.num_parameters = sum(p.numel() for p in parameters)
+    report.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    report.dtype, report.device = str(source.dtype).removeprefix("torch."), str(device)
+    report.node_counts = {level: num_ops(gm) for level, gm in graphs.items()}
+    report.layers = [
+        {
+            "layer": state.layer,
+            "kind": state.kind,
+            "window": state.window,
+            "num_kv_heads": state.num_kv_heads,
+            "head_dim": state.head_dim,
+            "head_dim_v": state.head_dim_v,
+            "dtype": state.dtype,
+            "bytes_per_token": state.entry_bytes,
+            "formula": str(state.formula),
+            "group": page.group,
+        }
+        for state, page in zip(states, plan.layers)
+    ]
+    waste = plan.waste()
+    report.kv = {
+        "max_model_len": max_model_len,
+        "groups": len(plan.groups),
+        "block_sizes": [g.block_size for g in plan.groups],
+        "bytes_per_block": plan.bytes_per_block,
+        "bytes_per_token": plan.bytes_per_token,
+        "fixed_bytes_per_request": plan.fixed_bytes_per_request,
+        "request_bytes_formula": str(plan.request_bytes_formula),
+        "bytes_per_request_at_max_len": waste.held_bytes,
+        "waste_percent_at_max_len": waste.percent,
+        "lines": plan.describe(),
+    }
+
+
+class _StageTimer:
+    """`with stage("capture"): ...` adds the seconds to the report."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

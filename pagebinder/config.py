@@ -1,0 +1,223 @@
+"""What users may ask for: frozen, keyword-only, an unknown key is an error that names the nearest option.
+
+    CompileConfig    how a model is compiled
+    EngineConfig     how much memory and how many requests an engine gets
+    SamplingParams   how one request's tokens are chosen
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from pagebinder.errors import ConfigError, RequestError
+
+EXECUTABLES = ("auto", "eager", "inductor")
+PLANNED_EXECUTABLES = ("cuda_graph", "tensorrt")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _strict(error: type[Exception]) -> Callable[[type], type]:
+    """Class decorator: an unknown keyword raises `error` and suggests the nearest option."""
+
+    def decorate(cls: type) -> type:
+        original = cls.__init__
+        names = [f.name for f in dataclasses.fields(cls)]
+
+        @functools.wraps(original)
+        def init(self, *args, **kwargs):
+            if args:
+                raise error(f"{cls.__name__} takes keyword arguments only, for example {names[0]}=...")
+            for key in kwargs:
+                if key not in names:
+                    near = difflib.get_close_matches(key, names, n=1)
+                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    raise error(f"{cls.__name__} has no option {key!r}{hint} Options: {', '.join(names)}.")
+            original(self, **kwargs)
+
+        cls.__init__ = init
+        return cls
+
+    return decorate
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """"bfloat16", "torch.bfloat16" or torch.bfloat16 -> torch.bfloat16; None stays None."""
+    if dtype is None or dtype in DTYPES.values():
+        return dtype
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def _require(condition: bool, error: type[Exception], message: str) -> None:
+    if not condition:
+        raise error(message)
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@_strict(ConfigError)
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """How to compile a model.
+
+    Args:
+        device: "auto" (where the model is; for a checkpoint directory the GPU if there is one), "cpu", "cuda".
+        dtype: weights and activations; None keeps the model's.
+        kv_dtype: "auto" stores K and V in the activations' dtype.
+        executable: "auto", "eager" or "inductor". "auto" is inductor where a C++ compiler is, else eager.
+        providers: op name -> provider name, for example {"paged_attention": "reference"}.
+        fusions: apply the passes that lead to the fused graph.
+        strict: an attention layer that is not explained is a CaptureError; False records it and goes on.
+        block_size: tokens per KV block; None lets the planner choose.
+        max_model_len: longest prompt + output in tokens; None takes the model's.
+    """
+
+    device: str = "auto"
+    dtype: str | torch.dtype | None = None
+    kv_dtype: str = "auto"
+    executable: str = "auto"
+    providers: dict[str, str] = field(default_factory=dict)
+    fusions: bool = True
+    quantization: str | None = None
+    verify: str = "off"
+    strict: bool = True
+    block_size: int | None = None
+    max_model_len: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        if self.executable in PLANNED_EXECUTABLES:
+            raise ConfigError(
+                f"executable={self.executable!r} is not built yet; use one of {', '.join(EXECUTABLES)}."
+            )
+        if self.executable not in EXECUTABLES:
+            raise ConfigError(f"executable={self.executable!r} is unknown; use one of {', '.join(EXECUTABLES)}.")
+        if self.kv_dtype != "auto":
+            raise ConfigError(f'kv_dtype={self.kv_dtype!r} is not built yet; use "auto".')
+        if self.quantization is not None:
+            raise ConfigError("quantization is not built yet; leave it None.")
+        if self.verify not in ("off", "sample", "full"):
+            raise ConfigError(f'verify={self.verify!r}: use "off", "sample" or "full".')
+        if not isinstance(self.providers, dict):
+            raise ConfigError('providers maps an op to a provider, for example {"paged_attention": "cpu"}.')
+        for name in ("block_size", "max_model_len"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and value >= 1)
+            _require(ok, ConfigError, f"{name}={value!r}: use a whole number of tokens, at least 1, or None.")
+        device_ok = self.device == "auto" or self.device.split(":")[0] in ("cpu", "cuda")
+        _require(device_ok, ConfigError, f'device={self.device!r}: use "auto", "cpu" or "cuda".')
+
+
+@_strict(ConfigError)
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Memory and limits of one engine.
+
+    Args:
+        kv_cache_bytes: bytes of KV cache; or num_kv_blocks, the number of blocks (block 0 is the null block).
+            With neither, as much as max_num_seqs requests of the model's length need, at most 1 GiB.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: token budget of one step; longer prompts are computed in chunks.
+        prefix_caching: reuse the blocks of equal prompt prefixes.
+        scheduling_policy: "fcfs" or "priority" (smaller number first).
+        long_prefill_token_threshold: largest chunk of one prompt while others wait; 0 = no limit.
+        seed: base of the random streams of requests that bring no seed.
+    """
+
+    kv_cache_bytes: int | None = None
+    num_kv_blocks: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0
+    seed: int = 0
+    check_integrity: bool = False
+
+    def __post_init__(self):
+        if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
+            raise ConfigError("Give kv_cache_bytes or num_kv_blocks, not both.")
+        for name in ("kv_cache_bytes", "num_kv_blocks"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and value >= 1)
+            _require(ok, ConfigError, f"{name}={value!r}: use a whole number, at least 1, or None.")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= 1, ConfigError, f"{name}={value!r}: use at least 1.")
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ConfigError(f'scheduling_policy={self.scheduling_policy!r}: use "fcfs" or "priority".')
+        threshold = self.long_prefill_token_threshold
+        _require(_is_int(threshold) and threshold >= 0, ConfigError, "long_prefill_token_threshold: use 0 or more.")
+
+
+@_strict(RequestError)
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    Steps, in this order: repetition penalty, temperature, top-k, top-p, min-p, one draw.
+
+    Args:
+        max_tokens: tokens to generate at most; None = up to the model's length.
+        temperature: 0.0 is greedy. top_k: 0 = off. top_p: keeps the smallest set with that mass.
+        min_p: drops tokens below min_p times the largest probability.
+        repetition_penalty: > 1 makes tokens of the prompt and the output less likely (Keskar et al., 2019).
+        seed: the same seed gives the same tokens, whatever else runs in the batch.
+        stop: strings that end the text (not part of it). stop_token_ids: tokens that end it.
+        ignore_eos: go on after the model's end-of-sequence token.
+        logprobs: number of most likely tokens to report at each position (0 = only the chosen one's).
+        n: samples per prompt.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self):
+        def check(condition, message):
+            _require(bool(condition), RequestError, message)
+
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        check(all(isinstance(s, str) and s for s in stop), f"stop={self.stop!r}: use non-empty strings.")
+        object.__setattr__(self, "stop", stop)
+        ids = tuple(self.stop_token_ids)
+        check(all(_is_int(t) and t >= 0 for t in ids), f"stop_token_ids={ids!r}: use token ids, 0 or more.")
+        object.__setattr__(self, "stop_token_ids", ids)
+        max_tokens = self.max_tokens
+        check(max_tokens is None or (_is_int(max_tokens) and max_tokens >= 1),
+              f"max_tokens={max_tokens!r}: use at least 1, or None for the model's length.")  # fmt: skip
+        check(_is_number(self.temperature) and self.temperature >= 0.0,
+              f"temperature={self.temperature!r}: use 0.0 (greedy) or more.")  # fmt: skip
+        check(_is_int(self.top_k) and self.top_k >= 0, f"top_k={self.top_k!r}: use 0 (off) or more.")
+        check(_is_number(self.top_p) and 0.0 < self.top_p <= 1.0, f"top_p={self.top_p!r}: use 0 < top_p <= 1.")
+        check(_is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, f"min_p={self.min_p!r}: use 0 <= min_p <= 1.")
+        check(_is_number(self.repetition_penalty) and self.repetition_penalty > 0.0,
+              f"repetition_penalty={self.repetition_penalty!r}: use more than 0 (1.0 = off).")  # fmt: skip
+        check(self.seed is None or _is_int(self.seed), f"seed={self.seed!r}: use a whole number or None.")
+        check(self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0),
+              f"logprobs={self.logprobs!r}: use 0 or more, or None.")  # fmt: skip
+        check(_is_int(self.n) and self.n >= 1, f"n={self.n!r}: use at least 1.")

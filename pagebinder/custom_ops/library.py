@@ -1,0 +1,82 @@
+"""Where ops are registered: one schema, one fake kernel and one reference each.
+
+An op lives in the namespace `pagebinder` and runs its plain PyTorch reference. A *provider* is a faster
+implementation of the same schema in a namespace of its own (`pagebinder_cpu::paged_attention`), so that the
+compiler's choice is visible as a node's target in the graph and costs nothing at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+NAMESPACE = "pagebinder"
+
+_libraries: dict[str, torch.library.Library] = {}
+_ops: dict[str, OpInfo] = {}
+
+
+@dataclass(frozen=True)
+class OpInfo:
+    """One registered op: `signature` is the schema without the name, e.g. "(Tensor x) -> Tensor".
+
+    A transparent op is visible to our passes and dissolves into its reference when a compiler traces it, so that
+    inductor fuses it with its neighbours. The others stay opaque calls.
+    """
+
+    name: str
+    signature: str
+    reference: Callable
+    fake: Callable
+    transparent: bool = False
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        return overload(NAMESPACE, self.name)
+
+
+def overload(namespace: str, name: str) -> torch._ops.OpOverload:
+    """The `OpOverload` of `namespace::name`; `name` may be "op" or "op.overload"."""
+    packet, _, variant = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), variant or "default")
+
+
+def library(namespace: str) -> torch.library.Library:
+    """The (single, kept alive) library object of a namespace."""
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    return _libraries[namespace]
+
+
+def define_op(
+    name: str, signature: str, *, reference: Callable, fake: Callable, transparent: bool = False
+) -> OpInfo:
+    """Define `pagebinder::name`; its reference serves every device, its fake kernel serves tracing."""
+    info = OpInfo(name, signature, reference, fake, transparent)
+    if transparent:
+        library(NAMESPACE).define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+        library(NAMESPACE).impl(name, reference, "CompositeImplicitAutograd")
+    else:
+        define_schema(NAMESPACE, info)
+        library(NAMESPACE).impl(name, reference, "CompositeExplicitAutograd")
+    _ops[name] = info
+    return info
+
+
+def define_schema(namespace: str, info: OpInfo) -> None:
+    """Define `namespace::<op>` with the schema and fake kernel of `info`, without an implementation.
+
+    A provider calls this for its own namespace before it registers kernels there.
+    """
+    library(namespace).define(info.name + info.signature, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"{namespace}::{info.name}", info.fake, lib=library(namespace))
+
+
+def op_info(name: str) -> OpInfo:
+    return _ops[name]
+
+
+def all_ops() -> dict[str, OpInfo]:
+    return dict(_ops)

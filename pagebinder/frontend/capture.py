@@ -1,0 +1,160 @@
+"""Model -> captured graph: torch.export, made functional, with one calling convention for every level.
+
+    captured(input_ids [T] int64, positions [T] int64) -> logits [T, V]
+
+T is the number of tokens of one sequence, and dynamic. Weights are attributes of the GraphModule under the names
+they have in the source model, shared with it and not copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule
+
+from pagebinder.errors import CaptureError
+from pagebinder.frontend.attention_interface import attention_hook
+from pagebinder.frontend.source import ModelSource
+from pagebinder.graph_tools import aten, finish
+
+EXAMPLE_TOKENS = 40
+MAX_STEP_TOKENS = 1 << 20
+MIN_STEP_TOKENS = 2
+
+ASSERTIONS = (aten._assert_tensor_metadata.default,)
+
+
+class FlatTokens(torch.nn.Module):
+    """Calls a decoder that takes [1, T] with flat [T] inputs, and returns flat logits [T, V]."""
+
+    def __init__(self, source: torch.nn.Module, is_transformers: bool):
+        super().__init__()
+        self.source = source
+        self.is_transformers = is_transformers
+
+    def forward(self, input_ids, positions):
+        input_ids, positions = input_ids.unsqueeze(0), positions.unsqueeze(0)
+        if self.is_transformers:
+            return self.source(input_ids=input_ids, position_ids=positions, use_cache=False).logits[0]
+        out = self.source(input_ids, positions)
+        return getattr(out, "logits", out)[0]
+
+
+def capture(source: ModelSource) -> tuple[GraphModule, str]:
+    """Trace the source model.
+
+    Returns:
+        the captured graph and the route that led to it ("export", "export strict").
+    Raises:
+        CaptureError: the model cannot be traced for any number of tokens; says what was tried.
+    """
+    program, route = _export(source)
+    if any(_is_mutating(n) for n in program.graph.nodes):
+        program = program.run_decompositions({})
+        route += ", functionalised"
+    gm = _unlift(program)
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in ASSERTIONS:
+            gm.graph.erase_node(node)
+    finish(gm)
+    return gm, route
+
+
+def _export(source: ModelSource) -> tuple[ExportedProgram, str]:
+    wrapper = FlatTokens(source.module, source.is_transformers)
+    num_tokens = max(MIN_STEP_TOKENS + 1, min(EXAMPLE_TOKENS, source.max_model_len))
+    example = torch.zeros(num_tokens, dtype=torch.int64, device=source.device)
+    positions = torch.arange(num_tokens, device=source.device)
+    dim = Dim("num_tokens", min=MIN_STEP_TOKENS, max=MAX_STEP_TOKENS)
+    failures = []
+    hook = attention_hook(source.module) if source.is_transformers else contextlib.nullcontext()
+    with hook, _evaluation_mode(source.module), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for strict in (False, True):
+            try:
+                program = torch.export.export(
+                    wrapper, (example, positions), dynamic_shapes=({0: dim}, {0: dim}), strict=strict
+                )
+            except CaptureError:
+                raise
+            except Exception as error:
+                failures.append(f"  strict={strict}: {type(error).__name__}: {_first_lines(error)}")
+                continue
+            _check_range(program)
+            return program, "export strict" if strict else "export"
+    raise CaptureError(
+        f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens:\n"
+        + "\n".join(failures)
+    )
+
+
+@contextlib.contextmanager
+def _evaluation_mode(module: torch.nn.Module):
+    """eval() for the duration, each submodule put back as it was."""
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+def _check_range(program: ExportedProgram) -> None:
+    """A graph that is valid only from, say, 32 tokens on would be wrong for a decode step."""
+    for symbol, bounds in program.range_constraints.items():
+        if bounds.lower > MIN_STEP_TOKENS or bounds.upper < MAX_STEP_TOKENS:
+            raise CaptureError(
+                f"The captured graph holds only for {bounds.lower} <= {symbol} <= {bounds.upper} tokens: "
+                "the model's code branches on the sequence length."
+            )
+
+
+def _is_mutating(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+
+
+def _unlift(program: ExportedProgram) -> GraphModule:
+    """Turn lifted parameter and buffer inputs into get_attr nodes that keep the source model's names."""
+    graph = torch.fx.Graph()
+    root = torch.nn.Module()
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
+    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in program.graph.nodes:
+        spec = specs.get(node.name) if node.op == "placeholder" else None
+        if spec is None or spec.kind is InputKind.USER_INPUT:
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+            continue
+        name = spec.target.removeprefix("source.")
+        tensor = program.state_dict.get(spec.target)
+        tensor = program.constants[spec.target] if tensor is None else tensor
+        _attach(root, name, tensor)
+        mapping[node] = graph.get_attr(name)
+        mapping[node].meta.update(node.meta)
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    output.args = (output.args[0][0],)
+    for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), ("input_ids", "positions")):
+        node.name = node.target = name
+    return GraphModule(root, graph, class_name="Captured")
+
+
+def _attach(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Set root.<dotted name> to the very tensor of the source model."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, torch.nn.Module())
+        root = getattr(root, part)
+    if isinstance(tensor, torch.nn.Parameter):
+        root.register_parameter(leaf, tensor)
+    else:
+        root.register_buffer(leaf, tensor)
+
+
+def _first_lines(error: Exception, num_lines: int = 3) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " | ".join(lines[:num_lines])[:500]

@@ -1,0 +1,92 @@
+"""Attention written as torch's scaled_dot_product_attention: the second route into a model.
+
+Matches:
+    sdpa(q [1, H, T, D], k, v, mask, is_causal)     mask None and is_causal, or a mask that is proven
+Replaces with:
+    pagebinder.attention(q [T, H, D], k [T, G, D], v [T, G, Dv], scale, window, causal)
+
+Keys that were repeated for grouped heads are unwrapped, so that the cache stores each KV head once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask
+from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, is_call, source_line, val
+from pagebinder.report import Match, PassResult, Refusal
+
+PATTERN = "attention"
+
+
+def recognise_sdpa(gm: GraphModule) -> PassResult:
+    """Rewrite every scaled_dot_product_attention whose mask is understood; refuse the others."""
+    result = PassResult(name="recognise_sdpa")
+    for sdpa in calls(gm.graph, aten.scaled_dot_product_attention.default):
+        try:
+            facts = _mask_of(sdpa)
+            match = _rewrite(gm, sdpa, facts)
+        except MaskNotProven as miss:
+            result.refusals.append(
+                Refusal(pattern=PATTERN, reason=str(miss), source_line=source_line(sdpa), **describe(sdpa))
+            )
+            continue
+        result.matches.append(match)
+    result.changed = bool(result.matches)
+    finish(gm)
+    return result
+
+
+def _mask_of(sdpa: Node) -> MaskFacts:
+    if arg(sdpa, 4, "dropout_p", 0.0):
+        raise MaskNotProven("attention with dropout: call model.eval() before compiling")
+    mask = arg(sdpa, 3, "attn_mask")
+    if arg(sdpa, 5, "is_causal", False):
+        if mask is not None:
+            raise MaskNotProven("both is_causal and a mask are given")
+        return MaskFacts(causal=True)
+    if mask is None:
+        return MaskFacts(causal=False)
+    return prove_mask(mask)
+
+
+def _rewrite(gm: GraphModule, sdpa: Node, facts: MaskFacts) -> Match:
+    q, k, v = sdpa.args[:3]
+    if val(q).dim() != 4 or val(q).shape[0] != 1:
+        raise MaskNotProven(f"queries of shape {tuple(val(q).shape)} are not [1, heads, tokens, width]")
+    k, v = _unrepeated(k), _unrepeated(v)
+    scale = arg(sdpa, 6, "scale")
+    scale = float(scale) if scale is not None else val(q).shape[-1] ** -0.5
+    flat = [_flat_heads(gm, sdpa, x) for x in (q, k, v)]
+    options = {"scale": scale, "window": facts.window, "chunk": facts.chunk, "causal": facts.causal}
+    op = insert_call(gm.graph, sdpa, torch.ops.pagebinder.attention.default, tuple(flat), options)
+    batched = insert_call(gm.graph, sdpa, aten.unsqueeze.default, (op, 0))
+    out = insert_call(gm.graph, sdpa, aten.transpose.int, (batched, 1, 2))
+    sdpa.replace_all_uses_with(out)
+    gm.graph.erase_node(sdpa)  # it may use dropout, so dead-code elimination takes it for impure
+    return Match(pattern=PATTERN, detail=facts.describe(), **describe(op))
+
+
+def _flat_heads(gm: GraphModule, where: Node, x: Node) -> Node:
+    """[1, H, T, D] -> [T, H, D] as a view."""
+    row = insert_call(gm.graph, where, aten.select.int, (x, 0, 0))
+    return insert_call(gm.graph, where, aten.transpose.int, (row, 0, 1))
+
+
+def _unrepeated(x: Node) -> Node:
+    """[1, H, T, D] made by unsqueeze + expand + reshape of [1, G, T, D] -> the latter."""
+    if not is_call(x, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
+        return x
+    expanded = x.args[0]
+    if is_call(expanded, aten.clone.default, aten.contiguous.default):
+        expanded = expanded.args[0]
+    if not is_call(expanded, aten.expand.default):
+        return x
+    inner = expanded.args[0]
+    if not is_call(inner, aten.unsqueeze.default) or inner.args[1] not in (2, -3):
+        return x
+    source = inner.args[0]
+    if val(source).dim() != 4 or val(x).shape[1] % val(source).shape[1]:
+        return x
+    return source

@@ -1,0 +1,175 @@
+"""Where a model comes from: a module object, or a local checkpoint directory.
+
+Both become a `ModelSource`: the module to trace, how to call it, and the facts the engine needs
+(vocabulary, length, end-of-sequence tokens, tokenizer).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagebinder.errors import CheckpointError, ConfigError
+
+DEFAULT_MAX_MODEL_LEN = 2048
+WEIGHT_PATTERNS = ("*.safetensors",)
+
+
+@dataclass(kw_only=True)
+class ModelSource:
+    """A decoder ready to be captured. `is_transformers` models are called by keyword and return `.logits`."""
+
+    module: torch.nn.Module
+    name: str
+    is_transformers: bool
+    vocab_size: int
+    max_model_len: int
+    num_attention_layers: int | None
+    eos_token_ids: frozenset[int] = frozenset()
+    bos_token_id: int | None = None
+    path: Path | None = None
+    config: Any = None
+    _tokenizer: Any = field(default=None, repr=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's floating-point parameters (of the first, if they differ)."""
+        for parameter in self.module.parameters():
+            if parameter.is_floating_point():
+                return parameter.dtype
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    def tokenizer(self):
+        """The checkpoint's tokenizer (transformers' fast tokenizer), or None if it has none."""
+        if self._tokenizer is None and self.path is not None and (self.path / "tokenizer.json").exists():
+            from transformers import AutoTokenizer
+
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
+            except Exception as error:
+                raise CheckpointError(f"{self.path}/tokenizer.json cannot be read: {error}") from error
+        return self._tokenizer
+
+
+def source_from_module(module: torch.nn.Module, *, dtype: torch.dtype | None = None) -> ModelSource:
+    """Describe a module that the user built. With `dtype`, a converted copy is compiled; theirs stays as it is."""
+    if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
+        import copy
+
+        module = copy.deepcopy(module).to(dtype)
+    config = getattr(module, "config", None)
+    is_transformers = type(module).__module__.startswith("transformers.") or _is_pretrained_model(module)
+    facts = _facts(config, module)
+    return ModelSource(
+        module=module, name=type(module).__name__, is_transformers=is_transformers, config=config, **facts
+    )
+
+
+def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = True) -> ModelSource:
+    """Load a local checkpoint directory (config.json + safetensors) as transformers builds it.
+
+    Args:
+        dtype: None takes the checkpoint's.
+        weights: False builds the model on the meta device from config.json alone (for `explain`).
+    Raises:
+        CheckpointError: no such directory, no or bad config.json, no or bad weights.
+    """
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory. Give a local checkpoint directory with a config.json.")
+    config_path = path / "config.json"
+    if not config_path.exists():
+        raise CheckpointError(f"{path} has no config.json, so it is not a checkpoint directory.")
+    try:
+        config_dict = json.loads(config_path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{config_path} is not valid JSON: {error}") from error
+    module = _build(path, config_dict, dtype, weights)
+    facts = _facts(module.config, module)
+    eos, bos = _generation_tokens(path)
+    facts["eos_token_ids"] |= eos
+    if bos is not None:
+        facts["bos_token_id"] = bos
+    return ModelSource(
+        module=module, name=str(path), is_transformers=True, path=path, config=module.config, **facts
+    )
+
+
+def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bool) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:
+        kind = config_dict.get("model_type")
+        raise CheckpointError(f"{path}/config.json (model_type {kind!r}) cannot be read: {error}") from error
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    if not weights:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if not any(list(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise CheckpointError(
+            f"{path} has no *.safetensors file. Save the weights as safetensors "
+            "(transformers: model.save_pretrained(dir)), or use `pagebinder explain`, which needs no weights."
+        )
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:
+        raise CheckpointError(f"The weights in {path} cannot be loaded: {error}") from error
+    missing = sorted(str(key) for key in info.get("missing_keys", ()))
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} tensors that its config asks for, for example {missing[:3]}."
+        )
+    return module.eval()
+
+
+def _is_pretrained_model(module: torch.nn.Module) -> bool:
+    return any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__)
+
+
+def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
+    """What the engine needs to know, from the config if there is one, else from the module."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocab_size = getattr(text, "vocab_size", None)
+    if vocab_size is None:
+        embedding = next((m for m in module.modules() if isinstance(m, torch.nn.Embedding)), None)
+        if embedding is None:
+            raise ConfigError(
+                f"{type(module).__name__} has neither config.vocab_size nor an nn.Embedding: "
+                "give the module a `config` with vocab_size and max_position_embeddings."
+            )
+        vocab_size = embedding.num_embeddings
+    eos = getattr(text, "eos_token_id", None)
+    eos_ids = {eos} if isinstance(eos, int) else set(eos or ())
+    return {
+        "vocab_size": vocab_size,
+        "max_model_len": getattr(text, "max_position_embeddings", None) or DEFAULT_MAX_MODEL_LEN,
+        "num_attention_layers": getattr(text, "num_hidden_layers", None),
+        "eos_token_ids": frozenset(t for t in eos_ids if 0 <= t < vocab_size),
+        "bos_token_id": getattr(text, "bos_token_id", None),
+    }
+
+
+def _generation_tokens(path: Path) -> tuple[frozenset[int], int | None]:
+    """End-of-sequence and begin tokens of generation_config.json, which overrides config.json in practice."""
+    file = path / "generation_config.json"
+    if not file.exists():
+        return frozenset(), None
+    try:
+        generation = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    eos = generation.get("eos_token_id")
+    ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+    return ids, generation.get("bos_token_id")

@@ -1,0 +1,110 @@
+"""Small helpers over torch.fx graphs that both the frontend and the passes use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+
+CASTS = (aten.to.dtype, aten.to.device, aten._to_copy.default, aten.to.dtype_layout)
+IDENTITIES = (aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default)
+
+
+def calls(graph: torch.fx.Graph, *targets) -> Iterator[Node]:
+    """The call nodes of a graph with one of these targets, in execution order."""
+    return (n for n in list(graph.nodes) if n.op == "call_function" and n.target in targets)
+
+
+def is_call(value, *targets) -> bool:
+    return isinstance(value, Node) and value.op == "call_function" and value.target in targets
+
+
+def skip_casts(value):
+    """Walk up through dtype casts and identities to the node that made the value."""
+    while is_call(value, *CASTS, *IDENTITIES):
+        value = value.args[0]
+    return value
+
+
+def val(node: Node) -> torch.Tensor:
+    """The fake tensor a node stands for (shape, dtype, device)."""
+    return node.meta["val"]
+
+
+def arg(node: Node, position: int, name: str, default=None):
+    """An argument of a call node, given by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def module_path(node: Node) -> str:
+    """Path of the innermost source module a node was traced in, e.g. "model.layers.0.self_attn"."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    path = re.sub(r"L\['self'\]\.?|getattr\(|\)$", "", str(path))
+    return re.sub(r"^(L__self___)?source\.?", "", path)
+
+
+def source_line(node: Node) -> str:
+    """File and line of the source model's code that made a node, or ""."""
+    trace = node.meta.get("stack_trace") or ""
+    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', trace)
+    if not found:
+        return ""
+    file, line, function = found[-1]
+    return f"{'/'.join(file.split('/')[-3:])}:{line} in {function}"
+
+
+def describe(node: Node) -> dict[str, str]:
+    """The keyword arguments that say where a node is, for Match and Refusal."""
+    return {"node": node.name, "module_path": module_path(node)}
+
+
+def num_ops(gm: GraphModule) -> int:
+    return sum(1 for n in gm.graph.nodes if n.op == "call_function")
+
+
+def insert_call(graph: torch.fx.Graph, like: Node, target, args: tuple, kwargs: dict | None = None) -> Node:
+    """A new call before `like` that inherits its module path and source line; meta["val"] is computed."""
+    kwargs = kwargs or {}
+    with graph.inserting_before(like):
+        node = graph.call_function(target, args, kwargs)
+    for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    set_val(node)
+    return node
+
+
+def set_val(node: Node) -> None:
+    """Compute a call node's meta["val"] by running its fake kernel on its inputs' fake tensors."""
+    fake_args, fake_kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    fake_mode = fake_mode_of(node.graph)
+    with torch.no_grad():
+        if fake_mode is None:
+            node.meta["val"] = node.target(*fake_args, **fake_kwargs)
+        else:
+            with fake_mode:
+                node.meta["val"] = node.target(*fake_args, **fake_kwargs)
+
+
+def fake_mode_of(graph: torch.fx.Graph):
+    """The FakeTensorMode of the graph's inputs: all levels share one, so symbols keep their meaning."""
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            return getattr(node.meta.get("val"), "fake_mode", None)
+    return None
+
+
+def finish(gm: GraphModule) -> None:
+    """Dead-code elimination, lint and recompile: the last line of every pass that changed something."""
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()

@@ -1,0 +1,1 @@
+"""Passes: graph -> graph, one a file. Each has the signature `run(gm) -> PassResult`."""

@@ -1,0 +1,65 @@
+"""Residual add + RMSNorm in one op that returns both the normalised value and the sum.
+
+Matches:
+    h = x + residual;  y = rms_norm(h, w, eps, tail)            h may have other users
+Replaces with:
+    y, h = add_rms_norm(x, residual, w, eps, tail)
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pagebinder.graph_tools import aten, calls, describe, finish, insert_call, is_call, source_line, val
+from pagebinder.report import Match, PassResult, Refusal
+
+PATTERN = "add_rms_norm"
+
+
+def fuse_add_rms_norm(gm: GraphModule) -> PassResult:
+    """Rewrite every RMSNorm of a sum; a norm of something else is refused with what was found."""
+    result = PassResult(name="fuse_add_rms_norm")
+    for norm in calls(gm.graph, torch.ops.pagebinder.rms_norm.default):
+        total = norm.args[0]
+        reason = _reason_against(total)
+        if reason:
+            result.refusals.append(
+                Refusal(pattern=PATTERN, reason=reason, source_line=source_line(norm), **describe(norm))
+            )
+            continue
+        fused = insert_call(
+            gm.graph,
+            total,
+            torch.ops.pagebinder.add_rms_norm.default,
+            (*total.args, *norm.args[1:]),
+            norm.kwargs,
+        )
+        normed = insert_call(gm.graph, total, operator.getitem, (fused, 0))
+        summed = insert_call(gm.graph, total, operator.getitem, (fused, 1))
+        for node in (fused, normed):
+            node.meta.update({k: norm.meta[k] for k in ("nn_module_stack", "stack_trace") if k in norm.meta})
+        norm.replace_all_uses_with(normed)
+        gm.graph.erase_node(norm)
+        total.replace_all_uses_with(summed)
+        gm.graph.erase_node(total)
+        result.matches.append(Match(pattern=PATTERN, **describe(normed)))
+    result.changed = bool(result.matches)
+    finish(gm)
+    return result
+
+
+def _reason_against(total: Node) -> str | None:
+    if not is_call(total, aten.add.Tensor):
+        return "the normalised value is not a sum"
+    if total.kwargs or not all(isinstance(a, Node) for a in total.args):
+        return "the sum has a factor or a literal"
+    a, b = total.args
+    if val(a).shape != val(b).shape or val(a).dtype != val(b).dtype:
+        return "the two terms differ in shape or dtype"
+    norms = [u for u in total.users if is_call(u, torch.ops.pagebinder.rms_norm.default)]
+    if len(norms) > 1:
+        return "the sum is normalised more than once"
+    return None

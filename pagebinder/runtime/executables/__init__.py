@@ -1,0 +1,7 @@
+"""Ways to run a fused graph: `eager` for debugging, `inductor` compiled once for every number of tokens."""
+
+from pagebinder.runtime.executables.base import Executable, input_names
+from pagebinder.runtime.executables.eager import EagerExecutable
+from pagebinder.runtime.executables.inductor import InductorExecutable
+
+__all__ = ["EagerExecutable", "Executable", "InductorExecutable", "input_names"]

@@ -1,0 +1,62 @@
+"""The fused graph compiled by inductor, once, with the sizes of a step as symbols.
+
+Token, request, block and table sizes are symbolic in the graph already, so `standalone_compile` compiles one
+artefact that serves every step: there is no guard and nothing to recompile. Caches are whole inputs that only
+custom ops touch, so inductor passes them through and never copies them.
+
+The parameters are inputs of the compiled function, not constants in it: they are read where the source model
+keeps them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.runtime.executables.base import input_names
+
+
+class InductorExecutable:
+    """Compiles on construction (seconds); `run` never compiles."""
+
+    name = "inductor"
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.input_names = input_names(gm)
+        lifted, self._weights = lift_weights(gm)
+        examples = [n.meta["val"] for n in lifted.graph.nodes if n.op == "placeholder"]
+        with torch.no_grad():
+            self._compiled = torch._inductor.standalone_compile(lifted, examples, dynamic_shapes="from_graph")
+
+    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self._compiled(*(inputs[name] for name in self.input_names), *self._weights)[0]
+
+
+def lift_weights(gm: GraphModule) -> tuple[GraphModule, list[torch.Tensor]]:
+    """A copy of the graph whose get_attr nodes are further inputs, and their tensors in that order."""
+    graph, mapping, weights = torch.fx.Graph(), {}, {}
+    names = dict.fromkeys(n.target for n in gm.graph.nodes if n.op == "get_attr")
+    attributes = {n.target: n for n in gm.graph.nodes if n.op == "get_attr"}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            mapping[node] = graph.node_copy(node)
+    for name in names:
+        placeholder = graph.placeholder(name.replace(".", "_"))
+        placeholder.meta["val"] = attributes[name].meta["val"]
+        weights[name] = placeholder
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            mapping[node] = weights[node.target]
+        elif node.op == "output":
+            graph.output(tuple(mapping[a] for a in node.args))
+        elif node.op != "placeholder":
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+    return GraphModule(torch.nn.Module(), graph), [_get(gm, name).detach() for name in names]
+
+
+def _get(gm: GraphModule, name: str) -> torch.Tensor:
+    value = gm
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

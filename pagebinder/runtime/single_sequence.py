@@ -1,0 +1,46 @@
+"""Inputs to run a paged graph on one whole sequence: a scratch cache, one request, logits of every token.
+
+This is how a graph with caches is compared with a graph without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pagebinder.runtime.arena import KVArena
+from pagebinder.runtime.kv import KVPlan
+
+
+def single_sequence_inputs(
+    plan: KVPlan, states: Sequence, input_ids: torch.Tensor, *, start: int = 0, arena: KVArena | None = None
+) -> dict[str, torch.Tensor]:
+    """All inputs of a paged graph for tokens [start, start + T) of one sequence.
+
+    Args:
+        input_ids: [T] int64. start: tokens that an earlier call with the same `arena` has written.
+        arena: None makes a fresh one just large enough.
+    """
+    device, end = input_ids.device, start + len(input_ids)
+    sizes = [group.block_size for group in plan.groups]
+    counts = [-(-max(end, 1) // size) for size in sizes]
+    arena = arena or KVArena(plan, states, 1 + len(counts) * max(counts), device)
+    positions = torch.arange(start, end, device=device)
+    inputs = {
+        "input_ids": input_ids,
+        "positions": positions,
+        "logits_rows": torch.arange(len(input_ids), device=device),
+        "query_start_loc": torch.tensor([0, len(input_ids)], dtype=torch.int32, device=device),
+        "seq_lens": torch.tensor([end], dtype=torch.int32, device=device),
+        **arena.caches,
+    }
+    first = 1
+    # Each group gets its share of the arena, so that a continued sequence finds its blocks again.
+    share = (arena.num_blocks - 1) // len(sizes)
+    for g, (size, count) in enumerate(zip(sizes, counts)):
+        table = torch.arange(first, first + count, device=device)
+        inputs[f"block_table_{g}"] = table.to(torch.int32)[None]
+        inputs[f"slot_mapping_{g}"] = (table[positions // size] * size + positions % size).to(torch.int32)
+        first += share
+    return inputs
