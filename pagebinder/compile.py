@@ -19,12 +19,13 @@ from torch.fx import GraphModule
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.config import CompileConfig, EngineConfig
+from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.explain import explain_text
 from pagebinder.frontend.audit import audit
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.recognise import recognise_rms_norm, recognise_rope, recognise_sdpa
-from pagebinder.frontend.source import ModelSource, source_from_dir, source_from_module
+from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
 from pagebinder.graph_tools import calls, num_ops
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.gather_logits import gather_logits
@@ -118,10 +119,29 @@ def compile_model(model: Any, config: CompileConfig | None = None) -> CompiledMo
     return compile_source(source, config, report, stage)
 
 
-def load_source(model: Any, config: CompileConfig, *, weights: bool = True) -> ModelSource:
+def explain_model(model: Any, config: CompileConfig | None = None) -> CompiledModel:
+    """Compile a config alone, on the meta device: graphs, report and KV plan, no weights and nothing to run.
+
+    Args:
+        model: a checkpoint directory (only its config.json is read) or a transformers config object.
+    Raises:
+        as `compile_model`.
+    """
+    config = config or CompileConfig()
+    report = CompileReport()
+    stage = _StageTimer(report.stage_seconds)
+    with stage("load"):
+        if isinstance(model, (str, Path)):
+            source = source_from_dir(model, dtype=config.dtype, weights=False)
+        else:
+            source = source_from_config(model, dtype=config.dtype)
+    return compile_source(source, config, report, stage)
+
+
+def load_source(model: Any, config: CompileConfig) -> ModelSource:
     """A ModelSource from whatever `compile_model` accepts, on the device that the config asks for."""
     if isinstance(model, (str, Path)):
-        source = source_from_dir(model, dtype=config.dtype, weights=weights)
+        source = source_from_dir(model, dtype=config.dtype)
     elif isinstance(model, torch.nn.Module):
         source = source_from_module(model, dtype=config.dtype)
     else:
@@ -138,6 +158,8 @@ def load_source(model: Any, config: CompileConfig, *, weights: bool = True) -> M
 def compile_source(source: ModelSource, config: CompileConfig, report: CompileReport, stage) -> CompiledModel:
     """The stages after loading."""
     max_model_len = _max_model_len(source, config)
+    if source.device.type == "cpu":
+        cpu_build.start_build()  # on first use: it takes seconds, and so does the capture
     with stage("capture"):
         captured, report.capture_route = capture(source)
     with stage("recognise"):
@@ -162,8 +184,8 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
         fused = clone(paged)
         report.passes += run_passes(fused, (fuse_add_rms_norm, simplify) if config.fusions else ())
         device = torch.device("cpu") if source.device.type == "meta" else source.device
-        providers = select_providers(fused, device=device, requested=config.providers)
-        report.providers = providers
+        prepare = source.device.type != "meta"
+        report.providers = select_providers(fused, device=device, requested=config.providers, prepare=prepare)
     graphs = {"captured": captured, "semantic": semantic, "paged": paged, "fused": fused}
     executable = None
     with stage("executable"):
@@ -234,10 +256,9 @@ def _executable(fused: GraphModule, config: CompileConfig, report: CompileReport
     """Build what `config.executable` asks for; "auto" is inductor where a C++ compiler works."""
     wanted, why = config.executable, "requested"
     if wanted == "auto":
-        from pagebinder.custom_ops.cpu.build import find_compiler
-
-        wanted = "inductor" if find_compiler() else "eager"
-        why = "a C++ compiler is here" if wanted == "inductor" else "no C++ compiler was found, inductor needs one"
+        problem = cpu_build.problem()
+        wanted = "inductor" if problem is None else "eager"
+        why = "a C++ compiler is here" if problem is None else f"inductor cannot be used: {problem}"
     report.executable, report.executable_why = wanted, why
     return InductorExecutable(fused) if wanted == "inductor" else EagerExecutable(fused)
 

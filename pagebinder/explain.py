@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
 from itertools import groupby
 
+from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -61,10 +63,10 @@ def _header(report: CompileReport) -> Text:
 
 def _layers(report: CompileReport) -> Table:
     """One row for each run of equal layers."""
-    table = Table(show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name, justify in (("layers", "left"), ("state", "left"), ("KV heads x (K + V)", "right"), ("dtype", "left"),
-                          ("bytes of T tokens, one layer", "right"), ("bytes/token", "right"), ("group", "right")):  # fmt: skip
-        table.add_column(name, justify=justify)
+                          ("bytes of T tokens", "right"), ("bytes/token", "right"), ("group", "right")):  # fmt: skip
+        table.add_column(name, justify=justify, overflow="fold")
 
     def key(layer: dict):
         return tuple(v for k, v in layer.items() if k != "layer")
@@ -72,7 +74,7 @@ def _layers(report: CompileReport) -> Table:
     for _, run in groupby(report.layers, key=key):
         run = list(run)
         first, last = run[0], run[-1]
-        name = first["layer"] if len(run) == 1 else f"{first['layer']} .. {last['layer']} ({len(run)})"
+        name = first["layer"] if len(run) == 1 else _range_of(first["layer"], last["layer"], len(run))
         window = f" (W={first['window']})" if first["window"] is not None else ""
         heads = f"{first['num_kv_heads']} x ({first['head_dim']} + {first['head_dim_v']})"
         table.add_row(name, first["kind"] + window, heads, first["dtype"], first["formula"],
@@ -80,8 +82,18 @@ def _layers(report: CompileReport) -> Table:
     return table
 
 
+def _range_of(first: str, last: str, count: int) -> str:
+    """"model.layers.0.self_attn", "model.layers.31.self_attn" -> "model.layers.[0-31].self_attn (32)"."""
+    a, b = first.split("."), last.split(".")
+    differing = [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
+    if len(a) != len(b) or len(differing) != 1:
+        return f"{first} .. {last} ({count})"
+    a[differing[0]] = f"[{a[differing[0]]}-{b[differing[0]]}]"
+    return f"{'.'.join(a)} ({count})"
+
+
 def _passes(report: CompileReport) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name, justify in (("pass", "left"), ("matched", "right"), ("refused", "right"), ("ops", "right"),
                           ("seconds", "right"), ("what", "left")):  # fmt: skip
         table.add_column(name, justify=justify)
@@ -96,17 +108,23 @@ def _passes(report: CompileReport) -> Table:
 
 
 def _refusals(report: CompileReport) -> list[Text]:
+    """One line per pattern, reason and kind of place; layers that differ only by number are counted."""
     if not report.refusals:
         return [Text("  refused: nothing")]
-    lines = [Text("  refused:")]
+    places: dict[tuple, list[str]] = {}
     for r in report.refusals:
-        where = ", ".join(x for x in (r.module_path, r.source_line) if x)
-        lines.append(Text(f"    {r.pattern} at {r.node} ({where}): {r.reason}"))
+        kind_of_place = re.sub(r"\d+", "*", r.module_path)
+        places.setdefault((r.pattern, r.reason, kind_of_place, r.source_line), []).append(r.module_path or r.node)
+    lines = [Text("  refused:")]
+    for (pattern, reason, kind_of_place, source_line), paths in places.items():
+        where = paths[0] if len(paths) == 1 else f"{kind_of_place} ({len(paths)} places)"
+        line = f" [{source_line}]" if source_line else ""
+        lines.append(Text(f"    {pattern} at {where}: {reason}{line}"))
     return lines
 
 
 def _providers(report: CompileReport) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("op", "provider", "nodes", "why"):
         table.add_column(name)
     for choice in report.providers:

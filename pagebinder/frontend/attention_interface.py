@@ -20,7 +20,14 @@ from pagebinder.errors import CaptureError
 IMPLEMENTATION = "pagebinder"
 
 # Arguments that carry nothing for us: caches are ours, positions reach RoPE by themselves.
-IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
+IGNORED = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+}
 # Traits of a module or its config that change the mask without being passed to the hook.
 UNREAD_TRAITS = ("attention_chunk_size",)
 
@@ -47,6 +54,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     for trait in UNREAD_TRAITS:
         if getattr(getattr(module, "config", None), trait, None) is not None:
             raise CaptureError(f"{name} has {trait}, which changes the mask and is not handled yet.")
+    _require_window_as_configured(module, window)
     if causal is None:
         causal = getattr(module, "is_causal", None)
     if causal is None:
@@ -54,7 +62,9 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     if dropout and module.training:
         raise CaptureError(f"{name} applies dropout: call model.eval() before compiling.")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        raise CaptureError(f"{name} attends to {key.shape[2]} keys from {query.shape[2]} queries during capture.")
+        raise CaptureError(
+            f"{name} attends to {key.shape[2]} keys from {query.shape[2]} queries during capture."
+        )
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
     out = torch.ops.pagebinder.attention(
         query[0].transpose(0, 1),
@@ -75,19 +85,44 @@ def attention_hook(model: torch.nn.Module) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    before = {id(m): (m.config, m.config._attn_implementation) for m in _configured(model)}
+    configs = _configs(model)
+    before = [config._attn_implementation_internal for config in configs]
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
-    except ValueError as error:
-        raise CaptureError(
-            f"{type(model).__name__} does not take attention functions (transformers' AttentionInterface): {error}"
-        ) from error
-    try:
+        try:
+            model.set_attn_implementation(IMPLEMENTATION)
+        except (ValueError, AttributeError) as error:
+            raise CaptureError(
+                f"{type(model).__name__} does not take attention functions from transformers' "
+                f"AttentionInterface: {error}"
+            ) from error
         yield
     finally:
-        for config, implementation in before.values():
-            config._attn_implementation = implementation
+        for config, implementation in zip(configs, before):
+            config._attn_implementation_internal = implementation
 
 
-def _configured(model: torch.nn.Module):
-    return (m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation"))
+def _configs(model: torch.nn.Module) -> list:
+    """Every transformers config that a module of the model holds, and their sub-configs."""
+    found, queue = {}, [getattr(m, "config", None) for m in model.modules()]
+    while queue:
+        config = queue.pop()
+        if hasattr(config, "_attn_implementation_internal") and id(config) not in found:
+            found[id(config)] = config
+            queue += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return list(found.values())
+
+
+def _require_window_as_configured(module, window) -> None:
+    """A window that only the model's mask would have applied is lost with the mask."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and index is not None and index < len(layer_types):
+        has_window = layer_types[index] == "sliding_attention"
+    else:
+        has_window = getattr(config, "sliding_window", None) is not None
+        has_window = has_window and getattr(config, "use_sliding_window", True)
+    if has_window and window is None:
+        raise CaptureError(
+            f"{type(module).__name__} has a sliding window by its config, but does not pass it to its "
+            "attention function."
+        )

@@ -8,6 +8,7 @@ too: what is not proven is not assumed.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 
@@ -19,36 +20,50 @@ from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, module_path, so
 # Ops that only rename, broadcast or move dimensions; a token dimension that is cut, shifted or merged shows in
 # the output's shape or in `_ALONG_DIM`.
 _VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default,
-    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.permute.default,
-    aten.t.default, aten.flatten.using_ints, aten.unflatten.int, aten.expand_as.default, aten.view_as.default,
-    aten.type_as.default, *CASTS, *IDENTITIES,
+    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int,
+    aten.permute.default, aten.t.default, aten.type_as.default, *CASTS, *IDENTITIES,
 }  # fmt: skip
+# Ops that read the elements in storage order and cut them anew: [T, C] -> [C, T] has a token dimension of the
+# right size with the wrong values in it.
+_RESHAPES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.view_as.default,
+}  # fmt: skip
+# Ops that copy a value along a dimension: the only way, besides a constant, to get a token dimension from nothing.
+_REPEATS = {aten.expand.default, aten.expand_as.default, aten.repeat.default}
 
 # Ops that look along one dimension: allowed unless it is the token dimension. op -> position of its dim argument.
 _ALONG_DIM = {
     aten.softmax.int: 1, aten._softmax.default: 1, aten.log_softmax.int: 1, aten._log_softmax.default: 1,
     aten.mean.dim: 1, aten.sum.dim_IntList: 1, aten.amax.default: 1, aten.amin.default: 1, aten.var.correction: 1,
     aten.max.dim: 1, aten.min.dim: 1, aten.argmax.default: 1, aten.topk.default: 2, aten.sort.default: 1,
-    aten.cumsum.default: 1, aten.cat.default: 1, aten.stack.default: 1, aten.slice.Tensor: 1, aten.select.int: 1,
+    aten.cumsum.default: 1, aten.cat.default: 1, aten.slice.Tensor: 1, aten.select.int: 1,
     aten.narrow.default: 1, aten.chunk.default: 2, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
-    aten.unbind.int: 1, aten.index_select.default: 1, aten.gather.default: 1, aten.flip.default: 1,
+    aten.unbind.int: 1, aten.gather.default: 1, aten.flip.default: 1,
     aten.roll.default: 2, aten.linalg_vector_norm.default: 2, aten.repeat_interleave.self_int: 2,
     aten.glu.default: 1,
 }  # fmt: skip
-_DEFAULT_DIM = {aten.chunk.default: 0, aten.split.Tensor: 0, aten.cat.default: 0, aten.stack.default: 0,
-                aten.sort.default: -1, aten.topk.default: -1, aten.slice.Tensor: 0, aten.glu.default: -1,
+_DEFAULT_DIM = {aten.chunk.default: 0, aten.split.Tensor: 0, aten.cat.default: 0, aten.sort.default: -1,
+                aten.topk.default: -1, aten.slice.Tensor: 0, aten.glu.default: -1,
                 aten.unbind.int: 0, aten.split_with_sizes.default: 0}  # fmt: skip
 
 _CONTRACTIONS = {aten.matmul.default, aten.mm.default, aten.bmm.default}
-_LAST_DIM = {aten.linear.default, aten.layer_norm.default, aten.rms_norm.default, aten.dropout.default}
-_TABLE_LOOKUPS = {aten.embedding.default}
+_LAST_DIMS = {aten.linear.default, aten.layer_norm.default, aten.rms_norm.default}
+# op -> (position of the table, position of the indices)
+_TABLE_LOOKUPS = {
+    aten.embedding.default: (0, 1),
+    aten.index_select.default: (0, 2),
+    aten.index.Tensor: (0, 1),
+}
 _FACTORIES = {
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
     aten.ones.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
     aten.scalar_tensor.default, aten.empty.memory_format, aten.new_zeros.default, aten.new_ones.default,
     aten.lift_fresh_copy.default,
 }  # fmt: skip
+# op -> position of the value it fills its result with
+_FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
+_TAKE_SIZES = _RESHAPES | _REPEATS | _FACTORIES | {aten.slice.Tensor}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +111,17 @@ def _reason_against(node: Node, symbol) -> str | None:
     """Why this node may relate tokens, or None."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return None if target is operator.getitem or not _tensor_inputs(node) else f"{target} is not a known op"
-    if target.namespace.startswith("pagebinder") or target in (aten.sym_size.int, aten.sym_numel.default):
+        return (
+            None if target is operator.getitem or not _tensor_inputs(node) else f"{target} is not a known op"
+        )
+    if target in (aten.sym_size.int, aten.sym_numel.default):
         return None
     if target._schema.is_mutable:
-        return "writes to a tensor in place"
+        return "it writes to a tensor in place"
     inputs = _tensor_inputs(node)
     input_dims = [_token_dims(i) for i in inputs]
+    if target.namespace == "pagebinder":
+        return _reason_against_ours(node, inputs, input_dims)
     for out in _tensors(node.meta.get("val")):
         dims = _symbolic_dims(out)
         if len(dims) > 1:
@@ -111,41 +130,113 @@ def _reason_against(node: Node, symbol) -> str | None:
             return "it merges, cuts or extends the token dimension"
         if not dims and any(input_dims):
             return "it reduces over the tokens"
-    if target in _FACTORIES:
-        dims = [d for out in _tensors(node.meta.get("val")) for d in _symbolic_dims(out)]
-        return "it counts the tokens of the batch" if dims and "arange" in str(target) else None
+    if _computes_with_sizes(node):
+        return "it computes with the number of tokens in the batch"
     if not any(input_dims):
-        return None
+        if (
+            not _token_dims(node)
+            or target in _REPEATS
+            or (target in _FACTORIES and "arange" not in str(target))
+        ):
+            return None
+        return "it counts the tokens of the batch: row i is not tied to position i"
     return _reason_by_class(node, inputs, input_dims)
+
+
+def _reason_against_ours(node: Node, inputs: list[Node], input_dims: list[list[int]]) -> str | None:
+    """Our ops are sound only on operands laid out as they expect."""
+    target = node.target
+    if target is torch.ops.pagebinder.attention.default:
+        extra = [n for n in node.args[3:] if isinstance(n, Node)]
+        if [_token_dims(n) for n in node.args[:3]] != [[0]] * 3 or any(_token_dims(n) for n in extra):
+            return "attention takes [tokens, heads, width], and sinks and slopes of heads"
+        if not node.kwargs.get("causal", True):
+            return "it attends to later tokens (not causal), which a decoder with a cache cannot do"
+        return None
+    if target in (torch.ops.pagebinder.rms_norm.default, torch.ops.pagebinder.rope.default):
+        if inputs[0].meta["val"].dim() - 1 in input_dims[0]:
+            return "it works along the token dimension"
+        return _misaligned(inputs, input_dims)
+    return "this op is not known to keep tokens apart"
 
 
 def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]) -> str | None:
     target = node.target
     if torch.Tag.pointwise in target.tags:
-        if any(isinstance(a, Node) and isinstance(a.meta.get("val"), torch.SymInt) for a in node.all_input_nodes):
-            return "it computes with the number of tokens in the batch"
         return _misaligned(inputs, input_dims)
-    if target in _VIEWS:
+    if target in _VIEWS or target in _REPEATS or target in _FACTORIES or _is_whole(node):
         return None
+    if target is aten.stack.default:
+        return _misaligned(inputs, input_dims)
+    if target is aten.dropout.default:
+        return "it drops values at random" if arg(node, 2, "train") else None
+    if target in _RESHAPES:
+        before, after = (_size_before_tokens(value) for value in (inputs[0].meta["val"], node.meta["val"]))
+        return (
+            None if before == after else "it cuts the values of all tokens anew, so that tokens swap places"
+        )
     if target in _ALONG_DIM:
         rank = max(i.meta["val"].dim() for i in inputs)
         dims = arg(node, _ALONG_DIM[target], "dim", _DEFAULT_DIM.get(target))
-        if dims is None:
-            return "it reduces over all dimensions"
+        if dims is None or dims == []:
+            return "it works along all dimensions"
         dims = [dims] if isinstance(dims, int) else dims
         if {d % rank for d in dims} & {d for ds in input_dims for d in ds}:
             return "it works along the token dimension"
         return None
     if target in _CONTRACTIONS:
         a, b = node.args[0], node.args[1]
-        contracted = a.meta["val"].dim() - 1 in _token_dims(a) or max(b.meta["val"].dim() - 2, 0) in _token_dims(b)
+        contracted = a.meta["val"].dim() - 1 in _token_dims(a) or max(
+            b.meta["val"].dim() - 2, 0
+        ) in _token_dims(b)
         return "it sums over the tokens" if contracted else None
-    if target in _LAST_DIM:
-        data = inputs[0].meta["val"]
-        return "it works along the token dimension" if data.dim() - 1 in input_dims[0] else None
+    if target in _LAST_DIMS:
+        rank = node.args[0].meta["val"].dim()
+        num_dims = 1 if target is aten.linear.default else len(node.args[1])
+        return (
+            "it works along the token dimension"
+            if max(input_dims[0], default=-1) >= rank - num_dims
+            else None
+        )
     if target in _TABLE_LOOKUPS:
-        return "it looks up rows of a table that depends on tokens" if input_dims[0] else None
+        return _reason_against_lookup(node)
     return "this op is not known to keep tokens apart"
+
+
+def _reason_against_lookup(node: Node) -> str | None:
+    table, indices = (node.args[i] for i in _TABLE_LOOKUPS[node.target])
+    if node.target is aten.index_select.default and _token_dims(table):
+        return "it picks tokens" if node.args[1] % table.meta["val"].dim() in _token_dims(table) else None
+    if _token_dims(table):
+        return "it looks up rows of a table that depends on tokens"
+    if isinstance(indices, (list, tuple)) and sum(i is not None for i in indices) > 1:
+        return "it looks up a table by several indices at once"
+    return None
+
+
+def _computes_with_sizes(node: Node) -> bool:
+    """Does a number of tokens enter as a value, and not as the size of a result?"""
+    if node.target not in _TAKE_SIZES:
+        return any(_is_symbolic(n) for n in node.all_input_nodes)
+    return node.target in _FILLS and _is_symbolic(node.args[_FILLS[node.target]])
+
+
+def _is_symbolic(value) -> bool:
+    kinds = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), kinds)
+
+
+def _is_whole(node: Node) -> bool:
+    """x[:] along the token dimension."""
+    return node.target is aten.slice.Tensor and all(
+        a.node.expr == b.node.expr if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt) else a == b
+        for a, b in zip(node.meta["val"].shape, node.args[0].meta["val"].shape)
+    )
+
+
+def _size_before_tokens(tensor: torch.Tensor) -> int:
+    """Product of the sizes left of the token dimension."""
+    return math.prod(tensor.shape[: _symbolic_dims(tensor)[0]])
 
 
 def _misaligned(inputs: list[Node], input_dims: list[list[int]]) -> str | None:

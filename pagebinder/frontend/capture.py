@@ -13,7 +13,7 @@ import warnings
 
 import torch
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
 
 from pagebinder.errors import CaptureError
@@ -136,10 +136,29 @@ def _unlift(program: ExportedProgram) -> GraphModule:
         mapping[node] = graph.get_attr(name)
         mapping[node].meta.update(node.meta)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    output.args = (output.args[0][0],)
+    _keep_writes(program, graph, mapping, output)
+    user_output = next(
+        value
+        for spec, value in zip(program.graph_signature.output_specs, output.args[0])
+        if spec.kind is OutputKind.USER_OUTPUT
+    )
+    output.args = (user_output,)
     for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), ("input_ids", "positions")):
         node.name = node.target = name
     return GraphModule(root, graph, class_name="Captured")
+
+
+def _keep_writes(
+    program: ExportedProgram, graph: torch.fx.Graph, mapping: dict, output: torch.fx.Node
+) -> None:
+    """Functional export returns new values of buffers and inputs: write them back, so that the audit sees it."""
+    inputs = {spec.target or spec.arg.name: spec.arg.name for spec in program.graph_signature.input_specs}
+    old = {node.name: mapping[node] for node in program.graph.nodes if node.op == "placeholder"}
+    for spec, value in zip(program.graph_signature.output_specs, output.args[0]):
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
+            with graph.inserting_before(output):
+                write = graph.call_function(aten.copy_.default, (old[inputs[spec.target]], value))
+            write.meta.update(value.meta)
 
 
 def _attach(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

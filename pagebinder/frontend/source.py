@@ -64,9 +64,9 @@ def source_from_module(module: torch.nn.Module, *, dtype: torch.dtype | None = N
     if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
         import copy
 
-        module = copy.deepcopy(module).to(dtype)
+        module = _converted(copy.deepcopy(module), dtype)
     config = getattr(module, "config", None)
-    is_transformers = type(module).__module__.startswith("transformers.") or _is_pretrained_model(module)
+    is_transformers = _is_transformers(module)
     facts = _facts(config, module)
     return ModelSource(
         module=module, name=type(module).__name__, is_transformers=is_transformers, config=config, **facts
@@ -92,6 +92,8 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         config_dict = json.loads(config_path.read_text())
     except ValueError as error:
         raise CheckpointError(f"{config_path} is not valid JSON: {error}") from error
+    if not isinstance(config_dict, dict):
+        raise CheckpointError(f"{config_path} holds a {type(config_dict).__name__}, not the options of a model.")
     module = _build(path, config_dict, dtype, weights)
     facts = _facts(module.config, module)
     eos, bos = _generation_tokens(path)
@@ -101,6 +103,20 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
     return ModelSource(
         module=module, name=str(path), is_transformers=True, path=path, config=module.config, **facts
     )
+
+
+def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSource:
+    """A transformers config object -> the model it describes, on the meta device (no memory, no weights)."""
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+
+    if not isinstance(config, PretrainedConfig):
+        raise ConfigError(f"Give a checkpoint directory or a transformers config, not {type(config).__name__}.")
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    except ValueError as error:
+        raise ConfigError(f"transformers has no causal language model for {type(config).__name__}: {error}") from error
+    return source_from_module(module.eval())
 
 
 def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bool) -> torch.nn.Module:
@@ -113,8 +129,7 @@ def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bo
         raise CheckpointError(f"{path}/config.json (model_type {kind!r}) cannot be read: {error}") from error
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if not weights:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return source_from_config(config, dtype=dtype).module
     if not any(list(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise CheckpointError(
             f"{path} has no *.safetensors file. Save the weights as safetensors "
@@ -134,8 +149,20 @@ def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bo
     return module.eval()
 
 
-def _is_pretrained_model(module: torch.nn.Module) -> bool:
+def _is_transformers(module: torch.nn.Module) -> bool:
     return any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__)
+
+
+def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """`module.to(dtype)`, but as transformers loads a checkpoint in that dtype: RoPE frequencies are not rounded."""
+    kept = {}
+    if _is_transformers(module):
+        for owner in module.modules():
+            kept |= {(owner, name): owner._buffers[name] for name in owner._non_persistent_buffers_set}
+    module.to(dtype)
+    for (owner, name), buffer in kept.items():
+        owner._buffers[name] = buffer
+    return module
 
 
 def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
@@ -170,6 +197,8 @@ def _generation_tokens(path: Path) -> tuple[frozenset[int], int | None]:
         generation = json.loads(file.read_text())
     except ValueError as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(generation, dict):
+        raise CheckpointError(f"{file} holds a {type(generation).__name__}, not generation options.")
     eos = generation.get("eos_token_id")
     ids = frozenset([eos] if isinstance(eos, int) else eos or [])
     return ids, generation.get("bos_token_id")

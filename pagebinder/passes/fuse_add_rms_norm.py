@@ -24,7 +24,7 @@ def fuse_add_rms_norm(gm: GraphModule) -> PassResult:
     result = PassResult(name="fuse_add_rms_norm")
     for norm in calls(gm.graph, torch.ops.pagebinder.rms_norm.default):
         total = norm.args[0]
-        reason = _reason_against(total)
+        reason = _reason_against(total, norm)
         if reason:
             result.refusals.append(
                 Refusal(pattern=PATTERN, reason=reason, source_line=source_line(norm), **describe(norm))
@@ -51,11 +51,13 @@ def fuse_add_rms_norm(gm: GraphModule) -> PassResult:
     return result
 
 
-def _reason_against(total: Node) -> str | None:
+def _reason_against(total: Node, norm: Node) -> str | None:
     if not is_call(total, aten.add.Tensor):
         return "the normalised value is not a sum"
     if total.kwargs or not all(isinstance(a, Node) for a in total.args):
         return "the sum has a factor or a literal"
+    if any(isinstance(w, Node) and w.op != "get_attr" for w in norm.args[1:]):
+        return "the weight is computed, and may come after the sum"
     a, b = total.args
     if val(a).shape != val(b).shape or val(a).dtype != val(b).dtype:
         return "the two terms differ in shape or dtype"

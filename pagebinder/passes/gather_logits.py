@@ -48,7 +48,8 @@ def _find_head(node: Node) -> Node | None:
         if not (pointwise or is_call(node, aten.select.int, *CASTS)) or len(node.all_input_nodes) != 1:
             return None
         node = node.all_input_nodes[0]
-    return node if val(node.args[0]).dim() >= 2 and len(node.users) == 1 else None
+    is_rows = [isinstance(size, torch.SymInt) for size in val(node.args[0]).shape]
+    return node if is_rows[-2:] == [True, False] and sum(is_rows) == 1 and len(node.users) == 1 else None
 
 
 def _refresh_after(gm: GraphModule, start: Node) -> None:

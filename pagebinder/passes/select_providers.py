@@ -22,12 +22,13 @@ SELECTABLE = ("paged_attention", "kv_cache_write")
 
 
 def select_providers(
-    gm: GraphModule, *, device: torch.device, requested: dict[str, str]
+    gm: GraphModule, *, device: torch.device, requested: dict[str, str], prepare: bool = True
 ) -> list[ProviderChoice]:
     """Rewrite the targets of stateful ops.
 
     Args:
         requested: op name -> provider name, from CompileConfig.providers.
+        prepare: False only plans, and builds or loads nothing (for `explain`).
     Raises:
         ConfigError: `requested` names an op that has no providers.
         ProviderError: a requested provider cannot serve; the message lists the reasons.
@@ -41,7 +42,7 @@ def select_providers(
         for node in calls(gm.graph, getattr(torch.ops.pagebinder, name).default):
             need = _need(name, node, device)
             if need not in selections:
-                selections[need] = selection = select_provider(need, requested.get(name))
+                selections[need] = selection = select_provider(need, requested.get(name), prepare=prepare)
                 choices[need] = ProviderChoice(
                     op=name, provider=selection.provider, why=selection.why, num_nodes=0, rejected=selection.rejected
                 )
@@ -53,24 +54,20 @@ def select_providers(
 
 def _need(name: str, node: Node, device: torch.device) -> OpNeed:
     """What a node asks of a provider, from its arguments."""
-    if name == "kv_cache_write":
-        k, v, cache = (val(a) for a in node.args[:3])
-        sizes = {"head_dim": k.shape[2], "head_dim_v": v.shape[2], "num_kv_heads": k.shape[1]}
-        features, dtype = frozenset(), k.dtype
-    else:
-        q, cache = val(node.args[0]), val(node.args[1])
-        head_dim_v = node.kwargs["head_dim_v"]
-        sizes = {"head_dim": q.shape[2], "head_dim_v": head_dim_v, "num_heads": q.shape[1],
-                 "num_kv_heads": cache.shape[1]}  # fmt: skip
-        features, dtype = _features(node), q.dtype
-    sizes["block_size"] = cache.shape[2]
+    cache = val(node.args[2] if name == "kv_cache_write" else node.args[1])
+    new = val(node.args[0])  # the keys to write, or the queries
+    width_v = val(node.args[1]).shape[2] if name == "kv_cache_write" else node.kwargs["head_dim_v"]
     return OpNeed(
         op=name,
         device=device.type,
-        dtype=dtype,
-        kv_dtype=cache.dtype,
-        sizes=tuple(sorted((k, int(v)) for k, v in sizes.items())),
-        features=features,
+        dtype=str(new.dtype).removeprefix("torch."),
+        kv_dtype=str(cache.dtype).removeprefix("torch."),
+        head_dim=int(new.shape[2]),
+        head_dim_v=int(width_v),
+        block_size=int(cache.shape[2]),
+        num_heads=int(new.shape[1]) if name == "paged_attention" else None,
+        num_kv_heads=int(cache.shape[1]),
+        features=_features(node) if name == "paged_attention" else frozenset(),
     )
 
 

@@ -9,6 +9,7 @@ Replaces with:
 
 from __future__ import annotations
 
+import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.graph_tools import CASTS, aten, describe, finish, is_call, val
@@ -39,8 +40,10 @@ def _equivalent(node: Node) -> Node | None:
     x = node.args[0]
     if is_call(node, *CASTS, aten.alias.default, aten.detach.default):
         same = val(node).dtype is val(x).dtype and val(node).device == val(x).device
-        layout = node.kwargs.get("memory_format") is None
-        return x if same and layout else None
+        keeps_layout = not any(
+            isinstance(a, torch.memory_format) for a in (*node.args, *node.kwargs.values())
+        )
+        return x if same and keeps_layout else None
     if is_call(node, aten.transpose.int) and is_call(x, aten.transpose.int):
         rank = val(node).dim()
         return x.args[0] if _dims(node, rank) == _dims(x, rank) else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,9 @@ class Engine:
         )
         self.planner = StepPlanner([g.block_size for g in model.kv_plan.groups], model.device)
         self._live: dict[str, _Live] = {}
+        # Outputs belong to the `stream` or `generate` call that made the request, else to `step`.
+        self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._undelivered: list[RequestOutput] = []
         self._ids = itertools.count()
         self._generated_tokens = 0
         self._seconds = dict.fromkeys(("schedule", "plan", "run", "sample", "publish"), 0.0)
@@ -164,17 +168,23 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._live)
+        """Is there anything that a further `step` would compute or return?"""
+        return bool(self._live or self._undelivered)
 
     # Stepping
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns an output for every request that got a token in it (all tokens so far).
 
-        With nothing to do it returns []. If the model raises, no request is lost: the next step repeats the work.
+        Requests of a running `stream` get theirs there. With nothing to do it returns []. If the model raises,
+        no request is lost: the next step repeats the work.
         """
-        if not self._live:
-            return []
+        if self._live:
+            self._step()
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def _step(self) -> None:
         clock = _Clock(self._seconds)
         scheduled = self.scheduler.schedule()
         clock.lap("schedule")
@@ -188,13 +198,12 @@ class Engine:
         ]
         sampled = sample(logits, rows)
         clock.lap("sample")
-        outputs = self._publish(scheduled, lives, sampled)
+        self._publish(scheduled, lives, sampled)
         if self.config.check_integrity:
             self.scheduler.check_integrity()
         clock.lap("publish")
-        return outputs
 
-    def _publish(self, scheduled, lives: list[_Live], sampled: list[SampledToken]) -> list[RequestOutput]:
+    def _publish(self, scheduled, lives: list[_Live], sampled: list[SampledToken]) -> None:
         stopped = {
             live.request.request_id: "stop" for live, token in zip(lives, sampled) if self._take(live, token)
         }
@@ -204,7 +213,8 @@ class Engine:
         for request in finished:
             self._live.pop(request.request_id)
             self.planner.tables.drop(request.request_id)
-        return [self._output(live) for live in lives]
+        for live in lives:
+            self._mailboxes.get(live.request.request_id, self._undelivered).append(self._output(live))
 
     def _take(self, live: _Live, token: SampledToken) -> bool:
         """Note a new token; True if it ends the request (length limits are the scheduler's business)."""
@@ -253,18 +263,27 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields an output each time a request gets a token. Closing it aborts the rest."""
-        ids = self._add_all(prompts, params)
-        return self._run(ids)
+        return self._run(self._add_all(prompts, params))
 
     def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
-        mine = set(ids)
+        mailbox: deque[RequestOutput] = deque()
+        self._mailboxes.update(dict.fromkeys(ids, mailbox))
+        reader = self._read(ids, mailbox)
+        next(reader)  # enter its `try`, so that dropping it unread aborts the requests too
+        return reader
+
+    def _read(self, ids: list[str], mailbox: deque[RequestOutput]) -> Iterator[RequestOutput]:
+        """Step until the requests are done; another stream that is read in between steps them too."""
         try:
-            while any(i in self._live for i in ids):
-                for output in self.step():
-                    if output.request_id in mine:
-                        yield output
+            yield
+            while mailbox or any(i in self._live for i in ids):
+                if not mailbox:
+                    self._step()
+                while mailbox:
+                    yield mailbox.popleft()
         finally:
             for i in ids:
+                self._mailboxes.pop(i, None)
                 self.abort(i)
 
     def _add_all(self, prompts, params) -> list[str]:

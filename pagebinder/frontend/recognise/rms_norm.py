@@ -58,7 +58,9 @@ def recognise_rms_norm(gm: GraphModule) -> PassResult:
             tail = _match_tail(head)
         except _NotANorm as miss:
             result.refusals.append(
-                Refusal(pattern=PATTERN, reason=str(miss), source_line=source_line(anchor), **describe(anchor))
+                Refusal(
+                    pattern=PATTERN, reason=str(miss), source_line=source_line(anchor), **describe(anchor)
+                )
             )
             continue
         args = (head.x,) if tail.weight is None else (head.x, tail.weight)
@@ -81,47 +83,54 @@ def recognise_rms_norm(gm: GraphModule) -> PassResult:
 def _match_head(rsqrt: Node) -> _Head:
     """x, eps and h * r, from the rsqrt."""
     add = rsqrt.args[0]
-    if not (is_call(add, aten.add.Tensor, aten.add.Scalar) and isinstance(add.args[1], float)):
+    if not _is_sum_with_literal(add) or not isinstance(add.args[1], float):
         raise _NotANorm("rsqrt is not taken of (mean + eps) with a literal eps")
     mean = add.args[0]
     if not is_call(mean, aten.mean.dim):
         raise _NotANorm("the value under rsqrt is not a mean")
+    if mean.kwargs.get("dtype") is not None:
+        raise _NotANorm("the mean changes the dtype")
     square = mean.args[0]
     last = val(square).dim() - 1 if isinstance(square, Node) else -1
     if list(mean.args[1]) not in ([-1], [last]) or not (len(mean.args) > 2 and mean.args[2]):
         raise _NotANorm("the mean is not over the last dimension with keepdim")
+    if isinstance(val(square).shape[-1], torch.SymInt):
+        raise _NotANorm("the mean is over the tokens")
     wide = _squared(square)
     if wide is None:
         raise _NotANorm("the mean is not of a square")
+    if val(wide).dtype is not torch.float32:
+        raise _NotANorm(f"the norm is computed in {val(wide).dtype}, not in float32")
     products = [u for u in rsqrt.users if is_call(u, aten.mul.Tensor)]
     if len(products) != 1 or len(rsqrt.users) != 1:
         raise _NotANorm("rsqrt is used in other places than x * rsqrt(...)")
     other = _other_operand(products[0], rsqrt)
-    if other is not wide and skip_casts(other) is not skip_casts(wide):
+    if other not in (wide, _narrow(wide)) and not (
+        isinstance(other, Node) and val(other).dtype is torch.float32 and _narrow(other) is _narrow(wide)
+    ):
         raise _NotANorm("rsqrt multiplies something else than the value it was computed from")
-    if val(other).dtype is not torch.float32 and val(other).dtype is not torch.float64:
-        raise _NotANorm(f"the norm is computed in {val(other).dtype}, not in float32")
     return _Head(x=_narrow(wide), eps=add.args[1], normed=products[0])
 
 
 def _match_tail(head: _Head) -> _Tail:
     """What follows h * r: the cast and the weight, in the order that the model has them."""
-    width = val(head.x).shape[-1]
-    cast, dtype = _follow_cast(head.normed), val(head.x).dtype
+    width, dtype = val(head.x).shape[-1], val(head.x).dtype
+    cast = _follow_cast(head.normed, dtype)
     after_cast = _scaled_by_weight(cast, width) if cast is not None else None
     if after_cast is not None and after_cast[2] == "plain":
         return _Tail("cast_scale", after_cast[1], after_cast[0])
     scaled = _scaled_by_weight(head.normed, width)
     if scaled is not None:
         product, weight, form = scaled
-        output = _follow_cast(product)
+        output = _follow_cast(product, dtype)
         if output is None and val(product).dtype is dtype:
             output = product
         if output is None:
             raise _NotANorm("the weighted norm is not cast back to the input's dtype")
-        if form == "offset":
-            return _Tail("offset", weight, output)
-        return _Tail("scale_cast", weight, output)
+        # The op widens the weight by itself, and widening is exact.
+        widened = is_call(weight, *CASTS) and val(weight).dtype is torch.float32
+        weight = _narrow(weight) if widened and val(_narrow(weight)).dtype.itemsize <= 4 else weight
+        return _Tail("offset" if form == "offset" else "scale_cast", weight, output)
     output = cast if cast is not None else head.normed
     if val(output).dtype is not dtype:
         raise _NotANorm(f"the norm of a {dtype} value stays {val(output).dtype}")
@@ -138,6 +147,12 @@ def _squared(node) -> Node | None:
     return None
 
 
+def _is_sum_with_literal(node) -> bool:
+    """a + literal, without a factor."""
+    plain = is_call(node, aten.add.Tensor, aten.add.Scalar) and not node.kwargs and len(node.args) == 2
+    return plain and isinstance(node.args[1], (int, float))
+
+
 def _narrow(wide: Node) -> Node:
     """The value before its cast to float32 (one cast only: an earlier one belongs to the model)."""
     return wide.args[0] if is_call(wide, *CASTS) else wide
@@ -147,26 +162,30 @@ def _other_operand(product: Node, one: Node) -> Node:
     return product.args[1] if product.args[0] is one else product.args[0]
 
 
-def _follow_cast(node: Node) -> Node | None:
-    """The only user, if it is a cast."""
+def _follow_cast(node: Node, dtype: torch.dtype) -> Node | None:
+    """The only user, if it is a cast to `dtype`."""
     users = list(node.users)
-    return users[0] if len(users) == 1 and is_call(users[0], *CASTS) else None
+    return (
+        users[0] if len(users) == 1 and is_call(users[0], *CASTS) and val(users[0]).dtype is dtype else None
+    )
 
 
 def _scaled_by_weight(node: Node, width) -> tuple[Node, Node, str] | None:
-    """(product, weight, "plain" or "offset") if the only user multiplies by a parameter [C] or by 1 + it."""
+    """(product, weight, "plain" or "offset") if the only user multiplies by a parameter [C] or by 1 + it.
+
+    The weight is returned with its casts: they may round, and are part of the contract.
+    """
     users = list(node.users)
     if len(users) != 1 or not is_call(users[0], aten.mul.Tensor):
         return None
     operand = _other_operand(users[0], node)
     if not isinstance(operand, Node):
         return None
-    weight, form = skip_casts(operand), "plain"
-    if is_call(weight, aten.add.Tensor, aten.add.Scalar):
-        terms = [weight.args[0], weight.args[1]]
-        if 1.0 not in [t for t in terms if isinstance(t, (int, float))]:
+    weight, form = operand, "plain"
+    if _is_sum_with_literal(weight):
+        if weight.args[1] != 1 or val(weight).dtype is not torch.float32:
             return None
-        weight, form = skip_casts(next(t for t in terms if isinstance(t, Node))), "offset"
-    if weight.op != "get_attr" or list(val(weight).shape) != [width]:
+        weight, form = weight.args[0], "offset"
+    if skip_casts(weight).op != "get_attr" or list(val(weight).shape) != [width]:
         return None
     return users[0], weight, form

@@ -104,7 +104,7 @@ def _half_of(part) -> tuple[Node, int] | None:
     if is_call(part, aten.slice.Tensor):
         x, dim, start, end = part.args[0], part.args[1], part.args[2], arg(part, 3, "end", 1 << 62)
         width, last = val(x).shape[-1], val(x).dim() - 1
-        if dim not in (-1, last) or width % 2 or len(part.args) > 4:
+        if dim not in (-1, last) or not isinstance(width, int) or width % 2 or len(part.args) > 4:
             return None
         if (start, end) == (0, width // 2):
             return x, 0
@@ -112,8 +112,12 @@ def _half_of(part) -> tuple[Node, int] | None:
     if is_call(part, operator.getitem) and is_call(part.args[0], aten.chunk.default, aten.split.Tensor):
         pieces = part.args[0]
         x, width = pieces.args[0], val(pieces.args[0]).shape[-1]
-        size = pieces.args[1] if pieces.target is aten.split.Tensor else width // pieces.args[1]
-        if arg(pieces, 2, "dim", 0) not in (-1, val(x).dim() - 1) or 2 * size != width:
+        size = pieces.args[1] if pieces.target is aten.split.Tensor else -(-width // pieces.args[1])
+        if (
+            not isinstance(width, int)
+            or arg(pieces, 2, "dim", 0) not in (-1, val(x).dim() - 1)
+            or 2 * size != width
+        ):
             return None
         return x, part.args[1]
     return None

@@ -23,9 +23,10 @@ PATTERN = "attention"
 def recognise_sdpa(gm: GraphModule) -> PassResult:
     """Rewrite every scaled_dot_product_attention whose mask is understood; refuse the others."""
     result = PassResult(name="recognise_sdpa")
+    proofs: dict[Node, MaskFacts | MaskNotProven] = {}
     for sdpa in calls(gm.graph, aten.scaled_dot_product_attention.default):
         try:
-            facts = _mask_of(sdpa)
+            facts = _mask_of(sdpa, proofs)
             match = _rewrite(gm, sdpa, facts)
         except MaskNotProven as miss:
             result.refusals.append(
@@ -38,7 +39,8 @@ def recognise_sdpa(gm: GraphModule) -> PassResult:
     return result
 
 
-def _mask_of(sdpa: Node) -> MaskFacts:
+def _mask_of(sdpa: Node, proofs: dict[Node, MaskFacts | MaskNotProven]) -> MaskFacts:
+    """What the layer's mask means. `proofs`: what is known already, since layers share masks."""
     if arg(sdpa, 4, "dropout_p", 0.0):
         raise MaskNotProven("attention with dropout: call model.eval() before compiling")
     mask = arg(sdpa, 3, "attn_mask")
@@ -48,14 +50,27 @@ def _mask_of(sdpa: Node) -> MaskFacts:
         return MaskFacts(causal=True)
     if mask is None:
         return MaskFacts(causal=False)
-    return prove_mask(mask)
+    if mask not in proofs:
+        try:
+            proofs[mask] = prove_mask(mask)
+        except MaskNotProven as miss:
+            proofs[mask] = miss
+    if isinstance(proofs[mask], MaskNotProven):
+        raise proofs[mask]
+    return proofs[mask]
 
 
 def _rewrite(gm: GraphModule, sdpa: Node, facts: MaskFacts) -> Match:
     q, k, v = sdpa.args[:3]
-    if val(q).dim() != 4 or val(q).shape[0] != 1:
-        raise MaskNotProven(f"queries of shape {tuple(val(q).shape)} are not [1, heads, tokens, width]")
-    k, v = _unrepeated(k), _unrepeated(v)
+    for name, x in (("queries", q), ("keys", k), ("values", v)):
+        if not _is_heads_by_tokens(val(x)):
+            raise MaskNotProven(f"{name} of shape {tuple(val(x).shape)} are not [1, heads, tokens, width]")
+    if len({val(x).shape[2].node.expr for x in (q, k, v)}) > 1:
+        raise MaskNotProven("queries and keys are not of the same tokens")
+    if val(_unrepeated(k)).shape[1] == val(_unrepeated(v)).shape[1]:
+        k, v = _unrepeated(k), _unrepeated(v)
+    if val(k).shape[1] != val(v).shape[1] or val(q).shape[1] % val(k).shape[1]:
+        raise MaskNotProven("queries, keys and values do not have matching numbers of heads")
     scale = arg(sdpa, 6, "scale")
     scale = float(scale) if scale is not None else val(q).shape[-1] ** -0.5
     flat = [_flat_heads(gm, sdpa, x) for x in (q, k, v)]
@@ -68,6 +83,12 @@ def _rewrite(gm: GraphModule, sdpa: Node, facts: MaskFacts) -> Match:
     return Match(pattern=PATTERN, detail=facts.describe(), **describe(op))
 
 
+def _is_heads_by_tokens(x: torch.Tensor) -> bool:
+    """[1, H, T, D], T the only symbolic size: over anything else, "attention" would not be over tokens."""
+    symbolic = [isinstance(size, torch.SymInt) for size in x.shape]
+    return symbolic == [False, False, True, False] and x.shape[0] == 1
+
+
 def _flat_heads(gm: GraphModule, where: Node, x: Node) -> Node:
     """[1, H, T, D] -> [T, H, D] as a view."""
     row = insert_call(gm.graph, where, aten.select.int, (x, 0, 0))
@@ -75,7 +96,9 @@ def _flat_heads(gm: GraphModule, where: Node, x: Node) -> Node:
 
 
 def _unrepeated(x: Node) -> Node:
-    """[1, H, T, D] made by unsqueeze + expand + reshape of [1, G, T, D] -> the latter."""
+    """[1, H, T, D] made of [1, G, T, D] by unsqueeze + expand + reshape, or by repeat_interleave -> the latter."""
+    if is_call(x, aten.repeat_interleave.self_int) and arg(x, 2, "dim") in (1, -3):
+        return x.args[0]
     if not is_call(x, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
         return x
     expanded = x.args[0]
@@ -87,6 +110,10 @@ def _unrepeated(x: Node) -> Node:
     if not is_call(inner, aten.unsqueeze.default) or inner.args[1] not in (2, -3):
         return x
     source = inner.args[0]
-    if val(source).dim() != 4 or val(x).shape[1] % val(source).shape[1]:
+    if not _is_heads_by_tokens(val(source)) or val(x).shape[1] % val(source).shape[1]:
         return x
-    return source
+    same = (
+        val(x).shape[2].node.expr == val(source).shape[2].node.expr
+        and val(x).shape[3] == val(source).shape[3]
+    )
+    return source if same else x

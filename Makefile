@@ -1,0 +1,47 @@
+# Everything runs in .venv, which the targets make and keep up to date with pyproject.toml.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint format bench train clean
+
+help:
+	@echo "make demo    compile the shipped model and stream text from it"
+	@echo "make test    run all tests"
+	@echo "make lint    check format and style    (make format: apply them)"
+	@echo "make bench   run the benchmarks, write benchmarks/results/*.json"
+	@echo "make train   train the shipped model again (under 40 minutes on 2 cores)"
+
+# torch first and pinned: where a CPU build is at hand, pip takes that one.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/pagebinder demo
+
+test: $(READY)
+	$(BIN)/python -m pytest tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/paged_attention.py
+	$(BIN)/python benchmarks/engine.py
+
+train: $(READY)
+	$(BIN)/python examples/train_tiny.py train --out build/tiny
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,128 @@
+// Paged attention on the CPU: arguments, work plan and scratch, shared by the binding and the kernels.
+//
+// A request's query rows are (token, head of the group) pairs, token first: all query heads of a KV head share its
+// K and V rows, so they are handled together. Rows are cut into tiles and the keys a tile sees into parts:
+//
+//            keys of the request ->      part 0      part 1      part 2
+//     rows of KV head g   tile 0      [    .....|...........|......     ]   one job = one (tile, part, KV head)
+//     (token, head)       tile 1      [         |     ......|.......... ]
+//
+// How a request is cut depends on that request alone, so its result has the same bits whatever else is in the
+// batch and however many threads run. Jobs are handed out one at a time: a slow thread delays only its own job.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+namespace pagebinder {
+
+// Runs body(context, worker) for every worker in [0, num_workers), possibly at the same time.
+using ParallelRun = void (*)(int num_workers, void (*body)(void* context, int worker), void* context);
+
+constexpr int64_t NO_WINDOW = int64_t{1} << 40;
+
+struct AttentionArgs {
+  int64_t num_tokens, num_requests, num_heads, num_kv_heads, head_dim, head_dim_v;
+  int64_t num_blocks, block_size, max_blocks;
+  const void* q;                  // [T, H, D]
+  int64_t q_token_stride, q_head_stride;
+  const void* cache;              // [N, G, B, D+Dv]
+  int64_t cache_block_stride, cache_head_stride, cache_slot_stride;
+  const int32_t* block_table;     // [R, M]
+  int64_t block_table_stride;
+  const int32_t* seq_lens;        // [R]
+  const int32_t* query_start_loc; // [R+1]
+  const float* sinks;             // [H] or null
+  const float* alibi_slopes;      // [H] or null
+  void* out;                      // [T, H, Dv] contiguous
+  float* lse;                     // [H, T] or null
+  float scale;
+  float soft_cap;                 // 0 = none
+  int64_t window;                 // NO_WINDOW = none
+  int64_t chunk;                  // 0 = none
+  bool causal;
+  int num_threads;
+  ParallelRun run;
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+// Keys that the query at absolute position p sees: [begin, end), empty as [0, 0). Every mask is such an interval.
+struct KeyRange { int32_t begin, end; };
+KeyRange visible_keys(const AttentionArgs& args, int64_t p, int64_t seq_len);
+
+// `rows` query rows of one request that are computed together, for each KV head.
+struct Tile {
+  int32_t request, row_begin, rows;
+  int32_t stride;                 // lanes that the kernel gives the rows: 1, 2, 4, 8 or whole vectors
+  KeyRange keys;                  // union over the rows
+  int32_t parts, part_keys;       // part i covers [i, i+1) * part_keys counted from an absolute multiple
+  int64_t first_partial;          // of this tile, in floats; meaningful if parts > 1
+  int64_t first_counter;
+};
+
+struct Job { int32_t tile, part; };
+
+// Memory that grows to the largest need and stays.
+class Buffer {
+ public:
+  ~Buffer() { std::free(data_); }
+  template <class T>
+  T* at_least(size_t count) {
+    size_t bytes = (count * sizeof(T) + 4095) / 4096 * 4096;
+    if (bytes > capacity_) {
+      std::free(data_);
+      capacity_ = 0;
+      data_ = std::aligned_alloc(4096, bytes);
+      if (data_ == nullptr) throw std::bad_alloc();
+      capacity_ = bytes;
+    }
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t capacity_ = 0;
+};
+
+struct Plan {
+  std::vector<Tile> tiles;
+  std::vector<Job> jobs;          // for one KV head; long ones first within a request
+  int64_t partial_floats = 0, num_counters = 0, work_bytes = 0;
+  Buffer partial_buffer, counter_buffer;
+  float* partials = nullptr;      // per part and row: maximum, sum, then the row of unnormalised output
+  std::atomic<int>* counters = nullptr;  // finished parts of a (tile, KV head)
+  std::atomic<int> next_job{0};
+  std::atomic<bool> bad_block{false};
+};
+
+// Floats of one row of a part: maximum, sum, output padded to whole vectors.
+int64_t partial_row_floats(const AttentionArgs& args);
+
+// The whole op for one element type; returns null or what is wrong with the arguments.
+const char* paged_attention_f32(const AttentionArgs& args);
+const char* paged_attention_bf16(const AttentionArgs& args);
+const char* paged_attention_f16(const AttentionArgs& args);
+
+// Shared by the three: plans, runs `tile_kernel` over all jobs, zeroes padding.
+using TileKernel = void (*)(const AttentionArgs& args, Plan& plan, const Job& job, int kv_head);
+const char* run_attention(const AttentionArgs& args, size_t element_bytes, TileKernel tile_kernel);
+
+struct CacheWriteArgs {
+  int64_t num_tokens, num_kv_heads, head_dim, head_dim_v, num_blocks, block_size;
+  const char *k, *v;              // all strides in bytes; rows are contiguous
+  int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+  char* cache;
+  int64_t cache_block_stride, cache_head_stride, cache_slot_stride;
+  const int32_t* slot_mapping;
+  int64_t element_bytes;
+  int num_threads;
+  ParallelRun run;
+};
+const char* kv_cache_write(const CacheWriteArgs& args);
+
+}  // namespace pagebinder

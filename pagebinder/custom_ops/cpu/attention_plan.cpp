@@ -1,0 +1,147 @@
+// Cuts a batch into jobs and runs them. See attention.h for the picture.
+#include "attention.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "simd.h"
+
+namespace pagebinder {
+namespace {
+
+constexpr int DOT_ROWS = 8;         // up to here rows are dotted one by one, beyond they become vector lanes
+constexpr int TILE_ROWS = 4 * W;
+constexpr int DOT_PART_KEYS = 512;  // split-KV: keys of one part in the two regimes
+constexpr int LANE_PART_KEYS = 1024;
+constexpr int MAX_PARTS = 32;
+constexpr int SPLIT_TILES = 4;      // requests with more tiles than this have enough jobs without a split
+constexpr int64_t SERIAL_BYTES = 96 * 1024;
+
+int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
+
+int stride_for(int rows, bool dot) {
+  if (dot) return rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8;
+  return rows <= W ? W : rows <= 2 * W ? 2 * W : 4 * W;
+}
+
+void split_keys(Tile& tile, int64_t num_tiles, bool dot) {
+  int64_t span = tile.keys.end - tile.keys.begin;
+  int64_t part = std::max<int64_t>(dot ? DOT_PART_KEYS : LANE_PART_KEYS, (span + MAX_PARTS - 1) / MAX_PARTS);
+  part = (part + DOT_PART_KEYS - 1) / DOT_PART_KEYS * DOT_PART_KEYS;
+  if (span <= part || num_tiles > SPLIT_TILES) {
+    tile.parts = 1;
+    tile.part_keys = 0;
+    return;
+  }
+  tile.part_keys = static_cast<int32_t>(part);
+  tile.parts = static_cast<int32_t>((tile.keys.end + part - 1) / part - tile.keys.begin / part);
+}
+
+const char* plan_request(const AttentionArgs& args, Plan& plan, int64_t r) {
+  const int64_t start = args.query_start_loc[r], seq_len = args.seq_lens[r];
+  const int64_t num_queries = args.query_start_loc[r + 1] - start, group = args.group();
+  if (num_queries < 0) return "query_start_loc must not fall";
+  if (seq_len < 0 || seq_len > args.max_blocks * args.block_size) return "a seq_len exceeds its block table";
+  const int64_t rows = num_queries * group;
+  const bool dot = rows <= DOT_ROWS;
+  const int64_t tile_rows = dot ? DOT_ROWS : TILE_ROWS, num_tiles = (rows + tile_rows - 1) / tile_rows;
+  for (int64_t t = num_tiles - 1; t >= 0; --t) {  // the last tile of a causal request sees most keys
+    Tile tile{};
+    tile.request = static_cast<int32_t>(r);
+    tile.row_begin = static_cast<int32_t>(t * tile_rows);
+    tile.rows = static_cast<int32_t>(std::min(tile_rows, rows - t * tile_rows));
+    tile.stride = stride_for(tile.rows, dot);
+    const int64_t first_p = seq_len - num_queries + tile.row_begin / group;
+    const int64_t last_p = seq_len - num_queries + (tile.row_begin + tile.rows - 1) / group;
+    for (int64_t p : {first_p, last_p}) {  // both ends of the interval never fall with p
+      KeyRange keys = visible_keys(args, p, seq_len);
+      if (keys.begin == keys.end) continue;
+      if (tile.keys.end == 0) tile.keys = keys;
+      tile.keys.begin = std::min(tile.keys.begin, keys.begin);
+      tile.keys.end = std::max(tile.keys.end, keys.end);
+    }
+    split_keys(tile, num_tiles, dot);
+    if (tile.parts > 1) {
+      tile.first_partial = plan.partial_floats;
+      tile.first_counter = plan.num_counters;
+      plan.partial_floats += tile.parts * args.num_kv_heads * tile.rows * partial_row_floats(args);
+      plan.num_counters += args.num_kv_heads;
+    }
+    plan.work_bytes += (tile.keys.end - tile.keys.begin) * args.num_kv_heads * tile.rows;
+    for (int32_t part = 0; part < tile.parts; ++part)
+      plan.jobs.push_back({static_cast<int32_t>(plan.tiles.size()), part});
+    plan.tiles.push_back(tile);
+  }
+  return nullptr;
+}
+
+const char* make_plan(const AttentionArgs& args, Plan& plan) {
+  plan.tiles.clear();
+  plan.jobs.clear();
+  plan.partial_floats = plan.num_counters = plan.work_bytes = 0;
+  plan.next_job = 0;
+  plan.bad_block = false;
+  if (args.query_start_loc[0] != 0) return "query_start_loc must begin with 0";
+  if (args.query_start_loc[args.num_requests] > args.num_tokens) return "query_start_loc exceeds the tokens of q";
+  for (int64_t r = 0; r < args.num_requests; ++r)
+    if (const char* error = plan_request(args, plan, r)) return error;
+  plan.partials = plan.partial_buffer.at_least<float>(plan.partial_floats);
+  plan.counters = plan.counter_buffer.at_least<std::atomic<int>>(plan.num_counters);
+  for (int64_t i = 0; i < plan.num_counters; ++i) new (&plan.counters[i]) std::atomic<int>(0);
+  return nullptr;
+}
+
+struct Run {
+  const AttentionArgs& args;
+  Plan& plan;
+  TileKernel kernel;
+};
+
+void worker(void* context, int) {
+  Run& run = *static_cast<Run*>(context);
+  const int num_jobs = static_cast<int>(run.plan.jobs.size());
+  const int total = num_jobs * static_cast<int>(run.args.num_kv_heads);
+  for (int i; (i = run.plan.next_job.fetch_add(1, std::memory_order_relaxed)) < total;)
+    run.kernel(run.args, run.plan, run.plan.jobs[i % num_jobs], i / num_jobs);
+}
+
+void clear_padding(const AttentionArgs& args, size_t element_bytes) {
+  const int64_t used = args.query_start_loc[args.num_requests];
+  const int64_t row_bytes = args.num_heads * args.head_dim_v * static_cast<int64_t>(element_bytes);
+  std::memset(static_cast<char*>(args.out) + used * row_bytes, 0, (args.num_tokens - used) * row_bytes);
+  if (args.lse == nullptr) return;
+  for (int64_t h = 0; h < args.num_heads; ++h)
+    std::fill(args.lse + h * args.num_tokens + used, args.lse + (h + 1) * args.num_tokens, -__builtin_inff());
+}
+
+}  // namespace
+
+KeyRange visible_keys(const AttentionArgs& args, int64_t p, int64_t seq_len) {
+  int64_t begin = std::max<int64_t>(0, p - args.window + 1), end = seq_len;
+  if (args.causal) end = std::min(end, p + 1);
+  else end = std::min(end, p + args.window);
+  if (args.chunk > 0) {
+    const int64_t chunk_begin = floor_div(p, args.chunk) * args.chunk;
+    begin = std::max(begin, chunk_begin);
+    end = std::min(end, chunk_begin + args.chunk);
+  }
+  if (begin >= end) return {0, 0};
+  return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
+}
+
+int64_t partial_row_floats(const AttentionArgs& args) { return 2 + (args.head_dim_v + W - 1) / W * W; }
+
+const char* run_attention(const AttentionArgs& args, size_t element_bytes, TileKernel tile_kernel) {
+  static thread_local Plan plan;
+  if (const char* error = make_plan(args, plan)) return error;
+  clear_padding(args, element_bytes);
+  Run run{args, plan, tile_kernel};
+  const int64_t num_jobs = static_cast<int64_t>(plan.jobs.size()) * args.num_kv_heads;
+  const int64_t work = plan.work_bytes * (args.head_dim + args.head_dim_v) * static_cast<int64_t>(element_bytes);
+  const int num_workers = static_cast<int>(std::min<int64_t>(args.num_threads, num_jobs));
+  if (num_workers <= 1 || work < SERIAL_BYTES) worker(&run, 0);
+  else args.run(num_workers, worker, &run);
+  return plan.bad_block ? "a block id in block_table is not valid" : nullptr;
+}
+
+}  // namespace pagebinder

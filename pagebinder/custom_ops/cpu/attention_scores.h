@@ -1,0 +1,161 @@
+// Scores q.k of a block of keys, laid out [key][row]: score of key k and row r at scores[k * stride + r].
+//
+// Two register-blocked forms:
+//   dot    few rows (decode): vectors run along the head width, each K row is loaded once for all rows.
+//   lanes  many rows (prefill): each lane is a query row, K elements are broadcast straight from the cache.
+// Both read K through row pointers, so any block size and layout costs the same as contiguous memory.
+#pragma once
+
+#include "simd.h"
+
+namespace pagebinder {
+
+constexpr int MAX_KEYS_AT_ONCE = 16;  // forms may compute (and ignore) up to the next multiple of this
+
+// How a form reads elements. `Key` in the cache, `Query` as packed; `STEP` elements make one multiply-add.
+template <class T>
+struct FloatElements {
+  using Key = T;
+  using Query = float;
+  static constexpr int STEP = W;
+  static constexpr int PER_LANE = 1;
+  using Vec = VF;
+  static PB_INLINE Vec load_key(const Key* p) { return load_float(p); }
+  static PB_INLINE Vec load_query(const Query* p) { return load<VF>(p); }
+  static PB_INLINE Vec splat_key(const Key* p) { return splat(*p); }
+  static PB_INLINE VF madd(VF sum, Vec a, Vec b) { return sum + a * b; }
+};
+
+#if PAGEBINDER_BF16_DOT
+// Pairs of bf16 multiplied and added to a float32: the products are exact.
+struct PairElements {
+  using Key = bf16;
+  using Query = bf16;
+  static constexpr int STEP = 2 * W;
+  static constexpr int PER_LANE = 2;
+  using Vec = VU;
+  static PB_INLINE Vec load_key(const Key* p) { return load<VU>(p); }
+  static PB_INLINE Vec load_query(const Query* p) { return load<VU>(p); }
+  static PB_INLINE Vec splat_key(const Key* p) { return load<uint32_t>(p) - VU{}; }
+  static PB_INLINE VF madd(VF sum, Vec a, Vec b) {
+    return bit_cast<VF>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
+  }
+};
+#endif
+
+// ---- dot form --------------------------------------------------------------------------------------------
+
+// Packed queries: [step][row][STEP]. The last step ends at `width`; where it overlaps the one before, the query
+// is zero. Needs width >= STEP.
+template <class E, int ROWS, class T>
+void pack_dot_queries(const T* const* q_rows, int rows, int width, typename E::Query* packed) {
+  const int steps = (width + E::STEP - 1) / E::STEP;
+  for (int i = 0; i < steps; ++i) {
+    const int begin = i * E::STEP, offset = begin + E::STEP <= width ? begin : width - E::STEP;
+    for (int r = 0; r < ROWS; ++r) {
+      typename E::Query* to = packed + (i * ROWS + r) * E::STEP;
+      std::memset(to, 0, sizeof(*to) * E::STEP);
+      if (r >= rows) continue;
+      if constexpr (E::PER_LANE == 2) {
+        const int skip = begin - offset;
+        std::memcpy(to + skip, q_rows[r] + begin, (E::STEP - skip) * sizeof(*to));
+      } else {
+        VF x = load_float(q_rows[r] + offset);
+        float lanes[W];
+        store(lanes, x);
+        for (int e = begin - offset; e < W; ++e) to[e] = lanes[e];
+      }
+    }
+  }
+}
+
+template <class E, int ROWS>
+void dot_scores(const typename E::Key* const* k_rows, int num_keys, const typename E::Query* q, int width,
+                float* scores) {
+  constexpr int KEYS = W > ROWS ? W / ROWS : 1;  // keys whose sums fill whole vectors
+  constexpr int SUB = KEYS < 8 ? KEYS : 8;       // keys in flight
+  const int full = width / E::STEP;
+  for (int k = 0; k < num_keys; k += KEYS) {
+    VF sum[KEYS * ROWS] = {};
+    PB_UNROLL
+    for (int sub = 0; sub < KEYS; sub += SUB) {
+      const typename E::Key* key[SUB];
+      for (int j = 0; j < SUB; ++j) key[j] = k_rows[k + sub + j];
+      auto step = [&](int offset, const typename E::Query* packed) __attribute__((always_inline)) {
+        typename E::Vec query[ROWS];
+        PB_UNROLL
+        for (int r = 0; r < ROWS; ++r) query[r] = E::load_query(packed + r * E::STEP);
+        PB_UNROLL
+        for (int j = 0; j < SUB; ++j) {
+          typename E::Vec x = E::load_key(key[j] + offset);
+          PB_UNROLL
+          for (int r = 0; r < ROWS; ++r)
+            sum[(sub + j) * ROWS + r] = E::madd(sum[(sub + j) * ROWS + r], x, query[r]);
+        }
+      };
+      for (int i = 0; i < full; ++i) step(i * E::STEP, q + i * ROWS * E::STEP);
+      if (full * E::STEP < width) step(width - E::STEP, q + full * ROWS * E::STEP);
+    }
+    PB_UNROLL
+    for (int v = 0; v < KEYS * ROWS / W; ++v) store(scores + k * ROWS + v * W, sum_lanes(sum + v * W));
+  }
+}
+
+// ---- lanes form ------------------------------------------------------------------------------------------
+
+// Packed queries: [width / PER_LANE][stride] of PER_LANE elements each, rows beyond `rows` zero.
+template <class E, class T>
+void pack_lane_queries(const T* const* q_rows, int rows, int width, int stride, typename E::Query* packed) {
+  const int steps = width / E::PER_LANE;
+  for (int first_row = 0; first_row < stride; first_row += W) {
+    for (int d = 0; d < steps; d += W) {
+      const int count = steps - d < W ? steps - d : W;
+      VF x[W];
+      for (int r = 0; r < W; ++r) {
+        x[r] = VF{};
+        if (first_row + r >= rows) continue;
+        const T* from = q_rows[first_row + r] + d * E::PER_LANE;
+        if constexpr (E::PER_LANE == 2) {
+          if (count == W) x[r] = load<VF>(from);
+          else std::memcpy(&x[r], from, count * 4);
+        } else {
+          x[r] = count == W ? load_float(from) : load_float_part(from, count);
+        }
+      }
+      transpose(x);
+      float* to = reinterpret_cast<float*>(packed) + d * stride + first_row;
+      for (int i = 0; i < count; ++i) store(to + i * stride, x[i]);
+    }
+  }
+}
+
+template <class E, int VECTORS>
+void lane_scores(const typename E::Key* const* k_rows, int num_keys, const typename E::Query* q, int width,
+                 float* scores) {
+  constexpr int STRIDE = VECTORS * W;
+  constexpr int KEYS = W == 16 ? (VECTORS == 4 ? 4 : 8) : (VECTORS == 4 ? 2 : VECTORS == 2 ? 4 : 8);
+  const int steps = width / E::PER_LANE;
+  const float* packed = reinterpret_cast<const float*>(q);
+  for (int k = 0; k < num_keys; k += KEYS) {
+    VF sum[KEYS][VECTORS] = {};
+    const typename E::Key* key[KEYS];
+    for (int j = 0; j < KEYS; ++j) key[j] = k_rows[k + j];
+    for (int d = 0; d < steps; ++d) {
+      typename E::Vec query[VECTORS];
+      PB_UNROLL
+      for (int v = 0; v < VECTORS; ++v) query[v] = load<typename E::Vec>(packed + d * STRIDE + v * W);
+      PB_UNROLL
+      for (int j = 0; j < KEYS; ++j) {
+        typename E::Vec x = E::splat_key(key[j] + d * E::PER_LANE);
+        PB_UNROLL
+        for (int v = 0; v < VECTORS; ++v) sum[j][v] = E::madd(sum[j][v], x, query[v]);
+      }
+    }
+    PB_UNROLL
+    for (int j = 0; j < KEYS; ++j)
+      PB_UNROLL
+      for (int v = 0; v < VECTORS; ++v) store(scores + (k + j) * STRIDE + v * W, sum[j][v]);
+  }
+}
+
+}  // namespace pagebinder

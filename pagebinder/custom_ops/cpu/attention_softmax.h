@@ -1,0 +1,108 @@
+// Online softmax (Milakov and Gimelshein, 2018) over a block of scores laid out [key][row], in units of log2.
+//
+// With fewer rows than lanes a vector holds several keys: lane i is key i / ROWS, row i % ROWS.
+#pragma once
+
+#include "simd.h"
+
+namespace pagebinder {
+
+constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
+constexpr float MINUS_INFINITY = -__builtin_inff();
+
+struct ScoreOptions {
+  float scale;     // raw score -> log2 units, or -> argument of tanh with a soft cap
+  float soft_cap;  // in log2 units, 0 = none
+  bool alibi;
+};
+
+template <int STRIDE>
+struct SoftmaxState {
+  static constexpr int VECTORS = STRIDE > W ? STRIDE / W : 1;
+  static constexpr int KEYS_PER_VECTOR = STRIDE < W ? W / STRIDE : 1;
+  VF top[VECTORS], sum[VECTORS];          // running maximum and sum, per lane
+  VF correction[VECTORS];                 // what earlier output must be multiplied with
+  VI begin[VECTORS], end[VECTORS];        // keys that the row of a lane sees
+  VI position[VECTORS];                   // absolute position of the query
+  VF slope[VECTORS];                      // ALiBi, in log2 units
+  VI lane_key;
+};
+
+template <int DISTANCE>
+PB_INLINE VF max_over_keys(VF x) {
+  if constexpr (DISTANCE >= W) return x;
+  else return max_over_keys<2 * DISTANCE>(max(x, rotate<DISTANCE>(x)));
+}
+
+template <bool PLAIN, int STRIDE>
+PB_INLINE void finish_scores(const SoftmaxState<STRIDE>& state, const ScoreOptions& options, bool masked,
+                             int first_key, int num_keys, float* scores, VF* top) {
+  using State = SoftmaxState<STRIDE>;
+  for (int v = 0; v < State::VECTORS; ++v) top[v] = splat(MINUS_INFINITY);
+  for (int k = 0; k < num_keys; k += State::KEYS_PER_VECTOR) {
+    PB_UNROLL
+    for (int v = 0; v < State::VECTORS; ++v) {
+      float* at = scores + k * STRIDE + v * W;
+      VF x = load<VF>(at) * options.scale;
+      if constexpr (!PLAIN) {
+        const VI key = splat_int(first_key + k) + state.lane_key;
+        if (options.soft_cap != 0.0f) x = tanh_approx(x) * options.soft_cap;
+        if (options.alibi) x += state.slope[v] * __builtin_convertvector(key - state.position[v], VF);
+        if (masked) x = select((key >= state.begin[v]) & (key < state.end[v]), x, splat(MINUS_INFINITY));
+      }
+      store(at, x);
+      top[v] = max(x, top[v]);
+    }
+  }
+}
+
+// Turns raw scores into weights in place and updates the running state. PAIRS: weights become pairs of bf16,
+// (key 2i, key 2i+1) in one 32-bit word at word index i * STRIDE + row; the sum is that of the unrounded ones.
+template <bool PAIRS, int STRIDE>
+void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, bool masked, int first_key,
+                   int num_keys, float* scores) {
+  using State = SoftmaxState<STRIDE>;
+  constexpr int V = State::VECTORS;
+  VF top[V], shift[V], sum[V];
+  if (masked || options.alibi || options.soft_cap != 0.0f)
+    finish_scores<false>(state, options, masked, first_key, num_keys, scores, top);
+  else
+    finish_scores<true>(state, options, masked, first_key, num_keys, scores, top);
+  for (int v = 0; v < V; ++v) {
+    top[v] = max(max_over_keys<STRIDE>(top[v]), state.top[v]);
+    shift[v] = select(top[v] == splat(MINUS_INFINITY), VF{}, top[v]);
+    state.correction[v] = exp2_approx(state.top[v] - shift[v]);
+    state.top[v] = top[v];
+    sum[v] = state.sum[v] * state.correction[v];
+  }
+#if PAGEBINDER_BF16_DOT
+  if constexpr (PAIRS) {
+    auto weight = [&](int k, int v) __attribute__((always_inline)) {
+      VF x = exp2_approx(load<VF>(scores + k * STRIDE + v * W) - shift[v]);
+      sum[v] += x;
+      return widen(bit_cast<VH>(_mm512_cvtneps_pbh(bit_cast<__m512>(x))));
+    };
+    for (int k = 0; k < num_keys; k += 2) {
+      PB_UNROLL
+      for (int v = 0; v < V; ++v) {
+        VU even = weight(k, v), odd = weight(k + 1, v) << 16;
+        store(scores + k / 2 * STRIDE + v * W, even | odd);
+      }
+    }
+    for (int v = 0; v < V; ++v) state.sum[v] = sum[v];
+    return;
+  }
+#endif
+  for (int k = 0; k < num_keys; k += State::KEYS_PER_VECTOR) {
+    PB_UNROLL
+    for (int v = 0; v < V; ++v) {
+      float* at = scores + k * STRIDE + v * W;
+      VF x = exp2_approx(load<VF>(at) - shift[v]);
+      sum[v] += x;
+      store(at, x);
+    }
+  }
+  for (int v = 0; v < V; ++v) state.sum[v] = sum[v];
+}
+
+}  // namespace pagebinder

@@ -1,0 +1,391 @@
+// One job of paged attention: the rows of one tile against the keys of one part, for one KV head.
+//
+// Flash-attention style (Dao et al., 2022; Flash-Decoding, 2023): blocks of BLOCK_KEYS keys pass through
+// scores -> online softmax -> weighted values without leaving the cache. Blocks begin at absolute multiples of
+// BLOCK_KEYS and only keys that some row of the tile sees are read.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "attention.h"
+#include "attention_scores.h"
+#include "attention_softmax.h"
+#include "attention_values.h"
+
+namespace pagebinder {
+
+constexpr int BLOCK_KEYS = 64;
+constexpr int MAX_TILE_ROWS = 64;
+
+template <class T>
+constexpr bool PAIRED = PAGEBINDER_BF16_DOT && std::is_same<T, bf16>::value;
+
+// Where a worker keeps its intermediate data; all parts of one buffer.
+struct Scratch {
+  Buffer buffer;
+  float *query, *scores, *out, *staged_k, *staged_v;
+
+  void reserve(int stride, int width_padded, int width_v_padded) {
+    const size_t query_floats = static_cast<size_t>(stride) * width_padded;
+    const size_t score_floats = static_cast<size_t>(stride) * (BLOCK_KEYS + MAX_KEYS_AT_ONCE) + W;
+    const size_t out_floats = static_cast<size_t>(std::max(stride, 4)) * width_v_padded;
+    const size_t k_floats = static_cast<size_t>(BLOCK_KEYS + MAX_KEYS_AT_ONCE) * width_padded;
+    const size_t v_floats = static_cast<size_t>(BLOCK_KEYS + MAX_KEYS_AT_ONCE) * width_v_padded;
+    query = buffer.at_least<float>(query_floats + score_floats + out_floats + k_floats + v_floats + 5 * 16);
+    scores = query + round_up(query_floats);
+    out = scores + round_up(score_floats);
+    staged_k = out + round_up(out_floats);
+    staged_v = staged_k + round_up(k_floats);
+  }
+  static size_t round_up(size_t floats) { return (floats + 15) / 16 * 16; }
+};
+
+// What every step of a job needs to know.
+template <class T>
+struct TileContext {
+  const AttentionArgs& args;
+  const Tile& tile;
+  int kv_head;
+  int width, width_v, vectors_v;  // vectors_v: vectors of an output row
+  Scratch& scratch;
+  const T* q_rows[MAX_TILE_ROWS];
+  const T* k_rows[BLOCK_KEYS + MAX_KEYS_AT_ONCE];
+  const T* v_rows[BLOCK_KEYS + MAX_KEYS_AT_ONCE];
+
+  int64_t token_of(int row) const {
+    return args.query_start_loc[tile.request] + (tile.row_begin + row) / args.group();
+  }
+  int64_t head_of(int row) const { return kv_head * args.group() + (tile.row_begin + row) % args.group(); }
+  int64_t position_of(int row) const {
+    return args.seq_lens[tile.request] - args.query_start_loc[tile.request + 1] + token_of(row);
+  }
+};
+
+// Fills k_rows and v_rows for positions [from, to); those outside [begin, end) repeat the nearest inside, and the
+// last is repeated for keys that a score form may compute beyond. False: the block table has a bad entry.
+template <class T>
+bool find_rows(TileContext<T>& c, int from, int to, int begin, int end) {
+  const AttentionArgs& a = c.args;
+  const int32_t* table = a.block_table + c.tile.request * a.block_table_stride;
+  const T* cache = static_cast<const T*>(a.cache) + c.kv_head * a.cache_head_stride;
+  const uint32_t block_size = static_cast<uint32_t>(a.block_size);
+  int k = begin - from;
+  for (uint32_t position = begin; position < static_cast<uint32_t>(end);) {
+    const uint32_t block = position / block_size, offset = position - block * block_size;
+    const int count = std::min<uint32_t>(block_size - offset, end - position);
+    const int64_t id = table[block];
+    if (id < 0 || id >= a.num_blocks) return false;
+    const T* row = cache + id * a.cache_block_stride + offset * a.cache_slot_stride;
+    for (int i = 0; i < count; ++i, ++k, row += a.cache_slot_stride) {
+      c.k_rows[k] = row;
+      c.v_rows[k] = row + c.width;
+    }
+    position += count;
+  }
+  for (int i = 0; i < begin - from; ++i) {
+    c.k_rows[i] = c.k_rows[begin - from];
+    c.v_rows[i] = c.v_rows[begin - from];
+  }
+  for (const int padded = (to - from + MAX_KEYS_AT_ONCE - 1) / MAX_KEYS_AT_ONCE * MAX_KEYS_AT_ONCE; k < padded; ++k) {
+    c.k_rows[k] = c.k_rows[end - from - 1];
+    c.v_rows[k] = c.v_rows[end - from - 1];
+  }
+  return true;
+}
+
+// Rows converted to float32 in contiguous scratch, padded with zeros to whole vectors.
+template <class T>
+void stage_rows(const T* const* rows, int num_rows, int width, float* staged, const float** staged_rows) {
+  const int full = width / W * W, padded = (width + W - 1) / W * W;
+  for (int k = 0; k < num_rows; ++k) {
+    float* to = staged + k * padded;
+    for (int d = 0; d < full; d += W) store(to + d, load_float(rows[k] + d));
+    if (full < width) store(to + full, load_float_part(rows[k] + full, width - full));
+    staged_rows[k] = to;
+  }
+}
+
+inline int padded_keys(int num_keys) {
+  return (num_keys + MAX_KEYS_AT_ONCE - 1) / MAX_KEYS_AT_ONCE * MAX_KEYS_AT_ONCE;
+}
+
+// ---- queries and scores, in the form that fits the rows and the type -------------------------------------------
+
+template <class T, int STRIDE>
+struct Scores {
+  static constexpr bool DOT = STRIDE <= 8;
+#if PAGEBINDER_BF16_DOT
+  using Direct = std::conditional_t<PAIRED<T>, PairElements, FloatElements<T>>;
+#else
+  using Direct = FloatElements<T>;
+#endif
+  using Staged = FloatElements<float>;
+
+  // Must K be converted first? Dots need a whole step; lanes broadcast what the hardware multiplies as it is.
+  static bool staged(int width) {
+    if (DOT) return width < Direct::STEP;
+    return !(std::is_same<T, float>::value || (PAIRED<T> && width % 2 == 0));
+  }
+  static int padded(int width) { return (width + W - 1) / W * W; }
+
+  template <class E>
+  static typename E::Query* query(const TileContext<T>& c) {
+    return reinterpret_cast<typename E::Query*>(c.scratch.query);
+  }
+
+  static void pack(const TileContext<T>& c) {
+    const int rows = c.tile.rows;
+    if (!staged(c.width)) {
+      if constexpr (DOT) pack_dot_queries<Direct, STRIDE>(c.q_rows, rows, c.width, query<Direct>(c));
+      else if constexpr (std::is_same<T, float>::value || PAIRED<T>)
+        pack_lane_queries<Direct>(c.q_rows, rows, c.width, STRIDE, query<Direct>(c));
+      return;
+    }
+    if constexpr (DOT) {
+      float q[8 * 2 * W] = {};  // staged dots are narrower than one step
+      const float* q_rows[STRIDE];
+      for (int r = 0; r < rows; ++r) {
+        stage_rows(&c.q_rows[r], 1, c.width, q + r * 2 * W, &q_rows[r]);
+      }
+      pack_dot_queries<Staged, STRIDE>(q_rows, rows, padded(c.width), query<Staged>(c));
+    } else {
+      pack_lane_queries<Staged>(c.q_rows, rows, c.width, STRIDE, query<Staged>(c));
+    }
+  }
+
+  static void compute(const TileContext<T>& c, int num_keys) {
+    if (!staged(c.width)) {
+      if constexpr (DOT) dot_scores<Direct, STRIDE>(c.k_rows, num_keys, query<Direct>(c), c.width, c.scratch.scores);
+      else if constexpr (std::is_same<T, float>::value || PAIRED<T>)
+        lane_scores<Direct, STRIDE / W>(c.k_rows, num_keys, query<Direct>(c), c.width, c.scratch.scores);
+      return;
+    }
+    const float* k_rows[BLOCK_KEYS + MAX_KEYS_AT_ONCE];
+    stage_rows(c.k_rows, padded_keys(num_keys), c.width, c.scratch.staged_k, k_rows);
+    if constexpr (DOT) dot_scores<Staged, STRIDE>(k_rows, num_keys, query<Staged>(c), padded(c.width), c.scratch.scores);
+    else lane_scores<Staged, STRIDE / W>(k_rows, num_keys, query<Staged>(c), c.width, c.scratch.scores);
+  }
+};
+
+// ---- values ------------------------------------------------------------------------------------------------
+
+template <class T, int STRIDE>
+constexpr bool PAIR_WEIGHTS = PAIRED<T> && (STRIDE > 8);
+
+template <class T, int STRIDE>
+void values(const TileContext<T>& c, const ValueBlock& block) {
+  const bool narrow = c.width_v < W;
+#if PAGEBINDER_BF16_DOT
+  if constexpr (PAIR_WEIGHTS<T, STRIDE>) {
+    const bf16* v_rows[BLOCK_KEYS];
+    bf16 padded[BLOCK_KEYS][W];
+    for (int k = 0; narrow && k < block.num_keys; ++k) {
+      std::memset(padded[k], 0, sizeof(padded[k]));
+      std::memcpy(padded[k], c.v_rows[k], c.width_v * sizeof(bf16));
+      v_rows[k] = padded[k];
+    }
+    uint32_t* packed = reinterpret_cast<uint32_t*>(c.scratch.staged_v);
+    const int width = narrow ? W : c.width_v;
+    pack_value_pairs(narrow ? v_rows : c.v_rows, block.num_keys, width, packed);
+    add_value_pairs<STRIDE>(block, packed, c.tile.rows, width);
+    return;
+  }
+#endif
+  constexpr bool CONVERT_ONCE = STRIDE > 8 && !std::is_same<T, float>::value;
+  if (CONVERT_ONCE || narrow) {
+    const float* v_rows[BLOCK_KEYS + MAX_KEYS_AT_ONCE];
+    stage_rows(c.v_rows, block.num_keys, c.width_v, c.scratch.staged_v, v_rows);
+    add_values<STRIDE>(block, v_rows, c.tile.rows, c.vectors_v * W);
+  } else if constexpr (!CONVERT_ONCE) {
+    add_values<STRIDE>(block, c.v_rows, c.tile.rows, c.width_v);
+  }
+}
+
+// ---- results -----------------------------------------------------------------------------------------------
+
+// The result of some keys for each row: maximum (log2 units), sum of weights, unnormalised output.
+struct RowResults {
+  float *top, *sum, *out;
+  int stride;  // floats from one row of `out` to the next
+};
+
+// Normalises with the sink and writes [first, first + count) vectors of every row; LSE goes without the sink.
+// Staged narrow or converted values fill vectors from 0, direct ones let the last vector end at the width.
+template <class T>
+void write_rows(const TileContext<T>& c, const RowResults& results, bool last_overlaps) {
+  for (int r = 0; r < c.tile.rows; ++r) {
+    const int64_t token = c.token_of(r), head = c.head_of(r);
+    const float top = results.top[r], sum = results.sum[r];
+    float shift = top, total = sum;
+    if (c.args.sinks != nullptr && c.args.sinks[head] != MINUS_INFINITY) {
+      const float sink = c.args.sinks[head] * LOG2_E;
+      shift = std::max(top, sink);
+      total = sum * std::exp2(top - shift) + std::exp2(sink - shift);
+    }
+    // A row without keys has sum 0 and whatever finite output; NaN sums stay NaN.
+    const float factor = sum == 0.0f ? 0.0f : std::exp2(top - shift) / total;
+    T* to = static_cast<T*>(c.args.out) + (token * c.args.num_heads + head) * c.width_v;
+    const float* from = results.out + r * results.stride;
+    for (int i = 0; i < c.vectors_v; ++i) {
+      const VF x = load<VF>(from + i * W) * factor;
+      const int left = c.width_v - i * W;
+      if (left >= W) store_float(to + i * W, x);
+      else if (last_overlaps) store_float(to + c.width_v - W, x);
+      else store_float_part(to + i * W, x, left);
+    }
+    if (c.args.lse != nullptr)
+      c.args.lse[head * c.args.num_tokens + token] = sum == 0.0f ? MINUS_INFINITY : (top + std::log2(sum)) * LN_2;
+  }
+}
+
+// Adds up the parts of a split KV range: each is weighted by 2^(its maximum - the common one).
+inline void merge_parts(const float* partials, int parts, int rows, int row_floats, RowResults& into) {
+  for (int r = 0; r < rows; ++r) {
+    const float* part = partials + static_cast<int64_t>(r) * row_floats;
+    const int64_t next = static_cast<int64_t>(rows) * row_floats;
+    float top = MINUS_INFINITY, sum = 0.0f;
+    for (int i = 0; i < parts; ++i) top = std::max(top, part[i * next]);
+    float* out = into.out + r * into.stride;
+    std::memset(out, 0, (row_floats - 2) * sizeof(float));
+    for (int i = 0; i < parts; ++i) {
+      if (part[i * next + 1] == 0.0f) continue;
+      const float weight = std::exp2(part[i * next] - top);
+      sum += weight * part[i * next + 1];
+      for (int d = 0; d < row_floats - 2; d += W)
+        store(out + d, load<VF>(out + d) + load<VF>(part + i * next + 2 + d) * weight);
+    }
+    into.top[r] = top;
+    into.sum[r] = sum;
+  }
+}
+
+// ---- one job ---------------------------------------------------------------------------------------------------
+
+template <class T, int STRIDE>
+void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state, int* common_begin, int* common_end) {
+  constexpr int LANES = SoftmaxState<STRIDE>::VECTORS * W;
+  int32_t begin[LANES], end[LANES], position[LANES], lane_key[W];
+  float slope[LANES];
+  *common_begin = 0;
+  *common_end = INT32_MAX;
+  const int64_t seq_len = c.args.seq_lens[c.tile.request];
+  for (int lane = 0; lane < LANES; ++lane) {
+    const int row = STRIDE < W ? lane % STRIDE : lane;
+    begin[lane] = end[lane] = position[lane] = 0;
+    slope[lane] = 0.0f;
+    if (row >= c.tile.rows) continue;
+    const int64_t p = c.position_of(row);
+    const KeyRange keys = visible_keys(c.args, p, seq_len);
+    begin[lane] = keys.begin;
+    end[lane] = keys.end;
+    position[lane] = static_cast<int32_t>(p);
+    if (c.args.alibi_slopes != nullptr) slope[lane] = c.args.alibi_slopes[c.head_of(row)] * LOG2_E;
+    *common_begin = std::max(*common_begin, keys.begin);
+    *common_end = std::min(*common_end, keys.end);
+  }
+  for (int lane = 0; lane < W; ++lane) lane_key[lane] = STRIDE < W ? lane / STRIDE : 0;
+  state.lane_key = load<VI>(lane_key);
+  for (int v = 0; v < SoftmaxState<STRIDE>::VECTORS; ++v) {
+    state.top[v] = splat(MINUS_INFINITY);
+    state.sum[v] = VF{};
+    state.begin[v] = load<VI>(begin + v * W);
+    state.end[v] = load<VI>(end + v * W);
+    state.position[v] = load<VI>(position + v * W);
+    state.slope[v] = load<VF>(slope + v * W);
+  }
+}
+
+// Attention of the tile's rows to keys [key_begin, key_end). False: bad block id.
+template <class T, int STRIDE>
+bool attend(TileContext<T>& c, int key_begin, int key_end, RowResults& results) {
+  using State = SoftmaxState<STRIDE>;
+  constexpr int GRAIN = std::max(State::KEYS_PER_VECTOR, PAIR_WEIGHTS<T, STRIDE> ? 2 : 1);
+  State state;
+  int common_begin, common_end;
+  start_state(c, state, &common_begin, &common_end);
+  const float cap = c.args.soft_cap;
+  const ScoreOptions options{cap != 0.0f ? c.args.scale / cap : c.args.scale * LOG2_E, cap * LOG2_E,
+                             c.args.alibi_slopes != nullptr};
+  float correction[State::VECTORS * W];
+  ValueBlock block{c.scratch.scores, 0, correction, results.out, results.stride, true};
+  if (key_begin < key_end) Scores<T, STRIDE>::pack(c);
+  for (int at = key_begin / BLOCK_KEYS * BLOCK_KEYS; at < key_end; at += BLOCK_KEYS) {
+    const int begin = std::max(at, key_begin), end = std::min(at + BLOCK_KEYS, key_end);
+    const int from = begin / GRAIN * GRAIN, to = (end + GRAIN - 1) / GRAIN * GRAIN;
+    if (!find_rows(c, from, to, begin, end)) return false;
+    const bool masked = from < common_begin || to > common_end;
+    Scores<T, STRIDE>::compute(c, to - from);
+    softmax_block<PAIR_WEIGHTS<T, STRIDE>>(state, options, masked, from, to - from, c.scratch.scores);
+    for (int v = 0; v < State::VECTORS; ++v) store(correction + v * W, state.correction[v]);
+    block.num_keys = to - from;
+    values<T, STRIDE>(c, block);
+    block.first = false;
+  }
+  if (block.first) std::memset(results.out, 0, sizeof(float) * STRIDE * results.stride);
+  float top[State::VECTORS * W], sum[State::VECTORS * W];
+  for (int v = 0; v < State::VECTORS; ++v) {
+    store(top + v * W, state.top[v]);
+    store(sum + v * W, state.sum[v]);
+  }
+  for (int r = 0; r < c.tile.rows; ++r) {
+    results.top[r] = top[r];
+    results.sum[r] = 0.0f;
+    for (int lane = r; lane < (STRIDE < W ? W : r + 1); lane += STRIDE) results.sum[r] += sum[lane];
+  }
+  return true;
+}
+
+template <class T, int STRIDE>
+void run_tile(const AttentionArgs& args, Plan& plan, const Tile& tile, int part, int kv_head) {
+  static thread_local Scratch scratch;
+  const int row_floats = static_cast<int>(partial_row_floats(args));
+  TileContext<T> c{args, tile, kv_head, static_cast<int>(args.head_dim), static_cast<int>(args.head_dim_v),
+                   (row_floats - 2) / W, scratch, {}, {}, {}};
+  scratch.reserve(STRIDE, (c.width + 2 * W - 1) / (2 * W) * 2 * W, c.vectors_v * W);
+  for (int r = 0; r < tile.rows; ++r)
+    c.q_rows[r] = static_cast<const T*>(args.q) + c.token_of(r) * args.q_token_stride + c.head_of(r) * args.q_head_stride;
+  float top[STRIDE], sum[STRIDE];
+  RowResults results{top, sum, scratch.out, c.vectors_v * W};
+  int begin = tile.keys.begin, end = tile.keys.end;
+  if (tile.parts > 1) {
+    const int first = begin / tile.part_keys + part;
+    begin = std::max(begin, first * tile.part_keys);
+    end = std::min<int64_t>(end, (first + int64_t{1}) * tile.part_keys);
+  }
+  if (!attend<T, STRIDE>(c, begin, end, results)) {
+    plan.bad_block = true;
+    return;
+  }
+  if (tile.parts > 1) {
+    float* partials = plan.partials + tile.first_partial +
+                      static_cast<int64_t>(kv_head) * tile.parts * tile.rows * row_floats;
+    float* mine = partials + static_cast<int64_t>(part) * tile.rows * row_floats;
+    for (int r = 0; r < tile.rows; ++r, mine += row_floats) {
+      mine[0] = top[r];
+      mine[1] = sum[r];
+      std::memcpy(mine + 2, results.out + r * results.stride, (row_floats - 2) * sizeof(float));
+    }
+    if (plan.counters[tile.first_counter + kv_head].fetch_add(1, std::memory_order_acq_rel) + 1 < tile.parts) return;
+    merge_parts(partials, tile.parts, tile.rows, row_floats, results);
+  }
+  constexpr bool CONVERTED = STRIDE > 8 && !std::is_same<T, float>::value && !PAIRED<T>;
+  write_rows(c, results, !CONVERTED && c.width_v >= W);
+}
+
+template <class T>
+void attention_job(const AttentionArgs& args, Plan& plan, const Job& job, int kv_head) {
+  const Tile& tile = plan.tiles[job.tile];
+  switch (tile.stride) {
+    case 1: return run_tile<T, 1>(args, plan, tile, job.part, kv_head);
+    case 2: return run_tile<T, 2>(args, plan, tile, job.part, kv_head);
+    case 4: return run_tile<T, 4>(args, plan, tile, job.part, kv_head);
+    case 8: return run_tile<T, 8>(args, plan, tile, job.part, kv_head);
+    case 16: return run_tile<T, 16>(args, plan, tile, job.part, kv_head);
+    case 32: if constexpr (W >= 8) return run_tile<T, W >= 8 ? 32 : 16>(args, plan, tile, job.part, kv_head); break;
+    case 64: if constexpr (W >= 16) return run_tile<T, W >= 16 ? 64 : 16>(args, plan, tile, job.part, kv_head); break;
+  }
+}
+
+}  // namespace pagebinder

@@ -1,0 +1,123 @@
+// Weighted sum of V rows: out[row] = out[row] * correction[row] + sum over keys of weight[key][row] * v[key].
+//
+// `out` is [row][columns], columns padded to whole vectors. Vector i holds columns i*W..i*W+W-1, except that the
+// last one ends at the width of V and may overlap the one before, so that no load leaves a V row.
+#pragma once
+
+#include "simd.h"
+
+namespace pagebinder {
+
+struct ValueBlock {
+  const float* weights;     // [key][STRIDE], or pairs
+  int num_keys;
+  const float* correction;  // [row]
+  float* out;
+  int out_stride;
+  bool first;               // nothing accumulated yet: `out` is not read
+};
+
+template <int ROWS, int COLUMNS>
+PB_INLINE void begin_block(const ValueBlock& b, int row, int column, VF (&sum)[ROWS][COLUMNS]) {
+  PB_UNROLL
+  for (int r = 0; r < ROWS; ++r)
+    PB_UNROLL
+    for (int c = 0; c < COLUMNS; ++c) {
+      const float* at = b.out + (row + r) * b.out_stride + (column + c) * W;
+      sum[r][c] = b.first ? VF{} : load<VF>(at) * b.correction[row + r];
+    }
+}
+
+template <int ROWS, int COLUMNS>
+PB_INLINE void end_block(const ValueBlock& b, int row, int column, VF (&sum)[ROWS][COLUMNS]) {
+  PB_UNROLL
+  for (int r = 0; r < ROWS; ++r)
+    PB_UNROLL
+    for (int c = 0; c < COLUMNS; ++c) store(b.out + (row + r) * b.out_stride + (column + c) * W, sum[r][c]);
+}
+
+// Rows [row, row + ROWS) and vectors [column, column + COLUMNS), which start at element `offset` of a V row.
+template <int STRIDE, int ROWS, int COLUMNS, class T>
+PB_INLINE void value_block(const ValueBlock& b, const T* const* v_rows, int row, int column, int offset) {
+  VF sum[ROWS][COLUMNS];
+  begin_block(b, row, column, sum);
+  const float* weight = b.weights + row;
+  for (int k = 0; k < b.num_keys; ++k, weight += STRIDE) {
+    const T* from = v_rows[k] + offset;
+    VF v[COLUMNS];
+    PB_UNROLL
+    for (int c = 0; c < COLUMNS; ++c) v[c] = load_float(from + c * W);
+    PB_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      VF w = splat(weight[r]);
+      PB_UNROLL
+      for (int c = 0; c < COLUMNS; ++c) sum[r][c] += w * v[c];
+    }
+  }
+  end_block(b, row, column, sum);
+}
+
+// All columns of some rows: as many vectors at a time as registers allow, then halves of that.
+template <int STRIDE, int ROWS, int COLUMNS, class T>
+PB_INLINE void value_columns(const ValueBlock& b, const T* const* v_rows, int row, int column, int width) {
+  const int full = width / W;
+  for (; column + COLUMNS <= full; column += COLUMNS)
+    value_block<STRIDE, ROWS, COLUMNS>(b, v_rows, row, column, column * W);
+  if constexpr (COLUMNS > 1) value_columns<STRIDE, ROWS, COLUMNS / 2>(b, v_rows, row, column, width);
+  else if (full * W < width) value_block<STRIDE, ROWS, 1>(b, v_rows, row, full, width - W);
+}
+
+template <int STRIDE, class T>
+void add_values(const ValueBlock& block, const T* const* v_rows, int rows, int width) {
+  constexpr int ROWS = STRIDE < 4 ? STRIDE : 4;
+  constexpr int SUMS = W == 16 ? 16 : 8;
+  constexpr int COLUMNS = SUMS / ROWS < 8 ? SUMS / ROWS : 8;
+  for (int row = 0; row < rows; row += ROWS) value_columns<STRIDE, ROWS, COLUMNS>(block, v_rows, row, 0, width);
+}
+
+#if PAGEBINDER_BF16_DOT
+// V of two keys side by side: word [pair][column] = (key 2i, key 2i+1).
+inline void pack_value_pairs(const bf16* const* v_rows, int num_keys, int width, uint32_t* packed) {
+  const int vectors = (width + W - 1) / W;
+  for (int k = 0; k < num_keys; k += 2) {
+    const bf16 *even = v_rows[k], *odd = v_rows[k + 1];
+    for (int i = 0; i < vectors; ++i) {
+      const int offset = i * W + W <= width ? i * W : width - W;
+      VU pair = widen(load<VH>(even + offset)) | (widen(load<VH>(odd + offset)) << 16);
+      store(packed + (k / 2 * vectors + i) * W, pair);
+    }
+  }
+}
+
+template <int STRIDE, int ROWS, int COLUMNS>
+PB_INLINE void value_pair_columns(const ValueBlock& b, const uint32_t* packed, int vectors, int row, int column) {
+  for (; column + COLUMNS <= vectors; column += COLUMNS) {
+    VF sum[ROWS][COLUMNS];
+    begin_block(b, row, column, sum);
+    const float* weight = b.weights + row;
+    const uint32_t* from = packed + column * W;
+    for (int k = 0; k < b.num_keys; k += 2, weight += STRIDE, from += vectors * W) {
+      VU v[COLUMNS];
+      PB_UNROLL
+      for (int c = 0; c < COLUMNS; ++c) v[c] = load<VU>(from + c * W);
+      PB_UNROLL
+      for (int r = 0; r < ROWS; ++r) {
+        __m512bh w = bit_cast<__m512bh>(_mm512_set1_epi32(bit_cast<int32_t>(weight[r])));
+        PB_UNROLL
+        for (int c = 0; c < COLUMNS; ++c)
+          sum[r][c] = bit_cast<VF>(_mm512_dpbf16_ps(bit_cast<__m512>(sum[r][c]), w, bit_cast<__m512bh>(v[c])));
+      }
+    }
+    end_block(b, row, column, sum);
+  }
+  if constexpr (COLUMNS > 1) value_pair_columns<STRIDE, ROWS, COLUMNS / 2>(b, packed, vectors, row, column);
+}
+
+template <int STRIDE>
+void add_value_pairs(const ValueBlock& block, const uint32_t* packed, int rows, int width) {
+  for (int row = 0; row < rows; row += 4)
+    value_pair_columns<STRIDE, 4, 4>(block, packed, (width + W - 1) / W, row, 0);
+}
+#endif
+
+}  // namespace pagebinder

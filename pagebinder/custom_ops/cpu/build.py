@@ -1,0 +1,244 @@
+"""Builds the C++ kernels with the local compiler on first use and keeps the result.
+
+    <cache>/pagebinder/<key>/pagebinder_cpu.so         <cache> is $PAGEBINDER_CACHE, $XDG_CACHE_HOME or ~/.cache
+    <cache>/pagebinder/<key>/pagebinder_cpu.so.sha256  written last; without a matching digest it is rebuilt
+
+The key covers sources, compiler, flags, torch and the CPU's features. Processes that build at the same time
+wait for each other on a file lock; where locks do not work they both build and each renames a complete file.
+
+`$CXX` names the compiler (default: the first of c++, g++, clang++), `$PAGEBINDER_CPU_MARCH` the -march value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+from pagebinder.errors import CompilerNotFoundError, ProviderError
+
+logger = logging.getLogger("pagebinder")
+
+SOURCE_DIR = Path(__file__).parent
+LIBRARY_NAME = "pagebinder_cpu.so"
+BASE_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+)
+CANDIDATES = ("c++", "g++", "clang++")
+
+_lock = threading.Lock()
+_loaded: Path | None = None
+_failure: ProviderError | None = None
+
+
+def find_compiler() -> list[str]:
+    """The compiler's command; raises CompilerNotFoundError if there is none."""
+    requested = os.environ.get("CXX")
+    if requested:
+        command = shlex.split(requested)
+        if shutil.which(command[0]) is None:
+            raise CompilerNotFoundError(f"CXX={requested!r} is not an executable; unset CXX or correct it")
+        return command
+    for name in CANDIDATES:
+        if shutil.which(name) is not None:
+            return [name]
+    raise CompilerNotFoundError(
+        f"no C++ compiler found (looked for {', '.join(CANDIDATES)} on PATH, and $CXX is not set); "
+        "install g++ or clang++, or set CXX"
+    )
+
+
+def flags() -> tuple[str, ...]:
+    """Compiler flags: optimised for this machine unless `$PAGEBINDER_CPU_MARCH` says otherwise."""
+    option = "-mcpu" if platform.machine() in ("aarch64", "arm64") else "-march"
+    return (*BASE_FLAGS, f"{option}={os.environ.get('PAGEBINDER_CPU_MARCH', 'native')}")
+
+
+def cache_root() -> Path:
+    """The directory that holds one folder per build key."""
+    base = os.environ.get("PAGEBINDER_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pagebinder"
+
+
+def library_path() -> Path:
+    """Where the library for this machine, compiler and source belongs; it need not exist yet."""
+    compiler = find_compiler()
+    parts = [_compiler_version(tuple(compiler)), " ".join(flags()), torch.__version__, _cpu_features()]
+    parts += [path.name + "\0" + path.read_text() for path in sorted([*_sources(), *SOURCE_DIR.glob("*.h")])]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    return cache_root() / key / LIBRARY_NAME
+
+
+def build() -> Path:
+    """The path of an intact library, built if necessary. Raises ProviderError if that fails."""
+    path = library_path()
+    if is_intact(path):
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _file_lock(path.parent / "lock"):
+            if is_intact(path):
+                return path
+            if path.exists():
+                warnings.warn(f"the cached CPU kernels in {path} are damaged; rebuilding them", stacklevel=2)
+            _compile(path)
+    except OSError as error:
+        raise ProviderError(
+            f"cannot keep the CPU kernels in {path.parent} ({error}); set PAGEBINDER_CACHE to a writable folder"
+        ) from error
+    return path
+
+
+def load() -> Path:
+    """Build if necessary and register the kernels with torch, once per process. Raises ProviderError."""
+    global _loaded, _failure
+    with _lock:
+        if _failure is not None:
+            raise _failure
+        if _loaded is None:
+            try:
+                path = build()
+                torch.ops.load_library(str(path))
+            except ProviderError as error:
+                _failure = error
+                raise
+            except OSError as error:
+                _failure = ProviderError(f"the CPU kernels were built but do not load: {error}")
+                raise _failure from error
+            _loaded = path
+        return _loaded
+
+
+def start_build() -> threading.Thread:
+    """Build in a background thread, so that compilation overlaps with graph capture. `load` waits for it.
+
+    A failure is not raised here; `load` reports it.
+    """
+
+    def work() -> None:
+        with contextlib.suppress(ProviderError):
+            load()
+
+    thread = threading.Thread(target=work, name="pagebinder-build", daemon=True)
+    thread.start()
+    return thread
+
+
+def problem() -> ProviderError | None:
+    """Why the kernels cannot be used, as far as known without building them; None = no known obstacle."""
+    if _loaded is not None or _failure is not None:
+        return _failure
+    try:
+        find_compiler()
+    except ProviderError as error:
+        return error
+    return None
+
+
+def is_intact(path: Path) -> bool:
+    """Does the library exist and match its digest?"""
+    try:
+        return _digest(path) == _digest_file(path).read_text()
+    except OSError:
+        return False
+
+
+def _compile(path: Path) -> None:
+    started = time.perf_counter()
+    compiler = find_compiler()
+    torch_root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        compile_command = [*compiler, *flags(), f"-I{torch_root / 'include'}", "-c"]
+        objects = [Path(folder) / f"{source.stem}.o" for source in _sources()]
+        commands = [[*compile_command, str(s), "-o", str(o)] for s, o in zip(_sources(), objects)]
+        _run_all(commands)
+        library = Path(folder) / LIBRARY_NAME
+        link = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-o", str(library)]
+        _run_all([[*compiler, "-shared", *map(str, objects), *link]])
+        digest = Path(folder) / "digest"
+        digest.write_text(_digest(library))
+        os.replace(library, path)
+        os.replace(digest, _digest_file(path))
+    logger.info("built the CPU kernels in %.1f s (%s)", time.perf_counter() - started, " ".join(compiler))
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Run commands, as many at a time as there are processors; largest sources are expected first."""
+    waiting, running, slots = list(commands), [], os.cpu_count() or 1
+    try:
+        while waiting or running:
+            while waiting and len(running) < slots:
+                command = waiting.pop(0)
+                running.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
+            command, process = running.pop(0)
+            errors = process.communicate()[1]
+            if process.returncode != 0:
+                last_lines = "\n".join(errors.strip().splitlines()[-15:])
+                raise ProviderError(f"compiling the CPU kernels failed: {shlex.join(command)}\n{last_lines}")
+    finally:
+        for _, process in running:
+            process.kill()
+            process.communicate()
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCE_DIR.glob("*.cpp"))
+
+
+@functools.cache
+def _compiler_version(compiler: tuple[str, ...]) -> str:
+    try:
+        result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompilerNotFoundError(
+            f"the C++ compiler {shlex.join(compiler)} does not run: {error}"
+        ) from error
+    return result.stdout
+
+
+@functools.cache
+def _cpu_features() -> str:
+    """The processor's feature flags: -march=native depends on them, and machines may share a cache."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+@contextlib.contextmanager
+def _file_lock(path: Path):
+    """An exclusive lock between processes, where the file system has them."""
+    with open(path, "w") as file:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

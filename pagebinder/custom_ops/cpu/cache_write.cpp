@@ -1,0 +1,48 @@
+// Scatters new K and V rows to their slots. A copy, so one version serves every element type.
+#include <atomic>
+#include <cstring>
+
+#include "attention.h"
+
+namespace pagebinder {
+namespace {
+
+constexpr int64_t SERIAL_BYTES = 1 << 20;
+constexpr int64_t TOKENS_AT_ONCE = 16;
+
+void write_token(const CacheWriteArgs& a, int64_t token) {
+  const int64_t slot = a.slot_mapping[token];
+  if (slot < 0) return;
+  char* to = a.cache + slot / a.block_size * a.cache_block_stride + slot % a.block_size * a.cache_slot_stride;
+  const size_t k_bytes = a.head_dim * a.element_bytes, v_bytes = a.head_dim_v * a.element_bytes;
+  for (int64_t g = 0; g < a.num_kv_heads; ++g, to += a.cache_head_stride) {
+    std::memcpy(to, a.k + token * a.k_token_stride + g * a.k_head_stride, k_bytes);
+    std::memcpy(to + k_bytes, a.v + token * a.v_token_stride + g * a.v_head_stride, v_bytes);
+  }
+}
+
+struct Run {
+  const CacheWriteArgs& args;
+  std::atomic<int64_t> next{0};
+};
+
+void worker(void* context, int) {
+  Run& run = *static_cast<Run*>(context);
+  for (int64_t t; (t = run.next.fetch_add(TOKENS_AT_ONCE, std::memory_order_relaxed)) < run.args.num_tokens;)
+    for (int64_t i = t; i < run.args.num_tokens && i < t + TOKENS_AT_ONCE; ++i) write_token(run.args, i);
+}
+
+}  // namespace
+
+const char* kv_cache_write(const CacheWriteArgs& args) {
+  const int64_t num_slots = args.num_blocks * args.block_size;
+  for (int64_t t = 0; t < args.num_tokens; ++t)
+    if (args.slot_mapping[t] >= num_slots) return "a slot in slot_mapping lies outside kv_cache";
+  Run run{args};
+  const int64_t row_bytes = (args.head_dim + args.head_dim_v) * args.num_kv_heads * args.element_bytes;
+  if (args.num_threads <= 1 || args.num_tokens * row_bytes < SERIAL_BYTES) worker(&run, 0);
+  else args.run(args.num_threads, worker, &run);
+  return nullptr;
+}
+
+}  // namespace pagebinder

@@ -1,0 +1,226 @@
+// Portable SIMD on compiler vector extensions: one source for AVX-512, AVX2, NEON and plain SSE2.
+//
+// VF is a vector of W floats, VI one of W int32. Only conversions and BF16 dot products use intrinsics, and each
+// has a generic form, so `-march=x86-64` compiles the same kernels.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pagebinder {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#define PAGEBINDER_BF16_DOT 1
+#else
+#define PAGEBINDER_BF16_DOT 0
+#endif
+
+typedef float VF __attribute__((vector_size(W * 4)));
+typedef int32_t VI __attribute__((vector_size(W * 4)));
+typedef uint32_t VU __attribute__((vector_size(W * 4)));
+typedef uint16_t VH __attribute__((vector_size(W * 2)));
+
+#define PB_UNROLL _Pragma("GCC unroll 16")
+#define PB_INLINE inline __attribute__((always_inline))
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+template <class To, class From>
+PB_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class V, class P>
+PB_INLINE V load(const P* address) {
+  V value;
+  std::memcpy(&value, address, sizeof(value));
+  return value;
+}
+
+template <class V, class P>
+PB_INLINE void store(P* address, V value) {
+  std::memcpy(address, &value, sizeof(value));
+}
+
+PB_INLINE VF splat(float x) { return x - VF{}; }
+PB_INLINE VI splat_int(int32_t x) { return x - VI{}; }
+PB_INLINE VF select(VI mask, VF yes, VF no) { return mask ? yes : no; }
+PB_INLINE VF max(VF a, VF b) { return a > b ? a : b; }
+
+// ---- conversions -----------------------------------------------------------------------------------------
+
+PB_INLINE VU widen(VH x) { return __builtin_convertvector(x, VU); }
+PB_INLINE VH narrow(VU x) { return __builtin_convertvector(x, VH); }
+
+// The upper half of a float32, rounded to nearest even; NaN stays NaN.
+PB_INLINE VU round_to_bf16(VF x) {
+  VU bits = bit_cast<VU>(x);
+  VU rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return bit_cast<VU>(x == x ? bit_cast<VI>(rounded) : bit_cast<VI>(bits | 0x400000u)) & 0xffff0000u;
+}
+
+// Half precision by integer arithmetic, for machines without a conversion instruction.
+PB_INLINE VF half_to_float_generic(VU h) {
+  VU sign = (h & 0x8000u) << 16, rest = (h & 0x7fffu) << 13;
+  VF normal = bit_cast<VF>(rest) * splat(0x1p112f);           // exact, also for subnormal halves
+  VI special = bit_cast<VI>(rest >= (VU{} + 0x0f800000u));    // infinity and NaN
+  VU bits = bit_cast<VU>(special ? bit_cast<VI>(rest | 0x7f800000u) : bit_cast<VI>(normal));
+  return bit_cast<VF>(bits | sign);
+}
+
+PB_INLINE VU float_to_half_generic(VF x) {
+  VU bits = bit_cast<VU>(x), sign = (bits >> 16) & 0x8000u;
+  VF magnitude = bit_cast<VF>(bits & 0x7fffffffu);
+  VU m = bit_cast<VU>(magnitude);
+  VU normal = (m + 0xfffu + ((m >> 13) & 1u) - 0x38000000u) >> 13;
+  VU subnormal = bit_cast<VU>(magnitude + splat(0.5f)) - 0x3f000000u;  // the addition rounds to 2^-24
+  VI is_small = magnitude < splat(0x1p-14f), is_large = magnitude >= splat(65520.0f), is_nan = x != x;
+  VI half = is_small ? bit_cast<VI>(subnormal) : bit_cast<VI>(normal);
+  half = is_large ? splat_int(0x7c00) : half;
+  half = is_nan ? splat_int(0x7e00) : half;
+  return bit_cast<VU>(half) | sign;
+}
+
+PB_INLINE VF load_float(const float* p) { return load<VF>(p); }
+PB_INLINE VF load_float(const bf16* p) { return bit_cast<VF>(widen(load<VH>(p)) << 16); }
+PB_INLINE VF load_float(const f16* p) {
+#if defined(__F16C__) && defined(__AVX512F__)
+  return bit_cast<VF>(_mm512_cvtph_ps(load<__m256i>(p)));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return bit_cast<VF>(_mm256_cvtph_ps(load<__m128i>(p)));
+#else
+  return half_to_float_generic(widen(load<VH>(p)));
+#endif
+}
+
+PB_INLINE void store_float(float* p, VF x) { store(p, x); }
+PB_INLINE void store_float(bf16* p, VF x) { store(p, narrow(round_to_bf16(x) >> 16)); }
+PB_INLINE void store_float(f16* p, VF x) {
+#if defined(__F16C__) && defined(__AVX512F__)
+  store(p, _mm512_cvtps_ph(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__) && defined(__AVX2__)
+  store(p, _mm256_cvtps_ph(bit_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+#else
+  store(p, narrow(float_to_half_generic(x)));
+#endif
+}
+
+// First `count` < W elements; the others become zero (load) or are left alone (store).
+template <class T>
+PB_INLINE VF load_float_part(const T* p, int count) {
+  T padded[W] = {};
+  std::memcpy(padded, p, count * sizeof(T));
+  return load_float(padded);
+}
+
+template <class T>
+PB_INLINE void store_float_part(T* p, VF x, int count) {
+  T padded[W];
+  store_float(padded, x);
+  std::memcpy(p, padded, count * sizeof(T));
+}
+
+// ---- elementary functions --------------------------------------------------------------------------------
+
+PB_INLINE VF round_nearest(VF x) {
+  const VF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the integer in the low mantissa bits
+  return (x + magic) - magic;
+}
+
+// 2^x for x <= 127; exactly 0 below -126 (so also for -inf), NaN for NaN. Relative error about 1e-7: x is split
+// into integer and fraction, 2^fraction is a degree 6 polynomial, fitted for least relative error on [-0.5, 0.5].
+PB_INLINE VF exp2_approx(VF x) {
+  VI underflow = x < splat(-126.0f);
+  VF clamped = select(underflow, splat(-126.0f), x);
+  VF whole = round_nearest(clamped);
+  VF f = clamped - whole;
+  VF poly = splat(1.53533572e-4f);
+  poly = poly * f + splat(1.33988762e-3f);
+  poly = poly * f + splat(9.61843739e-3f);
+  poly = poly * f + splat(5.55033247e-2f);
+  poly = poly * f + splat(2.40226479e-1f);
+  poly = poly * f + splat(6.93147203e-1f);
+  poly = poly * f + splat(1.0f);
+  VI exponent = (__builtin_convertvector(whole, VI) + 127) << 23;
+  return select(underflow, VF{}, poly * bit_cast<VF>(exponent));
+}
+
+// tanh: an odd polynomial near zero (no cancellation), 1 - 2 / (e^2x + 1) elsewhere.
+PB_INLINE VF tanh_approx(VF x) {
+  VF magnitude = bit_cast<VF>(bit_cast<VU>(x) & 0x7fffffffu);
+  VF z = x * x;
+  VF poly = splat(-5.70500004e-3f);
+  poly = poly * z + splat(2.06391004e-2f);
+  poly = poly * z + splat(-5.37397197e-2f);
+  poly = poly * z + splat(1.33314423e-1f);
+  poly = poly * z + splat(-3.33332820e-1f);
+  VF near_zero = x + x * z * poly;
+  VF bounded = select(magnitude > splat(20.0f), splat(20.0f), magnitude);
+  VF far = 1.0f - 2.0f / (exp2_approx(bounded * 2.885390082f) + 1.0f);
+  VF signed_far = bit_cast<VF>(bit_cast<VU>(far) | (bit_cast<VU>(x) & 0x80000000u));
+  return select(magnitude < splat(0.625f), near_zero, signed_far);
+}
+
+// ---- lane shuffles ---------------------------------------------------------------------------------------
+
+template <int Distance, int... Lane>
+PB_INLINE VF rotate_lanes(VF x, std::integer_sequence<int, Lane...>) {
+  return __builtin_shufflevector(x, x, ((Lane + Distance) % W)...);
+}
+template <int Distance>
+PB_INLINE VF rotate(VF x) {
+  return rotate_lanes<Distance>(x, std::make_integer_sequence<int, W>{});
+}
+
+// result[lane] = a[lane] + a[lane ^ H] where (lane & H) == 0, the same of b elsewhere.
+template <int H, int... Lane>
+PB_INLINE VF fold_pair(VF a, VF b, std::integer_sequence<int, Lane...>) {
+  VF kept = __builtin_shufflevector(a, b, (Lane & H ? Lane + W : Lane)...);
+  VF moved = __builtin_shufflevector(a, b, (Lane & H ? (Lane ^ H) + W : (Lane ^ H))...);
+  return kept + moved;
+}
+
+// Sums the lanes of W vectors: lane i of the result is the sum of x[i]. Destroys x.
+template <int H = 1>
+PB_INLINE VF sum_lanes(VF* x) {
+  constexpr int count = W / H;  // vectors still alive; vector i holds sums of inputs i*H .. i*H+H-1
+  for (int i = 0; i < count / 2; ++i)
+    x[i] = fold_pair<H>(x[2 * i], x[2 * i + 1], std::make_integer_sequence<int, W>{});
+  if constexpr (count > 2) return sum_lanes<2 * H>(x);
+  return x[0];
+}
+
+// Butterfly step of a transposition: exchanges the lanes with bit H of a with those without it of b.
+template <int H, int... Lane>
+PB_INLINE void exchange_pair(VF& a, VF& b, std::integer_sequence<int, Lane...>) {
+  VF first = __builtin_shufflevector(a, b, (Lane & H ? (Lane ^ H) + W : Lane)...);
+  b = __builtin_shufflevector(a, b, (Lane & H ? Lane + W : (Lane ^ H))...);
+  a = first;
+}
+
+// Transposes W vectors of W lanes in place: x[i][j] <-> x[j][i].
+template <int H = 1>
+PB_INLINE void transpose(VF* x) {
+  for (int i = 0; i < W; ++i)
+    if (!(i & H)) exchange_pair<H>(x[i], x[i + H], std::make_integer_sequence<int, W>{});
+  if constexpr (2 * H < W) transpose<2 * H>(x);
+}
+
+}  // namespace pagebinder

@@ -1,0 +1,208 @@
+"""Providers: interchangeable implementations of the same op schema, and the choice between them.
+
+A provider answers a need with reasons, never with a bare no. The choice is made once per op and layer, when
+the model is compiled, and becomes the target of the graph's node:
+
+    1. the user's explicit request, an error with reasons if it cannot be served
+    2. the first provider in AUTO_ORDER of the device that serves the need
+    3. the reference, said loudly, with the reasons against all others
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass, field
+
+import torch
+
+from pagebinder.custom_ops import library
+from pagebinder.errors import CompilerNotFoundError, ProviderError
+
+FEATURES = frozenset(
+    {"window", "chunk", "soft_cap", "sinks", "alibi", "lse", "bidirectional", "split_kv", "cross_attention"}
+)
+AUTO_ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}
+BUILTIN_MODULES = ("pagebinder.custom_ops.cpu.provider",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpNeed:
+    """What a layer asks of an op. dtypes are names such as "bfloat16"; sizes that do not apply are None.
+
+    Raises:
+        ValueError: a feature is not in FEATURES.
+    """
+
+    op: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    kv_dtype: str | None = None
+    head_dim: int | None = None
+    head_dim_v: int | None = None
+    block_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    features: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        unknown = self.features - FEATURES
+        if unknown:
+            raise ValueError(f"unknown features {sorted(unknown)}; the known ones are {sorted(FEATURES)}")
+
+
+class Provider:
+    """Base class. A provider states what it serves and hands out overloads with the schema of the op.
+
+    Cache layout of every provider so far: [N, G, B, D+Dv], see `attention.paged`; metadata are the op's own
+    operands, so nothing else has to be built per step.
+    """
+
+    name: str
+    devices: tuple[str, ...] | None = None  # None = any
+    graph_capture: str = "never"  # in a CUDA graph: "never", "uniform_decode" or "always"
+
+    def problem(self) -> ProviderError | None:
+        """What keeps the provider from working on this machine at all; cheap to ask."""
+        return None
+
+    def reasons_against(self, need: OpNeed) -> list[str]:
+        """Why the provider cannot serve `need`; empty if it can."""
+        reasons = []
+        if self.devices is not None and need.device not in self.devices:
+            reasons.append(f"it runs on {', '.join(self.devices)}, not on {need.device}")
+        problem = self.problem()
+        if problem is not None:
+            reasons.append(str(problem))
+        return reasons
+
+    def prepare(self) -> None:
+        """Make the overloads callable (build, import); may take seconds. Raises ProviderError."""
+
+    def overload(self, op: str) -> torch._ops.OpOverload:
+        raise NotImplementedError
+
+
+class ReferenceProvider(Provider):
+    """The plain PyTorch reference of every registered op, on any device."""
+
+    name = "reference"
+
+    def reasons_against(self, need: OpNeed) -> list[str]:
+        if need.op not in library.all_ops():
+            return [f"there is no op {need.op}; registered: {', '.join(sorted(library.all_ops()))}"]
+        return []
+
+    def overload(self, op: str) -> torch._ops.OpOverload:
+        return library.op_info(op).overload
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen provider, its overload, why it was chosen, and the reasons against those asked before it."""
+
+    provider: str
+    overload: torch._ops.OpOverload
+    why: str
+    rejected: dict[str, list[str]] = field(default_factory=dict)
+
+
+_providers: dict[str, Provider] = {}
+
+
+def register_provider(provider: Provider) -> None:
+    """Add a provider under its name; a name can be taken only once."""
+    if provider.name in _providers:
+        raise ValueError(f"a provider named {provider.name!r} is already registered")
+    _providers[provider.name] = provider
+
+
+register_provider(ReferenceProvider())
+
+
+@functools.cache
+def _import_builtin_providers() -> None:
+    for module in BUILTIN_MODULES:
+        importlib.import_module(module)
+
+
+def registered_providers() -> dict[str, Provider]:
+    """Name -> provider, the reference first."""
+    _import_builtin_providers()
+    return dict(_providers)
+
+
+def select_provider(need: OpNeed, requested: str | None = None, *, prepare: bool = True) -> Selection:
+    """Choose who serves `need`; the overload in the answer is ready to be called.
+
+    Args:
+        requested: a provider's name, or None / "auto" for the device's order.
+        prepare: False leaves out building and loading: a plan on paper, whose overload may have no kernel yet.
+    Raises:
+        CompilerNotFoundError: the requested provider needs a C++ compiler and there is none.
+        ProviderError: the requested provider is unknown or cannot serve the need, or nothing can.
+    """
+    providers = registered_providers()
+    if requested is not None and requested != "auto":
+        return _select_requested(need, requested, providers, prepare)
+    rejected: dict[str, list[str]] = {}
+    for name in AUTO_ORDER.get(need.device, ()):
+        if name not in providers:
+            rejected[name] = ["it is not installed"]
+            continue
+        reasons = providers[name].reasons_against(need)
+        if not reasons:
+            try:
+                if prepare:
+                    providers[name].prepare()
+            except ProviderError as error:
+                reasons = [str(error)]
+            else:
+                why = f"{name} is the first in the order for {need.device} that serves {need.op}"
+                return Selection(name, providers[name].overload(need.op), why, rejected)
+        rejected[name] = reasons
+    reference = providers["reference"]
+    reasons = reference.reasons_against(need)
+    if reasons:
+        raise ProviderError(_refusal(need, {**rejected, "reference": reasons}, providers))
+    why = f"FALLBACK to the slow reference for {need.op}: nothing else serves it. {_list_reasons(rejected)}"
+    return Selection("reference", reference.overload(need.op), why.rstrip(), rejected)
+
+
+def _select_requested(
+    need: OpNeed, requested: str, providers: dict[str, Provider], prepare: bool
+) -> Selection:
+    if requested not in providers:
+        raise ProviderError(f"unknown provider {requested!r}; registered: {', '.join(sorted(providers))}")
+    provider = providers[requested]
+    reasons = provider.reasons_against(need)
+    if reasons:
+        problem = provider.problem()
+        kind = CompilerNotFoundError if isinstance(problem, CompilerNotFoundError) else ProviderError
+        raise kind(_refusal(need, {requested: reasons}, providers))
+    if prepare:
+        provider.prepare()
+    return Selection(requested, provider.overload(need.op), f"{requested} was requested")
+
+
+def available_providers(device: str | None = None) -> list[tuple[str, bool, str]]:
+    """(name, usable on this machine, reason) of every provider, for `pagebinder doctor`."""
+    answer = []
+    for name, provider in sorted(registered_providers().items()):
+        problem = provider.problem()
+        devices = ", ".join(provider.devices) if provider.devices else "any device"
+        if device is not None and provider.devices is not None and device not in provider.devices:
+            continue
+        answer.append((name, problem is None, str(problem) if problem else f"serves {devices}"))
+    return answer
+
+
+def _list_reasons(rejected: dict[str, list[str]]) -> str:
+    return " ".join(f"{name}: {'; '.join(reasons)}." for name, reasons in rejected.items())
+
+
+def _refusal(need: OpNeed, rejected: dict[str, list[str]], providers: dict[str, Provider]) -> str:
+    return (
+        f"cannot serve {need.op} on {need.device}: {_list_reasons(rejected)} "
+        f"Registered providers: {', '.join(sorted(providers))}"
+    )

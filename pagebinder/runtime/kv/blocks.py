@@ -1,0 +1,236 @@
+"""The pool: physical blocks, reference counts, and the map from prefix hash to block.
+
+    device memory, one allocation          block 0 is the null block: padding in tables, never written
+    +---------+---------+---------+-----+-----------+
+    |  null   | block 1 | block 2 | ... | block N-1 |      slot = table[pos // B] * B + pos % B
+    +---------+---------+---------+-----+-----------+
+
+    state of a block      ref_cnt   in free queue   in hash map
+    never used / dirty       0          yes             no
+    kept for reuse           0          yes             yes       a hit revives it, an allocation evicts it
+    filling                 >=1         no              no
+    full                    >=1         no              yes       more requests may share it
+
+The pool knows ids and hashes only; bytes, layers and requests belong to the planner and the managers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pagebinder.errors import CacheCapacityError
+from pagebinder.runtime.kv.free_queue import FreeBlockQueue, KVCacheBlock, make_blocks
+
+GROUP_ID_BYTES = 4
+
+
+class KVCacheIntegrityError(RuntimeError):
+    """The cache's books do not balance: a defect in this package, never the user's doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks became reusable. `block_hashes` are chain hashes, the first one's parent is `parent_hash`."""
+
+    group_id: int
+    block_ids: tuple[int, ...]
+    block_hashes: tuple[bytes, ...]
+    parent_hash: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """A block's contents can no longer be hit."""
+
+    group_id: int
+    block_id: int
+    block_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The prefix cache was reset."""
+
+
+BlockEvent = BlocksStored | BlockRemoved | AllBlocksCleared
+
+
+def prefix_key(block_hash: bytes, group_id: int) -> bytes:
+    """The map's key: groups share the pool and the hash chain, but not each other's contents."""
+    return block_hash + group_id.to_bytes(GROUP_ID_BYTES, "big")
+
+
+class BlockPool:
+    """`num_blocks` physical blocks (block 0 is the null block, so `num_blocks - 1` are usable).
+
+    Every operation is O(1) per block it touches. Observers are called with a `BlockEvent` after each change
+    of what can be hit.
+    """
+
+    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+        if num_blocks < 2:
+            raise CacheCapacityError(
+                f"a KV cache of {num_blocks} blocks holds no token (one block is reserved as padding); "
+                "give it more memory (kv_cache_bytes) or at least 2 blocks"
+            )
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.blocks = make_blocks(num_blocks)
+        self.null_block = self.blocks[0]
+        self.free_queue = FreeBlockQueue(self.blocks[1:])
+        self.observers: list[Callable[[BlockEvent], None]] = []
+        # Duplicates (two requests computed the same prefix at once) are kept side by side: a block table is
+        # append-only, so one cannot be merged into the other. The first one inserted serves the hits.
+        self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.free_queue.num_free_blocks
+
+    def get_usage(self) -> float:
+        """Share of usable blocks that are referenced, 0.0 to 1.0."""
+        return 1.0 - self.num_free_blocks / (self.num_blocks - 1)
+
+    def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
+        """Allocate `n` blocks with ref_cnt 1, evicting what they held. Raises ValueError if n > free."""
+        blocks = self.free_queue.popleft_n(n)
+        for block in blocks:
+            assert block.ref_cnt == 0, f"{block!r} was free but referenced"
+            if block.block_hash is not None:
+                self._unhash(block)
+            block.ref_cnt = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add one reference to each block; a free one leaves the queue. Null blocks are skipped."""
+        for block in blocks:
+            if block.is_null:
+                continue
+            if block.ref_cnt == 0:
+                self.free_queue.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered: Iterable[KVCacheBlock]) -> None:
+        """Drop one reference from each block; `ordered` lists first what is to be evicted first.
+
+        Un-hashed blocks go to the front (reused at once), hashed ones to the back (least recently used).
+        """
+        worthless: list[KVCacheBlock] = []
+        reusable: list[KVCacheBlock] = []
+        for block in ordered:
+            if block.is_null:
+                continue
+            assert block.ref_cnt > 0, f"{block!r} was freed twice"
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                (worthless if block.block_hash is None else reusable).append(block)
+        self.free_queue.prepend_n(worthless)
+        self.free_queue.append_n(reusable)
+
+    def get_cached_block(self, block_hash: bytes, group_ids: Sequence[int]) -> list[KVCacheBlock] | None:
+        """One block per group that holds this prefix, or None unless all groups have it."""
+        found: list[KVCacheBlock] = []
+        for group_id in group_ids:
+            entry = self._cached.get(prefix_key(block_hash, group_id))
+            if entry is None:
+                return None
+            found.append(next(iter(entry.values())) if type(entry) is dict else entry)
+        return found
+
+    def cache_full_blocks(
+        self, table: Sequence[KVCacheBlock], hashes: Sequence[bytes], start: int, end: int, group_id: int,
+        *, hashes_per_block: int = 1, mask: Sequence[bool] | None = None,
+    ) -> None:  # fmt: skip
+        """Make blocks [start, end) of a block table reusable.
+
+        `hashes` is the request's chain, `hashes_per_block` entries per block: the last of them covers the
+        whole block. Null blocks and those whose `mask[i - start]` is False are left out.
+        """
+        if not self.enable_caching:
+            return
+        ids: list[int] = []
+        stored: list[bytes] = []
+        for i in range(start, end):
+            block = table[i]
+            if block.is_null or (mask is not None and not mask[i - start]):
+                continue
+            block_hash = hashes[(i + 1) * hashes_per_block - 1]
+            block.set_hash(prefix_key(block_hash, group_id))
+            self._insert(block)
+            ids.append(block.block_id)
+            stored.append(block_hash)
+        if ids and self.observers:
+            first = table.index(self.blocks[ids[0]], start, end)
+            parent = hashes[first * hashes_per_block - 1] if first else None
+            self._emit(BlocksStored(group_id, tuple(ids), tuple(stored), parent))
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Forget what these blocks hold; they stay where they are (in use or in the queue)."""
+        for block_id in block_ids:
+            if self.blocks[block_id].block_hash is not None:
+                self._unhash(self.blocks[block_id])
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prefixes. Refused (False) while any block but the null block is in use."""
+        if self.num_free_blocks != self.num_blocks - 1:
+            return False
+        for entry in self._cached.values():
+            for block in entry.values() if type(entry) is dict else (entry,):
+                block.block_hash = None
+        self._cached.clear()
+        self._emit(AllBlocksCleared())
+        return True
+
+    def check_integrity(self, held: Mapping[int, int] | None = None) -> None:
+        """Raise KVCacheIntegrityError unless free + used == total and every count, link and hash agrees.
+
+        `held`: block id -> number of block tables it is in, as the managers see it. O(num_blocks).
+        """
+        free = self.free_queue.get_all_free_blocks()
+        free_ids = {block.block_id for block in free}
+        in_use = {b.block_id for b in self.blocks if b.ref_cnt > 0}
+        require(len(free_ids) == len(free) == self.num_free_blocks, "the free queue's count is off")
+        require(not free_ids & in_use, f"free and in use: {sorted(free_ids & in_use)}")
+        require(0 not in free_ids | in_use, "the null block is free or referenced")
+        require(len(free) + len(in_use) == self.num_blocks - 1, "free + used != total")
+        require(all(b.ref_cnt >= 0 for b in self.blocks), "a reference count is negative")
+        if held is not None:
+            counts = {i: self.blocks[i].ref_cnt for i in in_use}
+            wrong = {i for i in counts.keys() | held.keys() if counts.get(i, 0) != held.get(i, 0)}
+            require(not wrong, f"reference counts differ from the block tables: {sorted(wrong)}")
+        mapped: set[int] = set()
+        for key, entry in self._cached.items():
+            for block in entry.values() if type(entry) is dict else (entry,):
+                require(block.block_hash == key, f"{block!r} is mapped under another hash")
+                mapped.add(block.block_id)
+        hashed = {b.block_id for b in self.blocks if b.block_hash is not None}
+        require(mapped == hashed, f"hashed but not in the map, or the reverse: {sorted(mapped ^ hashed)}")
+
+    def _insert(self, block: KVCacheBlock) -> None:
+        entry = self._cached.setdefault(block.block_hash, block)
+        if type(entry) is dict:
+            entry[block.block_id] = block
+        elif entry is not block:
+            self._cached[block.block_hash] = {entry.block_id: entry, block.block_id: block}
+
+    def _unhash(self, block: KVCacheBlock) -> None:
+        key, block.block_hash = block.block_hash, None
+        entry = self._cached[key]
+        if type(entry) is dict:
+            del entry[block.block_id]
+        if entry is block or not entry:
+            del self._cached[key]
+        if self.observers:
+            group_id = int.from_bytes(key[-GROUP_ID_BYTES:], "big")
+            self._emit(BlockRemoved(group_id, block.block_id, key[:-GROUP_ID_BYTES]))
+
+    def _emit(self, event: BlockEvent) -> None:
+        for observer in self.observers:
+            observer(event)
+
+
+def require(condition: bool, problem: str) -> None:
+    """Integrity check: unlike `assert`, it stays in force under `python -O`."""
+    if not condition:
+        raise KVCacheIntegrityError(f"KV-cache books do not balance: {problem}")

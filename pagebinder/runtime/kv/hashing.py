@@ -1,0 +1,84 @@
+"""Chained block hashes: what makes a block findable by the prefix that it ends.
+
+    tokens   | t0 .. t3 | t4 .. t7 | t8 .. t11 |       hash block size 4
+    chain      h0         h1         h2                 h_i = H(h_{i-1}, tokens_i, extra keys_i)
+    group of block size 8           block 0 is found under h1: the last hash that it covers
+
+A hash of a block's tokens alone would find blocks whose keys and values came from another context: the parent
+hash must be part of it. The encoding is written out byte by byte, so hashes are equal across processes and
+Python versions, and no two different inputs share one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Protocol
+
+ExtraKey = str | int | bytes | tuple
+DEFAULT_SEED = "pagebinder"
+
+
+class HashableRequest(Protocol):
+    """What the hasher reads and extends. `block_hashes` grows in place."""
+
+    all_token_ids: list[int]
+    block_hashes: list[bytes]
+    cache_salt: str | None
+
+
+def encode_key(value: ExtraKey) -> bytes:
+    """Prefix-free encoding of an extra key: type tag, length, payload."""
+    if isinstance(value, str):
+        tag, payload = b"s", value.encode()
+    elif isinstance(value, bytes):
+        tag, payload = b"b", value
+    elif isinstance(value, int):
+        tag, payload = b"i", str(value).encode()
+    elif isinstance(value, tuple):
+        tag, payload = b"t", b"".join(map(encode_key, value))
+    else:
+        raise TypeError(f"an extra key is str, bytes, int or a tuple of these, not {type(value).__name__}")
+    return tag + struct.pack("<Q", len(payload)) + payload
+
+
+def none_hash(seed: str = DEFAULT_SEED) -> bytes:
+    """The parent of every first block. Caches with different seeds share no hash."""
+    return hashlib.sha256(b"none" + encode_key(seed)).digest()
+
+
+def hash_block(parent: bytes, token_ids: list[int], extra_keys: tuple[ExtraKey, ...] = ()) -> bytes:
+    """SHA-256 (32 bytes) of parent hash (32 bytes), token count, tokens and extra keys.
+
+    Token ids are encoded as signed 64-bit integers.
+    """
+    count = len(token_ids)
+    digest = hashlib.sha256(parent)
+    digest.update(struct.pack(f"<Q{count}q", count, *token_ids))
+    if extra_keys:
+        digest.update(encode_key(extra_keys))
+    return digest.digest()
+
+
+class RequestBlockHasher:
+    """Extends requests' chains; holds the block size that hashes are computed at and the seed."""
+
+    def __init__(self, hash_block_size: int, seed: str = DEFAULT_SEED) -> None:
+        self.hash_block_size = hash_block_size
+        self._none_hash = none_hash(seed)
+
+    def extend(self, request: HashableRequest) -> None:
+        """Append the hash of every full block that is not hashed yet. Cost: the new tokens only."""
+        size, hashes, tokens = self.hash_block_size, request.block_hashes, request.all_token_ids
+        if len(tokens) < (len(hashes) + 1) * size:
+            return
+        parent = hashes[-1] if hashes else self._none_hash
+        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
+            parent = hash_block(parent, tokens[start : start + size], self.extra_keys(request, start))
+            hashes.append(parent)
+
+    def extra_keys(self, request: HashableRequest, start: int) -> tuple[ExtraKey, ...]:
+        """What else the block at token `start` depends on. The salt is needed once: the chain carries it."""
+        if start == 0 and request.cache_salt is not None:
+            return (("cache_salt", request.cache_salt),)
+        return ()

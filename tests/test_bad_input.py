@@ -1,0 +1,241 @@
+"""Bad input gets an error that says what was wrong and what to do, loses nothing, and the engine serves on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pagebinder
+from pagebinder import (
+    CacheCapacityError,
+    CaptureError,
+    CheckpointError,
+    CompileConfig,
+    ConfigError,
+    EngineConfig,
+    ProviderError,
+    RequestError,
+    SamplingParams,
+)
+from tests.helpers import VOCAB_SIZE, tiny_llama
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return pagebinder.compile_model(tiny_llama(), CompileConfig(executable="eager"))
+
+
+@pytest.fixture(scope="module")
+def expected(compiled):
+    return compiled.engine(EngineConfig(num_kv_blocks=40)).generate([[1, 2, 3]], GREEDY)[0].token_ids
+
+
+@pytest.fixture
+def engine(compiled):
+    return compiled.engine(EngineConfig(num_kv_blocks=40, max_num_batched_tokens=32, check_integrity=True))
+
+
+BAD_PROMPTS = {
+    "empty": ([], RequestError, "empty"),
+    "out of range": ([1, VOCAB_SIZE], RequestError, f"out of range.*0 to {VOCAB_SIZE - 1}"),
+    "negative": ([-1], RequestError, "out of range"),
+    "not a number": ([1, "a"], RequestError, "whole numbers"),
+    "a float": ([1.0], RequestError, "whole numbers"),
+    "not a list": (7, RequestError, "text or a list"),
+    "text without a tokenizer": ("hello", RequestError, "no tokenizer"),
+    "longer than the model": ([1] * 512, RequestError, "512.*shorten"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_a_bad_prompt_is_refused_and_the_next_request_is_served(engine, expected, case):
+    prompt, error, message = BAD_PROMPTS[case]
+    with pytest.raises(error, match=message):
+        engine.add_request("bad", prompt, GREEDY)
+    assert not engine.has_unfinished
+    assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
+
+
+def test_a_request_that_the_cache_can_never_hold_is_refused(compiled, expected):
+    engine = compiled.engine(EngineConfig(num_kv_blocks=6, max_num_batched_tokens=16))
+    with pytest.raises(CacheCapacityError, match="raise kv_cache_bytes"):
+        engine.add_request("big", [1] * 200, GREEDY)
+    assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
+
+
+BAD_PARAMS = {
+    "unknown option": (dict(max_token=3), "did you mean 'max_tokens'"),
+    "max_tokens": (dict(max_tokens=0), "max_tokens=0"),
+    "temperature": (dict(temperature=-1.0), "temperature=-1.0"),
+    "temperature nan": (dict(temperature=float("nan")), "temperature=nan"),
+    "top_k": (dict(top_k=-1), "top_k"),
+    "top_p": (dict(top_p=0.0), "top_p"),
+    "min_p": (dict(min_p=2.0), "min_p"),
+    "repetition_penalty": (dict(repetition_penalty=0.0), "repetition_penalty"),
+    "stop": (dict(stop=""), "stop"),
+    "stop_token_ids": (dict(stop_token_ids=(-4,)), "stop_token_ids"),
+    "n": (dict(n=0), "n=0"),
+    "logprobs": (dict(logprobs=-1), "logprobs"),
+    "seed": (dict(seed="x"), "seed"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PARAMS)
+def test_a_bad_sampling_parameter_is_refused(case):
+    options, message = BAD_PARAMS[case]
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**options)
+
+
+def test_parameters_that_contradict_the_model_are_refused_and_the_engine_serves_on(engine, expected):
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        engine.add_request("a", [1], SamplingParams(stop_token_ids=(VOCAB_SIZE,)))
+    with pytest.raises(RequestError, match="need a tokenizer"):
+        engine.add_request("a", [1], SamplingParams(stop="x"))
+    with pytest.raises(RequestError, match="SamplingParams"):
+        engine.add_request("a", [1], {"max_tokens": 3})
+    with pytest.raises(RequestError, match="2 prompts but 1"):
+        engine.generate([[1], [2]], [GREEDY])
+    assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
+
+
+def test_one_bad_prompt_among_many_leaves_no_request_behind(engine, expected):
+    with pytest.raises(RequestError, match="empty"):
+        engine.generate([[1, 2, 3], [], [4]], GREEDY)
+    assert not engine.has_unfinished
+    assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
+
+
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on(engine, expected):
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    with pytest.raises(RequestError, match="already in use"):
+        engine.add_request("a", [4], GREEDY)
+    outputs = [o for o in iter_until_done(engine) if o.finished]
+    assert [o.token_ids for o in outputs] == [expected]
+
+
+def test_a_taken_id_among_n_samples_queues_none_of_them(engine):
+    engine.add_request("a-1", [1], GREEDY)
+    with pytest.raises(RequestError, match="a-1"):
+        engine.add_request("a", [1], SamplingParams(n=3))
+    assert engine.stats().waiting == 1
+
+
+def test_aborting_an_unknown_request_does_nothing(engine):
+    assert engine.abort("nobody") is None
+
+
+BAD_CONFIGS = {
+    "unknown compile option": (CompileConfig, dict(exectable="eager"), "did you mean 'executable'"),
+    "unknown engine option": (EngineConfig, dict(num_blocks=4), "did you mean 'num_kv_blocks'"),
+    "positional": (CompileConfig, ("cpu",), "keyword"),
+    "executable": (CompileConfig, dict(executable="fast"), "eager, inductor"),
+    "executable not built": (CompileConfig, dict(executable="cuda_graph"), "not built yet"),
+    "dtype": (CompileConfig, dict(dtype="int3"), "float32, bfloat16, float16"),
+    "block size": (CompileConfig, dict(block_size=0), "block_size=0"),
+    "device": (CompileConfig, dict(device="tpu"), "device='tpu'"),
+    "verify": (CompileConfig, dict(verify="always"), "verify"),
+    "both sizes": (EngineConfig, dict(kv_cache_bytes=1, num_kv_blocks=1), "not both"),
+    "seqs": (EngineConfig, dict(max_num_seqs=0), "max_num_seqs=0"),
+    "policy": (EngineConfig, dict(scheduling_policy="lifo"), "fcfs"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_a_bad_config_is_refused_when_it_is_made(case):
+    cls, options, message = BAD_CONFIGS[case]
+    with pytest.raises(ConfigError, match=message):
+        cls(*options) if isinstance(options, tuple) else cls(**options)
+
+
+def test_configs_cannot_be_changed_afterwards():
+    with pytest.raises(AttributeError):
+        CompileConfig().strict = False
+
+
+def test_a_config_that_contradicts_the_model_is_refused(compiled):
+    with pytest.raises(ConfigError, match="more than the 512 tokens"):
+        pagebinder.compile_model(tiny_llama(), CompileConfig(max_model_len=513))
+    with pytest.raises(CacheCapacityError, match="at least 2 are needed"):
+        compiled.engine(EngineConfig(num_kv_blocks=1))
+    with pytest.raises(ProviderError, match="registered"):
+        pagebinder.compile_model(
+            tiny_llama(), CompileConfig(executable="eager", providers={"paged_attention": "warp"})
+        )
+    with pytest.raises(ConfigError, match="no op"):
+        pagebinder.compile_model(tiny_llama(), CompileConfig(executable="eager", providers={"attn": "cpu"}))
+
+
+def test_things_that_are_not_models_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="Module or a checkpoint directory"):
+        pagebinder.compile_model(3)
+    with pytest.raises(CheckpointError, match="not a directory"):
+        pagebinder.compile_model(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        pagebinder.compile_model(tmp_path)
+
+
+class MeanOverTokens(torch.nn.Module):
+    """Looks like a decoder; every token sees the mean of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB_SIZE, 16)
+        self.head = torch.nn.Linear(16, VOCAB_SIZE)
+
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids)
+        return self.head(x + x.mean(1, keepdim=True))
+
+
+def test_an_unsupported_layer_is_an_error_that_names_it():
+    with pytest.raises(CaptureError, match=r"mean.*it (reduces|works)"):
+        pagebinder.compile_model(MeanOverTokens(), CompileConfig(executable="eager"))
+
+
+def test_a_failing_step_loses_no_request(engine, expected, monkeypatch):
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    engine.step()
+    run = engine.model.executable.run
+    object.__setattr__(engine.model.executable, "run", lambda inputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    object.__setattr__(engine.model.executable, "run", run)
+    outputs = [o for o in iter_until_done(engine) if o.finished]
+    assert [o.token_ids for o in outputs] == [expected]
+
+
+def test_an_interrupt_in_generate_frees_everything(engine, expected, monkeypatch):
+    calls = iter(range(100))
+    step = type(engine)._step
+
+    def interrupted(self):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine), "_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1, 2, 3], [4, 5]], GREEDY)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.num_blocks - 1)
+    assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
+
+
+def test_nan_logits_are_reported_not_sampled(expected):
+    model = tiny_llama()
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    engine = compiled.engine(EngineConfig(num_kv_blocks=40))
+    with pytest.raises(FloatingPointError, match="NaN"):
+        engine.generate([[1, 2, 3]], GREEDY)
+    assert not engine.has_unfinished
+
+
+def iter_until_done(engine):
+    while engine.has_unfinished:
+        yield from engine.step()
