@@ -71,15 +71,23 @@ def num_ops(gm: GraphModule) -> int:
     return sum(1 for n in gm.graph.nodes if n.op == "call_function")
 
 
-def insert_call(graph: torch.fx.Graph, like: Node, target, args: tuple, kwargs: dict | None = None) -> Node:
-    """A new call before `like` that inherits its module path and source line; meta["val"] is computed."""
+def insert_call(
+    graph: torch.fx.Graph, like: Node, target, args: tuple, kwargs: dict | None = None, *, value=None
+) -> Node:
+    """A new call before `like` that inherits its module path and source line.
+
+    meta["val"] is `value`, where the caller knows it (it replaces a node of the same value), else computed.
+    """
     kwargs = kwargs or {}
     with graph.inserting_before(like):
         node = graph.call_function(target, args, kwargs)
     for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
         if key in like.meta:
             node.meta[key] = like.meta[key]
-    set_val(node)
+    if value is None:
+        set_val(node)
+    else:
+        node.meta["val"] = value
     return node
 
 

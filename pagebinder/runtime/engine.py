@@ -287,6 +287,8 @@ class Engine:
                 self.abort(i)
 
     def _add_all(self, prompts, params) -> list[str]:
+        if isinstance(prompts, torch.Tensor):
+            prompts = prompts.tolist()
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         if params is None or isinstance(params, SamplingParams):

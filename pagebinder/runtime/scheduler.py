@@ -68,8 +68,6 @@ class Scheduler:
         self._memo = AdmissionMemo(kv)
         self._arrivals = itertools.count()
 
-    # Requests
-
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:
         """Raise RequestError or CacheCapacityError unless a request of this size can run when it is alone."""
         check_fits(self.kv, self.max_model_len, prompt_len, max_tokens)
@@ -109,8 +107,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
-    # A step
-
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and allocate their blocks. Empty if there are no requests."""
         scheduled: list[ScheduledRequest] = []
@@ -137,9 +133,8 @@ class Scheduler:
         """
         ends = {i: RequestStatus.from_finish_reason(reason) for i, reason in (finished or {}).items()}
         live = [s for s in output.scheduled if not s.request.is_finished]
-        ids = [s.request.request_id for s in live if s.samples]
-        missing = [i for i in ids if i not in sampled and i not in ends]
-        if missing:
+        known = sampled.keys() | ends.keys()
+        if missing := [s.request.request_id for s in live if s.samples and s.request.request_id not in known]:
             raise ValueError(f"no sampled token for {', '.join(missing)}")
         if any(s.start != s.request.num_computed_tokens for s in live):
             raise ValueError("this step's results were given already, or another step was scheduled since")
@@ -163,8 +158,6 @@ class Scheduler:
         waiting = {request.request_id for request in self.waiting.requests()}
         require(not waiting & running, f"both running and waiting: {sorted(waiting & running)}")
         require(waiting | running == self.requests.keys(), "a request is neither running nor waiting")
-
-    # Inside
 
     def _key(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.policy == "priority" else 0, request.arrival)

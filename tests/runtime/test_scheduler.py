@@ -187,14 +187,16 @@ def test_the_last_running_request_is_preempted_and_comes_back_first():
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts():
-    scheduler = make(num_blocks=6, caching=False)
-    add(scheduler, "a", 12)
-    add(scheduler, "b", [5] * 8)
-    add(scheduler, "tiny", [6])
+    scheduler = make(num_blocks=6, caching=False, policy="priority")
+    add(scheduler, "a", 12, priority=0)
+    add(scheduler, "b", [5] * 8, priority=2)
     assert [s[0] for s in step(scheduler)[0]] == ["a", "b"]
+    add(scheduler, "tiny", [6], priority=1)
     output = scheduler.schedule()
-    assert output.preempted_ids == ("b",)
+    assert output.preempted_ids == ("b",) and scheduler.kv.num_free_blocks == 1
     assert [s.request.request_id for s in output.scheduled] == ["a"]
+    scheduler.update(output, {"a": 7})
+    assert [s[0] for s in step(scheduler)[0]] == ["a", "tiny"]
 
 
 def test_a_preempted_request_resumes_from_its_own_cached_blocks():
@@ -270,13 +272,13 @@ def test_a_waiting_head_is_tried_again_when_blocks_come_free():
 
 
 def test_a_waiting_head_is_tried_again_when_its_prefix_appears():
-    scheduler = make(num_blocks=11, budget=8)
-    add(scheduler, "a", 32, max_tokens=2)
-    b = add(scheduler, "b", 32, max_tokens=2)
-    # b needs 8 blocks beside a's 9: it gets in as soon as enough of a's are shared, long before a is done.
-    while b.status is RequestStatus.WAITING:
-        step(scheduler)
-    assert b.num_cached_tokens >= 24
+    scheduler = make(num_blocks=8)  # 7 usable
+    add(scheduler, "a", 8, max_tokens=20)
+    b = add(scheduler, "b", [*range(8), *[7] * 16], max_tokens=2)
+    # b needs 6 blocks beside a's 2. Once a's 2 are computed they can be shared, and 4 of 4 are enough.
+    assert [s[0] for s in step(scheduler)[0]] == ["a"]
+    assert step(scheduler)[0] == [("a", 8, 1, True), ("b", 8, 16, True)]
+    assert b.num_cached_tokens == 8
     run_all(scheduler)
 
 
