@@ -1,7 +1,11 @@
-"""Pagebinder: unmodified PyTorch decoders, compiled onto a paged KV cache and served with continuous batching."""
+"""Pagebinder: unmodified PyTorch decoders, compiled onto a paged KV cache and served with continuous batching.
 
-from pagebinder.compile import CompiledModel, compile_model
-from pagebinder.config import CompileConfig, EngineConfig, SamplingParams
+The public names are imported on first use, so that `pagebinder --help` need not wait for torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pagebinder.errors import (
     CacheCapacityError,
     CaptureError,
@@ -13,9 +17,13 @@ from pagebinder.errors import (
     RequestError,
     UnsupportedLayerError,
 )
-from pagebinder.report import CompileReport
-from pagebinder.runtime.engine import Engine
-from pagebinder.runtime.outputs import EngineStats, RequestOutput
+
+if TYPE_CHECKING:
+    from pagebinder.compile import CompiledModel, compile_model
+    from pagebinder.config import CompileConfig, EngineConfig, SamplingParams
+    from pagebinder.report import CompileReport
+    from pagebinder.runtime.engine import Engine
+    from pagebinder.runtime.outputs import EngineStats, RequestOutput
 
 __version__ = "0.1.0"
 
@@ -39,3 +47,27 @@ __all__ = [
     "UnsupportedLayerError",
     "compile_model",
 ]
+
+_HOMES = {
+    "CompileConfig": "config",
+    "CompileReport": "report",
+    "CompiledModel": "compile",
+    "Engine": "runtime.engine",
+    "EngineConfig": "config",
+    "EngineStats": "runtime.outputs",
+    "RequestOutput": "runtime.outputs",
+    "SamplingParams": "config",
+    "compile_model": "compile",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ from torch.fx import GraphModule
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.describe import fill_report
 from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.explain import explain_text
+from pagebinder.frontend.attention_interface import hooked_attention
 from pagebinder.frontend.audit import audit
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.recognise import recognise_rms_norm, recognise_rope, recognise_sdpa
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
-from pagebinder.graph_tools import calls, num_ops
+from pagebinder.graph_tools import calls
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.gather_logits import gather_logits
 from pagebinder.passes.manager import run_passes
@@ -66,9 +68,13 @@ class CompiledModel:
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"engine() takes an EngineConfig, not {type(config).__name__}.")
         if self._refused:
-            raise CaptureError(f"This model was compiled with strict=False and cannot be served: {self._refused}")
+            raise CaptureError(
+                f"This model was compiled with strict=False and cannot be served: {self._refused}"
+            )
         if self.executable is None:
-            raise ConfigError("This model was compiled for explain() only (meta device): it has no weights to run.")
+            raise ConfigError(
+                "This model was compiled for explain() only (meta device): it has no weights to run."
+            )
         model = EngineModel(
             executable=self.executable,
             kv_plan=self.kv_spec,
@@ -97,7 +103,9 @@ class CompiledModel:
             return EagerExecutable(gm).run(inputs)
 
 
-def compile_model(model: Any, config: CompileConfig | None = None) -> CompiledModel:
+def compile_model(
+    model: Any, config: CompileConfig | None = None, *, on_stage: Callable[[str], None] | None = None
+) -> CompiledModel:
     """Compile a decoder for paged, continuously batched inference.
 
     Args:
@@ -105,6 +113,8 @@ def compile_model(model: Any, config: CompileConfig | None = None) -> CompiledMo
             `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]`, or the path of a local checkpoint
             directory. The model is not changed, and its weights are shared, not copied (unless `dtype` differs).
             A model on the meta device is compiled for `explain()` only.
+        on_stage: called with each stage's name as it begins, for progress displays: "load", "capture",
+            "recognise", "audit", "plan", "page", "fuse", "executable".
     Raises:
         CaptureError: the model cannot be traced, or an attention layer cannot be explained (strict).
         CheckpointError, ConfigError, ProviderError: see their messages.
@@ -113,13 +123,16 @@ def compile_model(model: Any, config: CompileConfig | None = None) -> CompiledMo
     if not isinstance(config, CompileConfig):
         raise ConfigError(f"compile_model takes a CompileConfig, not {type(config).__name__}.")
     report = CompileReport()
-    stage = _StageTimer(report.stage_seconds)
+    stage = _StageTimer(report.stage_seconds, on_stage)
     with stage("load"):
         source = load_source(model, config)
+        source.tokenizer()  # a broken one is told now, not after the compilation
     return compile_source(source, config, report, stage)
 
 
-def explain_model(model: Any, config: CompileConfig | None = None) -> CompiledModel:
+def explain_model(
+    model: Any, config: CompileConfig | None = None, *, on_stage: Callable[[str], None] | None = None
+) -> CompiledModel:
     """Compile a config alone, on the meta device: graphs, report and KV plan, no weights and nothing to run.
 
     Args:
@@ -129,7 +142,7 @@ def explain_model(model: Any, config: CompileConfig | None = None) -> CompiledMo
     """
     config = config or CompileConfig()
     report = CompileReport()
-    stage = _StageTimer(report.stage_seconds)
+    stage = _StageTimer(report.stage_seconds, on_stage)
     with stage("load"):
         if isinstance(model, (str, Path)):
             source = source_from_dir(model, dtype=config.dtype, weights=False)
@@ -162,8 +175,9 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
         cpu_build.start_build()  # on first use: it takes seconds, and so does the capture
     with stage("capture"):
         captured, report.capture_route = capture(source)
+        report.passes.append(hooked_attention(captured))
     with stage("recognise"):
-        semantic = clone(captured)
+        semantic = clone(captured, "semantic")
         report.passes += run_passes(semantic, (recognise_rms_norm, recognise_rope, recognise_sdpa, simplify))
     with stage("audit"):
         refused = _audit(semantic, source, config, report)
@@ -171,7 +185,7 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
         states = tuple(attention_states(semantic, max_model_len=max_model_len))
         plan = plan_kv_cache(states, block_size=config.block_size, max_model_len=max_model_len)
     with stage("page"):
-        paged = clone(semantic)
+        paged = clone(semantic, "paged")
         page = functools.partial(
             page_attention,
             states=states,
@@ -181,7 +195,7 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
         )
         report.passes += run_passes(paged, (page, gather_logits))
     with stage("fuse"):
-        fused = clone(paged)
+        fused = clone(paged, "fused")
         report.passes += run_passes(fused, (fuse_add_rms_norm, simplify) if config.fusions else ())
         device = torch.device("cpu") if source.device.type == "meta" else source.device
         prepare = source.device.type != "meta"
@@ -191,7 +205,7 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
     with stage("executable"):
         if source.device.type != "meta":
             executable = _executable(fused, config, report)
-    _describe(report, source, graphs, states, plan, device, max_model_len)
+    fill_report(report, source, graphs, states, plan, device)
     return CompiledModel(
         source=source,
         config=config,
@@ -206,9 +220,9 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
     )
 
 
-def clone(gm: GraphModule) -> GraphModule:
-    """A GraphModule with a graph of its own and the same weights."""
-    return GraphModule(gm, copy.deepcopy(gm.graph), class_name=type(gm).__name__)
+def clone(gm: GraphModule, level: str) -> GraphModule:
+    """The start of the next level: a GraphModule with a graph of its own and the same weights."""
+    return GraphModule(gm, copy.deepcopy(gm.graph), class_name=level.capitalize())
 
 
 def _max_model_len(source: ModelSource, config: CompileConfig) -> int:
@@ -222,18 +236,26 @@ def _max_model_len(source: ModelSource, config: CompileConfig) -> int:
     return config.max_model_len
 
 
-def _audit(semantic: GraphModule, source: ModelSource, config: CompileConfig, report: CompileReport) -> str | None:
+def _audit(
+    semantic: GraphModule, source: ModelSource, config: CompileConfig, report: CompileReport
+) -> str | None:
     """Prove that attention was found everywhere and nothing else mixes tokens; strict: raise if not."""
     violations = audit(semantic)
     problems = [str(v) for v in violations]
     refused = [r for r in report.refusals if r.pattern == "attention"]
-    problems += [f"attention refused in {r.module_path or r.node}: {r.reason} ({r.source_line})" for r in refused]
+    problems += [
+        f"attention refused in {r.module_path or r.node}: {r.reason} ({r.source_line})" for r in refused
+    ]
     found = sum(1 for _ in calls(semantic.graph, torch.ops.pagebinder.attention.default))
     expected = source.num_attention_layers
     if expected is not None and found != expected:
         problems.append(f"{found} attention layers were found, but the config says {expected}")
-    if not all(n.kwargs.get("causal", True) for n in calls(semantic.graph, torch.ops.pagebinder.attention.default)):
-        problems.append("a layer attends to later tokens (not causal), which a decoder with a cache cannot do")
+    if not all(
+        n.kwargs.get("causal", True) for n in calls(semantic.graph, torch.ops.pagebinder.attention.default)
+    ):
+        problems.append(
+            "a layer attends to later tokens (not causal), which a decoder with a cache cannot do"
+        )
     if not problems:
         return None
     shown = "\n".join(f"  - {p}" for p in problems[:8])
@@ -246,7 +268,13 @@ def _audit(semantic: GraphModule, source: ModelSource, config: CompileConfig, re
         raise CaptureError(message)
     result = report.passes[-1]
     result.refusals += [
-        Refusal(pattern="audit", reason=v.reason, node=v.node, module_path=v.module_path, source_line=v.source_line)
+        Refusal(
+            pattern="audit",
+            reason=v.reason,
+            node=v.node,
+            module_path=v.module_path,
+            source_line=v.source_line,
+        )
         for v in violations
     ]
     return message
@@ -263,52 +291,17 @@ def _executable(fused: GraphModule, config: CompileConfig, report: CompileReport
     return InductorExecutable(fused) if wanted == "inductor" else EagerExecutable(fused)
 
 
-def _describe(report, source, graphs, states, plan, device, max_model_len) -> None:
-    """Fill the report's facts about the model, its layers and its cache."""
-    parameters = list(source.module.parameters())
-    report.model, report.model_class = source.name, type(source.module).__name__
-    report.num_parameters = sum(p.numel() for p in parameters)
-    report.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    report.dtype, report.device = str(source.dtype).removeprefix("torch."), str(device)
-    report.node_counts = {level: num_ops(gm) for level, gm in graphs.items()}
-    report.layers = [
-        {
-            "layer": state.layer,
-            "kind": state.kind,
-            "window": state.window,
-            "num_kv_heads": state.num_kv_heads,
-            "head_dim": state.head_dim,
-            "head_dim_v": state.head_dim_v,
-            "dtype": state.dtype,
-            "bytes_per_token": state.entry_bytes,
-            "formula": str(state.formula),
-            "group": page.group,
-        }
-        for state, page in zip(states, plan.layers)
-    ]
-    waste = plan.waste()
-    report.kv = {
-        "max_model_len": max_model_len,
-        "groups": len(plan.groups),
-        "block_sizes": [g.block_size for g in plan.groups],
-        "bytes_per_block": plan.bytes_per_block,
-        "bytes_per_token": plan.bytes_per_token,
-        "fixed_bytes_per_request": plan.fixed_bytes_per_request,
-        "request_bytes_formula": str(plan.request_bytes_formula),
-        "bytes_per_request_at_max_len": waste.held_bytes,
-        "waste_percent_at_max_len": waste.percent,
-        "lines": plan.describe(),
-    }
-
-
 class _StageTimer:
     """`with stage("capture"): ...` adds the seconds to the report."""
 
-    def __init__(self, seconds: dict[str, float]) -> None:
+    def __init__(self, seconds: dict[str, float], on_stage: Callable[[str], None] | None = None) -> None:
         self.seconds = seconds
+        self.on_stage = on_stage
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        if self.on_stage is not None:
+            self.on_stage(name)
         start = time.perf_counter()
         try:
             yield

@@ -1,8 +1,8 @@
 """What users may ask for: frozen, keyword-only, an unknown key is an error that names the nearest option.
 
-    CompileConfig    how a model is compiled
-    EngineConfig     how much memory and how many requests an engine gets
-    SamplingParams   how one request's tokens are chosen
+CompileConfig    how a model is compiled
+EngineConfig     how much memory and how many requests an engine gets
+SamplingParams   how one request's tokens are chosen
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _strict(error: type[Exception]) -> Callable[[type], type]:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """"bfloat16", "torch.bfloat16" or torch.bfloat16 -> torch.bfloat16; None stays None."""
+    """ "bfloat16", "torch.bfloat16" or torch.bfloat16 -> torch.bfloat16; None stays None."""
     if dtype is None or dtype in DTYPES.values():
         return dtype
     name = str(dtype).removeprefix("torch.")
@@ -106,13 +106,17 @@ class CompileConfig:
                 f"executable={self.executable!r} is not built yet; use one of {', '.join(EXECUTABLES)}."
             )
         if self.executable not in EXECUTABLES:
-            raise ConfigError(f"executable={self.executable!r} is unknown; use one of {', '.join(EXECUTABLES)}.")
+            raise ConfigError(
+                f"executable={self.executable!r} is unknown; use one of {', '.join(EXECUTABLES)}."
+            )
         if self.kv_dtype != "auto":
             raise ConfigError(f'kv_dtype={self.kv_dtype!r} is not built yet; use "auto".')
         if self.quantization is not None:
             raise ConfigError("quantization is not built yet; leave it None.")
         if self.verify != "off":
-            raise ConfigError(f'verify={self.verify!r} is not built yet; use "off" and compare run_level() results.')
+            raise ConfigError(
+                f'verify={self.verify!r} is not built yet; use "off" and compare run_level() results.'
+            )
         if not isinstance(self.providers, dict):
             raise ConfigError('providers maps an op to a provider, for example {"paged_attention": "cpu"}.')
         for name in ("block_size", "max_model_len"):
@@ -163,7 +167,9 @@ class EngineConfig:
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError(f'scheduling_policy={self.scheduling_policy!r}: use "fcfs" or "priority".')
         threshold = self.long_prefill_token_threshold
-        _require(_is_int(threshold) and threshold >= 0, ConfigError, "long_prefill_token_threshold: use 0 or more.")
+        _require(
+            _is_int(threshold) and threshold >= 0, ConfigError, "long_prefill_token_threshold: use 0 or more."
+        )
 
 
 @_strict(RequestError)
@@ -214,8 +220,12 @@ class SamplingParams:
         check(_is_number(self.temperature) and self.temperature >= 0.0,
               f"temperature={self.temperature!r}: use 0.0 (greedy) or more.")  # fmt: skip
         check(_is_int(self.top_k) and self.top_k >= 0, f"top_k={self.top_k!r}: use 0 (off) or more.")
-        check(_is_number(self.top_p) and 0.0 < self.top_p <= 1.0, f"top_p={self.top_p!r}: use 0 < top_p <= 1.")
-        check(_is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, f"min_p={self.min_p!r}: use 0 <= min_p <= 1.")
+        check(
+            _is_number(self.top_p) and 0.0 < self.top_p <= 1.0, f"top_p={self.top_p!r}: use 0 < top_p <= 1."
+        )
+        check(
+            _is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, f"min_p={self.min_p!r}: use 0 <= min_p <= 1."
+        )
         check(_is_number(self.repetition_penalty) and self.repetition_penalty > 0.0,
               f"repetition_penalty={self.repetition_penalty!r}: use more than 0 (1.0 = off).")  # fmt: skip
         check(self.seed is None or _is_int(self.seed), f"seed={self.seed!r}: use a whole number or None.")

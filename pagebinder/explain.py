@@ -9,6 +9,7 @@ from itertools import groupby
 
 from rich import box
 from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -45,7 +46,7 @@ def render(report: CompileReport) -> Group:
         Text("\nProviders", style="bold"),
         _providers(report),
         Text("\nTime", style="bold"),
-        Text("  " + "   ".join(f"{k} {v:.2f} s" for k, v in report.stage_seconds.items())),
+        Padding(Text(", ".join(f"{k} {v:.2f} s" for k, v in report.stage_seconds.items())), (0, 0, 0, 1)),
         *(Text(f"note: {n}") for n in report.notes),
     )
 
@@ -66,7 +67,7 @@ def _layers(report: CompileReport) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name, justify in (("layers", "left"), ("state", "left"), ("KV heads x (K + V)", "right"), ("dtype", "left"),
                           ("bytes of T tokens", "right"), ("bytes/token", "right"), ("group", "right")):  # fmt: skip
-        table.add_column(name, justify=justify, overflow="fold")
+        table.add_column(name, justify=justify, no_wrap=name == "layers")
 
     def key(layer: dict):
         return tuple(v for k, v in layer.items() if k != "layer")
@@ -83,7 +84,7 @@ def _layers(report: CompileReport) -> Table:
 
 
 def _range_of(first: str, last: str, count: int) -> str:
-    """"model.layers.0.self_attn", "model.layers.31.self_attn" -> "model.layers.[0-31].self_attn (32)"."""
+    """ "model.layers.0.self_attn", "model.layers.31.self_attn" -> "model.layers.[0-31].self_attn (32)"."""
     a, b = first.split("."), last.split(".")
     differing = [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
     if len(a) != len(b) or len(differing) != 1:
@@ -107,19 +108,21 @@ def _passes(report: CompileReport) -> Table:
     return table
 
 
-def _refusals(report: CompileReport) -> list[Text]:
+def _refusals(report: CompileReport) -> list[Padding]:
     """One line per pattern, reason and kind of place; layers that differ only by number are counted."""
     if not report.refusals:
-        return [Text("  refused: nothing")]
+        return [Padding("refused: nothing", (0, 0, 0, 1))]
     places: dict[tuple, list[str]] = {}
     for r in report.refusals:
         kind_of_place = re.sub(r"\d+", "*", r.module_path)
-        places.setdefault((r.pattern, r.reason, kind_of_place, r.source_line), []).append(r.module_path or r.node)
-    lines = [Text("  refused:")]
+        places.setdefault((r.pattern, r.reason, kind_of_place, r.source_line), []).append(
+            r.module_path or r.node
+        )
+    lines = [Padding("refused:", (0, 0, 0, 1))]
     for (pattern, reason, kind_of_place, source_line), paths in places.items():
         where = paths[0] if len(paths) == 1 else f"{kind_of_place} ({len(paths)} places)"
         line = f" [{source_line}]" if source_line else ""
-        lines.append(Text(f"    {pattern} at {where}: {reason}{line}"))
+        lines.append(Padding(Text(f"{pattern} at {where}: {reason}{line}"), (0, 0, 0, 3)))
     return lines
 
 

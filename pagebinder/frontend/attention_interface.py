@@ -16,6 +16,8 @@ from collections.abc import Iterator
 import torch
 
 from pagebinder.errors import CaptureError
+from pagebinder.graph_tools import calls, describe, num_ops
+from pagebinder.report import Match, PassResult
 
 IMPLEMENTATION = "pagebinder"
 
@@ -77,6 +79,18 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         causal=bool(causal),
     )
     return out.unsqueeze(0), None
+
+
+def hooked_attention(captured: torch.fx.GraphModule) -> PassResult:
+    """What the hook put into a captured graph, as matches for the report."""
+    result = PassResult(
+        name="attention_hook", num_ops_before=num_ops(captured), num_ops_after=num_ops(captured)
+    )
+    for node in calls(captured.graph, torch.ops.pagebinder.attention.default):
+        options = {k: v for k, v in node.kwargs.items() if k in ("window", "soft_cap") and v is not None}
+        detail = ", ".join(f"{k}={v:g}" for k, v in options.items())
+        result.matches.append(Match(pattern="attention", detail=detail, **describe(node)))
+    return result
 
 
 @contextlib.contextmanager

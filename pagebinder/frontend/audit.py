@@ -21,7 +21,8 @@ from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, module_path, so
 # the output's shape or in `_ALONG_DIM`.
 _VIEWS = {
     aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int,
-    aten.permute.default, aten.t.default, aten.type_as.default, *CASTS, *IDENTITIES,
+    aten.permute.default, aten.t.default, aten.mT.default, aten.swapaxes.default, aten.movedim.int,
+    aten.movedim.intlist, aten.type_as.default, *CASTS, *IDENTITIES,
 }  # fmt: skip
 # Ops that read the elements in storage order and cut them anew: [T, C] -> [C, T] has a token dimension of the
 # right size with the wrong values in it.
@@ -63,7 +64,7 @@ _FACTORIES = {
 }  # fmt: skip
 # op -> position of the value it fills its result with
 _FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
-_TAKE_SIZES = _RESHAPES | _REPEATS | _FACTORIES | {aten.slice.Tensor}
+_TAKE_SIZES = _RESHAPES | _REPEATS | _FACTORIES | _LAST_DIMS | {aten.slice.Tensor}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,9 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
     """
     path = Path(path).expanduser()
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory. Give a local checkpoint directory with a config.json.")
+        raise CheckpointError(
+            f"{path} is not a directory. Give a local checkpoint directory with a config.json."
+        )
     config_path = path / "config.json"
     if not config_path.exists():
         raise CheckpointError(f"{path} has no config.json, so it is not a checkpoint directory.")
@@ -93,11 +95,13 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
     except ValueError as error:
         raise CheckpointError(f"{config_path} is not valid JSON: {error}") from error
     if not isinstance(config_dict, dict):
-        raise CheckpointError(f"{config_path} holds a {type(config_dict).__name__}, not the options of a model.")
+        raise CheckpointError(
+            f"{config_path} holds a {type(config_dict).__name__}, not the options of a model."
+        )
+    eos, bos = _generation_tokens(path)
     module = _build(path, config_dict, dtype, weights)
     facts = _facts(module.config, module)
-    eos, bos = _generation_tokens(path)
-    facts["eos_token_ids"] |= eos
+    facts["eos_token_ids"] |= {t for t in eos if 0 <= t < facts["vocab_size"]}
     if bos is not None:
         facts["bos_token_id"] = bos
     return ModelSource(
@@ -110,12 +114,16 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
     if not isinstance(config, PretrainedConfig):
-        raise ConfigError(f"Give a checkpoint directory or a transformers config, not {type(config).__name__}.")
+        raise ConfigError(
+            f"Give a checkpoint directory or a transformers config, not {type(config).__name__}."
+        )
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     except ValueError as error:
-        raise ConfigError(f"transformers has no causal language model for {type(config).__name__}: {error}") from error
+        raise ConfigError(
+            f"transformers has no causal language model for {type(config).__name__}: {error}"
+        ) from error
     return source_from_module(module.eval())
 
 
@@ -126,7 +134,8 @@ def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bo
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
     except Exception as error:
         kind = config_dict.get("model_type")
-        raise CheckpointError(f"{path}/config.json (model_type {kind!r}) cannot be read: {error}") from error
+        reason = str(error).split("\n\n")[0]  # transformers adds paragraphs of advice on installing it
+        raise CheckpointError(f"{path}/config.json (model_type {kind!r}) cannot be read: {reason}") from error
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if not weights:
         return source_from_config(config, dtype=dtype).module

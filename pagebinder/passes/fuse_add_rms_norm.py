@@ -36,9 +36,10 @@ def fuse_add_rms_norm(gm: GraphModule) -> PassResult:
             torch.ops.pagebinder.add_rms_norm.default,
             (*total.args, *norm.args[1:]),
             norm.kwargs,
+            value=(val(norm), val(total)),
         )
-        normed = insert_call(gm.graph, total, operator.getitem, (fused, 0))
-        summed = insert_call(gm.graph, total, operator.getitem, (fused, 1))
+        normed = insert_call(gm.graph, total, operator.getitem, (fused, 0), value=val(norm))
+        summed = insert_call(gm.graph, total, operator.getitem, (fused, 1), value=val(total))
         for node in (fused, normed):
             node.meta.update({k: norm.meta[k] for k in ("nn_module_stack", "stack_trace") if k in norm.meta})
         norm.replace_all_uses_with(normed)

@@ -44,7 +44,11 @@ def select_providers(
             if need not in selections:
                 selections[need] = selection = select_provider(need, requested.get(name), prepare=prepare)
                 choices[need] = ProviderChoice(
-                    op=name, provider=selection.provider, why=selection.why, num_nodes=0, rejected=selection.rejected
+                    op=name,
+                    provider=selection.provider,
+                    why=selection.why,
+                    num_nodes=0,
+                    rejected=selection.rejected,
                 )
             node.target = selections[need].overload
             choices[need].num_nodes += 1

@@ -23,13 +23,12 @@ from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.kv import KVCacheManager, KVPlan
 from pagebinder.runtime.outputs import EngineStats, RequestOutput
 from pagebinder.runtime.request import Request
+from pagebinder.runtime.request_checks import Prompt, check_params, prompt_token_ids
 from pagebinder.runtime.sampler import SampledToken, SamplingRow, sample
 from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.step_plan import StepPlanner
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +88,7 @@ class Engine:
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._undelivered: list[RequestOutput] = []
         self._ids = itertools.count()
+        self._seeds = itertools.count()
         self._generated_tokens = 0
         self._seconds = dict.fromkeys(("schedule", "plan", "run", "sample", "publish"), 0.0)
 
@@ -116,7 +116,7 @@ class Engine:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[str]:  # fmt: skip
-        """Queue a prompt: token ids, or text when the model has a tokenizer.
+        """Queue a prompt: token ids, or text when the model has a tokenizer (which decides on a BOS token).
 
         Args:
             priority: smaller is served first (policy "priority"). cache_salt: requests with different salts
@@ -129,8 +129,8 @@ class Engine:
         params = params or SamplingParams()
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id={request_id!r}: use a non-empty string.")
-        tokens = self._token_ids(prompt)
-        self._check_params(params)
+        tokens = prompt_token_ids(prompt, self.model.tokenizer, self.model.vocab_size)
+        check_params(params, self.model.tokenizer, self.model.vocab_size)
         ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         taken = next((i for i in ids if i in self._live), None)
         if taken is not None:
@@ -338,42 +338,9 @@ class Engine:
         """Forget all cached prefixes; False (and nothing done) while requests hold blocks."""
         return self.kv.reset_prefix_cache()
 
-    # Checks
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.model.tokenizer is None:
-                raise RequestError(
-                    "The prompt is text, but the model has no tokenizer: give token ids (list[int])."
-                )
-            prompt = self.model.tokenizer(prompt)["input_ids"]
-        elif isinstance(prompt, torch.Tensor):
-            prompt = prompt.tolist()
-        if not isinstance(prompt, Sequence):
-            raise RequestError(f"A prompt is text or a list of token ids, not {type(prompt).__name__}.")
-        if len(prompt) == 0:
-            raise RequestError("The prompt is empty: give at least one token.")
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise RequestError(f"Token ids are whole numbers; the prompt holds {token!r}.")
-            if not 0 <= token < self.model.vocab_size:
-                raise RequestError(
-                    f"Token id {token} is out of range: the vocabulary has ids 0 to {self.model.vocab_size - 1}."
-                )
-        return list(prompt)
-
-    def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}.")
-        if params.stop and self.model.tokenizer is None:
-            raise RequestError("Stop strings need a tokenizer, and the model has none: use stop_token_ids.")
-        bad = [t for t in params.stop_token_ids if t >= self.model.vocab_size]
-        if bad:
-            raise RequestError(f"stop_token_ids {bad} are outside the vocabulary of {self.model.vocab_size}.")
-
     def _fresh_seed(self) -> int:
         """A seed for a request that brings none: the engine's seed and a running number."""
-        return self.config.seed * 1_000_003 + next(self._ids)
+        return self.config.seed * 1_000_003 + next(self._seeds)
 
 
 class _Clock:

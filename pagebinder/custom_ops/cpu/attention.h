@@ -8,7 +8,8 @@
 //     (token, head)       tile 1      [         |     ......|.......... ]
 //
 // How a request is cut depends on that request alone, so its result has the same bits whatever else is in the
-// batch and however many threads run. Jobs are handed out one at a time: a slow thread delays only its own job.
+// batch and however many threads run. Threads take jobs from one list, a few at a time and one by one at the end,
+// so a slow thread delays only what it holds. The list keeps neighbours in memory together.
 #pragma once
 
 #include <atomic>
@@ -65,7 +66,16 @@ struct Tile {
   int64_t first_counter;
 };
 
-struct Job { int32_t tile, part; };
+struct Job { int32_t tile, part, kv_head; };
+
+// Keys of one part of a tile.
+inline KeyRange part_keys(const Tile& tile, int part) {
+  if (tile.parts == 1) return tile.keys;
+  const int64_t begin = (tile.keys.begin / tile.part_keys + int64_t{part}) * tile.part_keys;
+  const int64_t end = begin + tile.part_keys;
+  return {begin > tile.keys.begin ? static_cast<int32_t>(begin) : tile.keys.begin,
+          end < tile.keys.end ? static_cast<int32_t>(end) : tile.keys.end};
+}
 
 // Memory that grows to the largest need and stays.
 class Buffer {
@@ -91,7 +101,7 @@ class Buffer {
 
 struct Plan {
   std::vector<Tile> tiles;
-  std::vector<Job> jobs;          // for one KV head; long ones first within a request
+  std::vector<Job> jobs;
   int64_t partial_floats = 0, num_counters = 0, work_bytes = 0;
   Buffer partial_buffer, counter_buffer;
   float* partials = nullptr;      // per part and row: maximum, sum, then the row of unnormalised output
@@ -108,9 +118,10 @@ const char* paged_attention_f32(const AttentionArgs& args);
 const char* paged_attention_bf16(const AttentionArgs& args);
 const char* paged_attention_f16(const AttentionArgs& args);
 
-// Shared by the three: plans, runs `tile_kernel` over all jobs, zeroes padding.
-using TileKernel = void (*)(const AttentionArgs& args, Plan& plan, const Job& job, int kv_head);
-const char* run_attention(const AttentionArgs& args, size_t element_bytes, TileKernel tile_kernel);
+// Shared by the three: plans, runs `kernel` over all jobs, zeroes padding. `next` is the job that the same thread
+// will run afterwards, or null if that is not known.
+using JobKernel = void (*)(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next);
+const char* run_attention(const AttentionArgs& args, size_t element_bytes, JobKernel kernel);
 
 struct CacheWriteArgs {
   int64_t num_tokens, num_kv_heads, head_dim, head_dim_v, num_blocks, block_size;

@@ -11,10 +11,11 @@ namespace {
 
 constexpr int DOT_ROWS = 8;         // up to here rows are dotted one by one, beyond they become vector lanes
 constexpr int TILE_ROWS = 4 * W;
-constexpr int DOT_PART_KEYS = 512;  // split-KV: keys of one part in the two regimes
+constexpr int DOT_PART_KEYS = 1024;  // split-KV: keys of one part in the two regimes
 constexpr int LANE_PART_KEYS = 1024;
 constexpr int MAX_PARTS = 32;
 constexpr int SPLIT_TILES = 4;      // requests with more tiles than this have enough jobs without a split
+constexpr int MAX_JOBS_AT_ONCE = 16;
 constexpr int64_t SERIAL_BYTES = 96 * 1024;
 
 int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
@@ -35,6 +36,17 @@ void split_keys(Tile& tile, int64_t num_tiles, bool dot) {
   }
   tile.part_keys = static_cast<int32_t>(part);
   tile.parts = static_cast<int32_t>((tile.keys.end + part - 1) / part - tile.keys.begin / part);
+}
+
+// Decodes stream the cache once: the KV heads of a block lie side by side, so they come right after another.
+// Prefills read it once per tile: all tiles of a KV head come together, and K and V stay in the cache.
+void list_jobs(const AttentionArgs& args, Plan& plan, int64_t num_tiles, bool dot) {
+  const int32_t num_heads = static_cast<int32_t>(args.num_kv_heads), end = static_cast<int32_t>(plan.tiles.size());
+  const int32_t begin = end - static_cast<int32_t>(num_tiles);
+  for (int32_t outer = 0; outer < (dot ? 1 : num_heads); ++outer)
+    for (int32_t t = begin; t < end; ++t)
+      for (int32_t part = 0; part < plan.tiles[t].parts; ++part)
+        for (int32_t inner = 0; inner < (dot ? num_heads : 1); ++inner) plan.jobs.push_back({t, part, outer + inner});
 }
 
 const char* plan_request(const AttentionArgs& args, Plan& plan, int64_t r) {
@@ -68,10 +80,9 @@ const char* plan_request(const AttentionArgs& args, Plan& plan, int64_t r) {
       plan.num_counters += args.num_kv_heads;
     }
     plan.work_bytes += (tile.keys.end - tile.keys.begin) * args.num_kv_heads * tile.rows;
-    for (int32_t part = 0; part < tile.parts; ++part)
-      plan.jobs.push_back({static_cast<int32_t>(plan.tiles.size()), part});
     plan.tiles.push_back(tile);
   }
+  list_jobs(args, plan, num_tiles, dot);
   return nullptr;
 }
 
@@ -94,15 +105,21 @@ const char* make_plan(const AttentionArgs& args, Plan& plan) {
 struct Run {
   const AttentionArgs& args;
   Plan& plan;
-  TileKernel kernel;
+  JobKernel kernel;
+  int num_workers;
 };
 
 void worker(void* context, int) {
   Run& run = *static_cast<Run*>(context);
-  const int num_jobs = static_cast<int>(run.plan.jobs.size());
-  const int total = num_jobs * static_cast<int>(run.args.num_kv_heads);
-  for (int i; (i = run.plan.next_job.fetch_add(1, std::memory_order_relaxed)) < total;)
-    run.kernel(run.args, run.plan, run.plan.jobs[i % num_jobs], i / num_jobs);
+  std::atomic<int>& next_job = run.plan.next_job;
+  const int total = static_cast<int>(run.plan.jobs.size());
+  for (int begin = next_job.load(std::memory_order_relaxed); begin < total;) {
+    const int end = begin + std::clamp((total - begin) / (8 * run.num_workers), 1, MAX_JOBS_AT_ONCE);
+    if (!next_job.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+    const Job* jobs = run.plan.jobs.data();
+    for (int i = begin; i < end; ++i) run.kernel(run.args, run.plan, jobs[i], i + 1 < end ? &jobs[i + 1] : nullptr);
+    begin = next_job.load(std::memory_order_relaxed);
+  }
 }
 
 void clear_padding(const AttentionArgs& args, size_t element_bytes) {
@@ -131,15 +148,15 @@ KeyRange visible_keys(const AttentionArgs& args, int64_t p, int64_t seq_len) {
 
 int64_t partial_row_floats(const AttentionArgs& args) { return 2 + (args.head_dim_v + W - 1) / W * W; }
 
-const char* run_attention(const AttentionArgs& args, size_t element_bytes, TileKernel tile_kernel) {
+const char* run_attention(const AttentionArgs& args, size_t element_bytes, JobKernel kernel) {
   static thread_local Plan plan;
   if (const char* error = make_plan(args, plan)) return error;
   clear_padding(args, element_bytes);
-  Run run{args, plan, tile_kernel};
-  const int64_t num_jobs = static_cast<int64_t>(plan.jobs.size()) * args.num_kv_heads;
+  const int64_t num_jobs = static_cast<int64_t>(plan.jobs.size());
   const int64_t work = plan.work_bytes * (args.head_dim + args.head_dim_v) * static_cast<int64_t>(element_bytes);
-  const int num_workers = static_cast<int>(std::min<int64_t>(args.num_threads, num_jobs));
-  if (num_workers <= 1 || work < SERIAL_BYTES) worker(&run, 0);
+  const int num_workers = work < SERIAL_BYTES ? 1 : static_cast<int>(std::min<int64_t>(args.num_threads, num_jobs));
+  Run run{args, plan, kernel, num_workers};
+  if (num_workers <= 1) worker(&run, 0);
   else args.run(num_workers, worker, &run);
   return plan.bad_block ? "a block id in block_table is not valid" : nullptr;
 }

@@ -10,7 +10,7 @@
 
 namespace pagebinder {
 
-constexpr int MAX_KEYS_AT_ONCE = 16;  // forms may compute (and ignore) up to the next multiple of this
+constexpr int MAX_KEYS_AT_ONCE = 16;  // forms may compute (and ignore) fewer keys than this beyond the last
 
 // How a form reads elements. `Key` in the cache, `Query` as packed; `STEP` elements make one multiply-add.
 template <class T>
@@ -69,9 +69,10 @@ void pack_dot_queries(const T* const* q_rows, int rows, int width, typename E::Q
   }
 }
 
+// `next_rows` are those of the next block of keys: asked for now, read later.
 template <class E, int ROWS>
-void dot_scores(const typename E::Key* const* k_rows, int num_keys, const typename E::Query* q, int width,
-                float* scores) {
+void dot_scores(const typename E::Key* const* k_rows, const typename E::Key* const* next_rows, int num_keys,
+                const typename E::Query* q, int width, float* scores) {
   constexpr int KEYS = W > ROWS ? W / ROWS : 1;  // keys whose sums fill whole vectors
   constexpr int SUB = KEYS < 8 ? KEYS : 8;       // keys in flight
   const int full = width / E::STEP;
@@ -80,7 +81,10 @@ void dot_scores(const typename E::Key* const* k_rows, int num_keys, const typena
     PB_UNROLL
     for (int sub = 0; sub < KEYS; sub += SUB) {
       const typename E::Key* key[SUB];
-      for (int j = 0; j < SUB; ++j) key[j] = k_rows[k + sub + j];
+      for (int j = 0; j < SUB; ++j) {
+        key[j] = k_rows[k + sub + j];
+        prefetch(next_rows[k + sub + j], width);
+      }
       auto step = [&](int offset, const typename E::Query* packed) __attribute__((always_inline)) {
         typename E::Vec query[ROWS];
         PB_UNROLL
@@ -133,7 +137,8 @@ template <class E, int VECTORS>
 void lane_scores(const typename E::Key* const* k_rows, int num_keys, const typename E::Query* q, int width,
                  float* scores) {
   constexpr int STRIDE = VECTORS * W;
-  constexpr int KEYS = W == 16 ? (VECTORS == 4 ? 4 : 8) : (VECTORS == 4 ? 2 : VECTORS == 2 ? 4 : 8);
+  // As many sums as registers hold: 32 with AVX-512, else 16.
+  constexpr int KEYS = W < 16 ? (VECTORS == 4 ? 2 : 8 / VECTORS) : VECTORS < 4 ? 8 : E::PER_LANE == 2 ? 4 : 6;
   const int steps = width / E::PER_LANE;
   const float* packed = reinterpret_cast<const float*>(q);
   for (int k = 0; k < num_keys; k += KEYS) {

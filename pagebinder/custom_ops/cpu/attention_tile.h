@@ -51,8 +51,8 @@ struct TileContext {
   int width, width_v, vectors_v;  // vectors_v: vectors of an output row
   Scratch& scratch;
   const T* q_rows[MAX_TILE_ROWS];
-  const T* k_rows[BLOCK_KEYS + MAX_KEYS_AT_ONCE];
-  const T* v_rows[BLOCK_KEYS + MAX_KEYS_AT_ONCE];
+  const T* row_buffers[2][BLOCK_KEYS + MAX_KEYS_AT_ONCE];
+  const T **rows, **next_rows;    // of the keys at hand and of the block after them; V follows K in a row
 
   int64_t token_of(int row) const {
     return args.query_start_loc[tile.request] + (tile.row_begin + row) / args.group();
@@ -63,13 +63,22 @@ struct TileContext {
   }
 };
 
-// Fills k_rows and v_rows for positions [from, to); those outside [begin, end) repeat the nearest inside, and the
-// last is repeated for keys that a score form may compute beyond. False: the block table has a bad entry.
+// Score forms compute some keys beyond the last: they get its row.
 template <class T>
-bool find_rows(TileContext<T>& c, int from, int to, int begin, int end) {
-  const AttentionArgs& a = c.args;
-  const int32_t* table = a.block_table + c.tile.request * a.block_table_stride;
-  const T* cache = static_cast<const T*>(a.cache) + c.kv_head * a.cache_head_stride;
+void repeat_last_row(const T** rows, int num_keys) {
+  for (int k = num_keys; k < num_keys + MAX_KEYS_AT_ONCE; ++k) rows[k] = rows[num_keys - 1];
+}
+
+// Keys [begin, end) of a block, widened to [from, to) so that they fill whole vectors or pairs.
+struct BlockKeys { int begin, end, from, to; };
+
+// Cache rows of positions [from, to); those outside [begin, end) repeat the nearest inside. False: the block
+// table has a bad entry.
+template <class T>
+bool find_rows(const AttentionArgs& a, const Tile& tile, int kv_head, const BlockKeys& keys, const T** rows) {
+  const auto [begin, end, from, to] = keys;
+  const int32_t* table = a.block_table + tile.request * a.block_table_stride;
+  const T* cache = static_cast<const T*>(a.cache) + kv_head * a.cache_head_stride;
   const uint32_t block_size = static_cast<uint32_t>(a.block_size);
   int k = begin - from;
   for (uint32_t position = begin; position < static_cast<uint32_t>(end);) {
@@ -78,37 +87,26 @@ bool find_rows(TileContext<T>& c, int from, int to, int begin, int end) {
     const int64_t id = table[block];
     if (id < 0 || id >= a.num_blocks) return false;
     const T* row = cache + id * a.cache_block_stride + offset * a.cache_slot_stride;
-    for (int i = 0; i < count; ++i, ++k, row += a.cache_slot_stride) {
-      c.k_rows[k] = row;
-      c.v_rows[k] = row + c.width;
-    }
+    for (int i = 0; i < count; ++i, ++k, row += a.cache_slot_stride) rows[k] = row;
     position += count;
   }
-  for (int i = 0; i < begin - from; ++i) {
-    c.k_rows[i] = c.k_rows[begin - from];
-    c.v_rows[i] = c.v_rows[begin - from];
-  }
-  for (const int padded = (to - from + MAX_KEYS_AT_ONCE - 1) / MAX_KEYS_AT_ONCE * MAX_KEYS_AT_ONCE; k < padded; ++k) {
-    c.k_rows[k] = c.k_rows[end - from - 1];
-    c.v_rows[k] = c.v_rows[end - from - 1];
-  }
+  for (int i = 0; i < begin - from; ++i) rows[i] = rows[begin - from];
+  for (; k < to - from; ++k) rows[k] = rows[end - from - 1];
+  repeat_last_row(rows, k);
   return true;
 }
 
 // Rows converted to float32 in contiguous scratch, padded with zeros to whole vectors.
 template <class T>
-void stage_rows(const T* const* rows, int num_rows, int width, float* staged, const float** staged_rows) {
+void stage_rows(const T* const* rows, int offset, int num_rows, int width, float* staged, const float** staged_rows) {
   const int full = width / W * W, padded = (width + W - 1) / W * W;
   for (int k = 0; k < num_rows; ++k) {
+    const T* from = rows[k] + offset;
     float* to = staged + k * padded;
-    for (int d = 0; d < full; d += W) store(to + d, load_float(rows[k] + d));
-    if (full < width) store(to + full, load_float_part(rows[k] + full, width - full));
+    for (int d = 0; d < full; d += W) store(to + d, load_float(from + d));
+    if (full < width) store(to + full, load_float_part(from + full, width - full));
     staged_rows[k] = to;
   }
-}
-
-inline int padded_keys(int num_keys) {
-  return (num_keys + MAX_KEYS_AT_ONCE - 1) / MAX_KEYS_AT_ONCE * MAX_KEYS_AT_ONCE;
 }
 
 // ---- queries and scores, in the form that fits the rows and the type -------------------------------------------
@@ -147,7 +145,7 @@ struct Scores {
       float q[8 * 2 * W] = {};  // staged dots are narrower than one step
       const float* q_rows[STRIDE];
       for (int r = 0; r < rows; ++r) {
-        stage_rows(&c.q_rows[r], 1, c.width, q + r * 2 * W, &q_rows[r]);
+        stage_rows(&c.q_rows[r], 0, 1, c.width, q + r * 2 * W, &q_rows[r]);
       }
       pack_dot_queries<Staged, STRIDE>(q_rows, rows, padded(c.width), query<Staged>(c));
     } else {
@@ -157,14 +155,17 @@ struct Scores {
 
   static void compute(const TileContext<T>& c, int num_keys) {
     if (!staged(c.width)) {
-      if constexpr (DOT) dot_scores<Direct, STRIDE>(c.k_rows, num_keys, query<Direct>(c), c.width, c.scratch.scores);
+      if constexpr (DOT)
+        dot_scores<Direct, STRIDE>(c.rows, c.next_rows, num_keys, query<Direct>(c), c.width, c.scratch.scores);
       else if constexpr (std::is_same<T, float>::value || PAIRED<T>)
-        lane_scores<Direct, STRIDE / W>(c.k_rows, num_keys, query<Direct>(c), c.width, c.scratch.scores);
+        lane_scores<Direct, STRIDE / W>(c.rows, num_keys, query<Direct>(c), c.width, c.scratch.scores);
       return;
     }
     const float* k_rows[BLOCK_KEYS + MAX_KEYS_AT_ONCE];
-    stage_rows(c.k_rows, padded_keys(num_keys), c.width, c.scratch.staged_k, k_rows);
-    if constexpr (DOT) dot_scores<Staged, STRIDE>(k_rows, num_keys, query<Staged>(c), padded(c.width), c.scratch.scores);
+    stage_rows(c.rows, 0, num_keys, c.width, c.scratch.staged_k, k_rows);
+    repeat_last_row(k_rows, num_keys);
+    if constexpr (DOT)
+      dot_scores<Staged, STRIDE>(k_rows, k_rows, num_keys, query<Staged>(c), padded(c.width), c.scratch.scores);
     else lane_scores<Staged, STRIDE / W>(k_rows, num_keys, query<Staged>(c), c.width, c.scratch.scores);
   }
 };
@@ -183,12 +184,13 @@ void values(const TileContext<T>& c, const ValueBlock& block) {
     bf16 padded[BLOCK_KEYS][W];
     for (int k = 0; narrow && k < block.num_keys; ++k) {
       std::memset(padded[k], 0, sizeof(padded[k]));
-      std::memcpy(padded[k], c.v_rows[k], c.width_v * sizeof(bf16));
+      std::memcpy(padded[k], c.rows[k] + c.width, c.width_v * sizeof(bf16));
       v_rows[k] = padded[k];
     }
     uint32_t* packed = reinterpret_cast<uint32_t*>(c.scratch.staged_v);
     const int width = narrow ? W : c.width_v;
-    pack_value_pairs(narrow ? v_rows : c.v_rows, block.num_keys, width, packed);
+    if (narrow) pack_value_pairs(v_rows, 0, block.num_keys, width, packed);
+    else pack_value_pairs(c.rows, c.width, block.num_keys, width, packed);
     add_value_pairs<STRIDE>(block, packed, c.tile.rows, width);
     return;
   }
@@ -196,10 +198,10 @@ void values(const TileContext<T>& c, const ValueBlock& block) {
   constexpr bool CONVERT_ONCE = STRIDE > 8 && !std::is_same<T, float>::value;
   if (CONVERT_ONCE || narrow) {
     const float* v_rows[BLOCK_KEYS + MAX_KEYS_AT_ONCE];
-    stage_rows(c.v_rows, block.num_keys, c.width_v, c.scratch.staged_v, v_rows);
-    add_values<STRIDE>(block, v_rows, c.tile.rows, c.vectors_v * W);
+    stage_rows(c.rows, c.width, block.num_keys, c.width_v, c.scratch.staged_v, v_rows);
+    add_values<STRIDE>(block, ValueRows<float>{v_rows, v_rows, 0}, c.tile.rows, c.vectors_v * W);
   } else if constexpr (!CONVERT_ONCE) {
-    add_values<STRIDE>(block, c.v_rows, c.tile.rows, c.width_v);
+    add_values<STRIDE>(block, ValueRows<T>{c.rows, c.next_rows, c.width}, c.tile.rows, c.width_v);
   }
 }
 
@@ -297,9 +299,22 @@ void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state, int* comm
   }
 }
 
+// The rows that the next job reads first, so that this one can ask for them.
+template <class T>
+bool find_first_rows(const AttentionArgs& args, const Plan& plan, const Job& job, const T** rows) {
+  const Tile& tile = plan.tiles[job.tile];
+  const KeyRange keys = part_keys(tile, job.part);
+  if (keys.begin == keys.end) return false;
+  const int end = std::min(keys.end, keys.begin / BLOCK_KEYS * BLOCK_KEYS + BLOCK_KEYS);
+  if (!find_rows(args, tile, job.kv_head, {keys.begin, end, keys.begin, end}, rows)) return false;
+  for (int k = end - keys.begin + MAX_KEYS_AT_ONCE; k < BLOCK_KEYS + MAX_KEYS_AT_ONCE; ++k) rows[k] = rows[0];
+  return true;
+}
+
 // Attention of the tile's rows to keys [key_begin, key_end). False: bad block id.
 template <class T, int STRIDE>
-bool attend(TileContext<T>& c, int key_begin, int key_end, RowResults& results) {
+bool attend(TileContext<T>& c, const Plan& plan, const Job* next_job, KeyRange part, RowResults& results) {
+  const int key_begin = part.begin, key_end = part.end;
   using State = SoftmaxState<STRIDE>;
   constexpr int GRAIN = std::max(State::KEYS_PER_VECTOR, PAIR_WEIGHTS<T, STRIDE> ? 2 : 1);
   State state;
@@ -310,16 +325,33 @@ bool attend(TileContext<T>& c, int key_begin, int key_end, RowResults& results) 
                              c.args.alibi_slopes != nullptr};
   float correction[State::VECTORS * W];
   ValueBlock block{c.scratch.scores, 0, correction, results.out, results.stride, true};
-  if (key_begin < key_end) Scores<T, STRIDE>::pack(c);
-  for (int at = key_begin / BLOCK_KEYS * BLOCK_KEYS; at < key_end; at += BLOCK_KEYS) {
-    const int begin = std::max(at, key_begin), end = std::min(at + BLOCK_KEYS, key_end);
-    const int from = begin / GRAIN * GRAIN, to = (end + GRAIN - 1) / GRAIN * GRAIN;
-    if (!find_rows(c, from, to, begin, end)) return false;
-    const bool masked = from < common_begin || to > common_end;
-    Scores<T, STRIDE>::compute(c, to - from);
-    softmax_block<PAIR_WEIGHTS<T, STRIDE>>(state, options, masked, from, to - from, c.scratch.scores);
+  auto block_at = [&](int at) {
+    BlockKeys b{std::max(at, key_begin), std::min(at + BLOCK_KEYS, key_end), 0, 0};
+    b.from = b.begin / GRAIN * GRAIN;
+    b.to = (b.end + GRAIN - 1) / GRAIN * GRAIN;
+    return b;
+  };
+  int at = key_begin / BLOCK_KEYS * BLOCK_KEYS;
+  BlockKeys keys = block_at(at), next{};
+  c.rows = c.row_buffers[0];
+  if (key_begin < key_end) {
+    if (!find_rows(c.args, c.tile, c.kv_head, keys, c.rows)) return false;
+    Scores<T, STRIDE>::pack(c);
+  }
+  for (; at < key_end; at += BLOCK_KEYS, keys = next, c.rows = c.next_rows) {
+    c.next_rows = c.row_buffers[c.rows == c.row_buffers[0] ? 1 : 0];
+    if (at + BLOCK_KEYS < key_end) {
+      next = block_at(at + BLOCK_KEYS);
+      if (!find_rows(c.args, c.tile, c.kv_head, next, c.next_rows)) return false;
+    } else if (STRIDE > 8 || next_job == nullptr || !find_first_rows(c.args, plan, *next_job, c.next_rows)) {
+      c.next_rows = c.rows;
+    }
+    const int num_keys = keys.to - keys.from;
+    const bool masked = keys.from < common_begin || keys.to > common_end;
+    Scores<T, STRIDE>::compute(c, num_keys);
+    softmax_block<PAIR_WEIGHTS<T, STRIDE>>(state, options, masked, keys.from, num_keys, c.scratch.scores);
     for (int v = 0; v < State::VECTORS; ++v) store(correction + v * W, state.correction[v]);
-    block.num_keys = to - from;
+    block.num_keys = num_keys;
     values<T, STRIDE>(c, block);
     block.first = false;
   }
@@ -329,7 +361,7 @@ bool attend(TileContext<T>& c, int key_begin, int key_end, RowResults& results) 
     store(top + v * W, state.top[v]);
     store(sum + v * W, state.sum[v]);
   }
-  for (int r = 0; r < c.tile.rows; ++r) {
+  for (int r = 0; r < STRIDE && r < c.tile.rows; ++r) {
     results.top[r] = top[r];
     results.sum[r] = 0.0f;
     for (int lane = r; lane < (STRIDE < W ? W : r + 1); lane += STRIDE) results.sum[r] += sum[lane];
@@ -338,30 +370,26 @@ bool attend(TileContext<T>& c, int key_begin, int key_end, RowResults& results) 
 }
 
 template <class T, int STRIDE>
-void run_tile(const AttentionArgs& args, Plan& plan, const Tile& tile, int part, int kv_head) {
+void run_tile(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
+  const Tile& tile = plan.tiles[job.tile];
+  const int kv_head = job.kv_head;
   static thread_local Scratch scratch;
   const int row_floats = static_cast<int>(partial_row_floats(args));
   TileContext<T> c{args, tile, kv_head, static_cast<int>(args.head_dim), static_cast<int>(args.head_dim_v),
-                   (row_floats - 2) / W, scratch, {}, {}, {}};
+                   (row_floats - 2) / W, scratch, {}, {}, nullptr, nullptr};
   scratch.reserve(STRIDE, (c.width + 2 * W - 1) / (2 * W) * 2 * W, c.vectors_v * W);
   for (int r = 0; r < tile.rows; ++r)
     c.q_rows[r] = static_cast<const T*>(args.q) + c.token_of(r) * args.q_token_stride + c.head_of(r) * args.q_head_stride;
   float top[STRIDE], sum[STRIDE];
   RowResults results{top, sum, scratch.out, c.vectors_v * W};
-  int begin = tile.keys.begin, end = tile.keys.end;
-  if (tile.parts > 1) {
-    const int first = begin / tile.part_keys + part;
-    begin = std::max(begin, first * tile.part_keys);
-    end = std::min<int64_t>(end, (first + int64_t{1}) * tile.part_keys);
-  }
-  if (!attend<T, STRIDE>(c, begin, end, results)) {
+  if (!attend<T, STRIDE>(c, plan, next, part_keys(tile, job.part), results)) {
     plan.bad_block = true;
     return;
   }
   if (tile.parts > 1) {
     float* partials = plan.partials + tile.first_partial +
                       static_cast<int64_t>(kv_head) * tile.parts * tile.rows * row_floats;
-    float* mine = partials + static_cast<int64_t>(part) * tile.rows * row_floats;
+    float* mine = partials + static_cast<int64_t>(job.part) * tile.rows * row_floats;
     for (int r = 0; r < tile.rows; ++r, mine += row_floats) {
       mine[0] = top[r];
       mine[1] = sum[r];
@@ -375,16 +403,15 @@ void run_tile(const AttentionArgs& args, Plan& plan, const Tile& tile, int part,
 }
 
 template <class T>
-void attention_job(const AttentionArgs& args, Plan& plan, const Job& job, int kv_head) {
-  const Tile& tile = plan.tiles[job.tile];
-  switch (tile.stride) {
-    case 1: return run_tile<T, 1>(args, plan, tile, job.part, kv_head);
-    case 2: return run_tile<T, 2>(args, plan, tile, job.part, kv_head);
-    case 4: return run_tile<T, 4>(args, plan, tile, job.part, kv_head);
-    case 8: return run_tile<T, 8>(args, plan, tile, job.part, kv_head);
-    case 16: return run_tile<T, 16>(args, plan, tile, job.part, kv_head);
-    case 32: if constexpr (W >= 8) return run_tile<T, W >= 8 ? 32 : 16>(args, plan, tile, job.part, kv_head); break;
-    case 64: if constexpr (W >= 16) return run_tile<T, W >= 16 ? 64 : 16>(args, plan, tile, job.part, kv_head); break;
+void attention_job(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
+  switch (plan.tiles[job.tile].stride) {
+    case 1: return run_tile<T, 1>(args, plan, job, next);
+    case 2: return run_tile<T, 2>(args, plan, job, next);
+    case 4: return run_tile<T, 4>(args, plan, job, next);
+    case 8: return run_tile<T, 8>(args, plan, job, next);
+    case 16: return run_tile<T, 16>(args, plan, job, next);
+    case 32: return run_tile<T, W >= 8 ? 32 : 16>(args, plan, job, next);
+    case 64: return run_tile<T, W >= 16 ? 64 : 16>(args, plan, job, next);
   }
 }
 

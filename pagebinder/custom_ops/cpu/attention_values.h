@@ -17,6 +17,15 @@ struct ValueBlock {
   bool first;               // nothing accumulated yet: `out` is not read
 };
 
+// V rows: `offset` elements after the pointers in `rows`. Those in `next` come after them, in the next block of
+// keys: they are asked for now, so that memory and arithmetic overlap also where a table jumps between pages.
+template <class T>
+struct ValueRows {
+  const T* const* rows;
+  const T* const* next;
+  int offset;
+};
+
 template <int ROWS, int COLUMNS>
 PB_INLINE void begin_block(const ValueBlock& b, int row, int column, VF (&sum)[ROWS][COLUMNS]) {
   PB_UNROLL
@@ -38,12 +47,14 @@ PB_INLINE void end_block(const ValueBlock& b, int row, int column, VF (&sum)[ROW
 
 // Rows [row, row + ROWS) and vectors [column, column + COLUMNS), which start at element `offset` of a V row.
 template <int STRIDE, int ROWS, int COLUMNS, class T>
-PB_INLINE void value_block(const ValueBlock& b, const T* const* v_rows, int row, int column, int offset) {
+PB_INLINE void value_block(const ValueBlock& b, const ValueRows<T>& v_rows, int row, int column, int offset) {
   VF sum[ROWS][COLUMNS];
   begin_block(b, row, column, sum);
   const float* weight = b.weights + row;
+  offset += v_rows.offset;
   for (int k = 0; k < b.num_keys; ++k, weight += STRIDE) {
-    const T* from = v_rows[k] + offset;
+    const T* from = v_rows.rows[k] + offset;
+    if (STRIDE <= 8 && row == 0) prefetch(v_rows.next[k] + offset, COLUMNS * W);
     VF v[COLUMNS];
     PB_UNROLL
     for (int c = 0; c < COLUMNS; ++c) v[c] = load_float(from + c * W);
@@ -59,7 +70,7 @@ PB_INLINE void value_block(const ValueBlock& b, const T* const* v_rows, int row,
 
 // All columns of some rows: as many vectors at a time as registers allow, then halves of that.
 template <int STRIDE, int ROWS, int COLUMNS, class T>
-PB_INLINE void value_columns(const ValueBlock& b, const T* const* v_rows, int row, int column, int width) {
+PB_INLINE void value_columns(const ValueBlock& b, const ValueRows<T>& v_rows, int row, int column, int width) {
   const int full = width / W;
   for (; column + COLUMNS <= full; column += COLUMNS)
     value_block<STRIDE, ROWS, COLUMNS>(b, v_rows, row, column, column * W);
@@ -68,8 +79,8 @@ PB_INLINE void value_columns(const ValueBlock& b, const T* const* v_rows, int ro
 }
 
 template <int STRIDE, class T>
-void add_values(const ValueBlock& block, const T* const* v_rows, int rows, int width) {
-  constexpr int ROWS = STRIDE < 4 ? STRIDE : 4;
+void add_values(const ValueBlock& block, const ValueRows<T>& v_rows, int rows, int width) {
+  constexpr int ROWS = STRIDE < 8 ? STRIDE : W == 16 ? 8 : 4;
   constexpr int SUMS = W == 16 ? 16 : 8;
   constexpr int COLUMNS = SUMS / ROWS < 8 ? SUMS / ROWS : 8;
   for (int row = 0; row < rows; row += ROWS) value_columns<STRIDE, ROWS, COLUMNS>(block, v_rows, row, 0, width);
@@ -77,10 +88,10 @@ void add_values(const ValueBlock& block, const T* const* v_rows, int rows, int w
 
 #if PAGEBINDER_BF16_DOT
 // V of two keys side by side: word [pair][column] = (key 2i, key 2i+1).
-inline void pack_value_pairs(const bf16* const* v_rows, int num_keys, int width, uint32_t* packed) {
+inline void pack_value_pairs(const bf16* const* rows, int v_offset, int num_keys, int width, uint32_t* packed) {
   const int vectors = (width + W - 1) / W;
   for (int k = 0; k < num_keys; k += 2) {
-    const bf16 *even = v_rows[k], *odd = v_rows[k + 1];
+    const bf16 *even = rows[k] + v_offset, *odd = rows[k + 1] + v_offset;
     for (int i = 0; i < vectors; ++i) {
       const int offset = i * W + W <= width ? i * W : width - W;
       VU pair = widen(load<VH>(even + offset)) | (widen(load<VH>(odd + offset)) << 16);

@@ -64,6 +64,14 @@ PB_INLINE VI splat_int(int32_t x) { return x - VI{}; }
 PB_INLINE VF select(VI mask, VF yes, VF no) { return mask ? yes : no; }
 PB_INLINE VF max(VF a, VF b) { return a > b ? a : b; }
 
+// Asks for the cache lines of `count` elements.
+template <class T>
+PB_INLINE void prefetch(const T* p, int count) {
+  const char* bytes = reinterpret_cast<const char*>(p);
+  const int length = count * static_cast<int>(sizeof(T));
+  for (int i = 0; i < length; i += 64) __builtin_prefetch(bytes + i, 0, 3);
+}
+
 // ---- conversions -----------------------------------------------------------------------------------------
 
 PB_INLINE VU widen(VH x) { return __builtin_convertvector(x, VU); }

@@ -70,6 +70,7 @@ def recognise_rms_norm(gm: GraphModule) -> PassResult:
             torch.ops.pagebinder.rms_norm.default,
             args,
             {"eps": head.eps, "tail": tail.kind},
+            value=val(tail.output),
         )
         norm.meta.update({k: anchor.meta[k] for k in ("nn_module_stack", "stack_trace") if k in anchor.meta})
         tail.output.replace_all_uses_with(norm)

@@ -78,7 +78,9 @@ def _rewrite(gm: GraphModule, half: Node, x: Node, result: PassResult, explained
         return "the factors are not the cosine and the sine of positions"
     if _table_root(cos).args[0] is not _table_root(sin).args[0]:
         return "cosine and sine are taken of different angles"
-    rope = insert_call(gm.graph, total, torch.ops.pagebinder.rope.default, (x, cos, sin), {"style": "half"})
+    rope = insert_call(
+        gm.graph, total, torch.ops.pagebinder.rope.default, (x, cos, sin), {"style": "half"}, value=val(total)
+    )
     total.replace_all_uses_with(rope)
     explained.add(cos_product)
     result.matches.append(

@@ -1,0 +1,203 @@
+"""The `pagebinder` command: demo, generate, explain, compile, doctor.
+
+torch and transformers take seconds to import, so only the commands that need them do it.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagebinder.cli_support import (
+    Commands,
+    checkpoint_dir,
+    compile_dir,
+    err,
+    quiet_third_parties,
+    show,
+    working,
+)
+
+app = typer.Typer(
+    cls=Commands,
+    help="Compile an unmodified PyTorch decoder onto a paged KV cache, and run it with continuous batching.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+CheckpointArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory (config.json).")
+]
+ExecutableOption = Annotated[
+    str, typer.Option(help="auto, eager or inductor; auto: inductor with a C++ compiler.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+    app(prog_name="pagebinder")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from pagebinder import __version__
+
+        print(f"pagebinder {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="PAGEBINDER_DEBUG", help="Show tracebacks and all warnings.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if not debug:
+        quiet_third_parties()
+
+
+@app.command()
+def demo(
+    executable: ExecutableOption = "auto",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per text.")] = 120,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Same seed, same texts.")] = 0,
+) -> None:
+    """Compile the small model that ships with Pagebinder and stream three texts that share their beginning."""
+    from pagebinder.cli_demo import run_demo
+
+    run_demo(executable=executable, max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+@app.command()
+def explain(
+    model: CheckpointArgument,
+    html: Annotated[Path | None, typer.Option(help="Write the report as one HTML page.")] = None,
+    as_json: JsonOption = False,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
+) -> None:
+    """What the compiler makes of a model: layers, KV cache, rewrites, providers. Needs config.json, no weights."""
+    with working("explaining the model"):
+        from pagebinder.compile import explain_model
+        from pagebinder.config import CompileConfig
+
+        config = CompileConfig(max_model_len=max_model_len, block_size=block_size)
+        report = explain_model(model, config).report
+    _print_report(report, as_json, html)
+
+
+@app.command("compile")
+def compile_command(
+    model: CheckpointArgument,
+    executable: ExecutableOption = "auto",
+    dump_graphs: Annotated[
+        Path | None, typer.Option(help="Directory for the four graphs as Python text.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile a checkpoint with its weights and print the report."""
+    if dump_graphs is not None:
+        dump_graphs.mkdir(parents=True, exist_ok=True)  # a bad path shows before the compilation, not after
+    compiled = compile_dir(model, {"executable": executable})
+    _print_report(compiled.report, as_json)
+    if dump_graphs is not None:
+        for level, graph in compiled.graphs.items():
+            text = graph.print_readable(print_output=False)
+            (dump_graphs / f"{level}.py").write_text(text + "\n", encoding="utf-8")
+        err.print(f"wrote {', '.join(f'{level}.py' for level in compiled.graphs)} to {dump_graphs}")
+
+
+def _print_report(report, as_json: bool, html: Path | None = None) -> None:
+    from pagebinder.explain import render
+
+    if html is not None:
+        report.to_html(html)
+        err.print(f"wrote {html}")
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    elif html is None:
+        show(render(report))
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """What this machine has, which providers it can use and why not the others."""
+    with working("looking around"):
+        from pagebinder.doctor import examine, render
+
+        facts = examine()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        show(render(facts))
+    if not facts["can_run"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        Path,
+        typer.Option(metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory with weights."),
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help='A text, or "-" to read it from stdin. Repeat for several.')
+    ] = None,
+    prompt_ids: Annotated[
+        list[str] | None, typer.Option(help='Token ids, "1,2,3". Repeat for several.')
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: Annotated[int, typer.Option(help="Same seed, same tokens; prompt i draws from seed + i * n.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends the text. May be repeated.")
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(help="A token that ends it. May be repeated.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Log-probabilities per token; only with --json.")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", help="Samples per prompt.")] = 1,
+    executable: ExecutableOption = "auto",
+    kv_cache_mib: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per line as requests finish.")
+    ] = False,
+) -> None:
+    """Continue one or more prompts. One prompt streams; several are printed as they finish."""
+    from pagebinder.cli_generate import print_outputs, read_prompts
+
+    prompts = read_prompts(prompt or [], prompt_ids or [])
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("log-probabilities are printed only with --json; add --json.")
+    with working("importing torch"):
+        from pagebinder import EngineConfig, SamplingParams
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()), ignore_eos=ignore_eos, logprobs=logprobs, n=n,
+    )  # fmt: skip
+    has_text = bool(stop) or any(isinstance(p, str) for p in prompts)
+    compiled = compile_dir(model, {"executable": executable}, needs_tokenizer=has_text)
+    kv_cache_bytes = None if kv_cache_mib is None else kv_cache_mib << 20
+    # No more sequences than there can be: the default cache has room for all of them at full length.
+    engine = compiled.engine(
+        EngineConfig(kv_cache_bytes=kv_cache_bytes, max_num_seqs=min(64, len(prompts) * n))
+    )
+    print_outputs(engine, prompts, params, as_json=as_json)

@@ -1,0 +1,104 @@
+"""`pagebinder generate`: prompts from the command line, outputs as a stream, as blocks or as JSON lines."""
+
+import dataclasses
+import json
+import sys
+
+import typer
+
+from pagebinder.cli_support import err, out, printable
+
+MAX_TITLE_CHARS = 80
+
+
+def read_prompts(texts: list[str], ids: list[str]) -> list[str | list[int]]:
+    """Texts ("-" is stdin) and comma-separated token ids, in this order."""
+    if not texts and not ids:
+        raise typer.BadParameter("give at least one --prompt or --prompt-ids.")
+    if texts.count("-") > 1:
+        raise typer.BadParameter('only one --prompt can be "-" (stdin).')
+    try:
+        texts = [_stdin() if text == "-" else text for text in texts]
+        "".join(texts).encode()
+    except UnicodeError:
+        raise typer.BadParameter("the prompt is not valid UTF-8.") from None
+    try:
+        return texts + [[int(i) for i in text.split(",")] for text in ids]
+    except ValueError:
+        raise typer.BadParameter(
+            '--prompt-ids takes whole numbers with commas, for example "1,2,3".'
+        ) from None
+
+
+def _stdin() -> str:
+    """All of stdin, but the newline that `echo` and editors put at the end."""
+    return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+
+
+def print_outputs(engine, prompts, params, *, as_json: bool) -> None:
+    """Run the prompts to the end, printing on the way; a line of statistics goes to a terminal's stderr."""
+    outputs = _outputs(engine, prompts, params)
+    if as_json:
+        _print_json(outputs, prompts)
+    elif len(prompts) == params.n == 1:
+        _print_stream(outputs)
+    else:
+        _print_finished(outputs, prompts, params.n)
+    if err.is_terminal:
+        stats = engine.stats()
+        hits = f"{stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} prompt tokens from the cache"
+        speed = f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s"
+        err.print(f"{speed}; {hits}", style="dim")
+
+
+def _outputs(engine, prompts, params):
+    """Yields (prompt's index, sample's index, output) each time a request gets a token."""
+    places = {}
+    for index, prompt in enumerate(prompts):
+        # Not one seed for all: equal noise would make the continuations of similar prompts alike.
+        own = dataclasses.replace(params, seed=params.seed + index * params.n)
+        ids = engine.add_request(f"prompt-{index}", prompt, own)
+        places |= {request_id: (index, sample) for sample, request_id in enumerate(ids)}
+    while engine.has_unfinished:
+        for output in engine.step():
+            yield *places[output.request_id], output
+
+
+def _text(output) -> str:
+    """What to show of an output: its text, or its token ids if the model has no tokenizer."""
+    text = " ".join(map(str, output.token_ids)) if output.text is None else output.text
+    return printable(text) if out.is_terminal else text
+
+
+def _print_stream(outputs) -> None:
+    num_shown = 0
+    try:
+        for _, _, output in outputs:
+            text = _text(output)
+            print(text[num_shown:], end="", flush=True)
+            num_shown = len(text)
+    finally:  # what Ctrl-C or an error says begins on a line of its own
+        if num_shown:
+            print()
+
+
+def _print_finished(outputs, prompts, n: int) -> None:
+    for index, sample, output in outputs:
+        if output.finished:
+            name = f"[{index}]" if n == 1 else f"[{index}, sample {sample}]"
+            print(f"--- {name} {_title(prompts[index])}")
+            print(_text(output), flush=True)
+
+
+def _title(prompt) -> str:
+    """The beginning of a prompt on one line."""
+    line = " ".join((prompt if isinstance(prompt, str) else str(prompt)).split())
+    return printable(line if len(line) <= MAX_TITLE_CHARS else line[: MAX_TITLE_CHARS - 3] + "...")
+
+
+def _print_json(outputs, prompts) -> None:
+    for index, sample, output in outputs:
+        if output.finished:
+            prompt = prompts[index] if isinstance(prompts[index], str) else None
+            line = {"index": index, "sample": sample, "prompt": prompt, **dataclasses.asdict(output)}
+            print(json.dumps(line), flush=True)

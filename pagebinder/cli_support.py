@@ -1,0 +1,140 @@
+"""What the commands share: two consoles, how a command ends, progress, and quiet third parties.
+
+Results go to stdout, everything about the run (progress, errors, statistics) to stderr.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import typer
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+PLAIN_WIDTH = 118
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+STAGES = {
+    "load": "loading the model",
+    "capture": "tracing the model",
+    "recognise": "recognising attention, norms and RoPE",
+    "audit": "proving that nothing else mixes tokens",
+    "plan": "planning the KV cache",
+    "page": "rewriting attention onto the paged cache",
+    "fuse": "fusing, and choosing providers (the C++ kernels are built once)",
+    "executable": "compiling the executable",
+}
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+class Commands(typer.core.TyperGroup):
+    """Ends every command the same way: one line for a user's error, 130 for Ctrl-C, silence for a closed pipe."""
+
+    def invoke(self, ctx):
+        from pagebinder.errors import PagebinderError
+
+        debug = ctx.params.get("debug", False)
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # a closed pipe shows here rather than in the interpreter's exit
+        except KeyboardInterrupt:
+            err.print("interrupted")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            _detach_stdout()
+            raise typer.Exit(1) from None
+        except (PagebinderError, OSError) as error:
+            if debug:
+                raise
+            err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+            raise typer.Exit(EXIT_ERROR) from None
+        return result
+
+
+def _detach_stdout() -> None:
+    """The reader is gone: what is still buffered must not raise again when the interpreter exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def quiet_third_parties() -> None:
+    """Warnings and progress bars of torch and transformers say nothing that a user of the command can act on."""
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("torch", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].logging.set_verbosity_error()
+
+
+def checkpoint_dir(path: Path) -> Path:
+    """Refuse a missing directory before anything heavy is imported."""
+    from pagebinder.errors import CheckpointError
+
+    path = path.expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file. Give the checkpoint directory that holds config.json.")
+    raise CheckpointError(
+        f"{path} does not exist. Give a local checkpoint directory with a config.json; nothing is downloaded "
+        "(for a model of the Hugging Face hub: hf download ORG/NAME --local-dir DIR)."
+    )
+
+
+def show(renderable: RenderableType) -> None:
+    """Print to stdout: as wide as the terminal, or as plain lines of PLAIN_WIDTH for pipes and files."""
+    if out.is_terminal:
+        out.print(renderable)
+        return
+    plain = Console(file=io.StringIO(), width=PLAIN_WIDTH, color_system=None)
+    plain.print(renderable)
+    print("\n".join(line.rstrip() for line in plain.file.getvalue().splitlines()), flush=True)
+
+
+@contextlib.contextmanager
+def working(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner with the step's name on a terminal, nothing elsewhere. Yields a function that renames the step."""
+    if not err.is_terminal:
+        yield lambda message: None
+        return
+    with err.status(f"{message} ...") as status:
+        yield lambda message: status.update(f"{message} ...")
+
+
+def compile_dir(path: Path, config_options: dict, *, needs_tokenizer: bool = False):
+    """Load and compile a checkpoint directory with progress; returns a CompiledModel.
+
+    Raises:
+        RequestError: a tokenizer is needed and the directory has none (said before the seconds of compilation).
+    """
+    if needs_tokenizer and not (path / "tokenizer.json").exists():
+        from pagebinder.errors import RequestError
+
+        raise RequestError(
+            f"{path} has no tokenizer.json, so prompts and stop strings cannot be text: give --prompt-ids "
+            "and --stop-token-id."
+        )
+    with working("importing torch") as step:
+        from pagebinder.compile import compile_model
+        from pagebinder.config import CompileConfig
+
+        def on_stage(name: str) -> None:
+            quiet_third_parties()  # again: transformers is imported by now
+            step(STAGES.get(name, name))
+
+        return compile_model(path, CompileConfig(**config_options), on_stage=on_stage)
+
+
+def printable(text: str) -> str:
+    """Without control characters: a model may emit escape codes, and a terminal must not obey them."""
+    return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))

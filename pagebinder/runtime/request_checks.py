@@ -1,0 +1,51 @@
+"""What a request must be before anything changes for it: a prompt of valid tokens, parameters that fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pagebinder.config import SamplingParams
+from pagebinder.errors import RequestError
+
+Prompt = str | Sequence[int]
+
+
+def prompt_token_ids(prompt: Prompt, tokenizer, vocab_size: int) -> list[int]:
+    """A prompt (text, token ids, or a 1-D tensor of them) as a list of token ids.
+
+    Raises:
+        RequestError: text without a tokenizer, no tokens, something that is not a token id, an id out of range.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError(
+                "The prompt is text, but the model has no tokenizer: give token ids (list[int])."
+            )
+        prompt = tokenizer(prompt)["input_ids"]
+    elif isinstance(prompt, torch.Tensor):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence):
+        raise RequestError(f"A prompt is text or a list of token ids, not {type(prompt).__name__}.")
+    if len(prompt) == 0:
+        raise RequestError("The prompt is empty: give at least one token.")
+    for token in prompt:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise RequestError(f"Token ids are whole numbers; the prompt holds {token!r}.")
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"Token id {token} is out of range: the vocabulary has ids 0 to {vocab_size - 1}."
+            )
+    return list(prompt)
+
+
+def check_params(params: SamplingParams, tokenizer, vocab_size: int) -> None:
+    """Raise RequestError if sampling parameters ask for what this model cannot do."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}.")
+    if params.stop and tokenizer is None:
+        raise RequestError("Stop strings need a tokenizer, and the model has none: use stop_token_ids.")
+    bad = [t for t in params.stop_token_ids if t >= vocab_size]
+    if bad:
+        raise RequestError(f"stop_token_ids {bad} are outside the vocabulary of {vocab_size}.")

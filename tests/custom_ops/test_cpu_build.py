@@ -1,0 +1,182 @@
+"""Building the CPU kernels: caching, damage, concurrency, a missing or failing compiler, other instruction sets."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pagebinder.custom_ops.cpu import build
+from pagebinder.errors import CompilerNotFoundError, ProviderError
+
+REPOSITORY = Path(__file__).parents[2]
+TINY_SOURCE = 'extern "C" int pagebinder_answer() { return 42; }\n'
+
+
+def run_python(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def tiny_build(monkeypatch, tmp_path):
+    """Makes `build` compile a one-line source into a fresh cache, so that these tests are quick."""
+    source_dir = tmp_path / "source"
+    source_dir.mkdir()
+    (source_dir / "tiny.cpp").write_text(TINY_SOURCE)
+    monkeypatch.setattr(build, "SOURCE_DIR", source_dir)
+    monkeypatch.setenv("PAGEBINDER_CACHE", str(tmp_path / "cache"))
+    return source_dir
+
+
+def test_second_build_is_a_cache_hit(tiny_build):
+    path = build.build()
+    first = path.stat()
+    assert build.is_intact(path)
+    assert build.build() == path and path.stat().st_mtime_ns == first.st_mtime_ns
+    assert [p.name for p in path.parent.iterdir() if p.name.startswith("build-")] == []
+
+
+def test_key_depends_on_source_flags_and_compiler(tiny_build, monkeypatch):
+    paths = {build.library_path()}
+    (tiny_build / "tiny.cpp").write_text(TINY_SOURCE + "// changed\n")
+    paths.add(build.library_path())
+    monkeypatch.setenv("PAGEBINDER_CPU_MARCH", "x86-64")
+    paths.add(build.library_path())
+    monkeypatch.setattr(build, "_compiler_version", lambda compiler: "another compiler")
+    paths.add(build.library_path())
+    assert len(paths) == 4
+
+
+@pytest.mark.parametrize("damage", ["truncate", "garbage", "no digest"])
+def test_damaged_library_is_rebuilt(tiny_build, damage):
+    path = build.build()
+    content = path.read_bytes()
+    if damage == "truncate":
+        path.write_bytes(content[:1000])
+    elif damage == "garbage":
+        path.write_bytes(b"\0" * len(content))
+    else:
+        path.with_name(path.name + ".sha256").unlink()
+    with pytest.warns(UserWarning, match="damaged"):
+        assert build.build() == path
+    assert build.is_intact(path)
+
+
+def test_compile_error_shows_the_compilers_last_lines(tiny_build):
+    (tiny_build / "tiny.cpp").write_text("int broken( { return missing_name; }\n")
+    with pytest.raises(ProviderError, match=r"compiling the CPU kernels failed(.|\n)*tiny\.cpp"):
+        build.build()
+    assert not build.is_intact(build.library_path())
+
+
+def test_threads_build_once_and_agree(tiny_build):
+    paths = []
+    threads = [threading.Thread(target=lambda: paths.append(build.build())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(paths) == 4 and len(set(paths)) == 1 and build.is_intact(paths[0])
+
+
+def test_processes_build_at_the_same_time(tiny_build, tmp_path):
+    code = (
+        "from pathlib import Path; from pagebinder.custom_ops.cpu import build; "
+        f"build.SOURCE_DIR = Path({str(tiny_build)!r}); p = build.build(); assert build.is_intact(p); print(p)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PAGEBINDER_CACHE": str(tmp_path / "shared")}
+    command = [sys.executable, "-W", "error", "-c", code]
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert len({out for out, _ in outputs}) == 1
+
+
+def test_unwritable_cache_names_the_variable(tiny_build, monkeypatch, tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    monkeypatch.setenv("PAGEBINDER_CACHE", str(blocker))
+    with pytest.raises(ProviderError, match="PAGEBINDER_CACHE"):
+        build.build()
+
+
+def test_cxx_names_the_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(CompilerNotFoundError, match="no-such-compiler"):
+        build.find_compiler()
+
+
+def test_background_build_is_awaited_by_load():
+    thread = build.start_build()
+    path = build.load()
+    thread.join(timeout=120)
+    assert not thread.is_alive() and build.is_intact(path)
+
+
+def test_without_a_compiler_the_reference_serves(tmp_path):
+    code = """
+import torch
+from pagebinder.custom_ops.providers import OpNeed, available_providers, select_provider
+from pagebinder.errors import CompilerNotFoundError
+need = OpNeed(op="paged_attention")
+selection = select_provider(need)
+assert selection.provider == "reference", selection
+assert "no C++ compiler found" in selection.why, selection.why
+try:
+    select_provider(need, "cpu")
+except CompilerNotFoundError as error:
+    assert "install g++" in str(error)
+else:
+    raise SystemExit("no error")
+index = lambda *values: torch.tensor(values, dtype=torch.int32)
+out = selection.overload(torch.randn(1, 2, 16), torch.randn(2, 1, 4, 32), index(1)[None], index(3), index(0, 1),
+                         head_dim_v=16, scale=0.25)
+print(out.shape, [usable for name, usable, _ in available_providers() if name == "cpu"])
+"""
+    environment = {"PATH": str(tmp_path), "CXX": "", "PAGEBINDER_CACHE": str(tmp_path / "cache")}
+    assert "[1, 2, 16]) [False]" in run_python(code, **environment)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("march", ["x86-64", "x86-64-v3"])
+def test_narrower_instruction_sets_pass_the_numerics(march):
+    """The same sources for plain SSE2 and for AVX2 against the reference, in a process of their own."""
+    if os.uname().machine != "x86_64":
+        pytest.skip("x86 only")
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if march == "x86-64-v3" and "avx2" not in flags:
+        pytest.skip("no AVX2 here")
+    code = """
+import torch
+from hypothesis import given, settings
+from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.cpu.provider import CpuProvider
+from tests.custom_ops import test_paged_attention as t
+from tests.custom_ops.paged_cases import Case, cases
+build.load()
+attention = CpuProvider().overload("paged_attention_lse")
+for dtype in t.DTYPES:
+    for group in (1, 2, 3, 5, 9):
+        t.check(attention, Case(((1100, 1), (0, 40), (3, 2)), dtype, head_dim=72, head_dim_v=20, group=group,
+                                sinks="finite", alibi=True, options={"soft_cap": 5.0}))
+@settings(t.relaxed, max_examples=40, database=None)
+@given(cases())
+def check_random_cases(case):
+    t.check(attention, case)
+check_random_cases()
+print("passed")
+"""
+    assert "passed" in run_python(code, PAGEBINDER_CPU_MARCH=march)

@@ -1,0 +1,179 @@
+"""The hook into transformers' attention: only what is understood passes, and everything is put back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from pagebinder import CaptureError
+from pagebinder.custom_ops.attention.semantic import attention_reference
+from pagebinder.frontend import attention_interface
+from pagebinder.frontend.attention_interface import attention_forward, attention_hook
+from pagebinder.frontend.capture import capture
+from pagebinder.frontend.source import source_from_module
+from pagebinder.graph_tools import calls
+from tests.helpers import tiny_llama, tiny_mistral, tiny_qwen3
+
+
+class Layer(nn.Module):
+    def __init__(self, **traits):
+        super().__init__()
+        self.config = SimpleNamespace(**traits.pop("config", {}))
+        self.is_causal = True
+        for name, value in traits.items():
+            setattr(self, name, value)
+        self.eval()
+
+
+def qkv(num_tokens=6, num_keys=6):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 4, num_tokens, 8), (1, 2, num_keys, 8), (1, 2, num_keys, 8))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def flat(x):
+    return x[0].transpose(0, 1)
+
+
+def test_every_understood_argument_reaches_the_op():
+    q, k, v = qkv()
+    options = {"sliding_window": 3, "softcap": 5.0, "s_aux": torch.tensor([0.1, 0.2, 0.3, 0.4])}
+    out, weights = attention_forward(
+        Layer(), q, k, v, None, scaling=0.7, position_ids=torch.arange(6), **options
+    )
+    expected = attention_reference(
+        flat(q), flat(k), flat(v), options["s_aux"], scale=0.7, window=3, soft_cap=5.0, causal=True
+    )
+    assert weights is None
+    assert out.shape == (1, 6, 4, 8)
+    torch.testing.assert_close(out[0], expected)
+
+
+def test_the_default_scale_is_the_root_of_the_width():
+    q, k, v = qkv()
+    out, _ = attention_forward(Layer(), q, k, v, None)
+    torch.testing.assert_close(out[0], attention_reference(flat(q), flat(k), flat(v), scale=8**-0.5))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_causality_of_the_call_wins_over_the_module(causal):
+    q, k, v = qkv()
+    out, _ = attention_forward(Layer(is_causal=not causal), q, k, v, None, is_causal=causal)
+    torch.testing.assert_close(
+        out[0], attention_reference(flat(q), flat(k), flat(v), scale=8**-0.5, causal=causal)
+    )
+
+
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+REFUSED = {
+    "a mask": (Layer(), {"attention_mask": torch.ones(6, 6)}, "mask of its own"),
+    "an unknown argument": (Layer(), {"position_bias": torch.ones(6, 6)}, r"\['position_bias'\]"),
+    "an unknown flag": (Layer(), {"tree_attention": True}, "tree_attention"),
+    "chunks": (Layer(config={"attention_chunk_size": 16}), {}, "attention_chunk_size"),
+    "unknown causality": (Layer(is_causal=None), {}, "is_causal"),
+    "dropout in training": (Layer().train(), {"dropout": 0.1}, "eval"),
+    "a window that is not passed": (Layer(config=SLIDING, layer_idx=1), {}, "sliding window"),
+    "a window of all layers that is not passed": (Layer(config={"sliding_window": 8}), {}, "sliding window"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_understood_is_an_error(name):
+    layer, options, reason = REFUSED[name]
+    with pytest.raises(CaptureError, match=reason) as error:
+        attention_forward(layer, *qkv(), **{"attention_mask": None, **options})
+    assert "Layer" in str(error.value)
+
+
+def test_other_keys_than_queries_are_an_error():
+    with pytest.raises(CaptureError, match="9 keys from 6 queries"):
+        attention_forward(Layer(), *qkv(6, 9), None)
+
+
+ACCEPTED = {
+    "dropout in evaluation": (Layer(), {"dropout": 0.1}),
+    "arguments that are None or False": (
+        Layer(),
+        {"position_bias": None, "output_attentions": False, "flag": False},
+    ),
+    "a full layer beside window layers": (Layer(config=SLIDING, layer_idx=0), {}),
+    "a window that is switched off": (Layer(config={"sliding_window": 8, "use_sliding_window": False}), {}),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_changes_nothing_is_accepted(name):
+    layer, options = ACCEPTED[name]
+    attention_forward(layer, *qkv(), None, **options)
+
+
+@pytest.mark.parametrize("before", ["sdpa", "eager"])
+def test_the_hook_puts_the_implementation_back(before):
+    model = tiny_llama()
+    model.set_attn_implementation(before)
+    with attention_hook(model):
+        assert model.config._attn_implementation == attention_interface.IMPLEMENTATION
+    assert model.config._attn_implementation == before
+
+
+def test_the_hook_puts_the_implementation_back_after_an_error():
+    model = tiny_llama()
+    before = model.config._attn_implementation
+    with pytest.raises(KeyError), attention_hook(model):
+        raise KeyError("in between")
+    assert model.config._attn_implementation == before
+
+
+def test_a_half_way_change_is_undone(monkeypatch):
+    """set_attn_implementation may change the outer config and then fail at an inner one."""
+    model = tiny_llama()
+    before = model.config._attn_implementation
+
+    def fail(implementation):
+        model.config._attn_implementation_internal = implementation
+        raise ValueError("an inner model does not take it")
+
+    monkeypatch.setattr(model, "set_attn_implementation", fail)
+    with pytest.raises(CaptureError, match="inner model"):
+        capture(source_from_module(model))
+    assert model.config._attn_implementation == before
+
+
+def test_a_failing_capture_puts_everything_back():
+    model = tiny_llama().train()
+    model.config.attention_chunk_size = 16
+    before = model.config._attn_implementation
+    with pytest.raises(CaptureError, match="attention_chunk_size"):
+        capture(source_from_module(model))
+    assert model.config._attn_implementation == before
+    assert all(m.training for m in model.modules())
+
+
+def test_every_config_of_a_model_is_remembered():
+    """Sub-configs that no module holds are switched by transformers as well."""
+    unused = SimpleNamespace(_attn_implementation_internal="eager", sub_configs={})
+    inner = SimpleNamespace(_attn_implementation_internal="sdpa", sub_configs={"deep": None}, deep=unused)
+    outer = SimpleNamespace(_attn_implementation_internal="sdpa", sub_configs={"text": None}, text=inner)
+    model = Layer()
+    model.config, model.child = outer, Layer()
+    model.child.config = inner
+    assert [id(c) for c in attention_interface._configs(model)] == [id(c) for c in (inner, unused, outer)]
+
+
+@pytest.mark.parametrize(
+    ("build", "windows"),
+    [
+        (tiny_llama, [None, None]),
+        (lambda: tiny_mistral(12), [12, 12]),
+        (lambda: tiny_qwen3(use_sliding_window=True, sliding_window=9, max_window_layers=1), [None, 9]),
+    ],
+    ids=["llama", "mistral", "qwen3 with one window layer"],
+)
+def test_each_layer_becomes_one_op_with_its_window(build, windows):
+    gm, _ = capture(source_from_module(build()))
+    nodes = list(calls(gm.graph, torch.ops.pagebinder.attention.default))
+    assert [n.kwargs.get("window") for n in nodes] == windows
+    assert all(n.kwargs.get("causal", True) for n in nodes)

@@ -1,0 +1,198 @@
+"""Capture: one calling convention, the source's own weights, and the source left as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pagebinder
+from pagebinder import CaptureError, CompileConfig
+from pagebinder.frontend.capture import capture
+from pagebinder.frontend.source import source_from_module
+from pagebinder.graph_tools import calls, module_path
+from tests.graphs import VOCAB_SIZE, WIDTH, Embedded, captured_model, run
+from tests.helpers import tiny_llama, tiny_qwen3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.randn(WIDTH))
+        self.register_buffer("hidden_shift", torch.randn(WIDTH), persistent=False)
+
+    def forward(self, x):
+        return x + torch.relu(self.proj(x)) + self.shift + self.hidden_shift
+
+
+class Decoder(nn.Module):
+    """Two blocks and a head that is tied to the embedding."""
+
+    def __init__(self, block=Block):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB_SIZE, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB_SIZE, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids) + position_ids[..., None] * 0.01
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 40, 77])
+def test_the_graph_takes_flat_tokens_of_any_number(num_tokens):
+    model = Decoder().eval()
+    gm = captured_model(model)
+    assert [n.target for n in gm.graph.nodes if n.op == "placeholder"] == ["input_ids", "positions"]
+    ids, positions = torch.randint(VOCAB_SIZE, (num_tokens,)), torch.arange(7, 7 + num_tokens)
+    with torch.no_grad():
+        assert torch.equal(gm(ids, positions), model(ids[None], positions[None])[0])
+
+
+def test_weights_are_the_very_tensors_of_the_source():
+    model = Decoder()
+    gm = captured_model(model)
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    names = {n.target for n in gm.graph.nodes if n.op == "get_attr"}
+    assert {"blocks.0.proj.weight", "blocks.1.hidden_shift"} <= names <= set(own)
+    for name in names:
+        assert (
+            gm.get_parameter(name) is own[name] if "shift" not in name else gm.get_buffer(name) is own[name]
+        )
+
+
+def test_nodes_know_their_module_and_line():
+    gm = captured_model(Decoder())
+    relus = list(calls(gm.graph, torch.ops.aten.relu.default))
+    assert [module_path(n) for n in relus] == ["blocks.0", "blocks.1"]
+    assert all("test_capture.py" in n.meta["stack_trace"] for n in relus)
+
+
+def test_training_flags_come_back_one_by_one():
+    model = Decoder()
+    model.train()
+    model.blocks[1].eval()
+    flags = {name: m.training for name, m in model.named_modules()}
+    capture(source_from_module(model))
+    assert {name: m.training for name, m in model.named_modules()} == flags
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3], ids=["llama", "qwen3"])
+def test_a_transformers_model_is_left_as_it_was(build):
+    model = build().train()
+    implementation = model.config._attn_implementation
+    gradients = [p.requires_grad for p in model.parameters()]
+    tensors = {name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    capture(source_from_module(model))
+    assert model.training and all(m.training for m in model.modules())
+    assert model.config._attn_implementation == implementation
+    assert [p.requires_grad for p in model.parameters()] == gradients
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert id(tensor) == tensors[name][0] and torch.equal(tensor, tensors[name][1])
+
+
+class Branching(nn.Module):
+    def forward(self, x, positions):
+        return x * 2 if x.shape[1] > 32 else x
+
+
+class DataDependent(nn.Module):
+    def forward(self, x, positions):
+        return x * 2 if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("body", [Branching(), DataDependent()], ids=["length", "values"])
+def test_a_model_that_branches_is_refused_and_left_as_it_was(body):
+    model = Embedded(body).train()
+    with pytest.raises(CaptureError, match=r"Embedded|sequence length"):
+        capture(source_from_module(model))
+    assert model.training and body.training
+
+
+class InPlace(nn.Module):
+    """Changes only its own values."""
+
+    def forward(self, x, positions):
+        y = x.clone()
+        y[..., :4] += 1
+        y.mul_(2)
+        return y + positions[..., None]
+
+
+def test_changing_a_value_in_place_is_made_functional():
+    model = Embedded(InPlace()).eval()
+    gm, route = capture(source_from_module(model))
+    assert "functionalised" in route
+    assert not any(n.target._schema.is_mutable for n in gm.graph.nodes if hasattr(n.target, "_schema"))
+    ids = torch.randint(VOCAB_SIZE, (5,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        assert torch.equal(run(gm, 5), model(ids[None], torch.arange(5)[None])[0])
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, positions):
+        self.calls.add_(1)
+        return x + self.calls
+
+
+class Marking(nn.Module):
+    """Writes into its input."""
+
+    def forward(self, x, positions):
+        positions.add_(1)
+        return x + positions[..., None]
+
+
+@pytest.mark.parametrize("body", [Counting(), Marking()], ids=["buffer", "input"])
+def test_a_write_to_a_buffer_or_an_input_stays_in_the_graph(body):
+    """The graph returns the logits, and does what the model does: the write is there for the audit to see."""
+    model = Embedded(body).eval()
+    gm = captured_model(model)
+    (write,) = calls(gm.graph, torch.ops.aten.copy_.default)
+    assert module_path(write) == "body" and "test_capture.py" in write.meta["stack_trace"]
+    ids, positions = torch.randint(VOCAB_SIZE, (5,)), torch.arange(5)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    with torch.no_grad():
+        expected = model(ids[None], positions[None].clone())[0]
+        for name, b in model.named_buffers():
+            b.copy_(before[name])
+        assert torch.equal(gm(ids, positions.clone()), expected)
+
+
+def test_a_write_to_a_buffer_is_a_capture_error_with_its_place():
+    with pytest.raises(CaptureError, match=r"body.*test_capture\.py:\d+.*in place"):
+        pagebinder.compile_model(Embedded(Counting()).eval(), CompileConfig(executable="eager"))
+
+
+class Cumulative(nn.Module):
+    """Attention that is understood, and a cumulated sum that is not."""
+
+    def forward(self, x, positions):
+        q = x.view(1, -1, 2, WIDTH // 2).transpose(1, 2)
+        out = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return out.transpose(1, 2).flatten(2) + x.cumsum(1)
+
+
+def test_strict_false_compiles_lists_and_refuses_to_serve():
+    model = Embedded(Cumulative()).eval()
+    with pytest.raises(CaptureError, match=r"body.*test_capture\.py:\d+.*along the token dimension"):
+        pagebinder.compile_model(model, CompileConfig(executable="eager"))
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", strict=False))
+    (refusal,) = [r for r in compiled.report.refusals if r.pattern == "audit"]
+    assert refusal.module_path == "body" and "test_capture.py:" in refusal.source_line
+    assert "along the token dimension" in compiled.explain()
+    ids = torch.randint(VOCAB_SIZE, (9,))
+    with torch.no_grad():
+        expected = model(ids[None], torch.arange(9)[None])[0]
+    torch.testing.assert_close(compiled.run_level("semantic", ids), expected)
+    with pytest.raises(CaptureError, match="strict=False"):
+        compiled.engine()

@@ -1,0 +1,178 @@
+"""What a mask means is proven by evaluating it: the right numbers, and no proof for what is not in the family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pagebinder.custom_ops.attention.semantic import visible_keys
+from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask
+from pagebinder.graph_tools import aten, calls
+from tests.graphs import Embedded, captured, captured_model
+
+SDPA = aten.scaled_dot_product_attention.default
+
+
+def attend(x, mask):
+    """One head over x [1, T, C]; `mask` is [.., T, T]."""
+    q = x.unsqueeze(1)
+    return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)[:, 0]
+
+
+def prove(make_mask) -> MaskFacts:
+    """Prove the mask that `make_mask(p [T, 1], j [1, T])` returns in a captured model."""
+    gm = captured(lambda x, pos: attend(x, make_mask(pos[0, :, None], pos[0, None, :])))
+    return prove_mask(next(calls(gm.graph, SDPA)).args[3])
+
+
+def additive(visible, hidden=-3.4028234663852886e38):
+    return torch.zeros(visible.shape).masked_fill(~visible, hidden)
+
+
+CAUSAL = MaskFacts(causal=True)
+FAMILY = {
+    "causal": (lambda p, j: j <= p, CAUSAL),
+    "bidirectional": (lambda p, j: (j - p) == (j - p), MaskFacts(causal=False)),
+    "window": (lambda p, j: (j <= p) & (p - j < 20), MaskFacts(causal=True, window=20)),
+    "window, one more by <=": (lambda p, j: (j <= p) & (p - j <= 20), MaskFacts(causal=True, window=21)),
+    "window, one less by >": (lambda p, j: (j <= p) & (p - j < 20 - 1), MaskFacts(causal=True, window=19)),
+    "window of one token": (lambda p, j: (j <= p) & (p - j < 1), MaskFacts(causal=True, window=1)),
+    "window larger than the small sizes": (
+        lambda p, j: (j <= p) & (p - j < 700),
+        MaskFacts(causal=True, window=700),
+    ),
+    "window of both sides": (lambda p, j: (p - j).abs() < 12, MaskFacts(causal=False, window=12)),
+    "chunks": (lambda p, j: (j <= p) & (p // 24 == j // 24), MaskFacts(causal=True, chunk=24)),
+    "large chunks": (lambda p, j: (j <= p) & (p // 500 == j // 500), MaskFacts(causal=True, chunk=500)),
+    "chunks of both sides": (lambda p, j: p // 24 == j // 24, MaskFacts(causal=False, chunk=24)),
+    "chunks by a shift": (lambda p, j: (j <= p) & (p >> 7 == j >> 7), MaskFacts(causal=True, chunk=128)),
+    "window inside chunks": (
+        lambda p, j: (j <= p) & (p // 24 == j // 24) & (p - j < 7),
+        MaskFacts(causal=True, chunk=24, window=7),
+    ),
+    "additive": (lambda p, j: additive(j <= p), CAUSAL),
+    "additive, -1e9": (lambda p, j: additive(j <= p, -1e9), CAUSAL),
+    "additive, -inf": (lambda p, j: additive(j <= p, float("-inf")), CAUSAL),
+    "additive, -1e4": (lambda p, j: (1.0 - (j <= p).float()) * -10000.0, CAUSAL),
+    "additive window by where": (
+        lambda p, j: torch.where((j <= p) & (p - j < 9), 0.0, -1e9),
+        MaskFacts(causal=True, window=9),
+    ),
+    "tril": (lambda p, j: torch.ones(p.shape[0], p.shape[0], dtype=torch.bool).tril(), CAUSAL),
+    "triu": (lambda p, j: torch.full((p.shape[0], p.shape[0]), -1e9).triu(1), CAUSAL),
+    "band by triu and tril": (
+        lambda p, j: torch.ones(p.shape[0], p.shape[0], dtype=torch.bool).tril().triu(-29),
+        MaskFacts(causal=True, window=30),
+    ),
+    "arange": (lambda p, j: torch.arange(p.shape[0])[None] <= torch.arange(p.shape[0])[:, None], CAUSAL),
+    "one mask for all heads": (lambda p, j: (j <= p)[None, None].expand(1, 3, -1, -1), CAUSAL),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_masks_of_the_family_are_classified_with_the_right_number(name):
+    make_mask, facts = FAMILY[name]
+    assert prove(make_mask) == facts
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_facts_say_which_keys_are_visible(name):
+    make_mask, facts = FAMILY[name]
+    p = torch.arange(97)
+    mask = make_mask(p[:, None], p[None, :])
+    visible = mask if mask.dtype is torch.bool else mask == 0
+    expected = visible_keys(p[:, None], p[None], window=facts.window, chunk=facts.chunk, causal=facts.causal)
+    assert torch.equal(visible.expand(1, 3, 97, 97)[0, 0], expected)
+
+
+REFUSED = {
+    "one wrong element": (lambda p, j: (j <= p) & ~((p == 50) & (j == 3)), "none of"),
+    "one wrong element, additive": (lambda p, j: additive((j <= p) | ((p == 30) & (j == 31))), "none of"),
+    "strictly earlier tokens": (lambda p, j: j < p, "none of"),
+    "the first tokens stay visible": (lambda p, j: (j <= p) & ((p - j < 16) | (j < 4)), "none of"),
+    "dilated": (lambda p, j: (j <= p) & ((p - j) % 2 == 0), "none of"),
+    "blocks that see the block before": (lambda p, j: (j <= p) & (p // 16 - j // 16 < 2), "none of"),
+    "blocks that reach beyond the small sizes": (lambda p, j: (j <= p) & (p // 16 - j // 16 < 16), "none of"),
+    "a prefix seen by all": (lambda p, j: (j <= p) | (j < 10), "none of"),
+    "ALiBi": (lambda p, j: additive(j <= p) - 0.5 * (p - j).abs(), "bias"),
+    "a small penalty": (lambda p, j: (~(j <= p)).float() * -50.0, "bias"),
+    "a window too large to evaluate": (lambda p, j: (j <= p) & (p - j < 100_000), "too many"),
+    "a float window too large to evaluate": (lambda p, j: (j <= p) & ((j - p).float() > -2e4), "too many"),
+    "different heads": (
+        lambda p, j: torch.stack([j <= p, (j <= p) & (p - j < 5)])[None],
+        "differs between heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_masks_outside_the_family_are_refused_with_the_reason(name):
+    make_mask, reason = REFUSED[name]
+    with pytest.raises(MaskNotProven, match=reason):
+        prove(make_mask)
+
+
+class TokenMask(nn.Module):
+    """Masks made from the tokens themselves, as packed sequences and padding need."""
+
+    def __init__(self, make_mask):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.make_mask = make_mask
+
+    def forward(self, input_ids, position_ids):
+        causal = position_ids[0, None, :] <= position_ids[0, :, None]
+        return attend(self.embed(input_ids), self.make_mask(causal, input_ids[0], self.embed(input_ids)))
+
+
+@pytest.mark.parametrize(
+    "make_mask",
+    [
+        lambda causal, ids, x: causal & (ids != 31),
+        lambda causal, ids, x: causal & ((d := (ids == 31).cumsum(0))[:, None] == d[None]),
+        lambda causal, ids, x: causal & (x[0, :, 0] > -1e6),
+        lambda causal, ids, x: additive(causal).masked_fill((ids == 31)[None], -1e9),
+    ],
+    ids=["padding", "packed documents", "hidden values", "additive padding"],
+)
+def test_a_mask_that_depends_on_the_tokens_is_refused(make_mask):
+    gm = captured_model(TokenMask(make_mask))
+    with pytest.raises(MaskNotProven, match="values of the tokens"):
+        prove_mask(next(calls(gm.graph, SDPA)).args[3])
+
+
+@pytest.mark.parametrize(
+    "make_mask",
+    [
+        lambda causal, ids, x: causal & torch.ones_like(ids, dtype=torch.bool),
+        lambda causal, ids, x: x.new_ones(x.shape[1], ids.shape[0]).tril() == 1,
+    ],
+    ids=["ones like the tokens", "new ones of the hidden size"],
+)
+def test_a_mask_may_depend_on_the_number_of_tokens(make_mask):
+    gm = captured_model(TokenMask(make_mask))
+    assert prove_mask(next(calls(gm.graph, SDPA)).args[3]) == CAUSAL
+
+
+class BufferWindow(nn.Module):
+    def __init__(self, window):
+        super().__init__()
+        self.register_buffer("window", window)
+
+    def forward(self, x, positions):
+        p, j = positions[0, :, None], positions[0, None, :]
+        return attend(x, (j <= p) & (p - j < self.window))
+
+
+@pytest.mark.parametrize("window", [torch.tensor(9), torch.tensor(300), torch.tensor(300.0)], ids=str)
+def test_a_window_that_is_a_buffer(window):
+    gm = captured_model(Embedded(BufferWindow(window)))
+    facts = prove_mask(next(calls(gm.graph, SDPA)).args[3])
+    assert facts == MaskFacts(causal=True, window=int(window))
+
+
+def test_a_mask_from_a_buffer_without_values_is_refused():
+    gm = captured_model(Embedded(BufferWindow(torch.tensor(9))).to("meta"))
+    with pytest.raises(MaskNotProven, match="meta device"):
+        prove_mask(next(calls(gm.graph, SDPA)).args[3])
