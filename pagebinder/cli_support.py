@@ -117,19 +117,18 @@ def compile_dir(path: Path, config_options: dict, *, needs_tokenizer: bool = Fal
     Raises:
         RequestError: a tokenizer is needed and the directory has none (said before the seconds of compilation).
     """
-    if needs_tokenizer and not (path / "tokenizer.json").exists():
-        from pagebinder.errors import RequestError
-
-        raise RequestError(
-            f"{path} has no tokenizer.json, so prompts and stop strings cannot be text: give --prompt-ids "
-            "and --stop-token-id."
-        )
     with working("importing torch") as step:
         from pagebinder.compile import compile_model
         from pagebinder.config import CompileConfig
+        from pagebinder.errors import RequestError
 
         def on_stage(name: str) -> None:
             quiet_third_parties()  # again: transformers is imported by now
+            if name == "capture" and needs_tokenizer and not (path / "tokenizer.json").exists():
+                raise RequestError(
+                    f"{path} has no tokenizer.json, so prompts and stop strings cannot be text: give --prompt-ids "
+                    "and --stop-token-id."
+                )
             step(STAGES.get(name, name))
 
         return compile_model(path, CompileConfig(**config_options), on_stage=on_stage)

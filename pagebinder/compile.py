@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.config import CompileConfig, EngineConfig
+from pagebinder.custom_ops.attention.semantic import ATTENTION
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.describe import fill_report
 from pagebinder.errors import CaptureError, ConfigError
@@ -28,19 +28,20 @@ from pagebinder.frontend.audit import audit
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.recognise import recognise_rms_norm, recognise_rope, recognise_sdpa
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
-from pagebinder.graph_tools import calls
+from pagebinder.graph_tools import calls, num_ops
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.gather_logits import gather_logits
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.page_attention import attention_states, page_attention
 from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
-from pagebinder.report import CompileReport, Refusal
+from pagebinder.report import CompileReport, PassResult
 from pagebinder.runtime.engine import Engine, EngineModel
 from pagebinder.runtime.executables import EagerExecutable, Executable, InductorExecutable
 from pagebinder.runtime.kv import KVPlan, plan_kv_cache
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 
+MAX_PROBLEMS_SHOWN = 8
 LEVELS = ("captured", "semantic", "paged", "fused")
 
 
@@ -153,18 +154,23 @@ def explain_model(
 
 def load_source(model: Any, config: CompileConfig) -> ModelSource:
     """A ModelSource from whatever `compile_model` accepts, on the device that the config asks for."""
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError('device="cuda": no CUDA GPU is available here; use device="cpu".')
     if isinstance(model, (str, Path)):
         source = source_from_dir(model, dtype=config.dtype)
-    elif isinstance(model, torch.nn.Module):
-        source = source_from_module(model, dtype=config.dtype)
-    else:
+        if config.device != "auto":
+            source.module.to(config.device)
+        return source
+    if not isinstance(model, torch.nn.Module):
         raise ConfigError(
             f"compile_model takes a torch.nn.Module or a checkpoint directory, not {type(model).__name__}."
         )
+    source = source_from_module(model, dtype=config.dtype)
     if config.device != "auto" and source.device.type not in ("meta", torch.device(config.device).type):
-        if config.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError('device="cuda": no CUDA GPU is available here; use device="cpu".')
-        source.module.to(config.device)
+        raise ConfigError(
+            f"The model is on {source.device} and device={config.device!r} was asked for: move it yourself "
+            f"(model.to({config.device!r})), as compiling does not change the model it is given."
+        )
     return source
 
 
@@ -241,42 +247,35 @@ def _audit(
 ) -> str | None:
     """Prove that attention was found everywhere and nothing else mixes tokens; strict: raise if not."""
     violations = audit(semantic)
-    problems = [str(v) for v in violations]
-    refused = [r for r in report.refusals if r.pattern == "attention"]
-    problems += [
-        f"attention refused in {r.module_path or r.node}: {r.reason} ({r.source_line})" for r in refused
-    ]
-    found = sum(1 for _ in calls(semantic.graph, torch.ops.pagebinder.attention.default))
-    expected = source.num_attention_layers
-    if expected is not None and found != expected:
-        problems.append(f"{found} attention layers were found, but the config says {expected}")
-    if not all(
-        n.kwargs.get("causal", True) for n in calls(semantic.graph, torch.ops.pagebinder.attention.default)
-    ):
-        problems.append(
-            "a layer attends to later tokens (not causal), which a decoder with a cache cannot do"
+    size = num_ops(semantic)
+    report.passes.append(
+        PassResult(
+            name="audit",
+            refusals=[v.as_refusal() for v in violations],
+            num_ops_before=size,
+            num_ops_after=size,
         )
+    )
+    problems = [str(v) for v in violations]
+    problems += [
+        f"attention refused in {r.module_path or r.node}: {r.reason} ({r.source_line})"
+        for r in report.refusals
+        if r.pattern == "attention"
+    ]
+    found, expected = sum(1 for _ in calls(semantic.graph, ATTENTION.overload)), source.num_attention_layers
+    if found != expected and (found == 0 or expected is not None):
+        said = "a decoder needs some" if expected is None else f"the config says {expected}"
+        problems.append(f"{found} attention layers were found, but {said}")
     if not problems:
         return None
-    shown = "\n".join(f"  - {p}" for p in problems[:8])
-    more = f"\n  ... and {len(problems) - 8} more" if len(problems) > 8 else ""
+    shown = "\n".join(f"  - {p}" for p in problems[:MAX_PROBLEMS_SHOWN])
+    more = len(problems) - MAX_PROBLEMS_SHOWN
     message = (
         f"{type(source.module).__name__} relates tokens in {len(problems)} way(s) that are not explained, so paging "
-        f"it could change its results:\n{shown}{more}"
+        f"it could change its results:\n{shown}" + (f"\n  ... and {more} more" if more > 0 else "")
     )
     if config.strict:
         raise CaptureError(message)
-    result = report.passes[-1]
-    result.refusals += [
-        Refusal(
-            pattern="audit",
-            reason=v.reason,
-            node=v.node,
-            module_path=v.module_path,
-            source_line=v.source_line,
-        )
-        for v in violations
-    ]
     return message
 
 

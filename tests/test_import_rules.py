@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "runtime": {"custom_ops"},
 }
 LEAVES = {"config", "errors", "report", "graph_tools", "explain"}  # of the package, not of a room
-TOP = {"compile", "__init__", "__main__", "doctor"}  # and cli*: these know all rooms
+TOP = {"compile", "describe", "doctor", "__init__", "__main__"}  # and cli*: these know all rooms
 LAZY = {("report", "explain")}  # inside functions only
 
 WITHOUT_TORCH = [

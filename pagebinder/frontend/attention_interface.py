@@ -40,7 +40,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     Raises:
         CaptureError: an argument or a module trait that changes the result in a way not known here.
     """
-    name = type(module).__name__
+    name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if attention_mask is not None:
         raise CaptureError(f"{name} passes an attention mask of its own; its meaning is not proven here.")
     window = kwargs.pop("sliding_window", None)

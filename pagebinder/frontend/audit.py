@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, module_path, source_line
+from pagebinder.report import Refusal
 
 # Ops that only rename, broadcast or move dimensions; a token dimension that is cut, shifted or merged shows in
 # the output's shape or in `_ALONG_DIM`.
@@ -76,6 +77,15 @@ class Violation:
     reason: str
     module_path: str
     source_line: str
+
+    def as_refusal(self) -> Refusal:
+        return Refusal(
+            pattern="audit",
+            reason=self.reason,
+            node=self.node,
+            module_path=self.module_path,
+            source_line=self.source_line,
+        )
 
     def __str__(self) -> str:
         where = ", ".join(x for x in (self.module_path, self.source_line) if x)

@@ -60,10 +60,10 @@ def make_inputs(case: Case) -> Inputs:
     seq_lens = [context + new for context, new in case.lengths]
     block_table, num_blocks = _shuffled_tables(seq_lens, case.block_size, generator)
     cache = _nan_cache(num_blocks, case, width)
-    for row, seq_len in zip(block_table.tolist(), seq_lens):
-        for j in range(seq_len):
-            values = torch.randn((case.num_kv_heads, width), generator=generator)
-            cache[row[j // case.block_size], :, j % case.block_size] = values.to(case.dtype)
+    for row, seq_len in zip(block_table.long(), seq_lens):
+        j = torch.arange(seq_len)
+        values = torch.randn((seq_len, case.num_kv_heads, width), generator=generator)
+        cache[row[j // case.block_size], :, j % case.block_size] = values.to(case.dtype)
     starts = [0]
     for _, new in case.lengths:
         starts.append(starts[-1] + new)

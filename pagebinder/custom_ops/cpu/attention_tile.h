@@ -6,108 +6,15 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <type_traits>
 
-#include "attention.h"
+#include "attention_results.h"
+#include "attention_rows.h"
 #include "attention_scores.h"
 #include "attention_softmax.h"
 #include "attention_values.h"
 
 namespace pagebinder {
-
-constexpr int BLOCK_KEYS = 64;
-constexpr int MAX_TILE_ROWS = 64;
-
-template <class T>
-constexpr bool PAIRED = PAGEBINDER_BF16_DOT && std::is_same<T, bf16>::value;
-
-// Where a worker keeps its intermediate data; all parts of one buffer.
-struct Scratch {
-  Buffer buffer;
-  float *query, *scores, *out, *staged_k, *staged_v;
-
-  void reserve(int stride, int width_padded, int width_v_padded) {
-    const size_t query_floats = static_cast<size_t>(stride) * width_padded;
-    const size_t score_floats = static_cast<size_t>(stride) * (BLOCK_KEYS + MAX_KEYS_AT_ONCE) + W;
-    const size_t out_floats = static_cast<size_t>(std::max(stride, 4)) * width_v_padded;
-    const size_t k_floats = static_cast<size_t>(BLOCK_KEYS + MAX_KEYS_AT_ONCE) * width_padded;
-    const size_t v_floats = static_cast<size_t>(BLOCK_KEYS + MAX_KEYS_AT_ONCE) * width_v_padded;
-    query = buffer.at_least<float>(query_floats + score_floats + out_floats + k_floats + v_floats + 5 * 16);
-    scores = query + round_up(query_floats);
-    out = scores + round_up(score_floats);
-    staged_k = out + round_up(out_floats);
-    staged_v = staged_k + round_up(k_floats);
-  }
-  static size_t round_up(size_t floats) { return (floats + 15) / 16 * 16; }
-};
-
-// What every step of a job needs to know.
-template <class T>
-struct TileContext {
-  const AttentionArgs& args;
-  const Tile& tile;
-  int kv_head;
-  int width, width_v, vectors_v;  // vectors_v: vectors of an output row
-  Scratch& scratch;
-  const T* q_rows[MAX_TILE_ROWS];
-  const T* row_buffers[2][BLOCK_KEYS + MAX_KEYS_AT_ONCE];
-  const T **rows, **next_rows;    // of the keys at hand and of the block after them; V follows K in a row
-
-  int64_t token_of(int row) const {
-    return args.query_start_loc[tile.request] + (tile.row_begin + row) / args.group();
-  }
-  int64_t head_of(int row) const { return kv_head * args.group() + (tile.row_begin + row) % args.group(); }
-  int64_t position_of(int row) const {
-    return args.seq_lens[tile.request] - args.query_start_loc[tile.request + 1] + token_of(row);
-  }
-};
-
-// Score forms compute some keys beyond the last: they get its row.
-template <class T>
-void repeat_last_row(const T** rows, int num_keys) {
-  for (int k = num_keys; k < num_keys + MAX_KEYS_AT_ONCE; ++k) rows[k] = rows[num_keys - 1];
-}
-
-// Keys [begin, end) of a block, widened to [from, to) so that they fill whole vectors or pairs.
-struct BlockKeys { int begin, end, from, to; };
-
-// Cache rows of positions [from, to); those outside [begin, end) repeat the nearest inside. False: the block
-// table has a bad entry.
-template <class T>
-bool find_rows(const AttentionArgs& a, const Tile& tile, int kv_head, const BlockKeys& keys, const T** rows) {
-  const auto [begin, end, from, to] = keys;
-  const int32_t* table = a.block_table + tile.request * a.block_table_stride;
-  const T* cache = static_cast<const T*>(a.cache) + kv_head * a.cache_head_stride;
-  const uint32_t block_size = static_cast<uint32_t>(a.block_size);
-  int k = begin - from;
-  for (uint32_t position = begin; position < static_cast<uint32_t>(end);) {
-    const uint32_t block = position / block_size, offset = position - block * block_size;
-    const int count = std::min<uint32_t>(block_size - offset, end - position);
-    const int64_t id = table[block];
-    if (id < 0 || id >= a.num_blocks) return false;
-    const T* row = cache + id * a.cache_block_stride + offset * a.cache_slot_stride;
-    for (int i = 0; i < count; ++i, ++k, row += a.cache_slot_stride) rows[k] = row;
-    position += count;
-  }
-  for (int i = 0; i < begin - from; ++i) rows[i] = rows[begin - from];
-  for (; k < to - from; ++k) rows[k] = rows[end - from - 1];
-  repeat_last_row(rows, k);
-  return true;
-}
-
-// Rows converted to float32 in contiguous scratch, padded with zeros to whole vectors.
-template <class T>
-void stage_rows(const T* const* rows, int offset, int num_rows, int width, float* staged, const float** staged_rows) {
-  const int full = width / W * W, padded = (width + W - 1) / W * W;
-  for (int k = 0; k < num_rows; ++k) {
-    const T* from = rows[k] + offset;
-    float* to = staged + k * padded;
-    for (int d = 0; d < full; d += W) store(to + d, load_float(from + d));
-    if (full < width) store(to + full, load_float_part(from + full, width - full));
-    staged_rows[k] = to;
-  }
-}
 
 // ---- queries and scores, in the form that fits the rows and the type -------------------------------------------
 
@@ -161,7 +68,7 @@ struct Scores {
         lane_scores<Direct, STRIDE / W>(c.rows, num_keys, query<Direct>(c), c.width, c.scratch.scores);
       return;
     }
-    const float* k_rows[BLOCK_KEYS + MAX_KEYS_AT_ONCE];
+    const float* k_rows[ROW_BUFFER];
     stage_rows(c.rows, 0, num_keys, c.width, c.scratch.staged_k, k_rows);
     repeat_last_row(k_rows, num_keys);
     if constexpr (DOT)
@@ -197,69 +104,11 @@ void values(const TileContext<T>& c, const ValueBlock& block) {
 #endif
   constexpr bool CONVERT_ONCE = STRIDE > 8 && !std::is_same<T, float>::value;
   if (CONVERT_ONCE || narrow) {
-    const float* v_rows[BLOCK_KEYS + MAX_KEYS_AT_ONCE];
+    const float* v_rows[ROW_BUFFER];
     stage_rows(c.rows, c.width, block.num_keys, c.width_v, c.scratch.staged_v, v_rows);
     add_values<STRIDE>(block, ValueRows<float>{v_rows, v_rows, 0}, c.tile.rows, c.vectors_v * W);
   } else if constexpr (!CONVERT_ONCE) {
     add_values<STRIDE>(block, ValueRows<T>{c.rows, c.next_rows, c.width}, c.tile.rows, c.width_v);
-  }
-}
-
-// ---- results -----------------------------------------------------------------------------------------------
-
-// The result of some keys for each row: maximum (log2 units), sum of weights, unnormalised output.
-struct RowResults {
-  float *top, *sum, *out;
-  int stride;  // floats from one row of `out` to the next
-};
-
-// Normalises with the sink and writes [first, first + count) vectors of every row; LSE goes without the sink.
-// Staged narrow or converted values fill vectors from 0, direct ones let the last vector end at the width.
-template <class T>
-void write_rows(const TileContext<T>& c, const RowResults& results, bool last_overlaps) {
-  for (int r = 0; r < c.tile.rows; ++r) {
-    const int64_t token = c.token_of(r), head = c.head_of(r);
-    const float top = results.top[r], sum = results.sum[r];
-    float shift = top, total = sum;
-    if (c.args.sinks != nullptr && c.args.sinks[head] != MINUS_INFINITY) {
-      const float sink = c.args.sinks[head] * LOG2_E;
-      shift = std::max(top, sink);
-      total = sum * std::exp2(top - shift) + std::exp2(sink - shift);
-    }
-    // A row without keys has sum 0 and whatever finite output; NaN sums stay NaN.
-    const float factor = sum == 0.0f ? 0.0f : std::exp2(top - shift) / total;
-    T* to = static_cast<T*>(c.args.out) + (token * c.args.num_heads + head) * c.width_v;
-    const float* from = results.out + r * results.stride;
-    for (int i = 0; i < c.vectors_v; ++i) {
-      const VF x = load<VF>(from + i * W) * factor;
-      const int left = c.width_v - i * W;
-      if (left >= W) store_float(to + i * W, x);
-      else if (last_overlaps) store_float(to + c.width_v - W, x);
-      else store_float_part(to + i * W, x, left);
-    }
-    if (c.args.lse != nullptr)
-      c.args.lse[head * c.args.num_tokens + token] = sum == 0.0f ? MINUS_INFINITY : (top + std::log2(sum)) * LN_2;
-  }
-}
-
-// Adds up the parts of a split KV range: each is weighted by 2^(its maximum - the common one).
-inline void merge_parts(const float* partials, int parts, int rows, int row_floats, RowResults& into) {
-  for (int r = 0; r < rows; ++r) {
-    const float* part = partials + static_cast<int64_t>(r) * row_floats;
-    const int64_t next = static_cast<int64_t>(rows) * row_floats;
-    float top = MINUS_INFINITY, sum = 0.0f;
-    for (int i = 0; i < parts; ++i) top = std::max(top, part[i * next]);
-    float* out = into.out + r * into.stride;
-    std::memset(out, 0, (row_floats - 2) * sizeof(float));
-    for (int i = 0; i < parts; ++i) {
-      if (part[i * next + 1] == 0.0f) continue;
-      const float weight = std::exp2(part[i * next] - top);
-      sum += weight * part[i * next + 1];
-      for (int d = 0; d < row_floats - 2; d += W)
-        store(out + d, load<VF>(out + d) + load<VF>(part + i * next + 2 + d) * weight);
-    }
-    into.top[r] = top;
-    into.sum[r] = sum;
   }
 }
 
@@ -306,12 +155,10 @@ bool find_first_rows(const AttentionArgs& args, const Plan& plan, const Job& job
   const KeyRange keys = part_keys(tile, job.part);
   if (keys.begin == keys.end) return false;
   const int end = std::min(keys.end, keys.begin / BLOCK_KEYS * BLOCK_KEYS + BLOCK_KEYS);
-  if (!find_rows(args, tile, job.kv_head, {keys.begin, end, keys.begin, end}, rows)) return false;
-  for (int k = end - keys.begin + MAX_KEYS_AT_ONCE; k < BLOCK_KEYS + MAX_KEYS_AT_ONCE; ++k) rows[k] = rows[0];
-  return true;
+  return find_rows(args, tile, job.kv_head, {keys.begin, end, keys.begin, end}, rows);
 }
 
-// Attention of the tile's rows to keys [key_begin, key_end). False: bad block id.
+// Attention of the tile's rows to the keys of one part. False: bad block id.
 template <class T, int STRIDE>
 bool attend(TileContext<T>& c, const Plan& plan, const Job* next_job, KeyRange part, RowResults& results) {
   const int key_begin = part.begin, key_end = part.end;
@@ -378,26 +225,16 @@ void run_tile(const AttentionArgs& args, Plan& plan, const Job& job, const Job* 
   TileContext<T> c{args, tile, kv_head, static_cast<int>(args.head_dim), static_cast<int>(args.head_dim_v),
                    (row_floats - 2) / W, scratch, {}, {}, nullptr, nullptr};
   scratch.reserve(STRIDE, (c.width + 2 * W - 1) / (2 * W) * 2 * W, c.vectors_v * W);
+  const T* q = static_cast<const T*>(args.q);
   for (int r = 0; r < tile.rows; ++r)
-    c.q_rows[r] = static_cast<const T*>(args.q) + c.token_of(r) * args.q_token_stride + c.head_of(r) * args.q_head_stride;
+    c.q_rows[r] = q + c.token_of(r) * args.q_token_stride + c.head_of(r) * args.q_head_stride;
   float top[STRIDE], sum[STRIDE];
   RowResults results{top, sum, scratch.out, c.vectors_v * W};
   if (!attend<T, STRIDE>(c, plan, next, part_keys(tile, job.part), results)) {
     plan.bad_block = true;
     return;
   }
-  if (tile.parts > 1) {
-    float* partials = plan.partials + tile.first_partial +
-                      static_cast<int64_t>(kv_head) * tile.parts * tile.rows * row_floats;
-    float* mine = partials + static_cast<int64_t>(job.part) * tile.rows * row_floats;
-    for (int r = 0; r < tile.rows; ++r, mine += row_floats) {
-      mine[0] = top[r];
-      mine[1] = sum[r];
-      std::memcpy(mine + 2, results.out + r * results.stride, (row_floats - 2) * sizeof(float));
-    }
-    if (plan.counters[tile.first_counter + kv_head].fetch_add(1, std::memory_order_acq_rel) + 1 < tile.parts) return;
-    merge_parts(partials, tile.parts, tile.rows, row_floats, results);
-  }
+  if (tile.parts > 1 && !merge_if_last(c, plan, job, row_floats, results)) return;
   constexpr bool CONVERTED = STRIDE > 8 && !std::is_same<T, float>::value && !PAIRED<T>;
   write_rows(c, results, !CONVERTED && c.width_v >= W);
 }

@@ -73,6 +73,11 @@ def flags() -> tuple[str, ...]:
     return (*BASE_FLAGS, f"{option}={os.environ.get('PAGEBINDER_CPU_MARCH', 'native')}")
 
 
+def compiler_version() -> str:
+    """What the compiler says about itself; raises CompilerNotFoundError."""
+    return _compiler_version(tuple(find_compiler()))
+
+
 def cache_root() -> Path:
     """The directory that holds one folder per build key."""
     base = os.environ.get("PAGEBINDER_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -81,8 +86,7 @@ def cache_root() -> Path:
 
 def library_path() -> Path:
     """Where the library for this machine, compiler and source belongs; it need not exist yet."""
-    compiler = find_compiler()
-    parts = [_compiler_version(tuple(compiler)), " ".join(flags()), torch.__version__, _cpu_features()]
+    parts = [compiler_version(), " ".join(flags()), torch.__version__, _cpu_features()]
     parts += [path.name + "\0" + path.read_text() for path in sorted([*_sources(), *SOURCE_DIR.glob("*.h")])]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     return cache_root() / key / LIBRARY_NAME
@@ -182,7 +186,7 @@ def _compile(path: Path) -> None:
 
 
 def _run_all(commands: list[list[str]]) -> None:
-    """Run commands, as many at a time as there are processors; largest sources are expected first."""
+    """Run commands, as many at a time as there are processors."""
     waiting, running, slots = list(commands), [], os.cpu_count() or 1
     try:
         while waiting or running:

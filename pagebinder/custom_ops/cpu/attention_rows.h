@@ -1,0 +1,108 @@
+// What a job works on: its scratch memory, its query rows, and the cache rows of its keys.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "attention.h"
+#include "attention_scores.h"
+#include "simd.h"
+
+namespace pagebinder {
+
+constexpr int BLOCK_KEYS = 64;
+constexpr int ROW_BUFFER = BLOCK_KEYS + MAX_KEYS_AT_ONCE;
+constexpr int MAX_TILE_ROWS = 64;
+
+template <class T>
+constexpr bool PAIRED = PAGEBINDER_BF16_DOT && std::is_same<T, bf16>::value;
+
+// Where a worker keeps its intermediate data; all parts of one buffer.
+struct Scratch {
+  Buffer buffer;
+  float *query, *scores, *out, *staged_k, *staged_v;
+
+  void reserve(int stride, int width_padded, int width_v_padded) {
+    const size_t query_floats = static_cast<size_t>(stride) * width_padded;
+    const size_t score_floats = static_cast<size_t>(stride) * ROW_BUFFER + W;
+    const size_t out_floats = static_cast<size_t>(stride) * width_v_padded;
+    const size_t k_floats = static_cast<size_t>(ROW_BUFFER) * width_padded;
+    const size_t v_floats = static_cast<size_t>(ROW_BUFFER) * width_v_padded;
+    query = buffer.at_least<float>(query_floats + score_floats + out_floats + k_floats + v_floats + 5 * 16);
+    scores = query + round_up(query_floats);
+    out = scores + round_up(score_floats);
+    staged_k = out + round_up(out_floats);
+    staged_v = staged_k + round_up(k_floats);
+  }
+  static size_t round_up(size_t floats) { return (floats + 15) / 16 * 16; }
+};
+
+// What every step of a job needs to know.
+template <class T>
+struct TileContext {
+  const AttentionArgs& args;
+  const Tile& tile;
+  int kv_head;
+  int width, width_v, vectors_v;  // vectors_v: vectors of an output row
+  Scratch& scratch;
+  const T* q_rows[MAX_TILE_ROWS];
+  const T* row_buffers[2][ROW_BUFFER];
+  const T **rows, **next_rows;    // of the keys at hand and of the block after them; V follows K in a row
+
+  int64_t token_of(int row) const {
+    return args.query_start_loc[tile.request] + (tile.row_begin + row) / args.group();
+  }
+  int64_t head_of(int row) const { return kv_head * args.group() + (tile.row_begin + row) % args.group(); }
+  int64_t position_of(int row) const {
+    return args.seq_lens[tile.request] - args.query_start_loc[tile.request + 1] + token_of(row);
+  }
+};
+
+// Score forms compute some keys beyond the last, and a longer block asks for the rows of a shorter next one: fills
+// the buffer with the last row.
+template <class T>
+void repeat_last_row(const T** rows, int num_keys) {
+  for (int k = num_keys; k < ROW_BUFFER; ++k) rows[k] = rows[num_keys - 1];
+}
+
+// Keys [begin, end) of a block, widened to [from, to) so that they fill whole vectors or pairs.
+struct BlockKeys { int begin, end, from, to; };
+
+// Cache rows of positions [from, to); those outside [begin, end) repeat the nearest inside. False: the block
+// table has a bad entry.
+template <class T>
+bool find_rows(const AttentionArgs& a, const Tile& tile, int kv_head, const BlockKeys& keys, const T** rows) {
+  const auto [begin, end, from, to] = keys;
+  const int32_t* table = a.block_table + tile.request * a.block_table_stride;
+  const T* cache = static_cast<const T*>(a.cache) + kv_head * a.cache_head_stride;
+  const uint32_t block_size = static_cast<uint32_t>(a.block_size);
+  int k = begin - from;
+  for (uint32_t position = begin; position < static_cast<uint32_t>(end);) {
+    const uint32_t block = position / block_size, offset = position - block * block_size;
+    const int count = std::min<uint32_t>(block_size - offset, end - position);
+    const int64_t id = table[block];
+    if (id < 0 || id >= a.num_blocks) return false;
+    const T* row = cache + id * a.cache_block_stride + offset * a.cache_slot_stride;
+    for (int i = 0; i < count; ++i, ++k, row += a.cache_slot_stride) rows[k] = row;
+    position += count;
+  }
+  for (int i = 0; i < begin - from; ++i) rows[i] = rows[begin - from];
+  for (; k < to - from; ++k) rows[k] = rows[end - from - 1];
+  repeat_last_row(rows, k);
+  return true;
+}
+
+// Rows converted to float32 in contiguous scratch, padded with zeros to whole vectors.
+template <class T>
+void stage_rows(const T* const* rows, int offset, int num_rows, int width, float* staged, const float** staged_rows) {
+  const int full = width / W * W, padded = (width + W - 1) / W * W;
+  for (int k = 0; k < num_rows; ++k) {
+    const T* from = rows[k] + offset;
+    float* to = staged + k * padded;
+    for (int d = 0; d < full; d += W) store(to + d, load_float(from + d));
+    if (full < width) store(to + full, load_float_part(from + full, width - full));
+    staged_rows[k] = to;
+  }
+}
+
+}  // namespace pagebinder
