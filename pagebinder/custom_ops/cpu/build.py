@@ -132,6 +132,11 @@ def load() -> Path:
         return _loaded
 
 
+def is_loaded() -> bool:
+    """Have the kernels been built (or found) and registered in this process?"""
+    return _loaded is not None
+
+
 def start_build() -> threading.Thread:
     """Build in a background thread, so that compilation overlaps with graph capture. `load` waits for it.
 

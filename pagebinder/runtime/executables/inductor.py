@@ -11,8 +11,10 @@ keeps them.
 from __future__ import annotations
 
 import torch
+from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
+from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.runtime.executables.base import input_names
 
 
@@ -25,8 +27,15 @@ class InductorExecutable:
         self.input_names = input_names(gm)
         lifted, self._weights = lift_weights(gm)
         examples = [n.meta["val"] for n in lifted.graph.nodes if n.op == "placeholder"]
-        with torch.no_grad():
+        with torch.no_grad(), inductor_config.patch(self._options()):
             self._compiled = torch._inductor.standalone_compile(lifted, examples, dynamic_shapes="from_graph")
+
+    @staticmethod
+    def _options() -> dict[str, object]:
+        """Inductor proves each SIMD extension by compiling and importing a library in a new process, some ten
+        seconds in all. Our kernels were built for this very machine by the same compiler: that is the proof.
+        """
+        return {"cpp.vec_isa_ok": True} if cpu_build.is_loaded() else {}
 
     def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.inference_mode():
