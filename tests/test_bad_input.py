@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=5, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def compiled():
-    return pagebinder.compile_model(tiny_llama(), CompileConfig(executable="eager"))
+    return pagebinder.compile_model(tiny_llama(), CompileConfig(executable="eager", block_size=16))
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ class MeanOverTokens(torch.nn.Module):
 
 def test_an_unsupported_layer_is_an_error_that_names_it():
     with pytest.raises(CaptureError, match=r"mean.*it (reduces|works)"):
-        pagebinder.compile_model(MeanOverTokens(), CompileConfig(executable="eager"))
+        pagebinder.compile_model(MeanOverTokens(), CompileConfig(executable="eager", block_size=16))
 
 
 def test_a_failing_step_loses_no_request(engine, expected, monkeypatch):
@@ -227,7 +227,7 @@ def test_an_interrupt_in_generate_frees_everything(engine, expected, monkeypatch
 
 def test_nan_logits_are_reported_not_sampled(expected):
     model = tiny_llama()
-    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", block_size=16))
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     engine = compiled.engine(EngineConfig(num_kv_blocks=40))

@@ -36,7 +36,7 @@ def compiled_pair(name: str, executable: str):
     key = (name, executable)
     if key not in compiled_models:
         model = MODELS[name]()
-        compiled = pagebinder.compile_model(model, CompileConfig(executable=executable))
+        compiled = pagebinder.compile_model(model, CompileConfig(executable=executable, block_size=16))
         compiled_models[key] = (model, compiled)
     return compiled_models[key]
 

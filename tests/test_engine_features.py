@@ -13,7 +13,7 @@ from tests.helpers import tiny_llama
 @pytest.fixture(scope="module")
 def pair():
     model = tiny_llama()
-    return model, pagebinder.compile_model(model, CompileConfig(executable="eager"))
+    return model, pagebinder.compile_model(model, CompileConfig(executable="eager", block_size=16))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_stop_token_ends_the_request_and_is_reported(engine):
 def test_the_end_of_sequence_token_stops_unless_ignored(engine):
     tokens = engine.generate([[1, 2, 3]], greedy())[0].token_ids
     model = tiny_llama(eos_token_id=tokens[2])
-    engine = pagebinder.compile_model(model, CompileConfig(executable="eager")).engine()
+    engine = pagebinder.compile_model(model, CompileConfig(executable="eager", block_size=16)).engine()
     out = engine.generate([[1, 2, 3]], greedy())[0]
     assert (out.token_ids, out.finish_reason) == (tokens[: tokens.index(tokens[2]) + 1], "stop")
     assert engine.generate([[1, 2, 3]], greedy(ignore_eos=True))[0].token_ids == tokens

@@ -27,7 +27,7 @@ def feed(tokenizer, text: str, **options) -> Detokenizer:
 
 
 def test_text_comes_back(tokenizer):
-    assert feed(tokenizer, "naïve – 日本 👍").text == "naïve – 日本 👍"
+    assert feed(tokenizer, "naïve, 日本 👍").text == "naïve, 日本 👍"
 
 
 def test_half_a_character_is_held_back_and_shown_at_the_end(tokenizer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from pagebinder.runtime.request import Request
@@ -47,7 +49,7 @@ def test_all_fields_are_views_of_one_aligned_buffer():
     base = next(iter(tensors.values())).untyped_storage().data_ptr()
     offsets = sorted((t.data_ptr() - base, t.numel() * t.element_size()) for t in tensors.values())
     assert all(start % 64 == 0 for start, _ in offsets)
-    assert all(a + size <= b for (a, size), (b, _) in zip(offsets, offsets[1:]))
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(offsets))
 
 
 def test_groups_have_their_own_tables_slots_and_block_sizes():

@@ -19,6 +19,7 @@ from pagebinder.runtime.kv import (
     spec_from_state,
     specs,
 )
+from pagebinder.runtime.kv.planner import choose_block_size
 
 
 def state(index, window=None, heads=2, dim=8, dtype="float16", layer=None):
@@ -106,7 +107,7 @@ def test_a_group_has_one_table():
 
 
 def test_one_kind_is_one_group_side_by_side_even_with_different_pages():
-    plan = plan_kv_cache([state(0), state(1, heads=4), state(2)], max_model_len=128)
+    plan = plan_kv_cache([state(0), state(1, heads=4), state(2)], block_size=16, max_model_len=128)
     page = 16 * 2 * 16 * 2
     assert layer_names(plan) == [("L0", "L1", "L2")]
     assert [(p.offset_bytes, p.page_bytes, p.slot) for p in plan.layers] == [
@@ -128,7 +129,7 @@ def test_one_kind_is_one_group_side_by_side_even_with_different_pages():
     ],
 )
 def test_uniform_page_grouping_examples(num_full, num_window, expected):
-    plan = plan_kv_cache(states(num_full, num_window), max_model_len=1024)
+    plan = plan_kv_cache(states(num_full, num_window), block_size=16, max_model_len=1024)
     assert layer_names(plan) == [tuple(f"L{i}" for i in group) for group in expected]
     page = 1024
     widest = max(len(group) for group in expected)
@@ -137,7 +138,7 @@ def test_uniform_page_grouping_examples(num_full, num_window, expected):
 
 
 def test_growing_kinds_come_first_and_pages_keep_the_order_of_the_states():
-    plan = plan_kv_cache([state(1, 64), state(2), state(3, 64), state(4)], max_model_len=1024)
+    plan = plan_kv_cache([state(1, 64), state(2), state(3, 64), state(4)], block_size=16, max_model_len=1024)
     assert layer_names(plan) == [("L2", "L4"), ("L1", "L3")]
     assert [(p.layer, p.group, p.slot) for p in plan.layers] == [
         ("L1", 1, 0), ("L2", 0, 0), ("L3", 1, 1), ("L4", 0, 1),
@@ -145,14 +146,14 @@ def test_growing_kinds_come_first_and_pages_keep_the_order_of_the_states():
 
 
 def test_windows_of_different_width_are_different_groups():
-    plan = plan_kv_cache([state(1, 32), state(2, 64)], max_model_len=1024)
+    plan = plan_kv_cache([state(1, 32), state(2, 64)], block_size=16, max_model_len=1024)
     assert layer_names(plan) == [("L1",), ("L2",)]
     assert plan.bytes_per_token == 0
     assert plan.fixed_bytes_per_request == 1024 * ((2 + 1) + (4 + 1))
 
 
 def test_different_page_sizes_share_one_pool_and_the_waste_is_stated():
-    plan = plan_kv_cache(states(2, 2, heads=1), max_model_len=1024)
+    plan = plan_kv_cache(states(2, 2, heads=1), block_size=16, max_model_len=1024)
     assert plan.bytes_per_block == 2 * 1024
     assert plan.padding_bytes_per_block == (0, 1024)
     text = "\n".join(plan.describe())
@@ -160,7 +161,7 @@ def test_different_page_sizes_share_one_pool_and_the_waste_is_stated():
 
 
 def test_waste_adds_up():
-    plan = plan_kv_cache(states(3, 7, window=64), max_model_len=1000)
+    plan = plan_kv_cache(states(3, 7, window=64), block_size=16, max_model_len=1000)
     for tokens in (1, 16, 63, 64, 65, 700, 1000):
         waste = plan.waste(tokens)
         raw = sum(s.formula.subs(specs.TOKENS, tokens) for s in states(3, 7, window=64))
@@ -185,3 +186,29 @@ def test_bad_arguments_and_repeated_paths():
         plan_kv_cache([], max_model_len=128)
     plan = plan_kv_cache([state(0, layer="shared"), state(1, layer="shared")], max_model_len=128)
     assert layer_names(plan) == [("shared#0", "shared#1")]
+
+
+def sized(num_kv_heads=8, head_dim=128, dtype="bfloat16", window=None):
+    return AttentionState(
+        layer=f"L{head_dim}{dtype}{window}", index=0, dtype=dtype, num_kv_heads=num_kv_heads,
+        head_dim=head_dim, head_dim_v=head_dim, window=window,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([sized()], 64),  # 512 bytes a row: 64 tokens make a run of 32 KB
+        ([sized(dtype="float32")], 32),
+        ([sized(head_dim=256, dtype="float32")], 16),
+        ([sized(head_dim=64)], 64),  # never more than 64
+        ([sized(num_kv_heads=1)], 64),  # runs are per head, so their number does not matter
+        ([sized(head_dim=256, dtype="float32"), sized(head_dim=64)], 64),  # the narrowest row decides
+        ([sized(window=4096)], 64),
+        ([sized(window=256)], 32),  # at most an eighth of the window
+        ([sized(window=20)], 16),
+        ([], 16),
+    ],
+)
+def test_the_block_size_gives_long_runs_unless_a_window_is_short(states, expected):
+    assert choose_block_size(states) == expected
