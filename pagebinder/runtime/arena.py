@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
 from pagebinder.custom_ops.layer_state import AttentionState
 from pagebinder.runtime.kv import KVPlan
 
@@ -28,6 +29,7 @@ class KVArena:
         self.num_blocks = num_blocks
         self.bytes_per_block = plan.bytes_per_block
         self.memory = torch.zeros(num_blocks * plan.bytes_per_block, dtype=torch.uint8, device=device)
+        advise_huge_pages(self.memory)  # zeros are not touched yet where they are many
         self.caches = {
             f"kv_cache_{state.index}": self._view(state, page, plan)
             for state, page in zip(states, plan.layers, strict=True)

@@ -152,7 +152,7 @@ BLOCK_SIZES = st.one_of(st.sampled_from([1, 16, 32, 256]), st.integers(1, 256))
 
 
 @st.composite
-def cases(draw, max_context: int = 600, max_new: int = 90, max_requests: int = 4) -> Case:
+def cases(draw, max_context: int = 400, max_new: int = 70, max_requests: int = 4) -> Case:
     """Mixed batches with lengths at and around block borders, and any combination of features."""
     block_size = draw(BLOCK_SIZES)
     borders = st.sampled_from([0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size, 63, 64, 65])

@@ -54,7 +54,7 @@ def test_reference_against_dense(case):
     assert_lse_close(lse, expected_lse)
 
 
-@settings(relaxed, max_examples=150)
+@settings(relaxed, max_examples=120)
 @given(case=cases())
 def test_provider_against_reference(attention, case):
     check(attention, case)

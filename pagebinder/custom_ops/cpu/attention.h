@@ -4,8 +4,8 @@
 // K and V rows, so they are handled together. Rows are cut into tiles and the keys a tile sees into parts:
 //
 //            keys of the request ->      part 0      part 1      part 2
-//     rows of KV head g   tile 0      [    .....|...........|......     ]   one job = one (tile, part, KV head)
-//     (token, head)       tile 1      [         |     ......|.......... ]
+//     rows of KV head g   tile 0      [    .....|...........|......     ]   one job = one (tile, part) for
+//     (token, head)       tile 1      [         |     ......|.......... ]   some of the KV heads
 //
 // How a request is cut depends on that request alone, so its result has the same bits whatever else is in the
 // batch and however many threads run. Threads take jobs from one list, a few at a time and one by one at the end,
@@ -56,6 +56,9 @@ struct AttentionArgs {
 struct KeyRange { int32_t begin, end; };
 KeyRange visible_keys(const AttentionArgs& args, int64_t p, int64_t seq_len);
 
+constexpr int DOT_ROWS = 8;        // up to here rows are dotted one by one, beyond they become vector lanes
+constexpr int MAX_JOB_HEADS = 16;
+
 // `rows` query rows of one request that are computed together, for each KV head.
 struct Tile {
   int32_t request, row_begin, rows;
@@ -66,7 +69,8 @@ struct Tile {
   int64_t first_counter;
 };
 
-struct Job { int32_t tile, part, kv_head; };
+// KV heads [kv_head, kv_head + num_heads) of one part of a tile.
+struct Job { int32_t tile, part, kv_head, num_heads; };
 
 // Keys of one part of a tile.
 inline KeyRange part_keys(const Tile& tile, int part) {

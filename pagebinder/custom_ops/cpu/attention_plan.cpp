@@ -9,12 +9,12 @@
 namespace pagebinder {
 namespace {
 
-constexpr int DOT_ROWS = 8;         // up to here rows are dotted one by one, beyond they become vector lanes
 constexpr int TILE_ROWS = 4 * W;
 constexpr int DOT_PART_KEYS = 1024;  // split-KV: keys of one part in the two regimes
 constexpr int LANE_PART_KEYS = 1024;
 constexpr int MAX_PARTS = 32;
 constexpr int SPLIT_TILES = 4;      // requests with more tiles than this have enough jobs without a split
+constexpr int JOBS_PER_THREAD = 8;  // at least, for balance
 constexpr int MAX_JOBS_AT_ONCE = 16;
 constexpr int64_t SERIAL_BYTES = 96 * 1024;
 
@@ -38,15 +38,27 @@ void split_keys(Tile& tile, int64_t num_tiles, bool dot) {
   tile.parts = static_cast<int32_t>((tile.keys.end + part - 1) / part - tile.keys.begin / part);
 }
 
-// Decodes stream the cache once: the KV heads of a block lie side by side, so they come right after another.
-// Prefills read it once per tile: all tiles of a KV head come together, and K and V stay in the cache.
-void list_jobs(const AttentionArgs& args, Plan& plan, int64_t num_tiles, bool dot) {
-  const int32_t num_heads = static_cast<int32_t>(args.num_kv_heads), end = static_cast<int32_t>(plan.tiles.size());
-  const int32_t begin = end - static_cast<int32_t>(num_tiles);
-  for (int32_t outer = 0; outer < (dot ? 1 : num_heads); ++outer)
-    for (int32_t t = begin; t < end; ++t)
-      for (int32_t part = 0; part < plan.tiles[t].parts; ++part)
-        for (int32_t inner = 0; inner < (dot ? num_heads : 1); ++inner) plan.jobs.push_back({t, part, outer + inner});
+// Decodes stream the cache once, and the KV heads of a block lie side by side in memory: a job takes as many heads
+// as leave enough jobs for all threads. Prefills read K and V once per tile: all tiles of a KV head come together,
+// so that its K and V stay in the cache.
+void list_jobs(const AttentionArgs& args, Plan& plan) {
+  const int32_t num_heads = static_cast<int32_t>(args.num_kv_heads);
+  int64_t decode_parts = 0;
+  for (const Tile& tile : plan.tiles) decode_parts += tile.stride <= DOT_ROWS ? tile.parts : 0;
+  const int64_t enough = JOBS_PER_THREAD * args.num_threads, most = std::min(num_heads, MAX_JOB_HEADS);
+  const int32_t job_heads = static_cast<int32_t>(std::clamp<int64_t>(decode_parts * num_heads / enough, 1, most));
+  const int32_t num_tiles = static_cast<int32_t>(plan.tiles.size());
+  for (int32_t begin = 0, end; begin < num_tiles; begin = end) {
+    for (end = begin; end < num_tiles && plan.tiles[end].request == plan.tiles[begin].request;) ++end;
+    const bool decode = plan.tiles[begin].stride <= DOT_ROWS;
+    for (int32_t outer = 0; outer < (decode ? 1 : num_heads); ++outer)
+      for (int32_t t = begin; t < end; ++t)
+        for (int32_t part = 0; part < plan.tiles[t].parts; ++part) {
+          if (!decode) plan.jobs.push_back({t, part, outer, 1});
+          for (int32_t g = 0; decode && g < num_heads; g += job_heads)
+            plan.jobs.push_back({t, part, g, std::min(job_heads, num_heads - g)});
+        }
+  }
 }
 
 const char* plan_request(const AttentionArgs& args, Plan& plan, int64_t r) {
@@ -82,7 +94,6 @@ const char* plan_request(const AttentionArgs& args, Plan& plan, int64_t r) {
     plan.work_bytes += (tile.keys.end - tile.keys.begin) * args.num_kv_heads * tile.rows;
     plan.tiles.push_back(tile);
   }
-  list_jobs(args, plan, num_tiles, dot);
   return nullptr;
 }
 
@@ -96,6 +107,7 @@ const char* make_plan(const AttentionArgs& args, Plan& plan) {
   if (args.query_start_loc[args.num_requests] > args.num_tokens) return "query_start_loc exceeds the tokens of q";
   for (int64_t r = 0; r < args.num_requests; ++r)
     if (const char* error = plan_request(args, plan, r)) return error;
+  list_jobs(args, plan);
   plan.partials = plan.partial_buffer.at_least<float>(plan.partial_floats);
   plan.counters = plan.counter_buffer.at_least<std::atomic<int>>(plan.num_counters);
   for (int64_t i = 0; i < plan.num_counters; ++i) new (&plan.counters[i]) std::atomic<int>(0);
@@ -114,7 +126,7 @@ void worker(void* context, int) {
   std::atomic<int>& next_job = run.plan.next_job;
   const int total = static_cast<int>(run.plan.jobs.size());
   for (int begin = next_job.load(std::memory_order_relaxed); begin < total;) {
-    const int end = begin + std::clamp((total - begin) / (8 * run.num_workers), 1, MAX_JOBS_AT_ONCE);
+    const int end = begin + std::clamp((total - begin) / (JOBS_PER_THREAD * run.num_workers), 1, MAX_JOBS_AT_ONCE);
     if (!next_job.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
     const Job* jobs = run.plan.jobs.data();
     for (int i = begin; i < end; ++i) run.kernel(run.args, run.plan, jobs[i], i + 1 < end ? &jobs[i + 1] : nullptr);

@@ -69,14 +69,14 @@ inline void merge_parts(const float* partials, int parts, int rows, int row_floa
 template <class T>
 bool merge_if_last(const TileContext<T>& c, Plan& plan, const Job& job, int row_floats, RowResults& results) {
   const int64_t part_floats = static_cast<int64_t>(c.tile.rows) * row_floats;
-  float* partials = plan.partials + c.tile.first_partial + job.kv_head * c.tile.parts * part_floats;
+  float* partials = plan.partials + c.tile.first_partial + c.kv_head * c.tile.parts * part_floats;
   float* mine = partials + job.part * part_floats;
   for (int r = 0; r < c.tile.rows; ++r, mine += row_floats) {
     mine[0] = results.top[r];
     mine[1] = results.sum[r];
     std::memcpy(mine + 2, results.out + r * results.stride, (row_floats - 2) * sizeof(float));
   }
-  std::atomic<int>& finished = plan.counters[c.tile.first_counter + job.kv_head];
+  std::atomic<int>& finished = plan.counters[c.tile.first_counter + c.kv_head];
   if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < c.tile.parts) return false;
   merge_parts(partials, c.tile.parts, c.tile.rows, row_floats, results);
   return true;

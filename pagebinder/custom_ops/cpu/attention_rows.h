@@ -17,22 +17,23 @@ constexpr int MAX_TILE_ROWS = 64;
 template <class T>
 constexpr bool PAIRED = PAGEBINDER_BF16_DOT && std::is_same<T, bf16>::value;
 
-// Where a worker keeps its intermediate data; all parts of one buffer.
+// Where a worker keeps its intermediate data, in one buffer; `query` and `out` exist once per head of a job.
 struct Scratch {
   Buffer buffer;
-  float *query, *scores, *out, *staged_k, *staged_v;
+  size_t query_floats, out_floats;
+  float *query, *out, *scores, *staged_k, *staged_v;
 
-  void reserve(int stride, int width_padded, int width_v_padded) {
-    const size_t query_floats = static_cast<size_t>(stride) * width_padded;
-    const size_t score_floats = static_cast<size_t>(stride) * ROW_BUFFER + W;
-    const size_t out_floats = static_cast<size_t>(stride) * width_v_padded;
-    const size_t k_floats = static_cast<size_t>(ROW_BUFFER) * width_padded;
+  void reserve(int heads, int stride, int width_padded, int width_v_padded) {
+    query_floats = round_up(static_cast<size_t>(stride) * width_padded);
+    out_floats = round_up(static_cast<size_t>(stride) * width_v_padded);
+    const size_t score_floats = round_up(static_cast<size_t>(stride) * ROW_BUFFER + W);
+    const size_t k_floats = round_up(static_cast<size_t>(ROW_BUFFER) * width_padded);
     const size_t v_floats = static_cast<size_t>(ROW_BUFFER) * width_v_padded;
-    query = buffer.at_least<float>(query_floats + score_floats + out_floats + k_floats + v_floats + 5 * 16);
-    scores = query + round_up(query_floats);
-    out = scores + round_up(score_floats);
-    staged_k = out + round_up(out_floats);
-    staged_v = staged_k + round_up(k_floats);
+    query = buffer.at_least<float>(heads * (query_floats + out_floats) + score_floats + k_floats + v_floats);
+    out = query + heads * query_floats;
+    scores = out + heads * out_floats;
+    staged_k = scores + score_floats;
+    staged_v = staged_k + k_floats;
   }
   static size_t round_up(size_t floats) { return (floats + 15) / 16 * 16; }
 };
@@ -42,13 +43,15 @@ template <class T>
 struct TileContext {
   const AttentionArgs& args;
   const Tile& tile;
-  int kv_head;
   int width, width_v, vectors_v;  // vectors_v: vectors of an output row
   Scratch& scratch;
-  const T* q_rows[MAX_TILE_ROWS];
-  const T* row_buffers[2][ROW_BUFFER];
-  const T **rows, **next_rows;    // of the keys at hand and of the block after them; V follows K in a row
+  int kv_head;                    // at hand
+  float* query;                   // its packed queries
+  Rows<T> rows, ahead;            // cache rows of the keys at hand and of those read after them: K, then V
 
+  const T* query_row(int row) const {
+    return static_cast<const T*>(args.q) + token_of(row) * args.q_token_stride + head_of(row) * args.q_head_stride;
+  }
   int64_t token_of(int row) const {
     return args.query_start_loc[tile.request] + (tile.row_begin + row) / args.group();
   }
@@ -94,10 +97,10 @@ bool find_rows(const AttentionArgs& a, const Tile& tile, int kv_head, const Bloc
 
 // Rows converted to float32 in contiguous scratch, padded with zeros to whole vectors.
 template <class T>
-void stage_rows(const T* const* rows, int offset, int num_rows, int width, float* staged, const float** staged_rows) {
+void stage_rows(Rows<T> rows, int num_rows, int width, float* staged, const float** staged_rows) {
   const int full = width / W * W, padded = (width + W - 1) / W * W;
   for (int k = 0; k < num_rows; ++k) {
-    const T* from = rows[k] + offset;
+    const T* from = rows[k];
     float* to = staged + k * padded;
     for (int d = 0; d < full; d += W) store(to + d, load_float(from + d));
     if (full < width) store(to + full, load_float_part(from + full, width - full));

@@ -12,6 +12,15 @@ namespace pagebinder {
 
 constexpr int MAX_KEYS_AT_ONCE = 16;  // forms may compute (and ignore) fewer keys than this beyond the last
 
+// Rows somewhere in memory: row k is `offset` elements after rows[k].
+template <class T>
+struct Rows {
+  const T* const* rows;
+  int64_t offset;
+  PB_INLINE const T* operator[](int k) const { return rows[k] + offset; }
+  PB_INLINE Rows after(int64_t elements) const { return {rows, offset + elements}; }
+};
+
 // How a form reads elements. `Key` in the cache, `Query` as packed; `STEP` elements make one multiply-add.
 template <class T>
 struct FloatElements {
@@ -69,23 +78,26 @@ void pack_dot_queries(const T* const* q_rows, int rows, int width, typename E::Q
   }
 }
 
-// `next_rows` are those of the next block of keys: asked for now, read later.
+// `ahead` are the rows that will be read after these: they are asked for now, so that memory and arithmetic overlap
+// also where a table jumps between pages.
 template <class E, int ROWS>
-void dot_scores(const typename E::Key* const* k_rows, const typename E::Key* const* next_rows, int num_keys,
-                const typename E::Query* q, int width, float* scores) {
+void dot_scores(Rows<typename E::Key> k_rows, Rows<typename E::Key> ahead, int num_keys, const typename E::Query* q,
+                int width, float* scores) {
   constexpr int KEYS = W > ROWS ? W / ROWS : 1;  // keys whose sums fill whole vectors
   constexpr int SUB = KEYS < 8 ? KEYS : 8;       // keys in flight
-  const int full = width / E::STEP;
+  const int steps = (width + E::STEP - 1) / E::STEP, last = width - E::STEP;
   for (int k = 0; k < num_keys; k += KEYS) {
     VF sum[KEYS * ROWS] = {};
     PB_UNROLL
     for (int sub = 0; sub < KEYS; sub += SUB) {
       const typename E::Key* key[SUB];
-      for (int j = 0; j < SUB; ++j) {
-        key[j] = k_rows[k + sub + j];
-        prefetch(next_rows[k + sub + j], width);
-      }
-      auto step = [&](int offset, const typename E::Query* packed) __attribute__((always_inline)) {
+      PB_UNROLL
+      for (int j = 0; j < SUB; ++j) key[j] = k_rows[k + sub + j];
+      PB_UNROLL
+      for (int j = 0; j < SUB; ++j) prefetch(ahead[k + sub + j], width);
+      const typename E::Query* packed = q;
+      for (int i = 0; i < steps; ++i, packed += ROWS * E::STEP) {
+        const int offset = i * E::STEP < last ? i * E::STEP : last;
         typename E::Vec query[ROWS];
         PB_UNROLL
         for (int r = 0; r < ROWS; ++r) query[r] = E::load_query(packed + r * E::STEP);
@@ -96,9 +108,7 @@ void dot_scores(const typename E::Key* const* k_rows, const typename E::Key* con
           for (int r = 0; r < ROWS; ++r)
             sum[(sub + j) * ROWS + r] = E::madd(sum[(sub + j) * ROWS + r], x, query[r]);
         }
-      };
-      for (int i = 0; i < full; ++i) step(i * E::STEP, q + i * ROWS * E::STEP);
-      if (full * E::STEP < width) step(width - E::STEP, q + full * ROWS * E::STEP);
+      }
     }
     PB_UNROLL
     for (int v = 0; v < KEYS * ROWS / W; ++v) store(scores + k * ROWS + v * W, sum_lanes(sum + v * W));
@@ -134,7 +144,7 @@ void pack_lane_queries(const T* const* q_rows, int rows, int width, int stride, 
 }
 
 template <class E, int VECTORS>
-void lane_scores(const typename E::Key* const* k_rows, int num_keys, const typename E::Query* q, int width,
+void lane_scores(Rows<typename E::Key> k_rows, int num_keys, const typename E::Query* q, int width,
                  float* scores) {
   constexpr int STRIDE = VECTORS * W;
   // As many sums as registers hold: 32 with AVX-512, else 16.

@@ -3,6 +3,7 @@
 // With fewer rows than lanes a vector holds several keys: lane i is key i / ROWS, row i % ROWS.
 #pragma once
 
+#include "attention.h"
 #include "simd.h"
 
 namespace pagebinder {
@@ -26,6 +27,7 @@ struct SoftmaxState {
   VI position[VECTORS];                   // absolute position of the query
   VF slope[VECTORS];                      // ALiBi, in log2 units
   VI lane_key;
+  KeyRange common;                        // keys that all rows see
 };
 
 template <int DISTANCE>

@@ -4,6 +4,7 @@
 // last one ends at the width of V and may overlap the one before, so that no load leaves a V row.
 #pragma once
 
+#include "attention_scores.h"
 #include "simd.h"
 
 namespace pagebinder {
@@ -15,15 +16,6 @@ struct ValueBlock {
   float* out;
   int out_stride;
   bool first;               // nothing accumulated yet: `out` is not read
-};
-
-// V rows: `offset` elements after the pointers in `rows`. Those in `next` come after them, in the next block of
-// keys: they are asked for now, so that memory and arithmetic overlap also where a table jumps between pages.
-template <class T>
-struct ValueRows {
-  const T* const* rows;
-  const T* const* next;
-  int offset;
 };
 
 template <int ROWS, int COLUMNS>
@@ -47,14 +39,15 @@ PB_INLINE void end_block(const ValueBlock& b, int row, int column, VF (&sum)[ROW
 
 // Rows [row, row + ROWS) and vectors [column, column + COLUMNS), which start at element `offset` of a V row.
 template <int STRIDE, int ROWS, int COLUMNS, class T>
-PB_INLINE void value_block(const ValueBlock& b, const ValueRows<T>& v_rows, int row, int column, int offset) {
+PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, Rows<T> ahead, int row, int column, int offset) {
   VF sum[ROWS][COLUMNS];
   begin_block(b, row, column, sum);
   const float* weight = b.weights + row;
-  offset += v_rows.offset;
+  v_rows = v_rows.after(offset);
+  ahead = ahead.after(offset);
   for (int k = 0; k < b.num_keys; ++k, weight += STRIDE) {
-    const T* from = v_rows.rows[k] + offset;
-    if (STRIDE <= 8 && row == 0) prefetch(v_rows.next[k] + offset, COLUMNS * W);
+    const T* from = v_rows[k];
+    if (STRIDE <= 8 && row == 0) prefetch(ahead[k], COLUMNS * W);
     VF v[COLUMNS];
     PB_UNROLL
     for (int c = 0; c < COLUMNS; ++c) v[c] = load_float(from + c * W);
@@ -70,28 +63,29 @@ PB_INLINE void value_block(const ValueBlock& b, const ValueRows<T>& v_rows, int 
 
 // All columns of some rows: as many vectors at a time as registers allow, then halves of that.
 template <int STRIDE, int ROWS, int COLUMNS, class T>
-PB_INLINE void value_columns(const ValueBlock& b, const ValueRows<T>& v_rows, int row, int column, int width) {
+PB_INLINE void value_columns(const ValueBlock& b, Rows<T> v_rows, Rows<T> ahead, int row, int column, int width) {
   const int full = width / W;
   for (; column + COLUMNS <= full; column += COLUMNS)
-    value_block<STRIDE, ROWS, COLUMNS>(b, v_rows, row, column, column * W);
-  if constexpr (COLUMNS > 1) value_columns<STRIDE, ROWS, COLUMNS / 2>(b, v_rows, row, column, width);
-  else if (full * W < width) value_block<STRIDE, ROWS, 1>(b, v_rows, row, full, width - W);
+    value_block<STRIDE, ROWS, COLUMNS>(b, v_rows, ahead, row, column, column * W);
+  if constexpr (COLUMNS > 1) value_columns<STRIDE, ROWS, COLUMNS / 2>(b, v_rows, ahead, row, column, width);
+  else if (full * W < width) value_block<STRIDE, ROWS, 1>(b, v_rows, ahead, row, full, width - W);
 }
 
 template <int STRIDE, class T>
-void add_values(const ValueBlock& block, const ValueRows<T>& v_rows, int rows, int width) {
+void add_values(const ValueBlock& block, Rows<T> v_rows, Rows<T> ahead, int rows, int width) {
   constexpr int ROWS = STRIDE < 8 ? STRIDE : W == 16 ? 8 : 4;
   constexpr int SUMS = W == 16 ? 16 : 8;
   constexpr int COLUMNS = SUMS / ROWS < 8 ? SUMS / ROWS : 8;
-  for (int row = 0; row < rows; row += ROWS) value_columns<STRIDE, ROWS, COLUMNS>(block, v_rows, row, 0, width);
+  for (int row = 0; row < rows; row += ROWS)
+    value_columns<STRIDE, ROWS, COLUMNS>(block, v_rows, ahead, row, 0, width);
 }
 
 #if PAGEBINDER_BF16_DOT
 // V of two keys side by side: word [pair][column] = (key 2i, key 2i+1).
-inline void pack_value_pairs(const bf16* const* rows, int v_offset, int num_keys, int width, uint32_t* packed) {
+inline void pack_value_pairs(Rows<bf16> rows, int num_keys, int width, uint32_t* packed) {
   const int vectors = (width + W - 1) / W;
   for (int k = 0; k < num_keys; k += 2) {
-    const bf16 *even = rows[k] + v_offset, *odd = rows[k + 1] + v_offset;
+    const bf16 *even = rows[k], *odd = rows[k + 1];
     for (int i = 0; i < vectors; ++i) {
       const int offset = i * W + W <= width ? i * W : width - W;
       VU pair = widen(load<VH>(even + offset)) | (widen(load<VH>(odd + offset)) << 16);
