@@ -36,7 +36,9 @@ def machine() -> dict:
     }
 
 
-def alternate(cases: dict[str, Callable[[], object]], *, rounds: int, warmups: int = 1) -> dict[str, list[float]]:
+def alternate(
+    cases: dict[str, Callable[[], object]], *, rounds: int, warmups: int = 1
+) -> dict[str, list[float]]:
     """Seconds of each case, run in turns so that a busy moment hits all of them alike."""
     for _ in range(warmups):
         for run in cases.values():

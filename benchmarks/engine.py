@@ -1,6 +1,6 @@
 """The shipped model: our engine beside transformers' `generate`, cold start, and where a step's time goes.
 
-    python benchmarks/engine.py [--rounds 5]
+python benchmarks/engine.py [--rounds 5]
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def cold_start_seconds(*, keep_caches: str | None = None) -> float:
     with tempfile.TemporaryDirectory() as fresh:
         root = keep_caches or fresh
         env = {**os.environ, "PAGEBINDER_CACHE": root, "TORCHINDUCTOR_CACHE_DIR": f"{root}/inductor"}
-        out = subprocess.run([sys.executable, "-c", COLD_START], env=env, capture_output=True, text=True, check=True)
+        out = subprocess.run(
+            [sys.executable, "-c", COLD_START], env=env, capture_output=True, text=True, check=True
+        )
     return float(out.stdout.strip().splitlines()[-1])
 
 
@@ -91,7 +93,9 @@ def main(rounds: int = 5, cold_rounds: int = 3) -> None:
         table.add_row(str(row["requests"]), f"{rates['pagebinder']:.0f}", f"{rates['transformers']:.0f}",
                       f"{row['ratio']:.2f}", f"{outside:.1%}")  # fmt: skip
     console.print(table)
-    console.print(f"import + compile + first token: {median(cold):.1f} s with empty caches, {median(warm):.1f} s warm")
+    console.print(
+        f"import + compile + first token: {median(cold):.1f} s with empty caches, {median(warm):.1f} s warm"
+    )
     path = save("engine_cpu", {"cold_start_seconds": cold, "warm_start_seconds": warm, "throughput": rows})
     console.print(f"wrote {path.relative_to(path.parents[2])}")
 

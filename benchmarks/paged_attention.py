@@ -1,14 +1,15 @@
 """What paging costs: the attention kernel over shuffled blocks against the same kernel over contiguous K and V.
 
-    python benchmarks/paged_attention.py [--threads 1 2] [--rounds 15] [--block-size 16] [--only decode]
+    python benchmarks/paged_attention.py [--threads 1 2] [--rounds 15] [--block-size N] [--only decode]
                                          [--small-pages] [--output FILE]
 
-Every case runs three ways in turn, round after round: `paged` (blocks of --block-size tokens in random order),
-`contiguous` (the same kernel, one block per request) and `sdpa` (torch's scaled_dot_product_attention on
-contiguous tensors). Ratios are medians over rounds of the ratio within a round, so that a slow spell of the
-machine hits all three; `best` ratios compare the fastest samples. `sdpa` is sampled in the first rounds only,
-because it is slow. Decode is limited by memory: its bandwidth (K and V bytes of the whole context, once per call)
-stands beside the bandwidth at which this machine reads a tensor far larger than its caches.
+Every case runs three ways in turn, round after round: `paged` (blocks in random order, of --block-size tokens or
+as the planner chooses), `contiguous` (the same kernel, one block per request) and `sdpa` (torch's
+scaled_dot_product_attention on contiguous tensors). Ratios are medians over rounds of the ratio within a round,
+so that a slow spell of the machine hits all three; `best` ratios compare the fastest samples. `sdpa` is sampled
+in the first rounds only, because it is slow. Decode is limited by memory: its bandwidth (K and V bytes of the
+whole context, once per call) stands beside the rate at which this machine reads a tensor far larger than its
+caches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ import torch
 
 from pagebinder.custom_ops.cpu import build
 from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
+from pagebinder.custom_ops.layer_state import AttentionState
 from pagebinder.custom_ops.providers import OpNeed, select_provider
+from pagebinder.runtime.kv.planner import choose_block_size
 
 SAMPLE_SECONDS = 0.03
 SDPA_ROUNDS = 5
@@ -73,6 +76,15 @@ def random_memory(shape: tuple[int, ...], dtype: torch.dtype, huge_pages: bool) 
     if huge_pages:
         advise_huge_pages(memory)
     return memory.normal_()
+
+
+def planned_block_size(load: Workload) -> int:
+    """What the planner chooses for a layer of this shape."""
+    state = AttentionState(
+        layer="", index=0, dtype=load.dtype, num_kv_heads=load.num_kv_heads, head_dim=load.head_dim,
+        head_dim_v=load.head_dim,
+    )  # fmt: skip
+    return choose_block_size([state])
 
 
 def paged_call(op, load: Workload, block_size: int, huge_pages: bool):
@@ -131,9 +143,10 @@ def alternate(calls: dict, rounds: int) -> dict[str, list[float]]:
 
 def measure(op, load: Workload, options: argparse.Namespace, read_gb_per_s: float) -> dict:
     huge_pages = not options.small_pages
+    block_size = options.block_size or planned_block_size(load)
     samples = alternate(
         {
-            "paged": paged_call(op, load, options.block_size, huge_pages),
+            "paged": paged_call(op, load, block_size, huge_pages),
             "contiguous": paged_call(op, load, load.context, huge_pages),
             "sdpa": sdpa_call(load, huge_pages),
         },
@@ -146,6 +159,7 @@ def measure(op, load: Workload, options: argparse.Namespace, read_gb_per_s: floa
     median = {name: statistics.median(values) for name, values in samples.items()}
     result = {
         **asdict(load),
+        "block_size": block_size,
         "median_ms": {name: round(value * 1e3, 4) for name, value in median.items()},
         "best_ms": {name: round(min(values) * 1e3, 4) for name, values in samples.items()},
         "paged_over_contiguous": ratio("paged", "contiguous"),
@@ -215,7 +229,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=15, help=f"samples of each way (at least {SDPA_ROUNDS})"
     )
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--block-size", type=int, help="tokens; default: what the planner chooses")
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--small-pages", action="store_true", help="do not ask for huge pages")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -225,7 +239,7 @@ def main() -> None:
     torch.manual_seed(0)
     op = select_provider(OpNeed(op="paged_attention"), "cpu").overload
     report = {"machine": machine(), "huge_pages": not options.small_pages}
-    report |= {"block_size": options.block_size, "rounds": options.rounds}
+    report |= {"block_size": options.block_size or "planned", "rounds": options.rounds}
     report["dispatch_us"] = dispatch_microseconds(op, options.rounds)
     print(f"dispatch {report['dispatch_us']} us")
     report["runs"] = [run(op, threads, options) for threads in options.threads]

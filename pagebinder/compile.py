@@ -21,7 +21,7 @@ from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.custom_ops.attention.semantic import ATTENTION
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.describe import fill_report
-from pagebinder.errors import CaptureError, ConfigError
+from pagebinder.errors import CaptureError, CompilerNotFoundError, ConfigError
 from pagebinder.explain import explain_text
 from pagebinder.frontend.attention_interface import hooked_attention
 from pagebinder.frontend.audit import audit
@@ -92,10 +92,18 @@ class CompiledModel:
         """Run one graph on one sequence: input_ids [T] int64 -> logits [T, V]. Paged levels get a scratch cache.
 
         Raises:
-            ConfigError: `level` is none of "captured", "semantic", "paged", "fused".
+            ConfigError: `level` is none of "captured", "semantic", "paged", "fused"; bad input_ids.
         """
         if level not in LEVELS:
             raise ConfigError(f"level={level!r}: use one of {', '.join(LEVELS)}.")
+        if not (
+            isinstance(input_ids, torch.Tensor) and input_ids.dtype == torch.int64 and input_ids.dim() == 1
+        ):
+            raise ConfigError("run_level takes the token ids of one sequence as an int64 tensor [T].")
+        if not 1 <= len(input_ids) <= self.max_model_len:
+            raise ConfigError(f"run_level takes 1 to {self.max_model_len} tokens, not {len(input_ids)}.")
+        if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < self.source.vocab_size:
+            raise ConfigError(f"A token id is outside the vocabulary of {self.source.vocab_size}.")
         gm = self.graphs[level]
         with torch.inference_mode():
             if level in ("captured", "semantic"):
@@ -177,6 +185,8 @@ def load_source(model: Any, config: CompileConfig) -> ModelSource:
 def compile_source(source: ModelSource, config: CompileConfig, report: CompileReport, stage) -> CompiledModel:
     """The stages after loading."""
     max_model_len = _max_model_len(source, config)
+    if config.executable == "inductor" and (problem := cpu_build.problem()) is not None:
+        raise CompilerNotFoundError(f'executable="inductor" needs a C++ compiler: {problem}. Or use "eager".')
     if source.device.type == "cpu":
         cpu_build.start_build()  # on first use: it takes seconds, and so does the capture
     with stage("capture"):

@@ -37,7 +37,7 @@ def _strict(error: type[Exception]) -> Callable[[type], type]:
             for key in kwargs:
                 if key not in names:
                     near = difflib.get_close_matches(key, names, n=1)
-                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    hint = f"; did you mean {near[0]!r}?" if near else "."
                     raise error(f"{cls.__name__} has no option {key!r}{hint} Options: {', '.join(names)}.")
             original(self, **kwargs)
 
@@ -123,7 +123,9 @@ class CompileConfig:
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= 1)
             _require(ok, ConfigError, f"{name}={value!r}: use a whole number of tokens, at least 1, or None.")
-        device_ok = self.device == "auto" or self.device.split(":")[0] in ("cpu", "cuda")
+        if isinstance(self.device, torch.device):
+            object.__setattr__(self, "device", str(self.device))
+        device_ok = isinstance(self.device, str) and self.device.split(":")[0] in ("auto", "cpu", "cuda")
         _require(device_ok, ConfigError, f'device={self.device!r}: use "auto", "cpu" or "cuda".')
 
 
@@ -166,6 +168,10 @@ class EngineConfig:
             _require(_is_int(value) and value >= 1, ConfigError, f"{name}={value!r}: use at least 1.")
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError(f'scheduling_policy={self.scheduling_policy!r}: use "fcfs" or "priority".')
+        _require(_is_int(self.seed), ConfigError, f"seed={self.seed!r}: use a whole number.")
+        for name in ("prefix_caching", "check_integrity"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), ConfigError, f"{name}={value!r}: use True or False.")
         threshold = self.long_prefill_token_threshold
         _require(
             _is_int(threshold) and threshold >= 0, ConfigError, "long_prefill_token_threshold: use 0 or more."
@@ -208,10 +214,19 @@ class SamplingParams:
         def check(condition, message):
             _require(bool(condition), RequestError, message)
 
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        check(
+            self.stop is None or isinstance(self.stop, (str, list, tuple)),
+            f"stop={self.stop!r}: use strings.",
+        )
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         check(all(isinstance(s, str) and s for s in stop), f"stop={self.stop!r}: use non-empty strings.")
         object.__setattr__(self, "stop", stop)
-        ids = tuple(self.stop_token_ids)
+        ids = self.stop_token_ids
+        check(
+            ids is None or isinstance(ids, (list, tuple, set, frozenset)),
+            f"stop_token_ids={ids!r}: use a list.",
+        )
+        ids = tuple(ids or ())
         check(all(_is_int(t) and t >= 0 for t in ids), f"stop_token_ids={ids!r}: use token ids, 0 or more.")
         object.__setattr__(self, "stop_token_ids", ids)
         max_tokens = self.max_tokens
@@ -226,8 +241,8 @@ class SamplingParams:
         check(
             _is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, f"min_p={self.min_p!r}: use 0 <= min_p <= 1."
         )
-        check(_is_number(self.repetition_penalty) and self.repetition_penalty > 0.0,
-              f"repetition_penalty={self.repetition_penalty!r}: use more than 0 (1.0 = off).")  # fmt: skip
+        check(_is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100.0,
+              f"repetition_penalty={self.repetition_penalty!r}: use 0.01 to 100 (1.0 = off).")  # fmt: skip
         check(self.seed is None or _is_int(self.seed), f"seed={self.seed!r}: use a whole number or None.")
         check(self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0),
               f"logprobs={self.logprobs!r}: use 0 or more, or None.")  # fmt: skip

@@ -52,4 +52,6 @@ def tiny_qwen3(**overrides) -> PreTrainedModel:
 
 
 def tiny_mistral(window: int, **overrides) -> PreTrainedModel:
-    return scale_weights(MistralForCausalLM(MistralConfig(**{**_SHAPE, "sliding_window": window, **overrides})))
+    return scale_weights(
+        MistralForCausalLM(MistralConfig(**{**_SHAPE, "sliding_window": window, **overrides}))
+    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 
@@ -17,7 +20,7 @@ from pagebinder import (
     RequestError,
     SamplingParams,
 )
-from tests.helpers import VOCAB_SIZE, tiny_llama
+from tests.helpers import VOCAB_SIZE, tiny_llama, tiny_mistral
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0)
 
@@ -74,6 +77,8 @@ BAD_PARAMS = {
     "top_p": (dict(top_p=0.0), "top_p"),
     "min_p": (dict(min_p=2.0), "min_p"),
     "repetition_penalty": (dict(repetition_penalty=0.0), "repetition_penalty"),
+    "tiny repetition_penalty": (dict(repetition_penalty=1e-40), "0.01 to 100"),
+    "stop_token_ids, one number": (dict(stop_token_ids=5), "use a list"),
     "stop": (dict(stop=""), "stop"),
     "stop_token_ids": (dict(stop_token_ids=(-4,)), "stop_token_ids"),
     "n": (dict(n=0), "n=0"),
@@ -123,6 +128,40 @@ def test_a_taken_id_among_n_samples_queues_none_of_them(engine):
     assert engine.stats().waiting == 1
 
 
+def test_a_bad_priority_is_refused_before_it_is_queued(compiled, expected):
+    engine = compiled.engine(EngineConfig(num_kv_blocks=40, scheduling_policy="priority"))
+    engine.add_request("good", [1, 2, 3], GREEDY)
+    with pytest.raises(RequestError, match="priority=None"):
+        engine.add_request("bad", [4, 5], GREEDY, priority=None)
+    outputs = [o for o in iter_until_done(engine) if o.finished]
+    assert [o.token_ids for o in outputs] == [expected]
+
+
+def test_generate_finds_ids_of_its_own(engine, expected):
+    for n in range(3):
+        engine.add_request(f"request-{n}", [1], GREEDY)
+    assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("options", [dict(top_k=10**30), dict(temperature=1e-300)])
+def test_extreme_values_do_not_stop_the_engine(engine, expected, options):
+    out = engine.generate([[1, 2, 3]], SamplingParams(**{"max_tokens": 5, "top_k": 1, **options}))[0]
+    assert len(out.token_ids) == 5
+    if "temperature" in options:
+        assert out.token_ids == expected
+
+
+def test_a_cache_larger_than_memory_is_refused(compiled):
+    with pytest.raises(CacheCapacityError, match="cannot be allocated"):
+        compiled.engine(EngineConfig(num_kv_blocks=10**12))
+
+
+def test_run_level_refuses_bad_sequences(compiled):
+    for bad in ([1, 2], torch.tensor([[1]]), torch.tensor([VOCAB_SIZE]), torch.zeros(513, dtype=torch.int64)):
+        with pytest.raises(ConfigError, match="run_level takes|outside the vocabulary"):
+            compiled.run_level("fused", bad)
+
+
 def test_aborting_an_unknown_request_does_nothing(engine):
     assert engine.abort("nobody") is None
 
@@ -139,6 +178,9 @@ BAD_CONFIGS = {
     "verify": (CompileConfig, dict(verify="always"), "verify"),
     "both sizes": (EngineConfig, dict(kv_cache_bytes=1, num_kv_blocks=1), "not both"),
     "seqs": (EngineConfig, dict(max_num_seqs=0), "max_num_seqs=0"),
+    "engine seed": (EngineConfig, dict(seed=1.5), "seed=1.5"),
+    "prefix caching": (EngineConfig, dict(prefix_caching="no"), "True or False"),
+    "device, not a string": (CompileConfig, dict(device=3), "device=3"),
     "policy": (EngineConfig, dict(scheduling_policy="lifo"), "fcfs"),
 }
 
@@ -223,6 +265,35 @@ def test_an_interrupt_in_generate_frees_everything(engine, expected, monkeypatch
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.num_blocks - 1)
     assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
+
+
+def test_ctrl_c_at_any_moment_leaves_the_books_balanced():
+    """SIGINT from a timer, at moments spread over steps of a window model with other requests in flight."""
+    compiled = pagebinder.compile_model(tiny_mistral(20), CompileConfig(executable="eager", block_size=16))
+    engine = compiled.engine(EngineConfig(num_kv_blocks=40, max_num_batched_tokens=16, check_integrity=True))
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    expected = engine.generate([list(range(50))], params)[0].token_ids
+    engine.add_request("background", list(range(60, 100)), SamplingParams(max_tokens=200, temperature=0.0))
+    interrupted = 0
+    for i in range(40):
+        signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.0007 * i)
+        try:
+            engine.generate([list(range(50)), [7] * (i + 1)], params)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        engine.check_integrity()
+    assert interrupted > 5
+    assert engine.generate([list(range(50))], params)[0].token_ids == expected
+
+
+@pytest.fixture(autouse=True)
+def timer_raises_keyboard_interrupt():
+    """The timer's signal is handed on as SIGINT, as a terminal would send it."""
+    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    yield
+    signal.signal(signal.SIGALRM, before)
 
 
 def test_nan_logits_are_reported_not_sampled(expected):

@@ -152,7 +152,9 @@ def test_generated_code_passes_caches_through_untouched():
     _, compiled = compiled_pair("llama", "eager")
     with inductor_config.patch(force_disable_caches=True):
         _, code = run_and_get_code(InductorExecutable, compiled.graphs["fused"])
-    body = re.search(r"def call\(self, args\):\n(.*?)\n        return \(", "\n".join(code), re.DOTALL).group(1)
+    body = re.search(r"def call\(self, args\):\n(.*?)\n        return \(", "\n".join(code), re.DOTALL).group(
+        1
+    )
     names = compiled.executable.input_names
     caches = [i for i, name in enumerate(names) if name.startswith("kv_cache_")]
     assert len(caches) == len(compiled.states)

@@ -209,5 +209,7 @@ def _generation_tokens(path: Path) -> tuple[frozenset[int], int | None]:
     if not isinstance(generation, dict):
         raise CheckpointError(f"{file} holds a {type(generation).__name__}, not generation options.")
     eos = generation.get("eos_token_id")
-    ids = frozenset([eos] if isinstance(eos, int) else eos or [])
-    return ids, generation.get("bos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) for token in ids):
+        raise CheckpointError(f"{file}: eos_token_id is {eos!r}; it must be a token id or a list of them.")
+    return frozenset(ids), generation.get("bos_token_id")

@@ -17,6 +17,7 @@ import torch
 
 from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
 from pagebinder.custom_ops.layer_state import AttentionState
+from pagebinder.errors import CacheCapacityError
 from pagebinder.runtime.kv import KVPlan
 
 
@@ -28,7 +29,14 @@ class KVArena:
     ) -> None:
         self.num_blocks = num_blocks
         self.bytes_per_block = plan.bytes_per_block
-        self.memory = torch.zeros(num_blocks * plan.bytes_per_block, dtype=torch.uint8, device=device)
+        num_bytes = num_blocks * plan.bytes_per_block
+        try:
+            self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, MemoryError) as error:
+            raise CacheCapacityError(
+                f"The KV cache of {num_blocks:,} blocks ({num_bytes / 2**30:,.1f} GiB) cannot be allocated on "
+                f"{device}; give fewer kv_cache_bytes or num_kv_blocks."
+            ) from error
         advise_huge_pages(self.memory)  # zeros are not touched yet where they are many
         self.caches = {
             f"kv_cache_{state.index}": self._view(state, page, plan)

@@ -20,6 +20,7 @@ from pagebinder.errors import CacheCapacityError, RequestError
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.detokenizer import Detokenizer
 from pagebinder.runtime.executables import Executable
+from pagebinder.runtime.interrupts import deferred_interrupts
 from pagebinder.runtime.kv import KVCacheManager, KVPlan
 from pagebinder.runtime.outputs import EngineStats, RequestOutput
 from pagebinder.runtime.request import Request
@@ -60,7 +61,7 @@ class Engine:
     """Serves many requests at once over one KV cache. Not thread safe: one thread steps it.
 
     Bad requests raise before anything changes. An exception or Ctrl-C inside `generate` or `stream` aborts the
-    requests of that call; the engine stays usable.
+    requests of that call; the engine stays usable. Ctrl-C takes effect between steps, never inside one.
     """
 
     def __init__(self, model: EngineModel, config: EngineConfig | None = None) -> None:
@@ -126,7 +127,9 @@ class Engine:
         Raises:
             RequestError, CacheCapacityError: nothing was queued.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(priority, int):
+            raise RequestError(f"priority={priority!r}: use a whole number, smaller is served first.")
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id={request_id!r}: use a non-empty string.")
         tokens = prompt_token_ids(prompt, self.model.tokenizer, self.model.vocab_size)
@@ -136,8 +139,9 @@ class Engine:
         if taken is not None:
             raise RequestError(f"Request id {taken!r} is already in use; choose another.")
         base = params.seed if params.seed is not None else self._fresh_seed()
-        for sample_index, i in enumerate(ids):
-            self._queue(i, tokens, params, base + sample_index, priority, cache_salt)
+        with deferred_interrupts():
+            for sample_index, i in enumerate(ids):
+                self._queue(i, tokens, params, base + sample_index, priority, cache_salt)
         return ids
 
     def _queue(self, request_id, tokens, params, seed, priority, cache_salt) -> None:
@@ -159,12 +163,13 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request and free its blocks; returns what it had generated, or None if it is unknown."""
-        live = self._live.pop(request_id, None)
-        if live is None:
-            return None
-        self.scheduler.abort(request_id)
-        self.planner.tables.drop(request_id)
-        return self._output(live)
+        with deferred_interrupts():
+            live = self._live.pop(request_id, None)
+            if live is None:
+                return None
+            self.scheduler.abort(request_id)
+            self.planner.tables.drop(request_id)
+            return self._output(live)
 
     @property
     def has_unfinished(self) -> bool:
@@ -180,7 +185,8 @@ class Engine:
         no request is lost: the next step repeats the work.
         """
         if self._live:
-            self._step()
+            with deferred_interrupts():
+                self._step()
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
@@ -278,20 +284,24 @@ class Engine:
             yield
             while mailbox or any(i in self._live for i in ids):
                 if not mailbox:
-                    self._step()
+                    with deferred_interrupts():
+                        self._step()
                 while mailbox:
                     yield mailbox.popleft()
         finally:
-            for i in ids:
-                self._mailboxes.pop(i, None)
-                self.abort(i)
+            with deferred_interrupts():
+                for i in ids:
+                    self._mailboxes.pop(i, None)
+                    self.abort(i)
 
     def _add_all(self, prompts, params) -> list[str]:
-        if isinstance(prompts, torch.Tensor):
+        if hasattr(prompts, "tolist"):  # a tensor or an array
             prompts = prompts.tolist()
+        if not isinstance(prompts, (str, Sequence)):
+            raise RequestError(f"Give a prompt or a list of prompts, not {type(prompts).__name__}.")
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        if params is None or isinstance(params, SamplingParams):
+        if not isinstance(params, (list, tuple)):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(
@@ -300,7 +310,7 @@ class Engine:
         ids: list[str] = []
         try:
             for prompt, p in zip(prompts, params):
-                ids += self.add_request(f"request-{next(self._ids)}", prompt, p)
+                ids += self.add_request(self._fresh_id(), prompt, p)
         except BaseException:
             for i in ids:
                 self.abort(i)
@@ -337,6 +347,9 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while requests hold blocks."""
         return self.kv.reset_prefix_cache()
+
+    def _fresh_id(self) -> str:
+        return next(i for i in (f"request-{n}" for n in self._ids) if i not in self._live)
 
     def _fresh_seed(self) -> int:
         """A seed for a request that brings none: the engine's seed and a running number."""

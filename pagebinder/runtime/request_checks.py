@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from numbers import Integral
 
 from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
@@ -23,21 +22,24 @@ def prompt_token_ids(prompt: Prompt, tokenizer, vocab_size: int) -> list[int]:
             raise RequestError(
                 "The prompt is text, but the model has no tokenizer: give token ids (list[int])."
             )
-        prompt = tokenizer(prompt)["input_ids"]
-    elif isinstance(prompt, torch.Tensor):
+        try:
+            prompt = tokenizer(prompt)["input_ids"]
+        except TypeError as error:  # a lone surrogate, for one, is no text
+            raise RequestError(f"The prompt cannot be tokenised: {error}") from error
+    elif hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence):
         raise RequestError(f"A prompt is text or a list of token ids, not {type(prompt).__name__}.")
     if len(prompt) == 0:
         raise RequestError("The prompt is empty: give at least one token.")
     for token in prompt:
-        if not isinstance(token, int) or isinstance(token, bool):
+        if not isinstance(token, Integral) or isinstance(token, bool):
             raise RequestError(f"Token ids are whole numbers; the prompt holds {token!r}.")
         if not 0 <= token < vocab_size:
             raise RequestError(
                 f"Token id {token} is out of range: the vocabulary has ids 0 to {vocab_size - 1}."
             )
-    return list(prompt)
+    return [int(token) for token in prompt]
 
 
 def check_params(params: SamplingParams, tokenizer, vocab_size: int) -> None:

@@ -14,6 +14,8 @@ import torch
 
 from pagebinder.config import SamplingParams
 
+# Below this, the second best of two float32 logits that differ has no chance: it is greedy.
+GREEDY_TEMPERATURE = 1e-6
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 63) - 1
 
@@ -57,7 +59,7 @@ def sample(logits_LV: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled
 def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     penalised = _penalise(logits, rows)
     tokens = penalised.argmax(dim=-1).tolist()
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0.0]
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_TEMPERATURE]
     if drawn:
         probabilities = _filter(penalised[drawn], [rows[i].params for i in drawn])
         noise = torch.stack([_exponential(rows[i], logits.shape[-1]) for i in drawn]).to(logits.device)
@@ -92,7 +94,7 @@ def _filter(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
     if any(p.top_k or p.top_p < 1.0 for p in params):
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         ranks = torch.arange(vocab, device=logits.device)
-        top_k = column([p.top_k or vocab for p in params], torch.int64)
+        top_k = column([min(p.top_k or vocab, vocab) for p in params], torch.int64)
         ordered = ordered.masked_fill(ranks >= top_k, float("-inf"))
         mass = ordered.softmax(-1)
         top_p = column([p.top_p for p in params])

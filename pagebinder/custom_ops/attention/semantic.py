@@ -54,7 +54,7 @@ def attention_reference(
     weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
     if sinks is not None:
         weights = weights[..., :-1]
-    return torch.einsum("hts,shd->thd", weights, v).to(q_THD.dtype)
+    return torch.einsum("hts,shd->thd", weights, v).to(q_THD.dtype).contiguous()
 
 
 def visible_keys(p, j, *, window=None, chunk=None, causal=True):
