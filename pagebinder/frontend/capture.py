@@ -9,6 +9,7 @@ they have in the source model, shared with it and not copied.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 
 import torch
@@ -72,7 +73,7 @@ def _export(source: ModelSource) -> tuple[ExportedProgram, str]:
     dim = Dim("num_tokens", min=MIN_STEP_TOKENS, max=MAX_STEP_TOKENS)
     failures = []
     hook = attention_hook(source.module) if source.is_transformers else contextlib.nullcontext()
-    with hook, _evaluation_mode(source.module), torch.no_grad(), warnings.catch_warnings():
+    with hook, _evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for strict in (False, True):
             try:
@@ -90,6 +91,18 @@ def _export(source: ModelSource) -> tuple[ExportedProgram, str]:
         f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens:\n"
         + "\n".join(failures)
     )
+
+
+@contextlib.contextmanager
+def _quiet_torch():
+    """A failed attempt makes torch log whole graphs; what matters of it is in the CaptureError."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

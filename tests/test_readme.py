@@ -1,0 +1,24 @@
+"""The README's example runs as written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_example_runs_and_prints_text(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert len(result.stdout.split()) > 5
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", README.read_text())
+    assert links
+    assert all((README.parent / link).exists() for link in links)
