@@ -17,6 +17,7 @@ from torch._inductor.utils import run_and_get_code
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.runtime.executables import InductorExecutable
+from pagebinder.runtime.single_sequence import single_sequence_inputs
 from tests.helpers import tiny_llama, tiny_mistral, tiny_qwen3
 
 NEW_TOKENS = 40
@@ -90,6 +91,33 @@ def test_greedy_equals_generate_under_chunking_prefix_hits_and_preemption(name, 
     assert stats.preemptions > 0, "the pool was meant to be too small"
     assert stats.prefix_hit_tokens > 0, "the shared prefix was meant to hit"
     assert stats.free_blocks == stats.num_blocks - 1
+
+
+def executable_logits(compiled, ids: torch.Tensor) -> torch.Tensor:
+    return compiled.executable.run(single_sequence_inputs(compiled.kv_spec, compiled.states, ids))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [1, 2, 5, 77])
+def test_the_compiled_executable_gives_the_logits_of_the_source_model(name, length):
+    model, compiled = compiled_pair(name, "inductor")
+    ids = torch.randint(0, 128, (length,), generator=torch.Generator().manual_seed(length))
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    assert float((executable_logits(compiled, ids) - expected).abs().max()) < 1e-4
+
+
+def test_the_compiled_executable_in_bf16_errs_at_most_twice_as_much_as_bf16_eager():
+    exact, rounded = tiny_llama(), tiny_llama().bfloat16()
+    with torch.no_grad():  # the same weights, so that only the arithmetic differs
+        for wide, narrow in zip(exact.parameters(), rounded.parameters()):
+            wide.copy_(narrow.float())
+    compiled = pagebinder.compile_model(rounded, CompileConfig(executable="inductor"))
+    ids = torch.randint(0, 128, (77,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        truth, eager = exact(ids[None]).logits[0], rounded(ids[None]).logits[0].float()
+    ours = executable_logits(compiled, ids).float()
+    assert float((ours - truth).abs().max()) <= 2 * float((eager - truth).abs().max())
 
 
 def test_blocks_behind_a_window_are_freed():
