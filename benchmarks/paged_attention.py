@@ -15,16 +15,15 @@ caches.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from common import machine
 
 from pagebinder.custom_ops.cpu import build
 from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
@@ -186,21 +185,6 @@ def dispatch_microseconds(op, rounds: int) -> float:
     return round(statistics.median(seconds_per_call(call) for _ in range(rounds)) * 1e6, 2)
 
 
-def machine() -> dict:
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": models[0] if models else platform.processor(),
-        "logical_cpus": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "compiler": build.compiler_version().splitlines()[0],
-        "flags": " ".join(build.flags()),
-    }
-
-
 def run(op, threads: int, options: argparse.Namespace) -> dict:
     """All chosen workloads with a number of threads."""
     torch.set_num_threads(threads)
@@ -238,7 +222,8 @@ def main() -> None:
         parser.error(f"--rounds must be at least {SDPA_ROUNDS}")
     torch.manual_seed(0)
     op = select_provider(OpNeed(op="paged_attention"), "cpu").overload
-    report = {"machine": machine(), "huge_pages": not options.small_pages}
+    facts = {"compiler": build.compiler_version().splitlines()[0], "flags": " ".join(build.flags())}
+    report = {"machine": machine() | facts, "huge_pages": not options.small_pages}
     report |= {"block_size": options.block_size or "planned", "rounds": options.rounds}
     report["dispatch_us"] = dispatch_microseconds(op, options.rounds)
     print(f"dispatch {report['dispatch_us']} us")

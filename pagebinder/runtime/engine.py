@@ -161,15 +161,15 @@ class Engine:
         logprobs = [] if params.logprobs is not None else None
         self._live[request_id] = _Live(request, params, seed, detokenizer, logprobs)
 
+    @deferred_interrupts()
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request and free its blocks; returns what it had generated, or None if it is unknown."""
-        with deferred_interrupts():
-            live = self._live.pop(request_id, None)
-            if live is None:
-                return None
-            self.scheduler.abort(request_id)
-            self.planner.tables.drop(request_id)
-            return self._output(live)
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return None
+        self.scheduler.abort(request_id)
+        self.planner.tables.drop(request_id)
+        return self._output(live)
 
     @property
     def has_unfinished(self) -> bool:
@@ -185,11 +185,11 @@ class Engine:
         no request is lost: the next step repeats the work.
         """
         if self._live:
-            with deferred_interrupts():
-                self._step()
+            self._step()
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
+    @deferred_interrupts()
     def _step(self) -> None:
         clock = _Clock(self._seconds)
         scheduled = self.scheduler.schedule()
@@ -239,7 +239,7 @@ class Engine:
             live.detokenizer.finish()
         return RequestOutput(
             request_id=request.request_id,
-            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_token_ids=request.prompt_token_ids,  # shared: a copy per step would cost a prompt per token
             token_ids=list(request.output_token_ids),
             text=live.detokenizer.visible_text if live.detokenizer is not None else None,
             finished=request.is_finished,
@@ -284,8 +284,7 @@ class Engine:
             yield
             while mailbox or any(i in self._live for i in ids):
                 if not mailbox:
-                    with deferred_interrupts():
-                        self._step()
+                    self._step()
                 while mailbox:
                     yield mailbox.popleft()
         finally:

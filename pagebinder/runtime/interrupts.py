@@ -12,7 +12,8 @@ from collections.abc import Iterator
 def deferred_interrupts() -> Iterator[None]:
     """SIGINT that arrives inside the block is delivered when the block is done.
 
-    Signals reach Python in the main thread only, so elsewhere there is nothing to defer. Blocks may be nested.
+    Signals reach Python in the main thread only, so elsewhere there is nothing to defer. Blocks may be nested;
+    `@deferred_interrupts()` makes a whole method one.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
