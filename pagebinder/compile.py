@@ -31,8 +31,9 @@ from pagebinder.frontend.source import ModelSource, source_from_config, source_f
 from pagebinder.graph_tools import calls, num_ops
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.gather_logits import gather_logits
+from pagebinder.passes.layer_states import Paging, layer_states
 from pagebinder.passes.manager import run_passes
-from pagebinder.passes.page_attention import attention_states, page_attention
+from pagebinder.passes.page_attention import page_attention
 from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
 from pagebinder.report import CompileReport, PassResult
@@ -43,6 +44,7 @@ from pagebinder.runtime.single_sequence import single_sequence_inputs
 
 MAX_PROBLEMS_SHOWN = 8
 LEVELS = ("captured", "semantic", "paged", "fused")
+PAGE_PASSES = (page_attention,)
 
 
 @dataclass(kw_only=True)
@@ -198,18 +200,18 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
     with stage("audit"):
         refused = _audit(semantic, source, config, report)
     with stage("plan"):
-        states = tuple(attention_states(semantic, max_model_len=max_model_len))
+        states = tuple(layer_states(semantic, max_model_len=max_model_len))
         plan = plan_kv_cache(states, block_size=config.block_size, max_model_len=max_model_len)
     with stage("page"):
         paged = clone(semantic, "paged")
-        page = functools.partial(
-            page_attention,
+        paging = Paging(
             states=states,
-            group_of={s.index: p.group for s, p in zip(states, plan.layers)},
+            group_of=[page.group for page in plan.layers],
             block_sizes=[g.block_size for g in plan.groups],
             bytes_per_block=plan.bytes_per_block,
         )
-        report.passes += run_passes(paged, (page, gather_logits))
+        page_passes = tuple(functools.partial(page, paging=paging) for page in PAGE_PASSES)
+        report.passes += run_passes(paged, (*page_passes, gather_logits))
     with stage("fuse"):
         fused = clone(paged, "fused")
         report.passes += run_passes(fused, (fuse_add_rms_norm, simplify) if config.fusions else ())

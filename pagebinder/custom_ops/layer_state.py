@@ -3,18 +3,29 @@
 Passes derive a `LayerState` from each stateful op; specs, groups, page sizes and the memory plan follow from it.
 Sizes are sympy expressions so that a report can print the formula and a planner can evaluate it.
 
-    bytes of a full layer     = entry_bytes * T            T = context length in tokens
-    bytes of a window layer   = entry_bytes * Min(T, W)    W = window in tokens
+    bytes of a full layer       = entry_bytes * T                T = context length in tokens
+    bytes of a window layer     = entry_bytes * Min(T, W)        W = window in tokens
+    bytes of a chunked layer    = entry_bytes * Min(T, C)        C = chunk in tokens
+    bytes of a cross layer      = entry_bytes * E                E = encoder tokens of the request
+    bytes of a recurrent layer  = fixed, whatever T is
+
+A state's page in a block of B tokens is its `tensors(B)`, one after the other:
+
+    page of an attention layer   [ K|V rows: G, B, D + Dv ]
+    page of a latent layer       [ latent rows: 1, B, latent + rope ]
+    page of a recurrent layer    [ state 0 ][ state 1 ] ...          one checkpoint, not B rows
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import sympy
 
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
 BLOCK_SIZE = sympy.Symbol("B", integer=True, positive=True)
+ENCODER_TOKENS = sympy.Symbol("E", integer=True, positive=True)
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -27,9 +38,28 @@ DTYPE_BYTES = {
 }
 
 
+@dataclass(frozen=True)
+class CacheTensor:
+    """One tensor of a layer's page: a view of the arena of shape [N, *shape].
+
+    `suffix` tells the tensors of one layer apart: the graph input is `kv_cache_<index><suffix>`.
+    """
+
+    suffix: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerState:
-    """Base: the state of one layer. `layer` is its module path in the source model, `index` its op number."""
+    """Base: the state of one layer. `layer` is its module path in the source model, `index` its op number.
+
+    `dtype` names the dtype of what is stored; states of several tensors keep their own dtypes beside it.
+    """
 
     layer: str
     index: int
@@ -41,7 +71,7 @@ class LayerState:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes that one stored entry (one token, unless compressed) takes."""
+        """Bytes that one stored entry takes: one token (unless compressed), or one whole recurrent state."""
         raise NotImplementedError
 
     @property
@@ -49,21 +79,32 @@ class LayerState:
         """Bytes that a request of TOKENS tokens needs in this layer, without block rounding."""
         raise NotImplementedError
 
+    def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
+        """The tensors of this layer's page in a block of `block_size` tokens."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionState(LayerState):
     """K and V of every token: `num_kv_heads` rows of (head_dim + head_dim_v) values.
 
-    `window` (tokens) limits what a query sees to the keys j with p - window < j <= p; None is full attention.
+    `window` (tokens) limits what a query at p sees to the keys j with p - window < j <= p, `chunk` to those with
+    j // chunk == p // chunk; neither is full attention. Not both.
     """
 
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
     window: int | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.window is None or self.chunk is None, "a layer has a window or a chunk, not both"
 
     @property
     def kind(self) -> str:
+        if self.chunk is not None:
+            return "chunked_local"
         return "full_attention" if self.window is None else "sliding_window"
 
     @property
@@ -72,5 +113,134 @@ class AttentionState(LayerState):
 
     @property
     def formula(self) -> sympy.Expr:
-        tokens = TOKENS if self.window is None else sympy.Min(TOKENS, self.window)
-        return self.entry_bytes * tokens
+        limit = self.window if self.window is not None else self.chunk
+        return self.entry_bytes * (TOKENS if limit is None else sympy.Min(TOKENS, limit))
+
+    def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
+        width = self.head_dim + self.head_dim_v
+        return (CacheTensor("", (self.num_kv_heads, block_size, width), self.dtype),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentState(AttentionState):
+    """Multi-head latent attention: one row of latent + RoPE values per token, which is K and V of all heads.
+
+    `head_dim` is the row's width (latent_dim + rope_dim), `latent_dim` the leading part that serves as V.
+    """
+
+    latent_dim: int
+    num_kv_heads: int = 1
+    head_dim_v: int = 0
+
+    @property
+    def kind(self) -> str:
+        return "mla_latent" if self.window is None else "sliding_window_mla"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionState(LayerState):
+    """K and V of the encoder's tokens, written once per request and read by every decoder token."""
+
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+
+    @property
+    def kind(self) -> str:
+        return "cross_attention"
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.num_kv_heads * (self.head_dim + self.head_dim_v) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def formula(self) -> sympy.Expr:
+        return self.entry_bytes * ENCODER_TOKENS
+
+    def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
+        width = self.head_dim + self.head_dim_v
+        return (CacheTensor("", (self.num_kv_heads, block_size, width), self.dtype),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOnlyState(LayerState):
+    """Bidirectional attention inside an encoder: all of it happens in one step, so nothing is kept."""
+
+    dtype: str = "float32"
+
+    @property
+    def kind(self) -> str:
+        return "encoder_only"
+
+    @property
+    def entry_bytes(self) -> int:
+        return 0
+
+    @property
+    def formula(self) -> sympy.Expr:
+        return sympy.Integer(0)
+
+    def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentState(LayerState):
+    """State of constant size, whatever the context's length: Mamba, gated delta net, linear attention.
+
+    `shape` is that of one request's state. A block holds one checkpoint of it, at the block's last token.
+    """
+
+    shape: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        return "recurrent"
+
+    @property
+    def entry_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def formula(self) -> sympy.Expr:
+        return sympy.Integer(self.entry_bytes)
+
+    def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
+        return (CacheTensor("", self.shape, self.dtype),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvState(RecurrentState):
+    """The last kernel - 1 inputs of a causal depthwise convolution: shape (channels, kernel - 1)."""
+
+    @property
+    def kind(self) -> str:
+        return "short_conv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingState(LayerState):
+    """A fixed number of rows per request, written round and round: row of token p is p % rows.
+
+    `resume_multiple`: at prefixes of a multiple of so many tokens nothing of the ring is needed, so a cached
+    prefix can be resumed there; None: a cached prefix can never be resumed.
+    """
+
+    rows: int
+    width: int
+    resume_multiple: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return "ring"
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.rows * self.width * DTYPE_BYTES[self.dtype]
+
+    @property
+    def formula(self) -> sympy.Expr:
+        return sympy.Integer(self.entry_bytes)
+
+    def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
+        return (CacheTensor("", (self.rows, self.width), self.dtype),)

@@ -9,7 +9,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 
 from pagebinder.graph_tools import fake_mode_of, val
 
-EXAMPLE_SIZES = {"num_tokens": 40, "num_logits": 3, "num_reqs": 5, "num_reqs_plus_1": 6, "num_blocks": 7}
+EXAMPLE_SIZES = {
+    "num_tokens": 40,
+    "num_logits": 3,
+    "num_reqs": 5,
+    "num_reqs_plus_1": 6,
+    "num_blocks": 7,
+    "table_rows": 11,
+}
 EXAMPLE_TABLE_WIDTH = 9
 
 

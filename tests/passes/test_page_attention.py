@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pagebinder.frontend.recognise import recognise_sdpa
 from pagebinder.graph_tools import calls
-from pagebinder.passes.page_attention import attention_states, page_attention
+from pagebinder.passes.layer_states import Paging, layer_states
+from pagebinder.passes.page_attention import page_attention
 from pagebinder.runtime.executables import EagerExecutable
 from pagebinder.runtime.kv import plan_kv_cache
 from pagebinder.runtime.single_sequence import single_sequence_inputs
@@ -54,17 +53,16 @@ def paged(body, block_size=16):
     """(graph before, graph after, what the pass said, states, plan)"""
     before = captured(body, width=WIDTH)
     recognise_sdpa(before)
-    states = attention_states(before, max_model_len=MAX_MODEL_LEN)
+    states = layer_states(before, max_model_len=MAX_MODEL_LEN)
     plan = plan_kv_cache(tuple(states), block_size=block_size, max_model_len=MAX_MODEL_LEN)
     after = clone(before)
-    run_pass = functools.partial(
-        page_attention,
+    paging = Paging(
         states=states,
-        group_of={s.index: page.group for s, page in zip(states, plan.layers)},
+        group_of=[page.group for page in plan.layers],
         block_sizes=[g.block_size for g in plan.groups],
         bytes_per_block=plan.bytes_per_block,
     )
-    return before, after, run_pass(after), states, plan
+    return before, after, page_attention(after, paging=paging), states, plan
 
 
 def assert_close(before, after, states, plan, num_tokens):
@@ -156,5 +154,5 @@ def test_a_sequence_continued_in_a_second_step_equals_the_whole():
 
 def test_a_graph_without_attention_is_left_alone():
     gm = captured(lambda x, p: x.exp(), width=WIDTH)
-    result = page_attention(gm, states=[], group_of={}, block_sizes=[], bytes_per_block=0)
+    result = page_attention(gm, paging=Paging(states=[], group_of=[], block_sizes=[], bytes_per_block=0))
     assert not result.matches and not result.changed

@@ -67,7 +67,8 @@ def paged_attention_lse_reference(
     Args:
         q_THD: queries [T, H, D], last stride 1; H is a multiple of G, head h reads KV head h // (H // G).
         kv_cache_NGBE: [N, G, B, D+Dv], already holding the K and V of the new tokens.
-        block_table_RM: [R, M] int32. Entries that no query of the request can see are never read.
+        block_table_RM: [R or more, M] int32, R = len(seq_lens). Entries that no query of the request can see
+            are never read.
         seq_lens_R: [R] int32, tokens in the cache including the new ones; 0 is allowed.
         query_start_loc: [R+1] int32, first query of each request; entry R is the number of real tokens.
         sinks: [H] float32 logit that joins the softmax without a value row; -inf is the identity.
@@ -168,8 +169,11 @@ def _check_attention(
     ):
         _require(tensor.dtype == torch.int32, f"{name} must be int32")
     _require(block_table.dim() == 2, "block_table is [R, M]")
-    _require(seq_lens.shape == block_table.shape[:1], "seq_lens must have one entry a request")
-    _require(query_start_loc.shape == (block_table.shape[0] + 1,), "query_start_loc must have R + 1 entries")
+    _require(
+        seq_lens.dim() == 1 and len(seq_lens) <= block_table.shape[0],
+        "seq_lens must have one entry a request, and block_table at least as many rows",
+    )
+    _require(query_start_loc.shape == (len(seq_lens) + 1,), "query_start_loc must have R + 1 entries")
     for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         fits = tensor is None or (tensor.dtype == torch.float32 and tensor.shape == q.shape[1:2])
         _require(fits, f"{name} must be float32 [H]")

@@ -72,9 +72,9 @@ std::tuple<Tensor, std::optional<Tensor>> attention(
   a.block_table = index_data(block_table, 2, "block_table");
   a.seq_lens = index_data(seq_lens, 1, "seq_lens");
   a.query_start_loc = index_data(query_start_loc, 1, "query_start_loc");
-  a.num_requests = block_table.size(0), a.max_blocks = block_table.size(1);
-  STD_TORCH_CHECK(seq_lens.size(0) == a.num_requests && query_start_loc.size(0) == a.num_requests + 1,
-                  "block_table, seq_lens and query_start_loc must have R, R and R + 1 rows");
+  a.num_requests = seq_lens.size(0), a.max_blocks = block_table.size(1);
+  STD_TORCH_CHECK(block_table.size(0) >= a.num_requests && query_start_loc.size(0) == a.num_requests + 1,
+                  "block_table, seq_lens and query_start_loc must have at least R, R and R + 1 rows");
   STD_TORCH_CHECK(!window || *window > 0, "window must be positive");
   STD_TORCH_CHECK(!chunk || *chunk > 0, "chunk must be positive");
   STD_TORCH_CHECK(!soft_cap || *soft_cap > 0, "soft_cap must be positive");
