@@ -6,8 +6,8 @@
 
     view of a layer's tensor [N, *shape]: offset = its page's offset, stride over N = bytes_per_block
 
-A layer whose state is several tensors has them one after the other in its page. A block belongs to one group at a time, so layers of different groups
-alias the same bytes in different blocks.
+A layer whose state is several tensors has them one after the other in its page. A block belongs to one group at a
+time, so layers of different groups alias the same bytes in different blocks.
 """
 
 from __future__ import annotations

@@ -173,7 +173,10 @@ def _check_attention(
         seq_lens.dim() == 1 and len(seq_lens) <= block_table.shape[0],
         "seq_lens must have one entry a request, and block_table at least as many rows",
     )
-    _require(query_start_loc.shape == (len(seq_lens) + 1,), "query_start_loc must have R + 1 entries")
+    _require(
+        query_start_loc.shape == (len(seq_lens) + 1,),
+        "query_start_loc must have one entry more than seq_lens",
+    )
     for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         fits = tensor is None or (tensor.dtype == torch.float32 and tensor.shape == q.shape[1:2])
         _require(fits, f"{name} must be float32 [H]")

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING
 import sympy
 
 from pagebinder.errors import ConfigError
+from pagebinder.runtime.kv.spec_builders import spec_from_state
 from pagebinder.runtime.kv.specs import (
     BLOCK_SIZE,
     TOKENS,
     KVCacheGroup,
     KVCacheSpec,
     cdiv,
-    spec_from_state,
 )
 
 if TYPE_CHECKING:

@@ -4,29 +4,32 @@
     group = layers that share one block table                       one manager per group
     page  = the bytes of one layer in one block                     one block = the group's pages side by side
 
-Symbols: T context length in tokens, B block size in tokens, W window in tokens.
+Symbols: T context length in tokens, E encoder tokens, B block size in tokens, W window, C chunk, F tokens in flight
+(computed in one step). Most blocks that one request holds:
 
-    blocks of a full layer    = ceiling(T / B)
-    blocks of a window layer  = Min(ceiling(T / B), ceiling((W - 1) / B) + 1)     + 1: it may start mid-block
+    kind                       while decoding                                 with F tokens in flight
+    full, latent               ceiling(T / B)                                 ceiling(T / B)
+    sliding window (latent)    Min(ceiling(T/B), ceiling((W-1)/B) + 1)        ceiling(Min(W-1+F, T) / B) + 1
+    chunked local              Min(ceiling(T/B), ceiling(C/B) + straddle)     ceiling(Min(C+F, T) / B) + straddle
+    cross                      ceiling(E / B), whatever T
+    recurrent, short conv      2: the state read and the state written        + one per checkpoint that is kept
+    ring                       1
+
++ 1 for a window: it may start in the middle of a block. straddle: 1 if chunks do not start at block boundaries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import sympy
-
-from pagebinder.errors import UnsupportedLayerError
-
-if TYPE_CHECKING:
-    from pagebinder.custom_ops.layer_state import LayerState
 
 # The same symbols as in custom_ops.layer_state (sympy compares name and assumptions); written again here
 # because importing that package loads torch, and this room must work without it.
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
 BLOCK_SIZE = sympy.Symbol("B", integer=True, positive=True)
+ENCODER_TOKENS = sympy.Symbol("E", integer=True, positive=True)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -36,61 +39,74 @@ def cdiv(a: int, b: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """Base: the state of one layer in blocks of `block_size` tokens."""
+    """Base: the state of one layer in blocks of `block_size` tokens.
+
+    `entry_bytes`: bytes of one stored entry in one layer. `tokens_per_entry`: tokens that one entry stands for
+    (compressed caches; it divides the block size). `dtype` is the cache's dtype by name.
+    """
 
     kind: ClassVar[str]
+    # Step metadata that the layers' ops read, by name; the KV group's number is appended.
+    step_inputs: ClassVar[tuple[str, ...]] = ("slot_mapping", "block_table")
     block_size: int
+    entry_bytes: int
+    dtype: str
+    tokens_per_entry: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.block_size % self.tokens_per_entry == 0, "a block holds whole entries"
 
     @property
     def table_key(self) -> tuple:
         """Layers with equal keys read the same block table, so they can share a group."""
-        return (type(self), self.block_size)
+        raise NotImplementedError
 
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one layer in one block."""
-        raise NotImplementedError
+        return self.block_size // self.tokens_per_entry * self.entry_bytes
 
     @property
     def grows(self) -> bool:
         """Whether a request's blocks grow with its context without limit."""
-        raise NotImplementedError
+        return False
 
     @property
     def blocks_formula(self) -> sympy.Expr:
-        """Most blocks that a decoding request of TOKENS tokens holds."""
+        """Most blocks that a decoding request of TOKENS tokens (ENCODER_TOKENS of an encoder) holds."""
+        raise NotImplementedError
+
+    @property
+    def used_formula(self) -> sympy.Expr:
+        """Bytes of one layer that such a request has in use, without rounding to blocks."""
         raise NotImplementedError
 
     @property
     def request_bytes_formula(self) -> sympy.Expr:
-        """Bytes of one layer for a request of TOKENS tokens, rounded up to whole blocks of BLOCK_SIZE."""
-        raise NotImplementedError
+        """Bytes of one layer for such a request, rounded up to whole blocks of BLOCK_SIZE."""
+        return self.entry_bytes * BLOCK_SIZE * self.blocks_formula / self.tokens_per_entry
 
-    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+    def max_blocks_per_request(
+        self, max_model_len: int, max_in_flight_tokens: int, max_encoder_tokens: int = 0
+    ) -> int:
         """Most blocks a request ever holds; `max_in_flight_tokens` may be computed in one step."""
         raise NotImplementedError
+
+    def max_bytes_per_request(
+        self, max_model_len: int, max_in_flight_tokens: int, max_encoder_tokens: int = 0
+    ) -> int:
+        """Most bytes of one layer that a request ever holds."""
+        blocks = self.max_blocks_per_request(max_model_len, max_in_flight_tokens, max_encoder_tokens)
+        return blocks * self.page_size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """Keys and values of `block_size` tokens: `num_kv_heads` rows of head_dim + head_dim_v values each.
-
-    `entry_bytes` is one token's size in one layer. `dtype` is the cache's dtype by name.
-    """
+    """Keys and values: `num_kv_heads` rows of head_dim + head_dim_v values for each entry."""
 
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
-    dtype: str
-    entry_bytes: int
-
-    @property
-    def page_size_bytes(self) -> int:
-        return self.block_size * self.entry_bytes
-
-    @property
-    def request_bytes_formula(self) -> sympy.Expr:
-        return self.entry_bytes * BLOCK_SIZE * self.blocks_formula
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +116,10 @@ class FullAttentionSpec(AttentionSpec):
     kind: ClassVar[str] = "full_attention"
 
     @property
+    def table_key(self) -> tuple:
+        return ("full", self.block_size)
+
+    @property
     def grows(self) -> bool:
         return True
 
@@ -107,8 +127,21 @@ class FullAttentionSpec(AttentionSpec):
     def blocks_formula(self) -> sympy.Expr:
         return sympy.ceiling(TOKENS / BLOCK_SIZE)
 
-    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+    @property
+    def used_formula(self) -> sympy.Expr:
+        return self.entry_bytes * TOKENS / self.tokens_per_entry
+
+    def max_blocks_per_request(
+        self, max_model_len: int, max_in_flight_tokens: int, max_encoder_tokens: int = 0
+    ) -> int:
         return cdiv(max_model_len, self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec(FullAttentionSpec):
+    """Multi-head latent attention: one row a token is K and V of all heads."""
+
+    kind: ClassVar[str] = "mla_latent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,62 +153,178 @@ class SlidingWindowSpec(AttentionSpec):
 
     @property
     def table_key(self) -> tuple:
-        return (type(self), self.block_size, self.window)
-
-    @property
-    def grows(self) -> bool:
-        return False
+        return ("window", self.block_size, self.window)
 
     @property
     def blocks_formula(self) -> sympy.Expr:
         behind = sympy.Integer(self.window - 1)
         return sympy.Min(sympy.ceiling(TOKENS / BLOCK_SIZE), sympy.ceiling(behind / BLOCK_SIZE) + 1)
 
-    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+    @property
+    def used_formula(self) -> sympy.Expr:
+        return self.entry_bytes * sympy.Min(TOKENS, self.window) / self.tokens_per_entry
+
+    def max_blocks_per_request(
+        self, max_model_len: int, max_in_flight_tokens: int, max_encoder_tokens: int = 0
+    ) -> int:
         tokens = min(self.window - 1 + max_in_flight_tokens, max_model_len)
         return cdiv(tokens, self.block_size) + 1
 
 
-def _attention_spec(state: LayerState, block_size: int, max_model_len: int) -> AttentionSpec:
-    common = {
-        "block_size": block_size,
-        "num_kv_heads": state.num_kv_heads,
-        "head_dim": state.head_dim,
-        "head_dim_v": state.head_dim_v,
-        "dtype": state.dtype,
-        "entry_bytes": state.entry_bytes,
-    }
-    if state.window is None or state.window >= max_model_len:
-        return FullAttentionSpec(**common)
-    return SlidingWindowSpec(**common, window=state.window)
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowLatentSpec(SlidingWindowSpec):
+    """Latent rows, of which a query sees the last `window`."""
+
+    kind: ClassVar[str] = "sliding_window_mla"
 
 
-SPEC_BUILDERS: dict[str, Callable[[LayerState, int, int], KVCacheSpec]] = {
-    "full_attention": _attention_spec,
-    "sliding_window": _attention_spec,
-}
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLocalSpec(AttentionSpec):
+    """A query at position p sees the keys j <= p with j // chunk == p // chunk; earlier chunks are given back."""
+
+    kind: ClassVar[str] = "chunked_local"
+    chunk: int
+
+    @property
+    def table_key(self) -> tuple:
+        return ("chunk", self.block_size, self.chunk)
+
+    @property
+    def straddle(self) -> int:
+        """1 if a chunk may start in the middle of a block."""
+        return 1 if self.chunk % self.block_size else 0
+
+    @property
+    def blocks_formula(self) -> sympy.Expr:
+        chunk = sympy.ceiling(sympy.Integer(self.chunk) / BLOCK_SIZE) + self.straddle
+        return sympy.Min(sympy.ceiling(TOKENS / BLOCK_SIZE), chunk)
+
+    @property
+    def used_formula(self) -> sympy.Expr:
+        return self.entry_bytes * sympy.Min(TOKENS, self.chunk) / self.tokens_per_entry
+
+    def max_blocks_per_request(
+        self, max_model_len: int, max_in_flight_tokens: int, max_encoder_tokens: int = 0
+    ) -> int:
+        tokens = min(self.chunk + max_in_flight_tokens, max_model_len)
+        return min(cdiv(tokens, self.block_size) + self.straddle, cdiv(max_model_len, self.block_size))
 
 
-def spec_from_state(state: LayerState, block_size: int, max_model_len: int) -> KVCacheSpec:
-    """The spec of a layer's state. A window that no request can outgrow is full attention.
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionSpec(AttentionSpec):
+    """K and V of the encoder's tokens: written once, read by every step of the decoder."""
 
-    Raises UnsupportedLayerError for a kind of state that has no spec.
+    kind: ClassVar[str] = "cross_attention"
+
+    @property
+    def table_key(self) -> tuple:
+        return ("cross", self.block_size)
+
+    @property
+    def blocks_formula(self) -> sympy.Expr:
+        return sympy.ceiling(ENCODER_TOKENS / BLOCK_SIZE)
+
+    @property
+    def used_formula(self) -> sympy.Expr:
+        return self.entry_bytes * ENCODER_TOKENS / self.tokens_per_entry
+
+    def max_blocks_per_request(
+        self, max_model_len: int, max_in_flight_tokens: int, max_encoder_tokens: int = 0
+    ) -> int:
+        return cdiv(max_encoder_tokens, self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentSpec(KVCacheSpec):
+    """State of constant size, one checkpoint a block: the state after the block's last computed token.
+
+    Block i of a request is written while tokens [i * B, (i + 1) * B) are computed and read by the first token of
+    block i + 1, so a request holds the block it reads and the block it writes. `shape` is the state's.
     """
-    builder = SPEC_BUILDERS.get(state.kind)
-    if builder is None:
-        raise UnsupportedLayerError(
-            f"layer {state.layer!r} keeps {state.kind!r} state, which the KV cache cannot hold; "
-            f"it can hold: {', '.join(SPEC_BUILDERS)}"
-        )
-    return builder(state, block_size, max_model_len)
+
+    kind: ClassVar[str] = "recurrent"
+    step_inputs: ClassVar[tuple[str, ...]] = ("block_table",)
+    shape: tuple[int, ...]
+
+    @property
+    def table_key(self) -> tuple:
+        return ("recurrent", self.block_size)
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.entry_bytes
+
+    @property
+    def blocks_formula(self) -> sympy.Expr:
+        return sympy.Min(sympy.ceiling(TOKENS / BLOCK_SIZE), sympy.Integer(2))
+
+    @property
+    def used_formula(self) -> sympy.Expr:
+        return sympy.Integer(self.entry_bytes)
+
+    @property
+    def request_bytes_formula(self) -> sympy.Expr:
+        return self.entry_bytes * self.blocks_formula
+
+    def max_blocks_per_request(
+        self, max_model_len: int, max_in_flight_tokens: int, max_encoder_tokens: int = 0
+    ) -> int:
+        """Every boundary inside a step may be a checkpoint that prefix caching keeps."""
+        in_step = cdiv(min(max_in_flight_tokens, max_model_len), self.block_size)
+        return min(1 + max(in_step, 1), cdiv(max_model_len, self.block_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvSpec(RecurrentSpec):
+    """The last inputs of a causal convolution, kept and checkpointed like any recurrent state."""
+
+    kind: ClassVar[str] = "short_conv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingSpec(KVCacheSpec):
+    """`rows` rows of a request, written round and round; one block for the whole life of a request.
+
+    `resume_multiple`: prefixes of a multiple of so many tokens need nothing of it, so they can be resumed.
+    """
+
+    kind: ClassVar[str] = "ring"
+    step_inputs: ClassVar[tuple[str, ...]] = ("block_table",)
+    rows: int
+    resume_multiple: int | None = None
+
+    @property
+    def table_key(self) -> tuple:
+        return ("ring", self.rows, self.resume_multiple)
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.entry_bytes
+
+    @property
+    def blocks_formula(self) -> sympy.Expr:
+        return sympy.Integer(1)
+
+    @property
+    def used_formula(self) -> sympy.Expr:
+        return sympy.Integer(self.entry_bytes)
+
+    @property
+    def request_bytes_formula(self) -> sympy.Expr:
+        return sympy.Integer(self.entry_bytes)
+
+    def max_blocks_per_request(
+        self, max_model_len: int, max_in_flight_tokens: int, max_encoder_tokens: int = 0
+    ) -> int:
+        return 1
 
 
 @dataclass(frozen=True)
 class KVCacheGroup:
     """Layers behind one block table. `spec` is the first layer's and decides how blocks are managed.
 
-    `layer_specs` matches `layers` one to one; layers whose pages differ in size may share a group as long
-    as their `table_key` is the same. Left empty, every layer has `spec`.
+    `layer_specs` matches `layers` one to one; layers whose pages differ in size may share a group (a bundle) as
+    long as their `table_key` is the same. Left empty, every layer has `spec`.
     """
 
     spec: KVCacheSpec
