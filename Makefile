@@ -39,6 +39,10 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/paged_attention.py
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/trace_replay.py
+	$(BIN)/python benchmarks/prefix_ttft.py
+	$(BIN)/python benchmarks/step_shares.py
+	$(BIN)/python benchmarks/scheduler.py
 
 train: $(READY)
 	$(BIN)/python examples/train_tiny.py train --out build/tiny

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -50,6 +51,12 @@ def alternate(
             run()
             seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+def wide_console() -> Console:
+    """Prints tables in full where there is no terminal to say how wide they may be."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
 
 
 def median(values: list[float]) -> float:

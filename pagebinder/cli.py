@@ -1,4 +1,4 @@
-"""The `pagebinder` command: demo, generate, explain, compile, doctor.
+"""The `pagebinder` command: demo, generate, explain, compile, doctor, kv-picture.
 
 torch and transformers take seconds to import, so only the commands that need them do it.
 """
@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pagebinder.cli_kv import kv_picture
 from pagebinder.cli_support import (
     Commands,
     checkpoint_dir,
@@ -130,8 +131,37 @@ def _print_report(report, as_json: bool, html: Path | None = None) -> None:
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
-    """What this machine has, which providers it can use and why not the others."""
+def doctor(
+    as_json: JsonOption = False,
+    kv: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Print the KV cache plan of this checkpoint (config.json) instead."),
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="With --kv: a context length in tokens. May be repeated.")
+    ] = None,
+    memory: Annotated[
+        list[str] | None, typer.Option(help="With --kv: memory for the cache, like 20GiB. May be repeated.")
+    ] = None,
+    workload: Annotated[
+        Path | None, typer.Option(help="With --kv: TOML file, e.g. contexts = [[2000, 0.7], [8000, 0.3]].")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="With --kv: longest prompt + output, in tokens.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="With --kv: tokens per KV block.")] = None,
+) -> None:
+    """What this machine has, which providers it can use and why not the others; or a model's KV cache plan."""
+    if kv is not None:
+        from pagebinder.cli_plan import doctor_kv
+
+        doctor_kv(
+            checkpoint_dir(kv), contexts=context or [], memory=memory or [], workload=workload,
+            max_model_len=max_model_len, block_size=block_size, as_json=as_json,
+        )  # fmt: skip
+        return
+    if context or memory or workload or max_model_len or block_size:
+        raise typer.BadParameter("these options are about a KV cache plan: add --kv DIR.")
     with working("looking around"):
         from pagebinder.doctor import examine, render
 
@@ -201,3 +231,6 @@ def generate(
         EngineConfig(kv_cache_bytes=kv_cache_bytes, max_num_seqs=min(64, len(prompts) * n))
     )
     print_outputs(engine, prompts, params, as_json=as_json)
+
+
+app.command("kv-picture")(kv_picture)

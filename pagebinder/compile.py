@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -18,22 +19,30 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.config import CompileConfig, EngineConfig
+from pagebinder.custom_ops.attention.cross import CROSS_ATTENTION
+from pagebinder.custom_ops.attention.relative import RELATIVE_ATTENTION
 from pagebinder.custom_ops.attention.semantic import ATTENTION
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.library import OpInfo
 from pagebinder.describe import fill_report
 from pagebinder.errors import CaptureError, CompilerNotFoundError, ConfigError
 from pagebinder.explain import explain_text
 from pagebinder.frontend.attention_interface import hooked_attention
 from pagebinder.frontend.audit import audit
 from pagebinder.frontend.capture import capture
+from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder, states_of
+from pagebinder.frontend.leaves import LEAVES, captured_leaves
 from pagebinder.frontend.recognise import recognise_rms_norm, recognise_rope, recognise_sdpa
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
-from pagebinder.graph_tools import calls, num_ops
+from pagebinder.graph_tools import calls, module_path, num_ops
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.gather_logits import gather_logits
-from pagebinder.passes.layer_states import Paging, layer_states
+from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.page_attention import page_attention
+from pagebinder.passes.page_cross_attention import page_cross_attention
+from pagebinder.passes.page_recurrent import PAGED as RECURRENT_OPS
+from pagebinder.passes.page_recurrent import page_recurrent
 from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
 from pagebinder.report import CompileReport, PassResult
@@ -44,12 +53,16 @@ from pagebinder.runtime.single_sequence import single_sequence_inputs
 
 MAX_PROBLEMS_SHOWN = 8
 LEVELS = ("captured", "semantic", "paged", "fused")
-PAGE_PASSES = (page_attention,)
+RECOGNISERS = (recognise_rms_norm, recognise_rope, recognise_sdpa, simplify)
+PAGE_PASSES = (page_attention, page_cross_attention, page_recurrent)
 
 
 @dataclass(kw_only=True)
 class CompiledModel:
-    """A compiled decoder. `graphs` holds the four levels, each a runnable GraphModule; `kv_spec` the cache plan."""
+    """A compiled decoder. `graphs` holds the four levels, each a runnable GraphModule; `kv_spec` the cache plan.
+
+    Of an encoder-decoder they are the levels of its decoder, and `graphs["encoder"]` is its encoder.
+    """
 
     source: ModelSource
     config: CompileConfig
@@ -78,6 +91,11 @@ class CompiledModel:
             raise ConfigError(
                 "This model was compiled for explain() only (meta device): it has no weights to run."
             )
+        if self.source.encoder is not None:
+            raise ConfigError(
+                "An encoder-decoder cannot be served by the engine yet: its requests would need an encoder prompt. "
+                "run_level() runs its graphs."
+            )
         model = EngineModel(
             executable=self.executable,
             kv_plan=self.kv_spec,
@@ -90,28 +108,56 @@ class CompiledModel:
         )
         return Engine(model, config)
 
-    def run_level(self, level: str, input_ids: torch.Tensor) -> torch.Tensor:
+    def run_level(
+        self, level: str, input_ids: torch.Tensor, encoder_input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run one graph on one sequence: input_ids [T] int64 -> logits [T, V]. Paged levels get a scratch cache.
 
+        An encoder-decoder takes its encoder's prompt as well: encoder_input_ids [E] int64.
+
         Raises:
-            ConfigError: `level` is none of "captured", "semantic", "paged", "fused"; bad input_ids.
+            ConfigError: `level` is none of "captured", "semantic", "paged", "fused"; bad or missing token ids.
         """
         if level not in LEVELS:
             raise ConfigError(f"level={level!r}: use one of {', '.join(LEVELS)}.")
-        if not (
-            isinstance(input_ids, torch.Tensor) and input_ids.dtype == torch.int64 and input_ids.dim() == 1
-        ):
-            raise ConfigError("run_level takes the token ids of one sequence as an int64 tensor [T].")
-        if not 1 <= len(input_ids) <= self.max_model_len:
-            raise ConfigError(f"run_level takes 1 to {self.max_model_len} tokens, not {len(input_ids)}.")
-        if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < self.source.vocab_size:
-            raise ConfigError(f"A token id is outside the vocabulary of {self.source.vocab_size}.")
+        self._check_ids("run_level", input_ids, self.max_model_len, self.source.vocab_size)
+        if (encoder_input_ids is None) != (self.source.encoder is None):
+            kind = "a decoder alone" if self.source.encoder is None else "an encoder-decoder"
+            need = "takes no" if self.source.encoder is None else "needs its"
+            raise ConfigError(f"{self.report.model_class} is {kind}: run_level {need} encoder_input_ids.")
+        encoder_states = None if encoder_input_ids is None else self.encode(encoder_input_ids)
         gm = self.graphs[level]
         with torch.inference_mode():
             if level in ("captured", "semantic"):
-                return gm(input_ids, torch.arange(len(input_ids), device=input_ids.device))
-            inputs = single_sequence_inputs(self.kv_spec, self.states, input_ids)
+                positions = torch.arange(len(input_ids), device=input_ids.device)
+                return gm(input_ids, positions, *(() if encoder_states is None else (encoder_states,)))
+            inputs = single_sequence_inputs(
+                self.kv_spec, self.states, input_ids, encoder_states=encoder_states
+            )
             return EagerExecutable(gm).run(inputs)
+
+    def encode(self, encoder_input_ids: torch.Tensor) -> torch.Tensor:
+        """Run the encoder of an encoder-decoder on one prompt: [E] int64 -> encoder states [E, C].
+
+        Raises:
+            ConfigError: the model has no encoder; bad token ids.
+        """
+        if self.source.encoder is None:
+            raise ConfigError(f"{self.report.model_class} has no encoder.")
+        facts = self.source.encoder
+        self._check_ids("encode", encoder_input_ids, facts.max_len, facts.vocab_size)
+        positions = torch.arange(len(encoder_input_ids), device=encoder_input_ids.device)
+        with torch.inference_mode():
+            return self.graphs["encoder"](encoder_input_ids, positions)
+
+    @staticmethod
+    def _check_ids(what: str, ids: torch.Tensor, max_len: int, vocab_size: int) -> None:
+        if not (isinstance(ids, torch.Tensor) and ids.dtype == torch.int64 and ids.dim() == 1):
+            raise ConfigError(f"{what} takes the token ids of one sequence as an int64 tensor [T].")
+        if not 1 <= len(ids) <= max_len:
+            raise ConfigError(f"{what} takes 1 to {max_len} tokens, not {len(ids)}.")
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise ConfigError(f"A token id is outside the vocabulary of {vocab_size}.")
 
 
 def compile_model(
@@ -120,7 +166,7 @@ def compile_model(
     """Compile a decoder for paged, continuously batched inference.
 
     Args:
-        model: an unmodified transformers decoder, any torch.nn.Module called as
+        model: an unmodified transformers decoder or text encoder-decoder, any torch.nn.Module called as
             `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]`, or the path of a local checkpoint
             directory. The model is not changed, and its weights are shared, not copied (unless `dtype` differs).
             A model on the meta device is compiled for `explain()` only.
@@ -192,16 +238,20 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
     if source.device.type == "cpu":
         cpu_build.start_build()  # on first use: it takes seconds, and so does the capture
     with stage("capture"):
-        captured, report.capture_route = capture(source)
-        report.passes.append(hooked_attention(captured))
+        captured, encoder = _capture(source, report)
+        report.passes.append(captured_leaves(LEAVES, source.module, captured))
     with stage("recognise"):
         semantic = clone(captured, "semantic")
-        report.passes += run_passes(semantic, (recognise_rms_norm, recognise_rope, recognise_sdpa, simplify))
+        report.passes += run_passes(semantic, RECOGNISERS)
+        if encoder is not None:
+            report.passes += [_of_encoder(result) for result in run_passes(encoder, RECOGNISERS)]
     with stage("audit"):
-        refused = _audit(semantic, source, config, report)
+        refused = _audit(semantic, encoder, source, config, report)
     with stage("plan"):
         states = tuple(layer_states(semantic, max_model_len=max_model_len))
-        plan = plan_kv_cache(states, block_size=config.block_size, max_model_len=max_model_len)
+        plan = plan_kv_cache(
+            states, block_size=config.block_size, max_model_len=max_model_len, workload=config.workload
+        )
     with stage("page"):
         paged = clone(semantic, "paged")
         paging = Paging(
@@ -219,11 +269,14 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
         prepare = source.device.type != "meta"
         report.providers = select_providers(fused, device=device, requested=config.providers, prepare=prepare)
     graphs = {"captured": captured, "semantic": semantic, "paged": paged, "fused": fused}
+    if encoder is not None:
+        graphs["encoder"] = encoder
     executable = None
     with stage("executable"):
         if source.device.type != "meta":
             executable = _executable(fused, config, report)
-    fill_report(report, source, graphs, states, plan, device)
+    encoder_layers = [] if encoder is None else encoder_layer_states(encoder)
+    fill_report(report, source, graphs, states, plan, device, encoder_layers=encoder_layers)
     return CompiledModel(
         source=source,
         config=config,
@@ -236,6 +289,24 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
         executable=executable,
         _refused=refused,
     )
+
+
+def _capture(source: ModelSource, report: CompileReport) -> tuple[GraphModule, GraphModule | None]:
+    """The captured graph of a decoder, and that of its encoder if it has one."""
+    encoder = None
+    if source.encoder is None:
+        captured, report.capture_route = capture(source)
+    else:
+        encoder, _ = capture_encoder(source)
+        captured, report.capture_route = capture_decoder(source, states_of(encoder))
+        report.passes.append(_of_encoder(hooked_attention(encoder)))
+    report.passes.append(hooked_attention(captured))
+    return captured, encoder
+
+
+def _of_encoder(result: PassResult) -> PassResult:
+    """The same result under a name that says whose graph it is about."""
+    return dataclasses.replace(result, name=f"encoder.{result.name}")
 
 
 def clone(gm: GraphModule, level: str) -> GraphModule:
@@ -255,10 +326,14 @@ def _max_model_len(source: ModelSource, config: CompileConfig) -> int:
 
 
 def _audit(
-    semantic: GraphModule, source: ModelSource, config: CompileConfig, report: CompileReport
+    semantic: GraphModule,
+    encoder: GraphModule | None,
+    source: ModelSource,
+    config: CompileConfig,
+    report: CompileReport,
 ) -> str | None:
     """Prove that attention was found everywhere and nothing else mixes tokens; strict: raise if not."""
-    violations = audit(semantic)
+    violations = audit(semantic) + ([] if encoder is None else audit(encoder, bidirectional=True))
     size = num_ops(semantic)
     report.passes.append(
         PassResult(
@@ -274,10 +349,7 @@ def _audit(
         for r in report.refusals
         if r.pattern == "attention"
     ]
-    found, expected = sum(1 for _ in calls(semantic.graph, ATTENTION.overload)), source.num_attention_layers
-    if found != expected and (found == 0 or expected is not None):
-        said = "a decoder needs some" if expected is None else f"the config says {expected}"
-        problems.append(f"{found} attention layers were found, but {said}")
+    problems += _miscounted(semantic, encoder, source)
     if not problems:
         return None
     shown = "\n".join(f"  - {p}" for p in problems[:MAX_PROBLEMS_SHOWN])
@@ -289,6 +361,36 @@ def _audit(
     if config.strict:
         raise CaptureError(message)
     return message
+
+
+def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: ModelSource) -> list[str]:
+    """Kinds of layers of which the graph has more or fewer than the config says."""
+    problems = []
+    attention = _count(semantic, ATTENTION, RELATIVE_ATTENTION)
+    recurrent = len({module_path(node) for node in calls(semantic.graph, *RECURRENT_OPS)})
+    counts = [
+        ("attention", attention, source.num_attention_layers),
+        ("recurrent", recurrent, source.num_recurrent_layers),
+    ]
+    if encoder is not None:
+        counts += [
+            ("cross attention", _count(semantic, CROSS_ATTENTION), source.num_attention_layers),
+            (
+                "encoder attention",
+                _count(encoder, ATTENTION, RELATIVE_ATTENTION),
+                source.encoder.num_attention_layers,
+            ),
+        ]
+    for kind, found, expected in counts:
+        if expected is not None and found != expected:
+            problems.append(f"{found} {kind} layers were found, but the config says {expected}")
+    if not attention and source.num_attention_layers is None:
+        problems.append("0 attention layers were found, but a decoder needs some")
+    return problems
+
+
+def _count(gm: GraphModule, *ops: OpInfo) -> int:
+    return sum(1 for _ in calls(gm.graph, *(op.overload for op in ops)))
 
 
 def _executable(fused: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:

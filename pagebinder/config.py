@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -84,6 +85,8 @@ class CompileConfig:
         fusions: apply the passes that lead to the fused graph.
         strict: an attention layer that is not explained is a CaptureError; False records it and goes on.
         block_size: tokens per KV block; None lets the planner choose.
+        workload: what the KV cache is planned for, a pagebinder.runtime.kv.Workload or a dict of its fields, for
+            example {"contexts": [[2000, 0.7], [8000, 0.3]], "concurrency": 64}; None: mixed lengths.
         max_model_len: longest prompt + output in tokens; None takes the model's.
     """
 
@@ -97,6 +100,7 @@ class CompileConfig:
     verify: str = "off"
     strict: bool = True
     block_size: int | None = None
+    workload: Any = None
     max_model_len: int | None = None
 
     def __post_init__(self):
@@ -142,6 +146,11 @@ class EngineConfig:
         prefix_caching: reuse the blocks of equal prompt prefixes.
         scheduling_policy: "fcfs" or "priority" (smaller number first).
         long_prefill_token_threshold: largest chunk of one prompt while others wait; 0 = no limit.
+        prefix_retention: resume points that layers with windows or recurrent state keep for later prompts:
+            "dense" (every block), "sparse" (ends of prompts and places where prompts parted) or a number of
+            tokens (sparse, and one every so many tokens). Full attention keeps everything.
+        swap_bytes: host memory for the state of preempted requests; 0 = they are always recomputed.
+        swap_policy: "auto" (swap when cheaper by measured rates), "always", "never".
         seed: base of the random streams of requests that bring no seed.
         check_integrity: check the books of the KV cache after every step (for tests and debugging; O(blocks)).
     """
@@ -153,6 +162,9 @@ class EngineConfig:
     prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     long_prefill_token_threshold: int = 0
+    prefix_retention: str | int = "sparse"
+    swap_bytes: int = 0
+    swap_policy: str = "auto"
     seed: int = 0
     check_integrity: bool = False
 
@@ -168,6 +180,22 @@ class EngineConfig:
             _require(_is_int(value) and value >= 1, ConfigError, f"{name}={value!r}: use at least 1.")
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError(f'scheduling_policy={self.scheduling_policy!r}: use "fcfs" or "priority".')
+        _require(
+            self.prefix_retention in ("dense", "sparse")
+            or (_is_int(self.prefix_retention) and self.prefix_retention >= 1),
+            ConfigError,
+            f'prefix_retention={self.prefix_retention!r}: use "dense", "sparse" or a number of tokens.',
+        )
+        _require(
+            _is_int(self.swap_bytes) and self.swap_bytes >= 0,
+            ConfigError,
+            f"swap_bytes={self.swap_bytes!r}: use a whole number of bytes, 0 for no swap space.",
+        )
+        _require(
+            self.swap_policy in ("auto", "always", "never"),
+            ConfigError,
+            f'swap_policy={self.swap_policy!r}: use "auto", "always" or "never".',
+        )
         _require(_is_int(self.seed), ConfigError, f"seed={self.seed!r}: use a whole number.")
         for name in ("prefix_caching", "check_integrity"):
             value = getattr(self, name)

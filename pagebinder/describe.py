@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.custom_ops.layer_state import ENCODER_TOKENS, TOKENS
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import num_ops
 from pagebinder.report import CompileReport
-from pagebinder.runtime.kv import KVPlan
+from pagebinder.runtime.kv import NO_GROUP, KVPlan
 
 
 def fill_report(
@@ -20,6 +22,8 @@ def fill_report(
     states: Sequence,
     plan: KVPlan,
     device: torch.device,
+    *,
+    encoder_layers: Sequence = (),
 ) -> None:
     """Everything that is known once all stages ran; passes, providers and times are in the report already."""
     parameters = list(source.module.parameters())
@@ -28,26 +32,30 @@ def fill_report(
     report.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
     report.dtype, report.device = str(source.dtype).removeprefix("torch."), str(device)
     report.node_counts = {level: num_ops(gm) for level, gm in graphs.items()}
-    report.layers = [_layer(state, page.group) for state, page in zip(states, plan.layers, strict=True)]
-    report.kv = _cache(plan)
+    report.layers = [_layer(state, None) for state in encoder_layers]
+    report.layers += [_layer(state, page.group) for state, page in zip(states, plan.layers, strict=True)]
+    report.kv = _cache(plan, [state.layer for state in encoder_layers])
 
 
-def _layer(state, group: int) -> dict:
+def _layer(state, group: int | None) -> dict:
+    """What a layer keeps. Keys that a kind of state lacks are None, so that all rows have the same ones."""
     return {
         "layer": state.layer,
         "kind": state.kind,
-        "window": state.window,
-        "num_kv_heads": state.num_kv_heads,
-        "head_dim": state.head_dim,
-        "head_dim_v": state.head_dim_v,
+        "window": getattr(state, "window", None),
+        "chunk": getattr(state, "chunk", None),
+        "num_kv_heads": getattr(state, "num_kv_heads", None),
+        "head_dim": getattr(state, "head_dim", None),
+        "head_dim_v": getattr(state, "head_dim_v", None),
+        "shape": getattr(state, "shape", None),
         "dtype": state.dtype,
-        "bytes_per_token": state.entry_bytes,
+        "bytes_per_token": state.entry_bytes if state.formula.has(TOKENS, ENCODER_TOKENS) else 0,
         "formula": str(state.formula),
-        "group": group,
+        "group": None if group == NO_GROUP else group,
     }
 
 
-def _cache(plan: KVPlan) -> dict:
+def _cache(plan: KVPlan, stateless: Sequence[str]) -> dict:
     waste = plan.waste()
     return {
         "max_model_len": plan.max_model_len,
@@ -55,9 +63,29 @@ def _cache(plan: KVPlan) -> dict:
         "block_sizes": [g.block_size for g in plan.groups],
         "bytes_per_block": plan.bytes_per_block,
         "bytes_per_token": plan.bytes_per_token,
+        "bytes_per_encoder_token": plan.bytes_per_encoder_token,
         "fixed_bytes_per_request": plan.fixed_bytes_per_request,
         "request_bytes_formula": str(plan.request_bytes_formula),
+        "used_bytes_formula": str(plan.used_formula),
+        "prefix_granularity": plan.granularity,
         "bytes_per_request_at_max_len": waste.held_bytes,
         "waste_percent_at_max_len": waste.percent,
-        "lines": plan.describe(),
+        "workload_waste_bytes": plan.wasted_bytes,
+        "workload_waste_percent": plan.wasted_percent,
+        "group_facts": [_group(plan, i) for i in range(len(plan.groups))],
+        "next_best": asdict(plan.next_best) if plan.next_best else None,
+        "lines": plan.describe(stateless=stateless),
+    }
+
+
+def _group(plan: KVPlan, index: int) -> dict:
+    group, waste = plan.groups[index], plan.group_waste[index]
+    return {
+        "kind": group.spec.kind,
+        "layers": list(group.layers),
+        "block_size": group.block_size,
+        "used_bytes_per_block": group.page_bytes,
+        "wasted_bytes_per_block": plan.padding_bytes_per_block[index],
+        "workload_waste_bytes": waste.by_cause,
+        "workload_waste_percent": waste.percent,
     }

@@ -35,3 +35,7 @@ class CacheCapacityError(PagebinderError):
 
 class RequestError(PagebinderError):
     """A request is malformed: empty prompt, token id out of range, too long, bad sampling parameter."""
+
+
+class EventLogError(PagebinderError):
+    """A KV event log cannot be read, or cannot be drawn."""

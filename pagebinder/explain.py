@@ -52,7 +52,9 @@ def render(report: CompileReport) -> Group:
 
 
 def _header(report: CompileReport) -> Text:
-    nodes = " -> ".join(f"{level} {count}" for level, count in report.node_counts.items())
+    counts = dict(report.node_counts)
+    encoder = f"; encoder {counts.pop('encoder')}" if "encoder" in counts else ""
+    nodes = " -> ".join(f"{level} {count}" for level, count in counts.items()) + encoder
     why = f" ({report.executable_why})" if report.executable_why else ""
     return Text(
         f"{report.model_class}: {report.num_parameters:,} parameters, {report.weight_bytes / 1e6:,.1f} MB of "
@@ -76,11 +78,24 @@ def _layers(report: CompileReport) -> Table:
         run = list(run)
         first, last = run[0], run[-1]
         name = first["layer"] if len(run) == 1 else _range_of(first["layer"], last["layer"], len(run))
-        window = f" (W={first['window']})" if first["window"] is not None else ""
-        heads = f"{first['num_kv_heads']} x ({first['head_dim']} + {first['head_dim_v']})"
-        table.add_row(name, first["kind"] + window, heads, first["dtype"], first["formula"],
-                      f"{first['bytes_per_token']:,}", str(first["group"]))  # fmt: skip
+        per_token = f"{first['bytes_per_token']:,}" if first["bytes_per_token"] else "-"
+        group = "-" if first["group"] is None else str(first["group"])
+        table.add_row(name, first["kind"] + _limit(first), _what(first), first["dtype"], first["formula"],
+                      per_token, group)  # fmt: skip
     return table
+
+
+def _limit(layer: dict) -> str:
+    if layer["window"] is not None:
+        return f" (W={layer['window']})"
+    return "" if layer["chunk"] is None else f" (C={layer['chunk']})"
+
+
+def _what(layer: dict) -> str:
+    """KV heads x (K + V widths), the shape of a state, or nothing."""
+    if layer["num_kv_heads"] is not None:
+        return f"{layer['num_kv_heads']} x ({layer['head_dim']} + {layer['head_dim_v']})"
+    return "-" if layer["shape"] is None else " x ".join(map(str, layer["shape"]))
 
 
 def _range_of(first: str, last: str, count: int) -> str:

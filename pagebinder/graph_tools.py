@@ -10,7 +10,9 @@ from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
 
-CASTS = (aten.to.dtype, aten.to.device, aten._to_copy.default, aten.to.dtype_layout)
+CASTS = (
+    aten.to.dtype, aten.to.device, aten._to_copy.default, aten.to.dtype_layout, aten.type_as.default,
+)  # fmt: skip
 IDENTITIES = (aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default)
 
 

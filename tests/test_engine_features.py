@@ -169,6 +169,25 @@ def test_stats_count_what_happened(engine):
     assert set(stats.step_seconds) == {"schedule", "plan", "run", "sample", "publish"}
 
 
+def test_stats_show_the_cache(engine):
+    engine.generate([list(range(40))], greedy(max_tokens=4))
+    engine.add_request("a", list(range(40)), greedy(max_tokens=4))
+    engine.step()
+    stats = engine.stats()
+    assert stats.blocks_in_use == (3,) and stats.cached_prefixes >= 2
+    assert stats.prefix_hit_rate == stats.prefix_hit_tokens / 80 > 0
+    assert (stats.forks, stats.copies, stats.swaps_out, stats.deferred_blocks) == (0, 0, 0, 0)
+
+
+def test_an_output_does_not_change_later(engine):
+    outputs = list(engine.stream([[1, 2, 3]], greedy(logprobs=1)))
+    whole = outputs[-1].token_ids
+    for count, output in enumerate(outputs, start=1):  # read only now
+        assert (output.token_ids, output.num_tokens) == (whole[:count], count)
+        assert len(output.logprobs) == count
+        assert (output.finished, output.finish_reason) == (count == 8, "length" if count == 8 else None)
+
+
 def test_an_idle_engine_steps_for_free(engine):
     assert engine.step() == []
 

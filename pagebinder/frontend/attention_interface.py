@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.position_bias import read_bias
 from pagebinder.graph_tools import calls, describe, num_ops
 from pagebinder.report import Match, PassResult
 
@@ -30,8 +31,9 @@ IGNORED = {
     "output_hidden_states",
     "return_dict",
 }
-# Traits of a module or its config that change the mask without being passed to the hook.
-UNREAD_TRAITS = ("attention_chunk_size",)
+# Attention modules whose model builds a chunked mask for its layers of type "chunked_attention", from a trait of
+# the config that is not passed to the hook. In any other module that trait means something not known here.
+CHUNKED_BY_LAYER_TYPE = {"Llama4TextAttention"}
 
 
 def attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -46,16 +48,17 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     window = kwargs.pop("sliding_window", None)
     soft_cap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
+    sinks = sinks.float() if sinks is not None else None  # they join float32 scores; widening is exact
     causal = kwargs.pop("is_causal", None)
+    is_cross = _is_of_another_sequence(query, key)
+    bias = read_bias(module, kwargs.pop("position_bias", None), is_cross)
     unknown = {k: v for k, v in kwargs.items() if k not in IGNORED and v is not None and v is not False}
     if unknown:
         raise CaptureError(
             f"{name} passes {sorted(unknown)} to its attention function, which is not understood here; "
             "ignoring it could change the result."
         )
-    for trait in UNREAD_TRAITS:
-        if getattr(getattr(module, "config", None), trait, None) is not None:
-            raise CaptureError(f"{name} has {trait}, which changes the mask and is not handled yet.")
+    chunk = _configured_chunk(module, name)
     _require_window_as_configured(module, window)
     if causal is None:
         causal = getattr(module, "is_causal", None)
@@ -63,22 +66,47 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         raise CaptureError(f"{name} does not say whether it is causal (is_causal); it cannot be assumed.")
     if dropout and module.training:
         raise CaptureError(f"{name} applies dropout: call model.eval() before compiling.")
+    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if is_cross:
+        options = {"a window": window, "chunks": chunk, "a soft cap": soft_cap, "sinks": sinks}
+        unread = [what for what, value in options.items() if value is not None] + ["causality"] * bool(causal)
+        if unread:
+            raise CaptureError(f"{name} reads another sequence with {', '.join(unread)}; not known here.")
+        return torch.ops.pagebinder.cross_attention(q_THD, k_TGD, v_TGD, scale=scale).unsqueeze(0), None
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise CaptureError(
             f"{name} attends to {key.shape[2]} keys from {query.shape[2]} queries during capture."
         )
-    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    if bias is not None:
+        options = {"a window": window, "chunks": chunk, "a soft cap": soft_cap, "sinks": sinks}
+        unread = [what for what, value in options.items() if value is not None]
+        if unread:
+            raise CaptureError(
+                f"{name} has a relative bias and {', '.join(unread)}; not known here together."
+            )
+        out = torch.ops.pagebinder.relative_attention(
+            q_THD, k_TGD, v_TGD, bias[0], scale=scale, num_behind=bias[1], causal=bool(causal)
+        )
+        return out.unsqueeze(0), None
     out = torch.ops.pagebinder.attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        q_THD,
+        k_TGD,
+        v_TGD,
         sinks,
         scale=scale,
         window=int(window) if window is not None else None,
+        chunk=chunk,
         soft_cap=float(soft_cap) if soft_cap is not None else None,
         causal=bool(causal),
     )
     return out.unsqueeze(0), None
+
+
+def _is_of_another_sequence(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Are the keys an encoder's? Its size is a symbol of its own, and the audit checks that it is that one."""
+    sizes = (query.shape[2], key.shape[2])
+    return all(isinstance(s, torch.SymInt) for s in sizes) and sizes[0].node.expr != sizes[1].node.expr
 
 
 def hooked_attention(captured: torch.fx.GraphModule) -> PassResult:
@@ -86,10 +114,14 @@ def hooked_attention(captured: torch.fx.GraphModule) -> PassResult:
     result = PassResult(
         name="attention_hook", num_ops_before=num_ops(captured), num_ops_after=num_ops(captured)
     )
-    for node in calls(captured.graph, torch.ops.pagebinder.attention.default):
-        options = {k: v for k, v in node.kwargs.items() if k in ("window", "soft_cap") and v is not None}
+    names = ("attention", "cross_attention", "relative_attention")
+    for node in calls(captured.graph, *(getattr(torch.ops.pagebinder, name).default for name in names)):
+        options = {
+            k: v for k, v in node.kwargs.items() if k in ("window", "chunk", "soft_cap") and v is not None
+        }
         detail = ", ".join(f"{k}={v:g}" for k, v in options.items())
-        result.matches.append(Match(pattern="attention", detail=detail, **describe(node)))
+        pattern = node.target._opname
+        result.matches.append(Match(pattern=pattern, detail=detail, **describe(node)))
     return result
 
 
@@ -126,12 +158,41 @@ def _configs(model: torch.nn.Module) -> list:
     return list(found.values())
 
 
+def _layer_type(module) -> str | None:
+    """What the config calls this layer ("full_attention", "sliding_attention", ...), if it says."""
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if layer_types is None or index is None or index >= len(layer_types):
+        return None
+    return layer_types[index]
+
+
+def _configured_chunk(module, name: str) -> int | None:
+    """The chunk in tokens that the model's mask would have applied to this layer; None = no chunks."""
+    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    layer_type = _layer_type(module)
+    if chunk is None and layer_type != "chunked_attention":
+        return None
+    if type(module).__name__ not in CHUNKED_BY_LAYER_TYPE:
+        raise CaptureError(
+            f"{name} has attention_chunk_size={chunk} and the layer type {layer_type!r}: how this model applies "
+            "chunks is not known here, and it could change the mask. Unset attention_chunk_size if it does not."
+        )
+    if layer_type == "full_attention":
+        return None
+    if layer_type == "chunked_attention" and isinstance(chunk, int) and chunk >= 1:
+        return chunk
+    raise CaptureError(
+        f"{name} has the layer type {layer_type!r} with attention_chunk_size={chunk}; "
+        "chunks are understood for chunked_attention with a whole number of tokens."
+    )
+
+
 def _require_window_as_configured(module, window) -> None:
     """A window that only the model's mask would have applied is lost with the mask."""
-    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and index is not None and index < len(layer_types):
-        has_window = layer_types[index] == "sliding_attention"
+    config, layer_type = getattr(module, "config", None), _layer_type(module)
+    if layer_type is not None:
+        has_window = layer_type == "sliding_attention"
     else:
         has_window = getattr(config, "sliding_window", None) is not None
         has_window = has_window and getattr(config, "use_sliding_window", True)

@@ -4,6 +4,10 @@ Paging, batching and chunking are only right if every value that belongs to toke
 position, and what the stateful ops return. So the audit follows the token dimension (the symbolic one) through
 the graph and accepts only ops that are known to keep it apart. An op that nobody has classified is a violation
 too: what is not proven is not assumed.
+
+The decoder of an encoder-decoder has two such dimensions: its own tokens, and those of the encoder's states. Only
+cross attention may relate them, and neither may be mixed within itself. An encoder is audited with
+`bidirectional=True`: its attention sees all tokens of the prompt, which it is always given whole.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, module_path, source_line
 from pagebinder.report import Refusal
 
@@ -23,7 +28,7 @@ from pagebinder.report import Refusal
 _VIEWS = {
     aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int,
     aten.permute.default, aten.t.default, aten.mT.default, aten.swapaxes.default, aten.movedim.int,
-    aten.movedim.intlist, aten.type_as.default, *CASTS, *IDENTITIES,
+    aten.movedim.intlist, aten.view_as_complex.default, aten.view_as_real.default, *CASTS, *IDENTITIES,
 }  # fmt: skip
 # Ops that read the elements in storage order and cut them anew: [T, C] -> [C, T] has a token dimension of the
 # right size with the wrong values in it.
@@ -49,6 +54,8 @@ _DEFAULT_DIM = {aten.chunk.default: 0, aten.split.Tensor: 0, aten.cat.default: 0
                 aten.topk.default: -1, aten.slice.Tensor: 0, aten.glu.default: -1,
                 aten.unbind.int: 0, aten.split_with_sizes.default: 0}  # fmt: skip
 
+# Element by element, without the tag that says so.
+_ELEMENTWISE = {aten.polar.default, aten.complex.default}
 _CONTRACTIONS = {aten.matmul.default, aten.mm.default, aten.bmm.default}
 _LAST_DIMS = {aten.linear.default, aten.layer_norm.default, aten.rms_norm.default}
 # op -> (position of the table, position of the indices)
@@ -56,6 +63,12 @@ _TABLE_LOOKUPS = {
     aten.embedding.default: (0, 1),
     aten.index_select.default: (0, 2),
     aten.index.Tensor: (0, 1),
+}
+# op -> (positions of the operands of tokens, positions of weights)
+_RECURRENCES = {
+    torch.ops.pagebinder.short_conv.default: ((0,), (1, 2)),
+    torch.ops.pagebinder.gated_delta_rule.default: ((0, 1, 2, 3, 4), ()),
+    torch.ops.pagebinder.ssd.default: ((0, 1, 3, 4), (2, 5, 6)),
 }
 _FACTORIES = {
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
@@ -65,6 +78,8 @@ _FACTORIES = {
 }  # fmt: skip
 # op -> position of the value it fills its result with
 _FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
+# Ours that treat every token alone.
+_STATELESS = (torch.ops.pagebinder.rms_norm.default, torch.ops.pagebinder.rope.default)
 _TAKE_SIZES = _RESHAPES | _REPEATS | _FACTORIES | _LAST_DIMS | {aten.slice.Tensor}
 
 
@@ -92,12 +107,12 @@ class Violation:
         return f"{self.op} ({self.node}; {where}): {self.reason}"
 
 
-def audit(gm: GraphModule) -> list[Violation]:
+def audit(gm: GraphModule, *, bidirectional: bool = False) -> list[Violation]:
     """All violations of a semantic graph in execution order; an empty list is the proof."""
-    symbol = _token_symbol(gm)
+    symbols = _token_symbols(gm)
     found = []
     for node in gm.graph.nodes:
-        reason = _reason_against(node, symbol) if node.op == "call_function" else None
+        reason = _reason_against(node, symbols, bidirectional) if node.op == "call_function" else None
         if reason:
             found.append(
                 Violation(
@@ -111,14 +126,15 @@ def audit(gm: GraphModule) -> list[Violation]:
     return found
 
 
-def _token_symbol(gm: GraphModule):
-    for node in gm.graph.nodes:
-        if node.op == "placeholder" and node.target == "input_ids":
-            return node.meta["val"].shape[0].node.expr
-    raise AssertionError("a captured graph has an input_ids placeholder")
+def _token_symbols(gm: GraphModule) -> list:
+    """The number of tokens, then, if the graph has it, the number of encoder tokens."""
+    inputs = {n.target: n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"}
+    assert "input_ids" in inputs, "a captured graph has an input_ids placeholder"
+    names = ("input_ids", "encoder_states")
+    return [inputs[name].shape[0].node.expr for name in names if name in inputs]
 
 
-def _reason_against(node: Node, symbol) -> str | None:
+def _reason_against(node: Node, symbols: list, bidirectional: bool) -> str | None:
     """Why this node may relate tokens, or None."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -131,13 +147,21 @@ def _reason_against(node: Node, symbol) -> str | None:
         return "it writes to a tensor in place"
     inputs = _tensor_inputs(node)
     input_dims = [_token_dims(i) for i in inputs]
+    if target is torch.ops.pagebinder.cross_attention.default:
+        return _reason_against_cross(node, symbols)
+    sequences = _sequences(inputs, symbols)
+    if len(sequences) > 1:
+        return "it combines tokens of two sequences, the decoder's and the encoder's for example"
     if target.namespace == "pagebinder":
-        return _reason_against_ours(node, inputs, input_dims)
+        if target not in _STATELESS and sequences - {symbols[0]}:
+            return "it attends among, or keeps state of, other tokens than the decoder's"
+        return _reason_against_ours(node, inputs, input_dims, bidirectional)
+    possible = [s for s in symbols if s in sequences] or symbols
     for out in _tensors(node.meta.get("val")):
         dims = _symbolic_dims(out)
         if len(dims) > 1:
             return "its result has two token dimensions: every token against every token"
-        if any(out.shape[d].node.expr != symbol for d in dims):
+        if not any(_is_of_tokens(node, out, symbol) for symbol in possible):
             return "it merges, cuts or extends the token dimension"
         if not dims and any(input_dims):
             return "it reduces over the tokens"
@@ -154,17 +178,35 @@ def _reason_against(node: Node, symbol) -> str | None:
     return _reason_by_class(node, inputs, input_dims)
 
 
-def _reason_against_ours(node: Node, inputs: list[Node], input_dims: list[list[int]]) -> str | None:
+def _reason_against_cross(node: Node, symbols: list) -> str | None:
+    """Queries of the decoder, keys and values of its encoder, each [tokens, heads, width]."""
+    if [_token_dims(n) for n in node.args[:3]] != [[0]] * 3:
+        return "cross attention takes [tokens, heads, width]"
+    of_queries, *of_keys = (n.meta["val"].shape[0].node.expr for n in node.args[:3])
+    if len(symbols) < 2 or of_queries != symbols[0] or set(of_keys) != {symbols[1]}:
+        return "its keys are not those of the encoder's tokens, or its queries not the decoder's"
+    return None
+
+
+def _reason_against_ours(
+    node: Node, inputs: list[Node], input_dims: list[list[int]], bidirectional: bool
+) -> str | None:
     """Our ops are sound only on operands laid out as they expect."""
     target = node.target
-    if target is torch.ops.pagebinder.attention.default:
+    if target in (torch.ops.pagebinder.attention.default, torch.ops.pagebinder.relative_attention.default):
         extra = [n for n in node.args[3:] if isinstance(n, Node)]
         if [_token_dims(n) for n in node.args[:3]] != [[0]] * 3 or any(_token_dims(n) for n in extra):
-            return "attention takes [tokens, heads, width], and sinks and slopes of heads"
-        if not node.kwargs.get("causal", True):
+            return "attention takes [tokens, heads, width], and sinks, slopes and biases of heads"
+        if not node.kwargs.get("causal", True) and not bidirectional:
             return "it attends to later tokens (not causal), which a decoder with a cache cannot do"
         return None
-    if target in (torch.ops.pagebinder.rms_norm.default, torch.ops.pagebinder.rope.default):
+    if target in _RECURRENCES:
+        per_token, weights = _RECURRENCES[target]
+        if any(_token_dims(node.args[i]) != [0] for i in per_token):
+            return "a recurrence takes [tokens, ...] of every operand"
+        others = [node.args[i] for i in weights if isinstance(node.args[i], Node)]
+        return "a recurrence's weights depend on tokens" if any(map(_token_dims, others)) else None
+    if target in _STATELESS:
         if inputs[0].meta["val"].dim() - 1 in input_dims[0]:
             return "it works along the token dimension"
         return _misaligned(inputs, input_dims)
@@ -173,7 +215,7 @@ def _reason_against_ours(node: Node, inputs: list[Node], input_dims: list[list[i
 
 def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]) -> str | None:
     target = node.target
-    if torch.Tag.pointwise in target.tags:
+    if torch.Tag.pointwise in target.tags or target in _ELEMENTWISE:
         return _misaligned(inputs, input_dims)
     if target in _VIEWS or target in _REPEATS or target in _FACTORIES or _is_whole(node):
         return None
@@ -245,6 +287,29 @@ def _is_whole(node: Node) -> bool:
     )
 
 
+def _is_of_tokens(node: Node, out: torch.Tensor, symbol) -> bool:
+    """Has `out` one row, or some rows in order, for each of the `symbol` tokens, if it has tokens at all?"""
+    same = all(out.shape[d].node.expr == symbol for d in _symbolic_dims(out))
+    return same or _keeps_rows_apart(node, out, symbol)
+
+
+def _keeps_rows_apart(node: Node, out: torch.Tensor, symbol) -> bool:
+    """Is `out` [.., k * tokens, ..] with k rows of each token, in order: row r belongs to token r // k?
+
+    A reshape makes such rows of [tokens, k, ...] (heads become rows, for a norm of each); other ops only pass
+    them on. Where nothing before the tokens is merged is checked with all reshapes.
+    """
+    dims = _symbolic_dims(out)
+    rows = {out.shape[d].node.expr for d in dims}
+    if len(dims) != 1 or not all((row / symbol).is_Integer for row in rows):
+        return False
+    if node.target in _RESHAPES:
+        return True
+    sizes = [t.shape[d].node.expr for i in _tensor_inputs(node) for t in _tensors(i.meta["val"])
+             for d in _symbolic_dims(t)]  # fmt: skip
+    return bool(sizes) and set(sizes) == rows
+
+
 def _size_before_tokens(tensor: torch.Tensor) -> int:
     """Product of the sizes left of the token dimension."""
     return math.prod(tensor.shape[: _symbolic_dims(tensor)[0]])
@@ -274,3 +339,11 @@ def _symbolic_dims(tensor: torch.Tensor) -> list[int]:
 
 def _token_dims(node: Node) -> list[int]:
     return [d for t in _tensors(node.meta.get("val")) for d in _symbolic_dims(t)]
+
+
+def _sequences(nodes: list[Node], symbols: list) -> set:
+    """Whose tokens these values have: members of `symbols`, or sizes that are multiples of none of them."""
+    sizes = {
+        t.shape[d].node.expr for n in nodes for t in _tensors(n.meta.get("val")) for d in _symbolic_dims(t)
+    }
+    return {next((s for s in symbols if (size / s).is_Integer), size) for size in sizes}

@@ -2,7 +2,8 @@
 
     captured(input_ids [T] int64, positions [T] int64) -> logits [T, V]
 
-T is the number of tokens of one sequence, and dynamic. Weights are attributes of the GraphModule under the names
+T is the number of tokens of one sequence, and dynamic. An encoder-decoder is captured as two such graphs, see
+`encoder_decoder.py`. Weights are attributes of the GraphModule under the names
 they have in the source model, shared with it and not copied.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from dataclasses import dataclass
 
 import torch
 from torch.export import Dim, ExportedProgram
@@ -19,6 +21,7 @@ from torch.fx import GraphModule
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import attention_hook
+from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import aten, finish
 
@@ -27,6 +30,14 @@ MAX_STEP_TOKENS = 1 << 20
 MIN_STEP_TOKENS = 2
 
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
+
+
+@dataclass(frozen=True)
+class TracedInput:
+    """An example of an input of the graph, and the name of its first size, which is dynamic."""
+
+    example: torch.Tensor
+    size_name: str = "num_tokens"
 
 
 class FlatTokens(torch.nn.Module):
@@ -46,18 +57,35 @@ class FlatTokens(torch.nn.Module):
 
 
 def capture(source: ModelSource) -> tuple[GraphModule, str]:
-    """Trace the source model.
+    """Trace a decoder-only source model.
 
     Returns:
         the captured graph and the route that led to it ("export", "export strict").
     Raises:
         CaptureError: the model cannot be traced for any number of tokens; says what was tried.
     """
-    program, route = _export(source)
+    wrapper = FlatTokens(source.module, source.is_transformers)
+    return trace(source, wrapper, token_inputs(source))
+
+
+def token_inputs(source: ModelSource, max_len: int | None = None) -> dict[str, TracedInput]:
+    """The inputs that every captured graph begins with: ids and positions [T]."""
+    num_tokens = max(MIN_STEP_TOKENS + 1, min(EXAMPLE_TOKENS, max_len or source.max_model_len))
+    return {
+        "input_ids": TracedInput(torch.zeros(num_tokens, dtype=torch.int64, device=source.device)),
+        "positions": TracedInput(torch.arange(num_tokens, device=source.device)),
+    }
+
+
+def trace(
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput]
+) -> tuple[GraphModule, str]:
+    """Trace `wrapper`, which calls `source.module` with these inputs; see `capture`."""
+    program, route = _export(source, wrapper, inputs)
     if any(_is_mutating(n) for n in program.graph.nodes):
         program = program.run_decompositions({})
         route += ", functionalised"
-    gm = _unlift(program)
+    gm = _unlift(program, list(inputs))
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in ASSERTIONS:
             gm.graph.erase_node(node)
@@ -65,21 +93,20 @@ def capture(source: ModelSource) -> tuple[GraphModule, str]:
     return gm, route
 
 
-def _export(source: ModelSource) -> tuple[ExportedProgram, str]:
-    wrapper = FlatTokens(source.module, source.is_transformers)
-    num_tokens = max(MIN_STEP_TOKENS + 1, min(EXAMPLE_TOKENS, source.max_model_len))
-    example = torch.zeros(num_tokens, dtype=torch.int64, device=source.device)
-    positions = torch.arange(num_tokens, device=source.device)
-    dim = Dim("num_tokens", min=MIN_STEP_TOKENS, max=MAX_STEP_TOKENS)
+def _export(
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput]
+) -> tuple[ExportedProgram, str]:
+    sizes = {i.size_name: Dim(i.size_name, min=MIN_STEP_TOKENS, max=MAX_STEP_TOKENS) for i in inputs.values()}
+    examples = tuple(i.example for i in inputs.values())
+    dynamic_shapes = tuple({0: sizes[i.size_name]} for i in inputs.values())
     failures = []
     hook = attention_hook(source.module) if source.is_transformers else contextlib.nullcontext()
-    with hook, _evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), warnings.catch_warnings():
+    leaves, quiet = patched(LEAVES, source.module), warnings.catch_warnings()
+    with hook, leaves, _evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), quiet:
         warnings.simplefilter("ignore")
         for strict in (False, True):
             try:
-                program = torch.export.export(
-                    wrapper, (example, positions), dynamic_shapes=({0: dim}, {0: dim}), strict=strict
-                )
+                program = torch.export.export(wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict)
             except CaptureError:
                 raise
             except Exception as error:
@@ -131,7 +158,7 @@ def _is_mutating(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
 
 
-def _unlift(program: ExportedProgram) -> GraphModule:
+def _unlift(program: ExportedProgram, input_names: list[str]) -> GraphModule:
     """Turn lifted parameter and buffer inputs into get_attr nodes that keep the source model's names."""
     graph = torch.fx.Graph()
     root = torch.nn.Module()
@@ -156,7 +183,7 @@ def _unlift(program: ExportedProgram) -> GraphModule:
         if spec.kind is OutputKind.USER_OUTPUT
     )
     output.args = (user_output,)
-    for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), ("input_ids", "positions")):
+    for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], input_names, strict=True):
         node.name = node.target = name
     return GraphModule(root, graph, class_name="Captured")
 

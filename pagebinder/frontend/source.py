@@ -17,11 +17,30 @@ from pagebinder.errors import CheckpointError, ConfigError
 
 DEFAULT_MAX_MODEL_LEN = 2048
 WEIGHT_PATTERNS = ("*.safetensors",)
+# What configs call layers that mix tokens by a recurrence or a short convolution, and have no attention.
+RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderFacts:
+    """What an encoder-decoder adds to the facts of its decoder.
+
+    `vocab_size`: ids of an encoder prompt, `max_len`: its most tokens. `decoder_start_token_id`: what the decoder's
+    prompt begins with.
+    """
+
+    vocab_size: int
+    max_len: int
+    num_attention_layers: int | None
+    decoder_start_token_id: int | None
 
 
 @dataclass(kw_only=True)
 class ModelSource:
-    """A decoder ready to be captured. `is_transformers` models are called by keyword and return `.logits`."""
+    """A decoder ready to be captured. `is_transformers` models are called by keyword and return `.logits`.
+
+    Of an encoder-decoder, `encoder` holds the encoder's facts, and the other fields mean its decoder.
+    """
 
     module: torch.nn.Module
     name: str
@@ -29,6 +48,8 @@ class ModelSource:
     vocab_size: int
     max_model_len: int
     num_attention_layers: int | None
+    num_recurrent_layers: int = 0
+    encoder: EncoderFacts | None = None
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
     path: Path | None = None
@@ -111,7 +132,7 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
 
 def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSource:
     """A transformers config object -> the model it describes, on the meta device (no memory, no weights)."""
-    from transformers import AutoModelForCausalLM, PretrainedConfig
+    from transformers import PretrainedConfig
 
     if not isinstance(config, PretrainedConfig):
         raise ConfigError(
@@ -119,16 +140,16 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
         )
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+            module = _auto_class(config).from_config(config, dtype=dtype or config.dtype or torch.float32)
     except ValueError as error:
         raise ConfigError(
-            f"transformers has no causal language model for {type(config).__name__}: {error}"
+            f"transformers has no language model for {type(config).__name__}: {error}"
         ) from error
     return source_from_module(module.eval())
 
 
 def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bool) -> torch.nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
@@ -145,7 +166,7 @@ def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bo
             "(transformers: model.save_pretrained(dir)), or use `pagebinder explain`, which needs no weights."
         )
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        module, info = _auto_class(config).from_pretrained(
             str(path), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except Exception as error:
@@ -156,6 +177,13 @@ def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bo
             f"{path} lacks {len(missing)} tensors that its config asks for, for example {missing[:3]}."
         )
     return module.eval()
+
+
+def _auto_class(config):
+    """transformers' factory of language models for a config."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
 
 
 def _is_transformers(module: torch.nn.Module) -> bool:
@@ -186,14 +214,48 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
                 "give the module a `config` with vocab_size and max_position_embeddings."
             )
         vocab_size = embedding.num_embeddings
+    encoder_decoder = _encoder_facts(text, module)
+    vocab_size = encoder_decoder.get("vocab_size", vocab_size)
     eos = getattr(text, "eos_token_id", None)
     eos_ids = {eos} if isinstance(eos, int) else set(eos or ())
     return {
         "vocab_size": vocab_size,
         "max_model_len": getattr(text, "max_position_embeddings", None) or DEFAULT_MAX_MODEL_LEN,
-        "num_attention_layers": getattr(text, "num_hidden_layers", None),
+        **_layer_counts(text),
+        **encoder_decoder,
         "eos_token_ids": frozenset(t for t in eos_ids if 0 <= t < vocab_size),
         "bos_token_id": getattr(text, "bos_token_id", None),
+    }
+
+
+def _layer_counts(config) -> dict[str, Any]:
+    """How many layers mix tokens by attention and how many by a recurrence; a config without types has attention."""
+    num_layers = getattr(config, "num_hidden_layers", None)
+    types = getattr(config, "layer_types", None) or ()
+    num_recurrent = sum(layer_type in RECURRENT_LAYER_TYPES for layer_type in types)
+    num_attention = None if num_layers is None else num_layers - num_recurrent
+    return {"num_attention_layers": num_attention, "num_recurrent_layers": num_recurrent}
+
+
+def _encoder_facts(config, module: torch.nn.Module) -> dict[str, Any]:
+    """The fields in which an encoder-decoder differs: a config's num_hidden_layers are those of its encoder."""
+    if not (_is_transformers(module) and getattr(config, "is_encoder_decoder", False)):
+        return {}
+
+    def first(*names: str):
+        return next((v for v in (getattr(config, name, None) for name in names) if v is not None), None)
+
+    length = first("max_position_embeddings", "n_positions") or DEFAULT_MAX_MODEL_LEN
+    return {
+        "vocab_size": first("decoder_vocab_size", "vocab_size"),
+        "encoder": EncoderFacts(
+            vocab_size=first("vocab_size"),
+            max_len=first("max_source_positions") or length,
+            num_attention_layers=first("encoder_layers", "num_layers", "num_hidden_layers"),
+            decoder_start_token_id=first("decoder_start_token_id"),
+        ),
+        "max_model_len": first("max_target_positions") or length,
+        "num_attention_layers": first("decoder_layers", "num_decoder_layers", "num_hidden_layers"),
     }
 
 

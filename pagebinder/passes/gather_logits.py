@@ -11,7 +11,17 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import CASTS, aten, describe, finish, insert_call, is_call, set_val, val
+from pagebinder.graph_tools import (
+    CASTS,
+    aten,
+    describe,
+    finish,
+    insert_call,
+    is_call,
+    set_val,
+    skip_casts,
+    val,
+)
 from pagebinder.passes.step_inputs import add_step_input
 from pagebinder.report import Match, PassResult, Refusal
 
@@ -45,9 +55,11 @@ def _find_head(node: Node) -> Node | None:
     """Walk up from the logits through ops on single values to the LM head."""
     while not is_call(node, aten.linear.default):
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if not (pointwise or is_call(node, aten.select.int, *CASTS)) or len(node.all_input_nodes) != 1:
+        # A bias of the vocabulary is the same for all rows; anything else that is added may not be.
+        inputs = [n for n in node.all_input_nodes if skip_casts(n).op != "get_attr"]
+        if not (pointwise or is_call(node, aten.select.int, *CASTS)) or len(inputs) != 1:
             return None
-        node = node.all_input_nodes[0]
+        node = inputs[0]
     is_rows = [isinstance(size, torch.SymInt) for size in val(node.args[0]).shape]
     return node if is_rows[-2:] == [True, False] and sum(is_rows) == 1 and len(node.users) == 1 else None
 

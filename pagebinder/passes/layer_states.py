@@ -2,6 +2,11 @@
 
     semantic op       ->  LayerState               ->  page pass that rewrites the op
     attention             AttentionState               page_attention
+    relative_attention    AttentionState               page_attention
+    cross_attention       CrossAttentionState          page_cross_attention
+    short_conv            ShortConvState               page_recurrent
+    gated_delta_rule      RecurrentState               page_recurrent
+    ssd                   RecurrentState               page_recurrent
     (one line in BUILDERS per op; its page pass lives in a file of its own)
 
 `layer_states` numbers the ops in execution order and leaves the number in node.meta["layer_index"], where the
@@ -16,8 +21,17 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.custom_ops.layer_state import DTYPE_BYTES, AttentionState, CacheTensor, LayerState
-from pagebinder.graph_tools import module_path, val
+from pagebinder.custom_ops.layer_state import (
+    DTYPE_BYTES,
+    AttentionState,
+    CacheTensor,
+    CrossAttentionState,
+    EncoderOnlyState,
+    LayerState,
+    RecurrentState,
+    ShortConvState,
+)
+from pagebinder.graph_tools import calls, module_path, val
 from pagebinder.passes.step_inputs import add_step_input
 
 
@@ -41,8 +55,52 @@ def _attention_state(node: Node, index: int, max_model_len: int) -> AttentionSta
     )
 
 
+def _cross_attention_state(node: Node, index: int, max_model_len: int) -> CrossAttentionState:
+    k, v = val(node.args[1]), val(node.args[2])
+    return CrossAttentionState(
+        layer=module_path(node) or f"cross_attention_{index}",
+        index=index,
+        dtype=_dtype_name(k),
+        num_kv_heads=int(k.shape[1]),
+        head_dim=int(k.shape[2]),
+        head_dim_v=int(v.shape[2]),
+    )
+
+
+def _short_conv_state(node: Node, index: int, max_model_len: int) -> ShortConvState:
+    channels, taps = val(node.args[1]).shape
+    return ShortConvState(
+        layer=module_path(node) or f"short_conv_{index}",
+        index=index,
+        dtype=_dtype_name(val(node.args[0])),
+        shape=(int(channels), int(taps) - 1),
+    )
+
+
+def _gated_delta_state(node: Node, index: int, max_model_len: int) -> RecurrentState:
+    q, v = val(node.args[0]), val(node.args[2])
+    shape = (int(v.shape[1]), int(q.shape[2]), int(v.shape[2]))
+    return _recurrent_state(node, index, shape)
+
+
+def _ssd_state(node: Node, index: int, max_model_len: int) -> RecurrentState:
+    x, B = val(node.args[0]), val(node.args[3])
+    return _recurrent_state(node, index, (int(x.shape[1]), int(x.shape[2]), int(B.shape[2])))
+
+
+def _recurrent_state(node: Node, index: int, shape: tuple[int, ...]) -> RecurrentState:
+    """float32 whatever the model's dtype: the state is added to at every token, and rounding would add up."""
+    layer = module_path(node) or f"recurrent_{index}"
+    return RecurrentState(layer=layer, index=index, dtype="float32", shape=shape)
+
+
 BUILDERS: dict[torch._ops.OpOverload, Callable[[Node, int, int], LayerState]] = {
     torch.ops.pagebinder.attention.default: _attention_state,
+    torch.ops.pagebinder.relative_attention.default: _attention_state,
+    torch.ops.pagebinder.cross_attention.default: _cross_attention_state,
+    torch.ops.pagebinder.short_conv.default: _short_conv_state,
+    torch.ops.pagebinder.gated_delta_rule.default: _gated_delta_state,
+    torch.ops.pagebinder.ssd.default: _ssd_state,
 }
 
 
@@ -54,6 +112,18 @@ def layer_states(gm: GraphModule, *, max_model_len: int) -> list[LayerState]:
             node.meta["layer_index"] = len(states)
             states.append(BUILDERS[node.target](node, len(states), max_model_len))
     return states
+
+
+def encoder_layer_states(gm: GraphModule) -> list[EncoderOnlyState]:
+    """The attention layers of an encoder's graph, for reports: they keep nothing."""
+    ops = (torch.ops.pagebinder.attention.default, torch.ops.pagebinder.relative_attention.default)
+    nodes = calls(gm.graph, *ops)
+    return [
+        EncoderOnlyState(
+            layer=module_path(node) or f"attention_{index}", index=index, dtype=_dtype_name(val(node))
+        )
+        for index, node in enumerate(nodes)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

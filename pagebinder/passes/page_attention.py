@@ -6,6 +6,11 @@ Replaces with:
     kv_cache_write(k, v, kv_cache_i, slot_mapping_g)
     out = paged_attention(q, kv_cache_i, block_table_g, seq_lens, query_start_loc, sinks, slopes, ...)
 
+Matches:
+    out = relative_attention(q, k, v, bias, scale, num_behind, causal)
+Replaces with:
+    the same write, and paged_relative_attention(q, kv_cache_i, block_table_g, seq_lens, query_start_loc, bias, ...)
+
 i is the layer's number, g its KV group: layers of a group share one block table and one slot mapping.
 """
 
@@ -14,18 +19,23 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.graph_tools import calls, describe, finish, insert_call
 from pagebinder.passes.layer_states import Paging, add_block_table, add_caches, add_request_lengths
 from pagebinder.passes.step_inputs import add_step_input
 from pagebinder.report import Match, PassResult
 
 PATTERN = "paged_attention"
+PAGED_FORMS = {
+    torch.ops.pagebinder.attention.default: torch.ops.pagebinder.paged_attention.default,
+    torch.ops.pagebinder.relative_attention.default: torch.ops.pagebinder.paged_relative_attention.default,
+}
 
 
 def page_attention(gm: GraphModule, *, paging: Paging) -> PassResult:
     """Rewrite every attention op."""
     result = PassResult(name="page_attention")
-    for node in calls(gm.graph, torch.ops.pagebinder.attention.default):
+    for node in calls(gm.graph, *PAGED_FORMS):
         state, group, block_size = paging.of(node)
         detail = f"{state.kind}, KV group {group}, block size {block_size}"
         result.matches.append(Match(pattern=PATTERN, detail=detail, **describe(node)))
@@ -46,7 +56,7 @@ def _rewrite(gm: GraphModule, node: Node, paging: Paging) -> None:
     paged = insert_call(
         gm.graph,
         node,
-        torch.ops.pagebinder.paged_attention.default,
+        PAGED_FORMS[node.target],
         (q, cache, table, lens, starts, *optional),
         {"head_dim_v": state.head_dim_v, **node.kwargs},
     )

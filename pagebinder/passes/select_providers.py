@@ -18,7 +18,7 @@ from pagebinder.errors import ConfigError
 from pagebinder.graph_tools import arg, calls, finish, val
 from pagebinder.report import ProviderChoice
 
-SELECTABLE = ("paged_attention", "kv_cache_write")
+SELECTABLE = ("paged_attention", "paged_relative_attention", "kv_cache_write")
 
 
 def select_providers(
@@ -69,7 +69,7 @@ def _need(name: str, node: Node, device: torch.device) -> OpNeed:
         head_dim=int(new.shape[2]),
         head_dim_v=int(width_v),
         block_size=int(cache.shape[2]),
-        num_heads=int(new.shape[1]) if name == "paged_attention" else None,
+        num_heads=int(new.shape[1]) if name != "kv_cache_write" else None,
         num_kv_heads=int(cache.shape[1]),
         features=_features(node) if name == "paged_attention" else frozenset(),
     )

@@ -17,7 +17,11 @@ EXAMPLE_SIZES = {
     "num_blocks": 7,
     "table_rows": 11,
 }
-EXAMPLE_TABLE_WIDTH = 9
+# Group g's table has the example width EXAMPLE_TABLE_WIDTH + g: inductor takes sizes with equal examples for one.
+TABLE_WIDTH = "table_width_"
+EXAMPLE_TABLE_WIDTH = 101
+# Inputs that captured graphs have, and the name of their first size.
+CAPTURED_SIZES = {"input_ids": "num_tokens", "encoder_states": "num_encoder_tokens"}
 
 
 def add_step_input(
@@ -29,7 +33,8 @@ def add_step_input(
 ) -> Node:
     """Append a placeholder; named sizes are symbols shared by all inputs of the graph, whole numbers are fixed.
 
-    "num_tokens" is the token count that input_ids already has. Without strides the input is contiguous.
+    "num_tokens" is the token count that input_ids already has, "num_encoder_tokens" that of encoder_states. Without
+    strides the input is contiguous.
     """
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node.target == name:
@@ -48,7 +53,7 @@ def _fake_input(gm: GraphModule, name: str, shape, dtype: torch.dtype, strides) 
     mode = fake_mode_of(gm.graph)
     missing = [s for s in shape if isinstance(s, str) and s not in known]
     if missing:
-        example = [EXAMPLE_SIZES.get(s, EXAMPLE_TABLE_WIDTH) if isinstance(s, str) else s for s in shape]
+        example = [_example_size(s) if isinstance(s, str) else s for s in shape]
         dynamic = [DimDynamic.DYNAMIC if s in missing else DimDynamic.STATIC for s in shape]
         context = StatelessSymbolicContext(dynamic_sizes=dynamic, constraint_sizes=[None] * len(shape))
         real = torch.empty(example, dtype=dtype, device=_device(gm))
@@ -61,14 +66,21 @@ def _fake_input(gm: GraphModule, name: str, shape, dtype: torch.dtype, strides) 
         return torch.empty(sizes, dtype=dtype, device=_device(gm))
 
 
+def _example_size(name: str) -> int:
+    """A size to trace with that no other name has."""
+    if name.startswith(TABLE_WIDTH):
+        return EXAMPLE_TABLE_WIDTH + int(name.removeprefix(TABLE_WIDTH))
+    return EXAMPLE_SIZES[name]
+
+
 def _known_sizes(gm: GraphModule) -> dict[str, torch.SymInt]:
     """Symbols of the sizes that earlier inputs introduced."""
     known = {}
     for node in gm.graph.nodes:
         if node.op != "placeholder":
             continue
-        if node.target == "input_ids":
-            known["num_tokens"] = val(node).shape[0]
+        if node.target in CAPTURED_SIZES:
+            known[CAPTURED_SIZES[node.target]] = val(node).shape[0]
         for size, symbol in zip(node.meta.get("size_names", ()), val(node).shape):
             if isinstance(size, str):
                 known.setdefault(size, symbol)

@@ -1,13 +1,22 @@
-"""May a request enter: can it ever run (once, when it arrives), and is it worth trying again (every step)."""
+"""May a request enter: can it ever run (once, when it arrives), and does it get in now (every step).
+
+A preempted request comes back in one of two ways: its blocks return from host memory, or its tokens are computed
+again from its prefix hit on. Which one was chosen when it left does not bind: the hit may have grown since.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from pagebinder.errors import CacheCapacityError, RequestError
 from pagebinder.runtime.kv.coordinator import KVCacheManager
 from pagebinder.runtime.request import Request
+from pagebinder.runtime.swap_policy import SwapPolicy
 
 
-def check_fits(kv: KVCacheManager, max_model_len: int, prompt_len: int, max_tokens: int) -> None:
+def check_fits(
+    kv: KVCacheManager, max_model_len: int, prompt_len: int, max_tokens: int, num_encoder_tokens: int = 0
+) -> None:
     """Raise unless a request of this size can run to its end when it is alone in the cache.
 
     Generation may stop early with finish reason "length" at max_model_len, so only the prompt must fit the
@@ -20,13 +29,89 @@ def check_fits(kv: KVCacheManager, max_model_len: int, prompt_len: int, max_toke
         )
     # The last generated token is never fed back, so it needs no slot.
     num_tokens = min(prompt_len + max_tokens, max_model_len) - 1
-    needed, usable = kv.max_blocks_for(num_tokens), kv.num_usable_blocks
+    needed, usable = kv.max_blocks_for(num_tokens, num_encoder_tokens), kv.num_usable_blocks
     if needed > usable:
         raise CacheCapacityError(
             f"a prompt of {prompt_len} tokens and max_tokens of {max_tokens} need up to {needed} KV blocks, but "
             f"the cache has {usable}; raise kv_cache_bytes (or num_kv_blocks), or lower max_tokens, the "
             "prompt's length or max_num_batched_tokens (sliding windows hold a step's tokens too)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request got in: tokens it need not compute, tokens it computes in this step."""
+
+    num_computed_tokens: int
+    num_new_tokens: int
+    swapped_in: bool = False
+
+
+class Admission:
+    """Lets requests in and out of the cache. `watermark_blocks` stay free when one enters beside others."""
+
+    def __init__(self, kv: KVCacheManager, swaps: SwapPolicy | None, watermark_blocks: int = 0) -> None:
+        self.kv = kv
+        self.swaps = swaps
+        self.watermark_blocks = watermark_blocks
+        self._memo = AdmissionMemo(kv)
+
+    def try_admit(self, request: Request, max_new_tokens: int, *, alone: bool) -> Entry | None:
+        """Give a waiting request blocks for up to `max_new_tokens` tokens; None: it must wait.
+
+        `alone`: nothing runs, so it must be tried: it is known to fit.
+        """
+        if not alone and self._memo.still_refused(request):
+            return None
+        hit = self.kv.find_prefix(request)
+        watermark = 0 if alone else self.watermark_blocks
+        image = request.swap_image
+        if image is not None and self.swaps.prefers_swap_in(image, request.num_tokens, hit.num_tokens):
+            entry = self._swap_in(request, max_new_tokens, watermark, alone)
+        else:
+            entry = self._recompute(request, max_new_tokens, hit, watermark)
+        if entry is None:
+            self._memo.refuse(request, hit.num_tokens)
+        else:
+            self._memo.clear()
+        return entry
+
+    def give_up(self, request: Request) -> bool:
+        """Take a preempted request's blocks away; True if its state went to host memory."""
+        if self.swaps is not None and self.swaps.prefers_swap_out(self.kv, request):
+            request.swap_image = self.kv.swap_out(request)
+        if request.swap_image is None:
+            self.kv.free(request)
+        return request.swap_image is not None
+
+    def forget(self, request: Request) -> None:
+        """Drop what host memory holds of a request."""
+        if request.swap_image is not None:
+            self.kv.drop_image(request.swap_image)
+            request.swap_image = None
+
+    def _recompute(self, request: Request, max_new_tokens: int, hit, watermark: int) -> Entry | None:
+        count = min(request.num_tokens - hit.num_tokens, max_new_tokens)
+        request.num_computed_tokens = 0
+        if not self.kv.allocate_slots(
+            request, count, hit, full_sequence_must_fit=True, watermark_blocks=watermark
+        ):
+            return None
+        if self.swaps is not None and request.num_preemptions:
+            self.swaps.note_recompute(request.num_tokens, hit.num_tokens)
+        self.forget(request)
+        return Entry(hit.num_tokens, count)
+
+    def _swap_in(self, request: Request, max_new_tokens: int, watermark: int, alone: bool) -> Entry | None:
+        image = request.swap_image
+        # Room for the next tokens too, or it would be the first to be preempted again.
+        room = image.num_blocks + len(self.kv.groups) + watermark
+        if (not alone and self.kv.num_free_blocks < room) or not self.kv.swap_in(request, image):
+            return None
+        request.swap_image = None
+        request.num_computed_tokens = computed = image.num_computed_tokens
+        count = min(request.num_tokens - computed, max_new_tokens)
+        return Entry(computed, count if self.kv.allocate_slots(request, count) else 0, swapped_in=True)
 
 
 class AdmissionMemo:

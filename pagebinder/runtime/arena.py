@@ -12,7 +12,8 @@ time, so layers of different groups alias the same bytes in different blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -20,6 +21,10 @@ from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
 from pagebinder.custom_ops.layer_state import CacheTensor, LayerState
 from pagebinder.errors import CacheCapacityError
 from pagebinder.runtime.kv import KVPlan
+from pagebinder.runtime.kv.copies import BlockCopy, SwapCopy
+
+# Copied to measure the rate of swapping.
+TIMED_BYTES = 16 << 20
 
 
 class KVArena:
@@ -39,6 +44,7 @@ class KVArena:
                 f"The KV cache of {num_blocks:,} blocks ({num_bytes / 2**30:,.1f} GiB) cannot be allocated on "
                 f"{device}; give fewer kv_cache_bytes or num_kv_blocks."
             ) from error
+        self.host = torch.zeros(0, dtype=torch.uint8)
         advise_huge_pages(self.memory)  # zeros are not touched yet where they are many
         self.caches: dict[str, torch.Tensor] = {}
         for state, page in zip(states, plan.layers, strict=True):
@@ -55,6 +61,39 @@ class KVArena:
             (self.bytes_per_block // dtype.itemsize, *strides),
             offset_bytes // dtype.itemsize,
         )
+
+    def add_host_blocks(self, num_slots: int) -> None:
+        """Host memory for blocks of preempted requests (pinned when the arena is on a GPU)."""
+        shape = (num_slots, self.bytes_per_block)
+        self.host = torch.zeros(shape, dtype=torch.uint8, pin_memory=self.memory.is_cuda)
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy whole blocks, one after the other: a source may be the destination of a copy before it."""
+        blocks = self.memory.view(self.num_blocks, self.bytes_per_block)
+        for copy in copies:
+            blocks[copy.dst].copy_(blocks[copy.src])
+
+    def swap_blocks(self, copies: Iterable[SwapCopy]) -> None:
+        """Copy whole blocks to or from host slots, one after the other."""
+        blocks = self.memory.view(self.num_blocks, self.bytes_per_block)
+        for copy in copies:
+            block, slot = blocks[copy.block], self.host[copy.slot]
+            if copy.to_host:
+                slot.copy_(block)
+            else:
+                block.copy_(slot)
+
+    def time_copies(self) -> tuple[int, float]:
+        """Copy some blocks to host slots and back; returns (bytes, seconds). Contents stay the same."""
+        count = min(self.num_blocks, len(self.host), max(1, TIMED_BYTES // self.bytes_per_block))
+        there = [SwapCopy(i, i, True) for i in range(count)]
+        back = [SwapCopy(i, i, False) for i in range(count)]
+        self.swap_blocks(there + back)  # touches the memory for the first time
+        start = time.perf_counter()
+        self.swap_blocks(there + back)
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self.memory.device)
+        return 2 * count * self.bytes_per_block, time.perf_counter() - start
 
     @property
     def num_bytes(self) -> int:

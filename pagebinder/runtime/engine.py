@@ -7,54 +7,33 @@ add_request --> waiting --> running --> finished --> RequestOutput
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from pagebinder.config import EngineConfig, SamplingParams
-from pagebinder.errors import CacheCapacityError, RequestError
+from pagebinder.errors import RequestError
 from pagebinder.runtime.arena import KVArena
-from pagebinder.runtime.detokenizer import Detokenizer
-from pagebinder.runtime.executables import Executable
+from pagebinder.runtime.beam_search import BeamSearch
+from pagebinder.runtime.engine_setup import EngineModel, num_blocks, retention, swap_space
+from pagebinder.runtime.engine_stats import STEP_PARTS, StepClock, collect_stats
 from pagebinder.runtime.interrupts import deferred_interrupts
-from pagebinder.runtime.kv import KVCacheManager, KVPlan
-from pagebinder.runtime.outputs import EngineStats, RequestOutput
-from pagebinder.runtime.request import Request
-from pagebinder.runtime.request_checks import Prompt, check_params, prompt_token_ids
-from pagebinder.runtime.sampler import SampledToken, SamplingRow, sample
+from pagebinder.runtime.kv import KVCacheManager
+from pagebinder.runtime.kv.event_log import KVEventLog
+from pagebinder.runtime.kv.event_recorder import KVEventRecorder
+from pagebinder.runtime.live_requests import QUIET, LiveRequest
+from pagebinder.runtime.output_text import OutputText
+from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
+from pagebinder.runtime.request import Request, RequestStatus
+from pagebinder.runtime.request_checks import Prompt, check_beams, check_params, prompt_token_ids
 from pagebinder.runtime.scheduler import Scheduler
+from pagebinder.runtime.scheduler_output import SchedulerOutput
 from pagebinder.runtime.step_plan import StepPlanner
-
-DEFAULT_KV_CACHE_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineModel:
-    """What an engine needs of a compiled model: something to run, a cache plan, and the facts of its tokens."""
-
-    executable: Executable
-    kv_plan: KVPlan
-    states: tuple
-    device: torch.device
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-    tokenizer: object | None
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request the engine works on, with what only the engine knows of it."""
-
-    request: Request
-    params: SamplingParams
-    seed: int
-    detokenizer: Detokenizer | None
-    logprobs: list[dict[int, float]] | None
+from pagebinder.runtime.step_tokens import StepTokens, choose_tokens
 
 
 class Engine:
@@ -67,13 +46,16 @@ class Engine:
     def __init__(self, model: EngineModel, config: EngineConfig | None = None) -> None:
         self.model = model
         self.config = config or EngineConfig()
-        self.arena = KVArena(model.kv_plan, model.states, self._num_blocks(), model.device)
+        self.arena = KVArena(model.kv_plan, model.states, num_blocks(model, self.config), model.device)
+        self.swap_policy, self.host_blocks = swap_space(self.arena, self.config)
         self.kv = KVCacheManager(
             model.kv_plan.groups,
             self.arena.num_blocks,
             max_model_len=model.max_model_len,
             max_in_flight_tokens=self.config.max_num_batched_tokens,
             enable_caching=self.config.prefix_caching,
+            retention=retention(self.config.prefix_retention),
+            host_blocks=self.host_blocks,
         )
         self.scheduler = Scheduler(
             self.kv,
@@ -82,34 +64,19 @@ class Engine:
             max_model_len=model.max_model_len,
             policy=self.config.scheduling_policy,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+            swap_policy=self.swap_policy,
         )
-        self.planner = StepPlanner([g.block_size for g in model.kv_plan.groups], model.device)
-        self._live: dict[str, _Live] = {}
+        self.planner = StepPlanner(model.kv_plan.groups, self.kv.tables, model.device)
+        self._live: dict[str, LiveRequest] = {}
         # Outputs belong to the `stream` or `generate` call that made the request, else to `step`.
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._undelivered: list[RequestOutput] = []
         self._ids = itertools.count()
         self._seeds = itertools.count()
-        self._generated_tokens = 0
-        self._seconds = dict.fromkeys(("schedule", "plan", "run", "sample", "publish"), 0.0)
-
-    def _num_blocks(self) -> int:
-        plan, config = self.model.kv_plan, self.config
-        if config.num_kv_blocks is not None:
-            num_blocks = config.num_kv_blocks
-        elif config.kv_cache_bytes is not None:
-            num_blocks = plan.num_blocks_for(config.kv_cache_bytes)
-        else:
-            per_request = plan.min_blocks(self.model.max_model_len, config.max_num_batched_tokens) - 1
-            num_blocks = min(
-                per_request * config.max_num_seqs + 1, plan.num_blocks_for(DEFAULT_KV_CACHE_BYTES)
-            )
-        if num_blocks < 2:
-            raise CacheCapacityError(
-                f"{num_blocks} KV block(s) of {plan.bytes_per_block:,} bytes are too few: block 0 is reserved, so "
-                f"at least 2 are needed. Give num_kv_blocks >= 2 or kv_cache_bytes >= {2 * plan.bytes_per_block:,}."
-            )
-        return num_blocks
+        self.generated_tokens = 0
+        self.num_copies = 0
+        self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        self._recorder: KVEventRecorder | None = None
 
     # Requests
 
@@ -140,26 +107,78 @@ class Engine:
             raise RequestError(f"Request id {taken!r} is already in use; choose another.")
         base = params.seed if params.seed is not None else self._fresh_seed()
         with deferred_interrupts():
-            for sample_index, i in enumerate(ids):
-                self._queue(i, tokens, params, base + sample_index, priority, cache_salt)
+            room = max(1, self.model.max_model_len - len(tokens))
+            requests = [
+                Request(
+                    i, tokens, max_tokens=min(params.max_tokens or room, room), priority=priority,
+                    cache_salt=cache_salt, params=params,
+                )
+                for i in ids
+            ]  # fmt: skip
+            self._enter([self._make_live(r, params, base + k) for k, r in enumerate(requests)])
         return ids
 
-    def _queue(self, request_id, tokens, params, seed, priority, cache_salt) -> None:
-        room = max(1, self.model.max_model_len - len(tokens))
-        request = Request(
-            request_id,
-            tokens,
-            max_tokens=min(params.max_tokens or room, room),
-            priority=priority,
-            cache_salt=cache_salt,
-            params=params,
-        )
-        self.scheduler.add_request(request)
-        detokenizer = None
-        if self.model.tokenizer is not None:
-            detokenizer = Detokenizer(self.model.tokenizer.backend_tokenizer, params.stop)
-        logprobs = [] if params.logprobs is not None else None
-        self._live[request_id] = _Live(request, params, seed, detokenizer, logprobs)
+    def _make_live(self, request: Request, params: SamplingParams, seed: int) -> LiveRequest:
+        tokenizer = self.model.tokenizer
+        text = None if tokenizer is None else OutputText(tokenizer.backend_tokenizer, request, params.stop)
+        return LiveRequest(request, params, seed, text, [] if params.logprobs is not None else None)
+
+    def _enter(self, lives: list[LiveRequest], *, quiet: bool = False) -> None:
+        """Queue samples of one prompt: the first computes it, the others fork from it at their first token."""
+        leader = lives[0]
+        leader.samples = lives if len(lives) > 1 else None
+        for live in lives:
+            live.mark(quiet=quiet)
+        self.scheduler.add_request(leader.request)
+        for live in lives[1:]:
+            if live.request.arrival < 0:
+                live.request.arrival = self.scheduler.next_arrival()
+        self._live.update({live.request.request_id: live for live in lives})
+
+    def fork(self, request_id: str, new_request_id: str, params: SamplingParams | None = None) -> None:
+        """Go on with a copy of a request besides the request itself: same tokens so far, shared cache blocks.
+
+        Args:
+            params: of the new request, the old one's by default. Without a seed it draws its own tokens.
+                max_tokens counts from the prompt on, as for the old request.
+        Raises:
+            RequestError: no such request, an id in use, parameters that do not fit; nothing was changed.
+        """
+        parent = self._live.get(request_id)
+        if parent is None:
+            raise RequestError(f"request {request_id!r} is not in the engine: it cannot be forked.")
+        params = dataclasses.replace(parent.params, n=1, seed=None) if params is None else params
+        self._check_new(new_request_id, params)
+        old, room = parent.request, self.model.max_model_len - parent.request.num_prompt_tokens
+        limit = min(params.max_tokens or room, room)
+        if params.n != 1 or limit <= old.num_output_tokens:
+            raise RequestError(
+                f"A fork of {request_id!r} continues its {old.num_output_tokens} tokens: use n=1 and more "
+                "max_tokens."
+            )
+        if params.logprobs is not None and parent.logprobs is None and old.num_output_tokens:
+            raise RequestError(f"{request_id!r} kept no log-probabilities, so its fork cannot report them.")
+        seed = params.seed if params.seed is not None else self._fresh_seed()
+        with deferred_interrupts():
+            child = old.child(new_request_id, old.num_tokens, max_tokens=limit, params=params)
+            live = self._make_live(child, params, seed)
+            if live.logprobs is not None:
+                live.logprobs += parent.logprobs or ()
+            if params.stop:
+                live.text.catch_up(child.num_output_tokens)
+            live.mark()
+            self._live[new_request_id] = live
+            if request_id in self.scheduler.requests:
+                self.scheduler.fork(request_id, child)
+            else:  # a sample that waits for its prompt
+                self.scheduler.add_request(child)
+
+    def _check_new(self, request_id: str, params: SamplingParams) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id={request_id!r}: use a non-empty string.")
+        check_params(params, self.model.tokenizer, self.model.vocab_size)
+        if request_id in self._live:
+            raise RequestError(f"Request id {request_id!r} is already in use; choose another.")
 
     @deferred_interrupts()
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -167,9 +186,17 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is None:
             return None
-        self.scheduler.abort(request_id)
-        self.planner.tables.drop(request_id)
-        return self._output(live)
+        if self.scheduler.abort(request_id) is None:  # a sample that waits for its prompt
+            live.request.status = RequestStatus.FINISHED_ABORTED
+            leader = next(x for x in self._live.values() if x.samples and live in x.samples)
+            leader.samples.remove(live)
+        elif live.samples:
+            # The next sample computes the prompt instead, from what the prefix cache has of it.
+            rest = live.samples[1:]
+            live.samples = None
+            if rest:
+                self._enter(rest, quiet=bool(live.request.flags & QUIET))
+        return live.output()
 
     @property
     def has_unfinished(self) -> bool:
@@ -191,62 +218,59 @@ class Engine:
 
     @deferred_interrupts()
     def _step(self) -> None:
-        clock = _Clock(self._seconds)
-        scheduled = self.scheduler.schedule()
+        clock = StepClock(self.seconds)
+        output = self.scheduler.schedule()
+        try:
+            if self._recorder is not None:
+                self._recorder.record_step(output)
+            self._copy_blocks()
+            clock.lap("schedule")
+            plan = self.planner.build(output)
+            clock.lap("plan")
+            logits = self.model.executable.run(plan.tensors | self.arena.caches)
+            seconds = clock.lap("run")
+            chosen = choose_tokens(logits, output, self._live, self.model.eos_token_ids)
+            clock.lap("sample")
+        except BaseException:
+            self.scheduler.discard()
+            raise
+        if self.swap_policy is not None and plan.num_tokens > len(output.sampling):
+            self.swap_policy.note_prefill(plan.num_tokens, seconds)
+        forks = [(parent, live.request) for parent, live in chosen.forks]
+        finished = self.scheduler.update(output, chosen.tokens, chosen.stopped, forks)
         clock.lap("schedule")
-        plan = self.planner.build(scheduled, self.kv.block_ids)
-        clock.lap("plan")
-        logits = self.model.executable.run({**plan.tensors, **self.arena.caches})
-        clock.lap("run")
-        lives = [self._live[request_id] for request_id in plan.sampling]
-        rows = [
-            SamplingRow(x.params, x.seed, x.request.all_token_ids, x.request.num_output_tokens) for x in lives
-        ]
-        sampled = sample(logits, rows)
-        clock.lap("sample")
-        self._publish(scheduled, lives, sampled)
+        self._publish(output, chosen, finished)
         if self.config.check_integrity:
             self.scheduler.check_integrity()
         clock.lap("publish")
 
-    def _publish(self, scheduled, lives: list[_Live], sampled: list[SampledToken]) -> None:
-        stopped = {
-            live.request.request_id: "stop" for live, token in zip(lives, sampled) if self._take(live, token)
-        }
-        tokens = {live.request.request_id: token.token_id for live, token in zip(lives, sampled)}
-        finished = self.scheduler.update(scheduled, tokens, stopped)
-        self._generated_tokens += len(tokens)
+    def _copy_blocks(self) -> None:
+        """What the step's schedule needs moved, before the graph runs: swaps first, then copies on write."""
+        swaps, copies = self.kv.take_swaps(), self.kv.take_copies()
+        if swaps:
+            start = time.perf_counter()
+            self.arena.swap_blocks(swaps)
+            num_bytes = len(swaps) * self.arena.bytes_per_block
+            self.swap_policy.note_copy(num_bytes, time.perf_counter() - start)
+        if copies:
+            self.arena.copy_blocks(copies)
+            self.num_copies += len(copies)
+
+    def _publish(self, output: SchedulerOutput, chosen: StepTokens, finished: list[Request]) -> None:
+        self.generated_tokens += int(np.count_nonzero(chosen.tokens >= 0)) + len(chosen.forks)
+        outputs = []
+        if not (output.flags[output.sampling] & QUIET).all():
+            for row, token in zip(output.sampling.tolist(), chosen.tokens.tolist()):
+                request = output.requests[row]
+                if token >= 0 and not request.flags & QUIET:
+                    outputs.append(self._live[request.request_id].output())
+            outputs += [live.output() for _, live in chosen.forks if not live.request.flags & QUIET]
         for request in finished:
-            self._live.pop(request.request_id)
-            self.planner.tables.drop(request.request_id)
-        for live in lives:
-            self._mailboxes.get(live.request.request_id, self._undelivered).append(self._output(live))
-
-    def _take(self, live: _Live, token: SampledToken) -> bool:
-        """Note a new token; True if it ends the request (length limits are the scheduler's business)."""
-        if live.logprobs is not None:
-            live.logprobs.append(token.logprobs)
-        params = live.params
-        if token.token_id in params.stop_token_ids:
-            return True
-        if token.token_id in self.model.eos_token_ids and not params.ignore_eos:
-            return True
-        return live.detokenizer is not None and live.detokenizer.append(token.token_id)
-
-    def _output(self, live: _Live) -> RequestOutput:
-        request = live.request
-        if request.is_finished and live.detokenizer is not None:
-            live.detokenizer.finish()
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,  # shared: a copy per step would cost a prompt per token
-            token_ids=list(request.output_token_ids),
-            text=live.detokenizer.visible_text if live.detokenizer is not None else None,
-            finished=request.is_finished,
-            finish_reason=request.finish_reason,
-            logprobs=list(live.logprobs) if live.logprobs is not None else None,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+            live = self._live.pop(request.request_id)
+            if request.flags & QUIET:
+                outputs.append(live.output())
+        for one in outputs:
+            self._mailboxes.get(one.request_id, self._undelivered).append(one)
 
     # Whole calls
 
@@ -258,10 +282,40 @@ class Engine:
         """Run prompts to the end; returns outputs in the order of the prompts (n > 1: n outputs per prompt)."""
         done: dict[str, RequestOutput] = {}
         ids = self._add_all(prompts, params)
+        for i in ids:
+            self._live[i].request.flags |= QUIET  # only the last output is wanted
         for output in self._run(ids):
-            if output.finished:
-                done[output.request_id] = output
+            done[output.request_id] = output
         return [done[i] for i in ids]
+
+    def beam_search(
+        self, prompt: Prompt, *, beam_width: int, max_tokens: int, length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+    ) -> list[Beam]:  # fmt: skip
+        """The `beam_width` continuations of the highest score that beam search finds, best first.
+
+        Score: sum of log-probabilities / number of tokens ** length_penalty. Beams share the blocks of what they
+        have in common. Other requests of the engine go on meanwhile.
+        Raises RequestError, CacheCapacityError for what cannot be done; nothing was queued.
+        """
+        check_beams(beam_width, max_tokens, length_penalty)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
+        tokens = prompt_token_ids(prompt, self.model.tokenizer, self.model.vocab_size)
+        room = max(1, self.model.max_model_len - len(tokens))
+        search = BeamSearch(
+            self.scheduler, self._live, self._fresh_id(), width=beam_width, max_tokens=min(max_tokens, room),
+            length_penalty=length_penalty, eos=() if ignore_eos else self.model.eos_token_ids,
+        )  # fmt: skip
+        try:
+            search.start(tokens, params)
+            while not search.done:
+                self._step()
+                with deferred_interrupts():
+                    search.advance()
+            return search.best()
+        finally:
+            with deferred_interrupts():
+                search.close()
 
     def stream(
         self,
@@ -320,28 +374,20 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and present state; cheap, may be called every step."""
-        counters, busy = self.scheduler.stats, sum(self._seconds.values())
-        return EngineStats(
-            running=self.scheduler.num_running,
-            waiting=self.scheduler.num_waiting,
-            num_blocks=self.arena.num_blocks,
-            free_blocks=self.kv.num_free_blocks,
-            kv_usage=self.kv.usage,
-            prefix_queried_tokens=counters.prefix_queried_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            preemptions=counters.num_preemptions,
-            steps=counters.num_steps,
-            scheduled_tokens=counters.num_scheduled_tokens,
-            generated_tokens=self._generated_tokens,
-            busy_seconds=busy,
-            tokens_per_second=self._generated_tokens / busy if busy else 0.0,
-            finished_requests=counters.num_finished,
-            step_seconds=dict(self._seconds),
-        )
+        return collect_stats(self)
 
     def check_integrity(self) -> None:
         """Raise if any block is lost, owned twice, or held by a request that is gone."""
         self.scheduler.check_integrity()
+
+    def record_events(self) -> KVEventLog:
+        """Log the KV cache from now on: the log gets a record (about 1 KB) in each step; called again, the same log.
+
+        `log.save(path)` writes it, `pagebinder kv-picture` draws it.
+        """
+        if self._recorder is None:
+            self._recorder = KVEventRecorder(self.scheduler, bytes_per_block=self.arena.bytes_per_block)
+        return self._recorder.log
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while requests hold blocks."""
@@ -353,16 +399,3 @@ class Engine:
     def _fresh_seed(self) -> int:
         """A seed for a request that brings none: the engine's seed and a running number."""
         return self.config.seed * 1_000_003 + next(self._seeds)
-
-
-class _Clock:
-    """Adds the time since the last lap to a named counter."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
-        self.last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] += now - self.last
-        self.last = now

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+
+from pagebinder.runtime.output_text import OutputText
+from pagebinder.runtime.request import Request
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(init=False, repr=False, eq=False)
 class RequestOutput:
-    """A request's continuation so far.
+    """A request's continuation so far. It does not change while the request goes on.
+
+    A request's tokens only grow, so an output remembers how many there were; lists and text are made when they are
+    asked for. A step therefore costs the same for a long continuation as for a short one.
 
     Attributes:
+        request_id, prompt_token_ids (shared with the request: do not change it).
         token_ids: all generated tokens (the prompt is not part of it).
         text: the generated text, if the model has a tokenizer, else None. While a stop string could still be
             completing, its possible beginning is held back.
-        finish_reason: "stop" (end-of-sequence, stop token or stop string), "length", "abort"; None while running.
+        finished: nothing more will come. finish_reason: "stop" (end-of-sequence, stop token or stop string),
+            "length", "abort"; None while running.
         logprobs: one dict token id -> log-probability per generated token, if asked for.
         num_cached_tokens: prompt tokens that the prefix cache served.
     """
@@ -21,16 +29,103 @@ class RequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     token_ids: list[int]
-    text: str | None = None
-    finished: bool = False
-    finish_reason: str | None = None
-    logprobs: list[dict[int, float]] | None = None
-    num_cached_tokens: int = 0
+    text: str | None
+    finished: bool
+    finish_reason: str | None
+    logprobs: list[dict[int, float]] | None
+    num_cached_tokens: int
+
+    __slots__ = (
+        "_logprobs",
+        "_num_tokens",
+        "_request",
+        "_text",
+        "_token_ids",
+        "finish_reason",
+        "finished",
+        "num_cached_tokens",
+        "request_id",
+    )
+
+    def __init__(
+        self, request: Request, text: OutputText | None = None, logprobs: list[dict[int, float]] | None = None
+    ) -> None:
+        self.request_id = request.request_id
+        self.finish_reason = request.finish_reason
+        self.finished = self.finish_reason is not None
+        self.num_cached_tokens = request.num_cached_tokens
+        self._request = request
+        self._num_tokens = len(request.all_token_ids)
+        self._text = text
+        self._logprobs = logprobs
+        self._token_ids: list[int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of generated tokens; cheaper than `len(token_ids)`."""
+        return self._num_tokens - self._request.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._request.prompt_token_ids
+
+    @property
+    def token_ids(self) -> list[int]:
+        if self._token_ids is None:
+            self._token_ids = self._request.all_token_ids[self._request.num_prompt_tokens : self._num_tokens]
+        return self._token_ids
+
+    @property
+    def text(self) -> str | None:
+        return None if self._text is None else self._text.after(self.num_tokens, self.finished)
+
+    @property
+    def logprobs(self) -> list[dict[int, float]] | None:
+        return None if self._logprobs is None else self._logprobs[: self.num_tokens]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RequestOutput) and asdict(self) == asdict(other)
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, token_ids={self.token_ids}, text={self.text!r}, "
+            f"finished={self.finished}, finish_reason={self.finish_reason!r})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beam:
+    """One continuation that beam search found.
+
+    Attributes:
+        token_ids: generated tokens; the end-of-sequence token is one of them.
+        logprob: sum of the tokens' log-probabilities. score: logprob / number of tokens ** length_penalty.
+        finished: it ended with an end-of-sequence token, not at the limit.
+    """
+
+    token_ids: list[int]
+    logprob: float
+    score: float
+    finished: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine started, and its present state."""
+    """Counters since the engine started, and its present state.
+
+    Attributes:
+        prefix_hit_rate: share of prompt tokens of newly admitted requests that the prefix cache served;
+            resumed_hit_rate: the same for requests that came back after a preemption.
+        forks, copies, swaps_out, swaps_in: requests that started as a copy of another; blocks copied because one
+            of several owners was to write; requests moved to host memory and back.
+        deferred_blocks: blocks given back that a step in flight still reads.
+        cached_prefixes: prefix ends that a hit can find. blocks_in_use: blocks in the tables of running requests,
+            per KV group (a shared block counts for each of them).
+        host_blocks, free_host_blocks: swap space.
+        copy_bytes_per_second, prefill_tokens_per_second: measured rates behind "swap or recompute"; None before
+            the first measurement.
+        step_seconds: time by part of a step; busy_seconds is their sum.
+    """
 
     running: int
     waiting: int
@@ -46,4 +141,17 @@ class EngineStats:
     busy_seconds: float
     tokens_per_second: float
     finished_requests: int
+    prefix_hit_rate: float = 0.0
+    resumed_hit_rate: float = 0.0
+    forks: int = 0
+    copies: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    deferred_blocks: int = 0
+    cached_prefixes: int = 0
+    blocks_in_use: tuple[int, ...] = ()
+    host_blocks: int = 0
+    free_host_blocks: int = 0
+    copy_bytes_per_second: float | None = None
+    prefill_tokens_per_second: float | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)

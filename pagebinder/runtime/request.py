@@ -4,7 +4,8 @@
                     |<-- num_computed_tokens -->|<----->|  still to compute
 
 What is still to compute may be prefill, decode, or recomputation after preemption: the scheduler sees no
-difference.
+difference. While a request runs, the scheduler keeps its progress in arrays (`RunningBatch`) and writes
+`num_computed_tokens` here whenever somebody is to read it; the list of tokens is always up to date.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class RequestStatus(enum.Enum):
 
     @property
     def is_finished(self) -> bool:
-        return self.name.startswith("FINISHED")
+        return self in _FINISHED
 
     @classmethod
     def from_finish_reason(cls, reason: str) -> RequestStatus:
@@ -39,45 +40,63 @@ class RequestStatus(enum.Enum):
         return status
 
 
+_FINISHED = frozenset(status for status in RequestStatus if status.name.startswith("FINISHED"))
+
+
 class Request:
     """Tokens, progress and place in line of one request.
 
-    `priority`: lower is served first (policy "priority" only). `arrival` is set by the scheduler: its order
-    of arrival. `params` is the engine's own (sampling parameters); nothing here looks into it.
-    `cache_salt`: requests with different salts share no cached prefix.
+    `priority`: lower is served first (policy "priority" only). `arrival`: order of arrival, set by the scheduler
+    unless it was given before. `params` and `flags` are the engine's own (sampling parameters; bits that the
+    running batch keeps per row); nothing here looks into them.
+    `cache_salt`, `adapter`: requests that differ in them share no cached prefix. `media`: (identifier, start, end)
+    of token ranges that stand for images or the like. `encoder_hash`, `num_encoder_tokens`: what the encoder of an
+    encoder-decoder model read (None, 0: nothing). `swap_image`: where its state lies in host memory, if anywhere.
     Raises RequestError for an empty prompt or max_tokens < 1.
     """
 
     __slots__ = (
+        "adapter",
         "all_token_ids",
         "arrival",
         "block_hashes",
         "cache_salt",
+        "encoder_hash",
+        "flags",
         "max_tokens",
+        "media",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_encoder_tokens",
         "num_preemptions",
         "num_prompt_tokens",
-        "output_token_ids",
         "params",
         "priority",
         "prompt_token_ids",
         "request_id",
         "status",
+        "swap_image",
     )
 
     def __init__(
         self, request_id: str, prompt_token_ids: list[int], *, max_tokens: int, priority: int = 0,
-        cache_salt: str | None = None, params: Any = None,
+        cache_salt: str | None = None, params: Any = None, adapter: str | None = None,
+        media: tuple[tuple[str, int, int], ...] = (), encoder_hash: bytes | None = None,
+        num_encoder_tokens: int = 0,
     ) -> None:  # fmt: skip
         if not prompt_token_ids:
             raise RequestError(f"request {request_id!r} has an empty prompt; give at least one token")
         if max_tokens < 1:
             raise RequestError(f"request {request_id!r}: max_tokens is {max_tokens}; it must be at least 1")
+        ends = (0, *(end for _, _, end in media))
+        if any(not before <= start < end for before, (_, start, end) in zip(ends, media)):
+            raise RequestError(
+                f"request {request_id!r}: media ranges must be (identifier, start, end) with start < end, sorted "
+                f"and disjoint; got {media}"
+            )
         self.request_id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
-        self.output_token_ids: list[int] = []
-        # Kept beside its two parts so that a step can slice tokens without joining lists.
+        # Grows in place and never shrinks, so whoever remembers a length can read that state later.
         self.all_token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
         self.num_computed_tokens = 0
@@ -90,7 +109,18 @@ class Request:
         self.arrival = -1
         self.max_tokens = max_tokens
         self.cache_salt = cache_salt
+        self.adapter = adapter
+        self.media = tuple(media)
+        self.encoder_hash = encoder_hash
+        self.num_encoder_tokens = num_encoder_tokens
         self.params = params
+        self.flags = 0
+        self.swap_image: Any = None
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The generated tokens, in a new list."""
+        return self.all_token_ids[self.num_prompt_tokens :]
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +129,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.output_token_ids)
+        return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -110,8 +140,19 @@ class Request:
         return self.status.value if self.status.is_finished else None
 
     def append_output(self, token_id: int) -> None:
-        self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
+
+    def child(self, request_id: str, num_tokens: int, *, max_tokens: int, params: Any = None) -> Request:
+        """A new request that starts with the first `num_tokens` (prompt at least) tokens of this one."""
+        assert num_tokens >= self.num_prompt_tokens, "a child shares the whole prompt"
+        child = Request(
+            request_id, self.prompt_token_ids, max_tokens=max_tokens, priority=self.priority,
+            cache_salt=self.cache_salt, params=params, adapter=self.adapter, media=self.media,
+            encoder_hash=self.encoder_hash, num_encoder_tokens=self.num_encoder_tokens,
+        )  # fmt: skip
+        child.all_token_ids += self.all_token_ids[self.num_prompt_tokens : num_tokens]
+        child.num_cached_tokens = self.num_cached_tokens
+        return child
 
     def __repr__(self) -> str:
         return (

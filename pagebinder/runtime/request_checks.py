@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
 
@@ -51,3 +52,12 @@ def check_params(params: SamplingParams, tokenizer, vocab_size: int) -> None:
     bad = [t for t in params.stop_token_ids if t >= vocab_size]
     if bad:
         raise RequestError(f"stop_token_ids {bad} are outside the vocabulary of {vocab_size}.")
+
+
+def check_beams(beam_width: int, max_tokens: int, length_penalty: float) -> None:
+    """Raise RequestError for options that beam search cannot use."""
+    for name, value in (("beam_width", beam_width), ("max_tokens", max_tokens)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise RequestError(f"{name}={value!r}: use a whole number, at least 1.")
+    if not isinstance(length_penalty, (int, float)) or not math.isfinite(length_penalty):
+        raise RequestError(f"length_penalty={length_penalty!r}: use a number, 0.0 for none.")

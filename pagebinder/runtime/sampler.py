@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pagebinder.config import SamplingParams
@@ -38,6 +39,19 @@ class SampledToken:
     logprobs: dict[int, float] | None = None
 
 
+def greedy(logits_LV: torch.Tensor) -> np.ndarray:
+    """The most likely token of each row of logits [L, V] (any float dtype) as [L] int64; ties go to the lowest.
+
+    Raises:
+        FloatingPointError: a row holds NaN, which a model with broken weights produces.
+    """
+    tokens = _argmax(logits_LV.float())
+    # NaN counts as the largest value, so it is enough to look at what was chosen.
+    chosen = torch.from_numpy(tokens).to(logits_LV.device)
+    _refuse_nan(logits_LV.gather(-1, chosen[:, None]))
+    return tokens
+
+
 def sample(logits_LV: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """Choose one token for each row of logits [L, V] (any float dtype).
 
@@ -47,8 +61,7 @@ def sample(logits_LV: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled
     if not rows:
         return []
     logits = logits_LV.float()
-    if bool(logits.isnan().any()):
-        raise FloatingPointError("the model returned NaN logits: check its weights and dtype")
+    _refuse_nan(logits)
     tokens = _choose(logits, rows)
     return [
         SampledToken(token, _logprobs(logits[i], token, row.params.logprobs))
@@ -56,14 +69,27 @@ def sample(logits_LV: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled
     ]
 
 
+def _argmax(values: torch.Tensor) -> np.ndarray:
+    """Index of the first largest value of each row of float32 [L, V]. On a CPU numpy finds it 10 to 50 times
+    faster than torch."""
+    if values.device.type == "cpu":
+        return values.numpy().argmax(axis=-1)
+    return values.argmax(dim=-1).cpu().numpy()
+
+
+def _refuse_nan(values: torch.Tensor) -> None:
+    if bool(values.isnan().any()):
+        raise FloatingPointError("the model returned NaN logits: check its weights and dtype")
+
+
 def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     penalised = _penalise(logits, rows)
-    tokens = penalised.argmax(dim=-1).tolist()
+    tokens = _argmax(penalised).tolist()
     drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_TEMPERATURE]
     if drawn:
         probabilities = _filter(penalised[drawn], [rows[i].params for i in drawn])
         noise = torch.stack([_exponential(rows[i], logits.shape[-1]) for i in drawn]).to(logits.device)
-        for i, token in zip(drawn, (probabilities / noise).argmax(dim=-1).tolist()):
+        for i, token in zip(drawn, _argmax(probabilities / noise).tolist()):
             tokens[i] = token
     return tokens
 

@@ -6,24 +6,32 @@
 A request only has known tokens and computed tokens; scheduling it means computing some of the difference. A
 decode has one token to compute, a prompt many, a preempted request its prompt and what it generated.
 
-Running requests are kept best first (first come, or priority and then first come). When blocks run out the
-worst running request is preempted: it gives back its blocks, goes to the head of the waiting line and is
-recomputed later, mostly from the prefix cache. The best one always gets its blocks, so the engine always
-advances, and `add_request` refuses what could not run even alone.
+Running requests are served best first (first come, or priority and then first come). When blocks run out the
+worst running request is preempted: it gives back its blocks (or moves to host memory), goes to the head of the
+waiting line and is recomputed later, mostly from the prefix cache. The best one always gets its blocks, so the
+engine always advances, and `add_request` refuses what could not run even alone.
+
+A step asks arrays, not requests (running_batch.py): Python runs only for the rows that need blocks, have blocks to
+store, or end, so its cost is linear in scheduled tokens and new blocks, whatever the contexts.
 """
 
 from __future__ import annotations
 
 import itertools
-from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from pagebinder.errors import ConfigError, RequestError
-from pagebinder.runtime.admission import AdmissionMemo, check_fits
+from pagebinder.runtime.admission import Admission, check_fits
 from pagebinder.runtime.kv.blocks import require
 from pagebinder.runtime.kv.coordinator import KVCacheManager
 from pagebinder.runtime.request import Request, RequestStatus
-from pagebinder.runtime.scheduler_output import ScheduledRequest, SchedulerOutput, SchedulerStats
+from pagebinder.runtime.running_batch import RunningBatch
+from pagebinder.runtime.scheduler_output import SchedulerOutput, SchedulerStats
+from pagebinder.runtime.step_budget import cover, share_budget
+from pagebinder.runtime.step_results import StepResults, resolve
+from pagebinder.runtime.swap_policy import SwapPolicy
 from pagebinder.runtime.waiting_queue import WaitingQueue
 
 POLICIES = ("fcfs", "priority")
@@ -32,27 +40,34 @@ POLICIES = ("fcfs", "priority")
 class Scheduler:
     """Continuous batching over one `KVCacheManager`. Not thread safe.
 
-    Call `schedule()`, compute, then `update()` with the results. If computing failed, leave `update` out: the
-    next `schedule()` asks for those tokens again.
+    Call `schedule()`, compute, then `update()` with the results. If computing failed, call `discard()`: the next
+    `schedule()` asks for those tokens again.
     `policy`: "fcfs" or "priority" (lower `Request.priority` first). `long_prefill_token_threshold`: longest
     chunk of one request while others want tokens too (0: no limit; never less than an equal share).
     `watermark`: share of blocks kept free when a request is admitted beside running ones.
+    `max_steps_in_flight`: how many steps may be scheduled before the first one's results are in. A request whose
+    next token is not known yet sits such a step out. With 1, scheduling again discards the step before.
+    `swap_policy`: decides between swapping and recomputing; None never swaps.
     Raises ConfigError for sizes that contradict each other.
     """
 
     def __init__(
         self, kv: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
         policy: str = "fcfs", long_prefill_token_threshold: int = 0, watermark: float = 0.0,
+        max_steps_in_flight: int = 1, swap_policy: SwapPolicy | None = None,
     ) -> None:  # fmt: skip
         if policy not in POLICIES:
             raise ConfigError(f"scheduling policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-        if max_num_seqs < 1 or max_num_batched_tokens < 1:
-            raise ConfigError("max_num_seqs and max_num_batched_tokens must be at least 1")
-        if max_num_batched_tokens > kv.max_in_flight_tokens or max_model_len > kv.max_model_len:
+        if max_num_seqs < 1 or max_num_batched_tokens < 1 or max_steps_in_flight < 1:
+            raise ConfigError(
+                "max_num_seqs, max_num_batched_tokens and max_steps_in_flight must be at least 1"
+            )
+        in_flight = max_num_batched_tokens * max_steps_in_flight
+        if in_flight > kv.max_in_flight_tokens or max_model_len > kv.max_model_len:
             raise ConfigError(
                 f"the KV cache was planned for steps of {kv.max_in_flight_tokens} tokens and contexts of "
-                f"{kv.max_model_len}, but the scheduler is to use {max_num_batched_tokens} "
-                f"(max_num_batched_tokens) and {max_model_len} (max_model_len); plan it for these"
+                f"{kv.max_model_len}, but the scheduler is to use {in_flight} (max_num_batched_tokens x steps in "
+                f"flight) and {max_model_len} (max_model_len); plan it for these"
             )
         self.kv = kv
         self.max_num_seqs = max_num_seqs
@@ -60,107 +75,202 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.policy = policy
         self.long_prefill_token_threshold = long_prefill_token_threshold
-        self.watermark_blocks = int(watermark * kv.pool.num_blocks)
+        self.max_steps_in_flight = max_steps_in_flight
+        self.swap_policy = swap_policy
         self.stats = SchedulerStats()
         self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []
         self.waiting = WaitingQueue()
-        self._memo = AdmissionMemo(kv)
+        self.batch = RunningBatch(kv.rows, self.requests)
+        self._admission = Admission(kv, swap_policy, int(watermark * kv.pool.num_blocks))
+        self._in_flight: list[int] = []
+        # Held requests that lost their blocks: there is nothing to compute for them before their next token.
+        self._parked: dict[str, Request] = {}
         self._arrivals = itertools.count()
 
-    def check_fits(self, prompt_len: int, max_tokens: int) -> None:
+    # Requests
+
+    def check_fits(self, prompt_len: int, max_tokens: int, num_encoder_tokens: int = 0) -> None:
         """Raise RequestError or CacheCapacityError unless a request of this size can run when it is alone."""
-        check_fits(self.kv, self.max_model_len, prompt_len, max_tokens)
+        check_fits(self.kv, self.max_model_len, prompt_len, max_tokens, num_encoder_tokens)
 
     def add_request(self, request: Request) -> None:
         """Put a new request in line. Raises RequestError for an id in use, and what `check_fits` raises."""
-        if request.request_id in self.requests:
-            raise RequestError(f"request id {request.request_id!r} is already in use; choose another")
-        self.check_fits(request.num_tokens, request.max_tokens)
-        request.arrival = next(self._arrivals)
+        self._check_id(request)
+        self.check_fits(request.num_tokens, request.max_tokens, request.num_encoder_tokens)
+        self._enlist(request)
         self.kv.extend_hashes(request)
-        self.requests[request.request_id] = request
         self.waiting.push(self._key(request), request)
+
+    def next_arrival(self) -> int:
+        """A place in line for a request that is added later (`Request.arrival`)."""
+        return next(self._arrivals)
+
+    def fork(self, parent_id: str, child: Request, end: RequestStatus | None = None) -> None:
+        """Add a request that starts as a copy of another: `child` (see `Request.child`) has the parent's computed
+        tokens and at least one more. It shares the parent's blocks. If no seat is free, or the parent has no
+        blocks, it waits like a preempted request. `end`: its last token ended it already.
+
+        Raises RequestError for an unknown parent or an id in use.
+        """
+        parent = self.requests.get(parent_id)
+        if parent is None:
+            raise RequestError(f"request {parent_id!r} is not in the engine: it cannot be forked")
+        self._check_id(child)
+        self._enlist(child)
+        self.stats.num_forks += 1
+        if end is not None or self._is_full(child):
+            self._finish(child, end or RequestStatus.FINISHED_LENGTH)
+        elif not self._share_blocks(parent, child):
+            child.status = RequestStatus.PREEMPTED
+            self.kv.extend_hashes(child)
+            self.waiting.push(self._key(child), child)
+
+    def append_token(self, request_id: str, token: int) -> None:
+        """Give a request that was held (see `update`) its next token."""
+        request = self.requests[request_id]
+        request.append_output(token)
+        if request.status is RequestStatus.RUNNING:
+            row = self.batch.row(request)
+            self.batch.known[row] += 1
+            self.batch.last_token[row] = token
+        else:
+            self.kv.extend_hashes(request)
+            if self._parked.pop(request_id, None) is not None:
+                self.waiting.push(self._key(request), request)
 
     def abort(self, request_id: str) -> Request | None:
         """Finish a request with reason "abort" and free its blocks. None if it is unknown or finished.
 
-        Allowed between `schedule` and `update`: blocks are not handed out again before the next `schedule`.
+        Allowed while steps are in flight: their blocks are not handed out before their results are in.
         """
         request = self.requests.get(request_id)
-        if request is None:
-            return None
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        self._finish(request, RequestStatus.FINISHED_ABORTED)
+        if request is not None:
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
         return request
 
     @property
+    def running(self) -> list[Request]:
+        """Running requests, best first."""
+        return [self.batch.by_row[row] for row in self.batch.order(self._key)]
+
+    @property
     def num_running(self) -> int:
-        return len(self.running)
+        return len(self.batch)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.requests) - len(self.running)
+        return len(self.requests) - len(self.batch)
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
+    # A step
+
     def schedule(self) -> SchedulerOutput:
-        """Choose the next step's tokens and allocate their blocks. Empty if there are no requests."""
-        scheduled: list[ScheduledRequest] = []
+        """Choose the next step's tokens and allocate their blocks. Empty if there is nothing to compute now."""
+        if len(self._in_flight) >= self.max_steps_in_flight:
+            if self.max_steps_in_flight > 1:
+                raise RuntimeError(
+                    f"{len(self._in_flight)} steps are in flight: update or discard them first"
+                )
+            self.discard()
         preempted: list[str] = []
-        budget = self._schedule_running(scheduled, preempted)
-        if not preempted:
-            budget = self._schedule_waiting(scheduled, budget)
-        total = self.max_num_batched_tokens - budget
-        if total == 0 and self.requests:
-            raise RuntimeError(f"nobody can advance: {self.num_running} running, {self.num_waiting} waiting")
-        self.stats.num_steps += 1
-        self.stats.num_scheduled_tokens += total
-        return SchedulerOutput(tuple(scheduled), tuple(preempted), total)
+        counts, total, blocked = self._schedule_running(preempted)
+        admitted: list[int] = []
+        if not (preempted or blocked):
+            self._schedule_waiting(admitted, self.max_num_batched_tokens - total)
+        if total == 0 and not any(admitted) and self.requests and not self._in_flight:
+            counts = self._make_room(admitted, preempted)
+        if admitted:
+            counts = np.concatenate((counts, np.array(admitted, np.int64)))
+            total += sum(admitted)
+        return self._output(counts, total, len(admitted), tuple(preempted))
 
     def update(
-        self, output: SchedulerOutput, sampled: Mapping[str, int], finished: Mapping[str, str] | None = None
-    ) -> list[Request]:
-        """Take a computed step's results; returns the requests that are finished now.
+        self, output: SchedulerOutput, sampled: Mapping[str, int] | Sequence[int],
+        finished: Mapping[str, str] | None = None, forks: Sequence[tuple[str, Request]] = (),
+    ) -> list[Request]:  # fmt: skip
+        """Take the oldest step's results; returns the requests that are finished now.
 
-        `sampled`: request id -> token, for every scheduled request that samples. `finished`: request id ->
-        "stop", "length", "abort" or "error", as the engine decided; a request that has reached max_tokens or
-        max_model_len is finished with "length" in any case. Requests aborted meanwhile are skipped.
+        `sampled`: the new token of every row of `output.sampling`, -1 to hold a request until `append_token`; or
+        request id -> token. `finished`: request id -> "stop", "length", "abort" or "error", as the engine
+        decided; a request that has reached max_tokens or max_model_len is finished with "length" in any case.
+        `forks`: (parent id, child) as for `fork`, done before anybody's blocks are freed. Requests aborted
+        meanwhile are skipped.
         Raises ValueError, with nothing changed, for a missing token, an unknown reason or an old `output`.
         """
         ends = {i: RequestStatus.from_finish_reason(reason) for i, reason in (finished or {}).items()}
-        live = [s for s in output.scheduled if not s.request.is_finished]
-        known = sampled.keys() | ends.keys()
-        if missing := [s.request.request_id for s in live if s.samples and s.request.request_id not in known]:
-            raise ValueError(f"no sampled token for {', '.join(missing)}")
-        if any(s.start != s.request.num_computed_tokens for s in live):
+        if output.step is not None and (not self._in_flight or output.step != self._in_flight[0]):
             raise ValueError("this step's results were given already, or another step was scheduled since")
-        for item in live:
-            self._advance(item, sampled.get(item.request.request_id))
-            if self._is_full(item.request):
-                ends.setdefault(item.request.request_id, RequestStatus.FINISHED_LENGTH)
+        results = resolve(output, sampled, ends, self.batch)
+        if output.step is not None:
+            self.kv.step_finished(self._in_flight.pop(0))
+        self._advance(results)
+        for parent_id, child in forks:
+            self.fork(parent_id, child, ends.pop(child.request_id, None))
+        for row in np.flatnonzero(self.batch.known >= self.batch.limit).tolist():
+            ends.setdefault(self.batch.by_row[row].request_id, RequestStatus.FINISHED_LENGTH)
         done = [self.requests[i] for i in ends if i in self.requests]
         for request in done:
             self._finish(request, ends[request.request_id])
-        if done:
-            self.running = [request for request in self.running if not request.is_finished]
-        return done
+        return done + [child for _, child in forks if child.is_finished]
+
+    def discard(self) -> None:
+        """Forget the steps in flight: their tokens are scheduled again.
+
+        They may have run. Rows of K and V are written again with the same values, but a state that a step replaced
+        is lost: such requests start over, from what the prefix cache has of them.
+        """
+        while self._in_flight:
+            self.kv.step_finished(self._in_flight.pop(0))
+        batch = self.batch
+        started = np.flatnonzero(batch.planned > batch.computed).tolist()
+        spoilt = [
+            batch.by_row[row] for row in started if self.kv.overwrites_state_at(int(batch.computed[row]))
+        ]
+        batch.planned[:] = batch.computed
+        for request in spoilt:
+            self._preempt(request, self.kv.free)
 
     def check_integrity(self) -> None:
         """Raise KVCacheIntegrityError if blocks are miscounted or a request is out of place. O(blocks)."""
         self.kv.check_integrity()
-        holders = set().union(*(manager.tables for manager in self.kv.managers))
-        running = {request.request_id for request in self.running}
-        require(holders == running, f"{sorted(running)} run, but {sorted(holders)} hold blocks")
-        waiting = {request.request_id for request in self.waiting.requests()}
+        batch, waiting = self.batch, {request.request_id for request in self.waiting.requests()}
+        running = {request.request_id for request in batch.by_row}
         require(not waiting & running, f"both running and waiting: {sorted(waiting & running)}")
-        require(waiting | running == self.requests.keys(), "a request is neither running nor waiting")
+        parked = self._parked.keys()
+        require(
+            waiting | running | parked == self.requests.keys(), "a request is neither running nor waiting"
+        )
+        require(not parked & (waiting | running), f"held besides: {sorted(parked & (waiting | running))}")
+        known = [request.num_tokens for request in batch.by_row]
+        require(batch.known.tolist() == known, f"{known} tokens are known, the batch says {batch.known}")
+        # Not `covered`: where tables have nulls ahead it is a careful guess, brought up to date when it is short.
+        progress = np.stack((batch.computed, batch.planned, batch.known))
+        require(bool((np.diff(progress, axis=0) >= 0).all()), "computed <= planned <= known does not hold")
 
-    def _key(self, request: Request) -> tuple[int, int]:
-        return (request.priority if self.policy == "priority" else 0, request.arrival)
+    # Inside: running requests
+
+    def _schedule_running(self, preempted: list[str]) -> tuple[np.ndarray, int, bool]:
+        """Tokens of every row [R], their sum, and whether somebody must wait for blocks that are in flight."""
+        while True:
+            batch = self.batch
+            counts, total = share_budget(batch, self.max_num_batched_tokens, self._chunk_limit(), self._key)
+            short = np.flatnonzero((batch.planned + counts > batch.covered) & (counts > 0))
+            if not len(short):
+                return counts, total, False
+            refused = cover(self.kv, batch, short, counts, self._key)
+            if refused is None:
+                return counts, total, False
+            if self._in_flight:
+                # Blocks that are freed now come back when those steps are done: preempting would gain nothing.
+                order = batch.order(self._key)
+                counts[order[order.tolist().index(refused) :]] = 0
+                return counts, int(counts.sum()), True
+            victim = batch.by_row[batch.order(self._key)[-1]]
+            self._preempt(victim)
+            preempted.append(victim.request_id)
 
     def _chunk_limit(self) -> int:
         eligible = min(len(self.requests), self.max_num_seqs)
@@ -168,83 +278,155 @@ class Scheduler:
             return self.max_num_batched_tokens
         return max(self.long_prefill_token_threshold, self.max_num_batched_tokens // eligible)
 
-    def _schedule_running(self, scheduled: list[ScheduledRequest], preempted: list[str]) -> int:
-        """Schedule running requests, best first, preempting from the other end. Returns the budget left."""
-        budget, limit = self.max_num_batched_tokens, self._chunk_limit()
-        # The list shrinks from its end while this walks it, so a victim is never scheduled already.
-        while budget and len(scheduled) < len(self.running):
-            request = self.running[len(scheduled)]
-            count = min(request.num_tokens - request.num_computed_tokens, limit, budget)
-            while not self.kv.allocate_slots(request, count):
-                victim = self.running.pop()
-                self._preempt(victim)
-                preempted.append(victim.request_id)
-                if victim is request:
-                    break
-            else:
-                scheduled.append(self._item(request, count))
-                budget -= count
-        return budget
+    # Inside: waiting requests
 
-    def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> int:
+    def _schedule_waiting(self, admitted: list[int], budget: int) -> None:
+        """Admit from the head of the line; appends the tokens of every new row to `admitted`."""
         limit = self._chunk_limit()
-        while budget and len(self.running) < self.max_num_seqs:
+        while budget > 0 and len(self.batch) < self.max_num_seqs:
             request = self.waiting.peek()
-            # Beside running requests only: a request that is alone must be tried, it is known to fit.
-            if request is None or (self.running and self._memo.still_refused(request)):
+            if request is None:
                 break
-            hit = self.kv.find_prefix(request)
-            count = min(request.num_tokens - hit.num_tokens, limit, budget)
-            watermark = self.watermark_blocks if self.running else 0
-            if not self.kv.allocate_slots(
-                request, count, hit, full_sequence_must_fit=True, watermark_blocks=watermark
-            ):
-                self._memo.refuse(request, hit.num_tokens)
+            entry = self._admission.try_admit(request, min(limit, budget), alone=not len(self.batch))
+            if entry is None:
                 break
             self.waiting.pop()
-            self._memo.clear()
-            self._admit(request, hit.num_tokens)
-            scheduled.append(self._item(request, count))
-            budget -= count
-        return budget
+            self._count_admission(request, entry.num_computed_tokens, entry.swapped_in)
+            self._seat(request, entry.num_computed_tokens)
+            admitted.append(entry.num_new_tokens)
+            budget -= entry.num_new_tokens
 
-    def _admit(self, request: Request, num_hit_tokens: int) -> None:
-        if request.status is RequestStatus.WAITING:
-            self.stats.prefix_queried_tokens += request.num_tokens
-            self.stats.prefix_hit_tokens += num_hit_tokens
+    def _make_room(self, admitted: list[int], preempted: list[str]) -> np.ndarray:
+        """Nobody advances: running requests that are held give their seats to waiting ones."""
+        for _ in range(len(self.batch)):
+            if self.waiting.peek() is None:
+                break
+            victim = self.batch.by_row[self.batch.order(self._key)[-1]]
+            # A request that was just admitted without tokens may go again; counts start anew.
+            admitted.clear()
+            self._preempt(victim)
+            preempted.append(victim.request_id)
+            before = len(self.batch)
+            self._schedule_waiting(admitted, self.max_num_batched_tokens)
+            if any(admitted):
+                return np.zeros(before, np.int64)
+        raise RuntimeError(f"nobody can advance: {self.num_running} running, {self.num_waiting} waiting")
+
+    def _count_admission(self, request: Request, num_hit_tokens: int, swapped_in: bool) -> None:
+        stats = self.stats
+        if swapped_in:
+            stats.num_swaps_in += 1
+        elif request.status is RequestStatus.WAITING:
+            stats.prefix_queried_tokens += request.num_tokens
+            stats.prefix_hit_tokens += num_hit_tokens
             request.num_cached_tokens = num_hit_tokens
         else:
-            self.stats.resumed_hit_tokens += num_hit_tokens
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_hit_tokens
-        insort(self.running, request, key=self._key)
+            stats.resumed_queried_tokens += request.num_tokens
+            stats.resumed_hit_tokens += num_hit_tokens
 
-    def _preempt(self, request: Request) -> None:
-        self.kv.free(request)
+    # Inside: changes of one request
+
+    def _seat(self, request: Request, num_computed_tokens: int) -> None:
+        """A request that has just got blocks runs from now on."""
+        request.status = RequestStatus.RUNNING
+        limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        row = self.batch.start(request, num_computed_tokens, limit)
+        self.batch.covered[row] = self.kv.covered_tokens(request.request_id)
+        self.batch.cache_at[row] = self.kv.next_cache_at(request)
+        if request.num_encoder_tokens:
+            self.batch.cache_at[row] = (
+                num_computed_tokens + 1
+            )  # the first results settle the encoder's blocks
+
+    def _share_blocks(self, parent: Request, child: Request) -> bool:
+        if parent.status is not RequestStatus.RUNNING or len(self.batch) >= self.max_num_seqs:
+            return False
+        batch, row = self.batch, self.batch.sync(parent)
+        computed = parent.num_computed_tokens
+        if not 0 < computed < child.num_tokens or batch.planned[row] != computed:
+            return False
+        child.num_computed_tokens = computed
+        self.kv.fork(parent, child)
+        self.kv.extend_hashes(child)
+        self._seat(child, computed)
+        # Both may write only after the next allocation, which copies what they share.
+        batch.covered[batch.row(parent)] = self.kv.covered_tokens(parent.request_id)
+        return True
+
+    def _preempt(self, request: Request, release: Callable[[Request], object] | None = None) -> None:
+        row = self.batch.row(request)
+        held = self.batch.computed[row] == self.batch.known[row]
+        swapped = self.batch.stop(request, release or self._admission.give_up)
+        self.stats.num_swaps_out += bool(swapped)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
-        self.waiting.push(self._key(request), request)
+        self.kv.extend_hashes(request)
+        if held:
+            self._parked[request.request_id] = request
+        else:
+            self.waiting.push(self._key(request), request)
 
-    def _advance(self, item: ScheduledRequest, token: int | None) -> None:
-        request = item.request
-        request.num_computed_tokens += item.num_new_tokens
-        if item.samples and token is not None:
-            request.append_output(token)
-            self.kv.extend_hashes(request)
-        self.kv.cache_blocks(request)
-
-    def _is_full(self, request: Request) -> bool:
-        return request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len
+    def _advance(self, results: StepResults) -> None:
+        """Computed tokens, new tokens, and the blocks that are full now."""
+        batch = self.batch
+        batch.computed[results.rows] += results.counts
+        if len(results.tokens):
+            rows = results.sampling_rows
+            batch.known[rows] += 1
+            batch.last_token[rows] = results.tokens
+            lists = batch.token_lists
+            if not isinstance(rows, slice):
+                lists = [lists[row] for row in rows.tolist()]
+            for tokens, token in zip(lists, results.tokens.tolist()):
+                tokens.append(token)
+        due = np.flatnonzero(batch.computed >= batch.cache_at)
+        if len(due):
+            requests, cache_at = batch.by_row, []
+            for row, computed in zip(due.tolist(), batch.computed[due].tolist()):
+                request = requests[row]
+                request.num_computed_tokens = computed
+                self.kv.cache_blocks(request)
+                cache_at.append(self.kv.next_cache_at(request))
+            batch.cache_at[due] = cache_at
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.batch.stop(request, self.kv.free)
+        self._admission.forget(request)
+        self._parked.pop(request.request_id, None)
         request.status = status
-        self.kv.free(request)
         del self.requests[request.request_id]
         self.stats.num_finished += 1
 
-    @staticmethod
-    def _item(request: Request, count: int) -> ScheduledRequest:
-        start = request.num_computed_tokens
-        return ScheduledRequest(request, start, count, start + count == request.num_tokens)
+    def _output(self, counts, total: int, num_admitted: int, preempted: tuple[str, ...]) -> SchedulerOutput:
+        batch, step = self.batch, None
+        starts = batch.planned.copy()
+        batch.planned[:] += counts
+        sampling = np.flatnonzero((batch.planned == batch.known) & (counts > 0))
+        if total:
+            step = self.kv.step_started()
+            self._in_flight.append(step)
+            self.stats.num_scheduled_tokens += total
+        self.stats.num_steps += 1
+        return SchedulerOutput(
+            batch.by_row, starts, counts, sampling, batch.last_token.copy(), batch.flags.copy(),
+            total_num_tokens=total, num_admitted=num_admitted, preempted_ids=preempted, step=step,
+            moves=batch.moves, key=self._key,
+        )  # fmt: skip
+
+    def _check_id(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise RequestError(f"request id {request.request_id!r} is already in use; choose another")
+
+    def _enlist(self, request: Request) -> None:
+        if request.arrival < 0:
+            request.arrival = next(self._arrivals)
+        self.requests[request.request_id] = request
+
+    def _key(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.policy == "priority" else 0, request.arrival)
+
+    def _is_full(self, request: Request) -> bool:
+        return request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len

@@ -1,14 +1,18 @@
 """What the scheduler decides in one step, and what it counts.
 
     tokens of a request   |###### computed ######|== this step's chunk ==|.. later ..|
-                                                 ^ start                 ^ start + num_new_tokens
+                                                 ^ start                 ^ start + count
 
-`samples` is True when nothing is left for later: the chunk reaches the last known token.
+A step is a batch of rows: row r computes `counts[r]` tokens from `starts[r]` on, maybe none. A row *samples* when
+nothing is left for later: its chunk reaches the last known token, whose logits give a new one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from pagebinder.runtime.request import Request
 
@@ -26,13 +30,63 @@ class ScheduledRequest:
     samples: bool
 
 
-@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: running requests best first, then the newly admitted. Blocks for all of it are allocated."""
+    """One step. Blocks for all of it are allocated.
 
-    scheduled: tuple[ScheduledRequest, ...]
-    preempted_ids: tuple[str, ...]
-    total_num_tokens: int
+    Attributes:
+        requests: R requests, row by row. starts, counts: [R] int64 tokens.
+        sampling: [L] int64 rows that sample, in ascending order: the order of the rows of the logits.
+        last_token: [R] int64, each request's newest token; flags: [R] int64, `Request.flags`.
+        num_admitted: the last so many rows were admitted in this step. preempted_ids: who lost its blocks.
+        step: number of the step in flight; None if there is nothing to compute.
+        moves: `RunningBatch.moves` when the step was made.
+    """
+
+    __slots__ = (
+        "_key",
+        "counts",
+        "flags",
+        "last_token",
+        "moves",
+        "num_admitted",
+        "preempted_ids",
+        "requests",
+        "sampling",
+        "starts",
+        "step",
+        "total_num_tokens",
+    )
+
+    def __init__(
+        self, requests: Sequence[Request], starts: np.ndarray, counts: np.ndarray, sampling: np.ndarray,
+        last_token: np.ndarray, flags: np.ndarray, *, total_num_tokens: int, num_admitted: int = 0,
+        preempted_ids: tuple[str, ...] = (), step: int | None = None, moves: int = 0,
+        key: Callable[[Request], tuple] | None = None,
+    ) -> None:  # fmt: skip
+        self.requests, self.starts, self.counts, self.sampling = requests, starts, counts, sampling
+        self.last_token, self.flags = last_token, flags
+        self.total_num_tokens, self.num_admitted = total_num_tokens, num_admitted
+        self.preempted_ids, self.step, self.moves = preempted_ids, step, moves
+        self._key = key
+
+    @property
+    def scheduled(self) -> tuple[ScheduledRequest, ...]:
+        """The requests that compute something: running ones best first, then the newly admitted. O(R log R):
+        for inspection; the engine reads the arrays."""
+        samples, first_new = set(self.sampling.tolist()), len(self.requests) - self.num_admitted
+        rows = list(range(first_new))
+        if self._key is not None:
+            rows.sort(key=lambda row: self._key(self.requests[row]))
+        return tuple(
+            ScheduledRequest(self.requests[r], int(self.starts[r]), int(self.counts[r]), r in samples)
+            for r in (*rows, *range(first_new, len(self.requests)))
+            if self.counts[r]
+        )
+
+    @property
+    def sampling_ids(self) -> list[str]:
+        """The request ids that sample, in the order of the rows of the logits."""
+        return [self.requests[row].request_id for row in self.sampling.tolist()]
 
 
 @dataclass(slots=True)
@@ -45,4 +99,8 @@ class SchedulerStats:
     num_finished: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    resumed_queried_tokens: int = 0
     resumed_hit_tokens: int = 0
+    num_forks: int = 0
+    num_swaps_out: int = 0
+    num_swaps_in: int = 0

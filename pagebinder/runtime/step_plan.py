@@ -1,107 +1,88 @@
-"""Everything one engine step tells the graph, in one packed buffer that goes to the device in one copy.
+"""Everything one engine step tells the graph: step data in one packed buffer, block tables as they lie.
 
-buffer  | input_ids | positions | logits_rows | query_start_loc | seq_lens | slot_mapping_0 | block_table_0 | ...
+buffer  | input_ids | positions | logits_rows | query_start_loc | seq_lens | slot_mapping_0 | slot_mapping_1 | ...
         ^ every field starts at a multiple of 64 bytes; its tensor is a view of the buffer
 
 input_ids, positions  [T] int64      flat tokens, one request after the other
 logits_rows           [L] int64      tokens whose logits are wanted
-query_start_loc       [R + 1] int32  first token of each request
+query_start_loc       [R + 1] int32  first token of each request; a request that computes nothing has none
 seq_lens              [R] int32      context + new tokens of each request
-per KV group g:
+per KV group g, as far as its layers' ops read them (`KVCacheSpec.step_inputs`):
 slot_mapping_g        [T] int32      where each token's state is written: block * block size + offset
-block_table_g         [R, M] int32   blocks of each request
+block_table_g         [S, M] int32   blocks of each request, S >= R: the KV cache's own rows, not copied on a CPU
+
+Requests are in the order of their rows. With the same T, R and L as in the step before, the same views serve again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from pagebinder.runtime.kv import KVCacheGroup
+from pagebinder.runtime.kv.rows import RowArray
 from pagebinder.runtime.scheduler_output import SchedulerOutput
 
 ALIGNMENT_BYTES = 64
 INITIAL_BUFFER_BYTES = 1 << 16
+TORCH_DTYPES = {np.int32: torch.int32, np.int64: torch.int64}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step, on the device. `tensors` has one entry per metadata input of the paged graph.
-
-    `sampling` lists the request ids whose next token is sampled, in the order of the rows of the logits.
-    """
+    """One step, on the device. `tensors` has one entry per metadata input of the paged graph."""
 
     num_tokens: int
     num_reqs: int
     tensors: dict[str, torch.Tensor]
-    sampling: tuple[str, ...]
-
-
-class BlockTables:
-    """Block tables as int32 rows that are extended, never rebuilt, while a request runs.
-
-    Blocks that left a window stay in the row: no query can see them, so no kernel reads the entry.
-    """
-
-    def __init__(self, num_groups: int) -> None:
-        self.num_groups = num_groups
-        self._rows: dict[str, list[tuple[np.ndarray, int]]] = {}
-
-    def row(self, request_id: str, group: int, block_ids: Sequence[int]) -> np.ndarray:
-        """The row of one request in one group, as long as its block table."""
-        rows = self._rows.setdefault(request_id, [(np.zeros(16, np.int32), 0)] * self.num_groups)
-        array, known = rows[group]
-        count = len(block_ids)
-        if count > known:
-            if count > len(array):
-                array = np.concatenate([array, np.zeros(max(count, len(array)), np.int32)])
-            elif known == 0:
-                array = array.copy()
-            array[known:count] = block_ids[known:]
-            rows[group] = (array, count)
-        return array[:count]
-
-    def drop(self, request_id: str) -> None:
-        """Forget a request that finished or was preempted."""
-        self._rows.pop(request_id, None)
 
 
 class StepPlanner:
-    """Builds step plans into a reused host buffer (pinned when the device is a GPU)."""
+    """Builds step plans into reused host buffers (pinned when the device is a GPU).
 
-    def __init__(self, block_sizes: Sequence[int], device: torch.device) -> None:
-        self.block_sizes = tuple(block_sizes)
+    `tables`: per group the KV cache's block tables by row. `max_steps_in_flight`: a plan must stay as it is until
+    its step is done, so that many later plans leave it alone; with more than 1 the tables are copied too.
+    """
+
+    def __init__(
+        self, groups: Sequence[KVCacheGroup], tables: Sequence[RowArray], device: torch.device, *,
+        max_steps_in_flight: int = 1,
+    ) -> None:  # fmt: skip
+        self.groups = tuple(groups)
+        self.tables = tuple(tables)
         self.device = device
-        self.tables = BlockTables(len(self.block_sizes))
-        self._host = torch.zeros(0, dtype=torch.uint8)
-
-    def build(self, output: SchedulerOutput, block_ids_of) -> StepPlan:
-        """Pack a scheduled step. `block_ids_of(request_id)` gives the live block table of each group."""
-        for request_id in output.preempted_ids:
-            self.tables.drop(request_id)
-        items = output.scheduled
-        rows = [
-            [self.tables.row(item.request.request_id, g, ids) for item, ids in zip(items, column)]
-            for g, column in enumerate(zip(*(block_ids_of(i.request.request_id) for i in items)))
-        ]
-        widths = [max((len(r) for r in group_rows), default=1) for group_rows in rows]
-        sampling = [i for i in items if i.samples]
-        fields = self._fields(output.total_num_tokens, len(items), len(sampling), widths)
-        tensors, arrays = self._allocate(fields)
-        self._fill_tokens(items, arrays)
-        for g, group_rows in enumerate(rows):
-            self._fill_group(g, items, group_rows, arrays)
-        return StepPlan(
-            num_tokens=output.total_num_tokens,
-            num_reqs=len(items),
-            tensors=self._to_device(tensors),
-            sampling=tuple(i.request.request_id for i in sampling),
+        self._whole_tables = device.type == "cpu" and max_steps_in_flight == 1
+        # Slots of cross-attention layers belong to encoder tokens, which are no tokens of this step.
+        self._slot_groups = tuple(
+            g
+            for g, group in enumerate(self.groups)
+            if "slot_mapping" in group.spec.step_inputs and group.spec.kind != "cross_attention"
         )
+        self._buffers = [_Buffer(device) for _ in range(max_steps_in_flight)]
 
-    @staticmethod
-    def _fields(num_tokens: int, num_reqs: int, num_logits: int, widths: Sequence[int]):
+    def build(self, output: SchedulerOutput) -> StepPlan:
+        """Pack a scheduled step that has at least one token."""
+        num_reqs, num_tokens = len(output.counts), output.total_num_tokens
+        ends = output.starts + output.counts
+        widths = () if self._whole_tables else self._table_widths(ends)
+        buffer = self._buffers[0]
+        if len(self._buffers) > 1:
+            self._buffers.append(self._buffers.pop(0))
+        sizes = (num_tokens, num_reqs, len(output.sampling), widths)
+        if buffer.sizes != sizes:
+            buffer.place(sizes, self._fields(*sizes))
+        self._fill(output, ends, buffer.arrays)
+        tensors = buffer.to_device()
+        if self._whole_tables:
+            for g, table in enumerate(self.tables):
+                tensors[f"block_table_{g}"] = torch.from_numpy(table.data)
+        return StepPlan(num_tokens=num_tokens, num_reqs=num_reqs, tensors=tensors)
+
+    def _fields(self, num_tokens: int, num_reqs: int, num_logits: int, widths: Sequence[int]):
         fields = [
             ("input_ids", (num_tokens,), np.int64),
             ("positions", (num_tokens,), np.int64),
@@ -109,63 +90,101 @@ class StepPlanner:
             ("query_start_loc", (num_reqs + 1,), np.int32),
             ("seq_lens", (num_reqs,), np.int32),
         ]
-        for g, width in enumerate(widths):
-            fields.append((f"slot_mapping_{g}", (num_tokens,), np.int32))
-            fields.append((f"block_table_{g}", (num_reqs, width), np.int32))
+        fields += [(f"slot_mapping_{g}", (num_tokens,), np.int32) for g in self._slot_groups]
+        fields += [(f"block_table_{g}", (num_reqs, width), np.int32) for g, width in enumerate(widths)]
         return fields
 
-    def _allocate(self, fields):
-        """Place the fields in the host buffer; returns (name, offset, shape, dtype) and numpy views."""
-        places, offset = [], 0
+    def _table_widths(self, ends: np.ndarray) -> tuple[int, ...]:
+        """Columns that a step can need. Tables of other things than tokens are taken whole."""
+        longest = int(ends.max(initial=1))
+        return tuple(
+            min(table.data.shape[1], max(1, -(-longest // group.block_size)))
+            if group.spec.kind != "cross_attention"
+            else table.data.shape[1]
+            for group, table in zip(self.groups, self.tables)
+        )
+
+    def _fill(self, output: SchedulerOutput, ends: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        starts, counts = output.starts, output.counts
+        arrays["query_start_loc"][0] = 0
+        np.cumsum(counts, out=arrays["query_start_loc"][1:])
+        arrays["seq_lens"][:] = ends
+        last = arrays["query_start_loc"][1:] - 1
+        arrays["logits_rows"][:] = last[output.sampling]
+        positions, rows = arrays["positions"], None
+        if output.total_num_tokens == len(counts) and counts.min() == 1:  # one token each
+            positions[:] = starts
+            rows = slice(None)
+        else:
+            rows = np.repeat(np.arange(len(counts)), counts)
+            positions[:] = np.arange(len(positions)) + (ends - 1 - last)[rows]
+        self._fill_tokens(output, ends, last, arrays["input_ids"])
+        for g in self._slot_groups:
+            size, table = self.groups[g].block_size, self.tables[g].data
+            blocks, offsets = np.divmod(positions, size)
+            row_ids = np.arange(len(counts)) if isinstance(rows, slice) else rows
+            arrays[f"slot_mapping_{g}"][:] = table[row_ids, blocks] * size + offsets
+        for g, table in enumerate(self.tables):
+            packed = arrays.get(f"block_table_{g}")
+            if packed is not None:
+                packed[:] = table.data[: packed.shape[0], : packed.shape[1]]
+
+    @staticmethod
+    def _fill_tokens(output: SchedulerOutput, ends: np.ndarray, last: np.ndarray, tokens: np.ndarray) -> None:
+        """Newest tokens come from their array, all others from the requests' lists."""
+        counts = output.counts
+        if len(output.sampling) == len(counts) == len(tokens):
+            tokens[:] = output.last_token
+            return
+        tokens[last[output.sampling]] = output.last_token[output.sampling]
+        samples = np.zeros(len(counts), bool)
+        samples[output.sampling] = True
+        for row in np.flatnonzero(counts > samples).tolist():
+            end, count = int(ends[row]), int(counts[row])
+            stop = int(last[row]) + 1
+            tokens[stop - count : stop] = output.requests[row].all_token_ids[end - count : end]
+
+
+class _Buffer:
+    """Host memory of one plan and its views, which are kept while the sizes stay the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sizes: tuple = ()
+        self.arrays: dict[str, np.ndarray] = {}
+        self._host = torch.zeros(0, dtype=torch.uint8)
+        self._used_bytes = 0
+        self._places: list[tuple] = []
+        self._views: dict[str, torch.Tensor] = {}
+
+    def place(self, sizes: tuple, fields) -> None:
+        """Lay out `fields` (name, shape, dtype), for a step of these sizes."""
+        self.sizes, self._places, offset = sizes, [], 0
         for name, shape, dtype in fields:
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            places.append((name, offset, size, shape, dtype))
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            self._places.append((name, offset, size, shape, dtype))
             offset += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._used_bytes = offset
         if offset > self._host.numel():
             pinned = self.device.type == "cuda"
             self._host = torch.zeros(
                 max(2 * offset, INITIAL_BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned
             )
-        self._used_bytes = offset
         raw = self._host.numpy()
-        arrays = {
+        self.arrays = {
             name: raw[start : start + size].view(dtype).reshape(shape)
-            for name, start, size, shape, dtype in places
+            for name, start, size, shape, dtype in self._places
         }
-        return places, arrays
+        self._views = self._cut(self._host) if self.device.type == "cpu" else {}
 
-    @staticmethod
-    def _fill_tokens(items, arrays) -> None:
-        start, row = 0, 0
-        arrays["query_start_loc"][0] = 0
-        for i, item in enumerate(items):
-            end, first, last = start + item.num_new_tokens, item.start, item.start + item.num_new_tokens
-            arrays["input_ids"][start:end] = item.request.all_token_ids[first:last]
-            arrays["positions"][start:end] = np.arange(first, last)
-            arrays["query_start_loc"][i + 1] = end
-            arrays["seq_lens"][i] = last
-            if item.samples:
-                arrays["logits_rows"][row] = end - 1
-                row += 1
-            start = end
+    def to_device(self) -> dict[str, torch.Tensor]:
+        """The fields' tensors, in a dict of the caller's own."""
+        if self.device.type == "cpu":
+            return dict(self._views)
+        return self._cut(self._host[: self._used_bytes].to(self.device, non_blocking=True))
 
-    def _fill_group(self, g: int, items, rows: list[np.ndarray], arrays) -> None:
-        block_size = self.block_sizes[g]
-        slots, table = arrays[f"slot_mapping_{g}"], arrays[f"block_table_{g}"]
-        table.fill(0)
-        start = 0
-        for i, (item, row) in enumerate(zip(items, rows)):
-            table[i, : len(row)] = row
-            positions = np.arange(item.start, item.start + item.num_new_tokens)
-            end = start + item.num_new_tokens
-            slots[start:end] = row[positions // block_size] * block_size + positions % block_size
-            start = end
-
-    def _to_device(self, places) -> dict[str, torch.Tensor]:
-        buffer = self._host[: self._used_bytes]
-        if self.device.type != "cpu":
-            buffer = buffer.to(self.device, non_blocking=True)
+    def _cut(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
-            name: buffer[start : start + size].view(torch.from_numpy(np.empty(0, dtype)).dtype).view(shape)
-            for name, start, size, shape, dtype in places
+            name: buffer[start : start + size].view(TORCH_DTYPES[dtype]).view(shape)
+            for name, start, size, shape, dtype in self._places
         }

@@ -68,11 +68,40 @@ def test_causality_of_the_call_wins_over_the_module(causal):
 
 
 SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+CHUNKED = {"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 4}
+
+
+class Llama4TextAttention(Layer):
+    """Named as the one module whose chunks are understood."""
+
+
 REFUSED = {
     "a mask": (Layer(), {"attention_mask": torch.ones(6, 6)}, "mask of its own"),
     "an unknown argument": (Layer(), {"position_bias": torch.ones(6, 6)}, r"\['position_bias'\]"),
     "an unknown flag": (Layer(), {"tree_attention": True}, "tree_attention"),
     "chunks": (Layer(config={"attention_chunk_size": 16}), {}, "attention_chunk_size"),
+    "chunks of layers that are typed": (Layer(config=CHUNKED, layer_idx=1), {}, "not known here"),
+    "a full layer beside chunked ones": (Layer(config=CHUNKED, layer_idx=0), {}, "not known here"),
+    "a chunked layer without a size": (
+        Layer(config={"layer_types": ["chunked_attention"]}, layer_idx=0),
+        {},
+        "attention_chunk_size=None",
+    ),
+    "a known module without layer types": (
+        Llama4TextAttention(config={"attention_chunk_size": 4}, layer_idx=0),
+        {},
+        "layer type None",
+    ),
+    "a known module with another layer type": (
+        Llama4TextAttention(config=SLIDING | {"attention_chunk_size": 4}, layer_idx=1),
+        {},
+        "layer type 'sliding_attention'",
+    ),
+    "a chunk that is no number of tokens": (
+        Llama4TextAttention(config=CHUNKED | {"attention_chunk_size": 0}, layer_idx=1),
+        {},
+        "attention_chunk_size=0",
+    ),
     "unknown causality": (Layer(is_causal=None), {}, "is_causal"),
     "dropout in training": (Layer().train(), {"dropout": 0.1}, "eval"),
     "a window that is not passed": (Layer(config=SLIDING, layer_idx=1), {}, "sliding window"),
@@ -85,7 +114,23 @@ def test_what_is_not_understood_is_an_error(name):
     layer, options, reason = REFUSED[name]
     with pytest.raises(CaptureError, match=reason) as error:
         attention_forward(layer, *qkv(), **{"attention_mask": None, **options})
-    assert "Layer" in str(error.value)
+    assert type(layer).__name__ in str(error.value)
+
+
+@pytest.mark.parametrize(("index", "chunk"), [(0, None), (1, 4)])
+def test_chunks_of_a_known_module_reach_the_op(index, chunk):
+    q, k, v = qkv()
+    out, _ = attention_forward(Llama4TextAttention(config=CHUNKED, layer_idx=index), q, k, v, None)
+    expected = attention_reference(flat(q), flat(k), flat(v), scale=8**-0.5, chunk=chunk)
+    torch.testing.assert_close(out[0], expected)
+
+
+def test_sinks_of_a_half_precision_model_are_widened():
+    q, k, v = qkv()
+    sinks = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.bfloat16)
+    out, _ = attention_forward(Layer(), q, k, v, None, s_aux=sinks)
+    expected = attention_reference(flat(q), flat(k), flat(v), sinks.float(), scale=8**-0.5)
+    torch.testing.assert_close(out[0], expected)
 
 
 def test_other_keys_than_queries_are_an_error():

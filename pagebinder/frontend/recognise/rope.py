@@ -1,5 +1,7 @@
 """Rotary embedding, half-split style, found from the rotated half and walked outwards.
 
+(The style written with complex numbers is in complex_rope.py, which this pass calls.)
+
 Matches:
     half = cat(-x[..., D/2:], x[..., :D/2])
     x * cos + half * sin          cos, sin: cosine and sine of positions, cast, scaled, unsqueezed
@@ -14,6 +16,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
+from pagebinder.frontend.recognise.complex_rope import recognise_complex_rope
 from pagebinder.graph_tools import (
     CASTS,
     IDENTITIES,
@@ -35,7 +38,7 @@ _TABLE_STEPS = (*CASTS, *IDENTITIES, aten.unsqueeze.default, aten.mul.Scalar, at
 
 
 def recognise_rope(gm: GraphModule) -> PassResult:
-    """Rewrite every half-split rotation; refuse every other product with a position's cosine."""
+    """Rewrite every half-split and complex rotation; refuse every other product with a position's cosine."""
     result = PassResult(name="recognise_rope")
     explained: set[Node] = set()
     for anchor in calls(gm.graph, aten.cat.default):
@@ -54,6 +57,7 @@ def recognise_rope(gm: GraphModule) -> PassResult:
                 result.refusals.append(
                     Refusal(pattern=PATTERN, reason=reason, source_line=source_line(user), **describe(user))
                 )
+    recognise_complex_rope(gm, result)
     result.changed = bool(result.matches)
     finish(gm)
     return result

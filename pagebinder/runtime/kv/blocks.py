@@ -11,15 +11,19 @@
     filling                 >=1         no              no
     full                    >=1         no              yes       more requests may share it
 
+    A block is found under the hash of every unit (prefix_match_unit tokens) that it holds, not only of its end:
+    | unit 0 | unit 1 | unit 2 | ......  |   keys h0, h1 (inner hashes), h2 (block hash); full later: h3 is added
+
 The pool knows ids and hashes only; bytes, layers and requests belong to the planner and the managers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from pagebinder.errors import CacheCapacityError
+from pagebinder.runtime.kv.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlocksStored
 from pagebinder.runtime.kv.free_queue import FreeBlockQueue, KVCacheBlock, make_blocks
 
 GROUP_ID_BYTES = 4
@@ -27,33 +31,6 @@ GROUP_ID_BYTES = 4
 
 class KVCacheIntegrityError(RuntimeError):
     """The cache's books do not balance: a defect in this package, never the user's doing."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
-    """Blocks became reusable. `block_hashes` are chain hashes, the first one's parent is `parent_hash`."""
-
-    group_id: int
-    block_ids: tuple[int, ...]
-    block_hashes: tuple[bytes, ...]
-    parent_hash: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
-    """A block's contents can no longer be hit."""
-
-    group_id: int
-    block_id: int
-    block_hash: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
-    """The prefix cache was reset."""
-
-
-BlockEvent = BlocksStored | BlockRemoved | AllBlocksCleared
 
 
 def prefix_key(block_hash: bytes, group_id: int) -> bytes:
@@ -87,6 +64,11 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         return self.free_queue.num_free_blocks
+
+    @property
+    def num_cached_prefixes(self) -> int:
+        """Prefix ends that a hit can find, over all groups; a block can hold several."""
+        return len(self._cached)
 
     def get_usage(self) -> float:
         """Share of usable blocks that are referenced, 0.0 to 1.0."""
@@ -145,7 +127,7 @@ class BlockPool:
         """Make blocks [start, end) of a block table reusable.
 
         `hashes` is the request's chain, `hashes_per_block` entries per block: the last of them covers the
-        whole block. Null blocks and those whose `mask[i - start]` is False are left out.
+        whole block, the others a part each. Null blocks and those whose `mask[i - start]` is False are left out.
         """
         if not self.enable_caching:
             return
@@ -155,15 +137,29 @@ class BlockPool:
             block = table[i]
             if block.is_null or (mask is not None and not mask[i - start]):
                 continue
-            block_hash = hashes[(i + 1) * hashes_per_block - 1]
-            block.set_hash(prefix_key(block_hash, group_id))
-            self._insert(block)
-            ids.append(block.block_id)
-            stored.append(block_hash)
+            units = hashes[i * hashes_per_block : (i + 1) * hashes_per_block]
+            if self._store(block, units, group_id):
+                if not ids:
+                    parent = hashes[i * hashes_per_block - 1] if i else None
+                ids.append(block.block_id)
+                stored.append(units[-1])
         if ids and self.observers:
-            first = table.index(self.blocks[ids[0]], start, end)
-            parent = hashes[first * hashes_per_block - 1] if first else None
             self._emit(BlocksStored(group_id, tuple(ids), tuple(stored), parent))
+
+    def cache_partial_block(
+        self, block: KVCacheBlock, unit_hashes: Sequence[bytes], group_id: int, parent: bytes | None
+    ) -> None:
+        """Make the units that a block holds so far reusable. Once it is full, its entries are completed.
+
+        `unit_hashes`: chain hashes of the units from the block's start on; `parent`: of the unit before.
+        """
+        if (
+            self.enable_caching
+            and unit_hashes
+            and self._store(block, unit_hashes, group_id)
+            and self.observers
+        ):
+            self._emit(BlocksStored(group_id, (block.block_id,), (unit_hashes[-1],), parent))
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold; they stay where they are (in use or in the queue)."""
@@ -177,7 +173,7 @@ class BlockPool:
             return False
         for entry in self._cached.values():
             for block in entry.values() if type(entry) is dict else (entry,):
-                block.block_hash = None
+                block.block_hash = block.inner_hashes = None
         self._cached.clear()
         self._emit(AllBlocksCleared())
         return True
@@ -199,28 +195,52 @@ class BlockPool:
             counts = {i: self.blocks[i].ref_cnt for i in in_use}
             wrong = {i for i in counts.keys() | held.keys() if counts.get(i, 0) != held.get(i, 0)}
             require(not wrong, f"reference counts differ from the block tables: {sorted(wrong)}")
-        mapped: set[int] = set()
+        mapped: Counter[int] = Counter()
         for key, entry in self._cached.items():
             for block in entry.values() if type(entry) is dict else (entry,):
-                require(block.block_hash == key, f"{block!r} is mapped under another hash")
-                mapped.add(block.block_id)
-        hashed = {b.block_id for b in self.blocks if b.block_hash is not None}
-        require(mapped == hashed, f"hashed but not in the map, or the reverse: {sorted(mapped ^ hashed)}")
+                require(key in _keys(block), f"{block!r} is mapped under another hash")
+                mapped[block.block_id] += 1
+        hashed = {b.block_id: len(_keys(b)) for b in self.blocks if b.block_hash or b.inner_hashes}
+        wrong = {i for i in mapped.keys() | hashed.keys() if mapped.get(i) != hashed.get(i)}
+        require(not wrong, f"hashed but not in the map, or the reverse: {sorted(wrong)}")
 
-    def _insert(self, block: KVCacheBlock) -> None:
-        entry = self._cached.setdefault(block.block_hash, block)
+    def _store(self, block: KVCacheBlock, unit_hashes: Sequence[bytes], group_id: int) -> bool:
+        """Add the keys that the block lacks; False if it has them all. Its present ones must be among them."""
+        inner = block.inner_hashes or []
+        assert not block.is_null, "the null block holds nothing"
+        known = len(inner) + 1 if block.block_hash is not None else 0
+        if known:
+            same = prefix_key(unit_hashes[min(known, len(unit_hashes)) - 1], group_id)
+            assert same == (block.block_hash if known <= len(unit_hashes) else inner[len(unit_hashes) - 1]), (
+                f"block {block.block_id} already has a hash of other contents"
+            )
+            if known >= len(unit_hashes):
+                return False
+            inner.append(block.block_hash)
+        keys = [prefix_key(unit_hash, group_id) for unit_hash in unit_hashes[known:]]
+        block.block_hash = keys[-1]
+        if len(unit_hashes) > 1:
+            block.inner_hashes = [*inner, *keys[:-1]]
+        for key in keys:
+            self._insert(key, block)
+        return True
+
+    def _insert(self, key: bytes, block: KVCacheBlock) -> None:
+        entry = self._cached.setdefault(key, block)
         if type(entry) is dict:
             entry[block.block_id] = block
         elif entry is not block:
-            self._cached[block.block_hash] = {entry.block_id: entry, block.block_id: block}
+            self._cached[key] = {entry.block_id: entry, block.block_id: block}
 
     def _unhash(self, block: KVCacheBlock) -> None:
-        key, block.block_hash = block.block_hash, None
-        entry = self._cached[key]
-        if type(entry) is dict:
-            del entry[block.block_id]
-        if entry is block or not entry:
-            del self._cached[key]
+        key, keys = block.block_hash, _keys(block)
+        block.block_hash = block.inner_hashes = None
+        for each in keys:
+            entry = self._cached[each]
+            if type(entry) is dict:
+                del entry[block.block_id]
+            if entry is block or not entry:
+                del self._cached[each]
         if self.observers:
             group_id = int.from_bytes(key[-GROUP_ID_BYTES:], "big")
             self._emit(BlockRemoved(group_id, block.block_id, key[:-GROUP_ID_BYTES]))
@@ -228,6 +248,11 @@ class BlockPool:
     def _emit(self, event: BlockEvent) -> None:
         for observer in self.observers:
             observer(event)
+
+
+def _keys(block: KVCacheBlock) -> tuple[bytes, ...]:
+    """All keys that a block is found under."""
+    return (*(block.inner_hashes or ()), block.block_hash)
 
 
 def require(condition: bool, problem: str) -> None:

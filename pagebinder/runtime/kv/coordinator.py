@@ -1,6 +1,6 @@
 """All groups together: one pool, one hit length, one answer to "does it fit".
 
-    request --> [ group 0: full    ][ group 1: window  ][ group 2: window  ]   one block table each
+    request --> [ group 0: full    ][ group 1: window  ][ group 2: recurrent ]   one block table each
                        \\                   |                   /
                         +---- one BlockPool: a block belongs to one group at a time
 
@@ -10,36 +10,20 @@ The other order would let one group evict the blocks that another is about to re
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from pagebinder.runtime.kv.blocks import BlockPool, KVCacheBlock, require
+from pagebinder.runtime.kv.blocks import BlockPool, require
+from pagebinder.runtime.kv.context import CacheContext
+from pagebinder.runtime.kv.copies import BlockCopy, SwapCopy
 from pagebinder.runtime.kv.hashing import DEFAULT_SEED, RequestBlockHasher
-from pagebinder.runtime.kv.manager_base import SingleTypeManager
+from pagebinder.runtime.kv.host_blocks import HostBlocks, SwapImage
 from pagebinder.runtime.kv.managers import make_manager
+from pagebinder.runtime.kv.prefix_search import PrefixHit, PrefixSearch, resolve_alignment, resolve_match_unit
+from pagebinder.runtime.kv.retention import NEVER, PrefixRetention
 from pagebinder.runtime.kv.specs import KVCacheGroup
+from pagebinder.runtime.kv.swapping import Swapper
 from pagebinder.runtime.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """The first `num_tokens` tokens of a request are cached in `blocks` (one list per group).
-
-    The blocks are not referenced yet: a hit is valid until the next allocation.
-    """
-
-    num_tokens: int
-    blocks: tuple[Sequence[KVCacheBlock], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LookupGroup:
-    """Groups with equal specs cache the same prefixes, so one search serves them all."""
-
-    manager: SingleTypeManager
-    group_ids: tuple[int, ...]
 
 
 class KVCacheManager:
@@ -47,83 +31,85 @@ class KVCacheManager:
 
     `max_in_flight_tokens`: most tokens of one request that are computed between two calls of
     `allocate_slots` for it; windows must hold them besides what they look back on.
-    Raises CacheCapacityError for fewer than 2 blocks.
+    `prefix_match_unit`: tokens; prefixes match in steps of it (None: 16 or what divides all block sizes).
+    `retention`: which resume points stay cached. `host_blocks`: where to swap preempted requests to.
+    Raises CacheCapacityError for fewer than 2 blocks, ValueError for a match unit that does not fit.
     """
 
     def __init__(
         self, plan_groups: Sequence[KVCacheGroup], num_blocks: int, *, max_model_len: int,
         max_in_flight_tokens: int, enable_caching: bool = True, hash_seed: str = DEFAULT_SEED,
+        prefix_match_unit: int | None = None, retention: PrefixRetention | None = None,
+        max_encoder_tokens: int = 0, host_blocks: HostBlocks | None = None,
     ) -> None:  # fmt: skip
         self.groups = tuple(plan_groups)
         self.max_model_len = max_model_len
         self.max_in_flight_tokens = max_in_flight_tokens
+        self.max_encoder_tokens = max_encoder_tokens
         self.enable_caching = enable_caching
         self.pool = BlockPool(num_blocks, enable_caching)
-        sizes = [group.block_size for group in self.groups]
-        # Hits end where every group has a block boundary; hashes are as fine as the finest group.
-        self.alignment = math.lcm(*sizes)
-        self.hasher = RequestBlockHasher(math.gcd(*sizes), hash_seed)
-        self.managers = tuple(
-            make_manager(
-                group.spec, self.pool, i, hash_block_size=self.hasher.hash_block_size,
-                max_blocks=group.spec.max_blocks_per_request(max_model_len, max_in_flight_tokens),
-            )
-            for i, group in enumerate(self.groups)
+        match_unit = resolve_match_unit(self.groups, prefix_match_unit)
+        alignment = resolve_alignment(self.groups, match_unit)
+        self.hasher = RequestBlockHasher(match_unit, hash_seed)
+        # A group that can never be resumed makes the decoder's prefix cache useless; encoder blocks still match.
+        self._can_resume = enable_caching and alignment is not None
+        self.alignment = alignment or match_unit
+        self.context = CacheContext(
+            pool=self.pool, max_model_len=max_model_len, max_in_flight_tokens=max_in_flight_tokens,
+            hash_block_size=match_unit, alignment=self.alignment, can_resume=self._can_resume,
+            max_encoder_tokens=max_encoder_tokens, retention=retention or PrefixRetention.dense(),
         )  # fmt: skip
-        self._lookup_groups = self._merge_lookup_groups()
-        self._no_hit = PrefixHit(0, ((),) * len(self.groups))
+        self.rows = self.context.rows
+        self.managers = tuple(
+            make_manager(group.spec, self.context, i) for i, group in enumerate(self.groups)
+        )
+        self.tables = tuple(manager.array for manager in self.managers)
+        self.search = PrefixSearch(self.managers, self.alignment)
+        self.swapper = Swapper(host_blocks, self.managers, self.context) if host_blocks is not None else None
+        self._needs_encoder: set[str] = set()
+        # Requests that were forked and have not been given blocks since: their next token may need a copy.
+        self._forked_at: dict[str, int] = {}
 
     # Prefix cache
 
     def extend_hashes(self, request: Request) -> None:
-        """Hash the request's newly full blocks. Call when tokens were appended."""
-        if self.enable_caching:
+        """Hash the request's newly full units. Call before `find_prefix`; the other calls do it themselves."""
+        if self._can_resume:
             self.hasher.extend(request)
 
     def find_prefix(self, request: Request) -> PrefixHit:
         """Longest prefix that every group can resume from: at most num_tokens - 1, as the last token must
-        be computed to get logits.
-
-        A fixed point: each group shortens the candidate until all agree on it. Lengths only shrink, so it
-        ends; a prefix-closed group (full attention) is searched once and then cut.
-        """
+        be computed to get logits. Blocks of the encoder's tokens are looked up besides."""
         if not self.enable_caching:
-            return self._no_hit
-        found: dict[int, list[KVCacheBlock]] = {}
-        length, agreed = request.num_tokens - 1, -1
-        while length != agreed:
-            agreed = length
-            for lookup in self._lookup_groups:
-                length = min(length, self._search(lookup, request.block_hashes, length, found))
-        for i, manager in enumerate(self.managers):
-            del found[i][length // manager.block_size :]
-        return PrefixHit(length, tuple(found[i] for i in range(len(self.groups))))
+            return self.search.nothing()
+        return self.search.find(request, request.num_tokens - 1 if self._can_resume else 0)
 
     def prefix_may_grow(self, request: Request, num_hit_tokens: int) -> bool:
-        """Whether `find_prefix` might now find more than `num_hit_tokens`. O(groups); False is certain.
-
-        A longer hit needs the very next block in every prefix-closed group.
-        """
-        if not self.enable_caching or num_hit_tokens + self.alignment >= request.num_tokens:
-            return False
-        for lookup in self._lookup_groups:
-            manager = lookup.manager
-            last = (num_hit_tokens // manager.block_size + 1) * manager.hashes_per_block - 1
-            missing = self.pool.get_cached_block(request.block_hashes[last], lookup.group_ids) is None
-            if missing and manager.hits_are_prefix_closed:
-                return False
-        return True
+        """Whether `find_prefix` might now find more than `num_hit_tokens`. O(groups); False is certain."""
+        return self._can_resume and self.search.may_grow(request, num_hit_tokens)
 
     def cache_blocks(self, request: Request) -> None:
         """Make what the request has computed so far reusable. Call when the step's results are in."""
-        if not self.enable_caching:
-            return
-        num_tokens = request.num_computed_tokens // self.alignment * self.alignment
-        for manager in self.managers:
-            manager.cache_blocks(request.request_id, request.block_hashes, num_tokens)
+        if request.request_id in self._needs_encoder:
+            self._needs_encoder.remove(request.request_id)
+            for manager in self.search.cross:
+                manager.cache_encoder(request)
+        if num_tokens := self._cacheable_tokens(request):
+            for manager in self.managers:
+                manager.cache_blocks(request, num_tokens)
+
+    def next_cache_at(self, request: Request) -> int:
+        """Smallest number of computed tokens above the present one at which `cache_blocks` would store something;
+        a huge number if it never would."""
+        request_id, now = request.request_id, request.num_computed_tokens
+        if request_id in self._needs_encoder:
+            return now + 1
+        if not self._can_resume:
+            return NEVER
+        return max(min(manager.next_cache_at(request_id) for manager in self.managers), now + 1)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all prefixes; False (and nothing done) while requests hold blocks."""
+        """Forget all prefixes; False (and nothing done) while blocks are held, also by steps in flight."""
         return self.pool.reset_prefix_cache()
 
     # Allocation
@@ -137,42 +123,143 @@ class KVCacheManager:
         A request without blocks starts from `hit`; its `num_computed_tokens` does not count the hit yet.
         Blocks behind the windows are given back either way. `full_sequence_must_fit`: refuse to start a
         request whose known tokens would not fit as a whole. `watermark_blocks` must stay free.
+        Blocks that the new tokens are written into and that others use are replaced: see `take_copies`.
         """
         if num_new_tokens < 1:
             raise ValueError(f"num_new_tokens must be at least 1, not {num_new_tokens}")
-        hit = hit or self._no_hit
-        computed = request.num_computed_tokens + hit.num_tokens
-        available = self.pool.num_free_blocks - watermark_blocks
-        if full_sequence_must_fit and self._blocks_needed(request, request.num_tokens, hit, True) > available:
-            return False
+        request_id = request.request_id
+        computed = request.num_computed_tokens + (hit.num_tokens if hit else 0)
+        end = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        if request_id not in self.rows:
+            hit = hit or self.search.nothing()
+            return self._start(request, hit, end, full_sequence_must_fit, watermark_blocks)
         for manager in self.managers:
-            manager.remove_skipped_blocks(request.request_id, computed)
-        num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        needed = self._blocks_needed(request, num_tokens, hit, False)
+            manager.remove_skipped_blocks(request_id, computed)
+        needed = sum(manager.num_blocks_to_grow(request_id, computed, end) for manager in self.managers)
         if needed > self.pool.num_free_blocks - watermark_blocks:
             return False
-        if request.request_id not in self.managers[0].tables:
-            for manager, blocks in zip(self.managers, hit.blocks, strict=True):
-                manager.allocate_new_computed_blocks(request.request_id, blocks, hit.num_tokens)
-        if needed:
-            for manager in self.managers:
-                manager.allocate_new_blocks(request.request_id, num_tokens)
+        for manager in self.managers:
+            manager.grow(request_id, computed, end)
+        self._forked_at.pop(request_id, None)
         return True
 
-    def free(self, request: Request) -> None:
-        """Give back all blocks of a request; unknown requests are fine. Hashed blocks stay reusable."""
-        for manager in self.managers:
-            manager.free(request.request_id)
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let `child` continue from the parent's computed tokens, sharing all blocks that hold them.
 
-    def max_blocks_for(self, num_tokens: int) -> int:
+        Takes no free block: whoever writes first gets a copy of the last block. The child's tokens equal the
+        parent's up to parent.num_computed_tokens, and its `num_computed_tokens` says so. No token of the parent
+        beyond those may be in flight. Raises ValueError if the parent holds no blocks, the child does, or the
+        parent's encoder has not run yet.
+        """
+        num_tokens = parent.num_computed_tokens
+        if parent.request_id not in self.rows or child.request_id in self.rows:
+            raise ValueError(f"cannot fork {parent!r} to {child!r}: the one must hold blocks, the other none")
+        if parent.request_id in self._needs_encoder:
+            raise ValueError(
+                f"cannot fork {parent!r} before its first step's results are in: its encoder runs then"
+            )
+        if child.num_computed_tokens != num_tokens:
+            raise ValueError(f"{child!r} must start with the {num_tokens} computed tokens of {parent!r}")
+        self.rows.assign(child.request_id)
+        self.context.boundaries[child.request_id] = self.context.boundaries[parent.request_id]
+        for manager in self.managers:
+            manager.share(parent.request_id, child.request_id, num_tokens)
+        if not child.block_hashes:
+            child.block_hashes.extend(parent.block_hashes[: num_tokens // self.hasher.hash_block_size])
+        for request in (parent, child):
+            self._forked_at[request.request_id] = num_tokens
+
+    def free(self, request: Request, *, cache_tail: bool = True) -> None:
+        """Give back all blocks and the row of a request; unknown requests are fine.
+
+        Hashed blocks stay reusable. `cache_tail`: make the end of what was computed reusable, too; pass False
+        if the computed tokens cannot be trusted.
+        """
+        request_id = request.request_id
+        if request_id not in self.rows:
+            return
+        num_tokens = 0
+        if cache_tail and not self._awaits_copies(request_id):
+            num_tokens = self._cacheable_tokens(request) // self.alignment * self.alignment
+        for manager in self.managers:
+            if num_tokens:
+                manager.cache_end(request, num_tokens)
+            manager.free(request_id)
+        self.rows.release(request_id)
+        del self.context.boundaries[request_id]
+        self._needs_encoder.discard(request_id)
+        self._forked_at.pop(request_id, None)
+        self.context.fence.drop_copies()
+
+    def max_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
         """Most blocks that a request of at most `num_tokens` tokens holds at any time, over all groups."""
-        return sum(manager.max_admission_blocks(num_tokens) for manager in self.managers)
+        return sum(manager.max_admission_blocks(num_tokens, num_encoder_tokens) for manager in self.managers)
+
+    # Steps and copies
+
+    def step_started(self) -> int:
+        """A step was handed over; until `step_finished` its blocks are not reused. Returns its number."""
+        return self.context.fence.step_started()
+
+    def step_finished(self, number: int) -> None:
+        """A step's results are in, or it failed. Raises ValueError for a step that is not in flight."""
+        self.context.fence.step_finished(number)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Copies to run, in this order, before the graph of the step started last. Each is handed out once."""
+        self.context.fence.copies_are_taken()
+        return self.context.copies.take_copies()
+
+    def take_swaps(self) -> list[SwapCopy]:
+        """Copies to and from the host to run, in this order, before `take_copies`. Each is handed out once."""
+        self.context.fence.copies_are_taken()
+        return self.context.copies.take_swaps()
+
+    def swap_out(self, request: Request) -> SwapImage | None:
+        """Save the request's state to host slots and free its blocks. None (and nothing done): not possible."""
+        for manager in self.managers:
+            manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
+        image = self._swapper().save(request, self.needs_encoder(request.request_id))
+        if image is not None:
+            self.free(request)
+        return image
+
+    def swap_in(self, request: Request, image: SwapImage, *, watermark_blocks: int = 0) -> bool:
+        """Bring a saved request back. False (and nothing done) if free blocks are short."""
+        swapper = self._swapper()
+        if image.num_blocks > self.pool.num_free_blocks - watermark_blocks:
+            return False
+        self.rows.assign(request.request_id)
+        self.context.boundaries[request.request_id] = image.boundaries
+        swapper.restore(request, image)
+        if image.needs_encoder:
+            self._needs_encoder.add(request.request_id)
+        return True
+
+    def drop_image(self, image: SwapImage) -> None:
+        """Give up a saved state. Raises ValueError if it was restored or dropped already."""
+        self._swapper().drop(image)
 
     # Views
 
-    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Per group, the live block table of a running request (0 = null block). Read, do not change."""
+    def block_ids(self, request_id: str) -> tuple:
+        """Per group, the live block table of a running request, int32 (0 = null block). Read, do not change."""
         return tuple(manager.block_ids(request_id) for manager in self.managers)
+
+    def covered_tokens(self, request_id: str) -> int:
+        """Leading tokens that the request's blocks cover in all groups and that may be written without another
+        `allocate_slots`."""
+        if request_id in self._forked_at:
+            return self._forked_at[request_id]
+        return min(manager.covered_tokens(request_id) for manager in self.managers)
+
+    def overwrites_state_at(self, num_computed_tokens: int) -> bool:
+        """Whether a step that starts behind so many tokens replaces state that it reads, in some group."""
+        return any(manager.overwrites_state_at(num_computed_tokens) for manager in self.managers)
+
+    def needs_encoder(self, request_id: str) -> bool:
+        """Whether the request's next step must run the encoder and write its blocks."""
+        return request_id in self._needs_encoder
 
     @property
     def num_usable_blocks(self) -> int:
@@ -183,43 +270,79 @@ class KVCacheManager:
         return self.pool.num_free_blocks
 
     @property
+    def num_deferred_blocks(self) -> int:
+        """Blocks that only wait for steps in flight. O(blocks that wait)."""
+        return self.context.fence.num_deferred_blocks
+
+    @property
     def usage(self) -> float:
         """Share of usable blocks held by requests, 0.0 to 1.0."""
         return self.pool.get_usage()
 
     def check_integrity(self) -> None:
-        """Raise KVCacheIntegrityError unless pool, tables and hashes agree. O(blocks)."""
+        """Raise KVCacheIntegrityError unless pool, tables, rows, fence, slots and hashes agree. O(blocks)."""
         held: Counter[int] = Counter()
         for manager in self.managers:
             manager.check_integrity()
-            mine = Counter(i for table in manager.tables.values() for i in table.ids if i)
+            require(
+                manager.tables.keys() == self.rows.row_of.keys(), "rows and block tables differ in requests"
+            )
+            mine = Counter(b.block_id for t in manager.tables.values() for b in t.blocks if not b.is_null)
             require(not held.keys() & mine.keys(), f"group {manager.group_id} holds another group's blocks")
             held |= mine
-        self.pool.check_integrity(held)
+        self.pool.check_integrity(held + self.context.fence.pins)
+        if self.swapper is not None:
+            self.swapper.check_integrity()
 
     # Inside
 
-    def _merge_lookup_groups(self) -> tuple[LookupGroup, ...]:
-        merged: dict[tuple, list[int]] = {}
-        for i, group in enumerate(self.groups):
-            merged.setdefault(group.spec.table_key, []).append(i)
-        lookups = [LookupGroup(self.managers[ids[0]], tuple(ids)) for ids in merged.values()]
-        # Prefix-closed groups first: their one search bounds all others.
-        return tuple(sorted(lookups, key=lambda lookup: not lookup.manager.hits_are_prefix_closed))
-
-    def _search(
-        self, lookup: LookupGroup, hashes: list[bytes], max_length: int, found: dict[int, list[KVCacheBlock]]
-    ) -> int:
-        manager, first = lookup.manager, lookup.group_ids[0]
-        if first not in found or not manager.hits_are_prefix_closed:
-            hits = manager.find_longest_cache_hit(hashes, max_length, self.alignment, lookup.group_ids)
-            found.update(zip(lookup.group_ids, hits, strict=True))
-        return len(found[first]) * manager.block_size
-
-    def _blocks_needed(self, request: Request, num_tokens: int, hit: PrefixHit, capped: bool) -> int:
-        return sum(
-            manager.get_num_blocks_to_allocate(
-                request.request_id, num_tokens, blocks, hit.num_tokens, capped=capped
-            )
-            for manager, blocks in zip(self.managers, hit.blocks, strict=True)
+    def _start(
+        self, request: Request, hit: PrefixHit, end: int, full_sequence_must_fit: bool, watermark_blocks: int
+    ) -> bool:
+        request_id, context = request.request_id, self.context
+        available = self.pool.num_free_blocks - watermark_blocks
+        context.boundaries[request_id] = context.retention.boundaries(
+            self.alignment, request.num_prompt_tokens, (hit.num_tokens, hit.longest_tokens)
         )
+        pairs = list(zip(self.managers, hit.groups, strict=True))
+        needed = sum(m.num_blocks_to_start(request, prefix, end) for m, prefix in pairs)
+        if full_sequence_must_fit:
+            whole = request.num_tokens
+            gate = sum(m.num_blocks_to_start(request, prefix, whole, capped=True) for m, prefix in pairs)
+            needed = max(needed, gate)
+        if needed > available:
+            del context.boundaries[request_id]
+            return False
+        may_copy = needed + sum(m.num_blocks_to_copy(prefix) for m, prefix in pairs) <= available
+        self.rows.assign(request_id)
+        for manager, prefix in pairs:
+            manager.start(request_id, prefix, may_copy)
+        for manager in self.managers:
+            manager.grow(request_id, hit.num_tokens, end)
+        for manager in self.search.cross:
+            manager.fill(request)
+            if request.num_encoder_tokens and not hit.groups[manager.group_id].blocks:
+                self._needs_encoder.add(request_id)
+        return True
+
+    def _awaits_copies(self, request_id: str) -> bool:
+        """Whether contents of some block are still to be copied there. O(1) while no copies are pending."""
+        copies = self.context.copies
+        return len(copies) > 0 and any(
+            copies.are_pending(block.block_id for block in manager.tables[request_id].live_blocks)
+            for manager in self.managers
+        )
+
+    def _cacheable_tokens(self, request: Request) -> int:
+        """Computed tokens that have hashes, which are brought up to date."""
+        if not self._can_resume:
+            return 0
+        self.hasher.extend(request)
+        return min(request.num_computed_tokens, len(request.block_hashes) * self.hasher.hash_block_size)
+
+    def _swapper(self) -> Swapper:
+        if self.swapper is None:
+            raise ValueError(
+                "this KV cache has no host blocks to swap to; pass host_blocks=HostBlocks(num_slots)"
+            )
+        return self.swapper

@@ -16,16 +16,18 @@ from collections.abc import Iterable, Sequence
 class KVCacheBlock:
     """One physical block: who uses it, what prefix it holds, and its links while it is free.
 
-    `block_hash` is the prefix key (chain hash + group id) while the contents can be hit, else None.
-    A block is in the free queue exactly when `next_free` is set. Equality is identity.
+    `block_hash` is the prefix key (chain hash + group id) of the longest prefix whose end the block holds while its
+    contents can be hit, else None; `inner_hashes` are the keys of the units inside it that end before, first to
+    last, or None. A block is in the free queue exactly when `next_free` is set. Equality is identity.
     """
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+    __slots__ = ("block_hash", "block_id", "inner_hashes", "next_free", "prev_free", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
+        self.inner_hashes: list[bytes] | None = None
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 
@@ -33,10 +35,6 @@ class KVCacheBlock:
     def is_null(self) -> bool:
         """The null block pads block tables; it is never written, counted or freed."""
         return self.block_id == 0
-
-    def set_hash(self, block_hash: bytes) -> None:
-        assert self.block_hash is None, f"block {self.block_id} already has a hash"
-        self.block_hash = block_hash
 
     def __repr__(self) -> str:
         hashed = self.block_hash.hex()[:8] if self.block_hash else None

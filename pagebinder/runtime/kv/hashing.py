@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_right
 from typing import Protocol
 
 ExtraKey = str | int | bytes | tuple
@@ -25,6 +26,9 @@ class HashableRequest(Protocol):
     all_token_ids: list[int]
     block_hashes: list[bytes]
     cache_salt: str | None
+    adapter: str | None
+    encoder_hash: bytes | None
+    media: tuple[tuple[str, int, int], ...]
 
 
 def encode_key(value: ExtraKey) -> bytes:
@@ -78,7 +82,29 @@ class RequestBlockHasher:
             hashes.append(parent)
 
     def extra_keys(self, request: HashableRequest, start: int) -> tuple[ExtraKey, ...]:
-        """What else the block at token `start` depends on. The salt is needed once: the chain carries it."""
+        """What else the unit at token `start` depends on, in a fixed order: adapter, media, encoder, salt.
+
+        What concerns the whole request is needed once: the chain carries it. A media item is part of every unit
+        that it overlaps, with its place in the unit: its tokens are placeholders that say nothing of it.
+        """
+        keys: list[ExtraKey] = []
+        if start == 0 and request.adapter is not None:
+            keys.append(("adapter", request.adapter))
+        if request.media:
+            keys.extend(self._media_keys(request.media, start))
+        if start == 0 and request.encoder_hash is not None:
+            keys.append(("encoder", request.encoder_hash))
         if start == 0 and request.cache_salt is not None:
-            return (("cache_salt", request.cache_salt),)
-        return ()
+            keys.append(("cache_salt", request.cache_salt))
+        return tuple(keys)
+
+    def _media_keys(self, media: tuple[tuple[str, int, int], ...], start: int) -> list[ExtraKey]:
+        # Items are sorted and disjoint, so those that overlap [start, end) follow one another.
+        end = start + self.hash_block_size
+        first = bisect_right(media, start, key=lambda item: item[2])
+        keys: list[ExtraKey] = []
+        for identifier, item_start, _ in media[first:]:
+            if item_start >= end:
+                break
+            keys.append(("media", identifier, item_start - start))
+        return keys

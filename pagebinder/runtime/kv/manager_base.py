@@ -1,181 +1,310 @@
-"""What all managers share: the block tables of a group's requests, and how they grow and shrink.
+"""What all managers share: the block tables of a group's requests, and how they start, grow, part and end.
 
     full attention      table  [ 7 ][ 3 ][ 9 ][12 ]            every block stays until the request ends
     sliding window      table  [ 0 ][ 0 ][ 9 ][12 ]            0 = null block: behind the window, given back
                                           ^ first_live
 
-A table is append-only apart from entries becoming null, so logical block i always covers tokens
-[i * B, (i + 1) * B) and slots can be computed from the table alone. Work per call is linear in the blocks
-that are added or given back, never in the length of the table, except when a request starts or ends.
+Logical block i always covers tokens [i * B, (i + 1) * B), so slots can be computed from the table alone. Work per
+call is linear in the blocks that are added or given back, never in the length of the table, except when a request
+starts, forks or ends.
+
+    copy on write       a block that the next token is written into has one user. If it has more (after a fork), or
+                        holds more of another text (partial hit), the request continues in a copy of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
-from pagebinder.runtime.kv.blocks import BlockPool, KVCacheBlock, require
+from pagebinder.runtime.kv.block_table import BlockTable
+from pagebinder.runtime.kv.blocks import KVCacheBlock, require
+from pagebinder.runtime.kv.context import CacheContext, GroupHit, GroupPrefix
+from pagebinder.runtime.kv.retention import NEVER, NO_BOUNDARIES
 from pagebinder.runtime.kv.specs import KVCacheSpec, cdiv
-
-HitBlocks = list[list[KVCacheBlock]]
-
-
-class BlockTable:
-    """A request's blocks in one group. `ids` mirrors `blocks` and is what step plans read, live."""
-
-    __slots__ = ("blocks", "first_live", "ids", "num_hashed")
-
-    def __init__(self) -> None:
-        self.blocks: list[KVCacheBlock] = []
-        self.ids: list[int] = []
-        # Blocks before `first_live` are null; blocks before `num_hashed` were offered to the prefix cache.
-        self.first_live = 0
-        self.num_hashed = 0
-
-    def extend(self, blocks: Iterable[KVCacheBlock]) -> None:
-        self.blocks.extend(blocks)
-        self.ids.extend(block.block_id for block in self.blocks[len(self.ids) :])
-
-    @property
-    def live_blocks(self) -> list[KVCacheBlock]:
-        return self.blocks[self.first_live :]
+from pagebinder.runtime.request import Request
 
 
 class SingleTypeManager:
-    """Base: allocation, caching and freeing that all kinds share.
-
-    `hash_block_size` (tokens) is what request hashes are computed at; it divides the group's block size.
-    `max_blocks` caps what one request can hold in this group at any time.
-    """
+    """Base: what attention over blocks of tokens needs; other kinds replace what differs."""
 
     # Whether every prefix of a hit is a hit too, so that a hit can be cut without another search.
     hits_are_prefix_closed: ClassVar[bool] = False
 
-    def __init__(
-        self, spec: KVCacheSpec, pool: BlockPool, group_id: int, *, hash_block_size: int, max_blocks: int
-    ) -> None:
-        assert spec.block_size % hash_block_size == 0, "hashes must divide blocks"
+    def __init__(self, spec: KVCacheSpec, context: CacheContext, group_id: int) -> None:
         self.spec = spec
-        self.pool = pool
+        self.context = context
+        self.pool, self.fence = context.pool, context.fence
         self.group_id = group_id
         self.block_size = spec.block_size
-        self.hashes_per_block = spec.block_size // hash_block_size
-        self.max_blocks = max_blocks
+        self.hashes_per_block = max(1, spec.block_size // context.hash_block_size)
+        self.max_blocks = spec.max_blocks_per_request(
+            context.max_model_len, context.max_in_flight_tokens, context.max_encoder_tokens
+        )
+        self.array = context.rows.add_array("int32", max(1, self.table_width()))
         self.tables: dict[str, BlockTable] = {}
 
     # Rules of the kind
 
-    def find_longest_cache_hit(
-        self, hashes: Sequence[bytes], max_length: int, alignment: int, group_ids: Sequence[int]
-    ) -> HitBlocks:
-        """Cached blocks of the longest usable prefix of at most `max_length` tokens, one list per group.
+    @staticmethod
+    def granularity(spec: KVCacheSpec, hash_block_size: int) -> int | None:
+        """A prefix can be resumed at multiples of so many tokens; None: never."""
+        return hash_block_size
 
-        The hit ends at a multiple of `alignment` tokens; its length is len(list) * block_size. Blocks that
-        the prefix does not need are null. All `group_ids` must have a block for it to count.
+    def table_width(self) -> int:
+        """Most entries of a request's table."""
+        return cdiv(self.context.max_model_len, self.block_size)
+
+    def find_longest_hit(
+        self, hashes: Sequence[bytes], max_length: int, group_ids: Sequence[int]
+    ) -> GroupHit:
+        """The longest cached prefix of at most `max_length` tokens that can be resumed in all `group_ids`.
+
+        Its length is a multiple of the context's alignment.
         """
         raise NotImplementedError
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Leading tokens that no query from position `num_computed_tokens` on can see."""
-        raise NotImplementedError
+        return 0
 
-    # Allocation
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Length of a table that covers `num_tokens` tokens."""
+        return cdiv(num_tokens, self.block_size)
 
-    def max_admission_blocks(self, num_tokens: int) -> int:
+    def max_admission_blocks(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
         """Most blocks that a request of at most `num_tokens` tokens holds at any time."""
         return min(cdiv(num_tokens, self.block_size), self.max_blocks)
 
-    def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, hit: Sequence[KVCacheBlock], num_hit_tokens: int,
-        *, capped: bool = False,
-    ) -> int:  # fmt: skip
-        """Blocks that leave the free queue if the request is to hold `num_tokens` tokens.
+    def covered_tokens(self, request_id: str) -> int:
+        """Leading tokens that may be written without asking for more blocks."""
+        return len(self.tables[request_id].blocks) * self.block_size
 
-        For a new request that includes hit blocks which are free now. `capped`: judge by what the request
-        holds at any one time instead of by the table's length (for the admission of a whole prompt).
+    # Starting
+
+    def num_blocks_to_start(
+        self, request: Request, prefix: GroupPrefix, num_tokens: int, *, capped: bool = False
+    ) -> int:
+        """Blocks that leave the free queue if a request starts from `prefix` and is to hold `num_tokens` tokens.
+
+        That includes hit blocks which are free now. `capped`: judge by what the request holds at any one time
+        instead of by the table's length (for the admission of a whole prompt).
         """
-        required = cdiv(num_tokens, self.block_size)
-        table = self.tables.get(request_id)
-        if table is not None:
-            return max(required - len(table.blocks), 0)
-        skipped = self._num_skipped_blocks(num_hit_tokens, len(hit))
-        live_hit = hit[skipped:]
-        live_required = required - skipped
-        if capped:
-            live_required = min(live_required, self.max_admission_blocks(num_tokens))
-        evictable = sum(block.ref_cnt == 0 and not block.is_null for block in live_hit)
-        return max(live_required - len(live_hit), 0) + evictable
-
-    def allocate_new_computed_blocks(
-        self, request_id: str, hit: Sequence[KVCacheBlock], num_hit_tokens: int
-    ) -> None:
-        """Start a request's table with its prefix hit: referenced where it is needed, null before."""
-        assert request_id not in self.tables, f"{request_id!r} already has a block table"
-        skipped = self._num_skipped_blocks(num_hit_tokens, len(hit))
-        self.pool.touch(hit[skipped:])
-        table = self.tables[request_id] = BlockTable()
-        table.extend([self.pool.null_block] * skipped)
-        table.extend(hit[skipped:])
-        table.first_live, table.num_hashed = skipped, len(hit)
-
-    def allocate_new_blocks(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
-        """Append blocks until the table covers `num_tokens` tokens; returns the new ones."""
-        table = self.tables.get(request_id)
-        if table is None:
-            table = self.tables[request_id] = BlockTable()
-        missing = cdiv(num_tokens, self.block_size) - len(table.blocks)
-        if missing <= 0:
-            return []
-        new = self.pool.get_new_blocks(missing)
-        table.extend(new)
-        return new
-
-    def cache_blocks(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> None:
-        """Make the blocks that lie wholly in the first `num_tokens` (computed) tokens reusable."""
-        table = self.tables[request_id]
-        num_full = num_tokens // self.block_size
-        start = max(table.num_hashed, table.first_live)
-        if num_full <= start:
-            return
-        self.pool.cache_full_blocks(
-            table.blocks, hashes, start, num_full, self.group_id, hashes_per_block=self.hashes_per_block
+        skipped = self._num_skipped_blocks(prefix.num_tokens, len(prefix.blocks))
+        live = prefix.blocks[skipped:]
+        required = len(live) + self._num_new_blocks(
+            request.request_id, prefix.num_tokens, num_tokens, len(live)
         )
-        table.num_hashed = num_full
+        if capped:
+            required = min(
+                self.num_blocks_for(num_tokens) - skipped,
+                self.max_admission_blocks(num_tokens, request.num_encoder_tokens),
+            )
+        evictable = sum(block.ref_cnt == 0 and not block.is_null for block in live)
+        return max(required - len(live), 0) + evictable
+
+    def num_blocks_to_copy(self, prefix: GroupPrefix) -> int:
+        """Free blocks that `start` takes besides, for one step, if it may copy the tail instead of taking it."""
+        tail = prefix.tail
+        return int(tail is not None and tail.ref_cnt == 0 and not self._ends_with(prefix))
+
+    def start(self, request_id: str, prefix: GroupPrefix, may_copy: bool = True) -> None:
+        """First phase: open a table with the prefix hit, referenced where it is needed, null before.
+
+        A tail that nobody uses and that holds no more than the hit is simply continued. Otherwise its copy is,
+        unless there is no room for one: then the request takes the tail itself and what else it held is lost.
+        """
+        assert request_id not in self.tables, f"{request_id!r} already has a block table"
+        skipped = self._num_skipped_blocks(prefix.num_tokens, len(prefix.blocks))
+        table = self.tables[request_id] = BlockTable(request_id, self.context.rows, self.array)
+        table.extend(prefix.blocks)
+        table.drop_before(skipped, self.pool.null_block)
+        table.num_hashed = len(prefix.blocks)
+        tail = prefix.tail
+        self.pool.touch(table.live_blocks if tail is None else [*table.live_blocks, tail])
+        if tail is None:
+            if prefix.num_tokens % self.block_size:
+                table.begins_inside = len(prefix.blocks)
+            return
+        if tail.ref_cnt == 1 and (self._ends_with(prefix) or not may_copy):
+            if not self._ends_with(prefix):
+                self.pool.evict_blocks([tail.block_id])
+            table.extend([tail])
+        else:
+            table.copy_from = tail
+
+    # Growing
+
+    def num_blocks_to_grow(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> int:
+        """Blocks that leave the free queue if a request is to compute tokens up to `num_tokens`."""
+        table = self.tables[request_id]
+        return self._num_new_blocks(
+            request_id, num_computed_tokens, num_tokens, len(table.blocks) - table.first_live
+        ) + self._must_copy(table, num_computed_tokens)
+
+    def grow(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> None:
+        """Second phase: make room for tokens [num_computed_tokens, num_tokens)."""
+        table = self.tables[request_id]
+        if self._must_copy(table, num_computed_tokens):
+            self._replace_by_copy(table, self.num_blocks_for(num_computed_tokens) - 1)
+        first = len(table.blocks)
+        self._append(table, num_computed_tokens, num_tokens)
+        if table.copy_from is not None:
+            self._record_copy(table.copy_from, table.blocks[first])
+            table.copy_from = None
+
+    def share(self, parent_id: str, child_id: str, num_computed_tokens: int) -> None:
+        """Open the child's table with the blocks that hold the parent's first `num_computed_tokens` tokens."""
+        parent = self.tables[parent_id]
+        count = min(self.num_blocks_for(num_computed_tokens), len(parent.blocks))
+        table = self.tables[child_id] = BlockTable(child_id, self.context.rows, self.array)
+        table.extend(parent.blocks[:count])
+        first_live = max(parent.first_live, self._num_skipped_blocks(num_computed_tokens, count))
+        table.drop_before(first_live, self.pool.null_block)
+        table.num_hashed = min(parent.num_hashed, count)
+        table.begins_inside = parent.begins_inside
+        self.pool.touch(table.live_blocks)
+
+    def restore(
+        self, request_id: str, length: int, begins_inside: int, pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Open a table of `length` with new blocks at the logical places of a swap image, filled from its slots."""
+        table = self.tables[request_id] = BlockTable(request_id, self.context.rows, self.array)
+        table.extend([self.pool.null_block] * length)
+        table.first_live = pairs[0][0] if pairs else length
+        table.begins_inside = begins_inside
+        for (index, slot), block in zip(pairs, self.pool.get_new_blocks(len(pairs))):
+            table.put(index, block)
+            self.context.copies.to_device(block.block_id, slot)
+
+    # Prefix cache
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Make the retained blocks that lie wholly in the first `num_tokens` (computed) tokens reusable."""
+        table = self.tables[request.request_id]
+        end = num_tokens // self.block_size
+        start = max(table.num_hashed, table.first_live)
+        if end > start:
+            self._store(table, request.block_hashes, start, end, self._retained(table, start, end))
+        table.num_hashed = max(table.num_hashed, end)
+
+    def cache_end(self, request: Request, num_tokens: int) -> None:
+        """Make what a resume at `num_tokens` (computed) tokens needs reusable, retained or not: a request ends."""
+        table, hashes = self.tables[request.request_id], request.block_hashes
+        skipped = self.get_num_skipped_tokens(num_tokens)
+        if skipped >= num_tokens or skipped // self.block_size < table.first_live:
+            return  # nothing is needed, or some of it was given back already
+        end, per_block = num_tokens // self.block_size, self.hashes_per_block
+        start = table.num_hashed if self.hits_are_prefix_closed else skipped // self.block_size
+        self._store(table, hashes, start, end, None)
+        if num_tokens % self.block_size and end != table.begins_inside:
+            units = hashes[end * per_block : num_tokens // self.context.hash_block_size]
+            parent = hashes[end * per_block - 1] if end else None
+            self.pool.cache_partial_block(table.blocks[end], units, self.group_id, parent)
+
+    def next_cache_at(self, request_id: str) -> int:
+        """Computed tokens at which `cache_blocks` has something to store; NEVER if it will not."""
+        index = self.tables[request_id].num_hashed
+        boundary = self.context.boundaries[request_id].next_after(index * self.block_size)
+        if boundary == NEVER:
+            return NEVER
+        first_needed = self.get_num_skipped_tokens(boundary) // self.block_size
+        return (max(index, first_needed) + 1) * self.block_size
 
     # Giving back
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Give back the blocks that lie wholly behind what position `num_computed_tokens` can see."""
-        table = self.tables.get(request_id)
-        if table is None:
-            return
+        table = self.tables[request_id]
         end = self._num_skipped_blocks(num_computed_tokens, len(table.blocks))
-        if end <= table.first_live:
-            return
-        behind = table.blocks[table.first_live : end]
-        for i in range(table.first_live, end):
-            table.blocks[i] = self.pool.null_block
-            table.ids[i] = 0
-        table.first_live = end
-        self.pool.free_blocks(reversed(behind))
+        if end > table.first_live:
+            self.fence.free(reversed(table.drop_before(end, self.pool.null_block)))
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request, last first: the tail of a prefix is evicted before its head."""
         table = self.tables.pop(request_id, None)
         if table is not None:
-            self.pool.free_blocks(reversed(table.live_blocks))
+            self.fence.free(reversed(table.live_blocks))
 
-    def block_ids(self, request_id: str) -> list[int]:
-        """The live list of a request's block ids (0 = null). It changes as the request is scheduled."""
+    def overwrites_state_at(self, num_computed_tokens: int) -> bool:
+        """Whether a step that starts behind so many tokens replaces state that it reads: it cannot be repeated."""
+        return False
+
+    def block_ids(self, request_id: str):
+        """The live view of a request's block ids (0 = null), int32. It changes as the request is scheduled."""
         return self.tables[request_id].ids
 
     def check_integrity(self) -> None:
-        """Raise KVCacheIntegrityError if a table differs from its mirror or has nulls in the wrong place."""
+        """Raise KVCacheIntegrityError if a table differs from its row or has nulls in the wrong place."""
         for request_id, table in self.tables.items():
             ids = [block.block_id for block in table.blocks]
-            require(ids == table.ids, f"block ids of {request_id!r} differ from its blocks")
+            require(ids == table.ids.tolist(), f"the row of {request_id!r} differs from its blocks")
+            require(not table.row[len(ids) :].any(), f"the row of {request_id!r} goes on behind its blocks")
             require(not any(ids[: table.first_live]), f"{request_id!r} keeps blocks behind its window")
-            require(all(ids[table.first_live :]), f"{request_id!r} has a null block in its live part")
+            require(self._live_part_is_sound(table), f"{request_id!r} has a null block in its live part")
+            require(table.copy_from is None, f"{request_id!r} lacks the copy of its partial hit")
+
+    # Inside
 
     def _num_skipped_blocks(self, num_computed_tokens: int, held: int) -> int:
         return min(self.get_num_skipped_tokens(num_computed_tokens) // self.block_size, held)
+
+    def _num_new_blocks(self, request_id: str, start: int, end: int, num_live: int) -> int:
+        """Blocks to append for tokens [start, end) to a table with `num_live` live blocks (from `start` on if
+        the table is not open yet)."""
+        table = self.tables.get(request_id)
+        held = len(table.blocks) if table is not None else start // self.block_size
+        return max(cdiv(end, self.block_size) - held, 0)
+
+    def _append(self, table: BlockTable, start: int, end: int) -> None:
+        missing = cdiv(end, self.block_size) - len(table.blocks)
+        if missing > 0:
+            table.extend(self.pool.get_new_blocks(missing))
+
+    def _must_copy(self, table: BlockTable, num_computed_tokens: int) -> bool:
+        """Whether the next token is written into a block that others use, too."""
+        index = num_computed_tokens // self.block_size
+        return (
+            num_computed_tokens % self.block_size > 0
+            and index < len(table.blocks)
+            and self.fence.is_shared(table.blocks[index])
+        )
+
+    def _replace_by_copy(self, table: BlockTable, index: int) -> None:
+        (new,) = self.pool.get_new_blocks(1)
+        old = table.blocks[index]
+        table.put(index, new)
+        self._record_copy(old, new)
+
+    def _record_copy(self, source: KVCacheBlock, new: KVCacheBlock) -> None:
+        """Continue in `new`, a copy of `source`, whose reference goes back when the copy was made."""
+        self.context.copies.copy(source.block_id, new.block_id)
+        self.fence.free_source(source, new)
+
+    def _ends_with(self, prefix: GroupPrefix) -> bool:
+        """Whether the tail holds nothing reusable behind the hit."""
+        num_units = prefix.num_tokens % self.block_size // self.context.hash_block_size
+        return len(prefix.tail.inner_hashes or ()) + 1 == num_units
+
+    def _retained(self, table: BlockTable, start: int, end: int) -> list[bool] | None:
+        """Which of the blocks [start, end) a resume at a retained boundary needs; None: all."""
+        boundaries = self.context.boundaries.get(table.request_id, NO_BOUNDARIES)
+        size = self.block_size
+        return [
+            (boundary := boundaries.next_after(i * size)) != NEVER
+            and self.get_num_skipped_tokens(boundary) // size <= i
+            for i in range(start, end)
+        ]
+
+    def _store(
+        self, table: BlockTable, hashes: Sequence[bytes], start: int, end: int, mask: list[bool] | None
+    ) -> None:
+        if start <= table.begins_inside < end:
+            mask = mask or [True] * (end - start)
+            mask[table.begins_inside - start] = False
+        self.pool.cache_full_blocks(
+            table.blocks, hashes, start, end, self.group_id, hashes_per_block=self.hashes_per_block, mask=mask
+        )
+
+    def _live_part_is_sound(self, table: BlockTable) -> bool:
+        return all(not block.is_null for block in table.live_blocks)

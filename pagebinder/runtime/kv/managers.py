@@ -1,23 +1,35 @@
-"""The rules of each kind of layer, and which manager serves which spec.
+"""The rules of each kind of attention over the decoder's own tokens, and which manager serves which spec.
 
     kind              keeps                            a prefix of n tokens can be resumed if cached are
     full attention    every block                      all blocks of [0, n)
-    sliding window    the blocks the window reaches    the last ceil((W - 1) / B) blocks of [0, n)
+    sliding window    the blocks the window reaches    the blocks of [n - W + 1, n)
+    chunked local     the blocks of the chunk          the blocks of [n // C * C, n): none at a chunk's start
+    recurrent, cross attention, ring: in files of their own
 
-A new kind is one spec class, one manager class and one line in `MANAGERS`.
+The last block may be found by a part of it, in units of the hash block size. A new kind is one spec class, one
+manager class and one line in `MANAGERS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagebinder.runtime.kv.blocks import BlockPool
-from pagebinder.runtime.kv.manager_base import HitBlocks, SingleTypeManager
+from pagebinder.runtime.kv.context import CacheContext, GroupHit, HitBlocks
+from pagebinder.runtime.kv.cross_manager import CrossAttentionManager
+from pagebinder.runtime.kv.manager_base import SingleTypeManager
+from pagebinder.runtime.kv.recurrent_manager import RecurrentManager
+from pagebinder.runtime.kv.ring_manager import RingManager
 from pagebinder.runtime.kv.specs import (
+    ChunkedLocalSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    LatentSpec,
+    RecurrentSpec,
+    RingSpec,
+    ShortConvSpec,
+    SlidingWindowLatentSpec,
     SlidingWindowSpec,
-    cdiv,
 )
 
 
@@ -26,70 +38,117 @@ class FullAttentionManager(SingleTypeManager):
 
     hits_are_prefix_closed = True
 
-    def find_longest_cache_hit(
-        self, hashes: Sequence[bytes], max_length: int, alignment: int, group_ids: Sequence[int]
-    ) -> HitBlocks:
-        hits: HitBlocks = [[] for _ in group_ids]
-        for i in range(max_length // self.block_size):
-            found = self.pool.get_cached_block(hashes[(i + 1) * self.hashes_per_block - 1], group_ids)
+    def find_longest_hit(
+        self, hashes: Sequence[bytes], max_length: int, group_ids: Sequence[int]
+    ) -> GroupHit:
+        per_block, unit = self.hashes_per_block, self.context.hash_block_size
+        columns: HitBlocks = [[] for _ in group_ids]
+        end, num_units = 0, max_length // unit
+        for last in range(per_block - 1, num_units, per_block):
+            found = self.pool.get_cached_block(hashes[last], group_ids)
             if found is None:
                 break
-            for hit, block in zip(hits, found, strict=True):
-                hit.append(block)
-        length = len(hits[0]) * self.block_size // alignment * alignment
-        for hit in hits:
-            del hit[length // self.block_size :]
-        return hits
+            end = last + 1
+            for column, block in zip(columns, found):
+                column.append(block)
+        # The first block that is not there as a whole may be there in part.
+        for last in reversed(range(end, min(end + per_block - 1, num_units))):
+            found = self.pool.get_cached_block(hashes[last], group_ids)
+            if found is not None:
+                end = last + 1
+                for column, block in zip(columns, found):
+                    column.append(block)
+                break
+        whole = end // per_block
+        tails = [column[whole] if end % per_block else None for column in columns]
+        return self.cut(GroupHit(end * unit, [column[:whole] for column in columns], tails), end * unit)
 
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return 0
+    def cut(self, hit: GroupHit, max_length: int) -> GroupHit:
+        """The part of a hit that ends at most at `max_length` tokens: every prefix of it is a hit, too."""
+        length = min(hit.num_tokens, max_length) // self.context.alignment * self.context.alignment
+        if length == hit.num_tokens:
+            return hit
+        whole, is_partial = divmod(length, self.block_size)
+        tails = [
+            (blocks[whole] if whole < len(blocks) else tail) if is_partial else None
+            for blocks, tail in zip(hit.blocks, hit.tails)
+        ]
+        return GroupHit(length, [blocks[:whole] for blocks in hit.blocks], tails)
+
+    def next_cache_at(self, request_id: str) -> int:
+        return (self.tables[request_id].num_hashed + 1) * self.block_size
+
+    def _retained(self, table, start: int, end: int) -> None:
+        return None
 
 
-class SlidingWindowManager(SingleTypeManager):
-    """Only the last ceil((W - 1) / B) blocks before the resume point are needed; searched right to left."""
+class SuffixManager(SingleTypeManager):
+    """Kinds that see only the last tokens: prefixes are searched right to left for the blocks of those."""
+
+    def find_longest_hit(
+        self, hashes: Sequence[bytes], max_length: int, group_ids: Sequence[int]
+    ) -> GroupHit:
+        alignment = self.context.alignment
+        length = max_length // alignment * alignment
+        while length > 0:
+            hit = self._hit_at(hashes, length, group_ids)
+            if isinstance(hit, GroupHit):
+                return hit
+            length = hit // alignment * alignment
+        return GroupHit(0, [[] for _ in group_ids], [None] * len(group_ids))
+
+    def _hit_at(self, hashes: Sequence[bytes], length: int, group_ids: Sequence[int]) -> GroupHit | int:
+        """The hit of exactly `length` tokens, or the longest length that its miss does not rule out."""
+        size, per_block, count = self.block_size, self.hashes_per_block, length // self.block_size
+        null, skipped = self.pool.null_block, self.get_num_skipped_tokens(length)
+        tails: list = [None] * len(group_ids)
+        if length % size and skipped < length:
+            found = self.pool.get_cached_block(hashes[length // self.context.hash_block_size - 1], group_ids)
+            if found is None:
+                return length - 1
+            tails = found
+        columns: HitBlocks = [[null] * count for _ in group_ids]
+        for i in reversed(range(skipped // size, count)):
+            found = self.pool.get_cached_block(hashes[(i + 1) * per_block - 1], group_ids)
+            if found is None:
+                # Every longer prefix sees this block, too. One that ends inside it needs only a part of it.
+                return (i + 1) * size - 1
+            for column, block in zip(columns, found):
+                column[i] = block
+        return GroupHit(length, columns, tails)
+
+
+class SlidingWindowManager(SuffixManager):
+    """A query at p sees (p - W, p], so a resume at n needs the blocks of [n - W + 1, n)."""
 
     spec: SlidingWindowSpec
-
-    def find_longest_cache_hit(
-        self, hashes: Sequence[bytes], max_length: int, alignment: int, group_ids: Sequence[int]
-    ) -> HitBlocks:
-        # A window of one token needs nothing from the cache; one block keeps the search uniform.
-        needed = max(cdiv(self.spec.window - 1, self.block_size), 1)
-        num_blocks = max_length // self.block_size
-        hits: HitBlocks = [[self.pool.null_block] * num_blocks for _ in group_ids]
-        run = end = 0
-        for i in reversed(range(num_blocks)):
-            if run == 0 and (i + 1) * self.block_size % alignment:
-                continue  # a resume point must be aligned in every group
-            found = self.pool.get_cached_block(hashes[(i + 1) * self.hashes_per_block - 1], group_ids)
-            if found is None:
-                run = 0
-                continue
-            if run == 0:
-                end = i + 1
-            for hit, block in zip(hits, found, strict=True):
-                hit[i] = block
-            run += 1
-            if run == needed:
-                break
-        # A run left over here either covers the window or starts the context: both can be resumed from.
-        # Shorter runs that were broken off lie to its right and go with the rest of the list.
-        for hit in hits:
-            del hit[end if run else 0 :]
-        return hits
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.spec.window + 1)
 
 
+class ChunkedLocalManager(SuffixManager):
+    """A query sees its own chunk only. A block that two chunks share stays until the second is over, too."""
+
+    spec: ChunkedLocalSpec
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens // self.spec.chunk * self.spec.chunk
+
+
 MANAGERS: dict[type[KVCacheSpec], type[SingleTypeManager]] = {
     FullAttentionSpec: FullAttentionManager,
+    LatentSpec: FullAttentionManager,
     SlidingWindowSpec: SlidingWindowManager,
+    SlidingWindowLatentSpec: SlidingWindowManager,
+    ChunkedLocalSpec: ChunkedLocalManager,
+    CrossAttentionSpec: CrossAttentionManager,
+    RecurrentSpec: RecurrentManager,
+    ShortConvSpec: RecurrentManager,
+    RingSpec: RingManager,
 }
 
 
-def make_manager(
-    spec: KVCacheSpec, pool: BlockPool, group_id: int, *, hash_block_size: int, max_blocks: int
-) -> SingleTypeManager:
+def make_manager(spec: KVCacheSpec, context: CacheContext, group_id: int) -> SingleTypeManager:
     """The manager of a group by its spec's class. Raises KeyError for a class that is not registered."""
-    return MANAGERS[type(spec)](spec, pool, group_id, hash_block_size=hash_block_size, max_blocks=max_blocks)
+    return MANAGERS[type(spec)](spec, context, group_id)

@@ -149,12 +149,36 @@ def test_coarse_blocks_use_the_last_hash_they_cover_and_masks_and_nulls_are_left
     hashes = chain(8)
     table = [pool.null_block, *pool.get_new_blocks(3)]
     pool.cache_full_blocks(table, hashes, 0, 4, 0, hashes_per_block=2, mask=[True, True, False, True])
-    assert pool.get_cached_block(hashes[1], [0]) is None
-    assert pool.get_cached_block(hashes[3], [0]) == [table[1]]
-    assert pool.get_cached_block(hashes[5], [0]) is None
-    assert pool.get_cached_block(hashes[7], [0]) == [table[3]]
+    found = [pool.get_cached_block(hashes[i], [0]) for i in range(8)]
+    assert found == [None, None, [table[1]], [table[1]], None, None, [table[3]], [table[3]]]
+    pool.cache_full_blocks(
+        table, hashes, 1, 2, 0, hashes_per_block=2
+    )  # a fork stores the same contents again
     with pytest.raises(AssertionError, match="already has a hash"):
-        pool.cache_full_blocks(table, hashes, 1, 2, 0)
+        pool.cache_full_blocks(table, chain(8, start=100), 1, 2, 0, hashes_per_block=2)
+
+
+def test_units_inside_a_block_are_found_completed_and_evicted_with_it():
+    pool, hashes, events = BlockPool(4), chain(8), []
+    pool.observers.append(events.append)
+    table = pool.get_new_blocks(2)
+    pool.cache_partial_block(table[0], hashes[:2], 0, None)
+    assert [pool.get_cached_block(h, [0]) for h in hashes[:3]] == [[table[0]], [table[0]], None]
+    pool.cache_full_blocks(table, hashes, 0, 2, 0, hashes_per_block=4)
+    assert [pool.get_cached_block(h, [0]) for h in hashes] == [[table[0]]] * 4 + [[table[1]]] * 4
+    pool.check_integrity({1: 1, 2: 1})
+    pool.free_blocks(reversed(table))
+    assert free_ids(pool) == [3, 2, 1], "found by a part counts as hashed"
+    pool.get_new_blocks(2)
+    assert [pool.get_cached_block(h, [0]) for h in hashes] == [[table[0]]] * 4 + [None] * 4
+    assert events == [
+        BlocksStored(0, (1,), (hashes[1],), None),
+        BlocksStored(0, (1, 2), (hashes[3], hashes[7]), None),
+        BlockRemoved(0, 2, hashes[7]),
+    ]
+    pool.free_blocks([pool.blocks[3], table[1]])
+    assert pool.reset_prefix_cache() and pool.get_cached_block(hashes[0], [0]) is None
+    pool.check_integrity({})
 
 
 def test_reset_is_refused_while_blocks_are_in_use():

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagebinder.errors import RequestError
 from pagebinder.runtime.kv import RequestBlockHasher, hash_block, none_hash
 from pagebinder.runtime.kv.hashing import encode_key
 from pagebinder.runtime.request import Request
 
 
-def hashed(tokens, size=4, salt=None, seed="s"):
-    request = Request("r", tokens, max_tokens=4, cache_salt=salt)
+def hashed(tokens, size=4, salt=None, seed="s", **options):
+    request = Request("r", tokens, max_tokens=4, cache_salt=salt, **options)
     RequestBlockHasher(size, seed).extend(request)
     return request.block_hashes
 
@@ -45,6 +46,34 @@ def test_the_salt_is_encoded_in_block_0_only():
     first, second = hashed(tokens, salt="a")
     assert first == hash_block(none_hash("s"), tokens[:4], (("cache_salt", "a"),))
     assert second == hash_block(first, tokens[4:])
+
+
+def test_adapter_and_encoder_are_carried_by_the_chain():
+    first, second = hashed(list(range(8)), adapter="x", encoder_hash=b"e", salt="a")
+    keys = (("adapter", "x"), ("encoder", b"e"), ("cache_salt", "a"))
+    assert first == hash_block(none_hash("s"), [0, 1, 2, 3], keys)
+    assert second == hash_block(first, [4, 5, 6, 7])
+
+
+def test_media_are_keys_of_every_unit_that_they_overlap():
+    media = (("cat", 2, 6), ("dog", 6, 7), ("fox", 14, 16))
+    chain = hashed(list(range(16)), media=media)
+    keys = [
+        (("media", "cat", 2),),
+        (("media", "cat", -2), ("media", "dog", 2)),
+        (),
+        (("media", "fox", 2),),
+    ]
+    parent = none_hash("s")
+    for i, (found, extra) in enumerate(zip(chain, keys, strict=True)):
+        assert found == hash_block(parent, list(range(4 * i, 4 * i + 4)), extra)
+        parent = found
+
+
+@pytest.mark.parametrize("media", [(("a", 3, 3),), (("a", 0, 4), ("b", 3, 5)), (("a", -1, 2),)])
+def test_media_ranges_that_make_no_sense_are_refused(media):
+    with pytest.raises(RequestError, match="media"):
+        Request("r", [1], max_tokens=1, media=media)
 
 
 @given(st.lists(st.integers(0, 2**31), min_size=1, max_size=40), st.integers(1, 39))

@@ -13,6 +13,7 @@ from pagebinder.custom_ops.layer_state import AttentionState, LayerState
 from pagebinder.errors import ConfigError, UnsupportedLayerError
 from pagebinder.runtime.kv import (
     FullAttentionSpec,
+    KernelConstraints,
     KVCacheGroup,
     SlidingWindowSpec,
     plan_kv_cache,
@@ -152,12 +153,24 @@ def test_windows_of_different_width_are_different_groups():
     assert plan.fixed_bytes_per_request == 1024 * ((2 + 1) + (4 + 1))
 
 
-def test_different_page_sizes_share_one_pool_and_the_waste_is_stated():
+def test_different_page_sizes_share_one_pool_without_waste_where_they_fit():
+    """Two layers of 1,024 bytes a page and two of 512: a block holds one of the former or both of the latter."""
     plan = plan_kv_cache(states(2, 2, heads=1), block_size=16, max_model_len=1024)
+    assert layer_names(plan) == [("L1",), ("L2",), ("L3", "L4")]
+    assert plan.bytes_per_block == 1024
+    assert plan.padding_bytes_per_block == (0, 0, 0)
+
+
+def test_different_page_sizes_share_one_pool_and_the_waste_is_stated():
+    few = KernelConstraints(max_groups=2)
+    plan = plan_kv_cache(states(2, 2, heads=1), block_size=16, max_model_len=1024, constraints=few)
     assert plan.bytes_per_block == 2 * 1024
     assert plan.padding_bytes_per_block == (0, 1024)
     text = "\n".join(plan.describe())
-    assert "1,024 bytes used and 1,024 (50.0 %) wasted per block" in text
+    assert (
+        "group 1: 1,024 bytes of each block stay empty, because group 0 (full_attention) needs 2,048" in text
+    )
+    assert "50.0" in text
 
 
 def test_waste_adds_up():

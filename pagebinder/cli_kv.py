@@ -1,0 +1,25 @@
+"""`pagebinder kv-picture`: the KV-cache pool over time, drawn from an event log."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagebinder.cli_support import err, working
+
+
+def kv_picture(
+    log: Annotated[
+        Path, typer.Argument(metavar="LOG", help="An event log: engine.record_events(), then log.save(LOG).")
+    ],
+    picture: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The picture to write: a .svg, .png or .pdf file.")
+    ],
+) -> None:
+    """Draw who held the KV-cache blocks over time, with hits, evictions and waste. Needs matplotlib."""
+    with working("drawing"):
+        from pagebinder.runtime.kv.event_log import KVEventLog
+        from pagebinder.runtime.kv.picture import draw_pool
+
+        draw_pool(KVEventLog.load(log.expanduser()), picture.expanduser())
+    err.print(f"wrote {picture}")

@@ -1,0 +1,124 @@
+"""`pagebinder::relative_attention` and `paged_relative_attention`: scores with a bias by distance (T5).
+
+    score of key j for a query at p  =  scale * q . k  +  bias[h, c],    c = j - p + num_behind, kept in 0 .. N-1
+
+    bias [H, N]     | far behind | ... | -1 | j = p | +1 | ... | far ahead |
+    column            0                       num_behind           N - 1        the ends stand for all beyond them
+
+The bias depends on weights alone, so it is the same for every step and request. T tokens, R requests, H query heads,
+G KV heads, D head width (Dv of values), N distances. Cache and metadata are those of `paged.py`. Method: T5,
+"Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section 2.1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pagebinder.custom_ops.attention.semantic import visible_keys
+from pagebinder.custom_ops.library import define_op
+
+
+def relative_attention_reference(q_THD, k_TGD, v_TGD, bias_HN, *, scale, num_behind, causal=True):
+    """Attention of one sequence with a bias by distance, computed in float32 and returned in q's dtype.
+
+    Args:
+        q_THD: queries [T, H, D]. k_TGD: keys [T, G, D]. v_TGD: values [T, G, Dv]; H is a multiple of G.
+        bias_HN: [H, N] float; num_behind: its column of distance 0.
+    Returns:
+        [T, H, Dv] in q's dtype.
+    """
+    p = torch.arange(q_THD.shape[0], device=q_THD.device)
+    return _attend(q_THD, k_TGD, v_TGD, bias_HN, p, scale=scale, num_behind=num_behind, causal=causal)
+
+
+def paged_relative_attention_reference(
+    q_THD,
+    kv_cache_NGBE,
+    block_table_RM,
+    seq_lens_R,
+    query_start_loc,
+    bias_HN,
+    *,
+    head_dim_v,
+    scale,
+    num_behind,
+    causal=True,
+):
+    """The same over a paged cache; operands as in `paged_attention`.
+
+    Returns:
+        [T, H, Dv] in q's dtype, zeros for padding rows.
+    Raises:
+        ValueError: shapes do not fit, or a length exceeds the block table.
+    """
+    _check_bias(q_THD, bias_HN, num_behind)
+    head_dim, block_size = q_THD.shape[2], kv_cache_NGBE.shape[2]
+    out = q_THD.new_zeros((*q_THD.shape[:2], head_dim_v))
+    starts = query_start_loc.tolist()
+    for r, seq_len in enumerate(seq_lens_R.tolist()):
+        start, end = starts[r], starts[r + 1]
+        if start == end:
+            continue
+        if seq_len > block_table_RM.shape[1] * block_size:
+            raise ValueError("a seq_len exceeds its block table")
+        j = torch.arange(seq_len, device=q_THD.device)
+        kv = kv_cache_NGBE[block_table_RM[r].long()[j // block_size], :, j % block_size]
+        out[start:end] = _attend(
+            q_THD[start:end],
+            kv[..., :head_dim],
+            kv[..., head_dim:],
+            bias_HN,
+            j[seq_len - (end - start) :],
+            scale=scale,
+            num_behind=num_behind,
+            causal=causal,
+        )
+    return out
+
+
+def _attend(q, k, v, bias, p, *, scale, num_behind, causal):
+    """Queries at positions p [Q] over keys at 0 .. K-1."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    j = torch.arange(k.shape[0], device=q.device)
+    column = (j[None] - p[:, None] + num_behind).clamp(0, bias.shape[1] - 1)
+    scores = torch.einsum("thd,shd->hts", q.float(), k) * scale + bias.float()[:, column]
+    visible = visible_keys(p[:, None], j[None], causal=causal)
+    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    return torch.einsum("hts,shd->thd", weights, v).to(q.dtype).contiguous()
+
+
+def _check_bias(q, bias, num_behind) -> None:
+    if bias.dim() != 2 or bias.shape[0] != q.shape[1] or not 0 <= num_behind < bias.shape[1]:
+        raise ValueError("bias must be [H, N] with num_behind one of its columns")
+
+
+def _relative_attention_fake(q, k, v, bias, *, scale, num_behind, causal=True):
+    torch._check(q.dim() == 3 and k.dim() == 3 and v.dim() == 3, lambda: "attention takes [T, heads, width]")
+    torch._check(q.shape[1] % k.shape[1] == 0, lambda: "query heads must be a multiple of KV heads")
+    _check_bias(q, bias, num_behind)
+    return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+
+
+def _paged_relative_attention_fake(
+    q, kv_cache, block_table, seq_lens, query_start_loc, bias, *, head_dim_v, scale, num_behind, causal=True
+):
+    torch._check(kv_cache.shape[3] == q.shape[2] + head_dim_v, lambda: "a cache row must be D + head_dim_v")
+    _check_bias(q, bias, num_behind)
+    return q.new_empty((q.shape[0], q.shape[1], head_dim_v))
+
+
+RELATIVE_ATTENTION = define_op(
+    "relative_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor bias, *, float scale, int num_behind, bool causal=True) -> Tensor",
+    reference=relative_attention_reference,
+    fake=_relative_attention_fake,
+)
+
+PAGED_RELATIVE_ATTENTION = define_op(
+    "paged_relative_attention",
+    "(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor bias, *, "
+    "int head_dim_v, float scale, int num_behind, bool causal=True) -> Tensor",
+    reference=paged_relative_attention_reference,
+    fake=_paged_relative_attention_fake,
+)

@@ -1,0 +1,141 @@
+"""Leaves: modules of a source model whose token mixing is traced as one of our ops, not as the model's own code.
+
+    transformers' mixer.forward
+      projections              traced as they are
+      causal_conv1d_fn(...)    a function of the modeling file: for the time of the capture it is ours, which
+      ..._delta_rule(...)      emits one pagebinder op
+      gated norm, out_proj     traced as they are
+
+A leaf is reversible: it swaps functions of the modeling file while the model is traced and puts them back. It never
+misses in silence: a function that is gone or takes other arguments is an error before the capture, a module that
+did not emit its ops is one after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.errors import CaptureError
+from pagebinder.graph_tools import calls, describe, module_path, num_ops
+from pagebinder.report import Match, PassResult
+
+LIBRARY = "transformers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """What to swap for modules of some classes.
+
+    name: for reports. classes: names of the modules' classes, each seen to call exactly these functions.
+    functions: function of the modeling file -> ours; every parameter that ours names must exist there.
+    emits: the op that each module must have put into the graph, once per call.
+    seen_on: versions of transformers that it was tried with.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    functions: Mapping[str, Callable]
+    emits: tuple[torch._ops.OpOverload, ...]
+    seen_on: tuple[str, ...]
+
+    def modules(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """The modules of a model that this leaf is for, by path."""
+        return {
+            path: module
+            for path, module in model.named_modules()
+            if type(module).__name__ in self.classes and type(module).__module__.startswith(LIBRARY + ".")
+        }
+
+    def applies(self, model: torch.nn.Module) -> bool:
+        return bool(self.modules(model))
+
+    @contextlib.contextmanager
+    def patched(self, model: torch.nn.Module) -> Iterator[None]:
+        """The functions swapped for the duration, in every modeling file that the model's modules come from.
+
+        Raises:
+            CaptureError: a modeling file lacks a function, or it takes other arguments than expected.
+        """
+        with contextlib.ExitStack() as stack:
+            for file in {type(module).__module__ for module in self.modules(model).values()}:
+                for name, ours in self.functions.items():
+                    self._require_function(file, name, ours)
+                    stack.enter_context(_swapped(sys.modules[file], name, ours))
+            yield
+
+    def _require_function(self, file: str, name: str, ours: Callable) -> None:
+        original = getattr(sys.modules[file], name, None)
+        if original is None:
+            raise CaptureError(self._changed(f"{file} has no function {name}"))
+        theirs = set(inspect.signature(original).parameters)
+        missing = [p for p in _named_parameters(ours) if p not in theirs]
+        if missing:
+            raise CaptureError(self._changed(f"{name} in {file} does not take {', '.join(missing)}"))
+
+    def _changed(self, what: str) -> str:
+        """The message of an error: `what` differs from what this leaf was written for."""
+        return (
+            f"The {self.name} of this version of transformers is not the one known here ({what}). "
+            f"It was seen on transformers {' and '.join(self.seen_on)}; install one of these."
+        )
+
+
+def applicable(leaves: Sequence[Leaf], model: torch.nn.Module) -> list[Leaf]:
+    return [leaf for leaf in leaves if leaf.applies(model)]
+
+
+@contextlib.contextmanager
+def patched(leaves: Sequence[Leaf], model: torch.nn.Module) -> Iterator[None]:
+    """All leaves that apply to a model, for the duration."""
+    with contextlib.ExitStack() as stack:
+        for leaf in applicable(leaves, model):
+            stack.enter_context(leaf.patched(model))
+        yield
+
+
+def captured_leaves(leaves: Sequence[Leaf], model: torch.nn.Module, captured: GraphModule) -> PassResult:
+    """What the leaves put into a captured graph, as matches for the report.
+
+    Raises:
+        CaptureError: a module of a leaf did not emit each of its ops exactly once.
+    """
+    size = num_ops(captured)
+    result = PassResult(name="leaves", num_ops_before=size, num_ops_after=size)
+    for leaf in applicable(leaves, model):
+        modules, emitted = leaf.modules(model), Counter()
+        for node in calls(captured.graph, *leaf.emits):
+            if module_path(node) not in modules:
+                continue
+            emitted[module_path(node), node.target] += 1
+            detail = str(node.target).removeprefix("pagebinder.").removesuffix(".default")
+            result.matches.append(Match(pattern=leaf.name, detail=detail, **describe(node)))
+        for path in modules:
+            for op in leaf.emits:
+                if emitted[path, op] != 1:
+                    raise CaptureError(
+                        leaf._changed(f"{path} emitted {emitted[path, op]} calls of {op}, not one")
+                    )
+    return result
+
+
+@contextlib.contextmanager
+def _swapped(module, name: str, ours: Callable) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, ours)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _named_parameters(function: Callable) -> list[str]:
+    parameters = inspect.signature(function).parameters.items()
+    return [name for name, p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -1,0 +1,120 @@
+"""Leaf: the query temperature of Llama 4's layers without RoPE, which follows positions and not row numbers.
+
+The source scales queries by a function of `torch.arange(tokens)` plus what its own cache holds. Captured without
+that cache, row i of any step would count as position i. While capturing, `torch.arange` inside these layers'
+forward answers the positions of the call instead. For the whole sequence that the source is defined on it is the
+same tensor, and the formula stays the source's own.
+
+    row of a step      0   1   2   3         chunked prefill of positions 40 to 43
+    torch.arange       0   1   2   3         wrong from the second step on, and in every batch
+    positions         40  41  42  43         what the source computes with its cache
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pagebinder.errors import CaptureError
+from pagebinder.frontend.leaves.base import Leaf
+
+DECODER_LAYER = "Llama4TextDecoderLayer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryTemperature(Leaf):
+    """Swaps no function of the modeling file: the layers themselves are told their positions."""
+
+    def modules(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """The attention modules whose queries are scaled by their row number, by path."""
+        return {path: m for path, m in Leaf.modules(self, model).items() if self._is_tuned(m)}
+
+    @contextlib.contextmanager
+    def patched(self, model: torch.nn.Module) -> Iterator[None]:
+        """The layers patched for the duration, and put back as they were.
+
+        Raises:
+            CaptureError: the layers are not built as expected; while tracing: they number their rows otherwise.
+        """
+        attentions = {id(m): path for path, m in self.modules(model).items()}
+        layers = [m for m in model.modules() if type(m).__name__ == DECODER_LAYER]
+        layers = [m for m in layers if id(getattr(m, "self_attn", None)) in attentions]
+        if len(layers) != len(attentions):
+            raise CaptureError(self._changed(f"not every tuned attention is in a {DECODER_LAYER}"))
+        with contextlib.ExitStack() as undo:
+            for layer in layers:
+                self._patch(layer, undo)
+            yield
+
+    def _is_tuned(self, module: torch.nn.Module) -> bool:
+        try:
+            return bool(module.attn_temperature_tuning) and not module.use_rope
+        except AttributeError as error:
+            raise CaptureError(self._changed(str(error))) from error
+
+    def _patch(self, layer: torch.nn.Module, undo: contextlib.ExitStack) -> None:
+        """The decoder layer is told the positions, its attention is not: they are kept for it in between."""
+        attention, forward = layer.self_attn, layer.self_attn.forward
+        kept: dict[str, torch.Tensor | None] = {}
+
+        def keep_positions(module, args, kwargs):
+            kept["positions"] = kwargs.get("position_ids")
+
+        def forward_with_positions(hidden_states, *args, **kwargs):
+            mode = _PositionsForArange(self, kept.pop("positions", None), hidden_states.shape[1])
+            with mode:
+                out = forward(hidden_states, *args, **kwargs)
+            if mode.num_answered != 1:
+                raise CaptureError(self._changed(f"it numbers its rows {mode.num_answered} times, not once"))
+            return out
+
+        undo.callback(layer.register_forward_pre_hook(keep_positions, with_kwargs=True).remove)
+        before = attention.__dict__.get("forward")  # None: the class's own, found again when ours is gone
+        attention.forward = forward_with_positions
+        undo.callback(_restore_forward, attention, before)
+
+
+class _PositionsForArange(TorchFunctionMode):
+    """`torch.arange(num_tokens)` answers the positions [1, num_tokens] of the call as [num_tokens]."""
+
+    def __init__(self, leaf: Leaf, positions: torch.Tensor | None, num_tokens) -> None:
+        super().__init__()
+        self.leaf = leaf
+        self.positions = positions
+        self.num_tokens = num_tokens
+        self.num_answered = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.arange:
+            return func(*args, **kwargs)
+        if len(args) != 1 or set(kwargs) - {"device"} or args[0] != self.num_tokens:
+            raise CaptureError(
+                self.leaf._changed("it takes an arange that does not number the rows of the call")
+            )
+        if self.positions is None or self.positions.shape[0] != 1:
+            raise CaptureError(
+                self.leaf._changed(f"{DECODER_LAYER} is not told the positions of one sequence")
+            )
+        self.num_answered += 1
+        return self.positions[0]
+
+
+def _restore_forward(module: torch.nn.Module, before) -> None:
+    if before is None:
+        del module.forward
+    else:
+        module.forward = before
+
+
+QUERY_TEMPERATURE = QueryTemperature(
+    name="query temperature",
+    classes=("Llama4TextAttention",),
+    functions={},
+    emits=(),
+    seen_on=("5.23",),
+)

@@ -1,0 +1,68 @@
+"""What an engine is made from: the compiled model, the size of its cache, its swap space."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pagebinder.config import EngineConfig
+from pagebinder.errors import CacheCapacityError
+from pagebinder.runtime.arena import KVArena
+from pagebinder.runtime.executables import Executable
+from pagebinder.runtime.kv import KVPlan
+from pagebinder.runtime.kv.host_blocks import HostBlocks
+from pagebinder.runtime.kv.retention import PrefixRetention
+from pagebinder.runtime.swap_policy import SwapPolicy
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """What an engine needs of a compiled model: something to run, a cache plan, and the facts of its tokens."""
+
+    executable: Executable
+    kv_plan: KVPlan
+    states: tuple
+    device: torch.device
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    tokenizer: object | None
+
+
+def num_blocks(model: EngineModel, config: EngineConfig) -> int:
+    """Blocks of the cache, null block included. Raises CacheCapacityError if not even one can be used."""
+    plan = model.kv_plan
+    if config.num_kv_blocks is not None:
+        count = config.num_kv_blocks
+    elif config.kv_cache_bytes is not None:
+        count = plan.num_blocks_for(config.kv_cache_bytes)
+    else:
+        per_request = plan.min_blocks(model.max_model_len, config.max_num_batched_tokens) - 1
+        count = min(per_request * config.max_num_seqs + 1, plan.num_blocks_for(DEFAULT_KV_CACHE_BYTES))
+    if count < 2:
+        raise CacheCapacityError(
+            f"{count} KV block(s) of {plan.bytes_per_block:,} bytes are too few: block 0 is reserved, so "
+            f"at least 2 are needed. Give num_kv_blocks >= 2 or kv_cache_bytes >= {2 * plan.bytes_per_block:,}."
+        )
+    return count
+
+
+def swap_space(arena: KVArena, config: EngineConfig) -> tuple[SwapPolicy | None, HostBlocks | None]:
+    """Host memory for preempted requests, with the copy rate measured on it; None without."""
+    num_slots = config.swap_bytes // arena.bytes_per_block
+    if not num_slots or config.swap_policy == "never":
+        return None, None
+    arena.add_host_blocks(num_slots)
+    policy = SwapPolicy(config.swap_policy, arena.bytes_per_block)
+    policy.note_copy(*arena.time_copies())
+    return policy, HostBlocks(num_slots)
+
+
+def retention(choice: str | int) -> PrefixRetention:
+    """`EngineConfig.prefix_retention` as the cache takes it."""
+    if choice == "dense":
+        return PrefixRetention.dense()
+    return PrefixRetention.sparse(0 if choice == "sparse" else choice)

@@ -1,0 +1,51 @@
+"""The text of a request's output, decoded when somebody reads it.
+
+tokens   t0   t1    t2   t3  | t4 t5 ...        ends[i]: characters that may be shown once there are i tokens
+text     |abc|d    |efg |    |
+ends   0     3 4       7    7                   text only grows, so what an earlier output shows stays readable
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from pagebinder.runtime.detokenizer import Detokenizer
+from pagebinder.runtime.request import Request
+
+
+class OutputText:
+    """Reads the generated tokens of `request`. With stop strings every token must be decoded as it comes."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, stop: Sequence[str] = ()) -> None:
+        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._request = request
+        self._ends = [0]
+        self._whole: str | None = None
+        # Tokens that the text shows: a token that ends the request is none of them. None: all.
+        self.limit: int | None = None
+
+    def append(self, token_id: int) -> bool:
+        """Decode the request's next token; True if a stop string is complete."""
+        stopped = self._detokenizer.append(token_id)
+        self._ends.append(len(self._detokenizer.visible_text))
+        return stopped
+
+    def catch_up(self, num_tokens: int) -> None:
+        """Decode the first `num_tokens` generated tokens."""
+        first = self._request.num_prompt_tokens
+        for token in self._request.all_token_ids[first + len(self._ends) - 1 : first + num_tokens]:
+            self.append(token)
+
+    def after(self, num_tokens: int, finished: bool) -> str:
+        """The text that `num_tokens` tokens show; with `finished`, what was held back too."""
+        num_tokens = num_tokens if self.limit is None else min(num_tokens, self.limit)
+        if finished and self._whole is None:
+            self.catch_up(num_tokens)
+            self._detokenizer.finish()
+            self._whole = self._detokenizer.visible_text
+        if finished:
+            return self._whole
+        self.catch_up(num_tokens)
+        return self._detokenizer.text[: self._ends[num_tokens]]

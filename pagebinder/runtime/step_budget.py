@@ -1,0 +1,57 @@
+"""A step's tokens: how many every running request computes, and the blocks for them.
+
+best first      A   B   C    D    E             want    1  1  2000  300  1      budget 1024, no chunk limit
+                                                gets    1  1  1022    0  0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pagebinder.runtime.kv.coordinator import KVCacheManager
+from pagebinder.runtime.request import Request
+from pagebinder.runtime.running_batch import RunningBatch
+
+Key = Callable[[Request], tuple]
+# Most blocks that a row takes in a group besides those its new tokens fill: two that are begun, a copy on write.
+SPARE_BLOCKS = 3
+
+
+def share_budget(batch: RunningBatch, budget: int, chunk_limit: int, key: Key) -> tuple[np.ndarray, int]:
+    """Tokens of every row [R] int64, best first, within the budget and at most `chunk_limit` each; and their sum."""
+    want = batch.known - batch.planned
+    total = int(want.sum())
+    if total <= budget and (chunk_limit >= budget or int(want.max(initial=0)) <= chunk_limit):
+        return want, total
+    order = batch.order(key)
+    want = np.minimum(want[order], chunk_limit)
+    before = np.cumsum(want) - want
+    counts = np.empty_like(want)
+    counts[order] = np.minimum(want, np.maximum(budget - before, 0))
+    return counts, int(counts.sum())
+
+
+def cover(
+    kv: KVCacheManager, batch: RunningBatch, short: np.ndarray, counts: np.ndarray, key: Key
+) -> int | None:
+    """Allocate blocks for the rows `short`; returns the first row that could not get them. Best first, unless
+    there are enough for all."""
+    rows = short.tolist()
+    smallest = min(group.block_size for group in kv.groups)
+    enough = len(kv.groups) * (int(counts[short].sum()) // smallest + SPARE_BLOCKS * len(rows))
+    if len(rows) > 1 and kv.num_free_blocks < enough:
+        rows.sort(key=lambda row: key(batch.by_row[row]))
+        short = np.array(rows)
+    starts = batch.computed[short]
+    ends = batch.planned[short] + counts[short]
+    requests, covered = batch.by_row, []
+    for row, start, end in zip(rows, starts.tolist(), ends.tolist()):
+        request = requests[row]
+        request.num_computed_tokens = start
+        if not kv.allocate_slots(request, end - start):
+            break
+        covered.append(kv.covered_tokens(request.request_id))
+    batch.covered[short[: len(covered)]] = covered
+    return None if len(covered) == len(rows) else rows[len(covered)]
