@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint format bench train clean
+.PHONY: help demo test nightly lint format bench train clean
 
 help:
 	@echo "make demo    compile the shipped model and stream text from it"
 	@echo "make test    run all tests"
+	@echo "make nightly the property tests of the runtime with ten times as many random operations"
 	@echo "make lint    check format and style    (make format: apply them)"
 	@echo "make bench   run the benchmarks, write benchmarks/results/*.json"
 	@echo "make train   train the shipped model again (under 40 minutes on 2 cores)"
@@ -27,6 +28,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest tests
+
+nightly: $(READY)
+	PAGEBINDER_NIGHTLY=1 $(BIN)/python -m pytest tests/runtime
 
 lint: $(READY)
 	$(BIN)/ruff check .

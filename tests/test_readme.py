@@ -1,4 +1,4 @@
-"""The README's example runs as written."""
+"""The README's examples run as written, one after the other."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_example_runs_and_prints_text(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_the_examples_run_and_print_text(tmp_path):
+    code = "\n".join(re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL))
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
     )
