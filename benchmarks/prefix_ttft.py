@@ -22,7 +22,7 @@ import typer
 from common import median, save, wide_console
 from kv_targets import goal
 from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from pagebinder import CompileConfig, EngineConfig, SamplingParams, compile_model
 from pagebinder.models import tiny_path
@@ -50,7 +50,22 @@ def random_llama() -> torch.nn.Module:
     return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-MODELS = {"shipped, 6 x 256": shipped_model, "random Llama, 8 x 768": random_llama}
+def qwen3_600m() -> torch.nn.Module:
+    """The shape of Qwen3-0.6B: 28 layers, 1024 wide, 16 heads over 8 KV heads of 128, bf16, random weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=STEP_TOKENS, tie_word_embeddings=True,
+        eos_token_id=None, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
+
+
+MODELS = {
+    "shipped, 6 x 256": shipped_model,
+    "random Llama, 8 x 768": random_llama,
+    "random Qwen3-0.6B, 28 x 1024": qwen3_600m,
+}
 
 
 def first_token(engine, prompt: list[int]) -> tuple[float, float, int]:

@@ -186,6 +186,11 @@ def generate(
     prompt_ids: Annotated[
         list[str] | None, typer.Option(help='Token ids, "1,2,3". Repeat for several.')
     ] = None,
+    encoder_prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="What an encoder-decoder's encoder reads; it needs no --prompt then."),
+    ] = None,
+    encoder_prompt_ids: Annotated[list[str] | None, typer.Option(help="The same as token ids.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
@@ -211,9 +216,11 @@ def generate(
     ] = False,
 ) -> None:
     """Continue one or more prompts. One prompt streams; several are printed as they finish."""
-    from pagebinder.cli_generate import print_outputs, read_prompts
+    from pagebinder.cli_generate import print_outputs, read_pairs
 
-    prompts = read_prompts(prompt or [], prompt_ids or [])
+    prompts, encoder_prompts = read_pairs(
+        prompt or [], prompt_ids or [], encoder_prompt or [], encoder_prompt_ids or []
+    )
     if logprobs is not None and not as_json:
         raise typer.BadParameter("log-probabilities are printed only with --json; add --json.")
     with working("importing torch"):
@@ -223,14 +230,14 @@ def generate(
         repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop or ()),
         stop_token_ids=tuple(stop_token_id or ()), ignore_eos=ignore_eos, logprobs=logprobs, n=n,
     )  # fmt: skip
-    has_text = bool(stop) or any(isinstance(p, str) for p in prompts)
+    has_text = bool(stop) or any(isinstance(p, str) for p in prompts + encoder_prompts)
     compiled = compile_dir(model, {"executable": executable}, needs_tokenizer=has_text)
     kv_cache_bytes = None if kv_cache_mib is None else kv_cache_mib << 20
     # No more sequences than there can be: the default cache has room for all of them at full length.
     engine = compiled.engine(
         EngineConfig(kv_cache_bytes=kv_cache_bytes, max_num_seqs=min(64, len(prompts) * n))
     )
-    print_outputs(engine, prompts, params, as_json=as_json)
+    print_outputs(engine, prompts, encoder_prompts, params, as_json=as_json)
 
 
 app.command("kv-picture")(kv_picture)

@@ -11,10 +11,30 @@ from pagebinder.cli_support import err, out, printable
 MAX_TITLE_CHARS = 80
 
 
+def read_pairs(
+    texts: list[str], ids: list[str], encoder_texts: list[str], encoder_ids: list[str]
+) -> tuple[list, list]:
+    """Prompts and encoder prompts, equally many; None where there is none."""
+    if not encoder_texts and not encoder_ids:
+        prompts = read_prompts(texts, ids)
+        return prompts, [None] * len(prompts)
+    if (texts + encoder_texts).count("-") > 1:
+        raise typer.BadParameter('only one prompt can be "-" (stdin).')
+    encoder_prompts = read_prompts(encoder_texts, encoder_ids)
+    prompts = read_prompts(texts, ids) if texts or ids else [None] * len(encoder_prompts)
+    if len(prompts) != len(encoder_prompts):
+        raise typer.BadParameter(
+            f"{len(encoder_prompts)} encoder prompts but {len(prompts)} prompts: give one each, or no prompts."
+        )
+    return prompts, encoder_prompts
+
+
 def read_prompts(texts: list[str], ids: list[str]) -> list[str | list[int]]:
     """Texts ("-" is stdin) and comma-separated token ids, in this order."""
     if not texts and not ids:
-        raise typer.BadParameter("give at least one --prompt or --prompt-ids.")
+        raise typer.BadParameter(
+            "give at least one --prompt or --prompt-ids (an encoder-decoder: --encoder-prompt)."
+        )
     if texts.count("-") > 1:
         raise typer.BadParameter('only one --prompt can be "-" (stdin).')
     try:
@@ -35,15 +55,16 @@ def _stdin() -> str:
     return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
 
 
-def print_outputs(engine, prompts, params, *, as_json: bool) -> None:
+def print_outputs(engine, prompts, encoder_prompts, params, *, as_json: bool) -> None:
     """Run the prompts to the end, printing on the way; a line of statistics goes to a terminal's stderr."""
-    outputs = _outputs(engine, prompts, params)
+    outputs = _outputs(engine, prompts, encoder_prompts, params)
+    titles = [p if e is None else e for p, e in zip(prompts, encoder_prompts)]
     if as_json:
-        _print_json(outputs, prompts)
+        _print_json(outputs, titles)
     elif len(prompts) == params.n == 1:
         _print_stream(outputs)
     else:
-        _print_finished(outputs, prompts, params.n)
+        _print_finished(outputs, titles, params.n)
     if err.is_terminal:
         stats = engine.stats()
         hits = f"{stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} prompt tokens from the cache"
@@ -51,13 +72,13 @@ def print_outputs(engine, prompts, params, *, as_json: bool) -> None:
         err.print(f"{speed}; {hits}", style="dim")
 
 
-def _outputs(engine, prompts, params):
+def _outputs(engine, prompts, encoder_prompts, params):
     """Yields (prompt's index, sample's index, output) each time a request gets a token."""
     places = {}
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, encoder_prompt) in enumerate(zip(prompts, encoder_prompts)):
         # Not one seed for all: equal noise would make the continuations of similar prompts alike.
         own = dataclasses.replace(params, seed=params.seed + index * params.n)
-        ids = engine.add_request(f"prompt-{index}", prompt, own)
+        ids = engine.add_request(f"prompt-{index}", prompt, own, encoder_prompt=encoder_prompt)
         places |= {request_id: (index, sample) for sample, request_id in enumerate(ids)}
     while engine.has_unfinished:
         for output in engine.step():

@@ -127,7 +127,7 @@ def compile_dir(path: Path, config_options: dict, *, needs_tokenizer: bool = Fal
             if name == "capture" and needs_tokenizer and not (path / "tokenizer.json").exists():
                 raise RequestError(
                     f"{path} has no tokenizer.json, so prompts and stop strings cannot be text: give --prompt-ids "
-                    "and --stop-token-id."
+                    "(--encoder-prompt-ids) and --stop-token-id."
                 )
             step(STAGES.get(name, name))
 

@@ -47,6 +47,7 @@ from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
 from pagebinder.report import CompileReport, PassResult
 from pagebinder.runtime.engine import Engine, EngineModel
+from pagebinder.runtime.engine_setup import EncoderModel
 from pagebinder.runtime.executables import EagerExecutable, Executable, InductorExecutable
 from pagebinder.runtime.kv import KVPlan, plan_kv_cache
 from pagebinder.runtime.single_sequence import single_sequence_inputs
@@ -61,7 +62,8 @@ PAGE_PASSES = (page_attention, page_cross_attention, page_recurrent)
 class CompiledModel:
     """A compiled decoder. `graphs` holds the four levels, each a runnable GraphModule; `kv_spec` the cache plan.
 
-    Of an encoder-decoder they are the levels of its decoder, and `graphs["encoder"]` is its encoder.
+    Of an encoder-decoder they are the levels of its decoder, and `graphs["encoder"]` is its encoder, which
+    `encoder_executable` runs.
     """
 
     source: ModelSource
@@ -73,6 +75,7 @@ class CompiledModel:
     device: torch.device
     max_model_len: int
     executable: Executable | None
+    encoder_executable: Executable | None = None
     _refused: str | None = field(default=None, repr=False)
 
     def explain(self) -> str:
@@ -91,11 +94,6 @@ class CompiledModel:
             raise ConfigError(
                 "This model was compiled for explain() only (meta device): it has no weights to run."
             )
-        if self.source.encoder is not None:
-            raise ConfigError(
-                "An encoder-decoder cannot be served by the engine yet: its requests would need an encoder prompt. "
-                "run_level() runs its graphs."
-            )
         model = EngineModel(
             executable=self.executable,
             kv_plan=self.kv_spec,
@@ -105,8 +103,22 @@ class CompiledModel:
             max_model_len=self.max_model_len,
             eos_token_ids=self.source.eos_token_ids,
             tokenizer=self.source.tokenizer(),
+            encoder=self._encoder_model(),
         )
         return Engine(model, config)
+
+    def _encoder_model(self) -> EncoderModel | None:
+        if self.source.encoder is None:
+            return None
+        states = states_of(self.graphs["encoder"])
+        return EncoderModel(
+            executable=self.encoder_executable,
+            width=int(states.shape[1]),
+            dtype=states.dtype,
+            vocab_size=self.source.encoder.vocab_size,
+            max_len=self.source.encoder.max_len,
+            decoder_start_token_id=self.source.encoder.decoder_start_token_id,
+        )
 
     def run_level(
         self, level: str, input_ids: torch.Tensor, encoder_input_ids: torch.Tensor | None = None
@@ -250,8 +262,9 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
     with stage("plan"):
         states = tuple(layer_states(semantic, max_model_len=max_model_len))
         plan = plan_kv_cache(
-            states, block_size=config.block_size, max_model_len=max_model_len, workload=config.workload
-        )
+            states, block_size=config.block_size, max_model_len=max_model_len,
+            max_encoder_tokens=source.encoder.max_len if source.encoder else None, workload=config.workload,
+        )  # fmt: skip
     with stage("page"):
         paged = clone(semantic, "paged")
         paging = Paging(
@@ -271,10 +284,11 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
     graphs = {"captured": captured, "semantic": semantic, "paged": paged, "fused": fused}
     if encoder is not None:
         graphs["encoder"] = encoder
-    executable = None
+    executable = encoder_executable = None
     with stage("executable"):
         if source.device.type != "meta":
             executable = _executable(fused, config, report)
+            encoder_executable = None if encoder is None else _executable(encoder, config, report)
     encoder_layers = [] if encoder is None else encoder_layer_states(encoder)
     fill_report(report, source, graphs, states, plan, device, encoder_layers=encoder_layers)
     return CompiledModel(
@@ -287,6 +301,7 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
         device=device,
         max_model_len=max_model_len,
         executable=executable,
+        encoder_executable=encoder_executable,
         _refused=refused,
     )
 
@@ -393,7 +408,7 @@ def _count(gm: GraphModule, *ops: OpInfo) -> int:
     return sum(1 for _ in calls(gm.graph, *(op.overload for op in ops)))
 
 
-def _executable(fused: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
+def _executable(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
     """Build what `config.executable` asks for; "auto" is inductor where a C++ compiler works."""
     wanted, why = config.executable, "requested"
     if wanted == "auto":
@@ -401,7 +416,7 @@ def _executable(fused: GraphModule, config: CompileConfig, report: CompileReport
         wanted = "inductor" if problem is None else "eager"
         why = "a C++ compiler is here" if problem is None else f"inductor cannot be used: {problem}"
     report.executable, report.executable_why = wanted, why
-    return InductorExecutable(fused) if wanted == "inductor" else EagerExecutable(fused)
+    return InductorExecutable(graph) if wanted == "inductor" else EagerExecutable(graph)
 
 
 class _StageTimer:

@@ -143,7 +143,10 @@ class EngineConfig:
             With neither, as much as max_num_seqs requests of the model's length need, at most 1 GiB.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: token budget of one step; longer prompts are computed in chunks.
-        prefix_caching: reuse the blocks of equal prompt prefixes.
+            An encoder prompt counts as its request is admitted; it is computed at once, so one in a step may go
+            beyond the budget.
+        max_encoder_tokens: longest encoder prompt of an encoder-decoder; None = the model's limit.
+        prefix_caching: reuse the blocks of equal prompt prefixes, and of equal encoder prompts.
         scheduling_policy: "fcfs" or "priority" (smaller number first).
         long_prefill_token_threshold: largest chunk of one prompt while others wait; 0 = no limit.
         prefix_retention: resume points that layers with windows or recurrent state keep for later prompts:
@@ -159,6 +162,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    max_encoder_tokens: int | None = None
     prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     long_prefill_token_threshold: int = 0
@@ -171,7 +175,7 @@ class EngineConfig:
     def __post_init__(self):
         if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
             raise ConfigError("Give kv_cache_bytes or num_kv_blocks, not both.")
-        for name in ("kv_cache_bytes", "num_kv_blocks"):
+        for name in ("kv_cache_bytes", "num_kv_blocks", "max_encoder_tokens"):
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= 1)
             _require(ok, ConfigError, f"{name}={value!r}: use a whole number, at least 1, or None.")

@@ -133,11 +133,6 @@ def test_a_relative_bias_falls_back_to_the_reference_and_says_so():
     assert "FALLBACK" in choice.why and "no kernel" in choice.why
 
 
-def test_an_engine_is_refused():
-    with pytest.raises(ConfigError, match="encoder prompt"):
-        compiled_pair("bart")[1].engine()
-
-
 def test_two_vocabularies():
     """A translation model may have one for each language."""
     model = tiny(

@@ -252,11 +252,17 @@ def _encoder_facts(config, module: torch.nn.Module) -> dict[str, Any]:
             vocab_size=first("vocab_size"),
             max_len=first("max_source_positions") or length,
             num_attention_layers=first("encoder_layers", "num_layers", "num_hidden_layers"),
-            decoder_start_token_id=first("decoder_start_token_id"),
+            decoder_start_token_id=_decoder_start(config, module),
         ),
         "max_model_len": first("max_target_positions") or length,
         "num_attention_layers": first("decoder_layers", "num_decoder_layers", "num_hidden_layers"),
     }
+
+
+def _decoder_start(config, module: torch.nn.Module) -> int | None:
+    """The generation config overrides the model's config, as in transformers' own `generate`."""
+    token = getattr(getattr(module, "generation_config", None), "decoder_start_token_id", None)
+    return getattr(config, "decoder_start_token_id", None) if token is None else token
 
 
 def _generation_tokens(path: Path) -> tuple[frozenset[int], int | None]:

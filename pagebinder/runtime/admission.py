@@ -31,9 +31,10 @@ def check_fits(
     num_tokens = min(prompt_len + max_tokens, max_model_len) - 1
     needed, usable = kv.max_blocks_for(num_tokens, num_encoder_tokens), kv.num_usable_blocks
     if needed > usable:
+        encoder = f", an encoder prompt of {num_encoder_tokens}" if num_encoder_tokens else ""
         raise CacheCapacityError(
-            f"a prompt of {prompt_len} tokens and max_tokens of {max_tokens} need up to {needed} KV blocks, but "
-            f"the cache has {usable}; raise kv_cache_bytes (or num_kv_blocks), or lower max_tokens, the "
+            f"a prompt of {prompt_len} tokens{encoder} and max_tokens of {max_tokens} need up to {needed} KV "
+            f"blocks, but the cache has {usable}; raise kv_cache_bytes (or num_kv_blocks), or lower max_tokens, the "
             "prompt's length or max_num_batched_tokens (sliding windows hold a step's tokens too)"
         )
 

@@ -58,9 +58,9 @@ class BeamSearch:
     def done(self) -> bool:
         return not self._open
 
-    def start(self, prompt: list[int], params: SamplingParams) -> None:
-        """Queue the prompt. Raises what `Scheduler.add_request` raises."""
-        request = Request(self._next_id(), prompt, max_tokens=self.max_tokens, params=params)
+    def start(self, prompt: list[int], params: SamplingParams, **fields) -> None:
+        """Queue the prompt, with these further fields of its request. Raises what `Scheduler.add_request` raises."""
+        request = Request(self._next_id(), prompt, max_tokens=self.max_tokens, params=params, **fields)
         beam = self._beam(request, params, 0.0)
         self.scheduler.add_request(request)
         self._admit(beam)

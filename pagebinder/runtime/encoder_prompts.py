@@ -1,7 +1,7 @@
 """What an encoder-decoder's request brings besides its decoder's prompt, checked before anything changes.
 
     encoder prompt   | e0 e1 ... e40 |          required; the encoder runs once over all of it
-    decoder prompt   | start |                  by default the decoder's start token alone; what is given is used as is
+    decoder prompt   | start |                  by default the start token alone; what is given is used as is
 
 A checkpoint's forced_bos_token_id and forced_eos_token_id are not applied. Where a model needs the former (mBART's
 target language), put it into the decoder's prompt: [decoder start, language].

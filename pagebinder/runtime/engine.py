@@ -19,7 +19,15 @@ from pagebinder.config import EngineConfig, SamplingParams
 from pagebinder.errors import RequestError
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.beam_search import BeamSearch
-from pagebinder.runtime.engine_setup import EngineModel, num_blocks, retention, swap_space
+from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, encoder_fields, pair_prompts
+from pagebinder.runtime.encoder_stage import EncoderStage
+from pagebinder.runtime.engine_setup import (
+    EngineModel,
+    max_encoder_tokens,
+    num_blocks,
+    retention,
+    swap_space,
+)
 from pagebinder.runtime.engine_stats import STEP_PARTS, StepClock, collect_stats
 from pagebinder.runtime.interrupts import deferred_interrupts
 from pagebinder.runtime.kv import KVCacheManager
@@ -29,7 +37,7 @@ from pagebinder.runtime.live_requests import QUIET, LiveRequest
 from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
 from pagebinder.runtime.request import Request, RequestStatus
-from pagebinder.runtime.request_checks import Prompt, check_beams, check_params, prompt_token_ids
+from pagebinder.runtime.request_checks import Prompt, check_beams, check_params
 from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.scheduler_output import SchedulerOutput
 from pagebinder.runtime.step_plan import StepPlanner
@@ -55,6 +63,7 @@ class Engine:
             max_in_flight_tokens=self.config.max_num_batched_tokens,
             enable_caching=self.config.prefix_caching,
             retention=retention(self.config.prefix_retention),
+            max_encoder_tokens=max_encoder_tokens(model, self.config),
             host_blocks=self.host_blocks,
         )
         self.scheduler = Scheduler(
@@ -66,7 +75,10 @@ class Engine:
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
             swap_policy=self.swap_policy,
         )
-        self.planner = StepPlanner(model.kv_plan.groups, self.kv.tables, model.device)
+        self.planner = StepPlanner(
+            model.kv_plan.groups, self.kv.tables, model.device, encoder_lens=self.scheduler.batch.encoder_lens
+        )
+        self.encoder = EncoderStage(model.encoder, self.kv, model.device) if model.encoder else None
         self._live: dict[str, LiveRequest] = {}
         # Outputs belong to the `stream` or `generate` call that made the request, else to `step`.
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
@@ -81,12 +93,14 @@ class Engine:
     # Requests
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
-        cache_salt: str | None = None,
+        self, request_id: str, prompt: Prompt | None = None, params: SamplingParams | None = None, *,
+        encoder_prompt: Prompt | None = None, priority: int = 0, cache_salt: str | None = None,
     ) -> list[str]:  # fmt: skip
         """Queue a prompt: token ids, or text when the model has a tokenizer (which decides on a BOS token).
 
         Args:
+            encoder_prompt: what the encoder of an encoder-decoder reads; only such models take it, and need it.
+                Then `prompt` is the decoder's, by default its start token (see `encoder_prompts.py`).
             priority: smaller is served first (policy "priority"). cache_salt: requests with different salts
                 never share cached blocks.
         Returns:
@@ -99,7 +113,8 @@ class Engine:
             raise RequestError(f"priority={priority!r}: use a whole number, smaller is served first.")
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id={request_id!r}: use a non-empty string.")
-        tokens = prompt_token_ids(prompt, self.model.tokenizer, self.model.vocab_size)
+        encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens, cache_salt)
+        tokens = decoder_prompt_ids(prompt, self.model)
         check_params(params, self.model.tokenizer, self.model.vocab_size)
         ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         taken = next((i for i in ids if i in self._live), None)
@@ -111,7 +126,7 @@ class Engine:
             requests = [
                 Request(
                     i, tokens, max_tokens=min(params.max_tokens or room, room), priority=priority,
-                    cache_salt=cache_salt, params=params,
+                    cache_salt=cache_salt, params=params, **encoder,
                 )
                 for i in ids
             ]  # fmt: skip
@@ -225,16 +240,20 @@ class Engine:
                 self._recorder.record_step(output)
             self._copy_blocks()
             clock.lap("schedule")
-            plan = self.planner.build(output)
+            encoder_rows = self.encoder.rows(output) if self.encoder else []
+            plan = self.planner.build(output, encoder_rows)
             clock.lap("plan")
-            logits = self.model.executable.run(plan.tensors | self.arena.caches)
+            inputs = plan.tensors | self.arena.caches
+            if self.encoder:
+                inputs["encoder_states"] = self.encoder.run([output.requests[r] for r in encoder_rows])
+            logits = self.model.executable.run(inputs)
             seconds = clock.lap("run")
             chosen = choose_tokens(logits, output, self._live, self.model.eos_token_ids)
             clock.lap("sample")
         except BaseException:
             self.scheduler.discard()
             raise
-        if self.swap_policy is not None and plan.num_tokens > len(output.sampling):
+        if self.swap_policy is not None and plan.num_tokens > len(output.sampling) and not encoder_rows:
             self.swap_policy.note_prefill(plan.num_tokens, seconds)
         forks = [(parent, live.request) for parent, live in chosen.forks]
         finished = self.scheduler.update(output, chosen.tokens, chosen.stopped, forks)
@@ -276,12 +295,17 @@ class Engine:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt | None] | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_prompts: Prompt | Sequence[Prompt] | None = None,
     ) -> list[RequestOutput]:
-        """Run prompts to the end; returns outputs in the order of the prompts (n > 1: n outputs per prompt)."""
+        """Run prompts to the end; returns outputs in the order of the prompts (n > 1: n outputs per prompt).
+
+        An encoder-decoder needs `encoder_prompts`, as many as there are prompts; `prompts` may be left away.
+        """
         done: dict[str, RequestOutput] = {}
-        ids = self._add_all(prompts, params)
+        ids = self._add_all(prompts, params, encoder_prompts)
         for i in ids:
             self._live[i].request.flags |= QUIET  # only the last output is wanted
         for output in self._run(ids):
@@ -289,8 +313,8 @@ class Engine:
         return [done[i] for i in ids]
 
     def beam_search(
-        self, prompt: Prompt, *, beam_width: int, max_tokens: int, length_penalty: float = 1.0,
-        ignore_eos: bool = False,
+        self, prompt: Prompt | None = None, *, beam_width: int, max_tokens: int, length_penalty: float = 1.0,
+        ignore_eos: bool = False, encoder_prompt: Prompt | None = None,
     ) -> list[Beam]:  # fmt: skip
         """The `beam_width` continuations of the highest score that beam search finds, best first.
 
@@ -300,14 +324,15 @@ class Engine:
         """
         check_beams(beam_width, max_tokens, length_penalty)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
-        tokens = prompt_token_ids(prompt, self.model.tokenizer, self.model.vocab_size)
+        encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens)
+        tokens = decoder_prompt_ids(prompt, self.model)
         room = max(1, self.model.max_model_len - len(tokens))
         search = BeamSearch(
             self.scheduler, self._live, self._fresh_id(), width=beam_width, max_tokens=min(max_tokens, room),
             length_penalty=length_penalty, eos=() if ignore_eos else self.model.eos_token_ids,
         )  # fmt: skip
         try:
-            search.start(tokens, params)
+            search.start(tokens, params, **encoder)
             while not search.done:
                 self._step()
                 with deferred_interrupts():
@@ -319,11 +344,13 @@ class Engine:
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt | None] | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_prompts: Prompt | Sequence[Prompt] | None = None,
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields an output each time a request gets a token. Closing it aborts the rest."""
-        return self._run(self._add_all(prompts, params))
+        return self._run(self._add_all(prompts, params, encoder_prompts))
 
     def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
         mailbox: deque[RequestOutput] = deque()
@@ -347,13 +374,8 @@ class Engine:
                     self._mailboxes.pop(i, None)
                     self.abort(i)
 
-    def _add_all(self, prompts, params) -> list[str]:
-        if hasattr(prompts, "tolist"):  # a tensor or an array
-            prompts = prompts.tolist()
-        if not isinstance(prompts, (str, Sequence)):
-            raise RequestError(f"Give a prompt or a list of prompts, not {type(prompts).__name__}.")
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]
+    def _add_all(self, prompts, params, encoder_prompts) -> list[str]:
+        prompts = pair_prompts(prompts, encoder_prompts)
         if not isinstance(params, (list, tuple)):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
@@ -362,8 +384,8 @@ class Engine:
             )
         ids: list[str] = []
         try:
-            for prompt, p in zip(prompts, params):
-                ids += self.add_request(self._fresh_id(), prompt, p)
+            for (prompt, encoder_prompt), p in zip(prompts, params):
+                ids += self.add_request(self._fresh_id(), prompt, p, encoder_prompt=encoder_prompt)
         except BaseException:
             for i in ids:
                 self.abort(i)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pagebinder.config import EngineConfig
-from pagebinder.errors import CacheCapacityError
+from pagebinder.errors import CacheCapacityError, ConfigError
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.kv import KVPlan
@@ -16,6 +16,22 @@ from pagebinder.runtime.kv.retention import PrefixRetention
 from pagebinder.runtime.swap_policy import SwapPolicy
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderModel:
+    """The encoder of an encoder-decoder: input_ids [E], positions [E] -> states [E, width] of `dtype`.
+
+    `vocab_size`, `max_len`: ids and most tokens of an encoder prompt. `decoder_start_token_id`: what the decoder's
+    prompt is by default.
+    """
+
+    executable: Executable
+    width: int
+    dtype: torch.dtype
+    vocab_size: int
+    max_len: int
+    decoder_start_token_id: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +46,7 @@ class EngineModel:
     max_model_len: int
     eos_token_ids: frozenset[int]
     tokenizer: object | None
+    encoder: EncoderModel | None = None
 
 
 def num_blocks(model: EngineModel, config: EngineConfig) -> int:
@@ -40,7 +57,8 @@ def num_blocks(model: EngineModel, config: EngineConfig) -> int:
     elif config.kv_cache_bytes is not None:
         count = plan.num_blocks_for(config.kv_cache_bytes)
     else:
-        per_request = plan.min_blocks(model.max_model_len, config.max_num_batched_tokens) - 1
+        encoder_tokens = max_encoder_tokens(model, config)
+        per_request = plan.min_blocks(model.max_model_len, config.max_num_batched_tokens, encoder_tokens) - 1
         count = min(per_request * config.max_num_seqs + 1, plan.num_blocks_for(DEFAULT_KV_CACHE_BYTES))
     if count < 2:
         raise CacheCapacityError(
@@ -48,6 +66,21 @@ def num_blocks(model: EngineModel, config: EngineConfig) -> int:
             f"at least 2 are needed. Give num_kv_blocks >= 2 or kv_cache_bytes >= {2 * plan.bytes_per_block:,}."
         )
     return count
+
+
+def max_encoder_tokens(model: EngineModel, config: EngineConfig) -> int:
+    """Most tokens of an encoder prompt, 0 without an encoder. Raises ConfigError for what the model cannot do."""
+    wanted = config.max_encoder_tokens
+    if model.encoder is None:
+        if wanted is not None:
+            raise ConfigError(f"max_encoder_tokens={wanted}: this model has no encoder; leave it None.")
+        return 0
+    if wanted is not None and wanted > model.encoder.max_len:
+        raise ConfigError(
+            f"max_encoder_tokens={wanted} is more than the {model.encoder.max_len} tokens that the model's encoder "
+            "was made for; lower it."
+        )
+    return model.encoder.max_len if wanted is None else wanted
 
 
 def swap_space(arena: KVArena, config: EngineConfig) -> tuple[SwapPolicy | None, HostBlocks | None]:

@@ -52,6 +52,8 @@ def collect_stats(engine: Engine) -> EngineStats:
         copies=engine.num_copies,
         swaps_out=counters.num_swaps_out,
         swaps_in=counters.num_swaps_in,
+        encoder_runs=engine.encoder.num_runs if engine.encoder else 0,
+        encoder_tokens=engine.encoder.num_tokens if engine.encoder else 0,
         deferred_blocks=engine.kv.num_deferred_blocks,
         cached_prefixes=engine.kv.pool.num_cached_prefixes,
         blocks_in_use=tuple(

@@ -118,6 +118,7 @@ class EngineStats:
             resumed_hit_rate: the same for requests that came back after a preemption.
         forks, copies, swaps_out, swaps_in: requests that started as a copy of another; blocks copied because one
             of several owners was to write; requests moved to host memory and back.
+        encoder_runs, encoder_tokens: how often the encoder of an encoder-decoder ran, over how many tokens.
         deferred_blocks: blocks given back that a step in flight still reads.
         cached_prefixes: prefix ends that a hit can find. blocks_in_use: blocks in the tables of running requests,
             per KV group (a shared block counts for each of them).
@@ -147,6 +148,8 @@ class EngineStats:
     copies: int = 0
     swaps_out: int = 0
     swaps_in: int = 0
+    encoder_runs: int = 0
+    encoder_tokens: int = 0
     deferred_blocks: int = 0
     cached_prefixes: int = 0
     blocks_in_use: tuple[int, ...] = ()

@@ -50,8 +50,9 @@ class Request:
     unless it was given before. `params` and `flags` are the engine's own (sampling parameters; bits that the
     running batch keeps per row); nothing here looks into them.
     `cache_salt`, `adapter`: requests that differ in them share no cached prefix. `media`: (identifier, start, end)
-    of token ranges that stand for images or the like. `encoder_hash`, `num_encoder_tokens`: what the encoder of an
-    encoder-decoder model read (None, 0: nothing). `swap_image`: where its state lies in host memory, if anywhere.
+    of token ranges that stand for images or the like. `encoder_hash`, `num_encoder_tokens`, `encoder_token_ids`: what
+    the encoder of an encoder-decoder model reads (None, 0, empty: nothing). `swap_image`: where its state lies in
+    host memory, if anywhere.
     Raises RequestError for an empty prompt or max_tokens < 1.
     """
 
@@ -62,6 +63,7 @@ class Request:
         "block_hashes",
         "cache_salt",
         "encoder_hash",
+        "encoder_token_ids",
         "flags",
         "max_tokens",
         "media",
@@ -82,7 +84,7 @@ class Request:
         self, request_id: str, prompt_token_ids: list[int], *, max_tokens: int, priority: int = 0,
         cache_salt: str | None = None, params: Any = None, adapter: str | None = None,
         media: tuple[tuple[str, int, int], ...] = (), encoder_hash: bytes | None = None,
-        num_encoder_tokens: int = 0,
+        num_encoder_tokens: int = 0, encoder_token_ids: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         if not prompt_token_ids:
             raise RequestError(f"request {request_id!r} has an empty prompt; give at least one token")
@@ -113,6 +115,7 @@ class Request:
         self.media = tuple(media)
         self.encoder_hash = encoder_hash
         self.num_encoder_tokens = num_encoder_tokens
+        self.encoder_token_ids = encoder_token_ids
         self.params = params
         self.flags = 0
         self.swap_image: Any = None
@@ -149,6 +152,7 @@ class Request:
             request_id, self.prompt_token_ids, max_tokens=max_tokens, priority=self.priority,
             cache_salt=self.cache_salt, params=params, adapter=self.adapter, media=self.media,
             encoder_hash=self.encoder_hash, num_encoder_tokens=self.num_encoder_tokens,
+            encoder_token_ids=self.encoder_token_ids,
         )  # fmt: skip
         child.all_token_ids += self.all_token_ids[self.num_prompt_tokens : num_tokens]
         child.num_cached_tokens = self.num_cached_tokens

@@ -12,8 +12,23 @@ from pagebinder.errors import RequestError
 Prompt = str | Sequence[int]
 
 
-def prompt_token_ids(prompt: Prompt, tokenizer, vocab_size: int) -> list[int]:
+def prompt_list(prompts) -> list:
+    """One prompt or several (a list, or a tensor of token ids) as a list of prompts. Raises RequestError."""
+    if hasattr(prompts, "tolist"):  # a tensor or an array
+        prompts = prompts.tolist()
+    if not isinstance(prompts, (str, Sequence)):
+        raise RequestError(f"Give a prompt or a list of prompts, not {type(prompts).__name__}.")
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def prompt_token_ids(
+    prompt: Prompt, tokenizer, vocab_size: int, *, name: str = "prompt", special_tokens: bool = True
+) -> list[int]:
     """A prompt (text, token ids, or a 1-D tensor of them) as a list of token ids.
+
+    `name`: what messages call it. `special_tokens`: whether text gets those that the tokenizer adds.
 
     Raises:
         RequestError: text without a tokenizer, no tokens, something that is not a token id, an id out of range.
@@ -21,21 +36,22 @@ def prompt_token_ids(prompt: Prompt, tokenizer, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError(
-                "The prompt is text, but the model has no tokenizer: give token ids (list[int])."
+                f"The {name} is text, but the model has no tokenizer: give token ids (list[int])."
             )
         try:
-            prompt = tokenizer(prompt)["input_ids"]
+            options = {} if special_tokens else {"add_special_tokens": False}
+            prompt = tokenizer(prompt, **options)["input_ids"]
         except TypeError as error:  # a lone surrogate, for one, is no text
-            raise RequestError(f"The prompt cannot be tokenised: {error}") from error
+            raise RequestError(f"The {name} cannot be tokenised: {error}") from error
     elif hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence):
         raise RequestError(f"A prompt is text or a list of token ids, not {type(prompt).__name__}.")
     if len(prompt) == 0:
-        raise RequestError("The prompt is empty: give at least one token.")
+        raise RequestError(f"The {name} is empty: give at least one token.")
     for token in prompt:
         if not isinstance(token, Integral) or isinstance(token, bool):
-            raise RequestError(f"Token ids are whole numbers; the prompt holds {token!r}.")
+            raise RequestError(f"Token ids are whole numbers; the {name} holds {token!r}.")
         if not 0 <= token < vocab_size:
             raise RequestError(
                 f"Token id {token} is out of range: the vocabulary has ids 0 to {vocab_size - 1}."

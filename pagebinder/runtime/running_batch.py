@@ -26,6 +26,7 @@ class RunningBatch:
     known: tokens of the request. computed: tokens whose step's results are in. planned: computed and in flight.
     covered: tokens the request's blocks can take. cache_at: computed tokens at which a block can be stored for
     reuse. limit: tokens at which the request ends. last_token: its newest token. flags: `Request.flags`.
+    `encoder_lens`: array of the rows' encoder tokens, int32 as a step's graph takes them.
     """
 
     def __init__(self, rows: RequestRows, requests: Mapping[str, Request]) -> None:
@@ -39,6 +40,7 @@ class RunningBatch:
         self._limit = rows.add_array(np.int64)
         self._last_token = rows.add_array(np.int64)
         self._flags = rows.add_array(np.int64)
+        self.encoder_lens = rows.add_array(np.int32)
         # Rows that were given away since the start: while it stands still, a row keeps its request.
         self.moves = 0
         self._seen = (-1, 0)
@@ -118,6 +120,7 @@ class RunningBatch:
         self._limit.data[row] = limit
         self._last_token.data[row] = request.all_token_ids[-1]
         self._flags.data[row] = request.flags
+        self.encoder_lens.data[row] = request.num_encoder_tokens
         request.num_computed_tokens = num_computed_tokens
         return row
 

@@ -83,6 +83,8 @@ class Scheduler:
         self.batch = RunningBatch(kv.rows, self.requests)
         self._admission = Admission(kv, swap_policy, int(watermark * kv.pool.num_blocks))
         self._in_flight: list[int] = []
+        # Requests that have finished a chunk since the last step: they hold what it needed to look back on.
+        self._after_chunk: list[Request] = []
         # Held requests that lost their blocks: there is nothing to compute for them before their next token.
         self._parked: dict[str, Request] = {}
         self._arrivals = itertools.count()
@@ -175,6 +177,8 @@ class Scheduler:
                     f"{len(self._in_flight)} steps are in flight: update or discard them first"
                 )
             self.discard()
+        if self._after_chunk:
+            self._give_back_behind()
         preempted: list[str] = []
         counts, total, blocked = self._schedule_running(preempted)
         admitted: list[int] = []
@@ -207,9 +211,12 @@ class Scheduler:
         if output.step is not None:
             self.kv.step_finished(self._in_flight.pop(0))
         self._advance(results)
+        if output.total_num_tokens > len(output.sampling):  # not everybody decodes
+            chunks = np.arange(len(self.batch))[results.rows][results.counts > 1]
+            self._after_chunk += [self.batch.by_row[row] for row in chunks.tolist()]
         for parent_id, child in forks:
             self.fork(parent_id, child, ends.pop(child.request_id, None))
-        for row in np.flatnonzero(self.batch.known >= self.batch.limit).tolist():
+        for row in (self.batch.known >= self.batch.limit).nonzero()[0].tolist():
             ends.setdefault(self.batch.by_row[row].request_id, RequestStatus.FINISHED_LENGTH)
         done = [self.requests[i] for i in ends if i in self.requests]
         for request in done:
@@ -257,7 +264,7 @@ class Scheduler:
         while True:
             batch = self.batch
             counts, total = share_budget(batch, self.max_num_batched_tokens, self._chunk_limit(), self._key)
-            short = np.flatnonzero((batch.planned + counts > batch.covered) & (counts > 0))
+            short = ((batch.planned + counts > batch.covered) & (counts > 0)).nonzero()[0]
             if not len(short):
                 return counts, total, False
             refused = cover(self.kv, batch, short, counts, self._key)
@@ -271,6 +278,14 @@ class Scheduler:
             victim = batch.by_row[batch.order(self._key)[-1]]
             self._preempt(victim)
             preempted.append(victim.request_id)
+
+    def _give_back_behind(self) -> None:
+        """A decoding request looks for blocks behind its windows when it needs a new one: that may be long."""
+        batch = self.batch
+        for request in self._after_chunk:
+            if request.status is RequestStatus.RUNNING:
+                self.kv.remove_skipped_blocks(request, int(batch.computed[batch.row(request)]))
+        self._after_chunk.clear()
 
     def _chunk_limit(self) -> int:
         eligible = min(len(self.requests), self.max_num_seqs)
@@ -294,6 +309,9 @@ class Scheduler:
             self._count_admission(request, entry.num_computed_tokens, entry.swapped_in)
             self._seat(request, entry.num_computed_tokens)
             admitted.append(entry.num_new_tokens)
+            # An encoder runs as a whole, so the last one admitted may go beyond the budget, and no other.
+            if self.kv.needs_encoder(request.request_id):
+                budget -= request.num_encoder_tokens
             budget -= entry.num_new_tokens
 
     def _make_room(self, admitted: list[int], preempted: list[str]) -> np.ndarray:
@@ -345,6 +363,8 @@ class Scheduler:
         computed = parent.num_computed_tokens
         if not 0 < computed < child.num_tokens or batch.planned[row] != computed:
             return False
+        if self.kv.needs_encoder(parent.request_id):  # its encoder's blocks hold nothing yet
+            return False
         child.num_computed_tokens = computed
         self.kv.fork(parent, child)
         self.kv.extend_hashes(child)
@@ -381,15 +401,10 @@ class Scheduler:
                 lists = [lists[row] for row in rows.tolist()]
             for tokens, token in zip(lists, results.tokens.tolist()):
                 tokens.append(token)
-        due = np.flatnonzero(batch.computed >= batch.cache_at)
+        due = (batch.computed >= batch.cache_at).nonzero()[0]
         if len(due):
-            requests, cache_at = batch.by_row, []
-            for row, computed in zip(due.tolist(), batch.computed[due].tolist()):
-                request = requests[row]
-                request.num_computed_tokens = computed
-                self.kv.cache_blocks(request)
-                cache_at.append(self.kv.next_cache_at(request))
-            batch.cache_at[due] = cache_at
+            requests = [batch.by_row[row] for row in due.tolist()]
+            batch.cache_at[due] = self.kv.cache_batch(requests, batch.computed[due].tolist())
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -402,9 +417,10 @@ class Scheduler:
 
     def _output(self, counts, total: int, num_admitted: int, preempted: tuple[str, ...]) -> SchedulerOutput:
         batch, step = self.batch, None
-        starts = batch.planned.copy()
-        batch.planned[:] += counts
-        sampling = np.flatnonzero((batch.planned == batch.known) & (counts > 0))
+        planned = batch.planned
+        starts = planned.copy()
+        planned += counts
+        sampling = ((planned == batch.known) & (counts > 0)).nonzero()[0]
         if total:
             step = self.kv.step_started()
             self._in_flight.append(step)

@@ -39,19 +39,17 @@ def cover(
     """Allocate blocks for the rows `short`; returns the first row that could not get them. Best first, unless
     there are enough for all."""
     rows = short.tolist()
-    smallest = min(group.block_size for group in kv.groups)
-    enough = len(kv.groups) * (int(counts[short].sum()) // smallest + SPARE_BLOCKS * len(rows))
-    if len(rows) > 1 and kv.num_free_blocks < enough:
-        rows.sort(key=lambda row: key(batch.by_row[row]))
-        short = np.array(rows)
-    starts = batch.computed[short]
-    ends = batch.planned[short] + counts[short]
-    requests, covered = batch.by_row, []
-    for row, start, end in zip(rows, starts.tolist(), ends.tolist()):
-        request = requests[row]
-        request.num_computed_tokens = start
-        if not kv.allocate_slots(request, end - start):
-            break
-        covered.append(kv.covered_tokens(request.request_id))
+    starts, ends = batch.computed[short].tolist(), (batch.planned[short] + counts[short]).tolist()
+    requests = [batch.by_row[row] for row in rows]
+    if len(rows) > 1 and kv.num_free_blocks < _enough_blocks(kv, len(rows), sum(ends) - sum(starts)):
+        order = sorted(range(len(rows)), key=lambda i: key(requests[i]))
+        short = short[order]
+        rows, requests, starts, ends = ([x[i] for i in order] for x in (rows, requests, starts, ends))
+    covered = kv.allocate_batch(requests, starts, ends)
     batch.covered[short[: len(covered)]] = covered
     return None if len(covered) == len(rows) else rows[len(covered)]
+
+
+def _enough_blocks(kv: KVCacheManager, num_rows: int, num_tokens: int) -> int:
+    """No so many rows take more blocks than this for so many tokens."""
+    return len(kv.groups) * (num_tokens // kv.smallest_block + SPARE_BLOCKS * num_rows)

@@ -10,6 +10,9 @@ seq_lens              [R] int32      context + new tokens of each request
 per KV group g, as far as its layers' ops read them (`KVCacheSpec.step_inputs`):
 slot_mapping_g        [T] int32      where each token's state is written: block * block size + offset
 block_table_g         [S, M] int32   blocks of each request, S >= R: the KV cache's own rows, not copied on a CPU
+and for the groups of cross attention, if there are any:
+slot_mapping_g        [E] int32      where keys of this step's encoder tokens are written; [-1] if there are none
+encoder_lens          [R] int32      encoder tokens of each request
 
 Requests are in the order of their rows. With the same T, R and L as in the step before, the same views serve again.
 """
@@ -29,6 +32,8 @@ from pagebinder.runtime.scheduler_output import SchedulerOutput
 
 ALIGNMENT_BYTES = 64
 INITIAL_BUFFER_BYTES = 1 << 16
+# A slot that nothing is written to.
+NOWHERE = -1
 TORCH_DTYPES = {np.int32: torch.int32, np.int64: torch.int64}
 
 
@@ -46,43 +51,51 @@ class StepPlanner:
 
     `tables`: per group the KV cache's block tables by row. `max_steps_in_flight`: a plan must stay as it is until
     its step is done, so that many later plans leave it alone; with more than 1 the tables are copied too.
+    `encoder_lens`: encoder tokens by row, for cross attention.
     """
 
     def __init__(
         self, groups: Sequence[KVCacheGroup], tables: Sequence[RowArray], device: torch.device, *,
-        max_steps_in_flight: int = 1,
+        max_steps_in_flight: int = 1, encoder_lens: RowArray | None = None,
     ) -> None:  # fmt: skip
         self.groups = tuple(groups)
         self.tables = tuple(tables)
         self.device = device
         self._whole_tables = device.type == "cpu" and max_steps_in_flight == 1
+        written = [g for g, group in enumerate(self.groups) if "slot_mapping" in group.spec.step_inputs]
         # Slots of cross-attention layers belong to encoder tokens, which are no tokens of this step.
-        self._slot_groups = tuple(
-            g
-            for g, group in enumerate(self.groups)
-            if "slot_mapping" in group.spec.step_inputs and group.spec.kind != "cross_attention"
-        )
+        cross = [g for g in written if self.groups[g].spec.kind == "cross_attention"]
+        self._slot_groups = tuple(g for g in written if g not in cross)
+        self._cross_groups = tuple(cross)
+        assert not cross or encoder_lens is not None, "cross attention needs encoder_lens"
+        self._encoder_lens = encoder_lens
         self._buffers = [_Buffer(device) for _ in range(max_steps_in_flight)]
 
-    def build(self, output: SchedulerOutput) -> StepPlan:
-        """Pack a scheduled step that has at least one token."""
+    def build(self, output: SchedulerOutput, encoder_rows: Sequence[int] = ()) -> StepPlan:
+        """Pack a scheduled step that has at least one token. `encoder_rows`: whose encoder runs in it, in the order
+        of the encoder states."""
         num_reqs, num_tokens = len(output.counts), output.total_num_tokens
         ends = output.starts + output.counts
         widths = () if self._whole_tables else self._table_widths(ends)
         buffer = self._buffers[0]
         if len(self._buffers) > 1:
             self._buffers.append(self._buffers.pop(0))
-        sizes = (num_tokens, num_reqs, len(output.sampling), widths)
+        num_encoded = sum(int(self._encoder_lens.data[row]) for row in encoder_rows)
+        sizes = (num_tokens, num_reqs, len(output.sampling), widths, max(num_encoded, 1))
         if buffer.sizes != sizes:
             buffer.place(sizes, self._fields(*sizes))
         self._fill(output, ends, buffer.arrays)
+        if self._cross_groups:
+            self._fill_cross(encoder_rows, num_reqs, buffer.arrays)
         tensors = buffer.to_device()
         if self._whole_tables:
             for g, table in enumerate(self.tables):
                 tensors[f"block_table_{g}"] = torch.from_numpy(table.data)
         return StepPlan(num_tokens=num_tokens, num_reqs=num_reqs, tensors=tensors)
 
-    def _fields(self, num_tokens: int, num_reqs: int, num_logits: int, widths: Sequence[int]):
+    def _fields(
+        self, num_tokens: int, num_reqs: int, num_logits: int, widths: Sequence[int], num_encoded: int
+    ):
         fields = [
             ("input_ids", (num_tokens,), np.int64),
             ("positions", (num_tokens,), np.int64),
@@ -92,6 +105,9 @@ class StepPlanner:
         ]
         fields += [(f"slot_mapping_{g}", (num_tokens,), np.int32) for g in self._slot_groups]
         fields += [(f"block_table_{g}", (num_reqs, width), np.int32) for g, width in enumerate(widths)]
+        if self._cross_groups:
+            fields += [(f"slot_mapping_{g}", (num_encoded,), np.int32) for g in self._cross_groups]
+            fields.append(("encoder_lens", (num_reqs,), np.int32))
         return fields
 
     def _table_widths(self, ends: np.ndarray) -> tuple[int, ...]:
@@ -128,6 +144,18 @@ class StepPlanner:
             packed = arrays.get(f"block_table_{g}")
             if packed is not None:
                 packed[:] = table.data[: packed.shape[0], : packed.shape[1]]
+
+    def _fill_cross(self, encoder_rows: Sequence[int], num_reqs: int, arrays: dict[str, np.ndarray]) -> None:
+        lens = self._encoder_lens.data
+        arrays["encoder_lens"][:] = lens[:num_reqs]
+        places = np.concatenate([np.arange(lens[row]) for row in encoder_rows]) if encoder_rows else None
+        for g in self._cross_groups:
+            slots, size, table = arrays[f"slot_mapping_{g}"], self.groups[g].block_size, self.tables[g].data
+            if places is None:
+                slots[:] = NOWHERE
+                continue
+            blocks, offsets = np.divmod(places, size)
+            slots[:] = table[np.repeat(encoder_rows, lens[encoder_rows]), blocks] * size + offsets
 
     @staticmethod
     def _fill_tokens(output: SchedulerOutput, ends: np.ndarray, last: np.ndarray, tokens: np.ndarray) -> None:

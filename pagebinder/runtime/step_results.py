@@ -7,7 +7,7 @@ moved, and the step's rows are the batch's first R rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from pagebinder.runtime.scheduler_output import SchedulerOutput
 HELD = -1
 
 
-@dataclass(frozen=True, slots=True)
-class StepResults:
+class StepResults(NamedTuple):
     """rows, counts: rows that computed something and how many tokens. sampling_rows, tokens: [L] int64, who gets
     which new token; requests that are held or gone are left out. Rows are a slice where they are all of the batch's.
     """

@@ -9,6 +9,7 @@ import torch
 
 from pagebinder.runtime.kv import FullAttentionSpec, KVCacheGroup, RecurrentSpec
 from pagebinder.runtime.kv.rows import RequestRows
+from pagebinder.runtime.kv.specs import CrossAttentionSpec
 from pagebinder.runtime.request import Request
 from pagebinder.runtime.scheduler_output import SchedulerOutput
 from pagebinder.runtime.step_plan import StepPlanner
@@ -145,3 +146,22 @@ def test_plans_in_flight_are_left_alone():
     plans.build(output(*reversed(ITEMS)))
     assert all(torch.equal(first[name], before[name]) for name in first)
     assert first["block_table_0"].tolist() == [[0, 1], [2, 3], [4, 0], [6, 7]]
+
+
+def test_slots_of_cross_attention_are_those_of_the_encoder_tokens_of_the_step():
+    """Rows 0 and 2 are new: their 3 and 17 encoder tokens are written; row 1 only reads its 20."""
+    groups = [full(16), KVCacheGroup(CrossAttentionSpec(block_size=16, **DIMS), ("cross",))]
+    rows = RequestRows(3)
+    arrays = [rows.add_array("int32", 4) for _ in groups]
+    lens = rows.add_array(np.int32)
+    lens.data[:] = [3, 20, 17]
+    arrays[1].data[:, :2] = [[5, 0], [6, 7], [8, 2]]
+    step = output(("a", 4, 4, True), ("b", 9, 1, True), ("c", 1, 1, True))
+    build = planner(groups, arrays, encoder_lens=lens).build
+    tensors = build(step, encoder_rows=[0, 2]).tensors
+    assert tensors["slot_mapping_1"].tolist() == [80, 81, 82, *range(128, 144), 32]
+    assert tensors["encoder_lens"].tolist() == [3, 20, 17]
+    assert tensors["slot_mapping_0"].shape == (6,)
+    assert {tensors[name].dtype for name in ("slot_mapping_1", "encoder_lens")} == {torch.int32}
+    none = build(step).tensors
+    assert none["slot_mapping_1"].tolist() == [-1] and none["encoder_lens"].tolist() == [3, 20, 17]

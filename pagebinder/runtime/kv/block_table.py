@@ -59,6 +59,11 @@ class BlockTable:
         self.blocks.extend(blocks)
         self.row[start : len(self.blocks)] = [block.block_id for block in blocks]
 
+    def append(self, block: KVCacheBlock, row: int) -> None:
+        """Like `extend` with one block, for who knows the request's row."""
+        self._array.data[row, len(self.blocks)] = block.block_id
+        self.blocks.append(block)
+
     def put(self, index: int, block: KVCacheBlock) -> None:
         self.blocks[index] = block
         self.row[index] = block.block_id

@@ -19,23 +19,16 @@ The pool knows ids and hashes only; bytes, layers and requests belong to the pla
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pagebinder.errors import CacheCapacityError
 from pagebinder.runtime.kv.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlocksStored
 from pagebinder.runtime.kv.free_queue import FreeBlockQueue, KVCacheBlock, make_blocks
 
-GROUP_ID_BYTES = 4
-
 
 class KVCacheIntegrityError(RuntimeError):
     """The cache's books do not balance: a defect in this package, never the user's doing."""
-
-
-def prefix_key(block_hash: bytes, group_id: int) -> bytes:
-    """The map's key: groups share the pool and the hash chain, but not each other's contents."""
-    return block_hash + group_id.to_bytes(GROUP_ID_BYTES, "big")
 
 
 class BlockPool:
@@ -57,9 +50,11 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.free_queue = FreeBlockQueue(self.blocks[1:])
         self.observers: list[Callable[[BlockEvent], None]] = []
+        # One map a group: groups share the pool and the hash chain, but not each other's contents. The keys are the
+        # chain's own objects, so a hash costs no memory here and is not hashed again.
         # Duplicates (two requests computed the same prefix at once) are kept side by side: a block table is
         # append-only, so one cannot be merged into the other. The first one inserted serves the hits.
-        self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        self._cached: dict[int, dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]]] = defaultdict(dict)
 
     @property
     def num_free_blocks(self) -> int:
@@ -68,7 +63,7 @@ class BlockPool:
     @property
     def num_cached_prefixes(self) -> int:
         """Prefix ends that a hit can find, over all groups; a block can hold several."""
-        return len(self._cached)
+        return sum(map(len, self._cached.values()))
 
     def get_usage(self) -> float:
         """Share of usable blocks that are referenced, 0.0 to 1.0."""
@@ -114,7 +109,7 @@ class BlockPool:
         """One block per group that holds this prefix, or None unless all groups have it."""
         found: list[KVCacheBlock] = []
         for group_id in group_ids:
-            entry = self._cached.get(prefix_key(block_hash, group_id))
+            entry = self._cached[group_id].get(block_hash)
             if entry is None:
                 return None
             found.append(next(iter(entry.values())) if type(entry) is dict else entry)
@@ -122,7 +117,7 @@ class BlockPool:
 
     def cache_full_blocks(
         self, table: Sequence[KVCacheBlock], hashes: Sequence[bytes], start: int, end: int, group_id: int,
-        *, hashes_per_block: int = 1, mask: Sequence[bool] | None = None,
+        hashes_per_block: int = 1, mask: Sequence[bool] | None = None,
     ) -> None:  # fmt: skip
         """Make blocks [start, end) of a block table reusable.
 
@@ -131,20 +126,18 @@ class BlockPool:
         """
         if not self.enable_caching:
             return
-        ids: list[int] = []
-        stored: list[bytes] = []
+        null, added, per_block = self.null_block, [], hashes_per_block
         for i in range(start, end):
             block = table[i]
-            if block.is_null or (mask is not None and not mask[i - start]):
+            if block is null or (mask is not None and not mask[i - start]):
                 continue
-            units = hashes[i * hashes_per_block : (i + 1) * hashes_per_block]
-            if self._store(block, units, group_id):
-                if not ids:
-                    parent = hashes[i * hashes_per_block - 1] if i else None
-                ids.append(block.block_id)
-                stored.append(units[-1])
-        if ids and self.observers:
-            self._emit(BlocksStored(group_id, tuple(ids), tuple(stored), parent))
+            if self._store(block, hashes[i * per_block : (i + 1) * per_block], group_id):
+                added.append(i)
+        if added and self.observers:
+            ids = tuple(table[i].block_id for i in added)
+            stored = tuple(hashes[(i + 1) * per_block - 1] for i in added)
+            parent = hashes[added[0] * per_block - 1] if added[0] else None
+            self._emit(BlocksStored(group_id, ids, stored, parent))
 
     def cache_partial_block(
         self, block: KVCacheBlock, unit_hashes: Sequence[bytes], group_id: int, parent: bytes | None
@@ -171,9 +164,8 @@ class BlockPool:
         """Forget all prefixes. Refused (False) while any block but the null block is in use."""
         if self.num_free_blocks != self.num_blocks - 1:
             return False
-        for entry in self._cached.values():
-            for block in entry.values() if type(entry) is dict else (entry,):
-                block.block_hash = block.inner_hashes = None
+        for _, _, block in self._entries():
+            block.block_hash = block.inner_hashes = None
         self._cached.clear()
         self._emit(AllBlocksCleared())
         return True
@@ -196,54 +188,62 @@ class BlockPool:
             wrong = {i for i in counts.keys() | held.keys() if counts.get(i, 0) != held.get(i, 0)}
             require(not wrong, f"reference counts differ from the block tables: {sorted(wrong)}")
         mapped: Counter[int] = Counter()
-        for key, entry in self._cached.items():
-            for block in entry.values() if type(entry) is dict else (entry,):
-                require(key in _keys(block), f"{block!r} is mapped under another hash")
-                mapped[block.block_id] += 1
+        for group_id, key, block in self._entries():
+            is_own = key in _keys(block) and block.group_id == group_id
+            require(is_own, f"{block!r} is mapped under another hash")
+            mapped[block.block_id] += 1
         hashed = {b.block_id: len(_keys(b)) for b in self.blocks if b.block_hash or b.inner_hashes}
         wrong = {i for i in mapped.keys() | hashed.keys() if mapped.get(i) != hashed.get(i)}
         require(not wrong, f"hashed but not in the map, or the reverse: {sorted(wrong)}")
 
     def _store(self, block: KVCacheBlock, unit_hashes: Sequence[bytes], group_id: int) -> bool:
         """Add the keys that the block lacks; False if it has them all. Its present ones must be among them."""
-        inner = block.inner_hashes or []
-        assert not block.is_null, "the null block holds nothing"
-        known = len(inner) + 1 if block.block_hash is not None else 0
-        if known:
-            same = prefix_key(unit_hashes[min(known, len(unit_hashes)) - 1], group_id)
-            assert same == (block.block_hash if known <= len(unit_hashes) else inner[len(unit_hashes) - 1]), (
-                f"block {block.block_id} already has a hash of other contents"
-            )
-            if known >= len(unit_hashes):
+        known = 0
+        if block.block_hash is not None:
+            known = self._num_known_units(block, unit_hashes, group_id)
+            if known == len(unit_hashes):
                 return False
-            inner.append(block.block_hash)
-        keys = [prefix_key(unit_hash, group_id) for unit_hash in unit_hashes[known:]]
-        block.block_hash = keys[-1]
+        assert block is not self.null_block, "the null block holds nothing"
+        block.block_hash, block.group_id = unit_hashes[-1], group_id
         if len(unit_hashes) > 1:
-            block.inner_hashes = [*inner, *keys[:-1]]
-        for key in keys:
-            self._insert(key, block)
+            block.inner_hashes = list(unit_hashes[:-1])
+        cached = self._cached[group_id]
+        for key in unit_hashes[known:] if known else unit_hashes:
+            entry = cached.setdefault(key, block)
+            if type(entry) is dict:
+                entry[block.block_id] = block
+            elif entry is not block:
+                cached[key] = {entry.block_id: entry, block.block_id: block}
         return True
 
-    def _insert(self, key: bytes, block: KVCacheBlock) -> None:
-        entry = self._cached.setdefault(key, block)
-        if type(entry) is dict:
-            entry[block.block_id] = block
-        elif entry is not block:
-            self._cached[key] = {entry.block_id: entry, block.block_id: block}
+    @staticmethod
+    def _num_known_units(block: KVCacheBlock, unit_hashes: Sequence[bytes], group_id: int) -> int:
+        """How many of the units a hashed block is found under: the first ones."""
+        keys = _keys(block)
+        known = min(len(keys), len(unit_hashes))
+        assert keys[known - 1] == unit_hashes[known - 1] and block.group_id == group_id, (
+            f"block {block.block_id} already has a hash of other contents"
+        )
+        return known
 
     def _unhash(self, block: KVCacheBlock) -> None:
-        key, keys = block.block_hash, _keys(block)
+        last, keys, cached = block.block_hash, _keys(block), self._cached[block.group_id]
         block.block_hash = block.inner_hashes = None
-        for each in keys:
-            entry = self._cached[each]
+        for key in keys:
+            entry = cached[key]
             if type(entry) is dict:
                 del entry[block.block_id]
             if entry is block or not entry:
-                del self._cached[each]
+                del cached[key]
         if self.observers:
-            group_id = int.from_bytes(key[-GROUP_ID_BYTES:], "big")
-            self._emit(BlockRemoved(group_id, block.block_id, key[:-GROUP_ID_BYTES]))
+            self._emit(BlockRemoved(block.group_id, block.block_id, last))
+
+    def _entries(self) -> Iterator[tuple[int, bytes, KVCacheBlock]]:
+        """Everything in the maps: (group id, hash, block)."""
+        for group_id, cached in self._cached.items():
+            for key, entry in cached.items():
+                for block in entry.values() if type(entry) is dict else (entry,):
+                    yield group_id, key, block
 
     def _emit(self, event: BlockEvent) -> None:
         for observer in self.observers:
@@ -251,7 +251,7 @@ class BlockPool:
 
 
 def _keys(block: KVCacheBlock) -> tuple[bytes, ...]:
-    """All keys that a block is found under."""
+    """All hashes that a block is found under."""
     return (*(block.inner_hashes or ()), block.block_hash)
 
 

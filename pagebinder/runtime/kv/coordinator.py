@@ -11,8 +11,9 @@ The other order would let one group evict the blocks that another is about to re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from pagebinder.runtime.kv.batched_growth import BatchedGrowth
 from pagebinder.runtime.kv.blocks import BlockPool, require
 from pagebinder.runtime.kv.context import CacheContext
 from pagebinder.runtime.kv.copies import BlockCopy, SwapCopy
@@ -43,6 +44,7 @@ class KVCacheManager:
         max_encoder_tokens: int = 0, host_blocks: HostBlocks | None = None,
     ) -> None:  # fmt: skip
         self.groups = tuple(plan_groups)
+        self.smallest_block = min(group.block_size for group in self.groups)
         self.max_model_len = max_model_len
         self.max_in_flight_tokens = max_in_flight_tokens
         self.max_encoder_tokens = max_encoder_tokens
@@ -64,8 +66,11 @@ class KVCacheManager:
             make_manager(group.spec, self.context, i) for i, group in enumerate(self.groups)
         )
         self.tables = tuple(manager.array for manager in self.managers)
+        self.batched = BatchedGrowth(self.managers, self.context)
         self.search = PrefixSearch(self.managers, self.alignment)
         self.swapper = Swapper(host_blocks, self.managers, self.context) if host_blocks is not None else None
+        self._forgetful = tuple(manager for manager in self.managers if manager.forgets)
+        self._caching = tuple(manager for manager in self.managers if manager.grows_with_tokens)
         self._needs_encoder: set[str] = set()
         # Requests that were forked and have not been given blocks since: their next token may need a copy.
         self._forked_at: dict[str, int] = {}
@@ -90,13 +95,22 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request) -> None:
         """Make what the request has computed so far reusable. Call when the step's results are in."""
-        if request.request_id in self._needs_encoder:
-            self._needs_encoder.remove(request.request_id)
-            for manager in self.search.cross:
-                manager.cache_encoder(request)
-        if num_tokens := self._cacheable_tokens(request):
-            for manager in self.managers:
-                manager.cache_blocks(request, num_tokens)
+        self.cache_batch((request,), (request.num_computed_tokens,))
+
+    def cache_batch(self, requests: Sequence[Request], computed: Sequence[int]) -> list[int]:
+        """`cache_blocks` for several requests, of which so many tokens are computed; `next_cache_at` of each."""
+        if self._needs_encoder:
+            self._cache_encoders(requests)
+        unit, next_at = self.hasher.hash_block_size, []
+        for request in requests if self._can_resume else ():
+            self.hasher.extend(request)
+        for request, now in zip(requests, computed):
+            request.num_computed_tokens = now
+            first, num_tokens = NEVER, min(now, len(request.block_hashes) * unit)
+            for manager in self._caching if self._can_resume else ():
+                first = min(first, manager.cache_blocks(request, num_tokens))
+            next_at.append(max(first, now + 1))
+        return next_at
 
     def next_cache_at(self, request: Request) -> int:
         """Smallest number of computed tokens above the present one at which `cache_blocks` would store something;
@@ -106,7 +120,10 @@ class KVCacheManager:
             return now + 1
         if not self._can_resume:
             return NEVER
-        return max(min(manager.next_cache_at(request_id) for manager in self.managers), now + 1)
+        first = NEVER
+        for manager in self._caching:
+            first = min(first, manager.next_cache_at(request_id))
+        return max(first, now + 1)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all prefixes; False (and nothing done) while blocks are held, also by steps in flight."""
@@ -133,8 +150,7 @@ class KVCacheManager:
         if request_id not in self.rows:
             hit = hit or self.search.nothing()
             return self._start(request, hit, end, full_sequence_must_fit, watermark_blocks)
-        for manager in self.managers:
-            manager.remove_skipped_blocks(request_id, computed)
+        self.remove_skipped_blocks(request, computed)
         needed = sum(manager.num_blocks_to_grow(request_id, computed, end) for manager in self.managers)
         if needed > self.pool.num_free_blocks - watermark_blocks:
             return False
@@ -142,6 +158,27 @@ class KVCacheManager:
             manager.grow(request_id, computed, end)
         self._forked_at.pop(request_id, None)
         return True
+
+    def allocate_batch(
+        self, requests: Sequence[Request], starts: Sequence[int], ends: Sequence[int]
+    ) -> list[int]:
+        """`allocate_slots` for running requests, one after the other: tokens [start, end) of each, of which the first
+        `start` are computed. Returns what each one's blocks cover then; a shorter list if the next one was refused.
+
+        All of them give back what lies behind their windows first.
+        """
+        for request, start in zip(requests, starts) if self._forgetful else ():
+            self.remove_skipped_blocks(request, start)
+        covered = None
+        request_ids = [request.request_id for request in requests]
+        if max(ends) <= self.max_model_len and self._forked_at.keys().isdisjoint(request_ids):
+            covered = self.batched.try_grow(request_ids, starts, ends)
+        return self._allocate_one_by_one(requests, starts, ends) if covered is None else covered
+
+    def remove_skipped_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Give back what nobody needs behind so many computed tokens: a prefill chunk leaves more than a decode."""
+        for manager in self._forgetful:
+            manager.remove_skipped_blocks(request.request_id, num_computed_tokens)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let `child` continue from the parent's computed tokens, sharing all blocks that hold them.
@@ -217,8 +254,7 @@ class KVCacheManager:
 
     def swap_out(self, request: Request) -> SwapImage | None:
         """Save the request's state to host slots and free its blocks. None (and nothing done): not possible."""
-        for manager in self.managers:
-            manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
+        self.remove_skipped_blocks(request, request.num_computed_tokens)
         image = self._swapper().save(request, self.needs_encoder(request.request_id))
         if image is not None:
             self.free(request)
@@ -260,6 +296,11 @@ class KVCacheManager:
     def needs_encoder(self, request_id: str) -> bool:
         """Whether the request's next step must run the encoder and write its blocks."""
         return request_id in self._needs_encoder
+
+    @property
+    def awaiting_encoder(self) -> Collection[str]:
+        """Ids of all requests of which `needs_encoder` is true. Read, do not change."""
+        return self._needs_encoder
 
     @property
     def num_usable_blocks(self) -> int:
@@ -324,6 +365,25 @@ class KVCacheManager:
             if request.num_encoder_tokens and not hit.groups[manager.group_id].blocks:
                 self._needs_encoder.add(request_id)
         return True
+
+    def _allocate_one_by_one(
+        self, requests: Sequence[Request], starts: Sequence[int], ends: Sequence[int]
+    ) -> list[int]:
+        covered = []
+        for request, start, end in zip(requests, starts, ends):
+            request.num_computed_tokens = start
+            if not self.allocate_slots(request, end - start):
+                break
+            covered.append(self.covered_tokens(request.request_id))
+        return covered
+
+    def _cache_encoders(self, requests: Sequence[Request]) -> None:
+        """The encoders of these requests have run, where they had to."""
+        for request in requests:
+            if request.request_id in self._needs_encoder:
+                self._needs_encoder.remove(request.request_id)
+                for manager in self.search.cross:
+                    manager.cache_encoder(request)
 
     def _awaits_copies(self, request_id: str) -> bool:
         """Whether contents of some block are still to be copied there. O(1) while no copies are pending."""

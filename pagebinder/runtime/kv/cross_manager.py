@@ -26,6 +26,8 @@ class CrossAttentionManager(SingleTypeManager):
     """cdiv(num_encoder_tokens, B) blocks for a request's whole life, never written again, never copied."""
 
     spec: CrossAttentionSpec
+    grows_with_tokens = False
+    forgets = False
 
     @staticmethod
     def granularity(spec: KVCacheSpec, hash_block_size: int) -> int:
@@ -98,8 +100,8 @@ class CrossAttentionManager(SingleTypeManager):
     def num_blocks_for(self, num_tokens: int) -> int:
         return self.table_width()
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        pass
+    def cache_blocks(self, request: Request, num_tokens: int) -> int:
+        return NEVER
 
     def cache_end(self, request: Request, num_tokens: int) -> None:
         pass

@@ -15,13 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pagebinder.runtime.kv.block_ledger import BlockLedger
-from pagebinder.runtime.kv.blocks import (
-    GROUP_ID_BYTES,
-    AllBlocksCleared,
-    BlockEvent,
-    BlockRemoved,
-    BlocksStored,
-)
+from pagebinder.runtime.kv.blocks import AllBlocksCleared, BlockEvent, BlockRemoved, BlocksStored
 from pagebinder.runtime.kv.event_log import GroupFacts, KVEventLog, StepRecord
 from pagebinder.runtime.kv.specs import CrossAttentionSpec, KVCacheGroup, RecurrentSpec, RingSpec
 
@@ -186,8 +180,7 @@ class KVEventRecorder:
         """What was there before the recording began. O(blocks), once."""
         for block in self.pool.blocks:
             if block.block_hash is not None:
-                group_id = int.from_bytes(block.block_hash[-GROUP_ID_BYTES:], "big")
-                self.ledger.set_hashed(block.block_id, group_id)
+                self.ledger.set_hashed(block.block_id, block.group_id)
         batch = self.scheduler.batch
         self._follow([(request, 0, end) for request, end in zip(batch.by_row, batch.planned.tolist())])
         self.ledger.take_happened()

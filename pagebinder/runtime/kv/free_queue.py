@@ -16,17 +16,18 @@ from collections.abc import Iterable, Sequence
 class KVCacheBlock:
     """One physical block: who uses it, what prefix it holds, and its links while it is free.
 
-    `block_hash` is the prefix key (chain hash + group id) of the longest prefix whose end the block holds while its
-    contents can be hit, else None; `inner_hashes` are the keys of the units inside it that end before, first to
-    last, or None. A block is in the free queue exactly when `next_free` is set. Equality is identity.
+    `block_hash` is the chain hash of the longest prefix whose end the block holds, for the layers of `group_id`,
+    while its contents can be hit, else None; `inner_hashes` are those of the units inside it that end before, first
+    to last, or None. A block is in the free queue exactly when `next_free` is set. Equality is identity.
     """
 
-    __slots__ = ("block_hash", "block_id", "inner_hashes", "next_free", "prev_free", "ref_cnt")
+    __slots__ = ("block_hash", "block_id", "group_id", "inner_hashes", "next_free", "prev_free", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
+        self.group_id = -1
         self.inner_hashes: list[bytes] | None = None
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None

@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_right
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 
 ExtraKey = str | int | bytes | tuple
@@ -57,11 +59,15 @@ def hash_block(parent: bytes, token_ids: list[int], extra_keys: tuple[ExtraKey, 
     Token ids are encoded as signed 64-bit integers.
     """
     count = len(token_ids)
-    digest = hashlib.sha256(parent)
-    digest.update(struct.pack(f"<Q{count}q", count, *token_ids))
+    contents = parent + _packer(count)(count, *token_ids)
     if extra_keys:
-        digest.update(encode_key(extra_keys))
-    return digest.digest()
+        contents += encode_key(extra_keys)
+    return hashlib.sha256(contents).digest()
+
+
+@lru_cache(maxsize=64)
+def _packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<Q{count}q").pack
 
 
 class RequestBlockHasher:
@@ -78,7 +84,9 @@ class RequestBlockHasher:
             return
         parent = hashes[-1] if hashes else self._none_hash
         for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            parent = hash_block(parent, tokens[start : start + size], self.extra_keys(request, start))
+            # Behind the first unit there is nothing besides tokens and media.
+            extra = self.extra_keys(request, start) if start == 0 or request.media else ()
+            parent = hash_block(parent, tokens[start : start + size], extra)
             hashes.append(parent)
 
     def extra_keys(self, request: HashableRequest, start: int) -> tuple[ExtraKey, ...]:

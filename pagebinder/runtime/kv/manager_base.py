@@ -30,6 +30,9 @@ class SingleTypeManager:
 
     # Whether every prefix of a hit is a hit too, so that a hit can be cut without another search.
     hits_are_prefix_closed: ClassVar[bool] = False
+    # Whether new tokens may need more blocks, and whether blocks are given back while a request runs.
+    grows_with_tokens: ClassVar[bool] = True
+    forgets: ClassVar[bool] = True
 
     def __init__(self, spec: KVCacheSpec, context: CacheContext, group_id: int) -> None:
         self.spec = spec
@@ -43,6 +46,7 @@ class SingleTypeManager:
         )
         self.array = context.rows.add_array("int32", max(1, self.table_width()))
         self.tables: dict[str, BlockTable] = {}
+        self.keeps_every_block = self._keeps_every_block()
 
     # Rules of the kind
 
@@ -153,6 +157,19 @@ class SingleTypeManager:
             self._record_copy(table.copy_from, table.blocks[first])
             table.copy_from = None
 
+    def count_appends(
+        self, tables: Sequence[BlockTable], starts: Sequence[int], ends: Sequence[int]
+    ) -> list[int] | None:
+        """Blocks to append to each of several tables, so that tokens [start, end) have room; None if that is not all
+        that some of them need. No table may need a copy."""
+        size = self.block_size
+        return [max(-(-end // size) - len(table.blocks), 0) for table, end in zip(tables, ends)]
+
+    def note_appends(self, tables: Sequence[BlockTable], starts: Sequence[int]) -> list[int]:
+        """Covered tokens of several tables that were appended to, for tokens from `start` on."""
+        size = self.block_size
+        return [len(table.blocks) * size for table in tables]
+
     def share(self, parent_id: str, child_id: str, num_computed_tokens: int) -> None:
         """Open the child's table with the blocks that hold the parent's first `num_computed_tokens` tokens."""
         parent = self.tables[parent_id]
@@ -179,14 +196,20 @@ class SingleTypeManager:
 
     # Prefix cache
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Make the retained blocks that lie wholly in the first `num_tokens` (computed) tokens reusable."""
+    def cache_blocks(self, request: Request, num_tokens: int) -> int:
+        """Make the retained blocks that lie wholly in the first `num_tokens` (computed) tokens reusable. Returns
+        what `next_cache_at` says then."""
         table = self.tables[request.request_id]
         end = num_tokens // self.block_size
         start = max(table.num_hashed, table.first_live)
         if end > start:
-            self._store(table, request.block_hashes, start, end, self._retained(table, start, end))
-        table.num_hashed = max(table.num_hashed, end)
+            mask = None if self.keeps_every_block else self._retained(table, start, end)
+            self._store(table, request.block_hashes, start, end, mask)
+        if end > table.num_hashed:
+            table.num_hashed = end
+        return (
+            (table.num_hashed + 1) * self.block_size if self.keeps_every_block else self._next_cache_at(table)
+        )
 
     def cache_end(self, request: Request, num_tokens: int) -> None:
         """Make what a resume at `num_tokens` (computed) tokens needs reusable, retained or not: a request ends."""
@@ -204,8 +227,13 @@ class SingleTypeManager:
 
     def next_cache_at(self, request_id: str) -> int:
         """Computed tokens at which `cache_blocks` has something to store; NEVER if it will not."""
-        index = self.tables[request_id].num_hashed
-        boundary = self.context.boundaries[request_id].next_after(index * self.block_size)
+        return self._next_cache_at(self.tables[request_id])
+
+    def _next_cache_at(self, table: BlockTable) -> int:
+        index = table.num_hashed
+        if self.keeps_every_block:
+            return (index + 1) * self.block_size
+        boundary = self.context.boundaries[table.request_id].next_after(index * self.block_size)
         if boundary == NEVER:
             return NEVER
         first_needed = self.get_num_skipped_tokens(boundary) // self.block_size
@@ -216,8 +244,8 @@ class SingleTypeManager:
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Give back the blocks that lie wholly behind what position `num_computed_tokens` can see."""
         table = self.tables[request_id]
-        end = self._num_skipped_blocks(num_computed_tokens, len(table.blocks))
-        if end > table.first_live:
+        end = self.get_num_skipped_tokens(num_computed_tokens) // self.block_size
+        if end > table.first_live and (end := min(end, len(table.blocks))) > table.first_live:
             self.fence.free(reversed(table.drop_before(end, self.pool.null_block)))
 
     def free(self, request_id: str) -> None:
@@ -286,8 +314,8 @@ class SingleTypeManager:
         num_units = prefix.num_tokens % self.block_size // self.context.hash_block_size
         return len(prefix.tail.inner_hashes or ()) + 1 == num_units
 
-    def _retained(self, table: BlockTable, start: int, end: int) -> list[bool] | None:
-        """Which of the blocks [start, end) a resume at a retained boundary needs; None: all."""
+    def _retained(self, table: BlockTable, start: int, end: int) -> list[bool]:
+        """Which of the blocks [start, end) a resume at a retained boundary needs."""
         boundaries = self.context.boundaries.get(table.request_id, NO_BOUNDARIES)
         size = self.block_size
         return [
@@ -296,6 +324,10 @@ class SingleTypeManager:
             for i in range(start, end)
         ]
 
+    def _keeps_every_block(self) -> bool:
+        """Whether every full block is retained, whatever the request."""
+        return False
+
     def _store(
         self, table: BlockTable, hashes: Sequence[bytes], start: int, end: int, mask: list[bool] | None
     ) -> None:
@@ -303,7 +335,7 @@ class SingleTypeManager:
             mask = mask or [True] * (end - start)
             mask[table.begins_inside - start] = False
         self.pool.cache_full_blocks(
-            table.blocks, hashes, start, end, self.group_id, hashes_per_block=self.hashes_per_block, mask=mask
+            table.blocks, hashes, start, end, self.group_id, self.hashes_per_block, mask
         )
 
     def _live_part_is_sound(self, table: BlockTable) -> bool:

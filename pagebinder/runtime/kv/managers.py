@@ -37,6 +37,7 @@ class FullAttentionManager(SingleTypeManager):
     """All blocks are needed; prefixes are searched left to right."""
 
     hits_are_prefix_closed = True
+    forgets = False
 
     def find_longest_hit(
         self, hashes: Sequence[bytes], max_length: int, group_ids: Sequence[int]
@@ -75,11 +76,8 @@ class FullAttentionManager(SingleTypeManager):
         ]
         return GroupHit(length, [blocks[:whole] for blocks in hit.blocks], tails)
 
-    def next_cache_at(self, request_id: str) -> int:
-        return (self.tables[request_id].num_hashed + 1) * self.block_size
-
-    def _retained(self, table, start: int, end: int) -> None:
-        return None
+    def _keeps_every_block(self) -> bool:
+        return True
 
 
 class SuffixManager(SingleTypeManager):
@@ -125,6 +123,15 @@ class SlidingWindowManager(SuffixManager):
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.spec.window + 1)
+
+    def _keeps_every_block(self) -> bool:
+        # A boundary lies in every block or at its end, and what it looks back on begins in the block.
+        context = self.context
+        return (
+            not context.retention.is_sparse
+            and self.block_size % context.alignment == 0
+            and self.spec.window > 1
+        )
 
 
 class ChunkedLocalManager(SuffixManager):

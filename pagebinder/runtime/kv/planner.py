@@ -47,6 +47,7 @@ def plan_kv_cache(
     *,
     block_size: int | None = None,
     max_model_len: int,
+    max_encoder_tokens: int | None = None,
     workload: Workload | Mapping[str, Any] | None = None,
     constraints: KernelConstraints | None = None,
 ) -> KVPlan:
@@ -54,6 +55,7 @@ def plan_kv_cache(
 
     Args:
         block_size: tokens per block of the layers with rows; None chooses. Checkpoint intervals are always chosen.
+        max_encoder_tokens: most tokens that cross attention looks at; None: no limit is known.
         workload: what to plan for; None: `Workload.default`; a mapping has its fields by name.
     Layers are named by module path; a path that occurs twice gets `#index` appended. A layer that keeps nothing
     (attention inside an encoder) has an empty page in group NO_GROUP.
@@ -68,8 +70,9 @@ def plan_kv_cache(
         for name, state in zip(names, states, strict=True)
     }
     return plan_specs(
-        specs, block_size=block_size, max_model_len=max_model_len, workload=workload, constraints=constraints
-    )
+        specs, block_size=block_size, max_model_len=max_model_len, max_encoder_tokens=max_encoder_tokens,
+        workload=workload, constraints=constraints,
+    )  # fmt: skip
 
 
 def plan_specs(
@@ -77,11 +80,12 @@ def plan_specs(
     *,
     block_size: int | None = None,
     max_model_len: int,
+    max_encoder_tokens: int | None = None,
     workload: Workload | Mapping[str, Any] | None = None,
     constraints: KernelConstraints | None = None,
 ) -> KVPlan:
     """As `plan_kv_cache`, from specs by layer name; their block sizes (but a ring's) are replaced. None: no state."""
-    load = Workload.of(workload, max_model_len)
+    load = Workload.of(workload, max_model_len, max_encoder_tokens)
     constraints = constraints or KernelConstraints()
     kept = {name: spec for name, spec in specs.items() if spec is not None}
     if not kept:

@@ -53,7 +53,27 @@ class RecurrentManager(SingleTypeManager):
 
     def grow(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> None:
         super().grow(request_id, num_computed_tokens, num_tokens)
-        table = self.tables[request_id]
+        self._note_covered(self.tables[request_id], num_computed_tokens)
+
+    def count_appends(
+        self, tables: Sequence[BlockTable], starts: Sequence[int], ends: Sequence[int]
+    ) -> list[int] | None:
+        """Tokens of one block only: what is written is the running state, and at most its end is a boundary."""
+        size, counts = self.block_size, []
+        for table, start, end in zip(tables, starts, ends):
+            last = (end - 1) // size
+            missing = last + 1 - len(table.blocks)
+            if start < last * size or not 0 <= missing <= 1 or (not missing and table.blocks[last].is_null):
+                return None
+            counts.append(missing)
+        return counts
+
+    def note_appends(self, tables: Sequence[BlockTable], starts: Sequence[int]) -> list[int]:
+        for table, start in zip(tables, starts):
+            self._note_covered(table, start)
+        return [table.covered_tokens for table in tables]
+
+    def _note_covered(self, table: BlockTable, num_computed_tokens: int) -> None:
         index = num_computed_tokens // self.block_size
         while index < len(table.blocks) and not table.blocks[index].is_null:
             index += 1

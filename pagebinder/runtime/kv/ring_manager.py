@@ -21,6 +21,8 @@ class RingManager(SingleTypeManager):
     """Exactly one block, never in the prefix cache."""
 
     spec: RingSpec
+    grows_with_tokens = False
+    forgets = False
 
     @staticmethod
     def granularity(spec: KVCacheSpec, hash_block_size: int) -> int | None:
@@ -44,8 +46,8 @@ class RingManager(SingleTypeManager):
     def covered_tokens(self, request_id: str) -> int:
         return NEVER if self.tables[request_id].blocks else 0
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        pass
+    def cache_blocks(self, request: Request, num_tokens: int) -> int:
+        return NEVER
 
     def cache_end(self, request: Request, num_tokens: int) -> None:
         pass

@@ -83,12 +83,15 @@ class Workload:
         return int(self.prefix_share * tokens)
 
     @classmethod
-    def default(cls, max_model_len: int) -> Workload:
-        """Contexts of 128 to 32,768 tokens (or the model's length), each octave equally likely."""
+    def default(cls, max_model_len: int, max_encoder_tokens: int | None = None) -> Workload:
+        """Contexts of 128 to 32,768 tokens (or the model's length), each octave equally likely; the same for the
+        encoder's tokens, from 128 to 2,048 (or the encoder's limit)."""
         high = min(max_model_len, LONGEST_TOKENS)
-        low = min(SHORTEST_TOKENS, max(high // 8, 1))
-        encoders = _log_spread(SHORTEST_TOKENS, LONGEST_ENCODER_TOKENS)
-        return cls(contexts=_log_spread(low, high), encoders=encoders)
+        longest_encoder = min(max_encoder_tokens or LONGEST_ENCODER_TOKENS, LONGEST_ENCODER_TOKENS)
+        return cls(
+            contexts=_log_spread(_shortest(high), high),
+            encoders=_log_spread(_shortest(longest_encoder), longest_encoder),
+        )
 
     @classmethod
     def grown(cls, lengths: Sequence[tuple[int, float]], **options) -> Workload:
@@ -101,15 +104,20 @@ class Workload:
         return cls(contexts=tuple(spread), **options)
 
     @classmethod
-    def of(cls, value: Workload | Mapping[str, Any] | None, max_model_len: int) -> Workload:
+    def of(
+        cls,
+        value: Workload | Mapping[str, Any] | None,
+        max_model_len: int,
+        max_encoder_tokens: int | None = None,
+    ) -> Workload:
         """A workload from what users give: None is the default, a mapping has the fields by name.
 
-        Raises ConfigError for unknown fields, and for contexts that the model cannot have.
+        Raises ConfigError for unknown fields, and for contexts or encoder prompts that the model cannot have.
         """
         if value is None:
-            return cls.default(max_model_len)
+            return cls.default(max_model_len, max_encoder_tokens)
         if isinstance(value, Mapping):
-            value = cls._from_mapping(value, max_model_len)
+            value = cls._from_mapping(value, max_model_len, max_encoder_tokens)
         if not isinstance(value, Workload):
             raise ConfigError(f"workload={value!r}: use a Workload, a mapping of its fields, or None.")
         longest = max(tokens for tokens, _ in value.contexts)
@@ -118,17 +126,25 @@ class Workload:
                 f"workload: a context of {longest:,} tokens is longer than max_model_len ({max_model_len:,}); "
                 "shorten it, or raise max_model_len."
             )
+        longest = max((tokens for tokens, _ in value.encoders), default=0)
+        if max_encoder_tokens is not None and longest > max_encoder_tokens:
+            raise ConfigError(
+                f"workload: an encoder prompt of {longest:,} tokens is longer than the {max_encoder_tokens:,} that "
+                "the model's encoder takes; shorten it."
+            )
         return value
 
     @classmethod
-    def _from_mapping(cls, value: Mapping[str, Any], max_model_len: int) -> Workload:
+    def _from_mapping(
+        cls, value: Mapping[str, Any], max_model_len: int, max_encoder_tokens: int | None
+    ) -> Workload:
         names = [f.name for f in dataclasses.fields(cls)]
         for key in value:
             if key not in names:
                 near = difflib.get_close_matches(key, names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise ConfigError(f"workload has no field {key!r}{hint} Fields: {', '.join(names)}.")
-        default = cls.default(max_model_len)
+        default = cls.default(max_model_len, max_encoder_tokens)
         return cls(**{"contexts": default.contexts, "encoders": default.encoders, **value})
 
 
@@ -152,6 +168,11 @@ def _normalised(pairs, name: str, needed: bool) -> Histogram:
     if needed and total <= 0:
         raise ConfigError(f"{example}; at least one weight must be above 0.")
     return tuple((tokens, weight / total) for tokens, weight in pairs if weight > 0)
+
+
+def _shortest(longest: int) -> int:
+    """The low end of a spread of lengths up to `longest`."""
+    return min(SHORTEST_TOKENS, max(longest // 8, 1))
 
 
 def _log_spread(low: int, high: int) -> Histogram:

@@ -126,7 +126,9 @@ class CacheDriver:
             self._end(request)  # it was preempted after its last step
         items: list[tuple[Request, int, int]] = []
         busy: set[Request] = set()
-        for request in rng.sample(self.running, len(self.running)):
+        if rng.random() < 0.5:
+            self._schedule_batch(items, busy, rng)
+        for request in rng.sample([r for r in self.running if r not in busy], len(self.running) - len(busy)):
             if request in self.running and not self._is_done(request) and rng.random() < 0.85:
                 self._schedule_running(request, items, busy, rng)
         for request, image in list(self.swapped):
@@ -162,8 +164,8 @@ class CacheDriver:
             if request not in self.running:
                 continue
             if request.num_computed_tokens >= self.cache_at[request] or rng.random() < 0.1:
-                self.kv.cache_blocks(request)
-                self.cache_at[request] = self.kv.next_cache_at(request)
+                (self.cache_at[request],) = self.kv.cache_batch([request], [request.num_computed_tokens])
+                assert self.cache_at[request] == self.kv.next_cache_at(request)
                 assert self.cache_at[request] > request.num_computed_tokens
             if self._is_done(request):
                 self._end(request)
@@ -261,6 +263,22 @@ class CacheDriver:
 
     def _is_in_flight(self, request: Request) -> bool:
         return any(item[0] is request for _, items in self.in_flight for item in items)
+
+    def _schedule_batch(self, items, busy, rng) -> None:
+        """Some of the running requests together, mostly for one token; those that are refused stay for later."""
+        chosen = [r for r in self.running if not self._is_done(r) and rng.random() < 0.6]
+        if not chosen:
+            return
+        starts = [r.num_computed_tokens for r in chosen]
+        lengths = [rng.choice([1, 1, 1, rng.randint(1, self.chunk)]) for _ in chosen]
+        ends = [min(start + n, r.num_tokens) for r, start, n in zip(chosen, starts, lengths)]
+        covered = self.kv.allocate_batch(chosen, starts, ends)
+        self.counts["batched"] += len(covered)
+        for request, start, end, tokens in zip(chosen, starts, ends, covered):
+            assert tokens == self.kv.covered_tokens(request.request_id) >= start
+            self.cache_at[request] = self.kv.next_cache_at(request)
+            items.append((request, start, end - start))
+            busy.add(request)
 
     def _schedule_running(self, request, items, busy, rng) -> None:
         start, request_id = request.num_computed_tokens, request.request_id

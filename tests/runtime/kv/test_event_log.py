@@ -103,7 +103,7 @@ def counted(scheduler, output):
                     gaps[block.block_id] = min(gap, gaps.get(block.block_id, gap))
     for block in kv.pool.blocks:
         if block.block_hash is not None and block.block_id not in in_use:
-            cached[block.block_id] = int.from_bytes(block.block_hash[-4:], "big")
+            cached[block.block_id] = block.group_id
     uses, hits = Counter(in_use.values()), Counter(cached.values())
     empty = Counter()
     for block_id, gap in gaps.items():
@@ -147,7 +147,7 @@ def test_counts_agree_with_the_pool_at_every_step_of_random_traffic(layout, cach
     rng = random.Random(f"{layout} {caching} {in_flight}")
     # Little more than the longest request needs: somebody is preempted now and then.
     sizes = make(LAYOUTS[layout], in_flight=in_flight, **CACHING[caching]).kv
-    num_blocks = sizes.max_blocks_for(LONGEST) + 4
+    num_blocks = sizes.max_blocks_for(LONGEST) + 3
     scheduler = make(LAYOUTS[layout], num_blocks, in_flight=in_flight, **CACHING[caching])
     recorder = KVEventRecorder(scheduler)
     text = [1 + i * i % 3 for i in range(40)]

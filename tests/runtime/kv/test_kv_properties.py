@@ -97,6 +97,37 @@ TestCache.settings = settings(
 )  # fmt: skip
 
 
+def books(kv):
+    """Everything a cache knows that later decisions depend on."""
+    return (
+        [
+            {r: (t.ids.tolist(), t.first_live, t.num_hashed, t.covered_tokens) for r, t in m.tables.items()}
+            for m in kv.managers
+        ],
+        [(b.ref_cnt, b.block_hash, b.group_id, b.inner_hashes) for b in kv.pool.blocks],
+        [b.block_id for b in kv.pool.free_queue.get_all_free_blocks()],
+        {(g, h, b.block_id) for g, h, b in kv.pool._entries()},
+        (dict(kv.context.fence.pins), dict(kv.rows.row_of), len(kv.context.copies)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_batched_growth_leaves_the_same_books_as_one_request_after_the_other(seed):
+    layout, rng = LAYOUTS[seed % len(LAYOUTS)], random.Random(seed)
+    options = {"enable_caching": seed % 5 > 0, "retention": RETENTIONS[seed % 3], "depth": 1 + seed // 8 % 2}
+    spare = rng.randint(0, 30)
+    batched, single = make_driver(layout, spare, **options), make_driver(layout, spare, **options)
+    taken = []
+    original = batched.kv.batched.try_grow
+    batched.kv.batched.try_grow = lambda *args: taken.append(original(*args)) or taken[-1]
+    single.kv.batched.try_grow = lambda *args: None
+    for i, name in enumerate(rng.choices(CacheDriver.OPERATIONS, CacheDriver.WEIGHTS, k=OPERATIONS // 2)):
+        for driver in (batched, single):
+            driver.run(name, random.Random(f"{seed} {i}"))
+        assert books(batched.kv) == books(single.kv)
+    assert sum(covered is not None for covered in taken) > len(taken) // 10 > 0
+
+
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_long_runs(seed):
     """Long enough that the pool is full of old prefixes and every mechanism meets every other."""
@@ -109,7 +140,7 @@ def test_long_runs(seed):
     for name in rng.choices(CacheDriver.OPERATIONS, CacheDriver.WEIGHTS, k=OPERATIONS):
         driver.run(name, rng)
     driver.drain()
-    assert driver.counts["uncalled"] > 0 and driver.counts["hit tokens"] > 0
+    assert driver.counts["uncalled"] > 0 and driver.counts["batched"] > 0 and driver.counts["hit tokens"] > 0
     assert driver.memory.counts["copies"] > 0
     if driver.kv.swapper is not None:
         assert driver.memory.counts["swaps"] > 0
