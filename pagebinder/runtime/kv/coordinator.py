@@ -171,7 +171,9 @@ class KVCacheManager:
             self.remove_skipped_blocks(request, start)
         covered = None
         request_ids = [request.request_id for request in requests]
-        if max(ends) <= self.max_model_len and self._forked_at.keys().isdisjoint(request_ids):
+        # A request without computed tokens may still lack the blocks that do not grow with tokens (rings).
+        plain = min(starts) > 0 and max(ends) <= self.max_model_len
+        if plain and self._forked_at.keys().isdisjoint(request_ids):
             covered = self.batched.try_grow(request_ids, starts, ends)
         return self._allocate_one_by_one(requests, starts, ends) if covered is None else covered
 
