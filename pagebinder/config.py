@@ -200,6 +200,11 @@ class EngineConfig:
             ConfigError,
             f'swap_policy={self.swap_policy!r}: use "auto", "always" or "never".',
         )
+        _require(
+            self.swap_policy != "always" or self.swap_bytes > 0,
+            ConfigError,
+            'swap_policy="always" needs swap space: give swap_bytes.',
+        )
         _require(_is_int(self.seed), ConfigError, f"seed={self.seed!r}: use a whole number.")
         for name in ("prefix_caching", "check_integrity"):
             value = getattr(self, name)

@@ -7,7 +7,7 @@ import torch
 
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
-from pagebinder.errors import RequestError
+from pagebinder.errors import CacheCapacityError, RequestError
 from tests.helpers import VOCAB_SIZE, tiny_llama, tiny_mistral
 
 MODELS = {"llama": tiny_llama, "mistral-window": lambda: tiny_mistral(20)}
@@ -145,11 +145,22 @@ def test_what_cannot_be_forked(pair):
         engine.fork("nobody", "b")
     with pytest.raises(RequestError, match="already in use"):
         engine.fork("a", "a")
-    with pytest.raises(RequestError, match="use n=1 and more"):
+    with pytest.raises(RequestError, match="larger max_tokens"):
         engine.fork("a", "b", greedy(max_tokens=3))
     with pytest.raises(RequestError, match="log-probabilities"):
         engine.fork("a", "b", greedy(logprobs=1))
     assert set(drain(engine)) == {"a"}
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)  # a window of 20 tokens would fit
+@pytest.mark.parametrize("max_tokens", [400, None])
+def test_a_fork_that_could_never_end_is_refused(pair, max_tokens):
+    engine = make_engine(pair, num_kv_blocks=6, max_num_batched_tokens=40)
+    engine.add_request("a", PROMPT, greedy(ignore_eos=True))
+    engine.step()
+    with pytest.raises(CacheCapacityError, match="max_tokens"):
+        engine.fork("a", "b", greedy(max_tokens=max_tokens, ignore_eos=True))
+    assert len(drain(engine)["a"]) == 24
 
 
 # Beam search

@@ -6,7 +6,7 @@ import pytest
 
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
-from pagebinder.errors import ConfigError
+from pagebinder.errors import CacheCapacityError, ConfigError
 from tests.helpers import VOCAB_SIZE, tiny_llama, tiny_mistral
 
 MODELS = {"llama": tiny_llama, "mistral-window": lambda: tiny_mistral(20)}
@@ -74,8 +74,20 @@ def test_no_swap_space_without_bytes_or_with_never(compiled):
 
 @pytest.mark.parametrize(
     "bad",
-    [{"swap_bytes": -1}, {"swap_policy": "often"}, {"prefix_retention": "some"}, {"prefix_retention": 0}],
+    [
+        {"swap_bytes": -1},
+        {"swap_policy": "often"},
+        {"swap_policy": "always"},
+        {"prefix_retention": "some"},
+        {"prefix_retention": 0},
+    ],
 )
 def test_bad_options(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         EngineConfig(**bad)
+
+
+@pytest.mark.parametrize("swap_bytes", [1, 10**16])
+def test_swap_space_that_is_useless_or_cannot_be_had(compiled, swap_bytes):
+    with pytest.raises(CacheCapacityError, match="swap_bytes"):
+        compiled.engine(EngineConfig(num_kv_blocks=12, swap_bytes=swap_bytes))

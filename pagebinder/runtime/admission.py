@@ -25,7 +25,7 @@ def check_fits(
     if prompt_len >= max_model_len:
         raise RequestError(
             f"the prompt has {prompt_len} tokens, but max_model_len is {max_model_len} including at least one "
-            "generated token; shorten the prompt or raise max_model_len"
+            "generated token; shorten the prompt, or compile with a larger max_model_len if the model allows it"
         )
     # The last generated token is never fed back, so it needs no slot.
     num_tokens = min(prompt_len + max_tokens, max_model_len) - 1

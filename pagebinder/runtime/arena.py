@@ -63,9 +63,18 @@ class KVArena:
         )
 
     def add_host_blocks(self, num_slots: int) -> None:
-        """Host memory for blocks of preempted requests (pinned when the arena is on a GPU)."""
+        """Host memory for blocks of preempted requests (pinned when the arena is on a GPU).
+
+        Raises CacheCapacityError if it cannot be allocated.
+        """
         shape = (num_slots, self.bytes_per_block)
-        self.host = torch.zeros(shape, dtype=torch.uint8, pin_memory=self.memory.is_cuda)
+        try:
+            self.host = torch.zeros(shape, dtype=torch.uint8, pin_memory=self.memory.is_cuda)
+        except (RuntimeError, MemoryError) as error:
+            num_bytes = num_slots * self.bytes_per_block
+            raise CacheCapacityError(
+                f"Swap space of {num_bytes / 2**30:,.1f} GiB cannot be allocated; give less swap_bytes."
+            ) from error
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Copy whole blocks, one after the other: a source may be the destination of a copy before it."""

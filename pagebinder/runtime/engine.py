@@ -113,6 +113,8 @@ class Engine:
             raise RequestError(f"priority={priority!r}: use a whole number, smaller is served first.")
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id={request_id!r}: use a non-empty string.")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt={cache_salt!r}: use a string, or None.")
         encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens, cache_salt)
         tokens = decoder_prompt_ids(prompt, self.model)
         check_params(params, self.model.tokenizer, self.model.vocab_size)
@@ -154,10 +156,11 @@ class Engine:
         """Go on with a copy of a request besides the request itself: same tokens so far, shared cache blocks.
 
         Args:
-            params: of the new request, the old one's by default. Without a seed it draws its own tokens.
-                max_tokens counts from the prompt on, as for the old request.
+            params: of the new request, by default the old one's, but for the seed: without a seed of its own the
+                fork draws its own tokens. max_tokens counts from the prompt on, as for the old request.
         Raises:
-            RequestError: no such request, an id in use, parameters that do not fit; nothing was changed.
+            RequestError: no such request, an id in use, parameters that do not fit.
+            CacheCapacityError: the fork could not run to its end even alone. Nothing was changed.
         """
         parent = self._live.get(request_id)
         if parent is None:
@@ -168,11 +171,12 @@ class Engine:
         limit = min(params.max_tokens or room, room)
         if params.n != 1 or limit <= old.num_output_tokens:
             raise RequestError(
-                f"A fork of {request_id!r} continues its {old.num_output_tokens} tokens: use n=1 and more "
-                "max_tokens."
+                f"A fork of {request_id!r} is one sample that goes on after {old.num_output_tokens} generated "
+                f"tokens: use n=1 (not {params.n}) and a larger max_tokens (not {params.max_tokens})."
             )
         if params.logprobs is not None and parent.logprobs is None and old.num_output_tokens:
             raise RequestError(f"{request_id!r} kept no log-probabilities, so its fork cannot report them.")
+        self.scheduler.check_fits(old.num_prompt_tokens, limit, old.num_encoder_tokens)
         seed = params.seed if params.seed is not None else self._fresh_seed()
         with deferred_interrupts():
             child = old.child(new_request_id, old.num_tokens, max_tokens=limit, params=params)
@@ -197,7 +201,10 @@ class Engine:
 
     @deferred_interrupts()
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Stop a request and free its blocks; returns what it had generated, or None if it is unknown."""
+        """Stop a request and free its blocks; returns what it had generated, or None if it is unknown.
+
+        Samples of one prompt (n > 1) are requests of their own: "<id>-0", "<id>-1", ...
+        """
         live = self._live.pop(request_id, None)
         if live is None:
             return None

@@ -84,10 +84,17 @@ def max_encoder_tokens(model: EngineModel, config: EngineConfig) -> int:
 
 
 def swap_space(arena: KVArena, config: EngineConfig) -> tuple[SwapPolicy | None, HostBlocks | None]:
-    """Host memory for preempted requests, with the copy rate measured on it; None without."""
-    num_slots = config.swap_bytes // arena.bytes_per_block
-    if not num_slots or config.swap_policy == "never":
+    """Host memory for preempted requests, with the copy rate measured on it; None without.
+
+    Raises CacheCapacityError if it is smaller than a block, or cannot be had.
+    """
+    if not config.swap_bytes or config.swap_policy == "never":
         return None, None
+    num_slots = config.swap_bytes // arena.bytes_per_block
+    if not num_slots:
+        raise CacheCapacityError(
+            f"swap_bytes={config.swap_bytes} holds no KV block of {arena.bytes_per_block:,} bytes; give more, or 0."
+        )
     arena.add_host_blocks(num_slots)
     policy = SwapPolicy(config.swap_policy, arena.bytes_per_block)
     policy.note_copy(*arena.time_copies())

@@ -112,12 +112,14 @@ class Scheduler:
         tokens and at least one more. It shares the parent's blocks. If no seat is free, or the parent has no
         blocks, it waits like a preempted request. `end`: its last token ended it already.
 
-        Raises RequestError for an unknown parent or an id in use.
+        Raises RequestError for an unknown parent or an id in use, CacheCapacityError for a child that could not run
+        to its end.
         """
         parent = self.requests.get(parent_id)
         if parent is None:
             raise RequestError(f"request {parent_id!r} is not in the engine: it cannot be forked")
         self._check_id(child)
+        self.check_fits(child.num_prompt_tokens, child.max_tokens, child.num_encoder_tokens)
         self._enlist(child)
         self.stats.num_forks += 1
         if end is not None or self._is_full(child):
