@@ -138,7 +138,8 @@ def doctor(
         typer.Option(metavar="DIR", help="Print the KV cache plan of this checkpoint (config.json) instead."),
     ] = None,
     context: Annotated[
-        list[int] | None, typer.Option(help="With --kv: a context length in tokens. May be repeated.")
+        list[str] | None,
+        typer.Option(help="With --kv: a context length in tokens, like 8000 or 32k. May be repeated."),
     ] = None,
     memory: Annotated[
         list[str] | None, typer.Option(help="With --kv: memory for the cache, like 20GiB. May be repeated.")

@@ -24,16 +24,30 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in UNITS:
         raise ConfigError(f"{text!r} is not an amount of memory; write it like 20GiB, 512MiB or 16GB.")
-    return int(float(match[1]) * UNITS[match[2].lower()])
+    num_bytes = int(float(match[1]) * UNITS[match[2].lower()])
+    if num_bytes < 1:
+        raise ConfigError(f"{text!r} is no memory at all; give at least one block of the cache, like 512MiB.")
+    return num_bytes
+
+
+def parse_tokens(text: str) -> int:
+    """ "8000", "32k" (k = 1024 tokens) -> tokens. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+)\s*([kK]?)\s*", text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a number of tokens; write it like 8000 or 32k (k = 1024).")
+    return int(match[1]) * (1024 if match[2] else 1)
 
 
 def read_workload(path: Path) -> dict:
     """The fields of a workload file, checked as far as that is possible without a model. Raises ConfigError."""
-    from pagebinder.runtime.kv.planner import UNLIMITED_TOKENS
-    from pagebinder.runtime.kv.workload import Workload
+    from pagebinder.runtime.kv.workload import UNLIMITED_TOKENS, Workload
 
     try:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the workload file {path} does not exist; write one like: contexts = [[2000, 0.7], [8000, 0.3]]."
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}.") from error
     Workload.of(fields, UNLIMITED_TOKENS)
@@ -43,7 +57,7 @@ def read_workload(path: Path) -> dict:
 def doctor_kv(
     directory: Path,
     *,
-    contexts: Sequence[int],
+    contexts: Sequence[str],
     memory: Sequence[str],
     workload: Path | None,
     max_model_len: int | None,
@@ -51,6 +65,7 @@ def doctor_kv(
     as_json: bool,
 ) -> None:
     """Print the plan: groups, waste, next best plan, formulas, and what fits into how much memory."""
+    contexts = [parse_tokens(text) for text in contexts]
     memory_bytes = [parse_bytes(text) for text in memory]
     fields = None if workload is None else read_workload(workload)
     with working("planning the KV cache") as step:
@@ -70,11 +85,15 @@ def doctor_kv(
                 f"--context {tokens}: this model has contexts of 1 to {plan.max_model_len:,} tokens."
             )
     if as_json:
+        from pagebinder.runtime.kv.plan_text import longest_encoder
+
+        encoder = longest_encoder(plan)
         fits = [
-            {"memory_bytes": m, "context_tokens": t, "requests": plan.capacity(m, t)}
+            {"memory_bytes": m, "context_tokens": t, "encoder_tokens": encoder,
+             "requests": plan.capacity(m, t, encoder_tokens=encoder)}
             for m in memory_bytes
             for t in contexts or [plan.max_model_len]
-        ]
+        ]  # fmt: skip
         print(
             json.dumps(
                 {key: value for key, value in facts.items() if key != "lines"} | {"fits": fits}, indent=2

@@ -84,7 +84,7 @@ class CompileConfig:
         providers: op name -> provider name, for example {"paged_attention": "reference"}.
         fusions: apply the passes that lead to the fused graph.
         strict: an attention layer that is not explained is a CaptureError; False records it and goes on.
-        block_size: tokens per KV block; None lets the planner choose.
+        block_size: tokens per KV block, at most 65,536; None lets the planner choose.
         workload: what the KV cache is planned for, a pagebinder.runtime.kv.Workload or a dict of its fields, for
             example {"contexts": [[2000, 0.7], [8000, 0.3]], "concurrency": 64}; None: mixed lengths.
         max_model_len: longest prompt + output in tokens; None takes the model's.
@@ -123,14 +123,28 @@ class CompileConfig:
             )
         if not isinstance(self.providers, dict):
             raise ConfigError('providers maps an op to a provider, for example {"paged_attention": "cpu"}.')
-        for name in ("block_size", "max_model_len"):
-            value = getattr(self, name)
-            ok = value is None or (_is_int(value) and value >= 1)
-            _require(ok, ConfigError, f"{name}={value!r}: use a whole number of tokens, at least 1, or None.")
+        length = self.max_model_len
+        ok = length is None or (_is_int(length) and length >= 1)
+        _require(
+            ok, ConfigError, f"max_model_len={length!r}: use a whole number of tokens, at least 1, or None."
+        )
+        self._check_plan_options()
         if isinstance(self.device, torch.device):
             object.__setattr__(self, "device", str(self.device))
         device_ok = isinstance(self.device, str) and self.device.split(":")[0] in ("auto", "cpu", "cuda")
         _require(device_ok, ConfigError, f'device={self.device!r}: use "auto", "cpu" or "cuda".')
+
+    def _check_plan_options(self) -> None:
+        """What the planner would refuse after minutes of capturing; what depends on the model is checked there."""
+        # Imported where it is needed: this file is a leaf, which all rooms import.
+        if self.block_size is not None:
+            from pagebinder.runtime.kv.constraints import check_block_size
+
+            check_block_size(self.block_size)
+        if self.workload is not None:
+            from pagebinder.runtime.kv.workload import UNLIMITED_TOKENS, Workload
+
+            Workload.of(self.workload, self.max_model_len or UNLIMITED_TOKENS)
 
 
 @_strict(ConfigError)

@@ -74,6 +74,7 @@ def _cache(plan: KVPlan, stateless: Sequence[str]) -> dict:
         "workload_waste_percent": plan.wasted_percent,
         "group_facts": [_group(plan, i) for i in range(len(plan.groups))],
         "next_best": asdict(plan.next_best) if plan.next_best else None,
+        "constraint_cost": asdict(plan.constraint_cost) if plan.constraint_cost else None,
         "lines": plan.describe(stateless=stateless),
     }
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import pagebinder
 from pagebinder.cli import app
-from pagebinder.cli_plan import parse_bytes
+from pagebinder.cli_plan import parse_bytes, parse_tokens
 from pagebinder.compile import explain_model
 from pagebinder.errors import ConfigError
 from pagebinder.runtime.kv import Workload
@@ -46,9 +46,27 @@ def fail(*args) -> str:
 def test_the_plan_is_printed(config_only):
     text = succeed("--kv", config_only, "--context", 1000, "--context", 4096, "--memory", "1GiB")
     assert "0: full_attention" in text and "sliding_window 64" in text
-    for words in ("next best costs", "waste over the workload", "ceiling(T/", "at 1,000", "in 1 GiB"):
+    assert "next best under the constraints costs" in text
+    for words in ("waste over the workload", "ceiling(T/", "at 1,000", "in 1 GiB"):
         assert words in text
     assert all(len(line) <= 118 for line in text.splitlines())
+
+
+def test_lengths_in_k_and_memory_in_its_own_unit(config_only):
+    text = succeed("--kv", config_only, "--context", "2k", "--memory", "3MiB", "--memory", "5000")
+    assert "at 2,048" in text and "in 3 MiB" in text and "in 4.88281 KiB" in text
+    assert [parse_tokens(t) for t in ("8000", "32k", " 1K ")] == [8000, 32_768, 1024]
+
+
+def test_the_json_has_what_the_constraint_costs(config_only):
+    facts = json.loads(succeed("--kv", config_only, "--json"))
+    assert facts["constraint_cost"]["saved_bytes"] > 0
+    assert facts["constraint_cost"]["wasted_percent"] < facts["workload_waste_percent"]
+
+
+def test_blocks_are_no_larger_than_requests(config_only):
+    facts = json.loads(succeed("--kv", config_only, "--max-model-len", 10, "--json"))
+    assert facts["block_sizes"] == [16] and facts["constraint_cost"] is None
 
 
 def test_the_plan_as_json_is_that_of_the_workload(config_only, tmp_path):
@@ -64,7 +82,8 @@ def test_the_plan_as_json_is_that_of_the_workload(config_only, tmp_path):
     assert [g["layers"] for g in facts["group_facts"]] == [list(g.layers) for g in plan.groups]
     assert sum(facts["group_facts"][0]["workload_waste_bytes"].values()) == plan.group_waste[0].bytes
     requests = plan.capacity(20 << 30, 4000)
-    assert facts["fits"] == [{"memory_bytes": 20 << 30, "context_tokens": 4000, "requests": requests}]
+    fits = {"memory_bytes": 20 << 30, "context_tokens": 4000, "encoder_tokens": 0, "requests": requests}
+    assert facts["fits"] == [fits]
 
 
 def test_bad_options_say_what_to_do(config_only, tmp_path):
@@ -73,7 +92,10 @@ def test_bad_options_say_what_to_do(config_only, tmp_path):
     assert "did you mean 'concurrency'" in fail("--kv", config_only, "--workload", file)
     file.write_text("concurrency = \n")
     assert "is not a TOML file" in fail("--kv", config_only, "--workload", file)
-    assert "nowhere" in fail("--kv", config_only, "--workload", tmp_path / "nowhere.toml")
+    missing = fail("--kv", config_only, "--workload", tmp_path / "nowhere.toml")
+    assert "nowhere.toml does not exist" in missing and "Errno" not in missing
+    assert "no memory at all" in fail("--kv", config_only, "--memory", "0")
+    assert "write it like 8000 or 32k" in fail("--kv", config_only, "--context", "32kb")
     assert "write it like 20GiB" in fail("--kv", config_only, "--memory", "much")
     assert "contexts of 1 to 4,096 tokens" in fail("--kv", config_only, "--context", 5000)
     assert "add --kv" in fail("--context", 5000)

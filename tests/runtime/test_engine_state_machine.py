@@ -75,6 +75,8 @@ def options(draw, groups):
     """Options of an engine that is as small as it can be, or a little larger. `draw(a strategy)` chooses."""
     budget = draw(st.sampled_from([1, 3, 7, 16, 40]))
     one_request = hash_plan(groups, MAX_MODEL_LEN)[0].min_blocks(MAX_MODEL_LEN, budget)
+    num_host_blocks = draw(st.sampled_from([0, one_request, 4 * one_request]))
+    swap_policies = ["auto", "never", "always"] if num_host_blocks else ["auto", "never"]
     return {
         "max_model_len": MAX_MODEL_LEN,
         "num_kv_blocks": one_request + draw(st.integers(0, one_request)),
@@ -84,8 +86,8 @@ def options(draw, groups):
         "long_prefill_token_threshold": draw(st.sampled_from([0, 3])),
         "prefix_caching": draw(st.sampled_from([True, True, True, False])),
         "prefix_retention": draw(st.sampled_from(["dense", "sparse", 4, 16])),
-        "num_host_blocks": draw(st.sampled_from([0, one_request, 4 * one_request])),
-        "swap_policy": draw(st.sampled_from(["auto", "always", "never"])),
+        "num_host_blocks": num_host_blocks,
+        "swap_policy": draw(st.sampled_from(swap_policies)),
     }
 
 

@@ -1,5 +1,6 @@
 """KV cache: blocks and prefix hashes, specs and plan, one manager per group, one coordinator. No torch."""
 
+from pagebinder.runtime.kv.alternatives import ConstraintCost, NextBest
 from pagebinder.runtime.kv.block_table import BlockTable
 from pagebinder.runtime.kv.blocks import BlockPool, KVCacheIntegrityError
 from pagebinder.runtime.kv.constraints import KernelConstraints
@@ -32,6 +33,9 @@ from pagebinder.runtime.kv.ring_manager import RingManager
 from pagebinder.runtime.kv.rows import RequestRows, RowArray
 from pagebinder.runtime.kv.spec_builders import SPEC_BUILDERS, spec_from_state
 from pagebinder.runtime.kv.specs import (
+    BLOCK_SIZE,
+    ENCODER_TOKENS,
+    TOKENS,
     AttentionSpec,
     ChunkedLocalSpec,
     CrossAttentionSpec,
@@ -46,11 +50,15 @@ from pagebinder.runtime.kv.specs import (
     SlidingWindowSpec,
 )
 from pagebinder.runtime.kv.workload import Workload
+from pagebinder.runtime.request import Request
 
 __all__ = [
+    "BLOCK_SIZE",
+    "ENCODER_TOKENS",
     "MANAGERS",
     "NO_GROUP",
     "SPEC_BUILDERS",
+    "TOKENS",
     "AllBlocksCleared",
     "AttentionSpec",
     "BlockCopy",
@@ -61,6 +69,7 @@ __all__ = [
     "CacheContext",
     "ChunkedLocalManager",
     "ChunkedLocalSpec",
+    "ConstraintCost",
     "CrossAttentionManager",
     "CrossAttentionSpec",
     "FreeBlockQueue",
@@ -81,10 +90,12 @@ __all__ = [
     "KernelConstraints",
     "LatentSpec",
     "LayerPage",
+    "NextBest",
     "PrefixHit",
     "PrefixRetention",
     "RecurrentManager",
     "RecurrentSpec",
+    "Request",
     "RequestBlockHasher",
     "RequestRows",
     "RingManager",

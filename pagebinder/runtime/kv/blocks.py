@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from pagebinder.errors import CacheCapacityError
+from pagebinder.errors import CacheCapacityError, ConfigError
+from pagebinder.runtime.kv.checks import is_int
 from pagebinder.runtime.kv.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlocksStored
 from pagebinder.runtime.kv.free_queue import FreeBlockQueue, KVCacheBlock, make_blocks
 
@@ -39,6 +40,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+        if not is_int(num_blocks):
+            raise ConfigError(f"num_blocks={num_blocks!r}: use a whole number of blocks, at least 2.")
         if num_blocks < 2:
             raise CacheCapacityError(
                 f"a KV cache of {num_blocks} blocks holds no token (one block is reserved as padding); "
@@ -70,7 +73,9 @@ class BlockPool:
         return 1.0 - self.num_free_blocks / (self.num_blocks - 1)
 
     def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
-        """Allocate `n` blocks with ref_cnt 1, evicting what they held. Raises ValueError if n > free."""
+        """Allocate `n` blocks with ref_cnt 1, evicting what they held. Raises ValueError unless 0 <= n <= free."""
+        if n < 0:
+            raise ValueError(f"{n} blocks wanted: the number must be 0 or more")
         blocks = self.free_queue.popleft_n(n)
         for block in blocks:
             assert block.ref_cnt == 0, f"{block!r} was free but referenced"
@@ -155,7 +160,13 @@ class BlockPool:
             self._emit(BlocksStored(group_id, (block.block_id,), (unit_hashes[-1],), parent))
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget what these blocks hold; they stay where they are (in use or in the queue)."""
+        """Forget what these blocks hold; they stay where they are (in use or in the queue).
+
+        Raises ValueError, and does nothing, if an id is none of the pool's.
+        """
+        block_ids = list(block_ids)
+        if unknown := [i for i in block_ids if not (is_int(i) and 0 <= i < self.num_blocks)]:
+            raise ValueError(f"no such blocks: {unknown}; ids are 0 to {self.num_blocks - 1}")
         for block_id in block_ids:
             if self.blocks[block_id].block_hash is not None:
                 self._unhash(self.blocks[block_id])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagebinder.errors import ConfigError
+from pagebinder.runtime.kv.checks import is_int
 from pagebinder.runtime.kv.specs import AttentionSpec, KVCacheSpec, RecurrentSpec, RingSpec
 
 # A head's rows in one block lie side by side. Where such a run ends, the processor's prefetchers start anew: runs
@@ -17,6 +19,8 @@ MIN_RUN_BYTES = 32 * 1024
 MAX_TOKENS_FOR_RUNS = 64
 # A window's blocks are whole: blocks of up to an eighth of the window keep what that wastes small.
 BLOCKS_PER_WINDOW = 8
+# Blocks beyond this are a slip of the pen: each request would hold that much of every layer.
+MAX_BLOCK_TOKENS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +59,12 @@ class KernelConstraints:
         unit = self.page_alignment_bytes
         return -(-num_bytes // unit) * unit
 
-    def block_sizes(self, specs: tuple[KVCacheSpec, ...], fixed: int | None) -> tuple[int, ...]:
+    def block_sizes(
+        self, specs: tuple[KVCacheSpec, ...], fixed: int | None, longest: int | None = None
+    ) -> tuple[int, ...]:
         """Block sizes that layers behind one table may have, ascending; `fixed` is the user's for layers with rows.
 
+        `longest`: tokens that a table ever covers; of the sizes that hold them all, only the smallest is offered.
         Empty if there is none: compressed layers need whole entries in a block.
         """
         if isinstance(specs[0], RingSpec):
@@ -66,7 +73,11 @@ class KernelConstraints:
             return tuple(sorted(self.recurrent_intervals))
         offered = self.attention_blocks if fixed is None else (fixed,)
         whole = [b for b in sorted(offered) if all(b % spec.tokens_per_entry == 0 for spec in specs)]
-        return tuple(whole) if fixed is not None else tuple(self._long_enough(specs, whole))
+        if fixed is not None:
+            return tuple(whole)
+        most = next((b for b in whole if longest is not None and b >= longest), None)
+        needed = whole if most is None else [b for b in whole if b <= most]
+        return tuple(self._long_enough(specs, needed))
 
     def _long_enough(self, specs: tuple[KVCacheSpec, ...], sizes: list[int]) -> list[int]:
         """Sizes whose runs are long; where no size below the limits has them, the largest below the limits on."""
@@ -77,6 +88,17 @@ class KernelConstraints:
         enough = (b for b in below if b * row_bytes >= self.min_run_bytes)
         shortest = next(enough, below[-1] if below else 0)
         return [b for b in sizes if b >= shortest]
+
+
+def check_block_size(block_size: object) -> None:
+    """Raise ConfigError unless it is None (choose one) or a whole number from 1 to MAX_BLOCK_TOKENS."""
+    if block_size is None:
+        return
+    if not is_int(block_size) or not 1 <= block_size <= MAX_BLOCK_TOKENS:
+        raise ConfigError(
+            f"block_size={block_size!r}: use a whole number of tokens, at least 1 and at most {MAX_BLOCK_TOKENS:,}, "
+            "or None to let the planner choose."
+        )
 
 
 def _limit(spec: KVCacheSpec) -> int | None:

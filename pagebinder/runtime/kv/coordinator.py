@@ -78,7 +78,7 @@ class KVCacheManager:
     # Prefix cache
 
     def extend_hashes(self, request: Request) -> None:
-        """Hash the request's newly full units. Call before `find_prefix`; the other calls do it themselves."""
+        """Hash the request's newly full units. `find_prefix`, `cache_blocks` and `free` do it themselves."""
         if self._can_resume:
             self.hasher.extend(request)
 
@@ -87,6 +87,7 @@ class KVCacheManager:
         be computed to get logits. Blocks of the encoder's tokens are looked up besides."""
         if not self.enable_caching:
             return self.search.nothing()
+        self.extend_hashes(request)
         return self.search.find(request, request.num_tokens - 1 if self._can_resume else 0)
 
     def prefix_may_grow(self, request: Request, num_hit_tokens: int) -> bool:
@@ -281,7 +282,12 @@ class KVCacheManager:
     # Views
 
     def block_ids(self, request_id: str) -> tuple:
-        """Per group, the live block table of a running request, int32 (0 = null block). Read, do not change."""
+        """Per group, the live block table of a running request, int32 (0 = null block). Read, do not change.
+
+        Raises KeyError for a request that holds no blocks.
+        """
+        if request_id not in self.rows:
+            raise KeyError(f"request {request_id!r} holds no blocks: it has not been given any, or was freed")
         return tuple(manager.block_ids(request_id) for manager in self.managers)
 
     def covered_tokens(self, request_id: str) -> int:

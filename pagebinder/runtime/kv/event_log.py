@@ -11,6 +11,7 @@ runs: blocks of the step are allocated, and the tokens it computes count as stor
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -126,18 +127,16 @@ class KVEventLog:
             yield i, owners
 
     def save(self, path: str | Path) -> None:
-        """Write JSON lines: a header, then one line per step."""
+        """Write JSON lines: a header, then one line per step. Raises EventLogError if the file cannot be written."""
         header = {"format": FORMAT, "version": VERSION, "num_blocks": self.num_blocks,
                   "bytes_per_block": self.bytes_per_block, "has_owners": self.has_owners,
                   "groups": [asdict(group) for group in self.groups]}  # fmt: skip
-        with Path(path).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(header) + "\n")
-            for step in self.steps:
-                record = {name: getattr(step, name) for name in _FIELDS}
-                record["time"] = round(step.time, 6)
-                if not step.owners:
-                    del record["owners"]
-                file.write(json.dumps(record) + "\n")
+        records = itertools.chain([header], map(_as_dict, self.steps))
+        try:
+            with Path(path).open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
     @classmethod
     def load(cls, path: str | Path) -> KVEventLog:
@@ -152,6 +151,22 @@ class KVEventLog:
         log = _header(lines[0] if lines else "", path)
         log.steps = list(_records(lines[1:], log, path))
         return log
+
+
+def _as_dict(step: StepRecord) -> dict:
+    record = {name: getattr(step, name) for name in _FIELDS}
+    record["time"] = round(step.time, 6)
+    if not step.owners:
+        del record["owners"]
+    return record
+
+
+def cannot_write(path: str | Path, error: OSError) -> EventLogError:
+    """The error for a file that cannot be made; a folder that is missing is named."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return EventLogError(f"cannot write {path}: the folder {folder} does not exist; create it first")
+    return EventLogError(f"cannot write {path}: {error.strerror}")
 
 
 def _header(line: str, path: Path) -> KVEventLog:

@@ -90,9 +90,13 @@ class LayerKind:
 
 
 def kind_variants(
-    specs: Mapping[str, KVCacheSpec], constraints: KernelConstraints, block_size: int | None
+    specs: Mapping[str, KVCacheSpec],
+    constraints: KernelConstraints,
+    block_size: int | None,
+    max_model_len: int | None = None,
+    max_encoder_tokens: int | None = None,
 ) -> list[list[LayerKind]]:
-    """The ways to sort layers into kinds. `block_size`: the user's, for layers with rows.
+    """The ways to sort layers into kinds. `block_size`: the user's, for layers with rows; lengths: None is no limit.
 
     Layers that could share a table but have pages of different sizes may also be kept apart, with block sizes of
     their own: every partition of the page sizes is a variant (only "all together" and "all apart" where those are
@@ -112,7 +116,7 @@ def kind_variants(
     for choice in islice(product(*choices), MAX_VARIANTS):
         parts = (sorted((n for names in part for n in names), key=number.get) for p in choice for part in p)
         kinds = [
-            _kind(tuple(names), specs, constraints, block_size)
+            _kind(tuple(names), specs, constraints, block_size, (max_model_len, max_encoder_tokens))
             for names in sorted(parts, key=lambda names: number[names[0]])
         ]
         variants.append(sorted(kinds, key=lambda kind: not kind.grows))
@@ -137,9 +141,11 @@ def _kind(
     specs: Mapping[str, KVCacheSpec],
     constraints: KernelConstraints,
     block_size: int | None,
+    limits: tuple[int | None, int | None],
 ) -> LayerKind:
     members = tuple(specs[name] for name in names)
-    sizes = constraints.block_sizes(members, block_size)
+    longest = limits[isinstance(members[0], CrossAttentionSpec)]
+    sizes = constraints.block_sizes(members, block_size, longest)
     if not sizes:
         coarsest = max(names, key=lambda name: specs[name].tokens_per_entry)
         raise _no_block_size(coarsest, members, constraints, block_size)

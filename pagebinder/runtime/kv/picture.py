@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagebinder.errors import EventLogError
-from pagebinder.runtime.kv.event_log import CACHED, KVEventLog
+from pagebinder.runtime.kv.event_log import CACHED, KVEventLog, cannot_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,12 +44,17 @@ EVENTS = (
 def draw_pool(log: KVEventLog, path: str | Path) -> None:
     """Write the picture of a log to `path` (.svg, .png or .pdf).
 
-    Raises EventLogError for a log without steps, another suffix, or if matplotlib is not installed.
+    Raises EventLogError for a log without steps, another suffix, a file that cannot be written, or if matplotlib is
+    not installed.
     """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise EventLogError(f"cannot draw to {path}: choose a name that ends in {', '.join(SUFFIXES)}")
-    pool_figure(log).savefig(path, dpi=130)
+    figure = pool_figure(log)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def pool_figure(log: KVEventLog) -> Figure:

@@ -21,6 +21,8 @@ from functools import cached_property
 import sympy
 
 from pagebinder.runtime.kv import capacity
+from pagebinder.runtime.kv.alternatives import ConstraintCost, NextBest
+from pagebinder.runtime.kv.checks import require_whole
 from pagebinder.runtime.kv.counts import blocks_held, bytes_used
 from pagebinder.runtime.kv.specs import BLOCK_SIZE, TOKENS, CrossAttentionSpec, KVCacheGroup
 from pagebinder.runtime.kv.waste import BlockSplit, GroupWaste, split_blocks, workload_waste
@@ -58,23 +60,14 @@ class KVWaste:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextBest:
-    """The plan that came second: its groups in words, a line per kind, and what it wastes beyond the chosen one.
-
-    `extra_bytes`: mean bytes per request, the toll of more or fewer block tables included.
-    """
-
-    kinds: tuple[str, ...]
-    bytes_per_block: int
-    extra_bytes: float
-    extra_percent: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class KVPlan:
     """Groups and layout of the whole cache. `layers` is in the order of the states it was planned from.
 
     `granularity`: tokens that prefix hits are multiples of; None: prefixes can never be resumed.
+    `constraint_cost`: what the kernels' wish for long runs costs, if it changes the plan.
+    Formulas are sympy expressions in TOKENS and ENCODER_TOKENS (both in pagebinder.runtime.kv; formulas of specs
+    also have BLOCK_SIZE): plan.request_bytes_formula.subs({TOKENS: 32768, ENCODER_TOKENS: 1500}).
+    Methods raise ConfigError for arguments that are no whole numbers or out of range.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -84,17 +77,21 @@ class KVPlan:
     workload: Workload
     granularity: int | None
     next_best: NextBest | None = None
+    constraint_cost: ConstraintCost | None = None
 
     # Formulas
 
     @property
     def request_bytes_formula(self) -> sympy.Expr:
-        """Bytes a decoding request of TOKENS (and ENCODER_TOKENS) holds: whole blocks, padding included."""
+        """Bytes a decoding request of TOKENS (and ENCODER_TOKENS) holds: whole blocks, padding included.
+
+        Evaluate it with `plan.request_bytes_formula.subs(TOKENS, 32768)`.
+        """
         return self.bytes_per_block * sum((_blocks_formula(g) for g in self.groups), sympy.Integer(0))
 
     @property
     def used_formula(self) -> sympy.Expr:
-        """Bytes that such a request has in use."""
+        """Bytes that such a request has in use: `plan.used_formula.subs(TOKENS, 32768)`."""
         return sum((spec.used_formula for g in self.groups for spec in g.layer_specs), sympy.Integer(0))
 
     @property
@@ -158,6 +155,7 @@ class KVPlan:
     def waste(self, num_tokens: int | None = None, encoder_tokens: int = 0) -> KVWaste:
         """Waste of one decoding request of `num_tokens` tokens (max_model_len if None): padding and rounding."""
         tokens = self.max_model_len if num_tokens is None else num_tokens
+        _check_lengths(num_tokens=tokens, encoder_tokens=encoder_tokens)
         held = padding = used = 0
         for group, unused in zip(self.groups, self.padding_bytes_per_block, strict=True):
             blocks = blocks_held(group.spec, tokens, encoder_tokens)
@@ -175,6 +173,7 @@ class KVPlan:
 
     def num_blocks_for(self, num_bytes: int) -> int:
         """Blocks, null block included, that fit into `num_bytes`."""
+        require_whole("num_bytes", num_bytes, 1, "byte")
         return num_bytes // self.bytes_per_block
 
     def max_concurrency(
@@ -185,6 +184,7 @@ class KVPlan:
         max_encoder_tokens: int = 0,
     ) -> float:
         """How many requests of `max_model_len` tokens the pool holds at once."""
+        require_whole("num_blocks", num_blocks, 1, "block")
         per_request = self.min_blocks(max_model_len, max_in_flight_tokens, max_encoder_tokens) - 1
         return (num_blocks - 1) / per_request
 
@@ -193,6 +193,11 @@ class KVPlan:
     ) -> int:
         """Smallest pool, null block included, in which one request of `max_model_len` tokens can run."""
         length = self.max_model_len if max_model_len is None else max_model_len
+        _check_lengths(
+            max_model_len=length,
+            max_in_flight_tokens=max_in_flight_tokens,
+            max_encoder_tokens=max_encoder_tokens,
+        )
         return capacity.min_blocks(self.groups, length, max_in_flight_tokens, max_encoder_tokens)
 
     def min_bytes(
@@ -209,6 +214,9 @@ class KVPlan:
 
         `prefix_tokens`: leading tokens that all of them have in common, held once.
         """
+        _check_lengths(
+            context_tokens=context_tokens, encoder_tokens=encoder_tokens, prefix_tokens=prefix_tokens
+        )
         # The last token is computed by each request, so it is never part of a hit.
         common, unit = min(prefix_tokens, context_tokens - 1), self.granularity
         shared = common // unit * unit if unit else 0
@@ -219,13 +227,16 @@ class KVPlan:
         self, num_bytes: int, max_in_flight_tokens: int = 1, max_encoder_tokens: int = 0
     ) -> int:
         """Longest request that `num_bytes` can run, at most the plan's max_model_len; 0: none."""
+        require_whole("num_bytes", num_bytes, 0, "byte")
+        _check_lengths(max_in_flight_tokens=max_in_flight_tokens, max_encoder_tokens=max_encoder_tokens)
         return capacity.longest_request(
-            self.groups, self.num_blocks_for(num_bytes), self.max_model_len, max_in_flight_tokens,
+            self.groups, num_bytes // self.bytes_per_block, self.max_model_len, max_in_flight_tokens,
             max_encoder_tokens,
         )  # fmt: skip
 
     def retained_bytes(self, prefix_tokens: int) -> tuple[int, ...]:
         """Per group: bytes that a cached prefix pins so that it can be resumed (sparse retention)."""
+        _check_lengths(prefix_tokens=prefix_tokens)
         blocks = capacity.retained_blocks(self.groups, prefix_tokens, self.granularity)
         return tuple(n * self.bytes_per_block for n in blocks)
 
@@ -242,6 +253,13 @@ class KVPlan:
         from pagebinder.runtime.kv.plan_text import describe_plan
 
         return describe_plan(self, contexts, memory_bytes, stateless)
+
+
+def _check_lengths(**tokens: int) -> None:
+    """Numbers of tokens by name: at least 1, but encoders and prefixes may be empty."""
+    for name, value in tokens.items():
+        least = 0 if name in ("encoder_tokens", "max_encoder_tokens", "prefix_tokens") else 1
+        require_whole(name, value, least, "token")
 
 
 def _blocks_formula(group: KVCacheGroup) -> sympy.Expr:

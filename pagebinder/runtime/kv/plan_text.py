@@ -10,6 +10,7 @@ from pagebinder.runtime.kv.counts import blocks_held
 from pagebinder.runtime.kv.specs import CrossAttentionSpec, KVCacheGroup, RingSpec
 
 if TYPE_CHECKING:
+    from pagebinder.runtime.kv.alternatives import NextBest
     from pagebinder.runtime.kv.plan import KVPlan
 
 GIB = 1 << 30
@@ -46,6 +47,11 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
         indent + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
         for row in rows
     ]
+
+
+def longest_encoder(plan: KVPlan) -> int:
+    """Tokens of the workload's longest encoder prompt; 0 for a model without cross attention."""
+    return max((tokens for tokens, _ in plan.workload.encoders), default=0) if _has_encoder(plan) else 0
 
 
 def kind_name(group: KVCacheGroup) -> str:
@@ -89,7 +95,7 @@ def _name(run: Sequence[int]) -> str:
 
 def _groups(plan: KVPlan, contexts: Sequence[int]) -> list[str]:
     """One row for each run of equal groups; figures are those of one group."""
-    encoder = max((tokens for tokens, _ in plan.workload.encoders), default=0)
+    encoder = longest_encoder(plan)
     rows = [["group", "layers", "block size", "bytes used", "wasted", "%", *(f"at {t:,}" for t in contexts)]]
     for run in _runs(plan):
         group, unused = plan.groups[run[0]], plan.padding_bytes_per_block[run[0]]
@@ -133,33 +139,66 @@ def _waste(plan: KVPlan) -> list[str]:
             f"    group {_name(run)}{each}: {waste.bytes:,.0f} of {waste.bytes + waste.used_bytes:,.0f} "
             f"({waste.percent:.1f} %): {causes or 'none'}"
         )
-    at_most = plan.waste(encoder_tokens=max((t for t, _ in load.encoders), default=0))
+    at_most = plan.waste(encoder_tokens=longest_encoder(plan))
     lines.append(
         f"  waste of one request of {at_most.num_tokens:,} tokens: {at_most.percent:.1f} % of "
         f"{at_most.held_bytes:,} bytes (padding {at_most.padding_bytes:,}, rounding {at_most.rounding_bytes:,})"
     )
+    lines += _constraint(plan)
     if plan.next_best:
         lines += [
-            f"  next best costs {plan.next_best.extra_bytes:,.0f} bytes per request more "
-            f"({plan.next_best.extra_percent:.2f} %), {plan.next_best.bytes_per_block:,} bytes per block:",
+            f"  next best under the constraints costs {_extra(plan.next_best)}, "
+            f"{plan.next_best.bytes_per_block:,} bytes per block:",
             *(f"    {kind}" for kind in plan.next_best.kinds),
         ]
     return lines
 
 
+def _extra(other: NextBest) -> str:
+    if other.extra_bytes < 0.5:
+        return "the same"
+    return f"{other.extra_bytes:,.0f} bytes per request more ({other.extra_percent:.2f} %)"
+
+
+def _constraint(plan: KVPlan) -> list[str]:
+    """What long runs cost in memory, and how to do without them."""
+    cost = plan.constraint_cost
+    if cost is None:
+        return []
+    sizes = (
+        "KernelConstraints(min_run_bytes=0)" if cost.block_size is None else f"block_size={cost.block_size}"
+    )
+    return [
+        f"  kernel constraint: a head's rows in one block form runs of at least {cost.min_run_bytes:,} bytes, "
+        f"as far as {cost.max_tokens_for_runs:,} tokens",
+        f"    and short windows allow (runs of 4 KB cost decode attention 3 to 7 %); {sizes} does without it:",
+        f"    {', '.join(cost.blocks)}, waste {cost.wasted_percent:.1f} %, "
+        f"{cost.saved_bytes:,.0f} bytes per request less",
+    ]
+
+
+def format_bytes(num_bytes: int) -> str:
+    """ "20 GiB", "3 MiB", "100 bytes": in the largest unit of which there is one."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 1 << shift:
+            return f"{num_bytes / (1 << shift):,.6g} {unit}"
+    return f"{num_bytes:,} bytes"
+
+
 def _fits(plan: KVPlan, contexts: Sequence[int], memory_bytes: Sequence[int]) -> list[str]:
     load = plan.workload
-    encoder = max((t for t, _ in load.encoders), default=0) if _has_encoder(plan) else 0
-    rows = [["requests that fit"] + [f"of {t:,}" for t in contexts] + ["longest request"]]
+    encoder = longest_encoder(plan)
+    note = f", of an encoder of {encoder:,}" if encoder else ""
+    rows = [[f"requests that fit{note}"] + [f"of {t:,}" for t in contexts] + ["longest request"]]
     for memory in memory_bytes:
         fits = [plan.capacity(memory, t, encoder_tokens=encoder) for t in contexts]
         longest = plan.max_model_len_for(memory, load.chunk_tokens, encoder)
-        rows.append([f"in {memory / GIB:,.6g} GiB"] + [f"{n:,}" for n in fits] + [f"{longest:,}"])
+        rows.append([f"in {format_bytes(memory)}"] + [f"{n:,}" for n in fits] + [f"{longest:,}"])
     smallest = plan.min_bytes(None, load.chunk_tokens, encoder)
     return [
         *table(rows),
         f"  smallest memory for one request of {plan.max_model_len:,} tokens, {load.chunk_tokens:,} of them in one "
-        f"step: {smallest:,} bytes",
+        f"step{f', and an encoder of {encoder:,}' if encoder else ''}: {smallest:,} bytes",
         *_retained(plan, min(8_192, plan.max_model_len)),
     ]
 

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pagebinder.errors import ConfigError
-from pagebinder.runtime.kv.constraints import KernelConstraints
+from pagebinder.runtime.kv.alternatives import constraint_cost, next_best
+from pagebinder.runtime.kv.checks import require_whole
+from pagebinder.runtime.kv.constraints import KernelConstraints, check_block_size
 from pagebinder.runtime.kv.kinds import LayerKind, granularity, kind_variants
 from pagebinder.runtime.kv.optimise import Layout, best_layouts
-from pagebinder.runtime.kv.plan import NO_GROUP, KVPlan, KVWaste, LayerPage, NextBest
-from pagebinder.runtime.kv.spec_builders import spec_from_state
-from pagebinder.runtime.kv.specs import KVCacheGroup, KVCacheSpec, RingSpec
-from pagebinder.runtime.kv.workload import Workload
+from pagebinder.runtime.kv.plan import NO_GROUP, KVPlan, KVWaste, LayerPage
+from pagebinder.runtime.kv.spec_builders import spec_from_state, without_idle_limit
+from pagebinder.runtime.kv.specs import KVCacheGroup, KVCacheSpec
+from pagebinder.runtime.kv.workload import UNLIMITED_TOKENS, Workload
 
 if TYPE_CHECKING:
     from pagebinder.custom_ops.layer_state import LayerState
@@ -38,8 +41,6 @@ __all__ = [
 
 # Only used to look at a state before a block size is chosen.
 ANY_BLOCK_SIZE = 16
-# A model length without limits, for questions about a layer alone.
-UNLIMITED_TOKENS = 1 << 40
 
 
 def plan_kv_cache(
@@ -61,8 +62,8 @@ def plan_kv_cache(
     (attention inside an encoder) has an empty page in group NO_GROUP.
     Raises ConfigError for bad sizes or no layers, UnsupportedLayerError for a state without a spec.
     """
-    if (block_size is not None and block_size < 1) or max_model_len < 1:
-        raise ConfigError(f"block_size ({block_size}) and max_model_len ({max_model_len}) must be at least 1")
+    check_block_size(block_size)
+    require_whole("max_model_len", max_model_len, 1, "token")
     paths = Counter(state.layer for state in states)
     names = [s.layer if paths[s.layer] == 1 else f"{s.layer}#{s.index}" for s in states]
     specs = {
@@ -84,15 +85,57 @@ def plan_specs(
     workload: Workload | Mapping[str, Any] | None = None,
     constraints: KernelConstraints | None = None,
 ) -> KVPlan:
-    """As `plan_kv_cache`, from specs by layer name; their block sizes (but a ring's) are replaced. None: no state."""
+    """As `plan_kv_cache`, from specs by layer name; their block sizes (but a ring's) are replaced. None: no state.
+
+    A window or chunk that is at least max_model_len is no limit: the layer is planned as full attention.
+    """
+    check_block_size(block_size)
+    require_whole("max_model_len", max_model_len, 1, "token")
     load = Workload.of(workload, max_model_len, max_encoder_tokens)
     constraints = constraints or KernelConstraints()
-    kept = {name: spec for name, spec in specs.items() if spec is not None}
+    kept = {name: without_idle_limit(s, max_model_len) for name, s in specs.items() if s is not None}
     if not kept:
         raise ConfigError("no layer keeps KV state: there is no cache to plan; serve the model without one")
-    if any(spec.kind == "cross_attention" for spec in kept.values()) and not load.encoders:
-        raise ConfigError("workload: give encoders, the lengths of what the cross-attention layers look at.")
-    variants = kind_variants(kept, constraints, block_size)
+    _check_encoders(kept, load, workload)
+
+    def variants(limits: KernelConstraints) -> list[list[LayerKind]]:
+        return kind_variants(kept, limits, block_size, max_model_len, max_encoder_tokens)
+
+    plan = _best_plan(specs, variants(constraints), max_model_len, load, constraints)
+    free = replace(constraints, min_run_bytes=0)
+    if _sizes(variants(free)) == _sizes(variants(constraints)):
+        return plan
+    other = _best_plan(specs, variants(free), max_model_len, load, free)
+    return replace(plan, constraint_cost=constraint_cost(plan, other, constraints))
+
+
+def _sizes(variants: list[list[LayerKind]]) -> list[list[tuple[int, ...]]]:
+    return [[kind.block_sizes for kind in kinds] for kinds in variants]
+
+
+def _check_encoders(
+    specs: Mapping[str, KVCacheSpec], load: Workload, given: Workload | Mapping[str, Any] | None
+) -> None:
+    """Encoders are given exactly where cross attention looks at them; those of the default workload go unheeded."""
+    if any(spec.kind == "cross_attention" for spec in specs.values()):
+        if not load.encoders:
+            raise ConfigError(
+                "workload: give encoders, the lengths of what the cross-attention layers look at."
+            )
+        return
+    own = given.get("encoders") if isinstance(given, Mapping) else given and given.encoders
+    default = Workload.default(1).encoders
+    if own and [tokens for tokens, _ in load.encoders] != [tokens for tokens, _ in default]:
+        raise ConfigError("workload: this model has no encoder (no cross attention); leave encoders out.")
+
+
+def _best_plan(
+    specs: Mapping[str, KVCacheSpec | None],
+    variants: list[list[LayerKind]],
+    max_model_len: int,
+    load: Workload,
+    constraints: KernelConstraints,
+) -> KVPlan:
     (kinds, best), *others = best_layouts(variants, load, constraints)
     groups = _groups(kinds, best)
     pages = {
@@ -106,7 +149,7 @@ def plan_specs(
         max_model_len=max_model_len,
         workload=load,
         granularity=granularity(group.spec for group in groups),
-        next_best=_next_best(best, *others[0]) if others else None,
+        next_best=next_best(best, *others[0]) if others else None,
     )
     assert plan.bytes_per_block == max(plan._taken_bytes), (
         "the layout's block is as large as its largest group"
@@ -137,18 +180,3 @@ def _place_pages(index: int, group: KVCacheGroup, constraints: KernelConstraints
         pages.append(LayerPage(layer=layer, group=index, slot=slot, offset_bytes=offset, page_bytes=size))
         offset += size
     return pages
-
-
-def _next_best(best: Layout, kinds: Sequence[LayerKind], other: Layout) -> NextBest:
-    words = (
-        f"{kind.specs[0].kind}: {len(kind.layers)} layers in {n} group(s)"
-        + ("" if isinstance(kind.specs[0], RingSpec) else f", blocks of {size:,} tokens")
-        for kind, (size, n) in zip(kinds, other.choices, strict=True)
-    )
-    extra = other.cost - best.cost
-    return NextBest(
-        kinds=tuple(words),
-        bytes_per_block=other.bytes_per_block,
-        extra_bytes=extra,
-        extra_percent=100 * extra / best.used_bytes if best.used_bytes else 0.0,
-    )

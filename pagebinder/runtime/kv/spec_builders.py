@@ -16,6 +16,7 @@ encoder_only           None: nothing is kept
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from pagebinder.errors import UnsupportedLayerError
@@ -52,15 +53,16 @@ def _attention(state: LayerState, block_size: int, max_model_len: int) -> KVCach
     rows = _rows(state, block_size)
     if state.chunk is not None and state.chunk < max_model_len:
         return ChunkedLocalSpec(**rows, chunk=state.chunk)
-    if state.window is not None and state.window < max_model_len:
-        return SlidingWindowSpec(**rows, window=state.window)
+    if state.window is not None:
+        return without_idle_limit(SlidingWindowSpec(**rows, window=state.window), max_model_len)
     return FullAttentionSpec(**rows)
 
 
 def _latent(state: LayerState, block_size: int, max_model_len: int) -> KVCacheSpec:
-    if state.window is not None and state.window < max_model_len:
-        return SlidingWindowLatentSpec(**_rows(state, block_size), window=state.window)
-    return LatentSpec(**_rows(state, block_size))
+    rows = _rows(state, block_size)
+    if state.window is not None:
+        return without_idle_limit(SlidingWindowLatentSpec(**rows, window=state.window), max_model_len)
+    return LatentSpec(**rows)
 
 
 def _cross(state: LayerState, block_size: int, max_model_len: int) -> KVCacheSpec:
@@ -96,6 +98,22 @@ SPEC_BUILDERS: dict[str, Callable[[LayerState, int, int], KVCacheSpec | None]] =
     "ring": _ring,
     "encoder_only": _nothing,
 }
+
+
+# What a layer with a limit is if no request can outgrow it: (name of the limit, spec class).
+UNLIMITED: dict[type[KVCacheSpec], tuple[str, type[KVCacheSpec]]] = {
+    SlidingWindowSpec: ("window", FullAttentionSpec),
+    SlidingWindowLatentSpec: ("window", LatentSpec),
+    ChunkedLocalSpec: ("chunk", FullAttentionSpec),
+}
+
+
+def without_idle_limit(spec: KVCacheSpec, max_model_len: int) -> KVCacheSpec:
+    """The spec as full (or latent) attention if its window or chunk is as long as any request; else itself."""
+    limit, unlimited = UNLIMITED.get(type(spec), (None, None))
+    if limit is None or getattr(spec, limit) < max_model_len:
+        return spec
+    return unlimited(**{f.name: getattr(spec, f.name) for f in fields(spec) if f.name != limit})
 
 
 def spec_from_state(state: LayerState, block_size: int, max_model_len: int) -> KVCacheSpec | None:

@@ -25,11 +25,18 @@ from typing import ClassVar
 
 import sympy
 
+from pagebinder.errors import ConfigError
+from pagebinder.runtime.kv.checks import require_whole
+
 # The same symbols as in custom_ops.layer_state (sympy compares name and assumptions); written again here
 # because importing that package loads torch, and this room must work without it.
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
 BLOCK_SIZE = sympy.Symbol("B", integer=True, positive=True)
 ENCODER_TOKENS = sympy.Symbol("E", integer=True, positive=True)
+
+
+# Of a cache; the names that layer states have bytes for.
+DTYPES = frozenset(("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -43,6 +50,9 @@ class KVCacheSpec:
 
     `entry_bytes`: bytes of one stored entry in one layer. `tokens_per_entry`: tokens that one entry stands for
     (compressed caches; it divides the block size). `dtype` is the cache's dtype by name.
+    Formulas are sympy expressions in TOKENS, ENCODER_TOKENS and BLOCK_SIZE, all in pagebinder.runtime.kv:
+    spec.request_bytes_formula.subs({TOKENS: 32768, BLOCK_SIZE: spec.block_size}).
+    Raises ConfigError for a size that is no whole number or below 1, and for an unknown dtype.
     """
 
     kind: ClassVar[str]
@@ -54,6 +64,10 @@ class KVCacheSpec:
     tokens_per_entry: int = 1
 
     def __post_init__(self) -> None:
+        for name, unit in (("block_size", "token"), ("entry_bytes", "byte"), ("tokens_per_entry", "token")):
+            require_whole(name, getattr(self, name), 1, unit)
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r}: a cache stores one of {', '.join(sorted(DTYPES))}.")
         assert self.block_size % self.tokens_per_entry == 0, "a block holds whole entries"
 
     @property
@@ -151,6 +165,10 @@ class SlidingWindowSpec(AttentionSpec):
     kind: ClassVar[str] = "sliding_window"
     window: int
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("window", self.window, 1, "token")
+
     @property
     def table_key(self) -> tuple:
         return ("window", self.block_size, self.window)
@@ -184,6 +202,10 @@ class ChunkedLocalSpec(AttentionSpec):
 
     kind: ClassVar[str] = "chunked_local"
     chunk: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("chunk", self.chunk, 1, "token")
 
     @property
     def table_key(self) -> tuple:
@@ -292,6 +314,10 @@ class RingSpec(KVCacheSpec):
     step_inputs: ClassVar[tuple[str, ...]] = ("block_table",)
     rows: int
     resume_multiple: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("rows", self.rows, 1, "row")
 
     @property
     def table_key(self) -> tuple:

@@ -23,6 +23,8 @@ Histogram = tuple[tuple[int, float], ...]
 SHORTEST_TOKENS, LONGEST_TOKENS, NUM_LENGTHS = 128, 32_768, 48
 LONGEST_ENCODER_TOKENS = 2_048
 GROWTH_SAMPLES = 16
+# A model length without limits, for questions about a workload or a layer alone.
+UNLIMITED_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ class Workload:
 
     Args:
         contexts: (tokens, weight) pairs, the histogram of context lengths. Weights need not add up to 1.
-        encoders: the same for the encoder's tokens; only models with cross attention need it.
+        encoders: the same for the encoder's tokens; models with cross attention need it, others
+            refuse it (but for the default's).
         concurrency: requests that hold memory at once.
         prefix_share: share of a context that is a prefix common to all requests, 0.0 to 1.0.
         tokens_in_flight: mean number of tokens that a request computes in one step. Most requests decode one;

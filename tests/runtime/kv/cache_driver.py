@@ -216,7 +216,8 @@ class CacheDriver:
 
     def drain(self) -> None:
         rng = random.Random(0)
-        for _ in range(2000):
+        # Victims are chosen at random here, so a crowd in a small pool makes slow progress.
+        for _ in range(2000 + 200 * len(self.waiting + self.running + self.swapped)):
             if not (self.waiting or self.running or self.swapped):
                 break
             self.step(rng)

@@ -55,6 +55,14 @@ LAYOUTS = {
 }
 
 
+def test_a_log_cannot_be_saved_into_a_folder_that_is_missing(tmp_path):
+    log = KVEventLog(4, ())
+    with pytest.raises(EventLogError, match="the folder .*nowhere does not exist"):
+        log.save(tmp_path / "nowhere" / "run.jsonl")
+    with pytest.raises(EventLogError, match="cannot write"):
+        log.save(tmp_path)
+
+
 def make(layout, num_blocks=24, budget=16, in_flight=1, max_num_seqs=4, swap=False, **options):
     kv = KVCacheManager(
         layout, num_blocks, max_model_len=MAX_MODEL_LEN, max_in_flight_tokens=budget * in_flight,

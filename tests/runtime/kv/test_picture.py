@@ -122,6 +122,14 @@ def test_the_command_draws_a_saved_log(tmp_path):
     assert (tmp_path / "pool.svg").stat().st_size > 5_000
 
 
+def test_the_command_names_a_folder_that_is_missing(tmp_path):
+    make_log(3, KINDS).save(tmp_path / "run.jsonl")
+    target = tmp_path / "nowhere" / "pool.svg"
+    result = CliRunner().invoke(app, ["kv-picture", str(tmp_path / "run.jsonl"), str(target)])
+    assert result.exit_code == 2
+    assert "does not exist; create it first" in result.output and "Errno" not in result.output
+
+
 def test_the_command_refuses_other_files_in_one_line(tmp_path):
     (tmp_path / "notes.txt").write_text("hello\n")
     result = CliRunner().invoke(app, ["kv-picture", str(tmp_path / "notes.txt"), str(tmp_path / "pool.svg")])

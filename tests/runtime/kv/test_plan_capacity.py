@@ -106,7 +106,7 @@ def test_capacity_is_what_a_pool_takes(tokens, prefix):
 
 def test_memory_that_is_too_small_holds_nothing():
     plan = plan_kv_cache([cases.attention(0)], max_model_len=1000)
-    assert plan.capacity(0, 10) == plan.capacity(plan.bytes_per_block, 10) == 0
+    assert plan.capacity(1, 10) == plan.capacity(plan.bytes_per_block, 10) == 0
     assert plan.capacity(2 * plan.bytes_per_block, 10) == 1
     with pytest.raises(ConfigError, match="at least 1 token"):
         plan.capacity(10**6, 0)
