@@ -19,7 +19,8 @@ from pagebinder.errors import (
 )
 
 if TYPE_CHECKING:
-    from pagebinder.compile import CompiledModel, compile_model
+    from pagebinder.compile import compile_model
+    from pagebinder.compiled_model import CompiledModel
     from pagebinder.config import CompileConfig, EngineConfig, SamplingParams
     from pagebinder.report import CompileReport
     from pagebinder.runtime.engine import Engine
@@ -51,7 +52,7 @@ __all__ = [
 _HOMES = {
     "CompileConfig": "config",
     "CompileReport": "report",
-    "CompiledModel": "compile",
+    "CompiledModel": "compiled_model",
     "Engine": "runtime.engine",
     "EngineConfig": "config",
     "EngineStats": "runtime.outputs",

@@ -11,165 +11,39 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.config import CompileConfig, EngineConfig
-from pagebinder.custom_ops.attention.cross import CROSS_ATTENTION
-from pagebinder.custom_ops.attention.relative import RELATIVE_ATTENTION
-from pagebinder.custom_ops.attention.semantic import ATTENTION
+from pagebinder.compile_checks import unexplained
+from pagebinder.compiled_model import CompiledModel
+from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
-from pagebinder.custom_ops.library import OpInfo
 from pagebinder.describe import fill_report
-from pagebinder.errors import CaptureError, CompilerNotFoundError, ConfigError
-from pagebinder.explain import explain_text
+from pagebinder.errors import CompilerNotFoundError, ConfigError
 from pagebinder.frontend.attention_interface import hooked_attention
-from pagebinder.frontend.audit import audit
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder, states_of
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
 from pagebinder.frontend.recognise import recognise_rms_norm, recognise_rope, recognise_sdpa
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
-from pagebinder.graph_tools import calls, module_path, num_ops
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.gather_logits import gather_logits
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.page_attention import page_attention
 from pagebinder.passes.page_cross_attention import page_cross_attention
-from pagebinder.passes.page_recurrent import PAGED as RECURRENT_OPS
 from pagebinder.passes.page_recurrent import page_recurrent
 from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
 from pagebinder.report import CompileReport, PassResult
-from pagebinder.runtime.engine import Engine, EngineModel
-from pagebinder.runtime.engine_setup import EncoderModel
 from pagebinder.runtime.executables import EagerExecutable, Executable, InductorExecutable
-from pagebinder.runtime.kv import KVPlan, plan_kv_cache
-from pagebinder.runtime.single_sequence import single_sequence_inputs
+from pagebinder.runtime.kv import plan_kv_cache
 
-MAX_PROBLEMS_SHOWN = 8
-LEVELS = ("captured", "semantic", "paged", "fused")
 RECOGNISERS = (recognise_rms_norm, recognise_rope, recognise_sdpa, simplify)
 PAGE_PASSES = (page_attention, page_cross_attention, page_recurrent)
-
-
-@dataclass(kw_only=True)
-class CompiledModel:
-    """A compiled decoder. `graphs` holds the four levels, each a runnable GraphModule; `kv_spec` the cache plan.
-
-    Of an encoder-decoder they are the levels of its decoder, and `graphs["encoder"]` is its encoder, which
-    `encoder_executable` runs.
-    """
-
-    source: ModelSource
-    config: CompileConfig
-    graphs: dict[str, GraphModule]
-    kv_spec: KVPlan
-    states: tuple
-    report: CompileReport
-    device: torch.device
-    max_model_len: int
-    executable: Executable | None
-    encoder_executable: Executable | None = None
-    _refused: str | None = field(default=None, repr=False)
-
-    def explain(self) -> str:
-        """What was matched and refused, the KV plan, providers and times, as text."""
-        return explain_text(self.report)
-
-    def engine(self, config: EngineConfig | None = None) -> Engine:
-        """A continuous-batching engine with its own KV cache. Engines share the weights and the executable."""
-        if config is not None and not isinstance(config, EngineConfig):
-            raise ConfigError(f"engine() takes an EngineConfig, not {type(config).__name__}.")
-        if self._refused:
-            raise CaptureError(
-                f"This model was compiled with strict=False and cannot be served: {self._refused}"
-            )
-        if self.executable is None:
-            raise ConfigError(
-                "This model was compiled for explain() only (meta device): it has no weights to run."
-            )
-        model = EngineModel(
-            executable=self.executable,
-            kv_plan=self.kv_spec,
-            states=self.states,
-            device=self.device,
-            vocab_size=self.source.vocab_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.source.eos_token_ids,
-            tokenizer=self.source.tokenizer(),
-            encoder=self._encoder_model(),
-        )
-        return Engine(model, config)
-
-    def _encoder_model(self) -> EncoderModel | None:
-        if self.source.encoder is None:
-            return None
-        states = states_of(self.graphs["encoder"])
-        return EncoderModel(
-            executable=self.encoder_executable,
-            width=int(states.shape[1]),
-            dtype=states.dtype,
-            vocab_size=self.source.encoder.vocab_size,
-            max_len=self.source.encoder.max_len,
-            decoder_start_token_id=self.source.encoder.decoder_start_token_id,
-        )
-
-    def run_level(
-        self, level: str, input_ids: torch.Tensor, encoder_input_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run one graph on one sequence: input_ids [T] int64 -> logits [T, V]. Paged levels get a scratch cache.
-
-        An encoder-decoder takes its encoder's prompt as well: encoder_input_ids [E] int64.
-
-        Raises:
-            ConfigError: `level` is none of "captured", "semantic", "paged", "fused"; bad or missing token ids.
-        """
-        if level not in LEVELS:
-            raise ConfigError(f"level={level!r}: use one of {', '.join(LEVELS)}.")
-        self._check_ids("run_level", input_ids, self.max_model_len, self.source.vocab_size)
-        if (encoder_input_ids is None) != (self.source.encoder is None):
-            kind = "a decoder alone" if self.source.encoder is None else "an encoder-decoder"
-            need = "takes no" if self.source.encoder is None else "needs its"
-            raise ConfigError(f"{self.report.model_class} is {kind}: run_level {need} encoder_input_ids.")
-        encoder_states = None if encoder_input_ids is None else self.encode(encoder_input_ids)
-        gm = self.graphs[level]
-        with torch.inference_mode():
-            if level in ("captured", "semantic"):
-                positions = torch.arange(len(input_ids), device=input_ids.device)
-                return gm(input_ids, positions, *(() if encoder_states is None else (encoder_states,)))
-            inputs = single_sequence_inputs(
-                self.kv_spec, self.states, input_ids, encoder_states=encoder_states
-            )
-            return EagerExecutable(gm).run(inputs)
-
-    def encode(self, encoder_input_ids: torch.Tensor) -> torch.Tensor:
-        """Run the encoder of an encoder-decoder on one prompt: [E] int64 -> encoder states [E, C].
-
-        Raises:
-            ConfigError: the model has no encoder; bad token ids.
-        """
-        if self.source.encoder is None:
-            raise ConfigError(f"{self.report.model_class} has no encoder.")
-        facts = self.source.encoder
-        self._check_ids("encode", encoder_input_ids, facts.max_len, facts.vocab_size)
-        positions = torch.arange(len(encoder_input_ids), device=encoder_input_ids.device)
-        with torch.inference_mode():
-            return self.graphs["encoder"](encoder_input_ids, positions)
-
-    @staticmethod
-    def _check_ids(what: str, ids: torch.Tensor, max_len: int, vocab_size: int) -> None:
-        if not (isinstance(ids, torch.Tensor) and ids.dtype == torch.int64 and ids.dim() == 1):
-            raise ConfigError(f"{what} takes the token ids of one sequence as an int64 tensor [T].")
-        if not 1 <= len(ids) <= max_len:
-            raise ConfigError(f"{what} takes 1 to {max_len} tokens, not {len(ids)}.")
-        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            raise ConfigError(f"A token id is outside the vocabulary of {vocab_size}.")
 
 
 def compile_model(
@@ -258,7 +132,7 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
         if encoder is not None:
             report.passes += [_of_encoder(result) for result in run_passes(encoder, RECOGNISERS)]
     with stage("audit"):
-        refused = _audit(semantic, encoder, source, config, report)
+        refused = unexplained(semantic, encoder, source, config, report)
     with stage("plan"):
         states = tuple(layer_states(semantic, max_model_len=max_model_len))
         plan = plan_kv_cache(
@@ -338,74 +212,6 @@ def _max_model_len(source: ModelSource, config: CompileConfig) -> int:
             "model was made for; lower it."
         )
     return config.max_model_len
-
-
-def _audit(
-    semantic: GraphModule,
-    encoder: GraphModule | None,
-    source: ModelSource,
-    config: CompileConfig,
-    report: CompileReport,
-) -> str | None:
-    """Prove that attention was found everywhere and nothing else mixes tokens; strict: raise if not."""
-    violations = audit(semantic) + ([] if encoder is None else audit(encoder, bidirectional=True))
-    size = num_ops(semantic)
-    report.passes.append(
-        PassResult(
-            name="audit",
-            refusals=[v.as_refusal() for v in violations],
-            num_ops_before=size,
-            num_ops_after=size,
-        )
-    )
-    problems = [str(v) for v in violations]
-    problems += [
-        f"attention refused in {r.module_path or r.node}: {r.reason} ({r.source_line})"
-        for r in report.refusals
-        if r.pattern == "attention"
-    ]
-    problems += _miscounted(semantic, encoder, source)
-    if not problems:
-        return None
-    shown = "\n".join(f"  - {p}" for p in problems[:MAX_PROBLEMS_SHOWN])
-    more = len(problems) - MAX_PROBLEMS_SHOWN
-    message = (
-        f"{type(source.module).__name__} relates tokens in {len(problems)} way(s) that are not explained, so paging "
-        f"it could change its results:\n{shown}" + (f"\n  ... and {more} more" if more > 0 else "")
-    )
-    if config.strict:
-        raise CaptureError(message)
-    return message
-
-
-def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: ModelSource) -> list[str]:
-    """Kinds of layers of which the graph has more or fewer than the config says."""
-    problems = []
-    attention = _count(semantic, ATTENTION, RELATIVE_ATTENTION)
-    recurrent = len({module_path(node) for node in calls(semantic.graph, *RECURRENT_OPS)})
-    counts = [
-        ("attention", attention, source.num_attention_layers),
-        ("recurrent", recurrent, source.num_recurrent_layers),
-    ]
-    if encoder is not None:
-        counts += [
-            ("cross attention", _count(semantic, CROSS_ATTENTION), source.num_attention_layers),
-            (
-                "encoder attention",
-                _count(encoder, ATTENTION, RELATIVE_ATTENTION),
-                source.encoder.num_attention_layers,
-            ),
-        ]
-    for kind, found, expected in counts:
-        if expected is not None and found != expected:
-            problems.append(f"{found} {kind} layers were found, but the config says {expected}")
-    if not attention and source.num_attention_layers is None:
-        problems.append("0 attention layers were found, but a decoder needs some")
-    return problems
-
-
-def _count(gm: GraphModule, *ops: OpInfo) -> int:
-    return sum(1 for _ in calls(gm.graph, *(op.overload for op in ops)))
 
 
 def _executable(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:

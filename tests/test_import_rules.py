@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "runtime": {"custom_ops"},
 }
 LEAVES = {"config", "errors", "report", "graph_tools", "explain"}  # of the package, not of a room
-TOP = {"compile", "describe", "doctor", "__init__", "__main__"}  # and cli*: these know all rooms
+TOP = {"describe", "doctor", "__init__", "__main__"}  # and cli*, compile*: these know all rooms
 LAZY = {("report", "explain"), ("config", "runtime")}  # inside functions only
 
 WITHOUT_TORCH = [
@@ -81,7 +81,7 @@ def place(module: str) -> str | None:
 
 
 def is_top(place: str) -> bool:
-    return place in TOP or place.startswith("cli")
+    return place in TOP or place.startswith(("cli", "compile"))
 
 
 @pytest.mark.parametrize("name", NAMES)

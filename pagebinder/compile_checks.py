@@ -1,0 +1,91 @@
+"""What must hold of a semantic graph before it is paged: all state found, nothing else relating tokens."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from pagebinder.config import CompileConfig
+from pagebinder.custom_ops.attention.cross import CROSS_ATTENTION
+from pagebinder.custom_ops.attention.relative import RELATIVE_ATTENTION
+from pagebinder.custom_ops.attention.semantic import ATTENTION
+from pagebinder.custom_ops.library import OpInfo
+from pagebinder.errors import CaptureError
+from pagebinder.frontend.audit import audit
+from pagebinder.frontend.source import ModelSource
+from pagebinder.graph_tools import calls, module_path, num_ops
+from pagebinder.passes.page_recurrent import PAGED as RECURRENT_OPS
+from pagebinder.report import CompileReport, PassResult
+
+MAX_PROBLEMS_SHOWN = 8
+
+
+def unexplained(
+    semantic: GraphModule,
+    encoder: GraphModule | None,
+    source: ModelSource,
+    config: CompileConfig,
+    report: CompileReport,
+) -> str | None:
+    """Prove that attention was found everywhere and nothing else mixes tokens; strict: raise if not.
+
+    Returns:
+        None, or with strict=False what is not explained.
+    """
+    violations = audit(semantic) + ([] if encoder is None else audit(encoder, bidirectional=True))
+    size = num_ops(semantic)
+    report.passes.append(
+        PassResult(
+            name="audit",
+            refusals=[v.as_refusal() for v in violations],
+            num_ops_before=size,
+            num_ops_after=size,
+        )
+    )
+    problems = [str(v) for v in violations]
+    problems += [
+        f"attention refused in {r.module_path or r.node}: {r.reason} ({r.source_line})"
+        for r in report.refusals
+        if r.pattern == "attention"
+    ]
+    problems += _miscounted(semantic, encoder, source)
+    if not problems:
+        return None
+    shown = "\n".join(f"  - {p}" for p in problems[:MAX_PROBLEMS_SHOWN])
+    more = len(problems) - MAX_PROBLEMS_SHOWN
+    message = (
+        f"{type(source.module).__name__} relates tokens in {len(problems)} way(s) that are not explained, so paging "
+        f"it could change its results:\n{shown}" + (f"\n  ... and {more} more" if more > 0 else "")
+    )
+    if config.strict:
+        raise CaptureError(message)
+    return message
+
+
+def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: ModelSource) -> list[str]:
+    """Kinds of layers of which the graph has more or fewer than the config says."""
+    problems = []
+    attention = _count(semantic, ATTENTION, RELATIVE_ATTENTION)
+    recurrent = len({module_path(node) for node in calls(semantic.graph, *RECURRENT_OPS)})
+    counts = [
+        ("attention", attention, source.num_attention_layers),
+        ("recurrent", recurrent, source.num_recurrent_layers),
+    ]
+    if encoder is not None:
+        counts += [
+            ("cross attention", _count(semantic, CROSS_ATTENTION), source.num_attention_layers),
+            (
+                "encoder attention",
+                _count(encoder, ATTENTION, RELATIVE_ATTENTION),
+                source.encoder.num_attention_layers,
+            ),
+        ]
+    for kind, found, expected in counts:
+        if expected is not None and found != expected:
+            problems.append(f"{found} {kind} layers were found, but the config says {expected}")
+    if not attention and source.num_attention_layers is None:
+        problems.append("0 attention layers were found, but a decoder needs some")
+    return problems
+
+
+def _count(gm: GraphModule, *ops: OpInfo) -> int:
+    return sum(1 for _ in calls(gm.graph, *(op.overload for op in ops)))
