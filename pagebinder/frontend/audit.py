@@ -56,7 +56,8 @@ _DEFAULT_DIM = {aten.chunk.default: 0, aten.split.Tensor: 0, aten.cat.default: 0
 
 # Element by element, without the tag that says so.
 _ELEMENTWISE = {aten.polar.default, aten.complex.default}
-_CONTRACTIONS = {aten.matmul.default, aten.mm.default, aten.bmm.default}
+# op -> position of the first of the two factors
+_CONTRACTIONS = {aten.matmul.default: 0, aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}
 _LAST_DIMS = {aten.linear.default, aten.layer_norm.default, aten.rms_norm.default}
 # op -> (position of the table, position of the indices)
 _TABLE_LOOKUPS = {
@@ -238,7 +239,10 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
             return "it works along the token dimension"
         return None
     if target in _CONTRACTIONS:
-        a, b = node.args[0], node.args[1]
+        first = _CONTRACTIONS[target]
+        a, b = node.args[first], node.args[first + 1]
+        if first and _token_dims(node.args[0]):
+            return "it adds values of tokens to a product"
         contracted = a.meta["val"].dim() - 1 in _token_dims(a) or max(
             b.meta["val"].dim() - 2, 0
         ) in _token_dims(b)
@@ -260,11 +264,24 @@ def _reason_against_lookup(node: Node) -> str | None:
     table, indices = (node.args[i] for i in _TABLE_LOOKUPS[node.target])
     if node.target is aten.index_select.default and _token_dims(table):
         return "it picks tokens" if node.args[1] % table.meta["val"].dim() in _token_dims(table) else None
+    if node.target is aten.index.Tensor and _token_dims(table):
+        return _reason_against_pick(table, indices)
     if _token_dims(table):
         return "it looks up rows of a table that depends on tokens"
     if isinstance(indices, (list, tuple)) and sum(i is not None for i in indices) > 1:
         return "it looks up a table by several indices at once"
     return None
+
+
+def _reason_against_pick(values: Node, indices) -> str | None:
+    """values[..., [2, 0], :]: the same entries of every token's values, in another order."""
+    picked = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(picked) > 1:
+        return "it looks up a table that depends on tokens by several indices at once"
+    dim, index = picked[0]
+    if _token_dims(index):
+        return "it looks up rows of a table that depends on tokens"
+    return "it picks tokens" if dim in _token_dims(values) else None
 
 
 def _computes_with_sizes(node: Node) -> bool:

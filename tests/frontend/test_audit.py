@@ -75,6 +75,12 @@ MIXES_TOKENS = {
     "argsort": (lambda x, p: x + x.argsort(1), ""),
     "gather": (lambda x, p: x.gather(1, (p[..., None] // 2).expand_as(x)), "along the token dimension"),
     "index of tokens": (lambda x, p: x[:, p[0] // 2], "table that depends on tokens"),
+    "index of the tokens' row": (lambda x, p: x + x[:, [0]], ""),
+    "addmm over tokens": (
+        lambda x, p: x + torch.addmm(torch.zeros(WIDTH, WIDTH), x[0].mT, x[0]).sum(0),
+        "reduces over the tokens",
+    ),
+    "addmm onto tokens": (lambda x, p: torch.addmm(x[0], x[0], torch.eye(WIDTH))[None], "to a product"),
     "index_select of tokens": (lambda x, p: x.index_select(1, p[0] // 2), "picks tokens"),
     "shift": (lambda x, p: x + shift(x), "token dimension"),
     "shift by padding": (lambda x, p: x + F.pad(x, (0, 0, 1, -1)), "not known"),
@@ -178,6 +184,8 @@ KEEPS_TOKENS_APART = {
     "norms": lambda x, p: F.layer_norm(x, (WIDTH,)) + x / x.norm(dim=-1, keepdim=True),
     "softmax over channels": lambda x, p: x.softmax(-1) + x.cumsum(-1) + x.flip(-1) + x.roll(1, -1),
     "sort of channels": lambda x, p: x.sort(-1).values + x.topk(1, -1).values + x.argmax(-1, keepdim=True),
+    "addmm": weighted(lambda x, p, w: torch.addmm(w[0], x.view(-1, WIDTH), w[:WIDTH]).view(x.shape)),
+    "some heads": lambda x, p: x.view(1, -1, 4, 4)[..., [-1, 0], :].repeat(1, 1, 2, 1).flatten(2),
     "heads": lambda x, p: (
         x.view(1, -1, 4, 4).transpose(1, 2).reshape(4, -1, 4).transpose(0, 1).reshape(1, -1, 16)
     ),
