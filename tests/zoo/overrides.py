@@ -1,0 +1,109 @@
+"""What a tiny config of one model type needs beyond the general table; "default" leaves the config's own default."""
+
+from __future__ import annotations
+
+_WINDOW_AND_FULL = ["sliding_attention", "full_attention"] * 2
+_STATE_AND_FULL = ["linear_attention", "full_attention"] * 2
+_MIXED = {"num_hidden_layers": 4, "sliding_window": 16, "layer_types": _WINDOW_AND_FULL}
+_SWITCHED_ON = {**_MIXED, "use_sliding_window": True}
+_ANY_SPECIAL = {"bos_token_id": "default", "eos_token_id": "default", "pad_token_id": 0}
+_BLT_PART = {"hidden_size_global": 64, "num_key_value_heads": 4}
+
+OVERRIDES: dict[str, dict] = {
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "blt": {"encoder_hash_byte_group_vocab": 64, "local_attention_window_len": 16},
+    "blt_local_encoder": _BLT_PART,
+    "blt_local_decoder": _BLT_PART,
+    "blt_global_transformer": {"num_key_value_heads": 4},
+    "blt_patcher": {"num_key_value_heads": 4},
+    # Logits of a natural size: the shipped scale of 1/16 would hide a wrong token.
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0},
+    "cohere2_moe": {"logit_scale": 1.0},
+    "cohere_compass_text": {
+        "layer_types": _WINDOW_AND_FULL,
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+            "full_attention": None,
+        },
+    },
+    "cwm": {"bos_token_id": "default", "eos_token_id": "default"},
+    "esmc": {"num_key_value_heads": 4},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": _MIXED,
+    "emu3": {"pad_token_id": 0, "bos_token_id": "default"},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
+    # Text that stands for an image is replaced by the padding token, so there must be one.
+    "gemma4_text": {"pad_token_id": 0},
+    "gemma4_unified_text": {"pad_token_id": 0},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": _STATE_AND_FULL},
+    "inkling_text": {"logits_mup_width_multiplier": 1.0},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "laguna": _MIXED,
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    # Queries scaled by position from 8 tokens on, and every second layer dense.
+    "llama4_text": {"floor_scale": 8, "attn_scale": 0.3, "interleave_moe_layer_step": 2},
+    "longcat_flash": {"head_dim": 8},
+    "luke": {"entity_vocab_size": 16, "entity_emb_size": 64},
+    "mamba2": {"num_heads": 8},
+    "mellum": {**_MIXED, "mlp_layer_types": ["dense", "sparse"] * 2},
+    "mllama_text_model": {"bos_token_id": "default", "pad_token_id": 0, "cross_attention_layers": []},
+    "modernbert-decoder": _ANY_SPECIAL,
+    "modernbert": _ANY_SPECIAL,
+    "flaubert": {"pad_token_id": 2},
+    "perceiver": {"num_latents": 16, "d_latents": 64, "num_self_attends_per_block": 2},
+    "prophetnet": {"pad_token_id": 0},
+    "qwen2": _SWITCHED_ON,
+    "qwen2_moe": _SWITCHED_ON,
+    "qwen3": _SWITCHED_ON,
+    "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 0},
+    "qwen3_asr": _ANY_SPECIAL,
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 16},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+    },
+    "reformer": {
+        "axial_pos_shape": (16, 32),
+        "axial_pos_embds_dim": (32, 32),
+        "attn_layers": ["local", "lsh"],
+    },
+    "smollm3": {**_SWITCHED_ON, "no_rope_layers": [1, 0, 1, 1]},
+    "t5gemma": {"pad_token_id": 0},
+    "t5_gemma_module": {"pad_token_id": 0},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": (1,) * 7},
+    "xlm": {"pad_token_id": 2},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+# Position ids start after the padding token's.
+_PADDED = (
+    "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod fsmt led m2m_100 nllb-moe "
+    "seamless_m4t seamless_m4t_v2 esm ibert longformer luke nomic_bert"
+)
+for _name in _PADDED.split():
+    OVERRIDES.setdefault(_name, {})["pad_token_id"] = 1
+
+# Of one family's list only: a BERT is a decoder when its config says so.
+FAMILY_OVERRIDES: dict[tuple[str, str], dict] = {
+    ("causal", "xlm"): {"causal": True},
+    ("causal", "xlnet"): {"attn_type": "uni"},
+    ("causal", "reformer"): {"is_decoder": True},
+}
+_DECODERS = (
+    "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+    "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
+)
+for _name in _DECODERS.split():
+    FAMILY_OVERRIDES["causal", _name] = {"is_decoder": True}
