@@ -1,0 +1,61 @@
+"""Which kind of model this is: a decoder, an encoder-decoder, or an encoder alone (BERT and its relatives).
+
+transformers' own tables say it: a model type that has a class for masked language models is an encoder, unless its
+config turns it into a decoder (`is_decoder`). Only classes whose output has one row for each token count.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ENCODER_CLASS_SUFFIXES = ("EncoderModel",)  # T5EncoderModel: the first half of an encoder-decoder
+# A sentence-transformers directory pools hidden states, whatever head its checkpoint was trained with.
+SENTENCE_MODULES = "modules.json"
+
+
+def is_encoder_only(module) -> bool:
+    """Is this transformers model an encoder with one row of output for each token?"""
+    config = getattr(module, "config", None)
+    if config is None or getattr(config, "is_decoder", False):
+        return False
+    return type(module).__name__ in _encoder_classes(getattr(config, "model_type", None))
+
+
+def auto_class(config, path: Path | None = None):
+    """transformers' factory for a config: of causal, sequence-to-sequence or masked language models, or encoders."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+    if getattr(config, "is_encoder_decoder", False):
+        return AutoModelForSeq2SeqLM
+    (wanted,) = (getattr(config, "architectures", None) or [""])[:1]
+    classes = _encoder_classes(getattr(config, "model_type", None))
+    if wanted not in classes or getattr(config, "is_decoder", False):
+        return AutoModelForCausalLM
+    has_head = wanted == _tables()[0].get(config.model_type)
+    pooled = path is not None and (path / SENTENCE_MODULES).exists()
+    return AutoModelForMaskedLM if has_head and not pooled else AutoModel
+
+
+def _tables() -> tuple[dict, ...]:
+    """model type -> class name: with a masked-LM head, bare, text encoder, with a head for each token."""
+    from transformers.models.auto import modeling_auto as tables
+
+    return (
+        tables.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        tables.MODEL_MAPPING_NAMES,
+        tables.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+        tables.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+
+def _encoder_classes(model_type: str | None) -> set[str]:
+    masked, bare, text, per_token = _tables()
+    found = {text.get(model_type, "")} if text.get(model_type, "").endswith(ENCODER_CLASS_SUFFIXES) else set()
+    if model_type in masked:
+        heads = {masked[model_type]} if "ConditionalGeneration" not in masked[model_type] else set()
+        if not heads:
+            return found
+        bare_names = bare.get(model_type, ())
+        found |= heads | {per_token.get(model_type, "")}
+        found |= {bare_names} if isinstance(bare_names, str) else set(bare_names)
+    return found - {""}
