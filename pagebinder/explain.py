@@ -1,4 +1,4 @@
-"""The report as text and as HTML, through rich."""
+"""The report as text, through rich."""
 
 from __future__ import annotations
 
@@ -25,13 +25,6 @@ def explain_text(report: CompileReport, width: int = TEXT_WIDTH) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def explain_html(report: CompileReport, width: int = 140) -> str:
-    """The report as one self-contained HTML page."""
-    console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True)
-    console.print(render(report))
-    return console.export_html(inline_styles=True)
-
-
 def render(report: CompileReport) -> Group:
     """A rich renderable of the whole report."""
     return Group(
@@ -45,6 +38,7 @@ def render(report: CompileReport) -> Group:
         *_refusals(report),
         Text("\nProviders", style="bold"),
         _providers(report),
+        *_verification(report),
         Text("\nTime", style="bold"),
         Padding(Text(", ".join(f"{k} {v:.2f} s" for k, v in report.stage_seconds.items())), (0, 0, 0, 1)),
         *(Text(f"note: {n}") for n in report.notes),
@@ -151,3 +145,39 @@ def _providers(report: CompileReport) -> Table:
             why += f"; not {name}: {'; '.join(reasons)}"
         table.add_row(choice.op, choice.provider, str(choice.num_nodes), why)
     return table
+
+
+def _verification(report: CompileReport) -> list[Text | Table]:
+    """One row per step that was verified: the largest error of all runs, and how many rewrites were certified."""
+    if not report.verified:
+        return []
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, justify in (("level", "left"), ("step", "left"), ("max error", "right"), ("of the spread", "right"),
+                          ("tolerated", "right"), ("certificates", "right"), ("worst on", "left")):  # fmt: skip
+        table.add_column(name, justify=justify)
+    certificates = {(p.level, p.name.removeprefix("encoder.")): p.certificates for p in report.passes}
+    runs: dict[tuple, list] = {}
+    for step in report.verified:
+        runs.setdefault((step.chain, step.level, step.name), []).append(step)
+    for (_, level, name), steps in runs.items():
+        worst = max(steps, key=lambda s: s.max_rel_error / s.tolerance)
+        row = f"{worst.worst}, {worst.weights} weights, {worst.dtype}" if worst.max_abs_error else "identical"
+        row += "" if worst.judged else " (not judged: experts may tie)"
+        table.add_row(level, name, f"{worst.max_abs_error:.1e}", f"{worst.max_rel_error:.1e}",
+                      f"{worst.tolerance:g}", _certified(certificates.get((level, name), ())), row)  # fmt: skip
+    return [Text("\nVerification", style="bold"), table, *_uncertified(report)]
+
+
+def _certified(certificates) -> str:
+    total = sum(c.count for c in certificates)
+    return f"{sum(c.count for c in certificates if not c.reason)}/{total}" if total else "-"
+
+
+def _uncertified(report: CompileReport) -> list[Padding]:
+    """Why rewrites were not tested on their own, one line per pass and reason."""
+    lines = {}
+    for p in report.passes:
+        for c in p.certificates:
+            if c.reason:
+                lines[f"{p.name}: not tested alone, {c.reason}"] = None
+    return [Padding(Text(line), (0, 0, 0, 1)) for line in lines]

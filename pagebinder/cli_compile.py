@@ -1,0 +1,71 @@
+"""`pagebinder compile DIR`: compile a checkpoint with its weights, check or write its plan lock, print the report."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagebinder.cli_support import checkpoint_dir, compile_dir, err, show
+
+
+def compile_command(
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory (config.json)."),
+    ],
+    lock: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the plan lock: what each layer was rewritten into."),
+    ] = None,
+    locked: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Fail with exit code 2 where the plan differs from this lock."),
+    ] = None,
+    executable: Annotated[
+        str, typer.Option(help="auto, eager or inductor; auto: inductor with a C++ compiler.")
+    ] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; without it, the checkpoint's.")
+    ] = None,
+    verify: Annotated[
+        str,
+        typer.Option(help="off, sample or full: run the graph before and after the rewrites and compare."),
+    ] = "off",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
+    dump_graphs: Annotated[
+        Path | None, typer.Option(help="Directory for the four graphs as Python text.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report as one HTML page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compile a checkpoint with its weights and print the report."""
+    if dump_graphs is not None:
+        dump_graphs.mkdir(parents=True, exist_ok=True)  # a bad path shows before the compilation, not after
+    options = {
+        "executable": executable, "dtype": dtype, "verify": verify, "max_model_len": max_model_len,
+        "block_size": block_size, "lock": lock, "locked": locked,
+    }  # fmt: skip
+    compiled = compile_dir(model, options)
+    print_report(compiled.report, as_json, html)
+    if lock is not None:
+        err.print(f"wrote {lock}")
+    if dump_graphs is not None:
+        for level, graph in compiled.graphs.items():
+            text = graph.print_readable(print_output=False)
+            (dump_graphs / f"{level}.py").write_text(text + "\n", encoding="utf-8")
+        err.print(f"wrote {', '.join(f'{level}.py' for level in compiled.graphs)} to {dump_graphs}")
+
+
+def print_report(report, as_json: bool, html: Path | None = None) -> None:
+    """The report to stdout, as text or JSON; or to a page, which the user then opens."""
+    from pagebinder.explain import render
+
+    if html is not None:
+        report.to_html(html)
+        err.print(f"wrote {html}")
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    elif html is None:
+        show(render(report))
