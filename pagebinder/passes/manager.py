@@ -17,8 +17,19 @@ from pagebinder.report import PassResult
 Pass = Callable[[GraphModule], PassResult]
 
 
-def run_passes(gm: GraphModule, passes: Iterable[Pass], *, dump_dir: Path | None = None) -> list[PassResult]:
-    """Apply passes to `gm` in place; with `dump_dir`, write the graph before and after each as text."""
+def run_passes(
+    gm: GraphModule,
+    passes: Iterable[Pass],
+    *,
+    dump_dir: Path | None = None,
+    after: Callable[[PassResult, GraphModule], None] | None = None,
+) -> list[PassResult]:
+    """Apply passes to `gm` in place.
+
+    Args:
+        dump_dir: write the graph before and after each pass there as text.
+        after: called with each pass's result and the graph it left, for example `Trail.after(level)`.
+    """
     results = []
     for run in passes:
         before, text = num_ops(gm), str(gm.graph) if dump_dir else ""
@@ -31,4 +42,6 @@ def run_passes(gm: GraphModule, passes: Iterable[Pass], *, dump_dir: Path | None
             (dump_dir / f"{len(results):02d}_{result.name}.before.txt").write_text(text)
             (dump_dir / f"{len(results):02d}_{result.name}.after.txt").write_text(str(gm.graph))
         results.append(result)
+        if after is not None:
+            after(result, gm)
     return results

@@ -1,0 +1,150 @@
+"""Writes a script that shows a divergence without Pagebinder's engine: plain torch, with our reference ops if needed.
+
+DIR/reproduce.py     two functions, what is computed and what should be, and the error of one against the other
+DIR/inputs.pt        the tensors that go in; the module of the source model, or its recorded output
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
+
+from pagebinder.compile_locate import Divergence
+from pagebinder.passes.graph_values import widened
+
+SCRIPT, INPUTS = "reproduce.py", "inputs.pt"
+
+_HEAD = '''"""{title}
+
+Reads {inputs} beside it. Needs torch{needs}. Exits with 1 if the two differ by more than {tolerance:g} of the spread.
+"""
+
+import operator
+import sys
+from pathlib import Path
+
+import torch
+from torch import device, inf, nan
+'''
+
+_TAIL = """
+
+def main():
+    data = torch.load(Path(__file__).parent / "{inputs}", weights_only={safe})
+    with torch.inference_mode():
+        got = computed(*[x.clone() if isinstance(x, torch.Tensor) else x for x in data["inputs"]])
+        wanted = expected(data).reshape(got.shape)
+    got, wanted = got.double(), wanted.double()
+    error = (got - wanted).abs().max().item()
+    relative = error / max(wanted.std(correction=0).item(), 1e-30)
+    print(f"largest error {{error:.3g}}, that is {{relative:.3g}} of the spread of what is expected")
+    sys.exit(not relative <= {tolerance!r})
+
+
+main()
+"""
+
+
+def write_script(divergence: Divergence, directory: Path, title: str, tolerance: float) -> Path:
+    """Write both files; returns the script's path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = {"inputs": [_plain(x) for x in divergence.inputs]}
+    functions = [_function("computed", divergence.graph, divergence.widen)]
+    if divergence.expected_graph is not None:
+        functions.append(_function("right", divergence.expected_graph, divergence.widen))
+        body = '    return right(*[x.clone() if isinstance(x, torch.Tensor) else x for x in data["inputs"]])'
+    elif _can_be_saved(divergence.module):
+        data |= {
+            "module": divergence.module,
+            "args": divergence.module_args,
+            "kwargs": divergence.module_kwargs,
+        }
+        body = (
+            '    output = data["module"](*data["args"], **data["kwargs"])  # the module of the source model\n'
+            "    return output[0] if isinstance(output, tuple) else output"
+        )
+    else:
+        data["expected"] = _plain(divergence.expected)
+        body = '    return data["expected"]  # recorded'
+    functions.append(f"def expected(data):\n{body}")
+    torch.save(data, directory / INPUTS)
+    safe = "module" not in data
+    text = "".join(functions)
+    needs = "" if safe else ", transformers"
+    needs += " and pagebinder's ops" if "pagebinder" in text else ""
+    head = _HEAD.format(title=title, inputs=INPUTS, needs=needs, tolerance=tolerance)
+    if "pagebinder" in text:
+        head += "\nimport pagebinder.custom_ops  # registers torch.ops.pagebinder\n"
+    if "pagebinder_cpu" in text:
+        head += "from pagebinder.custom_ops.cpu.provider import CpuProvider\n\n"
+        head += "CpuProvider().prepare()  # registers torch.ops.pagebinder_cpu\n"
+    tail = _TAIL.format(inputs=INPUTS, safe=safe, tolerance=tolerance)
+    script = directory / SCRIPT
+    script.write_text(head + "".join(f"\n\n{f}\n" for f in functions) + tail, encoding="utf-8")
+    return script
+
+
+def _can_be_saved(module: torch.nn.Module | None) -> bool:
+    """A class that is defined inside a function or in the program itself cannot be imported by the script."""
+    if module is None:
+        return False
+    if any(type(m).__module__ == "__main__" for m in module.modules()):
+        return False
+    try:
+        pickle.dumps(module)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """A tensor of its own memory: views of a whole cache or model would be saved with all of it."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        return plain.copy_(value)
+    return value
+
+
+def _function(name: str, gm: GraphModule, widen: bool) -> str:
+    """A graph as a function, one line per node."""
+    names = {n: re.sub(r"\W", "_", n.name) for n in gm.graph.nodes}
+    parameters = ", ".join(names[n] for n in gm.graph.nodes if n.op == "placeholder")
+    lines = [f"def {name}({parameters}):"]
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            lines.append(f"    {names[node]} = {_call(node, names, widen)}")
+        elif node.op == "output":
+            lines.append(f"    return {names[node.args[0]]}")
+    return "\n".join(lines)
+
+
+class _Name:
+    """Prints as an expression."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _call(node: Node, names: dict[Node, str], widen: bool) -> str:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
+    if widen:
+        args, kwargs = map_aggregate((args, kwargs), widened)
+    inside = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
+    return f"{_target(node.target)}({', '.join(inside)})"
+
+
+def _target(target) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{target}"
+    module = getattr(target, "__module__", "")
+    return f"operator.{target.__name__}" if module == "_operator" else f"{module}.{target.__name__}"

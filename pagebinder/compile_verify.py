@@ -1,0 +1,182 @@
+"""Runs every step of a compilation on the same sequences: binds the source model, the passes' trail and the runtime.
+
+    conditions           weights                          computed in
+    model                the model's                      its dtype, and float32 if that is wider
+    rescaled             N(0, 1 / fan_in), near one       the same: small initial weights make attention uniform, and
+                         for vectors                      then a wrong mask or scale hardly shows
+
+Rescaled and widened weights are those of a copy of the model, one copy at a time; graphs are run with the copy's
+tensors, so the model and its graphs are never touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import psutil
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.compile_verify_runs import (
+    KEPT_ROWS,
+    Runs,
+    Sequences,
+    World,
+    choose_sequences,
+    evaluation,
+    lengths_to_test,
+    source_encoder_states,
+    source_logits,
+)
+from pagebinder.config import CompileConfig
+from pagebinder.errors import ConfigError, VerificationError
+from pagebinder.frontend.source import ModelSource, source_from_module
+from pagebinder.passes.certificates import certify_steps
+from pagebinder.passes.graph_values import REDUCED
+from pagebinder.passes.trail import DECODER, ENCODER, Step, Trail
+from pagebinder.passes.verifier import TOLERANCES, Conditions, difference, verify_steps
+from pagebinder.report import CompileReport
+from pagebinder.runtime.kv import KVPlan
+
+# A copy of the weights is made only if this much more than it is free.
+MEMORY_MARGIN = 1.3
+
+
+def check_can_verify(source: ModelSource, config: CompileConfig) -> None:
+    """Raises ConfigError where there is nothing to run."""
+    if config.verify != "off" and source.device.type == "meta":
+        raise ConfigError(
+            f'verify={config.verify!r} runs the model, and one on the meta device has no weights; use verify="off".'
+        )
+
+
+def verify(
+    trail: Trail,
+    source: ModelSource,
+    plan: KVPlan,
+    states: Sequence,
+    config: CompileConfig,
+    report: CompileReport,
+    refused: str | None = None,
+) -> None:
+    """Verify all steps of a trail; errors and certificates go to the report. `refused`: what could not be explained.
+
+    Raises:
+        VerificationError: a step, or a rewrite on its own, changes what the model computes.
+    """
+    if refused is not None:
+        report.notes.append(
+            "verify: not run, as this model was compiled with strict=False and cannot be served"
+        )
+        return
+    full = config.verify == "full"
+    sequences = choose_sequences(source, plan, states, lengths_to_test(plan, states, source, full=full))
+    if full:  # first, as a certificate says more exactly what is wrong
+        certify_steps(trail)
+    for world in worlds(source, report.notes, full=full):
+        verify_in_world(trail, world, source, plan, states, sequences, report)
+
+
+def verify_in_world(
+    trail: Trail, world: World, source: ModelSource, plan, states, sequences: Sequences, report: CompileReport
+) -> None:
+    """All steps with one set of weights."""
+    conditions = conditions_of(world, trail)
+    for steps, expected, runs in chains(trail, world, source, plan, states, sequences):
+        if not all(x.isfinite().all() for x in expected):
+            report.notes.append(f"verify: the model returns NaN or infinity with {conditions}; not compared")
+            continue
+        _require_deterministic(runs, steps[0].graph, conditions)
+        report.verified += verify_steps(steps, expected, runs.outputs, conditions, runs.lengths)
+
+
+def conditions_of(world: World, trail: Trail) -> Conditions:
+    judged = world.dtype not in REDUCED or not _chooses_experts(trail)
+    return Conditions(world.name, world.dtype, TOLERANCES[world.dtype], judged)
+
+
+def chains(
+    trail: Trail, world: World, source: ModelSource, plan, states, sequences: Sequences
+) -> Iterator[tuple[list[Step], list[torch.Tensor], Runs]]:
+    """The encoder's steps, if there is one, then the decoder's: with what the source model returns, and how to run
+    graphs. The decoder's get the states of the source model's own encoder."""
+    encoder_states = None
+    with evaluation(world.module):
+        if sequences.encoder_ids is not None:
+            encoder_states = [source_encoder_states(world.module, ids) for ids in sequences.encoder_ids]
+            runs = Runs(world, Sequences(sequences.encoder_ids), plan, states)
+            yield trail.of(ENCODER), [x[-KEPT_ROWS:] for x in encoder_states], runs
+        expected = source_logits(world.module, source, sequences, encoder_states)
+    yield trail.of(DECODER), expected, Runs(world, sequences, plan, states, encoder_states, source.vocab_size)
+
+
+def _require_deterministic(runs: Runs, captured: GraphModule, conditions: Conditions) -> None:
+    first, second = (runs.alone(captured, len(runs.sequences.ids) - 1) for _ in range(2))
+    apart = difference(first, second)
+    if apart.relative > conditions.tolerance:
+        raise VerificationError(
+            f"The captured model returns different logits for the same tokens ({apart.relative:.3g} of their "
+            "spread apart): it draws random numbers, or keeps state between calls. It cannot be verified.",
+            pass_name="capture",
+            level="captured",
+            error=apart.relative,
+        )
+
+
+def _chooses_experts(trail: Trail) -> bool:
+    """In reduced precision two experts' scores may tie, and rounding decides: a jump that is no error."""
+    return any(
+        "topk" in str(node.target) or "moe" in str(node.target) or "expert" in str(node.target)
+        for step in trail.steps[:2]
+        for node in step.graph.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+def worlds(source: ModelSource, notes: list[str], *, full: bool) -> Iterator[World]:
+    """The sets of weights to verify with, one after the other; what there is no memory for is noted."""
+    yield World("model", source.module, source.dtype)
+    if not full:
+        return
+    for dtype in (source.dtype, torch.float32) if source.dtype in REDUCED else (source.dtype,):
+        if not _fits(source, dtype):
+            notes.append(f"verify: no memory for a copy of the weights in {dtype}; that part was left out")
+            continue
+        widen = dtype is not source.dtype
+        module = _copy(source, dtype)
+        if widen:
+            yield World("model", module, dtype, tensors_of(module), widen)
+        rescale(module)
+        yield World("rescaled", module, dtype, tensors_of(module), widen)
+        del module
+
+
+def _copy(source: ModelSource, dtype: torch.dtype) -> torch.nn.Module:
+    if dtype is source.dtype:
+        return copy.deepcopy(source.module)
+    return source_from_module(source.module, dtype=dtype).module
+
+
+def _fits(source: ModelSource, dtype: torch.dtype) -> bool:
+    needed = sum(p.numel() for p in source.module.parameters()) * dtype.itemsize * MEMORY_MARGIN
+    if source.device.type == "cuda":
+        return needed < torch.cuda.mem_get_info(source.device)[0]
+    return needed < psutil.virtual_memory().available
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers under all their names."""
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    return tensors | dict(module.named_buffers(remove_duplicate=False))
+
+
+def rescale(module: torch.nn.Module, seed: int = 0) -> None:
+    """Overwrite weights: matrices ~ N(0, 1 / fan_in), vectors near one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator)
+                wide = noise * parameter.shape[-1] ** -0.5 if parameter.dim() >= 2 else 1.0 + 0.1 * noise
+                parameter.copy_(wide)

@@ -1,0 +1,72 @@
+"""Runs a graph node by node: with other weights than its own, in float32 whatever it was made for, values observed.
+
+    get_attr "model.norm.weight"     the tensor of that name in `weights`, else the graph's own
+    aten.to.dtype(x, bfloat16)       widened: to float32, as are reduced-precision constants
+
+The graph and the source model stay as they are: nothing is swapped in, so nothing has to be put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+REDUCED = (torch.bfloat16, torch.float16)
+
+
+def widened(value: Any) -> Any:
+    """float32 in place of a reduced dtype, or of a tensor of one; anything else as it is."""
+    if value in REDUCED if isinstance(value, torch.dtype) else False:
+        return torch.float32
+    if isinstance(value, torch.Tensor) and value.dtype in REDUCED:
+        return value.float()
+    return value
+
+
+class GraphRunner(torch.fx.Interpreter):
+    """Interprets a graph.
+
+    Args:
+        weights: attribute name -> tensor, in place of the graph's.
+        widen: compute in float32 what the graph computes in bfloat16 or float16.
+        observe: called with every node and its value.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        *,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        widen: bool = False,
+        observe: Callable[[Node, Any], None] | None = None,
+    ) -> None:
+        super().__init__(gm)
+        self.weights = weights or {}
+        self.widen = widen
+        self.observe = observe
+        self.input_names = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+
+    def run_named(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """Run on inputs by name; names that the graph lacks are left out."""
+        with torch.inference_mode():
+            return self.run(*(inputs[name] for name in self.input_names))
+
+    def fetch_attr(self, target: str) -> Any:
+        value = self.weights.get(target)
+        value = super().fetch_attr(target) if value is None else value
+        return widened(value) if self.widen else value
+
+    def call_function(self, target, args, kwargs) -> Any:
+        if self.widen:
+            args, kwargs = map_aggregate(args, widened), map_aggregate(kwargs, widened)
+        return super().call_function(target, args, kwargs)
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if self.observe is not None:
+            self.observe(n, value)
+        return value

@@ -1,0 +1,196 @@
+"""Judges a compilation step by step: the same sequences through the graph before and after, and how far they differ.
+
+    source model --capture--> captured --recognise_rms_norm--> ... --page_attention--> ... --select_providers--> fused
+            difference 0            difference 1                    difference k
+
+Every difference is that of one step alone, so the step that is wrong is named. The errors are in units of the spread
+(standard deviation) of what is compared: logits, or an encoder's states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.errors import VerificationError
+from pagebinder.passes.trail import Step, same_graph
+from pagebinder.report import VerifiedStep
+
+# How far two graphs that mean the same may differ, in units of the spread of their outputs. A pass may change the
+# order of sums and leave out or add roundings, each of one unit in the last place of the dtype (2^-24, 2^-11, 2^-8);
+# a network with random weights makes them some hundred times larger by its last layer (measured on the families of
+# the tests: at most 3e-5, 0.008 and 0.07). What a pass can get wrong is larger by far in float32, which is why
+# models of a reduced dtype are also run in float32.
+TOLERANCES = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 0.06, torch.bfloat16: 0.4}
+# The source may compute the same in another way, a recurrence in chunks for example, with more rounding of its own
+# (measured: at most 2e-4 in float32; in bfloat16 a gated delta net with random weights is off by its whole spread).
+CAPTURE_FACTOR = 5
+
+MAX_PLACES_SHOWN = 4
+
+# label of a way to run the sequences ("alone", "packed", ...) -> one tensor per sequence, None if it was not run so
+Outputs = dict[str, list[torch.Tensor | None]]
+ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two tensors are apart, at worst, and where: on which sequence, run in which way."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+    where: str = ""
+    way: str = ""
+    index: int = 0
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor, where: str = "", *, spread=None) -> Difference:
+    """Largest error of `got`, also relative to `spread` (that of `expected` if None). NaN only matches NaN."""
+    if got.shape != expected.shape:
+        return Difference(math.inf, math.inf, f"{where}: {list(got.shape)} instead of {list(expected.shape)}")
+    got, expected = got.double(), expected.double()
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    errors = (got - expected).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
+    if not errors.numel() or not errors.max():
+        return Difference(where=where)
+    absolute = float(errors.max())
+    return Difference(absolute, absolute / max(spread or spread_of(expected), 1e-30), where)
+
+
+def spread_of(values: torch.Tensor) -> float:
+    """Standard deviation of the finite values; of a constant, their magnitude."""
+    values = values.double()
+    values = values[values.isfinite()]
+    if not values.numel():
+        return 0.0
+    deviation = float(values.std(correction=0))
+    return deviation if deviation > 1e-12 else float(values.abs().mean())
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the sequences are run with; see `VerifiedStep`."""
+
+    weights: str
+    dtype: torch.dtype
+    tolerance: float
+    judged: bool = True
+
+    def __str__(self) -> str:
+        kind = "the model's weights" if self.weights == "model" else "random weights"
+        return f"{kind}, {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step, the one before it, and how far their outputs are apart. `expected`: what the one before returned."""
+
+    before: Step | None
+    step: Step
+    line: VerifiedStep
+    outputs: Outputs
+    expected: list[torch.Tensor]
+    worst: Difference
+
+
+def measure_steps(
+    steps: Sequence[Step],
+    expected: list[torch.Tensor],
+    run: Callable[[GraphModule], Outputs],
+    conditions: Conditions,
+    lengths: Sequence[int],
+) -> Iterator[Measured]:
+    """Compare each step with the one before it, and the first with `expected`: what the source model returns.
+
+    `lengths`: tokens of the sequences, of which only the last rows may be compared.
+    """
+
+    def label(difference: Difference) -> str:
+        return f"{lengths[difference.index]} tokens {difference.way}"
+
+    before, outputs = None, {ALONE: expected}
+    for step in steps:
+        if before is not None and same_graph(before.graph, step.graph):
+            worst = Difference()
+        else:
+            outputs = run(step.graph)
+            worst = max(differences(outputs, expected), key=lambda d: d.relative)
+            worst = dataclasses.replace(worst, where=label(worst) if worst.absolute else "")
+        tolerance = conditions.tolerance * (CAPTURE_FACTOR if before is None else 1)
+        line = _line(step, conditions, len(expected), worst, tolerance)
+        yield Measured(before, step, line, outputs, expected, worst)
+        expected, before = outputs[ALONE], step
+
+
+def verify_steps(steps, expected, run, conditions: Conditions, lengths) -> list[VerifiedStep]:
+    """`measure_steps`; the errors are also kept in the passes' results.
+
+    Raises:
+        VerificationError: a step differs by more than the tolerance.
+    """
+    lines = []
+    for measured in measure_steps(steps, expected, run, conditions, lengths):
+        line, step = measured.line, measured.step
+        lines.append(line)
+        if line.judged and line.max_rel_error > line.tolerance:
+            raise _error(step, conditions, measured.worst, line.tolerance)
+        if step.result is not None:
+            step.result.max_abs_error = max(step.result.max_abs_error or 0.0, line.max_abs_error)
+            step.result.max_rel_error = max(step.result.max_rel_error or 0.0, line.max_rel_error)
+    return lines
+
+
+def differences(outputs: Outputs, expected: list[torch.Tensor]) -> Iterator[Difference]:
+    """One for each way and each sequence."""
+    spread = spread_of(torch.cat(expected))
+    for way, results in outputs.items():
+        for index, (got, wanted) in enumerate(zip(results, expected, strict=True)):
+            if got is not None:
+                found = difference(got, wanted, spread=spread)
+                yield dataclasses.replace(found, way=way, index=index)
+
+
+def _line(
+    step: Step, conditions: Conditions, num_sequences: int, worst: Difference, tolerance: float
+) -> VerifiedStep:
+    return VerifiedStep(
+        chain=step.chain,
+        level=step.level,
+        name=step.name,
+        weights=conditions.weights,
+        dtype=str(conditions.dtype).removeprefix("torch."),
+        num_sequences=num_sequences,
+        max_abs_error=worst.absolute,
+        max_rel_error=worst.relative,
+        tolerance=tolerance,
+        worst=worst.where,
+        judged=conditions.judged,
+    )
+
+
+def _error(step: Step, conditions: Conditions, worst: Difference, tolerance: float) -> VerificationError:
+    places = places_of(step)
+    shown = ", ".join(places[:MAX_PLACES_SHOWN])
+    more = f" and {len(places) - MAX_PLACES_SHOWN} more" if len(places) > MAX_PLACES_SHOWN else ""
+    rewrote = f" It rewrote {shown}{more}." if places else ""
+    return VerificationError(
+        f"{step.name} (level {step.level}) changes what the model computes: on {worst.where} ({conditions}) the "
+        f"error is {worst.absolute:.3g}, that is {worst.relative:.3g} of the spread of the outputs; "
+        f"{tolerance:g} is tolerated.{rewrote} `pagebinder bisect` finds the layer and the node.",
+        pass_name=step.name,
+        level=step.level,
+        sequence=worst.where,
+        error=worst.relative,
+        places=tuple(places),
+    )
+
+
+def places_of(step: Step) -> list[str]:
+    """Where a pass matched: module path and node of each match."""
+    matches = step.result.matches if step.result is not None else ()
+    return [f"{m.pattern} at {m.module_path or '?'} (node {m.node})" for m in matches]
