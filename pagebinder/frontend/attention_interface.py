@@ -30,10 +30,15 @@ IGNORED = {
     "output_attentions",
     "output_hidden_states",
     "return_dict",
+    "logits_to_keep",
 }
 # Attention modules whose model builds a chunked mask for its layers of type "chunked_attention", from a trait of
 # the config that is not passed to the hook. In any other module that trait means something not known here.
 CHUNKED_BY_LAYER_TYPE = {"Llama4TextAttention"}
+# Attention modules of decoders that are causal by the mask that their model builds, and say is_causal=False.
+CAUSAL_BY_MASK = {"BigBirdPegasusDecoderAttention"}
+# Attention modules of models whose mask applies `config.sliding_window` to every layer, and which do not pass it.
+WINDOW_OF_THE_MASK = {"PhimoeAttention"}
 
 
 def attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -46,6 +51,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     if attention_mask is not None:
         raise CaptureError(f"{name} passes an attention mask of its own; its meaning is not proven here.")
     window = kwargs.pop("sliding_window", None)
+    if window is None and type(module).__name__ in WINDOW_OF_THE_MASK and _layer_type(module) is None:
+        window = module.config.sliding_window
     soft_cap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
     sinks = sinks.float() if sinks is not None else None  # they join float32 scores; widening is exact
@@ -60,6 +67,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         )
     chunk = _configured_chunk(module, name)
     _require_window_as_configured(module, window)
+    if type(module).__name__ in CAUSAL_BY_MASK and not is_cross:
+        causal = True
     if causal is None:
         causal = getattr(module, "is_causal", None)
     if causal is None:

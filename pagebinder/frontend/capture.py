@@ -10,6 +10,7 @@ they have in the source model, shared with it and not copied.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from dataclasses import dataclass
@@ -18,10 +19,14 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import attention_hook
+from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.leaves import LEAVES, patched
+from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
+from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import aten, finish
 
@@ -41,31 +46,53 @@ class TracedInput:
 
 
 class FlatTokens(torch.nn.Module):
-    """Calls a decoder that takes [1, T] with flat [T] inputs, and returns flat logits [T, V]."""
+    """Calls a decoder that takes [1, T] with flat [T] inputs, and returns flat logits [T, V].
 
-    def __init__(self, source: torch.nn.Module, is_transformers: bool):
+    Positions count from 0 within a sequence; a model that counts from elsewhere gets them with its offset, and one
+    that takes none has them given to its positional embeddings.
+    """
+
+    def __init__(self, source: torch.nn.Module, is_transformers: bool, given: GivenPositions | None = None):
         super().__init__()
         self.source = source
         self.is_transformers = is_transformers
+        self.given = given
+        self.offset = numbering(source).offset if is_transformers else 0
 
     def forward(self, input_ids, positions):
         input_ids, positions = input_ids.unsqueeze(0), positions.unsqueeze(0)
-        if self.is_transformers:
+        if not self.is_transformers:
+            out = self.source(input_ids, positions)
+            return getattr(out, "logits", out)[0]
+        positions = positions + self.offset if self.offset else positions
+        if self.given is None:
             return self.source(input_ids=input_ids, position_ids=positions, use_cache=False).logits[0]
-        out = self.source(input_ids, positions)
-        return getattr(out, "logits", out)[0]
+        with self.given.of_call(positions[0]):
+            return self.source(input_ids=input_ids, use_cache=False).logits[0]
 
 
-def capture(source: ModelSource) -> tuple[GraphModule, str]:
+def _takes_positions(module: torch.nn.Module) -> bool:
+    return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def capture(source: ModelSource, *, hook: bool = True) -> tuple[GraphModule, str]:
     """Trace a decoder-only source model.
 
+    A graph that holds only up to some length (a model with a mask buffer) says so: meta["max_tokens"] of input_ids.
+
+    Args:
+        hook: False leaves attention as transformers' "eager" or "sdpa" writes it, for the recognisers to find.
     Returns:
-        the captured graph and the route that led to it ("export", "export strict").
+        the captured graph and the route that led to it ("export", "export strict", "export up to 1024 tokens").
     Raises:
         CaptureError: the model cannot be traced for any number of tokens; says what was tried.
     """
-    wrapper = FlatTokens(source.module, source.is_transformers)
-    return trace(source, wrapper, token_inputs(source))
+    if not source.is_transformers or _takes_positions(source.module):
+        wrapper = FlatTokens(source.module, source.is_transformers)
+        return trace(source, wrapper, token_inputs(source), hook=hook)
+    with given_positions(source.module) as given:
+        wrapper = FlatTokens(source.module, True, given if given.names else None)
+        return trace(source, wrapper, token_inputs(source), hook=hook)
 
 
 def token_inputs(source: ModelSource, max_len: int | None = None) -> dict[str, TracedInput]:
@@ -78,10 +105,10 @@ def token_inputs(source: ModelSource, max_len: int | None = None) -> dict[str, T
 
 
 def trace(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput]
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], *, hook: bool = True
 ) -> tuple[GraphModule, str]:
     """Trace `wrapper`, which calls `source.module` with these inputs; see `capture`."""
-    program, route = _export(source, wrapper, inputs)
+    program, route, max_tokens = _export(source, wrapper, inputs, hook)
     if any(_is_mutating(n) for n in program.graph.nodes):
         program = program.run_decompositions({})
         route += ", functionalised"
@@ -89,20 +116,25 @@ def trace(
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in ASSERTIONS:
             gm.graph.erase_node(node)
+    if max_tokens is not None:
+        next(n for n in gm.graph.nodes if n.target == "input_ids").meta["max_tokens"] = max_tokens
     finish(gm)
     return gm, route
 
 
 def _export(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput]
-) -> tuple[ExportedProgram, str]:
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], hooked: bool
+) -> tuple[ExportedProgram, str, int | None]:
+    """The program, the route to it, and the most tokens it holds for (None = as many as one may ask for)."""
     sizes = {i.size_name: Dim(i.size_name, min=MIN_STEP_TOKENS, max=MAX_STEP_TOKENS) for i in inputs.values()}
     examples = tuple(i.example for i in inputs.values())
     dynamic_shapes = tuple({0: sizes[i.size_name]} for i in inputs.values())
     failures = []
-    hook = attention_hook(source.module) if source.is_transformers else contextlib.nullcontext()
+    hooked = hooked and source.is_transformers
+    hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
     leaves, quiet = patched(LEAVES, source.module), warnings.catch_warnings()
-    with hook, leaves, _evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), quiet:
+    experts = experts_hook(source.module)
+    with hook, experts, leaves, _evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), quiet:
         warnings.simplefilter("ignore")
         for strict in (False, True):
             try:
@@ -113,11 +145,47 @@ def _export(
                 failures.append(f"  strict={strict}: {type(error).__name__}: {_first_lines(error)}")
                 continue
             _check_range(program)
-            return program, "export strict" if strict else "export"
+            return program, "export strict" if strict else "export", None
+        limited = _export_limited(wrapper, inputs)
+        if limited is not None:
+            return limited[0], f"export up to {limited[1]} tokens", limited[1]
     raise CaptureError(
         f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens:\n"
         + "\n".join(failures)
     )
+
+
+def _export_limited(
+    wrapper: torch.nn.Module, inputs: dict[str, TracedInput]
+) -> tuple[ExportedProgram, int] | None:
+    """A program that holds up to a length that the model's code sets, where a mask buffer is cut; that length.
+
+    torch finds the range (`Dim.DYNAMIC`). None: there is none from `MIN_STEP_TOKENS` tokens on.
+    """
+    if len({i.size_name for i in inputs.values()}) > 1:
+        return None
+    examples = tuple(i.example for i in inputs.values())
+    try:
+        program = torch.export.export(
+            wrapper, examples, dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in inputs), strict=False
+        )
+    except Exception:
+        return None  # the first attempts have said why
+    sizes = {str(n.meta["val"].shape[0]) for n in program.graph.nodes if n.name in inputs}
+    ranges = list(program.range_constraints.values())
+    if len(ranges) != 1 or len(sizes) != 1 or ranges[0].lower > MIN_STEP_TOKENS:
+        return None
+    upper = min(int(ranges[0].upper), MAX_STEP_TOKENS)
+    _forget_limit(program)
+    return program, upper
+
+
+def _forget_limit(program: ExportedProgram) -> None:
+    """A sequence is no longer than that; a step, which runs several, may be: so nothing may be specialised to it."""
+    size = next(n.meta["val"].shape[0] for n in program.graph.nodes if n.name == "input_ids")
+    environment = size.node.shape_env
+    environment.var_to_range[size.node.expr] = ValueRanges(MIN_STEP_TOKENS, MAX_STEP_TOKENS)
+    environment._update_version_counter()
 
 
 @contextlib.contextmanager
@@ -147,6 +215,11 @@ def _evaluation_mode(module: torch.nn.Module):
 def _check_range(program: ExportedProgram) -> None:
     """A graph that is valid only from, say, 32 tokens on would be wrong for a decode step."""
     for symbol, bounds in program.range_constraints.items():
+        if str(symbol).startswith("u"):
+            raise CaptureError(
+                "The model's code picks entries by their values (a mask or a search whose result has as many rows as "
+                "match), so the shapes of the captured graph depend on data."
+            )
         if bounds.lower > MIN_STEP_TOKENS or bounds.upper < MAX_STEP_TOKENS:
             raise CaptureError(
                 f"The captured graph holds only for {bounds.lower} <= {symbol} <= {bounds.upper} tokens: "

@@ -14,11 +14,19 @@ from typing import Any
 import torch
 
 from pagebinder.errors import CheckpointError, ConfigError
+from pagebinder.frontend.model_kinds import auto_class, is_encoder_only
 
 DEFAULT_MAX_MODEL_LEN = 2048
 WEIGHT_PATTERNS = ("*.safetensors",)
-# What configs call layers that mix tokens by a recurrence or a short convolution, and have no attention.
+# What configs call layers that mix tokens by a recurrence or a short convolution, and have no attention;
 RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv"})
+# layers that have both, side by side or one after the other; and layers that mix no tokens.
+HYBRID_LAYER_TYPES = frozenset({"hybrid", "hybrid_sliding"})
+LAYER_TYPES_WITHOUT_MIXING = frozenset({"moe", "mlp"})
+# Families without any attention whose configs have no layer types.
+RECURRENT_MODEL_TYPES = frozenset({"rwkv", "xlstm"})
+# Families whose layers attend more than once: DiffLlama to each half of the values.
+ATTENTIONS_PER_LAYER = {"diffllama": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,11 @@ class ModelSource:
     path: Path | None = None
     config: Any = None
     _tokenizer: Any = field(default=None, repr=False)
+
+    @property
+    def encoder_only(self) -> bool:
+        """Is it an encoder without a decoder (BERT), which has rows of output and generates nothing?"""
+        return self.is_transformers and is_encoder_only(self.module)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,7 +153,7 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
         )
     try:
         with torch.device("meta"):
-            module = _auto_class(config).from_config(config, dtype=dtype or config.dtype or torch.float32)
+            module = auto_class(config).from_config(config, dtype=dtype or config.dtype or torch.float32)
     except ValueError as error:
         raise ConfigError(
             f"transformers has no language model for {type(config).__name__}: {error}"
@@ -166,12 +179,12 @@ def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bo
             "(transformers: model.save_pretrained(dir)), or use `pagebinder explain`, which needs no weights."
         )
     try:
-        module, info = _auto_class(config).from_pretrained(
+        module, info = auto_class(config, path).from_pretrained(
             str(path), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except Exception as error:
         raise CheckpointError(f"The weights in {path} cannot be loaded: {error}") from error
-    missing = sorted(str(key) for key in info.get("missing_keys", ()))
+    missing = sorted(str(key) for key in info.get("missing_keys", ()) if not _is_unused(module, str(key)))
     if missing:
         raise CheckpointError(
             f"{path} lacks {len(missing)} tensors that its config asks for, for example {missing[:3]}."
@@ -179,11 +192,9 @@ def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bo
     return module.eval()
 
 
-def _auto_class(config):
-    """transformers' factory of language models for a config."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    return AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+def _is_unused(module: torch.nn.Module, key: str) -> bool:
+    """A bare encoder's pooler works on the hidden states that we return; many checkpoints come without one."""
+    return key.split(".")[0] == "pooler" and is_encoder_only(module)
 
 
 def _is_transformers(module: torch.nn.Module) -> bool:
@@ -220,7 +231,7 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
     eos_ids = {eos} if isinstance(eos, int) else set(eos or ())
     return {
         "vocab_size": vocab_size,
-        "max_model_len": getattr(text, "max_position_embeddings", None) or DEFAULT_MAX_MODEL_LEN,
+        "max_model_len": _max_model_len(text),
         **_layer_counts(text),
         **encoder_decoder,
         "eos_token_ids": frozenset(t for t in eos_ids if 0 <= t < vocab_size),
@@ -228,12 +239,27 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def _max_model_len(config) -> int:
+    lengths = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((length for length in lengths if length), DEFAULT_MAX_MODEL_LEN)
+
+
 def _layer_counts(config) -> dict[str, Any]:
-    """How many layers mix tokens by attention and how many by a recurrence; a config without types has attention."""
+    """How many layers mix tokens by attention and how many by a recurrence; a config without types has one kind."""
     num_layers = getattr(config, "num_hidden_layers", None)
-    types = getattr(config, "layer_types", None) or ()
-    num_recurrent = sum(layer_type in RECURRENT_LAYER_TYPES for layer_type in types)
-    num_attention = None if num_layers is None else num_layers - num_recurrent
+    if getattr(config, "is_decoder", False):  # a decoder cut out of a family of encoder-decoders
+        num_layers = getattr(config, "decoder_layers", num_layers)
+    types = getattr(config, "layer_types", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type in ATTENTIONS_PER_LAYER:
+        return {"num_attention_layers": num_layers * ATTENTIONS_PER_LAYER[model_type], "num_recurrent_layers": 0}
+    if types is None:
+        if model_type in RECURRENT_MODEL_TYPES:
+            return {"num_attention_layers": 0, "num_recurrent_layers": num_layers}
+        return {"num_attention_layers": num_layers, "num_recurrent_layers": 0}
+    no_attention = sum(t in RECURRENT_LAYER_TYPES | LAYER_TYPES_WITHOUT_MIXING for t in types)
+    num_recurrent = sum(t in RECURRENT_LAYER_TYPES | HYBRID_LAYER_TYPES for t in types)
+    num_attention = None if num_layers is None else num_layers - no_attention
     return {"num_attention_layers": num_attention, "num_recurrent_layers": num_recurrent}
 
 

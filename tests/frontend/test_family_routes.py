@@ -1,0 +1,119 @@
+"""What single families need to be captured as they are: offsets of positions, expanded latents, own masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BigBirdPegasusConfig,
+    BigBirdPegasusForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+    XmodConfig,
+    XmodForCausalLM,
+)
+
+import pagebinder
+from pagebinder import CaptureError, CompileConfig
+from pagebinder.frontend.numbering import Numbering, numbering
+from tests.helpers import VOCAB_SIZE, scale_weights, tiny_llama
+
+EAGER = CompileConfig(executable="eager")
+_SHAPE = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+_SHAPE |= {"num_attention_heads": 4, "max_position_embeddings": 128}
+_BART = {"vocab_size": VOCAB_SIZE, "d_model": 64, "max_position_embeddings": 128, "decoder_layers": 2}
+_BART |= {
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+}
+_MLA = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+
+
+def tiny_roberta():
+    return RobertaForCausalLM(RobertaConfig(**_SHAPE, is_decoder=True))
+
+
+def tiny_bart():
+    return BartForCausalLM(BartConfig(**_BART))
+
+
+def tiny_big_bird_pegasus():
+    return BigBirdPegasusForCausalLM(BigBirdPegasusConfig(**_BART))
+
+
+def tiny_diff_llama():
+    return DiffLlamaForCausalLM(DiffLlamaConfig(**_SHAPE, num_key_value_heads=2))
+
+
+def tiny_minicpm3():
+    return MiniCPM3ForCausalLM(MiniCPM3Config(**_SHAPE, **_MLA, num_key_value_heads=4))
+
+
+def tiny_phimoe():
+    """Its mask has a window that its attention is not told."""
+    return PhimoeForCausalLM(
+        PhimoeConfig(**_SHAPE, num_key_value_heads=2, sliding_window=16, num_local_experts=4)
+    )
+
+
+MODELS = [tiny_phimoe, tiny_roberta, tiny_bart, tiny_big_bird_pegasus, tiny_diff_llama, tiny_minicpm3]
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_the_levels_equal_the_source_given_nothing_but_ids(build):
+    model = scale_weights(build())
+    compiled = pagebinder.compile_model(model, EAGER)
+    ids = torch.randint(4, VOCAB_SIZE, (50,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids[None], use_cache=False).logits[0]
+    for level in ("captured", "fused"):
+        torch.testing.assert_close(compiled.run_level(level, ids), expected, atol=3e-5, rtol=3e-5)
+
+
+def test_positions_are_numbered_from_behind_the_padding_id():
+    assert numbering(tiny_roberta()) == Numbering(offset=2, uncounted_id=1)
+    assert numbering(tiny_llama()) == Numbering()
+
+
+def test_an_expansion_that_is_not_the_known_one_is_an_error(monkeypatch):
+    model = scale_weights(tiny_minicpm3())
+    attention = type(model.model.layers[0].self_attn)
+    original = attention.expand_kv
+
+    def swapped(self, kv_nope, k_rot):
+        key, value = original(self, kv_nope, k_rot)
+        return key.flip(-1), value
+
+    monkeypatch.setattr(attention, "expand_kv", swapped)
+    with pytest.raises(CaptureError, match="expands its latent otherwise"):
+        pagebinder.compile_model(model, EAGER)
+
+
+def test_code_that_picks_entries_by_value_is_told_as_that():
+    with pytest.raises(CaptureError, match="picks entries by their values"):
+        pagebinder.compile_model(
+            scale_weights(
+                XmodForCausalLM(
+                    XmodConfig(
+                        **_SHAPE, is_decoder=True, languages=["en_XX", "de_DE"], default_language="en_XX"
+                    )
+                )
+            ),
+            EAGER,
+        )
