@@ -13,13 +13,17 @@ from pagebinder.errors import (
     CompilerNotFoundError,
     ConfigError,
     PagebinderError,
+    PlanDriftError,
+    PlanLockError,
     ProviderError,
     RequestError,
     UnsupportedLayerError,
+    VerificationError,
 )
 
 if TYPE_CHECKING:
     from pagebinder.compile import compile_model
+    from pagebinder.compile_bisect import BisectResult, bisect
     from pagebinder.compiled_model import CompiledModel
     from pagebinder.config import CompileConfig, EngineConfig, SamplingParams
     from pagebinder.report import CompileReport
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BisectResult",
     "CacheCapacityError",
     "CaptureError",
     "CheckpointError",
@@ -41,15 +46,20 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "PagebinderError",
+    "PlanDriftError",
+    "PlanLockError",
     "ProviderError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "UnsupportedLayerError",
+    "VerificationError",
+    "bisect",
     "compile_model",
 ]
 
 _HOMES = {
+    "BisectResult": "compile_bisect",
     "CompileConfig": "config",
     "CompileReport": "report",
     "CompiledModel": "compiled_model",
@@ -58,6 +68,7 @@ _HOMES = {
     "EngineStats": "runtime.outputs",
     "RequestOutput": "runtime.outputs",
     "SamplingParams": "config",
+    "bisect": "compile_bisect",
     "compile_model": "compile",
 }
 

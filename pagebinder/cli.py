@@ -10,12 +10,13 @@ from typing import Annotated
 
 import typer
 
+from pagebinder.cli_bisect import bisect_command
+from pagebinder.cli_compile import compile_command, print_report
 from pagebinder.cli_kv import kv_picture
 from pagebinder.cli_support import (
     Commands,
     checkpoint_dir,
     compile_dir,
-    err,
     quiet_third_parties,
     show,
     working,
@@ -94,40 +95,7 @@ def explain(
 
         config = CompileConfig(max_model_len=max_model_len, block_size=block_size)
         report = explain_model(model, config).report
-    _print_report(report, as_json, html)
-
-
-@app.command("compile")
-def compile_command(
-    model: CheckpointArgument,
-    executable: ExecutableOption = "auto",
-    dump_graphs: Annotated[
-        Path | None, typer.Option(help="Directory for the four graphs as Python text.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Compile a checkpoint with its weights and print the report."""
-    if dump_graphs is not None:
-        dump_graphs.mkdir(parents=True, exist_ok=True)  # a bad path shows before the compilation, not after
-    compiled = compile_dir(model, {"executable": executable})
-    _print_report(compiled.report, as_json)
-    if dump_graphs is not None:
-        for level, graph in compiled.graphs.items():
-            text = graph.print_readable(print_output=False)
-            (dump_graphs / f"{level}.py").write_text(text + "\n", encoding="utf-8")
-        err.print(f"wrote {', '.join(f'{level}.py' for level in compiled.graphs)} to {dump_graphs}")
-
-
-def _print_report(report, as_json: bool, html: Path | None = None) -> None:
-    from pagebinder.explain import render
-
-    if html is not None:
-        report.to_html(html)
-        err.print(f"wrote {html}")
-    if as_json:
-        print(json.dumps(report.to_dict(), indent=2))
-    elif html is None:
-        show(render(report))
+    print_report(report, as_json, html)
 
 
 @app.command()
@@ -241,4 +209,6 @@ def generate(
     print_outputs(engine, prompts, encoder_prompts, params, as_json=as_json)
 
 
+app.command("compile")(compile_command)
+app.command("bisect")(bisect_command)
 app.command("kv-picture")(kv_picture)

@@ -28,6 +28,7 @@ STAGES = {
     "plan": "planning the KV cache",
     "page": "rewriting attention onto the paged cache",
     "fuse": "fusing, and choosing providers (the C++ kernels are built once)",
+    "verify": "running the graph before and after every pass",
     "executable": "compiling the executable",
 }
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,8 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.compile_checks import unexplained
+from pagebinder.compile_lock import expected_plan, settle_lock
+from pagebinder.compile_verify import check_can_verify, verify
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
@@ -26,8 +27,17 @@ from pagebinder.errors import CompilerNotFoundError, ConfigError
 from pagebinder.frontend.attention_interface import hooked_attention
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder, states_of
+from pagebinder.frontend.experts_interface import hooked_experts
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
-from pagebinder.frontend.recognise import recognise_rms_norm, recognise_rope, recognise_sdpa
+from pagebinder.frontend.mask_proof import max_tokens
+from pagebinder.frontend.recognise import (
+    recognise_gated_activation,
+    recognise_layer_norm,
+    recognise_raw_attention,
+    recognise_rms_norm,
+    recognise_rope,
+    recognise_sdpa,
+)
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.gather_logits import gather_logits
@@ -36,13 +46,23 @@ from pagebinder.passes.manager import run_passes
 from pagebinder.passes.page_attention import page_attention
 from pagebinder.passes.page_cross_attention import page_cross_attention
 from pagebinder.passes.page_recurrent import page_recurrent
+from pagebinder.passes.place_linears import place_linears
 from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
+from pagebinder.passes.trail import ENCODER, Trail
 from pagebinder.report import CompileReport, PassResult
 from pagebinder.runtime.executables import EagerExecutable, Executable, InductorExecutable
 from pagebinder.runtime.kv import plan_kv_cache
 
-RECOGNISERS = (recognise_rms_norm, recognise_rope, recognise_sdpa, simplify)
+RECOGNISERS = (
+    recognise_layer_norm,
+    recognise_rms_norm,
+    recognise_rope,
+    recognise_sdpa,
+    recognise_raw_attention,
+    recognise_gated_activation,
+    simplify,
+)
 PAGE_PASSES = (page_attention, page_cross_attention, page_recurrent)
 
 
@@ -57,10 +77,11 @@ def compile_model(
             directory. The model is not changed, and its weights are shared, not copied (unless `dtype` differs).
             A model on the meta device is compiled for `explain()` only.
         on_stage: called with each stage's name as it begins, for progress displays: "load", "capture",
-            "recognise", "audit", "plan", "page", "fuse", "executable".
+            "recognise", "audit", "plan", "page", "fuse", "verify" (if asked for), "executable".
     Raises:
         CaptureError: the model cannot be traced, or an attention layer cannot be explained (strict).
-        CheckpointError, ConfigError, ProviderError: see their messages.
+        VerificationError: with `verify`, a step of the compilation changes what the model computes.
+        CheckpointError, ConfigError, ProviderError, PlanLockError, PlanDriftError: see their messages.
     """
     config = config or CompileConfig()
     if not isinstance(config, CompileConfig):
@@ -116,21 +137,34 @@ def load_source(model: Any, config: CompileConfig) -> ModelSource:
     return source
 
 
-def compile_source(source: ModelSource, config: CompileConfig, report: CompileReport, stage) -> CompiledModel:
-    """The stages after loading."""
-    max_model_len = _max_model_len(source, config)
+def compile_source(
+    source: ModelSource, config: CompileConfig, report: CompileReport, stage, trail: Trail | None = None
+) -> CompiledModel:
+    """The stages after loading. `trail`: where to keep the steps; None makes one as `config.verify` needs it."""
+    check_can_verify(source, config)
+    trail = trail or Trail(config.verify)
+    if source.encoder_only:
+        from pagebinder.compile_encoder import compile_encoder
+
+        return compile_encoder(source, config, report, stage, trail)
+    max_model_len, expected = _max_model_len(source, config), expected_plan(config)
     if config.executable == "inductor" and (problem := cpu_build.problem()) is not None:
         raise CompilerNotFoundError(f'executable="inductor" needs a C++ compiler: {problem}. Or use "eager".')
     if source.device.type == "cpu":
         cpu_build.start_build()  # on first use: it takes seconds, and so does the capture
     with stage("capture"):
         captured, encoder = _capture(source, report)
+        max_model_len = bounded(max_model_len, captured, config, report)
         report.passes.append(captured_leaves(LEAVES, source.module, captured))
+        if encoder is not None:
+            trail.add("encoder", "capture", encoder, chain=ENCODER)
+        trail.add("captured", "capture", captured)
     with stage("recognise"):
         semantic = clone(captured, "semantic")
-        report.passes += run_passes(semantic, RECOGNISERS)
+        report.passes += run_passes(semantic, RECOGNISERS, after=trail.after("semantic"))
         if encoder is not None:
-            report.passes += [_of_encoder(result) for result in run_passes(encoder, RECOGNISERS)]
+            of_encoder = run_passes(encoder, RECOGNISERS, after=trail.after("encoder", chain=ENCODER))
+            report.passes += [_of_encoder(result) for result in of_encoder]
     with stage("audit"):
         refused = unexplained(semantic, encoder, source, config, report)
     with stage("plan"):
@@ -148,23 +182,29 @@ def compile_source(source: ModelSource, config: CompileConfig, report: CompileRe
             bytes_per_block=plan.bytes_per_block,
         )
         page_passes = tuple(functools.partial(page, paging=paging) for page in PAGE_PASSES)
-        report.passes += run_passes(paged, (*page_passes, gather_logits))
+        report.passes += run_passes(paged, (*page_passes, gather_logits), after=trail.after("paged"))
     with stage("fuse"):
         fused = clone(paged, "fused")
-        report.passes += run_passes(fused, (fuse_add_rms_norm, simplify) if config.fusions else ())
+        fusions = (fuse_add_rms_norm, simplify, place_linears) if config.fusions else ()
+        report.passes += run_passes(fused, fusions, after=trail.after("fused"))
         device = torch.device("cpu") if source.device.type == "meta" else source.device
         prepare = source.device.type != "meta"
         report.providers = select_providers(fused, device=device, requested=config.providers, prepare=prepare)
+        trail.add("fused", "select_providers", fused)
+    if config.verify != "off":
+        with stage("verify"):
+            verify(trail, source, plan, states, config, report, refused)
     graphs = {"captured": captured, "semantic": semantic, "paged": paged, "fused": fused}
     if encoder is not None:
         graphs["encoder"] = encoder
+    encoder_layers = [] if encoder is None else encoder_layer_states(encoder)
+    fill_report(report, source, graphs, states, plan, device, encoder_layers=encoder_layers)
+    settle_lock(expected, source, config, plan, report, graphs)
     executable = encoder_executable = None
     with stage("executable"):
         if source.device.type != "meta":
-            executable = _executable(fused, config, report)
-            encoder_executable = None if encoder is None else _executable(encoder, config, report)
-    encoder_layers = [] if encoder is None else encoder_layer_states(encoder)
-    fill_report(report, source, graphs, states, plan, device, encoder_layers=encoder_layers)
+            executable = executable_of(fused, config, report)
+            encoder_executable = None if encoder is None else executable_of(encoder, config, report)
     return CompiledModel(
         source=source,
         config=config,
@@ -190,12 +230,14 @@ def _capture(source: ModelSource, report: CompileReport) -> tuple[GraphModule, G
         captured, report.capture_route = capture_decoder(source, states_of(encoder))
         report.passes.append(_of_encoder(hooked_attention(encoder)))
     report.passes.append(hooked_attention(captured))
+    report.passes.append(hooked_experts(source.module, *(g for g in (encoder, captured) if g is not None)))
     return captured, encoder
 
 
 def _of_encoder(result: PassResult) -> PassResult:
-    """The same result under a name that says whose graph it is about."""
-    return dataclasses.replace(result, name=f"encoder.{result.name}")
+    """The result, under a name that says whose graph it is about."""
+    result.name = f"encoder.{result.name}"
+    return result
 
 
 def clone(gm: GraphModule, level: str) -> GraphModule:
@@ -214,7 +256,21 @@ def _max_model_len(source: ModelSource, config: CompileConfig) -> int:
     return config.max_model_len
 
 
-def _executable(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
+def bounded(max_model_len: int, captured: GraphModule, config: CompileConfig, report: CompileReport) -> int:
+    """No longer than the model's own buffers, a mask's for example, let a sequence be."""
+    limit = max_tokens(captured.graph)
+    if limit is None or limit >= max_model_len:
+        return max_model_len
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is more than the {limit} tokens that the model's buffers (a mask, a table) "
+            "were made for; lower it."
+        )
+    report.notes.append(f"max_model_len is {limit}: the model's buffers (a mask, a table) end there.")
+    return limit
+
+
+def executable_of(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
     """Build what `config.executable` asks for; "auto" is inductor where a C++ compiler works."""
     wanted, why = config.executable, "requested"
     if wanted == "auto":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch.fx import GraphModule
 
 from pagebinder.config import CompileConfig
@@ -31,7 +33,7 @@ def unexplained(
     Returns:
         None, or with strict=False what is not explained.
     """
-    violations = audit(semantic) + ([] if encoder is None else audit(encoder, bidirectional=True))
+    violations = audit(semantic, bidirectional=source.encoder_only) + ([] if encoder is None else audit(encoder, bidirectional=True))
     size = num_ops(semantic)
     report.passes.append(
         PassResult(
@@ -65,7 +67,7 @@ def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: Mode
     """Kinds of layers of which the graph has more or fewer than the config says."""
     problems = []
     attention = _count(semantic, ATTENTION, RELATIVE_ATTENTION)
-    recurrent = len({module_path(node) for node in calls(semantic.graph, *RECURRENT_OPS)})
+    recurrent = len({_layer(module_path(node)) for node in calls(semantic.graph, *RECURRENT_OPS)})
     counts = [
         ("attention", attention, source.num_attention_layers),
         ("recurrent", recurrent, source.num_recurrent_layers),
@@ -85,6 +87,12 @@ def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: Mode
     if not attention and source.num_attention_layers is None:
         problems.append("0 attention layers were found, but a decoder needs some")
     return problems
+
+
+def _layer(path: str) -> str:
+    """The part of a module path that names the layer: up to its first number ("model.layers.3")."""
+    found = re.match(r".*?\.\d+(?=\.|$)", path)
+    return found.group() if found else path
 
 
 def _count(gm: GraphModule, *ops: OpInfo) -> int:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.compile_lock import lock_of
 from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.explain import explain_text
 from pagebinder.frontend.encoder_decoder import states_of
 from pagebinder.frontend.source import ModelSource
+from pagebinder.passes.lock_file import write_plan_lock
 from pagebinder.report import CompileReport
 from pagebinder.runtime.engine import Engine, EngineModel
 from pagebinder.runtime.engine_setup import EncoderModel
@@ -45,6 +47,10 @@ class CompiledModel:
     def explain(self) -> str:
         """What was matched and refused, the KV plan, providers and times, as text."""
         return explain_text(self.report)
+
+    def write_lock(self, path) -> None:
+        """Write the plan lock: a TOML file of what every layer was rewritten into. Raises OSError."""
+        write_plan_lock(lock_of(self.source, self.config, self.kv_spec, self.report, self.graphs), path)
 
     def engine(self, config: EngineConfig | None = None) -> Engine:
         """A continuous-batching engine with its own KV cache. Engines share the weights and the executable."""

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from pagebinder.errors import ConfigError, RequestError
 
 EXECUTABLES = ("auto", "eager", "inductor")
+VERIFY = ("off", "sample", "full")
 PLANNED_EXECUTABLES = ("cuda_graph", "tensorrt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -83,11 +85,17 @@ class CompileConfig:
         executable: "auto", "eager" or "inductor". "auto" is inductor where a C++ compiler is, else eager.
         providers: op name -> provider name, for example {"paged_attention": "reference"}.
         fusions: apply the passes that lead to the fused graph.
+        verify: "full" runs the graph before and after every pass, on sequences at the edges of blocks and windows,
+            with the model's weights and with random ones, and tests each kind of rewrite on its own; "sample" runs
+            a few short sequences before and after each level. A difference is a VerificationError. Needs weights;
+            the random ones take as much memory again while it runs.
         strict: an attention layer that is not explained is a CaptureError; False records it and goes on.
         block_size: tokens per KV block, at most 65,536; None lets the planner choose.
         workload: what the KV cache is planned for, a pagebinder.runtime.kv.Workload or a dict of its fields, for
             example {"contexts": [[2000, 0.7], [8000, 0.3]], "concurrency": 64}; None: mixed lengths.
         max_model_len: longest prompt + output in tokens; None takes the model's.
+        lock: write the plan lock to this file. locked: a plan lock that the compilation must agree with, else it is
+            a PlanDriftError that says where matching stopped.
     """
 
     device: str = "auto"
@@ -102,6 +110,8 @@ class CompileConfig:
     block_size: int | None = None
     workload: Any = None
     max_model_len: int | None = None
+    lock: str | os.PathLike | None = None
+    locked: str | os.PathLike | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", parse_dtype(self.dtype))
@@ -117,10 +127,8 @@ class CompileConfig:
             raise ConfigError(f'kv_dtype={self.kv_dtype!r} is not built yet; use "auto".')
         if self.quantization is not None:
             raise ConfigError("quantization is not built yet; leave it None.")
-        if self.verify != "off":
-            raise ConfigError(
-                f'verify={self.verify!r} is not built yet; use "off" and compare run_level() results.'
-            )
+        if self.verify not in VERIFY:
+            raise ConfigError(f"verify={self.verify!r} is unknown; use one of {', '.join(VERIFY)}.")
         if not isinstance(self.providers, dict):
             raise ConfigError('providers maps an op to a provider, for example {"paged_attention": "cpu"}.')
         length = self.max_model_len
@@ -128,6 +136,10 @@ class CompileConfig:
         _require(
             ok, ConfigError, f"max_model_len={length!r}: use a whole number of tokens, at least 1, or None."
         )
+        for name in ("lock", "locked"):
+            path = getattr(self, name)
+            ok = path is None or isinstance(path, (str, os.PathLike))
+            _require(ok, ConfigError, f"{name}={path!r}: use the path of a plan lock, or None.")
         self._check_plan_options()
         if isinstance(self.device, torch.device):
             object.__setattr__(self, "device", str(self.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -11,6 +12,7 @@ from torch.fx import GraphModule
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS, TOKENS
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import num_ops
+from pagebinder.passes.layer_view import layer_view
 from pagebinder.report import CompileReport
 from pagebinder.runtime.kv import NO_GROUP, KVPlan
 
@@ -26,15 +28,36 @@ def fill_report(
     encoder_layers: Sequence = (),
 ) -> None:
     """Everything that is known once all stages ran; passes, providers and times are in the report already."""
+    describe_model(report, source, graphs, device)
+    report.layers = [_layer(state, None) for state in encoder_layers]
+    report.layers += [_layer(state, page.group) for state, page in zip(states, plan.layers, strict=True)]
+    report._describe_blocks = functools.partial(layer_view, graphs)
+    report.kv = _cache(plan, [state.layer for state in encoder_layers])
+
+
+def fill_encoder_report(
+    report: CompileReport,
+    source: ModelSource,
+    graphs: dict[str, GraphModule],
+    states: Sequence,
+    device: torch.device,
+) -> None:
+    """The same for an encoder alone, which keeps nothing between calls."""
+    describe_model(report, source, graphs, device)
+    report.layers = [_layer(state, None) for state in states]
+    report.kv = {"lines": ["none: an encoder is given its sequences whole"]}
+
+
+def describe_model(
+    report: CompileReport, source: ModelSource, graphs: dict[str, GraphModule], device: torch.device
+) -> None:
+    """What the model is: class, size, dtype, ops of each level."""
     parameters = list(source.module.parameters())
     report.model, report.model_class = source.name, type(source.module).__name__
     report.num_parameters = sum(p.numel() for p in parameters)
     report.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
     report.dtype, report.device = str(source.dtype).removeprefix("torch."), str(device)
     report.node_counts = {level: num_ops(gm) for level, gm in graphs.items()}
-    report.layers = [_layer(state, None) for state in encoder_layers]
-    report.layers += [_layer(state, page.group) for state, page in zip(states, plan.layers, strict=True)]
-    report.kv = _cache(plan, [state.layer for state in encoder_layers])
 
 
 def _layer(state, group: int | None) -> dict:

@@ -29,12 +29,40 @@ class CompilerNotFoundError(ProviderError):
     """The C++ provider was requested, but no working compiler was found."""
 
 
+class PlanLockError(PagebinderError):
+    """A plan lock cannot be read: no such file, no TOML, another format, damaged."""
+
+
+class PlanDriftError(PagebinderError):
+    """The compiled plan is not the one in the plan lock. `drifts` lists the places."""
+
+    def __init__(self, message: str, drifts: tuple = ()) -> None:
+        super().__init__(message)
+        self.drifts = drifts
+
+
 class CacheCapacityError(PagebinderError):
     """The KV cache is too small for what was asked."""
 
 
 class RequestError(PagebinderError):
     """A request is malformed: empty prompt, token id out of range, too long, bad sampling parameter."""
+
+
+class VerificationError(PagebinderError):
+    """A pass changed what the graph computes (CompileConfig.verify).
+
+    `pass_name` and `level` say which pass, `sequence` on which input, `error` by how much, relative to the spread of
+    the values; `places` are the module paths that it rewrote.
+    """
+
+    def __init__(
+        self, message: str, *, pass_name: str = "", level: str = "", sequence: str = "", error: float = 0.0,
+        places: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.pass_name, self.level, self.sequence = pass_name, level, sequence
+        self.error, self.places = error, places
 
 
 class EventLogError(PagebinderError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +29,55 @@ class Refusal:
     source_line: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """One kind of rewrite, before and after, tested on its own with random inputs; `count` matches are of this kind.
+
+    `max_rel_error`: largest error relative to the spread of the outputs. `reason`: why it could not be taken out of
+    the graph and tested on its own ("" = it was).
+    """
+
+    pattern: str
+    node: str
+    module_path: str
+    count: int
+    max_abs_error: float | None = None
+    max_rel_error: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedStep:
+    """A step of the compilation that was run before and after, on the same sequences.
+
+    `chain`: "decoder" or "encoder". `weights`: "model" or "rescaled". `dtype`: what was computed in. `worst`: the
+    sequence with the largest error. Errors are of logits (states, of an encoder); the relative one is in units of
+    their standard deviation. `judged`: an error above `tolerance` would have been a VerificationError.
+    """
+
+    chain: str
+    level: str
+    name: str
+    weights: str
+    dtype: str
+    num_sequences: int
+    max_abs_error: float
+    max_rel_error: float
+    tolerance: float
+    worst: str
+    judged: bool = True
+
+
 @dataclass(kw_only=True)
 class PassResult:
-    """What one pass answered; the pass manager adds time and op counts."""
+    """What one pass answered; the pass manager adds time and op counts, the verifier errors and certificates.
+
+    `level` is the graph it changed, where it was verified. Errors are those of whole graphs, before and after the
+    pass: the largest of all runs.
+    """
 
     name: str
+    level: str = ""
     matches: list[Match] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     changed: bool = False
@@ -39,6 +85,8 @@ class PassResult:
     num_ops_after: int = 0
     seconds: float = 0.0
     max_abs_error: float | None = None
+    max_rel_error: float | None = None
+    certificates: list[Certificate] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -70,8 +118,11 @@ class CompileReport:
     layers: list[dict] = field(default_factory=list)
     kv: dict = field(default_factory=dict)
     providers: list[ProviderChoice] = field(default_factory=list)
+    verified: list[VerifiedStep] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    _describe_blocks: ClassVar[Callable[[CompileReport], list[dict]] | None] = None  # set per report, no data
 
     @property
     def matches(self) -> list[Match]:
@@ -85,8 +136,15 @@ class CompileReport:
         """The report as plain dicts, lists, strings and numbers."""
         return asdict(self)
 
+    def blocks(self) -> list[dict]:
+        """The graphs side by side with equal layers folded, and costs by op (see passes/layer_view.py).
+
+        Made from the compiled graphs when asked for, as formulas take a moment; empty for a report without graphs.
+        """
+        return [] if self._describe_blocks is None else self._describe_blocks(self)
+
     def to_html(self, path) -> None:
         """Write the report as one self-contained HTML page to `path`."""
-        from pagebinder.explain import explain_html
+        from pagebinder.explain_html import explain_html
 
-        Path(path).write_text(explain_html(self), encoding="utf-8")
+        Path(path).expanduser().write_text(explain_html(self), encoding="utf-8")

@@ -22,9 +22,9 @@ MAY_IMPORT = {
     "passes": {"custom_ops"},
     "runtime": {"custom_ops"},
 }
-LEAVES = {"config", "errors", "report", "graph_tools", "explain"}  # of the package, not of a room
+LEAVES = {"config", "errors", "report", "graph_tools", "explain", "explain_html", "explain_rates"}  # of the package, not of a room
 TOP = {"describe", "doctor", "__init__", "__main__"}  # and cli*, compile*: these know all rooms
-LAZY = {("report", "explain"), ("config", "runtime")}  # inside functions only
+LAZY = {("report", "explain_html"), ("config", "runtime")}  # inside functions only
 
 WITHOUT_TORCH = [
     "pagebinder.runtime.request",

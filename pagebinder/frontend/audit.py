@@ -20,6 +20,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
+from pagebinder.custom_ops.recurrent.define import RECURRENCES
+from pagebinder.frontend.audit_experts import ROUTING, reason_against_routing
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, module_path, source_line
 from pagebinder.report import Refusal
 
@@ -43,21 +45,32 @@ _REPEATS = {aten.expand.default, aten.expand_as.default, aten.repeat.default}
 _ALONG_DIM = {
     aten.softmax.int: 1, aten._softmax.default: 1, aten.log_softmax.int: 1, aten._log_softmax.default: 1,
     aten.mean.dim: 1, aten.sum.dim_IntList: 1, aten.amax.default: 1, aten.amin.default: 1, aten.var.correction: 1,
+    aten.var.dim: 1,
     aten.max.dim: 1, aten.min.dim: 1, aten.argmax.default: 1, aten.topk.default: 2, aten.sort.default: 1,
-    aten.cumsum.default: 1, aten.cat.default: 1, aten.slice.Tensor: 1, aten.select.int: 1,
+    aten.cumsum.default: 1, aten.cat.default: 1, aten.concat.default: 1, aten.concatenate.default: 1,
+    aten.slice.Tensor: 1, aten.select.int: 1,
     aten.narrow.default: 1, aten.chunk.default: 2, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
-    aten.unbind.int: 1, aten.gather.default: 1, aten.flip.default: 1,
+    aten.unbind.int: 1, aten.flip.default: 1,
     aten.roll.default: 2, aten.linalg_vector_norm.default: 2, aten.repeat_interleave.self_int: 2,
-    aten.glu.default: 1,
+    aten.glu.default: 1, aten.slice_scatter.default: 2, aten.select_scatter.default: 2,
 }  # fmt: skip
 _DEFAULT_DIM = {aten.chunk.default: 0, aten.split.Tensor: 0, aten.cat.default: 0, aten.sort.default: -1,
+                aten.concat.default: 0, aten.concatenate.default: 0,
                 aten.topk.default: -1, aten.slice.Tensor: 0, aten.glu.default: -1,
                 aten.unbind.int: 0, aten.split_with_sizes.default: 0}  # fmt: skip
 
 # Element by element, without the tag that says so.
-_ELEMENTWISE = {aten.polar.default, aten.complex.default}
+_ELEMENTWISE = {
+    aten.polar.default, aten.complex.default, aten.copy.default, aten.where.ScalarOther, aten.where.ScalarSelf,
+    aten.where.Scalar, aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor, aten.multiply.Tensor,
+    aten.multiply.Scalar, aten.divide.Tensor, aten.divide.Scalar, aten.true_divide.Tensor, aten.subtract.Tensor,
+    aten.negative.default, aten.absolute.default, aten.square.default, aten.isin.Tensor_Scalar,
+}  # fmt: skip
 # op -> position of the first of the two factors
-_CONTRACTIONS = {aten.matmul.default: 0, aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}
+_CONTRACTIONS = {
+    aten.matmul.default: 0, aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1,
+    aten.baddbmm.default: 1,
+}  # fmt: skip
 _LAST_DIMS = {aten.linear.default, aten.layer_norm.default, aten.rms_norm.default}
 # op -> (position of the table, position of the indices)
 _TABLE_LOOKUPS = {
@@ -70,17 +83,24 @@ _RECURRENCES = {
     torch.ops.pagebinder.short_conv.default: ((0,), (1, 2)),
     torch.ops.pagebinder.gated_delta_rule.default: ((0, 1, 2, 3, 4), ()),
     torch.ops.pagebinder.ssd.default: ((0, 1, 3, 4), (2, 5, 6)),
+    **{
+        op: (range(len(r.tokens)), range(len(r.tokens), r.num_operands)) for op, r in RECURRENCES.items()
+    },
 }
 _FACTORIES = {
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
     aten.ones.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
     aten.scalar_tensor.default, aten.empty.memory_format, aten.new_zeros.default, aten.new_ones.default,
-    aten.lift_fresh_copy.default,
+    aten.lift_fresh_copy.default, aten.new_empty.default,
 }  # fmt: skip
 # op -> position of the value it fills its result with
 _FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
 # Ours that treat every token alone.
-_STATELESS = (torch.ops.pagebinder.rms_norm.default, torch.ops.pagebinder.rope.default)
+_STATELESS = (
+    torch.ops.pagebinder.rms_norm.default,
+    torch.ops.pagebinder.rope.default,
+    torch.ops.pagebinder.gated_activation.default,
+)
 _TAKE_SIZES = _RESHAPES | _REPEATS | _FACTORIES | _LAST_DIMS | {aten.slice.Tensor}
 
 
@@ -156,6 +176,8 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool) -> str | Non
     if target.namespace == "pagebinder":
         if target not in _STATELESS and sequences - {symbols[0]}:
             return "it attends among, or keeps state of, other tokens than the decoder's"
+        if target not in _STATELESS and target not in ROUTING and _num_rows(inputs) - {symbols[0]}:
+            return "it takes rows for tokens of which a token has several"
         return _reason_against_ours(node, inputs, input_dims, bidirectional)
     possible = [s for s in symbols if s in sequences] or symbols
     for out in _tensors(node.meta.get("val")):
@@ -207,6 +229,8 @@ def _reason_against_ours(
             return "a recurrence takes [tokens, ...] of every operand"
         others = [node.args[i] for i in weights if isinstance(node.args[i], Node)]
         return "a recurrence's weights depend on tokens" if any(map(_token_dims, others)) else None
+    if target in ROUTING:
+        return reason_against_routing(node)
     if target in _STATELESS:
         if inputs[0].meta["val"].dim() - 1 in input_dims[0]:
             return "it works along the token dimension"
@@ -216,6 +240,8 @@ def _reason_against_ours(
 
 def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]) -> str | None:
     target = node.target
+    if target in ROUTING:
+        return reason_against_routing(node)
     if torch.Tag.pointwise in target.tags or target in _ELEMENTWISE:
         return _misaligned(inputs, input_dims)
     if target in _VIEWS or target in _REPEATS or target in _FACTORIES or _is_whole(node):
@@ -257,6 +283,8 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
         )
     if target in _TABLE_LOOKUPS:
         return _reason_against_lookup(node)
+    if target is aten.index_put.default:
+        return _reason_against_masked_write(node)
     return "this op is not known to keep tokens apart"
 
 
@@ -282,6 +310,17 @@ def _reason_against_pick(values: Node, indices) -> str | None:
     if _token_dims(index):
         return "it looks up rows of a table that depends on tokens"
     return "it picks tokens" if dim in _token_dims(values) else None
+
+
+def _reason_against_masked_write(node: Node) -> str | None:
+    """values[mask] = scalar, mask of the values' own tokens: every entry decides for itself."""
+    values, indices, new = node.args[:3]
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or mask.meta["val"].dtype != torch.bool or new.meta["val"].numel() != 1:
+        return "it writes to entries that other values choose"
+    if _token_dims(mask) != _token_dims(values) or arg(node, 3, "accumulate", False):
+        return "it writes to the entries of other tokens"
+    return "it writes a value of tokens" if _token_dims(new) else None
 
 
 def _computes_with_sizes(node: Node) -> bool:
@@ -358,9 +397,13 @@ def _token_dims(node: Node) -> list[int]:
     return [d for t in _tensors(node.meta.get("val")) for d in _symbolic_dims(t)]
 
 
-def _sequences(nodes: list[Node], symbols: list) -> set:
-    """Whose tokens these values have: members of `symbols`, or sizes that are multiples of none of them."""
-    sizes = {
+def _num_rows(nodes: list[Node]) -> set:
+    """Sizes of these values' token dimensions."""
+    return {
         t.shape[d].node.expr for n in nodes for t in _tensors(n.meta.get("val")) for d in _symbolic_dims(t)
     }
-    return {next((s for s in symbols if (size / s).is_Integer), size) for size in sizes}
+
+
+def _sequences(nodes: list[Node], symbols: list) -> set:
+    """Whose tokens these values have: members of `symbols`, or sizes that are multiples of none of them."""
+    return {next((s for s in symbols if (size / s).is_Integer), size) for size in _num_rows(nodes)}

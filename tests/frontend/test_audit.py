@@ -76,6 +76,11 @@ MIXES_TOKENS = {
     "gather": (lambda x, p: x.gather(1, (p[..., None] // 2).expand_as(x)), "along the token dimension"),
     "index of tokens": (lambda x, p: x[:, p[0] // 2], "table that depends on tokens"),
     "index of the tokens' row": (lambda x, p: x + x[:, [0]], ""),
+    "masked write of another token": (
+        lambda x, p: x.index_put([p.flip(1) > 2], torch.zeros(())),
+        "along the token dimension",
+    ),
+    "write by index": (lambda x, p: x[0].index_put([p[0] // 2], torch.zeros(()))[None], "other values choose"),
     "addmm over tokens": (
         lambda x, p: x + torch.addmm(torch.zeros(WIDTH, WIDTH), x[0].mT, x[0]).sum(0),
         "reduces over the tokens",
@@ -184,6 +189,10 @@ KEEPS_TOKENS_APART = {
     "norms": lambda x, p: F.layer_norm(x, (WIDTH,)) + x / x.norm(dim=-1, keepdim=True),
     "softmax over channels": lambda x, p: x.softmax(-1) + x.cumsum(-1) + x.flip(-1) + x.roll(1, -1),
     "sort of channels": lambda x, p: x.sort(-1).values + x.topk(1, -1).values + x.argmax(-1, keepdim=True),
+    "masked write": lambda x, p: x.index_put([p > 2], torch.zeros(())) + x.index_put([x > 0], torch.ones(())),
+    "aliases": lambda x, p: torch.where(
+        (x > 0) | (x < -1), 0.0, torch.divide(torch.multiply(x, x), torch.absolute(x))
+    ),
     "addmm": weighted(lambda x, p, w: torch.addmm(w[0], x.view(-1, WIDTH), w[:WIDTH]).view(x.shape)),
     "some heads": lambda x, p: x.view(1, -1, 4, 4)[..., [-1, 0], :].repeat(1, 1, 2, 1).flatten(2),
     "heads": lambda x, p: (

@@ -1,11 +1,39 @@
 """Capture-time replacements of token mixing that torch.export cannot show us; one file per family."""
 
+from pagebinder.frontend.leaves.alibi import BLOOM_ALIBI, MPT_ALIBI
 from pagebinder.frontend.leaves.base import Leaf, captured_leaves, patched
-from pagebinder.frontend.leaves.gated_delta_net import GATED_DELTA_NET
-from pagebinder.frontend.leaves.lfm2 import LFM2_SHORT_CONV
+from pagebinder.frontend.leaves.gated_delta_net import GATED_DELTA_NET, KIMI_DELTA_ATTENTION
+from pagebinder.frontend.leaves.latent_expansion import LATENT_EXPANSION
 from pagebinder.frontend.leaves.llama4 import QUERY_TEMPERATURE
+from pagebinder.frontend.leaves.mamba import MAMBA, ZAMBA
 from pagebinder.frontend.leaves.mamba2 import MAMBA2
+from pagebinder.frontend.leaves.minimax import LIGHTNING_ATTENTION
+from pagebinder.frontend.leaves.moe import MOE_LEAVES
+from pagebinder.frontend.leaves.mpnet import MPNET
+from pagebinder.frontend.leaves.recurrent_gemma import RECURRENT_GEMMA_CONVOLUTION, RG_LRU
+from pagebinder.frontend.leaves.rwkv import RWKV_ATTENTION, RWKV_SHIFT
+from pagebinder.frontend.leaves.short_convolution import SHORT_CONVOLUTION
+from pagebinder.frontend.leaves.xlstm import MLSTM
 
-LEAVES: tuple[Leaf, ...] = (GATED_DELTA_NET, MAMBA2, LFM2_SHORT_CONV, QUERY_TEMPERATURE)
+LEAVES: tuple[Leaf, ...] = (
+    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    MAMBA,
+    ZAMBA,
+    MAMBA2,
+    LIGHTNING_ATTENTION,
+    RG_LRU,
+    RECURRENT_GEMMA_CONVOLUTION,
+    RWKV_ATTENTION,
+    RWKV_SHIFT,
+    MLSTM,
+    SHORT_CONVOLUTION,
+    QUERY_TEMPERATURE,
+    BLOOM_ALIBI,
+    LATENT_EXPANSION,
+    MPT_ALIBI,
+    MPNET,
+    *MOE_LEAVES,
+)
 
 __all__ = ["LEAVES", "Leaf", "captured_leaves", "patched"]

@@ -6,9 +6,9 @@
       ..._delta_rule(...)      emits one pagebinder op
       gated norm, out_proj     traced as they are
 
-A leaf is reversible: it swaps functions of the modeling file while the model is traced and puts them back. It never
-misses in silence: a function that is gone or takes other arguments is an error before the capture, a module that
-did not emit its ops is one after it.
+A leaf is reversible: it swaps functions of the modeling file, or methods of its classes, while the model is traced
+and puts them back. It never misses in silence: a function that is gone or takes other arguments is an error before
+the capture, a module that did not emit its ops is one after it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class Leaf:
     """What to swap for modules of some classes.
 
     name: for reports. classes: names of the modules' classes, each seen to call exactly these functions.
-    functions: function of the modeling file -> ours; every parameter that ours names must exist there.
-    emits: the op that each module must have put into the graph, once per call.
+    functions: function of the modeling file -> ours, or "Class.method" -> ours; every parameter that ours names
+        must exist there.
+    emits: the ops that each module must have put into the graph; one named twice, twice.
     seen_on: versions of transformers that it was tried with.
     """
 
@@ -62,17 +63,30 @@ class Leaf:
         """The functions swapped for the duration, in every modeling file that the model's modules come from.
 
         Raises:
-            CaptureError: a modeling file lacks a function, or it takes other arguments than expected.
+            CaptureError: a modeling file lacks a function or method, or it takes other arguments than expected.
         """
         with contextlib.ExitStack() as stack:
             for file in {type(module).__module__ for module in self.modules(model).values()}:
                 for name, ours in self.functions.items():
-                    self._require_function(file, name, ours)
-                    stack.enter_context(_swapped(sys.modules[file], name, ours))
+                    owner, attribute = self._owner(file, name)
+                    self._require_function(file, name, getattr(owner, attribute, None), ours)
+                    stack.enter_context(_swapped(owner, attribute, ours))
             yield
 
-    def _require_function(self, file: str, name: str, ours: Callable) -> None:
-        original = getattr(sys.modules[file], name, None)
+    def expected(self, module: torch.nn.Module) -> Counter:
+        """How many calls of each op a module of this leaf must have emitted."""
+        return Counter(self.emits)
+
+    @staticmethod
+    def _owner(file: str, name: str) -> tuple[object, str]:
+        """What holds `name`, "function" or "Class.method", of a modeling file, and its name there."""
+        *path, attribute = name.split(".")
+        owner = sys.modules[file]
+        for part in path:
+            owner = getattr(owner, part, None)
+        return owner, attribute
+
+    def _require_function(self, file: str, name: str, original, ours: Callable) -> None:
         if original is None:
             raise CaptureError(self._changed(f"{file} has no function {name}"))
         theirs = set(inspect.signature(original).parameters)
@@ -105,7 +119,7 @@ def captured_leaves(leaves: Sequence[Leaf], model: torch.nn.Module, captured: Gr
     """What the leaves put into a captured graph, as matches for the report.
 
     Raises:
-        CaptureError: a module of a leaf did not emit each of its ops exactly once.
+        CaptureError: a module of a leaf did not emit its ops, each as often as expected.
     """
     size = num_ops(captured)
     result = PassResult(name="leaves", num_ops_before=size, num_ops_after=size)
@@ -117,12 +131,11 @@ def captured_leaves(leaves: Sequence[Leaf], model: torch.nn.Module, captured: Gr
             emitted[module_path(node), node.target] += 1
             detail = str(node.target).removeprefix("pagebinder.").removesuffix(".default")
             result.matches.append(Match(pattern=leaf.name, detail=detail, **describe(node)))
-        for path in modules:
-            for op in leaf.emits:
-                if emitted[path, op] != 1:
-                    raise CaptureError(
-                        leaf._changed(f"{path} emitted {emitted[path, op]} calls of {op}, not one")
-                    )
+        for path, module in modules.items():
+            for op, number in leaf.expected(module).items():
+                if emitted[path, op] != number:
+                    what = f"{path} emitted {emitted[path, op]} calls of {op}, not {number}"
+                    raise CaptureError(leaf._changed(what))
     return result
 
 
