@@ -7,15 +7,17 @@
     short_conv            ShortConvState               page_recurrent
     gated_delta_rule      RecurrentState               page_recurrent
     ssd                   RecurrentState               page_recurrent
+    RECURRENCES           RecurrentState               page_recurrent
     (one line in BUILDERS per op; its page pass lives in a file of its own)
 
 `layer_states` numbers the ops in execution order and leaves the number in node.meta["layer_index"], where the
-page passes find it again on their copy of the graph. `Paging` is what they all need to know.
+page passes find it again on their copy of the graph. `Paging` is what they all need to know, `rewrite_stateful`
+what they all do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +33,10 @@ from pagebinder.custom_ops.layer_state import (
     RecurrentState,
     ShortConvState,
 )
-from pagebinder.graph_tools import calls, module_path, val
+from pagebinder.custom_ops.recurrent.define import RECURRENCES
+from pagebinder.graph_tools import calls, describe, finish, module_path, val
 from pagebinder.passes.step_inputs import add_step_input
+from pagebinder.report import Match, PassResult
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
@@ -88,6 +92,12 @@ def _ssd_state(node: Node, index: int, max_model_len: int) -> RecurrentState:
     return _recurrent_state(node, index, (int(x.shape[1]), int(x.shape[2]), int(B.shape[2])))
 
 
+def _defined_state(node: Node, index: int, max_model_len: int) -> RecurrentState:
+    """Of an op that `define_recurrence` made, which knows its state's shape."""
+    operands = [val(a) if isinstance(a, Node) else a for a in node.args]
+    return _recurrent_state(node, index, tuple(map(int, RECURRENCES[node.target].state_shape(*operands))))
+
+
 def _recurrent_state(node: Node, index: int, shape: tuple[int, ...]) -> RecurrentState:
     """float32 whatever the model's dtype: the state is added to at every token, and rounding would add up."""
     layer = module_path(node) or f"recurrent_{index}"
@@ -101,6 +111,7 @@ BUILDERS: dict[torch._ops.OpOverload, Callable[[Node, int, int], LayerState]] = 
     torch.ops.pagebinder.short_conv.default: _short_conv_state,
     torch.ops.pagebinder.gated_delta_rule.default: _gated_delta_state,
     torch.ops.pagebinder.ssd.default: _ssd_state,
+    **dict.fromkeys(RECURRENCES, _defined_state),
 }
 
 
@@ -175,3 +186,28 @@ def add_request_lengths(gm: GraphModule) -> tuple[Node, Node]:
         add_step_input(gm, "seq_lens", ("num_reqs",), torch.int32),
         add_step_input(gm, "query_start_loc", ("num_reqs_plus_1",), torch.int32),
     )
+
+
+def rewrite_stateful(
+    gm: GraphModule,
+    paging: Paging,
+    name: str,
+    patterns: Mapping[torch._ops.OpOverload, str],
+    rewrite: Callable[[GraphModule, Node, Paging], Node],
+) -> PassResult:
+    """What every page pass does: put `rewrite(gm, op, paging)` in the place of each stateful op of some kinds.
+
+    Args:
+        name: of the pass. patterns: op -> what a match is called in the report.
+        rewrite: inserts the paged form before the op and returns the node that stands for its result.
+    """
+    result = PassResult(name=name)
+    for node in calls(gm.graph, *patterns):
+        state, group, block_size = paging.of(node)
+        detail = f"{state.kind}, KV group {group}, block size {block_size}"
+        result.matches.append(Match(pattern=patterns[node.target], detail=detail, **describe(node)))
+        node.replace_all_uses_with(rewrite(gm, node, paging))
+        gm.graph.erase_node(node)
+    result.changed = bool(result.matches)
+    finish(gm)
+    return result

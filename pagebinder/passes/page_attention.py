@@ -20,10 +20,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.graph_tools import calls, describe, finish, insert_call
-from pagebinder.passes.layer_states import Paging, add_block_table, add_caches, add_request_lengths
+from pagebinder.graph_tools import insert_call
+from pagebinder.passes.layer_states import (
+    Paging,
+    add_block_table,
+    add_caches,
+    add_request_lengths,
+    rewrite_stateful,
+)
 from pagebinder.passes.step_inputs import add_step_input
-from pagebinder.report import Match, PassResult
+from pagebinder.report import PassResult
 
 PATTERN = "paged_attention"
 PAGED_FORMS = {
@@ -34,18 +40,10 @@ PAGED_FORMS = {
 
 def page_attention(gm: GraphModule, *, paging: Paging) -> PassResult:
     """Rewrite every attention op."""
-    result = PassResult(name="page_attention")
-    for node in calls(gm.graph, *PAGED_FORMS):
-        state, group, block_size = paging.of(node)
-        detail = f"{state.kind}, KV group {group}, block size {block_size}"
-        result.matches.append(Match(pattern=PATTERN, detail=detail, **describe(node)))
-        _rewrite(gm, node, paging)
-    result.changed = bool(result.matches)
-    finish(gm)
-    return result
+    return rewrite_stateful(gm, paging, "page_attention", dict.fromkeys(PAGED_FORMS, PATTERN), _paged_form)
 
 
-def _rewrite(gm: GraphModule, node: Node, paging: Paging) -> None:
+def _paged_form(gm: GraphModule, node: Node, paging: Paging) -> Node:
     state, group, _ = paging.of(node)
     q, k, v, *optional = node.args
     (cache,) = add_caches(gm, paging, node)
@@ -53,12 +51,10 @@ def _rewrite(gm: GraphModule, node: Node, paging: Paging) -> None:
     table = add_block_table(gm, group)
     lens, starts = add_request_lengths(gm)
     insert_call(gm.graph, node, torch.ops.pagebinder.kv_cache_write.default, (k, v, cache, slots))
-    paged = insert_call(
+    return insert_call(
         gm.graph,
         node,
         PAGED_FORMS[node.target],
         (q, cache, table, lens, starts, *optional),
         {"head_dim_v": state.head_dim_v, **node.kwargs},
     )
-    node.replace_all_uses_with(paged)
-    gm.graph.erase_node(node)

@@ -21,29 +21,27 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import calls, describe, finish, insert_call
-from pagebinder.passes.layer_states import Paging, add_block_table, add_caches, add_request_lengths
+from pagebinder.graph_tools import insert_call
+from pagebinder.passes.layer_states import (
+    Paging,
+    add_block_table,
+    add_caches,
+    add_request_lengths,
+    rewrite_stateful,
+)
 from pagebinder.passes.step_inputs import add_step_input
-from pagebinder.report import Match, PassResult
+from pagebinder.report import PassResult
 
-PATTERN = "paged_cross_attention"
+PATTERNS = {torch.ops.pagebinder.cross_attention.default: "paged_cross_attention"}
 ENCODER_LENS = "encoder_lens"
 
 
 def page_cross_attention(gm: GraphModule, *, paging: Paging) -> PassResult:
     """Rewrite every cross attention op."""
-    result = PassResult(name="page_cross_attention")
-    for node in calls(gm.graph, torch.ops.pagebinder.cross_attention.default):
-        state, group, block_size = paging.of(node)
-        detail = f"{state.kind}, KV group {group}, block size {block_size}"
-        result.matches.append(Match(pattern=PATTERN, detail=detail, **describe(node)))
-        _rewrite(gm, node, paging)
-    result.changed = bool(result.matches)
-    finish(gm)
-    return result
+    return rewrite_stateful(gm, paging, "page_cross_attention", PATTERNS, _paged_form)
 
 
-def _rewrite(gm: GraphModule, node: Node, paging: Paging) -> None:
+def _paged_form(gm: GraphModule, node: Node, paging: Paging) -> Node:
     state, group, _ = paging.of(node)
     q, k, v = node.args
     (cache,) = add_caches(gm, paging, node)
@@ -52,12 +50,10 @@ def _rewrite(gm: GraphModule, node: Node, paging: Paging) -> None:
     _, starts = add_request_lengths(gm)
     encoder_lens = add_step_input(gm, ENCODER_LENS, ("num_reqs",), torch.int32)
     insert_call(gm.graph, node, torch.ops.pagebinder.kv_cache_write.default, (k, v, cache, slots))
-    paged = insert_call(
+    return insert_call(
         gm.graph,
         node,
         torch.ops.pagebinder.paged_attention.default,
         (q, cache, table, encoder_lens, starts),
         {"head_dim_v": state.head_dim_v, "causal": False, **node.kwargs},
     )
-    node.replace_all_uses_with(paged)
-    gm.graph.erase_node(node)

@@ -9,9 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.custom_ops.recurrent_cases import RECURRENCES, strided_cache, zero_state
+from tests.custom_ops import recurrent_cases
+from tests.custom_ops.defined_recurrence_cases import DEFINED
+from tests.custom_ops.recurrent_cases import strided_cache, zero_state
 from tests.tolerances import assert_close
 
+RECURRENCES = recurrent_cases.RECURRENCES | DEFINED
 NAMES = tuple(RECURRENCES)
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from tests.custom_ops import defined_recurrence_cases as defined
 from tests.custom_ops.recurrent_cases import OPS, gated_delta_rule, short_conv, ssd, zero_state
 from tests.tolerances import assert_close
 
@@ -22,7 +23,12 @@ VARIANTS = {
     "ssd of one group": lambda **o: ssd(groups=1, group=4, **o),
     "ssd with limits": lambda **o: ssd(limits=(0.2, 0.5), **o),
     "bare ssd": lambda **o: ssd(bare=True, **o),
+    **defined.DEFINED,
+    "bare selective_scan": lambda **o: defined.selective_scan(bare=True, **o),
 }
+
+# Results in float32 whatever the operands are.
+WIDE = ("ssd", "selective_scan")
 
 
 def random_tokens(recurrence, num_tokens, seed=0):
@@ -37,7 +43,8 @@ def test_equals_the_recurrence_token_by_token(variant, dtype):
         tokens = random_tokens(recurrence, num_tokens)
         expected, _ = recurrence.oracle(zero_state(recurrence), tokens, recurrence.weights)
         got = recurrence.run(tokens)
-        assert got.dtype is (torch.float32 if "ssd" in variant else dtype) and got.is_contiguous()
+        wide = any(op in variant for op in WIDE)
+        assert got.dtype is (torch.float32 if wide else dtype) and got.is_contiguous()
         assert expected.abs().mean() > 0.02
         assert_close(got, expected)
 

@@ -40,6 +40,17 @@ SOUND = {
     "short convolution": lambda x, w: OPS.short_conv(x[0], w, None, activation="silu")[None],
     "delta rule": lambda x, w: delta(heads(x), heads(x), heads(x), -heads(x)[..., 0].abs()).flatten(1)[None],
     "state space": lambda x, w: ssd(x, -w[:4, 0].abs()),
+    "linear recurrence": lambda x, w: OPS.linear_recurrence(x[0], torch.sigmoid(x[0]))[None],
+    "selective scan": lambda x, w: OPS.selective_scan(
+        x[0], x[0], x[0] @ w, x[0] @ w, w, None, w[:, 0], dt_softplus=True
+    )[None],
+    "weighted mean": lambda x, w: OPS.wkv(x[0], x[0], w[:, 0], w[:, 1])[None],
+    "matrix memory": lambda x, w: OPS.mlstm(
+        heads(x), heads(x), heads(x), x[0] @ w, x[0] @ w, scale=1.0, eps=1e-6
+    ).flatten(1)[None],
+    "delta rule with a decay of each row": lambda x, w: OPS.gated_delta_rule(
+        heads(x), heads(x), heads(x), -heads(x).abs(), heads(x)[..., 0], scale=0.5
+    ).flatten(1)[None],
     "heads as rows": lambda x, w: torch.sigmoid(x.reshape(-1, 4)).reshape(1, -1, WIDTH),
     "a norm of each head as rows": lambda x, w: (
         x.reshape(-1, 4) * torch.rsqrt(x.reshape(-1, 4).pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -63,6 +74,13 @@ UNSOUND = {
     "taps that depend on tokens": lambda x, w: (
         OPS.short_conv(x[0] @ w, (x[0].mT @ x[0])[:4, :4], None, activation=None)[None]
     ),
+    "rows of heads as tokens": lambda x, w: OPS.linear_recurrence(
+        x.reshape(-1, 4), torch.sigmoid(x.reshape(-1, 4))
+    ).reshape(x.shape),
+    "decays that depend on tokens": lambda x, w: (
+        OPS.wkv(x[0] @ w, x[0] @ w, (x[0].mT @ x[0])[0, :4], w[0])[None]
+    ),
+    "a scan along the channels": lambda x, w: OPS.linear_recurrence(x[0].mT, x[0].mT).mT[None],
     "tokens as channels": lambda x, w: OPS.short_conv(x[0].mT, x[0] @ w, None, activation=None).mT[None],
     "heads before tokens as rows": lambda x, w: rows_before_tokens(x).reshape(1, -1, WIDTH),
     "rows of heads summed": lambda x, w: x.reshape(-1, 4).sum(0).expand(x.shape[1], 4)[None],
