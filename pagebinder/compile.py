@@ -263,8 +263,8 @@ def bounded(max_model_len: int, captured: GraphModule, config: CompileConfig, re
         return max_model_len
     if config.max_model_len is not None:
         raise ConfigError(
-            f"max_model_len={max_model_len} is more than the {limit} tokens that the model's buffers (a mask, a table) "
-            "were made for; lower it."
+            f"max_model_len={max_model_len} is more than the {limit} tokens that the model's buffers (a mask, a "
+            "table) were made for; lower it."
         )
     report.notes.append(f"max_model_len is {limit}: the model's buffers (a mask, a table) end there.")
     return limit

@@ -1,35 +1,49 @@
 """What an attention mask means, found by running the graph that makes it.
 
 The subgraph behind a mask is evaluated at several lengths, the largest more than twice every number that occurs
-in it, and compared element by element with the masks of the known family:
+in it, and compared with the masks of the known family:
 
     visible(p, j) = (j <= p if causal) and (p - window < j if window) and (j // chunk == p // chunk if chunk)
 
-A mask that depends on anything but the number of tokens and the positions, or that differs in one element, is
-not proven, and the reason says which.
+Short lengths are compared entry by entry. At large ones (a window of 128k tokens) the entries are those around every
+place where such a mask can change: rows, columns and distances near the subgraph's numbers, their sums and
+differences, multiples of its divisors, and wherever one of its vectors has a step or a bend (`mask_values.py`).
+
+A mask that depends on anything but the number of tokens and the positions, or that differs in one entry, is not
+proven, and the reason says which.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from pagebinder.custom_ops.attention.semantic import visible_keys
+from pagebinder.frontend.mask_values import (
+    MaskNotProven,
+    NotPointwise,
+    Values,
+    ancestors,
+    constant_of,
+    depends_on_tokens,
+    is_size,
+)
 from pagebinder.graph_tools import aten
 
-SMALL_SIZES = (2, 3, 17, 64)
-LARGEST_SIZE = 12_288
+__all__ = ["HIDDEN", "MaskFacts", "MaskNotProven", "MaskTerm", "prove_mask", "prove_terms"]
+
+SMALL_SIZES = (2, 3, 17, 64, 257)
+WHOLE_SIZE = 2048  # masks up to this size are compared entry by entry
+LARGEST_WHOLE_SIZE = 12_288  # the same, where a mask cannot be evaluated at chosen entries only
+LARGEST_SIZE = 1 << 22
+MAX_CHOSEN = 700  # rows and columns at a large size
 HIDDEN = 1e4  # an additive mask hides with -1e4 or less: exp of it is 0 beside any visible score
 
-# The value of these ops does not depend on the values of their operand, only on its shape.
-_SHAPE_ONLY = {
-    aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default,
-    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.new_empty.default,
-}  # fmt: skip
 # Their literal is the value of a mask's entry, not a distance.
 _FILLS = {
     aten.masked_fill.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar, aten.full.default,
@@ -47,10 +61,6 @@ _DIMENSION_ARGUMENTS = {
 }  # fmt: skip
 
 
-class MaskNotProven(Exception):
-    """The reason why an attention layer was refused."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MaskFacts:
     """A proven mask: window and chunk in tokens, None = unlimited."""
@@ -59,11 +69,27 @@ class MaskFacts:
     window: int | None = None
     chunk: int | None = None
 
+    def visible(self, p: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        """Does the query at p see the key at j? (they broadcast)"""
+        return visible_keys(p, j, window=self.window, chunk=self.chunk, causal=self.causal)
+
     def describe(self) -> str:
         parts = ["causal" if self.causal else "bidirectional"]
         parts += [f"window={self.window}"] if self.window is not None else []
         parts += [f"chunk={self.chunk}"] if self.chunk is not None else []
         return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class MaskTerm:
+    """One of the masks of a layer.
+
+    kind: "mask" (bool visible, or additive), "visible" or "hidden" (nonzero = so), "biased" (hidden by -1e9 or less,
+    beside a bias).
+    """
+
+    node: Node
+    kind: str = "mask"
 
 
 def prove_mask(mask: Node) -> MaskFacts:
@@ -72,68 +98,62 @@ def prove_mask(mask: Node) -> MaskFacts:
     Raises:
         MaskNotProven: with the reason.
     """
-    subgraph = _ancestors(mask)
-    _require_independent_of_token_values(subgraph, mask)
-    reach = _longest_reach(subgraph)
-    largest = 2 * reach + 3
-    if largest > LARGEST_SIZE:
+    return prove_terms((MaskTerm(mask),))
+
+
+def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
+    """Classify what several masks leave visible together; see `prove_mask`."""
+    nodes = ancestors(*(t.node for t in terms))
+    if depends_on_tokens(nodes, *(t.node for t in terms)):
+        raise MaskNotProven("the mask depends on the values of the tokens")
+    limit = max_tokens(nodes[0].graph)
+    reach, numbers, divisors = _numbers_in(nodes)
+    if sum(numbers) + sum(divisors) > LARGEST_SIZE // 2 and limit is None:
         raise MaskNotProven(
             f"the mask's numbers reach {reach} tokens, too many to evaluate at twice that size"
         )
-    sizes = sorted({*SMALL_SIZES, largest})
-    seen = {size: _evaluate(subgraph, mask, size) for size in sizes}
-    for facts in _candidates(seen[largest]):
-        if all(torch.equal(_expected(facts, size), seen[size]) for size in sizes):
+    largest = min(2 * reach + 3, limit or LARGEST_SIZE)
+    whole = {min(s, largest) for s in SMALL_SIZES} | ({largest} if largest <= WHOLE_SIZE else set())
+    seen = {size: _visible(terms, nodes, size) for size in sorted(whole)}
+    if largest > WHOLE_SIZE:
+        rows, columns, chosen = _visible_at_chosen(terms, nodes, largest, numbers, divisors)
+    else:
+        rows = columns = torch.arange(largest)
+        chosen = seen[largest]
+    for facts in _candidates(rows, columns, chosen, sorted({*numbers, *divisors})):
+        if torch.equal(_expected(facts, rows, columns), chosen) and all(
+            torch.equal(_expected(facts, torch.arange(s), torch.arange(s)), seen[s]) for s in seen
+        ):
             return facts
-    raise MaskNotProven(f"the mask is none of causal, window, chunk, full at sizes {sizes}")
+    raise MaskNotProven(_named(seen[min(64, largest)]) + f" (compared at sizes {sorted({*whole, largest})})")
 
 
-def _ancestors(mask: Node) -> list[Node]:
-    """The nodes behind a mask, in execution order; not those behind a size, which is a function of T alone."""
-    needed, queue = set(), [mask]
-    while queue:
-        node = queue.pop()
-        if node not in needed:
-            needed.add(node)
-            queue.extend(() if _is_size(node) else node.all_input_nodes)
-    return [n for n in mask.graph.nodes if n in needed]
+def max_tokens(graph: torch.fx.Graph) -> int | None:
+    """The longest sequence that the graph was captured for, where a buffer of the model limits it."""
+    inputs = (n for n in graph.nodes if n.op == "placeholder" and n.target == "input_ids")
+    return next((n.meta.get("max_tokens") for n in inputs), None)
 
 
-def _is_size(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.SymInt)
-
-
-def _require_independent_of_token_values(nodes: list[Node], mask: Node) -> None:
-    """The values of input_ids must not reach the mask; their number may."""
-    tainted: set[Node] = set()
-    for node in nodes:
-        is_source = node.op == "placeholder" and node.target == "input_ids"
-        passes_on = not _is_size(node) and node.target not in _SHAPE_ONLY
-        if is_source or (passes_on and any(n in tainted for n in node.all_input_nodes)):
-            tainted.add(node)
-    if mask in tainted:
-        raise MaskNotProven("the mask depends on the values of the tokens")
-
-
-def _longest_reach(nodes: list[Node]) -> int:
-    """A bound, in tokens, on the distances that the mask can tell apart: from its literals and constants.
+def _numbers_in(nodes: list[Node]) -> tuple[int, set[int], set[int]]:
+    """A bound, in tokens, on the distances that the mask can tell apart, and the numbers and divisors behind it.
 
     A position divided by c makes every later number count c times: (p // 16 - j // 16) < 4 reaches 64 tokens.
     """
     numbers, divisors = {8}, {1}
     for node in nodes:
         if node.op == "get_attr":
-            found = _numbers_of(_constant(node))
-        elif node.target in _DIMENSION_ARGUMENTS or _is_size(node):
+            found = _numbers_of(constant_of(node))
+        elif node.target in _DIMENSION_ARGUMENTS or is_size(node):
             continue
         else:
             literals = {a for a in itertools.chain(node.args, node.kwargs.values()) if _is_number(a)}
             found = {int(abs(n)) for n in literals if not (node.target in _FILLS and n <= -HIDDEN)}
         if node.target in _SHIFTS:
-            found = {1 << n for n in found}
+            found = {1 << n for n in found if n < 62}
         is_divisor = node.target in _DIVISIONS or node.target in _SHIFTS
         (divisors if is_divisor else numbers).update(n for n in found if 2 <= n < 1 << 62)
-    return sum(numbers) * math.prod(divisors) if numbers != {8} else max(8, math.prod(divisors))
+    reach = sum(numbers) * math.prod(divisors) if numbers != {8} else max(8, math.prod(divisors))
+    return reach, numbers, divisors
 
 
 def _is_number(value) -> bool:
@@ -150,78 +170,80 @@ def _numbers_of(constant: torch.Tensor) -> set[int]:
     return {int(values.abs().max()) if values.numel() else 0, *constant.shape}
 
 
-def _evaluate(nodes: list[Node], mask: Node, size: int) -> torch.Tensor:
-    """Run the subgraph for a sequence of `size` tokens; returns a boolean [size, size], True = visible."""
+def _visible(terms: Sequence[MaskTerm], nodes: list[Node], size: int) -> torch.Tensor:
+    """What a sequence of `size` tokens sees: boolean [size, size]."""
     try:
-        out = _run(nodes, mask, size)
-        out = out.reshape(-1, *out.shape[-2:])
-        heads = [_as_visible(head.expand(size, size)) for head in out]
+        values = Values(nodes, size)
+        return _together(terms, [values.whole(t.node) for t in terms], size, size)
     except (RuntimeError, IndexError) as error:
         raise MaskNotProven(f"the mask cannot be evaluated for {size} tokens: {error}") from error
-    if not all(torch.equal(heads[0], other) for other in heads[1:]):
-        raise MaskNotProven("the mask differs between heads")
-    return heads[0]
 
 
-def _run(nodes: list[Node], mask: Node, size: int) -> torch.Tensor:
-    env: dict[Node, object] = {}
-    last_use = {n: node for node in nodes for n in node.all_input_nodes}
-    for node in nodes:
-        if _is_size(node):
-            env[node] = _size_at(node, size)
-        elif node.op == "placeholder":
-            if node.target == "positions":
-                env[node] = torch.arange(size)
-            elif node.target == "input_ids":
-                env[node] = torch.zeros(size, dtype=torch.int64)
-            else:
-                raise MaskNotProven(f"the mask depends on the input {node.target}")
-        elif node.op == "get_attr":
-            env[node] = _constant(node)
-        else:
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*_on_cpu(args), **_on_cpu(kwargs))
-            for used in node.all_input_nodes:  # [size, size] tensors are large: keep none too long
-                if last_use[used] is node:
-                    env.pop(used, None)
-    return env[mask]
+def _visible_at_chosen(terms, nodes, size: int, numbers: set[int], divisors: set[int]):
+    """(rows, columns, visible [rows, columns]) at entries that tell the masks of the family apart."""
+    values = Values(nodes, size)
+    try:
+        chosen = _chosen(size, numbers, divisors, values.vectors().values())
+        parts = [values.at(t.node, chosen, chosen) for t in terms]
+        return chosen, chosen, _together(terms, parts, len(chosen), len(chosen))
+    except NotPointwise as miss:
+        if size > LARGEST_WHOLE_SIZE:
+            raise MaskNotProven(
+                f"the mask's numbers need {size} tokens, and it cannot be evaluated in parts: {miss}"
+            ) from miss
+    except (RuntimeError, IndexError) as error:
+        raise MaskNotProven(f"the mask cannot be evaluated for {size} tokens: {error}") from error
+    everything = torch.arange(size)
+    return everything, everything, _visible(terms, nodes, size)
 
 
-def _size_at(node: Node, size: int) -> int:
-    """The value of a symbolic size when the sequence has `size` tokens."""
-    expr = node.meta["val"].node.expr
-    tokens = {
-        n.meta["val"].shape[0].node.expr
-        for n in node.graph.nodes
-        if n.op == "placeholder" and n.target in ("input_ids", "positions")
-    }
-    if not expr.free_symbols <= tokens:
-        raise MaskNotProven(
-            f"the mask depends on the size {expr}, which is not a function of the number of tokens"
-        )
-    return int(expr.subs(dict.fromkeys(tokens, size)))
+def _chosen(size: int, numbers: set[int], divisors: set[int], vectors) -> torch.Tensor:
+    """Positions near which a mask made of these numbers can change, in order; and some others."""
+    marks = {0, size - 1, size // 2}
+    for a, b in itertools.product(sorted(numbers)[-12:], repeat=2):
+        marks |= {a, a + b, abs(a - b), 2 * a}
+    products = {math.prod(c) for n in range(1, 3) for c in itertools.combinations(sorted(divisors), n)}
+    for d in sorted(products)[-8:]:
+        marks |= {k * d for k in (1, 2, 3)} | {size // d * d} | {n * d for n in sorted(numbers)[-6:]}
+    for vector in vectors:
+        marks |= _bends(vector, size)
+    near = {m + e for m in marks for e in (-2, -1, 0, 1, 2)}
+    # Distances from a row count as well: a second round of sums with the numbers themselves.
+    near |= {m + n + e for m in list(marks)[:40] for n in sorted(numbers)[-3:] for e in (-1, 0, 1)}
+    generator = torch.Generator().manual_seed(0)
+    others = torch.randint(size, (64,), generator=generator).tolist()
+    known = sorted(n for n in near if 0 <= n < size)
+    step = -(-len(known) // MAX_CHOSEN)
+    return torch.tensor(sorted({*known[:: max(step, 1)], *others}))
 
 
-def _constant(node: Node) -> torch.Tensor:
-    """A weight or buffer by name; masks may use small constants, not parameters of unknown value."""
-    tensor = node.graph.owning_module
-    for part in node.target.split("."):
-        tensor = getattr(tensor, part)
-    if tensor.device.type == "meta":
-        raise MaskNotProven(
-            f"the mask depends on the values of {node.target}, which has none on the meta device"
-        )
-    return tensor.detach().cpu()
+def _bends(vector: torch.Tensor, size: int) -> set[int]:
+    """Where the values of a vector of tokens do not go on in a straight line: a few of those places."""
+    if vector.numel() != size or (vector.dtype is torch.bool and size < 3):
+        return set()
+    second = vector.reshape(-1).double().diff(n=2).nan_to_num(0.0)
+    places = second.nonzero().reshape(-1)
+    if len(places) > 24:
+        places = torch.cat((places[:12], places[-12:]))
+    return {int(p) + 1 for p in places}
 
 
-def _on_cpu(arguments):
-    """Arguments with every device replaced by the CPU."""
-    return torch.utils._pytree.tree_map(
-        lambda a: torch.device("cpu") if isinstance(a, torch.device) else a, arguments
-    )
+def _together(terms: Sequence[MaskTerm], values: list[torch.Tensor], rows: int, columns: int) -> torch.Tensor:
+    visible = torch.ones(rows, columns, dtype=torch.bool)
+    for term, value in zip(terms, values):
+        heads = value.reshape(-1, *value.shape[-2:]) if value.dim() > 1 else value.reshape(1, 1, -1)
+        first = _as_visible(heads[:1], term.kind)[0].expand(rows, columns)
+        if len(heads) > 1 and not bool((_as_visible(heads, term.kind) == first).all()):
+            raise MaskNotProven("the mask differs between heads")
+        visible = visible & first
+    return visible
 
 
-def _as_visible(mask: torch.Tensor) -> torch.Tensor:
+def _as_visible(mask: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "biased":
+        return mask > -1e9
+    if kind != "mask":
+        return mask.bool() if kind == "visible" else ~mask.bool()
     if mask.dtype == torch.bool:
         return mask
     hidden = mask <= -HIDDEN
@@ -230,21 +252,43 @@ def _as_visible(mask: torch.Tensor) -> torch.Tensor:
     return ~hidden
 
 
-def _expected(facts: MaskFacts, size: int) -> torch.Tensor:
-    p = torch.arange(size)
-    return visible_keys(p[:, None], p[None, :], window=facts.window, chunk=facts.chunk, causal=facts.causal)
+def _expected(facts: MaskFacts, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    return facts.visible(rows[:, None], columns[None, :])
 
 
-def _candidates(visible: torch.Tensor):
-    """The masks of the family that the largest evaluation leaves possible; each is then compared in full."""
-    size = visible.shape[0]
-    causal = not bool(visible[0, 1:].any())
+def _candidates(rows: torch.Tensor, columns: torch.Tensor, visible: torch.Tensor, numbers: list[int]):
+    """The masks of the family that the largest evaluation leaves possible; each is then compared in full.
+
+    A window is one more than the largest visible distance; a chunk begins where a token does not see the one before.
+    """
+    distance = rows[:, None] - columns[None, :]
+    causal = not bool((visible & (distance < 0)).any())
     yield MaskFacts(causal=causal)
-    reach = int(visible.sum(1).max()) if causal else int(visible[0].sum())
-    if reach < size:
-        yield MaskFacts(causal=causal, window=reach)
-    breaks = (~visible.diagonal(-1)).nonzero()  # a token that does not see its predecessor begins a chunk
+    reach = int(distance[visible].abs().max()) + 1 if bool(visible.any()) else 1
+    window = reach if bool((~visible & (distance >= 0)).any()) else None
+    if window is not None:
+        yield MaskFacts(causal=causal, window=window)
+    breaks = ((distance == 1) & ~visible).any(1).nonzero()
     if len(breaks):
-        chunk = int(breaks[0]) + 1
+        chunk = int(rows[breaks[0]])
         yield MaskFacts(causal=causal, chunk=chunk)
-        yield MaskFacts(causal=causal, chunk=chunk, window=reach)
+        yield MaskFacts(causal=causal, chunk=chunk, window=window)
+
+
+def _named(visible: torch.Tensor) -> str:
+    """A refusal that names the mask, if it is one that is known but not served; `visible` is of a short sequence."""
+    unknown = "the mask is none of causal, window, chunk, full"
+    size = len(visible)
+    p, j = torch.arange(size)[:, None], torch.arange(size)[None]
+    prefix = int(visible[0].sum())
+    if 1 < prefix < size and torch.equal(visible, (j <= p) | (j < prefix)):
+        return f"a prefix-LM mask (the first {prefix} tokens see each other, the others are causal) is not served"
+    lead = int(visible[-1].long().cumprod(0).sum())
+    rest = visible[:, lead:] if 0 < lead < size else visible
+    window = int(rest.sum(1).max())
+    streaming = (j <= p) & ((p - j < window) | (j < lead))
+    if 0 < lead < size and torch.equal(visible, streaming):
+        return f"{unknown}: the first {lead} tokens stay visible beside a window of {window} tokens"
+    if torch.equal(visible, j < p):
+        return f"{unknown}: a token sees the earlier ones but not itself"
+    return unknown

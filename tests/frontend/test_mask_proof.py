@@ -51,6 +51,30 @@ FAMILY = {
         lambda p, j: (j <= p) & (p // 24 == j // 24) & (p - j < 7),
         MaskFacts(causal=True, chunk=24, window=7),
     ),
+    "a window of 128k tokens": (
+        lambda p, j: (j <= p) & (p - j < 131_072),
+        MaskFacts(causal=True, window=131_072),
+    ),
+    "a float window of 20000": (
+        lambda p, j: (j <= p) & ((j - p).float() > -2e4),
+        MaskFacts(causal=True, window=20_000),
+    ),
+    "large chunks of 40000": (
+        lambda p, j: (j <= p) & (p // 40_000 == j // 40_000),
+        MaskFacts(causal=True, chunk=40_000),
+    ),
+    "a large window inside larger chunks": (
+        lambda p, j: (j <= p) & (p // 8192 == j // 8192) & (p - j < 5000),
+        MaskFacts(causal=True, chunk=8192, window=5000),
+    ),
+    "a large band by triu and tril": (
+        lambda p, j: torch.ones(p.shape[0], p.shape[0], dtype=torch.bool).tril().triu(-29_999),
+        MaskFacts(causal=True, window=30_000),
+    ),
+    "a large window, additive, transposed": (
+        lambda p, j: additive(((j <= p).T & (p - j < 9000).T).transpose(0, 1))[None],
+        MaskFacts(causal=True, window=9000),
+    ),
     "additive": (lambda p, j: additive(j <= p), CAUSAL),
     "additive, -1e9": (lambda p, j: additive(j <= p, -1e9), CAUSAL),
     "additive, -inf": (lambda p, j: additive(j <= p, float("-inf")), CAUSAL),
@@ -87,18 +111,38 @@ def test_the_facts_say_which_keys_are_visible(name):
 
 
 REFUSED = {
+    "one wrong row far away": (lambda p, j: (j <= p) & (p - j < 9000) & (p != 11_000), "none of"),
+    "one wrong entry far away": (
+        lambda p, j: (j <= p) & (p - j < 9000) & ~((p == 11_000) & (j == 7000)),
+        "none of",
+    ),
+    "a large window that grows once": (
+        lambda p, j: (j <= p) & (p - j < torch.where(p > 20_000, 9001, 9000)),
+        "none of",
+    ),
+    "a large window that lets the first tokens through": (
+        lambda p, j: (j <= p) & ((p - j < 9000) | (j < 4)),
+        "first|none of",
+    ),
     "one wrong element": (lambda p, j: (j <= p) & ~((p == 50) & (j == 3)), "none of"),
     "one wrong element, additive": (lambda p, j: additive((j <= p) | ((p == 30) & (j == 31))), "none of"),
     "strictly earlier tokens": (lambda p, j: j < p, "none of"),
-    "the first tokens stay visible": (lambda p, j: (j <= p) & ((p - j < 16) | (j < 4)), "none of"),
+    "the first tokens stay visible": (
+        lambda p, j: (j <= p) & ((p - j < 16) | (j < 4)),
+        "none of.*first 4 tokens stay visible beside a window of 16",
+    ),
     "dilated": (lambda p, j: (j <= p) & ((p - j) % 2 == 0), "none of"),
     "blocks that see the block before": (lambda p, j: (j <= p) & (p // 16 - j // 16 < 2), "none of"),
     "blocks that reach beyond the small sizes": (lambda p, j: (j <= p) & (p // 16 - j // 16 < 16), "none of"),
-    "a prefix seen by all": (lambda p, j: (j <= p) | (j < 10), "none of"),
+    "a prefix seen by all": (lambda p, j: (j <= p) | (j < 10), "prefix-LM mask .the first 10 tokens"),
     "ALiBi": (lambda p, j: additive(j <= p) - 0.5 * (p - j).abs(), "bias"),
     "a small penalty": (lambda p, j: (~(j <= p)).float() * -50.0, "bias"),
-    "a window too large to evaluate": (lambda p, j: (j <= p) & (p - j < 100_000), "too many"),
-    "a float window too large to evaluate": (lambda p, j: (j <= p) & ((j - p).float() > -2e4), "too many"),
+    "a window too large to evaluate": (lambda p, j: (j <= p) & (p - j < 10_000_000), "too many"),
+    "a float window too large to evaluate": (lambda p, j: (j <= p) & ((j - p).float() > -3e6), "too many"),
+    "a large window that cannot be evaluated in parts": (
+        lambda p, j: (j <= p) & (p - j < 50_000) & ((j <= p).cumsum(0) > 0),
+        "cannot be evaluated in parts",
+    ),
     "different heads": (
         lambda p, j: torch.stack([j <= p, (j <= p) & (p - j < 5)])[None],
         "differs between heads",

@@ -131,6 +131,55 @@ def test_a_weight_that_is_rounded_first_is_part_of_the_contract():
     assert_same_bits(before, after)
 
 
+OTHER_ROOTS = {
+    "power": lambda x, w: w * (x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).pow(-0.5)),
+    "quotient": lambda x, w: w * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)),
+    "quotient by a power": lambda x, w: w * (x / (x.pow(2).mean(-1, keepdim=True) + 1e-5) ** 0.5),
+    "reciprocal": lambda x, w: w * (x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt().reciprocal()),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ROOTS)
+def test_other_spellings_of_the_root_agree_to_rounding(name):
+    before, after, result = recognised(OTHER_ROOTS[name])
+    assert len(result.matches) == 1 and not result.refusals
+    torch.testing.assert_close(run(after, 20), run(before, 20), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("eps", [1e-5, None], ids=str)
+def test_torchs_own_rms_norm_keeps_every_bit(eps, dtype):
+    before, after, result = recognised(lambda x, w: nn.functional.rms_norm(x, [WIDTH], w, eps), dtype)
+    assert [m.detail.split(",")[0] for m in result.matches] == ["tail=scale_cast"]
+    assert count(after, torch.ops.aten.rms_norm.default) == 0
+    assert_same_bits(before, after)
+
+
+def test_torchs_rms_norm_over_two_dimensions_is_refused():
+    def body(x, w):
+        return nn.functional.rms_norm(x.unflatten(-1, (2, -1)), [2, WIDTH // 2]).flatten(-2)
+
+    result = recognised(body)[2]
+    assert not result.matches and "several dimensions" in result.refusals[0].reason
+
+
+GATED = {
+    "gated before the norm, as Mamba2": lambda x, w: (
+        w * normed(x.float() * nn.functional.silu(x.cos().float())).to(x.dtype)
+    ),
+    "gated after the norm, as Qwen3-Next": lambda x, w: (
+        (w * normed(x).to(x.dtype)).float() * nn.functional.silu(x.cos().float())
+    ).to(x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_norms_are_matched_without_their_gate(name):
+    before, after, result = recognised(GATED[name], torch.bfloat16)
+    assert len(result.matches) == 1 and not result.refusals
+    assert_same_bits(before, after)
+
+
 NEAR_MISSES = {
     "literal eps": lambda x, w: w * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + w[0]),
     "last dimension": lambda x, w: w * x * torch.rsqrt(x.pow(2).mean((1, 2), keepdim=True) + 1e-5),

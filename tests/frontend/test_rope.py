@@ -41,6 +41,73 @@ def rope(rotate, x, positions):
     return x * a.cos() + rotate(x) * a.sin()
 
 
+def narrow(positions):
+    """One angle per pair."""
+    return angles(positions)[..., :HALF]
+
+
+def in_parts(x, positions, first, second, join):
+    """Pairs of channels turned part by part: tables of one column per pair."""
+    a, b, cos, sin = x[..., first], x[..., second], (angle := narrow(positions)).cos(), angle.sin()
+    return join((a * cos - b * sin, b * cos + a * sin))
+
+
+def two_parts(x, positions, turn):
+    angle = narrow(positions)
+    return torch.cat(turn(x[..., :HALF], x[..., HALF:], angle.cos(), angle.sin()), dim=-1)
+
+
+def joined(parts):
+    return torch.cat(parts, dim=-1)
+
+
+def stacked(parts):
+    return torch.stack(parts, dim=-1).flatten(-2)
+
+
+EVEN, ODD, LOW, HIGH = slice(0, None, 2), slice(1, None, 2), slice(None, HALF), slice(HALF, None)
+
+
+def every_two(x, positions):
+    """As GPT-J, Cohere and GLM: each angle twice, neighbours are a pair."""
+    cos, sin = (
+        (angle := narrow(positions)).cos().repeat_interleave(2, -1),
+        angle.sin().repeat_interleave(2, -1),
+    )
+    return x * cos + rotate_interleaved(x) * sin
+
+
+STYLES = {
+    "every_two": every_two,
+    "chunked": lambda x, p: in_parts(x, p, LOW, HIGH, joined),
+    "interleaved": lambda x, p: in_parts(x, p, EVEN, ODD, stacked),
+    "deinterleaved": lambda x, p: in_parts(x, p, EVEN, ODD, joined),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_is_recognised_and_keeps_every_bit(style):
+    before, after, result = recognised(STYLES[style])
+    assert [m.detail for m in result.matches] == [f"style={style}, dim=16"] and not result.refusals
+    assert count(after, torch.ops.aten.sub.Tensor, torch.ops.aten.neg.default, torch.ops.aten.add.Tensor) == 0
+    assert_metadata_kept(after, ROPE)
+    for num_tokens in (1, 5, 40):
+        assert torch.equal(run(before, num_tokens), run(after, num_tokens))
+
+
+def test_tables_that_are_looked_up():
+    """As GPT-J: sines and cosines side by side in one table."""
+
+    def body(x, positions):
+        table = torch.cat((angles(torch.arange(64)).sin(), angles(torch.arange(64)).cos()), dim=-1)
+        sin, cos = table[positions].split(WIDTH, dim=-1)
+        return x * cos + rotate_half(x) * sin
+
+    before, after, result = recognised(body)
+    assert [m.detail for m in result.matches] == ["style=half, dim=16"]
+    assert torch.equal(run(before, 40), run(after, 40))
+
+
 FORMS = {
     "slices": lambda x, p: rope(rotate_half, x, p),
     "chunk": lambda x, p: rope(rotate_chunks, x, p),
@@ -110,7 +177,18 @@ def test_query_and_key_share_the_tables_and_a_chain_of_two():
 
 
 NEAR_MISSES = {
-    "interleaved": (lambda x, p: rope(rotate_interleaved, x, p), "not the half-split"),
+    "pairs in another order": (
+        lambda x, p: rope(lambda y: torch.stack((-y[..., ::2], y[..., 1::2]), dim=-1).flatten(-2), x, p),
+        "not the half-split",
+    ),
+    "chunked with another sign": (
+        lambda x, p: two_parts(x, p, lambda a, b, cos, sin: (a * cos - b * sin, b * cos - a * sin)),
+        "not the half-split",
+    ),
+    "chunked with one part swapped": (
+        lambda x, p: two_parts(x, p, lambda a, b, cos, sin: (a * cos - b * sin, b * sin + a * cos)),
+        "second part",
+    ),
     "the sign on the other half": (
         lambda x, p: rope(lambda y: torch.cat((y[..., HALF:], -y[..., :HALF]), -1), x, p),
         "not the half-split",

@@ -1,13 +1,16 @@
 """Rotary position embedding (Su et al., 2021) applied to heads.
 
-style "half": channel i is paired with channel i + D/2 (Llama, Qwen, Mistral, Gemma, Phi); tables of D columns:
+Channels turn in pairs by one angle each. Models differ in which channels form a pair, and in whether the tables have
+a column for every channel (D, each angle twice) or for every pair (D/2):
 
-    out = x * cos + cat(-x[D/2:], x[:D/2]) * sin
+    style            pair i           columns    used by
+    "half"           i, i + D/2       D          Llama, Qwen, Mistral, Gemma, Phi
+    "chunked"        i, i + D/2       D/2        GPT-OSS
+    "every_two"      2i, 2i + 1       D          GPT-J, Cohere, GLM
+    "interleaved"    2i, 2i + 1       D/2        Llama 4, DeepSeek-V2 (product of complex numbers)
+    "deinterleaved"  2i, 2i + 1       D/2        DeepSeek-V3, which writes the pair to i and i + D/2
 
-style "interleaved": channel 2i is paired with channel 2i + 1 (Llama 4, DeepSeek); tables of D/2 columns,
-one per pair. It is the product of the complex numbers x[2i] + j x[2i+1] and cos[i] + j sin[i]:
-
-    out[2i] = x[2i] * cos[i] - x[2i+1] * sin[i]        out[2i+1] = x[2i] * sin[i] + x[2i+1] * cos[i]
+    first = first * cos - second * sin        second = second * cos + first * sin
 """
 
 from __future__ import annotations
@@ -16,20 +19,29 @@ import torch
 
 from pagebinder.custom_ops.library import define_op
 
-STYLES = ("half", "interleaved")
+STYLES = ("half", "chunked", "every_two", "interleaved", "deinterleaved")
 
 
 def rope_reference(x, cos, sin, *, style):
     """Rotate heads in x's and cos's promoted dtype.
 
     Args:
-        x: [..., D]. cos, sin: broadcast against x, with D ("half") or D/2 ("interleaved") columns.
+        x: [..., D]. cos, sin: broadcast against x, with D or D/2 columns, as the style says.
     Raises:
         ValueError: unknown style.
     """
     if style == "half":
         half = x.shape[-1] // 2
         rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        return x * cos + rotated * sin
+    if style == "chunked":
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    if style == "deinterleaved":
+        first, second = x[..., ::2], x[..., 1::2]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    if style == "every_two":
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
         return x * cos + rotated * sin
     if style == "interleaved":
         even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)

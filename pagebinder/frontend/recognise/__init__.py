@@ -1,7 +1,17 @@
 """Recognisers: captured graph -> semantic graph. Each one answers matched or refused at every anchor it sees."""
 
+from pagebinder.frontend.recognise.gated_activation import recognise_gated_activation
+from pagebinder.frontend.recognise.layer_norm import recognise_layer_norm
+from pagebinder.frontend.recognise.raw_attention import recognise_raw_attention
 from pagebinder.frontend.recognise.rms_norm import recognise_rms_norm
 from pagebinder.frontend.recognise.rope import recognise_rope
 from pagebinder.frontend.recognise.sdpa import recognise_sdpa
 
-__all__ = ["recognise_rms_norm", "recognise_rope", "recognise_sdpa"]
+__all__ = [
+    "recognise_gated_activation",
+    "recognise_layer_norm",
+    "recognise_raw_attention",
+    "recognise_rms_norm",
+    "recognise_rope",
+    "recognise_sdpa",
+]

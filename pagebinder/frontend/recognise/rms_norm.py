@@ -1,10 +1,12 @@
-"""RMSNorm, found from its `rsqrt` and walked outwards in both directions, casts skipped.
+"""RMSNorm, found from its root and walked outwards in both directions, casts skipped.
 
 Matches:
-    h = x.to(f32); r = rsqrt(mean(h ** 2, -1) + eps)
+    h = x.to(f32); r = rsqrt(mean(h ** 2, -1) + eps)          or ** -0.5, 1 / sqrt; h / sqrt(...) is h * r
     cast(h * r) * w | cast(h * r * w) | cast(h * r * (1 + w)) | cast(h * r)
 Replaces with:
     pagebinder.rms_norm(x, w, eps=eps, tail="cast_scale" | "scale_cast" | "offset" | "none")
+
+torch's own rms_norm (torch.nn.RMSNorm) is tail "scale_cast".
 """
 
 from __future__ import annotations
@@ -14,8 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from pagebinder.frontend.recognise.norm_heads import (
+    deviation_of,
+    is_sum_with_literal,
+    mean_over_last,
+    squared_value,
+)
 from pagebinder.graph_tools import (
     CASTS,
+    arg,
     aten,
     calls,
     describe,
@@ -52,7 +61,9 @@ class _Tail:
 def recognise_rms_norm(gm: GraphModule) -> PassResult:
     """Rewrite every RMSNorm of the captured graph; refuse every other use of rsqrt with the reason."""
     result = PassResult(name="recognise_rms_norm")
-    for anchor in calls(gm.graph, aten.rsqrt.default):
+    for call in calls(gm.graph, aten.rms_norm.default):
+        _rewrite_torchs(gm, call, result)
+    for anchor in [n for n in gm.graph.nodes if _is_anchor(n)]:
         try:
             head = _match_head(anchor)
             tail = _match_tail(head)
@@ -77,40 +88,66 @@ def recognise_rms_norm(gm: GraphModule) -> PassResult:
         detail = f"tail={tail.kind}, eps={head.eps:g}"
         result.matches.append(Match(pattern=PATTERN, detail=detail, **describe(norm)))
     result.changed = bool(result.matches)
-    finish(gm)
+    if result.changed:
+        finish(gm)
     return result
 
 
 def _match_head(rsqrt: Node) -> _Head:
     """x, eps and h * r, from the rsqrt."""
-    add = rsqrt.args[0]
-    if not _is_sum_with_literal(add) or not isinstance(add.args[1], float):
+    deviation = deviation_of(rsqrt)
+    if deviation is None or not isinstance(rsqrt.args[0].args[1], float):
         raise _NotANorm("rsqrt is not taken of (mean + eps) with a literal eps")
-    mean = add.args[0]
+    mean = deviation.variance
     if not is_call(mean, aten.mean.dim):
         raise _NotANorm("the value under rsqrt is not a mean")
     if mean.kwargs.get("dtype") is not None:
         raise _NotANorm("the mean changes the dtype")
-    square = mean.args[0]
-    last = val(square).dim() - 1 if isinstance(square, Node) else -1
-    if list(mean.args[1]) not in ([-1], [last]) or not (len(mean.args) > 2 and mean.args[2]):
+    square = mean_over_last(mean)
+    if square is None:
         raise _NotANorm("the mean is not over the last dimension with keepdim")
     if isinstance(val(square).shape[-1], torch.SymInt):
         raise _NotANorm("the mean is over the tokens")
-    wide = _squared(square)
+    wide = squared_value(square)
     if wide is None:
         raise _NotANorm("the mean is not of a square")
     if val(wide).dtype is not torch.float32:
         raise _NotANorm(f"the norm is computed in {val(wide).dtype}, not in float32")
-    products = [u for u in rsqrt.users if is_call(u, aten.mul.Tensor)]
-    if len(products) != 1 or len(rsqrt.users) != 1:
+    if deviation.normed is None:
         raise _NotANorm("rsqrt is used in other places than x * rsqrt(...)")
-    other = _other_operand(products[0], rsqrt)
+    other = deviation.value
     if other not in (wide, _narrow(wide)) and not (
         isinstance(other, Node) and val(other).dtype is torch.float32 and _narrow(other) is _narrow(wide)
     ):
         raise _NotANorm("rsqrt multiplies something else than the value it was computed from")
-    return _Head(x=_narrow(wide), eps=add.args[1], normed=products[0])
+    return _Head(x=_narrow(wide), eps=deviation.eps, normed=deviation.normed)
+
+
+def _is_anchor(node: Node) -> bool:
+    """Every rsqrt; another root only of a mean, since roots are taken of many things."""
+    if is_call(node, aten.rsqrt.default):
+        return True
+    deviation = deviation_of(node)
+    return deviation is not None and is_call(deviation.variance, aten.mean.dim)
+
+
+def _rewrite_torchs(gm: GraphModule, call: Node, result: PassResult) -> None:
+    """aten.rms_norm(x, shape, weight, eps), which computes in float32 and rounds once."""
+    x, weight, eps = call.args[0], arg(call, 2, "weight"), arg(call, 3, "eps")
+    plain = val(x).dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if len(call.args[1]) != 1 or not plain or (weight is not None and val(weight).dtype is not val(x).dtype):
+        reason = "torch's rms_norm over several dimensions, or of mixed dtypes"
+        result.refusals.append(
+            Refusal(pattern=PATTERN, reason=reason, source_line=source_line(call), **describe(call))
+        )
+        return
+    options = {"eps": torch.finfo(torch.float32).eps if eps is None else eps}
+    options["tail"] = "none" if weight is None else "scale_cast"
+    args = (x,) if weight is None else (x, weight)
+    norm = insert_call(gm.graph, call, torch.ops.pagebinder.rms_norm.default, args, options, value=val(call))
+    call.replace_all_uses_with(norm)
+    detail = f"tail={options['tail']}, eps={options['eps']:g}"
+    result.matches.append(Match(pattern=PATTERN, detail=detail, **describe(norm)))
 
 
 def _match_tail(head: _Head) -> _Tail:
@@ -136,22 +173,6 @@ def _match_tail(head: _Head) -> _Tail:
     if val(output).dtype is not dtype:
         raise _NotANorm(f"the norm of a {dtype} value stays {val(output).dtype}")
     return _Tail("none", None, output)
-
-
-def _squared(node) -> Node | None:
-    if is_call(node, aten.pow.Tensor_Scalar) and node.args[1] == 2:
-        return node.args[0]
-    if is_call(node, aten.mul.Tensor) and node.args[0] is node.args[1]:
-        return node.args[0]
-    if is_call(node, aten.square.default):
-        return node.args[0]
-    return None
-
-
-def _is_sum_with_literal(node) -> bool:
-    """a + literal, without a factor."""
-    plain = is_call(node, aten.add.Tensor, aten.add.Scalar) and not node.kwargs and len(node.args) == 2
-    return plain and isinstance(node.args[1], (int, float))
 
 
 def _narrow(wide: Node) -> Node:
@@ -183,7 +204,7 @@ def _scaled_by_weight(node: Node, width) -> tuple[Node, Node, str] | None:
     if not isinstance(operand, Node):
         return None
     weight, form = operand, "plain"
-    if _is_sum_with_literal(weight):
+    if is_sum_with_literal(weight):
         if weight.args[1] != 1 or val(weight).dtype is not torch.float32:
             return None
         weight, form = weight.args[0], "offset"

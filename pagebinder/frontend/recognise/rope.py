@@ -1,152 +1,188 @@
-"""Rotary embedding, half-split style, found from the rotated half and walked outwards.
+"""Rotary embedding in real numbers, found from the rotated value and walked outwards.
 
 (The style written with complex numbers is in complex_rope.py, which this pass calls.)
 
 Matches:
-    half = cat(-x[..., D/2:], x[..., :D/2])
-    x * cos + half * sin          cos, sin: cosine and sine of positions, cast, scaled, unsqueezed
+    x * cos + turned(x) * sin                turned: cat(-x[D/2:], x[:D/2]), or stack(-x[1::2], x[::2]).flatten
+    cat(a * cos - b * sin, b * cos + a * sin)        or stack; a, b: halves of x, or even and odd channels
 Replaces with:
-    pagebinder.rope(x, cos, sin, style="half")
+    pagebinder.rope(x, cos, sin, style="half" | "every_two" | "chunked" | "interleaved" | "deinterleaved")
+
+cos and sin: cosine and sine of positions, or tables of them looked up by position; cast, scaled, repeated, reshaped.
 """
 
 from __future__ import annotations
 
-import operator
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.frontend.recognise.complex_rope import recognise_complex_rope
-from pagebinder.graph_tools import (
-    CASTS,
-    IDENTITIES,
-    arg,
-    aten,
-    calls,
-    describe,
-    finish,
-    insert_call,
-    is_call,
-    source_line,
-    val,
+from pagebinder.frontend.recognise.rope_parts import (
+    factors_of,
+    is_scaled,
+    other_factor,
+    part_of,
+    reason_against_tables,
+    table_users,
 )
+from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, is_call, source_line, val
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "rope"
+# (are the turned parts stacked?, where a and b come from) -> style
+_STYLES_OF_PARTS = {
+    (False, "low", "high"): "chunked",
+    (True, "even", "odd"): "interleaved",
+    (False, "even", "odd"): "deinterleaved",
+}
+_FLATTENS = (aten.flatten.using_ints, aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
-_TABLE_STEPS = (*CASTS, *IDENTITIES, aten.unsqueeze.default, aten.mul.Scalar, aten.slice.Tensor)
+
+@dataclass
+class _Rotation:
+    x: Node
+    cos: Node
+    sin: Node
+    style: str
+    output: Node
+    products: tuple[Node, ...]
+
+
+class _NotARotation(Exception):
+    """Why the walk from an anchor stopped."""
 
 
 def recognise_rope(gm: GraphModule) -> PassResult:
-    """Rewrite every half-split and complex rotation; refuse every other product with a position's cosine."""
+    """Rewrite every rotation; refuse every other product with a position's cosine."""
     result = PassResult(name="recognise_rope")
     explained: set[Node] = set()
-    for anchor in calls(gm.graph, aten.cat.default):
-        x = _rotated_half_of(anchor)
-        if x is None:
-            continue
-        reason = _rewrite(gm, anchor, x, result, explained)
-        if reason:
+    for anchor in calls(gm.graph, aten.cat.default, aten.stack.default):
+        try:
+            rotation = _match(anchor)
+        except _NotARotation as miss:
+            where = describe(anchor)
             result.refusals.append(
-                Refusal(pattern=PATTERN, reason=reason, source_line=source_line(anchor), **describe(anchor))
+                Refusal(pattern=PATTERN, reason=str(miss), source_line=source_line(anchor), **where)
             )
+            continue
+        if rotation is not None:
+            result.matches.append(_rewrite(gm, rotation))
+            explained |= set(rotation.products)
     for table in calls(gm.graph, aten.cos.default):
-        for user in _table_users(table):
+        for user in table_users(table):
             if is_call(user, aten.mul.Tensor) and user not in explained:
-                reason = "a product with a position's cosine that is not the half-split rotation"
+                reason = "a product with a position's cosine that is not the half-split rotation or another"
                 result.refusals.append(
                     Refusal(pattern=PATTERN, reason=reason, source_line=source_line(user), **describe(user))
                 )
     recognise_complex_rope(gm, result)
     result.changed = bool(result.matches)
-    finish(gm)
+    if result.changed:
+        finish(gm)
     return result
 
 
-def _rewrite(gm: GraphModule, half: Node, x: Node, result: PassResult, explained: set[Node]) -> str | None:
-    """Replace the rotation around `half`; returns the reason if it is something else."""
-    if len(half.users) != 1:
-        return "the rotated half has several users"
-    sin_product = next(iter(half.users))
+def _rewrite(gm: GraphModule, rotation: _Rotation) -> Match:
+    rope = insert_call(
+        gm.graph,
+        rotation.output,
+        torch.ops.pagebinder.rope.default,
+        (rotation.x, rotation.cos, rotation.sin),
+        {"style": rotation.style},
+        value=val(rotation.output),
+    )
+    rotation.output.replace_all_uses_with(rope)
+    detail = f"style={rotation.style}, dim={val(rotation.x).shape[-1]}"
+    return Match(pattern=PATTERN, detail=detail, **describe(rope))
+
+
+def _match(anchor: Node) -> _Rotation | None:
+    """The rotation around two joined parts; None: they are nothing of the kind."""
+    parts = anchor.args[0]
+    if len(parts) != 2 or not all(isinstance(p, Node) for p in parts) or not _joins_last(anchor):
+        return None
+    if is_call(parts[0], aten.neg.default):
+        x = _turned_value(anchor, parts[0].args[0], parts[1])
+        return None if x is None else _of_turned(_joined(anchor, x), x, _is_stack(anchor))
+    if is_call(parts[0], aten.sub.Tensor) and is_call(parts[1], aten.add.Tensor):
+        return _of_parts(anchor, *parts)
+    return None
+
+
+def _joins_last(anchor: Node) -> bool:
+    rank = val(anchor).dim()
+    return arg(anchor, 1, "dim", 0) in (-1, rank - 1)
+
+
+def _is_stack(anchor: Node) -> bool:
+    return is_call(anchor, aten.stack.default)
+
+
+def _turned_value(anchor: Node, second: Node, first: Node) -> Node | None:
+    """x, if the parts are its second and its first half (or its odd and even channels)."""
+    kinds = ("odd", "even") if _is_stack(anchor) else ("high", "low")
+    found = part_of(second), part_of(first)
+    if None in found or found[0][0] is not found[1][0] or (found[0][1], found[1][1]) != kinds:
+        return None
+    return found[0][0]
+
+
+def _joined(anchor: Node, x: Node) -> Node:
+    """The node that has x's shape again: the cat itself, or what flattens the stack."""
+    if not _is_stack(anchor):
+        return anchor
+    if len(anchor.users) != 1 or not is_call(output := next(iter(anchor.users)), *_FLATTENS):
+        raise _NotARotation("the turned channels are not laid out as the value was")
+    if [str(s) for s in val(output).shape] != [str(s) for s in val(x).shape]:
+        raise _NotARotation("the turned channels are not laid out as the value was")
+    return output
+
+
+def _of_turned(turned: Node, x: Node, in_pairs: bool) -> _Rotation:
+    """x * cos + turned * sin."""
+    what = "rotated half" if not in_pairs else "rotated pairs"
+    if len(turned.users) != 1:
+        raise _NotARotation(f"the {what} has several users")
+    sin_product = next(iter(turned.users))
     if not is_call(sin_product, aten.mul.Tensor) or len(sin_product.users) != 1:
-        return "the rotated half is not multiplied by a sine"
+        raise _NotARotation(f"the {what} is not multiplied by a sine")
     total = next(iter(sin_product.users))
     if not is_call(total, aten.add.Tensor) or total.kwargs:
-        return "the rotated half is not added to x * cos"
+        raise _NotARotation(f"the {what} is not added to x * cos")
     cos_product = total.args[1] if total.args[0] is sin_product else total.args[0]
     if not is_call(cos_product, aten.mul.Tensor) or x not in cos_product.args:
-        return "the other term of the sum is not x * cos"
-    cos = cos_product.args[1] if cos_product.args[0] is x else cos_product.args[0]
-    sin = sin_product.args[1] if sin_product.args[0] is half else sin_product.args[0]
-    if not is_call(_table_root(cos), aten.cos.default) or not is_call(_table_root(sin), aten.sin.default):
-        return "the factors are not the cosine and the sine of positions"
-    if _table_root(cos).args[0] is not _table_root(sin).args[0]:
-        return "cosine and sine are taken of different angles"
-    rope = insert_call(
-        gm.graph, total, torch.ops.pagebinder.rope.default, (x, cos, sin), {"style": "half"}, value=val(total)
-    )
-    total.replace_all_uses_with(rope)
-    explained.add(cos_product)
-    result.matches.append(
-        Match(pattern=PATTERN, detail=f"style=half, dim={val(x).shape[-1]}", **describe(rope))
-    )
-    return None
+        raise _NotARotation("the other term of the sum is not x * cos")
+    cos, sin = other_factor(cos_product, x), other_factor(sin_product, turned)
+    _require_tables(cos, sin)
+    style = "every_two" if in_pairs else "half"
+    return _Rotation(x, cos, sin, style, total, (cos_product, sin_product))
 
 
-def _rotated_half_of(cat: Node) -> Node | None:
-    """x, if cat is cat(-x[..., D/2:], x[..., :D/2]) over the last dimension."""
-    parts = cat.args[0]
-    if len(parts) != 2 or not is_call(parts[0], aten.neg.default):
+def _of_parts(anchor: Node, first: Node, second: Node) -> _Rotation | None:
+    """first = a * cos - b * sin, second = b * cos + a * sin (or a * sin + b * cos)."""
+    products = [*first.args[:2], *second.args[:2]]
+    if not all(is_call(p, aten.mul.Tensor) for p in products) or any(is_scaled(p) for p in products):
         return None
-    high, low = _half_of(parts[0].args[0]), _half_of(parts[1])
-    if high is None or low is None or high[0] is not low[0] or (low[1], high[1]) != (0, 1):
+    minuend, subtrahend = (factors_of(p) for p in first.args[:2])
+    if minuend is None or subtrahend is None:
         return None
-    x = low[0]
-    return x if arg(cat, 1, "dim", 0) in (-1, val(x).dim() - 1) else None
+    (x, a_kind, a, cos), (x_of_b, b_kind, b, sin) = minuend, subtrahend
+    style = _STYLES_OF_PARTS.get((_is_stack(anchor), a_kind, b_kind))
+    if x is not x_of_b or style is None:
+        return None
+    if first.kwargs or second.kwargs:
+        raise _NotARotation("the products are added with a factor")
+    wanted = [{a, sin}, {b, cos}]
+    if [set(p.args) for p in second.args[:2]] not in (wanted, wanted[::-1]):
+        raise _NotARotation("the second part is not b * cos + a * sin")
+    _require_tables(cos, sin)
+    if val(cos).shape[-1] != val(a).shape[-1] or str(val(first).shape) != str(val(a).shape):
+        raise _NotARotation("the tables do not have one column per pair")
+    return _Rotation(x, cos, sin, style, _joined(anchor, x), tuple(products))
 
 
-def _half_of(part) -> tuple[Node, int] | None:
-    """(x, 0) for x[..., :D/2] and (x, 1) for x[..., D/2:], written as slice, chunk or split."""
-    if is_call(part, aten.slice.Tensor):
-        x, dim, start, end = part.args[0], part.args[1], part.args[2], arg(part, 3, "end", 1 << 62)
-        width, last = val(x).shape[-1], val(x).dim() - 1
-        if dim not in (-1, last) or not isinstance(width, int) or width % 2 or len(part.args) > 4:
-            return None
-        if (start, end) == (0, width // 2):
-            return x, 0
-        return (x, 1) if start == width // 2 and end >= width else None
-    if is_call(part, operator.getitem) and is_call(part.args[0], aten.chunk.default, aten.split.Tensor):
-        pieces = part.args[0]
-        x, width = pieces.args[0], val(pieces.args[0]).shape[-1]
-        size = pieces.args[1] if pieces.target is aten.split.Tensor else -(-width // pieces.args[1])
-        if (
-            not isinstance(width, int)
-            or arg(pieces, 2, "dim", 0) not in (-1, val(x).dim() - 1)
-            or 2 * size != width
-        ):
-            return None
-        return x, part.args[1]
-    return None
-
-
-def _table_root(node):
-    """Walk up from a cos or sin factor to the trigonometric function it came from."""
-    while is_call(node, *_TABLE_STEPS) or _is_scaled(node):
-        node = node.args[0]
-    return node
-
-
-def _is_scaled(node) -> bool:
-    return is_call(node, aten.mul.Tensor) and isinstance(node.args[1], (int, float))
-
-
-def _table_users(table: Node) -> list[Node]:
-    """Nodes that use a cosine table after the casts, scalings and views that prepare it."""
-    found, queue = [], [table]
-    while queue:
-        for user in queue.pop().users:
-            if is_call(user, *_TABLE_STEPS) or _is_scaled(user):
-                queue.append(user)
-            else:
-                found.append(user)
-    return found
+def _require_tables(cos, sin) -> None:
+    if reason := reason_against_tables(cos, sin):
+        raise _NotARotation(reason)

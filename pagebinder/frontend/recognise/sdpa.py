@@ -14,10 +14,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask
-from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, is_call, source_line, val
+from pagebinder.frontend.recognise.operands import Operand, flat_heads, from_flat_heads, stripped, unrepeated
+from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, source_line, val
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "attention"
+LABELS = ("batch", "heads", "tokens", "width")
 
 
 def recognise_sdpa(gm: GraphModule) -> PassResult:
@@ -35,7 +37,8 @@ def recognise_sdpa(gm: GraphModule) -> PassResult:
             continue
         result.matches.append(match)
     result.changed = bool(result.matches)
-    finish(gm)
+    if result.changed:
+        finish(gm)
     return result
 
 
@@ -67,17 +70,22 @@ def _rewrite(gm: GraphModule, sdpa: Node, facts: MaskFacts) -> Match:
             raise MaskNotProven(f"{name} of shape {tuple(val(x).shape)} are not [1, heads, tokens, width]")
     if len({val(x).shape[2].node.expr for x in (q, k, v)}) > 1:
         raise MaskNotProven("queries and keys are not of the same tokens")
-    if val(_unrepeated(k)).shape[1] == val(_unrepeated(v)).shape[1]:
-        k, v = _unrepeated(k), _unrepeated(v)
-    if val(k).shape[1] != val(v).shape[1] or val(q).shape[1] % val(k).shape[1]:
+    q, k, v = (stripped(Operand(x, list(LABELS)), fold_factors=False) for x in (q, k, v))
+    once = [unrepeated(x, "heads") for x in (k, v)]
+    if once[0].size("heads") == once[1].size("heads"):
+        k, v = once
+    if k.size("heads") != v.size("heads") or q.size("heads") % k.size("heads"):
         raise MaskNotProven("queries, keys and values do not have matching numbers of heads")
     scale = arg(sdpa, 6, "scale")
-    scale = float(scale) if scale is not None else val(q).shape[-1] ** -0.5
-    flat = [_flat_heads(gm, sdpa, x) for x in (q, k, v)]
-    options = {"scale": scale, "window": facts.window, "chunk": facts.chunk, "causal": facts.causal}
+    scale = float(scale) if scale is not None else q.size("width") ** -0.5
+    flat = [flat_heads(gm, sdpa, x, "tokens", ["heads"], "width") for x in (q, k, v)]
+    options = {"scale": scale, "window": facts.window, "chunk": facts.chunk}
+    options = {name: value for name, value in options.items() if value is not None}
+    options |= {} if facts.causal else {"causal": False}
     op = insert_call(gm.graph, sdpa, torch.ops.pagebinder.attention.default, tuple(flat), options)
-    batched = insert_call(gm.graph, sdpa, aten.unsqueeze.default, (op, 0))
-    out = insert_call(gm.graph, sdpa, aten.transpose.int, (batched, 1, 2))
+    out = from_flat_heads(gm, sdpa, op, {"batch": 1, "heads": q.size("heads")}, list(LABELS))
+    if val(out).dtype is not val(sdpa).dtype:
+        out = insert_call(gm.graph, sdpa, aten.to.dtype, (out, val(sdpa).dtype))
     sdpa.replace_all_uses_with(out)
     gm.graph.erase_node(sdpa)  # it may use dropout, so dead-code elimination takes it for impure
     return Match(pattern=PATTERN, detail=facts.describe(), **describe(op))
@@ -87,33 +95,3 @@ def _is_heads_by_tokens(x: torch.Tensor) -> bool:
     """[1, H, T, D], T the only symbolic size: over anything else, "attention" would not be over tokens."""
     symbolic = [isinstance(size, torch.SymInt) for size in x.shape]
     return symbolic == [False, False, True, False] and x.shape[0] == 1
-
-
-def _flat_heads(gm: GraphModule, where: Node, x: Node) -> Node:
-    """[1, H, T, D] -> [T, H, D] as a view."""
-    row = insert_call(gm.graph, where, aten.select.int, (x, 0, 0))
-    return insert_call(gm.graph, where, aten.transpose.int, (row, 0, 1))
-
-
-def _unrepeated(x: Node) -> Node:
-    """[1, H, T, D] made of [1, G, T, D] by unsqueeze + expand + reshape, or by repeat_interleave -> the latter."""
-    if is_call(x, aten.repeat_interleave.self_int) and arg(x, 2, "dim") in (1, -3):
-        return x.args[0]
-    if not is_call(x, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
-        return x
-    expanded = x.args[0]
-    if is_call(expanded, aten.clone.default, aten.contiguous.default):
-        expanded = expanded.args[0]
-    if not is_call(expanded, aten.expand.default):
-        return x
-    inner = expanded.args[0]
-    if not is_call(inner, aten.unsqueeze.default) or inner.args[1] not in (2, -3):
-        return x
-    source = inner.args[0]
-    if not _is_heads_by_tokens(val(source)) or val(x).shape[1] % val(source).shape[1]:
-        return x
-    same = (
-        val(x).shape[2].node.expr == val(source).shape[2].node.expr
-        and val(x).shape[3] == val(source).shape[3]
-    )
-    return source if same else x

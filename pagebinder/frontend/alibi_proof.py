@@ -1,0 +1,111 @@
+"""ALiBi found and proven by running the graph that makes a bias (Press et al., 2022).
+
+    bias[h, p, j] = slope[h] * (j - p) + anything that depends on h and p alone
+
+since a softmax does not change when a number is added to a whole row. A bias may hide entries as well, with -1e9 or
+less; then it is a mask, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch.fx import Node
+
+from pagebinder.frontend.mask_proof import HIDDEN, MaskFacts, MaskNotProven, MaskTerm, max_tokens
+from pagebinder.frontend.mask_values import NotPointwise, Values, ancestors, depends_on_tokens
+
+SIZE = 97
+LARGE_SIZE = 8192
+HIDDEN_BESIDE_BIAS = 1e9  # a bias itself may be as low as -1e4 at long distances
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What is added to the scores: `mask` hides entries (None = none does), `node` holds ALiBi (None = none)."""
+
+    mask: MaskTerm | None
+    node: Node | None
+    slopes: torch.Tensor | None = None
+    factor: float = 1.0
+
+
+def classify_bias(node: Node, factor: Fraction) -> Bias:
+    """A mask, ALiBi, or both. Raises MaskNotProven."""
+    nodes = ancestors(node)
+    if depends_on_tokens(nodes, node):
+        raise MaskNotProven("the bias depends on the values of the tokens")
+    limit = max_tokens(node.graph)
+    value = _heads(_run(nodes, node, min(SIZE, limit or SIZE)))
+    if value.dtype is torch.bool:
+        raise MaskNotProven("a boolean mask is added to the scores as numbers")
+    value = value * float(factor)
+    if bool(((value == 0) | (value <= -HIDDEN)).all()):
+        return Bias(MaskTerm(node), None)
+    hidden = value <= -HIDDEN_BESIDE_BIAS
+    slopes = _slopes(value)
+    if slopes is None:
+        raise MaskNotProven("the mask adds a bias that is neither 0, nor a large negative number, nor ALiBi")
+    mask = MaskTerm(node, "biased") if bool(hidden.any()) else None
+    return Bias(mask, node, slopes, float(factor))
+
+
+def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int) -> torch.Tensor:
+    """The slopes [H] in float32, after the bias was compared with them wherever a key is visible.
+
+    Raises:
+        MaskNotProven: it is another bias.
+    """
+    nodes, limit = ancestors(bias.node), max_tokens(bias.node.graph)
+    for size in sorted({min(s, limit or s) for s in (2, 3, 17, SIZE)}):
+        _compare(bias, facts, _run(nodes, bias.node, size), torch.arange(size))
+    if limit is None:
+        places = torch.cat(
+            (torch.arange(0, 40), torch.arange(4000, 4040), torch.arange(LARGE_SIZE - 40, LARGE_SIZE))
+        )
+        try:
+            _compare(bias, facts, Values(nodes, LARGE_SIZE).at(bias.node, places, places), places)
+        except NotPointwise:
+            _compare(bias, facts, _run(nodes, bias.node, 2048), torch.arange(2048))
+    else:
+        _compare(bias, facts, _run(nodes, bias.node, limit), torch.arange(limit))
+    slopes = bias.slopes
+    if len(slopes) not in (1, num_heads):
+        raise MaskNotProven(f"ALiBi of {len(slopes)} heads is added to the scores of {num_heads}")
+    return slopes.float().expand(num_heads).contiguous()
+
+
+def _run(nodes: list[Node], node: Node, size: int) -> torch.Tensor:
+    try:
+        return Values(nodes, size).whole(node)
+    except (RuntimeError, IndexError) as error:
+        raise MaskNotProven(f"the bias cannot be evaluated for {size} tokens: {error}") from error
+
+
+def _heads(value: torch.Tensor) -> torch.Tensor:
+    """[H or 1, T or 1, T]"""
+    return value.reshape(-1, *value.shape[-2:]) if value.dim() > 1 else value.reshape(1, 1, -1)
+
+
+def _slopes(value: torch.Tensor) -> torch.Tensor | None:
+    """The steps from key 0 to key 1 as the second query sees them: exact for slope * (j - p) and slope * j."""
+    row = value[:, min(1, value.shape[1] - 1)].double()
+    if row.shape[1] < 2 or not bool(row[:, :2].isfinite().all()) or bool((row[:, :2] <= -HIDDEN).any()):
+        return None
+    slopes = row[:, 1] - row[:, 0]
+    return slopes if bool(slopes.any()) else None
+
+
+def _compare(bias: Bias, facts: MaskFacts, raw: torch.Tensor, places: torch.Tensor) -> None:
+    """Is the bias slope * (j - p) but for a number per row, up to its own dtype's rounding?"""
+    rounding = torch.finfo(raw.dtype).eps if raw.is_floating_point() else 0.0
+    value = (_heads(raw) * bias.factor).double()
+    visible = facts.visible(places[:, None], places[None])
+    diagonal = value.expand(-1, len(places), -1).diagonal(dim1=1, dim2=2)[..., None]
+    expected = bias.slopes[:, None, None] * (places[None, :] - places[:, None])
+    error = (value - diagonal - expected).masked_fill(~visible, 0.0).abs()
+    scale = value.masked_fill(~visible, 0.0).abs().amax() + diagonal.abs().amax() + expected.abs().amax()
+    if not bool((error <= 4 * rounding * scale).all()):
+        raise MaskNotProven("the bias added to the scores is not linear in the distance, as ALiBi is")

@@ -1,0 +1,325 @@
+"""Attention written out, found from its softmax and walked outwards to the scores and to the values.
+
+Matches:
+    scores = q @ k^T * scale, soft-capped, masked, biased                    see score_chain.py
+    weights = softmax(scores) or softmax(cat(scores, sinks))[..., :-1]
+    out = weights @ v                                     matmul, bmm, baddbmm or einsum, heads grouped or repeated
+Replaces with:
+    pagebinder.attention(q [T, H, D], k [T, G, D], v [T, G, Dv], sinks, alibi_slopes, scale, window, chunk, soft_cap)
+
+What the masks leave visible, and that a bias is ALiBi, is proven by running their subgraphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pagebinder.frontend.alibi_proof import classify_bias, prove_alibi
+from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, MaskTerm, prove_terms
+from pagebinder.frontend.mask_values import is_size
+from pagebinder.frontend.recognise.operands import (
+    PRODUCTS,
+    NotAttention,
+    Operand,
+    Product,
+    ProductWithValues,
+    flat_heads,
+    from_flat_heads,
+    num_heads,
+    product_with_values,
+    stripped,
+    unrepeated,
+)
+from pagebinder.frontend.recognise.score_chain import Chain, read_chain
+from pagebinder.graph_tools import (
+    CASTS,
+    IDENTITIES,
+    arg,
+    aten,
+    calls,
+    describe,
+    fake_mode_of,
+    finish,
+    insert_call,
+    is_call,
+    source_line,
+    val,
+)
+from pagebinder.report import Match, PassResult, Refusal
+
+PATTERN = "attention"
+SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
+
+
+def recognise_raw_attention(gm: GraphModule) -> PassResult:
+    """Rewrite every softmax over tokens that is an attention; refuse the others."""
+    result = PassResult(name="recognise_raw_attention")
+    anchors = [n for n in calls(gm.graph, *SOFTMAXES) if _is_over_tokens(n)]
+    if not anchors:
+        return result
+    tainted = _of_token_values(gm.graph)
+    layer = _Layer(gm, tainted)
+    for softmax in anchors:
+        try:
+            result.matches.append(layer.rewrite(softmax))
+        except (NotAttention, MaskNotProven) as miss:
+            where = describe(softmax)
+            result.refusals.append(
+                Refusal(pattern=PATTERN, reason=str(miss), source_line=source_line(softmax), **where)
+            )
+    result.changed = bool(result.matches)
+    if result.changed:
+        finish(gm)
+    return result
+
+
+def _is_over_tokens(softmax: Node) -> bool:
+    shape = val(softmax).shape
+    return isinstance(shape[softmax.args[1] % len(shape)], torch.SymInt)
+
+
+def _of_token_values(graph: torch.fx.Graph) -> set[Node]:
+    """Nodes that depend on the values of input_ids (or of an encoder's states), and not only on their number."""
+    tainted: set[Node] = set()
+    for node in graph.nodes:
+        is_source = node.op == "placeholder" and node.target != "positions"
+        if is_source or (not is_size(node) and any(n in tainted for n in node.all_input_nodes)):
+            tainted.add(node)
+    return tainted
+
+
+class _Layer:
+    """Rewrites the attention around one softmax after the other; masks that layers share are proven once."""
+
+    def __init__(self, gm: GraphModule, tainted: set[Node]):
+        self.gm, self.tainted = gm, tainted
+        self._facts: dict[tuple[MaskTerm, ...], MaskFacts | MaskNotProven] = {}
+        self._slopes: dict[tuple, torch.Tensor] = {}
+        self._constants: dict[tuple[float, ...], Node] = {}
+        self._bias = functools.cache(classify_bias)
+
+    def rewrite(self, softmax: Node) -> Match:
+        rank = val(softmax).dim()
+        if softmax.args[1] % rank != rank - 1:
+            raise NotAttention("the softmax is over another dimension than the last")
+        chain = read_chain(softmax, self.tainted)
+        weights = _weights_of(softmax, has_sinks=chain.sinks is not None)
+        product = next(iter(weights.users))
+        chain.nodes |= {softmax}
+        _require_private(chain, softmax)
+        of_scores, of_values = chain.product, product_with_values(product, weights)
+        q, k, v, leading, sizes = _operands(of_scores, of_values, val(weights))
+        biases = [self._bias(*bias) for bias in chain.biases]
+        facts = self._facts_of((*chain.masks, *(b.mask for b in biases if b.mask is not None)))
+        slopes = self._slopes_of([b for b in biases if b.node is not None], facts, chain, sizes)
+        sinks = self._sinks_of(chain)
+        op = self._emit(product, chain, facts, (q, k, v), (sinks, slopes), of_values, leading, sizes)
+        while not weights.users and weights is not softmax:  # a dropout in between would be kept by torch
+            unused, weights = weights, weights.args[0]
+            unused.graph.erase_node(unused)
+        return Match(pattern=PATTERN, detail=_detail(facts, op), **describe(op))
+
+    def _facts_of(self, terms: tuple[MaskTerm, ...]) -> MaskFacts:
+        if not terms:
+            return MaskFacts(causal=False)
+        if terms not in self._facts:
+            try:
+                self._facts[terms] = prove_terms(terms)
+            except MaskNotProven as miss:
+                self._facts[terms] = miss
+        facts = self._facts[terms]
+        if isinstance(facts, MaskNotProven):
+            raise facts
+        return facts
+
+    def _slopes_of(self, biases: list, facts: MaskFacts, chain: Chain, sizes: dict) -> Callable | None:
+        """Makes the operand of ALiBi slopes [H] float32, proven before; None if there is no ALiBi."""
+        if not biases:
+            return None
+        if len(biases) > 1:
+            raise NotAttention("several biases are added to the scores")
+        total = functools.reduce(lambda a, b: a * b, sizes.values(), 1)
+        key = (biases[0].node, biases[0].factor, facts, total)
+        if key not in self._slopes:
+            self._slopes[key] = prove_alibi(biases[0], facts, total)
+        return lambda: self._constant(self._slopes[key], val(biases[0].node).device)
+
+    def _constant(self, slopes: torch.Tensor, device: torch.device) -> Node:
+        """The slopes as a buffer of the graph, made at the first layer that needs them."""
+        key = tuple(slopes.tolist())
+        if key not in self._constants:
+            name = f"alibi_slopes_{len(self._constants)}"
+            self.gm.register_buffer(name, slopes.to(device), persistent=False)
+            with self.gm.graph.inserting_before(next(iter(self.gm.graph.nodes))):
+                node = self._constants[key] = self.gm.graph.get_attr(name)
+            with fake_mode_of(self.gm.graph):  # from_tensor would make the number of heads dynamic
+                node.meta["val"] = torch.empty(len(slopes), device=device)
+        return self._constants[key]
+
+    def _sinks_of(self, chain: Chain) -> Callable | None:
+        if chain.sinks is None:
+            return None
+        wide = val(chain.sinks).dtype is torch.float32
+
+        def make(where: Node) -> Node:
+            sinks = chain.sinks
+            if val(sinks).dim() != 1:
+                sinks = insert_call(self.gm.graph, where, aten.reshape.default, (sinks, [-1]))
+            return sinks if wide else insert_call(self.gm.graph, where, aten.to.dtype, (sinks, torch.float32))
+
+        return make
+
+    def _emit(self, product, chain, facts, qkv, extras, of_values, leading, sizes) -> Node:
+        (row, width), (inner, column) = qkv[0][1:], qkv[1][1:]
+        gm, graph = self.gm, self.gm.graph
+        q, k, v = (x for x, *_ in qkv)
+        flat = [
+            flat_heads(gm, product, q, row, leading, width),
+            flat_heads(gm, product, k, inner, leading, column),
+            flat_heads(gm, product, v, qkv[2][1], of_values.weight_leading, qkv[2][2]),
+        ]
+        dtype = functools.reduce(torch.promote_types, (val(x).dtype for x in flat))
+        flat = [
+            x if val(x).dtype is dtype else insert_call(graph, product, aten.to.dtype, (x, dtype))
+            for x in flat
+        ]
+        sinks, slopes = extras
+        optional = [None if sinks is None else sinks(product), None if slopes is None else slopes()]
+        while optional and optional[-1] is None:
+            optional.pop()
+        options = {
+            "scale": chain.scale * float(q.factor * k.factor),
+            "window": facts.window,
+            "chunk": facts.chunk,
+            "soft_cap": None if chain.soft_cap is None else float(chain.soft_cap),
+            "causal": None if facts.causal else False,
+        }
+        options = {name: value for name, value in options.items() if value is not None}
+        op = insert_call(graph, product, torch.ops.pagebinder.attention.default, (*flat, *optional), options)
+        out = from_flat_heads(
+            gm, product, op, dict(zip(of_values.weight_leading, sizes.values())), of_values.out_labels
+        )
+        if val(out).dtype is not val(product).dtype:
+            out = insert_call(graph, product, aten.to.dtype, (out, val(product).dtype))
+        product.replace_all_uses_with(out)
+        graph.erase_node(product)
+        return op
+
+
+def _detail(facts: MaskFacts, op: Node) -> str:
+    parts = [facts.describe()]
+    parts += [f"soft_cap={op.kwargs['soft_cap']:g}"] if "soft_cap" in op.kwargs else []
+    parts += ["sinks"] if arg(op, 3, "sinks") is not None else []
+    return ", ".join(parts + (["ALiBi"] if arg(op, 4, "alibi_slopes") is not None else []))
+
+
+def _only_user(node: Node) -> Node:
+    if len(node.users) != 1:
+        raise NotAttention("the weights of the attention are used in several places")
+    return next(iter(node.users))
+
+
+def _weights_of(softmax: Node, *, has_sinks: bool) -> Node:
+    """What multiplies the values: the softmax, cast, without the sink column; a dropout of zero is nothing."""
+    node, waits_for_cut = softmax, has_sinks
+    while not is_call(user := _only_user(node), *PRODUCTS):
+        if is_call(user, aten.dropout.default):
+            if arg(user, 2, "train") and arg(user, 1, "p"):
+                raise NotAttention("attention with dropout: call model.eval() before compiling")
+        elif is_call(user, aten.slice.Tensor):
+            if not waits_for_cut or not _drops_last_column(user):
+                raise NotAttention("the weights of the attention are cut")
+            waits_for_cut = False
+        elif not is_call(user, *CASTS, *IDENTITIES) and not _keeps_matrices(user):
+            raise NotAttention(f"{user.target} stands between the softmax and the product with the values")
+        node = user
+    if waits_for_cut:
+        raise NotAttention("a column was appended to the scores and is not dropped after the softmax")
+    return node
+
+
+def _drops_last_column(cut: Node) -> bool:
+    x, shape = val(cut.args[0]), val(cut).shape
+    last = arg(cut, 1, "dim", 0) in (-1, x.dim() - 1) and not arg(cut, 2, "start")
+    one_less = isinstance(shape[-1], torch.SymInt) and x.shape[-1].node.expr - shape[-1].node.expr == 1
+    return last and one_less and arg(cut, 4, "step", 1) == 1
+
+
+def _keeps_matrices(view: Node) -> bool:
+    """A view of the weights that keeps [.., T, T] at the end."""
+    if not is_call(
+        view, aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default
+    ):
+        return False
+    before, after = val(view.args[0]).shape, val(view).shape
+    symbolic = [
+        [i - len(s) for i, size in enumerate(s) if isinstance(size, torch.SymInt)] for s in (before, after)
+    ]
+    sizes = [functools.reduce(lambda a, b: a * b, s[:-2], 1) for s in (before, after)]
+    return symbolic == [[-2, -1], [-2, -1]] and sizes[0] == sizes[1]
+
+
+def _require_private(chain: Chain, softmax: Node) -> None:
+    for node in chain.nodes - {softmax}:
+        if any(user not in chain.nodes for user in node.users):
+            raise NotAttention("the scores are used in other places than the softmax")
+
+
+def _operands(of_scores: Product, of_values: ProductWithValues, weights: torch.Tensor):
+    """((q, row, width), (k, column, width), (v, column, width), leading labels, their sizes), operands stripped."""
+    *leading, row, column = of_scores.labels
+    q, k = of_scores.a, of_scores.b
+    if row not in q.labels:
+        q, k = k, q
+    inner = [label for label in q.labels if label in k.labels and label not in of_scores.labels]
+    if (
+        row not in q.labels
+        or column not in k.labels
+        or row in k.labels
+        or column in q.labels
+        or len(inner) != 1
+    ):
+        raise NotAttention("the scores are not a product of queries and keys over one dimension")
+    scores_sizes = {label: _broadcast(q.size(label), k.size(label)) for label in leading}
+    sizes = dict(zip(of_values.weight_leading, weights.shape[:-2]))
+    if [s for s in scores_sizes.values() if s != 1] != [s for s in sizes.values() if s != 1]:
+        raise NotAttention("the heads are cut differently before and after the softmax")
+    if any(not isinstance(s, int) for s in (*scores_sizes.values(), q.size(inner[0]))):
+        raise NotAttention("the product is not over heads of a fixed width")
+    q, k, v = stripped(q), stripped(k), stripped(of_values.values, fold_factors=False)
+    whole = functools.reduce(lambda a, b: a * b, scores_sizes.values(), 1)
+    k, v = _grouped(k, leading, scores_sizes, v, of_values.weight_leading, sizes)
+    if num_heads(q, leading, list(scores_sizes.values())) != whole:
+        raise NotAttention("the queries have fewer heads than the scores")
+    tokens = [x.size(label) for x, label in ((q, row), (k, column), (v, of_values.inner))]
+    if any(not isinstance(t, torch.SymInt) for t in tokens) or len({t.node.expr for t in tokens}) > 1:
+        raise NotAttention("queries and keys are not of the same tokens")
+    return (q, row, inner[0]), (k, column, inner[0]), (v, of_values.inner, of_values.width), leading, sizes
+
+
+def _grouped(
+    k: Operand, k_leading: list[str], k_sizes: dict, v: Operand, v_leading: list[str], v_sizes: dict
+):
+    """Keys and values before their heads were repeated, if both were in the same way."""
+    once = [unrepeated(x, _heads_label(x, leading)) for x, leading in ((k, k_leading), (v, v_leading))]
+    for pair in (once, (k, v)):
+        counts = (
+            num_heads(pair[0], k_leading, list(k_sizes.values())),
+            num_heads(pair[1], v_leading, list(v_sizes.values())),
+        )
+        if counts[0] is not None and counts[0] == counts[1]:
+            return tuple(pair)
+    raise NotAttention("keys and values do not have matching heads")
+
+
+def _heads_label(x: Operand, leading: list[str]) -> str:
+    """The dimension of heads: the last leading one that is not of size one."""
+    return next((label for label in reversed(leading) if x.size(label) != 1), "")
+
+
+def _broadcast(a, b):
+    return b if isinstance(a, int) and a == 1 else a

@@ -1,0 +1,234 @@
+"""What happens to attention scores between the product of queries and keys and the softmax, read backwards.
+
+    scores = product -> * scale -> soft cap -> masks and biases, in any order -> (sink column) -> softmax
+
+Everything on the way is a scaling, a soft cap, a mask, a bias, a cast or a change of shape around [.., T, T]; the
+first thing that is none of them ends the walk with its name.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from torch.fx import Node
+
+from pagebinder.frontend.mask_proof import HIDDEN, MaskTerm
+from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors
+from pagebinder.frontend.recognise.operands import PRODUCTS, NotAttention, Product, product_of, scaling
+from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, is_call, val
+
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
+          aten.squeeze.dim, aten.squeeze.default, aten.flatten.using_ints, aten.unflatten.int)  # fmt: skip
+_MASKED_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+_WHERES = (aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther)
+_MAXIMA = (aten.maximum.default, aten.clamp.default, aten.clamp_min.default, aten.max.other)
+
+
+@dataclass
+class Chain:
+    """The chain from a softmax up to its product. `biases`: (node, factor) of what is added to the scores."""
+
+    product: Product
+    anchor: Node
+    factor: Fraction = Fraction(1)
+    soft_cap: Fraction | None = None
+    masks: list[MaskTerm] = field(default_factory=list)
+    biases: list[tuple[Node, Fraction]] = field(default_factory=list)
+    sinks: Node | None = None
+    nodes: set[Node] = field(default_factory=set)
+
+    @property
+    def scale(self) -> float:
+        return float(self.factor)
+
+
+def read_chain(softmax: Node, tainted: set[Node]) -> Chain:
+    """Walk up from a softmax. `tainted`: the nodes that depend on the tokens' values.
+
+    Raises:
+        NotAttention: with what was found in the way.
+    """
+    chain = Chain(product=None, anchor=softmax)
+    node = softmax.args[0]
+    while not is_call(node, *PRODUCTS):
+        if not isinstance(node, Node) or node.op != "call_function" or node not in tainted:
+            raise NotAttention(f"no product of queries and keys is behind the softmax, but {_name(node)}")
+        chain.nodes.add(node)
+        node = _step(chain, node, tainted)
+    chain.nodes.add(node)
+    chain.product, chain.anchor = product_of(node), node
+    if chain.product.bias is not None and chain.product.bias_factor:
+        chain.biases.append((chain.product.bias, chain.factor * chain.product.bias_factor))
+        _require_before_cap(chain)
+    chain.factor *= chain.product.factor
+    return chain
+
+
+def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
+    """Take one node of the chain into account and return the one before it."""
+    if is_call(node, *CASTS, *IDENTITIES):
+        return node.args[0]
+    if is_call(node, *_VIEWS):
+        return _through_view(node)
+    if is_call(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        return _scaled(chain, node, tainted)
+    if is_call(node, aten.tanh.default):
+        if chain.soft_cap is not None:
+            raise NotAttention("the scores are soft-capped twice")
+        chain.soft_cap = chain.factor
+        return node.args[0]
+    if is_call(node, aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor):
+        return _added(chain, node, tainted)
+    if is_call(node, *_MASKED_FILLS):
+        return _filled(chain, node.args[0], MaskTerm(node.args[1], "hidden"), node.args[2], tainted)
+    if is_call(node, *_WHERES):
+        condition, yes, no = node.args
+        if yes in tainted and no not in tainted:
+            return _filled(chain, yes, MaskTerm(condition, "visible"), no, tainted)
+        return _filled(chain, no, MaskTerm(condition, "hidden"), yes, tainted)
+    if is_call(node, *_MAXIMA) and len(node.args) == 2:
+        if (bound := number(node.args[1])) is None or bound > -HIDDEN:
+            raise NotAttention("the scores are clamped")
+        return node.args[0]
+    if is_call(node, aten.cat.default):
+        return _with_sinks(chain, node)
+    raise NotAttention(f"{_name(node)} stands between the scores and the softmax")
+
+
+def _scaled(chain: Chain, node: Node, tainted: set[Node]) -> Node:
+    x, other = node.args[0], node.args[1]
+    divides = is_call(node, aten.div.Tensor, aten.div.Scalar)
+    if isinstance(other, Node) and other in tainted and not divides:
+        x, other = other, x
+    factor = scaling(node) if not isinstance(other, Node) else _factor_of(other, divides)
+    if factor is None or not isinstance(x, Node):
+        raise NotAttention("the scores are multiplied by something else than a number")
+    if factor <= 0:
+        raise NotAttention("the scores are multiplied by a number that is not positive")
+    chain.factor *= factor
+    return x
+
+
+def _factor_of(node: Node, divides: bool) -> Fraction | None:
+    value = number(node)
+    if value is None or not math.isfinite(value) or value == 0:
+        return None
+    return 1 / Fraction(value) if divides else Fraction(value)
+
+
+def _added(chain: Chain, node: Node, tainted: set[Node]) -> Node:
+    x, other = node.args[:2]
+    is_minus = is_call(node, aten.sub.Tensor)
+    if node.kwargs or len(node.args) > 2:
+        raise NotAttention("a bias is added with a factor")
+    if is_minus and _is_row_maximum(other, x):
+        if chain.soft_cap is not None or chain.sinks is not None:
+            raise NotAttention("the row's maximum is subtracted before a soft cap or a sink")
+        chain.nodes |= {other, other.args[0]}
+        return x
+    if not is_minus and (not isinstance(x, Node) or (x not in tainted and other in tainted)):
+        x, other = other, x
+    if not isinstance(other, Node) or other in tainted:
+        what = (
+            "a number" if not isinstance(other, Node) else "a bias that depends on the values of the tokens"
+        )
+        raise NotAttention(f"the scores get {what}")
+    _require_before_cap(chain)
+    chain.biases.append((other, -chain.factor if is_minus else chain.factor))
+    return x
+
+
+def _is_row_maximum(value, x: Node) -> bool:
+    """max(x, -1, keepdim) or amax: a softmax does not change when it is subtracted."""
+    if is_call(value, operator.getitem) and value.args[1] == 0 and is_call(value.args[0], aten.max.dim):
+        value = value.args[0]
+    if not is_call(value, aten.max.dim, aten.amax.default) or value.args[0] is not x:
+        return False
+    dims = value.args[1] if isinstance(value.args[1], (list, tuple)) else [value.args[1]]
+    return list(dims) in ([-1], [val(x).dim() - 1]) and bool(arg(value, 2, "keepdim", False))
+
+
+def _filled(chain: Chain, x: Node, term: MaskTerm, fill, tainted: set[Node]) -> Node:
+    if term.node in tainted:
+        raise NotAttention("the mask depends on the values of the tokens")
+    value = number(fill)
+    if not isinstance(x, Node) or value is None or not value * chain.factor <= -HIDDEN:
+        raise NotAttention("hidden scores are not filled with a large negative number")
+    _require_before_cap(chain)
+    chain.masks.append(term)
+    return x
+
+
+def _require_before_cap(chain: Chain) -> None:
+    """Walking backwards, masks and biases come before the soft cap is met."""
+    if chain.soft_cap is not None:
+        raise NotAttention("the scores are masked or biased before the soft cap")
+
+
+def _with_sinks(chain: Chain, node: Node) -> Node:
+    parts = node.args[0]
+    if len(parts) != 2 or arg(node, 1, "dim", 0) not in (-1, val(node).dim() - 1):
+        raise NotAttention("scores are concatenated")
+    if val(parts[1]).shape[-1] != 1:
+        raise NotAttention("more than one column is appended to the scores")
+    if (
+        chain.masks
+        or chain.biases
+        or chain.factor != 1
+        or chain.soft_cap is not None
+        or chain.sinks is not None
+    ):
+        raise NotAttention("the column appended to the scores is masked, scaled or capped with them")
+    chain.sinks = _per_head(parts[1])
+    return parts[0]
+
+
+def _per_head(column: Node) -> Node:
+    """The value of one entry per head behind a column [.., H, T, 1]."""
+    node, rank = column, val(column).dim()
+    heads = val(column).shape[rank - 3] if rank >= 3 else 0
+    while [s for s in val(node).shape if isinstance(s, torch.SymInt) or s != 1] != [heads]:
+        of_heads = [s for s in val(node).shape if isinstance(s, int) and s != 1]
+        if not is_call(node, aten.expand.default, *_VIEWS) or of_heads != [heads]:
+            raise NotAttention("the column appended to the scores is not of one sink per head")
+        node = node.args[0]
+    while is_call(node, *_VIEWS, *IDENTITIES) and val(node).dim() != 1:
+        node = node.args[0]
+    return node
+
+
+def _through_view(node: Node) -> Node:
+    x = node.args[0]
+    before, after = val(x).shape, val(node).shape
+    dims = [
+        [i - len(s) for i, size in enumerate(s) if isinstance(size, torch.SymInt)] for s in (before, after)
+    ]
+    if dims != [[-2, -1], [-2, -1]] or math.prod(before[:-2]) != math.prod(after[:-2]):
+        raise NotAttention("the scores are reshaped in a way that mixes tokens and heads")
+    return x
+
+
+def number(value) -> float | None:
+    """A literal, or the value of a tensor of one entry that depends on nothing; else None."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+        return None
+    shape = val(value).shape
+    if any(isinstance(s, torch.SymInt) for s in shape) or math.prod(shape) != 1:
+        return None
+    nodes = ancestors(value)
+    if any(n.op == "placeholder" for n in nodes):
+        return None
+    try:
+        return float(Values(nodes, 2).whole(value))
+    except (MaskNotProven, RuntimeError):
+        return None
+
+
+def _name(node) -> str:
+    return str(node.target).removesuffix(".default") if isinstance(node, Node) else repr(node)
