@@ -43,12 +43,12 @@ def unexplained(
             num_ops_after=size,
         )
     )
-    problems = [str(v) for v in violations]
-    problems += [
+    problems = [  # first: what the audit finds in an attention layer follows from its refusal
         f"attention refused in {r.module_path or r.node}: {r.reason} ({r.source_line})"
         for r in report.refusals
         if r.pattern == "attention"
     ]
+    problems += [str(v) for v in violations]
     problems += _miscounted(semantic, encoder, source)
     if not problems:
         return None

@@ -125,7 +125,7 @@ def _kind_of(kinds: dict[str, _Kind], cone: Cone, match: Match, owner: GraphModu
     try:
         _require_same_interface(cone)
         graphs = cone.graphs()
-        key = _structure(cone, graphs, owner)
+        key = _structure(cone, graphs)
     except NotExtractable as why:
         return kinds.setdefault(f"{why} {match.pattern}", _Kind(cone, match, reason=str(why)))
     if key not in kinds:
@@ -147,11 +147,11 @@ def _require_same_interface(cone: Cone) -> None:
         raise NotExtractable("it writes to a cache")
 
 
-def _structure(cone: Cone, graphs: tuple[GraphModule, GraphModule], owner: GraphModule) -> str:
+def _structure(cone: Cone, graphs: tuple[GraphModule, GraphModule]) -> str:
     """Equal for cones that compute the same from inputs of the same kind."""
     digest = hashlib.sha256()
     for pair in cone.inputs:
-        digest.update(repr(_input_kind(pair[0] or pair[1], owner)).encode())
+        digest.update(repr(_input_kind(pair[0] or pair[1])).encode())
     for gm in graphs:
         index = {n: i for i, n in enumerate(gm.graph.nodes)}
         for node in gm.graph.nodes:
@@ -160,17 +160,17 @@ def _structure(cone: Cone, graphs: tuple[GraphModule, GraphModule], owner: Graph
     return digest.hexdigest()
 
 
-def _input_kind(node: Node, owner: GraphModule) -> tuple:
+def _input_kind(node: Node) -> tuple:
     value = node.meta.get("val")
     shape = tuple(map(str, getattr(value, "shape", ())))
     constant = None
-    if node.op == "get_attr" and not isinstance(tensor := _attribute(owner, node), torch.nn.Parameter):
+    if node.op == "get_attr" and not isinstance(tensor := _attribute(node), torch.nn.Parameter):
         constant = (tensor.data_ptr(), tensor.stride())  # its values matter
     return node.op, shape, str(getattr(value, "dtype", type(value))), constant
 
 
-def _attribute(owner: GraphModule, node: Node) -> torch.Tensor:
-    value = owner
+def _attribute(node: Node) -> torch.Tensor:
+    value = node.graph.owning_module  # of its own side: a pass may add constants, ALiBi slopes for example
     for part in str(node.target).split("."):
         value = getattr(value, part)
     return value
@@ -213,14 +213,14 @@ def _random_inputs(cone: Cone, owner: GraphModule, num_tokens: int, magnitude: f
     inputs = []
     for pair in cone.inputs:
         node = pair[0] or pair[1]
-        value = _random_input(node, owner, num_tokens, magnitude, generator)
+        value = _random_input(node, num_tokens, magnitude, generator)
         inputs.append(value.to(device) if isinstance(value, torch.Tensor) else value)
     return inputs
 
 
-def _random_input(node: Node, owner: GraphModule, num_tokens: int, magnitude: float, generator):
+def _random_input(node: Node, num_tokens: int, magnitude: float, generator):
     if node.op == "get_attr":
-        tensor = _attribute(owner, node)
+        tensor = _attribute(node)
         if not (isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()):
             return tensor
         noise = torch.randn(tensor.shape, generator=generator)

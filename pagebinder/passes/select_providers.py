@@ -1,7 +1,7 @@
-"""Chooses who runs each stateful op, and writes the choice into the graph.
+"""Chooses who runs each op that has providers, and writes the choice into the graph.
 
 Matches:
-    pagebinder.paged_attention(...) | pagebinder.kv_cache_write(...)
+    pagebinder.paged_attention(...) | pagebinder.kv_cache_write(...) | pagebinder.linear(...) | ...
 Replaces with:
     pagebinder_<provider>.<op>(...)          same schema, so nothing else changes
 
@@ -18,13 +18,20 @@ from pagebinder.errors import ConfigError
 from pagebinder.graph_tools import arg, calls, finish, val
 from pagebinder.report import ProviderChoice
 
-SELECTABLE = ("paged_attention", "paged_relative_attention", "kv_cache_write")
+SELECTABLE = (
+    "paged_attention",
+    "paged_relative_attention",
+    "kv_cache_write",
+    "packed_attention",
+    "packed_relative_attention",
+    "linear",
+)
 
 
 def select_providers(
     gm: GraphModule, *, device: torch.device, requested: dict[str, str], prepare: bool = True
 ) -> list[ProviderChoice]:
-    """Rewrite the targets of stateful ops.
+    """Rewrite the targets of ops that have providers.
 
     Args:
         requested: op name -> provider name, from CompileConfig.providers.
@@ -58,6 +65,11 @@ def select_providers(
 
 def _need(name: str, node: Node, device: torch.device) -> OpNeed:
     """What a node asks of a provider, from its arguments."""
+    if name == "linear":
+        dtype = str(val(node.args[1]).dtype).removeprefix("torch.")
+        return OpNeed(op=name, device=device.type, dtype=dtype)
+    if name.startswith("packed_"):
+        return _packed_need(name, node, device)
     cache = val(node.args[2] if name == "kv_cache_write" else node.args[1])
     new = val(node.args[0])  # the keys to write, or the queries
     width_v = val(node.args[1]).shape[2] if name == "kv_cache_write" else node.kwargs["head_dim_v"]
@@ -75,14 +87,28 @@ def _need(name: str, node: Node, device: torch.device) -> OpNeed:
     )
 
 
-def _features(node: Node) -> frozenset[str]:
+def _packed_need(name: str, node: Node, device: torch.device) -> OpNeed:
+    q, k, v = (val(n) for n in node.args[:3])
+    return OpNeed(
+        op=name,
+        device=device.type,
+        dtype=str(q.dtype).removeprefix("torch."),
+        head_dim=int(q.shape[2]),
+        head_dim_v=int(v.shape[2]),
+        num_heads=int(q.shape[1]),
+        num_kv_heads=int(k.shape[1]),
+        features=_features(node, first_optional=4) if name == "packed_attention" else frozenset(),
+    )
+
+
+def _features(node: Node, first_optional: int = 5) -> frozenset[str]:
     kwargs = node.kwargs
     present = {
         "window": kwargs.get("window") is not None,
         "chunk": kwargs.get("chunk") is not None,
         "soft_cap": kwargs.get("soft_cap") is not None,
-        "sinks": arg(node, 5, "sinks") is not None,
-        "alibi": arg(node, 6, "alibi_slopes") is not None,
+        "sinks": arg(node, first_optional, "sinks") is not None,
+        "alibi": arg(node, first_optional + 1, "alibi_slopes") is not None,
         "bidirectional": not kwargs.get("causal", True),
     }
     return frozenset(name for name, here in present.items() if here)

@@ -151,14 +151,17 @@ print(out.shape, [usable for name, usable, _ in available_providers() if name ==
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("march", ["x86-64", "x86-64-v3"])
+NEEDED_FLAG = {"x86-64": "fpu", "x86-64-v3": "avx2", "cooperlake": "avx512_bf16"}
+
+
+@pytest.mark.parametrize("march", NEEDED_FLAG)
 def test_narrower_instruction_sets_pass_the_numerics(march):
-    """The same sources for plain SSE2 and for AVX2 against the reference, in a process of their own."""
+    """The same sources for plain SSE2, for AVX2 and for AVX-512 without matrix tiles, in a process of their own."""
     if os.uname().machine != "x86_64":
         pytest.skip("x86 only")
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if march == "x86-64-v3" and "avx2" not in flags:
-        pytest.skip("no AVX2 here")
+    if NEEDED_FLAG[march] not in flags:
+        pytest.skip(f"no {NEEDED_FLAG[march]} here")
     code = """
 import torch
 from hypothesis import given, settings
@@ -177,6 +180,7 @@ for dtype in t.DTYPES:
 def check_random_cases(case):
     t.check(attention, case)
 check_random_cases()
+assert not torch.ops.pagebinder_cpu.has_matrix_tiles()
 print("passed")
 """
     assert "passed" in run_python(code, PAGEBINDER_CPU_MARCH=march)

@@ -18,21 +18,24 @@ template <class T>
 constexpr bool PAIRED = PAGEBINDER_BF16_DOT && std::is_same<T, bf16>::value;
 
 // Where a worker keeps its intermediate data, in one buffer; `query` and `out` exist once per head of a job.
+// `weights` is for those who cannot keep them in place of the scores.
 struct Scratch {
   Buffer buffer;
   size_t query_floats, out_floats;
-  float *query, *out, *scores, *staged_k, *staged_v;
+  float *query, *out, *scores, *weights, *staged_k, *staged_v;
 
-  void reserve(int heads, int stride, int width_padded, int width_v_padded) {
+  void reserve(int heads, int stride, int width_padded, int width_v_padded, int block_keys = BLOCK_KEYS) {
+    const int row_buffer = block_keys + MAX_KEYS_AT_ONCE;
     query_floats = round_up(static_cast<size_t>(stride) * width_padded);
     out_floats = round_up(static_cast<size_t>(stride) * width_v_padded);
-    const size_t score_floats = round_up(static_cast<size_t>(stride) * ROW_BUFFER + W);
-    const size_t k_floats = round_up(static_cast<size_t>(ROW_BUFFER) * width_padded);
-    const size_t v_floats = static_cast<size_t>(ROW_BUFFER) * width_v_padded;
-    query = buffer.at_least<float>(heads * (query_floats + out_floats) + score_floats + k_floats + v_floats);
+    const size_t score_floats = round_up(static_cast<size_t>(stride) * row_buffer + W);
+    const size_t k_floats = round_up(static_cast<size_t>(row_buffer) * width_padded);
+    const size_t v_floats = static_cast<size_t>(row_buffer) * width_v_padded;
+    query = buffer.at_least<float>(heads * (query_floats + out_floats) + 2 * score_floats + k_floats + v_floats);
     out = query + heads * query_floats;
     scores = out + heads * out_floats;
-    staged_k = scores + score_floats;
+    weights = scores + score_floats;
+    staged_k = weights + score_floats;
     staged_v = staged_k + k_floats;
   }
   static size_t round_up(size_t floats) { return (floats + 15) / 16 * 16; }
@@ -61,20 +64,15 @@ struct TileContext {
   }
 };
 
-// Score forms compute some keys beyond the last, and a longer block asks for the rows of a shorter next one: fills
-// the buffer with the last row.
-template <class T>
-void repeat_last_row(const T** rows, int num_keys) {
-  for (int k = num_keys; k < ROW_BUFFER; ++k) rows[k] = rows[num_keys - 1];
-}
-
 // Keys [begin, end) of a block, widened to [from, to) so that they fill whole vectors or pairs.
 struct BlockKeys { int begin, end, from, to; };
 
 // Cache rows of positions [from, to); those outside [begin, end) repeat the nearest inside. False: the block
-// table has a bad entry.
+// table has a bad entry. Score forms compute some keys beyond the last, and a longer block asks for the rows of a
+// shorter next one: the last row fills the buffer up to its capacity.
 template <class T>
-bool find_rows(const AttentionArgs& a, const Tile& tile, int kv_head, const BlockKeys& keys, const T** rows) {
+bool find_rows(const AttentionArgs& a, const Tile& tile, int kv_head, const BlockKeys& keys, const T** rows,
+               int capacity = ROW_BUFFER) {
   const auto [begin, end, from, to] = keys;
   const int32_t* table = a.block_table + tile.request * a.block_table_stride;
   const T* cache = static_cast<const T*>(a.cache) + kv_head * a.cache_head_stride;
@@ -91,7 +89,7 @@ bool find_rows(const AttentionArgs& a, const Tile& tile, int kv_head, const Bloc
   }
   for (int i = 0; i < begin - from; ++i) rows[i] = rows[begin - from];
   for (; k < to - from; ++k) rows[k] = rows[end - from - 1];
-  repeat_last_row(rows, k);
+  for (; k < capacity; ++k) rows[k] = rows[k - 1];
   return true;
 }
 

@@ -36,7 +36,18 @@ PB_INLINE VF max_over_keys(VF x) {
   else return max_over_keys<2 * DISTANCE>(max(x, rotate<DISTANCE>(x)));
 }
 
-template <bool PLAIN, int STRIDE>
+// Scores that need nothing but a positive scale: their maxima; `finish` stays to be done.
+template <int STRIDE>
+PB_INLINE void plain_maxima(float scale, int num_keys, const float* scores, VF* top) {
+  using State = SoftmaxState<STRIDE>;
+  for (int v = 0; v < State::VECTORS; ++v) top[v] = splat(MINUS_INFINITY);
+  for (int k = 0; k < num_keys; k += State::KEYS_PER_VECTOR)
+    PB_UNROLL
+    for (int v = 0; v < State::VECTORS; ++v) top[v] = max(load<VF>(scores + k * STRIDE + v * W), top[v]);
+  for (int v = 0; v < State::VECTORS; ++v) top[v] = top[v] * scale;
+}
+
+template <int STRIDE>
 PB_INLINE void finish_scores(const SoftmaxState<STRIDE>& state, const ScoreOptions& options, bool masked,
                              int first_key, int num_keys, float* scores, VF* top) {
   using State = SoftmaxState<STRIDE>;
@@ -46,12 +57,10 @@ PB_INLINE void finish_scores(const SoftmaxState<STRIDE>& state, const ScoreOptio
     for (int v = 0; v < State::VECTORS; ++v) {
       float* at = scores + k * STRIDE + v * W;
       VF x = load<VF>(at) * options.scale;
-      if constexpr (!PLAIN) {
-        const VI key = splat_int(first_key + k) + state.lane_key;
-        if (options.soft_cap != 0.0f) x = tanh_approx(x) * options.soft_cap;
-        if (options.alibi) x += state.slope[v] * __builtin_convertvector(key - state.position[v], VF);
-        if (masked) x = select((key >= state.begin[v]) & (key < state.end[v]), x, splat(MINUS_INFINITY));
-      }
+      const VI key = splat_int(first_key + k) + state.lane_key;
+      if (options.soft_cap != 0.0f) x = tanh_approx(x) * options.soft_cap;
+      if (options.alibi) x += state.slope[v] * __builtin_convertvector(key - state.position[v], VF);
+      if (masked) x = select((key >= state.begin[v]) & (key < state.end[v]), x, splat(MINUS_INFINITY));
       store(at, x);
       top[v] = max(x, top[v]);
     }
@@ -66,10 +75,10 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
   using State = SoftmaxState<STRIDE>;
   constexpr int V = State::VECTORS;
   VF top[V], shift[V], sum[V];
-  if (masked || options.alibi || options.soft_cap != 0.0f)
-    finish_scores<false>(state, options, masked, first_key, num_keys, scores, top);
-  else
-    finish_scores<true>(state, options, masked, first_key, num_keys, scores, top);
+  const bool plain = !masked && !options.alibi && options.soft_cap == 0.0f && options.scale > 0.0f;
+  const float scale = plain ? options.scale : 1.0f;
+  if (plain) plain_maxima<STRIDE>(scale, num_keys, scores, top);
+  else finish_scores(state, options, masked, first_key, num_keys, scores, top);
   for (int v = 0; v < V; ++v) {
     top[v] = max(max_over_keys<STRIDE>(top[v]), state.top[v]);
     shift[v] = select(top[v] == splat(MINUS_INFINITY), VF{}, top[v]);
@@ -80,15 +89,15 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
 #if PAGEBINDER_BF16_DOT
   if constexpr (PAIRS) {
     auto weight = [&](int k, int v) __attribute__((always_inline)) {
-      VF x = exp2_approx(load<VF>(scores + k * STRIDE + v * W) - shift[v]);
+      const VF x = exp2_approx(load<VF>(scores + k * STRIDE + v * W) * scale - shift[v]);
       sum[v] += x;
-      return widen(bit_cast<VH>(_mm512_cvtneps_pbh(bit_cast<__m512>(x))));
+      return x;
     };
     for (int k = 0; k < num_keys; k += 2) {
       PB_UNROLL
       for (int v = 0; v < V; ++v) {
-        VU even = weight(k, v), odd = weight(k + 1, v) << 16;
-        store(scores + k / 2 * STRIDE + v * W, even | odd);
+        const VF even = weight(k, v), odd = weight(k + 1, v);
+        store(scores + k / 2 * STRIDE + v * W, round_to_pairs(even, odd));
       }
     }
     for (int v = 0; v < V; ++v) state.sum[v] = sum[v];
@@ -99,7 +108,7 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
     PB_UNROLL
     for (int v = 0; v < V; ++v) {
       float* at = scores + k * STRIDE + v * W;
-      VF x = exp2_approx(load<VF>(at) - shift[v]);
+      const VF x = exp2_approx(load<VF>(at) * scale - shift[v]);
       sum[v] += x;
       store(at, x);
     }

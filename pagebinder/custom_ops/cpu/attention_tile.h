@@ -70,7 +70,7 @@ struct Scores {
     }
     const float* k_rows[ROW_BUFFER];
     stage_rows(c.rows, num_keys, c.width, c.scratch.staged_k, k_rows);
-    repeat_last_row(k_rows, num_keys);
+    for (int k = num_keys; k < ROW_BUFFER; ++k) k_rows[k] = k_rows[num_keys - 1];
     const Rows<float> keys{k_rows, 0};
     if constexpr (DOT)
       dot_scores<Staged, STRIDE>(keys, keys, num_keys, query<Staged>(c), padded(c.width), c.scratch.scores);
@@ -83,26 +83,37 @@ struct Scores {
 template <class T, int STRIDE>
 constexpr bool PAIR_WEIGHTS = PAIRED<T> && (STRIDE > 8);
 
+#if PAGEBINDER_BF16_DOT
+// V of the block at hand as pairs of keys. Rows narrower than a vector are filled up with zeros.
+inline const uint32_t* pack_values(const TileContext<bf16>& c, int num_keys, int pair_stride, int column_stride) {
+  const Rows<bf16> rows = c.rows.after(c.width);
+  uint32_t* packed = reinterpret_cast<uint32_t*>(c.scratch.staged_v);
+  if (c.width_v >= W) {
+    pack_value_pairs(rows, num_keys, c.width_v, pair_stride, column_stride, packed);
+    return packed;
+  }
+  for (int k = 0; k < num_keys; k += 2) {
+    bf16 even[W] = {}, odd[W] = {};
+    const bf16* pair[2] = {even, odd};
+    std::memcpy(even, rows[k], c.width_v * sizeof(bf16));
+    std::memcpy(odd, rows[k + 1], c.width_v * sizeof(bf16));
+    pack_value_pairs(Rows<bf16>{pair, 0}, 2, W, 0, 0, packed + k / 2 * pair_stride);
+  }
+  return packed;
+}
+#endif
+
 template <class T, int STRIDE>
 void values(const TileContext<T>& c, const ValueBlock& block) {
-  const bool narrow = c.width_v < W;
-  const Rows<T> rows = c.rows.after(c.width);
 #if PAGEBINDER_BF16_DOT
   if constexpr (PAIR_WEIGHTS<T, STRIDE>) {
-    const bf16* v_rows[BLOCK_KEYS];
-    bf16 padded[BLOCK_KEYS][W];
-    for (int k = 0; narrow && k < block.num_keys; ++k) {
-      std::memset(padded[k], 0, sizeof(padded[k]));
-      std::memcpy(padded[k], rows[k], c.width_v * sizeof(bf16));
-      v_rows[k] = padded[k];
-    }
-    uint32_t* packed = reinterpret_cast<uint32_t*>(c.scratch.staged_v);
-    const int width = narrow ? W : c.width_v;
-    pack_value_pairs(narrow ? Rows<T>{v_rows, 0} : rows, block.num_keys, width, packed);
-    add_value_pairs<STRIDE>(block, packed, c.tile.rows, width);
+    const uint32_t* packed = pack_values(c, block.num_keys, c.vectors_v * W, W);
+    add_value_pairs<STRIDE>(block, packed, c.tile.rows, c.vectors_v);
     return;
   }
 #endif
+  const bool narrow = c.width_v < W;
+  const Rows<T> rows = c.rows.after(c.width);
   constexpr bool CONVERT_ONCE = STRIDE > 8 && !std::is_same<T, float>::value;
   if (CONVERT_ONCE || narrow) {
     const float* v_rows[ROW_BUFFER];
@@ -163,9 +174,9 @@ void collect_rows(const SoftmaxState<STRIDE>& state, int rows, RowResults& resul
   }
 }
 
-// Block `at` of a part, widened to whole multiples of `grain` keys.
-inline BlockKeys block_keys(KeyRange part, int at, int grain) {
-  const int begin = std::max(at, part.begin), end = std::min(at + BLOCK_KEYS, part.end);
+// Block `at` of `size` keys of a part, widened to whole multiples of `grain` keys.
+inline BlockKeys block_keys(KeyRange part, int at, int size, int grain) {
+  const int begin = std::max(at, part.begin), end = std::min(at + size, part.end);
   return {begin, end, begin / grain * grain, (end + grain - 1) / grain * grain};
 }
 
@@ -176,7 +187,19 @@ bool find_first_rows(const AttentionArgs& args, const Plan& plan, const Job* job
   const Tile& tile = plan.tiles[job->tile];
   const KeyRange part = part_keys(tile, job->part);
   if (part.begin == part.end) return false;
-  return find_rows(args, tile, job->kv_head, block_keys(part, part.begin / BLOCK_KEYS * BLOCK_KEYS, 1), rows);
+  const BlockKeys keys = block_keys(part, part.begin / BLOCK_KEYS * BLOCK_KEYS, BLOCK_KEYS, 1);
+  return find_rows(args, tile, job->kv_head, keys, rows);
+}
+
+inline ScoreOptions score_options(const AttentionArgs& args) {
+  const float cap = args.soft_cap;
+  return {cap != 0.0f ? args.scale / cap : args.scale * LOG2_E, cap * LOG2_E, args.alibi_slopes != nullptr};
+}
+
+// Is some key of a block invisible to some row?
+template <int STRIDE>
+bool hides_keys(const SoftmaxState<STRIDE>& state, const BlockKeys& keys) {
+  return keys.from < state.common.begin || keys.to > state.common.end;
 }
 
 // One head's attention to a block of keys.
@@ -184,13 +207,10 @@ template <class T, int STRIDE>
 void attend_block(const TileContext<T>& c, SoftmaxState<STRIDE>& state, const BlockKeys& keys, float* out,
                   bool first) {
   using State = SoftmaxState<STRIDE>;
-  const float cap = c.args.soft_cap;
-  const ScoreOptions options{cap != 0.0f ? c.args.scale / cap : c.args.scale * LOG2_E, cap * LOG2_E,
-                             c.args.alibi_slopes != nullptr};
   const int num_keys = keys.to - keys.from;
-  const bool masked = keys.from < state.common.begin || keys.to > state.common.end;
   Scores<T, STRIDE>::compute(c, num_keys);
-  softmax_block<PAIR_WEIGHTS<T, STRIDE>>(state, options, masked, keys.from, num_keys, c.scratch.scores);
+  softmax_block<PAIR_WEIGHTS<T, STRIDE>>(state, score_options(c.args), hides_keys(state, keys), keys.from, num_keys,
+                                         c.scratch.scores);
   float correction[State::VECTORS * W];
   for (int v = 0; v < State::VECTORS; ++v) store(correction + v * W, state.correction[v]);
   values<T, STRIDE>(c, {c.scratch.scores, num_keys, correction, out, c.vectors_v * W, first});
@@ -206,12 +226,12 @@ bool attend(TileContext<T>& c, const Plan& plan, const Job& job, const Job* next
   const T* buffers[2][ROW_BUFFER];
   const T **rows = buffers[0], **next_rows = buffers[1];
   int at = part.begin / BLOCK_KEYS * BLOCK_KEYS;
-  BlockKeys keys = block_keys(part, at, GRAIN), next{};
+  BlockKeys keys = block_keys(part, at, BLOCK_KEYS, GRAIN), next{};
   if (part.begin < part.end && !find_rows(c.args, c.tile, job.kv_head, keys, rows)) return false;
   for (bool first = true; at < part.end; at += BLOCK_KEYS, keys = next, first = false, std::swap(rows, next_rows)) {
     bool known = at + BLOCK_KEYS < part.end;
     if (known) {
-      next = block_keys(part, at + BLOCK_KEYS, GRAIN);
+      next = block_keys(part, at + BLOCK_KEYS, BLOCK_KEYS, GRAIN);
       if (!find_rows(c.args, c.tile, job.kv_head, next, next_rows)) return false;
     } else if (STRIDE <= DOT_ROWS) {
       known = find_first_rows(c.args, plan, next_job, next_rows);
@@ -231,12 +251,24 @@ bool attend(TileContext<T>& c, const Plan& plan, const Job& job, const Job* next
   return true;
 }
 
+// Writes the rows of the head at hand, unless other parts of the tile are still to be merged.
+template <class T, int STRIDE>
+void finish_head(const TileContext<T>& c, Plan& plan, const Job& job, const SoftmaxState<STRIDE>& state, float* out,
+                 bool last_overlaps) {
+  float top[STRIDE] = {}, sum[STRIDE] = {};
+  RowResults results{top, sum, out, c.vectors_v * W};
+  if (c.tile.keys.begin == c.tile.keys.end) std::memset(out, 0, sizeof(float) * STRIDE * results.stride);
+  else collect_rows(state, c.tile.rows, results);
+  if (c.tile.parts == 1 || merge_if_last(c, plan, job, 2 + results.stride, results))
+    write_rows(c, results, last_overlaps);
+}
+
 template <class T, int STRIDE>
 void run_job(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
   static thread_local Scratch scratch;
   const Tile& tile = plan.tiles[job.tile];
-  const int row_floats = static_cast<int>(partial_row_floats(args)), vectors_v = (row_floats - 2) / W;
   const int width = static_cast<int>(args.head_dim), width_v = static_cast<int>(args.head_dim_v);
+  const int vectors_v = (width_v + W - 1) / W;
   scratch.reserve(job.num_heads, STRIDE, (width + 2 * W - 1) / (2 * W) * 2 * W, vectors_v * W);
   TileContext<T> c{args, tile, width, width_v, vectors_v, scratch, job.kv_head, nullptr, {}, {}};
   SoftmaxState<STRIDE> states[STRIDE <= DOT_ROWS ? MAX_JOB_HEADS : 1];
@@ -244,16 +276,10 @@ void run_job(const AttentionArgs& args, Plan& plan, const Job& job, const Job* n
     plan.bad_block = true;
     return;
   }
-  const bool no_keys = tile.keys.begin == tile.keys.end;
   constexpr bool CONVERTED = STRIDE > DOT_ROWS && !std::is_same<T, float>::value && !PAIRED<T>;
   for (int h = 0; h < job.num_heads; ++h) {
-    float top[STRIDE] = {}, sum[STRIDE] = {};
     c.kv_head = job.kv_head + h;
-    RowResults results{top, sum, scratch.out + h * scratch.out_floats, vectors_v * W};
-    if (no_keys) std::memset(results.out, 0, sizeof(float) * STRIDE * results.stride);
-    else collect_rows(states[h], tile.rows, results);
-    if (tile.parts > 1 && !merge_if_last(c, plan, job, row_floats, results)) continue;
-    write_rows(c, results, !CONVERTED && width_v >= W);
+    finish_head(c, plan, job, states[h], scratch.out + h * scratch.out_floats, !CONVERTED && width_v >= W);
   }
 }
 

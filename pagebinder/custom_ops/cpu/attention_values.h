@@ -81,15 +81,17 @@ void add_values(const ValueBlock& block, Rows<T> v_rows, Rows<T> ahead, int rows
 }
 
 #if PAGEBINDER_BF16_DOT
-// V of two keys side by side: word [pair][column] = (key 2i, key 2i+1).
-inline void pack_value_pairs(Rows<bf16> rows, int num_keys, int width, uint32_t* packed) {
+// V of two keys side by side: a word is a column of (key 2i, key 2i+1). Vectors of pairs and of columns lie
+// `pair_stride` and `column_stride` words apart.
+inline void pack_value_pairs(Rows<bf16> rows, int num_keys, int width, int pair_stride, int column_stride,
+                             uint32_t* packed) {
   const int vectors = (width + W - 1) / W;
   for (int k = 0; k < num_keys; k += 2) {
     const bf16 *even = rows[k], *odd = rows[k + 1];
     for (int i = 0; i < vectors; ++i) {
       const int offset = i * W + W <= width ? i * W : width - W;
-      VU pair = widen(load<VH>(even + offset)) | (widen(load<VH>(odd + offset)) << 16);
-      store(packed + (k / 2 * vectors + i) * W, pair);
+      store(packed + k / 2 * pair_stride + i * column_stride,
+            pair_lanes(load<VH>(even + offset), load<VH>(odd + offset)));
     }
   }
 }
@@ -119,9 +121,9 @@ PB_INLINE void value_pair_columns(const ValueBlock& b, const uint32_t* packed, i
 }
 
 template <int STRIDE>
-void add_value_pairs(const ValueBlock& block, const uint32_t* packed, int rows, int width) {
+void add_value_pairs(const ValueBlock& block, const uint32_t* packed, int rows, int vectors) {
   for (int row = 0; row < rows; row += 4)
-    value_pair_columns<STRIDE, 4, 4>(block, packed, (width + W - 1) / W, row, 0);
+    value_pair_columns<STRIDE, 4, 4>(block, packed, vectors, row, 0);
 }
 #endif
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from pagebinder.custom_ops.attention import paged
-from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.cpu import build, packed
 from pagebinder.custom_ops.library import OpInfo, define_schema, overload
+from pagebinder.custom_ops.linear import linear
 from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
 from pagebinder.errors import ProviderError
 
@@ -14,14 +15,16 @@ NAMESPACE = "pagebinder_cpu"
 FLOAT_TYPES = ("float32", "bfloat16", "float16")
 
 _SERVED: dict[str, OpInfo] = {
-    info.name: info for info in (paged.KV_CACHE_WRITE, paged.PAGED_ATTENTION, paged.PAGED_ATTENTION_LSE)
+    info.name: info
+    for info in (paged.KV_CACHE_WRITE, paged.PAGED_ATTENTION, paged.PAGED_ATTENTION_LSE, linear.LINEAR)
 }
 for _info in _SERVED.values():
     define_schema(NAMESPACE, _info)
+_SERVED[packed.PACKED_ATTENTION.name] = packed.PACKED_ATTENTION  # made of the paged kernel, see there
 
 
 class CpuProvider(Provider):
-    """Serves every feature of the paged ops for float32, bfloat16 and float16."""
+    """Serves linear layers, and every feature of the paged ops, for float32, bfloat16 and float16."""
 
     name = "cpu"
     devices = ("cpu",)

@@ -1,0 +1,222 @@
+// One job of paged attention on matrix tiles: many query rows of one KV head, bf16.
+//
+// The steps are those of attention_tile.h (scores -> online softmax -> weighted values, block by block); only the
+// two products differ. Every operand is used as it lies, or packed once for all rows of a job:
+//
+//     scores [key][row]    = K [key][D]        x  Q pairs [D/2][row]       K straight from the cache
+//     out    [row][column] += weights [row][key] x V pairs [key/2][column]  weights transposed after the softmax
+//
+// K is copied where a tile of keys is not evenly spaced in memory (tiny blocks, the ends of a range) or where the
+// head width leaves an incomplete step, which is filled up with zeros.
+#pragma once
+
+#include "amx.h"
+#include "attention_tile.h"
+
+#if PAGEBINDER_AMX
+namespace pagebinder {
+
+constexpr int TILE_BLOCK_KEYS = 128;
+constexpr int WEIGHT_PITCH = TILE_BLOCK_KEYS / 2 + 16;  // words of a row of weights, so that rows start in many sets
+
+// Sixteen keys as operand A.
+struct KeyTile {
+  const bf16* first;
+  int64_t stride_bytes;
+};
+
+inline bool evenly_spaced(const bf16* const* rows, int64_t stride) {
+  for (int i = 1; i < TILE_LINES; ++i)
+    if (rows[i] != rows[0] + i * stride) return false;
+  return true;
+}
+
+inline KeyTile key_tile(const TileContext<bf16>& c, const bf16* const* rows, int padded, bf16* staged) {
+  const int64_t stride = c.args.cache_slot_stride;
+  if (c.width == padded && evenly_spaced(rows, stride)) return {rows[0], stride * 2};
+  for (int i = 0; i < TILE_LINES; ++i) {
+    std::memcpy(staged + i * padded, rows[i], c.width * sizeof(bf16));
+    std::memset(staged + i * padded + c.width, 0, (padded - c.width) * sizeof(bf16));
+  }
+  return {staged, padded * 2};
+}
+
+// ---- scores ----------------------------------------------------------------------------------------------------
+
+// 32 keys against 16 * COLUMNS rows.
+template <int STRIDE, int COLUMNS>
+PB_INLINE void score_tiles(const KeyTile (&keys)[2], const uint32_t* query, int steps, float* scores) {
+  constexpr int PITCH = STRIDE * sizeof(float);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int i = 0; i < steps; ++i, query += TILE_LINES * STRIDE) {
+    _tile_loadd(4, keys[0].first + i * TILE_STEP, keys[0].stride_bytes);
+    _tile_loadd(6, query, PITCH);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, keys[1].first + i * TILE_STEP, keys[1].stride_bytes);
+    _tile_dpbf16ps(1, 5, 6);
+    if (COLUMNS == 1) continue;
+    _tile_loadd(7, query + TILE_LINES, PITCH);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, scores, PITCH);
+  _tile_stored(1, scores + TILE_LINES * STRIDE, PITCH);
+  if (COLUMNS == 1) return;
+  _tile_stored(2, scores + TILE_LINES, PITCH);
+  _tile_stored(3, scores + TILE_LINES * STRIDE + TILE_LINES, PITCH);
+}
+
+template <int STRIDE>
+void tile_scores(const TileContext<bf16>& c, const bf16* const* rows, int num_keys, int padded) {
+  constexpr int COLUMNS = STRIDE > TILE_LINES ? 2 : 1;
+  const uint32_t* query = reinterpret_cast<const uint32_t*>(c.query);
+  bf16* staged = reinterpret_cast<bf16*>(c.scratch.staged_k);
+  for (int k = 0; k < num_keys; k += 2 * TILE_LINES) {
+    const KeyTile keys[2] = {key_tile(c, rows + k, padded, staged),
+                             key_tile(c, rows + k + TILE_LINES, padded, staged + TILE_LINES * padded)};
+    tiles_meet_memory();
+    for (int row = 0; row < STRIDE; row += COLUMNS * TILE_LINES)
+      score_tiles<STRIDE, COLUMNS>(keys, query + row, padded / TILE_STEP, c.scratch.scores + k * STRIDE + row);
+  }
+  tiles_meet_memory();
+}
+
+// ---- values ----------------------------------------------------------------------------------------------------
+
+// Pairs of weights [key/2][row] -> [row][key/2].
+template <int STRIDE>
+void transpose_weights(const float* pairs, int num_keys, float* weights) {
+  for (int row = 0; row < STRIDE; row += W)
+    for (int k = 0; k < num_keys / 2; k += W) {
+      VF x[W];
+      for (int i = 0; i < W; ++i) x[i] = load<VF>(pairs + (k + i) * STRIDE + row);
+      transpose(x);
+      for (int i = 0; i < W; ++i) store(weights + (row + i) * WEIGHT_PITCH + k, x[i]);
+    }
+}
+
+// Earlier output of the rows whose maximum has grown.
+inline void correct_rows(const ValueBlock& b, int rows) {
+  for (int r = 0; r < rows; ++r) {
+    if (b.correction[r] == 1.0f) continue;
+    float* out = b.out + r * b.out_stride;
+    for (int d = 0; d < b.out_stride; d += W) store(out + d, load<VF>(out + d) * b.correction[r]);
+  }
+}
+
+// 16 * ROWS rows and vectors [column, column + COLUMNS).
+template <int ROWS, int COLUMNS>
+PB_INLINE void value_tiles(const ValueBlock& b, const uint32_t* packed, int row, int column) {
+  constexpr int NEXT_COLUMN = TILE_BLOCK_KEYS / 2 * W;
+  const int64_t out_pitch = b.out_stride * 4, below = TILE_LINES * b.out_stride;
+  float* out = b.out + row * b.out_stride + column * W;
+  const float* weights = b.weights + row * WEIGHT_PITCH;
+  if (b.first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, out, out_pitch);
+    if (COLUMNS == 2) _tile_loadd(1, out + W, out_pitch);
+    if (ROWS == 2) _tile_loadd(2, out + below, out_pitch);
+    if (ROWS * COLUMNS == 4) _tile_loadd(3, out + below + W, out_pitch);
+  }
+  packed += column * NEXT_COLUMN;
+  for (int k = 0; k < b.num_keys; k += TILE_STEP, packed += TILE_LINES * W, weights += TILE_LINES) {
+    _tile_loadd(4, weights, WEIGHT_PITCH * 4);
+    _tile_loadd(6, packed, W * 4);
+    _tile_dpbf16ps(0, 4, 6);
+    if (COLUMNS == 2) _tile_loadd(7, packed + NEXT_COLUMN, W * 4);
+    if (COLUMNS == 2) _tile_dpbf16ps(1, 4, 7);
+    if (ROWS == 2) _tile_loadd(5, weights + TILE_LINES * WEIGHT_PITCH, WEIGHT_PITCH * 4);
+    if (ROWS == 2) _tile_dpbf16ps(2, 5, 6);
+    if (ROWS * COLUMNS == 4) _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, out, out_pitch);
+  if (COLUMNS == 2) _tile_stored(1, out + W, out_pitch);
+  if (ROWS == 2) _tile_stored(2, out + below, out_pitch);
+  if (ROWS * COLUMNS == 4) _tile_stored(3, out + below + W, out_pitch);
+}
+
+template <int STRIDE>
+void tile_values(const TileContext<bf16>& c, const ValueBlock& block) {
+  constexpr int ROWS = STRIDE > TILE_LINES ? 2 : 1;
+  const uint32_t* packed = pack_values(c, block.num_keys, W, TILE_BLOCK_KEYS / 2 * W);
+  if (!block.first) correct_rows(block, c.tile.rows);
+  tiles_meet_memory();
+  for (int column = 0; column < c.vectors_v; column += 2)
+    for (int row = 0; row < c.tile.rows; row += ROWS * TILE_LINES)
+      if (column + 1 < c.vectors_v) value_tiles<ROWS, 2>(block, packed, row, column);
+      else value_tiles<ROWS, 1>(block, packed, row, column);
+  tiles_meet_memory();
+}
+
+// ---- one job ---------------------------------------------------------------------------------------------------
+
+// Queries as pairs [padded / 2][STRIDE], zero beyond the head width and the rows.
+template <int STRIDE>
+void pack_tile_queries(const TileContext<bf16>& c, int padded) {
+  bf16* copies = reinterpret_cast<bf16*>(c.scratch.staged_k);
+  const bf16* rows[MAX_TILE_ROWS];
+  for (int r = 0; r < c.tile.rows; ++r) {
+    bf16* to = copies + r * padded;
+    std::memcpy(to, c.query_row(r), c.width * sizeof(bf16));
+    std::memset(to + c.width, 0, (padded - c.width) * sizeof(bf16));
+    rows[r] = to;
+  }
+  pack_lane_queries<PairElements>(rows, c.tile.rows, padded, STRIDE, reinterpret_cast<bf16*>(c.query));
+}
+
+// False: the block table has a bad entry.
+template <int STRIDE>
+bool attend_with_tiles(TileContext<bf16>& c, KeyRange part, int padded, SoftmaxState<STRIDE>& state) {
+  const FullTiles tiles;
+  const bf16* rows[TILE_BLOCK_KEYS];
+  float correction[STRIDE];
+  start_state(c, state);
+  pack_tile_queries<STRIDE>(c, padded);
+  bool first = true;
+  for (int at = part.begin / TILE_BLOCK_KEYS * TILE_BLOCK_KEYS; at < part.end; at += TILE_BLOCK_KEYS, first = false) {
+    const BlockKeys keys = block_keys(part, at, TILE_BLOCK_KEYS, TILE_STEP);
+    const int num_keys = keys.to - keys.from;
+    if (!find_rows(c.args, c.tile, c.kv_head, keys, rows, TILE_BLOCK_KEYS)) return false;
+    c.rows = {rows, 0};
+    tile_scores<STRIDE>(c, rows, num_keys, padded);
+    softmax_block<true>(state, score_options(c.args), hides_keys(state, keys), keys.from, num_keys, c.scratch.scores);
+    transpose_weights<STRIDE>(c.scratch.scores, num_keys, c.scratch.weights);
+    for (int v = 0; v < STRIDE / W; ++v) store(correction + v * W, state.correction[v]);
+    tile_values<STRIDE>(c, {c.scratch.weights, num_keys, correction, c.scratch.out, c.vectors_v * W, first});
+  }
+  return true;
+}
+
+template <int STRIDE>
+void run_tile_job(const AttentionArgs& args, Plan& plan, const Job& job) {
+  static thread_local Scratch scratch;
+  const Tile& tile = plan.tiles[job.tile];
+  const int width = static_cast<int>(args.head_dim), padded = (width + TILE_STEP - 1) / TILE_STEP * TILE_STEP;
+  const int vectors_v = (static_cast<int>(args.head_dim_v) + W - 1) / W;
+  scratch.reserve(1, STRIDE, padded, vectors_v * W, TILE_BLOCK_KEYS);
+  TileContext<bf16> c{args, tile, width, static_cast<int>(args.head_dim_v), vectors_v, scratch, job.kv_head,
+                      scratch.query, {}, {}};
+  SoftmaxState<STRIDE> state;
+  if (!attend_with_tiles<STRIDE>(c, part_keys(tile, job.part), padded, state)) plan.bad_block = true;
+  else finish_head(c, plan, job, state, scratch.out, c.width_v >= W);
+}
+
+// Few rows are bound by memory and stay with vectors.
+inline void attention_job_with_tiles(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
+  switch (plan.tiles[job.tile].stride) {
+    case 16: return run_tile_job<16>(args, plan, job);
+    case 32: return run_tile_job<32>(args, plan, job);
+    case 64: return run_tile_job<64>(args, plan, job);
+    default: return attention_job<bf16>(args, plan, job, next);
+  }
+}
+
+}  // namespace pagebinder
+#endif
