@@ -12,7 +12,6 @@ cross attention may relate them, and neither may be mixed within itself. An enco
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass
 
@@ -22,6 +21,21 @@ from torch.fx import GraphModule, Node
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.recurrent.define import RECURRENCES
 from pagebinder.frontend.audit_experts import ROUTING, reason_against_routing
+from pagebinder.frontend.audit_lookups import (
+    TABLE_LOOKUPS,
+    reason_against_lookup,
+    reason_against_masked_write,
+)
+from pagebinder.frontend.token_dims import (
+    misaligned,
+    num_rows,
+    sequences_of,
+    size_before_tokens,
+    symbolic_dims,
+    tensor_inputs,
+    tensors,
+    token_dims,
+)
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, module_path, source_line
 from pagebinder.report import Refusal
 
@@ -72,20 +86,12 @@ _CONTRACTIONS = {
     aten.baddbmm.default: 1,
 }  # fmt: skip
 _LAST_DIMS = {aten.linear.default, aten.layer_norm.default, aten.rms_norm.default}
-# op -> (position of the table, position of the indices)
-_TABLE_LOOKUPS = {
-    aten.embedding.default: (0, 1),
-    aten.index_select.default: (0, 2),
-    aten.index.Tensor: (0, 1),
-}
 # op -> (positions of the operands of tokens, positions of weights)
 _RECURRENCES = {
     torch.ops.pagebinder.short_conv.default: ((0,), (1, 2)),
     torch.ops.pagebinder.gated_delta_rule.default: ((0, 1, 2, 3, 4), ()),
     torch.ops.pagebinder.ssd.default: ((0, 1, 3, 4), (2, 5, 6)),
-    **{
-        op: (range(len(r.tokens)), range(len(r.tokens), r.num_operands)) for op, r in RECURRENCES.items()
-    },
+    **{op: (range(len(r.tokens)), range(len(r.tokens), r.num_operands)) for op, r in RECURRENCES.items()},
 }
 _FACTORIES = {
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
@@ -160,28 +166,28 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool) -> str | Non
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return (
-            None if target is operator.getitem or not _tensor_inputs(node) else f"{target} is not a known op"
+            None if target is operator.getitem or not tensor_inputs(node) else f"{target} is not a known op"
         )
     if target in (aten.sym_size.int, aten.sym_numel.default):
         return None
     if target._schema.is_mutable:
         return "it writes to a tensor in place"
-    inputs = _tensor_inputs(node)
-    input_dims = [_token_dims(i) for i in inputs]
+    inputs = tensor_inputs(node)
+    input_dims = [token_dims(i) for i in inputs]
     if target is torch.ops.pagebinder.cross_attention.default:
         return _reason_against_cross(node, symbols)
-    sequences = _sequences(inputs, symbols)
+    sequences = sequences_of(inputs, symbols)
     if len(sequences) > 1:
         return "it combines tokens of two sequences, the decoder's and the encoder's for example"
     if target.namespace == "pagebinder":
         if target not in _STATELESS and sequences - {symbols[0]}:
             return "it attends among, or keeps state of, other tokens than the decoder's"
-        if target not in _STATELESS and target not in ROUTING and _num_rows(inputs) - {symbols[0]}:
+        if target not in _STATELESS and target not in ROUTING and num_rows(inputs) - {symbols[0]}:
             return "it takes rows for tokens of which a token has several"
         return _reason_against_ours(node, inputs, input_dims, bidirectional)
     possible = [s for s in symbols if s in sequences] or symbols
-    for out in _tensors(node.meta.get("val")):
-        dims = _symbolic_dims(out)
+    for out in tensors(node.meta.get("val")):
+        dims = symbolic_dims(out)
         if len(dims) > 1:
             return "its result has two token dimensions: every token against every token"
         if not any(_is_of_tokens(node, out, symbol) for symbol in possible):
@@ -192,7 +198,7 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool) -> str | Non
         return "it computes with the number of tokens in the batch"
     if not any(input_dims):
         if (
-            not _token_dims(node)
+            not token_dims(node)
             or target in _REPEATS
             or (target in _FACTORIES and "arange" not in str(target))
         ):
@@ -203,7 +209,7 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool) -> str | Non
 
 def _reason_against_cross(node: Node, symbols: list) -> str | None:
     """Queries of the decoder, keys and values of its encoder, each [tokens, heads, width]."""
-    if [_token_dims(n) for n in node.args[:3]] != [[0]] * 3:
+    if [token_dims(n) for n in node.args[:3]] != [[0]] * 3:
         return "cross attention takes [tokens, heads, width]"
     of_queries, *of_keys = (n.meta["val"].shape[0].node.expr for n in node.args[:3])
     if len(symbols) < 2 or of_queries != symbols[0] or set(of_keys) != {symbols[1]}:
@@ -218,23 +224,23 @@ def _reason_against_ours(
     target = node.target
     if target in (torch.ops.pagebinder.attention.default, torch.ops.pagebinder.relative_attention.default):
         extra = [n for n in node.args[3:] if isinstance(n, Node)]
-        if [_token_dims(n) for n in node.args[:3]] != [[0]] * 3 or any(_token_dims(n) for n in extra):
+        if [token_dims(n) for n in node.args[:3]] != [[0]] * 3 or any(token_dims(n) for n in extra):
             return "attention takes [tokens, heads, width], and sinks, slopes and biases of heads"
         if not node.kwargs.get("causal", True) and not bidirectional:
             return "it attends to later tokens (not causal), which a decoder with a cache cannot do"
         return None
     if target in _RECURRENCES:
         per_token, weights = _RECURRENCES[target]
-        if any(_token_dims(node.args[i]) != [0] for i in per_token):
+        if any(token_dims(node.args[i]) != [0] for i in per_token):
             return "a recurrence takes [tokens, ...] of every operand"
         others = [node.args[i] for i in weights if isinstance(node.args[i], Node)]
-        return "a recurrence's weights depend on tokens" if any(map(_token_dims, others)) else None
+        return "a recurrence's weights depend on tokens" if any(map(token_dims, others)) else None
     if target in ROUTING:
         return reason_against_routing(node)
     if target in _STATELESS:
         if inputs[0].meta["val"].dim() - 1 in input_dims[0]:
             return "it works along the token dimension"
-        return _misaligned(inputs, input_dims)
+        return misaligned(inputs, input_dims)
     return "this op is not known to keep tokens apart"
 
 
@@ -243,15 +249,15 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
     if target in ROUTING:
         return reason_against_routing(node)
     if torch.Tag.pointwise in target.tags or target in _ELEMENTWISE:
-        return _misaligned(inputs, input_dims)
+        return misaligned(inputs, input_dims)
     if target in _VIEWS or target in _REPEATS or target in _FACTORIES or _is_whole(node):
         return None
     if target is aten.stack.default:
-        return _misaligned(inputs, input_dims)
+        return misaligned(inputs, input_dims)
     if target is aten.dropout.default:
         return "it drops values at random" if arg(node, 2, "train") else None
     if target in _RESHAPES:
-        before, after = (_size_before_tokens(value) for value in (inputs[0].meta["val"], node.meta["val"]))
+        before, after = (size_before_tokens(value) for value in (inputs[0].meta["val"], node.meta["val"]))
         return (
             None if before == after else "it cuts the values of all tokens anew, so that tokens swap places"
         )
@@ -267,11 +273,11 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
     if target in _CONTRACTIONS:
         first = _CONTRACTIONS[target]
         a, b = node.args[first], node.args[first + 1]
-        if first and _token_dims(node.args[0]):
+        if first and token_dims(node.args[0]):
             return "it adds values of tokens to a product"
-        contracted = a.meta["val"].dim() - 1 in _token_dims(a) or max(
+        contracted = a.meta["val"].dim() - 1 in token_dims(a) or max(
             b.meta["val"].dim() - 2, 0
-        ) in _token_dims(b)
+        ) in token_dims(b)
         return "it sums over the tokens" if contracted else None
     if target in _LAST_DIMS:
         rank = node.args[0].meta["val"].dim()
@@ -281,46 +287,11 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
             if max(input_dims[0], default=-1) >= rank - num_dims
             else None
         )
-    if target in _TABLE_LOOKUPS:
-        return _reason_against_lookup(node)
+    if target in TABLE_LOOKUPS:
+        return reason_against_lookup(node)
     if target is aten.index_put.default:
-        return _reason_against_masked_write(node)
+        return reason_against_masked_write(node)
     return "this op is not known to keep tokens apart"
-
-
-def _reason_against_lookup(node: Node) -> str | None:
-    table, indices = (node.args[i] for i in _TABLE_LOOKUPS[node.target])
-    if node.target is aten.index_select.default and _token_dims(table):
-        return "it picks tokens" if node.args[1] % table.meta["val"].dim() in _token_dims(table) else None
-    if node.target is aten.index.Tensor and _token_dims(table):
-        return _reason_against_pick(table, indices)
-    if _token_dims(table):
-        return "it looks up rows of a table that depends on tokens"
-    if isinstance(indices, (list, tuple)) and sum(i is not None for i in indices) > 1:
-        return "it looks up a table by several indices at once"
-    return None
-
-
-def _reason_against_pick(values: Node, indices) -> str | None:
-    """values[..., [2, 0], :]: the same entries of every token's values, in another order."""
-    picked = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(picked) > 1:
-        return "it looks up a table that depends on tokens by several indices at once"
-    dim, index = picked[0]
-    if _token_dims(index):
-        return "it looks up rows of a table that depends on tokens"
-    return "it picks tokens" if dim in _token_dims(values) else None
-
-
-def _reason_against_masked_write(node: Node) -> str | None:
-    """values[mask] = scalar, mask of the values' own tokens: every entry decides for itself."""
-    values, indices, new = node.args[:3]
-    mask = indices[0] if len(indices) == 1 else None
-    if mask is None or mask.meta["val"].dtype != torch.bool or new.meta["val"].numel() != 1:
-        return "it writes to entries that other values choose"
-    if _token_dims(mask) != _token_dims(values) or arg(node, 3, "accumulate", False):
-        return "it writes to the entries of other tokens"
-    return "it writes a value of tokens" if _token_dims(new) else None
 
 
 def _computes_with_sizes(node: Node) -> bool:
@@ -345,7 +316,7 @@ def _is_whole(node: Node) -> bool:
 
 def _is_of_tokens(node: Node, out: torch.Tensor, symbol) -> bool:
     """Has `out` one row, or some rows in order, for each of the `symbol` tokens, if it has tokens at all?"""
-    same = all(out.shape[d].node.expr == symbol for d in _symbolic_dims(out))
+    same = all(out.shape[d].node.expr == symbol for d in symbolic_dims(out))
     return same or _keeps_rows_apart(node, out, symbol)
 
 
@@ -355,55 +326,12 @@ def _keeps_rows_apart(node: Node, out: torch.Tensor, symbol) -> bool:
     A reshape makes such rows of [tokens, k, ...] (heads become rows, for a norm of each); other ops only pass
     them on. Where nothing before the tokens is merged is checked with all reshapes.
     """
-    dims = _symbolic_dims(out)
+    dims = symbolic_dims(out)
     rows = {out.shape[d].node.expr for d in dims}
     if len(dims) != 1 or not all((row / symbol).is_Integer for row in rows):
         return False
     if node.target in _RESHAPES:
         return True
-    sizes = [t.shape[d].node.expr for i in _tensor_inputs(node) for t in _tensors(i.meta["val"])
-             for d in _symbolic_dims(t)]  # fmt: skip
+    sizes = [t.shape[d].node.expr for i in tensor_inputs(node) for t in tensors(i.meta["val"])
+             for d in symbolic_dims(t)]  # fmt: skip
     return bool(sizes) and set(sizes) == rows
-
-
-def _size_before_tokens(tensor: torch.Tensor) -> int:
-    """Product of the sizes left of the token dimension."""
-    return math.prod(tensor.shape[: _symbolic_dims(tensor)[0]])
-
-
-def _misaligned(inputs: list[Node], input_dims: list[list[int]]) -> str | None:
-    """Broadcasting must line token dimensions up, counted from the right."""
-    from_right = {i.meta["val"].dim() - d for i, dims in zip(inputs, input_dims) for d in dims}
-    return "it combines values of different tokens by broadcasting" if len(from_right) > 1 else None
-
-
-def _tensor_inputs(node: Node) -> list[Node]:
-    return [n for n in node.all_input_nodes if any(True for _ in _tensors(n.meta.get("val")))]
-
-
-def _tensors(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from _tensors(v)
-
-
-def _symbolic_dims(tensor: torch.Tensor) -> list[int]:
-    return [d for d, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt)]
-
-
-def _token_dims(node: Node) -> list[int]:
-    return [d for t in _tensors(node.meta.get("val")) for d in _symbolic_dims(t)]
-
-
-def _num_rows(nodes: list[Node]) -> set:
-    """Sizes of these values' token dimensions."""
-    return {
-        t.shape[d].node.expr for n in nodes for t in _tensors(n.meta.get("val")) for d in _symbolic_dims(t)
-    }
-
-
-def _sequences(nodes: list[Node], symbols: list) -> set:
-    """Whose tokens these values have: members of `symbols`, or sizes that are multiples of none of them."""
-    return {next((s for s in symbols if (size / s).is_Integer), size) for size in _num_rows(nodes)}

@@ -1,0 +1,51 @@
+"""Rules of the token-mixing audit for look-ups: rows of a table, entries of every token's values, masked writes."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from pagebinder.frontend.token_dims import token_dims
+from pagebinder.graph_tools import arg, aten
+
+# op -> (position of the table, position of the indices)
+TABLE_LOOKUPS = {
+    aten.embedding.default: (0, 1),
+    aten.index_select.default: (0, 2),
+    aten.index.Tensor: (0, 1),
+}
+
+
+def reason_against_lookup(node: Node) -> str | None:
+    table, indices = (node.args[i] for i in TABLE_LOOKUPS[node.target])
+    if node.target is aten.index_select.default and token_dims(table):
+        return "it picks tokens" if node.args[1] % table.meta["val"].dim() in token_dims(table) else None
+    if node.target is aten.index.Tensor and token_dims(table):
+        return _reason_against_pick(table, indices)
+    if token_dims(table):
+        return "it looks up rows of a table that depends on tokens"
+    if isinstance(indices, (list, tuple)) and sum(i is not None for i in indices) > 1:
+        return "it looks up a table by several indices at once"
+    return None
+
+
+def _reason_against_pick(values: Node, indices) -> str | None:
+    """values[..., [2, 0], :]: the same entries of every token's values, in another order."""
+    picked = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(picked) > 1:
+        return "it looks up a table that depends on tokens by several indices at once"
+    dim, index = picked[0]
+    if token_dims(index):
+        return "it looks up rows of a table that depends on tokens"
+    return "it picks tokens" if dim in token_dims(values) else None
+
+
+def reason_against_masked_write(node: Node) -> str | None:
+    """values[mask] = scalar, mask of the values' own tokens: every entry decides for itself."""
+    values, indices, new = node.args[:3]
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or mask.meta["val"].dtype != torch.bool or new.meta["val"].numel() != 1:
+        return "it writes to entries that other values choose"
+    if token_dims(mask) != token_dims(values) or arg(node, 3, "accumulate", False):
+        return "it writes to the entries of other tokens"
+    return "it writes a value of tokens" if token_dims(new) else None
