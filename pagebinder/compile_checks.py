@@ -33,7 +33,8 @@ def unexplained(
     Returns:
         None, or with strict=False what is not explained.
     """
-    violations = audit(semantic, bidirectional=source.encoder_only) + ([] if encoder is None else audit(encoder, bidirectional=True))
+    violations = audit(semantic, bidirectional=source.encoder_only)
+    violations += [] if encoder is None else audit(encoder, bidirectional=True)
     size = num_ops(semantic)
     report.passes.append(
         PassResult(

@@ -189,7 +189,7 @@ class evaluation:
 
 
 def lengths_to_test(plan: KVPlan, states: Sequence, source: ModelSource, *, full: bool) -> list[int]:
-    """Lengths at and beside every edge: of blocks, windows and chunks. The last is the longest."""
+    """Lengths at and beside every edge: of blocks, windows and chunks. The last is the longest of three or more."""
     blocks = {g.block_size for g in plan.groups if g.spec.kind != "cross_attention"}
     limits = {n for s in states for n in (getattr(s, "window", None), getattr(s, "chunk", None)) if n}
     limit = min(source.max_model_len, plan.max_model_len)
@@ -199,7 +199,9 @@ def lengths_to_test(plan: KVPlan, states: Sequence, source: ModelSource, *, full
         wanted = {1, 2, *edges, 3 * longest + 2 if longest <= SHORT_WINDOW else longest + KEPT_ROWS}
     else:
         wanted = {1, 5, *(e + 3 for e in blocks | limits if e <= SAMPLE_MAX_TOKENS)}
-    return sorted({n for n in wanted if 1 <= n <= limit}) or [limit]
+    shortest, *others = sorted({n for n in wanted if 1 <= n <= limit}) or [limit]
+    # One token is never cut in two. First in a packed call, it would hide who takes positions from the batch's start.
+    return [*others[:1], shortest, *others[1:]]
 
 
 def choose_sequences(source: ModelSource, plan: KVPlan, states, lengths: Sequence[int]) -> Sequences:

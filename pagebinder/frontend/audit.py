@@ -50,7 +50,7 @@ _VIEWS = {
 # right size with the wrong values in it.
 _RESHAPES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.view_as.default,
+    aten.unflatten.int, aten.view_as.default, aten.reshape_as.default,
 }  # fmt: skip
 # Ops that copy a value along a dimension: the only way, besides a constant, to get a token dimension from nothing.
 _REPEATS = {aten.expand.default, aten.expand_as.default, aten.repeat.default}
@@ -79,6 +79,7 @@ _ELEMENTWISE = {
     aten.where.Scalar, aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor, aten.multiply.Tensor,
     aten.multiply.Scalar, aten.divide.Tensor, aten.divide.Scalar, aten.true_divide.Tensor, aten.subtract.Tensor,
     aten.negative.default, aten.absolute.default, aten.square.default, aten.isin.Tensor_Scalar,
+    aten.floor_divide.default, aten.floor_divide.Scalar,
 }  # fmt: skip
 # op -> position of the first of the two factors
 _CONTRACTIONS = {
@@ -287,11 +288,22 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
             if max(input_dims[0], default=-1) >= rank - num_dims
             else None
         )
+    if target is aten.conv1d.default:
+        return _reason_against_convolution(node)
     if target in TABLE_LOOKUPS:
         return reason_against_lookup(node)
     if target is aten.index_put.default:
         return reason_against_masked_write(node)
     return "this op is not known to keep tokens apart"
+
+
+def _reason_against_convolution(node: Node) -> str | None:
+    """One with a single tap, over [.., C, tokens], is a product with the channels of each token."""
+    of_tokens = token_dims(node.args[0]) == [node.args[0].meta["val"].dim() - 1]
+    weights = [n for n in node.args[1:3] if isinstance(n, Node)]
+    one_tap = node.args[1].meta["val"].shape[-1] == 1 and not any(map(token_dims, weights))
+    plain = arg(node, 3, "stride", [1]) in (1, [1]) and arg(node, 4, "padding", [0]) in (0, [0])
+    return None if of_tokens and one_tap and plain else "this op is not known to keep tokens apart"
 
 
 def _computes_with_sizes(node: Node) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.errors import VerificationError
+from pagebinder.errors import PagebinderError, VerificationError
 from pagebinder.passes.trail import Step, same_graph
 from pagebinder.report import VerifiedStep
 
@@ -118,7 +118,7 @@ def measure_steps(
         if before is not None and same_graph(before.graph, step.graph):
             worst = Difference()
         else:
-            outputs = run(step.graph)
+            outputs = _run(run, step, conditions)
             worst = max(differences(outputs, expected), key=lambda d: d.relative)
             worst = dataclasses.replace(worst, where=label(worst) if worst.absolute else "")
         tolerance = conditions.tolerance * (CAPTURE_FACTOR if before is None else 1)
@@ -127,11 +127,28 @@ def measure_steps(
         expected, before = outputs[ALONE], step
 
 
+def _run(run: Callable[[GraphModule], Outputs], step: Step, conditions: Conditions) -> Outputs:
+    """What a step's graph returns. A graph that cannot be run is as wrong as one that returns something else."""
+    try:
+        return run(step.graph)
+    except (PagebinderError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise VerificationError(
+            f"{step.name} (level {step.level}) leaves a graph that cannot be run with {conditions}: "
+            f"{str(error).splitlines()[0]}",
+            pass_name=step.name,
+            level=step.level,
+            error=math.inf,
+            places=tuple(places_of(step)),
+        ) from error
+
+
 def verify_steps(steps, expected, run, conditions: Conditions, lengths) -> list[VerifiedStep]:
     """`measure_steps`; the errors are also kept in the passes' results.
 
     Raises:
-        VerificationError: a step differs by more than the tolerance.
+        VerificationError: a step differs by more than the tolerance, or leaves a graph that cannot be run.
     """
     lines = []
     for measured in measure_steps(steps, expected, run, conditions, lengths):

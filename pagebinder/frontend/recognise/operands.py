@@ -113,7 +113,7 @@ def product_with_values(node: Node, weights: Node) -> ProductWithValues:
     return ProductWithValues(product, *((product.a, product.b) if first else (product.b, product.a)))
 
 
-def stripped(operand: Operand, *, fold_factors: bool = True) -> Operand:
+def stripped(operand: Operand, *, fold_factors: bool) -> Operand:
     """The same operand at an earlier node: transposes, copies, widening casts and scalings undone."""
     node, labels, factor = operand.node, list(operand.labels), operand.factor
     while isinstance(node, Node) and node.op == "call_function" and node.args:
@@ -174,15 +174,19 @@ def _without_ones(reshape: Node, labels: list[str]) -> list[str] | None:
     return [f"one{i}_{reshape.name}" if _is_one(s) else next(remaining)[0] for i, s in enumerate(before)]
 
 
-def unrepeated(operand: Operand, head: str) -> Operand:
-    """The operand before every KV head was repeated for its group of query heads; itself if it was not."""
+def unrepeated(operand: Operand, head: str, *, fold_factors: bool) -> Operand:
+    """The operand before every KV head was repeated for its group of query heads; itself if it was not.
+
+    `fold_factors`: as in `stripped`; only for a caller that uses the operand's factor.
+    """
     x = operand.node
     if head not in operand.labels:
         return operand
     dim = operand.labels.index(head)
     if is_call(x, aten.repeat_interleave.self_int):
         same = isinstance(x.args[1], int) and arg(x, 2, "dim") in (dim, dim - val(x).dim())
-        return stripped(Operand(x.args[0], operand.labels, operand.factor)) if same else operand
+        before = Operand(x.args[0], operand.labels, operand.factor)
+        return stripped(before, fold_factors=fold_factors) if same else operand
     if not is_call(
         x, aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints
     ):
@@ -201,7 +205,8 @@ def unrepeated(operand: Operand, head: str) -> Operand:
     same = shape[:dim] + shape[dim + 1 :] == repeated[:dim] + repeated[dim + 1 :]
     wide = [_key(s) for s in val(expanded).shape]
     same = same and wide[: dim + 1] + wide[dim + 2 :] == shape and isinstance(shape[dim], int)
-    return stripped(Operand(source, operand.labels, operand.factor)) if same else operand
+    before = Operand(source, operand.labels, operand.factor)
+    return stripped(before, fold_factors=fold_factors) if same else operand
 
 
 def num_heads(operand: Operand, leading: list[str], sizes: list[int]) -> int | None:
@@ -236,6 +241,8 @@ def flat_heads(
     if len(heads) != 1:
         count = math.prod(val(node).shape[1:-1])
         node = insert_call(gm.graph, where, aten.reshape.default, (node, [-1, count, val(node).shape[-1]]))
+    if val(node).stride(-1) != 1:  # channels before tokens, as convolutions have them
+        node = insert_call(gm.graph, where, aten.contiguous.default, (node,))
     return node
 
 

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from pagebinder.frontend.alibi_proof import classify_bias, prove_alibi
 from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, MaskTerm, prove_terms
-from pagebinder.frontend.mask_values import is_size
+from pagebinder.frontend.mask_values import by_shape_only, is_size
 from pagebinder.frontend.recognise.operands import (
     PRODUCTS,
     NotAttention,
@@ -35,6 +35,7 @@ from pagebinder.frontend.recognise.operands import (
     unrepeated,
 )
 from pagebinder.frontend.recognise.score_chain import Chain, read_chain
+from pagebinder.frontend.recognise.slopes import SlopeConstants
 from pagebinder.graph_tools import (
     CASTS,
     IDENTITIES,
@@ -42,7 +43,6 @@ from pagebinder.graph_tools import (
     aten,
     calls,
     describe,
-    fake_mode_of,
     finish,
     insert_call,
     is_call,
@@ -87,7 +87,7 @@ def _of_token_values(graph: torch.fx.Graph) -> set[Node]:
     tainted: set[Node] = set()
     for node in graph.nodes:
         is_source = node.op == "placeholder" and node.target != "positions"
-        if is_source or (not is_size(node) and any(n in tainted for n in node.all_input_nodes)):
+        if is_source or (not by_shape_only(node) and any(n in tainted for n in node.all_input_nodes)):
             tainted.add(node)
     return tainted
 
@@ -99,7 +99,7 @@ class _Layer:
         self.gm, self.tainted = gm, tainted
         self._facts: dict[tuple[MaskTerm, ...], MaskFacts | MaskNotProven] = {}
         self._slopes: dict[tuple, torch.Tensor] = {}
-        self._constants: dict[tuple[float, ...], Node] = {}
+        self._constants = SlopeConstants(gm)
         self._bias = functools.cache(classify_bias)
 
     def rewrite(self, softmax: Node) -> Match:
@@ -146,19 +146,7 @@ class _Layer:
         key = (biases[0].node, biases[0].factor, facts, total)
         if key not in self._slopes:
             self._slopes[key] = prove_alibi(biases[0], facts, total)
-        return lambda: self._constant(self._slopes[key], val(biases[0].node).device)
-
-    def _constant(self, slopes: torch.Tensor, device: torch.device) -> Node:
-        """The slopes as a buffer of the graph, made at the first layer that needs them."""
-        key = tuple(slopes.tolist())
-        if key not in self._constants:
-            name = f"alibi_slopes_{len(self._constants)}"
-            self.gm.register_buffer(name, slopes.to(device), persistent=False)
-            with self.gm.graph.inserting_before(next(iter(self.gm.graph.nodes))):
-                node = self._constants[key] = self.gm.graph.get_attr(name)
-            with fake_mode_of(self.gm.graph):  # from_tensor would make the number of heads dynamic
-                node.meta["val"] = torch.empty(len(slopes), device=device)
-        return self._constants[key]
+        return lambda: self._constants.node_of(self._slopes[key], val(biases[0].node).device)
 
     def _sinks_of(self, chain: Chain) -> Callable | None:
         if chain.sinks is None:
@@ -265,7 +253,7 @@ def _keeps_matrices(view: Node) -> bool:
 
 def _require_private(chain: Chain, softmax: Node) -> None:
     for node in chain.nodes - {softmax}:
-        if any(user not in chain.nodes for user in node.users):
+        if any(user not in chain.nodes and not is_size(user) for user in node.users):
             raise NotAttention("the scores are used in other places than the softmax")
 
 
@@ -290,7 +278,8 @@ def _operands(of_scores: Product, of_values: ProductWithValues, weights: torch.T
         raise NotAttention("the heads are cut differently before and after the softmax")
     if any(not isinstance(s, int) for s in (*scores_sizes.values(), q.size(inner[0]))):
         raise NotAttention("the product is not over heads of a fixed width")
-    q, k, v = stripped(q), stripped(k), stripped(of_values.values, fold_factors=False)
+    q, k = (stripped(x, fold_factors=True) for x in (q, k))
+    v = stripped(of_values.values, fold_factors=False)
     whole = functools.reduce(lambda a, b: a * b, scores_sizes.values(), 1)
     k, v = _grouped(k, leading, scores_sizes, v, of_values.weight_leading, sizes)
     if num_heads(q, leading, list(scores_sizes.values())) != whole:
@@ -305,7 +294,10 @@ def _grouped(
     k: Operand, k_leading: list[str], k_sizes: dict, v: Operand, v_leading: list[str], v_sizes: dict
 ):
     """Keys and values before their heads were repeated, if both were in the same way."""
-    once = [unrepeated(x, _heads_label(x, leading)) for x, leading in ((k, k_leading), (v, v_leading))]
+    once = [  # the scores take a factor of the keys; a factor of the values stays with them
+        unrepeated(k, _heads_label(k, k_leading), fold_factors=True),
+        unrepeated(v, _heads_label(v, v_leading), fold_factors=False),
+    ]
     for pair in (once, (k, v)):
         counts = (
             num_heads(pair[0], k_leading, list(k_sizes.values())),

@@ -84,7 +84,8 @@ def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     if is_call(node, aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor):
         return _added(chain, node, tainted)
     if is_call(node, *_MASKED_FILLS):
-        return _filled(chain, node.args[0], MaskTerm(node.args[1], "hidden"), node.args[2], tainted)
+        mask = _before_expansion(chain, node.args[1], node.args[0])
+        return _filled(chain, node.args[0], MaskTerm(mask, "hidden"), node.args[2], tainted)
     if is_call(node, *_WHERES):
         condition, yes, no = node.args
         if yes in tainted and no not in tainted:
@@ -105,12 +106,23 @@ def _scaled(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     if isinstance(other, Node) and other in tainted and not divides:
         x, other = other, x
     factor = scaling(node) if not isinstance(other, Node) else _factor_of(other, divides)
+    if factor is None and not divides and isinstance(x, Node) and _is_of_pairs(other, tainted):
+        _require_before_cap(chain)
+        chain.masks.append(MaskTerm(other, "factor"))
+        return x
     if factor is None or not isinstance(x, Node):
         raise NotAttention("the scores are multiplied by something else than a number")
     if factor <= 0:
         raise NotAttention("the scores are multiplied by a number that is not positive")
     chain.factor *= factor
     return x
+
+
+def _is_of_pairs(node, tainted: set[Node]) -> bool:
+    """Could this be a mask [.., T, T] of ones and zeros, which the proof of masks then decides?"""
+    if not isinstance(node, Node) or node in tainted or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return all(isinstance(size, torch.SymInt) for size in val(node).shape[-2:]) and val(node).dim() >= 2
 
 
 def _factor_of(node: Node, divides: bool) -> Fraction | None:
@@ -125,6 +137,8 @@ def _added(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     is_minus = is_call(node, aten.sub.Tensor)
     if node.kwargs or len(node.args) > 2:
         raise NotAttention("a bias is added with a factor")
+    if isinstance(x, Node) and not isinstance(other, Node) and other == 0:
+        return x
     if is_minus and _is_row_maximum(other, x):
         if chain.soft_cap is not None or chain.sinks is not None:
             raise NotAttention("the row's maximum is subtracted before a soft cap or a sink")
@@ -163,10 +177,20 @@ def _filled(chain: Chain, x: Node, term: MaskTerm, fill, tainted: set[Node]) -> 
     return x
 
 
+def _before_expansion(chain: Chain, mask: Node, scores: Node) -> Node:
+    """mask.expand_as(scores) -> mask: filling broadcasts by itself, and the scores are not needed for the proof."""
+    if is_call(mask, aten.expand_as.default) and mask.args[1] is scores:
+        chain.nodes.add(mask)
+        return mask.args[0]
+    return mask
+
+
 def _require_before_cap(chain: Chain) -> None:
-    """Walking backwards, masks and biases come before the soft cap is met."""
+    """Walking backwards, masks and biases come before the soft cap is met, and before a product with a mask."""
     if chain.soft_cap is not None:
         raise NotAttention("the scores are masked or biased before the soft cap")
+    if any(term.kind == "factor" for term in chain.masks):
+        raise NotAttention("the scores are masked or biased before they are multiplied with a mask")
 
 
 def _with_sinks(chain: Chain, node: Node) -> Node:

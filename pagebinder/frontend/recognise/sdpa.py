@@ -1,35 +1,42 @@
 """Attention written as torch's scaled_dot_product_attention: the second route into a model.
 
 Matches:
-    sdpa(q [1, H, T, D], k, v, mask, is_causal)     mask None and is_causal, or a mask that is proven
+    sdpa(q [1, H, T, D], k, v, mask, is_causal)     mask None and is_causal, or a mask that is proven, ALiBi added
 Replaces with:
-    pagebinder.attention(q [T, H, D], k [T, G, D], v [T, G, Dv], scale, window, causal)
+    pagebinder.attention(q [T, H, D], k [T, G, D], v [T, G, Dv], None, alibi_slopes, scale, window, causal)
 
 Keys that were repeated for grouped heads are unwrapped, so that the cache stores each KV head once.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask
+from pagebinder.frontend.alibi_proof import classify_bias, prove_alibi
+from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask, prove_terms
 from pagebinder.frontend.recognise.operands import Operand, flat_heads, from_flat_heads, stripped, unrepeated
+from pagebinder.frontend.recognise.slopes import SlopeConstants
 from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, source_line, val
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "attention"
 LABELS = ("batch", "heads", "tokens", "width")
 
+Mask = tuple[MaskFacts, torch.Tensor | None]  # and ALiBi slopes [H]
+
 
 def recognise_sdpa(gm: GraphModule) -> PassResult:
     """Rewrite every scaled_dot_product_attention whose mask is understood; refuse the others."""
     result = PassResult(name="recognise_sdpa")
-    proofs: dict[Node, MaskFacts | MaskNotProven] = {}
+    proofs: dict[Node, Mask | MaskNotProven] = {}
+    constants = SlopeConstants(gm)
     for sdpa in calls(gm.graph, aten.scaled_dot_product_attention.default):
         try:
-            facts = _mask_of(sdpa, proofs)
-            match = _rewrite(gm, sdpa, facts)
+            facts, slopes = _mask_of(sdpa, proofs)
+            match = _rewrite(gm, sdpa, facts, slopes, constants)
         except MaskNotProven as miss:
             result.refusals.append(
                 Refusal(pattern=PATTERN, reason=str(miss), source_line=source_line(sdpa), **describe(sdpa))
@@ -42,7 +49,7 @@ def recognise_sdpa(gm: GraphModule) -> PassResult:
     return result
 
 
-def _mask_of(sdpa: Node, proofs: dict[Node, MaskFacts | MaskNotProven]) -> MaskFacts:
+def _mask_of(sdpa: Node, proofs: dict[Node, Mask | MaskNotProven]) -> Mask:
     """What the layer's mask means. `proofs`: what is known already, since layers share masks."""
     if arg(sdpa, 4, "dropout_p", 0.0):
         raise MaskNotProven("attention with dropout: call model.eval() before compiling")
@@ -50,12 +57,12 @@ def _mask_of(sdpa: Node, proofs: dict[Node, MaskFacts | MaskNotProven]) -> MaskF
     if arg(sdpa, 5, "is_causal", False):
         if mask is not None:
             raise MaskNotProven("both is_causal and a mask are given")
-        return MaskFacts(causal=True)
+        return MaskFacts(causal=True), None
     if mask is None:
-        return MaskFacts(causal=False)
+        return MaskFacts(causal=False), None
     if mask not in proofs:
         try:
-            proofs[mask] = prove_mask(mask)
+            proofs[mask] = _proven(mask, num_heads=val(sdpa.args[0]).shape[1])
         except MaskNotProven as miss:
             proofs[mask] = miss
     if isinstance(proofs[mask], MaskNotProven):
@@ -63,7 +70,24 @@ def _mask_of(sdpa: Node, proofs: dict[Node, MaskFacts | MaskNotProven]) -> MaskF
     return proofs[mask]
 
 
-def _rewrite(gm: GraphModule, sdpa: Node, facts: MaskFacts) -> Match:
+def _proven(mask: Node, num_heads: int) -> Mask:
+    """A mask, or ALiBi with or without one. Raises MaskNotProven."""
+    try:
+        return prove_mask(mask), None
+    except MaskNotProven as miss:
+        try:
+            bias = classify_bias(mask, Fraction(1))
+        except MaskNotProven:
+            raise miss from None
+        if bias.node is None:
+            raise
+    facts = MaskFacts(causal=False) if bias.mask is None else prove_terms((bias.mask,))
+    return facts, prove_alibi(bias, facts, num_heads)
+
+
+def _rewrite(
+    gm: GraphModule, sdpa: Node, facts: MaskFacts, slopes: torch.Tensor | None, constants: SlopeConstants
+) -> Match:
     q, k, v = sdpa.args[:3]
     for name, x in (("queries", q), ("keys", k), ("values", v)):
         if not _is_heads_by_tokens(val(x)):
@@ -71,7 +95,7 @@ def _rewrite(gm: GraphModule, sdpa: Node, facts: MaskFacts) -> Match:
     if len({val(x).shape[2].node.expr for x in (q, k, v)}) > 1:
         raise MaskNotProven("queries and keys are not of the same tokens")
     q, k, v = (stripped(Operand(x, list(LABELS)), fold_factors=False) for x in (q, k, v))
-    once = [unrepeated(x, "heads") for x in (k, v)]
+    once = [unrepeated(x, "heads", fold_factors=False) for x in (k, v)]
     if once[0].size("heads") == once[1].size("heads"):
         k, v = once
     if k.size("heads") != v.size("heads") or q.size("heads") % k.size("heads"):
@@ -82,13 +106,15 @@ def _rewrite(gm: GraphModule, sdpa: Node, facts: MaskFacts) -> Match:
     options = {"scale": scale, "window": facts.window, "chunk": facts.chunk}
     options = {name: value for name, value in options.items() if value is not None}
     options |= {} if facts.causal else {"causal": False}
-    op = insert_call(gm.graph, sdpa, torch.ops.pagebinder.attention.default, tuple(flat), options)
+    optional = [] if slopes is None else [None, constants.node_of(slopes, val(q.node).device)]
+    op = insert_call(gm.graph, sdpa, torch.ops.pagebinder.attention.default, (*flat, *optional), options)
     out = from_flat_heads(gm, sdpa, op, {"batch": 1, "heads": q.size("heads")}, list(LABELS))
     if val(out).dtype is not val(sdpa).dtype:
         out = insert_call(gm.graph, sdpa, aten.to.dtype, (out, val(sdpa).dtype))
     sdpa.replace_all_uses_with(out)
     gm.graph.erase_node(sdpa)  # it may use dropout, so dead-code elimination takes it for impure
-    return Match(pattern=PATTERN, detail=facts.describe(), **describe(op))
+    detail = facts.describe() + ("" if slopes is None else ", ALiBi")
+    return Match(pattern=PATTERN, detail=detail, **describe(op))
 
 
 def _is_heads_by_tokens(x: torch.Tensor) -> bool:
