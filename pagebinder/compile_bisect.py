@@ -125,7 +125,9 @@ def bisect(
     plan, states = compiled.kv_spec, compiled.states
     lengths = lengths_to_test(plan, states, source, full=True)
     if num_tokens is not None:
-        lengths = [min(num_tokens, compiled.max_model_len)]
+        if num_tokens > compiled.max_model_len:
+            raise ConfigError(f"num_tokens={num_tokens}: the model takes at most {compiled.max_model_len}.")
+        lengths = [num_tokens]
     sequences = choose_sequences(source, plan, states, lengths)
     suspect = _unequal_rewrite(trail, tolerance)
     steps: list[VerifiedStep] = []

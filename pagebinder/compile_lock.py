@@ -17,7 +17,7 @@ from pagebinder.config import CompileConfig
 from pagebinder.errors import PlanDriftError
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.lock_drift import Drift, plan_drift, providers_comparable
-from pagebinder.passes.lock_file import read_plan_lock, write_plan_lock
+from pagebinder.passes.lock_file import read_plan_lock, require_writable, write_plan_lock
 from pagebinder.passes.plan_lock import plan_lock
 from pagebinder.report import CompileReport
 from pagebinder.runtime.kv import KVPlan
@@ -26,7 +26,9 @@ MAX_DRIFTS_SHOWN = 20
 
 
 def expected_plan(config: CompileConfig) -> dict[str, Any] | None:
-    """The lock that the config asks for, read. Raises PlanLockError."""
+    """The lock that the config asks for, read. Raises PlanLockError, also if one is to be written and cannot be."""
+    if config.lock is not None:
+        require_writable(config.lock)
     return None if config.locked is None else read_plan_lock(config.locked)
 
 

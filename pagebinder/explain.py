@@ -127,7 +127,7 @@ def _refusals(report: CompileReport) -> list[Padding]:
         places.setdefault((r.pattern, r.reason, kind_of_place, r.source_line), []).append(
             r.module_path or r.node
         )
-    lines = [Padding("refused:", (0, 0, 0, 1))]
+    lines = [Padding("refused (these places run as the model wrote them):", (0, 0, 0, 1))]
     for (pattern, reason, kind_of_place, source_line), paths in places.items():
         where = paths[0] if len(paths) == 1 else f"{kind_of_place} ({len(paths)} places)"
         line = f" [{source_line}]" if source_line else ""

@@ -22,7 +22,15 @@ MAY_IMPORT = {
     "passes": {"custom_ops"},
     "runtime": {"custom_ops"},
 }
-LEAVES = {"config", "errors", "report", "graph_tools", "explain", "explain_html", "explain_rates"}  # of the package, not of a room
+LEAVES = {
+    "config",
+    "errors",
+    "report",
+    "graph_tools",
+    "explain",
+    "explain_html",
+    "explain_rates",
+}  # of the package, not of a room
 TOP = {"describe", "doctor", "__init__", "__main__"}  # and cli*, compile*: these know all rooms
 LAZY = {("report", "explain_html"), ("config", "runtime")}  # inside functions only
 

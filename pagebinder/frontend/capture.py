@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
+import itertools
 import logging
 import warnings
 from dataclasses import dataclass
@@ -28,13 +30,18 @@ from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.source import ModelSource
+from pagebinder.frontend.tidy import tidy
+from pagebinder.frontend.unpadded import said_for_unpadded
+from pagebinder.frontend.unsupported import refuse_unsupported
 from pagebinder.graph_tools import aten, finish
 
 EXAMPLE_TOKENS = 40
 MAX_STEP_TOKENS = 1 << 20
 MIN_STEP_TOKENS = 2
 
-ASSERTIONS = (aten._assert_tensor_metadata.default,)
+# Models that write out the attention of their text, and take functions for that of their images: the hook would
+# only take the mask away that the text needs.
+WRITES_ITS_ATTENTION = {"GitForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -65,10 +72,11 @@ class FlatTokens(torch.nn.Module):
             out = self.source(input_ids, positions)
             return getattr(out, "logits", out)[0]
         positions = positions + self.offset if self.offset else positions
+        said = said_for_unpadded(self.source, input_ids)
         if self.given is None:
-            return self.source(input_ids=input_ids, position_ids=positions, use_cache=False).logits[0]
+            return self.source(input_ids=input_ids, position_ids=positions, use_cache=False, **said).logits[0]
         with self.given.of_call(positions[0]):
-            return self.source(input_ids=input_ids, use_cache=False).logits[0]
+            return self.source(input_ids=input_ids, use_cache=False, **said).logits[0]
 
 
 def _takes_positions(module: torch.nn.Module) -> bool:
@@ -108,14 +116,14 @@ def trace(
     source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], *, hook: bool = True
 ) -> tuple[GraphModule, str]:
     """Trace `wrapper`, which calls `source.module` with these inputs; see `capture`."""
+    if source.is_transformers:
+        refuse_unsupported(source.module)
     program, route, max_tokens = _export(source, wrapper, inputs, hook)
     if any(_is_mutating(n) for n in program.graph.nodes):
         program = program.run_decompositions({})
         route += ", functionalised"
     gm = _unlift(program, list(inputs))
-    for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target in ASSERTIONS:
-            gm.graph.erase_node(node)
+    tidy(gm)
     if max_tokens is not None:
         next(n for n in gm.graph.nodes if n.target == "input_ids").meta["max_tokens"] = max_tokens
     finish(gm)
@@ -130,7 +138,7 @@ def _export(
     examples = tuple(i.example for i in inputs.values())
     dynamic_shapes = tuple({0: sizes[i.size_name]} for i in inputs.values())
     failures = []
-    hooked = hooked and source.is_transformers
+    hooked = hooked and source.is_transformers and type(source.module).__name__ not in WRITES_ITS_ATTENTION
     hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
     leaves, quiet = patched(LEAVES, source.module), warnings.catch_warnings()
     experts = experts_hook(source.module)
@@ -175,9 +183,10 @@ def _export_limited(
     ranges = list(program.range_constraints.values())
     if len(ranges) != 1 or len(sizes) != 1 or ranges[0].lower > MIN_STEP_TOKENS:
         return None
-    upper = min(int(ranges[0].upper), MAX_STEP_TOKENS)
+    if ranges[0].upper >= MAX_STEP_TOKENS:
+        return None  # not a limit: the first attempts failed for another reason
     _forget_limit(program)
-    return program, upper
+    return program, int(ranges[0].upper)
 
 
 def _forget_limit(program: ExportedProgram) -> None:
@@ -190,12 +199,13 @@ def _forget_limit(program: ExportedProgram) -> None:
 
 @contextlib.contextmanager
 def _quiet_torch():
-    """A failed attempt makes torch log whole graphs; what matters of it is in the CaptureError."""
+    """A failed attempt makes torch log and print whole graphs; what matters of it is in the CaptureError."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(level)
 
@@ -214,8 +224,11 @@ def _evaluation_mode(module: torch.nn.Module):
 
 def _check_range(program: ExportedProgram) -> None:
     """A graph that is valid only from, say, 32 tokens on would be wrong for a decode step."""
+    of_data = _sizes_from_data(program)
     for symbol, bounds in program.range_constraints.items():
         if str(symbol).startswith("u"):
+            if symbol not in of_data:
+                continue  # a number that an assertion of the model's reads
             raise CaptureError(
                 "The model's code picks entries by their values (a mask or a search whose result has as many rows as "
                 "match), so the shapes of the captured graph depend on data."
@@ -225,6 +238,15 @@ def _check_range(program: ExportedProgram) -> None:
                 f"The captured graph holds only for {bounds.lower} <= {symbol} <= {bounds.upper} tokens: "
                 "the model's code branches on the sequence length."
             )
+
+
+def _sizes_from_data(program: ExportedProgram) -> set:
+    """Symbols in the sizes of the program's tensors."""
+    values = itertools.chain.from_iterable(
+        torch.utils._pytree.tree_leaves(n.meta.get("val")) for n in program.graph.nodes
+    )
+    sizes = itertools.chain.from_iterable(v.shape for v in values if isinstance(v, torch.Tensor))
+    return {s for size in sizes if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
 
 
 def _is_mutating(node: torch.fx.Node) -> bool:

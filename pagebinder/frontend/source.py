@@ -135,7 +135,8 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
     eos, bos = _generation_tokens(path)
     module = _build(path, config_dict, dtype, weights)
     facts = _facts(module.config, module)
-    facts["eos_token_ids"] |= {t for t in eos if 0 <= t < facts["vocab_size"]}
+    if eos:
+        facts["eos_token_ids"] = frozenset(t for t in eos if 0 <= t < facts["vocab_size"])
     if bos is not None:
         facts["bos_token_id"] = bos
     return ModelSource(
@@ -227,7 +228,9 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
         vocab_size = embedding.num_embeddings
     encoder_decoder = _encoder_facts(text, module)
     vocab_size = encoder_decoder.get("vocab_size", vocab_size)
-    eos = getattr(text, "eos_token_id", None)
+    eos = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    if eos is None:  # the generation config wins, as in transformers' own `generate`
+        eos = getattr(text, "eos_token_id", None)
     eos_ids = {eos} if isinstance(eos, int) else set(eos or ())
     return {
         "vocab_size": vocab_size,
@@ -252,7 +255,10 @@ def _layer_counts(config) -> dict[str, Any]:
     types = getattr(config, "layer_types", None)
     model_type = getattr(config, "model_type", None)
     if model_type in ATTENTIONS_PER_LAYER:
-        return {"num_attention_layers": num_layers * ATTENTIONS_PER_LAYER[model_type], "num_recurrent_layers": 0}
+        return {
+            "num_attention_layers": num_layers * ATTENTIONS_PER_LAYER[model_type],
+            "num_recurrent_layers": 0,
+        }
     if types is None:
         if model_type in RECURRENT_MODEL_TYPES:
             return {"num_attention_layers": 0, "num_recurrent_layers": num_layers}

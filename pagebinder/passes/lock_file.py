@@ -34,6 +34,14 @@ def write_plan_lock(lock: Mapping[str, Any], path: str | Path) -> None:
     Path(path).expanduser().write_text(lock_text(lock), encoding="utf-8")
 
 
+def require_writable(path: str | Path) -> None:
+    """Raises PlanLockError if a lock cannot be written to `path`, before anything is computed for it."""
+    path = Path(path).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"
+        raise PlanLockError(f"The plan lock cannot be written: {path} {what}. Give the path of a file.")
+
+
 def lock_text(lock: Mapping[str, Any]) -> str:
     """The lock as TOML, one line for each entry, so that a change is one line of a diff."""
     document = tomlkit.parse(HEADER)
@@ -79,7 +87,10 @@ def read_plan_lock(path: str | Path) -> dict[str, Any]:
     try:
         lock = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanLockError(f"The plan lock {path} cannot be read: {error.strerror}. {again}") from error
+        raise PlanLockError(
+            f"The plan lock {path} cannot be read: {error.strerror}. Give the path of a lock that was written by "
+            "`pagebinder compile DIR --lock FILE`."
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanLockError(f"The plan lock {path} is not a TOML file: {error}. {again}") from error
     if lock.get("format") != FORMAT:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -73,7 +73,12 @@ def plan_lock(
         places.add(path, "rewrites", entry)
     for refusal in sorted(refusals(report), key=lambda r: order.get(r.module_path, -1)):
         places.add(refusal.module_path, "refused", {"pattern": refusal.pattern, "reason": refusal.reason})
-    model = {"class": report.model_class, "config": config_hash(model_config), "dtype": report.dtype}
+    model = {
+        "class": report.model_class,
+        "config": config_hash(model_config),
+        "rope": _rope_of(model_config),
+        "dtype": report.dtype,
+    }
     lock = {
         "format": FORMAT,
         "model": model,
@@ -84,6 +89,21 @@ def plan_lock(
         "providers": _providers(report, graphs["fused"]),
     }
     return tomllib.loads(lock_text(lock))  # what is compared has been through the file's format
+
+
+def _rope_of(model_config: Mapping | None) -> str:
+    """What a config says about RoPE: its angles are numbers of the graph that no op names."""
+    named = {k: v for k, v in (model_config or {}).items() if k.startswith("rope_")}
+    return ", ".join(f"{key}={value}" for key, value in sorted(_flat(named)))
+
+
+def _flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """("rope_parameters.rope_theta", "10000.0"), ... of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
 
 
 def config_hash(model_config: Mapping | None) -> str:

@@ -98,12 +98,12 @@ def test_no_weights_are_needed_for_the_meta_device(checkpoint):
     assert source_from_dir(checkpoint, weights=False).device.type == "meta"
 
 
-def test_generation_config_adds_end_tokens(checkpoint):
+def test_the_generation_config_says_what_ends_a_sequence(checkpoint):
     (checkpoint / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [6, 7], "bos_token_id": 2})
     )
     source = source_from_dir(checkpoint)
-    assert source.eos_token_ids == {5, 6, 7} and source.bos_token_id == 2
+    assert source.eos_token_ids == {6, 7} and source.bos_token_id == 2
 
 
 def edit_config(directory, **changes):

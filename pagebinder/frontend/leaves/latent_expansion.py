@@ -4,8 +4,8 @@
     here      key = cat(k_nope, k_rot)
 
 All MLA families of transformers have the same method `expand_kv(kv_nope, k_rot)`. The attention over its result is
-ordinary: H heads of width nope + rope, values of width v_head_dim. Each module's own method is run beside ours on a few
-random rows before the capture, so a family that expands otherwise is an error.
+ordinary: H heads of width nope + rope, values of width v_head_dim. Each module's own method is run beside ours on a
+few random rows before the capture, so a family that expands otherwise is an error.
 """
 
 from __future__ import annotations
