@@ -12,6 +12,7 @@ from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.explain import explain_text
 from pagebinder.frontend.encoder_decoder import states_of
+from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.lock_file import write_plan_lock
 from pagebinder.report import CompileReport
@@ -74,6 +75,7 @@ class CompiledModel:
             eos_token_ids=self.source.eos_token_ids,
             tokenizer=self.source.tokenizer(),
             encoder=self._encoder_model(),
+            uncounted_id=numbering(self.source.module).uncounted_id,
         )
         return Engine(model, config)
 

@@ -36,9 +36,14 @@ IGNORED = {
 # the config that is not passed to the hook. In any other module that trait means something not known here.
 CHUNKED_BY_LAYER_TYPE = {"Llama4TextAttention"}
 # Attention modules of decoders that are causal by the mask that their model builds, and say is_causal=False.
-CAUSAL_BY_MASK = {"BigBirdPegasusDecoderAttention"}
+CAUSAL_BY_MASK = {"BigBirdPegasusDecoderAttention", "NllbMoeAttention"}
+# Attention modules that get the mask of padding always, [1, 1, 1, T] of zeros for a sequence without padding.
+MASK_OF_PADDING = {"LayoutLMSelfAttention"}
 # Attention modules of models whose mask applies `config.sliding_window` to every layer, and which do not pass it.
 WINDOW_OF_THE_MASK = {"PhimoeAttention"}
+# Attention modules whose config has a sliding_window that no computation reads: the model's mask is plainly causal,
+# and the window only bounds the cache that transformers makes by itself.
+WINDOW_UNUSED = {"MoshiAttention"}
 
 
 def attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -48,7 +53,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         CaptureError: an argument or a module trait that changes the result in a way not known here.
     """
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
-    if attention_mask is not None:
+    is_of_padding = type(module).__name__ in MASK_OF_PADDING and attention_mask is not None
+    if attention_mask is not None and not (is_of_padding and attention_mask.shape[2] == 1):
         raise CaptureError(f"{name} passes an attention mask of its own; its meaning is not proven here.")
     window = kwargs.pop("sliding_window", None)
     if window is None and type(module).__name__ in WINDOW_OF_THE_MASK and _layer_type(module) is None:
@@ -67,10 +73,10 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         )
     chunk = _configured_chunk(module, name)
     _require_window_as_configured(module, window)
-    if type(module).__name__ in CAUSAL_BY_MASK and not is_cross:
+    if type(module).__name__ in CAUSAL_BY_MASK and not is_cross and getattr(module, "is_decoder", False):
         causal = True
     if causal is None:
-        causal = getattr(module, "is_causal", None)
+        causal = False if is_of_padding else getattr(module, "is_causal", None)
     if causal is None:
         raise CaptureError(f"{name} does not say whether it is causal (is_causal); it cannot be assumed.")
     if dropout and module.training:
@@ -200,6 +206,8 @@ def _configured_chunk(module, name: str) -> int | None:
 def _require_window_as_configured(module, window) -> None:
     """A window that only the model's mask would have applied is lost with the mask."""
     config, layer_type = getattr(module, "config", None), _layer_type(module)
+    if type(module).__name__ in WINDOW_UNUSED:
+        return
     if layer_type is not None:
         has_window = layer_type == "sliding_attention"
     else:

@@ -46,10 +46,14 @@ class FlatDecoder(torch.nn.Module):
         self.given = given
 
     def forward(self, input_ids, positions, encoder_states):
+        from transformers.modeling_outputs import BaseModelOutput
+
+        encoder_outputs = BaseModelOutput(last_hidden_state=encoder_states.unsqueeze(0))
+        encoder_outputs.router_logits = None  # models with experts return them, and nothing here reads them
         with self.given.of_call(positions):
             out = self.source(
                 decoder_input_ids=input_ids.unsqueeze(0),
-                encoder_outputs=(encoder_states.unsqueeze(0),),
+                encoder_outputs=encoder_outputs,
                 use_cache=False,
             )
         return out.logits[0]

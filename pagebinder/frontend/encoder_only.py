@@ -27,6 +27,7 @@ from pagebinder.frontend.leaves.given_positions import GivenPositions, given_pos
 from pagebinder.frontend.leaves.relative_bias import bias_by_distance
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.source import ModelSource
+from pagebinder.frontend.unpadded import said_for_unpadded
 
 MASK_FUNCTION = "create_bidirectional_mask"
 # Arguments of it that change nothing for one whole sequence.
@@ -50,6 +51,7 @@ class FlatTokensOfEncoder(torch.nn.Module):
             "token_type_ids": torch.zeros_like(ids),
             "use_cache": False,
         }
+        options |= said_for_unpadded(self.source, ids)
         options = {name: value for name, value in options.items() if name in self.accepts}
         with self.given.of_call(positions[0]):
             return rows_of(self.source(input_ids=ids, **options))

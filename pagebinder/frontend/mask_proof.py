@@ -85,7 +85,7 @@ class MaskTerm:
     """One of the masks of a layer.
 
     kind: "mask" (bool visible, or additive), "visible" or "hidden" (nonzero = so), "biased" (hidden by -1e9 or less,
-    beside a bias).
+    beside a bias), "factor" (multiplies scores before the others hide any: 1 where they leave visible, else 0 or 1).
     """
 
     node: Node
@@ -232,11 +232,24 @@ def _together(terms: Sequence[MaskTerm], values: list[torch.Tensor], rows: int, 
     visible = torch.ones(rows, columns, dtype=torch.bool)
     for term, value in zip(terms, values):
         heads = value.reshape(-1, *value.shape[-2:]) if value.dim() > 1 else value.reshape(1, 1, -1)
+        if term.kind == "factor":
+            continue
         first = _as_visible(heads[:1], term.kind)[0].expand(rows, columns)
         if len(heads) > 1 and not bool((_as_visible(heads, term.kind) == first).all()):
             raise MaskNotProven("the mask differs between heads")
         visible = visible & first
+    for term, value in zip(terms, values):
+        if term.kind == "factor":
+            _require_harmless(value, visible)
     return visible
+
+
+def _require_harmless(factor: torch.Tensor, visible: torch.Tensor) -> None:
+    """Scores times 0 are not hidden: the other masks must hide them."""
+    if not bool(((factor == 0) | (factor == 1)).all()):
+        raise MaskNotProven("the scores are multiplied by something else than a mask of ones and zeros")
+    if bool(((factor == 0) & visible).any()):
+        raise MaskNotProven("the scores are multiplied by zero where no mask hides them")
 
 
 def _as_visible(mask: torch.Tensor, kind: str) -> torch.Tensor:

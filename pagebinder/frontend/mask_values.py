@@ -55,15 +55,38 @@ def ancestors(*results: Node) -> list[Node]:
         node = queue.pop()
         if node not in needed:
             needed.add(node)
-            queue.extend(() if is_size(node) else node.all_input_nodes)
+            queue.extend(_sizes_behind(node) if fill_of(node) is not None else _behind(node))
     if len(needed) > 1:
         order = {n: i for i, n in enumerate(results[0].graph.nodes)}
         return sorted(needed, key=order.__getitem__)
     return list(needed)
 
 
+def _behind(node: Node) -> list[Node]:
+    return [] if is_size(node) else node.all_input_nodes
+
+
+def _sizes_behind(node: Node) -> list[Node]:
+    return [n for n in node.all_input_nodes if is_size(n)]
+
+
+def fill_of(node: Node) -> float | None:
+    """The number that a value consists of, whatever the values of its operands; None: it is something else."""
+    if is_call(node, *_CONSTANTS):
+        return _CONSTANTS[node.target]
+    if not is_call(node, *_FILLS) or is_size(node):
+        return None
+    value = node.args[{aten.new_full.default: 2}.get(node.target, 1)]
+    return value if isinstance(value, (int, float)) else None
+
+
 def is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def by_shape_only(node: Node) -> bool:
+    """Does it depend on its operands by their sizes alone?"""
+    return is_size(node) or is_call(node, *_CONSTANTS, *_FILLS, aten.empty_like.default)
 
 
 def token_dims(node: Node) -> list[int]:
@@ -106,7 +129,8 @@ class Values:
     def vectors(self) -> dict[Node, torch.Tensor]:
         """The values of all nodes with at most one token dimension that no larger node is needed for."""
         for node in self.nodes:
-            ready = is_size(node) or all(n in self._whole for n in node.all_input_nodes)
+            ready = is_size(node) or fill_of(node) is not None
+            ready = ready or all(n in self._whole for n in node.all_input_nodes)
             if node not in self._whole and ready and len(token_dims(node)) < 2:
                 self._run(node)
         return {n: v for n, v in self._whole.items() if isinstance(v, torch.Tensor)}
@@ -127,6 +151,9 @@ class Values:
             self._whole[node] = self._input(node)
         elif node.op == "get_attr":
             self._whole[node] = constant_of(node)
+        elif (fill := fill_of(node)) is not None:
+            shape = [self._size_of(s) for s in node.meta["val"].shape]
+            self._whole[node] = torch.full(shape, fill, dtype=node.meta["val"].dtype)
         else:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._whole.__getitem__)
             self._whole[node] = node.target(*_on_cpu(args), **_on_cpu(kwargs))
@@ -277,7 +304,6 @@ def depends_on_tokens(nodes: list[Node], *results: Node) -> bool:
     tainted: set[Node] = set()
     for node in nodes:
         is_source = node.op == "placeholder" and node.target == "input_ids"
-        by_shape_only = is_size(node) or is_call(node, *_CONSTANTS, *_FILLS, aten.empty_like.default)
-        if is_source or (not by_shape_only and any(n in tainted for n in node.all_input_nodes)):
+        if is_source or (not by_shape_only(node) and any(n in tainted for n in node.all_input_nodes)):
             tainted.add(node)
     return any(r in tainted for r in results)

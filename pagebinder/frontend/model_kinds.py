@@ -16,8 +16,8 @@ SENTENCE_MODULES = "modules.json"
 def is_encoder_only(module) -> bool:
     """Is this transformers model an encoder with one row of output for each token?"""
     config = getattr(module, "config", None)
-    if config is None or getattr(config, "is_decoder", False):
-        return False
+    if config is None or getattr(config, "is_decoder", False) or getattr(config, "causal", False):
+        return False  # XLM and Flaubert say `causal`
     return type(module).__name__ in _encoder_classes(getattr(config, "model_type", None))
 
 

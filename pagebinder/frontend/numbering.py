@@ -6,12 +6,15 @@ leave padding out: what the graph gets as position p must reach them as p + padd
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 
 import torch
 
 NUMBERING_FROM_IDS = "create_position_ids_from_input_ids"
+GROWING_TABLE = "SinusoidalPositionalEmbedding"
+MASKS_FROM_LENGTHS = "get_masks"
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,28 @@ def numbering(module: torch.nn.Module) -> Numbering:
         padding = getattr(part, "padding_idx", None)
         if type(part).__name__.endswith("Embeddings") and padding is not None and _counts_ids(part):
             return Numbering(padding + 1, padding)
+        if counts_unpadded(part):
+            return Numbering(0, part.pad_index)
+        if grows_by_itself(part):
+            return Numbering(0, part.padding_idx)
     return Numbering()
+
+
+def counts_unpadded(part: torch.nn.Module) -> bool:
+    """Does it take the number of its ids that are not padding for the sequence's length (XLM, Flaubert)?"""
+    return (
+        hasattr(part, "pad_index")
+        and hasattr(part, "causal")
+        and hasattr(sys.modules[type(part).__module__], MASKS_FROM_LENGTHS)
+    )
+
+
+def grows_by_itself(part: torch.nn.Module) -> bool:
+    """Is this a table of sinusoids that grows, for positions counted over the ids that are not padding (M2M100)?"""
+    if not type(part).__name__.endswith(GROWING_TABLE) or getattr(part, "padding_idx", None) is None:
+        return False
+    takes_positions = "position_ids" in inspect.signature(type(part).forward).parameters
+    return not takes_positions and (hasattr(part, "make_weights") or hasattr(part, "make_weight"))
 
 
 def _counts_ids(part: torch.nn.Module) -> bool:

@@ -34,7 +34,13 @@ def encoder_fields(
         raise RequestError("The model has no encoder: leave encoder_prompt away.")
     if prompt is None:
         raise RequestError("The model is an encoder-decoder: give encoder_prompt, what its encoder reads.")
-    tokens = prompt_token_ids(prompt, model.tokenizer, model.encoder.vocab_size, name="encoder prompt")
+    tokens = prompt_token_ids(
+        prompt,
+        model.tokenizer,
+        model.encoder.vocab_size,
+        name="encoder prompt",
+        uncounted_id=model.uncounted_id,
+    )
     if len(tokens) > max_tokens:
         raise RequestError(
             f"The encoder prompt has {len(tokens)} tokens, but at most {max_tokens} are allowed; shorten it, or "
@@ -54,10 +60,10 @@ def decoder_prompt_ids(prompt: Prompt | None, model: EngineModel) -> list[int]:
     Raises RequestError as `prompt_token_ids`, and if a model has no start token and no prompt is given.
     """
     if model.encoder is None:
-        return prompt_token_ids(prompt, model.tokenizer, model.vocab_size)
+        return prompt_token_ids(prompt, model.tokenizer, model.vocab_size, uncounted_id=model.uncounted_id)
     start = model.encoder.decoder_start_token_id
     if prompt is not None and not isinstance(prompt, str):
-        return prompt_token_ids(prompt, model.tokenizer, model.vocab_size)
+        return prompt_token_ids(prompt, model.tokenizer, model.vocab_size, uncounted_id=model.uncounted_id)
     if start is None:
         raise RequestError(
             "The model's config has no decoder_start_token_id: give the decoder's prompt as token ids, beginning "
@@ -65,7 +71,10 @@ def decoder_prompt_ids(prompt: Prompt | None, model: EngineModel) -> list[int]:
         )
     if not prompt:
         return [start]
-    return [start, *prompt_token_ids(prompt, model.tokenizer, model.vocab_size, special_tokens=False)]
+    ids = prompt_token_ids(
+        prompt, model.tokenizer, model.vocab_size, special_tokens=False, uncounted_id=model.uncounted_id
+    )
+    return [start, *ids]
 
 
 def pair_prompts(prompts, encoder_prompts) -> list[tuple[Prompt | None, Prompt | None]]:

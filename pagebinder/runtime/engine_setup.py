@@ -36,7 +36,10 @@ class EncoderModel:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """What an engine needs of a compiled model: something to run, a cache plan, and the facts of its tokens."""
+    """What an engine needs of a compiled model: something to run, a cache plan, and the facts of its tokens.
+
+    `uncounted_id`: the padding token of a model that leaves it out of the positions or masks; no prompt may hold it.
+    """
 
     executable: Executable
     kv_plan: KVPlan
@@ -47,6 +50,7 @@ class EngineModel:
     eos_token_ids: frozenset[int]
     tokenizer: object | None
     encoder: EncoderModel | None = None
+    uncounted_id: int | None = None
 
 
 def num_blocks(model: EngineModel, config: EngineConfig) -> int:

@@ -24,7 +24,13 @@ def prompt_list(prompts) -> list:
 
 
 def prompt_token_ids(
-    prompt: Prompt, tokenizer, vocab_size: int, *, name: str = "prompt", special_tokens: bool = True
+    prompt: Prompt,
+    tokenizer,
+    vocab_size: int,
+    *,
+    name: str = "prompt",
+    special_tokens: bool = True,
+    uncounted_id: int | None = None,
 ) -> list[int]:
     """A prompt (text, token ids, or a 1-D tensor of them) as a list of token ids.
 
@@ -55,6 +61,11 @@ def prompt_token_ids(
         if not 0 <= token < vocab_size:
             raise RequestError(
                 f"Token id {token} is out of range: the vocabulary has ids 0 to {vocab_size - 1}."
+            )
+        if token == uncounted_id:
+            raise RequestError(
+                f"The {name} holds the padding token {token}, which this model leaves out when it counts positions: "
+                "its results would not be the model's. Leave padding away; prompts need none."
             )
     return [int(token) for token in prompt]
 

@@ -80,7 +80,10 @@ MIXES_TOKENS = {
         lambda x, p: x.index_put([p.flip(1) > 2], torch.zeros(())),
         "along the token dimension",
     ),
-    "write by index": (lambda x, p: x[0].index_put([p[0] // 2], torch.zeros(()))[None], "other values choose"),
+    "write by index": (
+        lambda x, p: x[0].index_put([p[0] // 2], torch.zeros(()))[None],
+        "other values choose",
+    ),
     "addmm over tokens": (
         lambda x, p: x + torch.addmm(torch.zeros(WIDTH, WIDTH), x[0].mT, x[0]).sum(0),
         "reduces over the tokens",

@@ -14,6 +14,7 @@ from transformers import (
 )
 from transformers.models.bart.modeling_bart import BartDecoder, BartEncoder
 
+import pagebinder
 from pagebinder import CaptureError
 from pagebinder.frontend.attention_interface import attention_forward
 from pagebinder.frontend.audit import audit
@@ -227,8 +228,14 @@ def test_rows_that_depend_on_the_prompts_padding_are_refused():
         vocab_size=VOCAB_SIZE, d_model=64, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=64, decoder_ffn_dim=64,
         encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=128,
     )  # fmt: skip
-    with pytest.raises(CaptureError, match="dynamic number of tokens"):
-        graphs(scale_weights(M2M100ForConditionalGeneration(config)))
+    compiled = pagebinder.compile_model(
+        scale_weights(M2M100ForConditionalGeneration(config)), pagebinder.CompileConfig(executable="eager")
+    )
+    engine = compiled.engine(pagebinder.EngineConfig(num_kv_blocks=40))
+    with pytest.raises(pagebinder.RequestError, match="padding token 1"):
+        engine.add_request("a", [2], pagebinder.SamplingParams(), encoder_prompt=[5, 1, 7])
+    with pytest.raises(pagebinder.RequestError, match="padding token 1"):
+        engine.add_request("b", [2, 1, 5], pagebinder.SamplingParams(), encoder_prompt=[5, 7])
 
 
 def tiny_whisper():

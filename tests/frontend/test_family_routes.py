@@ -13,12 +13,20 @@ from transformers import (
     DiffLlamaForCausalLM,
     MiniCPM3Config,
     MiniCPM3ForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     PhimoeConfig,
     PhimoeForCausalLM,
     RobertaConfig,
     RobertaForCausalLM,
+    RoFormerConfig,
+    RoFormerForCausalLM,
+    XLMConfig,
+    XLMWithLMHeadModel,
     XmodConfig,
     XmodForCausalLM,
+    ZayaConfig,
+    ZayaForCausalLM,
 )
 
 import pagebinder
@@ -72,7 +80,33 @@ def tiny_phimoe():
     )
 
 
-MODELS = [tiny_phimoe, tiny_roberta, tiny_bart, tiny_big_bird_pegasus, tiny_diff_llama, tiny_minicpm3]
+def tiny_xmod():
+    languages = {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"}
+    return XmodForCausalLM(XmodConfig(**_SHAPE, is_decoder=True, **languages))
+
+
+def tiny_xlm():
+    shape = {"vocab_size": VOCAB_SIZE, "emb_dim": 64, "n_layers": 2, "n_heads": 4}
+    return XLMWithLMHeadModel(XLMConfig(**shape, max_position_embeddings=128, causal=True))
+
+
+def tiny_roformer():
+    return RoFormerForCausalLM(RoFormerConfig(**_SHAPE, embedding_size=64, is_decoder=True))
+
+
+def tiny_gpt():
+    return OpenAIGPTLMHeadModel(
+        OpenAIGPTConfig(vocab_size=VOCAB_SIZE, n_positions=128, n_embd=64, n_layer=2, n_head=4)
+    )
+
+
+def tiny_zaya():
+    shape = {**_SHAPE, "head_dim": 16, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 1}
+    return ZayaForCausalLM(ZayaConfig(**shape))
+
+
+MODELS = [tiny_xmod, tiny_xlm, tiny_roformer, tiny_gpt, tiny_zaya]
+MODELS += [tiny_phimoe, tiny_roberta, tiny_bart, tiny_big_bird_pegasus, tiny_diff_llama, tiny_minicpm3]
 
 
 @pytest.mark.parametrize("build", MODELS)
@@ -105,15 +139,25 @@ def test_an_expansion_that_is_not_the_known_one_is_an_error(monkeypatch):
         pagebinder.compile_model(model, EAGER)
 
 
+class PicksByValue(torch.nn.Module):
+    """A decoder whose rows are those of ids above one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB_SIZE, 16)
+
+    def forward(self, input_ids, positions):
+        rows = self.embed(input_ids)
+        return rows @ self.embed.weight.T + rows[input_ids > 1].sum()
+
+
 def test_code_that_picks_entries_by_value_is_told_as_that():
     with pytest.raises(CaptureError, match="picks entries by their values"):
-        pagebinder.compile_model(
-            scale_weights(
-                XmodForCausalLM(
-                    XmodConfig(
-                        **_SHAPE, is_decoder=True, languages=["en_XX", "de_DE"], default_language="en_XX"
-                    )
-                )
-            ),
-            EAGER,
-        )
+        pagebinder.compile_model(PicksByValue(), EAGER)
+
+
+def test_an_adapter_needs_a_language():
+    model = tiny_xmod()
+    model.config.default_language = None
+    with pytest.raises(CaptureError, match="set_default_language"):
+        pagebinder.compile_model(model, EAGER)

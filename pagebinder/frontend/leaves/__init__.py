@@ -14,6 +14,8 @@ from pagebinder.frontend.leaves.recurrent_gemma import RECURRENT_GEMMA_CONVOLUTI
 from pagebinder.frontend.leaves.rwkv import RWKV_ATTENTION, RWKV_SHIFT
 from pagebinder.frontend.leaves.short_convolution import SHORT_CONVOLUTION
 from pagebinder.frontend.leaves.xlstm import MLSTM
+from pagebinder.frontend.leaves.xmod import XMOD_ADAPTERS
+from pagebinder.frontend.leaves.zaya import ZAYA
 
 LEAVES: tuple[Leaf, ...] = (
     GATED_DELTA_NET,
@@ -33,6 +35,8 @@ LEAVES: tuple[Leaf, ...] = (
     LATENT_EXPANSION,
     MPT_ALIBI,
     MPNET,
+    XMOD_ADAPTERS,
+    ZAYA,
     *MOE_LEAVES,
 )
 

@@ -9,8 +9,11 @@ model's own cache holds, so captured without that cache, row i of any step would
 
 The embedding's forward stays the source's own (its offset, its table): only that argument is given.
 Applies to modules named *PositionalEmbedding whose forward takes `position_ids` (BART, mBART, PLBART, Marian,
-Pegasus, BigBird-Pegasus, Blenderbot, Whisper; seen in transformers 5.23). One that does not take it is left alone,
-and the audit then refuses the model for counting rows.
+Pegasus, BigBird-Pegasus, Blenderbot, Whisper; seen in transformers 5.23).
+
+A second kind counts the ids that are not padding, from padding_idx + 1 on, and has a table of sinusoids that grows by
+itself (M2M100, NLLB-MoE, SeamlessM4T, FSMT). Its rows are looked up here: row padding_idx + 1 + p for position p.
+Any other embedding is left alone, and the audit then refuses the model for counting rows.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Iterator
 import torch
 
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.numbering import grows_by_itself
 
 SUFFIX = "PositionalEmbedding"
 ARGUMENT = "position_ids"
@@ -68,12 +72,15 @@ def takes_positions(module: torch.nn.Module) -> bool:
 @contextlib.contextmanager
 def given_positions(model: torch.nn.Module) -> Iterator[GivenPositions]:
     """Patch the positional embeddings of `model` (an encoder or a decoder), and put them back as they were."""
-    modules = {name: m for name, m in model.named_modules() if takes_positions(m)}
+    modules = {name: m for name, m in model.named_modules() if takes_positions(m) or grows_by_itself(m)}
     given = GivenPositions(list(modules))
     with contextlib.ExitStack() as undo:
         for name, module in modules.items():
             before = module.__dict__.get("forward")  # None: the class's own, found again when ours is gone
-            module.forward = functools.partial(_forward, module.forward, given, name)
+            if grows_by_itself(module):
+                module.forward = functools.partial(_looked_up, module, given, name)
+            else:
+                module.forward = functools.partial(_forward, module.forward, given, name)
             undo.callback(_restore_forward, module, before)
         yield given
 
@@ -81,6 +88,12 @@ def given_positions(model: torch.nn.Module) -> Iterator[GivenPositions]:
 def _forward(forward, given: GivenPositions, name: str, *args, **kwargs):
     """The source's forward with the positions of the call, [T]."""
     return forward(*args, **{**kwargs, ARGUMENT: given.take(name)})
+
+
+def _looked_up(module: torch.nn.Module, given: GivenPositions, name: str, *args, **kwargs):
+    """[1, T, C]: the rows of a growing table at the positions of the call; ids, states and lengths are not needed."""
+    table = module.weights if hasattr(module, "weights") else module.weight
+    return table.index_select(0, given.take(name) + module.padding_idx + 1).unsqueeze(0)
 
 
 def _restore_forward(module: torch.nn.Module, before) -> None:

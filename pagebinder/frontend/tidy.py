@@ -1,0 +1,37 @@
+"""Nodes of a captured graph that mean nothing for its result, taken out before anybody reads it.
+
+_assert_tensor_metadata, _assert_scalar   gone: users that break matching, or read values of the ids
+cat([tensor([]), x])                      x: what a cache that was empty makes of keys and values
+type_as(x, y)                             to(x, y's dtype): y is no longer used by it
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from pagebinder.graph_tools import aten, insert_call, is_call, val
+
+ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
+
+
+def tidy(gm: GraphModule) -> None:
+    """In place; dead nodes are left for `finish`."""
+    for node in list(gm.graph.nodes):
+        if is_call(node, *ASSERTIONS):
+            gm.graph.erase_node(node)
+        elif is_call(node, aten.cat.default):
+            _without_empty_parts(gm, node)
+        elif is_call(node, aten.type_as.default) and val(node.args[0]).device == val(node).device:
+            cast = insert_call(gm.graph, node, aten.to.dtype, (node.args[0], val(node).dtype))
+            _replace(gm, node, cast)
+
+
+def _without_empty_parts(gm: GraphModule, node: Node) -> None:
+    parts = [n for n in node.args[0] if val(n).shape != (0,)]
+    if len(parts) == 1 < len(node.args[0]) and val(parts[0]).dtype is val(node).dtype:
+        _replace(gm, node, parts[0])
+
+
+def _replace(gm: GraphModule, node: Node, by: Node) -> None:
+    node.replace_all_uses_with(by)
+    gm.graph.erase_node(node)

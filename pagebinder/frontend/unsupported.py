@@ -1,0 +1,149 @@
+"""Architectures that relate tokens in a way that no op here computes, told from their modules before the tracing.
+
+Without this they are refused, too, but by whatever their code does first when it is traced: an error about None, or
+a list of thirty ops. Each trait is something that only such modules have (a submodule, an attribute, a method), and
+its reason is what the module's forward does, in transformers 5.23. A model without a trait is left to the capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pagebinder.errors import CaptureError
+
+NO_OP = "no op here does that yet"
+
+
+@dataclass(frozen=True)
+class Trait:
+    """`found` tells a module that has the trait; "{name} {reason}" is the refusal."""
+
+    found: Callable[[torch.nn.Module], bool]
+    reason: str
+
+
+def _has(*attributes: str) -> Callable[[torch.nn.Module], bool]:
+    return lambda module: all(getattr(module, name, None) is not None for name in attributes)
+
+
+def _is(*classes: str) -> Callable[[torch.nn.Module], bool]:
+    """For modules whose attributes are as those of others, that are served."""
+    return lambda module: type(module).__name__ in classes
+
+
+def _has_submodule(name: str) -> Callable[[torch.nn.Module], bool]:
+    return lambda module: isinstance(module._modules.get(name), torch.nn.Module)
+
+
+# The first that is found is told.
+TRAITS = (
+    Trait(
+        _has_submodule("compressor"),
+        f"attends to keys that each stand for a run of tokens (compressed attention), beside a window: {NO_OP}",
+    ),
+    Trait(
+        _has_submodule("indexer"),
+        "selects the keys that each query sees by a learned index (top-k): no paged op for sparse attention yet",
+    ),
+    Trait(
+        _has_submodule("rel_logits_proj"),
+        "adds a relative bias to the scores that depends on the query and not on the distance alone: paged attention "
+        "has no such bias",
+    ),
+    Trait(
+        _has("patch_reduce"),
+        "is part of a model that reduces bytes to patches whose lengths it finds in the bytes themselves: a graph "
+        "over tokens has no rows for them",
+    ),
+    Trait(
+        _has("_look_adjacent"),
+        "attends within chunks of the whole padded sequence, of neighbours or of tokens with the same hash: no paged "
+        "op for that",
+    ),
+    Trait(
+        _has("pool_tensor"),
+        "shortens the sequence between its layers by pooling neighbours, so a token has no row of its own there",
+    ),
+    Trait(
+        _has("rel_shift", "r_r_bias"),
+        "scores keys by products of the query with embeddings of the distance (Transformer-XL): paged attention has "
+        "no such scores",
+    ),
+    Trait(
+        _has("ngram", "relative_pos_embeddings"),
+        "computes a stream of queries for each of the next tokens that it predicts beside the main one: a token has "
+        "several rows that attend differently, and no op here does that",
+    ),
+    Trait(
+        _has("prepare_dynamic_mask"),
+        "makes a mask of the values that its keys have (dynamic mask), and beyond a length keeps the largest of it: "
+        f"{NO_OP}",
+    ),
+    Trait(
+        _has("prompt_length", "segment_embedding"),
+        "puts learned prompt tokens in front of every sequence by itself, and its bias depends on segments: rows of "
+        "its graph are not the tokens that it is given",
+    ),
+    Trait(
+        _has("one_sided_attn_window_size"),
+        "attends in overlapping chunks of the whole padded sequence and to global tokens that the mask chooses: "
+        f"{NO_OP}",
+    ),
+    Trait(
+        _has("block_len", "local_radius"),
+        f"attends within and beside blocks of the whole padded sequence: {NO_OP}",
+    ),
+    Trait(_has("embed_global"), f"carries global tokens beside the sequence, which is attended in blocks: {NO_OP}"),
+    Trait(
+        _has("num_landmarks"),
+        f"approximates attention by landmarks, which are means over segments of the sequence: {NO_OP}",
+    ),
+    Trait(_has("approx_mode"), f"approximates attention by blocks that it picks by their scores: {NO_OP}"),
+    Trait(
+        _has("use_expectation", "hash_code_len"),
+        f"weighs keys by how often hashes collide, not by a softmax: {NO_OP}",
+    ),
+    Trait(
+        _has_submodule("key_conv_attn_layer"),
+        f"mixes neighbours by convolutions, one with a kernel of each token's own: {NO_OP}",
+    ),
+    Trait(_has("fourier_transform"), f"mixes tokens by a Fourier transform over the sequence: {NO_OP}"),
+    Trait(
+        lambda module: getattr(module, "trigram_input", False) is True,
+        f"joins the embedding of every token with those of both neighbours: {NO_OP}",
+    ),
+    Trait(
+        _is("PerceiverEmbeddings"),
+        "gives latents that read the whole sequence, and each output position reads the latents: the rows between "
+        "are no tokens",
+    ),
+)  # fmt: skip
+
+
+def refuse_unsupported(model: torch.nn.Module) -> None:
+    """Nothing, for a model without any of the traits.
+
+    Raises:
+        CaptureError: with the module and what it does.
+    """
+    modules = list(model.named_modules())
+    for trait in TRAITS:
+        for path, module in modules:
+            if trait.found(module):
+                where = f" ({path})" if path else ""
+                raise CaptureError(
+                    f"{type(model).__name__} is not served: {type(module).__name__}{where} {trait.reason}."
+                )
+    config = getattr(model, "config", None)
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and hasattr(config, "encoder")
+        and hasattr(config, "decoder")
+    ):
+        raise CaptureError(
+            f"{type(model).__name__} is not served: its encoder and decoder have a config each, and encoder-decoders "
+            "are understood with one config for both."
+        )

@@ -1,0 +1,85 @@
+"""Architectures that are refused are refused with the true reason, and only they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagebinder import CaptureError
+from pagebinder.frontend.unsupported import TRAITS, refuse_unsupported
+from tests.zoo.architectures import architectures
+from tests.zoo.tiny_configs import tiny_config
+
+REASONS = {
+    ("causal", "axk2"): "learned index",
+    ("causal", "blt"): "reduces bytes to patches",
+    ("causal", "cpmant"): "prompt tokens in front",
+    ("causal", "deepseek_v32"): "learned index",
+    ("causal", "deepseek_v4"): "compressed attention",
+    ("causal", "doge"): "dynamic mask",
+    ("causal", "dots3_note_text"): "learned index",
+    ("causal", "glm_moe_dsa"): "learned index",
+    ("causal", "hy_v4"): "learned index",
+    ("causal", "inkling_text"): "depends on the query",
+    ("causal", "inkling2_text"): "depends on the query",
+    ("causal", "prophetnet"): "a stream of queries for each of the next tokens",
+    ("causal", "qwen4_exp_text"): "learned index",
+    ("causal", "reformer"): "within chunks of the whole padded sequence",
+    ("causal", "xlnet"): "embeddings of the distance",
+    ("encoder", "convbert"): "convolutions",
+    ("encoder", "fnet"): "Fourier transform",
+    ("encoder", "funnel"): "pooling neighbours",
+    ("encoder", "longformer"): "global tokens",
+    ("encoder", "mobilebert"): "both neighbours",
+    ("encoder", "mra"): "blocks that it picks",
+    ("encoder", "nystromformer"): "landmarks",
+    ("encoder", "perceiver"): "latents",
+    ("encoder", "yoso"): "hashes collide",
+    ("seq2seq", "led"): "global tokens",
+    ("seq2seq", "longt5"): "within and beside blocks",
+    ("seq2seq", "pegasus_x"): "global tokens beside the sequence",
+    ("seq2seq", "t5gemma"): "a config each",
+}
+# One of each kind of attention, recurrence and encoder that is served, and those nearest to a trait.
+SERVED = {
+    "causal": (
+        "llama",
+        "deepseek_v3",
+        "bloom",
+        "mamba2",
+        "qwen3_next",
+        "gpt_oss",
+        "llama4_text",
+        "xmod",
+        "xlm",
+    ),
+    "encoder": ("bert", "mpnet", "deberta", "modernbert", "tapas"),
+    "seq2seq": ("bart", "t5", "m2m_100", "nllb-moe"),
+}
+
+
+def on_meta(family: str, name: str) -> torch.nn.Module:
+    """A tiny model without weights."""
+    architecture = next(a for a in architectures(family) if a.name == name)
+    with torch.device("meta"):
+        return architecture.model_class(tiny_config(architecture))
+
+
+@pytest.mark.parametrize(("family", "name"), REASONS)
+def test_the_reason_is_told(family, name):
+    with pytest.raises(CaptureError, match=REASONS[family, name]):
+        refuse_unsupported(on_meta(family, name))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, names in SERVED.items() for name in names]
+)
+def test_a_model_without_a_trait_is_not_refused(family, name):
+    refuse_unsupported(on_meta(family, name))
+
+
+def test_every_trait_is_that_of_a_model_above():
+    """A trait that transformers no longer has would refuse nothing, and nobody would notice."""
+    models = [on_meta(*key) for key in REASONS]
+    for trait in TRAITS:
+        assert any(trait.found(part) for model in models for part in model.modules()), trait.reason
