@@ -28,6 +28,7 @@ import pagebinder
 from pagebinder import CaptureError, CheckpointError, CompileConfig, ConfigError, RequestError
 from pagebinder import compile_encoder as compile_encoder_module
 from pagebinder.compiled_encoder import CompiledEncoder
+from pagebinder.frontend import unsupported
 from pagebinder.frontend.numbering import Numbering, numbering
 from pagebinder.graph_tools import calls
 from tests.helpers import scale_weights
@@ -213,14 +214,20 @@ def _captured_without_offset(source):
         encoder_only.numbering = before
 
 
-def test_token_mixing_that_is_not_attention_is_refused():
+def test_token_mixing_that_is_not_attention_is_refused(monkeypatch):
     model = scale_weights(FNetModel(FNetConfig(**SHAPE)))
+    with pytest.raises(CaptureError, match="Fourier transform over the sequence"):
+        pagebinder.compile_model(model, EAGER)
+    monkeypatch.setattr(unsupported, "TRAITS", ())  # a family that nobody has heard of
     with pytest.raises(CaptureError, match="relates tokens in"):
         pagebinder.compile_model(model, EAGER)
 
 
-def test_a_model_that_changes_itself_is_refused_and_left_as_it_was():
+def test_a_model_that_changes_itself_is_refused_and_left_as_it_was(monkeypatch):
     """BigBird turns to full attention, for good, when it is given a short text."""
+    monkeypatch.setattr(
+        unsupported, "TRAITS", ()
+    )  # it is known by its trait; another such model would not be
     model = scale_weights(BigBirdModel(BigBirdConfig(**SHAPE, block_size=4)))
     attention = model.encoder.layer[0].attention.self
     with pytest.raises(CaptureError, match="changed its own"):

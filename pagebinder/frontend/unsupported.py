@@ -96,6 +96,11 @@ TRAITS = (
         _has("block_len", "local_radius"),
         f"attends within and beside blocks of the whole padded sequence: {NO_OP}",
     ),
+    Trait(
+        lambda module: getattr(module, "attention_type", None) == "block_sparse",
+        "attends to blocks chosen at random in long sequences, and to everything from its first short one on; set "
+        "attention_type to original_full",
+    ),
     Trait(_has("embed_global"), f"carries global tokens beside the sequence, which is attended in blocks: {NO_OP}"),
     Trait(
         _has("num_landmarks"),

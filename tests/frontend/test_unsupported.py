@@ -65,6 +65,20 @@ def on_meta(family: str, name: str) -> torch.nn.Module:
         return architecture.model_class(tiny_config(architecture))
 
 
+def big_bird(attention_type: str) -> torch.nn.Module:
+    architecture = next(a for a in architectures("encoder") if a.name == "big_bird")
+    config = tiny_config(architecture)
+    config.attention_type = attention_type
+    with torch.device("meta"):
+        return architecture.model_class(config)
+
+
+def test_big_bird_is_served_only_without_random_blocks():
+    refuse_unsupported(big_bird("original_full"))
+    with pytest.raises(CaptureError, match="chosen at random"):
+        refuse_unsupported(big_bird("block_sparse"))
+
+
 @pytest.mark.parametrize(("family", "name"), REASONS)
 def test_the_reason_is_told(family, name):
     with pytest.raises(CaptureError, match=REASONS[family, name]):
@@ -80,6 +94,6 @@ def test_a_model_without_a_trait_is_not_refused(family, name):
 
 def test_every_trait_is_that_of_a_model_above():
     """A trait that transformers no longer has would refuse nothing, and nobody would notice."""
-    models = [on_meta(*key) for key in REASONS]
+    models = [*(on_meta(*key) for key in REASONS), big_bird("block_sparse")]
     for trait in TRAITS:
         assert any(trait.found(part) for model in models for part in model.modules()), trait.reason

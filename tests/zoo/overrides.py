@@ -11,6 +11,9 @@ _BLT_PART = {"hidden_size_global": 64, "num_key_value_heads": 4}
 
 OVERRIDES: dict[str, dict] = {
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    # Blocks chosen at random are refused; this is what transformers falls back to for short sequences.
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "blt": {"encoder_hash_byte_group_vocab": 64, "local_attention_window_len": 16},
     "blt_local_encoder": _BLT_PART,
     "blt_local_decoder": _BLT_PART,
