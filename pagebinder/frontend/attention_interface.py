@@ -39,8 +39,9 @@ CHUNKED_BY_LAYER_TYPE = {"Llama4TextAttention"}
 CAUSAL_BY_MASK = {"BigBirdPegasusDecoderAttention", "NllbMoeAttention"}
 # Attention modules that get the mask of padding always, [1, 1, 1, T] of zeros for a sequence without padding.
 MASK_OF_PADDING = {"LayoutLMSelfAttention"}
-# Attention modules of models whose mask applies `config.sliding_window` to every layer, and which do not pass it.
-WINDOW_OF_THE_MASK = {"PhimoeAttention"}
+# Attention modules of models whose mask applies `config.sliding_window` to every layer, or to those of the type
+# "sliding_attention" if they have types, and which do not pass it.
+WINDOW_OF_THE_MASK = {"PhimoeAttention", "Qwen2MoeAttention"}
 # Attention modules whose config has a sliding_window that no computation reads: the model's mask is plainly causal,
 # and the window only bounds the cache that transformers makes by itself.
 WINDOW_UNUSED = {"MoshiAttention"}
@@ -57,7 +58,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     if attention_mask is not None and not (is_of_padding and attention_mask.shape[2] == 1):
         raise CaptureError(f"{name} passes an attention mask of its own; its meaning is not proven here.")
     window = kwargs.pop("sliding_window", None)
-    if window is None and type(module).__name__ in WINDOW_OF_THE_MASK and _layer_type(module) is None:
+    if window is None and type(module).__name__ in WINDOW_OF_THE_MASK and _may_have_window(module):
         window = module.config.sliding_window
     soft_cap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
@@ -180,6 +181,10 @@ def _layer_type(module) -> str | None:
     if layer_types is None or index is None or index >= len(layer_types):
         return None
     return layer_types[index]
+
+
+def _may_have_window(module) -> bool:
+    return _layer_type(module) in (None, "sliding_attention")
 
 
 def _configured_chunk(module, name: str) -> int | None:

@@ -17,6 +17,8 @@ from transformers import (
     OpenAIGPTLMHeadModel,
     PhimoeConfig,
     PhimoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     RobertaConfig,
     RobertaForCausalLM,
     RoFormerConfig,
@@ -106,7 +108,24 @@ def tiny_zaya():
 
 
 MODELS = [tiny_xmod, tiny_xlm, tiny_roformer, tiny_gpt, tiny_zaya]
-MODELS += [tiny_phimoe, tiny_roberta, tiny_bart, tiny_big_bird_pegasus, tiny_diff_llama, tiny_minicpm3]
+
+
+def tiny_qwen2_moe():
+    """The same, in every second layer."""
+    options = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2, "num_experts": 4}
+    options |= {"num_key_value_heads": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SHAPE, **options))
+
+
+MODELS += [
+    tiny_phimoe,
+    tiny_qwen2_moe,
+    tiny_roberta,
+    tiny_bart,
+    tiny_big_bird_pegasus,
+    tiny_diff_llama,
+    tiny_minicpm3,
+]
 
 
 @pytest.mark.parametrize("build", MODELS)
