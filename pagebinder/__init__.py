@@ -24,6 +24,7 @@ from pagebinder.errors import (
 if TYPE_CHECKING:
     from pagebinder.compile import compile_model
     from pagebinder.compile_bisect import BisectResult, bisect
+    from pagebinder.compiled_encoder import CompiledEncoder
     from pagebinder.compiled_model import CompiledModel
     from pagebinder.config import CompileConfig, EngineConfig, SamplingParams
     from pagebinder.report import CompileReport
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointError",
     "CompileConfig",
     "CompileReport",
+    "CompiledEncoder",
     "CompiledModel",
     "CompilerNotFoundError",
     "ConfigError",
@@ -62,6 +64,7 @@ _HOMES = {
     "BisectResult": "compile_bisect",
     "CompileConfig": "config",
     "CompileReport": "report",
+    "CompiledEncoder": "compiled_encoder",
     "CompiledModel": "compiled_model",
     "Engine": "runtime.engine",
     "EngineConfig": "config",
