@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 
@@ -168,14 +170,18 @@ class EngineHarness:
         self.check()
 
     def failing_step(self, when: str) -> None:
-        """A step in which the model raises "before" or "after" it wrote its caches."""
+        """A step in which the model raises "before" or "after" it wrote its caches, or which fails "early", with its
+        copies still to be made."""
         if not self.live:
             return
         self.executable.fail = when
+        early = patch.object(self.engine, "_copy_blocks", side_effect=InjectedError)
         try:
-            self.engine.step()
+            with early if when == "early" else nullcontext():
+                self.engine.step()
         except InjectedError:
             self.counts["failed steps"] += 1
+            self.counts["delayed copies"] += len(self.engine.kv.context.copies)
         else:
             raise AssertionError("a step with unfinished requests did not run the model")
         finally:
@@ -222,10 +228,12 @@ class EngineHarness:
         self.counts["operations"] += 1
         self.engine.check_integrity()
         assert torch.equal(self.memory[0], self.null_block), "the null block was written"
+        kv = self.engine.kv
+        saved = kv.context.copies.blocks_to_save  # a step that failed early has left them to the next one
         worthless = [
             block.block_id
-            for block in self.engine.kv.pool.free_queue.get_all_free_blocks()
-            if block.block_hash is None and not block.inner_hashes
+            for block in kv.pool.free_queue.get_all_free_blocks()
+            if block.block_hash is None and not block.inner_hashes and block.block_id not in saved
         ]
         self.memory[worthless] = POISON
 

@@ -5,6 +5,7 @@ from fixed seeds, where all mechanisms are at work at once and must have been se
 makes both ten times as long.
 """
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -141,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
     def generate(self, prompts, params):
         self.harness.generate(prompts, params)
 
-    @rule(when=st.sampled_from(["before", "after"]))
+    @rule(when=st.sampled_from(["early", "before", "after"]))
     def failing_step(self, when):
         self.harness.failing_step(when)
 
@@ -183,6 +184,31 @@ def test_overload(mix):
         assert counts["prefix_hit_tokens"] == 0
     assert wanted <= counts.keys(), f"never happened: {wanted - counts.keys()}"
     assert counts["operations"] >= LEAST_OPERATIONS / len(MIXES)
+
+
+@pytest.mark.parametrize("mix", ["full", "full + chunks across blocks", "latent + window latent"])
+@pytest.mark.parametrize("survivors", itertools.product([False, True], repeat=3))
+def test_copies_that_a_failed_step_did_not_make(mix, survivors):
+    """A chain of forks whose copies all wait for the next step, which some of them do not see any more. (Requests
+    whose state a step overwrites do not wait: they start over.)"""
+    params = SamplingParams(max_tokens=12, temperature=0.0, seed=0, ignore_eos=True)
+    harness = EngineHarness(
+        MIXES[mix], max_model_len=MAX_MODEL_LEN, num_kv_blocks=200, max_num_batched_tokens=40, max_num_seqs=6
+    )
+    (name,) = harness.add(TEXT[:9], params)
+    for _ in range(2):
+        harness.step()
+    chain = [name]
+    for _ in range(2):
+        harness.fork(chain[-1], params)
+        chain.append(next(name for name in harness.live if name not in chain))
+        harness.failing_step("early")
+    assert harness.counts["delayed copies"] > 0
+    for name, survives in zip(chain, survivors):
+        if not survives:
+            harness.abort(name)
+    harness.add(TEXT[20:30], params)
+    harness.drain()
 
 
 def overload(groups, seed) -> Counter:
@@ -233,6 +259,6 @@ def random_round(harness, rng):
     if rng.random() < 0.03:
         harness.generate([TEXT[: rng.randint(1, 24)]], params)
     if rng.random() < 0.3:
-        harness.failing_step(rng.choice(["before", "after", "after"]))
+        harness.failing_step(rng.choice(["early", "before", "after", "after"]))
     if rng.random() < 0.02:
         harness.reset_prefix_cache()

@@ -229,7 +229,6 @@ class KVCacheManager:
         del self.context.boundaries[request_id]
         self._needs_encoder.discard(request_id)
         self._forked_at.pop(request_id, None)
-        self.context.fence.drop_copies()
 
     def max_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
         """Most blocks that a request of at most `num_tokens` tokens holds at any time, over all groups."""
@@ -246,7 +245,8 @@ class KVCacheManager:
         self.context.fence.step_finished(number)
 
     def take_copies(self) -> list[BlockCopy]:
-        """Copies to run, in this order, before the graph of the step started last. Each is handed out once."""
+        """Copies to run, in this order, before the graph of the step started last. Each is handed out once: who takes
+        them makes them, even if the step fails then."""
         self.context.fence.copies_are_taken()
         return self.context.copies.take_copies()
 
@@ -340,6 +340,7 @@ class KVCacheManager:
             require(not held.keys() & mine.keys(), f"group {manager.group_id} holds another group's blocks")
             held |= mine
         self.pool.check_integrity(held + self.context.fence.pins)
+        self.context.fence.check_integrity()
         if self.swapper is not None:
             self.swapper.check_integrity()
 

@@ -6,6 +6,7 @@
          +-- copy from block 3, runs in step 7: block 3 waits for step 7, too
 
 A waiting block keeps a reference, so it can be neither handed out nor evicted, and a hit on it is like any other.
+All references are given back here, so that no copy outlives the last reference of its destination (`copies.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pagebinder.runtime.kv.blocks import BlockPool, KVCacheBlock
+from pagebinder.runtime.kv.blocks import BlockPool, KVCacheBlock, require
 from pagebinder.runtime.kv.copies import PendingCopies
 
 
@@ -56,9 +57,7 @@ class StepFence:
             self._unpin(self._freed.pop(waits_for))
         # A step that failed before it took its copies leaves them to the next one.
         done = [h for h in self._held if h.waits_for < horizon and not self.copies.are_pending(h.into)]
-        for held in done:
-            self._held.remove(held)
-            held.release()
+        self._release(done)
 
     @property
     def num_in_flight(self) -> int:
@@ -71,7 +70,7 @@ class StepFence:
             self.pins.update(block.block_id for block in blocks)
             self._freed.setdefault(self._last, []).extend(blocks)
         else:
-            self.pool.free_blocks(ordered)
+            self._give_back(ordered)
 
     def free_source(self, block: KVCacheBlock, dst: KVCacheBlock) -> None:
         """Drop a reference of a block once the next step, which copies it to `dst`, has finished."""
@@ -89,18 +88,6 @@ class StepFence:
             if held.waits_for < self._last and self.copies.are_pending(held.into):
                 held.waits_for = self._last
 
-    def drop_copies(self) -> None:
-        """Forget copies into blocks that nobody holds any more, and what was held for them alone."""
-        dropped = self.copies.drop_unused(self.pool)
-        for held in [h for h in self._held if dropped.intersection(h.into)] if dropped else ():
-            if not self.copies.are_pending(held.into):
-                self._held.remove(held)
-                # No step will make that copy, but one in flight may use the block for another request.
-                if self._in_flight:
-                    self._held.append(HeldForCopy(self._last, (), held.release))
-                else:
-                    held.release()
-
     def is_shared(self, block: KVCacheBlock) -> bool:
         """Whether more than one table uses the block."""
         return block.ref_cnt > 1 and block.ref_cnt - self.pins.get(block.block_id, 0) > 1
@@ -110,10 +97,49 @@ class StepFence:
         """Blocks that nobody but the fence holds. O(blocks held)."""
         return sum(self.pool.blocks[i].ref_cnt == n for i, n in self.pins.items())
 
+    def check_integrity(self) -> None:
+        """Raise KVCacheIntegrityError if a pending copy's source or destination could be handed out."""
+        self.copies.check_integrity(self.pool)
+        loose = sorted(block for block in self.copies.sources.values() if self.pins[block] < 1)
+        require(not loose, f"sources of pending copies are not held: {loose}")
+        lost = self.copies.awaited.difference(*(held.into for held in self._held))
+        require(not lost, f"nobody waits for the copies into {sorted(lost)}")
+
+    def _give_back(self, ordered: Iterable[KVCacheBlock]) -> None:
+        """Drop one reference of each block. What nobody holds any more is not filled any more either."""
+        if not self.copies:
+            self.pool.free_blocks(ordered)
+            return
+        blocks = list(ordered)
+        self.pool.free_blocks(blocks)
+        unused = {block.block_id for block in blocks if block.ref_cnt == 0}
+        forgotten = {block_id for block_id in unused if self.copies.forget(block_id)}
+        if forgotten:
+            self.pool.evict_blocks(forgotten)
+            self._copies_are_forgotten(forgotten)
+
+    def _copies_are_forgotten(self, into: set[int]) -> None:
+        """Give back what was held for these copies alone."""
+        idle = [h for h in self._held if not into.isdisjoint(h.into) and not self.copies.are_pending(h.into)]
+        if not self._in_flight:
+            self._release(idle)
+            return
+        for held in idle:
+            # No step will make that copy, but one in flight may use the block for another request.
+            held.waits_for, held.into = self._last, ()
+
+    def _release(self, done: list[HeldForCopy]) -> None:
+        """They are taken out first: what one holds may be the destination of a copy for which more is held."""
+        if done:
+            gone = set(done)
+            self._held = [held for held in self._held if held not in gone]
+        for held in done:
+            held.release()
+
     def _unpin(self, blocks: list[KVCacheBlock]) -> None:
         for block in blocks:
             if self.pins[block.block_id] > 1:
                 self.pins[block.block_id] -= 1
             else:
                 del self.pins[block.block_id]
-        self.pool.free_blocks(blocks)
+        self._give_back(blocks)

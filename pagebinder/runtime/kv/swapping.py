@@ -81,6 +81,8 @@ class Swapper:
         require(len(set(held)) == len(held), "a host slot is held twice")
         require(not self.host.free_slots & set(held), "a host slot is free and held")
         require(self.host.num_free + len(held) == self.host.num_slots, "free + held host slots != total")
+        unguarded = self.context.copies.slots_to_read.difference(self._returning)
+        require(not unguarded, f"slots of pending copies are not held: {sorted(unguarded)}")
 
     def _forget(self, image: SwapImage) -> None:
         if image not in self._images:
