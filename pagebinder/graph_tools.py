@@ -37,6 +37,11 @@ def val(node: Node) -> torch.Tensor:
     return node.meta["val"]
 
 
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The dtype by its name in a LayerState, "float32" for example."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def arg(node: Node, position: int, name: str, default=None):
     """An argument of a call node, given by position or by name."""
     if len(node.args) > position:

@@ -2,27 +2,44 @@
 
 from pagebinder.custom_ops.activation import gated_activation
 from pagebinder.custom_ops.attention import cross, packed, paged, relative, semantic
-from pagebinder.custom_ops.linear import linear
+from pagebinder.custom_ops.compress import compress, paged_compress
+from pagebinder.custom_ops.hyper import hyper
+from pagebinder.custom_ops.latent import write
+from pagebinder.custom_ops.linear import inverse_rope_grouped, linear
+from pagebinder.custom_ops.mla import mla, paged_mla
 from pagebinder.custom_ops.moe import experts
-from pagebinder.custom_ops.norm import rms_norm
+from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
 from pagebinder.custom_ops.recurrent import diagonal, gated_delta_rule, mlstm, short_conv, ssd, wkv
 from pagebinder.custom_ops.rope import rope
+from pagebinder.custom_ops.sparse import indexer, sparse_mla
+from pagebinder.custom_ops.sparse import semantic as sparse_semantic
 
 __all__ = [
+    "compress",
     "cross",
     "diagonal",
     "experts",
     "gated_activation",
     "gated_delta_rule",
+    "hyper",
+    "indexer",
+    "inverse_rope_grouped",
     "linear",
+    "mla",
     "mlstm",
     "packed",
     "paged",
+    "paged_compress",
+    "paged_mla",
+    "q_norm_rope",
     "relative",
     "rms_norm",
     "rope",
     "semantic",
     "short_conv",
+    "sparse_mla",
+    "sparse_semantic",
     "ssd",
     "wkv",
+    "write",
 ]

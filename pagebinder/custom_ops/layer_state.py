@@ -6,13 +6,14 @@ Sizes are sympy expressions so that a report can print the formula and a planner
     bytes of a full layer       = entry_bytes * T                T = context length in tokens
     bytes of a window layer     = entry_bytes * Min(T, W)        W = window in tokens
     bytes of a chunked layer    = entry_bytes * Min(T, C)        C = chunk in tokens
+    bytes of a compressed layer = entry_bytes * T / R            R = tokens per entry
     bytes of a cross layer      = entry_bytes * E                E = encoder tokens of the request
     bytes of a recurrent layer  = fixed, whatever T is
 
 A state's page in a block of B tokens is its `tensors(B)`, one after the other:
 
     page of an attention layer   [ K|V rows: G, B, D + Dv ]
-    page of a latent layer       [ latent rows: 1, B, latent + rope ]
+    page of a latent layer       [ latent rows: B / tokens per entry, latent + rope ]   or their bytes
     page of a recurrent layer    [ state 0 ][ state 1 ] ...          one checkpoint, not B rows
 """
 
@@ -52,6 +53,18 @@ class CacheTensor:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFormats:
+    """How rows of latents are stored. `latent`: rows that attention reads; `index`: keys that an indexer scores.
+
+    "plain" is the activations' dtype; "fp8_ds_mla" stores latents in the 8-bit layout of their family ("fp8_v4" for
+    compressed attention, "fp8_v32" for MLA); "fp8_index" and "fp4_index" are layouts of index keys.
+    """
+
+    latent: str = "plain"
+    index: str = "plain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,15 +139,45 @@ class LatentState(AttentionState):
     """Multi-head latent attention: one row of latent + RoPE values per token, which is K and V of all heads.
 
     `head_dim` is the row's width (latent_dim + rope_dim), `latent_dim` the leading part that serves as V.
+    `layout` says how a row is stored: "plain" is `head_dim` values of `dtype`, others are bytes
+    (custom_ops/latent/layouts.py). `tokens_per_entry` > 1: a row stands for so many tokens, and is there once the
+    last of them is computed; such states have no window.
     """
 
     latent_dim: int
+    rope_dim: int = 0
+    layout: str = "plain"
+    tokens_per_entry: int = 1
     num_kv_heads: int = 1
     head_dim_v: int = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.tokens_per_entry == 1 or self.window is None, "compressed entries have no window"
+
     @property
     def kind(self) -> str:
+        if self.tokens_per_entry > 1:
+            return "compressed_latent"
         return "mla_latent" if self.window is None else "sliding_window_mla"
+
+    @property
+    def entry_bytes(self) -> int:
+        if self.layout == "plain":
+            return super().entry_bytes
+        from pagebinder.custom_ops.latent.layouts import row_bytes
+
+        return row_bytes(self.layout, width=self.head_dim, rope_dim=self.rope_dim)
+
+    @property
+    def formula(self) -> sympy.Expr:
+        return super().formula / self.tokens_per_entry
+
+    def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
+        rows = block_size // self.tokens_per_entry
+        if self.layout == "plain":
+            return (CacheTensor("", (rows, self.head_dim), self.dtype),)
+        return (CacheTensor("", (rows * self.entry_bytes,), "uint8"),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from pagebinder.errors import CompilerNotFoundError, ProviderError
 
 FEATURES = frozenset(
     {"window", "chunk", "soft_cap", "sinks", "alibi", "lse", "bidirectional", "split_kv", "cross_attention"}
+    | {"fp8_v4", "fp8_v32", "fp8_index", "fp4_index"}  # layouts of latent rows
 )
 AUTO_ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}
 BUILTIN_MODULES = ("pagebinder.custom_ops.cpu.provider",)

@@ -33,6 +33,7 @@ struct AttentionArgs {
   int64_t q_token_stride, q_head_stride;
   const void* cache;              // [N, G, B, D+Dv]
   int64_t cache_block_stride, cache_head_stride, cache_slot_stride;
+  int64_t value_offset;           // of V in a cache row: D behind K, 0 where the leading part of K is also V
   const int32_t* block_table;     // [R, M]
   int64_t block_table_stride;
   const int32_t* seq_lens;        // [R]

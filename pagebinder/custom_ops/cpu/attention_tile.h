@@ -86,7 +86,7 @@ constexpr bool PAIR_WEIGHTS = PAIRED<T> && (STRIDE > 8);
 #if PAGEBINDER_BF16_DOT
 // V of the block at hand as pairs of keys. Rows narrower than a vector are filled up with zeros.
 inline const uint32_t* pack_values(const TileContext<bf16>& c, int num_keys, int pair_stride, int column_stride) {
-  const Rows<bf16> rows = c.rows.after(c.width);
+  const Rows<bf16> rows = c.rows.after(c.args.value_offset);
   uint32_t* packed = reinterpret_cast<uint32_t*>(c.scratch.staged_v);
   if (c.width_v >= W) {
     pack_value_pairs(rows, num_keys, c.width_v, pair_stride, column_stride, packed);
@@ -113,14 +113,14 @@ void values(const TileContext<T>& c, const ValueBlock& block) {
   }
 #endif
   const bool narrow = c.width_v < W;
-  const Rows<T> rows = c.rows.after(c.width);
+  const Rows<T> rows = c.rows.after(c.args.value_offset);
   constexpr bool CONVERT_ONCE = STRIDE > 8 && !std::is_same<T, float>::value;
   if (CONVERT_ONCE || narrow) {
     const float* v_rows[ROW_BUFFER];
     stage_rows(rows, block.num_keys, c.width_v, c.scratch.staged_v, v_rows);
     add_values<STRIDE>(block, Rows<float>{v_rows, 0}, Rows<float>{v_rows, 0}, c.tile.rows, c.vectors_v * W);
   } else if constexpr (!CONVERT_ONCE) {
-    add_values<STRIDE>(block, rows, c.ahead.after(c.width), c.tile.rows, c.width_v);
+    add_values<STRIDE>(block, rows, c.ahead.after(c.args.value_offset), c.tile.rows, c.width_v);
   }
 }
 

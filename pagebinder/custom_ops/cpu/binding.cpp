@@ -81,7 +81,7 @@ std::tuple<Tensor, std::optional<Tensor>> attention(
   a.q = data<const void>(q), a.q_token_stride = q.stride(0), a.q_head_stride = q.stride(1);
   a.cache = data<const void>(kv_cache), a.block_table_stride = block_table.stride(0);
   a.cache_block_stride = kv_cache.stride(0), a.cache_head_stride = kv_cache.stride(1);
-  a.cache_slot_stride = kv_cache.stride(2);
+  a.cache_slot_stride = kv_cache.stride(2), a.value_offset = a.head_dim;
   a.sinks = head_data(sinks, a.num_heads, "sinks");
   a.alibi_slopes = head_data(alibi_slopes, a.num_heads, "alibi_slopes");
   a.scale = static_cast<float>(scale), a.soft_cap = static_cast<float>(soft_cap.value_or(0.0));

@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 
 from pagebinder.custom_ops.attention import paged
-from pagebinder.custom_ops.cpu import build, packed
+from pagebinder.custom_ops.compress import paged_compress
+from pagebinder.custom_ops.cpu import build, mla, packed
+from pagebinder.custom_ops.hyper import hyper
+from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.library import OpInfo, define_schema, overload
-from pagebinder.custom_ops.linear import linear
+from pagebinder.custom_ops.linear import inverse_rope_grouped, linear
+from pagebinder.custom_ops.norm import q_norm_rope
 from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
+from pagebinder.custom_ops.sparse import indexer, sparse_mla
 from pagebinder.errors import ProviderError
 
 NAMESPACE = "pagebinder_cpu"
@@ -16,11 +21,27 @@ FLOAT_TYPES = ("float32", "bfloat16", "float16")
 
 _SERVED: dict[str, OpInfo] = {
     info.name: info
-    for info in (paged.KV_CACHE_WRITE, paged.PAGED_ATTENTION, paged.PAGED_ATTENTION_LSE, linear.LINEAR)
+    for info in (
+        paged.KV_CACHE_WRITE,
+        paged.PAGED_ATTENTION,
+        paged.PAGED_ATTENTION_LSE,
+        linear.LINEAR,
+        write.LATENT_CACHE_WRITE,
+        write.KV_ROPE_QUANT_STORE,
+        paged_compress.COMPRESS_NORM_ROPE_STORE,
+        hyper.HYPER_CONNECTION,
+        hyper.HYPER_MIX,
+        hyper.HYPER_HEAD,
+        q_norm_rope.Q_NORM_ROPE,
+        inverse_rope_grouped.INVERSE_ROPE_GROUPED_LINEAR,
+        sparse_mla.SPARSE_MLA_ATTENTION,
+        indexer.INDEXER_SCORE_TOPK,
+    )
 }
 for _info in _SERVED.values():
     define_schema(NAMESPACE, _info)
 _SERVED[packed.PACKED_ATTENTION.name] = packed.PACKED_ATTENTION  # made of the paged kernel, see there
+_SERVED[mla.PAGED_MLA_ATTENTION.name] = mla.PAGED_MLA_ATTENTION  # made of several kernels, see there
 
 
 class CpuProvider(Provider):

@@ -1,0 +1,248 @@
+"""Latent attention: the semantic op against plain attention, every provider of the paged op against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import pagebinder.custom_ops.cpu.provider  # noqa: F401  (registers the ops)
+from pagebinder.custom_ops.attention.semantic import attention_reference
+from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.cpu.mla import is_expanded_cheaper
+from pagebinder.custom_ops.latent.layouts import row_layout, store_rows
+from tests.tolerances import TOLERANCES, assert_close
+
+PROVIDERS = ("pagebinder", "pagebinder_cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch: (context, new tokens) of each request; sizes as in mla.py."""
+
+    lengths: tuple[tuple[int, int], ...]
+    dtype: torch.dtype = torch.float32
+    heads: int = 4
+    latent: int = 64
+    rope: int = 16
+    nope: int = 24
+    value: int = 20
+    block_size: int = 8
+    padding: int = 0
+    window: int | None = None
+    topk: int | None = None
+    strided: bool = False
+    layout: str = "plain"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    operands: tuple
+    options: dict
+
+    def run(self, provider: str):
+        return getattr(torch.ops, provider).paged_mla_attention(*self.operands, **self.options)
+
+    def wide(self) -> Inputs:
+        """In float32, with the values that the operands have."""
+        operands = (
+            x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in self.operands
+        )
+        return Inputs(tuple(operands), self.options)
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    """Random operands; blocks are shuffled, unused table entries are -1 and unused rows NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).to(case.dtype)
+
+    num_tokens = sum(new for _, new in case.lengths) + case.padding
+    q = randn(num_tokens, case.heads, case.nope + case.rope + 3)[..., : case.nope + case.rope]
+    weight = randn(case.heads, case.nope + case.value, case.latent, scale=case.latent**-0.5)
+    w_k, w_v = weight.split((case.nope, case.value), dim=1)
+    seq_lens = [context + new for context, new in case.lengths]
+    blocks = [-(-n // case.block_size) for n in seq_lens]
+    table = torch.full((len(seq_lens) + 1, max(blocks) + 1), -1, dtype=torch.int32)
+    order = torch.randperm(sum(blocks) + 2, generator=generator).int()
+    cache = _empty_cache(case, len(order))
+    starts, first = [0], 0
+    for r, (_, new) in enumerate(case.lengths):
+        table[r, : blocks[r]] = order[first : first + blocks[r]]
+        first += blocks[r]
+        starts.append(starts[-1] + new)
+        j = torch.arange(seq_lens[r])
+        slots = table[r].long()[j // case.block_size] * case.block_size + j % case.block_size
+        rope = 0 if case.layout == "plain" else case.rope
+        store_rows(randn(seq_lens[r], case.latent + case.rope), cache, slots, case.layout, rope)
+    lens, starts = (torch.tensor(x, dtype=torch.int32) for x in (seq_lens, starts))
+    indices = _indices(case, num_tokens, generator) if case.topk else None
+    operands = (*q.split((case.nope, case.rope), dim=-1), w_k, w_v, cache, table, lens, starts, indices)
+    scale = (case.nope + case.rope) ** -0.5
+    return Inputs(operands, {"scale": scale, "window": case.window, "layout": case.layout})
+
+
+def _empty_cache(case: Case, num_blocks: int) -> torch.Tensor:
+    width = case.latent + case.rope
+    if case.layout != "plain":
+        size = row_layout(case.layout, width, case.rope).page_bytes(case.block_size)
+        return torch.full((num_blocks, size), 255, dtype=torch.uint8)
+    if not case.strided:
+        return torch.full((num_blocks, case.block_size, width), float("nan"), dtype=case.dtype)
+    arena = torch.full((num_blocks, case.block_size * width + 40), float("nan"), dtype=case.dtype)
+    return arena[:, 8 : 8 + case.block_size * width].unflatten(1, (case.block_size, width))
+
+
+def _indices(case: Case, num_tokens: int, generator) -> torch.Tensor:
+    """Ascending positions that a query sees, then -1; every seventh query has none."""
+    indices = torch.full((num_tokens, case.topk), -1, dtype=torch.int32)
+    token = 0
+    for context, new in case.lengths:
+        for p in range(context, context + new):
+            chosen = torch.randperm(p + 1, generator=generator)[: case.topk].sort().values
+            if token % 7 != 3:
+                indices[token, : len(chosen)] = chosen.int()
+            token += 1
+    return indices
+
+
+MIXED = ((30, 1), (0, 9), (17, 5), (3, 1), (8, 8), (40, 2))
+LONG = ((10, 1), (0, 90), (33, 70), (20, 3))
+CASES = {
+    "decode": Case(((10, 1), (0, 1), (33, 1)), padding=2),
+    "decode of one": Case(((100, 1),)),
+    "prefill": Case(((0, 13), (0, 8), (0, 1))),
+    "mixed": Case(MIXED, padding=3),
+    "nothing new": Case(((5, 1), (9, 0), (2, 3))),
+    "long": Case(LONG, padding=1),
+    "split": Case(((2500, 1), (2300, 3))),
+    "many tokens absorbed": Case(((60, 70), (4, 1)), latent=32, rope=8, nope=48, value=64),
+    "window": Case(MIXED, window=6),
+    "long window": Case(LONG, window=37),
+    "strided": Case(MIXED + LONG, strided=True),
+    "indices": Case(MIXED, topk=6, padding=1),
+    "many indices": Case(LONG, topk=33),
+    "no multiples": Case(MIXED + LONG, latent=72, rope=6, nope=10, value=7, heads=3),
+    "narrow latent": Case(MIXED, latent=20, rope=4, nope=8, value=8),
+    "many heads": Case(MIXED, heads=40),
+    "fp8": Case(MIXED + LONG, latent=128, layout="fp8_v32"),
+    "fp8 with indices": Case(LONG, latent=128, topk=20, layout="fp8_v32"),
+    "fp8 with a window": Case(LONG, latent=128, window=20, layout="fp8_v32"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels():
+    build.load()
+
+
+def assert_mla_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Below float32 the absorbed query and the sum of latents are rounded, too: values of about 1, by half an eps."""
+    rtol, atol = TOLERANCES[actual.dtype]
+    if actual.dtype != torch.float32:
+        atol += torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_providers_agree_with_the_reference(provider, name, dtype):
+    case = replace(CASES[name], dtype=dtype)
+    inputs = make_inputs(case)
+    expected = inputs.wide().run("pagebinder")
+    actual = inputs.run(provider)
+    assert actual.dtype == dtype and actual.is_contiguous()
+    assert_mla_close(actual, expected)
+    if case.padding:
+        assert not actual[-case.padding :].any()
+
+
+def test_both_forms_are_among_the_cases():
+    sizes = (64, 16, 24, 20)
+    chosen = {is_expanded_cheaper(new, context + new, None, *sizes) for context, new in LONG}
+    assert chosen == {False, True}
+
+
+def test_deepseek_prefers_the_expanded_form_from_a_few_hundred_tokens_on():
+    sizes = (512, 64, 128, 128)
+    assert not is_expanded_cheaper(1, 8192, None, *sizes)
+    assert not is_expanded_cheaper(128, 8192, None, *sizes)
+    assert is_expanded_cheaper(256, 8192, None, *sizes)
+    assert is_expanded_cheaper(2048, 2048, None, *sizes)
+    assert not is_expanded_cheaper(1, 8192, 512, *sizes)
+
+
+def test_the_semantic_op_is_expanded_attention():
+    case = Case(((0, 30),))
+    q_nope, q_rope, w_k, w_v, cache, table, *_ = make_inputs(case).operands
+    rows = cache[table[0, :4].long()].flatten(0, 1)[:30]
+    latent, k_rope = rows.split((case.latent, case.rope), dim=1)
+    k = torch.cat(
+        [torch.einsum("tl,hnl->thn", latent, w_k), k_rope[:, None].expand(-1, case.heads, -1)], dim=-1
+    )
+    v = torch.einsum("tl,hvl->thv", latent, w_v)
+    for window in (None, 7):
+        expected = attention_reference(torch.cat([q_nope, q_rope], -1), k, v, scale=0.2, window=window)
+        actual = torch.ops.pagebinder.mla_attention(
+            q_nope, q_rope, latent, k_rope, w_k, w_v, scale=0.2, window=window
+        )
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("topk", [None, 5])
+def test_the_semantic_op_equals_the_paged_reference(topk):
+    case = Case(((0, 30),), topk=topk)
+    inputs = make_inputs(case)
+    q_nope, q_rope, w_k, w_v, cache, table, _, _, indices = inputs.operands
+    latent, k_rope = cache[table[0, :4].long()].flatten(0, 1)[:30].split((case.latent, case.rope), dim=1)
+    actual = torch.ops.pagebinder.mla_attention(
+        q_nope, q_rope, latent, k_rope, w_k, w_v, indices, scale=inputs.options["scale"]
+    )
+    assert_close(actual, inputs.run("pagebinder"))
+
+
+@pytest.mark.parametrize("name", ["mixed", "long", "indices"])
+def test_a_request_has_the_same_bits_alone_and_among_others(name):
+    inputs = make_inputs(CASES[name])
+    together = inputs.run("pagebinder_cpu")
+    q_nope, q_rope, w_k, w_v, cache, table, lens, starts, indices = inputs.operands
+    for r in range(len(lens)):
+        step = slice(int(starts[r]), int(starts[r + 1]))
+        alone = torch.ops.pagebinder_cpu.paged_mla_attention(
+            q_nope[step], q_rope[step], w_k, w_v, cache, table[r : r + 1], lens[r : r + 1],
+            torch.tensor([0, step.stop - step.start], dtype=torch.int32),
+            None if indices is None else indices[step], **inputs.options,
+        )  # fmt: skip
+        assert torch.equal(alone, together[step])
+
+
+BAD = {
+    "w_k must be": lambda o: (*o[:2], o[2][:, :-1], *o[3:]),
+    "w_v must be": lambda o: (*o[:3], o[3][:-1], *o[4:]),
+    "a cache row is": lambda o: (*o[:4], o[4][..., :-1].contiguous(), *o[5:]),
+    "same dtype": lambda o: (*o[:4], o[4].bfloat16(), *o[5:]),
+    "table must be int32": lambda o: (*o[:5], o[5].long(), *o[6:]),
+    "exceeds its block table": lambda o: (*o[:6], o[6] + 1000, *o[7:]),
+    "query_start_loc must rise": lambda o: (*o[:7], o[7].flip(0), *o[8:]),
+    "indices must be int32": lambda o: (*o[:8], torch.zeros(3, 2)),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_bad_operands_are_told(provider, message):
+    inputs = make_inputs(CASES["mixed"])
+    with pytest.raises(ValueError, match=message):
+        Inputs(BAD[message](inputs.operands), inputs.options).run(provider)
+
+
+@pytest.mark.parametrize("lengths", [((10, 1),), ((0, 90),)], ids=["absorbed", "expanded"])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_bad_block_ids_are_told(provider, lengths):
+    inputs = make_inputs(Case(lengths))
+    inputs.operands[5][0, 0] = 1000
+    with pytest.raises((ValueError, RuntimeError), match="a block id in .*table is not valid"):
+        inputs.run(provider)
