@@ -11,7 +11,7 @@ one is how a wrong model is compiled in silence.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -45,6 +45,21 @@ WINDOW_OF_THE_MASK = {"PhimoeAttention", "Qwen2MoeAttention"}
 # Attention modules whose config has a sliding_window that no computation reads: the model's mask is plainly causal,
 # and the window only bounds the cache that transformers makes by itself.
 WINDOW_UNUSED = {"MoshiAttention"}
+# Attention modules that a leaf makes pass latents as keys and values, while it traces them -> what emits their op:
+# f(q [T, H, D], latent [T, 1, L], k_rope [T, 1, P], sinks, indices=..., and the options of `attention`).
+LATENT_ATTENTIONS: dict[torch.nn.Module, Callable] = {}
+
+
+class CausalMask:
+    """Stands for the mask [1, 1, T, T] in models that cut it before it comes here: it says nothing but causality."""
+
+    dtype = torch.bool
+
+    def __getitem__(self, index) -> CausalMask:
+        return self
+
+    def __invert__(self) -> CausalMask:
+        return self
 
 
 def attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -54,6 +69,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         CaptureError: an argument or a module trait that changes the result in a way not known here.
     """
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    attention_mask = None if isinstance(attention_mask, CausalMask) else attention_mask
     is_of_padding = type(module).__name__ in MASK_OF_PADDING and attention_mask is not None
     if attention_mask is not None and not (is_of_padding and attention_mask.shape[2] == 1):
         raise CaptureError(f"{name} passes an attention mask of its own; its meaning is not proven here.")
@@ -64,6 +80,9 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     sinks = kwargs.pop("s_aux", None)
     sinks = sinks.float() if sinks is not None else None  # they join float32 scores; widening is exact
     causal = kwargs.pop("is_causal", None)
+    indexed = (
+        {"indices": kwargs.pop("indices")} if module in LATENT_ATTENTIONS and "indices" in kwargs else {}
+    )
     is_cross = _is_of_another_sequence(query, key)
     bias = read_bias(module, kwargs.pop("position_bias", None), is_cross)
     unknown = {k: v for k, v in kwargs.items() if k not in IGNORED and v is not None and v is not False}
@@ -105,7 +124,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
             q_THD, k_TGD, v_TGD, bias[0], scale=scale, num_behind=bias[1], causal=bool(causal)
         )
         return out.unsqueeze(0), None
-    out = torch.ops.pagebinder.attention(
+    attend = LATENT_ATTENTIONS.get(module, torch.ops.pagebinder.attention)
+    out = attend(
         q_THD,
         k_TGD,
         v_TGD,
@@ -115,6 +135,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         chunk=chunk,
         soft_cap=float(soft_cap) if soft_cap is not None else None,
         causal=bool(causal),
+        **indexed,
     )
     return out.unsqueeze(0), None
 
@@ -130,7 +151,7 @@ def hooked_attention(captured: torch.fx.GraphModule) -> PassResult:
     result = PassResult(
         name="attention_hook", num_ops_before=num_ops(captured), num_ops_after=num_ops(captured)
     )
-    names = ("attention", "cross_attention", "relative_attention")
+    names = ("attention", "cross_attention", "relative_attention", "mla_attention")
     for node in calls(captured.graph, *(getattr(torch.ops.pagebinder, name).default for name in names)):
         options = {
             k: v for k, v in node.kwargs.items() if k in ("window", "chunk", "soft_cap") and v is not None

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.recurrent.define import RECURRENCES
 from pagebinder.frontend.audit_experts import ROUTING, reason_against_routing
+from pagebinder.frontend.audit_latent import LATENT, reason_against_latent
 from pagebinder.frontend.audit_lookups import (
     TABLE_LOOKUPS,
     reason_against_lookup,
@@ -238,6 +239,8 @@ def _reason_against_ours(
         return "a recurrence's weights depend on tokens" if any(map(token_dims, others)) else None
     if target in ROUTING:
         return reason_against_routing(node)
+    if target in LATENT:
+        return reason_against_latent(node)
     if target in _STATELESS:
         if inputs[0].meta["val"].dim() - 1 in input_dims[0]:
             return "it works along the token dimension"

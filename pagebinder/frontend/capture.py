@@ -67,6 +67,8 @@ class FlatTokens(torch.nn.Module):
         self.offset = numbering(source).offset if is_transformers else 0
 
     def forward(self, input_ids, positions):
+        # For `_export_limited`, where torch names the sizes: a model without positions does not equate them.
+        torch._check(positions.shape[0] == input_ids.shape[0])
         input_ids, positions = input_ids.unsqueeze(0), positions.unsqueeze(0)
         if not self.is_transformers:
             out = self.source(input_ids, positions)

@@ -15,6 +15,14 @@ import torch
 from pagebinder.errors import CaptureError
 
 NO_OP = "no op here does that yet"
+# Modules whose index a leaf traces as an op.
+INDEX_IN_LEAF = (
+    "AXK2Attention",
+    "DeepseekV32Attention",
+    "DeepseekV4CSACompressor",
+    "Dots3NoteTextAttention",
+    "GlmMoeDsaAttention",
+)
 
 
 @dataclass(frozen=True)
@@ -41,11 +49,7 @@ def _has_submodule(name: str) -> Callable[[torch.nn.Module], bool]:
 # The first that is found is told.
 TRAITS = (
     Trait(
-        _has_submodule("compressor"),
-        f"attends to keys that each stand for a run of tokens (compressed attention), beside a window: {NO_OP}",
-    ),
-    Trait(
-        _has_submodule("indexer"),
+        lambda module: _has_submodule("indexer")(module) and not _is(*INDEX_IN_LEAF)(module),
         "selects the keys that each query sees by a learned index (top-k): no paged op for sparse attention yet",
     ),
     Trait(

@@ -24,7 +24,7 @@ OPS = torch.ops.pagebinder
 FAMILIES = {
     "zamba": {"short_conv": 3, "selective_scan": 6, "attention": 2},
     "falcon_mamba": {"short_conv": 2, "selective_scan": 2},
-    "kimi_linear": {"short_conv": 1, "gated_delta_rule": 1, "attention": 1},
+    "kimi_linear": {"short_conv": 1, "gated_delta_rule": 1, "mla_attention": 1},
     "rwkv": {"short_conv": 6, "wkv": 3},
 }
 # "Class.method" of the modeling file of a family -> swapped while it is captured.

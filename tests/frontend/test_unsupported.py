@@ -11,14 +11,9 @@ from tests.zoo.architectures import architectures
 from tests.zoo.tiny_configs import tiny_config
 
 REASONS = {
-    ("causal", "axk2"): "learned index",
     ("causal", "blt"): "reduces bytes to patches",
     ("causal", "cpmant"): "prompt tokens in front",
-    ("causal", "deepseek_v32"): "learned index",
-    ("causal", "deepseek_v4"): "compressed attention",
     ("causal", "doge"): "dynamic mask",
-    ("causal", "dots3_note_text"): "learned index",
-    ("causal", "glm_moe_dsa"): "learned index",
     ("causal", "hy_v4"): "learned index",
     ("causal", "inkling_text"): "depends on the query",
     ("causal", "inkling2_text"): "depends on the query",
@@ -45,6 +40,7 @@ SERVED = {
     "causal": (
         "llama",
         "deepseek_v3",
+        "deepseek_v4",
         "bloom",
         "mamba2",
         "qwen3_next",

@@ -2,8 +2,10 @@
 
 from pagebinder.frontend.leaves.alibi import BLOOM_ALIBI, MPT_ALIBI
 from pagebinder.frontend.leaves.base import Leaf, captured_leaves, patched
+from pagebinder.frontend.leaves.deepseek_v4 import DEEPSEEK_V4
+from pagebinder.frontend.leaves.deepseek_v4_own import OWN_ATTENTION, OWN_PARTS
 from pagebinder.frontend.leaves.gated_delta_net import GATED_DELTA_NET, KIMI_DELTA_ATTENTION
-from pagebinder.frontend.leaves.latent_expansion import LATENT_EXPANSION
+from pagebinder.frontend.leaves.latent_attention import LATENT_ATTENTION, LATENT_EXPANSION
 from pagebinder.frontend.leaves.llama4 import QUERY_TEMPERATURE
 from pagebinder.frontend.leaves.mamba import MAMBA, ZAMBA
 from pagebinder.frontend.leaves.mamba2 import MAMBA2
@@ -13,6 +15,7 @@ from pagebinder.frontend.leaves.mpnet import MPNET
 from pagebinder.frontend.leaves.recurrent_gemma import RECURRENT_GEMMA_CONVOLUTION, RG_LRU
 from pagebinder.frontend.leaves.rwkv import RWKV_ATTENTION, RWKV_SHIFT
 from pagebinder.frontend.leaves.short_convolution import SHORT_CONVOLUTION
+from pagebinder.frontend.leaves.sparse_indexer import SPARSE_INDEXER
 from pagebinder.frontend.leaves.xlstm import MLSTM
 from pagebinder.frontend.leaves.xmod import XMOD_ADAPTERS
 from pagebinder.frontend.leaves.zaya import ZAYA
@@ -32,7 +35,12 @@ LEAVES: tuple[Leaf, ...] = (
     SHORT_CONVOLUTION,
     QUERY_TEMPERATURE,
     BLOOM_ALIBI,
+    DEEPSEEK_V4,
+    OWN_ATTENTION,
+    OWN_PARTS,
+    LATENT_ATTENTION,
     LATENT_EXPANSION,
+    SPARSE_INDEXER,
     MPT_ALIBI,
     MPNET,
     XMOD_ADAPTERS,

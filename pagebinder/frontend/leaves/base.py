@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 
 from pagebinder.errors import CaptureError
 from pagebinder.graph_tools import calls, describe, module_path, num_ops
-from pagebinder.report import Match, PassResult
+from pagebinder.report import Match, PassResult, Refusal
 
 LIBRARY = "transformers"
 
@@ -38,7 +38,8 @@ class Leaf:
     functions: function of the modeling file -> ours, or "Class.method" -> ours; every parameter that ours names
         must exist there.
     emits: the ops that each module must have put into the graph; one named twice, twice.
-    seen_on: versions of transformers that it was tried with.
+    seen_on: versions of the library that it was tried with.
+    library: the package, or the module, that the classes are of.
     """
 
     name: str
@@ -46,13 +47,15 @@ class Leaf:
     functions: Mapping[str, Callable]
     emits: tuple[torch._ops.OpOverload, ...]
     seen_on: tuple[str, ...]
+    library: str = LIBRARY
 
     def modules(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """The modules of a model that this leaf is for, by path."""
         return {
             path: module
             for path, module in model.named_modules()
-            if type(module).__name__ in self.classes and type(module).__module__.startswith(LIBRARY + ".")
+            if type(module).__name__ in self.classes
+            and f"{type(module).__module__}.".startswith(f"{self.library}.")
         }
 
     def applies(self, model: torch.nn.Module) -> bool:
@@ -72,6 +75,10 @@ class Leaf:
                     self._require_function(file, name, getattr(owner, attribute, None), ours)
                     stack.enter_context(_swapped(owner, attribute, ours))
             yield
+
+    def refused(self, model: torch.nn.Module) -> dict[str, str]:
+        """Modules that this leaf might have been for, by path, and why it is not: they are traced as they are."""
+        return {}
 
     def expected(self, module: torch.nn.Module) -> Counter:
         """How many calls of each op a module of this leaf must have emitted."""
@@ -97,8 +104,8 @@ class Leaf:
     def _changed(self, what: str) -> str:
         """The message of an error: `what` differs from what this leaf was written for."""
         return (
-            f"The {self.name} of this version of transformers is not the one known here ({what}). "
-            f"It was seen on transformers {' and '.join(self.seen_on)}; install one of these."
+            f"The {self.name} of this version of {self.library} is not the one known here ({what}). "
+            f"It was seen on {self.library} {' and '.join(self.seen_on)}; install one of these."
         )
 
 
@@ -123,6 +130,12 @@ def captured_leaves(leaves: Sequence[Leaf], model: torch.nn.Module, captured: Gr
     """
     size = num_ops(captured)
     result = PassResult(name="leaves", num_ops_before=size, num_ops_after=size)
+    for leaf in leaves:
+        refusals = leaf.refused(model).items()
+        result.refusals += [
+            Refusal(pattern=leaf.name, reason=reason, node="", module_path=path, source_line="")
+            for path, reason in refusals
+        ]
     for leaf in applicable(leaves, model):
         modules, emitted = leaf.modules(model), Counter()
         for node in calls(captured.graph, *leaf.emits):

@@ -34,7 +34,10 @@ def expand_kv(module: torch.nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tenso
 
 @dataclass(frozen=True, kw_only=True)
 class LatentExpansion(Leaf):
-    """For every module of the library that has the method, whatever its class is called."""
+    """For every module of the library that has the method, whatever its class is called.
+
+    `latent_attention.py` says which of them are traced in this form.
+    """
 
     def modules(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         return {
@@ -47,28 +50,28 @@ class LatentExpansion(Leaf):
     def patched(self, model: torch.nn.Module) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
             for path, module in self.modules(model).items():
-                self._require_function(type(module).__module__, METHOD, getattr(module, METHOD), _ours)
-                self._require_equal(path, module)
+                require_known_expansion(self, path, module)
                 setattr(module, METHOD, partial(expand_kv, module))
                 undo.callback(delattr, module, METHOD)
             yield
 
-    def _require_equal(self, path: str, module: torch.nn.Module) -> None:
-        """The module's own method and ours on random rows; on the meta device their shapes."""
-        weight, generator = module.kv_b_proj.weight, torch.Generator().manual_seed(0)
-        rows = [torch.randn(1, 1, PROBED_TOKENS, width, generator=generator).to(weight.device, weight.dtype)
-                for width in (weight.shape[1], module.qk_rope_head_dim)]  # fmt: skip
-        with torch.no_grad():
-            theirs, ours = getattr(module, METHOD)(*rows), expand_kv(module, *rows)
-        same = [a.shape == b.shape and (a.is_meta or torch.equal(a, b)) for a, b in zip(theirs, ours)]
-        if not all(same):
-            raise CaptureError(self._changed(f"{path} expands its latent otherwise"))
+
+def require_known_expansion(leaf: Leaf, path: str, module: torch.nn.Module) -> None:
+    """The module's own method and ours give the same on random rows; on the meta device the same shapes.
+
+    Raises:
+        CaptureError: they do not, or the method takes other arguments.
+    """
+    leaf._require_function(type(module).__module__, METHOD, getattr(module, METHOD), _ours)
+    weight, generator = module.kv_b_proj.weight, torch.Generator().manual_seed(0)
+    rows = [torch.randn(1, 1, PROBED_TOKENS, width, generator=generator).to(weight.device, weight.dtype)
+            for width in (weight.shape[1], module.qk_rope_head_dim)]  # fmt: skip
+    with torch.no_grad():
+        theirs, ours = getattr(module, METHOD)(*rows), expand_kv(module, *rows)
+    same = [a.shape == b.shape and (a.is_meta or torch.equal(a, b)) for a, b in zip(theirs, ours)]
+    if not all(same):
+        raise CaptureError(leaf._changed(f"{path} expands its latent otherwise"))
 
 
 def _ours(kv_nope, k_rot):
     """The arguments that the source's method must take."""
-
-
-LATENT_EXPANSION = LatentExpansion(
-    name="latent expansion", classes=(), functions={}, emits=(), seen_on=("5.23",)
-)

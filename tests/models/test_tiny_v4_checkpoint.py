@@ -1,0 +1,101 @@
+"""The shipped DeepSeek-V4: readable by both libraries, small, a language model, and its index does select.
+
+`held_out_excerpt.txt` is the start of a page of the Python 3.11 tutorial that training did not see
+((c) Python Software Foundation, PSF-2.0).
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from pagebinder.models import deepseek_v4_mixing as mixing
+from pagebinder.models import tiny_path
+from pagebinder.models.deepseek_v4 import DeepseekV4ForCausalLM
+
+DIRECTORY = tiny_path().with_name("tiny_v4")
+EXCERPT = (Path(__file__).parent / "held_out_excerpt.txt").read_text(encoding="utf-8")
+MAX_BITS_PER_BYTE = 1.7  # a uniform guess costs 3.5
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(DIRECTORY)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return DeepseekV4ForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ids(tokenizer):
+    return torch.tensor([[tokenizer.bos_token_id, *tokenizer(EXCERPT)["input_ids"]]])
+
+
+def _bits_per_byte(logits: torch.Tensor, ids: torch.Tensor) -> float:
+    nats = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum").item()
+    return nats / math.log(2) / len(EXCERPT.encode())
+
+
+@torch.no_grad()
+def test_both_libraries_agree(model, ids):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32)
+    expected = theirs(ids).logits
+    assert (model(ids) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_it_predicts_text_it_has_not_seen(model, ids):
+    assert _bits_per_byte(model(ids), ids) < MAX_BITS_PER_BYTE
+
+
+@torch.no_grad()
+def test_bfloat16_costs_next_to_nothing(model, ids):
+    shipped = DeepseekV4ForCausalLM.from_pretrained(DIRECTORY)
+    assert {p.dtype for p in shipped.parameters()} == {torch.bfloat16, torch.float32}
+    assert abs(_bits_per_byte(shipped(ids), ids) - _bits_per_byte(model(ids), ids)) < 0.03
+
+
+@torch.no_grad()
+def test_the_trained_index_selects_better_than_the_latest_entries(model, ids, monkeypatch):
+    config = model.config
+    assert config.index_topk < ids.shape[1] // config.sparse_ratio  # the excerpt is long enough to choose
+    trained = _bits_per_byte(model(ids), ids)
+
+    def latest(q, k, weights, *, topk, ratio, scale):
+        complete = (torch.arange(q.shape[1]) + 1) // ratio
+        chosen = torch.arange(topk) + (complete[:, None] - topk).clamp(min=0)
+        return chosen.masked_fill(chosen >= complete[:, None], -1)[None].int()
+
+    monkeypatch.setattr(mixing, "index_topk", latest)
+    assert trained < _bits_per_byte(model(ids), ids)
+
+
+def test_every_kind_of_layer_is_there(model):
+    assert set(model.config.layer_types) == {
+        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+    }  # fmt: skip
+    assert set(model.config.mlp_layer_types) == {"hash_moe", "moe"}
+    assert model.config.layer_types[0] == "sliding_attention"
+
+
+def test_tokenizer_fits_the_model(model, tokenizer):
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.bos_token_id == model.config.bos_token_id
+    assert tokenizer.eos_token_id == model.config.eos_token_id
+    assert tokenizer.model_max_length == model.config.max_position_embeddings
+
+
+def test_size_and_figures(model):
+    files = {path.name: path.stat().st_size for path in DIRECTORY.iterdir()}
+    assert sum(files.values()) < 10_000_000
+    wanted = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training.json"}
+    assert wanted <= files.keys()
+    figures = json.loads((DIRECTORY / "training.json").read_text())
+    assert figures["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert f"{figures['held_out_bits_per_byte']:.3f}" in (DIRECTORY / "README.md").read_text()
