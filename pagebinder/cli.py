@@ -36,6 +36,12 @@ CheckpointArgument = Annotated[
 ExecutableOption = Annotated[
     str, typer.Option(help="auto, eager or inductor; auto: inductor with a C++ compiler.")
 ]
+KvDtypeOption = Annotated[
+    str, typer.Option(help="auto, or fp8_ds_mla: 8-bit rows of latents, for MLA and DeepSeek-V4.")
+]
+IndexDtypeOption = Annotated[
+    str, typer.Option(help="Keys of an indexer: auto (like --kv-dtype), fp8, mxfp4.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -69,15 +75,16 @@ def common(
 
 @app.command()
 def demo(
+    model: Annotated[str, typer.Option(help="tiny: a Llama; v4: a small DeepSeek-V4.")] = "tiny",
     executable: ExecutableOption = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per text.")] = 120,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
     seed: Annotated[int, typer.Option(help="Same seed, same texts.")] = 0,
 ) -> None:
-    """Compile the small model that ships with Pagebinder and stream three texts that share their beginning."""
+    """Compile a small model that ships with Pagebinder and stream three texts that share their beginning."""
     from pagebinder.cli_demo import run_demo
 
-    run_demo(executable=executable, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    run_demo(model, executable=executable, max_tokens=max_tokens, temperature=temperature, seed=seed)
 
 
 @app.command()
@@ -87,13 +94,17 @@ def explain(
     as_json: JsonOption = False,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
+    kv_dtype: KvDtypeOption = "auto",
+    index_dtype: IndexDtypeOption = "auto",
 ) -> None:
     """What the compiler makes of a model: layers, KV cache, rewrites, providers. Needs config.json, no weights."""
     with working("explaining the model"):
         from pagebinder.compile import explain_model
         from pagebinder.config import CompileConfig
 
-        config = CompileConfig(max_model_len=max_model_len, block_size=block_size)
+        config = CompileConfig(
+            max_model_len=max_model_len, block_size=block_size, kv_dtype=kv_dtype, index_dtype=index_dtype
+        )
         report = explain_model(model, config).report
     print_report(report, as_json, html)
 
@@ -119,6 +130,8 @@ def doctor(
         int | None, typer.Option(help="With --kv: longest prompt + output, in tokens.")
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="With --kv: tokens per KV block.")] = None,
+    kv_dtype: KvDtypeOption = "auto",
+    index_dtype: IndexDtypeOption = "auto",
 ) -> None:
     """What this machine has, which providers it can use and why not the others; or a model's KV cache plan."""
     if kv is not None:
@@ -126,10 +139,11 @@ def doctor(
 
         doctor_kv(
             checkpoint_dir(kv), contexts=context or [], memory=memory or [], workload=workload,
-            max_model_len=max_model_len, block_size=block_size, as_json=as_json,
+            max_model_len=max_model_len, block_size=block_size, kv_dtype=kv_dtype, index_dtype=index_dtype,
+            as_json=as_json,
         )  # fmt: skip
         return
-    if context or memory or workload or max_model_len or block_size:
+    if context or memory or workload or max_model_len or block_size or {kv_dtype, index_dtype} != {"auto"}:
         raise typer.BadParameter("these options are about a KV cache plan: add --kv DIR.")
     with working("looking around"):
         from pagebinder.doctor import examine, render
@@ -180,6 +194,8 @@ def generate(
     n: Annotated[int, typer.Option("--n", help="Samples per prompt.")] = 1,
     executable: ExecutableOption = "auto",
     kv_cache_mib: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
+    kv_dtype: KvDtypeOption = "auto",
+    index_dtype: IndexDtypeOption = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per line as requests finish.")
     ] = False,
@@ -200,7 +216,8 @@ def generate(
         stop_token_ids=tuple(stop_token_id or ()), ignore_eos=ignore_eos, logprobs=logprobs, n=n,
     )  # fmt: skip
     has_text = bool(stop) or any(isinstance(p, str) for p in prompts + encoder_prompts)
-    compiled = compile_dir(model, {"executable": executable}, needs_tokenizer=has_text)
+    options = {"executable": executable, "kv_dtype": kv_dtype, "index_dtype": index_dtype}
+    compiled = compile_dir(model, options, needs_tokenizer=has_text)
     kv_cache_bytes = None if kv_cache_mib is None else kv_cache_mib << 20
     # No more sequences than there can be: the default cache has room for all of them at full length.
     engine = compiled.engine(

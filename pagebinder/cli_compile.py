@@ -34,6 +34,12 @@ def compile_command(
     ] = "off",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
+    kv_dtype: Annotated[
+        str, typer.Option(help="auto, or fp8_ds_mla: 8-bit rows of latents, for MLA and DeepSeek-V4.")
+    ] = "auto",
+    index_dtype: Annotated[
+        str, typer.Option(help="Keys of an indexer: auto (like --kv-dtype), fp8, mxfp4.")
+    ] = "auto",
     dump_graphs: Annotated[
         Path | None, typer.Option(help="Directory for the four graphs as Python text.")
     ] = None,
@@ -45,7 +51,7 @@ def compile_command(
         dump_graphs.mkdir(parents=True, exist_ok=True)  # a bad path shows before the compilation, not after
     options = {
         "executable": executable, "dtype": dtype, "verify": verify, "max_model_len": max_model_len,
-        "block_size": block_size, "lock": lock, "locked": locked,
+        "block_size": block_size, "kv_dtype": kv_dtype, "index_dtype": index_dtype, "lock": lock, "locked": locked,
     }  # fmt: skip
     compiled = compile_dir(model, options)
     print_report(compiled.report, as_json, html)

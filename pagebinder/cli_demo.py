@@ -6,6 +6,7 @@ step 2 ..   texts 2 and 3 join while text 1 decodes       their beginning comes 
 
 from collections import Counter
 
+import typer
 from rich.console import Group
 from rich.live import Live
 from rich.panel import Panel
@@ -30,7 +31,7 @@ new to the language, read the tutorial first: it introduces the basic data types
 
 """
 EXPLANATION = (
-    "All texts begin like this. The model that continues them has 4 million parameters: it knows the form of "
+    "All texts begin like this. The model that continues them has a few million parameters: it knows the form of "
     "its two manuals, not the facts."
 )
 ENDINGS = {
@@ -40,12 +41,14 @@ ENDINGS = {
 }
 
 
-def run_demo(*, executable: str, max_tokens: int, temperature: float, seed: int) -> None:
-    """Compile, stream, and print what the engine and the compiler did."""
+def run_demo(model: str, *, executable: str, max_tokens: int, temperature: float, seed: int) -> None:
+    """Compile, stream, and print what the engine and the compiler did. `model`: a key of `models.SHIPPED`."""
     with working("importing torch"):
         from pagebinder import EngineConfig, SamplingParams
-        from pagebinder.models import tiny_path
+        from pagebinder.models import SHIPPED
 
+    if model not in SHIPPED:
+        raise typer.BadParameter(f"{model!r} does not ship with Pagebinder; use {' or '.join(SHIPPED)}.")
     params = [
         SamplingParams(
             max_tokens=max_tokens,
@@ -55,7 +58,7 @@ def run_demo(*, executable: str, max_tokens: int, temperature: float, seed: int)
         )
         for index in range(len(ENDINGS))
     ]
-    compiled = compile_dir(checkpoint_dir(tiny_path()), {"executable": executable}, needs_tokenizer=True)
+    compiled = compile_dir(checkpoint_dir(SHIPPED[model]()), {"executable": executable}, needs_tokenizer=True)
     engine = compiled.engine(EngineConfig(kv_cache_bytes=KV_CACHE_BYTES, max_num_seqs=len(ENDINGS)))
     tokenizer = compiled.source.tokenizer()
     prompts = [tokenizer(BEGINNING + ending)["input_ids"] for ending in ENDINGS.values()]

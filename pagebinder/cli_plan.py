@@ -62,6 +62,8 @@ def doctor_kv(
     workload: Path | None,
     max_model_len: int | None,
     block_size: int | None,
+    kv_dtype: str,
+    index_dtype: str,
     as_json: bool,
 ) -> None:
     """Print the plan: groups, waste, next best plan, formulas, and what fits into how much memory."""
@@ -76,7 +78,10 @@ def doctor_kv(
             quiet_third_parties()  # again: transformers is imported by now
             step(STAGES.get(name, name))
 
-        config = CompileConfig(max_model_len=max_model_len, block_size=block_size, workload=fields)
+        config = CompileConfig(
+            max_model_len=max_model_len, block_size=block_size, workload=fields, kv_dtype=kv_dtype,
+            index_dtype=index_dtype,
+        )  # fmt: skip
         model = explain_model(directory, config, on_stage=on_stage)
     plan, facts = model.kv_spec, model.report.kv
     for tokens in contexts:

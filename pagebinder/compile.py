@@ -22,6 +22,7 @@ from pagebinder.compile_verify import check_can_verify, verify
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
 from pagebinder.describe import fill_report
 from pagebinder.errors import CompilerNotFoundError, ConfigError
 from pagebinder.frontend.attention_interface import hooked_attention
@@ -40,11 +41,16 @@ from pagebinder.frontend.recognise import (
 )
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from pagebinder.passes.fuse_inverse_rope_linear import fuse_inverse_rope_linear
+from pagebinder.passes.fuse_kv_rope_store import fuse_kv_rope_store
+from pagebinder.passes.fuse_q_norm_rope import fuse_q_norm_rope
 from pagebinder.passes.gather_logits import gather_logits
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.page_attention import page_attention
+from pagebinder.passes.page_compressed import page_compressed
 from pagebinder.passes.page_cross_attention import page_cross_attention
+from pagebinder.passes.page_mla import page_mla
 from pagebinder.passes.page_recurrent import page_recurrent
 from pagebinder.passes.place_linears import place_linears
 from pagebinder.passes.select_providers import select_providers
@@ -63,7 +69,16 @@ RECOGNISERS = (
     recognise_gated_activation,
     simplify,
 )
-PAGE_PASSES = (page_attention, page_cross_attention, page_recurrent)
+PAGE_PASSES = (page_attention, page_cross_attention, page_compressed, page_mla, page_recurrent)
+FUSIONS = (
+    fuse_kv_rope_store,
+    fuse_q_norm_rope,
+    fuse_inverse_rope_linear,
+    fuse_add_rms_norm,
+    simplify,
+    place_linears,
+)
+INDEX_LAYOUTS = {"fp8_index", "fp4_index"}
 
 
 def compile_model(
@@ -168,7 +183,7 @@ def compile_source(
     with stage("audit"):
         refused = unexplained(semantic, encoder, source, config, report)
     with stage("plan"):
-        states = tuple(layer_states(semantic, max_model_len=max_model_len))
+        states = _states(semantic, max_model_len, config)
         plan = plan_kv_cache(
             states, block_size=config.block_size, max_model_len=max_model_len,
             max_encoder_tokens=source.encoder.max_len if source.encoder else None, workload=config.workload,
@@ -185,7 +200,7 @@ def compile_source(
         report.passes += run_passes(paged, (*page_passes, gather_logits), after=trail.after("paged"))
     with stage("fuse"):
         fused = clone(paged, "fused")
-        fusions = (fuse_add_rms_norm, simplify, place_linears) if config.fusions else ()
+        fusions = FUSIONS if config.fusions else ()
         report.passes += run_passes(fused, fusions, after=trail.after("fused"))
         device = torch.device("cpu") if source.device.type == "meta" else source.device
         prepare = source.device.type != "meta"
@@ -238,6 +253,23 @@ def _of_encoder(result: PassResult) -> PassResult:
     """The result, under a name that says whose graph it is about."""
     result.name = f"encoder.{result.name}"
     return result
+
+
+def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) -> tuple[LayerState, ...]:
+    """What the layers keep, in the formats that the config asks for; ConfigError where nothing has such a format."""
+    is_fp8 = config.kv_dtype == "fp8_ds_mla"
+    index = {"auto": "fp8_index" if is_fp8 else "plain", "fp8": "fp8_index", "mxfp4": "fp4_index"}
+    formats = CacheFormats(latent="fp8_ds_mla" if is_fp8 else "plain", index=index[config.index_dtype])
+    states = tuple(layer_states(semantic, max_model_len=max_model_len, formats=formats))
+    layouts = {getattr(state, "layout", "plain") for state in states}
+    for option, wanted in (("kv_dtype", is_fp8), ("index_dtype", config.index_dtype != "auto")):
+        kept = layouts & (INDEX_LAYOUTS if option == "index_dtype" else layouts - INDEX_LAYOUTS - {"plain"})
+        if wanted and not kept:
+            what = "indexer" if option == "index_dtype" else "latent rows (MLA)"
+            raise ConfigError(
+                f'{option}={getattr(config, option)!r}: this model has no {what}, which that is for; use "auto".'
+            )
+    return states
 
 
 def clone(gm: GraphModule, level: str) -> GraphModule:

@@ -11,6 +11,8 @@ from pagebinder.custom_ops.attention.cross import CROSS_ATTENTION
 from pagebinder.custom_ops.attention.relative import RELATIVE_ATTENTION
 from pagebinder.custom_ops.attention.semantic import ATTENTION
 from pagebinder.custom_ops.library import OpInfo
+from pagebinder.custom_ops.mla.mla import MLA_ATTENTION
+from pagebinder.custom_ops.sparse.semantic import COMPRESSED_ATTENTION
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.audit import audit
 from pagebinder.frontend.source import ModelSource
@@ -19,6 +21,7 @@ from pagebinder.passes.page_recurrent import PAGED as RECURRENT_OPS
 from pagebinder.report import CompileReport, PassResult
 
 MAX_PROBLEMS_SHOWN = 8
+DECODER_ATTENTION = (ATTENTION, RELATIVE_ATTENTION, MLA_ATTENTION, COMPRESSED_ATTENTION)
 
 
 def unexplained(
@@ -67,7 +70,7 @@ def unexplained(
 def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: ModelSource) -> list[str]:
     """Kinds of layers of which the graph has more or fewer than the config says."""
     problems = []
-    attention = _count(semantic, ATTENTION, RELATIVE_ATTENTION)
+    attention = _count(semantic, *DECODER_ATTENTION)
     recurrent = len({_layer(module_path(node)) for node in calls(semantic.graph, *RECURRENT_OPS)})
     counts = [
         ("attention", attention, source.num_attention_layers),

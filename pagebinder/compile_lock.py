@@ -45,6 +45,7 @@ def lock_of(
         "block_size": config.block_size,
         "fusions": config.fusions,
         "kv_dtype": config.kv_dtype,
+        "index_dtype": config.index_dtype,
         "quantization": config.quantization,
         "workload": None if config.workload is None else repr(plan.workload),
     }

@@ -73,6 +73,10 @@ def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+KV_DTYPES = ("auto", "fp8_ds_mla")
+INDEX_DTYPES = ("auto", "fp8", "mxfp4")
+
+
 @_strict(ConfigError)
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
@@ -81,7 +85,10 @@ class CompileConfig:
     Args:
         device: "auto" (where the model is; for a checkpoint directory the GPU if there is one), "cpu", "cuda".
         dtype: weights and activations; None keeps the model's.
-        kv_dtype: "auto" stores K and V in the activations' dtype.
+        kv_dtype: "auto" stores K and V in the activations' dtype. "fp8_ds_mla" stores latent rows as DeepSeek's
+            kernels do: e4m3 with scales, rotated channels in bfloat16 (584 bytes a row for DeepSeek-V4's attention,
+            656 for MLA of 512 + 64).
+        index_dtype: of the keys of an indexer: "auto" (like kv_dtype), "fp8" (132 bytes a key of 128), "mxfp4" (68).
         executable: "auto", "eager" or "inductor". "auto" is inductor where a C++ compiler is, else eager.
         providers: op name -> provider name, for example {"paged_attention": "reference"}.
         fusions: apply the passes that lead to the fused graph.
@@ -101,6 +108,7 @@ class CompileConfig:
     device: str = "auto"
     dtype: str | torch.dtype | None = None
     kv_dtype: str = "auto"
+    index_dtype: str = "auto"
     executable: str = "auto"
     providers: dict[str, str] = field(default_factory=dict)
     fusions: bool = True
@@ -123,8 +131,10 @@ class CompileConfig:
             raise ConfigError(
                 f"executable={self.executable!r} is unknown; use one of {', '.join(EXECUTABLES)}."
             )
-        if self.kv_dtype != "auto":
-            raise ConfigError(f'kv_dtype={self.kv_dtype!r} is not built yet; use "auto".')
+        for name, known in (("kv_dtype", KV_DTYPES), ("index_dtype", INDEX_DTYPES)):
+            value = getattr(self, name)
+            ok = isinstance(value, str) and value in known
+            _require(ok, ConfigError, f"{name}={value!r} is not built (yet); use one of {', '.join(known)}.")
         if self.quantization is not None:
             raise ConfigError("quantization is not built yet; leave it None.")
         if self.verify not in VERIFY:

@@ -70,6 +70,7 @@ def _layer(state, group: int | None) -> dict:
         "num_kv_heads": getattr(state, "num_kv_heads", None),
         "head_dim": getattr(state, "head_dim", None),
         "head_dim_v": getattr(state, "head_dim_v", None),
+        "layout": getattr(state, "layout", None),
         "shape": getattr(state, "shape", None),
         "dtype": state.dtype,
         "bytes_per_token": state.entry_bytes if state.formula.has(TOKENS, ENCODER_TOKENS) else 0,

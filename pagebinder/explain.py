@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from itertools import groupby
+from itertools import pairwise, takewhile
 
 from rich import box
 from rich.console import Console, Group
@@ -16,6 +16,8 @@ from rich.text import Text
 from pagebinder.report import CompileReport
 
 TEXT_WIDTH = 118
+# Runs of layer numbers that are written out.
+MAX_RUNS = 4
 
 
 def explain_text(report: CompileReport, width: int = TEXT_WIDTH) -> str:
@@ -59,22 +61,24 @@ def _header(report: CompileReport) -> Text:
 
 
 def _layers(report: CompileReport) -> Table:
-    """One row for each run of equal layers."""
+    """One row for all layers that differ in nothing but their numbers."""
+    prefix = _common_prefix([layer["layer"] for layer in report.layers])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, justify in (("layers", "left"), ("state", "left"), ("KV heads x (K + V)", "right"), ("dtype", "left"),
-                          ("bytes of T tokens", "right"), ("bytes/token", "right"), ("group", "right")):  # fmt: skip
-        table.add_column(name, justify=justify, no_wrap=name == "layers")
+    table.add_column("layers" + (f" of {prefix}" if prefix else ""), overflow="fold")
+    for name, justify in (("state", "left"), ("heads x (K + V)", "right"), ("stored", "left"),
+                          ("bytes at T", "right"), ("per token", "right"), ("group", "right")):  # fmt: skip
+        table.add_column(name, justify=justify, no_wrap=True)
 
-    def key(layer: dict):
-        return tuple(v for k, v in layer.items() if k != "layer")
-
-    for _, run in groupby(report.layers, key=key):
-        run = list(run)
-        first, last = run[0], run[-1]
-        name = first["layer"] if len(run) == 1 else _range_of(first["layer"], last["layer"], len(run))
+    alike: dict[tuple, list[dict]] = {}
+    for layer in report.layers:
+        facts = tuple(v for k, v in layer.items() if k != "layer")
+        alike.setdefault((re.sub(r"\d+", "*", layer["layer"]), facts), []).append(layer)
+    for layers in alike.values():
+        first = layers[0]
         per_token = f"{first['bytes_per_token']:,}" if first["bytes_per_token"] else "-"
         group = "-" if first["group"] is None else str(first["group"])
-        table.add_row(name, first["kind"] + _limit(first), _what(first), first["dtype"], first["formula"],
+        names = _names([layer["layer"].removeprefix(f"{prefix}.") for layer in layers])
+        table.add_row(names, first["kind"] + _limit(first), _what(first), _stored(first), first["formula"],
                       per_token, group)  # fmt: skip
     return table
 
@@ -85,21 +89,55 @@ def _limit(layer: dict) -> str:
     return "" if layer["chunk"] is None else f" (C={layer['chunk']})"
 
 
+def _stored(layer: dict) -> str:
+    """The layout of bytes, where it is more than a dtype."""
+    return layer["dtype"] if layer["layout"] in (None, "plain") else layer["layout"]
+
+
 def _what(layer: dict) -> str:
-    """KV heads x (K + V widths), the shape of a state, or nothing."""
+    """KV heads x (K + V widths), the width of latent rows, the shape of a state, or nothing."""
+    if layer["layout"] is not None:
+        return f"{layer['head_dim']} wide"
     if layer["num_kv_heads"] is not None:
         return f"{layer['num_kv_heads']} x ({layer['head_dim']} + {layer['head_dim_v']})"
     return "-" if layer["shape"] is None else " x ".join(map(str, layer["shape"]))
 
 
-def _range_of(first: str, last: str, count: int) -> str:
-    """ "model.layers.0.self_attn", "model.layers.31.self_attn" -> "model.layers.[0-31].self_attn (32)"."""
-    a, b = first.split("."), last.split(".")
-    differing = [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
-    if len(a) != len(b) or len(differing) != 1:
-        return f"{first} .. {last} ({count})"
-    a[differing[0]] = f"[{a[differing[0]]}-{b[differing[0]]}]"
-    return f"{'.'.join(a)} ({count})"
+def _common_prefix(paths: list[str]) -> str:
+    """Leading parts that all of several paths have, and that are no layer's name: "model.layers"."""
+    parts = [path.split(".")[:-1] for path in paths]
+    common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*parts))]
+    return ".".join(common) if len(paths) > 1 else ""
+
+
+def _names(paths: list[str]) -> str:
+    """ "model.layers.0.self_attn", "model.layers.1.self_attn" -> "model.layers.[0-1].self_attn (2)"."""
+    if len(paths) == 1:
+        return paths[0]
+    parts = [path.split(".") for path in paths]
+    differing = [i for i, column in enumerate(zip(*parts)) if len(set(column)) > 1]
+    if len(differing) != 1:
+        return f"{paths[0]} .. {paths[-1]} ({len(paths)})"
+    (place,) = differing
+    if all(part[place].isdigit() for part in parts):
+        numbers = _numbers([int(part[place]) for part in parts])
+        return ".".join((*parts[0][:place], f"[{numbers}]", *parts[0][place + 1 :])) + f" ({len(paths)})"
+    return f"{paths[0]} .. {paths[-1]} ({len(paths)})"
+
+
+def _numbers(numbers: list[int]) -> str:
+    """0-31 without gaps, "2, 4, .. 42" in equal steps, else runs: "0-4, 6-10, 12"."""
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(steps) == 1 and steps != {1} and len(numbers) > 2:
+        return f"{numbers[0]}, {numbers[1]}, .. {numbers[-1]}"
+    runs = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return ", ".join(shown if len(shown) <= MAX_RUNS else [*shown[: MAX_RUNS - 1], f".. {shown[-1]}"])
 
 
 def _passes(report: CompileReport) -> Table:

@@ -1,18 +1,22 @@
-"""Which layers keep state: every stateful op of a semantic graph gives one `LayerState`.
+"""Which layers keep state: every stateful op of a semantic graph gives its `LayerState`s.
 
-    semantic op       ->  LayerState               ->  page pass that rewrites the op
-    attention             AttentionState               page_attention
-    relative_attention    AttentionState               page_attention
-    cross_attention       CrossAttentionState          page_cross_attention
-    short_conv            ShortConvState               page_recurrent
-    gated_delta_rule      RecurrentState               page_recurrent
-    ssd                   RecurrentState               page_recurrent
-    RECURRENCES           RecurrentState               page_recurrent
+    semantic op           ->  LayerStates                              ->  page pass that rewrites the op
+    attention                 AttentionState                               page_attention
+    relative_attention        AttentionState                               page_attention
+    cross_attention           CrossAttentionState                          page_cross_attention
+    mla_attention             LatentState                                  page_mla
+    index_topk                LatentState (keys), if not compressed        page_mla
+    compress                  RecurrentState (sums), LatentState (entries) page_compressed
+    compressed_attention      LatentState (window)                         page_compressed
+    short_conv                ShortConvState                               page_recurrent
+    gated_delta_rule          RecurrentState                               page_recurrent
+    ssd                       RecurrentState                               page_recurrent
+    RECURRENCES               RecurrentState                               page_recurrent
     (one line in BUILDERS per op; its page pass lives in a file of its own)
 
-`layer_states` numbers the ops in execution order and leaves the number in node.meta["layer_index"], where the
-page passes find it again on their copy of the graph. `Paging` is what they all need to know, `rewrite_stateful`
-what they all do.
+`layer_states` numbers the states in execution order of their ops and leaves the numbers in
+node.meta["layer_indices"], where the page passes find them again on their copy of the graph. `Paging` is what they
+all need to know, `rewrite_stateful` what most of them do. `latent_states.py` has the builders of latent rows.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from torch.fx import GraphModule, Node
 from pagebinder.custom_ops.layer_state import (
     DTYPE_BYTES,
     AttentionState,
+    CacheFormats,
     CacheTensor,
     CrossAttentionState,
     EncoderOnlyState,
@@ -34,13 +39,18 @@ from pagebinder.custom_ops.layer_state import (
     ShortConvState,
 )
 from pagebinder.custom_ops.recurrent.define import RECURRENCES
-from pagebinder.graph_tools import calls, describe, finish, module_path, val
+from pagebinder.graph_tools import calls, describe, dtype_name, finish, module_path, val
+from pagebinder.passes.latent_states import (
+    COMPRESS,
+    COMPRESSED_ATTENTION,
+    INDEX_TOPK,
+    compressor_states,
+    index_states,
+    mla_states,
+    window_states,
+)
 from pagebinder.passes.step_inputs import add_step_input
 from pagebinder.report import Match, PassResult
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _attention_state(node: Node, index: int, max_model_len: int) -> AttentionState:
@@ -50,7 +60,7 @@ def _attention_state(node: Node, index: int, max_model_len: int) -> AttentionSta
     return AttentionState(
         layer=module_path(node) or f"attention_{index}",
         index=index,
-        dtype=_dtype_name(k),
+        dtype=dtype_name(k),
         num_kv_heads=int(k.shape[1]),
         head_dim=int(k.shape[2]),
         head_dim_v=int(v.shape[2]),
@@ -64,7 +74,7 @@ def _cross_attention_state(node: Node, index: int, max_model_len: int) -> CrossA
     return CrossAttentionState(
         layer=module_path(node) or f"cross_attention_{index}",
         index=index,
-        dtype=_dtype_name(k),
+        dtype=dtype_name(k),
         num_kv_heads=int(k.shape[1]),
         head_dim=int(k.shape[2]),
         head_dim_v=int(v.shape[2]),
@@ -76,7 +86,7 @@ def _short_conv_state(node: Node, index: int, max_model_len: int) -> ShortConvSt
     return ShortConvState(
         layer=module_path(node) or f"short_conv_{index}",
         index=index,
-        dtype=_dtype_name(val(node.args[0])),
+        dtype=dtype_name(val(node.args[0])),
         shape=(int(channels), int(taps) - 1),
     )
 
@@ -104,24 +114,39 @@ def _recurrent_state(node: Node, index: int, shape: tuple[int, ...]) -> Recurren
     return RecurrentState(layer=layer, index=index, dtype="float32", shape=shape)
 
 
-BUILDERS: dict[torch._ops.OpOverload, Callable[[Node, int, int], LayerState]] = {
-    torch.ops.pagebinder.attention.default: _attention_state,
-    torch.ops.pagebinder.relative_attention.default: _attention_state,
-    torch.ops.pagebinder.cross_attention.default: _cross_attention_state,
-    torch.ops.pagebinder.short_conv.default: _short_conv_state,
-    torch.ops.pagebinder.gated_delta_rule.default: _gated_delta_state,
-    torch.ops.pagebinder.ssd.default: _ssd_state,
-    **dict.fromkeys(RECURRENCES, _defined_state),
+def _one(build: Callable[[Node, int, int], LayerState]) -> Builder:
+    """The builder of an op that keeps one state, whatever the formats."""
+    return lambda node, index, max_model_len, formats: [build(node, index, max_model_len)]
+
+
+# op -> builder(node, number of its first state, max_model_len, formats) -> its states
+Builder = Callable[[Node, int, int, CacheFormats], list[LayerState]]
+BUILDERS: dict[torch._ops.OpOverload, Builder] = {
+    torch.ops.pagebinder.attention.default: _one(_attention_state),
+    torch.ops.pagebinder.relative_attention.default: _one(_attention_state),
+    torch.ops.pagebinder.cross_attention.default: _one(_cross_attention_state),
+    torch.ops.pagebinder.mla_attention.default: mla_states,
+    INDEX_TOPK: index_states,
+    COMPRESS: compressor_states,
+    COMPRESSED_ATTENTION: window_states,
+    torch.ops.pagebinder.short_conv.default: _one(_short_conv_state),
+    torch.ops.pagebinder.gated_delta_rule.default: _one(_gated_delta_state),
+    torch.ops.pagebinder.ssd.default: _one(_ssd_state),
+    **dict.fromkeys(RECURRENCES, _one(_defined_state)),
 }
 
 
-def layer_states(gm: GraphModule, *, max_model_len: int) -> list[LayerState]:
-    """The state of every stateful op, in execution order; numbers the ops in node.meta["layer_index"]."""
+def layer_states(
+    gm: GraphModule, *, max_model_len: int, formats: CacheFormats | None = None
+) -> list[LayerState]:
+    """The states of every stateful op, in execution order; leaves their numbers in node.meta["layer_indices"]."""
+    formats = formats or CacheFormats()
     states: list[LayerState] = []
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in BUILDERS:
-            node.meta["layer_index"] = len(states)
-            states.append(BUILDERS[node.target](node, len(states), max_model_len))
+            found = BUILDERS[node.target](node, len(states), max_model_len, formats)
+            node.meta["layer_indices"] = tuple(range(len(states), len(states) + len(found)))
+            states += found
     return states
 
 
@@ -131,7 +156,7 @@ def encoder_layer_states(gm: GraphModule) -> list[EncoderOnlyState]:
     nodes = calls(gm.graph, *ops)
     return [
         EncoderOnlyState(
-            layer=module_path(node) or f"attention_{index}", index=index, dtype=_dtype_name(val(node))
+            layer=module_path(node) or f"attention_{index}", index=index, dtype=dtype_name(val(node))
         )
         for index, node in enumerate(nodes)
     ]
@@ -150,16 +175,16 @@ class Paging:
     block_sizes: Sequence[int]
     bytes_per_block: int
 
-    def of(self, node: Node) -> tuple[LayerState, int, int]:
-        """(state, KV group, block size) of a stateful op."""
-        index = node.meta["layer_index"]
+    def of(self, node: Node, which: int = 0) -> tuple[LayerState, int, int]:
+        """(state, KV group, block size) of state number `which` of a stateful op."""
+        index = node.meta["layer_indices"][which]
         group = self.group_of[index]
         return self.states[index], group, self.block_sizes[group]
 
 
-def add_caches(gm: GraphModule, paging: Paging, node: Node) -> list[Node]:
-    """One graph input per cache tensor of the op's layer: dense inside a page, one block stride apart."""
-    state, _, block_size = paging.of(node)
+def add_caches(gm: GraphModule, paging: Paging, node: Node, which: int = 0) -> list[Node]:
+    """One graph input per cache tensor of a state of the op: dense inside a page, one block stride apart."""
+    state, _, block_size = paging.of(node, which)
     return [_add_cache(gm, state, tensor, paging.bytes_per_block) for tensor in state.tensors(block_size)]
 
 
@@ -180,12 +205,24 @@ def add_block_table(gm: GraphModule, group: int) -> Node:
     return add_step_input(gm, f"block_table_{group}", ("table_rows", f"table_width_{group}"), torch.int32)
 
 
+def add_slots(gm: GraphModule, group: int) -> Node:
+    """slot_mapping_g [T]: where each token's row is written."""
+    return add_step_input(gm, f"slot_mapping_{group}", ("num_tokens",), torch.int32)
+
+
 def add_request_lengths(gm: GraphModule) -> tuple[Node, Node]:
     """seq_lens [R] (context and new tokens) and query_start_loc [R + 1]."""
     return (
         add_step_input(gm, "seq_lens", ("num_reqs",), torch.int32),
         add_step_input(gm, "query_start_loc", ("num_reqs_plus_1",), torch.int32),
     )
+
+
+def where_kept(paging: Paging, node: Node) -> str:
+    """The states of an op, with group and block size, for the report."""
+    places = (paging.of(node, which) for which in range(len(node.meta["layer_indices"])))
+    kept = (f"{state.kind}, KV group {group}, block size {size}" for state, group, size in places)
+    return "; ".join(kept) or "keeps nothing"
 
 
 def rewrite_stateful(
@@ -203,9 +240,9 @@ def rewrite_stateful(
     """
     result = PassResult(name=name)
     for node in calls(gm.graph, *patterns):
-        state, group, block_size = paging.of(node)
-        detail = f"{state.kind}, KV group {group}, block size {block_size}"
-        result.matches.append(Match(pattern=patterns[node.target], detail=detail, **describe(node)))
+        result.matches.append(
+            Match(pattern=patterns[node.target], detail=where_kept(paging, node), **describe(node))
+        )
         node.replace_all_uses_with(rewrite(gm, node, paging))
         gm.graph.erase_node(node)
     result.changed = bool(result.matches)

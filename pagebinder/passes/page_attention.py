@@ -26,9 +26,9 @@ from pagebinder.passes.layer_states import (
     add_block_table,
     add_caches,
     add_request_lengths,
+    add_slots,
     rewrite_stateful,
 )
-from pagebinder.passes.step_inputs import add_step_input
 from pagebinder.report import PassResult
 
 PATTERN = "paged_attention"
@@ -47,7 +47,7 @@ def _paged_form(gm: GraphModule, node: Node, paging: Paging) -> Node:
     state, group, _ = paging.of(node)
     q, k, v, *optional = node.args
     (cache,) = add_caches(gm, paging, node)
-    slots = add_step_input(gm, f"slot_mapping_{group}", ("num_tokens",), torch.int32)
+    slots = add_slots(gm, group)
     table = add_block_table(gm, group)
     lens, starts = add_request_lengths(gm)
     insert_call(gm.graph, node, torch.ops.pagebinder.kv_cache_write.default, (k, v, cache, slots))

@@ -15,9 +15,20 @@ from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.providers import OpNeed, select_provider
 from pagebinder.errors import ConfigError
-from pagebinder.graph_tools import arg, calls, finish, val
+from pagebinder.graph_tools import arg, calls, dtype_name, finish, val
 from pagebinder.report import ProviderChoice
 
+# Over caches of latent rows, whose layout is an argument.
+LATENT_OPS = (
+    "latent_cache_write",
+    "kv_rope_quant_store",
+    "compress_norm_rope_store",
+    "indexer_score_topk",
+    "sparse_mla_attention",
+    "paged_mla_attention",
+)
+# Over nothing but activations and weights.
+PLAIN_OPS = ("hyper_connection", "hyper_mix", "hyper_head", "q_norm_rope", "inverse_rope_grouped_linear")
 SELECTABLE = (
     "paged_attention",
     "paged_relative_attention",
@@ -25,6 +36,8 @@ SELECTABLE = (
     "packed_attention",
     "packed_relative_attention",
     "linear",
+    *LATENT_OPS,
+    *PLAIN_OPS,
 )
 
 
@@ -66,8 +79,12 @@ def select_providers(
 def _need(name: str, node: Node, device: torch.device) -> OpNeed:
     """What a node asks of a provider, from its arguments."""
     if name == "linear":
-        dtype = str(val(node.args[1]).dtype).removeprefix("torch.")
-        return OpNeed(op=name, device=device.type, dtype=dtype)
+        return OpNeed(op=name, device=device.type, dtype=dtype_name(val(node.args[1])))
+    if name in LATENT_OPS or name in PLAIN_OPS:
+        layout = node.kwargs.get("layout", "plain")
+        features = frozenset() if layout == "plain" else frozenset((layout,))
+        dtype = dtype_name(val(node.args[0]))
+        return OpNeed(op=name, device=device.type, dtype=dtype, features=features)
     if name.startswith("packed_"):
         return _packed_need(name, node, device)
     cache = val(node.args[2] if name == "kv_cache_write" else node.args[1])
@@ -76,8 +93,8 @@ def _need(name: str, node: Node, device: torch.device) -> OpNeed:
     return OpNeed(
         op=name,
         device=device.type,
-        dtype=str(new.dtype).removeprefix("torch."),
-        kv_dtype=str(cache.dtype).removeprefix("torch."),
+        dtype=dtype_name(new),
+        kv_dtype=dtype_name(cache),
         head_dim=int(new.shape[2]),
         head_dim_v=int(width_v),
         block_size=int(cache.shape[2]),
@@ -92,7 +109,7 @@ def _packed_need(name: str, node: Node, device: torch.device) -> OpNeed:
     return OpNeed(
         op=name,
         device=device.type,
-        dtype=str(q.dtype).removeprefix("torch."),
+        dtype=dtype_name(q),
         head_dim=int(q.shape[2]),
         head_dim_v=int(v.shape[2]),
         num_heads=int(q.shape[1]),

@@ -21,6 +21,7 @@ from pagebinder.runtime.kv.recurrent_manager import RecurrentManager
 from pagebinder.runtime.kv.ring_manager import RingManager
 from pagebinder.runtime.kv.specs import (
     ChunkedLocalSpec,
+    CompressedLatentSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
@@ -146,6 +147,7 @@ class ChunkedLocalManager(SuffixManager):
 MANAGERS: dict[type[KVCacheSpec], type[SingleTypeManager]] = {
     FullAttentionSpec: FullAttentionManager,
     LatentSpec: FullAttentionManager,
+    CompressedLatentSpec: FullAttentionManager,
     SlidingWindowSpec: SlidingWindowManager,
     SlidingWindowLatentSpec: SlidingWindowManager,
     ChunkedLocalSpec: ChunkedLocalManager,

@@ -6,6 +6,7 @@ sliding_window         SlidingWindowSpec, or full if window >= max_model_len
 chunked_local          ChunkedLocalSpec, or full if chunk >= max_model_len
 mla_latent             LatentSpec
 sliding_window_mla     SlidingWindowLatentSpec, or latent if window >= max_model_len
+compressed_latent      CompressedLatentSpec
 cross_attention        CrossAttentionSpec
 recurrent              RecurrentSpec
 short_conv             ShortConvSpec
@@ -15,6 +16,7 @@ encoder_only           None: nothing is kept
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING
 from pagebinder.errors import UnsupportedLayerError
 from pagebinder.runtime.kv.specs import (
     ChunkedLocalSpec,
+    CompressedLatentSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
@@ -65,6 +68,12 @@ def _latent(state: LayerState, block_size: int, max_model_len: int) -> KVCacheSp
     return LatentSpec(**rows)
 
 
+def _compressed(state: LayerState, block_size: int, max_model_len: int) -> KVCacheSpec:
+    # A block holds whole entries; the planner replaces the block size.
+    whole = math.lcm(block_size, state.tokens_per_entry)
+    return CompressedLatentSpec(**_rows(state, whole), tokens_per_entry=state.tokens_per_entry)
+
+
 def _cross(state: LayerState, block_size: int, max_model_len: int) -> KVCacheSpec:
     return CrossAttentionSpec(**_rows(state, block_size))
 
@@ -92,6 +101,7 @@ SPEC_BUILDERS: dict[str, Callable[[LayerState, int, int], KVCacheSpec | None]] =
     "chunked_local": _attention,
     "mla_latent": _latent,
     "sliding_window_mla": _latent,
+    "compressed_latent": _compressed,
     "cross_attention": _cross,
     "recurrent": _recurrent,
     "short_conv": _short_conv,

@@ -8,7 +8,7 @@ Symbols: T context length in tokens, E encoder tokens, B block size in tokens, W
 (computed in one step). Most blocks that one request holds:
 
     kind                       while decoding                                 with F tokens in flight
-    full, latent               ceiling(T / B)                                 ceiling(T / B)
+    full, latent, compressed   ceiling(T / B)                                 ceiling(T / B)
     sliding window (latent)    Min(ceiling(T/B), ceiling((W-1)/B) + 1)        ceiling(Min(W-1+F, T) / B) + 1
     chunked local              Min(ceiling(T/B), ceiling(C/B) + straddle)     ceiling(Min(C+F, T) / B) + straddle
     cross                      ceiling(E / B), whatever T
@@ -156,6 +156,18 @@ class LatentSpec(FullAttentionSpec):
     """Multi-head latent attention: one row a token is K and V of all heads."""
 
     kind: ClassVar[str] = "mla_latent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedLatentSpec(LatentSpec):
+    """Rows that stand for `tokens_per_entry` tokens each. The op that makes them finds their places itself."""
+
+    kind: ClassVar[str] = "compressed_latent"
+    step_inputs: ClassVar[tuple[str, ...]] = ("block_table",)
+
+    @property
+    def table_key(self) -> tuple:
+        return ("compressed", self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,8 @@ Histogram = tuple[tuple[int, float], ...]
 
 # The default: lengths that are spread evenly in the logarithm, from a short chat to a long document.
 SHORTEST_TOKENS, LONGEST_TOKENS, NUM_LENGTHS = 128, 32_768, 48
+# Models made for a million tokens are given longer documents: up to this share of their length.
+LONG_CONTEXT_SHARE, LONGEST_LONG_TOKENS = 1 / 16, 131_072
 LONGEST_ENCODER_TOKENS = 2_048
 GROWTH_SAMPLES = 16
 # A model length without limits, for questions about a workload or a layer alone.
@@ -87,9 +89,10 @@ class Workload:
 
     @classmethod
     def default(cls, max_model_len: int, max_encoder_tokens: int | None = None) -> Workload:
-        """Contexts of 128 to 32,768 tokens (or the model's length), each octave equally likely; the same for the
-        encoder's tokens, from 128 to 2,048 (or the encoder's limit)."""
-        high = min(max_model_len, LONGEST_TOKENS)
+        """Contexts of 128 to 32,768 tokens (or the model's length, if that is less; a sixteenth of it, if that is
+        more), each octave equally likely; the same for the encoder's tokens, from 128 to 2,048 (or its limit)."""
+        long = min(int(max_model_len * LONG_CONTEXT_SHARE), LONGEST_LONG_TOKENS)
+        high = min(max_model_len, max(LONGEST_TOKENS, long))
         longest_encoder = min(max_encoder_tokens or LONGEST_ENCODER_TOKENS, LONGEST_ENCODER_TOKENS)
         return cls(
             contexts=_log_spread(_shortest(high), high),

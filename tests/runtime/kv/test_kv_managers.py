@@ -11,6 +11,7 @@ from pagebinder.runtime.kv import (
     CacheContext,
     ChunkedLocalManager,
     ChunkedLocalSpec,
+    CompressedLatentSpec,
     CrossAttentionManager,
     CrossAttentionSpec,
     FullAttentionManager,
@@ -114,6 +115,7 @@ def test_managers_are_chosen_by_spec_class():
     assert {cls: MANAGERS[cls] for cls in MANAGERS} == {
         FullAttentionSpec: FullAttentionManager,
         LatentSpec: FullAttentionManager,
+        CompressedLatentSpec: FullAttentionManager,
         SlidingWindowSpec: SlidingWindowManager,
         SlidingWindowLatentSpec: SlidingWindowManager,
         ChunkedLocalSpec: ChunkedLocalManager,
