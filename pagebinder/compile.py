@@ -78,6 +78,10 @@ FUSIONS = (
     simplify,
     place_linears,
 )
+LATENT_ATTENTION = {
+    torch.ops.pagebinder.mla_attention.default,
+    torch.ops.pagebinder.compressed_attention.default,
+}
 INDEX_LAYOUTS = {"fp8_index", "fp4_index"}
 
 
@@ -166,7 +170,8 @@ def compile_source(
     if config.executable == "inductor" and (problem := cpu_build.problem()) is not None:
         raise CompilerNotFoundError(f'executable="inductor" needs a C++ compiler: {problem}. Or use "eager".')
     if source.device.type == "cpu":
-        cpu_build.start_build()  # on first use: it takes seconds, and so does the capture
+        for part in _kernel_parts(source):  # on first use: it takes seconds, and so does the capture
+            cpu_build.start_build(part)
     with stage("capture"):
         captured, encoder = _capture(source, report)
         max_model_len = bounded(max_model_len, captured, config, report)
@@ -253,6 +258,12 @@ def _of_encoder(result: PassResult) -> PassResult:
     """The result, under a name that says whose graph it is about."""
     result.name = f"encoder.{result.name}"
     return result
+
+
+def _kernel_parts(source: ModelSource) -> tuple[str, ...]:
+    """Parts of the CPU kernels that the graph will ask for, as far as that shows before it is there."""
+    emitted = {op for leaf in LEAVES if leaf.applies(source.module) for op in leaf.emits}
+    return ("core", "latent") if emitted & LATENT_ATTENTION else ("core",)
 
 
 def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) -> tuple[LayerState, ...]:

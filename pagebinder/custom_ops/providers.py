@@ -77,8 +77,8 @@ class Provider:
             reasons.append(str(problem))
         return reasons
 
-    def prepare(self) -> None:
-        """Make the overloads callable (build, import); may take seconds. Raises ProviderError."""
+    def prepare(self, op: str | None = None) -> None:
+        """Make an op's overload callable, or all of them (build, import); may take seconds. Raises ProviderError."""
 
     def overload(self, op: str) -> torch._ops.OpOverload:
         raise NotImplementedError
@@ -155,7 +155,7 @@ def select_provider(need: OpNeed, requested: str | None = None, *, prepare: bool
         if not reasons:
             try:
                 if prepare:
-                    providers[name].prepare()
+                    providers[name].prepare(need.op)
             except ProviderError as error:
                 reasons = [str(error)]
             else:
@@ -182,7 +182,7 @@ def _select_requested(
         kind = CompilerNotFoundError if isinstance(problem, CompilerNotFoundError) else ProviderError
         raise kind(_refusal(need, {requested: reasons}, providers))
     if prepare:
-        provider.prepare()
+        provider.prepare(need.op)
     return Selection(requested, provider.overload(need.op), f"{requested} was requested")
 
 

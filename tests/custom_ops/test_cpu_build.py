@@ -119,6 +119,15 @@ def test_cxx_names_the_compiler(monkeypatch):
         build.find_compiler()
 
 
+def test_every_part_stands_alone():
+    """A model loads the parts it needs: no part may miss what only another has."""
+    for part in build.PARTS:
+        code = (
+            f"from pagebinder.custom_ops.cpu import build; import ctypes, torch; p = build.build({part!r}); "
+        )
+        run_python(code + "ctypes.CDLL(str(p), mode=2)")  # RTLD_NOW: every symbol must be found
+
+
 def test_background_build_is_awaited_by_load():
     thread = build.start_build()
     path = build.load()

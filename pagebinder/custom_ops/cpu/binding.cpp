@@ -52,6 +52,18 @@ Tensor empty_like_dtype(std::initializer_list<int64_t> sizes, ScalarType dtype) 
   return Tensor(handle);
 }
 
+bool last_is_dense(const Tensor& t) {
+  return t.size(t.dim() - 1) == 1 || t.stride(t.dim() - 1) == 1;
+}
+
+void run_attention(ScalarType dtype, const AttentionArgs& a, const char* name) {
+  const char* error = "q must be float32, bfloat16 or float16";
+  if (dtype == ScalarType::Float) error = pagebinder::paged_attention_f32(a);
+  else if (dtype == ScalarType::BFloat16) error = pagebinder::paged_attention_bf16(a);
+  else if (dtype == ScalarType::Half) error = pagebinder::paged_attention_f16(a);
+  STD_TORCH_CHECK(error == nullptr, name, ": ", error);
+}
+
 std::tuple<Tensor, std::optional<Tensor>> attention(
     const Tensor& q, const Tensor& kv_cache, const Tensor& block_table, const Tensor& seq_lens,
     const Tensor& query_start_loc, const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes,
@@ -94,11 +106,7 @@ std::tuple<Tensor, std::optional<Tensor>> attention(
     lse = empty_like_dtype({a.num_heads, a.num_tokens}, ScalarType::Float);
     a.lse = data<float>(*lse);
   }
-  const char* error = "q must be float32, bfloat16 or float16";
-  if (q.scalar_type() == ScalarType::Float) error = pagebinder::paged_attention_f32(a);
-  else if (q.scalar_type() == ScalarType::BFloat16) error = pagebinder::paged_attention_bf16(a);
-  else if (q.scalar_type() == ScalarType::Half) error = pagebinder::paged_attention_f16(a);
-  STD_TORCH_CHECK(error == nullptr, "paged_attention: ", error);
+  run_attention(q.scalar_type(), a, "paged_attention");
   return {out, lse};
 }
 
@@ -144,10 +152,44 @@ void kv_cache_write(const Tensor& k, const Tensor& v, const Tensor& kv_cache, co
   STD_TORCH_CHECK(error == nullptr, "kv_cache_write: ", error);
 }
 
+// Attention of all heads to the same rows [N, B, D], whose leading part is the value: q [T, H, D] -> out [T, H, Dv].
+void latent_attention(const Tensor& q, const Tensor& cache, const Tensor& table, const Tensor& seq_lens,
+                      const Tensor& query_start_loc, const Tensor& out, double scale, std::optional<int64_t> window) {
+  STD_TORCH_CHECK(q.dim() == 3 && cache.dim() == 3 && out.dim() == 3 && q.size(2) == cache.size(2),
+                  "q must be [T, H, D], cache [N, B, D] and out [T, H, Dv]");
+  STD_TORCH_CHECK(q.scalar_type() == cache.scalar_type() && out.scalar_type() == q.scalar_type(),
+                  "q, cache and out must have the same dtype");
+  STD_TORCH_CHECK(last_is_dense(q) && last_is_dense(cache), "the last strides of q and cache must be 1");
+  STD_TORCH_CHECK(out.size(0) == q.size(0) && out.size(1) == q.size(1) && out.size(2) <= q.size(2) &&
+                      last_is_dense(out) && out.stride(1) == out.size(2) &&
+                      (out.size(0) <= 1 || out.stride(0) == out.size(1) * out.size(2)),
+                  "out must be contiguous [T, H, Dv] with Dv <= D");
+  AttentionArgs a{};
+  a.num_tokens = q.size(0), a.num_heads = q.size(1), a.head_dim = q.size(2), a.head_dim_v = out.size(2);
+  a.num_blocks = cache.size(0), a.num_kv_heads = 1, a.block_size = cache.size(1), a.value_offset = 0;
+  a.q = q.const_data_ptr(), a.q_token_stride = q.stride(0), a.q_head_stride = q.stride(1);
+  a.cache = cache.const_data_ptr(), a.cache_block_stride = cache.stride(0), a.cache_slot_stride = cache.stride(1);
+  a.block_table = index_data(table, 2, "table"), a.block_table_stride = table.stride(0), a.max_blocks = table.size(1);
+  a.seq_lens = index_data(seq_lens, 1, "seq_lens"), a.num_requests = seq_lens.size(0);
+  a.query_start_loc = index_data(query_start_loc, 1, "query_start_loc");
+  STD_TORCH_CHECK(table.size(0) >= a.num_requests && query_start_loc.size(0) == a.num_requests + 1,
+                  "table, seq_lens and query_start_loc must have at least R, R and R + 1 rows");
+  STD_TORCH_CHECK(!window || *window > 0, "window must be positive");
+  a.scale = static_cast<float>(scale), a.causal = true, a.window = window.value_or(pagebinder::NO_WINDOW);
+  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.out = out.mutable_data_ptr();
+  run_attention(q.scalar_type(), a, "paged_mla_attention");
+}
+
 }  // namespace
 
+STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {  // a part of paged_mla_attention, see mla.py
+  m.def("latent_attention(Tensor q, Tensor cache, Tensor table, Tensor seq_lens, Tensor query_start_loc, "
+        "Tensor(a!) out, *, float scale, int? window) -> ()");
+}
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
   m.impl("kv_cache_write", TORCH_BOX(&kv_cache_write));
   m.impl("paged_attention", TORCH_BOX(&paged_attention));
   m.impl("paged_attention_lse", TORCH_BOX(&paged_attention_lse));
+  m.impl("latent_attention", TORCH_BOX(&latent_attention));
 }

@@ -3,6 +3,9 @@
     <cache>/pagebinder/<key>/pagebinder_cpu.so         <cache> is $PAGEBINDER_CACHE, $XDG_CACHE_HOME or ~/.cache
     <cache>/pagebinder/<key>/pagebinder_cpu.so.sha256  written last; without a matching digest it is rebuilt
 
+Kernels come in parts, a library each, so that no model waits for kernels that it does not use: "core" is the sources
+in this folder, "latent" those in latent/ (latent rows, DeepSeek) and what they need of the core.
+
 The key covers sources, compiler, flags, torch and the CPU's features. Processes that build at the same time
 wait for each other on a file lock; where locks do not work they both build and each renames a complete file.
 
@@ -34,6 +37,8 @@ logger = logging.getLogger("pagebinder")
 
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "pagebinder_cpu.so"
+# part -> (folder of its sources, sources of the core that it is linked with)
+PARTS = {"core": (".", ()), "latent": ("latent", ("linear.cpp",))}
 BASE_FLAGS = (
     "-O3",
     "-std=c++17",
@@ -45,9 +50,9 @@ BASE_FLAGS = (
 )
 CANDIDATES = ("c++", "g++", "clang++")
 
-_lock = threading.Lock()
-_loaded: Path | None = None
-_failure: ProviderError | None = None
+_locks = {part: threading.Lock() for part in PARTS}
+_loaded: dict[str, Path] = {}
+_failure: dict[str, ProviderError] = {}
 
 
 def find_compiler() -> list[str]:
@@ -84,17 +89,18 @@ def cache_root() -> Path:
     return Path(base) / "pagebinder"
 
 
-def library_path() -> Path:
-    """Where the library for this machine, compiler and source belongs; it need not exist yet."""
-    parts = [compiler_version(), " ".join(flags()), torch.__version__, _cpu_features()]
-    parts += [path.name + "\0" + path.read_text() for path in sorted([*_sources(), *SOURCE_DIR.glob("*.h")])]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+def library_path(part: str = "core") -> Path:
+    """Where a part's library for this machine, compiler and source belongs; it need not exist yet."""
+    texts = [part, compiler_version(), " ".join(flags()), torch.__version__, _cpu_features()]
+    files = sorted([*_sources(part), *_headers(part)])
+    texts += [path.name + "\0" + path.read_text() for path in files]
+    key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
     return cache_root() / key / LIBRARY_NAME
 
 
-def build() -> Path:
+def build(part: str = "core") -> Path:
     """The path of an intact library, built if necessary. Raises ProviderError if that fails."""
-    path = library_path()
+    path = library_path(part)
     if is_intact(path):
         return path
     try:
@@ -104,7 +110,7 @@ def build() -> Path:
                 return path
             if path.exists():
                 warnings.warn(f"the cached CPU kernels in {path} are damaged; rebuilding them", stacklevel=2)
-            _compile(path)
+            _compile(path, part)
     except OSError as error:
         raise ProviderError(
             f"cannot keep the CPU kernels in {path.parent} ({error}); set PAGEBINDER_CACHE to a writable folder"
@@ -112,32 +118,31 @@ def build() -> Path:
     return path
 
 
-def load() -> Path:
-    """Build if necessary and register the kernels with torch, once per process. Raises ProviderError."""
-    global _loaded, _failure
-    with _lock:
-        if _failure is not None:
-            raise _failure
-        if _loaded is None:
+def load(part: str = "core") -> Path:
+    """Build if necessary and register a part's kernels with torch, once per process. Raises ProviderError."""
+    with _locks[part]:
+        if part in _failure:
+            raise _failure[part]
+        if part not in _loaded:
             try:
-                path = build()
+                path = build(part)
                 torch.ops.load_library(str(path))
             except ProviderError as error:
-                _failure = error
+                _failure[part] = error
                 raise
             except OSError as error:
-                _failure = ProviderError(f"the CPU kernels were built but do not load: {error}")
-                raise _failure from error
-            _loaded = path
-        return _loaded
+                _failure[part] = ProviderError(f"the CPU kernels were built but do not load: {error}")
+                raise _failure[part] from error
+            _loaded[part] = path
+        return _loaded[part]
 
 
 def is_loaded() -> bool:
-    """Have the kernels been built (or found) and registered in this process?"""
-    return _loaded is not None
+    """Have kernels been built (or found) and registered in this process?"""
+    return bool(_loaded)
 
 
-def start_build() -> threading.Thread:
+def start_build(part: str = "core") -> threading.Thread:
     """Build in a background thread, so that compilation overlaps with graph capture. `load` waits for it.
 
     A failure is not raised here; `load` reports it.
@@ -145,17 +150,19 @@ def start_build() -> threading.Thread:
 
     def work() -> None:
         with contextlib.suppress(ProviderError):
-            load()
+            load(part)
 
-    thread = threading.Thread(target=work, name="pagebinder-build", daemon=True)
+    thread = threading.Thread(target=work, name=f"pagebinder-build-{part}", daemon=True)
     thread.start()
     return thread
 
 
 def problem() -> ProviderError | None:
     """Why the kernels cannot be used, as far as known without building them; None = no known obstacle."""
-    if _loaded is not None or _failure is not None:
-        return _failure
+    if _failure:
+        return next(iter(_failure.values()))
+    if _loaded:
+        return None
     try:
         find_compiler()
     except ProviderError as error:
@@ -171,14 +178,16 @@ def is_intact(path: Path) -> bool:
         return False
 
 
-def _compile(path: Path) -> None:
+def _compile(path: Path, part: str) -> None:
     started = time.perf_counter()
     compiler = find_compiler()
     torch_root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-        compile_command = [*compiler, *flags(), f"-I{torch_root / 'include'}", "-c"]
-        objects = [Path(folder) / f"{source.stem}.o" for source in _sources()]
-        commands = [[*compile_command, str(s), "-o", str(o)] for s, o in zip(_sources(), objects)]
+        includes = [f"-I{torch_root / 'include'}", f"-I{SOURCE_DIR}"]
+        compile_command = [*compiler, *flags(), *includes, "-c"]
+        sources = _sources(part)
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        commands = [[*compile_command, str(s), "-o", str(o)] for s, o in zip(sources, objects)]
         _run_all(commands)
         library = Path(folder) / LIBRARY_NAME
         link = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-o", str(library)]
@@ -209,8 +218,15 @@ def _run_all(commands: list[list[str]]) -> None:
             process.communicate()
 
 
-def _sources() -> list[Path]:
-    return sorted(SOURCE_DIR.glob("*.cpp"))
+def _sources(part: str) -> list[Path]:
+    """The sources of a part, the largest first: what takes longest should not begin last."""
+    folder, shared = PARTS[part]
+    sources = [*(SOURCE_DIR / folder).glob("*.cpp"), *(SOURCE_DIR / name for name in shared)]
+    return sorted(sources, key=lambda path: (-path.stat().st_size, path.name))
+
+
+def _headers(part: str) -> list[Path]:
+    return [*SOURCE_DIR.glob("*.h"), *((SOURCE_DIR / "latent").glob("*.h") if part == "latent" else ())]
 
 
 @functools.cache

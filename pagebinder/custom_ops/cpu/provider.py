@@ -44,6 +44,20 @@ _SERVED[packed.PACKED_ATTENTION.name] = packed.PACKED_ATTENTION  # made of the p
 _SERVED[mla.PAGED_MLA_ATTENTION.name] = mla.PAGED_MLA_ATTENTION  # made of several kernels, see there
 
 
+_CORE = {
+    info.name
+    for info in (paged.KV_CACHE_WRITE, paged.PAGED_ATTENTION, paged.PAGED_ATTENTION_LSE, linear.LINEAR)
+}
+_CORE.add(packed.PACKED_ATTENTION.name)
+
+
+def _parts_of(op: str) -> tuple[str, ...]:
+    """Parts of the kernels that an op is made of. MLA goes through the core's attention, too."""
+    if op in _CORE:
+        return ("core",)
+    return ("core", "latent") if op == mla.PAGED_MLA_ATTENTION.name else ("latent",)
+
+
 class CpuProvider(Provider):
     """Serves linear layers, and every feature of the paged ops, for float32, bfloat16 and float16."""
 
@@ -64,8 +78,9 @@ class CpuProvider(Provider):
             reasons.append(f"the cache must have q's dtype {need.dtype}, not {need.kv_dtype}")
         return reasons
 
-    def prepare(self) -> None:
-        build.load()
+    def prepare(self, op: str | None = None) -> None:
+        for part in build.PARTS if op is None else _parts_of(op):
+            build.load(part)
 
     def overload(self, op: str) -> torch._ops.OpOverload:
         return overload(NAMESPACE, op)
