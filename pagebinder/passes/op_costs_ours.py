@@ -178,4 +178,6 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
 
 def cost_model(gm: GraphModule) -> CostModel:
     """A model of a graph's costs that knows our ops."""
-    return CostModel(gm, RULES)
+    from pagebinder.passes.op_costs_latent import RULES as LATENT_RULES  # which builds on the functions above
+
+    return CostModel(gm, {**RULES, **LATENT_RULES})

@@ -1,0 +1,201 @@
+"""Compressors, indexers, compressed attention and MLA -> their paged forms: structure, values, states, near misses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pagebinder.custom_ops.layer_state import CacheFormats
+from pagebinder.errors import UnsupportedLayerError
+from pagebinder.passes.latent_states import COMPRESS, COMPRESSED_ATTENTION, INDEX_TOPK
+from pagebinder.passes.layer_states import Paging, layer_states
+from pagebinder.passes.page_compressed import page_compressed
+from pagebinder.passes.page_mla import page_mla
+from pagebinder.runtime.arena import KVArena
+from pagebinder.runtime.executables import EagerExecutable
+from pagebinder.runtime.kv import plan_kv_cache
+from pagebinder.runtime.single_sequence import single_sequence_inputs
+from tests.graphs import VOCAB_SIZE, assert_metadata_kept, captured, clone, count
+
+OPS = torch.ops.pagebinder
+WIDTH, HEADS, ROPE, WINDOW, RATIO, TOPK, MAX_MODEL_LEN = 80, 2, 16, 6, 4, 3, 256
+PAGED_OPS = (
+    OPS.compress_norm_rope_store.default,
+    OPS.indexer_score_topk.default,
+    OPS.sparse_mla_attention.default,
+    OPS.paged_mla_attention.default,
+)
+
+
+class Compressor(nn.Module):
+    def __init__(self, overlap: bool):
+        super().__init__()
+        self.overlap, columns = overlap, WIDTH * (2 if overlap else 1)
+        self.kv, self.gate = nn.Linear(WIDTH, columns), nn.Linear(WIDTH, columns)
+        self.bias = nn.Parameter(torch.randn(RATIO, columns))
+        self.norm = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.register_buffer("inv_freq", 0.1 ** torch.arange(ROPE // 2).float())
+
+    def forward(self, x):
+        return OPS.compress(
+            self.kv(x), self.gate(x), self.bias, self.norm, self.inv_freq, ratio=RATIO, overlap=self.overlap,
+            eps=1e-6,
+        )  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Compressed attention of a kind: "window", "all" entries, or "chosen" ones."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.q = nn.Linear(WIDTH, HEADS * WIDTH)
+        self.compressor = Compressor(overlap=kind == "chosen") if kind != "window" else None
+        self.keys = Compressor(overlap=True) if kind == "chosen" else None
+        self.sinks = nn.Parameter(torch.randn(HEADS))
+
+    def forward(self, x):
+        x = x[0]
+        q, entries, indices = self.q(x).view(-1, HEADS, WIDTH), None, None
+        if self.compressor is not None:
+            entries = self.compressor(x)
+        if self.keys is not None:
+            indices = OPS.index_topk(q, self.keys(x), q[..., 0], topk=TOPK, ratio=RATIO, scale=0.1)
+        out = OPS.compressed_attention(
+            q,
+            x,
+            entries,
+            indices,
+            self.sinks,
+            scale=0.1,
+            window=WINDOW,
+            ratio=RATIO if entries is not None else 1,
+        )
+        return (x + out.mean(1))[None]
+
+
+class Latent(nn.Module):
+    """MLA; with keys of an indexer, over the tokens that it chooses."""
+
+    def __init__(self, indexed: bool):
+        super().__init__()
+        self.indexed = indexed
+        self.q, self.key = nn.Linear(WIDTH, HEADS * 24), nn.Linear(WIDTH, 32)
+        self.w_k, self.w_v = (nn.Parameter(torch.randn(HEADS, n, WIDTH) / 9) for n in (8, 40))
+
+    def forward(self, x):
+        x = x[0]
+        q, k, indices = self.q(x).view(-1, HEADS, 24), self.key(x), None
+        if self.indexed:
+            heads = q.repeat_interleave(2, dim=1)[..., :16]
+            indices = OPS.index_topk(heads, k[:, 16:], heads[..., 0], topk=TOPK, ratio=1, scale=0.2)
+        out = OPS.mla_attention(q[..., :8], q[..., 8:], x, k[:, :16], self.w_k, self.w_v, indices, scale=0.2)
+        return (x + out.flatten(1))[None]
+
+
+class Layers(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, positions):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def paged(body, **formats):
+    """(graph before, graph after, what the passes said, states, plan)"""
+    before = captured(body, width=WIDTH)
+    states = layer_states(before, max_model_len=MAX_MODEL_LEN, formats=CacheFormats(**formats))
+    plan = plan_kv_cache(tuple(states), max_model_len=MAX_MODEL_LEN)
+    after = clone(before)
+    paging = Paging(
+        states=states,
+        group_of=[page.group for page in plan.layers],
+        block_sizes=[g.block_size for g in plan.groups],
+        bytes_per_block=plan.bytes_per_block,
+    )
+    results = [page_compressed(after, paging=paging), page_mla(after, paging=paging)]
+    return before, after, [m.pattern for r in results for m in r.matches], states, plan
+
+
+WINDOW_STATE, SUMS, ENTRIES, ROWS = "sliding_window_mla", "recurrent", "compressed_latent", "mla_latent"
+MODELS = {
+    "window": ((Attention, "window"), ["sparse_mla_attention"], [WINDOW_STATE]),
+    "all": (
+        (Attention, "all"), ["compress_norm_rope_store", "sparse_mla_attention"], [SUMS, ENTRIES, WINDOW_STATE],
+    ),
+    "chosen": (
+        (Attention, "chosen"),
+        ["compress_norm_rope_store"] * 2 + ["indexer_score_topk", "sparse_mla_attention"],
+        [SUMS, ENTRIES, SUMS, ENTRIES, WINDOW_STATE],
+    ),
+    "mla": ((Latent, False), ["paged_mla_attention"], [ROWS]),
+    "indexed mla": ((Latent, True), ["indexer_score_topk", "paged_mla_attention"], [ROWS, ROWS]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["one site", "a chain"])
+@pytest.mark.parametrize("name", MODELS)
+def test_structure_and_values(name, number):
+    (kind, argument), patterns, kinds = MODELS[name]
+    before, after, matched, states, plan = paged(Layers(*(kind(argument) for _ in range(number))))
+    assert sorted(matched) == sorted(patterns * number)
+    assert [state.kind for state in states] == kinds * number
+    assert count(after, COMPRESS, INDEX_TOPK, COMPRESSED_ATTENTION, OPS.mla_attention.default) == 0
+    assert count(after, *PAGED_OPS) == len(matched)
+    assert_metadata_kept(after, *PAGED_OPS[1:])  # a store has no value
+    ids = torch.randint(VOCAB_SIZE, (45,), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        want = before(ids, torch.arange(45))
+    arena, parts = KVArena(plan, states, 40, torch.device("cpu")), []
+    for start, end in [(0, 3), (3, 4), (4, 5), (5, 23), (23, 45)]:
+        inputs = single_sequence_inputs(plan, states, ids[start:end], start=start, arena=arena)
+        parts.append(EagerExecutable(after).run(inputs))
+    torch.testing.assert_close(torch.cat(parts), want, atol=2e-5, rtol=2e-5)
+
+
+def test_layouts_go_by_reader():
+    _, after, _, states, _ = paged(
+        Layers(Attention("chosen"), Attention("window")), latent="fp8_ds_mla", index="fp8_index"
+    )
+    assert [getattr(state, "layout", None) for state in states] == [
+        None, "fp8_v4", None, "fp8_index", "fp8_v4", "fp8_v4",
+    ]  # fmt: skip
+    assert [state.rope_dim for state in states if state.kind == WINDOW_STATE] == [ROPE, ROPE]
+    stored = {n.kwargs["layout"] for n in after.graph.nodes if n.target in PAGED_OPS}
+    assert stored == {"fp8_v4", "fp8_index"}
+
+
+def test_entries_with_two_readers_of_one_kind():
+    class Twice(Attention):
+        def forward(self, x):
+            q, entries = self.q(x[0]).view(-1, HEADS, WIDTH), self.compressor(x[0])
+            options = {"scale": 0.1, "window": WINDOW, "ratio": RATIO}
+            first = OPS.compressed_attention(q, x[0], entries, None, None, **options)
+            second = OPS.compressed_attention(first, x[0], entries, None, None, **options)
+            return second.mean(1)[None]
+
+    _, after, _, states, _ = paged(Layers(Twice("all")))
+    assert count(after, OPS.compress_norm_rope_store.default) == 1 and len(states) == 2 + 2
+    first, second = (n for n in after.graph.nodes if n.target is OPS.sparse_mla_attention.default)
+    assert first.args[3] is second.args[3], "one cache of entries"
+
+
+@pytest.mark.parametrize("reader", ["a sum", "both", "nobody"])
+def test_entries_that_cannot_be_paged(reader):
+    class Odd(Attention):
+        def forward(self, x):
+            q, entries = self.q(x[0]).view(-1, HEADS, WIDTH), self.compressor(x[0])
+            if reader == "a sum":
+                return (x[0] + entries)[None]
+            if reader == "nobody":
+                return torch.cat([x, (entries * 0)[None]], dim=-1)[..., :WIDTH]
+            indices = OPS.index_topk(q, entries, q[..., 0], topk=TOPK, ratio=RATIO, scale=0.1)
+            options = {"scale": 0.1, "window": WINDOW, "ratio": RATIO}
+            return OPS.compressed_attention(q, x[0], entries, indices, None, **options).mean(1)[None]
+
+    with pytest.raises(UnsupportedLayerError, match="entries"):
+        paged(Layers(Odd("all")), index="fp8_index")
