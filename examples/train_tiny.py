@@ -83,8 +83,9 @@ def encode(tokenizer, texts: list[str]) -> list[torch.Tensor]:
 class Windows:
     """Endless batches [B, T + 1] of consecutive tokens; each epoch shuffles documents, then windows."""
 
-    def __init__(self, documents: list[torch.Tensor], seed: int):
+    def __init__(self, documents: list[torch.Tensor], seed: int, tokens_per_step: int = TOKENS_PER_STEP):
         self.documents = documents
+        self.tokens_per_step = tokens_per_step
         self.generator = torch.Generator().manual_seed(seed)
         self.pending = torch.empty(0, 0, dtype=torch.long)
 
@@ -96,7 +97,7 @@ class Windows:
         return windows[torch.randperm(len(windows), generator=self.generator)]
 
     def batch(self, num_tokens: int) -> torch.Tensor:
-        size = TOKENS_PER_STEP // num_tokens
+        size = self.tokens_per_step // num_tokens
         if self.pending.shape[1] != num_tokens + 1 or len(self.pending) < size:
             self.pending = self._epoch(num_tokens)
         batch, self.pending = self.pending[:size], self.pending[size:]

@@ -70,14 +70,6 @@ RECOGNISERS = (
     simplify,
 )
 PAGE_PASSES = (page_attention, page_cross_attention, page_compressed, page_mla, page_recurrent)
-FUSIONS = (
-    fuse_kv_rope_store,
-    fuse_q_norm_rope,
-    fuse_inverse_rope_linear,
-    fuse_add_rms_norm,
-    simplify,
-    place_linears,
-)
 LATENT_ATTENTION = {
     torch.ops.pagebinder.mla_attention.default,
     torch.ops.pagebinder.compressed_attention.default,
@@ -205,7 +197,8 @@ def compile_source(
         report.passes += run_passes(paged, (*page_passes, gather_logits), after=trail.after("paged"))
     with stage("fuse"):
         fused = clone(paged, "fused")
-        fusions = FUSIONS if config.fusions else ()
+        around_rope = (fuse_kv_rope_store, fuse_q_norm_rope, fuse_inverse_rope_linear)
+        fusions = (*around_rope, fuse_add_rms_norm, simplify, place_linears) if config.fusions else ()
         report.passes += run_passes(fused, fusions, after=trail.after("fused"))
         device = torch.device("cpu") if source.device.type == "meta" else source.device
         prepare = source.device.type != "meta"

@@ -73,10 +73,16 @@ def _layer(state, group: int | None) -> dict:
         "layout": getattr(state, "layout", None),
         "shape": getattr(state, "shape", None),
         "dtype": state.dtype,
-        "bytes_per_token": state.entry_bytes if state.formula.has(TOKENS, ENCODER_TOKENS) else 0,
+        "bytes_per_token": _bytes_per_token(state) if state.formula.has(TOKENS, ENCODER_TOKENS) else 0,
         "formula": str(state.formula),
         "group": None if group == NO_GROUP else group,
     }
+
+
+def _bytes_per_token(state) -> int | float:
+    """Of an entry that stands for several tokens, a token's share."""
+    whole, rest = divmod(state.entry_bytes, getattr(state, "tokens_per_entry", 1))
+    return state.entry_bytes / state.tokens_per_entry if rest else whole
 
 
 def _cache(plan: KVPlan, stateless: Sequence[str]) -> dict:

@@ -16,7 +16,7 @@ import torch
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from tests.helpers import VOCAB_SIZE, tiny_llama
-from tests.v4_models import TOPK, v4_model
+from tests.v4_models import CSA, HCA, TOPK, v4_model
 
 KINDS = {"sliding_window_mla", "compressed_latent", "recurrent"}
 # Checkpoints every 64 tokens, so that short prompts reach them.
@@ -182,3 +182,22 @@ def test_8_bit_rows_change_logits_a_little():
 def test_an_8_bit_format_needs_latent_rows():
     with pytest.raises(pagebinder.ConfigError, match="latent rows"):
         pagebinder.compile_model(tiny_llama(), CompileConfig(kv_dtype="fp8_ds_mla", executable="eager"))
+
+
+def test_rows_that_do_not_fit_a_layout_are_told():
+    for options, name in (({"head_dim": 48}, "kv_dtype"), ({"index_head_dim": 34}, "index_dtype")):
+        config = CompileConfig(executable="eager", kv_dtype="fp8_ds_mla")
+        with pytest.raises(pagebinder.ConfigError, match=f"do not fit the layout that {name}"):
+            pagebinder.compile_model(v4_model(**options), config)
+
+
+def test_ratios_that_divide_no_power_of_two():
+    model = v4_model(compress_rates={CSA: 3, HCA: 20})
+    served = pagebinder.compile_model(model, CompileConfig(executable="eager", max_model_len=256))
+    ids = prompt(70)
+    (output,) = served.engine(EngineConfig(num_kv_blocks=100, max_num_batched_tokens=9)).generate(
+        [ids], GREEDY
+    )
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + list(output.token_ids)]), use_cache=False).logits[0]
+    assert logits[len(ids) - 1 : -1].argmax(1).tolist() == list(output.token_ids)

@@ -159,6 +159,11 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
         raise ConfigError(
             f"transformers has no language model for {type(config).__name__}: {error}"
         ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"transformers cannot build a model from this {type(config).__name__}; its sizes may contradict each "
+            f"other: {str(error).splitlines()[0]}"
+        ) from error
     return source_from_module(module.eval())
 
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.layer_state import CacheFormats, LatentState, LayerState, RecurrentState
-from pagebinder.errors import UnsupportedLayerError
+from pagebinder.errors import ConfigError, UnsupportedLayerError
 from pagebinder.graph_tools import dtype_name, is_call, module_path, val
 
 COMPRESS = torch.ops.pagebinder.compress.default
@@ -27,23 +27,39 @@ COMPRESSED_ATTENTION = torch.ops.pagebinder.compressed_attention.default
 NUM_SUMS = 3
 
 
+def _kept(states: list[LayerState]) -> list[LayerState]:
+    """The states, if their rows fit the layouts. Raises ConfigError where they do not."""
+    for state in states:
+        try:
+            _ = state.entry_bytes
+        except ValueError as error:
+            option = "index_dtype" if state.layout in ("fp8_index", "fp4_index") else "kv_dtype"
+            raise ConfigError(
+                f"{state.layer}: rows of {state.head_dim} channels do not fit the layout that {option} asks for "
+                f'({error}); leave kv_dtype and index_dtype "auto".'
+            ) from error
+    return states
+
+
 def mla_states(node: Node, index: int, max_model_len: int, formats: CacheFormats) -> list[LayerState]:
     """One row [latent | rotated key] per token."""
     latent, k_rope = val(node.args[2]), val(node.args[3])
     latent_dim, rope_dim = int(latent.shape[-1]), int(k_rope.shape[-1])
     window = node.kwargs.get("window")
-    return [
-        LatentState(
-            layer=module_path(node) or f"mla_{index}",
-            index=index,
-            dtype=dtype_name(latent),
-            head_dim=latent_dim + rope_dim,
-            latent_dim=latent_dim,
-            rope_dim=rope_dim,
-            window=window if window is not None and window < max_model_len else None,
-            layout="plain" if formats.latent == "plain" else "fp8_v32",
-        )
-    ]
+    return _kept(
+        [
+            LatentState(
+                layer=module_path(node) or f"mla_{index}",
+                index=index,
+                dtype=dtype_name(latent),
+                head_dim=latent_dim + rope_dim,
+                latent_dim=latent_dim,
+                rope_dim=rope_dim,
+                window=window if window is not None and window < max_model_len else None,
+                layout="plain" if formats.latent == "plain" else "fp8_v32",
+            )
+        ]
+    )
 
 
 def index_states(node: Node, index: int, max_model_len: int, formats: CacheFormats) -> list[LayerState]:
@@ -51,16 +67,18 @@ def index_states(node: Node, index: int, max_model_len: int, formats: CacheForma
     k = node.args[1]
     if is_call(k, COMPRESS):
         return []
-    return [
-        LatentState(
-            layer=f"{module_path(node) or f'indexer_{index}'}.keys",
-            index=index,
-            dtype=dtype_name(val(k)),
-            head_dim=int(val(k).shape[-1]),
-            latent_dim=int(val(k).shape[-1]),
-            layout=formats.index,
-        )
-    ]
+    return _kept(
+        [
+            LatentState(
+                layer=f"{module_path(node) or f'indexer_{index}'}.keys",
+                index=index,
+                dtype=dtype_name(val(k)),
+                head_dim=int(val(k).shape[-1]),
+                latent_dim=int(val(k).shape[-1]),
+                layout=formats.index,
+            )
+        ]
+    )
 
 
 def compressor_states(node: Node, index: int, max_model_len: int, formats: CacheFormats) -> list[LayerState]:
@@ -81,25 +99,27 @@ def compressor_states(node: Node, index: int, max_model_len: int, formats: Cache
         layout=layout,
         tokens_per_entry=node.kwargs["ratio"],
     )
-    return [sums, entries]
+    return [sums, *_kept([entries])]
 
 
 def window_states(node: Node, index: int, max_model_len: int, formats: CacheFormats) -> list[LayerState]:
     """The rows of the last `window` tokens, K and V in one."""
     kv, window = val(node.args[1]), node.kwargs["window"]
     layout = "plain" if formats.latent == "plain" else "fp8_v4"
-    return [
-        LatentState(
-            layer=f"{module_path(node) or f'compressed_attention_{index}'}.window",
-            index=index,
-            dtype=dtype_name(kv),
-            head_dim=int(kv.shape[-1]),
-            latent_dim=int(kv.shape[-1]),
-            rope_dim=rope_dim_of(node, layout),
-            window=window if window < max_model_len else None,
-            layout=layout,
-        )
-    ]
+    return _kept(
+        [
+            LatentState(
+                layer=f"{module_path(node) or f'compressed_attention_{index}'}.window",
+                index=index,
+                dtype=dtype_name(kv),
+                head_dim=int(kv.shape[-1]),
+                latent_dim=int(kv.shape[-1]),
+                rope_dim=rope_dim_of(node, layout),
+                window=window if window < max_model_len else None,
+                layout=layout,
+            )
+        ]
+    )
 
 
 def num_windows_open(node: Node) -> int:

@@ -22,6 +22,7 @@ from pagebinder.frontend.leaves.deepseek_v4_own import OWN_ATTENTION, OWN_PARTS
 from pagebinder.frontend.source import source_from_config, source_from_module
 from pagebinder.graph_tools import calls, module_path
 from pagebinder.models import deepseek_v4 as own_file
+from pagebinder.models import deepseek_v4_experts as own_experts
 from pagebinder.models import deepseek_v4_mixing as own_functions
 from pagebinder.models import tiny_path
 from pagebinder.models.llama import LlamaConfig, LlamaForCausalLM
@@ -201,9 +202,11 @@ def test_a_config_alone_is_captured_on_the_meta_device():
 
 
 def functions_now(model):
-    return [getattr(source_file, n.split(".")[0]).forward for n in DEEPSEEK_V4.functions] + [
-        vars(own_functions)[name] for name in ("compress", "rotate", "experts", "hyper_mix")
-    ]
+    return (
+        [getattr(source_file, n.split(".")[0]).forward for n in DEEPSEEK_V4.functions]
+        + [vars(own_functions)[name] for name in ("compress", "rotate", "hyper_mix")]
+        + [own_experts.weighted_experts]
+    )
 
 
 @pytest.mark.parametrize("make", [tiny, lambda: own_like(tiny())], ids=["transformers", "own"])

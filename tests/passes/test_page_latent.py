@@ -1,4 +1,4 @@
-"""Compressors, indexers, compressed attention and MLA -> their paged forms: structure, values, states, near misses."""
+"""Compressors, indexers, compressed attention and MLA -> their paged forms: structure, values, near misses."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from pagebinder.frontend.leaves.alibi import BLOOM_ALIBI, MPT_ALIBI
 from pagebinder.frontend.leaves.base import Leaf, captured_leaves, patched
 from pagebinder.frontend.leaves.deepseek_v4 import DEEPSEEK_V4
-from pagebinder.frontend.leaves.deepseek_v4_own import OWN_ATTENTION, OWN_PARTS
+from pagebinder.frontend.leaves.deepseek_v4_own import OWN_ATTENTION, OWN_EXPERTS, OWN_PARTS
 from pagebinder.frontend.leaves.gated_delta_net import GATED_DELTA_NET, KIMI_DELTA_ATTENTION
 from pagebinder.frontend.leaves.latent_attention import LATENT_ATTENTION, LATENT_EXPANSION
 from pagebinder.frontend.leaves.llama4 import QUERY_TEMPERATURE
@@ -38,6 +38,7 @@ LEAVES: tuple[Leaf, ...] = (
     DEEPSEEK_V4,
     OWN_ATTENTION,
     OWN_PARTS,
+    OWN_EXPERTS,
     LATENT_ATTENTION,
     LATENT_EXPANSION,
     SPARSE_INDEXER,

@@ -2,7 +2,7 @@
 
     models/deepseek_v4_mixing.py                       while capturing
     compress, index_topk, compressed_attention, hyper_*    the op of that name
-    experts                                                moe_experts
+    weighted_experts (models/deepseek_v4_experts.py)       moe_experts
     rms_norm, rotate, q_norm_rope                          rms_norm and rope
     inverse_rope_grouped_linear                            rope, and a product for each group of heads
     Rope.inverse_frequencies                               a constant, computed once
@@ -120,19 +120,24 @@ OWN_ATTENTION = OwnAttention(
         "mixing.rotate": ops.rotate,
         "mixing.q_norm_rope": q_norm_rope,
         "mixing.inverse_rope_grouped_linear": inverse_rope_grouped_linear,
-        "mixing.experts": experts,
     },
     emits=(OPS.compressed_attention.default, OPS.index_topk.default, OPS.hyper_mix.default),
     seen_on=("0.1",),
     library=LIBRARY,
 )
 OWN_PARTS = OwnDeepseekV4(
-    name="compressors, hyper-connections and experts",
-    classes=("Compressor", "SparseCompressor", "Indexer", "HyperConnection", "HyperHead", "Experts", "MLP"),
-    functions={"MLP.forward": shared_expert},
-    emits=(
-        OPS.compress.default, OPS.hyper_connection.default, OPS.hyper_head.default, OPS.moe_experts.default,
-    ),
+    name="compressors and hyper-connections",
+    classes=("Compressor", "SparseCompressor", "Indexer", "HyperConnection", "HyperHead"),
+    functions={},
+    emits=(OPS.compress.default, OPS.hyper_connection.default, OPS.hyper_head.default),
     seen_on=("0.1",),
     library=f"{LIBRARY}_parts",
-)  # fmt: skip
+)
+OWN_EXPERTS = OwnDeepseekV4(
+    name="experts",
+    classes=("Experts", "MLP"),
+    functions={"weighted_experts": experts, "MLP.forward": shared_expert},
+    emits=(OPS.moe_experts.default,),
+    seen_on=("0.1",),
+    library=f"{LIBRARY}_experts",
+)

@@ -5,6 +5,7 @@ a head's rows in a block:  |k v|k v|k v| ... |k v|      run = block_size * row b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pagebinder.errors import ConfigError
@@ -73,6 +74,9 @@ class KernelConstraints:
             return tuple(sorted(self.recurrent_intervals))
         offered = self.attention_blocks if fixed is None else (fixed,)
         whole = [b for b in sorted(offered) if all(b % spec.tokens_per_entry == 0 for spec in specs)]
+        if not whole and fixed is None:  # entries of 3 tokens, say: multiples of that, about as large
+            entries = math.lcm(*(spec.tokens_per_entry for spec in specs))
+            whole = sorted({-(-b // entries) * entries for b in offered})
         if fixed is not None:
             return tuple(whole)
         most = next((b for b in whole if longest is not None and b >= longest), None)

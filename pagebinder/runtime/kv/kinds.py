@@ -148,18 +148,22 @@ def _kind(
     sizes = constraints.block_sizes(members, block_size, longest)
     if not sizes:
         coarsest = max(names, key=lambda name: specs[name].tokens_per_entry)
-        raise _no_block_size(coarsest, members, constraints, block_size)
+        raise _no_block_size(coarsest, specs[coarsest].tokens_per_entry, members, constraints, block_size)
     return LayerKind(names, members, sizes, constraints)
 
 
 def _no_block_size(
-    layer: str, specs: tuple[KVCacheSpec, ...], constraints: KernelConstraints, block_size: int | None
+    layer: str,
+    tokens_per_entry: int,
+    specs: tuple[KVCacheSpec, ...],
+    constraints: KernelConstraints,
+    block_size: int | None,
 ) -> ConfigError:
     multiple = math.lcm(*(spec.tokens_per_entry for spec in specs))
     offered = constraints.attention_blocks if block_size is None else block_size
     return ConfigError(
-        f"layer {layer!r} stores one entry per {multiple} tokens, so its blocks hold a multiple "
-        f"of {multiple} tokens; block_size={offered} is none: leave block_size out, or use {multiple}."
+        f"layer {layer!r} stores one entry per {tokens_per_entry} tokens, so its blocks hold a multiple of "
+        f"{multiple} tokens; block_size={offered} is none: leave block_size out, or use {multiple}."
     )
 
 
