@@ -24,7 +24,7 @@ from pagebinder.runtime.single_sequence import single_sequence_inputs
 
 CONTEXTS = (8_192, 16_384, 32_768, 65_536)
 LAYERS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
-INDEXER = torch.ops.pagebinder_cpu.indexer_score_topk.default
+INDEXER = "pagebinder_cpu::indexer_score_topk"
 
 
 def v4_layers() -> torch.nn.Module:
@@ -66,7 +66,8 @@ def main(
     kv_dtype: Annotated[str, typer.Option(help="auto or fp8_ds_mla.")] = "auto",
 ) -> None:
     compiled = compile_model(v4_layers(), CompileConfig(kv_dtype=kv_dtype))
-    scores = next(n for n in compiled.graphs["fused"].graph.nodes if n.target is INDEXER)
+    ours = (n for n in compiled.graphs["fused"].graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+    scores = next(n for n in ours if n.target._schema.name == INDEXER)
     arena = filled(compiled)
     inputs = {
         tokens: single_sequence_inputs(
@@ -79,7 +80,7 @@ def main(
 
     def index(tokens: int):
         metadata = [inputs[tokens][node.target] for node in scores.args[2:]]
-        return INDEXER(q, weights, *metadata, **scores.kwargs)
+        return scores.target(q, weights, *metadata, **scores.kwargs)
 
     steps: dict[int, list[float]] = {tokens: [] for tokens in CONTEXTS}
     scans: dict[int, list[float]] = {tokens: [] for tokens in CONTEXTS}
