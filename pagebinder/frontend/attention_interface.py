@@ -80,9 +80,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     sinks = kwargs.pop("s_aux", None)
     sinks = sinks.float() if sinks is not None else None  # they join float32 scores; widening is exact
     causal = kwargs.pop("is_causal", None)
-    indexed = (
-        {"indices": kwargs.pop("indices")} if module in LATENT_ATTENTIONS and "indices" in kwargs else {}
-    )
+    is_latent = isinstance(module, torch.nn.Module) and module in LATENT_ATTENTIONS
+    indexed = {"indices": kwargs.pop("indices")} if is_latent and "indices" in kwargs else {}
     is_cross = _is_of_another_sequence(query, key)
     bias = read_bias(module, kwargs.pop("position_bias", None), is_cross)
     unknown = {k: v for k, v in kwargs.items() if k not in IGNORED and v is not None and v is not False}
@@ -124,7 +123,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
             q_THD, k_TGD, v_TGD, bias[0], scale=scale, num_behind=bias[1], causal=bool(causal)
         )
         return out.unsqueeze(0), None
-    attend = LATENT_ATTENTIONS.get(module, torch.ops.pagebinder.attention)
+    attend = LATENT_ATTENTIONS[module] if is_latent else torch.ops.pagebinder.attention
     out = attend(
         q_THD,
         k_TGD,

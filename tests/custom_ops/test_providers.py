@@ -45,7 +45,7 @@ def test_explicit_cpu_without_a_compiler_raises(no_compiler):
 
 
 def test_auto_falls_back_when_the_build_fails(monkeypatch):
-    def fail():
+    def fail(part="core"):
         raise ProviderError("compiling failed: syntax error")
 
     monkeypatch.setattr(build, "load", fail)

@@ -139,7 +139,8 @@ def _rows(cache, blocks, begin, end, block_size, layout, latent_dim, rope_dim):
     if layout == "plain":
         return cache.index_select(0, ids).flatten(0, 1)[here]
     slots = (ids.long()[:, None] * block_size + torch.arange(block_size)).flatten()[here]
-    return load_rows(cache, slots, layout, latent_dim + rope_dim, rope_dim)
+    rows = load_rows(cache, slots, layout, latent_dim + rope_dim, rope_dim)
+    return rows.to(torch.bfloat16).to(rows.dtype)  # as sparse attention does
 
 
 def _expanded(q_nope, q_rope, w_k, w_v, rows, out, *, scale, window) -> None:

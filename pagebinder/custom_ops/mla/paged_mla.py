@@ -78,7 +78,8 @@ def _rows_at(position_S, cache, blocks_M, block_size, layout, latent_dim, rope_d
     if bool(((ids < 0) | (ids >= len(cache))).any()):
         raise ValueError("a block id in the table is not valid")
     slots = ids * block_size + position_S % block_size
-    return load_rows(cache, slots, layout, latent_dim + rope_dim, stored_rope(layout, rope_dim))
+    rows = load_rows(cache, slots, layout, latent_dim + rope_dim, stored_rope(layout, rope_dim))
+    return rows if layout == "plain" else rows.to(torch.bfloat16).to(rows.dtype)  # as sparse attention does
 
 
 def stored_rope(layout, rope_dim) -> int:
