@@ -15,6 +15,8 @@ from pagebinder.cli_compile import compile_command, print_report
 from pagebinder.cli_kv import kv_picture
 from pagebinder.cli_support import (
     Commands,
+    IndexDtypeOption,
+    KvDtypeOption,
     checkpoint_dir,
     compile_dir,
     quiet_third_parties,
@@ -35,12 +37,6 @@ CheckpointArgument = Annotated[
 ]
 ExecutableOption = Annotated[
     str, typer.Option(help="auto, eager or inductor; auto: inductor with a C++ compiler.")
-]
-KvDtypeOption = Annotated[
-    str, typer.Option(help="auto, or fp8_ds_mla: 8-bit rows of latents, for MLA and DeepSeek-V4.")
-]
-IndexDtypeOption = Annotated[
-    str, typer.Option(help="Keys of an indexer: auto (like --kv-dtype), fp8, mxfp4.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import checkpoint_dir, compile_dir, err, show
+from pagebinder.cli_support import (
+    IndexDtypeOption,
+    KvDtypeOption,
+    checkpoint_dir,
+    compile_dir,
+    err,
+    show,
+)
 
 
 def compile_command(
@@ -34,12 +41,8 @@ def compile_command(
     ] = "off",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
-    kv_dtype: Annotated[
-        str, typer.Option(help="auto, or fp8_ds_mla: 8-bit rows of latents, for MLA and DeepSeek-V4.")
-    ] = "auto",
-    index_dtype: Annotated[
-        str, typer.Option(help="Keys of an indexer: auto (like --kv-dtype), fp8, mxfp4.")
-    ] = "auto",
+    kv_dtype: KvDtypeOption = "auto",
+    index_dtype: IndexDtypeOption = "auto",
     dump_graphs: Annotated[
         Path | None, typer.Option(help="Directory for the four graphs as Python text.")
     ] = None,

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console, RenderableType
@@ -34,6 +35,14 @@ STAGES = {
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+KvDtypeOption = Annotated[
+    str, typer.Option(help="auto, or fp8_ds_mla: 8-bit rows of latents, for MLA and DeepSeek-V4.")
+]
+IndexDtypeOption = Annotated[
+    str, typer.Option(help="Keys of an indexer: auto (like --kv-dtype), fp8, mxfp4.")
+]
 
 
 class Commands(typer.core.TyperGroup):

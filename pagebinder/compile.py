@@ -187,12 +187,7 @@ def compile_source(
         )  # fmt: skip
     with stage("page"):
         paged = clone(semantic, "paged")
-        paging = Paging(
-            states=states,
-            group_of=[page.group for page in plan.layers],
-            block_sizes=[g.block_size for g in plan.groups],
-            bytes_per_block=plan.bytes_per_block,
-        )
+        paging = Paging.by_plan(states, plan)
         page_passes = tuple(functools.partial(page, paging=paging) for page in PAGE_PASSES)
         report.passes += run_passes(paged, (*page_passes, gather_logits), after=trail.after("paged"))
     with stage("fuse"):
@@ -265,11 +260,12 @@ def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) ->
     index = {"auto": "fp8_index" if is_fp8 else "plain", "fp8": "fp8_index", "mxfp4": "fp4_index"}
     formats = CacheFormats(latent="fp8_ds_mla" if is_fp8 else "plain", index=index[config.index_dtype])
     states = tuple(layer_states(semantic, max_model_len=max_model_len, formats=formats))
-    layouts = {getattr(state, "layout", "plain") for state in states}
-    for option, wanted in (("kv_dtype", is_fp8), ("index_dtype", config.index_dtype != "auto")):
-        kept = layouts & (INDEX_LAYOUTS if option == "index_dtype" else layouts - INDEX_LAYOUTS - {"plain"})
+    layouts = {getattr(state, "layout", "plain") for state in states} - {"plain"}
+    for option, wanted, kept, what in (
+        ("kv_dtype", is_fp8, layouts - INDEX_LAYOUTS, "latent rows (MLA)"),
+        ("index_dtype", config.index_dtype != "auto", layouts & INDEX_LAYOUTS, "indexer"),
+    ):
         if wanted and not kept:
-            what = "indexer" if option == "index_dtype" else "latent rows (MLA)"
             raise ConfigError(
                 f'{option}={getattr(config, option)!r}: this model has no {what}, which that is for; use "auto".'
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,9 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.source import source_from_module
 from pagebinder.graph_tools import calls
+from pagebinder.runtime.arena import KVArena
+from pagebinder.runtime.executables import EagerExecutable
+from pagebinder.runtime.single_sequence import single_sequence_inputs
 
 WIDTH = 16
 VOCAB_SIZE = 32
@@ -66,6 +70,15 @@ def run(gm: GraphModule, num_tokens: int, **inputs: torch.Tensor) -> torch.Tenso
     names = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
     with torch.no_grad():
         return gm(*(known[name] for name in names))
+
+
+def run_in_steps(gm: GraphModule, plan, states, ids: torch.Tensor, ends, num_blocks: int) -> torch.Tensor:
+    """Run a paged graph on one sequence in steps that end at `ends`, over one cache: logits of all tokens."""
+    arena, parts = KVArena(plan, states, num_blocks, torch.device("cpu")), []
+    for start, end in itertools.pairwise((0, *ends)):
+        inputs = single_sequence_inputs(plan, states, ids[start:end], start=start, arena=arena)
+        parts.append(EagerExecutable(gm).run(inputs))
+    return torch.cat(parts)
 
 
 def count(gm: GraphModule, *targets) -> int:

@@ -17,13 +17,14 @@ from torch.fx import GraphModule, Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.linear.inverse_rope_grouped import QUANT_CHANNELS
-from pagebinder.graph_tools import IDENTITIES, aten, describe, finish, insert_call, is_call, source_line, val
+from pagebinder.graph_tools import IDENTITIES, aten, describe, finish, insert_call, is_call, val
 from pagebinder.passes.trailing_rope import (
     RESHAPES,
     VIEWS,
     NotThisRope,
     TrailingRope,
     only_reader,
+    refusal,
     require,
     reroute,
     rotated_parts,
@@ -31,7 +32,7 @@ from pagebinder.passes.trailing_rope import (
     token_rows,
     trailing_rope,
 )
-from pagebinder.report import Match, PassResult, Refusal
+from pagebinder.report import Match, PassResult
 
 PATTERN = "inverse_rope_grouped_linear"
 
@@ -55,8 +56,7 @@ def fuse_inverse_rope_linear(gm: GraphModule, *, fp8: bool = False) -> PassResul
         except NotThisRope as reason:
             if sin is None and not _leads_to_groups(rope):
                 continue  # an ordinary rotation
-            where = {"source_line": source_line(rope), **describe(rope)}
-            result.refusals.append(Refusal(pattern=PATTERN, reason=str(reason), **where))
+            result.refusals.append(refusal(PATTERN, rope, reason))
             continue
         fused = _rewrite(gm, site, sin, product, weight, {"groups": groups, "fp8": fp8})
         result.matches.append(Match(pattern=PATTERN, detail=f"{groups} groups", **describe(fused)))

@@ -16,20 +16,21 @@ import torch
 from torch.fx import GraphModule, Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.graph_tools import aten, calls, describe, finish, insert_call, is_call, source_line, val
+from pagebinder.graph_tools import aten, calls, describe, finish, insert_call, is_call, val
 from pagebinder.passes.trailing_rope import (
     ROPE,
     VIEWS,
     NotThisRope,
     TrailingRope,
     only_reader,
+    refusal,
     require,
     table_rows,
     token_rows,
     trailing_rope,
     uncast,
 )
-from pagebinder.report import Match, PassResult, Refusal
+from pagebinder.report import Match, PassResult
 
 PATTERN = "kv_rope_quant_store"
 
@@ -41,8 +42,7 @@ def fuse_kv_rope_store(gm: GraphModule) -> PassResult:
         try:
             site = _site(write)
         except NotThisRope as reason:
-            where = {"source_line": source_line(write), **describe(write)}
-            result.refusals.append(Refusal(pattern=PATTERN, reason=str(reason), **where))
+            result.refusals.append(refusal(PATTERN, write, reason))
             continue
         result.matches.append(Match(pattern=PATTERN, **describe(_rewrite(gm, write, site))))
     result.changed = bool(result.matches)

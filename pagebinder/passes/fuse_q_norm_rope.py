@@ -15,10 +15,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.graph_tools import arg, describe, finish, insert_call, is_call, source_line
+from pagebinder.graph_tools import arg, describe, finish, insert_call, is_call
 from pagebinder.passes.trailing_rope import (
     NotThisRope,
     TrailingRope,
+    refusal,
     require,
     reroute,
     rotated_parts,
@@ -26,7 +27,7 @@ from pagebinder.passes.trailing_rope import (
     token_rows,
     trailing_rope,
 )
-from pagebinder.report import Match, PassResult, Refusal
+from pagebinder.report import Match, PassResult
 
 PATTERN = "q_norm_rope"
 NORM = torch.ops.pagebinder.rms_norm.default
@@ -41,8 +42,7 @@ def fuse_q_norm_rope(gm: GraphModule) -> PassResult:
         try:
             site = _site(rope, norm)
         except NotThisRope as reason:
-            where = {"source_line": source_line(rope), **describe(rope)}
-            result.refusals.append(Refusal(pattern=PATTERN, reason=str(reason), **where))
+            result.refusals.append(refusal(PATTERN, rope, reason))
             continue
         result.matches.append(Match(pattern=PATTERN, **describe(_rewrite(gm, site, norm))))
     result.changed = bool(result.matches)

@@ -175,6 +175,16 @@ class Paging:
     block_sizes: Sequence[int]
     bytes_per_block: int
 
+    @classmethod
+    def by_plan(cls, states: Sequence[LayerState], plan) -> Paging:
+        """As a KVPlan says that was made from these states."""
+        return cls(
+            states=states,
+            group_of=[page.group for page in plan.layers],
+            block_sizes=[group.block_size for group in plan.groups],
+            bytes_per_block=plan.bytes_per_block,
+        )
+
     def of(self, node: Node, which: int = 0) -> tuple[LayerState, int, int]:
         """(state, KV group, block size) of state number `which` of a stateful op."""
         index = node.meta["layer_indices"][which]

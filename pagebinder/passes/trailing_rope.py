@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from pagebinder.graph_tools import CASTS, arg, aten, calls, insert_call, is_call, val
+from pagebinder.graph_tools import CASTS, arg, aten, calls, describe, insert_call, is_call, source_line, val
+from pagebinder.report import Refusal
 
 ROPE = torch.ops.pagebinder.rope.default
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -90,6 +91,13 @@ def trailing_rope(rope: Node, *, heads: bool) -> TrailingRope:
     require(by_token, "angles do not go by token")
     inner = {kept.reader, part.reader, *joined.args[0], rope, rope.args[0], uncast(rope.args[0])}
     return TrailingRope(x, cos, sin, frozenset(inner), joined)
+
+
+def refusal(pattern: str, node: Node, reason: NotThisRope) -> Refusal:
+    """A site that stays as it is, with its source line."""
+    return Refusal(
+        pattern=pattern, reason=str(reason), **{"source_line": source_line(node), **describe(node)}
+    )
 
 
 def require(condition: bool, reason: str) -> None:

@@ -56,12 +56,7 @@ def paged(body, block_size=16):
     states = layer_states(before, max_model_len=MAX_MODEL_LEN)
     plan = plan_kv_cache(tuple(states), block_size=block_size, max_model_len=MAX_MODEL_LEN)
     after = clone(before)
-    paging = Paging(
-        states=states,
-        group_of=[page.group for page in plan.layers],
-        block_sizes=[g.block_size for g in plan.groups],
-        bytes_per_block=plan.bytes_per_block,
-    )
+    paging = Paging.by_plan(states, plan)
     return before, after, page_attention(after, paging=paging), states, plan
 
 

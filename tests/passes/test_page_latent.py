@@ -12,11 +12,8 @@ from pagebinder.passes.latent_states import COMPRESS, COMPRESSED_ATTENTION, INDE
 from pagebinder.passes.layer_states import Paging, layer_states
 from pagebinder.passes.page_compressed import page_compressed
 from pagebinder.passes.page_mla import page_mla
-from pagebinder.runtime.arena import KVArena
-from pagebinder.runtime.executables import EagerExecutable
 from pagebinder.runtime.kv import plan_kv_cache
-from pagebinder.runtime.single_sequence import single_sequence_inputs
-from tests.graphs import VOCAB_SIZE, assert_metadata_kept, captured, clone, count
+from tests.graphs import VOCAB_SIZE, assert_metadata_kept, captured, clone, count, run_in_steps
 
 OPS = torch.ops.pagebinder
 WIDTH, HEADS, ROPE, WINDOW, RATIO, TOPK, MAX_MODEL_LEN = 80, 2, 16, 6, 4, 3, 256
@@ -111,12 +108,7 @@ def paged(body, **formats):
     states = layer_states(before, max_model_len=MAX_MODEL_LEN, formats=CacheFormats(**formats))
     plan = plan_kv_cache(tuple(states), max_model_len=MAX_MODEL_LEN)
     after = clone(before)
-    paging = Paging(
-        states=states,
-        group_of=[page.group for page in plan.layers],
-        block_sizes=[g.block_size for g in plan.groups],
-        bytes_per_block=plan.bytes_per_block,
-    )
+    paging = Paging.by_plan(states, plan)
     results = [page_compressed(after, paging=paging), page_mla(after, paging=paging)]
     return before, after, [m.pattern for r in results for m in r.matches], states, plan
 
@@ -150,11 +142,8 @@ def test_structure_and_values(name, number):
     ids = torch.randint(VOCAB_SIZE, (45,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         want = before(ids, torch.arange(45))
-    arena, parts = KVArena(plan, states, 40, torch.device("cpu")), []
-    for start, end in [(0, 3), (3, 4), (4, 5), (5, 23), (23, 45)]:
-        inputs = single_sequence_inputs(plan, states, ids[start:end], start=start, arena=arena)
-        parts.append(EagerExecutable(after).run(inputs))
-    torch.testing.assert_close(torch.cat(parts), want, atol=2e-5, rtol=2e-5)
+    got = run_in_steps(after, plan, states, ids, (3, 4, 5, 23, 45), num_blocks=40)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 
 def test_layouts_go_by_reader():

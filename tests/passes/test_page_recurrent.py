@@ -11,11 +11,10 @@ from torch import nn
 from pagebinder.graph_tools import calls
 from pagebinder.passes.layer_states import Paging, layer_states
 from pagebinder.passes.page_recurrent import PAGED, page_recurrent
-from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.executables import EagerExecutable
 from pagebinder.runtime.kv import KVCacheGroup, plan_kv_cache
 from pagebinder.runtime.single_sequence import single_sequence_inputs
-from tests.graphs import VOCAB_SIZE, assert_metadata_kept, captured, clone, count
+from tests.graphs import VOCAB_SIZE, assert_metadata_kept, captured, clone, count, run_in_steps
 
 OPS = torch.ops.pagebinder
 WIDTH, HEADS, KEY_WIDTH, VALUE_WIDTH, TAPS = 16, 2, 4, 8, 4
@@ -74,12 +73,7 @@ def paged(body, block_size=16, dtype=torch.float32):
     states = layer_states(before, max_model_len=MAX_MODEL_LEN)
     plan = with_block_size(plan_kv_cache(tuple(states), max_model_len=MAX_MODEL_LEN), block_size)
     after = clone(before)
-    paging = Paging(
-        states=states,
-        group_of=[page.group for page in plan.layers],
-        block_sizes=[g.block_size for g in plan.groups],
-        bytes_per_block=plan.bytes_per_block,
-    )
+    paging = Paging.by_plan(states, plan)
     return before, after, page_recurrent(after, paging=paging), states, plan
 
 
@@ -116,11 +110,8 @@ def test_a_continued_sequence():
     ids = torch.randint(VOCAB_SIZE, (50,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         want = before(ids, torch.arange(50))
-    arena, parts = KVArena(plan, states, 6, torch.device("cpu")), []
-    for start, end in [(0, 20), (20, 31), (31, 32), (32, 33), (33, 50)]:
-        inputs = single_sequence_inputs(plan, states, ids[start:end], start=start, arena=arena)
-        parts.append(EagerExecutable(after).run(inputs))
-    torch.testing.assert_close(torch.cat(parts), want, atol=2e-5, rtol=2e-5)
+    got = run_in_steps(after, plan, states, ids, (20, 31, 32, 33, 50), num_blocks=6)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 
 def test_states():

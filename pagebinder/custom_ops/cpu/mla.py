@@ -17,10 +17,10 @@ import itertools
 
 import torch
 
-from pagebinder.custom_ops.latent.layouts import load_rows
 from pagebinder.custom_ops.library import define_schema, library, overload
 from pagebinder.custom_ops.mla.mla import check_mla_operands
 from pagebinder.custom_ops.mla.paged_mla import PAGED_MLA_ATTENTION, check_step, stored_rope
+from pagebinder.custom_ops.sparse.sparse_mla import gather_rows
 
 NAMESPACE = "pagebinder_cpu"
 # Up to so many tokens our kernel is faster than a library's product, which brings the weights into its own order
@@ -132,15 +132,12 @@ def _head_product(x_THI, weight, out_THO, *, dotted: bool) -> None:
 
 def _rows(cache, blocks, begin, end, block_size, layout, latent_dim, rope_dim):
     """The rows of positions [begin, end) of a request: [S, L + P]."""
+    if layout != "plain":
+        return gather_rows(cache, blocks, torch.arange(begin, end), layout, rope_dim, latent_dim + rope_dim)
     ids = blocks[begin // block_size : -(-end // block_size)]
     if bool(((ids < 0) | (ids >= len(cache))).any()):
         raise ValueError("a block id in the table is not valid")
-    here = slice(begin % block_size, begin % block_size + end - begin)
-    if layout == "plain":
-        return cache.index_select(0, ids).flatten(0, 1)[here]
-    slots = (ids.long()[:, None] * block_size + torch.arange(block_size)).flatten()[here]
-    rows = load_rows(cache, slots, layout, latent_dim + rope_dim, rope_dim)
-    return rows.to(torch.bfloat16).to(rows.dtype)  # as sparse attention does
+    return cache.index_select(0, ids).flatten(0, 1)[begin % block_size :][: end - begin]
 
 
 def _expanded(q_nope, q_rope, w_k, w_v, rows, out, *, scale, window) -> None:

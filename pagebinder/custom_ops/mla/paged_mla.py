@@ -18,9 +18,10 @@ from __future__ import annotations
 import torch
 
 from pagebinder.custom_ops.attention.semantic import visible_keys
-from pagebinder.custom_ops.latent.layouts import load_rows, rows_per_block
+from pagebinder.custom_ops.latent.layouts import rows_per_block
 from pagebinder.custom_ops.library import define_op
 from pagebinder.custom_ops.mla.mla import attend_expanded, check_mla_operands, listed_keys
+from pagebinder.custom_ops.sparse.sparse_mla import gather_rows
 
 
 def paged_mla_attention_reference(
@@ -54,9 +55,7 @@ def paged_mla_attention_reference(
     """
     check_mla_operands(q_nope, q_rope, w_k, w_v, indices)
     out = q_nope.new_zeros((*q_nope.shape[:2], w_v.shape[1]))
-    block_size, starts, lens = check_step(
-        q_nope, q_rope, w_k, cache, table, seq_lens, query_start_loc, layout
-    )
+    _, starts, lens = check_step(q_nope, q_rope, w_k, cache, table, seq_lens, query_start_loc, layout)
     latent_dim, rope_dim = w_k.shape[2], q_rope.shape[2]
     for r, seq_len in enumerate(lens):
         step = slice(starts[r], starts[r + 1])
@@ -66,20 +65,10 @@ def paged_mla_attention_reference(
         if indices is not None:
             visible = visible & listed_keys(indices[step], seq_len)
         j, visible = j[visible.any(0)], visible[:, visible.any(0)]
-        rows = _rows_at(j, cache, table[r], block_size, layout, latent_dim, rope_dim)
+        rows = gather_rows(cache, table[r], j, layout, stored_rope(layout, rope_dim), latent_dim + rope_dim)
         latent, k_rope = rows.split((latent_dim, rope_dim), dim=1)
         out[step] = attend_expanded(q_nope[step], q_rope[step], latent, k_rope, w_k, w_v, visible, scale)
     return out
-
-
-def _rows_at(position_S, cache, blocks_M, block_size, layout, latent_dim, rope_dim):
-    """The rows of a request at some positions: [S, L + P]."""
-    ids = blocks_M.long()[position_S // block_size]
-    if bool(((ids < 0) | (ids >= len(cache))).any()):
-        raise ValueError("a block id in the table is not valid")
-    slots = ids * block_size + position_S % block_size
-    rows = load_rows(cache, slots, layout, latent_dim + rope_dim, stored_rope(layout, rope_dim))
-    return rows if layout == "plain" else rows.to(torch.bfloat16).to(rows.dtype)  # as sparse attention does
 
 
 def stored_rope(layout, rope_dim) -> int:
