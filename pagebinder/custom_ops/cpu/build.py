@@ -226,7 +226,8 @@ def _sources(part: str) -> list[Path]:
 
 
 def _headers(part: str) -> list[Path]:
-    return [*SOURCE_DIR.glob("*.h"), *((SOURCE_DIR / "latent").glob("*.h") if part == "latent" else ())]
+    folders = {SOURCE_DIR, SOURCE_DIR / PARTS[part][0]}
+    return [header for folder in folders for header in folder.glob("*.h")]
 
 
 @functools.cache

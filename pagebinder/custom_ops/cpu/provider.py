@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from pagebinder.custom_ops.attention import paged
@@ -19,13 +21,10 @@ from pagebinder.errors import ProviderError
 NAMESPACE = "pagebinder_cpu"
 FLOAT_TYPES = ("float32", "bfloat16", "float16")
 
-_SERVED: dict[str, OpInfo] = {
-    info.name: info
-    for info in (
-        paged.KV_CACHE_WRITE,
-        paged.PAGED_ATTENTION,
-        paged.PAGED_ATTENTION_LSE,
-        linear.LINEAR,
+# part of the kernels (build.PARTS) -> the ops whose C++ it registers
+_PARTS: dict[str, tuple[OpInfo, ...]] = {
+    "core": (paged.KV_CACHE_WRITE, paged.PAGED_ATTENTION, paged.PAGED_ATTENTION_LSE, linear.LINEAR),
+    "latent": (
         write.LATENT_CACHE_WRITE,
         write.KV_ROPE_QUANT_STORE,
         paged_compress.COMPRESS_NORM_ROPE_STORE,
@@ -36,26 +35,15 @@ _SERVED: dict[str, OpInfo] = {
         inverse_rope_grouped.INVERSE_ROPE_GROUPED_LINEAR,
         sparse_mla.SPARSE_MLA_ATTENTION,
         indexer.INDEXER_SCORE_TOPK,
-    )
+    ),
 }
-for _info in _SERVED.values():
+for _info in itertools.chain(*_PARTS.values()):
     define_schema(NAMESPACE, _info)
-_SERVED[packed.PACKED_ATTENTION.name] = packed.PACKED_ATTENTION  # made of the paged kernel, see there
-_SERVED[mla.PAGED_MLA_ATTENTION.name] = mla.PAGED_MLA_ATTENTION  # made of several kernels, see there
 
-
-_CORE = {
-    info.name
-    for info in (paged.KV_CACHE_WRITE, paged.PAGED_ATTENTION, paged.PAGED_ATTENTION_LSE, linear.LINEAR)
-}
-_CORE.add(packed.PACKED_ATTENTION.name)
-
-
-def _parts_of(op: str) -> tuple[str, ...]:
-    """Parts of the kernels that an op is made of. MLA goes through the core's attention, too."""
-    if op in _CORE:
-        return ("core",)
-    return ("core", "latent") if op == mla.PAGED_MLA_ATTENTION.name else ("latent",)
+# op -> the parts that its kernel is made of; those after the table are put together in Python, see there.
+_PARTS_OF = {info.name: (part,) for part, infos in _PARTS.items() for info in infos}
+_PARTS_OF[packed.PACKED_ATTENTION.name] = ("core",)
+_PARTS_OF[mla.PAGED_MLA_ATTENTION.name] = ("core", "latent")
 
 
 class CpuProvider(Provider):
@@ -70,7 +58,7 @@ class CpuProvider(Provider):
 
     def reasons_against(self, need: OpNeed) -> list[str]:
         reasons = super().reasons_against(need)
-        if need.op not in _SERVED:
+        if need.op not in _PARTS_OF:
             reasons.append(f"it has no kernel for {need.op}")
         if need.dtype not in FLOAT_TYPES:
             reasons.append(f"dtype {need.dtype} is not one of {', '.join(FLOAT_TYPES)}")
@@ -79,7 +67,7 @@ class CpuProvider(Provider):
         return reasons
 
     def prepare(self, op: str | None = None) -> None:
-        for part in build.PARTS if op is None else _parts_of(op):
+        for part in build.PARTS if op is None else _PARTS_OF[op]:
             build.load(part)
 
     def overload(self, op: str) -> torch._ops.OpOverload:
