@@ -28,7 +28,7 @@ from pagebinder.report import Match, PassResult
 
 IMPLEMENTATION = "pagebinder"
 # What transformers' decorator sets on every module that goes through the interface.
-TRAITS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_is_expert_parallel")
+TRAITS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def experts_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -74,7 +74,7 @@ def _require_known_parts(name: str, module: torch.nn.Module) -> None:
             f"{name} holds the weights {sorted(have)} where {sorted(expected)} are understood; "
             "quantised experts and experts of more projections are not."
         )
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", False):  # transformers 5.17 does not have it
         raise CaptureError(f"{name} is split over several devices (expert parallel), which is not supported.")
 
 
