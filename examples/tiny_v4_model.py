@@ -29,7 +29,7 @@ def tiny_config(tokenizer) -> DeepseekV4Config:
         n_routed_experts=8,
         num_experts_per_tok=2,
         max_position_embeddings=MAX_TOKENS,
-        sliding_window=64,
+        sliding_window=16,
         index_n_heads=16,
         index_head_dim=32,
         index_topk=32,
