@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pagebinder.errors import (
+    ArtefactError,
     CacheCapacityError,
     CaptureError,
     CheckpointError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pagebinder.compile import compile_model
     from pagebinder.compile_bisect import BisectResult, bisect
     from pagebinder.compiled_encoder import CompiledEncoder
+    from pagebinder.compiled_load import load
     from pagebinder.compiled_model import CompiledModel
     from pagebinder.config import CompileConfig, EngineConfig, SamplingParams
     from pagebinder.report import CompileReport
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArtefactError",
     "BisectResult",
     "CacheCapacityError",
     "CaptureError",
@@ -58,6 +61,7 @@ __all__ = [
     "VerificationError",
     "bisect",
     "compile_model",
+    "load",
 ]
 
 _HOMES = {
@@ -73,6 +77,7 @@ _HOMES = {
     "SamplingParams": "config",
     "bisect": "compile_bisect",
     "compile_model": "compile",
+    "load": "compiled_load",
 }
 
 

@@ -1,4 +1,4 @@
-"""The `pagebinder` command: demo, generate, explain, compile, doctor, kv-picture.
+"""The `pagebinder` command: demo, generate, explain, compile, bench, doctor, bisect, kv-picture.
 
 torch and transformers take seconds to import, so only the commands that need them do it.
 """
@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pagebinder.cli_bench import bench_command
 from pagebinder.cli_bisect import bisect_command
 from pagebinder.cli_compile import compile_command, print_report
 from pagebinder.cli_kv import kv_picture
@@ -17,6 +18,7 @@ from pagebinder.cli_support import (
     Commands,
     IndexDtypeOption,
     KvDtypeOption,
+    QuantizationOption,
     checkpoint_dir,
     compile_dir,
     quiet_third_parties,
@@ -73,6 +75,7 @@ def common(
 def demo(
     model: Annotated[str, typer.Option(help="tiny: a Llama; v4: a small DeepSeek-V4.")] = "tiny",
     executable: ExecutableOption = "auto",
+    quantization: QuantizationOption = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per text.")] = 120,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
     seed: Annotated[int, typer.Option(help="Same seed, same texts.")] = 0,
@@ -80,7 +83,8 @@ def demo(
     """Compile a small model that ships with Pagebinder and stream three texts that share their beginning."""
     from pagebinder.cli_demo import run_demo
 
-    run_demo(model, executable=executable, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    options = {"executable": executable, "quantization": quantization}
+    run_demo(model, options, max_tokens=max_tokens, temperature=temperature, seed=seed)
 
 
 @app.command()
@@ -92,6 +96,7 @@ def explain(
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
     kv_dtype: KvDtypeOption = "auto",
     index_dtype: IndexDtypeOption = "auto",
+    quantization: QuantizationOption = None,
 ) -> None:
     """What the compiler makes of a model: layers, KV cache, rewrites, providers. Needs config.json, no weights."""
     with working("explaining the model"):
@@ -99,7 +104,11 @@ def explain(
         from pagebinder.config import CompileConfig
 
         config = CompileConfig(
-            max_model_len=max_model_len, block_size=block_size, kv_dtype=kv_dtype, index_dtype=index_dtype
+            max_model_len=max_model_len,
+            block_size=block_size,
+            kv_dtype=kv_dtype,
+            index_dtype=index_dtype,
+            quantization=quantization,
         )
         report = explain_model(model, config).report
     print_report(report, as_json, html)
@@ -157,7 +166,11 @@ def doctor(
 def generate(
     model: Annotated[
         Path,
-        typer.Option(metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory with weights."),
+        typer.Option(
+            metavar="DIR",
+            callback=checkpoint_dir,
+            help="A checkpoint directory with weights, or an artefact.",
+        ),
     ],
     prompt: Annotated[
         list[str] | None, typer.Option(help='A text, or "-" to read it from stdin. Repeat for several.')
@@ -192,6 +205,7 @@ def generate(
     kv_cache_mib: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
     kv_dtype: KvDtypeOption = "auto",
     index_dtype: IndexDtypeOption = "auto",
+    quantization: QuantizationOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per line as requests finish.")
     ] = False,
@@ -212,7 +226,9 @@ def generate(
         stop_token_ids=tuple(stop_token_id or ()), ignore_eos=ignore_eos, logprobs=logprobs, n=n,
     )  # fmt: skip
     has_text = bool(stop) or any(isinstance(p, str) for p in prompts + encoder_prompts)
-    options = {"executable": executable, "kv_dtype": kv_dtype, "index_dtype": index_dtype}
+    options = {
+        "executable": executable, "kv_dtype": kv_dtype, "index_dtype": index_dtype, "quantization": quantization
+    }  # fmt: skip
     compiled = compile_dir(model, options, needs_tokenizer=has_text)
     kv_cache_bytes = None if kv_cache_mib is None else kv_cache_mib << 20
     # No more sequences than there can be: the default cache has room for all of them at full length.
@@ -222,6 +238,7 @@ def generate(
     print_outputs(engine, prompts, encoder_prompts, params, as_json=as_json)
 
 
+app.command("bench")(bench_command)
 app.command("compile")(compile_command)
 app.command("bisect")(bisect_command)
 app.command("kv-picture")(kv_picture)

@@ -9,11 +9,13 @@ import typer
 from pagebinder.cli_support import (
     IndexDtypeOption,
     KvDtypeOption,
+    QuantizationOption,
     checkpoint_dir,
     compile_dir,
     err,
     show,
 )
+from pagebinder.compiled_files import check_target
 
 
 def compile_command(
@@ -29,6 +31,10 @@ def compile_command(
         Path | None,
         typer.Option(metavar="FILE", help="Fail with exit code 2 where the plan differs from this lock."),
     ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write an artefact, which starts fast: generate --model DIR."),
+    ] = None,
     executable: Annotated[
         str, typer.Option(help="auto, eager or inductor; auto: inductor with a C++ compiler.")
     ] = "auto",
@@ -43,6 +49,7 @@ def compile_command(
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
     kv_dtype: KvDtypeOption = "auto",
     index_dtype: IndexDtypeOption = "auto",
+    quantization: QuantizationOption = None,
     dump_graphs: Annotated[
         Path | None, typer.Option(help="Directory for the four graphs as Python text.")
     ] = None,
@@ -50,16 +57,22 @@ def compile_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compile a checkpoint with its weights and print the report."""
+    if save is not None:
+        check_target(save.expanduser())
     if dump_graphs is not None:
         dump_graphs.mkdir(parents=True, exist_ok=True)  # a bad path shows before the compilation, not after
     options = {
         "executable": executable, "dtype": dtype, "verify": verify, "max_model_len": max_model_len,
-        "block_size": block_size, "kv_dtype": kv_dtype, "index_dtype": index_dtype, "lock": lock, "locked": locked,
+        "block_size": block_size, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
+        "quantization": quantization, "lock": lock, "locked": locked,
     }  # fmt: skip
     compiled = compile_dir(model, options)
     print_report(compiled.report, as_json, html)
     if lock is not None:
         err.print(f"wrote {lock}")
+    if save is not None:
+        compiled.save(save)
+        err.print(f"wrote the artefact {save}")
     if dump_graphs is not None:
         for level, graph in compiled.graphs.items():
             text = graph.print_readable(print_output=False)

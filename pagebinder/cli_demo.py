@@ -41,7 +41,7 @@ ENDINGS = {
 }
 
 
-def run_demo(model: str, *, executable: str, max_tokens: int, temperature: float, seed: int) -> None:
+def run_demo(model: str, config_options: dict, *, max_tokens: int, temperature: float, seed: int) -> None:
     """Compile, stream, and print what the engine and the compiler did. `model`: a key of `models.SHIPPED`."""
     with working("importing torch"):
         from pagebinder import EngineConfig, SamplingParams
@@ -58,7 +58,7 @@ def run_demo(model: str, *, executable: str, max_tokens: int, temperature: float
         )
         for index in range(len(ENDINGS))
     ]
-    compiled = compile_dir(checkpoint_dir(SHIPPED[model]()), {"executable": executable}, needs_tokenizer=True)
+    compiled = compile_dir(checkpoint_dir(SHIPPED[model]()), config_options, needs_tokenizer=True)
     engine = compiled.engine(EngineConfig(kv_cache_bytes=KV_CACHE_BYTES, max_num_seqs=len(ENDINGS)))
     tokenizer = compiled.source.tokenizer()
     prompts = [tokenizer(BEGINNING + ending)["input_ids"] for ending in ENDINGS.values()]

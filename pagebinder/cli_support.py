@@ -38,10 +38,18 @@ err = Console(stderr=True, highlight=False)
 
 
 KvDtypeOption = Annotated[
-    str, typer.Option(help="auto, or fp8_ds_mla: 8-bit rows of latents, for MLA and DeepSeek-V4.")
+    str,
+    typer.Option(
+        help="auto; fp8_e4m3, fp8_e5m2, int8: K and V in a byte a value (fp8 also with _per_head, _per_tensor); "
+        "fp8_ds_mla: 8-bit rows of latents, for MLA and DeepSeek-V4."
+    ),
 ]
 IndexDtypeOption = Annotated[
     str, typer.Option(help="Keys of an indexer: auto (like --kv-dtype), fp8, mxfp4.")
+]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(help="Weights in fewer bits: fp8, fp8_tensor, fp8_block, int8, int4_g64, int4_g32."),
 ]
 
 
@@ -122,11 +130,17 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
 
 
 def compile_dir(path: Path, config_options: dict, *, needs_tokenizer: bool = False):
-    """Load and compile a checkpoint directory with progress; returns a CompiledModel.
+    """Load and compile a checkpoint directory, or load an artefact, with progress; returns a CompiledModel.
 
     Raises:
         RequestError: a tokenizer is needed and the directory has none (said before the seconds of compilation).
     """
+    from pagebinder.compiled_files import is_artefact
+
+    if is_artefact(path):
+        from pagebinder.cli_artefact import open_artefact
+
+        return open_artefact(path, config_options, needs_tokenizer=needs_tokenizer)
     with working("importing torch") as step:
         from pagebinder.compile import compile_model
         from pagebinder.config import CompileConfig

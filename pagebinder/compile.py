@@ -21,6 +21,7 @@ from pagebinder.compile_lock import expected_plan, settle_lock
 from pagebinder.compile_verify import check_can_verify, verify
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.config import CompileConfig
+from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
 from pagebinder.describe import fill_report
@@ -31,6 +32,7 @@ from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder
 from pagebinder.frontend.experts_interface import hooked_experts
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
 from pagebinder.frontend.mask_proof import max_tokens
+from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.recognise import (
     recognise_gated_activation,
     recognise_layer_norm,
@@ -41,18 +43,24 @@ from pagebinder.frontend.recognise import (
 )
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from pagebinder.passes.fuse_gated_linear import fuse_gated_linear
 from pagebinder.passes.fuse_inverse_rope_linear import fuse_inverse_rope_linear
 from pagebinder.passes.fuse_kv_rope_store import fuse_kv_rope_store
 from pagebinder.passes.fuse_q_norm_rope import fuse_q_norm_rope
+from pagebinder.passes.fuse_qk_norm_rope_write import fuse_qk_norm_rope_write
+from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear
 from pagebinder.passes.gather_logits import gather_logits
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.manager import run_passes
+from pagebinder.passes.merge_linears import merge_linears
 from pagebinder.passes.page_attention import page_attention
 from pagebinder.passes.page_compressed import page_compressed
 from pagebinder.passes.page_cross_attention import page_cross_attention
 from pagebinder.passes.page_mla import page_mla
 from pagebinder.passes.page_recurrent import page_recurrent
 from pagebinder.passes.place_linears import place_linears
+from pagebinder.passes.quantize_kv import quantize_kv
+from pagebinder.passes.quantize_weights import quantize_weights
 from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
 from pagebinder.passes.trail import ENCODER, Trail
@@ -162,7 +170,7 @@ def compile_source(
     if config.executable == "inductor" and (problem := cpu_build.problem()) is not None:
         raise CompilerNotFoundError(f'executable="inductor" needs a C++ compiler: {problem}. Or use "eager".')
     if source.device.type == "cpu":
-        for part in _kernel_parts(source):  # on first use: it takes seconds, and so does the capture
+        for part in _kernel_parts(source, config):  # on first use: it takes seconds, and so does the capture
             cpu_build.start_build(part)
     with stage("capture"):
         captured, encoder = _capture(source, report)
@@ -180,21 +188,34 @@ def compile_source(
     with stage("audit"):
         refused = unexplained(semantic, encoder, source, config, report)
     with stage("plan"):
-        states = _states(semantic, max_model_len, config)
+        stored = clone(semantic, "stored") if _quantizes_kv(config) else semantic
+        if stored is not semantic:
+            quantize = functools.partial(quantize_kv, format=config.kv_dtype, scales=_kv_scales(config))
+            report.passes += run_passes(stored, (quantize,), after=trail.after("stored"))
+        states = _states(stored, max_model_len, config)
         plan = plan_kv_cache(
             states, block_size=config.block_size, max_model_len=max_model_len,
             max_encoder_tokens=source.encoder.max_len if source.encoder else None, workload=config.workload,
         )  # fmt: skip
     with stage("page"):
-        paged = clone(semantic, "paged")
+        paged = clone(stored, "paged")
         paging = Paging.by_plan(states, plan)
         page_passes = tuple(functools.partial(page, paging=paging) for page in PAGE_PASSES)
         report.passes += run_passes(paged, (*page_passes, gather_logits), after=trail.after("paged"))
     with stage("fuse"):
         fused = clone(paged, "fused")
-        around_rope = (fuse_kv_rope_store, fuse_q_norm_rope, fuse_inverse_rope_linear)
-        fusions = (*around_rope, fuse_add_rms_norm, simplify, place_linears) if config.fusions else ()
-        report.passes += run_passes(fused, fusions, after=trail.after("fused"))
+        around_rope = (
+            fuse_kv_rope_store,
+            fuse_q_norm_rope,
+            fuse_inverse_rope_linear,
+            fuse_qk_norm_rope_write,
+        )
+        around_linears = (place_linears, fuse_gated_linear, merge_linears)
+        fusions = (*around_rope, fuse_add_rms_norm, simplify) if config.fusions else ()
+        linears = (*_quantization(config), *(around_linears if config.fusions else ()))
+        report.passes += run_passes(fused, (*fusions, *linears), after=trail.after("fused"))
+        if config.quantization is not None and encoder is not None:
+            report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
         device = torch.device("cpu") if source.device.type == "meta" else source.device
         prepare = source.device.type != "meta"
         report.providers = select_providers(fused, device=device, requested=config.providers, prepare=prepare)
@@ -224,6 +245,7 @@ def compile_source(
         max_model_len=max_model_len,
         executable=executable,
         encoder_executable=encoder_executable,
+        uncounted_id=numbering(source.module).uncounted_id,
         _refused=refused,
     )
 
@@ -248,10 +270,35 @@ def _of_encoder(result: PassResult) -> PassResult:
     return result
 
 
-def _kernel_parts(source: ModelSource) -> tuple[str, ...]:
+def _kernel_parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]:
     """Parts of the CPU kernels that the graph will ask for, as far as that shows before it is there."""
     emitted = {op for leaf in LEAVES if leaf.applies(source.module) for op in leaf.emits}
-    return ("core", "latent") if emitted & LATENT_ATTENTION else ("core",)
+    latent = ("latent",) if emitted & LATENT_ATTENTION else ()
+    quantized_kv = ("quantized_kv",) if _quantizes_kv(config) else ()
+    return ("core", *latent, *quantized_kv, *(("quant",) if config.quantization else ()))
+
+
+def _quantizes_kv(config: CompileConfig) -> bool:
+    return config.kv_dtype in KV_FORMATS
+
+
+def _kv_scales(config: CompileConfig) -> dict[str, torch.Tensor] | None:
+    if config.kv_scales is None:
+        return None
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(config.kv_scales)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"kv_scales={str(config.kv_scales)!r} cannot be read: {error}") from error
+
+
+def _quantization(config: CompileConfig) -> tuple:
+    """The passes that make weights smaller, if that was asked for."""
+    if config.quantization is None:
+        return ()
+    return functools.partial(quantize_weights, format=config.quantization), fuse_quantized_linear
 
 
 def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) -> tuple[LayerState, ...]:
@@ -261,8 +308,11 @@ def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) ->
     formats = CacheFormats(latent="fp8_ds_mla" if is_fp8 else "plain", index=index[config.index_dtype])
     states = tuple(layer_states(semantic, max_model_len=max_model_len, formats=formats))
     layouts = {getattr(state, "layout", "plain") for state in states} - {"plain"}
+    quantized = _quantizes_kv(config)
+    what_of_kv = "attention with K and V of its own" if quantized else "latent rows (MLA)"
+    of_kv = layouts & KV_FORMATS.keys() if quantized else layouts - INDEX_LAYOUTS
     for option, wanted, kept, what in (
-        ("kv_dtype", is_fp8, layouts - INDEX_LAYOUTS, "latent rows (MLA)"),
+        ("kv_dtype", is_fp8 or quantized, of_kv, what_of_kv),
         ("index_dtype", config.index_dtype != "auto", layouts & INDEX_LAYOUTS, "indexer"),
     ):
         if wanted and not kept:

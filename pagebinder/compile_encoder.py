@@ -111,6 +111,8 @@ def _max_tokens(source: ModelSource, config: CompileConfig, recipe) -> int:
             f"{', '.join(unread)}: these options are about a decoder's cache, and "
             f"{type(source.module).__name__} is an encoder; leave them None."
         )
+    if config.quantization is not None:
+        raise ConfigError(f"quantization={config.quantization!r} is for decoders (yet); leave it None.")
     limit = source.max_model_len - numbering(source.module).offset
     wanted = config.max_model_len
     if wanted is not None and wanted > limit:

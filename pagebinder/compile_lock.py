@@ -49,7 +49,7 @@ def lock_of(
         "quantization": config.quantization,
         "workload": None if config.workload is None else repr(plan.workload),
     }
-    return plan_lock(report, graphs, model_config=_config_of(source), options=options)
+    return plan_lock(report, graphs, model_config=config_of(source), options=options)
 
 
 def settle_lock(
@@ -78,9 +78,11 @@ def settle_lock(
         write_plan_lock(lock, config.lock)
 
 
-def _config_of(source: ModelSource) -> dict | None:
+def config_of(source: ModelSource) -> dict | None:
     """The model's own options: what differs from their defaults for transformers, all fields of a dataclass."""
     config = source.config
+    if isinstance(config, Mapping):  # of an artefact
+        return dict(config)
     if hasattr(config, "to_diff_dict"):
         return config.to_diff_dict()
     return dataclasses.asdict(config) if dataclasses.is_dataclass(config) else None

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.graph_values import GraphRunner, widened
 from pagebinder.passes.layer_states import BUILDERS
+from pagebinder.passes.quantize_weights import add_quantized
 from pagebinder.passes.verifier import ALONE, Outputs
 from pagebinder.runtime.kv import KVPlan
 from pagebinder.runtime.packed_sequences import PackedSequences
@@ -42,6 +43,8 @@ class World:
     widen: bool = False
 
     def run(self, gm: GraphModule, inputs: dict[str, torch.Tensor], observe=None) -> torch.Tensor:
+        if self.weights:
+            add_quantized(gm, self.weights)
         return GraphRunner(gm, weights=self.weights, widen=self.widen, observe=observe).run_named(inputs)
 
     def convert(self, tensor: torch.Tensor) -> torch.Tensor:

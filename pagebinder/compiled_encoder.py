@@ -59,6 +59,13 @@ class CompiledEncoder:
             f"{self.report.model_class} is an encoder and generates nothing: use encode_batch() or embed()."
         )
 
+    def save(self, path):
+        """Raises ConfigError: artefacts hold decoders and encoder-decoders."""
+        raise ConfigError(
+            f"{self.report.model_class} is an encoder, and only decoders and encoder-decoders can be saved (yet): "
+            "compile it where it is used."
+        )
+
     def run_level(self, level: str, input_ids: torch.Tensor) -> torch.Tensor:
         """Run one graph on one sequence, op by op: input_ids [T] int64 -> [T, C].
 

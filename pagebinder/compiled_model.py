@@ -1,20 +1,20 @@
-"""`CompiledModel`: the four graph levels of a model, its cache plan, report and executable."""
+"""`CompiledModel`: the four graph levels of a model, its cache plan, report and executable.
+
+What serving does not need is imported where it is used: a saved model should start fast.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.compile_lock import lock_of
 from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.errors import CaptureError, ConfigError
-from pagebinder.explain import explain_text
-from pagebinder.frontend.encoder_decoder import states_of
-from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.source import ModelSource
-from pagebinder.passes.lock_file import write_plan_lock
 from pagebinder.report import CompileReport
 from pagebinder.runtime.engine import Engine, EngineModel
 from pagebinder.runtime.engine_setup import EncoderModel
@@ -30,12 +30,12 @@ class CompiledModel:
     """A compiled decoder. `graphs` holds the four levels, each a runnable GraphModule; `kv_spec` the cache plan.
 
     Of an encoder-decoder they are the levels of its decoder, and `graphs["encoder"]` is its encoder, which
-    `encoder_executable` runs.
+    `encoder_executable` runs. `uncounted_id`: the padding token of a model that leaves it out of the positions.
     """
 
     source: ModelSource
     config: CompileConfig
-    graphs: dict[str, GraphModule]
+    graphs: Mapping[str, GraphModule]
     kv_spec: KVPlan
     states: tuple
     report: CompileReport
@@ -43,15 +43,38 @@ class CompiledModel:
     max_model_len: int
     executable: Executable | None
     encoder_executable: Executable | None = None
+    uncounted_id: int | None = None
     _refused: str | None = field(default=None, repr=False)
 
     def explain(self) -> str:
         """What was matched and refused, the KV plan, providers and times, as text."""
+        from pagebinder.explain import explain_text
+
         return explain_text(self.report)
 
     def write_lock(self, path) -> None:
         """Write the plan lock: a TOML file of what every layer was rewritten into. Raises OSError."""
+        from pagebinder.compile_lock import lock_of
+        from pagebinder.passes.lock_file import write_plan_lock
+
         write_plan_lock(lock_of(self.source, self.config, self.kv_spec, self.report, self.graphs), path)
+
+    def save(self, path: str | Path) -> None:
+        """Write all of this to a directory, for `pagebinder.load`: weights by reference, machine code, no pickle.
+
+        Args:
+            path: a directory that is new, empty, or an artefact, which is then replaced.
+        Raises:
+            ArtefactError: see its message. OSError: the files cannot be written.
+        """
+        from pagebinder.compiled_save import save
+
+        save(self, path)
+
+    def executables(self) -> dict[str, Executable]:
+        """What runs the graphs, by level: the fused one, and an encoder-decoder's encoder."""
+        found = {"fused": self.executable, "encoder": self.encoder_executable}
+        return {level: executable for level, executable in found.items() if executable is not None}
 
     def engine(self, config: EngineConfig | None = None) -> Engine:
         """A continuous-batching engine with its own KV cache. Engines share the weights and the executable."""
@@ -75,13 +98,15 @@ class CompiledModel:
             eos_token_ids=self.source.eos_token_ids,
             tokenizer=self.source.tokenizer(),
             encoder=self._encoder_model(),
-            uncounted_id=numbering(self.source.module).uncounted_id,
+            uncounted_id=self.uncounted_id,
         )
         return Engine(model, config)
 
     def _encoder_model(self) -> EncoderModel | None:
         if self.source.encoder is None:
             return None
+        from pagebinder.frontend.encoder_decoder import states_of
+
         states = states_of(self.graphs["encoder"])
         return EncoderModel(
             executable=self.encoder_executable,

@@ -73,8 +73,12 @@ def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-KV_DTYPES = ("auto", "fp8_ds_mla")
+KV_DTYPES = (
+    *("auto", "fp8_ds_mla", "fp8_e4m3", "fp8_e5m2", "int8"),
+    *("fp8_e4m3_per_head", "fp8_e4m3_per_tensor", "fp8_e5m2_per_head", "fp8_e5m2_per_tensor"),
+)
 INDEX_DTYPES = ("auto", "fp8", "mxfp4")
+QUANTIZATIONS = ("fp8", "fp8_tensor", "fp8_block", "int8", "int4_g64", "int4_g32")
 
 
 @_strict(ConfigError)
@@ -85,13 +89,21 @@ class CompileConfig:
     Args:
         device: "auto" (where the model is; for a checkpoint directory the GPU if there is one), "cpu", "cuda".
         dtype: weights and activations; None keeps the model's.
-        kv_dtype: "auto" stores K and V in the activations' dtype. "fp8_ds_mla" stores latent rows as DeepSeek's
-            kernels do: e4m3 with scales, rotated channels in bfloat16 (584 bytes a row for DeepSeek-V4's attention,
-            656 for MLA of 512 + 64).
+        kv_dtype: "auto" stores K and V in the activations' dtype. "fp8_e4m3", "fp8_e5m2" and "int8" store them in a
+            byte a value, with a scale for each token and head; "fp8_e4m3_per_head", "fp8_e4m3_per_tensor" and those
+            of e5m2 with fixed scales. "fp8_ds_mla" stores latent rows as DeepSeek's kernels do: e4m3 with scales,
+            rotated channels in bfloat16 (584 bytes a row for DeepSeek-V4's attention, 656 for MLA of 512 + 64).
+        kv_scales: the fixed scales: a safetensors file with a float32 tensor [2, KV heads] for each attention layer,
+            named by its module path: what K and V are divided by. None: 1. Values beyond 448 (e4m3) or 57344 (e5m2)
+            scales saturate.
         index_dtype: of the keys of an indexer: "auto" (like kv_dtype), "fp8" (132 bytes a key of 128), "mxfp4" (68).
         executable: "auto", "eager" or "inductor". "auto" is inductor where a C++ compiler is, else eager.
         providers: op name -> provider name, for example {"paged_attention": "reference"}.
         fusions: apply the passes that lead to the fused graph.
+        quantization: weights of linear layers in fewer bits, with activations as they are; None keeps them. "fp8"
+            (e4m3, a scale for each output channel), "fp8_tensor" (one scale), "fp8_block" (128 x 128), "int8" (for
+            each output channel), "int4_g64" and "int4_g32" (for 64 or 32 neighbours; the LM head as int8). The
+            report says which layers keep their weights, and why.
         verify: "full" runs the graph before and after every pass, on sequences at the edges of blocks and windows,
             with the model's weights and with random ones, and tests each kind of rewrite on its own; "sample" runs
             a few short sequences before and after each level. A difference is a VerificationError. Needs weights;
@@ -108,6 +120,7 @@ class CompileConfig:
     device: str = "auto"
     dtype: str | torch.dtype | None = None
     kv_dtype: str = "auto"
+    kv_scales: str | os.PathLike | None = None
     index_dtype: str = "auto"
     executable: str = "auto"
     providers: dict[str, str] = field(default_factory=dict)
@@ -135,8 +148,16 @@ class CompileConfig:
             value = getattr(self, name)
             ok = isinstance(value, str) and value in known
             _require(ok, ConfigError, f"{name}={value!r} is not built (yet); use one of {', '.join(known)}.")
-        if self.quantization is not None:
-            raise ConfigError("quantization is not built yet; leave it None.")
+        ok = self.quantization is None or self.quantization in QUANTIZATIONS
+        known = ", ".join(QUANTIZATIONS)
+        _require(ok, ConfigError, f"quantization={self.quantization!r}: use one of {known}, or None.")
+        fixed = self.kv_dtype.endswith(("_per_head", "_per_tensor"))
+        ok = self.kv_scales is None or (fixed and isinstance(self.kv_scales, (str, os.PathLike)))
+        _require(
+            ok,
+            ConfigError,
+            "kv_scales: use the path of a safetensors file, with a kv_dtype per head or tensor.",
+        )
         if self.verify not in VERIFY:
             raise ConfigError(f"verify={self.verify!r} is unknown; use one of {', '.join(VERIFY)}.")
         if not isinstance(self.providers, dict):

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS, TOKENS
 from pagebinder.frontend.source import ModelSource
-from pagebinder.graph_tools import num_ops
+from pagebinder.graph_tools import attribute, num_ops
 from pagebinder.passes.layer_view import layer_view
 from pagebinder.report import CompileReport
 from pagebinder.runtime.kv import NO_GROUP, KVPlan
@@ -58,6 +58,13 @@ def describe_model(
     report.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
     report.dtype, report.device = str(source.dtype).removeprefix("torch."), str(device)
     report.node_counts = {level: num_ops(gm) for level, gm in graphs.items()}
+    report.graph_weight_bytes = _weight_bytes(graphs.get("fused") or graphs["packed"])
+
+
+def _weight_bytes(gm: GraphModule) -> int:
+    """Of all tensors that a graph reads, each counted once."""
+    tensors = [attribute(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"]
+    return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
 def _layer(state, group: int | None) -> dict:

@@ -41,6 +41,10 @@ class PlanDriftError(PagebinderError):
         self.drifts = drifts
 
 
+class ArtefactError(PagebinderError):
+    """A saved compilation cannot be written, read or used here: other files, a damaged one, another version."""
+
+
 class CacheCapacityError(PagebinderError):
     """The KV cache is too small for what was asked."""
 

@@ -52,9 +52,11 @@ def _header(report: CompileReport) -> Text:
     encoder = f"; encoder {counts.pop('encoder')}" if "encoder" in counts else ""
     nodes = " -> ".join(f"{level} {count}" for level, count in counts.items()) + encoder
     why = f" ({report.executable_why})" if report.executable_why else ""
+    is_quantized = any(p.name == "quantize_weights" and p.matches for p in report.passes)
+    read = f"; the compiled graph reads {report.graph_weight_bytes / 1e6:,.1f} MB" if is_quantized else ""
     return Text(
         f"{report.model_class}: {report.num_parameters:,} parameters, {report.weight_bytes / 1e6:,.1f} MB of "
-        f"{report.dtype} on {report.device}\n"
+        f"{report.dtype} on {report.device}{read}\n"
         f"captured by {report.capture_route}; ops per level: {nodes}\n"
         f"executable: {report.executable or 'none (explain only)'}{why}"
     )
@@ -151,7 +153,7 @@ def _passes(report: CompileReport) -> Table:
             kinds = Counter(m.pattern for m in p.matches)
         what = "; ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
         table.add_row(p.name, str(len(p.matches)), str(len(p.refusals)), f"{p.num_ops_before} -> {p.num_ops_after}",
-                      f"{p.seconds:.2f}", what)  # fmt: skip
+                      f"{p.seconds:.2f}", Text(what))  # fmt: skip
     return table
 
 
@@ -194,13 +196,15 @@ def _verification(report: CompileReport) -> list[Text | Table]:
                           ("tolerated", "right"), ("certificates", "right"), ("worst on", "left")):  # fmt: skip
         table.add_column(name, justify=justify)
     certificates = {(p.level, p.name.removeprefix("encoder.")): p.certificates for p in report.passes}
+    on_purpose = {(p.level, p.name) for p in report.passes if p.changes_numbers}
     runs: dict[tuple, list] = {}
     for step in report.verified:
         runs.setdefault((step.chain, step.level, step.name), []).append(step)
     for (_, level, name), steps in runs.items():
         worst = max(steps, key=lambda s: s.max_rel_error / s.tolerance)
         row = f"{worst.worst}, {worst.weights} weights, {worst.dtype}" if worst.max_abs_error else "identical"
-        row += "" if worst.judged else " (not judged: experts may tie)"
+        why = "it changes numbers on purpose" if (level, name) in on_purpose else "experts may tie"
+        row += "" if worst.judged else f" (not judged: {why})"
         table.add_row(level, name, f"{worst.max_abs_error:.1e}", f"{worst.max_rel_error:.1e}",
                       f"{worst.tolerance:g}", _certified(certificates.get((level, name), ())), row)  # fmt: skip
     return [Text("\nVerification", style="bold"), table, *_uncertified(report)]

@@ -74,6 +74,27 @@ def describe(node: Node) -> dict[str, str]:
     return {"node": node.name, "module_path": module_path(node)}
 
 
+def attach(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Set root.<dotted name> to this very tensor, as a parameter or as a buffer."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, torch.nn.Module())
+        root = getattr(root, part)
+    if isinstance(tensor, torch.nn.Parameter):
+        root.register_parameter(leaf, tensor)
+    else:
+        root.register_buffer(leaf, tensor)
+
+
+def attribute(root: torch.nn.Module, name: str) -> torch.Tensor:
+    """What root.<dotted name> is: the tensor that a get_attr node reads."""
+    value = root
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
 def num_ops(gm: GraphModule) -> int:
     return sum(1 for n in gm.graph.nodes if n.op == "call_function")
 

@@ -73,7 +73,7 @@ class PassResult:
     """What one pass answered; the pass manager adds time and op counts, the verifier errors and certificates.
 
     `level` is the graph it changed, where it was verified. Errors are those of whole graphs, before and after the
-    pass: the largest of all runs.
+    pass: the largest of all runs. `changes_numbers`: on purpose, so errors of whole graphs are measured, not judged.
     """
 
     name: str
@@ -81,6 +81,7 @@ class PassResult:
     matches: list[Match] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     changed: bool = False
+    changes_numbers: bool = False
     num_ops_before: int = 0
     num_ops_after: int = 0
     seconds: float = 0.0
@@ -102,12 +103,16 @@ class ProviderChoice:
 
 @dataclass(kw_only=True)
 class CompileReport:
-    """Everything `explain()` prints. `to_dict()` is JSON-ready."""
+    """Everything `explain()` prints. `to_dict()` is JSON-ready.
+
+    `weight_bytes` are the source model's, `graph_weight_bytes` those that the last graph reads.
+    """
 
     model: str = ""
     model_class: str = ""
     num_parameters: int = 0
     weight_bytes: int = 0
+    graph_weight_bytes: int = 0
     dtype: str = ""
     device: str = ""
     executable: str = ""

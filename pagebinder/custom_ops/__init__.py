@@ -1,11 +1,19 @@
 """Op schemas, fake kernels, references and providers. Importing this package registers the ops."""
 
 from pagebinder.custom_ops.activation import gated_activation
-from pagebinder.custom_ops.attention import cross, packed, paged, relative, semantic
+from pagebinder.custom_ops.attention import (
+    cross,
+    packed,
+    paged,
+    qk_norm_rope_write,
+    quantized_paged,
+    relative,
+    semantic,
+)
 from pagebinder.custom_ops.compress import compress, paged_compress
 from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
-from pagebinder.custom_ops.linear import inverse_rope_grouped, linear
+from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
 from pagebinder.custom_ops.mla import mla, paged_mla
 from pagebinder.custom_ops.moe import experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
@@ -21,10 +29,12 @@ __all__ = [
     "experts",
     "gated_activation",
     "gated_delta_rule",
+    "gated_linear",
     "hyper",
     "indexer",
     "inverse_rope_grouped",
     "linear",
+    "linears",
     "mla",
     "mlstm",
     "packed",
@@ -32,6 +42,9 @@ __all__ = [
     "paged_compress",
     "paged_mla",
     "q_norm_rope",
+    "qk_norm_rope_write",
+    "quantized",
+    "quantized_paged",
     "relative",
     "rms_norm",
     "rope",

@@ -12,7 +12,7 @@ Sizes are sympy expressions so that a report can print the formula and a planner
 
 A state's page in a block of B tokens is its `tensors(B)`, one after the other:
 
-    page of an attention layer   [ K|V rows: G, B, D + Dv ]
+    page of an attention layer   [ K|V rows: G, B, D + Dv ]                         or their bytes
     page of a latent layer       [ latent rows: B / tokens per entry, latent + rope ]   or their bytes
     page of a recurrent layer    [ state 0 ][ state 1 ] ...          one checkpoint, not B rows
 """
@@ -102,7 +102,8 @@ class AttentionState(LayerState):
     """K and V of every token: `num_kv_heads` rows of (head_dim + head_dim_v) values.
 
     `window` (tokens) limits what a query at p sees to the keys j with p - window < j <= p, `chunk` to those with
-    j // chunk == p // chunk; neither is full attention. Not both.
+    j // chunk == p // chunk; neither is full attention. Not both. `layout` says how a row is stored: "plain" is
+    values of `dtype`, others are bytes (KV_FORMATS of custom_ops/attention/quantized_cache.py).
     """
 
     num_kv_heads: int
@@ -110,6 +111,7 @@ class AttentionState(LayerState):
     head_dim_v: int
     window: int | None = None
     chunk: int | None = None
+    layout: str = "plain"
 
     def __post_init__(self) -> None:
         assert self.window is None or self.chunk is None, "a layer has a window or a chunk, not both"
@@ -122,7 +124,19 @@ class AttentionState(LayerState):
 
     @property
     def entry_bytes(self) -> int:
-        return self.num_kv_heads * (self.head_dim + self.head_dim_v) * DTYPE_BYTES[self.dtype]
+        return CacheTensor("", self._shape(1), self._stored_dtype).num_bytes
+
+    def _shape(self, block_size: int) -> tuple[int, int, int]:
+        width = self.head_dim + self.head_dim_v
+        if self.layout != "plain":
+            from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
+
+            width = KV_FORMATS[self.layout].row_bytes(width)
+        return self.num_kv_heads, block_size, width
+
+    @property
+    def _stored_dtype(self) -> str:
+        return self.dtype if self.layout == "plain" else "uint8"
 
     @property
     def formula(self) -> sympy.Expr:
@@ -130,8 +144,7 @@ class AttentionState(LayerState):
         return self.entry_bytes * (TOKENS if limit is None else sympy.Min(TOKENS, limit))
 
     def tensors(self, block_size: int) -> tuple[CacheTensor, ...]:
-        width = self.head_dim + self.head_dim_v
-        return (CacheTensor("", (self.num_kv_heads, block_size, width), self.dtype),)
+        return (CacheTensor("", self._shape(block_size), self._stored_dtype),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +159,6 @@ class LatentState(AttentionState):
 
     latent_dim: int
     rope_dim: int = 0
-    layout: str = "plain"
     tokens_per_entry: int = 1
     num_kv_heads: int = 1
     head_dim_v: int = 0

@@ -22,6 +22,7 @@ from pagebinder.errors import CompilerNotFoundError, ProviderError
 FEATURES = frozenset(
     {"window", "chunk", "soft_cap", "sinks", "alibi", "lse", "bidirectional", "split_kv", "cross_attention"}
     | {"fp8_v4", "fp8_v32", "fp8_index", "fp4_index"}  # layouts of latent rows
+    | {"fp8_e4m3", "fp8_e5m2", "int8"}  # codes of K and V
 )
 AUTO_ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}
 BUILTIN_MODULES = ("pagebinder.custom_ops.cpu.provider",)

@@ -33,7 +33,7 @@ from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.tidy import tidy
 from pagebinder.frontend.unpadded import said_for_unpadded
 from pagebinder.frontend.unsupported import refuse_unsupported
-from pagebinder.graph_tools import aten, finish
+from pagebinder.graph_tools import aten, attach, finish
 
 EXAMPLE_TOKENS = 40
 MAX_STEP_TOKENS = 1 << 20
@@ -269,7 +269,7 @@ def _unlift(program: ExportedProgram, input_names: list[str]) -> GraphModule:
         name = spec.target.removeprefix("source.")
         tensor = program.state_dict.get(spec.target)
         tensor = program.constants[spec.target] if tensor is None else tensor
-        _attach(root, name, tensor)
+        attach(root, name, tensor)
         mapping[node] = graph.get_attr(name)
         mapping[node].meta.update(node.meta)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
@@ -296,19 +296,6 @@ def _keep_writes(
             with graph.inserting_before(output):
                 write = graph.call_function(aten.copy_.default, (old[inputs[spec.target]], value))
             write.meta.update(value.meta)
-
-
-def _attach(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Set root.<dotted name> to the very tensor of the source model."""
-    *path, leaf = name.split(".")
-    for part in path:
-        if not hasattr(root, part):
-            root.add_module(part, torch.nn.Module())
-        root = getattr(root, part)
-    if isinstance(tensor, torch.nn.Parameter):
-        root.register_parameter(leaf, tensor)
-    else:
-        root.register_buffer(leaf, tensor)
 
 
 def _first_lines(error: Exception, num_lines: int = 3) -> str:

@@ -49,6 +49,7 @@ from pagebinder.passes.latent_states import (
     mla_states,
     window_states,
 )
+from pagebinder.passes.quantize_kv import FORMAT, quantized_source
 from pagebinder.passes.step_inputs import add_step_input
 from pagebinder.report import Match, PassResult
 
@@ -57,6 +58,7 @@ def _attention_state(node: Node, index: int, max_model_len: int) -> AttentionSta
     """A window or chunk that no request can outgrow is full attention."""
     k, v = val(node.args[1]), val(node.args[2])
     window, chunk = (node.kwargs.get(name) for name in ("window", "chunk"))
+    stored = quantized_source(node)
     return AttentionState(
         layer=module_path(node) or f"attention_{index}",
         index=index,
@@ -66,6 +68,7 @@ def _attention_state(node: Node, index: int, max_model_len: int) -> AttentionSta
         head_dim_v=int(v.shape[2]),
         window=window if window is not None and window < max_model_len else None,
         chunk=chunk if chunk is not None and chunk < max_model_len else None,
+        layout="plain" if stored is None else stored.meta[FORMAT],
     )
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 
 import sympy
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS
+from pagebinder.custom_ops.recurrent.define import RECURRENCES, Recurrence
+from pagebinder.graph_tools import val
 from pagebinder.passes.lock_facts import operand
 from pagebinder.passes.op_costs import CONTEXT, ZERO, CostModel, OpCost, tensors
 
 GATED_DELTA_FLOPS = 7  # per state value and token: decay 1, S^T k 2, rank-one update 2, S^T q 2
 SSD_FLOPS = 5  # decay 1, rank-one update 2, read-out 2
+# The same of the ops in RECURRENCES; exponentials count 1. Decays of a selective scan and weights of wkv are theirs.
+STATE_FLOPS = {"linear_recurrence": 2, "selective_scan": 7, "wkv": 6, "mlstm": 5}
 
 
 def visible_pairs(tokens, context, *, window: int | None = None, chunk: int | None = None) -> sympy.Expr:
@@ -70,8 +76,19 @@ def _paged_attention(model: CostModel, node: Node) -> OpCost:
 
 
 def _kv_cache_write(model: CostModel, node: Node) -> OpCost:
-    new = model.bytes_of(operand(node, "k")) + model.bytes_of(operand(node, "v"))
-    return OpCost(activation_bytes=new, cache_bytes=new)
+    """K and V are read once, and a row of each head is written, in the cache's dtype."""
+    k, cache = operand(node, "k"), operand(node, "kv_cache")
+    rows, row = model.numel(k) / model.shape(k)[2], model.shape(cache)[3]
+    return OpCost(
+        activation_bytes=model.bytes_of(k) + model.bytes_of(operand(node, "v")),
+        cache_bytes=rows * row * tensors(cache)[0].dtype.itemsize,
+    )
+
+
+def _quantized_kv(model: CostModel, node: Node) -> OpCost:
+    """Amax, scaling and its reverse: 3 per value."""
+    values = model.numel(operand(node, "k")) + model.numel(operand(node, "v"))
+    return model.moved(node, flops=3 * values)
 
 
 def _rms_norm(model: CostModel, node: Node) -> OpCost:
@@ -83,6 +100,46 @@ def _rms_norm(model: CostModel, node: Node) -> OpCost:
 def _rope(model: CostModel, node: Node) -> OpCost:
     """Two products and a sum per value."""
     return model.moved(node, flops=3 * model.numel(operand(node, "x")))
+
+
+def _qk_norm_rope_write(model: CostModel, node: Node) -> OpCost:
+    """As the norms, the rotations and the write would count: 4 per value of a norm with a weight, 3 of a rotation."""
+    q, k, v = (operand(node, name) for name in ("q", "k", "v"))
+    weights = [w for w in (operand(node, "q_weight"), operand(node, "k_weight")) if w is not None]
+    per_value = 3 + (3 + bool(weights) if operand(node, "tail") else 0)
+    written = model.bytes_of(k) + model.bytes_of(v)
+    small = sum(model.bytes_of(operand(node, name)) for name in ("cos", "sin", "slot_mapping"))
+    return OpCost(
+        flops=per_value * (model.numel(q) + model.numel(k)),
+        weight_bytes=sum((model.bytes_of(w) for w in weights), ZERO),
+        activation_bytes=model.bytes_of(q) + written + small + model.out_bytes(node),
+        cache_bytes=written,
+    )
+
+
+def _linears(model: CostModel, node: Node) -> OpCost:
+    """As its layers would count, x read once."""
+    x, weights, biases = node.args
+    columns = sum(model.shape(w)[0] for w in weights)
+    values = model.numel(x) / model.shape(x)[-1] * columns
+    return model.moved(node, flops=2 * model.shape(x)[-1] * values + (values if biases else ZERO))
+
+
+def _quantized_linear(model: CostModel, node: Node) -> OpCost:
+    """As the layer would count; of the weight, codes and scales are read."""
+    per_value = 2 * model.shape(operand(node, "x"))[-1] + (operand(node, "bias") is not None)
+    return model.moved(node, flops=per_value * model.numel(node))
+
+
+def _dequantize_weight(model: CostModel, node: Node) -> OpCost:
+    return model.moved(node, flops=model.numel(node))
+
+
+def _gated_linear(model: CostModel, node: Node) -> OpCost:
+    """Two products and their biases, and two pointwise ops."""
+    x = operand(node, "x")
+    biases = sum(operand(node, name) is not None for name in ("gate_bias", "up_bias"))
+    return model.moved(node, flops=(4 * model.shape(x)[-1] + biases + 2) * model.numel(node))
 
 
 def _gated_activation(model: CostModel, node: Node) -> OpCost:
@@ -122,6 +179,13 @@ def _ssd(model: CostModel, node: Node) -> OpCost:
     return _with_state(model, node, SSD_FLOPS * state * model.numel(operand(node, "x")))
 
 
+def _defined_recurrence(recurrence: Recurrence, model: CostModel, node: Node) -> OpCost:
+    operands = [val(a) if isinstance(a, Node) else a for a in node.args[: recurrence.num_operands]]
+    values = math.prod(map(int, recurrence.state_shape(*operands)))
+    tokens = model.shape(node.args[0])[0]
+    return _with_state(model, node, STATE_FLOPS[recurrence.name] * values * tokens)
+
+
 def _moe_experts(model: CostModel, node: Node) -> OpCost:
     """Tokens spread evenly: T tokens that choose K of E experts reach E (1 - (1 - K / E)^T) of them."""
     tokens, chosen = model.shape(operand(node, "expert_ids"))
@@ -153,6 +217,10 @@ def _expert_linear(model: CostModel, node: Node) -> OpCost:
 
 RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     "linear": CostModel.product,
+    "linears": _linears,
+    "quantized_linear": _quantized_linear,
+    "dequantize_weight": _dequantize_weight,
+    "gated_linear": _gated_linear,
     "attention": _attention,
     "relative_attention": _attention,
     "packed_attention": _attention,
@@ -161,6 +229,10 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     "paged_attention": _paged_attention,
     "paged_relative_attention": _paged_attention,
     "kv_cache_write": _kv_cache_write,
+    "quantized_paged_attention": _paged_attention,
+    "quantized_kv_cache_write": _kv_cache_write,
+    "quantized_kv": _quantized_kv,
+    "qk_norm_rope_write": _qk_norm_rope_write,
     "rms_norm": _rms_norm,
     "add_rms_norm": _rms_norm,
     "rope": _rope,
@@ -171,6 +243,11 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     "paged_gated_delta_rule": _gated_delta_rule,
     "ssd": _ssd,
     "paged_ssd": _ssd,
+    **{
+        name: functools.partial(_defined_recurrence, recurrence)
+        for recurrence in RECURRENCES.values()
+        for name in (recurrence.name, f"paged_{recurrence.name}")
+    },
     "moe_experts": _moe_experts,
     "expert_linear": _expert_linear,
 }

@@ -7,6 +7,12 @@ Replaces with:
     out = paged_attention(q, kv_cache_i, block_table_g, seq_lens, query_start_loc, sinks, slopes, ...)
 
 Matches:
+    k', v' = quantized_kv(k, v, scales, codes);  out = attention(q, k', v', ...)
+Replaces with:
+    quantized_kv_cache_write(k, v, kv_cache_i, slot_mapping_g, scales, codes)
+    out = quantized_paged_attention(q, kv_cache_i, ..., sinks, slopes, scales, codes, ...)
+
+Matches:
     out = relative_attention(q, k, v, bias, scale, num_behind, causal)
 Replaces with:
     the same write, and paged_relative_attention(q, kv_cache_i, block_table_g, seq_lens, query_start_loc, bias, ...)
@@ -29,13 +35,16 @@ from pagebinder.passes.layer_states import (
     add_slots,
     rewrite_stateful,
 )
+from pagebinder.passes.quantize_kv import quantized_source
 from pagebinder.report import PassResult
 
 PATTERN = "paged_attention"
+ours = torch.ops.pagebinder
 PAGED_FORMS = {
-    torch.ops.pagebinder.attention.default: torch.ops.pagebinder.paged_attention.default,
-    torch.ops.pagebinder.relative_attention.default: torch.ops.pagebinder.paged_relative_attention.default,
+    ours.attention.default: ours.paged_attention.default,
+    ours.relative_attention.default: ours.paged_relative_attention.default,
 }
+NUM_OPTIONAL = 2  # operands of attention after q, k and v
 
 
 def page_attention(gm: GraphModule, *, paging: Paging) -> PassResult:
@@ -50,11 +59,14 @@ def _paged_form(gm: GraphModule, node: Node, paging: Paging) -> Node:
     slots = add_slots(gm, group)
     table = add_block_table(gm, group)
     lens, starts = add_request_lengths(gm)
-    insert_call(gm.graph, node, torch.ops.pagebinder.kv_cache_write.default, (k, v, cache, slots))
-    return insert_call(
-        gm.graph,
-        node,
-        PAGED_FORMS[node.target],
-        (q, cache, table, lens, starts, *optional),
-        {"head_dim_v": state.head_dim_v, **node.kwargs},
-    )
+    operands = (q, cache, table, lens, starts, *optional)
+    options = {"head_dim_v": state.head_dim_v, **node.kwargs}
+    stored = quantized_source(node)
+    if stored is None:
+        insert_call(gm.graph, node, ours.kv_cache_write.default, (k, v, cache, slots))
+        return insert_call(gm.graph, node, PAGED_FORMS[node.target], operands, options)
+    k, v, *scales = stored.args
+    write, attend = ours.quantized_kv_cache_write.default, ours.quantized_paged_attention.default
+    insert_call(gm.graph, node, write, (k, v, cache, slots, *scales), stored.kwargs)
+    absent = (None,) * (NUM_OPTIONAL - len(optional))
+    return insert_call(gm.graph, node, attend, (*operands, *absent, *scales), {**stored.kwargs, **options})

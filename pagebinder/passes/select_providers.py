@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from pagebinder.custom_ops.providers import OpNeed, select_provider
 from pagebinder.errors import ConfigError
 from pagebinder.graph_tools import arg, calls, dtype_name, finish, val
+from pagebinder.passes.page_recurrent import PAGED as PAGED_RECURRENCES
 from pagebinder.report import ProviderChoice
 
 # Over caches of latent rows, whose layout is an argument.
@@ -27,16 +28,34 @@ LATENT_OPS = (
     "sparse_mla_attention",
     "paged_mla_attention",
 )
-# Over nothing but activations and weights.
-PLAIN_OPS = ("hyper_connection", "hyper_mix", "hyper_head", "q_norm_rope", "inverse_rope_grouped_linear")
+# Over blocks that hold a state.
+RECURRENT_OPS = tuple(op._opname for op in PAGED_RECURRENCES.values())
+# Over the weights of experts.
+EXPERT_OPS = ("moe_experts", "expert_linear")
+# Over activations and weights, and caches of their dtype.
+PLAIN_OPS = (
+    "hyper_connection",
+    "hyper_mix",
+    "hyper_head",
+    "q_norm_rope",
+    "inverse_rope_grouped_linear",
+    "quantized_linear",
+    "linears",
+    "qk_norm_rope_write",
+    "gated_linear",
+)
 SELECTABLE = (
     "paged_attention",
     "paged_relative_attention",
     "kv_cache_write",
+    "quantized_paged_attention",
+    "quantized_kv_cache_write",
     "packed_attention",
     "packed_relative_attention",
     "linear",
     *LATENT_OPS,
+    *RECURRENT_OPS,
+    *EXPERT_OPS,
     *PLAIN_OPS,
 )
 
@@ -80,27 +99,29 @@ def _need(name: str, node: Node, device: torch.device) -> OpNeed:
     """What a node asks of a provider, from its arguments."""
     if name == "linear":
         return OpNeed(op=name, device=device.type, dtype=dtype_name(val(node.args[1])))
-    if name in LATENT_OPS or name in PLAIN_OPS:
+    if name in (*LATENT_OPS, *RECURRENT_OPS, *EXPERT_OPS, *PLAIN_OPS):
         layout = node.kwargs.get("layout", "plain")
         features = frozenset() if layout == "plain" else frozenset((layout,))
         dtype = dtype_name(val(node.args[0]))
         return OpNeed(op=name, device=device.type, dtype=dtype, features=features)
     if name.startswith("packed_"):
         return _packed_need(name, node, device)
-    cache = val(node.args[2] if name == "kv_cache_write" else node.args[1])
+    is_write = name.endswith("kv_cache_write")
+    cache = val(node.args[2] if is_write else node.args[1])
     new = val(node.args[0])  # the keys to write, or the queries
-    width_v = val(node.args[1]).shape[2] if name == "kv_cache_write" else node.kwargs["head_dim_v"]
+    width_v = val(node.args[1]).shape[2] if is_write else node.kwargs["head_dim_v"]
+    codes = frozenset((node.kwargs["codes"],)) if "codes" in node.kwargs else frozenset()
     return OpNeed(
         op=name,
         device=device.type,
         dtype=dtype_name(new),
-        kv_dtype=dtype_name(cache),
+        kv_dtype=None if codes else dtype_name(cache),
         head_dim=int(new.shape[2]),
         head_dim_v=int(width_v),
         block_size=int(cache.shape[2]),
-        num_heads=int(new.shape[1]) if name != "kv_cache_write" else None,
+        num_heads=None if is_write else int(new.shape[1]),
         num_kv_heads=int(cache.shape[1]),
-        features=_features(node) if name == "paged_attention" else frozenset(),
+        features=codes | (_features(node) if name.endswith("paged_attention") else frozenset()),
     )
 
 

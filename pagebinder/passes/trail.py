@@ -32,7 +32,11 @@ class Step:
 
 
 class Trail:
-    """Steps of one compilation. `keep`: "full" keeps every step, "sample" the last of each level, "off" nothing."""
+    """Steps of one compilation. `keep`: "full" keeps every step, "sample" the last of each level, "off" nothing.
+
+    A step that changes numbers on purpose is kept by "sample" as well, with the one before it: what follows is
+    compared with the graph that it left.
+    """
 
     def __init__(self, keep: str) -> None:
         assert keep in KEEP
@@ -51,11 +55,14 @@ class Trail:
         """Keep a copy of `gm` as it is now."""
         if self.keep == "off":
             return
-        if self.keep == "sample":
-            self.steps = [s for s in self.steps if (s.chain, s.level) != (chain, level)]
-            name = f"{level} level"
         if result is not None:
             result.level = level
+        if self.keep == "sample" and not _changes_numbers(result):
+            final = max((i for i, s in enumerate(self.steps) if _changes_numbers(s.result)), default=-1)
+            self.steps = [
+                s for i, s in enumerate(self.steps) if i <= final or (s.chain, s.level) != (chain, level)
+            ]
+            name = f"{level} level"
         snapshot = GraphModule(gm, copy.deepcopy(gm.graph), class_name=type(gm).__name__)
         self.steps.append(Step(chain, level, name, snapshot, result))
 
@@ -65,6 +72,10 @@ class Trail:
 
     def of(self, chain: str) -> list[Step]:
         return [step for step in self.steps if step.chain == chain]
+
+
+def _changes_numbers(result: PassResult | None) -> bool:
+    return result is not None and result.changes_numbers
 
 
 def same_graph(a: GraphModule, b: GraphModule) -> bool:

@@ -186,7 +186,7 @@ def _line(
         max_rel_error=worst.relative,
         tolerance=tolerance,
         worst=worst.where,
-        judged=conditions.judged,
+        judged=conditions.judged and not (step.result is not None and step.result.changes_numbers),
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
+from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages, untouched_zeros
 from pagebinder.custom_ops.layer_state import CacheTensor, LayerState
 from pagebinder.errors import CacheCapacityError
 from pagebinder.runtime.kv import KVPlan
@@ -38,14 +38,17 @@ class KVArena:
         self.bytes_per_block = plan.bytes_per_block
         num_bytes = num_blocks * plan.bytes_per_block
         try:
-            self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        except (RuntimeError, MemoryError) as error:
+            if device.type == "cpu":
+                self.memory = untouched_zeros(num_bytes)
+                advise_huge_pages(self.memory)
+            else:
+                self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, MemoryError, OSError, OverflowError) as error:
             raise CacheCapacityError(
                 f"The KV cache of {num_blocks:,} blocks ({num_bytes / 2**30:,.1f} GiB) cannot be allocated on "
                 f"{device}; give fewer kv_cache_bytes or num_kv_blocks."
             ) from error
         self.host = torch.zeros(0, dtype=torch.uint8)
-        advise_huge_pages(self.memory)  # zeros are not touched yet where they are many
         self.caches: dict[str, torch.Tensor] = {}
         for state, page in zip(states, plan.layers, strict=True):
             offset = page.offset_bytes

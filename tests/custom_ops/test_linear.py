@@ -1,21 +1,29 @@
-"""The linear layer: every provider against float64, on both sides of the kernel's limits."""
+"""Linear layers alone, together and gated: every provider against float64, on both sides of the kernels' limits."""
 
 import pytest
 import torch
 
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
-from tests.tolerances import assert_close
+from tests.tolerances import TOLERANCES, assert_close
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid")
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
-def linear(request):
+def provider(request):
     chosen = registered_providers()[request.param]
     if isinstance(chosen.problem(), CompilerNotFoundError):
         pytest.skip(str(chosen.problem()))
-    assert chosen.reasons_against(OpNeed(op="linear", dtype="bfloat16")) == []
-    chosen.prepare()
-    return chosen.overload("linear")
+    for op in ("linear", "linears", "gated_linear"):
+        assert chosen.reasons_against(OpNeed(op=op, dtype="bfloat16")) == []
+        chosen.prepare(op)
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def linear(provider):
+    return provider.overload("linear")
 
 
 def operands(rows: int, columns: int, inner: int, dtype=torch.bfloat16, seed: int = 0):
@@ -41,9 +49,50 @@ def test_against_float64(linear, rows, columns, inner):
     check(linear, x, weight, bias)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_types(linear, dtype):
-    check(linear, *operands(7, 64, 96, dtype))
+def test_other_types(linear, rows, dtype):
+    check(linear, *operands(rows, 64, 96, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 6, 40, 140])
+def test_siblings_have_the_bits_of_each_layer_alone(provider, rows, dtype):
+    linear, linears = provider.overload("linear"), provider.overload("linears")
+    x, weight, bias = operands(rows, 288, 96, dtype)
+    weights, biases = list(weight.split([96, 32, 160])), list(bias.split([96, 32, 160]))
+    for given in (biases, []):
+        together = linears(x.view(1, rows, 96), weights, given)
+        for y, w, b in zip(together, weights, given or [None] * 3, strict=True):
+            assert y.is_contiguous() and torch.equal(y[0], linear(x, w, b))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 6, 40, 140])
+def test_gated_layers_equal_two_layers_and_a_gate(provider, rows, dtype):
+    """On the same products the gate rounds as its ops do: in bf16 and f16 nearly all results have the same bits."""
+    linear, gated = provider.overload("linear"), provider.overload("gated_linear")
+    x, weight, bias = operands(rows, 128, 96, dtype)
+    (gate, up), half = weight.split(64), bias[:64]
+    for activation in ACTIVATIONS:
+        out = gated(x, gate, up, half, None, activation=activation)
+        parts = linear(x, gate, half), linear(x, up, None)
+        expected = torch.ops.pagebinder.gated_activation(*parts, activation=activation)
+        tolerance = TOLERANCES[
+            dtype
+        ]  # twice, as the activation may be rounded to the neighbour before the product
+        torch.testing.assert_close(out, expected, rtol=2 * tolerance.rtol, atol=2 * tolerance.atol)
+        assert (out != expected).float().mean() < (1.0 if dtype is torch.float32 else 0.02)
+    with pytest.raises((RuntimeError, ValueError), match="activation"):
+        gated(x, gate, up, None, None, activation="tanh")
+    with pytest.raises((RuntimeError, ValueError), match="alike"):
+        gated(x, gate, up[:32], None, None, activation="silu")
+
+
+def test_a_bias_for_some_of_the_siblings_is_refused(provider):
+    x, weight, bias = operands(3, 64, 96)
+    with pytest.raises((RuntimeError, ValueError), match="bias"):
+        provider.overload("linears")(x, [weight, weight], [bias])
 
 
 def test_layouts(linear):
@@ -79,7 +128,7 @@ def test_same_bits_with_any_number_of_rows_and_threads():
     chosen = registered_providers()["cpu"]
     if chosen.problem() is not None:
         pytest.skip(str(chosen.problem()))
-    chosen.prepare()
+    chosen.prepare("linear")
     if not torch.ops.pagebinder_cpu.has_matrix_tiles():
         pytest.skip("this machine has no matrix tiles")
     linear = chosen.overload("linear")
@@ -95,5 +144,10 @@ def test_same_bits_with_any_number_of_rows_and_threads():
         assert torch.equal(linear(x[:rows], weight, bias), together[:rows])
 
 
-def test_opcheck(linear):
-    torch.library.opcheck(linear, operands(4, 64, 96))
+def test_opcheck(provider):
+    x, weight, bias = operands(4, 64, 96)
+    torch.library.opcheck(provider.overload("linear"), (x, weight, bias))
+    torch.library.opcheck(provider.overload("linears"), (x, [weight, weight], [bias, bias]))
+    torch.library.opcheck(
+        provider.overload("gated_linear"), (x, weight, weight, bias), {"activation": "silu"}
+    )

@@ -1,14 +1,18 @@
-"""`moe_experts` and `expert_linear` against a float64 oracle that takes one token and slot at a time."""
+"""`moe_experts` and `expert_linear`: every provider against a float64 oracle, one token and slot at a time."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from pagebinder import CompileConfig, EngineConfig, SamplingParams, compile_model
 from pagebinder.custom_ops.moe.gates import ACTIVATIONS, Gate
+from pagebinder.custom_ops.providers import OpNeed, registered_providers
+from pagebinder.errors import CompilerNotFoundError
+from tests import moe_models
 from tests.tolerances import assert_close
 
-OPS = torch.ops.pagebinder
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_EXPERTS, WIDTH, INNER = 6, 16, 12
 GATES = {
     "silu": Gate(),
@@ -20,18 +24,39 @@ GATES = {
 }
 
 
+def ops_of(name: str):
+    chosen = registered_providers()[name]
+    if isinstance(chosen.problem(), CompilerNotFoundError):
+        pytest.skip(str(chosen.problem()))
+    assert not chosen.reasons_against(OpNeed(op="moe_experts", dtype="bfloat16"))
+    chosen.prepare("moe_experts")
+    return torch.ops.pagebinder if name == "reference" else torch.ops.pagebinder_cpu
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def ops(request):
+    return ops_of(request.param)
+
+
+@pytest.fixture
+def cpu():
+    return ops_of("cpu")
+
+
 def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def weights(gate=GATES["silu"], *, transposed=False, bias=False, dtype=torch.float32):
+def weights(
+    gate=GATES["silu"], *, transposed=False, bias=False, dtype=torch.float32, width=WIDTH, inner=INNER
+):
     """up, down, up_bias, down_bias."""
-    inner_up = (2 if gate.gated else 1) * INNER
-    up = random(NUM_EXPERTS, inner_up, WIDTH, seed=1, dtype=dtype) * WIDTH**-0.5
-    down = random(NUM_EXPERTS, WIDTH, INNER, seed=2, dtype=dtype) * INNER**-0.5
+    inner_up = (2 if gate.gated else 1) * inner
+    up = random(NUM_EXPERTS, inner_up, width, seed=1, dtype=dtype) * width**-0.5
+    down = random(NUM_EXPERTS, width, inner, seed=2, dtype=dtype) * inner**-0.5
     biases = (
         random(NUM_EXPERTS, inner_up, seed=3, dtype=dtype),
-        random(NUM_EXPERTS, WIDTH, seed=4, dtype=dtype),
+        random(NUM_EXPERTS, width, seed=4, dtype=dtype),
     )
     if transposed:
         up, down = up.mT.contiguous(), down.mT.contiguous()
@@ -44,8 +69,8 @@ def routing(num_tokens, num_slots, seed=5):
     return ids, random(num_tokens, num_slots, seed=seed + 1).softmax(1)
 
 
-def run(x, ids, chosen, operands, gate=GATES["silu"], transposed=False):
-    return OPS.moe_experts(x, ids, chosen, *operands, transposed=transposed, **gate.as_options())
+def run(ops, x, ids, chosen, operands, gate=GATES["silu"], transposed=False):
+    return ops.moe_experts(x, ids, chosen, *operands, transposed=transposed, **gate.as_options())
 
 
 def oracle(x, ids, chosen, operands, gate, transposed):
@@ -75,18 +100,18 @@ def formula(h, gate):
     return activate(g) * (u + gate.up_offset)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["[E, J, C]", "[E, C, J]"])
 @pytest.mark.parametrize("name", GATES)
-def test_equals_one_token_and_slot_at_a_time(name, transposed, bias, dtype):
+def test_equals_one_token_and_slot_at_a_time(ops, name, transposed, bias, dtype):
     gate = GATES[name]
     operands = weights(gate, transposed=transposed, bias=bias, dtype=dtype)
     for num_tokens, num_slots in ((1, 1), (1, 3), (2, 5), (40, 2)):
         x = random(num_tokens, WIDTH, dtype=dtype)
         ids, chosen = routing(num_tokens, num_slots)
         expected = oracle(x, ids, chosen, operands, gate, transposed)
-        got = run(x, ids, chosen, operands, gate, transposed)
+        got = run(ops, x, ids, chosen, operands, gate, transposed)
         assert got.dtype is dtype and got.shape == x.shape
         assert expected.abs().mean() > 0.02
         if dtype is torch.float32:
@@ -95,62 +120,63 @@ def test_equals_one_token_and_slot_at_a_time(name, transposed, bias, dtype):
             torch.testing.assert_close(got.double(), expected, rtol=2**-6, atol=2**-5)
 
 
-def test_a_token_gets_the_same_whoever_shares_the_batch():
+def test_a_token_gets_the_same_whoever_shares_the_batch(ops):
     """Beside other tokens, in another order, and with other slots first: the sum follows the slots."""
     operands, x = weights(), random(32, WIDTH)
     ids, chosen = routing(32, 3)
-    whole, order = run(x, ids, chosen, operands), random(32, seed=9).argsort()
+    whole, order = run(ops, x, ids, chosen, operands), random(32, seed=9).argsort()
     for part in (slice(0, 1), slice(5, 7), slice(0, 31)):
-        assert_close(run(x[part], ids[part], chosen[part], operands), whole[part])
-    assert_close(run(x[order], ids[order], chosen[order], operands), whole[order])
+        assert_close(run(ops, x[part], ids[part], chosen[part], operands), whole[part])
+    assert_close(run(ops, x[order], ids[order], chosen[order], operands), whole[order])
 
 
-def test_other_tokens_never_enter_a_row():
+def test_other_tokens_never_enter_a_row(ops):
     operands, x = weights(), random(8, WIDTH)
     ids, chosen = routing(8, 2)
-    expected = run(x, ids, chosen, operands)[3]
+    expected = run(ops, x, ids, chosen, operands)[3]
     x[torch.arange(8) != 3] = float("nan")
-    torch.testing.assert_close(run(x, ids, chosen, operands)[3], expected)
+    torch.testing.assert_close(run(ops, x, ids, chosen, operands)[3], expected)
 
 
-def test_an_id_outside_the_experts_adds_nothing():
+def test_an_id_outside_the_experts_adds_nothing(ops):
     operands, x = weights(bias=True), random(4, WIDTH)
     ids, chosen = routing(4, 2)
-    only_first = run(x, ids[:, :1], chosen[:, :1], operands)
+    only_first = run(ops, x, ids[:, :1], chosen[:, :1], operands)
     for outside in (NUM_EXPERTS, NUM_EXPERTS + 7, -1):
         ids[:, 1] = outside
-        assert_close(run(x, ids, chosen, operands), only_first)
-    assert not OPS.expert_linear(x, ids, operands[0], operands[2], transposed=False)[:, 1].any()
+        assert_close(run(ops, x, ids, chosen, operands), only_first)
+    assert not ops.expert_linear(x, ids, operands[0], operands[2], transposed=False)[:, 1].any()
+    assert not run(ops, x, torch.full_like(ids, -1), chosen, operands).any()
 
 
-def test_one_expert_chosen_twice_is_added_twice():
+def test_one_expert_chosen_twice_is_added_twice(ops):
     operands, x = weights(), random(2, WIDTH)
     ids, ones = torch.tensor([[4, 4], [0, 0]]), torch.ones(2, 2)
-    assert_close(run(x, ids, ones, operands), 2 * run(x, ids[:, :1], ones[:, :1], operands))
+    assert_close(run(ops, x, ids, ones, operands), 2 * run(ops, x, ids[:, :1], ones[:, :1], operands))
 
 
-def test_no_tokens():
+def test_no_tokens(ops):
     operands = weights()
-    out = run(random(0, WIDTH), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2), operands)
+    out = run(ops, random(0, WIDTH), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2), operands)
     assert out.shape == (0, WIDTH)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_two_expert_linear_and_a_gate_are_the_mixture(transposed):
+def test_two_expert_linear_and_a_gate_are_the_mixture(ops, transposed):
     gate, operands = GATES["gpt-oss"], weights(GATES["gpt-oss"], transposed=transposed, bias=True)
     up, down, up_bias, down_bias = operands
     x, (ids, chosen) = random(9, WIDTH), routing(9, 3)
-    h = gate(OPS.expert_linear(x, ids, up, up_bias, transposed=transposed))
+    h = gate(ops.expert_linear(x, ids, up, up_bias, transposed=transposed))
     assert h.shape == (9, 3, INNER)
-    out = OPS.expert_linear(h, ids, down, down_bias, transposed=transposed)
-    assert_close((out * chosen[..., None]).sum(1), run(x, ids, chosen, operands, gate, transposed))
+    out = ops.expert_linear(h, ids, down, down_bias, transposed=transposed)
+    assert_close((out * chosen[..., None]).sum(1), run(ops, x, ids, chosen, operands, gate, transposed))
 
 
-def test_meta_tensors_have_the_shapes_of_real_ones():
+def test_meta_tensors_have_the_shapes_of_real_ones(ops):
     operands = [None if w is None else w.to("meta") for w in weights(bias=True)]
     ids, chosen = (r.to("meta") for r in routing(7, 2))
-    assert run(random(7, WIDTH).to("meta"), ids, chosen, operands).shape == (7, WIDTH)
-    shape = OPS.expert_linear(random(7, WIDTH).to("meta"), ids, operands[0], None, transposed=False).shape
+    assert run(ops, random(7, WIDTH).to("meta"), ids, chosen, operands).shape == (7, WIDTH)
+    shape = ops.expert_linear(random(7, WIDTH).to("meta"), ids, operands[0], None, transposed=False).shape
     assert shape == (7, 2, 2 * INNER)
 
 
@@ -162,9 +188,10 @@ def test_meta_tensors_have_the_shapes_of_real_ones():
         (lambda x, ids, chosen: (x.double(), ids, chosen), "cast x first"),
     ],
 )
-def test_operands_that_do_not_fit_are_errors(change, reason):
-    with pytest.raises(ValueError, match=reason):
-        run(*change(random(4, WIDTH), *routing(4, 2)), weights())
+def test_operands_that_do_not_fit_are_errors(ops, change, reason):
+    error = ValueError if ops is torch.ops.pagebinder else RuntimeError
+    with pytest.raises(error, match=reason):
+        run(ops, *change(random(4, WIDTH), *routing(4, 2)), weights())
 
 
 def test_gates_that_make_no_sense_are_errors():
@@ -174,3 +201,94 @@ def test_gates_that_make_no_sense_are_errors():
         Gate(activation="swish")
     with pytest.raises(ValueError, match="alpha"):
         Gate(activation="silu", alpha=2.0)
+
+
+# ---- the C++ kernels, on both sides of the limits of tiles, panels and row blocks ------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "inner"), [(64, 32), (96, 160), (37, 45), (544, 96)])
+@pytest.mark.parametrize("transposed", [False, True], ids=["[E, J, C]", "[E, C, J]"])
+@pytest.mark.parametrize("name", ["silu", "gpt-oss", "not gated"])
+def test_sizes_of_the_kernels(cpu, name, transposed, width, inner, dtype):
+    """The kernel in its dtype against the reference in float32 on the same values."""
+    gate, reference = GATES[name], ops_of("reference")
+    operands = weights(gate, transposed=transposed, bias=True, dtype=dtype, width=width, inner=inner)
+    wide = [w.float() for w in operands]
+    for num_tokens, num_slots in ((1, 3), (3, 2), (40, 2), (330, 2)):
+        x = random(num_tokens, width, dtype=dtype)
+        ids, chosen = routing(num_tokens, num_slots)
+        ids[num_tokens // 2, 0] = NUM_EXPERTS
+        expected = run(reference, x.float(), ids, chosen, wide, gate, transposed)
+        got = run(cpu, x, ids, chosen, operands, gate, transposed)
+        unit = torch.finfo(dtype).eps  # what the gate makes is rounded once, the result again
+        torch.testing.assert_close(got.float(), expected, rtol=unit, atol=max(8 * unit, 2e-5))
+        expected = reference.expert_linear(x.float(), ids, wide[0], wide[2], transposed=transposed)
+        for rows in (x, x[:, None].expand(-1, num_slots, -1)):
+            got = cpu.expert_linear(rows, ids, operands[0], operands[2], transposed=transposed)
+            torch.testing.assert_close(got.float(), expected, rtol=unit, atol=2e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_depend_on_neither_threads_nor_other_tokens(cpu, dtype, transposed):
+    """In bfloat16 on tiles an expert's rows, up to 4, are summed in another order than more of them."""
+    operands = weights(transposed=transposed, dtype=dtype, width=320, inner=96)
+    x, (ids, chosen) = random(96, 320, dtype=dtype), routing(96, 3)
+    whole, threads = run(cpu, x, ids, chosen, operands, transposed=transposed), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(run(cpu, x, ids, chosen, operands, transposed=transposed), whole)
+    finally:
+        torch.set_num_threads(threads)
+    for part in (slice(0, 1), slice(5, 7), slice(0, 60)) if dtype is torch.float32 else (slice(0, 60),):
+        assert torch.equal(
+            run(cpu, x[part], ids[part], chosen[part], operands, transposed=transposed), whole[part]
+        )
+
+
+def test_more_slots_than_one_pass_takes(cpu):
+    operands, (ids, chosen) = weights(), routing(3000, 4)
+    x = random(3000, WIDTH)
+    assert torch.equal(
+        run(cpu, x, ids, chosen, operands)[-7:], run(cpu, x[-7:], ids[-7:], chosen[-7:], operands)
+    )
+
+
+def test_layouts_of_weights(cpu):
+    """Views are read where they lie: transposed ones, slices, experts that are apart."""
+    up, down, *_ = weights(width=64, inner=32)
+    x, (ids, chosen) = random(7, 64), routing(7, 2)
+    expected = run(cpu, x, ids, chosen, (up, down, None, None))
+    views = [(up.mT.contiguous().mT, down.mT.contiguous().mT)]
+    views.append((torch.cat([up, up], 2)[..., :64], torch.cat([down, down], 1)[:, :64]))
+    views.append((up[..., None].repeat(1, 1, 1, 2)[..., 0], down))
+    for view in views:
+        assert_close(run(cpu, x, ids, chosen, (*view, None, None)), expected)
+    wide = random(7, 80)
+    wide[:, :64] = x
+    assert torch.equal(run(cpu, wide[:, :64], ids, chosen, (up, down, None, None)), expected)
+
+
+@pytest.mark.parametrize("op", ["moe_experts", "expert_linear"])
+def test_opcheck(cpu, op):
+    up, down, *biases = weights(bias=True)
+    x, (ids, chosen) = random(4, WIDTH), routing(4, 2)
+    if op == "moe_experts":
+        operands, options = (x, ids, chosen, up, down, *biases), GATES["gpt-oss"].as_options()
+    else:
+        operands, options = (x, ids, up, biases[0]), {}
+    torch.library.opcheck(getattr(cpu, op).default, operands, {"transposed": False, **options})
+
+
+def test_an_engine_runs_on_the_kernel_and_says_so(cpu):
+    model, outputs = moe_models.tiny_qwen3_moe(), {}
+    for provider in ("reference", "cpu"):
+        config = CompileConfig(executable="eager", providers={"moe_experts": provider})
+        compiled = compile_model(model, config)
+        choices = [c for c in compiled.report.providers if c.op == "moe_experts"]
+        assert [c.provider for c in choices] == [provider]
+        engine = compiled.engine(EngineConfig(num_kv_blocks=40, max_num_seqs=2, max_num_batched_tokens=24))
+        prompts = [list(range(1, n)) for n in (4, 30)]
+        outputs[provider] = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0))
+    assert [o.token_ids for o in outputs["cpu"]] == [o.token_ids for o in outputs["reference"]]

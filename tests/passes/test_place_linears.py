@@ -1,4 +1,4 @@
-"""Linear layers of bf16 parameters -> an op of ours with providers; everything else stays with torch."""
+"""Linear layers of bf16 and float32 parameters -> an op of ours with providers; everything else stays with torch."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_the_chosen_provider_agrees():
     ("body", "dtype", "reason"),
     [
         (Chain(middle=72), torch.bfloat16, "not multiples of 32"),
-        (Chain(), torch.float32, "not all bfloat16"),
+        (Chain(), torch.float16, "neither all bfloat16 nor all float32"),
         (Computed(), torch.bfloat16, "computed"),
     ],
-    ids=["odd sizes", "float32", "computed weight"],
+    ids=["odd sizes", "float16", "computed weight"],
 )
 def test_near_misses_are_refused(body, dtype, reason):
     before, after, result = placed(body, dtype)

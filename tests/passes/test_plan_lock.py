@@ -60,6 +60,8 @@ def test_equal_layers_are_one_table_with_every_rewrite(written):
         ("self_attn", "attention"),
         ("self_attn", "rope"),
         ("self_attn", "paged_attention"),
+        ("self_attn", "qk_norm_rope_write"),
+        ("self_attn", "linears"),
         ("post_attention_layernorm", "rms_norm"),
         ("post_attention_layernorm", "add_rms_norm"),
     ]

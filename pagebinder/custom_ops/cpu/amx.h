@@ -37,14 +37,15 @@ inline bool tiles_usable() {
 }
 
 // All eight tiles at full size while it lives; whatever was configured before comes back (tile contents do not).
+// With fewer `lines`, tiles 0 to 5 have only those: for C and A of few rows.
 class FullTiles {
  public:
-  FullTiles() {
+  explicit FullTiles(int lines = TILE_LINES) {
     Config config{};
     config.palette = 1;
     for (int i = 0; i < 8; ++i) {
       config.bytes_per_row[i] = 64;
-      config.rows[i] = TILE_LINES;
+      config.rows[i] = static_cast<uint8_t>(i < 6 ? lines : TILE_LINES);
     }
     asm volatile("sttilecfg %0" : "=m"(before_));
     asm volatile("ldtilecfg %0" : : "m"(config));

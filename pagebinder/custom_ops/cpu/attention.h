@@ -32,6 +32,7 @@ struct AttentionArgs {
   const void* q;                  // [T, H, D]
   int64_t q_token_stride, q_head_stride;
   const void* cache;              // [N, G, B, D+Dv]
+  const float* kv_scales;         // [2, G] of K and V of quantised rows, null where each row has its own
   int64_t cache_block_stride, cache_head_stride, cache_slot_stride;
   int64_t value_offset;           // of V in a cache row: D behind K, 0 where the leading part of K is also V
   const int32_t* block_table;     // [R, M]
@@ -135,10 +136,13 @@ struct CacheWriteArgs {
   char* cache;
   int64_t cache_block_stride, cache_head_stride, cache_slot_stride;
   const int32_t* slot_mapping;
-  int64_t element_bytes;
+  int64_t element_bytes;          // of k and v
   int num_threads;
   ParallelRun run;
 };
-const char* kv_cache_write(const CacheWriteArgs& args);
+// Writes one token's rows of all heads; `to` is its slot in head 0.
+using TokenWriter = void (*)(const CacheWriteArgs& args, int64_t token, char* to);
+const char* write_tokens(const CacheWriteArgs& args, TokenWriter writer);
+const char* kv_cache_write(const CacheWriteArgs& args);  // rows as they are
 
 }  // namespace pagebinder

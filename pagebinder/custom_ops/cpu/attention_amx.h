@@ -31,9 +31,8 @@ inline bool evenly_spaced(const bf16* const* rows, int64_t stride) {
   return true;
 }
 
-inline KeyTile key_tile(const TileContext<bf16>& c, const bf16* const* rows, int padded, bf16* staged) {
-  const int64_t stride = c.args.cache_slot_stride;
-  if (c.width == padded && evenly_spaced(rows, stride)) return {rows[0], stride * 2};
+inline KeyTile key_tile(const BlockContext<bf16>& c, const bf16* const* rows, int padded, bf16* staged) {
+  if (c.width == padded && evenly_spaced(rows, c.row_stride)) return {rows[0], c.row_stride * 2};
   for (int i = 0; i < TILE_LINES; ++i) {
     std::memcpy(staged + i * padded, rows[i], c.width * sizeof(bf16));
     std::memset(staged + i * padded + c.width, 0, (padded - c.width) * sizeof(bf16));
@@ -70,13 +69,13 @@ PB_INLINE void score_tiles(const KeyTile (&keys)[2], const uint32_t* query, int 
 }
 
 template <int STRIDE>
-void tile_scores(const TileContext<bf16>& c, const bf16* const* rows, int num_keys, int padded) {
+void tile_scores(const BlockContext<bf16>& c, int num_keys, int padded) {
   constexpr int COLUMNS = STRIDE > TILE_LINES ? 2 : 1;
   const uint32_t* query = reinterpret_cast<const uint32_t*>(c.query);
   bf16* staged = reinterpret_cast<bf16*>(c.scratch.staged_k);
   for (int k = 0; k < num_keys; k += 2 * TILE_LINES) {
-    const KeyTile keys[2] = {key_tile(c, rows + k, padded, staged),
-                             key_tile(c, rows + k + TILE_LINES, padded, staged + TILE_LINES * padded)};
+    const KeyTile keys[2] = {key_tile(c, c.rows.rows + k, padded, staged),
+                             key_tile(c, c.rows.rows + k + TILE_LINES, padded, staged + TILE_LINES * padded)};
     tiles_meet_memory();
     for (int row = 0; row < STRIDE; row += COLUMNS * TILE_LINES)
       score_tiles<STRIDE, COLUMNS>(keys, query + row, padded / TILE_STEP, c.scratch.scores + k * STRIDE + row);
@@ -143,7 +142,7 @@ PB_INLINE void value_tiles(const ValueBlock& b, const uint32_t* packed, int row,
 }
 
 template <int STRIDE>
-void tile_values(const TileContext<bf16>& c, const ValueBlock& block) {
+void tile_values(const BlockContext<bf16>& c, const ValueBlock& block) {
   constexpr int ROWS = STRIDE > TILE_LINES ? 2 : 1;
   const uint32_t* packed = pack_values(c, block.num_keys, W, TILE_BLOCK_KEYS / 2 * W);
   if (!block.first) correct_rows(block, c.tile.rows);
@@ -172,10 +171,11 @@ void pack_tile_queries(const TileContext<bf16>& c, int padded) {
 }
 
 // False: the block table has a bad entry.
-template <int STRIDE>
-bool attend_with_tiles(TileContext<bf16>& c, KeyRange part, int padded, SoftmaxState<STRIDE>& state) {
+template <class S, int STRIDE>
+bool attend_with_tiles(BlockContext<bf16>& c, KeyRange part, int padded, SoftmaxState<STRIDE>& state) {
   const FullTiles tiles;
-  const bf16* rows[TILE_BLOCK_KEYS];
+  const S* rows[TILE_BLOCK_KEYS];
+  const bf16* decoded_rows[TILE_BLOCK_KEYS];
   float correction[STRIDE];
   start_state(c, state);
   pack_tile_queries<STRIDE>(c, padded);
@@ -184,9 +184,9 @@ bool attend_with_tiles(TileContext<bf16>& c, KeyRange part, int padded, SoftmaxS
     const BlockKeys keys = block_keys(part, at, TILE_BLOCK_KEYS, TILE_STEP);
     const int num_keys = keys.to - keys.from;
     if (!find_rows(c.args, c.tile, c.kv_head, keys, rows, TILE_BLOCK_KEYS)) return false;
-    c.rows = {rows, 0};
-    tile_scores<STRIDE>(c, rows, num_keys, padded);
-    softmax_block<true>(state, score_options(c.args), hides_keys(state, keys), keys.from, num_keys, c.scratch.scores);
+    take_rows(c, Rows<S>{rows, 0}, Rows<S>{rows, 0}, num_keys, decoded_rows, TILE_BLOCK_KEYS);
+    tile_scores<STRIDE>(c, num_keys, padded);
+    softmax_keys<true, QUANTISED<S>>(c, state, keys);
     transpose_weights<STRIDE>(c.scratch.scores, num_keys, c.scratch.weights);
     for (int v = 0; v < STRIDE / W; ++v) store(correction + v * W, state.correction[v]);
     tile_values<STRIDE>(c, {c.scratch.weights, num_keys, correction, c.scratch.out, c.vectors_v * W, first});
@@ -194,27 +194,29 @@ bool attend_with_tiles(TileContext<bf16>& c, KeyRange part, int padded, SoftmaxS
   return true;
 }
 
-template <int STRIDE>
+template <class S, int STRIDE>
 void run_tile_job(const AttentionArgs& args, Plan& plan, const Job& job) {
   static thread_local Scratch scratch;
   const Tile& tile = plan.tiles[job.tile];
   const int width = static_cast<int>(args.head_dim), padded = (width + TILE_STEP - 1) / TILE_STEP * TILE_STEP;
   const int vectors_v = (static_cast<int>(args.head_dim_v) + W - 1) / W;
-  scratch.reserve(1, STRIDE, padded, vectors_v * W, TILE_BLOCK_KEYS);
-  TileContext<bf16> c{args, tile, width, static_cast<int>(args.head_dim_v), vectors_v, scratch, job.kv_head,
-                      scratch.query, {}, {}};
+  const int width_v = static_cast<int>(args.head_dim_v), decoded = QUANTISED<S> ? width + width_v : 0;
+  scratch.reserve(1, STRIDE, padded, vectors_v * W, TILE_BLOCK_KEYS, decoded);
+  BlockContext<bf16> c{{args, tile, width, width_v, vectors_v, scratch, job.kv_head, scratch.query}, {}, {},
+                       QUANTISED<S> ? decoded : args.cache_slot_stride};
   SoftmaxState<STRIDE> state;
-  if (!attend_with_tiles<STRIDE>(c, part_keys(tile, job.part), padded, state)) plan.bad_block = true;
+  if (!attend_with_tiles<S>(c, part_keys(tile, job.part), padded, state)) plan.bad_block = true;
   else finish_head(c, plan, job, state, scratch.out, c.width_v >= W);
 }
 
 // Few rows are bound by memory and stay with vectors.
-inline void attention_job_with_tiles(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
+template <class S = bf16>
+void attention_job_with_tiles(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
   switch (plan.tiles[job.tile].stride) {
-    case 16: return run_tile_job<16>(args, plan, job);
-    case 32: return run_tile_job<32>(args, plan, job);
-    case 64: return run_tile_job<64>(args, plan, job);
-    default: return attention_job<bf16>(args, plan, job, next);
+    case 16: return run_tile_job<S, 16>(args, plan, job);
+    case 32: return run_tile_job<S, 32>(args, plan, job);
+    case 64: return run_tile_job<S, 64>(args, plan, job);
+    default: return attention_job<bf16, S>(args, plan, job, next);
   }
 }
 

@@ -23,25 +23,32 @@ struct Scratch {
   Buffer buffer;
   size_t query_floats, out_floats;
   float *query, *out, *scores, *weights, *staged_k, *staged_v;
+  float *key_scales, *value_scales, *decoded;  // of quantised rows: factors of scores and of weights, per key
 
-  void reserve(int heads, int stride, int width_padded, int width_v_padded, int block_keys = BLOCK_KEYS) {
+  // `decoded_row`: floats that a decoded row takes, 0 where rows are read as they are stored.
+  void reserve(int heads, int stride, int width_padded, int width_v_padded, int block_keys, size_t decoded_row) {
     const int row_buffer = block_keys + MAX_KEYS_AT_ONCE;
     query_floats = round_up(static_cast<size_t>(stride) * width_padded);
     out_floats = round_up(static_cast<size_t>(stride) * width_v_padded);
     const size_t score_floats = round_up(static_cast<size_t>(stride) * row_buffer + W);
     const size_t k_floats = round_up(static_cast<size_t>(row_buffer) * width_padded);
     const size_t v_floats = static_cast<size_t>(row_buffer) * width_v_padded;
-    query = buffer.at_least<float>(heads * (query_floats + out_floats) + 2 * score_floats + k_floats + v_floats);
+    const size_t scale_floats = round_up(row_buffer + W), decoded_floats = block_keys * decoded_row;
+    query = buffer.at_least<float>(heads * (query_floats + out_floats) + 2 * score_floats + k_floats + v_floats +
+                                   2 * scale_floats + decoded_floats);
     out = query + heads * query_floats;
     scores = out + heads * out_floats;
     weights = scores + score_floats;
     staged_k = weights + score_floats;
     staged_v = staged_k + k_floats;
+    key_scales = staged_v + v_floats;
+    value_scales = key_scales + scale_floats;
+    decoded = value_scales + scale_floats;
   }
   static size_t round_up(size_t floats) { return (floats + 15) / 16 * 16; }
 };
 
-// What every step of a job needs to know.
+// What every step of a job needs to know. T: of q and the output.
 template <class T>
 struct TileContext {
   const AttentionArgs& args;
@@ -50,7 +57,6 @@ struct TileContext {
   Scratch& scratch;
   int kv_head;                    // at hand
   float* query;                   // its packed queries
-  Rows<T> rows, ahead;            // cache rows of the keys at hand and of those read after them: K, then V
 
   const T* query_row(int row) const {
     return static_cast<const T*>(args.q) + token_of(row) * args.q_token_stride + head_of(row) * args.q_head_stride;
@@ -62,6 +68,13 @@ struct TileContext {
   int64_t position_of(int row) const {
     return args.seq_lens[tile.request] - args.query_start_loc[tile.request + 1] + token_of(row);
   }
+};
+
+// The keys at hand, too. R: of their rows, as the arithmetic reads them.
+template <class T, class R = T>
+struct BlockContext : TileContext<T> {
+  Rows<R> rows, ahead;  // of these keys and of those read after them: K, then V
+  int64_t row_stride;   // of rows that are neighbours
 };
 
 // Keys [begin, end) of a block, widened to [from, to) so that they fill whole vectors or pairs.

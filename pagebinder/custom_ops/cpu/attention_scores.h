@@ -69,10 +69,9 @@ void pack_dot_queries(const T* const* q_rows, int rows, int width, typename E::Q
         const int skip = begin - offset;
         std::memcpy(to + skip, q_rows[r] + begin, (E::STEP - skip) * sizeof(*to));
       } else {
-        VF x = load_float(q_rows[r] + offset);
-        float lanes[W];
-        store(lanes, x);
-        for (int e = begin - offset; e < W; ++e) to[e] = lanes[e];
+        float lanes[E::STEP];
+        for (int e = 0; e < E::STEP; e += W) store(lanes + e, load_float(q_rows[r] + offset + e));
+        for (int e = begin - offset; e < E::STEP; ++e) to[e] = lanes[e];
       }
     }
   }

@@ -67,11 +67,35 @@ PB_INLINE void finish_scores(const SoftmaxState<STRIDE>& state, const ScoreOptio
   }
 }
 
+// One number per key, as the lanes of scores at key k want it.
+template <int STRIDE, int... Lane>
+PB_INLINE VF spread_keys(VF x, std::integer_sequence<int, Lane...>) {
+  return __builtin_shufflevector(x, x, (Lane / STRIDE)...);
+}
+template <int STRIDE>
+PB_INLINE VF of_keys(const float* per_key, int k) {
+  if constexpr (STRIDE >= W) return splat(per_key[k]);
+  else return spread_keys<STRIDE>(load<VF>(per_key + k), std::make_integer_sequence<int, W>{});
+}
+
+template <int STRIDE>
+void scale_scores(const float* key_scales, int num_keys, float* scores) {
+  using State = SoftmaxState<STRIDE>;
+  for (int k = 0; k < num_keys; k += State::KEYS_PER_VECTOR) {
+    const VF factor = of_keys<STRIDE>(key_scales, k);
+    for (int v = 0; v < State::VECTORS; ++v) {
+      float* at = scores + k * STRIDE + v * W;
+      store(at, load<VF>(at) * factor);
+    }
+  }
+}
+
 // Turns raw scores into weights in place and updates the running state. PAIRS: weights become pairs of bf16,
 // (key 2i, key 2i+1) in one 32-bit word at word index i * STRIDE + row; the sum is that of the unrounded ones.
-template <bool PAIRS, int STRIDE>
+// SCALED: weights are multiplied by those of `value_scales`, after they were added up.
+template <bool PAIRS, bool SCALED = false, int STRIDE>
 void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, bool masked, int first_key,
-                   int num_keys, float* scores) {
+                   int num_keys, float* scores, const float* value_scales = nullptr) {
   using State = SoftmaxState<STRIDE>;
   constexpr int V = State::VECTORS;
   VF top[V], shift[V], sum[V];
@@ -91,7 +115,7 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
     auto weight = [&](int k, int v) __attribute__((always_inline)) {
       const VF x = exp2_approx(load<VF>(scores + k * STRIDE + v * W) * scale - shift[v]);
       sum[v] += x;
-      return x;
+      return SCALED ? x * value_scales[k] : x;
     };
     for (int k = 0; k < num_keys; k += 2) {
       PB_UNROLL
@@ -110,7 +134,7 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
       float* at = scores + k * STRIDE + v * W;
       const VF x = exp2_approx(load<VF>(at) * scale - shift[v]);
       sum[v] += x;
-      store(at, x);
+      store(at, SCALED ? x * of_keys<STRIDE>(value_scales, k) : x);
     }
   }
   for (int v = 0; v < V; ++v) state.sum[v] = sum[v];

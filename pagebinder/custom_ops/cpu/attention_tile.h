@@ -8,123 +8,12 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "attention_forms.h"
 #include "attention_results.h"
 #include "attention_rows.h"
-#include "attention_scores.h"
 #include "attention_softmax.h"
-#include "attention_values.h"
 
 namespace pagebinder {
-
-// ---- queries and scores, in the form that fits the rows and the type -------------------------------------------
-
-template <class T, int STRIDE>
-struct Scores {
-  static constexpr bool DOT = STRIDE <= 8;
-#if PAGEBINDER_BF16_DOT
-  using Direct = std::conditional_t<PAIRED<T>, PairElements, FloatElements<T>>;
-#else
-  using Direct = FloatElements<T>;
-#endif
-  using Staged = FloatElements<float>;
-
-  // Must K be converted first? Dots need a whole step; lanes broadcast what the hardware multiplies as it is.
-  static bool staged(int width) {
-    if (DOT) return width < Direct::STEP;
-    return !(std::is_same<T, float>::value || (PAIRED<T> && width % 2 == 0));
-  }
-  static int padded(int width) { return (width + W - 1) / W * W; }
-
-  template <class E>
-  static typename E::Query* query(const TileContext<T>& c) {
-    return reinterpret_cast<typename E::Query*>(c.query);
-  }
-
-  static void pack(const TileContext<T>& c) {
-    const int rows = c.tile.rows;
-    const T* q_in[MAX_TILE_ROWS];
-    for (int r = 0; r < rows; ++r) q_in[r] = c.query_row(r);
-    if (!staged(c.width)) {
-      if constexpr (DOT) pack_dot_queries<Direct, STRIDE>(q_in, rows, c.width, query<Direct>(c));
-      else if constexpr (std::is_same<T, float>::value || PAIRED<T>)
-        pack_lane_queries<Direct>(q_in, rows, c.width, STRIDE, query<Direct>(c));
-      return;
-    }
-    if constexpr (DOT) {
-      float q[8 * 2 * W] = {};  // staged dots are narrower than one step
-      const float* q_rows[STRIDE];
-      for (int r = 0; r < rows; ++r) stage_rows(Rows<T>{&q_in[r], 0}, 1, c.width, q + r * 2 * W, &q_rows[r]);
-      pack_dot_queries<Staged, STRIDE>(q_rows, rows, padded(c.width), query<Staged>(c));
-    } else {
-      pack_lane_queries<Staged>(q_in, rows, c.width, STRIDE, query<Staged>(c));
-    }
-  }
-
-  static void compute(const TileContext<T>& c, int num_keys) {
-    if (!staged(c.width)) {
-      if constexpr (DOT)
-        dot_scores<Direct, STRIDE>(c.rows, c.ahead, num_keys, query<Direct>(c), c.width, c.scratch.scores);
-      else if constexpr (std::is_same<T, float>::value || PAIRED<T>)
-        lane_scores<Direct, STRIDE / W>(c.rows, num_keys, query<Direct>(c), c.width, c.scratch.scores);
-      return;
-    }
-    const float* k_rows[ROW_BUFFER];
-    stage_rows(c.rows, num_keys, c.width, c.scratch.staged_k, k_rows);
-    for (int k = num_keys; k < ROW_BUFFER; ++k) k_rows[k] = k_rows[num_keys - 1];
-    const Rows<float> keys{k_rows, 0};
-    if constexpr (DOT)
-      dot_scores<Staged, STRIDE>(keys, keys, num_keys, query<Staged>(c), padded(c.width), c.scratch.scores);
-    else lane_scores<Staged, STRIDE / W>(keys, num_keys, query<Staged>(c), c.width, c.scratch.scores);
-  }
-};
-
-// ---- values ------------------------------------------------------------------------------------------------
-
-template <class T, int STRIDE>
-constexpr bool PAIR_WEIGHTS = PAIRED<T> && (STRIDE > 8);
-
-#if PAGEBINDER_BF16_DOT
-// V of the block at hand as pairs of keys. Rows narrower than a vector are filled up with zeros.
-inline const uint32_t* pack_values(const TileContext<bf16>& c, int num_keys, int pair_stride, int column_stride) {
-  const Rows<bf16> rows = c.rows.after(c.args.value_offset);
-  uint32_t* packed = reinterpret_cast<uint32_t*>(c.scratch.staged_v);
-  if (c.width_v >= W) {
-    pack_value_pairs(rows, num_keys, c.width_v, pair_stride, column_stride, packed);
-    return packed;
-  }
-  for (int k = 0; k < num_keys; k += 2) {
-    bf16 even[W] = {}, odd[W] = {};
-    const bf16* pair[2] = {even, odd};
-    std::memcpy(even, rows[k], c.width_v * sizeof(bf16));
-    std::memcpy(odd, rows[k + 1], c.width_v * sizeof(bf16));
-    pack_value_pairs(Rows<bf16>{pair, 0}, 2, W, 0, 0, packed + k / 2 * pair_stride);
-  }
-  return packed;
-}
-#endif
-
-template <class T, int STRIDE>
-void values(const TileContext<T>& c, const ValueBlock& block) {
-#if PAGEBINDER_BF16_DOT
-  if constexpr (PAIR_WEIGHTS<T, STRIDE>) {
-    const uint32_t* packed = pack_values(c, block.num_keys, c.vectors_v * W, W);
-    add_value_pairs<STRIDE>(block, packed, c.tile.rows, c.vectors_v);
-    return;
-  }
-#endif
-  const bool narrow = c.width_v < W;
-  const Rows<T> rows = c.rows.after(c.args.value_offset);
-  constexpr bool CONVERT_ONCE = STRIDE > 8 && !std::is_same<T, float>::value;
-  if (CONVERT_ONCE || narrow) {
-    const float* v_rows[ROW_BUFFER];
-    stage_rows(rows, block.num_keys, c.width_v, c.scratch.staged_v, v_rows);
-    add_values<STRIDE>(block, Rows<float>{v_rows, 0}, Rows<float>{v_rows, 0}, c.tile.rows, c.vectors_v * W);
-  } else if constexpr (!CONVERT_ONCE) {
-    add_values<STRIDE>(block, rows, c.ahead.after(c.args.value_offset), c.tile.rows, c.width_v);
-  }
-}
-
-// ---- one job ---------------------------------------------------------------------------------------------------
 
 template <class T, int STRIDE>
 void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
@@ -181,8 +70,8 @@ inline BlockKeys block_keys(KeyRange part, int at, int size, int grain) {
 }
 
 // The rows that the next job reads first, so that this one can ask for them. False: not known.
-template <class T>
-bool find_first_rows(const AttentionArgs& args, const Plan& plan, const Job* job, const T** rows) {
+template <class S>
+bool find_first_rows(const AttentionArgs& args, const Plan& plan, const Job* job, const S** rows) {
   if (job == nullptr) return false;
   const Tile& tile = plan.tiles[job->tile];
   const KeyRange part = part_keys(tile, job->part);
@@ -202,29 +91,65 @@ bool hides_keys(const SoftmaxState<STRIDE>& state, const BlockKeys& keys) {
   return keys.from < state.common.begin || keys.to > state.common.end;
 }
 
+// Scores of a block -> weights. SCALED: its rows are quantised.
+template <bool PAIRS, bool SCALED, class T, class R, int STRIDE>
+void softmax_keys(const BlockContext<T, R>& c, SoftmaxState<STRIDE>& state, const BlockKeys& keys) {
+  const int num_keys = keys.to - keys.from;
+  if (SCALED) scale_scores<STRIDE>(c.scratch.key_scales, num_keys, c.scratch.scores);
+  softmax_block<PAIRS, SCALED>(state, score_options(c.args), hides_keys(state, keys), keys.from, num_keys,
+                               c.scratch.scores, c.scratch.value_scales);
+}
+
 // One head's attention to a block of keys.
-template <class T, int STRIDE>
-void attend_block(const TileContext<T>& c, SoftmaxState<STRIDE>& state, const BlockKeys& keys, float* out,
+template <bool SCALED, class T, class R, int STRIDE>
+void attend_block(const BlockContext<T, R>& c, SoftmaxState<STRIDE>& state, const BlockKeys& keys, float* out,
                   bool first) {
   using State = SoftmaxState<STRIDE>;
   const int num_keys = keys.to - keys.from;
-  Scores<T, STRIDE>::compute(c, num_keys);
-  softmax_block<PAIR_WEIGHTS<T, STRIDE>>(state, score_options(c.args), hides_keys(state, keys), keys.from, num_keys,
-                                         c.scratch.scores);
+  Scores<T, R, STRIDE>::compute(c, num_keys);
+  softmax_keys<PAIR_WEIGHTS<R, STRIDE>, SCALED>(c, state, keys);
   float correction[State::VECTORS * W];
   for (int v = 0; v < State::VECTORS; ++v) store(correction + v * W, state.correction[v]);
-  values<T, STRIDE>(c, {c.scratch.scores, num_keys, correction, out, c.vectors_v * W, first});
+  values<T, R, STRIDE>(c, {c.scratch.scores, num_keys, correction, out, c.vectors_v * W, first});
+}
+
+// What the arithmetic reads where rows are stored as S: few query rows take quantised rows as they are, for many
+// query rows they are decoded to q's type first, a block at a time.
+template <class T, class S, int STRIDE>
+using RowsRead = std::conditional_t<QUANTISED<S> && (STRIDE > DOT_ROWS), T, S>;
+
+// Turns to one head's rows of a block: `stored`, and `ahead` those to be read next.
+template <class T, class R, class S>
+void take_rows(BlockContext<T, R>& c, Rows<S> stored, Rows<S> ahead, int num_keys, const R** decoded_rows,
+               int capacity = ROW_BUFFER) {
+  if constexpr (QUANTISED<S>) {
+    const AttentionArgs& a = c.args;
+    const int width = c.width + c.width_v;
+    float fixed[2];
+    if (a.kv_scales != nullptr) fixed[0] = a.kv_scales[c.kv_head], fixed[1] = a.kv_scales[a.num_kv_heads + c.kv_head];
+    read_scales(stored, num_keys, width, a.kv_scales != nullptr ? fixed : nullptr, c.scratch.key_scales,
+                c.scratch.value_scales);
+    if constexpr (!std::is_same<R, S>::value) {
+      R* decoded = reinterpret_cast<R*>(c.scratch.decoded);
+      decode_rows(stored, num_keys, width, decoded, c.row_stride);
+      for (int k = 0; k < capacity; ++k) decoded_rows[k] = decoded + std::min(k, num_keys - 1) * c.row_stride;
+      c.rows = c.ahead = {decoded_rows, 0};
+    }
+  }
+  if constexpr (std::is_same<R, S>::value) c.rows = stored, c.ahead = ahead;
 }
 
 // Block by block, and within a block head by head: memory is read in the order in which it lies.
 // False: the block table has a bad entry.
-template <class T, int STRIDE>
-bool attend(TileContext<T>& c, const Plan& plan, const Job& job, const Job* next_job, SoftmaxState<STRIDE>* states) {
-  constexpr int GRAIN = std::max(SoftmaxState<STRIDE>::KEYS_PER_VECTOR, PAIR_WEIGHTS<T, STRIDE> ? 2 : 1);
+template <class S, int STRIDE, class T, class R>
+bool attend(BlockContext<T, R>& c, const Plan& plan, const Job& job, const Job* next_job,
+            SoftmaxState<STRIDE>* states) {
+  constexpr int GRAIN = std::max(SoftmaxState<STRIDE>::KEYS_PER_VECTOR, PAIR_WEIGHTS<R, STRIDE> ? 2 : 1);
   const KeyRange part = part_keys(c.tile, job.part);
   const int64_t head_stride = c.args.cache_head_stride;
-  const T* buffers[2][ROW_BUFFER];
-  const T **rows = buffers[0], **next_rows = buffers[1];
+  const S* buffers[2][ROW_BUFFER];
+  const S **rows = buffers[0], **next_rows = buffers[1];
+  const R* decoded_rows[ROW_BUFFER];
   int at = part.begin / BLOCK_KEYS * BLOCK_KEYS;
   BlockKeys keys = block_keys(part, at, BLOCK_KEYS, GRAIN), next{};
   if (part.begin < part.end && !find_rows(c.args, c.tile, job.kv_head, keys, rows)) return false;
@@ -241,11 +166,12 @@ bool attend(TileContext<T>& c, const Plan& plan, const Job& job, const Job* next
       c.query = c.scratch.query + h * c.scratch.query_floats;
       if (first) {
         start_state(c, states[h]);
-        Scores<T, STRIDE>::pack(c);
+        Scores<T, R, STRIDE>::pack(c);
       }
-      c.rows = {rows, h * head_stride};
-      c.ahead = h + 1 < job.num_heads ? Rows<T>{rows, (h + 1) * head_stride} : Rows<T>{known ? next_rows : rows, 0};
-      attend_block(c, states[h], keys, c.scratch.out + h * c.scratch.out_floats, first);
+      const bool last = h + 1 == job.num_heads;
+      const Rows<S> ahead = last ? Rows<S>{known ? next_rows : rows, 0} : Rows<S>{rows, (h + 1) * head_stride};
+      take_rows(c, Rows<S>{rows, h * head_stride}, ahead, keys.to - keys.from, decoded_rows);
+      attend_block<QUANTISED<S>>(c, states[h], keys, c.scratch.out + h * c.scratch.out_floats, first);
     }
   }
   return true;
@@ -263,16 +189,20 @@ void finish_head(const TileContext<T>& c, Plan& plan, const Job& job, const Soft
     write_rows(c, results, last_overlaps);
 }
 
-template <class T, int STRIDE>
+template <class T, class S, int STRIDE>
 void run_job(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
+  using R = RowsRead<T, S, STRIDE>;
   static thread_local Scratch scratch;
   const Tile& tile = plan.tiles[job.tile];
   const int width = static_cast<int>(args.head_dim), width_v = static_cast<int>(args.head_dim_v);
   const int vectors_v = (width_v + W - 1) / W;
-  scratch.reserve(job.num_heads, STRIDE, (width + 2 * W - 1) / (2 * W) * 2 * W, vectors_v * W);
-  TileContext<T> c{args, tile, width, width_v, vectors_v, scratch, job.kv_head, nullptr, {}, {}};
+  constexpr bool DECODED = !std::is_same<R, S>::value;
+  scratch.reserve(job.num_heads, STRIDE, (width + 2 * W - 1) / (2 * W) * 2 * W, vectors_v * W, BLOCK_KEYS,
+                  DECODED ? width + width_v : 0);
+  BlockContext<T, R> c{
+      {args, tile, width, width_v, vectors_v, scratch, job.kv_head, nullptr}, {}, {}, width + width_v};
   SoftmaxState<STRIDE> states[STRIDE <= DOT_ROWS ? MAX_JOB_HEADS : 1];
-  if (!attend<T, STRIDE>(c, plan, job, next, states)) {
+  if (!attend<S, STRIDE>(c, plan, job, next, states)) {
     plan.bad_block = true;
     return;
   }
@@ -283,16 +213,17 @@ void run_job(const AttentionArgs& args, Plan& plan, const Job& job, const Job* n
   }
 }
 
-template <class T>
+// S: of the cache's rows, T: of q and the output.
+template <class T, class S = T>
 void attention_job(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
   switch (plan.tiles[job.tile].stride) {
-    case 1: return run_job<T, 1>(args, plan, job, next);
-    case 2: return run_job<T, 2>(args, plan, job, next);
-    case 4: return run_job<T, 4>(args, plan, job, next);
-    case 8: return run_job<T, 8>(args, plan, job, next);
-    case 16: return run_job<T, 16>(args, plan, job, next);
-    case 32: return run_job<T, W >= 8 ? 32 : 16>(args, plan, job, next);
-    case 64: return run_job<T, W >= 16 ? 64 : 16>(args, plan, job, next);
+    case 1: return run_job<T, S, 1>(args, plan, job, next);
+    case 2: return run_job<T, S, 2>(args, plan, job, next);
+    case 4: return run_job<T, S, 4>(args, plan, job, next);
+    case 8: return run_job<T, S, 8>(args, plan, job, next);
+    case 16: return run_job<T, S, 16>(args, plan, job, next);
+    case 32: return run_job<T, S, W >= 8 ? 32 : 16>(args, plan, job, next);
+    case 64: return run_job<T, S, W >= 16 ? 64 : 16>(args, plan, job, next);
   }
 }
 

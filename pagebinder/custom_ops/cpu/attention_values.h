@@ -18,6 +18,12 @@ struct ValueBlock {
   bool first;               // nothing accumulated yet: `out` is not read
 };
 
+template <class T, int COUNT>
+PB_INLINE void load_floats(const T* p, VF (&x)[COUNT]) {
+  PB_UNROLL
+  for (int i = 0; i < COUNT; ++i) x[i] = load_float(p + i * W);
+}
+
 template <int ROWS, int COLUMNS>
 PB_INLINE void begin_block(const ValueBlock& b, int row, int column, VF (&sum)[ROWS][COLUMNS]) {
   PB_UNROLL
@@ -49,8 +55,7 @@ PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, Rows<T> ahead, i
     const T* from = v_rows[k];
     if (STRIDE <= 8 && row == 0) prefetch(ahead[k], COLUMNS * W);
     VF v[COLUMNS];
-    PB_UNROLL
-    for (int c = 0; c < COLUMNS; ++c) v[c] = load_float(from + c * W);
+    load_floats(from, v);
     PB_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       VF w = splat(weight[r]);

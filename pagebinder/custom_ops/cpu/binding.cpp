@@ -1,113 +1,22 @@
 // Registers the CPU kernels under `pagebinder_cpu` through torch's stable ABI (small headers: fast to compile).
 // The schemas are defined from Python, next to the references.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <optional>
 #include <tuple>
-#include <type_traits>
 
-#include "attention.h"
+#include "binding_attention.h"
 
 namespace {
 
-using pagebinder::AttentionArgs;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
-  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
-  });
-}
-
-template <class T = void>
-T* data(const Tensor& t) {
-  if constexpr (std::is_const<T>::value) return static_cast<T*>(t.const_data_ptr());
-  else return static_cast<T*>(t.mutable_data_ptr());
-}
-
-const int32_t* index_data(const Tensor& t, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == dim, name, " must be int32 with ", dim, " dims");
-  STD_TORCH_CHECK(t.numel() == 0 || t.size(dim - 1) == 1 || t.stride(dim - 1) == 1, name, " must have last stride 1");
-  return data<const int32_t>(t);
-}
-
-const float* head_data(const std::optional<Tensor>& t, int64_t num_heads, const char* name) {
-  if (!t.has_value()) return nullptr;
-  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && t->dim() == 1 && t->size(0) == num_heads &&
-                      (num_heads == 1 || t->stride(0) == 1),
-                  name, " must be float32 [H], contiguous");
-  return data<const float>(*t);
-}
-
-Tensor empty_like_dtype(std::initializer_list<int64_t> sizes, ScalarType dtype) {
-  int64_t strides[3] = {1, 1, 1};
-  for (int i = static_cast<int>(sizes.size()) - 2; i >= 0; --i) strides[i] = strides[i + 1] * sizes.begin()[i + 1];
-  AtenTensorHandle handle;
-  STD_TORCH_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides, static_cast<int32_t>(dtype),
-                                           aoti_torch_device_type_cpu(), 0, &handle) == 0,
-                  "cannot allocate the output");
-  return Tensor(handle);
-}
-
-bool last_is_dense(const Tensor& t) {
-  return t.size(t.dim() - 1) == 1 || t.stride(t.dim() - 1) == 1;
-}
+using namespace pagebinder;
 
 void run_attention(ScalarType dtype, const AttentionArgs& a, const char* name) {
   const char* error = "q must be float32, bfloat16 or float16";
-  if (dtype == ScalarType::Float) error = pagebinder::paged_attention_f32(a);
-  else if (dtype == ScalarType::BFloat16) error = pagebinder::paged_attention_bf16(a);
-  else if (dtype == ScalarType::Half) error = pagebinder::paged_attention_f16(a);
+  if (dtype == ScalarType::Float) error = paged_attention_f32(a);
+  else if (dtype == ScalarType::BFloat16) error = paged_attention_bf16(a);
+  else if (dtype == ScalarType::Half) error = paged_attention_f16(a);
   STD_TORCH_CHECK(error == nullptr, name, ": ", error);
-}
-
-std::tuple<Tensor, std::optional<Tensor>> attention(
-    const Tensor& q, const Tensor& kv_cache, const Tensor& block_table, const Tensor& seq_lens,
-    const Tensor& query_start_loc, const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes,
-    int64_t head_dim_v, double scale, std::optional<int64_t> window, std::optional<int64_t> chunk,
-    std::optional<double> soft_cap, bool causal, bool with_lse) {
-  STD_TORCH_CHECK(q.dim() == 3 && kv_cache.dim() == 4, "q must be [T, H, D] and kv_cache [N, G, B, D+Dv]");
-  STD_TORCH_CHECK(q.scalar_type() == kv_cache.scalar_type(), "q and kv_cache must have the same dtype");
-  STD_TORCH_CHECK(kv_cache.size(1) > 0 && q.size(1) % kv_cache.size(1) == 0,
-                  "query heads must be a multiple of KV heads: ", q.size(1), " and ", kv_cache.size(1));
-  STD_TORCH_CHECK(head_dim_v > 0 && q.size(2) > 0 && kv_cache.size(3) == q.size(2) + head_dim_v,
-                  "a kv_cache row must be D + head_dim_v wide: ", kv_cache.size(3), " is not ", q.size(2), " + ",
-                  head_dim_v);
-  STD_TORCH_CHECK(kv_cache.stride(3) == 1 && (q.size(2) == 1 || q.stride(2) == 1),
-                  "the last strides of q and kv_cache must be 1");
-  AttentionArgs a{};
-  a.num_tokens = q.size(0), a.num_heads = q.size(1), a.head_dim = q.size(2), a.head_dim_v = head_dim_v;
-  a.num_blocks = kv_cache.size(0), a.num_kv_heads = kv_cache.size(1), a.block_size = kv_cache.size(2);
-  a.block_table = index_data(block_table, 2, "block_table");
-  a.seq_lens = index_data(seq_lens, 1, "seq_lens");
-  a.query_start_loc = index_data(query_start_loc, 1, "query_start_loc");
-  a.num_requests = seq_lens.size(0), a.max_blocks = block_table.size(1);
-  STD_TORCH_CHECK(block_table.size(0) >= a.num_requests && query_start_loc.size(0) == a.num_requests + 1,
-                  "block_table, seq_lens and query_start_loc must have at least R, R and R + 1 rows");
-  STD_TORCH_CHECK(!window || *window > 0, "window must be positive");
-  STD_TORCH_CHECK(!chunk || *chunk > 0, "chunk must be positive");
-  STD_TORCH_CHECK(!soft_cap || *soft_cap > 0, "soft_cap must be positive");
-  a.q = data<const void>(q), a.q_token_stride = q.stride(0), a.q_head_stride = q.stride(1);
-  a.cache = data<const void>(kv_cache), a.block_table_stride = block_table.stride(0);
-  a.cache_block_stride = kv_cache.stride(0), a.cache_head_stride = kv_cache.stride(1);
-  a.cache_slot_stride = kv_cache.stride(2), a.value_offset = a.head_dim;
-  a.sinks = head_data(sinks, a.num_heads, "sinks");
-  a.alibi_slopes = head_data(alibi_slopes, a.num_heads, "alibi_slopes");
-  a.scale = static_cast<float>(scale), a.soft_cap = static_cast<float>(soft_cap.value_or(0.0));
-  a.window = window.value_or(pagebinder::NO_WINDOW), a.chunk = chunk.value_or(0), a.causal = causal;
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
-  Tensor out = empty_like_dtype({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
-  a.out = data(out);
-  std::optional<Tensor> lse;
-  if (with_lse) {
-    lse = empty_like_dtype({a.num_heads, a.num_tokens}, ScalarType::Float);
-    a.lse = data<float>(*lse);
-  }
-  run_attention(q.scalar_type(), a, "paged_attention");
-  return {out, lse};
 }
 
 #define ATTENTION_PARAMETERS                                                                                      \
@@ -119,6 +28,22 @@ std::tuple<Tensor, std::optional<Tensor>> attention(
   q, kv_cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, head_dim_v, scale, window, chunk,     \
       soft_cap, causal
 
+std::tuple<Tensor, std::optional<Tensor>> attention(ATTENTION_PARAMETERS, bool with_lse) {
+  AttentionArgs a = attention_args(ATTENTION_ARGUMENTS);
+  STD_TORCH_CHECK(q.scalar_type() == kv_cache.scalar_type(), "q and kv_cache must have the same dtype");
+  STD_TORCH_CHECK(kv_cache.size(3) == q.size(2) + head_dim_v, "a kv_cache row must be D + head_dim_v wide: ",
+                  kv_cache.size(3), " is not ", q.size(2), " + ", head_dim_v);
+  Tensor out = new_tensor({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
+  a.out = data(out);
+  std::optional<Tensor> lse;
+  if (with_lse) {
+    lse = new_tensor({a.num_heads, a.num_tokens}, ScalarType::Float);
+    a.lse = data<float>(*lse);
+  }
+  run_attention(q.scalar_type(), a, "paged_attention");
+  return {out, lse};
+}
+
 Tensor paged_attention(ATTENTION_PARAMETERS) { return std::get<0>(attention(ATTENTION_ARGUMENTS, false)); }
 
 std::tuple<Tensor, Tensor> paged_attention_lse(ATTENTION_PARAMETERS) {
@@ -126,29 +51,11 @@ std::tuple<Tensor, Tensor> paged_attention_lse(ATTENTION_PARAMETERS) {
   return {out, *lse};
 }
 
-void kv_cache_write(const Tensor& k, const Tensor& v, const Tensor& kv_cache, const Tensor& slot_mapping) {
-  STD_TORCH_CHECK(k.dim() == 3 && v.dim() == 3 && kv_cache.dim() == 4, "k, v must be [T, G, width], kv_cache 4-D");
-  STD_TORCH_CHECK(k.scalar_type() == kv_cache.scalar_type() && v.scalar_type() == kv_cache.scalar_type(),
-                  "k, v and kv_cache must have the same dtype");
-  pagebinder::CacheWriteArgs a{};
-  a.num_tokens = k.size(0), a.num_kv_heads = k.size(1), a.head_dim = k.size(2), a.head_dim_v = v.size(2);
-  a.num_blocks = kv_cache.size(0), a.block_size = kv_cache.size(2);
-  STD_TORCH_CHECK(v.size(0) == a.num_tokens && v.size(1) == a.num_kv_heads && kv_cache.size(1) == a.num_kv_heads,
-                  "k, v and kv_cache must agree in tokens and KV heads");
+void write_cache(const Tensor& k, const Tensor& v, const Tensor& kv_cache, const Tensor& slot_mapping) {
+  const CacheWriteArgs a = cache_write_args(k, v, kv_cache, slot_mapping);
+  STD_TORCH_CHECK(k.scalar_type() == kv_cache.scalar_type(), "k, v and kv_cache must have the same dtype");
   STD_TORCH_CHECK(kv_cache.size(3) == a.head_dim + a.head_dim_v, "a kv_cache row must hold one K and one V row");
-  STD_TORCH_CHECK(kv_cache.stride(3) == 1, "the last stride of kv_cache must be 1");
-  STD_TORCH_CHECK(k.numel() == 0 || (k.size(2) == 1 || k.stride(2) == 1), "the last stride of k must be 1");
-  STD_TORCH_CHECK(v.numel() == 0 || (v.size(2) == 1 || v.stride(2) == 1), "the last stride of v must be 1");
-  a.slot_mapping = index_data(slot_mapping, 1, "slot_mapping");
-  STD_TORCH_CHECK(slot_mapping.size(0) == a.num_tokens, "slot_mapping must have one slot a token");
-  const int64_t bytes = a.element_bytes = static_cast<int64_t>(kv_cache.element_size());
-  a.k = data<const char>(k), a.v = data<const char>(v), a.cache = data<char>(kv_cache);
-  a.k_token_stride = k.stride(0) * bytes, a.k_head_stride = k.stride(1) * bytes;
-  a.v_token_stride = v.stride(0) * bytes, a.v_head_stride = v.stride(1) * bytes;
-  a.cache_block_stride = kv_cache.stride(0) * bytes, a.cache_head_stride = kv_cache.stride(1) * bytes;
-  a.cache_slot_stride = kv_cache.stride(2) * bytes;
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
-  const char* error = pagebinder::kv_cache_write(a);
+  const char* error = kv_cache_write(a);
   STD_TORCH_CHECK(error == nullptr, "kv_cache_write: ", error);
 }
 
@@ -175,7 +82,7 @@ void latent_attention(const Tensor& q, const Tensor& cache, const Tensor& table,
   STD_TORCH_CHECK(table.size(0) >= a.num_requests && query_start_loc.size(0) == a.num_requests + 1,
                   "table, seq_lens and query_start_loc must have at least R, R and R + 1 rows");
   STD_TORCH_CHECK(!window || *window > 0, "window must be positive");
-  a.scale = static_cast<float>(scale), a.causal = true, a.window = window.value_or(pagebinder::NO_WINDOW);
+  a.scale = static_cast<float>(scale), a.causal = true, a.window = window.value_or(NO_WINDOW);
   a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
   a.out = out.mutable_data_ptr();
   run_attention(q.scalar_type(), a, "paged_mla_attention");
@@ -188,7 +95,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {  // a part of paged_mla_atten
         "Tensor(a!) out, *, float scale, int? window) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("kv_cache_write", TORCH_BOX(&kv_cache_write));
+  m.impl("kv_cache_write", TORCH_BOX(&write_cache));
   m.impl("paged_attention", TORCH_BOX(&paged_attention));
   m.impl("paged_attention_lse", TORCH_BOX(&paged_attention_lse));
   m.impl("latent_attention", TORCH_BOX(&latent_attention));

@@ -1,18 +1,25 @@
-// Registers the linear layer under `pagebinder_cpu`: matrix tiles for few rows, torch's own linear for the rest.
+// Registers linear layers under `pagebinder_cpu`: kernels of ours for few rows, torch's own linear for the rest.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "linear.h"
 
 namespace {
 
+using pagebinder::Activation;
+using pagebinder::bf16;
+using pagebinder::LinearArgs;
+using pagebinder::LinearLayer;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Bias = std::optional<Tensor>;
+using Kernel = void (*)(const LinearArgs&);
 
 void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
   torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
@@ -20,9 +27,7 @@ void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
   });
 }
 
-bool is_bf16(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
-
-Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor torch_linear(const Tensor& x, const Tensor& weight, const Bias& bias) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
                                     torch::stable::detail::from(bias)};
   STD_TORCH_CHECK(aoti_torch_call_dispatcher("aten::linear", "", stack.data()) == 0, "aten::linear failed");
@@ -42,27 +47,130 @@ bool evenly_spaced_rows(const Tensor& x, int64_t& rows, int64_t& stride) {
   return x.stride(x.dim() - 1) == 1;
 }
 
-// x [..., K], weight [N, K], bias [N] or none -> [..., N]
-Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
-  pagebinder::LinearArgs a{};
-  const bool good_x = x.dim() > 0 && is_bf16(x) && evenly_spaced_rows(x, a.rows, a.x_stride) && a.rows > 0;
-  const bool good_weight = weight.dim() == 2 && is_bf16(weight) && weight.stride(1) == 1;
-  const bool good_bias = !bias || (is_bf16(*bias) && bias->dim() == 1 && bias->stride(0) == 1);
-  if (!good_x || !good_weight || !good_bias || x.size(x.dim() - 1) != weight.size(1) ||
-      (bias && bias->size(0) != weight.size(0)) ||
-      !pagebinder::linear_suits_tiles(a.rows, weight.size(0), weight.size(1)))
-    return torch_linear(x, weight, bias);
+Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner) {
+  if (type == ScalarType::BFloat16 && pagebinder::linear_suits_tiles(rows, columns, inner))
+    return pagebinder::linear_with_tiles;
+  const bool whole = columns % pagebinder::LINEAR_GRAIN == 0 && inner % pagebinder::LINEAR_GRAIN == 0 && inner > 0;
+  if (!whole || rows > pagebinder::LINEAR_MOST_VECTOR_ROWS) return nullptr;
+  if (type == ScalarType::Float) return pagebinder::linear_with_vectors<float>;
+  return type == ScalarType::BFloat16 ? pagebinder::linear_with_vectors<bf16> : nullptr;
+}
+
+// One call for several layers on the same x; `kernel` is null where torch has to serve them.
+struct Call {
+  std::vector<LinearLayer> layers;
+  LinearArgs args{};
+  Kernel kernel = nullptr;
+
+  Call(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Bias>& biases) {
+    if (x.dim() == 0 || !evenly_spaced_rows(x, args.rows, args.x_stride) || args.rows == 0) return;
+    args.x = x.const_data_ptr(), args.inner = x.size(x.dim() - 1);
+    args.num_threads = static_cast<int>(torch::stable::get_num_threads()), args.run = run_parallel;
+    Kernel chosen = nullptr;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (!fits(x, weights[i], biases[i])) return;
+      chosen = kernel_for(x.scalar_type(), args.rows, weights[i].size(0), args.inner);
+      if (chosen == nullptr) return;
+      layers.push_back({weights[i].size(0), weights[i].const_data_ptr(), weights[i].stride(0),
+                        biases[i] ? biases[i]->const_data_ptr() : nullptr, nullptr});
+    }
+    args.layers = layers.data(), args.num_layers = static_cast<int>(layers.size());
+    kernel = chosen;
+  }
+
+  bool fits(const Tensor& x, const Tensor& weight, const Bias& bias) const {
+    const ScalarType type = x.scalar_type();
+    return weight.dim() == 2 && weight.scalar_type() == type && weight.stride(1) == 1 &&
+           weight.size(1) == args.inner &&
+           (!bias || (bias->scalar_type() == type && bias->dim() == 1 && bias->size(0) == weight.size(0) &&
+                      (bias->size(0) <= 1 || bias->stride(0) == 1)));
+  }
+};
+
+// An empty result of a layer for x [..., K].
+Tensor new_result(const Tensor& x, int64_t columns) {
   std::vector<int64_t> sizes;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) sizes.push_back(x.size(d));
-  sizes.push_back(weight.size(0));
-  Tensor out = torch::stable::new_empty(x, sizes);
-  a.columns = weight.size(0), a.inner = weight.size(1);
-  a.x = x.const_data_ptr();
-  a.weight = weight.const_data_ptr(), a.weight_stride = weight.stride(0);
-  a.bias = bias ? bias->const_data_ptr() : nullptr;
-  a.out = out.mutable_data_ptr();
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
-  pagebinder::linear_with_tiles(a);
+  sizes.push_back(columns);
+  return torch::stable::new_empty(x, sizes);
+}
+
+std::vector<Tensor> linears(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> given_biases) {
+  STD_TORCH_CHECK(given_biases.empty() || given_biases.size() == weights.size(),
+                  "linears needs a bias for every weight, or none");
+  std::vector<Bias> biases(given_biases.begin(), given_biases.end());
+  biases.resize(weights.size());
+  std::vector<Tensor> results;
+  Call call(x, weights, biases);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    results.push_back(call.kernel ? new_result(x, weights[i].size(0)) : torch_linear(x, weights[i], biases[i]));
+    if (call.kernel) call.layers[i].out = results[i].mutable_data_ptr();
+  }
+  if (call.kernel) call.kernel(call.args);
+  return results;
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, Bias bias) {
+  Call call(x, {weight}, {bias});
+  if (!call.kernel) return torch_linear(x, weight, bias);
+  Tensor out = new_result(x, weight.size(0));
+  call.layers[0].out = out.mutable_data_ptr();
+  call.kernel(call.args);
+  return out;
+}
+
+// ---- gated layers ----------------------------------------------------------------------------------------------
+
+Activation activation_named(const std::string& name) {
+  constexpr std::pair<const char*, Activation> NAMES[] = {
+      {"silu", Activation::SILU}, {"gelu", Activation::GELU},   {"gelu_tanh", Activation::GELU_TANH},
+      {"relu", Activation::RELU}, {"relu2", Activation::RELU2}, {"sigmoid", Activation::SIGMOID}};
+  for (const auto& [known, activation] : NAMES)
+    if (name == known) return activation;
+  STD_TORCH_CHECK(false, "unknown activation \"", name, "\"");
+  return Activation::NONE;
+}
+
+// gate[i] = act(gate[i]) * up[i]
+template <class T>
+void gate_values(Activation activation, T* gate, const T* up, int64_t count) {
+  constexpr int64_t GRAIN = 1 << 14;
+  torch::stable::parallel_for(0, count, GRAIN, [&](int64_t i, int64_t end) {
+    using pagebinder::W;
+    for (; i + W <= end; i += W)
+      pagebinder::store_gated(activation, pagebinder::load_float(gate + i), pagebinder::load_float(up + i), gate + i);
+    const int rest = static_cast<int>(end - i);
+    T last[W];
+    pagebinder::store_gated(activation, pagebinder::load_float_part(gate + i, rest),
+                            pagebinder::load_float_part(up + i, rest), last);
+    std::memcpy(gate + i, last, rest * sizeof(T));
+  });
+}
+
+template <class T>
+void gate_tensors(Activation activation, const Tensor& gate, const Tensor& up) {
+  gate_values(activation, static_cast<T*>(gate.mutable_data_ptr()), static_cast<const T*>(up.const_data_ptr()),
+              gate.numel());
+}
+
+Tensor gated_linear(const Tensor& x, const Tensor& gate, const Tensor& up, Bias gate_bias, Bias up_bias,
+                    std::string activation) {
+  STD_TORCH_CHECK(gate.dim() == 2 && up.dim() == 2 && gate.size(0) == up.size(0), "gate and up must be [N, K] alike");
+  const Activation kind = activation_named(activation);
+  Call call(x, {gate, up}, {gate_bias, up_bias});
+  if (call.kernel) {
+    Tensor out = new_result(x, gate.size(0));
+    call.layers[0].out = out.mutable_data_ptr(), call.args.gate = kind;
+    call.kernel(call.args);
+    return out;
+  }
+  const Tensor out = torch_linear(x, gate, gate_bias), other = torch_linear(x, up, up_bias);
+  switch (out.scalar_type()) {
+    case ScalarType::Float: gate_tensors<float>(kind, out, other); break;
+    case ScalarType::BFloat16: gate_tensors<bf16>(kind, out, other); break;
+    case ScalarType::Half: gate_tensors<pagebinder::f16>(kind, out, other); break;
+    default: STD_TORCH_CHECK(false, "gated_linear serves float32, bfloat16 and float16");
+  }
   return out;
 }
 
@@ -72,7 +180,11 @@ bool has_matrix_tiles() {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) { m.impl("linear", TORCH_BOX(&linear)); }
+STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linears", TORCH_BOX(&linears));
+  m.impl("gated_linear", TORCH_BOX(&gated_linear));
+}
 
 // Does this machine let the kernels use matrix tiles?
 STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) { m.def("has_matrix_tiles() -> bool"); }

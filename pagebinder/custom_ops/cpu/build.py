@@ -38,7 +38,14 @@ logger = logging.getLogger("pagebinder")
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "pagebinder_cpu.so"
 # part -> (folder of its sources, sources of the core that it is linked with)
-PARTS = {"core": (".", ()), "latent": ("latent", ("linear.cpp",))}
+PARTS = {
+    "core": (".", ()),
+    "latent": ("latent", ("linear.cpp",)),
+    "moe": ("moe", ()),
+    "quant": ("quant", ()),
+    "quantized_kv": ("quantized_kv", ("attention_plan.cpp", "cache_write.cpp")),
+    "recurrent": ("recurrent", ()),
+}
 BASE_FLAGS = (
     "-O3",
     "-std=c++17",
@@ -89,13 +96,17 @@ def cache_root() -> Path:
     return Path(base) / "pagebinder"
 
 
-def library_path(part: str = "core") -> Path:
-    """Where a part's library for this machine, compiler and source belongs; it need not exist yet."""
-    texts = [part, compiler_version(), " ".join(flags()), torch.__version__, _cpu_features()]
+def build_key(part: str = "core") -> str:
+    """A digest of all that a part's library depends on: machine, compiler, flags, torch and sources."""
+    texts = [part, compiler_version(), " ".join(flags()), torch.__version__, cpu_features()]
     files = sorted([*_sources(part), *_headers(part)])
     texts += [path.name + "\0" + path.read_text() for path in files]
-    key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
-    return cache_root() / key / LIBRARY_NAME
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
+
+
+def library_path(part: str = "core") -> Path:
+    """Where a part's library for this machine, compiler and source belongs; it need not exist yet."""
+    return cache_root() / build_key(part) / LIBRARY_NAME
 
 
 def build(part: str = "core") -> Path:
@@ -118,14 +129,17 @@ def build(part: str = "core") -> Path:
     return path
 
 
-def load(part: str = "core") -> Path:
-    """Build if necessary and register a part's kernels with torch, once per process. Raises ProviderError."""
+def load(part: str = "core", *, built: Path | None = None) -> Path:
+    """Build if necessary and register a part's kernels with torch, once per process. Raises ProviderError.
+
+    `built`: a library of this part that was built for this machine before; it is taken as it is.
+    """
     with _locks[part]:
         if part in _failure:
             raise _failure[part]
         if part not in _loaded:
             try:
-                path = build(part)
+                path = built or build(part)
                 torch.ops.load_library(str(path))
             except ProviderError as error:
                 _failure[part] = error
@@ -242,7 +256,7 @@ def _compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 @functools.cache
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """The processor's feature flags: -march=native depends on them, and machines may share a cache."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

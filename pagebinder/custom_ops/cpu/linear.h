@@ -1,31 +1,68 @@
-// y = x W^T (+ bias) in bf16 on matrix tiles, for few to some hundred rows, from the weight as it lies in memory.
+// Linear layers y = x W^T (+ bias) for few to some hundred rows, from weights as they lie in memory.
 //
-//     y^T [column][row]  =  W [column][K]  x  x pairs [K/2][row]
+//   tiles   bf16 on matrix tiles (AMX):  y^T [column][row]  =  W [column][K]  x  x pairs [K/2][row]
+//   rows    bf16 and float32 on vectors: every row of W is read once and meets a few rows of x
 //
-// Rows of W are operand A without any packing, so no second copy of a weight exists; x is packed once a call.
+// Weights are never packed, so no second copy of one exists; x is packed once a call. Layers that read the same x
+// are one call: threads take panels of columns from all of them, one at a time, so that a slow thread costs its share.
 #pragma once
 
+#include "activations.h"
 #include "attention.h"
 
 namespace pagebinder {
 
 constexpr int LINEAR_GRAIN = 32;  // columns and K must be multiples of this
-constexpr int64_t LINEAR_MOST_ROWS = 128;  // beyond, oneDNN is as fast or faster (docs/measurements.md)
+constexpr int64_t LINEAR_MOST_ROWS = 128;     // on tiles; beyond, oneDNN is as fast or faster (docs/measurements.md)
+constexpr int64_t LINEAR_MOST_VECTOR_ROWS = 8;  // on vectors
+constexpr int64_t LINEAR_SERIAL_FLOPS = 1 << 19;
 
-struct LinearArgs {
-  int64_t rows, columns, inner;
-  const void* x;        // [rows, inner] bf16
-  int64_t x_stride;
-  const void* weight;   // [columns, inner] bf16
+// One layer of those that read the same x; data of x's type.
+struct LinearLayer {
+  int64_t columns;
+  const void* weight;   // [columns, inner]
   int64_t weight_stride;
-  const void* bias;     // [columns] bf16 or null
-  void* out;            // [rows, columns] bf16 contiguous
-  int num_threads;
-  ParallelRun run;
+  const void* bias;     // [columns] or null
+  void* out;            // [rows, columns] contiguous
 };
 
-// Are the sizes such, and does this machine have tiles?
+struct LinearArgs {
+  int64_t rows, inner;
+  const void* x;        // [rows, inner]
+  int64_t x_stride;
+  const LinearLayer* layers;
+  int num_layers;
+  Activation gate;      // not NONE: of two equal layers, one result: out of the first = act(first) * second
+  int num_threads;
+  ParallelRun run;
+
+  int num_results() const { return gate == Activation::NONE ? num_layers : 1; }
+};
+
+// Panels of `columns` columns of all results, in order, and where each begins.
+class LinearPanels {
+ public:
+  struct Place { int result; int64_t column; };
+
+  LinearPanels(const LinearArgs& args, int64_t columns) : args_(args), columns_(columns) {
+    for (int i = 0; i < args.num_results(); ++i) count_ += panels_of(i);
+  }
+  int count() const { return static_cast<int>(count_); }
+  Place operator[](int64_t panel) const {
+    int result = 0;
+    for (; panel >= panels_of(result); ++result) panel -= panels_of(result);
+    return {result, panel * columns_};
+  }
+
+ private:
+  int64_t panels_of(int i) const { return (args_.layers[i].columns + columns_ - 1) / columns_; }
+  const LinearArgs& args_;
+  int64_t columns_, count_ = 0;
+};
+
+// Are the sizes of a bf16 layer such, and does this machine have tiles?
 bool linear_suits_tiles(int64_t rows, int64_t columns, int64_t inner);
 void linear_with_tiles(const LinearArgs& args);
+template <class T> void linear_with_vectors(const LinearArgs& args);
 
 }  // namespace pagebinder

@@ -6,15 +6,17 @@ import itertools
 
 import torch
 
-from pagebinder.custom_ops.attention import paged
+from pagebinder.custom_ops.attention import paged, qk_norm_rope_write, quantized_paged
 from pagebinder.custom_ops.compress import paged_compress
 from pagebinder.custom_ops.cpu import build, mla, packed
 from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
-from pagebinder.custom_ops.library import OpInfo, define_schema, overload
-from pagebinder.custom_ops.linear import inverse_rope_grouped, linear
+from pagebinder.custom_ops.library import OpInfo, define_schema, op_info, overload
+from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
+from pagebinder.custom_ops.moe import experts
 from pagebinder.custom_ops.norm import q_norm_rope
 from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
+from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
 from pagebinder.custom_ops.sparse import indexer, sparse_mla
 from pagebinder.errors import ProviderError
 
@@ -23,7 +25,15 @@ FLOAT_TYPES = ("float32", "bfloat16", "float16")
 
 # part of the kernels (build.PARTS) -> the ops whose C++ it registers
 _PARTS: dict[str, tuple[OpInfo, ...]] = {
-    "core": (paged.KV_CACHE_WRITE, paged.PAGED_ATTENTION, paged.PAGED_ATTENTION_LSE, linear.LINEAR),
+    "core": (
+        paged.KV_CACHE_WRITE,
+        paged.PAGED_ATTENTION,
+        paged.PAGED_ATTENTION_LSE,
+        linear.LINEAR,
+        linears.LINEARS,
+        gated_linear.GATED_LINEAR,
+        qk_norm_rope_write.QK_NORM_ROPE_WRITE,
+    ),
     "latent": (
         write.LATENT_CACHE_WRITE,
         write.KV_ROPE_QUANT_STORE,
@@ -36,6 +46,15 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         sparse_mla.SPARSE_MLA_ATTENTION,
         indexer.INDEXER_SCORE_TOPK,
     ),
+    "quantized_kv": (quantized_paged.QUANTIZED_KV_CACHE_WRITE, quantized_paged.QUANTIZED_PAGED_ATTENTION),
+    "quant": (quantized.QUANTIZED_LINEAR,),
+    "recurrent": (
+        short_conv.PAGED_SHORT_CONV,
+        gated_delta_rule.PAGED_GATED_DELTA_RULE,
+        ssd.PAGED_SSD,
+        *map(op_info, ("paged_linear_recurrence", "paged_selective_scan", "paged_wkv", "paged_mlstm")),
+    ),
+    "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR),
 }
 for _info in itertools.chain(*_PARTS.values()):
     define_schema(NAMESPACE, _info)
@@ -44,6 +63,11 @@ for _info in itertools.chain(*_PARTS.values()):
 _PARTS_OF = {info.name: (part,) for part, infos in _PARTS.items() for info in infos}
 _PARTS_OF[packed.PACKED_ATTENTION.name] = ("core",)
 _PARTS_OF[mla.PAGED_MLA_ATTENTION.name] = ("core", "latent")
+
+
+def parts_of(op: str) -> tuple[str, ...]:
+    """The parts of the kernels (build.PARTS) that serve an op; none for an op without a kernel."""
+    return _PARTS_OF.get(op, ())
 
 
 class CpuProvider(Provider):

@@ -3,5 +3,6 @@
 from pagebinder.runtime.executables.base import Executable, input_names
 from pagebinder.runtime.executables.eager import EagerExecutable
 from pagebinder.runtime.executables.inductor import InductorExecutable
+from pagebinder.runtime.executables.program import ProgramExecutable
 
-__all__ = ["EagerExecutable", "Executable", "InductorExecutable", "input_names"]
+__all__ = ["EagerExecutable", "Executable", "InductorExecutable", "ProgramExecutable", "input_names"]

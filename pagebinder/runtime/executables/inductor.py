@@ -11,11 +11,12 @@ keeps them.
 from __future__ import annotations
 
 import torch
-from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.graph_tools import attribute
 from pagebinder.runtime.executables.base import input_names
+from pagebinder.runtime.executables.program import Program
 
 
 class InductorExecutable:
@@ -24,11 +25,22 @@ class InductorExecutable:
     name = "inductor"
 
     def __init__(self, gm: GraphModule) -> None:
+        # Imported here: it takes as long as torch, and a saved program runs without it.
+        from torch._inductor import codecache
+        from torch._inductor import config as inductor_config
+
         self.input_names = input_names(gm)
         lifted, self._weights = lift_weights(gm)
         examples = [n.meta["val"] for n in lifted.graph.nodes if n.op == "placeholder"]
+        loaded = len(codecache.PyCodeCache.modules)
         with torch.no_grad(), inductor_config.patch(self._options()):
             self._compiled = torch._inductor.standalone_compile(lifted, examples, dynamic_shapes="from_graph")
+        self._generated = codecache.PyCodeCache.modules[loaded:]
+
+    @property
+    def program(self) -> Program | None:
+        """What was generated, in a form that can be kept; None where it is not a single program."""
+        return Program.of_module(self._generated[0]) if len(self._generated) == 1 else None
 
     @staticmethod
     def _options() -> dict[str, object]:
@@ -61,11 +73,4 @@ def lift_weights(gm: GraphModule) -> tuple[GraphModule, list[torch.Tensor]]:
             graph.output(tuple(mapping[a] for a in node.args))
         elif node.op != "placeholder":
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
-    return GraphModule(torch.nn.Module(), graph), [_get(gm, name).detach() for name in names]
-
-
-def _get(gm: GraphModule, name: str) -> torch.Tensor:
-    value = gm
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return GraphModule(torch.nn.Module(), graph), [attribute(gm, name).detach() for name in names]

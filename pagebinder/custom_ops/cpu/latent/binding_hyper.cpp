@@ -174,16 +174,16 @@ Tensor tile_products(const Tensor& rows, const Tensor& weight) {
   const int num_threads = shared.num_threads;
   const int64_t parts = parts_of_group(groups, weight.size(0) / groups, num_threads), jobs = groups * parts;
   Tensor out = torch::stable::new_empty(rows, {jobs, T, weight.size(0) / jobs});
-  shared.rows = T, shared.columns = weight.size(0) / jobs, shared.inner = K;
-  shared.x_stride = K, shared.weight_stride = weight.stride(0), shared.num_threads = 1;
+  shared.rows = T, shared.inner = shared.x_stride = K, shared.num_threads = 1;
+  const int64_t columns = weight.size(0) / jobs, stride = weight.stride(0);
   const auto* x = static_cast<const uint16_t*>(rows.const_data_ptr());
   const auto* w = static_cast<const uint16_t*>(weight.const_data_ptr());
   auto* y = static_cast<uint16_t*>(out.mutable_data_ptr());
   pagebinder::run_jobs(jobs, false, num_threads, run_parallel, [&](int64_t job) {
     pagebinder::LinearArgs a = shared;
+    const pagebinder::LinearLayer layer{columns, w + job * columns * stride, stride, nullptr, y + job * T * columns};
     a.x = x + job / parts * T * K;
-    a.weight = w + job * a.columns * a.weight_stride;
-    a.out = y + job * T * a.columns;
+    a.layers = &layer, a.num_layers = 1;
     pagebinder::linear_with_tiles(a);
   });
   return out;

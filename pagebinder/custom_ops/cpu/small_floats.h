@@ -1,6 +1,7 @@
-// Number formats below 16 bits, W lanes at a time: E4M3 (fp8), E2M1 (fp4) and UE8M0 (a power of two in a byte).
+// Number formats below 16 bits, W lanes at a time: E4M3 and E5M2 (fp8), E2M1 (fp4), UE8M0 (a power of two in a byte).
 //
 //     E4M3   s eeee mmm   bias 7, largest 448, no infinity, 0x7f is NaN
+//     E5M2   s eeeee mm   bias 15, largest 57344; the upper byte of a half, with its infinity and NaN
 //     E2M1   s ee m       0 0.5 1 1.5 2 3 4 6
 //     UE8M0  eeeeeeee     2^(byte - 127), 255 is NaN
 //
@@ -14,7 +15,7 @@ namespace pagebinder {
 
 typedef uint8_t VB __attribute__((vector_size(W)));
 
-constexpr float E4M3_MAX = 448.0f;
+constexpr float E4M3_MAX = 448.0f, E5M2_MAX = 57344.0f;
 constexpr float FP8_AMAX_FLOOR = 1e-4f;
 constexpr float FP4_AMAX_FLOOR = 0x1.8p-124f;  // 6 * 2^-126
 
@@ -25,7 +26,7 @@ PB_INLINE VF magnitude_of(VF x) { return bit_cast<VF>(bit_cast<VU>(x) & 0x7fffff
 PB_INLINE VF through_bf16(VF x) { return bit_cast<VF>(round_to_bf16(x)); }
 inline float through_bf16(float x) { return through_bf16(splat(x))[0]; }
 
-// ---- E4M3 ------------------------------------------------------------------------------------------------------
+// ---- E4M3, E5M2 ------------------------------------------------------------------------------------------------
 
 // Nearest, ties to even, saturating at 448; NaN stays NaN. The code is in the low byte of each lane.
 PB_INLINE VU encode_e4m3(VF x) {
@@ -53,6 +54,19 @@ PB_INLINE VF decode_e4m3(VU code) {
 }
 
 PB_INLINE VF load_e4m3(const uint8_t* p) { return decode_e4m3(__builtin_convertvector(load<VB>(p), VU)); }
+
+// Nearest, ties to even, saturating at 57344; NaN stays NaN.
+PB_INLINE VU encode_e5m2(VF x) {
+  const VU sign = (bit_cast<VU>(x) >> 24) & 0x80u;
+  VF magnitude = magnitude_of(x);
+  magnitude = select(magnitude > splat(E5M2_MAX), splat(E5M2_MAX), magnitude);
+  const VU bits = bit_cast<VU>(magnitude);
+  const VU normal = (bits - (112u << 23) + 0xfffffu + ((bits >> 21) & 1u)) >> 21;
+  const VU subnormal = bit_cast<VU>(magnitude + splat(0x1p7f)) - 0x43000000u;  // the addition rounds to 2^-16
+  VU code = select_bits(magnitude < splat(0x1p-14f), subnormal, normal);
+  code = select_bits(magnitude == magnitude, code, VU{} + 0x7fu);
+  return code | sign;
+}
 
 // ---- E2M1 ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,129 @@
+"""From starting Python to the first token: an artefact, against `compile_model` with all its caches warm.
+
+python benchmarks/warm_start.py [--rounds 5]
+
+Models: the shipped one, and a random checkpoint of Qwen3-0.6B's shape in bf16, made in a temporary directory. Every
+start is a process of its own; artefact and compilation take turns, and so does reading the weights' files from the
+page cache, which both have to do as well. Processor times stand beside: other processes change them less.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import typer
+from common import save, wide_console
+from rich.table import Table
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pagebinder.models import tiny_path
+
+WORKER = Path(__file__).with_name("warm_start_worker.py")
+GOAL_SECONDS = 3.0  # of a 0.6B model, beyond the time to read its weights
+
+
+def shipped(folder: Path) -> None:
+    """The shipped model, copied, so that its artefact lies beside it."""
+    shutil.copytree(tiny_path(), folder)
+
+
+def random_qwen3(folder: Path) -> None:
+    """Random weights in the shape of Qwen3-0.6B, 1.2 GB."""
+    config = Qwen3Config(
+        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,
+        dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.02)
+        else:
+            parameter.data.fill_(1)
+    model.tie_weights()
+    model.save_pretrained(folder)
+
+
+MODELS: dict[str, Callable[[Path], None]] = {"tiny": shipped, "qwen3-0.6b": random_qwen3}
+
+
+def in_process(kind: str, model: Path) -> dict:
+    """What one start of the worker says."""
+    command = [sys.executable, str(WORKER), kind, str(model)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def read_weights(model: Path) -> float:
+    """Seconds to read the checkpoint's files from the page cache into one buffer."""
+    buffer = bytearray(16 << 20)
+    before = time.perf_counter()
+    for path in model.glob("*.safetensors"):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - before
+
+
+def num_bytes(files) -> int:
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def measure(build: Callable[[Path], None], rounds: int) -> dict:
+    """All starts of one model: the fastest of each kind in full, and the totals of all."""
+    with tempfile.TemporaryDirectory(prefix="warm-start-") as folder:
+        model, artefact = Path(folder) / "model", Path(folder) / "model.artefact"
+        build(model)
+        made = in_process("save", model)["stages"]
+        runs: dict[str, list[dict]] = {"artefact": [], "compile": []}
+        reads = []
+        for _ in range(rounds):
+            runs["artefact"].append(in_process("artefact", artefact))
+            runs["compile"].append(in_process("compile", model))
+            reads.append(read_weights(model))
+        sizes = {
+            "artefact_bytes": num_bytes(artefact.rglob("*")),
+            "weight_bytes": num_bytes(model.glob("*.safetensors")),
+        }
+    best = {kind: min(results, key=lambda r: r["total"]) for kind, results in runs.items()}
+    totals = {kind: sorted(r["total"] for r in results) for kind, results in runs.items()}
+    return {**best, "totals": totals, "read_weights": min(reads), "save": made["save"], **sizes}
+
+
+def main(rounds: int = 5, models: list[str] | None = None) -> None:
+    results = {name: measure(MODELS[name], rounds) for name in models or MODELS}
+    table = Table(title="start to first token in seconds, the fastest (on the processor)")
+    for column in (
+        "model",
+        "artefact",
+        "compile, warm",
+        "ratio",
+        "read weights",
+        "decode, ms",
+        "artefact's stages",
+    ):
+        table.add_column(column)
+    for name, r in results.items():
+        totals = [r[kind]["total"] for kind in ("artefact", "compile")]
+        texts = [f"{r[kind]['total']:.2f} ({r[kind]['processor']:.2f})" for kind in ("artefact", "compile")]
+        decode = " / ".join(f"{1e3 * r[kind]['decode']:.1f}" for kind in ("artefact", "compile"))
+        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in r["artefact"]["stages"].items())
+        ratio = f"{totals[1] / totals[0]:.1f}"
+        table.add_row(name, *texts, ratio, f"{r['read_weights']:.2f}", decode, stages)
+    wide_console().print(table)
+    print(f"goal of qwen3-0.6b: under {GOAL_SECONDS} s beyond reading its weights")
+    print(f"wrote {save('warm_start', results)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

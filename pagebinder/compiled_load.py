@@ -1,0 +1,220 @@
+"""`pagebinder.load`: an artefact as a `CompiledModel`, without transformers, tracing or inductor where it fits.
+
+    check files -> map weights -> register kernels -> run the kept program's definitions    the same machine, versions
+                                  build kernels    -> compile the saved fused graph again   others, with a warning
+
+Graphs are read when somebody asks for them: serving needs none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.compiled_files import FORMAT, MANIFEST, WEIGHTS, check_files, read_json
+from pagebinder.compiled_machine import differences, kernel_key
+from pagebinder.compiled_model import CompiledModel
+from pagebinder.compiled_values import from_json
+from pagebinder.compiled_weights import checkpoint_of, load_weights
+from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.providers import registered_providers
+from pagebinder.errors import ArtefactError, CompilerNotFoundError
+from pagebinder.frontend.source import ModelSource
+from pagebinder.report import CompileReport
+from pagebinder.runtime.executables import EagerExecutable, Executable, InductorExecutable, ProgramExecutable
+from pagebinder.runtime.executables.program import Program
+from pagebinder.runtime.saved_tokenizer import FILE_NAME, SavedTokenizer
+
+logger = logging.getLogger("pagebinder")
+
+
+def load(
+    path: str | Path, *, checkpoint: str | Path | None = None, verify: bool = False, recompile: bool = False
+) -> CompiledModel:
+    """Load what `CompiledModel.save` wrote.
+
+    An artefact holds machine code: load only one whose writer you trust, or say `recompile=True`, which runs no code
+    of it. Another version of Pagebinder, torch or Python, another CPU or compiler than at saving: a warning, and the
+    executable is compiled again from the saved graph.
+
+    Args:
+        path: the directory. checkpoint: where the checkpoint's weights are now, if they were moved.
+        verify: read and hash all weights; else their files are trusted if size and time of change are as they were.
+        recompile: leave the saved code alone, and compile the saved graph.
+    Raises:
+        ArtefactError: no artefact, a file is damaged or missing, the graphs do not fit this version; says what to do.
+        CompilerNotFoundError, ProviderError: the code has to be made again, and cannot be.
+    """
+    path = Path(path).expanduser().absolute()
+    check_files(path)
+    manifest = read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise ArtefactError(
+            f"{path} has format {manifest.get('format')}, and this version of Pagebinder reads {FORMAT}: compile and "
+            "save again."
+        )
+    stale = ["recompile=True"] if recompile else _differences(path, manifest)
+    try:
+        return _load(path, manifest, stale, checkpoint and Path(checkpoint).expanduser(), verify)
+    except KeyError as error:
+        raise ArtefactError(f"{path}: {error} is missing: compile and save again.") from error
+
+
+def _differences(path: Path, manifest: Mapping) -> list[str]:
+    """What makes the saved code useless here; said in the log, with what is only worth telling."""
+    stale, told = differences(manifest["made_with"])
+    if told:
+        logger.warning("%s: %s; the saved graphs are used as they are", path, "; ".join(told))
+    if stale:
+        logger.warning(
+            "%s was saved elsewhere (%s): compiling its graphs again; save it again to keep the result",
+            path, "; ".join(stale),
+        )  # fmt: skip
+    return stale
+
+
+def _load(
+    path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | None, verify: bool
+) -> CompiledModel:
+    table = read_json(path / WEIGHTS)
+    weights = load_weights(table, path, checkpoint=checkpoint, verify=verify)
+    graphs = SavedGraphs(path, weights)
+    report: CompileReport = _value(path, manifest, "report")
+    report._describe_blocks = functools.partial(_layer_view, graphs)
+    if stale:
+        report.notes.append(f"loaded from {path}, compiled again: {'; '.join(stale)}")
+    parts = {} if stale else _kernels(path, manifest)
+    executables = {}
+    for level, facts in manifest["executables"].items():
+        _prepare(facts["ops"], parts)
+        executables[level] = _executable(path, level, facts, graphs, weights[level], reuse=not stale)
+    return CompiledModel(
+        source=_source(path, manifest, weights["captured"], checkpoint_of(table, path, checkpoint)),
+        config=_value(path, manifest, "config"),
+        graphs=graphs,
+        kv_spec=_value(path, manifest, "plan"),
+        states=_value(path, manifest, "states"),
+        report=report,
+        device=torch.device("cpu"),
+        max_model_len=manifest["max_model_len"],
+        executable=executables["fused"],
+        encoder_executable=executables.get("encoder"),
+        uncounted_id=manifest["uncounted_id"],
+        _refused=manifest["refused"],
+    )
+
+
+class SavedGraphs(Mapping[str, GraphModule]):
+    """The graphs of an artefact by level, each made when it is asked for, all with the same weights.
+
+    The files are read at once: the directory may be replaced while its model is in use.
+    """
+
+    def __init__(self, path: Path, weights: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        self._files = {level: path / "graphs" / f"{level}.json" for level in weights}
+        self._texts = {level: file.read_bytes() for level, file in self._files.items()}
+        self._made: dict[str, GraphModule] = {}
+
+    def __getitem__(self, level: str) -> GraphModule:
+        if level not in self._made:
+            from pagebinder.compiled_graphs import graph_from_json
+
+            data, weights = json.loads(self._texts[level]), self._weights[level]
+            self._made[level] = _named(
+                self._files[level], lambda: graph_from_json(data, weights, class_name=level.capitalize())
+            )
+        return self._made[level]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _named(file: Path, make: Callable[[], Any]) -> Any:
+    """What `make` returns; its ArtefactError names the file and says what to do."""
+    try:
+        return make()
+    except ArtefactError as error:
+        raise ArtefactError(
+            f"{file} does not fit this version of Pagebinder: {error}. Compile and save again."
+        ) from error
+
+
+def _value(path: Path, manifest: Mapping, name: str) -> Any:
+    return _named(path / MANIFEST, lambda: from_json(manifest[name]))
+
+
+def _layer_view(graphs: Mapping[str, GraphModule], report: CompileReport) -> list[dict]:
+    from pagebinder.passes.layer_view import layer_view
+
+    return layer_view(graphs, report)
+
+
+def _kernels(path: Path, manifest: Mapping) -> dict[str, Path]:
+    """Libraries of the artefact that are those which would be built here (or that nothing here can build)."""
+    fitting = {}
+    for part, key in manifest["kernels"].items():
+        if kernel_key(part) in (key, None):
+            fitting[part] = path / "kernels" / f"{part}.so"
+        else:
+            logger.warning("%s: the sources of the %s kernels are others here: building them", path, part)
+    return fitting
+
+
+def _prepare(ops: list[str], kernels: Mapping[str, Path]) -> None:
+    """Make the ops of a graph callable: register kernels that were kept, build the others. Raises ProviderError."""
+    for part, library in kernels.items():
+        cpu_build.load(part, built=library)
+    providers = registered_providers()
+    for op in ops:
+        namespace, _, name = op.partition("::")
+        provider = providers.get(namespace.removeprefix("pagebinder_"))
+        if namespace.startswith("pagebinder_") and provider is not None:
+            provider.prepare(name.partition(".")[0])
+
+
+def _executable(
+    path: Path, level: str, facts: Mapping, graphs: SavedGraphs, weights: Mapping, *, reuse: bool
+) -> Executable:
+    if facts["kind"] == EagerExecutable.name:
+        return EagerExecutable(graphs[level])
+    if reuse and facts["program"]:
+        folder = path / "program" / level
+        try:
+            tensors = [weights[name] for name in facts["weights"]]
+            return ProgramExecutable(Program.read(folder), facts["inputs"], tensors)
+        except (ImportError, OSError) as error:
+            logger.warning("%s cannot be used here (%s): compiling the graph again", folder, error)
+    try:
+        cpu_build.find_compiler()
+    except CompilerNotFoundError as error:
+        raise CompilerNotFoundError(f"{path} has to be compiled again for this machine: {error}.") from error
+    return InductorExecutable(graphs[level])
+
+
+def _source(
+    path: Path, manifest: Mapping, weights: Mapping[str, torch.Tensor], checkpoint: Path | None
+) -> ModelSource:
+    """The facts of the source model, and its parameters in place of it: its own code is not needed any more."""
+    facts = {
+        key: _named(path / MANIFEST, lambda v=value: from_json(v))
+        for key, value in manifest["source"].items()
+    }
+    tokenizer = path / "tokenizer" / FILE_NAME
+    return ModelSource(
+        module=torch.nn.ParameterList(t for t in weights.values() if isinstance(t, torch.nn.Parameter)),
+        path=checkpoint,
+        is_transformers=False,
+        _tokenizer=SavedTokenizer(tokenizer) if tokenizer.exists() else None,
+        **facts,
+    )

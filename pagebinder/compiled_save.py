@@ -1,0 +1,203 @@
+"""`CompiledModel.save`: a compilation as a directory of JSON, safetensors and shared libraries.
+
+    CompiledModel --> facts, plan, states, report   artefact.json
+                      graphs                        graphs/<level>.json
+                      their weights                 by reference to the checkpoint, see compiled_weights.py
+                      executables                   program/<graph>: source and libraries, see executables/program.py
+                      kernels that they call        kernels/<part>.so
+                      tokenizer                     tokenizer/
+
+Before an executable's program is kept it is run once beside the executable: equal bits, or it is left out and made
+anew when the artefact is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagebinder.compile_lock import config_of
+from pagebinder.compiled_files import FORMAT, MANIFEST, WEIGHTS, check_target, write_json, written_whole
+from pagebinder.compiled_graphs import graph_to_json, weight_names
+from pagebinder.compiled_machine import kernel_key, made_with
+from pagebinder.compiled_values import to_json
+from pagebinder.compiled_weights import save_weights
+from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu.provider import NAMESPACE as CPU_NAMESPACE
+from pagebinder.custom_ops.cpu.provider import parts_of
+from pagebinder.errors import ArtefactError
+from pagebinder.graph_tools import attribute
+from pagebinder.runtime.executables import Executable, InductorExecutable, ProgramExecutable
+from pagebinder.runtime.executables.base import input_names
+from pagebinder.runtime.executables.program import Program
+from pagebinder.runtime.saved_tokenizer import FILE_NAME, SavedTokenizer, save_tokenizer
+from pagebinder.runtime.single_sequence import single_sequence_inputs
+
+if TYPE_CHECKING:
+    from pagebinder.compiled_model import CompiledModel
+
+logger = logging.getLogger("pagebinder")
+
+# What a directory says about its tokenizer and its special tokens, kept for people and other tools.
+COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+# Tokens of the sequence on which a program is compared with its executable.
+TRIAL_TOKENS = 5
+TRIAL_ENCODER_TOKENS = 4
+
+
+def save(compiled: CompiledModel, path: str | Path) -> None:
+    """Write an artefact to `path`: a new or empty directory, or an older artefact, which is replaced.
+
+    Raises:
+        ArtefactError: something else is at `path`; the model has no weights, is not on the CPU, or holds something
+            that has no form in an artefact. OSError: the files cannot be written.
+    """
+    path = Path(path).expanduser().absolute()
+    check_target(path)
+    if compiled.executable is None:
+        raise ArtefactError(
+            "This model was compiled for explain() only: it has no weights, and nothing to save."
+        )
+    if compiled.device.type != "cpu":
+        raise ArtefactError(f"Only models on the CPU can be saved, and this one is on {compiled.device}.")
+    with written_whole(path) as folder:
+        ops = {}
+        for level, gm in compiled.graphs.items():
+            data = graph_to_json(gm)
+            ops[level] = list(data["schemas"])
+            write_json(folder / "graphs" / f"{level}.json", data)
+        tensors = {
+            level: {name: attribute(gm, name) for name in weight_names(gm)}
+            for level, gm in compiled.graphs.items()
+        }
+        write_json(folder / WEIGHTS, save_weights(tensors, compiled.source.path, folder, path))
+        manifest = _facts(compiled)
+        manifest["executables"] = {
+            level: _save_executable(executable, compiled, level, folder) | {"ops": ops[level]}
+            for level, executable in compiled.executables().items()
+        }
+        manifest["kernels"] = _save_kernels({op for names in ops.values() for op in names}, folder)
+        _save_tokenizer(compiled, folder / "tokenizer")
+        write_json(folder / MANIFEST, manifest)
+
+
+def _facts(compiled: CompiledModel) -> dict[str, Any]:
+    source = compiled.source
+    facts = {
+        "name": source.name,
+        "vocab_size": source.vocab_size,
+        "max_model_len": source.max_model_len,
+        "num_attention_layers": source.num_attention_layers,
+        "num_recurrent_layers": source.num_recurrent_layers,
+        "encoder": source.encoder,
+        "eos_token_ids": source.eos_token_ids,
+        "bos_token_id": source.bos_token_id,
+        "config": config_of(source),
+    }
+    return {
+        "format": FORMAT,
+        "made_with": made_with(),
+        "source": {key: to_json(value) for key, value in facts.items()},
+        "config": to_json(compiled.config),
+        "plan": to_json(compiled.kv_spec),
+        "states": to_json(compiled.states),
+        "report": to_json(compiled.report),
+        "max_model_len": compiled.max_model_len,
+        "uncounted_id": compiled.uncounted_id,
+        "refused": compiled._refused,
+    }
+
+
+def _save_executable(executable: Executable, compiled: CompiledModel, level: str, folder: Path) -> dict:
+    """How a graph is run: the kind of executable, its inputs and weights in order, whether its program is kept."""
+    gm = compiled.graphs[level]
+    program = executable.program if isinstance(executable, ProgramExecutable) else None
+    if isinstance(executable, InductorExecutable):
+        program, why = _program_of(executable, compiled, level)
+        if program is None:
+            logger.warning(
+                "the code of the %s graph is not kept, and is compiled at each load: %s", level, why
+            )
+    if program is not None:
+        program.save(folder / "program" / level)
+    return {
+        "kind": executable.name,
+        "inputs": input_names(gm),
+        "weights": weight_names(gm),
+        "program": program is not None,
+    }
+
+
+def _program_of(
+    executable: InductorExecutable, compiled: CompiledModel, level: str
+) -> tuple[Program | None, str]:
+    """The program to keep, or None and the reason."""
+    gm = compiled.graphs[level]
+    try:
+        program = executable.program
+        if program is None:
+            return None, "inductor made more than one program, or one with constants"
+        kept = ProgramExecutable(program, input_names(gm), [attribute(gm, name) for name in weight_names(gm)])
+    except (ImportError, OSError) as error:
+        return None, f"what inductor wrote cannot be read any more: {error}"
+    if not _agree(executable, kept, lambda: _trial_inputs(compiled, level)):
+        return None, "on its own it computes something else"
+    return program, ""
+
+
+def _agree(one: Executable, other: Executable, inputs) -> bool:
+    results = [executable.run(inputs()) for executable in (one, other)]
+    return torch.equal(*(r.reshape(-1).contiguous().view(torch.uint8) for r in results))
+
+
+def _trial_inputs(compiled: CompiledModel, level: str) -> dict[str, torch.Tensor]:
+    """Inputs for one short sequence, the same at each call."""
+    if level == "encoder":
+        ids = _ids(compiled.source.encoder.vocab_size, TRIAL_ENCODER_TOKENS)
+        return {"input_ids": ids, "positions": torch.arange(len(ids))}
+    ids = _ids(compiled.source.vocab_size, min(TRIAL_TOKENS, compiled.max_model_len))
+    states = None
+    if compiled.source.encoder is not None:
+        states = compiled.encode(_ids(compiled.source.encoder.vocab_size, TRIAL_ENCODER_TOKENS))
+    return single_sequence_inputs(compiled.kv_spec, compiled.states, ids, encoder_states=states)
+
+
+def _ids(vocab_size: int, num_tokens: int) -> torch.Tensor:
+    return torch.arange(1, num_tokens + 1) % vocab_size
+
+
+def _save_kernels(ops: set[str], folder: Path) -> dict[str, str | None]:
+    """Copy the libraries of our kernels that these ops need; returns part -> key of its build."""
+    names = {op.partition("::")[2].partition(".")[0] for op in ops if op.startswith(f"{CPU_NAMESPACE}::")}
+    parts = sorted({part for name in names for part in parts_of(name)})
+    kernels = folder / "kernels"
+    if parts:
+        kernels.mkdir()
+    keys = {}
+    for part in parts:
+        library = cpu_build.load(part)
+        keys[part] = kernel_key(part)
+        shutil.copy(library, kernels / f"{part}.so")
+    return keys
+
+
+def _save_tokenizer(compiled: CompiledModel, folder: Path) -> None:
+    tokenizer = compiled.source.tokenizer()
+    if tokenizer is None:
+        return
+    folder.mkdir()
+    save_tokenizer(tokenizer, folder / FILE_NAME)
+    home = tokenizer.path.parent if isinstance(tokenizer, SavedTokenizer) else compiled.source.path
+    for name in COMPANIONS:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copy(home / name, folder / name)

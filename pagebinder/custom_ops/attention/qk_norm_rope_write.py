@@ -1,0 +1,75 @@
+"""What lies between the projections and the attention, in one op: norm of heads, RoPE, the write to the KV cache.
+
+    q [T, H, D] -- rms_norm -- rope ------------------> q for the attention
+    k [T, G, D] -- rms_norm -- rope --+
+                                      +-- [k | v] ----> kv_cache [N, G, B, D + Dv], at slot_mapping [T]
+    v [T, G, Dv] ---------------------+
+
+The norms are optional (Qwen3 has them, Llama has not). It rounds where the separate ops round: after the norm as its
+tail says, and after the rotation's products and their sum in the type that q and cos promote to.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pagebinder.custom_ops.attention.paged import kv_cache_write_reference
+from pagebinder.custom_ops.library import define_op
+from pagebinder.custom_ops.norm.rms_norm import rms_norm_reference
+from pagebinder.custom_ops.rope.rope import rope_reference
+
+STYLES = ("half", "chunked")  # of rope: channel i turns with channel i + D / 2
+
+
+def qk_norm_rope_write_reference(
+    q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, *, eps=0.0, tail="", style
+):
+    """Norm and turn the heads of q and k, and write k and v.
+
+    Args:
+        q: [T, H, D]. k: [T, G, D]. v: [T, G, Dv], in the cache's dtype.
+        cos, sin: [T, D] (style "half") or [T, D / 2] ("chunked"), in q's dtype or float32.
+        q_weight, k_weight: [D] of the norms, or None (tail "none").
+        kv_cache: [N, G, B, D + Dv], written in place. slot_mapping: [T] int32; negative: not written.
+        tail: as in `rms_norm`, or "" for no norms; eps is theirs.
+    Returns:
+        The queries [T, H, D], contiguous, in q's dtype.
+    Raises:
+        ValueError: shapes, dtypes or a style that do not fit, or a slot outside the cache.
+    """
+    _check(q, k, cos, sin, style)
+    if tail:
+        q = rms_norm_reference(q, q_weight, eps=eps, tail=tail).to(q.dtype)
+        k = rms_norm_reference(k, k_weight, eps=eps, tail=tail).to(k.dtype)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    q, k = (rope_reference(x, cos, sin, style=style).to(x.dtype) for x in (q, k))
+    kv_cache_write_reference(k, v, kv_cache, slot_mapping)
+    return q.contiguous()
+
+
+def _check(q, k, cos, sin, style):
+    if style not in STYLES:
+        raise ValueError(f"style must be one of {', '.join(STYLES)}, not {style!r}")
+    if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[2] % 2:
+        raise ValueError(f"q and k must be [T, heads, D], D even, not {tuple(q.shape)}, {tuple(k.shape)}")
+    columns = q.shape[2] if style == "half" else q.shape[2] // 2
+    if any(
+        tuple(t.shape) != (q.shape[0], columns) or t.dtype not in (q.dtype, torch.float32) for t in (cos, sin)
+    ):
+        raise ValueError(
+            f"cos and sin must be [{q.shape[0]}, {columns}] in {q.dtype} or float32, not {cos.dtype} "
+            f"{tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
+        )
+
+
+def _qk_norm_rope_write_fake(q, *operands, **options):
+    return q.new_empty(q.shape)
+
+
+QK_NORM_ROPE_WRITE = define_op(
+    "qk_norm_rope_write",
+    "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
+    'Tensor(a!) kv_cache, Tensor slot_mapping, *, float eps=0.0, str tail="", str style) -> Tensor',
+    reference=qk_norm_rope_write_reference,
+    fake=_qk_norm_rope_write_fake,
+)

@@ -1,0 +1,140 @@
+// Linear layers of few rows on vectors, see linear.h: machines without matrix tiles, and float32.
+//
+//     COLUMNS rows of W, read once   x   ROWS rows of x, in the nearest cache   ->   COLUMNS x ROWS sums in registers
+//
+// Vectors run along K. An element of y is summed in the same order whatever the number of rows and threads.
+#include <algorithm>
+
+#include "attention_scores.h"
+#include "linear.h"
+
+namespace pagebinder {
+namespace {
+
+constexpr int PANEL = 16;                   // columns of one job
+constexpr int COLUMNS = W < 16 ? 2 : 4;     // whose sums are in registers at a time
+constexpr int MOST_ROWS = 4;                // the same for rows
+
+template <class T> struct ElementsOf { using type = FloatElements<T>; };
+#if PAGEBINDER_BF16_DOT
+template <> struct ElementsOf<bf16> { using type = PairElements; };
+#endif
+
+template <class T>
+struct Run {
+  using Elements = typename ElementsOf<T>::type;
+  using Query = typename Elements::Query;
+
+  const LinearArgs& args;
+  const Query* x;  // [rows, inner]
+  LinearPanels panels;
+  std::atomic<int> next_panel{0};
+};
+
+// Sums the lanes of COUNT vectors: lane i < COUNT of the result is the sum of x[i]. Destroys x.
+template <int COUNT, int H = 1>
+PB_INLINE VF sum_lanes_of(VF* x) {
+  if constexpr (H >= W) return x[0];
+  else if constexpr (H < COUNT) {
+    for (int i = 0; i < COUNT / H / 2; ++i)
+      x[i] = fold_pair<H>(x[2 * i], x[2 * i + 1], std::make_integer_sequence<int, W>{});
+    return sum_lanes_of<COUNT, 2 * H>(x);
+  } else {
+    x[0] = x[0] + rotate<H>(x[0]);
+    return sum_lanes_of<COUNT, 2 * H>(x);
+  }
+}
+
+// sums[row * PANEL + column] of COLUMNS columns.
+template <class T, int ROWS>
+void add_columns(const Run<T>& run, const T* weight, int64_t stride, int64_t first_row, float* sums) {
+  using E = typename Run<T>::Elements;
+  const int64_t inner = run.args.inner;
+  const typename E::Query* x = run.x + first_row * inner;
+  VF sum[ROWS][COLUMNS] = {};
+  for (int64_t k = 0; k < inner; k += E::STEP) {
+    typename E::Vec w[COLUMNS];
+    PB_UNROLL
+    for (int c = 0; c < COLUMNS; ++c) w[c] = E::load_key(weight + c * stride + k);
+    PB_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      const typename E::Vec row = E::load_query(x + r * inner + k);
+      PB_UNROLL
+      for (int c = 0; c < COLUMNS; ++c) sum[r][c] = E::madd(sum[r][c], w[c], row);
+    }
+  }
+  PB_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    const VF total = sum_lanes_of<COLUMNS>(sum[r]);
+    for (int c = 0; c < COLUMNS; ++c) sums[(first_row + r) * PANEL + c] = total[c];
+  }
+}
+
+// sums[row * PANEL + column] of a panel of one layer, rounded to T.
+template <class T>
+void add_panel(const Run<T>& run, const LinearLayer& layer, int64_t column, float* sums) {
+  const T* weight = static_cast<const T*>(layer.weight);
+  for (int c = 0; c < PANEL; c += COLUMNS)
+    for (int64_t row = 0; row < run.args.rows; row += MOST_ROWS) {
+      const T* from = weight + (column + c) * layer.weight_stride;
+      switch (std::min<int64_t>(MOST_ROWS, run.args.rows - row)) {
+        case 1: add_columns<T, 1>(run, from, layer.weight_stride, row, sums + c); break;
+        case 2: add_columns<T, 2>(run, from, layer.weight_stride, row, sums + c); break;
+        case 3: add_columns<T, 3>(run, from, layer.weight_stride, row, sums + c); break;
+        default: add_columns<T, 4>(run, from, layer.weight_stride, row, sums + c);
+      }
+    }
+  for (int64_t r = 0; r < run.args.rows; ++r)
+    for (int c = 0; c < PANEL; c += W) {
+      const VF bias = layer.bias == nullptr ? VF{} : load_float(static_cast<const T*>(layer.bias) + column + c);
+      T rounded[W];
+      store_float(rounded, load<VF>(sums + r * PANEL + c) + bias);
+      store(sums + r * PANEL + c, load_float(rounded));
+    }
+}
+
+template <class T>
+void panel_worker(void* context, int) {
+  Run<T>& run = *static_cast<Run<T>*>(context);
+  const LinearArgs& a = run.args;
+  alignas(64) float sums[2][LINEAR_MOST_VECTOR_ROWS * PANEL];
+  for (int panel; (panel = run.next_panel.fetch_add(1, std::memory_order_relaxed)) < run.panels.count();) {
+    const auto [result, column] = run.panels[panel];
+    const LinearLayer& layer = a.layers[result];
+    const bool gated = a.gate != Activation::NONE;
+    add_panel(run, layer, column, sums[0]);
+    if (gated) add_panel(run, a.layers[1], column, sums[1]);
+    for (int64_t r = 0; r < a.rows; ++r)
+      for (int c = 0; c < PANEL; c += W) {
+        T* out = static_cast<T*>(layer.out) + r * layer.columns + column + c;
+        const VF value = load<VF>(sums[0] + r * PANEL + c);
+        if (gated) store_gated(a.gate, value, load<VF>(sums[1] + r * PANEL + c), out);
+        else store_float(out, value);
+      }
+  }
+}
+
+}  // namespace
+
+template <class T>
+void linear_with_vectors(const LinearArgs& args) {
+  static thread_local Buffer packed;
+  using Query = typename Run<T>::Query;
+  Query* x = packed.at_least<Query>(static_cast<size_t>(args.rows * args.inner));
+  int64_t columns = 0;
+  for (int i = 0; i < args.num_layers; ++i) columns += args.layers[i].columns;
+  for (int64_t r = 0; r < args.rows; ++r) {
+    const T* from = static_cast<const T*>(args.x) + r * args.x_stride;
+    if constexpr (sizeof(T) == sizeof(Query)) std::memcpy(x + r * args.inner, from, args.inner * sizeof(T));
+    else
+      for (int64_t k = 0; k < args.inner; k += W) store(x + r * args.inner + k, load_float(from + k));
+  }
+  Run<T> run{args, x, LinearPanels(args, PANEL)};
+  if (args.num_threads <= 1 || args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS) panel_worker<T>(&run, 0);
+  else args.run(args.num_threads, panel_worker<T>, &run);
+}
+
+template void linear_with_vectors<bf16>(const LinearArgs&);
+template void linear_with_vectors<float>(const LinearArgs&);
+
+}  // namespace pagebinder

@@ -1,0 +1,156 @@
+// Registers moe_experts and expert_linear under `pagebinder_cpu`.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "moe.h"
+
+namespace {
+
+using pagebinder::Activation;
+using pagebinder::Element;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Bias = std::optional<Tensor>;
+
+void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
+  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
+  });
+}
+
+Element element_of(const Tensor& t) {
+  const ScalarType type = t.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+                  "experts must be float32, bfloat16 or float16");
+  return type == ScalarType::Float ? Element::F32 : type == ScalarType::BFloat16 ? Element::BF16 : Element::F16;
+}
+
+// The same values with the last dimension dense: a copy if it is not.
+Tensor dense(const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  return t.size(last) <= 1 || t.stride(last) == 1 ? t : torch::stable::contiguous(t);
+}
+
+// Are the experts' matrices views that were transposed? Then they are read as what they are views of.
+bool is_view_of_transposed(const Tensor& weight) {
+  return weight.stride(1) == 1 && weight.size(2) > 1 && weight.stride(2) != 1;
+}
+
+pagebinder::Projection projection(const Tensor& weight, const Bias& bias, bool transposed) {
+  pagebinder::Projection p{};
+  p.weight = weight.const_data_ptr();
+  p.expert_stride = weight.stride(0), p.line_stride = weight.stride(1);
+  p.columns = weight.size(transposed ? 2 : 1), p.inner = weight.size(transposed ? 1 : 2);
+  if (bias) {
+    STD_TORCH_CHECK(bias->dim() == 2 && bias->size(0) == weight.size(0) && bias->size(1) == p.columns &&
+                        bias->scalar_type() == weight.scalar_type(),
+                    "a bias of experts must be [", weight.size(0), ", ", p.columns, "] of their dtype");
+    p.bias = bias->const_data_ptr(), p.bias_stride = bias->stride(0);
+  }
+  return p;
+}
+
+pagebinder::Choice choice(const Tensor& ids, int64_t experts) {
+  return {ids.size(0), ids.size(1), experts, static_cast<const int64_t*>(ids.const_data_ptr())};
+}
+
+Tensor dense_ids(const Tensor& ids) {
+  STD_TORCH_CHECK(ids.dim() == 2 && ids.scalar_type() == ScalarType::Long, "expert ids must be [T, K] int64");
+  return torch::stable::contiguous(ids);
+}
+
+Bias dense(const Bias& bias) { return bias ? Bias(dense(*bias)) : bias; }
+
+pagebinder::Gate gate(const std::string& activation, bool gated, bool interleaved, std::optional<double> limit,
+                      std::optional<double> alpha, double up_offset) {
+  static constexpr std::array<std::pair<const char*, Activation>, 7> names{{{"silu", Activation::SILU},
+                                                                           {"gelu", Activation::GELU},
+                                                                           {"gelu_tanh", Activation::GELU_TANH},
+                                                                           {"relu", Activation::RELU},
+                                                                           {"relu2", Activation::RELU2},
+                                                                           {"sigmoid", Activation::SIGMOID},
+                                                                           {"swish", Activation::SILU}}};
+  STD_TORCH_CHECK((activation == "swish") == alpha.has_value(), "alpha belongs to the activation \"swish\"");
+  for (const auto& [name, kind] : names)
+    if (activation == name)
+      return {kind,
+              gated,
+              interleaved,
+              limit.has_value(),
+              static_cast<float>(limit.value_or(0)),
+              static_cast<float>(up_offset),
+              static_cast<float>(alpha.value_or(1))};
+  STD_TORCH_CHECK(false, "unknown activation ", activation);
+}
+
+// `in_float32` needs nothing: gates are always computed in float32.
+Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weights_in, const Tensor& up_in,
+                   const Tensor& down_in, Bias up_bias, Bias down_bias, bool transposed, std::string activation,
+                   bool gated, bool interleaved, std::optional<double> limit, std::optional<double> alpha,
+                   double up_offset, bool) {
+  STD_TORCH_CHECK(x_in.dim() == 2 && ids_in.dim() == 2 && weights_in.dim() == 2 && ids_in.size(0) == x_in.size(0) &&
+                      weights_in.size(0) == x_in.size(0) && weights_in.size(1) == ids_in.size(1),
+                  "moe_experts takes x [T, C], expert ids and weights [T, K]");
+  STD_TORCH_CHECK(up_in.dim() == 3 && down_in.dim() == 3 && up_in.size(0) == down_in.size(0),
+                  "moe_experts takes the weights of all experts, [E, ., .]");
+  STD_TORCH_CHECK(x_in.scalar_type() == up_in.scalar_type() && x_in.scalar_type() == down_in.scalar_type(),
+                  "x and the experts differ in dtype: cast x first");
+  const bool turned = is_view_of_transposed(up_in) && is_view_of_transposed(down_in);
+  const auto stored = [&](const Tensor& t) { return dense(turned ? torch::stable::transpose(t, 1, 2) : t); };
+  const Tensor up = stored(up_in), down = stored(down_in), x = dense(x_in), ids = dense_ids(ids_in);
+  const Tensor weights = torch::stable::contiguous(torch::stable::to(weights_in, ScalarType::Float));
+  up_bias = dense(up_bias), down_bias = dense(down_bias);
+  pagebinder::MoeArgs a{};
+  a.choice = choice(ids, up.size(0));
+  a.type = element_of(x), a.transposed = transposed != turned;
+  a.x = x.const_data_ptr(), a.x_stride = x.stride(0);
+  a.weights = static_cast<const float*>(weights.const_data_ptr());
+  a.up = projection(up, up_bias, a.transposed), a.down = projection(down, down_bias, a.transposed);
+  a.gate = gate(activation, gated, interleaved, limit, alpha, up_offset);
+  STD_TORCH_CHECK(a.up.inner == x.size(1) && a.down.columns == x.size(1), "x and the experts differ in C");
+  STD_TORCH_CHECK(a.up.columns == (gated ? 2 : 1) * a.down.inner, "up and down differ in the inner width");
+  Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  if (out.numel() == 0) return out;
+  a.out = out.mutable_data_ptr();
+  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  pagebinder::moe_experts(a);
+  return out;
+}
+
+Tensor expert_linear(const Tensor& x_in, const Tensor& ids_in, const Tensor& weight_in, Bias bias, bool transposed) {
+  STD_TORCH_CHECK((x_in.dim() == 2 || x_in.dim() == 3) && ids_in.dim() == 2 && x_in.size(0) == ids_in.size(0) &&
+                      (x_in.dim() == 2 || x_in.size(1) == ids_in.size(1)),
+                  "expert_linear takes x [T, C] or [T, K, C] and ids [T, K]");
+  STD_TORCH_CHECK(weight_in.dim() == 3, "expert_linear takes the weights of all experts, [E, ., .]");
+  STD_TORCH_CHECK(x_in.scalar_type() == weight_in.scalar_type(), "x and the experts differ in dtype: cast x first");
+  const bool turned = is_view_of_transposed(weight_in);
+  const Tensor weight = dense(turned ? torch::stable::transpose(weight_in, 1, 2) : weight_in);
+  const bool row_per_slot = x_in.dim() == 3;
+  const Tensor x = row_per_slot ? torch::stable::contiguous(x_in) : dense(x_in), ids = dense_ids(ids_in);
+  bias = dense(bias);
+  pagebinder::ExpertLinearArgs a{};
+  a.choice = choice(ids, weight.size(0));
+  a.type = element_of(x), a.transposed = transposed != turned;
+  a.x = x.const_data_ptr(), a.x_stride = x.stride(x.dim() - 2), a.row_per_slot = row_per_slot;
+  a.projection = projection(weight, bias, a.transposed);
+  STD_TORCH_CHECK(a.projection.inner == x.size(x.dim() - 1), "x and the experts differ in C");
+  Tensor out = torch::stable::new_empty(x, {ids.size(0), ids.size(1), a.projection.columns});
+  if (out.numel() == 0) return out;
+  a.out = out.mutable_data_ptr();
+  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  pagebinder::expert_linear(a);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
+  m.impl("moe_experts", TORCH_BOX(&moe_experts));
+  m.impl("expert_linear", TORCH_BOX(&expert_linear));
+}

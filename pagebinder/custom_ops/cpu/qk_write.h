@@ -1,0 +1,35 @@
+// Norm of query and key heads, RoPE and the write to the KV cache: attention/qk_norm_rope_write.py.
+#pragma once
+
+#include "attention.h"
+#include "simd.h"
+
+namespace pagebinder {
+
+enum class NormTail { ABSENT, CAST_SCALE, SCALE_CAST, OFFSET, PLAIN };  // PLAIN: a norm without a weight
+
+// Heads in, heads out; strides in elements, a head's channels lie next to each other.
+template <class T>
+struct QkWriteArgs {
+  int64_t num_tokens, num_heads, num_kv_heads, head_dim, head_dim_v;
+  const T *q, *k, *v;
+  int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+  const void *cos, *sin;          // [T, head_dim], or [T, head_dim / 2] if `columns_per_pair`
+  bool wide_angles;               // they are float32, else T
+  bool column_per_pair;
+  int64_t cos_stride, sin_stride;
+  NormTail tail;
+  float eps;
+  const T *q_weight, *k_weight;   // [head_dim] or null
+  T* out;                         // [T, H, D] contiguous
+  T* cache;                       // [N, G, B, D + Dv]
+  int64_t num_blocks, block_size, cache_block_stride, cache_head_stride, cache_slot_stride;
+  const int32_t* slot_mapping;    // [T]
+  int num_threads;
+  ParallelRun run;
+};
+
+// Null, or what is wrong with the slots.
+template <class T> const char* qk_norm_rope_write(const QkWriteArgs<T>& args);
+
+}  // namespace pagebinder

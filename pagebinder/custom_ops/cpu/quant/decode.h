@@ -1,0 +1,121 @@
+// Tiles of codes -> bf16 pairs for matrix tiles, or floats. Layout: quantized_linear.h.
+//
+//     FP8   e4m3 without subnormals (they are never stored), so a number is its bits moved into place
+//     INT8  two's complement
+//     INT4  value + 8
+#pragma once
+
+#include "amx.h"
+#include "quantized_linear.h"
+
+namespace pagebinder {
+
+constexpr int TILE_COLUMNS = 16;
+
+// ---- floats ----------------------------------------------------------------------------------------------------
+
+template <Code CODE>
+PB_INLINE VF decode_lanes(VU codes) {
+  if constexpr (CODE == Code::FP8) {
+    const VU magnitude = codes & 0x7fu;
+    const VU bits = (magnitude << 20) + (120u << 23);
+    return bit_cast<VF>((magnitude != 0 ? bits : VU{}) | ((codes & 0x80u) << 24));
+  } else if constexpr (CODE == Code::INT8) {
+    return __builtin_convertvector(bit_cast<VI>(codes << 24) >> 24, VF);
+  } else {
+    return __builtin_convertvector(bit_cast<VI>(codes & 15u) - 8, VF);
+  }
+}
+
+// A tile -> floats [32 k][16 columns].
+template <Code CODE>
+PB_INLINE void decode_tile_to_floats(const uint8_t* from, float* to) {
+  constexpr int BITS = CODE == Code::INT4 ? 4 : 8, IN_LANE = 32 / BITS;
+  for (int line = 0; line < 32 / IN_LANE; ++line)
+    for (int column = 0; column < TILE_COLUMNS; column += W) {
+      const VU lanes = load<VU>(from + line * 64 + column * 4);
+      PB_UNROLL
+      for (int i = 0; i < IN_LANE; ++i) {
+        const int k = CODE == Code::INT4 ? (i % 4) * 2 + i / 4 : (i & 1) * 2 + i / 2;
+        const VU codes = (lanes >> (i * BITS)) & ((1u << BITS) - 1);
+        store(to + (line * IN_LANE + k) * TILE_COLUMNS + column, decode_lanes<CODE>(codes));
+      }
+    }
+}
+
+// Scales of the columns of a panel, for the k that begin at `step`, as 32 floats.
+inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step, float* to) {
+  const int64_t at = panel / a.scale_panels * a.scale_panel_stride +
+                     step * QUANT_STEP / a.scale_group * a.scale_group_stride;
+  if (a.scale_is_vector) {
+    for (int i = 0; i < QUANT_PANEL; i += W)
+      store(to + i, a.scale_is_bf16 ? load_float(static_cast<const bf16*>(a.scale) + at + i)
+                                    : load_float(static_cast<const float*>(a.scale) + at + i));
+    return;
+  }
+  for (int i = 0; i < QUANT_PANEL; i += W) store(to + i, splat(static_cast<const float*>(a.scale)[at]));
+}
+
+// ---- bf16 pairs ------------------------------------------------------------------------------------------------
+
+#if PAGEBINDER_AMX
+// Pairs are the codes' values times this.
+template <Code CODE>
+constexpr float PAIR_FACTOR = CODE == Code::INT8 ? 0x1p24f : 1.0f;
+
+// e4m3 codes in the upper byte of each word -> bf16: the exponent's bias changes by 120, and zero stays zero.
+PB_INLINE __m512i fp8_pairs(__m512i upper) {
+  const __m512i placed = _mm512_and_si512(_mm512_srai_epi16(upper, 4), _mm512_set1_epi16(int16_t(0x87f0)));
+  const __mmask32 nonzero = _mm512_test_epi16_mask(placed, _mm512_set1_epi16(0x7ff0));
+  return _mm512_mask_add_epi16(placed, nonzero, placed, _mm512_set1_epi16(120 << 7));
+}
+
+// int8 in the upper byte of each lane -> float times 2^24; below its upper half there are zeros.
+PB_INLINE __m512i int8_float(__m512i upper) { return bit_cast<__m512i>(_mm512_cvtepi32_ps(upper)); }
+PB_INLINE __m512i int8_pairs(__m512i even, __m512i odd) {
+  return _mm512_or_si512(_mm512_srli_epi32(int8_float(even), 16), int8_float(odd));
+}
+
+// A tile -> 16 lines of pairs. AHEAD: how many bytes further codes are asked for, be it behind the weight's end.
+template <Code CODE, int AHEAD>
+PB_INLINE void decode_tile_to_pairs(const uint8_t* from, char* to) {
+  if constexpr (CODE == Code::FP8) {
+    PB_UNROLL
+    for (int line = 0; line < 8; ++line) {
+      __builtin_prefetch(from + AHEAD + line * 64, 0, 2);
+      const __m512i codes = load<__m512i>(from + line * 64);
+      store(to + line * 128, fp8_pairs(_mm512_slli_epi16(codes, 8)));
+      store(to + line * 128 + 64, fp8_pairs(codes));
+    }
+  } else if constexpr (CODE == Code::INT8) {
+    // Byte 1, or 2, of each lane to its top, zeros below.
+    const __m512i lanes = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04000000, 0x08000000, 0x0c000000));
+    const __m512i byte_1 = _mm512_add_epi32(lanes, _mm512_set1_epi32(0x01808080));
+    const __m512i byte_2 = _mm512_add_epi32(lanes, _mm512_set1_epi32(0x02808080));
+    const __m512i top = _mm512_set1_epi32(int32_t(0xff000000));
+    PB_UNROLL
+    for (int line = 0; line < 8; ++line) {
+      __builtin_prefetch(from + AHEAD + line * 64, 0, 2);
+      const __m512i codes = load<__m512i>(from + line * 64);
+      store(to + line * 128, int8_pairs(_mm512_slli_epi32(codes, 24), _mm512_shuffle_epi8(codes, byte_2)));
+      store(to + line * 128 + 64, int8_pairs(_mm512_shuffle_epi8(codes, byte_1), _mm512_and_si512(codes, top)));
+    }
+  } else {
+    // A permutation looks at the lower 5 bits of a word: of two equal halves of a table, bit 4 does not matter.
+    const VH value = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i table = _mm512_broadcast_i64x4(bit_cast<__m256i>(value));
+    PB_UNROLL
+    for (int line = 0; line < 4; ++line) {
+      __builtin_prefetch(from + AHEAD + line * 64, 0, 2);
+      const __m512i codes = load<__m512i>(from + line * 64);
+      store(to + line * 256, _mm512_permutexvar_epi16(codes, table));
+      store(to + line * 256 + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table));
+      store(to + line * 256 + 128, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table));
+      store(to + line * 256 + 192, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table));
+    }
+  }
+}
+#endif
+
+}  // namespace pagebinder

@@ -1,0 +1,48 @@
+// y = x W^T (+ bias) with W in 8 or 4 bits. A weight is read once, whatever the number of rows, and its codes become
+// bf16 or float in a few instructions; codes of every format are exact in bf16, scales multiply float32 sums.
+//
+//     packed  [columns / 32] panels  x  [K / 32] steps  x  [2] tiles of 32 k x 16 columns
+//
+//     8 bits  tile = 8 lines of 64 bytes; lane n (4 bytes) of line L: k = 4L + 0, 2, 1, 3 of column n
+//     4 bits  tile = 4 lines of 64 bytes; lane n (8 nibbles) of line L: k = 8L + 0, 2, 4, 6, 1, 3, 5, 7
+//
+// So a byte (a nibble) of each 16-bit word of a line is, in place, a line of pairs as matrix tiles and BF16 dot
+// products want them. custom_ops/linear/quantized.py packs.
+#pragma once
+
+#include "attention.h"
+
+namespace pagebinder {
+
+constexpr int QUANT_PANEL = 32;  // columns of a panel
+constexpr int QUANT_STEP = 32;   // k of a step
+
+enum class Code { FP8, INT8, INT4 };
+
+struct QuantizedLinearArgs {
+  Code code;
+  int64_t rows, columns, inner;
+  const void* x;             // [rows, inner] bf16, or float32 without tiles
+  int64_t x_stride;
+  const uint8_t* weight;     // packed
+  const void* scale;         // see scales_of
+  bool scale_is_bf16;
+  int64_t scale_group;       // k that share a scale: a multiple of QUANT_STEP
+  int64_t scale_panel_stride, scale_group_stride;  // in elements; panel_stride is that of `scale_panels` panels
+  int64_t scale_panels;      // panels that share their scales
+  bool scale_is_vector;      // one scale for each column of a panel, or one for all
+  const void* bias;          // [columns] of x's type, or null
+  void* out;                 // [rows, columns] of x's type, contiguous
+  int num_threads;
+  ParallelRun run;
+
+  int64_t tile_bytes() const { return code == Code::INT4 ? 256 : 512; }
+  int64_t panel_bytes() const { return inner / QUANT_STEP * 2 * tile_bytes(); }
+};
+
+// bf16 on matrix tiles; false where there are none, and nothing was done.
+bool quantized_linear_with_tiles(const QuantizedLinearArgs& args);
+// float32 with vectors of any width; true.
+bool quantized_linear_with_vectors(const QuantizedLinearArgs& args);
+
+}  // namespace pagebinder

@@ -1,0 +1,183 @@
+// The quantised linear layer in bf16 on matrix tiles; layout and formats: quantized_linear.h.
+//
+//                 B 0     B 1         one job = a panel of 32 columns; A: rows of x as they lie in memory,
+//         A 0     C 0     C 1         B: tiles of codes, made into pairs of bf16, 16 steps at a time,
+//         A 1     C 2     C 3         C: sums over the steps that share a scale, then scaled and added in float32
+//
+// The first rows meet a step while the next one is decoded. Of a number of rows that is no multiple of 16, the last
+// 16 are a tile of their own. An element of y is summed in the same order whatever the number of rows and threads.
+#include <algorithm>
+
+#include "decode.h"
+#include "quantized_linear.h"
+
+namespace pagebinder {
+#if PAGEBINDER_AMX
+namespace {
+
+constexpr int BLOCK_STEPS = 16;
+constexpr int TILE_FLOATS = TILE_LINES * TILE_LINES;
+constexpr int TILE_BYTES = TILE_LINES * 64;
+constexpr int AHEAD_BYTES = 8192;                // how far codes are asked for before they are decoded
+constexpr int64_t SERIAL_FLOPS = 1 << 19;
+
+struct Run {
+  const QuantizedLinearArgs& args;
+  int steps, span, row_tiles, num_panels, num_workers;
+  std::atomic<int> next_panel{0};
+
+  int tile_rows() const { return static_cast<int>(std::min<int64_t>(args.rows, TILE_LINES)); }
+  int64_t first_row(int tile) const { return std::min<int64_t>(tile * TILE_LINES, args.rows - tile_rows()); }
+};
+
+// One panel: its decoded block, and sums [row tile][2 halves][16][16].
+struct Panel {
+  const Run& run;
+  int64_t index;
+  char* tiles;
+  float* sums;
+};
+
+// sums += scale * c, for both halves of a row tile; c [2][16][16].
+PB_INLINE void add_scaled(const Panel& p, int tile, const float* c, const float* scales, bool first) {
+  float* sums = p.sums + tile * 2 * TILE_FLOATS;
+  const VF scale[2] = {load<VF>(scales), load<VF>(scales + W)};
+  const int rows = p.run.tile_rows();
+  for (int r = 0; r < rows; ++r)
+    for (int half = 0; half < 2; ++half) {
+      const int at = half * TILE_FLOATS + r * W;
+      const VF before = first ? VF{} : load<VF>(sums + at);
+      store(sums + at, before + scale[half] * load<VF>(c + at));
+    }
+}
+
+// Step `step`, which is number `at` of the decoded block, of one or two row tiles.
+template <int ROW_TILES>
+PB_INLINE void multiply_step(const Panel& p, int tile, int step, int at, float factor) {
+  const Run& run = p.run;
+  const QuantizedLinearArgs& a = run.args;
+  const int of_span = step % run.span;
+  if (of_span == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (ROW_TILES == 2) _tile_zero(2);
+    if (ROW_TILES == 2) _tile_zero(3);
+  }
+  const bf16* x = static_cast<const bf16*>(a.x) + step * QUANT_STEP;
+  const char* b = p.tiles + at * 2 * TILE_BYTES;
+  _tile_loadd(6, b, 64);
+  _tile_loadd(7, b + TILE_BYTES, 64);
+  _tile_loadd(4, x + run.first_row(tile) * a.x_stride, a.x_stride * 2);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (ROW_TILES == 2) {
+    _tile_loadd(5, x + run.first_row(tile + 1) * a.x_stride, a.x_stride * 2);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  if (of_span + 1 < run.span && step + 1 < run.steps) return;
+  alignas(64) float c[ROW_TILES][2 * TILE_FLOATS];
+  alignas(64) float scales[QUANT_PANEL];
+  scales_of(a, p.index, step, scales);
+  for (int i = 0; i < QUANT_PANEL; i += W) store(scales + i, load<VF>(scales + i) * factor);
+  tiles_meet_memory();
+  _tile_stored(0, c[0], 64);
+  _tile_stored(1, c[0] + TILE_FLOATS, 64);
+  if (ROW_TILES == 2) _tile_stored(2, c[ROW_TILES - 1], 64);
+  if (ROW_TILES == 2) _tile_stored(3, c[ROW_TILES - 1] + TILE_FLOATS, 64);
+  tiles_meet_memory();
+  for (int i = 0; i < ROW_TILES; ++i) add_scaled(p, tile + i, c[i], scales, step < run.span);
+}
+
+// Decodes steps [step, step + count) of a panel while its first rows meet them.
+template <Code CODE, int ROW_TILES>
+void decode_and_multiply(const Panel& p, const uint8_t* codes, int step, int count) {
+  constexpr int CODE_BYTES = CODE == Code::INT4 ? 256 : 512;
+  constexpr float FACTOR = 1.0f / PAIR_FACTOR<CODE>;
+  for (int i = 0; i < count; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      const int tile = 2 * i + half;
+      decode_tile_to_pairs<CODE, AHEAD_BYTES>(codes + tile * CODE_BYTES, p.tiles + tile * TILE_BYTES);
+    }
+    tiles_meet_memory();
+    if (i > 0) multiply_step<ROW_TILES>(p, 0, step + i - 1, i - 1, FACTOR);
+  }
+  multiply_step<ROW_TILES>(p, 0, step + count - 1, count - 1, FACTOR);
+}
+
+template <int ROW_TILES>
+void multiply_block(const Panel& p, int tile, int step, int count, float factor) {
+  for (int i = 0; i < count; ++i) multiply_step<ROW_TILES>(p, tile, step + i, i, factor);
+}
+
+void write_tile(const Panel& p, int tile) {
+  const QuantizedLinearArgs& a = p.run.args;
+  const int64_t column = p.index * QUANT_PANEL;
+  const float* sums = p.sums + tile * 2 * TILE_FLOATS;
+  const bf16* bias = static_cast<const bf16*>(a.bias);
+  const VF low = bias == nullptr ? VF{} : load_float(bias + column);
+  const VF high = bias == nullptr ? VF{} : load_float(bias + column + W);
+  bf16* out = static_cast<bf16*>(a.out) + p.run.first_row(tile) * a.columns + column;
+  for (int r = 0; r < p.run.tile_rows(); ++r, out += a.columns) {
+    const VF y[2] = {load<VF>(sums + r * W) + low, load<VF>(sums + TILE_FLOATS + r * W) + high};
+    store(out, _mm512_cvtne2ps_pbh(bit_cast<__m512>(y[1]), bit_cast<__m512>(y[0])));
+  }
+}
+
+template <Code CODE>
+void run_panel(const Panel& p) {
+  const Run& run = p.run;
+  const QuantizedLinearArgs& a = run.args;
+  const int64_t step_bytes = 2 * a.tile_bytes();
+  for (int step = 0; step < run.steps; step += BLOCK_STEPS) {
+    const int count = std::min(BLOCK_STEPS, run.steps - step);
+    const uint8_t* codes = a.weight + p.index * a.panel_bytes() + step * step_bytes;
+    const auto begin = run.row_tiles > 1 ? decode_and_multiply<CODE, 2> : decode_and_multiply<CODE, 1>;
+    begin(p, codes, step, count);
+    for (int tile = 2; tile < run.row_tiles; tile += 2) {
+      const auto multiply = tile + 1 < run.row_tiles ? multiply_block<2> : multiply_block<1>;
+      multiply(p, tile, step, count, 1.0f / PAIR_FACTOR<CODE>);
+    }
+  }
+  for (int tile = 0; tile < run.row_tiles; ++tile) write_tile(p, tile);
+}
+
+struct Scratch {
+  Buffer tiles, sums;
+};
+
+template <Code CODE>
+void worker(void* context, int) {
+  static thread_local Scratch scratch;
+  Run& run = *static_cast<Run*>(context);
+  const FullTiles tiles(run.tile_rows());
+  char* decoded = scratch.tiles.at_least<char>(BLOCK_STEPS * 2 * TILE_BYTES);
+  float* sums = scratch.sums.at_least<float>(static_cast<size_t>(run.row_tiles) * 2 * TILE_FLOATS);
+  for (int panel; (panel = run.next_panel.fetch_add(1, std::memory_order_relaxed)) < run.num_panels;)
+    run_panel<CODE>({run, panel, decoded, sums});
+}
+
+}  // namespace
+
+bool quantized_linear_with_tiles(const QuantizedLinearArgs& args) {
+  if (!tiles_usable()) return false;
+  const auto body = args.code == Code::FP8 ? worker<Code::FP8>
+                    : args.code == Code::INT8 ? worker<Code::INT8>
+                                              : worker<Code::INT4>;
+  const int steps = static_cast<int>(args.inner / QUANT_STEP);
+  const int span = static_cast<int>(std::min<int64_t>(BLOCK_STEPS, args.scale_group / QUANT_STEP));
+  const int row_tiles = static_cast<int>((args.rows + TILE_LINES - 1) / TILE_LINES);
+  const int num_panels = static_cast<int>(args.columns / QUANT_PANEL);
+  const bool serial = args.rows * args.columns * args.inner < SERIAL_FLOPS;
+  Run run{args, steps, span, row_tiles, num_panels, serial ? 1 : std::min(args.num_threads, num_panels)};
+  if (run.num_workers <= 1) body(&run, 0);
+  else args.run(run.num_workers, body, &run);
+  return true;
+}
+
+#else
+
+bool quantized_linear_with_tiles(const QuantizedLinearArgs&) { return false; }
+
+#endif
+}  // namespace pagebinder

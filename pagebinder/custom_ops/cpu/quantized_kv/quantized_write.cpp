@@ -1,0 +1,87 @@
+// Encodes new K and V rows at their slots. What is stored of a token depends on its own row alone.
+#include <algorithm>
+#include <cstring>
+
+#include "quantized_kv.h"
+#include "quantized_rows.h"
+
+namespace pagebinder {
+namespace {
+
+// Rows of amax 0 have a scale, too.
+constexpr float MIN_SCALE = 0x1p-126f;
+
+constexpr float largest_code(Codes codes) {
+  return codes == Codes::E4M3 ? E4M3_MAX : codes == Codes::E5M2 ? E5M2_MAX : 127.0f;
+}
+
+// Nearest, ties to even, saturating; so does a NaN.
+template <Codes CODES>
+PB_INLINE VU encode(VF x) {
+  const VF most = splat(largest_code(CODES)), bounded = select(x < most, max(x, -most), most);
+  if constexpr (CODES == Codes::E4M3) return encode_e4m3(bounded);
+  else if constexpr (CODES == Codes::E5M2) return encode_e5m2(bounded);
+  else return bit_cast<VU>(__builtin_convertvector(round_nearest(bounded), VI));
+}
+
+// Row x [width] -> codes; `fixed` is its scale, or null: amax / the largest code, which goes to `scale`.
+template <Codes CODES, class T>
+void encode_row(const T* x, int64_t width, const float* fixed, char* codes, char* scale) {
+  const int64_t full = width / W * W;
+  auto lanes = [&](int64_t d) { return d < full ? load_float(x + d) : load_float_part(x + d, width - d); };
+  float factor;
+  if (fixed != nullptr) {
+    factor = *fixed;
+  } else {
+    VU most{};  // the bits of magnitudes are in their order, and those of a NaN above all
+    for (int64_t d = 0; d < width; d += W) {
+      const VU bits = bit_cast<VU>(magnitude_of(lanes(d)));
+      most = select_bits(bits > most, bits, most);
+    }
+    uint32_t amax = 0;
+    for (int lane = 0; lane < W; ++lane) amax = std::max(amax, most[lane]);
+    factor = bit_cast<float>(amax) / largest_code(CODES);
+    factor = factor < MIN_SCALE ? MIN_SCALE : factor;
+    std::memcpy(scale, &factor, sizeof(factor));
+  }
+  for (int64_t d = 0; d < width; d += W) {
+    const VB packed = __builtin_convertvector(encode<CODES>(lanes(d) / factor), VB);
+    std::memcpy(codes + d, &packed, std::min<int64_t>(W, width - d));
+  }
+}
+
+template <Codes CODES, class T>
+void encode_token(const CacheWriteArgs& args, int64_t token, char* to) {
+  const auto& a = static_cast<const QuantizedWriteArgs&>(args);
+  char* scales = to + a.head_dim + a.head_dim_v;
+  const char *k = a.k + token * a.k_token_stride, *v = a.v + token * a.v_token_stride;
+  for (int64_t g = 0; g < a.num_kv_heads; ++g) {
+    const float* fixed = a.kv_scales == nullptr ? nullptr : a.kv_scales + g;
+    const float* fixed_v = fixed == nullptr ? nullptr : fixed + a.num_kv_heads;
+    const int64_t at = g * a.cache_head_stride;
+    encode_row<CODES>(reinterpret_cast<const T*>(k + g * a.k_head_stride), a.head_dim, fixed, to + at, scales + at);
+    encode_row<CODES>(reinterpret_cast<const T*>(v + g * a.v_head_stride), a.head_dim_v, fixed_v,
+                      to + at + a.head_dim, scales + at + sizeof(float));
+  }
+}
+
+template <Codes CODES>
+const char* write_codes(const QuantizedWriteArgs& a) {
+  switch (a.type) {
+    case FloatType::F32: return write_tokens(a, encode_token<CODES, float>);
+    case FloatType::BF16: return write_tokens(a, encode_token<CODES, bf16>);
+    default: return write_tokens(a, encode_token<CODES, f16>);
+  }
+}
+
+}  // namespace
+
+const char* quantized_kv_cache_write(const QuantizedWriteArgs& args) {
+  switch (args.codes) {
+    case Codes::E4M3: return write_codes<Codes::E4M3>(args);
+    case Codes::E5M2: return write_codes<Codes::E5M2>(args);
+    default: return write_codes<Codes::INT8>(args);
+  }
+}
+
+}  // namespace pagebinder

@@ -1,0 +1,111 @@
+// Tensors of recurrences for bindings: checks them and describes them as the kernels want it.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "recurrent.h"
+
+namespace pagebinder {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
+  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
+  });
+}
+
+inline bool is_element(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+}
+
+inline Element element_of(ScalarType type, const char* name) {
+  STD_TORCH_CHECK(is_element(type), name, " must be float32, bfloat16 or float16");
+  return type == ScalarType::Float ? Element::F32 : type == ScalarType::BFloat16 ? Element::BF16 : Element::F16;
+}
+
+inline bool has_shape(const Tensor& t, std::initializer_list<int64_t> shape) {
+  if (t.dim() != static_cast<int64_t>(shape.size())) return false;
+  for (int64_t d = 0; d < t.dim(); ++d)
+    if (t.size(d) != shape.begin()[d]) return false;
+  return true;
+}
+
+// Operands as the kernels read them; keeps copies of those whose rows are not adjacent or of another type.
+class Operands {
+ public:
+  // Rows along the last dimension.
+  Operand rows(const Tensor& t) {
+    Tensor x = is_element(t.scalar_type()) ? t : torch::stable::to(t, ScalarType::Float);
+    const int64_t last = x.dim() - 1;
+    if (x.size(last) > 1 && x.stride(last) != 1) x = torch::stable::contiguous(x);
+    return describe(x, last);
+  }
+  Operand rows(const std::optional<Tensor>& t) { return t.has_value() ? rows(*t) : Operand{}; }
+
+  // Rows of one value: every dimension counts rows.
+  Operand values(const Tensor& t) {
+    return describe(is_element(t.scalar_type()) ? t : torch::stable::to(t, ScalarType::Float), t.dim());
+  }
+  Operand values(const std::optional<Tensor>& t) { return t.has_value() ? values(*t) : Operand{}; }
+
+ private:
+  std::vector<Tensor> kept_;
+
+  Operand describe(const Tensor& x, int64_t row_dims) {
+    kept_.push_back(x);
+    return {x.const_data_ptr(), element_of(x.scalar_type(), "an operand"),
+            {row_dims > 0 ? x.stride(0) : 0, row_dims > 1 ? x.stride(1) : 0}};
+  }
+};
+
+inline const int32_t* integers(const Tensor& t, int64_t dim, const char* name) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int, name, " must be int32");
+  STD_TORCH_CHECK(t.dim() == dim, name, " must have ", dim, " dims");
+  STD_TORCH_CHECK(t.numel() == 0 || t.size(dim - 1) == 1 || t.stride(dim - 1) == 1, name, " must have last stride 1");
+  return static_cast<const int32_t*>(t.const_data_ptr());
+}
+
+inline Step step_of(int64_t num_tokens, const Tensor& block_table, const Tensor& seq_lens,
+                    const Tensor& query_start_loc, int64_t block_size) {
+  Step s{};
+  s.block_table = integers(block_table, 2, "block_table"), s.seq_lens = integers(seq_lens, 1, "seq_lens");
+  s.query_start_loc = integers(query_start_loc, 1, "query_start_loc");
+  STD_TORCH_CHECK(block_size > 0, "block_size must be positive");
+  STD_TORCH_CHECK(seq_lens.size(0) <= block_table.size(0),
+                  "seq_lens must have one entry a request, and block_table at least as many rows");
+  STD_TORCH_CHECK(query_start_loc.size(0) == seq_lens.size(0) + 1,
+                  "query_start_loc must have one entry more than seq_lens");
+  s.num_tokens = num_tokens, s.num_requests = seq_lens.size(0), s.block_size = block_size;
+  s.max_blocks = block_table.size(1), s.table_stride = block_table.stride(0);
+  s.num_threads = static_cast<int>(torch::stable::get_num_threads()), s.run = run_parallel;
+  return s;
+}
+
+// cache [N, *shape] of one type; `message` says so.
+inline StateCache cache_of(const Tensor& cache, std::initializer_list<int64_t> shape, ScalarType type,
+                           const char* message) {
+  bool fits = cache.dim() == static_cast<int64_t>(shape.size()) + 1 && cache.scalar_type() == type;
+  for (size_t d = 0; fits && d < shape.size(); ++d) fits = cache.size(d + 1) == shape.begin()[d];
+  STD_TORCH_CHECK(fits, message);
+  StateCache c{cache.mutable_data_ptr(), element_of(type, "the cache"), cache.size(0), cache.stride(0), {}};
+  for (size_t d = 0; d < shape.size(); ++d) c.strides[d] = cache.stride(d + 1);
+  return c;
+}
+
+// [T, width] or [T, rows, width]
+inline Result result_of(const Tensor& out) {
+  const int64_t last = out.dim() - 1;
+  return {out.mutable_data_ptr(), element_of(out.scalar_type(), "the output"), last == 1 ? 1 : out.size(1),
+          out.size(last)};
+}
+
+inline void check(const char* error) { STD_TORCH_CHECK(error == nullptr, error); }
+
+}  // namespace pagebinder

@@ -1,0 +1,100 @@
+// Rows of operands as float32, and the functions that gates are made of.
+#pragma once
+
+#include <algorithm>
+
+#include "recurrent.h"
+
+namespace pagebinder {
+
+constexpr float LOG2_E = 1.44269504f;
+
+inline int64_t whole_vectors(int64_t count) { return (count + W - 1) / W * W; }
+
+// Calls f(T*{}) with the element's C++ type.
+template <class F>
+PB_INLINE void with_element(Element element, F&& f) {
+  if (element == Element::F32) f(static_cast<float*>(nullptr));
+  else if (element == Element::BF16) f(static_cast<bf16*>(nullptr));
+  else f(static_cast<f16*>(nullptr));
+}
+
+// `to` is filled up to whole vectors, with zeros.
+template <class T>
+PB_INLINE void widen(const T* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + W <= count; i += W) store(to + i, load_float(from + i));
+  if (i < count) store(to + i, load_float_part(from + i, static_cast<int>(count - i)));
+}
+
+template <class T>
+PB_INLINE void narrow_row(const float* from, int64_t count, T* to) {
+  int64_t i = 0;
+  for (; i + W <= count; i += W) store_float(to + i, load<VF>(from + i));
+  if (i < count) store_float_part(to + i, load<VF>(from + i), static_cast<int>(count - i));
+}
+
+// Values [first, first + count) of row i, j.
+inline void read_row(const Operand& o, int64_t i, int64_t j, int64_t first, int64_t count, float* to) {
+  const int64_t offset = i * o.strides[0] + j * o.strides[1] + first;
+  with_element(o.type, [&](auto* t) {
+    widen(static_cast<const std::remove_pointer_t<decltype(t)>*>(o.base) + offset, count, to);
+  });
+}
+
+// The first value of row i, j.
+inline float read_value(const Operand& o, int64_t i, int64_t j) {
+  float lanes[W];
+  read_row(o, i, j, 0, 1, lanes);
+  return lanes[0];
+}
+
+inline void write_row(const Result& out, int64_t token, int64_t row, int64_t first, int64_t count,
+                      const float* from) {
+  const int64_t offset = (token * out.rows + row) * out.width + first;
+  with_element(out.type, [&](auto* t) { narrow_row(from, count, static_cast<decltype(t)>(out.base) + offset); });
+}
+
+// ---- gates -----------------------------------------------------------------------------------------------------
+
+// a * b + c, rounded once where the machine can: written out, so that every place rounds alike.
+PB_INLINE VF fused(VF a, VF b, VF c) {
+#if defined(__AVX512F__)
+  return bit_cast<VF>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
+#elif defined(__FMA__) && defined(__AVX2__)
+  return bit_cast<VF>(_mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
+#else
+  return a * b + c;
+#endif
+}
+
+// 1 / x for x from 1 to 4: an estimate and a Newton step where a division takes far longer.
+PB_INLINE VF reciprocal(VF x) {
+#if defined(__AVX512F__)
+  const VF estimate = bit_cast<VF>(_mm512_rcp14_ps(bit_cast<__m512>(x)));
+  return fused(fused(-x, estimate, splat(1.0f)), estimate, estimate);
+#else
+  return 1.0f / x;
+#endif
+}
+
+PB_INLINE VF magnitude_of(VF x) { return bit_cast<VF>(bit_cast<VU>(x) & 0x7fffffffu); }
+
+// e^x for x <= 88.
+PB_INLINE VF exp_approx(VF x) { return exp2_approx(x * LOG2_E); }
+
+PB_INLINE VF silu(VF x) {
+  const VF e = exp_approx(-magnitude_of(x));
+  return x * select(x < VF{}, e, splat(1.0f)) * reciprocal(1.0f + e);
+}
+
+// log(1 + e^x) = max(x, 0) + log(1 + e), e = e^-|x|, and log(1 + e) = 2 artanh(e / (2 + e)), a series in at most 1/9.
+PB_INLINE VF softplus(VF x) {
+  const VF e = exp_approx(-magnitude_of(x));
+  const VF z = e * reciprocal(2.0f + e), square = z * z;
+  VF series = splat(1.0f / 15);
+  for (int odd = 13; odd >= 1; odd -= 2) series = fused(series, square, splat(1.0f / static_cast<float>(odd)));
+  return max(x, VF{}) + 2.0f * z * series;
+}
+
+}  // namespace pagebinder

@@ -1,0 +1,253 @@
+"""Formats of quantised weights: numbers, scales and the order in memory. Plain PyTorch, on any device.
+
+    format       code               scale of                       scale tensor            bits per weight
+    fp8          e4m3               a row (output channel)         [N] float32             8
+    fp8_tensor   e4m3               everything                     [1] float32             8
+    fp8_block    e4m3               a block of 128 x 128           [N/128, K/128] float32  8
+    int8         -127 ... 127       a row                          [N] float32             8
+    int4_g64     -8 ... 7           64 neighbours of a row         [N/32, K/64, 32] bf16   4.25
+    int4_g32     -8 ... 7           32 neighbours of a row         [N/32, K/32, 32] bf16   4.5
+
+A weight [N, K] is its codes times their scales. Only e4m3 codes that are zero or normal numbers are used: what is
+below 2^-6 of the scale, 0.003 % of the largest weight, becomes 0 or 2^-6. So moving a code's bits makes it bfloat16.
+
+Codes are packed as [N/32 panels, K/32 steps, 2, bytes], tiles of 32 k x 16 columns in lines of 64 bytes:
+
+    8 bits   lane n of line L (4 bytes):     k = 4L + 0, 2, 1, 3 of column n
+    4 bits   lane n of line L (8 nibbles):   k = 8L + 0, 2, 4, 6, 1, 3, 5, 7 of column n; a nibble is the code + 8
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
+
+PANEL = 32  # columns; N must be a multiple of it
+STEP = 32  # k; K must be a multiple of it
+BLOCK = 128
+E4M3_MAX, E4M3_SMALLEST_NORMAL = 448.0, 2.0**-6
+SLICE_ELEMENTS = 1 << 24  # of a weight that are quantised at once: what its float32 copies may hold
+# Scales tried for a group of int4, in parts of the one that reaches its largest weight.
+INT4_SHRINKS = (1.0, 0.93, 0.86, 0.79)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """`bits`: of a code. `group`: weights of a row that share a scale, None = all."""
+
+    name: str
+    bits: int
+    group: int | None = None
+
+    @property
+    def multiple_of(self) -> int:
+        """What K must be a multiple of."""
+        return max(STEP, self.group or 1) if self.bits == 4 else STEP
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        WeightFormat("fp8", 8),
+        WeightFormat("fp8_tensor", 8),
+        WeightFormat("fp8_block", 8, BLOCK),
+        WeightFormat("int8", 8),
+        WeightFormat("int4_g64", 4, 64),
+        WeightFormat("int4_g32", 4, 32),
+    )
+}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """Raises ValueError for a name that is no format."""
+    if name not in FORMATS:
+        raise ValueError(f"{name!r} is no format of weights; use one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def size_problem(num_columns: int, inner: int, name: str) -> str | None:
+    """Why a weight [num_columns, inner] cannot be packed, or None."""
+    multiple = weight_format(name).multiple_of
+    if num_columns % PANEL or inner % multiple or not num_columns or not inner:
+        return f"[{num_columns}, {inner}]: {name} packs multiples of {PANEL} rows and {multiple} columns"
+    return None
+
+
+def packed_shapes(num_columns: int, inner: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the packed codes (uint8) and of the scale."""
+    panels, steps, fmt = num_columns // PANEL, inner // STEP, weight_format(name)
+    codes = (panels, steps, 2, STEP * PANEL * fmt.bits // 16)
+    if fmt.bits == 4:
+        return codes, (panels, inner // fmt.group, PANEL)
+    if name == "fp8_block":
+        return codes, (-(-num_columns // BLOCK), -(-inner // BLOCK))
+    return codes, ((1,) if name == "fp8_tensor" else (num_columns,))
+
+
+def scale_dtype(name: str) -> torch.dtype:
+    return torch.bfloat16 if weight_format(name).bits == 4 else torch.float32
+
+
+def quantize(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] of a float type -> (packed codes, scale).
+
+    A weight is taken in slices of rows, so that no float32 copy of all of it is made.
+
+    Raises:
+        ValueError: unknown format, or sizes that it cannot pack.
+    """
+    problem = size_problem(*weight.shape, name)
+    if problem is not None:
+        raise ValueError(problem)
+    rows = max(BLOCK, SLICE_ELEMENTS // weight.shape[1] // BLOCK * BLOCK)
+    whole = _scale_to(weight.abs().amax().float(), E4M3_MAX) if name == "fp8_tensor" else None
+    codes = empty_codes(packed_shapes(*weight.shape, name)[0], weight.device)
+    scales = []
+    for part, to in zip(weight.split(rows), codes.split(rows // PANEL)):
+        packed, scale = _quantize_slice(part.float(), name, whole)
+        to.copy_(packed)
+        scales.append(scale)
+    return codes, whole[None] if whole is not None else torch.cat(scales)
+
+
+def empty_codes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Memory for codes, in huge pages where the system has them: a decode reads all of it."""
+    codes = torch.empty(shape, dtype=torch.uint8, device=device)
+    advise_huge_pages(codes)
+    return codes
+
+
+def dequantize(qweight: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
+    """(packed codes, scale) -> the weight [N, K] that they stand for, in float32, exactly."""
+    fmt = weight_format(name)
+    if fmt.bits == 4:
+        return (_unpack_4(qweight).float() - 8) * _of_groups(scale, fmt.group)
+    codes = _unpack_8(qweight)
+    values = codes.view(torch.int8 if name == "int8" else torch.float8_e4m3fn).float()
+    return values * (_of_blocks(scale, values.shape) if name == "fp8_block" else scale[:, None])
+
+
+def error_bound(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """How far each weight [N, K] may be from its code times its scale: half a step, and for int4 what is cut off."""
+    fmt, size = weight_format(name), weight.float().abs()
+    if fmt.bits == 4:
+        shared = size.unflatten(1, (-1, fmt.group)).amax(2).repeat_interleave(fmt.group, dim=1)
+        return shared * (1.01 - min(INT4_SHRINKS))
+    if name == "int8":
+        return size.amax(1, keepdim=True) / 253
+    return size / 15.9 + size.max() * (E4M3_SMALLEST_NORMAL / E4M3_MAX)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------
+
+
+def _quantize_slice(w: torch.Tensor, name: str, whole: torch.Tensor | None):
+    """w [n, K] float32 -> (packed codes, scale) of these rows; `whole`: the one scale of fp8_tensor."""
+    fmt = weight_format(name)
+    if fmt.bits == 4:
+        codes, scale = _int4(w.unflatten(1, (-1, fmt.group)))
+        return _pack_4(codes.flatten(1)), _packed_groups(scale)
+    if name == "int8":
+        scale = _scale_to(w.abs().amax(1), 127)
+        return _pack_8((w / scale[:, None]).round().to(torch.int8).view(torch.uint8)), scale
+    if name == "fp8_block":
+        padded = torch.nn.functional.pad(w, (0, -w.shape[1] % BLOCK, 0, -w.shape[0] % BLOCK))
+        blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        scale = _scale_to(blocks.abs().amax((1, 3)), E4M3_MAX)
+        return _pack_8(_e4m3(w / _of_blocks(scale, w.shape))), scale
+    scale = _scale_to(w.abs().amax(1), E4M3_MAX) if whole is None else whole.expand(len(w))
+    return _pack_8(_e4m3(w / scale[:, None])), scale
+
+
+def _scale_to(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """The scale with which `amax` becomes the largest code; 1 where there is nothing but zeros."""
+    return torch.where(amax > 0, amax / largest, 1.0)
+
+
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    """float32 -> codes that are zero or normal numbers, nearest, saturating."""
+    smallest = E4M3_SMALLEST_NORMAL
+    tiny = torch.where(x.abs() < smallest / 2, 0.0, smallest).copysign(x)
+    x = torch.where(x.abs() < smallest, tiny, x.clamp(-E4M3_MAX, E4M3_MAX))
+    return x.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """groups [n, G, g] float32 -> (codes + 8 uint8, scale [n, G] bf16) of least squared error among some scales.
+
+    A scale may be negative: the largest weight then has the code -8, which reaches further than 7.
+    """
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    best_error = best_scale = None
+    for shrink in INT4_SHRINKS:
+        for code in (-8.0, 7.0):
+            scale = (largest * shrink / code).bfloat16().float()
+            scale = torch.where(scale == 0, 1.0, scale)
+            error = (_int4_codes(groups, scale) * scale - groups).square_().sum(2, keepdim=True)
+            if best_error is None:
+                best_error, best_scale = error, scale
+                continue
+            better = error < best_error
+            best_error, best_scale = (
+                torch.where(better, error, best_error),
+                torch.where(better, scale, best_scale),
+            )
+    codes = (_int4_codes(groups, best_scale) + 8).to(torch.uint8)
+    return codes, best_scale.squeeze(2).bfloat16()
+
+
+def _int4_codes(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (groups / scale).round_().clamp_(-8, 7)
+
+
+# ---- order in memory -------------------------------------------------------------------------------------------
+
+
+def _tiles(codes: torch.Tensor, *inside_step: int) -> torch.Tensor:
+    """[N, K] -> [panel, half, column, step, *inside_step]."""
+    return codes.reshape(-1, 2, PANEL // 2, codes.shape[1] // STEP, *inside_step)
+
+
+def _from_tiles(tiles: torch.Tensor) -> torch.Tensor:
+    """The inverse: [panel, half, column, step, ...] -> [N, K]."""
+    return tiles.reshape(tiles.shape[0] * PANEL, -1)
+
+
+def _pack_8(codes: torch.Tensor) -> torch.Tensor:
+    lines = _tiles(codes, 8, 2, 2).permute(0, 3, 1, 4, 2, 6, 5)  # k = 4 line + 2 high byte + odd
+    return lines.flatten(3).contiguous()
+
+
+def _unpack_8(packed: torch.Tensor) -> torch.Tensor:
+    lines = packed.unflatten(3, (8, PANEL // 2, 2, 2))
+    return _from_tiles(lines.permute(0, 2, 4, 1, 3, 6, 5))
+
+
+def _pack_4(codes: torch.Tensor) -> torch.Tensor:
+    nibbles = _tiles(codes, 4, 4, 2).permute(0, 3, 1, 4, 2, 6, 5)  # k = 8 line + 2 nibble + odd
+    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).flatten(3).contiguous()
+
+
+def _unpack_4(packed: torch.Tensor) -> torch.Tensor:
+    lines = packed.unflatten(3, (4, PANEL // 2, 2, 2))
+    nibbles = torch.stack((lines & 15, lines >> 4), dim=-1).flatten(-2)
+    return _from_tiles(nibbles.permute(0, 2, 4, 1, 3, 6, 5))
+
+
+def _packed_groups(scale: torch.Tensor) -> torch.Tensor:
+    """[N, G] -> [panel, G, column]."""
+    return scale.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+
+
+def _of_groups(scale: torch.Tensor, group: int) -> torch.Tensor:
+    """The scale of each weight [N, K], from [panel, G, column]."""
+    return scale.float().transpose(1, 2).flatten(0, 1).repeat_interleave(group, dim=1)
+
+
+def _of_blocks(scale: torch.Tensor, shape) -> torch.Tensor:
+    """The scale of each weight [N, K], from [N/128, K/128]."""
+    wide = scale.repeat_interleave(BLOCK, dim=0).repeat_interleave(BLOCK, dim=1)
+    return wide[: shape[0], : shape[1]]

@@ -1,0 +1,179 @@
+"""Norm of query and key heads + RoPE + the write to the KV cache in one op.
+
+Matches:
+    q' = rope(rms_norm(q), cos, sin);  k' = rope(rms_norm(k), cos, sin)      norms of both or of none; nothing
+    kv_cache_write(k', v, cache, slots)                                      else reads what lies between
+    paged_attention(q', cache, ...)                 q', k' [T, heads, D] by transpositions and views of rope's result
+Replaces with:
+    q' = qk_norm_rope_write(q [T, H, D], k [T, G, D], v, cos [T, C], sin, norms' weights, cache, slots)
+
+It rounds where the ops round that it stands for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
+from pagebinder.custom_ops.attention.qk_norm_rope_write import STYLES
+from pagebinder.graph_tools import CASTS, arg, aten, calls, describe, finish, insert_call, is_call, val
+from pagebinder.passes.trailing_rope import NotThisRope, refusal, require, table_rows
+from pagebinder.report import Match, PassResult
+
+PATTERN = "qk_norm_rope_write"
+ROPE = torch.ops.pagebinder.rope.default
+NORM = torch.ops.pagebinder.rms_norm.default
+COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
+TOKENS, HEADS, CHANNELS = "tokens", "heads", "channels"
+Dims = list[str | None]  # what each dimension of a value stands for; None: of size 1
+
+
+def fuse_qk_norm_rope_write(gm: GraphModule) -> PassResult:
+    """Rewrite every cache write of turned keys; a write of something else is refused with what was found."""
+    result = PassResult(name="fuse_qk_norm_rope_write")
+    for write in calls(gm.graph, torch.ops.pagebinder.kv_cache_write.default):
+        try:
+            attention = _attention_of(write)
+            k, q = _turned(write.args[0], write), _turned(attention.args[0], attention)
+            _check_pair(q, k, write)
+        except NotThisRope as reason:
+            result.refusals.append(refusal(PATTERN, write, reason))
+            continue
+        fused = _rewrite(gm.graph, write, attention, q, k)
+        result.matches.append(Match(pattern=PATTERN, **describe(fused)))
+    result.changed = bool(result.matches)
+    finish(gm)
+    return result
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Heads that are turned: `source`, whose dimensions are `dims`, goes through `norm` (or none) and `rope`."""
+
+    source: Node
+    dims: Dims
+    norm: Node | None
+    rope: Node
+
+    def norm_options(self) -> tuple:
+        return () if self.norm is None else (self.norm.kwargs["eps"], self.norm.kwargs["tail"])
+
+    def weight(self) -> Node | None:
+        return None if self.norm is None else arg(self.norm, 1, "weight")
+
+
+def _attention_of(write: Node) -> Node:
+    readers = [user for user in write.args[2].users if user is not write]
+    paged = torch.ops.pagebinder.paged_attention.default
+    require(
+        len(readers) == 1 and is_call(readers[0], paged), "its cache is not read by one paged_attention alone"
+    )
+    return readers[0]
+
+
+def _turned(rows: Node, reader: Node) -> Turned:
+    """What rows [T, heads, D] are made of, followed upwards: views, rope, views, norm.
+
+    Raises:
+        NotThisRope: something else is on the way, or what is on the way is read elsewhere.
+    """
+    dtype = val(rows).dtype
+    rope, dims = _up(rows, reader, [TOKENS, HEADS, CHANNELS])
+    require(is_call(rope, ROPE), "the heads are not turned")
+    require(rope.kwargs["style"] in STYLES, f"the rotation has style {rope.kwargs['style']}")
+    for table in rope.args[1:3]:
+        _require_by_token(table, dims)
+    x, dims = _up(rope.args[0], rope, dims)
+    norm = None
+    if is_call(x, NORM):
+        norm, x = x, x.args[0]
+        require(val(norm).dtype is dtype, "the norm's result has another dtype than its heads")
+        weight = arg(norm, 1, "weight")
+        require(
+            weight is None or tuple(val(weight).shape) == (val(x).shape[-1],), "the norm's weight is not [D]"
+        )
+        require(weight is None or weight.op == "get_attr", "the norm's weight is computed")
+        require(
+            weight is None or val(weight).dtype is dtype, "the norm's weight has another dtype than its heads"
+        )
+    require(val(x).dtype is dtype, "the heads' dtype changes on the way")
+    return Turned(x, dims, norm, rope)
+
+
+def _up(node: Node, reader: Node, dims: Dims) -> tuple[Node, Dims]:
+    """The value that `node` is a view of, and what its dimensions stand for."""
+    dims = list(dims)
+    while True:
+        require(set(node.users) == {reader}, "heads on the way to the attention are read elsewhere, too")
+        if is_call(node, *CASTS):
+            kinds = {val(node).dtype, val(node.args[0]).dtype}
+            require(
+                len(kinds) == 1 or torch.float32 in kinds, "the heads are rounded between rotation and norm"
+            )
+        elif is_call(node, aten.transpose.int):
+            a, b = node.args[1:]
+            dims[a], dims[b] = dims[b], dims[a]
+        elif is_call(node, aten.select.int) and val(node.args[0]).shape[node.args[1]] == 1:
+            dims.insert(node.args[1] % (len(dims) + 1), None)
+        elif is_call(node, aten.unsqueeze.default):
+            del dims[node.args[1] % len(dims)]
+        elif not is_call(node, *COPIES):
+            return node, dims
+        require(
+            dims[-1] == CHANNELS and {TOKENS, HEADS} <= set(dims), "its channels are not the last dimension"
+        )
+        node, reader = node.args[0], node
+
+
+def _require_by_token(table: Node, dims: Dims) -> None:
+    """The table has a row for each token, and the same for every head."""
+    sizes = list(val(table).shape)
+    kinds = dims[len(dims) - len(sizes) :]
+    fits = len(sizes) <= len(dims) and all(
+        size == 1 or kind in (TOKENS, CHANNELS) for size, kind in zip(sizes, kinds)
+    )
+    require(fits and TOKENS in kinds and HEADS in dims, "angles do not go by token")
+
+
+def _check_pair(q: Turned, k: Turned, write: Node) -> None:
+    require(q.rope.args[1:3] == k.rope.args[1:3], "q and k are turned by different angles")
+    require(q.rope.kwargs == k.rope.kwargs, "q and k are turned in different styles")
+    require(q.norm_options() == k.norm_options(), "q and k are normed differently")
+    cache, dtype, cos = val(write.args[2]), val(q.source).dtype, val(q.rope.args[1])
+    require(
+        cache.dtype is dtype and val(k.source).dtype is dtype, "the cache has another dtype than the heads"
+    )
+    require(cos.dtype in (dtype, torch.float32), f"the angles are {cos.dtype}")
+    computed = {val(heads.rope).dtype for heads in (q, k)}
+    require(computed == {torch.promote_types(dtype, cos.dtype)}, "the rotation is computed in another dtype")
+    width = val(q.source).shape[-1]
+    columns = width if q.rope.kwargs["style"] == "half" else width // 2
+    require(cos.shape[-1] == columns == val(q.rope.args[2]).shape[-1], "not all channels of a head turn")
+
+
+def _rewrite(graph: Graph, write: Node, attention: Node, q: Turned, k: Turned) -> Node:
+    angles = [table_rows(graph, table) for table in q.rope.args[1:3]]
+    _, v, cache, slots = write.args
+    rows = [_rows(graph, attention, heads) for heads in (q, k)]
+    options = dict(zip(("eps", "tail"), q.norm_options())) | {"style": q.rope.kwargs["style"]}
+    op = torch.ops.pagebinder.qk_norm_rope_write.default
+    operands = (*rows, v, *angles, q.weight(), k.weight(), cache, slots)
+    fused = insert_call(graph, attention, op, operands, options, value=val(attention.args[0]))
+    attention.replace_input_with(attention.args[0], fused)
+    graph.erase_node(write)
+    return fused
+
+
+def _rows(graph: Graph, like: Node, heads: Turned) -> Node:
+    """The source as [T, heads, D]."""
+    node, dims = heads.source, list(heads.dims)
+    while None in dims:
+        dim = dims.index(None)
+        node = insert_call(graph, like, aten.select.int, (node, dim, 0))
+        del dims[dim]
+    if dims[0] == HEADS:
+        node = insert_call(graph, like, aten.transpose.int, (node, 0, 1))
+    return node

@@ -1,0 +1,211 @@
+"""Weights of linear layers in 8 or 4 bits (`CompileConfig.quantization`). It changes numbers, so it is opt-in.
+
+Matches:
+    linear(x [..., K], W [N, K], b)           W a parameter, N and K multiples of what the format packs
+Replaces with:
+    w = dequantize_weight(codes, scale, format=, dtype=)     codes, scale: buffers of this graph
+    linear(x, w, b)
+
+This graph runs, and is what later passes are compared with: fuse_quantized_linear.py makes one op of the two. The
+source model keeps its weights; they are quantised one at a time, and one that several layers share only once. The
+table of an embedding is read a row at a time and stays as it is: a tied LM head gets codes of its own. Those of the
+LM head have 8 bits at least: logits suffer most from 4, see docs/measurements.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pagebinder.custom_ops.linear import weight_formats
+from pagebinder.custom_ops.linear.weight_formats import (
+    packed_shapes,
+    quantize,
+    scale_dtype,
+    size_problem,
+    weight_format,
+)
+from pagebinder.errors import VerificationError
+from pagebinder.graph_tools import (
+    aten,
+    attach,
+    attribute,
+    calls,
+    describe,
+    fake_mode_of,
+    finish,
+    insert_call,
+    source_line,
+    val,
+)
+from pagebinder.report import Certificate, Match, PassResult, Refusal
+
+PATTERN = "linear"
+ours = torch.ops.pagebinder
+LINEARS = (aten.linear.default, ours.linear.default)
+# Products of activations with weights that are not linear layers.
+OTHERS = {
+    aten.addmm.default: "the weight is [K, N], not [N, K]",
+    ours.moe_experts.default: "weights of experts are not quantised (yet)",
+    ours.expert_linear.default: "weights of experts are not quantised (yet)",
+    ours.inverse_rope_grouped_linear.default: "weights of grouped linear layers are not quantised (yet)",
+}
+CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LM_HEAD_FORMAT = "int8"  # where the others have 4 bits
+META = "quantized"  # of a get_attr node: a QuantizedPart
+
+
+@dataclass(frozen=True)
+class QuantizedPart:
+    """What a buffer was made of: the weight's name in the graph, and 0 for its codes, 1 for their scale."""
+
+    weight: str
+    format: str
+    part: int
+
+
+def quantize_weights(gm: GraphModule, *, format: str) -> PassResult:
+    """Quantise the weights of all linear layers that can be; the others are refused with the reason."""
+    result = PassResult(name="quantize_weights", changes_numbers=True)
+    made: dict[tuple[int, str], tuple[Node, Node]] = {}
+    head, format_of_head = _lm_head(gm.graph), LM_HEAD_FORMAT if weight_format(format).bits == 4 else format
+    for node in calls(gm.graph, *LINEARS, *OTHERS):
+        own = format_of_head if node is head else format
+        reason = OTHERS.get(node.target) or _reason_against(node, own)
+        if reason:
+            where = {"source_line": source_line(node), **describe(node)}
+            result.refusals.append(Refusal(pattern=PATTERN, reason=reason, **where))
+            continue
+        weight = node.args[1]
+        key = id(attribute(gm, weight.target)), own
+        if key not in made:
+            made[key] = _quantized(gm, weight, node, own)
+        options = {"format": own, "dtype": val(weight).dtype}
+        values = insert_call(
+            gm.graph, node, ours.dequantize_weight.default, made[key], options, value=val(weight)
+        )
+        node.replace_input_with(weight, values)
+        result.matches.append(Match(pattern=PATTERN, detail=own, **describe(node)))
+    result.changed = bool(result.matches)
+    finish(gm)
+    return result
+
+
+def _lm_head(graph: torch.fx.Graph) -> Node | None:
+    """The only linear layer that the result follows from without another one between; None if there are several."""
+    found, seen = set(), set()
+    waiting = [n for n in graph.nodes if n.op == "output"]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source in seen:
+                continue
+            seen.add(source)
+            (found.add if source.target in LINEARS else waiting.append)(source)
+    return found.pop() if len(found) == 1 else None
+
+
+def _reason_against(node: Node, format: str) -> str | None:
+    weight = node.args[1]
+    if weight.op != "get_attr":
+        return "the weight is computed"
+    if val(weight).dim() != 2:
+        return "the weight is not [N, K]"
+    if val(weight).dtype not in FLOATS:
+        return f"the weight is {val(weight).dtype}"
+    if _chooses(node):
+        return "it chooses experts: another choice costs more than its few bytes"
+    return size_problem(*val(weight).shape, format)
+
+
+def _chooses(node: Node) -> bool:
+    """Does the result decide, without another layer between, which are the largest? A router's does."""
+    waiting, seen = [node], set()
+    while waiting:
+        for user in waiting.pop().users:
+            if user.target in CHOICES:
+                return True
+            is_layer = user.target in LINEARS or str(user.target).startswith("pagebinder")
+            if user.op == "call_function" and not is_layer and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+def _quantized(gm: GraphModule, weight: Node, before: Node, format: str) -> tuple[Node, Node]:
+    """get_attr nodes of the codes and the scale of a weight, ahead of `before`."""
+    tensor = attribute(gm, weight.target)
+    shapes, dtypes = packed_shapes(*tensor.shape, format), (torch.uint8, scale_dtype(format))
+    if tensor.is_meta:
+        parts = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes)]
+    else:
+        parts = quantize(tensor.detach(), format)
+    nodes = []
+    for index, (kind, part) in enumerate(zip(("codes", "scale"), parts)):
+        name = f"{weight.target}_{format}_{kind}"
+        attach(gm, name, part)
+        with gm.graph.inserting_before(before):
+            node = gm.graph.get_attr(name)
+        with fake_mode_of(gm.graph):  # from_tensor would make sizes dynamic
+            node.meta["val"] = torch.empty(part.shape, dtype=part.dtype, device=val(weight).device)
+        node.meta[META] = QuantizedPart(weight.target, format, index)
+        nodes.append(node)
+    return tuple(nodes)
+
+
+# ---- verification ----------------------------------------------------------------------------------------------
+
+
+def add_quantized(gm: GraphModule, weights: MutableMapping[str, torch.Tensor]) -> None:
+    """Add to `weights`, which a graph takes in place of its own, the codes and scales that are made of them."""
+    for node in _parts(gm):
+        part = node.meta[META]
+        if part.weight in weights and node.target not in weights:
+            weights[node.target] = quantize(weights[part.weight].detach(), part.format)[part.part]
+
+
+def certify_weights(before: GraphModule, after: GraphModule, result: PassResult) -> list[Certificate]:
+    """One certificate for all weights: each within what its format promises of the weight it stands for.
+
+    This takes the place of a comparison of both sides, which differ on purpose; `max_rel_error` is the largest error
+    of a whole weight, relative to it (root mean square).
+
+    Raises:
+        VerificationError: a weight is further off than its format explains.
+    """
+    largest = relative = 0.0
+    codes = {n.target: n for n in _parts(after) if n.meta[META].part == 0}
+    for name, node in codes.items():
+        part = node.meta[META]
+        weight = attribute(before, part.weight).detach().float()
+        scale = attribute(after, name.removesuffix("_codes") + "_scale")
+        errors = (weight_formats.dequantize(attribute(after, name), scale, part.format) - weight).abs()
+        if not (errors <= weight_formats.error_bound(weight, part.format)).all():
+            raise VerificationError(
+                f"{result.name}: {part.format} of {part.weight} is off by {float(errors.max()):.3g}, more than the "
+                "format explains.",
+                pass_name=result.name,
+                level=result.level,
+                error=float(errors.max()),
+                places=(part.weight,),
+            )
+        largest = max(largest, float(errors.max()))
+        relative = max(relative, float(errors.norm() / weight.norm().clamp(min=1e-30)))
+    first = result.matches[0]
+    return [
+        Certificate(
+            pattern=first.pattern,
+            node=first.node,
+            module_path=first.module_path,
+            count=len(result.matches),
+            max_abs_error=largest,
+            max_rel_error=relative,
+        )
+    ]
+
+
+def _parts(gm: GraphModule) -> Iterator[Node]:
+    return (n for n in gm.graph.nodes if n.op == "get_attr" and META in n.meta)

@@ -1,0 +1,78 @@
+"""Norm of heads + RoPE + the cache write: the cpu kernel against the separate ops, in every form."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.providers import registered_providers
+from tests.tolerances import assert_close
+
+T, H, G, Dv, BLOCKS, BLOCK = 5, 4, 2, 8, 3, 16
+SLOTS = torch.tensor([3, -1, 17, 0, 47], dtype=torch.int32)
+FORMS = list(
+    itertools.product(("half", "chunked"), ("", "cast_scale", "scale_cast", "offset", "none"), (False, True))
+)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    if build.problem() is not None:
+        pytest.skip(str(build.problem()))
+    provider = registered_providers()["cpu"]
+    provider.prepare("qk_norm_rope_write")
+    return provider.overload("qk_norm_rope_write")
+
+
+def operands(dtype, *, style="half", tail="cast_scale", wide=False, width=24):
+    """Positional and named operands; `wide`: angles in float32."""
+    generator = torch.Generator().manual_seed(width)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    angles = normal(T, width // 2)
+    angles = torch.cat((angles, angles), -1) if style == "half" else angles
+    tables = [table.to(torch.float32 if wide else dtype) for table in (angles.cos(), angles.sin())]
+    weighted = tail not in ("", "none")
+    weights = [(1 + normal(width)).to(dtype) if weighted else None for _ in range(2)]
+    v = normal(T, G, 2 * Dv).to(dtype)[..., :Dv]
+    cache = torch.full((BLOCKS, G, BLOCK, width + Dv), 7.0, dtype=dtype)
+    q, k = normal(H, T, width).transpose(0, 1).to(dtype), normal(T, G, width).to(dtype)
+    return (q, k, v, *tables, *weights, cache, SLOTS), {"eps": 1e-6, "tail": tail, "style": style}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [24, 64])
+def test_against_the_separate_ops(kernel, dtype, width):
+    """Without a norm nothing is summed, so the bits are theirs."""
+    for style, tail, wide in FORMS:
+        ours, options = operands(dtype, style=style, tail=tail, wide=wide, width=width)
+        theirs, _ = operands(dtype, style=style, tail=tail, wide=wide, width=width)
+        out = kernel(*ours, **options)
+        expected = torch.ops.pagebinder.qk_norm_rope_write(*theirs, **options)
+        assert out.is_contiguous()
+        for actual, exact in ((out, expected), (ours[7], theirs[7])):
+            assert_close(actual, exact.double())
+            assert tail or torch.equal(actual, exact)
+
+
+def test_bad_operands_raise(kernel):
+    for op in (kernel, torch.ops.pagebinder.qk_norm_rope_write):
+        (q, k, v, cos, sin, *rest, cache, slots), options = operands(torch.float32)
+        cases = {
+            "slot": ((q, k, v, cos, sin, *rest, cache, slots + 1), options),
+            "style": ((q, k, v, cos, sin, *rest, cache, slots), {**options, "style": "interleaved"}),
+            "cos and sin": ((q, k, v, cos[:, :12], sin[:, :12], *rest, cache, slots), options),
+        }
+        for message, (args, named) in cases.items():
+            with pytest.raises((RuntimeError, ValueError), match=message):
+                op(*args, **named)
+
+
+def test_opcheck(kernel):
+    args, options = operands(torch.bfloat16)
+    torch.library.opcheck(kernel, args, options)

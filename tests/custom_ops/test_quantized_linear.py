@@ -1,0 +1,158 @@
+"""Quantised linear layers: formats against what they promise, every provider against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagebinder.config import QUANTIZATIONS
+from pagebinder.custom_ops.linear.weight_formats import (
+    FORMATS,
+    dequantize,
+    error_bound,
+    packed_shapes,
+    quantize,
+    scale_dtype,
+)
+from pagebinder.custom_ops.providers import OpNeed, registered_providers
+from pagebinder.errors import CompilerNotFoundError
+from tests.tolerances import assert_close
+
+# Of normally distributed weights, relative to them (root mean square), and a tenth.
+ERRORS = {
+    "fp8": 0.029,
+    "fp8_tensor": 0.029,
+    "fp8_block": 0.029,
+    "int8": 0.009,
+    "int4_g64": 0.1,
+    "int4_g32": 0.09,
+}
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def linear(request):
+    chosen = registered_providers()[request.param]
+    if isinstance(chosen.problem(), CompilerNotFoundError):
+        pytest.skip(str(chosen.problem()))
+    assert chosen.reasons_against(OpNeed(op="quantized_linear", dtype="bfloat16")) == []
+    chosen.prepare("quantized_linear")
+    return chosen.overload("quantized_linear")
+
+
+def weight_of(columns: int, inner: int, seed: int = 0) -> torch.Tensor:
+    """Scaled so that outputs are about 1; row 3 is zero, row 5 much larger than its neighbours."""
+    weight = torch.randn(columns, inner, generator=torch.Generator().manual_seed(seed)) * inner**-0.5
+    weight[3] = 0
+    weight[5] *= 4
+    return weight.bfloat16()
+
+
+def operands(rows: int, columns: int, inner: int, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(rows)
+    x, bias = torch.randn(rows, inner, generator=generator), torch.randn(columns, generator=generator)
+    return x.to(dtype), bias.to(dtype)
+
+
+def check(linear, x, weight, name, bias=None):
+    qweight, scale = quantize(weight, name)
+    out = linear(x, qweight, scale, bias, format=name)
+    exact = torch.nn.functional.linear(
+        x.double(), dequantize(qweight, scale, name).double(), None if bias is None else bias.double()
+    )
+    assert out.dtype == x.dtype and out.shape == exact.shape and out.is_contiguous()
+    assert_close(out, exact)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_come_back(name):
+    weight = weight_of(160, 448)
+    qweight, scale = quantize(weight, name)
+    assert (tuple(qweight.shape), tuple(scale.shape)) == packed_shapes(160, 448, name)
+    assert qweight.dtype == torch.uint8 and scale.dtype == scale_dtype(name)
+    values, exact = dequantize(qweight, scale, name), weight.float()
+    assert ((values - exact).abs() <= error_bound(weight, name)).all()
+    assert (values[3] == 0).all()
+    assert (values - exact).norm() < ERRORS[name] * exact.norm()
+    assert torch.equal(quantize(values, name)[0], qweight) or name.startswith(
+        "int4"
+    )  # values are their own codes
+
+
+def test_the_option_names_the_formats():
+    assert tuple(FORMATS) == QUANTIZATIONS
+
+
+def test_codes_are_zero_or_normal():
+    weight = torch.zeros(32, 32)
+    weight[:, 0] = 448
+    weight[:, 1:5] = torch.tensor([2.0**-6, 1.1 * 2.0**-7, 0.9 * 2.0**-7, -1.1 * 2.0**-7])
+    values = dequantize(*quantize(weight, "fp8"), "fp8")
+    assert values[0, :6].tolist() == [448, 2.0**-6, 2.0**-6, 0, -(2.0**-6), 0]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "inner"), [(1, 64, 64), (5, 32, 192), (16, 160, 1088), (40, 96, 640)]
+)
+def test_against_float64(linear, name, rows, columns, inner):
+    weight = weight_of(columns, inner)
+    x, bias = operands(rows, columns, inner)
+    check(linear, x, weight, name)
+    check(linear, x, weight, name, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_types(linear, name, dtype):
+    x, bias = operands(7, 96, 320, dtype)
+    check(linear, x, weight_of(96, 320), name, bias)
+
+
+def test_layouts(linear):
+    weight = weight_of(64, 96)
+    x, bias = operands(12, 64, 96)
+    for rows in (x.view(3, 4, 96), x[0], x[::2], x.view(3, 4, 96).transpose(0, 1), x.T.contiguous().T, x[:0]):
+        check(linear, rows, weight, "int8", bias)
+
+
+def test_bad_operands_raise(linear):
+    qweight, scale = quantize(weight_of(64, 96), "fp8")
+    x, bias = operands(4, 64, 96)
+    with pytest.raises(RuntimeError):
+        linear(x[:, :64], qweight, scale, format="fp8")
+    with pytest.raises(RuntimeError):
+        linear(x, qweight, scale, bias[:32], format="fp8")
+    with pytest.raises((RuntimeError, ValueError), match="fp7"):
+        linear(x, qweight, scale, format="fp7")
+
+
+@pytest.mark.parametrize("sizes", [(48, 64), (64, 48), (0, 64)])
+def test_sizes_that_do_not_fit_are_told(sizes):
+    with pytest.raises(ValueError, match="multiples of 32"):
+        quantize(torch.ones(sizes), "int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["fp8", "int4_g32"])
+def test_same_bits_with_any_number_of_rows_and_threads(name, dtype):
+    chosen = registered_providers()["cpu"]
+    if chosen.problem() is not None:
+        pytest.skip(str(chosen.problem()))
+    chosen.prepare("quantized_linear")
+    linear = chosen.overload("quantized_linear")
+    qweight, scale = quantize(weight_of(320, 1088), name)
+    x, _ = operands(100, 320, 1088, dtype)
+    threads = torch.get_num_threads()
+    together = linear(x, qweight, scale, format=name)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(linear(x, qweight, scale, format=name), together)
+    finally:
+        torch.set_num_threads(threads)
+    for rows in (1, 2, 31, 40):
+        assert torch.equal(linear(x[:rows], qweight, scale, format=name), together[:rows])
+
+
+def test_opcheck(linear):
+    x, bias = operands(4, 64, 96)
+    torch.library.opcheck(linear, (x, *quantize(weight_of(64, 96), "int8"), bias), {"format": "int8"})

@@ -1,0 +1,88 @@
+"""Norm + RoPE + cache write in one op: what whole models get, that tokens stay, and near misses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pagebinder
+from pagebinder import CompileConfig, EngineConfig, SamplingParams
+from pagebinder.graph_tools import aten, calls, insert_call
+from pagebinder.passes.fuse_qk_norm_rope_write import fuse_qk_norm_rope_write
+from tests.graphs import clone, count
+from tests.helpers import tiny_llama, tiny_qwen3
+
+OURS = torch.ops.pagebinder
+MODELS = {"llama": (tiny_llama, ""), "qwen3": (tiny_qwen3, "cast_scale")}
+FUSED = {"fuse_qk_norm_rope_write", "fuse_gated_linear", "merge_linears"}
+
+
+@pytest.fixture(scope="module")
+def paged():
+    """name -> the paged graph of a tiny model."""
+    return {
+        name: pagebinder.compile_model(make(), CompileConfig(executable="eager", fusions=False)).graphs[
+            "paged"
+        ]
+        for name, (make, _) in MODELS.items()
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_is_fused(paged, name):
+    gm = clone(paged[name])
+    layers = count(gm, OURS.kv_cache_write.default)
+    result = fuse_qk_norm_rope_write(gm)
+    assert len(result.matches) == layers > 0 and not result.refusals
+    assert count(gm, OURS.kv_cache_write.default, OURS.rope.default) == 0
+    assert {n.kwargs.get("tail", "") for n in calls(gm.graph, OURS.qk_norm_rope_write.default)} == {
+        MODELS[name][1]
+    }
+    for attention in calls(gm.graph, OURS.paged_attention.default):
+        assert attention.args[0].target is OURS.qk_norm_rope_write.default
+
+
+def read_elsewhere(gm, write):
+    insert_call(gm.graph, write, aten.sin.default, (write.args[0],))
+
+
+def scaled_keys(gm, write):
+    write.replace_input_with(
+        write.args[0], insert_call(gm.graph, write, aten.mul.Tensor, (write.args[0], 2.0))
+    )
+
+
+def other_angles(gm, write):
+    rope = next(n for n in calls(gm.graph, OURS.rope.default))
+    rope.args = (rope.args[0], rope.args[2], rope.args[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(read_elsewhere, "read elsewhere"), (scaled_keys, "not turned"), (other_angles, "different angles")],
+)
+def test_near_misses_are_refused(paged, change, reason):
+    gm = clone(paged["llama"])
+    writes = list(calls(gm.graph, OURS.kv_cache_write.default))
+    change(gm, writes[0])
+    result = fuse_qk_norm_rope_write(gm)
+    assert len(result.matches) == len(writes) - 1
+    assert reason in result.refusals[0].reason and result.refusals[0].module_path
+
+
+def test_a_bf16_model_keeps_its_tokens_and_verifies():
+    """With and without fusions, decodes the same greedy tokens; every pass is verified on the way."""
+    model = tiny_qwen3().bfloat16()
+    tokens = []
+    for config in (
+        CompileConfig(executable="eager", verify="full"),
+        CompileConfig(executable="eager", fusions=False),
+    ):
+        compiled = pagebinder.compile_model(model, config)
+        engine = compiled.engine(EngineConfig(num_kv_blocks=32))
+        prompts = [[3, 1, 4, 1, 5, 9], list(range(40))]
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0))
+        tokens.append([output.token_ids for output in outputs])
+        matched = {result.name for result in compiled.report.passes if result.matches}
+        assert matched & FUSED == (FUSED if config.fusions else set())
+    assert tokens[0] == tokens[1]
