@@ -63,7 +63,7 @@ def test_bfloat16_costs_next_to_nothing(model, ids):
 
 @torch.no_grad()
 def test_the_index_selects_and_what_it_selects_is_read(model, ids, monkeypatch):
-    """That it also predicts better than without is not so yet: README of the checkpoint."""
+    """It predicts better with what it chooses than with the latest entries, with random ones, or with none."""
     config, calls = model.config, []
     assert config.index_topk < ids.shape[1] // config.sparse_ratio  # the excerpt is long enough to choose
     index_topk = mixing.index_topk
@@ -77,8 +77,29 @@ def test_the_index_selects_and_what_it_selects_is_read(model, ids, monkeypatch):
     last = [set(chosen[0, -1].tolist()) for chosen in calls]
     latest = set(range(ids.shape[1] // config.sparse_ratio)[-config.index_topk :])
     assert len(last) == 2 and all(len(chosen) == config.index_topk and chosen != latest for chosen in last)
-    monkeypatch.setattr(mixing, "index_topk", lambda *operands, **options: torch.full_like(calls[0], -1))
-    assert (model(ids) - logits).std() > 0.02 * logits.std()
+    chosen = calls[0]
+    cost = {"chosen": _bits_per_byte(logits, ids)}
+    for name, entries in _other_choices(chosen, config.sparse_ratio).items():
+        monkeypatch.setattr(mixing, "index_topk", lambda *operands, entries=entries, **options: entries)
+        cost[name] = _bits_per_byte(model(ids), ids)
+    assert cost["chosen"] < cost["latest"] < cost["random"] < cost["none"]
+    assert cost["none"] > 1.04 * cost["chosen"]
+
+
+def _other_choices(chosen_BTK: torch.Tensor, ratio: int) -> dict[str, torch.Tensor]:
+    """Entries in place of the chosen ones: none, the latest, random ones of those that a token may see."""
+    _, num_tokens, topk = chosen_BTK.shape
+    visible_T1 = ((torch.arange(num_tokens) + 1) // ratio)[:, None]
+    latest_TK = visible_T1 - 1 - torch.arange(topk)
+    order_TE = torch.rand(num_tokens, num_tokens // ratio, generator=torch.Generator().manual_seed(0))
+    order_TE[torch.arange(num_tokens // ratio) >= visible_T1] = -1.0
+    drawn = order_TE.topk(topk, dim=1)
+    random_TK = drawn.indices.where(drawn.values >= 0, -1)
+    return {
+        "none": torch.full_like(chosen_BTK, -1),
+        "latest": latest_TK.clamp(min=-1).expand_as(chosen_BTK).to(chosen_BTK.dtype),
+        "random": random_TK.expand_as(chosen_BTK).to(chosen_BTK.dtype),
+    }
 
 
 def test_every_kind_of_layer_is_there(model):
