@@ -34,6 +34,7 @@ from pagebinder.custom_ops.layer_state import (
     CacheTensor,
     CrossAttentionState,
     EncoderOnlyState,
+    LatentState,
     LayerState,
     RecurrentState,
     ShortConvState,
@@ -187,6 +188,11 @@ class Paging:
             block_sizes=[group.block_size for group in plan.groups],
             bytes_per_block=plan.bytes_per_block,
         )
+
+    @property
+    def rounds_latents(self) -> bool:
+        """Rows of latents are stored in fewer bits, so reading them back changes numbers."""
+        return any(isinstance(state, LatentState) and state.layout != "plain" for state in self.states)
 
     def of(self, node: Node, which: int = 0) -> tuple[LayerState, int, int]:
         """(state, KV group, block size) of state number `which` of a stateful op."""

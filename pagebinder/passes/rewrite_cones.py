@@ -21,6 +21,8 @@ from torch.fx.node import map_arg
 
 # How far above a value that only one side reads its origin is looked for, in nodes.
 MAX_ORIGIN_DISTANCE = 12
+# The same for values that one side each reads, and that may be made of one value.
+MAX_SHARED_DISTANCE = 3
 SOURCES = ("placeholder", "get_attr")
 
 
@@ -122,7 +124,10 @@ class _Cutter:
             node = queue.pop()
             if node in inside or node in inputs:
                 continue
-            if node.op in SOURCES or (node in self.known[side] and node not in self.opened[side]):
+            known = node in self.known[side] and node not in self.opened[side]
+            if node.op in SOURCES or (
+                known and not written_by(node)
+            ):  # a value does not tell what was written
                 inputs[node] = None
                 continue
             inside.add(node)
@@ -132,10 +137,10 @@ class _Cutter:
     def _open_unfit(self, inputs: tuple[dict, dict]) -> bool:
         """Open one input that does not fit: the one nearest to the output, as opening it may make others fit.
 
-        First those that only one side has, then those whose origin the other side reads, then what is no tensor of
-        floats and could not be random.
+        First those that only one side has, then those whose origin the other side reads, or makes another input of,
+        then what is no tensor of floats and could not be random.
         """
-        for unfit in (self._is_unmatched, self._hangs_on, self._is_no_data):
+        for unfit in (self._is_unmatched, self._hangs_on, self._shares_origin, self._is_no_data):
             found = [
                 (side, node)
                 for side in (0, 1)
@@ -184,6 +189,22 @@ class _Cutter:
                 return True
             level = [above for n in level for above in n.all_input_nodes][:64]
         return False
+
+    def _shares_origin(self, side: int, node: Node, inputs: tuple[dict, dict]) -> bool:
+        """Does one side alone read it, and the other alone another value that is made of the same one?"""
+        if self._partner(side, node, inputs[1 - side]) is not None:
+            return False
+        alone = [n for n in inputs[1 - side] if self._partner(1 - side, n, inputs[side]) is None]
+        origins = self._origins(side, node)
+        return any(origins & self._origins(1 - side, other) for other in alone if other.op not in SOURCES)
+
+    def _origins(self, side: int, node: Node) -> set[Node]:
+        """Computed values nearby that a value is made of, as nodes of the graph before where it has them."""
+        found, level = set(), [node]
+        for _ in range(MAX_SHARED_DISTANCE):
+            level = [above for n in level for above in n.all_input_nodes if above.op not in SOURCES][:64]
+            found.update(level)
+        return {self.diff.kept_after.get(n, n) for n in found} if side == 1 else found
 
     def _matched(self, inputs: tuple[dict, dict]) -> tuple:
         pairs, used = [], set()

@@ -8,6 +8,7 @@ from torch import nn
 
 from pagebinder.frontend.recognise import recognise_rms_norm, recognise_rope, recognise_sdpa
 from pagebinder.graph_tools import aten, calls
+from pagebinder.passes import fuse_q_norm_rope
 from pagebinder.passes.certificates import UnequalRewriteError, certify
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.rewrite_cones import Diff, cones
@@ -15,6 +16,7 @@ from pagebinder.passes.simplify import simplify
 from pagebinder.passes.trail import Trail
 from tests.broken_passes import ops
 from tests.graphs import WIDTH, captured
+from tests.passes import v4_bodies
 
 
 class Norm(nn.Module):
@@ -118,6 +120,28 @@ def test_attention_with_a_proven_mask_is_certified():
 def test_simplified_casts_are_certified():
     found = certificates(lambda x, positions: x.sin().to(x.dtype).cos() + x.float().to(x.dtype), simplify)
     assert sum(c.count for c in found) >= 2 and all(c.max_abs_error == 0 for c in found if not c.reason)
+
+
+def test_rewrites_that_share_what_an_earlier_one_made_are_certified(monkeypatch):
+    """Two heads turn by one table, a third stays as it is: the second finds the rows that were made for the first."""
+
+    def turn(x, cos, sin):
+        turned = v4_bodies.OPS.rope(x[..., -2 * v4_bodies.PAIRS :], cos, sin, style="interleaved")
+        return torch.cat([x[..., : -2 * v4_bodies.PAIRS], turned], -1).flatten(2)
+
+    def body(model, x, cos, sin):
+        tables = cos.unsqueeze(2), sin.unsqueeze(2)
+        fused = [turn(v4_bodies.norm(v4_bodies.heads(x * i)), *tables) for i in (1, 2)]
+        return sum(fused) + turn(v4_bodies.heads(3 * x), *tables)
+
+    gm, trail = captured(v4_bodies.Model(body), width=v4_bodies.WIDTH), Trail("full")
+    parts = list(fuse_q_norm_rope.rotated_parts(gm.graph))
+    for some in (parts[:1], parts[1:]):
+        monkeypatch.setattr(fuse_q_norm_rope, "rotated_parts", lambda graph, some=some: some)
+        result = fuse_q_norm_rope.fuse_q_norm_rope(gm)
+        trail.add("fused", result.name, gm, result)
+    (found,) = certify(*trail.steps)
+    assert found.count == 1 and not found.reason and found.max_rel_error < 1e-5
 
 
 def set_option(op, index, **options):
