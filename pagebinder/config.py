@@ -147,7 +147,7 @@ class CompileConfig:
         for name, known in (("kv_dtype", KV_DTYPES), ("index_dtype", INDEX_DTYPES)):
             value = getattr(self, name)
             ok = isinstance(value, str) and value in known
-            _require(ok, ConfigError, f"{name}={value!r} is not built (yet); use one of {', '.join(known)}.")
+            _require(ok, ConfigError, f"{name}={value!r} is unknown; use one of {', '.join(known)}.")
         ok = self.quantization is None or self.quantization in QUANTIZATIONS
         known = ", ".join(QUANTIZATIONS)
         _require(ok, ConfigError, f"quantization={self.quantization!r}: use one of {known}, or None.")

@@ -74,6 +74,7 @@ class PassResult:
 
     `level` is the graph it changed, where it was verified. Errors are those of whole graphs, before and after the
     pass: the largest of all runs. `changes_numbers`: on purpose, so errors of whole graphs are measured, not judged.
+    `rounds_values`: what is computed is rounded to few bits from here on, so later steps are judged less strictly.
     """
 
     name: str
@@ -82,6 +83,7 @@ class PassResult:
     refusals: list[Refusal] = field(default_factory=list)
     changed: bool = False
     changes_numbers: bool = False
+    rounds_values: bool = False
     num_ops_before: int = 0
     num_ops_after: int = 0
     seconds: float = 0.0

@@ -191,5 +191,5 @@ def test_generated_code_passes_caches_through_untouched():
         uses = [line.strip() for line in body.splitlines() if re.search(rf"\barg{index}_1\b", line)]
         calls = [use for use in uses if not bookkeeping.match(use)]
         assert len(calls) == 2, calls
-        assert ".kv_cache_write.default(" in calls[0]
+        assert ".qk_norm_rope_write.default(" in calls[0]
         assert ".paged_attention.default(" in calls[1]

@@ -11,6 +11,7 @@ from pagebinder.graph_tools import aten, insert_call
 from tests.broken_passes import CapturedOnce, break_pass, ops, with_option
 from tests.encoder_decoders import tiny
 from tests.helpers import tiny_gemma3, tiny_qwen3_next
+from tests.v4_models import v4_model
 
 MODELS = {
     "windows and full attention": lambda: tiny_gemma3(
@@ -97,3 +98,13 @@ def test_reduced_precision_is_also_run_in_float32(models):
     assert kinds == {(w, d) for w in ("model", "rescaled") for d in ("bfloat16", "float32")}
     exact = [s for s in report.verified if s.dtype == "float32"]
     assert max(s.max_rel_error for s in exact) < 1e-4
+
+
+def test_8_bit_latents_are_measured_and_what_follows_is_judged():
+    config = CompileConfig(
+        executable="eager", verify="sample", max_model_len=128, kv_dtype="fp8_ds_mla", index_dtype="mxfp4"
+    )
+    verified = pagebinder.compile_model(v4_model(), config).report.verified
+    paged = next(line for line in verified if line.name == "page_compressed")
+    assert not paged.judged and paged.max_rel_error > 1e-3
+    assert all(line.judged for line in verified if line is not paged)

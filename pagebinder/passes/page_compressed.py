@@ -54,7 +54,7 @@ def page_compressed(gm: GraphModule, *, paging: Paging) -> PassResult:
     for node in reversed(list(calls(gm.graph, COMPRESS))):  # their readers have gone before them
         gm.graph.erase_node(node)
     result.changed = bool(result.matches)
-    result.changes_numbers = result.changed and paging.rounds_latents
+    result.changes_numbers = result.rounds_values = result.changed and paging.rounds_latents
     finish(gm)
     return result
 

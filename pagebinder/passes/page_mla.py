@@ -50,7 +50,7 @@ def page_mla(gm: GraphModule, *, paging: Paging) -> PassResult:
         node.replace_all_uses_with(rewrite(gm, node, paging))
         gm.graph.erase_node(node)
     result.changed = bool(result.matches)
-    result.changes_numbers = result.changed and paging.rounds_latents
+    result.changes_numbers = result.rounds_values = result.changed and paging.rounds_latents
     finish(gm)
     return result
 

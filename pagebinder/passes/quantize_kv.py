@@ -57,7 +57,7 @@ def quantize_kv(
     Raises:
         ConfigError: `scales` lack a layer, or are of another shape.
     """
-    result = PassResult(name="quantize_kv", changes_numbers=True)
+    result = PassResult(name="quantize_kv", changes_numbers=True, rounds_values=True)
     spec = KV_FORMATS[format]
     for node in calls(gm.graph, ours.attention.default, *REFUSED):
         if node.target in REFUSED:

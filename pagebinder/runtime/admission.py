@@ -34,8 +34,8 @@ def check_fits(
         encoder = f", an encoder prompt of {num_encoder_tokens}" if num_encoder_tokens else ""
         raise CacheCapacityError(
             f"a prompt of {prompt_len} tokens{encoder} and max_tokens of {max_tokens} need up to {needed} KV "
-            f"blocks, but the cache has {usable}; raise kv_cache_bytes (or num_kv_blocks), or lower max_tokens, the "
-            "prompt's length or max_num_batched_tokens (sliding windows hold a step's tokens too)"
+            f"blocks, but the cache has {usable} beside the null block; raise kv_cache_bytes (or num_kv_blocks), or "
+            "lower max_tokens, the prompt's length or max_num_batched_tokens (windows hold a step's tokens too)"
         )
 
 

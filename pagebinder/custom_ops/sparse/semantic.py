@@ -162,6 +162,7 @@ def _check_compressed_attention(q, kv, entries, indices, sinks, window, ratio) -
 def _index_topk_fake(q, k, weights, *, topk, ratio, scale):
     torch._check(q.dim() == 3 and k.dim() == 2, lambda: "q is [T, Hi, d] and k is [T, d]")
     torch._check(q.shape[2] == k.shape[1], lambda: "q and k must have the same width")
+    torch._check(topk > 0 and ratio > 0, lambda: "topk and ratio of an indexer must be positive")
     return q.new_empty((q.shape[0], topk), dtype=torch.int32)
 
 
