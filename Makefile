@@ -53,6 +53,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/prefix_ttft.py
 	$(BIN)/python benchmarks/step_shares.py
 	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/decode_step.py
+	$(BIN)/python benchmarks/quantized_linear.py
+	$(BIN)/python benchmarks/moe.py
+	$(BIN)/python benchmarks/recurrent.py
+	$(BIN)/python benchmarks/warm_start.py
 
 train: $(READY)
 	$(BIN)/python examples/train_tiny.py train --out build/tiny
