@@ -41,6 +41,7 @@ class KVArena:
             if device.type == "cpu":
                 self.memory = untouched_zeros(num_bytes)
                 advise_huge_pages(self.memory)
+                self.memory.zero_()  # its pages are made now, not in the steps of the first requests
             else:
                 self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError, OSError, OverflowError) as error:
