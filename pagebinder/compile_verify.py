@@ -92,8 +92,9 @@ def verify_in_world(
 
 
 def conditions_of(world: World, trail: Trail) -> Conditions:
-    judged = world.dtype not in REDUCED or not _chooses_experts(trail)
-    return Conditions(world.name, world.dtype, TOLERANCES[world.dtype], judged)
+    chooses = _chooses_experts(trail)
+    judged = world.dtype not in REDUCED or not chooses
+    return Conditions(world.name, world.dtype, TOLERANCES[world.dtype], judged, chooses)
 
 
 def chains(

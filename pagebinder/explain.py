@@ -203,7 +203,7 @@ def _verification(report: CompileReport) -> list[Text | Table]:
     for (_, level, name), steps in runs.items():
         worst = max(steps, key=lambda s: s.max_rel_error / s.tolerance)
         row = f"{worst.worst}, {worst.weights} weights, {worst.dtype}" if worst.max_abs_error else "identical"
-        why = "it changes numbers on purpose" if (level, name) in on_purpose else "experts may tie"
+        why = "it changes numbers on purpose" if (level, name) in on_purpose else "scores that choose may tie"
         row += "" if worst.judged else f" (not judged: {why})"
         table.add_row(level, name, f"{worst.max_abs_error:.1e}", f"{worst.max_rel_error:.1e}",
                       f"{worst.tolerance:g}", _certified(certificates.get((level, name), ())), row)  # fmt: skip

@@ -77,12 +77,14 @@ def spread_of(values: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the sequences are run with; see `VerifiedStep`."""
+    """What the sequences are run with; see `VerifiedStep`. `chooses`: the model picks experts or entries by scores:
+    where values are rounded to few bits, another pick is no error."""
 
     weights: str
     dtype: torch.dtype
     tolerance: float
     judged: bool = True
+    chooses: bool = False
 
     def __str__(self) -> str:
         kind = "the model's weights" if self.weights == "model" else "random weights"
@@ -128,6 +130,8 @@ def measure_steps(
         rounded = rounded or (step.result is not None and step.result.rounds_values)
         tolerance = max(tolerance, ROUNDED_TOLERANCE) if rounded else tolerance
         line = _line(step, conditions, len(expected), worst, tolerance)
+        if rounded and conditions.chooses:
+            line = dataclasses.replace(line, judged=False)
         yield Measured(before, step, line, outputs, expected, worst)
         expected, before = outputs[ALONE], step
 
