@@ -150,3 +150,23 @@ def strided_cache(recurrence: Recurrence, num_blocks: int) -> torch.Tensor:
     size = torch.Size(recurrence.state_shape).numel()
     arena = torch.full((num_blocks, size + 7), float("nan"), dtype=recurrence.state_dtype)
     return arena[:, 3 : 3 + size].unflatten(1, recurrence.state_shape)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def bad_operands(cache: torch.Tensor) -> dict[str, dict]:
+    """What a paged recurrence says -> operands in place of those of 4 tokens in blocks 1 and 2 of 3, of 8 tokens."""
+    return {
+        "must be int32": {"lens": torch.tensor([4])},
+        "at least as many rows": {"lens": int32(4, 4), "starts": int32(0, 2, 4)},
+        "one entry more": {"starts": int32(0, 2, 4)},
+        "rise from 0": {"starts": int32(0, 5)},
+        "smaller than its new tokens": {"lens": int32(3)},
+        "exceeds its block table": {"lens": int32(17)},
+        "block_size must be positive": {"block_size": 0},
+        "start state is null": {"table": int32(0, 2)[None], "lens": int32(9)},
+        "not valid": {"table": int32(3, 2)[None]},
+        "the cache of a": {"cache": cache.double()},
+    }

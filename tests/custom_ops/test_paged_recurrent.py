@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.custom_ops import recurrent_cases
 from tests.custom_ops.defined_recurrence_cases import DEFINED
-from tests.custom_ops.recurrent_cases import strided_cache, zero_state
+from tests.custom_ops.recurrent_cases import bad_operands, int32, strided_cache, zero_state
 from tests.tolerances import assert_close
 
 RECURRENCES = recurrent_cases.RECURRENCES | DEFINED
@@ -158,9 +158,6 @@ def test_bfloat16(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bad_metadata(name):
-    def int32(*values):
-        return torch.tensor(values, dtype=torch.int32)
-
     recurrence = RECURRENCES[name]()
     tokens = recurrence.tokens(4, torch.Generator().manual_seed(0))
     cache, table = strided_cache(recurrence, 3), int32(1, 2)[None]
@@ -170,17 +167,6 @@ def test_bad_metadata(name):
         return recurrence.run_paged(tokens, cache, table, lens, starts, block_size)
 
     run()
-    for message, options in {
-        "must be int32": {"lens": torch.tensor([4])},
-        "at least as many rows": {"lens": int32(4, 4), "starts": int32(0, 2, 4)},
-        "one entry more": {"starts": int32(0, 2, 4)},
-        "rise from 0": {"starts": int32(0, 5)},
-        "smaller than its new tokens": {"lens": int32(3)},
-        "exceeds its block table": {"lens": int32(17)},
-        "block_size must be positive": {"block_size": 0},
-        "start state is null": {"table": int32(0, 2)[None], "lens": int32(9)},
-        "not valid": {"table": int32(3, 2)[None]},
-        "the cache of a": {"cache": cache.double()},
-    }.items():
+    for message, options in bad_operands(cache).items():
         with pytest.raises(ValueError, match=message):
             run(**options)

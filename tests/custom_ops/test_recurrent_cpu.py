@@ -17,6 +17,7 @@ from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.custom_ops.providers import OpNeed, select_provider
 from tests.custom_ops import defined_recurrence_cases as defined
 from tests.custom_ops import recurrent_cases
+from tests.custom_ops.recurrent_cases import int32
 from tests.custom_ops.test_paged_recurrent import RECURRENCES, Batch
 from tests.helpers import tiny_mamba2, tiny_qwen3_next
 from tests.tolerances import assert_close
@@ -133,27 +134,13 @@ def test_a_fading_state_becomes_zero_and_costs_nothing():
 
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_bad_metadata(name):
-    def int32(*values):
-        return torch.tensor(values, dtype=torch.int32)
-
     recurrence = on_cpu(name)
     tokens = recurrence.tokens(4, torch.Generator().manual_seed(0))
     cache, table = recurrent_cases.strided_cache(recurrence, 3), int32(1, 2)[None]
     good = {"cache": cache, "table": table, "lens": int32(4), "starts": int32(0, 4), "block_size": 8}
     recurrence.run_paged(tokens, **good)
     before = cache.clone()
-    for message, options in {
-        "must be int32": {"lens": torch.tensor([4])},
-        "at least as many rows": {"lens": int32(4, 4), "starts": int32(0, 2, 4)},
-        "one entry more": {"starts": int32(0, 2, 4)},
-        "rise from 0": {"starts": int32(0, 5)},
-        "smaller than its new tokens": {"lens": int32(3)},
-        "exceeds its block table": {"lens": int32(17)},
-        "block_size must be positive": {"block_size": 0},
-        "start state is null": {"table": int32(0, 2)[None], "lens": int32(9)},
-        "not valid": {"table": int32(3, 2)[None]},
-        "the cache of a": {"cache": cache.double()},
-    }.items():
+    for message, options in recurrent_cases.bad_operands(cache).items():
         with pytest.raises((ValueError, RuntimeError), match=message):
             recurrence.run_paged(tokens, **{**good, **options})
     assert torch.equal(cache, before) or (cache.isnan() == before.isnan()).all()
