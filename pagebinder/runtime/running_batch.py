@@ -13,6 +13,7 @@ by one, so a step in which everybody decodes costs a few array operations, whate
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,90 +21,100 @@ from pagebinder.runtime.kv.rows import RequestRows
 from pagebinder.runtime.request import Request
 
 
-class RunningBatch:
-    """Progress of the requests that hold blocks. Rows come and go with `rows`, which the KV cache manages.
+class Columns(NamedTuple):
+    """The running requests, row by row; arrays are [R] int64, views into what the batch keeps.
 
-    known: tokens of the request. computed: tokens whose step's results are in. planned: computed and in flight.
-    covered: tokens the request's blocks can take. cache_at: computed tokens at which a block can be stored for
-    reuse. limit: tokens at which the request ends. last_token: its newest token. flags: `Request.flags`.
+    by_row: the requests. token_lists: their `all_token_ids`. known: tokens of the request. computed: tokens whose
+    step's results are in. planned: computed and in flight. covered: tokens the request's blocks can take. cache_at:
+    computed tokens at which a block can be stored for reuse. limit: tokens at which the request ends. last_token: its
+    newest token. flags: `Request.flags`.
+    """
+
+    by_row: list[Request]
+    token_lists: list[list[int]]
+    known: np.ndarray
+    computed: np.ndarray
+    planned: np.ndarray
+    covered: np.ndarray
+    cache_at: np.ndarray
+    limit: np.ndarray
+    last_token: np.ndarray
+    flags: np.ndarray
+
+
+class RunningBatch:
+    """Progress of the requests that hold blocks, see `Columns`. Rows come and go with `rows`, which the KV cache
+    manages.
+
     `encoder_lens`: array of the rows' encoder tokens, int32 as a step's graph takes them.
     """
 
     def __init__(self, rows: RequestRows, requests: Mapping[str, Request]) -> None:
         self.rows = rows
         self._requests = requests
-        self._known = rows.add_array(np.int64)
-        self._computed = rows.add_array(np.int64)
-        self._planned = rows.add_array(np.int64)
-        self._covered = rows.add_array(np.int64)
-        self._cache_at = rows.add_array(np.int64)
-        self._limit = rows.add_array(np.int64)
-        self._last_token = rows.add_array(np.int64)
-        self._flags = rows.add_array(np.int64)
+        self._arrays = [rows.add_array(np.int64) for _ in range(8)]
+        (
+            self._known, self._computed, self._planned, self._covered, self._cache_at, self._limit,
+            self._last_token, self._flags,
+        ) = self._arrays  # fmt: skip
         self.encoder_lens = rows.add_array(np.int32)
         # Rows that were given away since the start: while it stands still, a row keeps its request.
         self.moves = 0
         self._seen = (-1, 0)
-        self._by_row: list[Request] = []
-        self._token_lists: list[list[int]] = []
+        self._columns: Columns | None = None
         self._order: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    # Whole columns, first row to last; views that hold until a row is assigned
+    # Whole columns, first row to last
+
+    def now(self) -> Columns:
+        """All columns at once: views that hold until a row is assigned or given away."""
+        rows = self.rows.ids
+        # Rows are only added at the end or given away, so these two numbers tell every change.
+        if self._columns is None or self._seen != (self.moves, len(rows)):
+            self._seen = (self.moves, len(rows))
+            self._order = None
+            by_row = [self._requests[i] for i in rows]
+            arrays = [array.data[: len(rows)] for array in self._arrays]
+            self._columns = Columns(by_row, [request.all_token_ids for request in by_row], *arrays)
+        return self._columns
 
     @property
     def known(self) -> np.ndarray:
-        return self._known.data[: len(self.rows)]
+        return self.now().known
 
     @property
     def computed(self) -> np.ndarray:
-        return self._computed.data[: len(self.rows)]
+        return self.now().computed
 
     @property
     def planned(self) -> np.ndarray:
-        return self._planned.data[: len(self.rows)]
+        return self.now().planned
 
     @property
     def covered(self) -> np.ndarray:
-        return self._covered.data[: len(self.rows)]
+        return self.now().covered
 
     @property
     def cache_at(self) -> np.ndarray:
-        return self._cache_at.data[: len(self.rows)]
-
-    @property
-    def limit(self) -> np.ndarray:
-        return self._limit.data[: len(self.rows)]
+        return self.now().cache_at
 
     @property
     def last_token(self) -> np.ndarray:
-        return self._last_token.data[: len(self.rows)]
-
-    @property
-    def flags(self) -> np.ndarray:
-        return self._flags.data[: len(self.rows)]
-
-    # Requests by row
+        return self.now().last_token
 
     @property
     def by_row(self) -> list[Request]:
         """The requests, row by row. Not changed afterwards, so a step may keep it."""
-        self._refresh()
-        return self._by_row
-
-    @property
-    def token_lists(self) -> list[list[int]]:
-        """`all_token_ids` of every row."""
-        self._refresh()
-        return self._token_lists
+        return self.now().by_row
 
     def order(self, key: Callable[[Request], tuple]) -> np.ndarray:
         """Rows from the smallest key to the largest."""
-        self._refresh()
+        by_row = self.now().by_row
         if self._order is None:
-            keys = [key(request) for request in self._by_row]
+            keys = [key(request) for request in by_row]
             self._order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
         return self._order
 
@@ -112,17 +123,17 @@ class RunningBatch:
 
     # Changes of one row
 
-    def start(self, request: Request, num_computed_tokens: int, limit: int) -> int:
-        """Fill in the row that the KV cache has just given to a request. Returns the row."""
+    def start(self, request: Request, computed: int, covered: int, cache_at: int, limit: int) -> None:
+        """Fill in the row that the KV cache has just given to a request; for the numbers see `Columns`."""
         row = self.row(request)
         self._known.data[row] = request.num_tokens
-        self._computed.data[row] = self._planned.data[row] = num_computed_tokens
+        self._computed.data[row] = self._planned.data[row] = computed
+        self._covered.data[row] = covered
+        self._cache_at.data[row] = cache_at
         self._limit.data[row] = limit
         self._last_token.data[row] = request.all_token_ids[-1]
         self._flags.data[row] = request.flags
         self.encoder_lens.data[row] = request.num_encoder_tokens
-        request.num_computed_tokens = num_computed_tokens
-        return row
 
     def stop(self, request: Request, release: Callable[[Request], object]) -> object:
         """Write the progress back into the request and call `release`, which gives away its row."""
@@ -135,11 +146,3 @@ class RunningBatch:
         row = self.row(request) if row is None else row
         request.num_computed_tokens = int(self._computed.data[row])
         return row
-
-    def _refresh(self) -> None:
-        # Rows are only added at the end or given away, so these two numbers tell every change.
-        if self._seen != (self.moves, len(self.rows)):
-            self._seen = (self.moves, len(self.rows))
-            self._by_row = [self._requests[i] for i in self.rows.ids]
-            self._token_lists = [request.all_token_ids for request in self._by_row]
-            self._order = None

@@ -218,8 +218,9 @@ class Scheduler:
             self._after_chunk += [self.batch.by_row[row] for row in chunks.tolist()]
         for parent_id, child in forks:
             self.fork(parent_id, child, ends.pop(child.request_id, None))
-        for row in (self.batch.known >= self.batch.limit).nonzero()[0].tolist():
-            ends.setdefault(self.batch.by_row[row].request_id, RequestStatus.FINISHED_LENGTH)
+        now = self.batch.now()
+        for row in (now.known >= now.limit).nonzero()[0].tolist():
+            ends.setdefault(now.by_row[row].request_id, RequestStatus.FINISHED_LENGTH)
         done = [self.requests[i] for i in ends if i in self.requests]
         for request in done:
             self._finish(request, ends[request.request_id])
@@ -266,7 +267,8 @@ class Scheduler:
         while True:
             batch = self.batch
             counts, total = share_budget(batch, self.max_num_batched_tokens, self._chunk_limit(), self._key)
-            short = ((batch.planned + counts > batch.covered) & (counts > 0)).nonzero()[0]
+            now = batch.now()
+            short = ((now.planned + counts > now.covered) & (counts > 0)).nonzero()[0]
             if not len(short):
                 return counts, total, False
             refused = cover(self.kv, batch, short, counts, self._key)
@@ -349,14 +351,13 @@ class Scheduler:
     def _seat(self, request: Request, num_computed_tokens: int) -> None:
         """A request that has just got blocks runs from now on."""
         request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_computed_tokens
         limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        row = self.batch.start(request, num_computed_tokens, limit)
-        self.batch.covered[row] = self.kv.covered_tokens(request.request_id)
-        self.batch.cache_at[row] = self.kv.next_cache_at(request)
-        if request.num_encoder_tokens:
-            self.batch.cache_at[row] = (
-                num_computed_tokens + 1
-            )  # the first results settle the encoder's blocks
+        covered = self.kv.covered_tokens(request.request_id)
+        # An encoder's blocks are settled by the first results.
+        first = num_computed_tokens + 1
+        cache_at = first if request.num_encoder_tokens else self.kv.next_cache_at(request)
+        self.batch.start(request, num_computed_tokens, covered, cache_at, limit)
 
     def _share_blocks(self, parent: Request, child: Request) -> bool:
         if parent.status is not RequestStatus.RUNNING or len(self.batch) >= self.max_num_seqs:
@@ -392,21 +393,21 @@ class Scheduler:
 
     def _advance(self, results: StepResults) -> None:
         """Computed tokens, new tokens, and the blocks that are full now."""
-        batch = self.batch
-        batch.computed[results.rows] += results.counts
+        now = self.batch.now()
+        now.computed[results.rows] += results.counts
         if len(results.tokens):
             rows = results.sampling_rows
-            batch.known[rows] += 1
-            batch.last_token[rows] = results.tokens
-            lists = batch.token_lists
+            now.known[rows] += 1
+            now.last_token[rows] = results.tokens
+            lists = now.token_lists
             if not isinstance(rows, slice):
                 lists = [lists[row] for row in rows.tolist()]
             for tokens, token in zip(lists, results.tokens.tolist()):
                 tokens.append(token)
-        due = (batch.computed >= batch.cache_at).nonzero()[0]
+        due = (now.computed >= now.cache_at).nonzero()[0]
         if len(due):
-            requests = [batch.by_row[row] for row in due.tolist()]
-            batch.cache_at[due] = self.kv.cache_batch(requests, batch.computed[due].tolist())
+            requests = [now.by_row[row] for row in due.tolist()]
+            now.cache_at[due] = self.kv.cache_batch(requests, now.computed[due].tolist())
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -418,20 +419,20 @@ class Scheduler:
         self.stats.num_finished += 1
 
     def _output(self, counts, total: int, num_admitted: int, preempted: tuple[str, ...]) -> SchedulerOutput:
-        batch, step = self.batch, None
-        planned = batch.planned
+        now, step = self.batch.now(), None
+        planned = now.planned
         starts = planned.copy()
         planned += counts
-        sampling = ((planned == batch.known) & (counts > 0)).nonzero()[0]
+        sampling = ((planned == now.known) & (counts > 0)).nonzero()[0]
         if total:
             step = self.kv.step_started()
             self._in_flight.append(step)
             self.stats.num_scheduled_tokens += total
         self.stats.num_steps += 1
         return SchedulerOutput(
-            batch.by_row, starts, counts, sampling, batch.last_token.copy(), batch.flags.copy(),
+            now.by_row, starts, counts, sampling, now.last_token.copy(), now.flags.copy(),
             total_num_tokens=total, num_admitted=num_admitted, preempted_ids=preempted, step=step,
-            moves=batch.moves, key=self._key,
+            moves=self.batch.moves, key=self._key,
         )  # fmt: skip
 
     def _check_id(self, request: Request) -> None:

@@ -21,7 +21,8 @@ SPARE_BLOCKS = 3
 
 def share_budget(batch: RunningBatch, budget: int, chunk_limit: int, key: Key) -> tuple[np.ndarray, int]:
     """Tokens of every row [R] int64, best first, within the budget and at most `chunk_limit` each; and their sum."""
-    want = batch.known - batch.planned
+    now = batch.now()
+    want = now.known - now.planned
     total = int(want.sum())
     if total <= budget and (chunk_limit >= budget or int(want.max(initial=0)) <= chunk_limit):
         return want, total
@@ -39,14 +40,15 @@ def cover(
     """Allocate blocks for the rows `short`; returns the first row that could not get them. Best first, unless
     there are enough for all."""
     rows = short.tolist()
-    starts, ends = batch.computed[short].tolist(), (batch.planned[short] + counts[short]).tolist()
-    requests = [batch.by_row[row] for row in rows]
+    now = batch.now()
+    starts, ends = now.computed[short].tolist(), (now.planned[short] + counts[short]).tolist()
+    requests = [now.by_row[row] for row in rows]
     if len(rows) > 1 and kv.num_free_blocks < _enough_blocks(kv, len(rows), sum(ends) - sum(starts)):
         order = sorted(range(len(rows)), key=lambda i: key(requests[i]))
         short = short[order]
         rows, requests, starts, ends = ([x[i] for i in order] for x in (rows, requests, starts, ends))
     covered = kv.allocate_batch(requests, starts, ends)
-    batch.covered[short[: len(covered)]] = covered
+    now.covered[short[: len(covered)]] = covered
     return None if len(covered) == len(rows) else rows[len(covered)]
 
 

@@ -52,6 +52,8 @@ class StepFence:
         if number not in self._in_flight:
             raise ValueError(f"step {number} is not in flight")
         self._in_flight.remove(number)
+        if not self._freed and not self._held:
+            return
         horizon = min(self._in_flight, default=self._last + 1)
         for waits_for in sorted(n for n in self._freed if n < horizon):
             self._unpin(self._freed.pop(waits_for))
