@@ -1,4 +1,4 @@
-"""The `pagebinder` command: demo, generate, explain, compile, bench, doctor, bisect, kv-picture.
+"""The `pagebinder` command: demo, generate, explain, compile, export, bench, doctor, bisect, kv-picture.
 
 torch and transformers take seconds to import, so only the commands that need them do it.
 """
@@ -13,8 +13,11 @@ import typer
 from pagebinder.cli_bench import bench_command
 from pagebinder.cli_bisect import bisect_command
 from pagebinder.cli_compile import compile_command, print_report
+from pagebinder.cli_export import export_command
 from pagebinder.cli_kv import kv_picture
 from pagebinder.cli_support import (
+    ActivationQuantizationOption,
+    ActivationScalesOption,
     Commands,
     IndexDtypeOption,
     KvDtypeOption,
@@ -76,6 +79,7 @@ def demo(
     model: Annotated[str, typer.Option(help="tiny: a Llama; v4: a small DeepSeek-V4.")] = "tiny",
     executable: ExecutableOption = "auto",
     quantization: QuantizationOption = None,
+    activation_quantization: ActivationQuantizationOption = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per text.")] = 120,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
     seed: Annotated[int, typer.Option(help="Same seed, same texts.")] = 0,
@@ -83,7 +87,9 @@ def demo(
     """Compile a small model that ships with Pagebinder and stream three texts that share their beginning."""
     from pagebinder.cli_demo import run_demo
 
-    options = {"executable": executable, "quantization": quantization}
+    options = {
+        "executable": executable, "quantization": quantization, "activation_quantization": activation_quantization
+    }  # fmt: skip
     run_demo(model, options, max_tokens=max_tokens, temperature=temperature, seed=seed)
 
 
@@ -97,6 +103,7 @@ def explain(
     kv_dtype: KvDtypeOption = "auto",
     index_dtype: IndexDtypeOption = "auto",
     quantization: QuantizationOption = None,
+    activation_quantization: ActivationQuantizationOption = None,
 ) -> None:
     """What the compiler makes of a model: layers, KV cache, rewrites, providers. Needs config.json, no weights."""
     with working("explaining the model"):
@@ -109,6 +116,7 @@ def explain(
             kv_dtype=kv_dtype,
             index_dtype=index_dtype,
             quantization=quantization,
+            activation_quantization=activation_quantization,
         )
         report = explain_model(model, config).report
     print_report(report, as_json, html)
@@ -206,6 +214,8 @@ def generate(
     kv_dtype: KvDtypeOption = "auto",
     index_dtype: IndexDtypeOption = "auto",
     quantization: QuantizationOption = None,
+    activation_quantization: ActivationQuantizationOption = None,
+    activation_scales: ActivationScalesOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per line as requests finish.")
     ] = False,
@@ -227,7 +237,8 @@ def generate(
     )  # fmt: skip
     has_text = bool(stop) or any(isinstance(p, str) for p in prompts + encoder_prompts)
     options = {
-        "executable": executable, "kv_dtype": kv_dtype, "index_dtype": index_dtype, "quantization": quantization
+        "executable": executable, "kv_dtype": kv_dtype, "index_dtype": index_dtype, "quantization": quantization,
+        "activation_quantization": activation_quantization, "activation_scales": activation_scales,
     }  # fmt: skip
     compiled = compile_dir(model, options, needs_tokenizer=has_text)
     kv_cache_bytes = None if kv_cache_mib is None else kv_cache_mib << 20
@@ -241,4 +252,5 @@ def generate(
 app.command("bench")(bench_command)
 app.command("compile")(compile_command)
 app.command("bisect")(bisect_command)
+app.command("export")(export_command)
 app.command("kv-picture")(kv_picture)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,20 @@ class CompiledEncoder:
             f"{self.report.model_class} is an encoder, and only decoders and encoder-decoders can be saved (yet): "
             "compile it where it is used."
         )
+
+    def export_onnx(self, path: str | Path) -> list[Path]:
+        """Write the semantic graph as a standard ONNX model (opset 24) with its weights beside it; returns its path.
+
+        Its inputs are input_ids and attention_mask [b, L]; its output is one row for each token.
+
+        Raises:
+            ExportError: ONNX has no counterpart of an operator, which is named. ConfigError: packages of the extra
+                `onnx` are missing, or the model was compiled with options that cannot be exported.
+            OSError: the files cannot be written.
+        """
+        from pagebinder.export.onnx import export_onnx
+
+        return export_onnx(self, path)
 
     def run_level(self, level: str, input_ids: torch.Tensor) -> torch.Tensor:
         """Run one graph on one sequence, op by op: input_ids [T] int64 -> [T, C].

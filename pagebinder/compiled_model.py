@@ -71,6 +71,20 @@ class CompiledModel:
 
         save(self, path)
 
+    def export_onnx(self, path: str | Path) -> list[Path]:
+        """Write the semantic graph as a standard ONNX model (opset 24) with its weights beside it; returns its path.
+
+        Inputs and outputs: `pagebinder/export/onnx_module.py`. An encoder-decoder gives two, its decoder first.
+
+        Raises:
+            ExportError: ONNX has no counterpart of an operator, which is named. ConfigError: packages of the extra
+                `onnx` are missing, or the model was compiled with options that cannot be exported.
+            OSError: the files cannot be written.
+        """
+        from pagebinder.export.onnx import export_onnx
+
+        return export_onnx(self, path)
+
     def executables(self) -> dict[str, Executable]:
         """What runs the graphs, by level: the fused one, and an encoder-decoder's encoder."""
         found = {"fused": self.executable, "encoder": self.encoder_executable}

@@ -71,3 +71,7 @@ class VerificationError(PagebinderError):
 
 class EventLogError(PagebinderError):
     """A KV event log cannot be read, or cannot be drawn."""
+
+
+class ExportError(PagebinderError):
+    """A model cannot be written for another runtime: an operator has no counterpart there. The message names it."""

@@ -14,13 +14,14 @@ import pagebinder
 PACKAGE = Path(pagebinder.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-ROOMS = {"frontend", "passes", "custom_ops", "runtime", "models"}
+ROOMS = {"frontend", "passes", "custom_ops", "runtime", "models", "export"}
 MAY_IMPORT = {
     "custom_ops": set(),
     "models": {"custom_ops"},
     "frontend": {"custom_ops"},
     "passes": {"custom_ops"},
     "runtime": {"custom_ops"},
+    "export": {"custom_ops"},
 }
 LEAVES = {
     "config",

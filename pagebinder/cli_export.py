@@ -1,0 +1,45 @@
+"""`pagebinder export --onnx DIR OUT`: a checkpoint's semantic graph for another runtime."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagebinder.cli_support import checkpoint_dir, compile_dir, err, working
+
+
+def export_command(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory, or an artefact."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory for the exported files.")],
+    onnx: Annotated[
+        bool,
+        typer.Option(
+            "--onnx", help="A standard ONNX model (opset 24), with its cache as inputs and outputs."
+        ),
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32 (what ONNX Runtime runs on a CPU), bfloat16 or float16; else the checkpoint's."
+        ),
+    ] = None,
+) -> None:
+    """Write a model for another runtime."""
+    if not onnx:
+        raise typer.BadParameter("say which format: --onnx.")
+    from pagebinder.compiled_files import is_artefact
+
+    # Nothing is run here, so nothing is compiled to machine code; an artefact has been.
+    options = (
+        {"dtype": dtype} if is_artefact(model) else {"executable": "eager", "device": "cpu", "dtype": dtype}
+    )
+    compiled = compile_dir(model, options)
+    with working("writing ONNX"):
+        paths = compiled.export_onnx(out)
+    for path in paths:
+        err.print(f"wrote {path}", soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Out of Pagebinder: semantic graphs for other runtimes."""

@@ -1,0 +1,138 @@
+"""`compiled.export_onnx(dir)`: semantic graphs as standard ONNX models, weights beside them.
+
+    DIR/model.onnx, model.onnx.data      a decoder, or an encoder alone
+    DIR/encoder.onnx, encoder.onnx.data  of an encoder-decoder, beside its decoder in model.onnx
+
+torch's exporter translates ATen; our ops reach it as calls of ONNX operators (onnx_ops.py). Weights are written
+tensor by tensor from the memory that the compiled model holds. Inputs and outputs: onnx_module.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import warnings
+from pathlib import Path
+
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.errors import CaptureError, ConfigError, ExportError
+from pagebinder.export.onnx_functions import DOMAIN, definition
+from pagebinder.export.onnx_module import OnnxModule, check_translatable
+from pagebinder.export.onnx_step import OPSET
+
+NEEDED = ("onnx", "onnxscript")
+
+
+def export_onnx(compiled, directory: str | Path) -> list[Path]:
+    """Write the ONNX models of a CompiledModel or CompiledEncoder into a directory; returns their paths.
+
+    Raises:
+        ConfigError: packages of the extra `onnx` are missing; the model has no weights, is not on a CPU, or was
+            compiled with options that the semantic graph does not hold. CaptureError: compiled with strict=False, and
+            not understood. ExportError: an operator has no counterpart (it is named); what was written is not valid.
+        OSError: the files cannot be written.
+    """
+    _check(compiled)
+    decoder = "packed" not in compiled.graphs
+    parts = {"model": (compiled.graphs["semantic"], decoder)}
+    if "encoder" in compiled.graphs:
+        parts["encoder"] = (compiled.graphs["encoder"], False)
+    for gm, _ in parts.values():
+        check_translatable(gm)
+    directory = Path(directory).expanduser()
+    directory.mkdir(parents=True, exist_ok=True)
+    return [write_onnx(gm, directory / f"{name}.onnx", cached=cached) for name, (gm, cached) in parts.items()]
+
+
+def _check(compiled) -> None:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"Exporting needs {' and '.join(missing)}: install the extra, pip install 'pagebinder[onnx]'."
+        )
+    if compiled._refused:
+        raise CaptureError(
+            f"This model was compiled with strict=False and cannot be exported: {compiled._refused}"
+        )
+    if compiled.executable is None:
+        raise ConfigError(
+            "This model was compiled for explain() only (meta device): it has no weights to export."
+        )
+    if compiled.device.type != "cpu":
+        raise ConfigError('Weights are exported from CPU memory: compile with device="cpu".')
+    config = compiled.config
+    if config.quantization is not None or {config.kv_dtype, config.index_dtype} != {"auto"}:
+        raise ConfigError(
+            "An ONNX export holds weights and caches in the model's own dtype: compile without quantization, "
+            "kv_dtype and index_dtype."
+        )
+
+
+def write_onnx(gm: GraphModule, path: Path, *, cached: bool) -> Path:
+    """One graph as one model: a decoder with its caches as inputs and outputs (`cached`), or an encoder."""
+    import onnx
+
+    program = _translate(OnnxModule(gm, cached=cached).eval())
+    _finish(program.model)
+    program.save(path, external_data=True)
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ExportError(f"{path} was written, but is not a valid ONNX model: {error}") from error
+    return path
+
+
+def _translate(module: OnnxModule):
+    """torch's ONNXProgram of the module, as traced."""
+    signature = module.signature
+    with _quiet(), torch.no_grad():
+        try:
+            return torch.onnx.export(
+                module,
+                tuple(signature.examples.values()),
+                input_names=list(signature.examples),
+                output_names=signature.outputs,
+                dynamic_shapes=(tuple(signature.dynamic.values()),),
+                opset_version=OPSET,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            reason = error
+            while reason.__cause__ is not None:
+                reason = reason.__cause__
+            raise ExportError(f"torch's ONNX exporter cannot write this graph: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quiet():
+    """The exporter prints progress, and warns of optional packages that nothing here needs."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _finish(model) -> None:
+    """Constants folded, weights as the source has them and under its names, definitions of the functions in use."""
+    from onnx_ir import serde
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+    from onnxscript.optimizer import optimize_ir
+
+    optimize_ir(model, should_fold=lambda node: False if node.op_type == "Transpose" else None)
+    ClearMetadataAndDocStringPass()(model)
+    for value in list(model.graph.initializers.values()):
+        value.name = value.name.removeprefix("gm.")
+    for name in sorted({node.op_type for node in model.graph if node.domain == DOMAIN}):
+        function = serde.deserialize_function(definition(name, OPSET))
+        model.functions[function.identifier()] = function
