@@ -48,10 +48,12 @@ bool evenly_spaced_rows(const Tensor& x, int64_t& rows, int64_t& stride) {
 }
 
 Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner) {
-  if (type == ScalarType::BFloat16 && pagebinder::linear_suits_tiles(rows, columns, inner))
-    return pagebinder::linear_with_tiles;
   const bool whole = columns % pagebinder::LINEAR_GRAIN == 0 && inner % pagebinder::LINEAR_GRAIN == 0 && inner > 0;
-  if (!whole || rows > pagebinder::LINEAR_MOST_VECTOR_ROWS) return nullptr;
+  if (!whole) return nullptr;
+  const bool stream = PAGEBINDER_BF16_DOT && rows <= pagebinder::LINEAR_STREAM_ROWS;
+  if (type == ScalarType::BFloat16 && !stream && pagebinder::linear_suits_tiles(rows, columns, inner))
+    return pagebinder::linear_with_tiles;
+  if (rows > pagebinder::LINEAR_MOST_VECTOR_ROWS) return nullptr;
   if (type == ScalarType::Float) return pagebinder::linear_with_vectors<float>;
   return type == ScalarType::BFloat16 ? pagebinder::linear_with_vectors<bf16> : nullptr;
 }

@@ -16,6 +16,7 @@
 
 #include "amx.h"
 #include "attention_scores.h"
+#include "work_ranges.h"
 
 namespace pagebinder {
 #if PAGEBINDER_AMX
@@ -33,7 +34,8 @@ struct Run {
   int steps, row_pairs, panel_columns;
   LinearPanels panels;
   int num_workers;
-  std::atomic<int> next_group{0}, next_panel{0};
+  WorkRanges work{panels.count(), num_workers};
+  std::atomic<int> next_group{0};
 
   bool gated() const { return args.gate != Activation::NONE; }
   const uint32_t* packed_group(int group) const { return packed + static_cast<int64_t>(group) * steps * TILE_WORDS; }
@@ -230,13 +232,12 @@ void run_panel(const Run& run, PanelScratch& scratch, const Panel& panel, const 
       }
 }
 
-void panel_worker(void* context, int) {
+void panel_worker(void* context, int worker) {
   static thread_local PanelScratch scratch;
   Run& run = *static_cast<Run*>(context);
   const FullTiles tiles;
-  const auto take = [&run] { return run.next_panel.fetch_add(1, std::memory_order_relaxed); };
-  for (int index = take(), next; index < run.panels.count(); index = next) {
-    next = take();
+  for (int index = run.work.take(worker), next; index < run.work.count(); index = next) {
+    next = run.work.take(worker);
     run_panel(run, scratch, panel_at(run, index), panel_at(run, next));
   }
 }

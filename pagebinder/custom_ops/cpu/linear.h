@@ -1,10 +1,10 @@
 // Linear layers y = x W^T (+ bias) for few to some hundred rows, from weights as they lie in memory.
 //
-//   tiles   bf16 on matrix tiles (AMX):  y^T [column][row]  =  W [column][K]  x  x pairs [K/2][row]
-//   rows    bf16 and float32 on vectors: every row of W is read once and meets a few rows of x
+//   tiles     bf16 on matrix tiles (AMX):  y^T [column][row]  =  W [column][K]  x  x pairs [K/2][row]
+//   vectors   bf16 and float32: every row of W is read once and meets a few rows of x
 //
 // Weights are never packed, so no second copy of one exists; x is packed once a call. Layers that read the same x
-// are one call: threads take panels of columns from all of them, one at a time, so that a slow thread costs its share.
+// are one call: threads take panels of columns from all of them, each from a run of its own (work_ranges.h).
 #pragma once
 
 #include "activations.h"
@@ -15,6 +15,7 @@ namespace pagebinder {
 constexpr int LINEAR_GRAIN = 32;  // columns and K must be multiples of this
 constexpr int64_t LINEAR_MOST_ROWS = 128;     // on tiles; beyond, oneDNN is as fast or faster (docs/measurements.md)
 constexpr int64_t LINEAR_MOST_VECTOR_ROWS = 8;  // on vectors
+constexpr int64_t LINEAR_STREAM_ROWS = 4;       // on vectors though there are tiles: memory is the limit, and is read faster
 constexpr int64_t LINEAR_SERIAL_FLOPS = 1 << 19;
 
 // One layer of those that read the same x; data of x's type.

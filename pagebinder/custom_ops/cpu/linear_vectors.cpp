@@ -1,19 +1,25 @@
-// Linear layers of few rows on vectors, see linear.h: machines without matrix tiles, and float32.
+// Linear layers of few rows on vectors, see linear.h: one or two rows of bf16, float32, machines without matrix tiles.
 //
 //     COLUMNS rows of W, read once   x   ROWS rows of x, in the nearest cache   ->   COLUMNS x ROWS sums in registers
 //
-// Vectors run along K. An element of y is summed in the same order whatever the number of rows and threads.
+// Vectors run along K. An element of y is summed in the same order whatever the number of rows and threads. With one or
+// two rows W is read as one stream, which is as fast as this memory can be read; more rows need sums of two columns at
+// a time, or loading x costs more than loading W.
 #include <algorithm>
 
 #include "attention_scores.h"
 #include "linear.h"
+#include "work_ranges.h"
 
 namespace pagebinder {
 namespace {
 
 constexpr int PANEL = 16;                   // columns of one job
-constexpr int COLUMNS = W < 16 ? 2 : 4;     // whose sums are in registers at a time
-constexpr int MOST_ROWS = 4;                // the same for rows
+constexpr int MOST_ROWS = 4;                // of x whose sums are in registers at a time
+constexpr int64_t AHEAD = 2048;             // bytes of W
+
+// Columns whose sums are in registers at a time.
+constexpr int columns_at_once(int rows) { return rows <= 2 ? 1 : 2; }
 
 template <class T> struct ElementsOf { using type = FloatElements<T>; };
 #if PAGEBINDER_BF16_DOT
@@ -28,7 +34,8 @@ struct Run {
   const LinearArgs& args;
   const Query* x;  // [rows, inner]
   LinearPanels panels;
-  std::atomic<int> next_panel{0};
+  int num_workers;
+  WorkRanges work{panels.count(), num_workers};
 };
 
 // Sums the lanes of COUNT vectors: lane i < COUNT of the result is the sum of x[i]. Destroys x.
@@ -46,7 +53,7 @@ PB_INLINE VF sum_lanes_of(VF* x) {
 }
 
 // sums[row * PANEL + column] of COLUMNS columns.
-template <class T, int ROWS>
+template <class T, int ROWS, int COLUMNS>
 void add_columns(const Run<T>& run, const T* weight, int64_t stride, int64_t first_row, float* sums) {
   using E = typename Run<T>::Elements;
   const int64_t inner = run.args.inner;
@@ -55,7 +62,11 @@ void add_columns(const Run<T>& run, const T* weight, int64_t stride, int64_t fir
   for (int64_t k = 0; k < inner; k += E::STEP) {
     typename E::Vec w[COLUMNS];
     PB_UNROLL
-    for (int c = 0; c < COLUMNS; ++c) w[c] = E::load_key(weight + c * stride + k);
+    for (int c = 0; c < COLUMNS; ++c) {
+      const T* at = weight + c * stride + k;
+      __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD);
+      w[c] = E::load_key(at);
+    }
     PB_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       const typename E::Vec row = E::load_query(x + r * inner + k);
@@ -70,19 +81,25 @@ void add_columns(const Run<T>& run, const T* weight, int64_t stride, int64_t fir
   }
 }
 
+// sums[row * PANEL + column] of all columns of a panel.
+template <class T, int ROWS>
+void add_rows(const Run<T>& run, const T* weight, int64_t stride, int64_t first_row, float* sums) {
+  constexpr int COLUMNS = columns_at_once(ROWS);
+  for (int c = 0; c < PANEL; c += COLUMNS)
+    add_columns<T, ROWS, COLUMNS>(run, weight + c * stride, stride, first_row, sums + c);
+}
+
 // sums[row * PANEL + column] of a panel of one layer, rounded to T.
 template <class T>
 void add_panel(const Run<T>& run, const LinearLayer& layer, int64_t column, float* sums) {
   const T* weight = static_cast<const T*>(layer.weight);
-  for (int c = 0; c < PANEL; c += COLUMNS)
-    for (int64_t row = 0; row < run.args.rows; row += MOST_ROWS) {
-      const T* from = weight + (column + c) * layer.weight_stride;
-      switch (std::min<int64_t>(MOST_ROWS, run.args.rows - row)) {
-        case 1: add_columns<T, 1>(run, from, layer.weight_stride, row, sums + c); break;
-        case 2: add_columns<T, 2>(run, from, layer.weight_stride, row, sums + c); break;
-        case 3: add_columns<T, 3>(run, from, layer.weight_stride, row, sums + c); break;
-        default: add_columns<T, 4>(run, from, layer.weight_stride, row, sums + c);
-      }
+  const T* from = weight + column * layer.weight_stride;
+  for (int64_t row = 0; row < run.args.rows; row += MOST_ROWS)
+    switch (std::min<int64_t>(MOST_ROWS, run.args.rows - row)) {
+      case 1: add_rows<T, 1>(run, from, layer.weight_stride, row, sums); break;
+      case 2: add_rows<T, 2>(run, from, layer.weight_stride, row, sums); break;
+      case 3: add_rows<T, 3>(run, from, layer.weight_stride, row, sums); break;
+      default: add_rows<T, 4>(run, from, layer.weight_stride, row, sums);
     }
   for (int64_t r = 0; r < run.args.rows; ++r)
     for (int c = 0; c < PANEL; c += W) {
@@ -94,11 +111,11 @@ void add_panel(const Run<T>& run, const LinearLayer& layer, int64_t column, floa
 }
 
 template <class T>
-void panel_worker(void* context, int) {
+void panel_worker(void* context, int worker) {
   Run<T>& run = *static_cast<Run<T>*>(context);
   const LinearArgs& a = run.args;
   alignas(64) float sums[2][LINEAR_MOST_VECTOR_ROWS * PANEL];
-  for (int panel; (panel = run.next_panel.fetch_add(1, std::memory_order_relaxed)) < run.panels.count();) {
+  for (int panel; (panel = run.work.take(worker)) < run.work.count();) {
     const auto [result, column] = run.panels[panel];
     const LinearLayer& layer = a.layers[result];
     const bool gated = a.gate != Activation::NONE;
@@ -129,9 +146,10 @@ void linear_with_vectors(const LinearArgs& args) {
     else
       for (int64_t k = 0; k < args.inner; k += W) store(x + r * args.inner + k, load_float(from + k));
   }
-  Run<T> run{args, x, LinearPanels(args, PANEL)};
-  if (args.num_threads <= 1 || args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS) panel_worker<T>(&run, 0);
-  else args.run(args.num_threads, panel_worker<T>, &run);
+  const int workers = args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS ? 1 : args.num_threads;
+  Run<T> run{args, x, LinearPanels(args, PANEL), workers};
+  if (workers <= 1) panel_worker<T>(&run, 0);
+  else args.run(workers, panel_worker<T>, &run);
 }
 
 template void linear_with_vectors<bf16>(const LinearArgs&);

@@ -6,10 +6,10 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "moe.h"
+#include "work_ranges.h"
 
 namespace pagebinder {
 
@@ -102,19 +102,18 @@ template <class Setup, class Job>
 void for_jobs(int64_t num_jobs, const Team& team, const Job& job) {
   struct Shared {
     const Job& job;
-    const int64_t num_jobs;
-    std::atomic<int64_t> next{0};
-  } shared{job, num_jobs};
-  const auto worker = [](void* context, int) {
+    WorkRanges work;
+  };
+  const auto worker = [](void* context, int index) {
     [[maybe_unused]] const Setup setup{};
     Shared& s = *static_cast<Shared*>(context);
-    const auto take = [&s] { return s.next.fetch_add(1, std::memory_order_relaxed); };
-    for (int64_t i = take(), next; i < s.num_jobs; i = next) {
-      next = take();
+    for (int i = s.work.take(index), next; i < s.work.count(); i = next) {
+      next = s.work.take(index);
       s.job(i, next);
     }
   };
   const int workers = static_cast<int>(std::min<int64_t>(num_jobs, team.num_threads));
+  Shared shared{job, {static_cast<int>(num_jobs), workers}};
   if (workers <= 1) worker(&shared, 0);
   else team.run(workers, worker, &shared);
 }
