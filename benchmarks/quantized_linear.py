@@ -17,7 +17,8 @@ import typer
 from common import median, save, wide_console
 from rich.table import Table
 
-from pagebinder.custom_ops.linear.weight_formats import FORMATS, empty_codes, quantize
+from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
+from pagebinder.custom_ops.linear.weight_formats import FORMATS, quantize
 from pagebinder.custom_ops.providers import registered_providers
 
 SHAPES = ((3072, 1024), (1024, 3072), (4096, 1024), (151936, 1024))  # rows and columns of the weight
@@ -25,10 +26,10 @@ BF16 = "bf16"
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory like that of the original: codes lie in huge pages, weights of a checkpoint do not."""
-    if tensor.dtype != torch.uint8:
-        return tensor.clone()
-    return empty_codes(tensor.shape, tensor.device).copy_(tensor)
+    """In huge pages, as codes and the weights of a checkpoint are."""
+    copy = tensor.clone()
+    move_to_huge_pages([copy])
+    return copy
 
 
 def calls_of(columns: int, inner: int, rows: int, megabytes: int) -> dict[str, tuple[list, int]]:

@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import typer
+from checkpoints import random_qwen3
 from common import save, wide_console
 from rich.table import Table
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pagebinder.models import tiny_path
 
@@ -33,25 +32,6 @@ GOAL_SECONDS = 3.0  # of a 0.6B model, beyond the time to read its weights
 def shipped(folder: Path) -> None:
     """The shipped model, copied, so that its artefact lies beside it."""
     shutil.copytree(tiny_path(), folder)
-
-
-def random_qwen3(folder: Path) -> None:
-    """Random weights in the shape of Qwen3-0.6B, 1.2 GB."""
-    config = Qwen3Config(
-        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,
-        dtype="bfloat16",
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model = model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.02)
-        else:
-            parameter.data.fill_(1)
-    model.tie_weights()
-    model.save_pretrained(folder)
 
 
 MODELS: dict[str, Callable[[Path], None]] = {"tiny": shipped, "qwen3-0.6b": random_qwen3}

@@ -1,0 +1,105 @@
+"""What the results of compare_engines.py are held against: ratios to peers, and the machine's own limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common import median
+from kv_targets import goal
+
+US, VLLM, LLAMA = "pagebinder", "vllm", "llama.cpp"
+DECODE, PREFILL = "decode_tokens_per_second", "prefill_tokens_per_second"
+QUANTIZED_GOALS = {"fp8": 1.7, "int8": 1.7, "int4_g64": 2.6}
+
+
+def ratio(engines: dict, key: str, peer: str, us: str = US) -> float:
+    """Ours over the peer's, the median of the ratios of rounds; where one side has fewer rounds, of the medians."""
+    ours, theirs = ([row[key] for row in engines[name]["rounds"]] for name in (us, peer))
+    if len(ours) != len(theirs):
+        return engines[us][key] / engines[peer][key]
+    return median([a / b for a, b in zip(ours, theirs)])
+
+
+def goals(results: dict) -> list[dict]:
+    """Every goal that there are figures for."""
+    found = []
+    for case, make in CASES.items():
+        if case in results:
+            found += make(results[case], results)
+    return found
+
+
+def _batch(cases: dict, results: dict) -> Iterator[dict]:
+    for requests, case in cases.items():
+        engines, label = case["engines"], f"{requests} request(s)"
+        if US not in engines:
+            continue
+        if requests == "1":
+            read = engines[US][DECODE] * results["costs"]["weight_bytes"]
+            yield goal("decode, 1 request, share of read bandwidth", read / results["limits"]["read"], 0.95)
+            if LLAMA in engines:
+                yield goal("decode, 1 request, over llama.cpp", ratio(engines, DECODE, LLAMA), 1.0)
+        elif VLLM in engines:
+            yield goal(f"decode, {label}, over vLLM", ratio(engines, DECODE, VLLM), 2.0)
+        peers = [name for name in engines if name != US]
+        if requests != "32" and peers:
+            best = max(peers, key=lambda name: engines[name][PREFILL])
+            yield goal(f"prefill, {label}, over the best peer ({best})", ratio(engines, PREFILL, best), 1.4)
+        if requests != "32":
+            share = (
+                case["prefill_flops"]
+                / case["prompt_tokens"]
+                * engines[US][PREFILL]
+                / results["limits"]["product"]
+            )
+            yield goal(f"prefill, {label}, share of the matrix rate", share, 0.8)
+
+
+def _mixed(case: dict, results: dict) -> Iterator[dict]:
+    engines = case["engines"]
+    if US in engines and VLLM in engines:
+        yield goal("mixed load, throughput over vLLM", ratio(engines, "tokens_per_second", VLLM), 1.6)
+        for what in ("first_token", "between_tokens"):
+            for percent in (50, 99):
+                key = f"{what}_p{percent}"
+                value = ratio(engines, key, VLLM)
+                yield goal(
+                    f"mixed load, p{percent} of {what.replace('_', ' ')} over vLLM's",
+                    value,
+                    1.0,
+                    at_most=True,
+                )
+
+
+def _contention(case: dict, results: dict) -> Iterator[dict]:
+    if US in case["engines"]:
+        yield goal("half of a core taken, share of decode kept", case["engines"][US]["kept"], 0.6)
+
+
+def _context(case: dict, results: dict) -> Iterator[dict]:
+    if US in case["engines"]:
+        read = case["engines"][US][DECODE] * case["bytes_per_step"]
+        name = f"context {case['context']:,}, share of read bandwidth"
+        yield goal(name, read / results["limits"]["read"], 0.85)
+
+
+def _start(case: dict, results: dict) -> Iterator[dict]:
+    if US in case:
+        yield goal(
+            "start to first token, nothing cached, seconds", case[US]["ready_seconds"], 25.0, at_most=True
+        )
+
+
+def _quantized(case: dict, results: dict) -> Iterator[dict]:
+    for name in case["engines"]:
+        target = QUANTIZED_GOALS.get(name.removeprefix(f"{US} "))
+        if target and US in case["engines"]:
+            yield goal(
+                f"decode, 1 request, {name} over bf16", ratio(case["engines"], DECODE, US, us=name), target
+            )
+
+
+CASES = {
+    "batch": _batch, "mixed": _mixed, "contention": _contention, "context": _context, "start": _start,
+    "quantized": _quantized,
+}  # fmt: skip

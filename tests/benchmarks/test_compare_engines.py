@@ -1,0 +1,137 @@
+"""The comparison of engines: workers run one at a time, tokens are timed as they come, goals say what they say."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.test_traces import BENCHMARKS
+
+COUNTING = '''
+from worker import serve
+
+
+class Counting:
+    """One step gives each request one token: 0, 1, 2, ... Two requests at a time."""
+
+    def __init__(self):
+        self.requests = {}
+
+    def add(self, request, prompt, max_tokens):
+        self.requests[request] = [0, max_tokens]
+
+    def step(self):
+        new = {}
+        for request in list(self.requests)[:2]:
+            state = self.requests[request]
+            new[request] = [state[0]]
+            state[0] += 1
+            if state[0] == state[1]:
+                del self.requests[request]
+        return new
+
+    def busy(self):
+        return bool(self.requests)
+
+
+serve(Counting())
+'''
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The benchmark's modules import each other by plain names."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import compare_engines_cases
+        import compare_engines_goals
+        import compare_engines_workers
+
+        yield compare_engines_cases, compare_engines_goals, compare_engines_workers
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def state_of(worker) -> str:
+    return Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+@pytest.fixture
+def pool(modules, tmp_path):
+    script = tmp_path / "counting.py"
+    script.write_text(COUNTING)
+    _, _, workers = modules
+    path = {"PYTHONPATH": str(workers.PEERS)}
+    engine = workers.Engine(sys.executable, str(script), "pagebinder", environment=path)
+    with workers.Pool({"pagebinder": engine, "peer": engine}, {"threads": 1}, tmp_path) as pool:
+        yield pool
+
+
+def test_a_worker_is_stopped_but_while_it_is_asked(pool):
+    answer = pool["pagebinder"].ask({"batch": {"prompts": [[1], [2], [3]], "max_tokens": 3}})
+    assert answer["tokens"] == [[0, 1, 2]] * 3
+    assert answer["decoded"] == 2  # the third request began when the others had ended
+    assert state_of(pool["peer"]) == state_of(pool["pagebinder"]) == "T"
+    processes = [worker.process for worker in pool.workers.values()]
+    pool.__exit__()
+    assert [process.poll() for process in processes] == [0, 0]
+
+
+def test_cases_have_medians_rounds_and_ratios(pool, modules):
+    cases, compared, _ = modules
+    names = ["pagebinder", "peer"]
+    batch = cases.batch(pool, names, 100, 2, (4, 5), 3)
+    assert batch["equal_tokens"] == {"peer": 1.0}
+    assert [len(batch["engines"][name]["rounds"]) for name in names] == [3, 3]
+    trace = cases.arrivals(100, 3, 0.001)
+    assert trace == cases.arrivals(100, 3, 0.001)
+    mixed = cases.mixed(pool, names, trace, 1)["engines"]["peer"]
+    assert 0 < mixed["first_token_p50"] <= mixed["first_token_p99"] < mixed["seconds"]
+    rounds = [{"x": 1.0}, {"x": 4.0}], [{"x": 1.0}, {"x": 1.0}]
+    engines = {name: {"x": 0.0, "rounds": rows} for name, rows in zip(names, rounds)}
+    assert compared.ratio(engines, "x", "peer") == 2.5
+
+
+def test_who_is_slow_is_asked_once(modules, monkeypatch):
+    cases, _, _ = modules
+    now = iter(range(0, 10_000, 60))
+    monkeypatch.setattr(cases, "PATIENCE_SECONDS", 100)
+    monkeypatch.setattr(cases.time, "perf_counter", lambda: next(now))
+
+    def ask(name: str, number: int) -> dict:
+        if name == "slow":
+            next(now)
+        return {"round": number}
+
+    assert cases.in_turns(["fast", "slow"], ask, 2) == {
+        "slow": [{"round": -1}],
+        "fast": [{"round": 0}, {"round": 1}],
+    }
+
+
+def test_a_worker_that_dies_says_why(modules, tmp_path):
+    _, _, workers = modules
+    script = tmp_path / "dying.py"
+    script.write_text("raise SystemExit('no memory left')")
+    with pytest.raises(RuntimeError, match="no memory left"):
+        workers.Worker(
+            workers.Engine(sys.executable, str(script), ""), {"threads": 1}, tmp_path / "dying.log"
+        )
+
+
+def test_goals_are_made_of_what_there_is(modules):
+    _, compared, _ = modules
+    rates = {"prefill_tokens_per_second": 100.0, "decode_tokens_per_second": 10.0}
+    engines = {name: rates | {"rounds": [rates]} for name in ("pagebinder", "vllm")}
+    results = {
+        "costs": {"weight_bytes": 100}, "limits": {"read": 1000.0, "product": 1e4},
+        "batch": {n: {"engines": engines, "prefill_flops": 800, "prompt_tokens": 10} for n in ("1", "32")},
+        "start": {"vllm": {"ready_seconds": 90.0}},
+    }  # fmt: skip
+    judged = {g["name"]: (g["value"], g["pass"]) for g in compared.goals(results)}
+    assert judged == {
+        "decode, 1 request, share of read bandwidth": (1.0, True),
+        "prefill, 1 request(s), over the best peer (vllm)": (1.0, False),
+        "prefill, 1 request(s), share of the matrix rate": (0.8, True),
+        "decode, 32 request(s), over vLLM": (1.0, False),
+    }
