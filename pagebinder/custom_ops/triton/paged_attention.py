@@ -1,0 +1,195 @@
+"""`pagebinder_triton::paged_attention`, `paged_attention_lse` and `quantized_paged_attention`: launches.
+
+Shapes of launches follow from the shapes of operands alone, so a call can be captured in a CUDA graph, and nothing is
+read back from the device. What the reference checks by reading lengths and block ids is therefore not checked here:
+keys beyond a block table and blocks outside the cache are not read.
+
+    T <= R (decode)   split_kernel + merge_kernel; tile_kernel alone if the requests fill the GPU without splitting
+    T >  R (mixed)    tile_kernel, and split_kernel + merge_kernel for requests of a few new tokens
+
+Tiles by the bytes of a K row and a V row, padded, in place of autotuning, which would need the GPU and minutes:
+
+    bytes     prefill: queries x keys, warps, stages     decode: keys, warps, stages      of a head in 16 bits
+    <= 256    128 x 64,  4, 3                            128, 4, 3                        64
+    <= 512    128 x 64,  8, 3                            64,  4, 3                        128
+    <= 1024   64  x 64,  8, 2                            32,  4, 3                        256
+    beyond    16  x 32,  8, 2                            32,  8, 2                        latent rows; all float32
+
+Compiled for compute capability 9.0 they do not spill registers (under Triton 3.6 some over codes do, 112 bytes a
+thread); a prefill program takes at most 160 KiB of shared memory and a decode program 75 KiB. What a version of
+Triton makes of them: `python -m tests.custom_ops.triton.compiled_for 90 --all`. Their speed is not measured yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from pagebinder.custom_ops.attention.paged import check_attention, check_options
+from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
+from pagebinder.custom_ops.triton.attention_kernels import merge_kernel, split_kernel, tile_kernel
+from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
+
+# (bytes of a K and a V row at most, prefill: queries, keys, warps, stages, decode: keys, warps, stages)
+TILES = (
+    (256, (128, 64, 4, 3), (128, 4, 3)),
+    (512, (128, 64, 8, 3), (64, 4, 3)),
+    (1024, (64, 64, 8, 2), (32, 4, 3)),
+    (None, (16, 32, 8, 2), (32, 8, 2)),
+)
+MAX_HEADS_OF_TILE = 32  # more query heads of a KV head are several programs
+PROGRAMS_PER_MULTIPROCESSOR = 32  # aimed at by splitting
+MAX_SPLITS = 64
+MIN_KEYS_OF_SPLIT = 512  # parts smaller than this cost more in merging than they gain, ...
+MIN_KEYS_OF_LONE_SPLIT = 128  # ... unless most of the GPU would be idle
+MULTIPROCESSORS_OF_NO_GPU = 1  # in the interpreter
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Of K rows (D) and V rows (DV), cut and padded to powers of two: see `attention_tile`."""
+
+    D: int
+    DV: int
+    CUT: int
+    D_A: int
+    D_B: int
+    BLOCK_DV: int
+
+    @classmethod
+    def of(cls, head_dim: int, head_dim_v: int, cut: int | None = None) -> Widths:
+        """`cut`: where to cut K rows; None: at the largest power of two."""
+        cut = min(head_dim, cut or max(16, 1 << (head_dim.bit_length() - 1)))
+        second = padded(head_dim - cut) if head_dim > cut else 0
+        return cls(head_dim, head_dim_v, cut, padded(cut), second, padded(head_dim_v))
+
+
+def padded(columns: int) -> int:
+    """Columns of a tile: a power of two, 16 at least for products."""
+    return max(16, triton.next_power_of_2(columns))
+
+
+def tiles_of(columns: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(prefill, decode) of TILES for rows of so many columns."""
+    most = columns * dtype.itemsize if dtype.itemsize == 2 else None
+    return next(tiles for limit, *tiles in TILES if limit is None or (most is not None and most <= limit))
+
+
+def paged_attention(*operands, **options):
+    """See `paged_attention_reference`."""
+    return _plain(*operands, **options)
+
+
+def paged_attention_lse(q, *operands, **options):
+    """See `paged_attention_lse_reference`."""
+    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    return _plain(q, *operands, lse=lse, **options), lse
+
+
+def _plain(
+    q, kv_cache, block_table, seq_lens, query_start_loc, sinks=None, alibi_slopes=None, *, head_dim_v, lse=None,
+    **options,
+):  # fmt: skip
+    check_attention(q, kv_cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, head_dim_v)
+    step = (block_table, seq_lens, query_start_loc, sinks, alibi_slopes)
+    return attend_paged(q, kv_cache, *step, head_dim_v=head_dim_v, lse=lse, **options)
+
+
+def quantized_paged_attention(
+    q, kv_cache, block_table, seq_lens, query_start_loc, sinks=None, alibi_slopes=None, scales=None, *, codes,
+    head_dim_v, **options,
+):  # fmt: skip
+    """See `quantized_paged_attention_reference`; products in q's dtype, which holds every code exactly."""
+    check_format(codes, scales, kv_cache.shape[1])
+    check_cache(kv_cache, q.shape[2] + head_dim_v, scales)
+    step = (block_table, seq_lens, query_start_loc, sinks, alibi_slopes)
+    values = q.new_empty(
+        (*kv_cache.shape[:3], q.shape[2] + head_dim_v), device="meta"
+    )  # what the codes stand for
+    check_attention(q, values, *step, head_dim_v)
+    return attend_paged(q, kv_cache, *step, head_dim_v=head_dim_v, scales=scales, codes=codes, **options)
+
+
+def attend_paged(
+    q, kv_cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, *, head_dim_v, scale, window=None,
+    chunk=None, soft_cap=None, causal=True, lse=None, scales=None, codes="", v_is_k=False,
+) -> torch.Tensor:  # fmt: skip
+    """Attention [T, H, DV] over rows of values, or of codes (uint8); operands are checked by the callers.
+
+    Args:
+        scales: [2, G] fixed scales of the codes; None: behind each row. lse: [H, T] float32 to write, or None.
+        v_is_k: the value row is the first DV channels of the key row (latent rows).
+    """
+    check_options(window=window, chunk=chunk, soft_cap=soft_cap)
+    (num_tokens, num_heads, head_dim), num_requests = q.shape, len(seq_lens)
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    if not v_is_k and max(head_dim, head_dim_v) > MAX_HEAD_DIM:
+        raise ValueError(f"heads of {head_dim} and {head_dim_v} channels: at most {MAX_HEAD_DIM} are served")
+    out = torch.empty((num_tokens, num_heads, head_dim_v), dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    widths = Widths.of(head_dim, head_dim_v, head_dim_v if v_is_k else None)
+    columns = widths.D_A + widths.D_B + (0 if v_is_k else widths.BLOCK_DV)
+    prefill, decode = tiles_of(columns, q.dtype)
+    group = num_heads // num_kv_heads
+    heads = min(group, MAX_HEADS_OF_TILE)
+    chunks = triton.cdiv(group, heads)
+    capacity = block_table.shape[1] * block_size
+    is_decode = num_tokens <= num_requests
+    rows = max(16, triton.next_power_of_2(heads))
+    splits = num_splits(num_requests * num_kv_heads * chunks, capacity, q.device)
+    few = 0 if splits == 1 else (num_tokens if is_decode else rows // heads)
+    code_rows = codes != "" and scales is None
+    options = {
+        "GROUP": group, "HEADS": heads, "CHUNKS": chunks, **vars(widths), "BLOCK_SIZE": block_size,
+        "WINDOW": window or 0, "CHUNK": chunk or 0, "CAUSAL": causal, "CODES": codes, "ROW_SCALES": code_rows,
+        "ALIGNED": code_rows and _has_aligned_scales(kv_cache, head_dim + head_dim_v), "V_IS_K": v_is_k,
+    }  # fmt: skip
+    options |= zip(("stride_n", "stride_g", "stride_b"), kv_cache.stride())
+    strides = (*q.stride()[:2], block_table.stride(0))
+    if splits == 1 or not is_decode:
+        queries, keys, warps, stages = (rows, *decode) if is_decode else prefill
+        queries = max(queries, rows)
+        grid = (num_tokens // (queries // heads) + num_requests + 1, num_kv_heads * chunks)
+        tile_kernel[grid](
+            q, kv_cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, scales, out, lse, *strides,
+            num_tokens, num_requests, num_blocks, capacity, few, scale, soft_cap, **options, BLOCK_M=queries,
+            BLOCK_N=keys, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    if splits == 1:
+        return out
+    row_tokens = 0 if is_decode else few
+    num_rows = num_tokens if is_decode else num_requests * few
+    parts = torch.empty((num_rows, num_heads, splits, head_dim_v), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=q.device)
+    keys, warps, stages = decode
+    is_lone = num_requests * num_kv_heads * chunks <= multiprocessors(q.device)
+    split_kernel[splits, num_kv_heads * chunks, num_requests](
+        q, kv_cache, block_table, seq_lens, query_start_loc, alibi_slopes, scales, parts, part_lse, *strides,
+        num_blocks, capacity, few, row_tokens, scale, soft_cap, SPLITS=splits, **options, BLOCK_M=rows, BLOCK_N=keys,
+        MIN_KEYS=MIN_KEYS_OF_LONE_SPLIT if is_lone else MIN_KEYS_OF_SPLIT, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    merge_kernel[num_requests + 1, num_heads](
+        parts, part_lse, query_start_loc, sinks, out, lse, num_tokens, num_requests, few, row_tokens, SPLITS=splits,
+        BLOCK_SPLITS=triton.next_power_of_2(splits), DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV, PADDING=is_decode,
+    )  # fmt: skip
+    return out
+
+
+def num_splits(programs: int, capacity: int, device: torch.device) -> int:
+    """Parts of a context of up to `capacity` keys, when `programs` would run without splitting."""
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), max(programs, 1))
+    return max(1, min(wanted, capacity // (2 * MIN_KEYS_OF_LONE_SPLIT), MAX_SPLITS))
+
+
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MULTIPROCESSORS_OF_NO_GPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _has_aligned_scales(kv_cache: torch.Tensor, scale_at: int) -> bool:
+    """Whether the float32 behind every row can be read as such."""
+    return all(n % 4 == 0 for n in (kv_cache.data_ptr(), scale_at, *kv_cache.stride()[:3]))

@@ -1,0 +1,120 @@
+"""`pagebinder_triton::qk_norm_rope_write`: norm of heads, RoPE and the cache write of a token in one launch.
+
+    grid [T, groups of q heads + groups of KV heads]      q: to the result      k, v: to the token's slot
+
+A program holds up to HEADS heads, as two halves of their channels: "half" and "chunked" pair i with i + D / 2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagebinder.custom_ops.attention.paged import check_write
+from pagebinder.custom_ops.attention.qk_norm_rope_write import check_operands
+from pagebinder.custom_ops.norm.rms_norm import TAILS
+from pagebinder.custom_ops.triton.cache_write import load_rows, slot_row
+from pagebinder.custom_ops.triton.rms_norm import scaled, warps_of
+from pagebinder.custom_ops.triton.rope import turned
+from pagebinder.custom_ops.triton.values import rounded, through
+
+TILE_VALUES = 2048
+
+
+@triton.jit
+def normed_and_turned(
+    x_ptr, stride_t, stride_h, cos_ptr, sin_ptr, w_ptr, token, head, eps, NUM_HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
+):  # fmt: skip
+    """(first half, second half [HEADS, BLOCK] of the heads' type, columns, which exist)."""
+    HALF: tl.constexpr = D // 2
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    first, column, mask = load_rows(x_ptr, stride_t, stride_h, token, head, HALF, BLOCK, NUM_HEADS)
+    second, _, _ = load_rows(x_ptr + HALF, stride_t, stride_h, token, head, HALF, BLOCK, NUM_HEADS)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if TAIL != "":
+        root = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
+        w_1 = first
+        w_2 = second
+        if w_ptr is not None:
+            w_1 = tl.load(w_ptr + column, mask=column < HALF, other=0).to(tl.float32)
+            w_2 = tl.load(w_ptr + HALF + column, mask=column < HALF, other=0).to(tl.float32)
+        first = through(scaled(first, root, w_1, dtype, TAIL), dtype)
+        second = through(scaled(second, root, w_2, dtype, TAIL), dtype)
+    COLUMNS: tl.constexpr = D if HAS_WIDE_TABLES else HALF
+    SECOND: tl.constexpr = HALF if HAS_WIDE_TABLES else 0
+    table = token.to(tl.int64) * COLUMNS + column
+    cos_1 = tl.load(cos_ptr + table, mask=column < HALF, other=0).to(tl.float32)
+    sin_1 = tl.load(sin_ptr + table, mask=column < HALF, other=0).to(tl.float32)
+    cos_2 = tl.load(cos_ptr + table + SECOND, mask=column < HALF, other=0).to(tl.float32)
+    sin_2 = tl.load(sin_ptr + table + SECOND, mask=column < HALF, other=0).to(tl.float32)
+    # The wider of the heads' type and the tables'.
+    steps: tl.constexpr = dtype if cos_ptr.dtype.element_ty == dtype else tl.float32
+    y_1, y_2 = turned(first, second, cos_1, sin_1, cos_2, sin_2, steps)
+    return rounded(y_1, dtype), rounded(y_2, dtype), column, mask
+
+
+@triton.jit
+def qk_norm_rope_write_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, slots_ptr, out_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_n, stride_g, stride_b, num_slots, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = D // 2
+    Q_GROUPS: tl.constexpr = (H + HEADS - 1) // HEADS
+    token, group = tl.program_id(0), tl.program_id(1)
+    if group < Q_GROUPS:
+        head = group * HEADS + tl.arange(0, HEADS)
+        first, second, column, mask = normed_and_turned(
+            q_ptr, stride_qt, stride_qh, cos_ptr, sin_ptr, q_weight_ptr, token, head, eps, H, D, BLOCK, TAIL,
+            HAS_WIDE_TABLES,
+        )  # fmt: skip
+        row_ptrs = out_ptr + (token.to(tl.int64) * H + head) * D
+        tl.store(row_ptrs[:, None] + column, first, mask=mask)
+        tl.store(row_ptrs[:, None] + HALF + column, second, mask=mask)
+    else:
+        head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
+        row_ptrs, is_slot = slot_row(
+            cache_ptr, slots_ptr, token, head, stride_n, stride_g, stride_b, num_slots, BLOCK_SIZE
+        )
+        first, second, column, mask = normed_and_turned(
+            k_ptr, stride_kt, stride_kg, cos_ptr, sin_ptr, k_weight_ptr, token, head, eps, G, D, BLOCK, TAIL,
+            HAS_WIDE_TABLES,
+        )  # fmt: skip
+        tl.store(row_ptrs[:, None] + column, first, mask=mask & is_slot)
+        tl.store(row_ptrs[:, None] + HALF + column, second, mask=mask & is_slot)
+        v, v_column, v_mask = load_rows(v_ptr, stride_vt, stride_vg, token, head, DV, BLOCK_DV, G)
+        tl.store(row_ptrs[:, None] + D + v_column, v, mask=v_mask & is_slot)
+
+
+def qk_norm_rope_write(
+    q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, *, eps=0.0, tail="", style
+):
+    """See `qk_norm_rope_write_reference`; a slot outside the cache is not written."""
+    check_operands(q, k, cos, sin, style)
+    check_write(k, v, kv_cache, slot_mapping)
+    if tail and tail not in TAILS:
+        raise ValueError(f"unknown RMSNorm tail {tail!r}; one of {TAILS}")
+    for weight in (q_weight, k_weight):
+        if (weight is not None) != (tail not in ("", "none")) or (
+            weight is not None and len(weight) != q.shape[2]
+        ):
+            raise ValueError(f"weights must be [{q.shape[2]}] with a tail that has one, else None")
+    (num_tokens, num_heads, width), num_kv_heads = q.shape, k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    block = triton.next_power_of_2(width // 2)
+    heads = triton.next_power_of_2(min(num_heads, max(1, TILE_VALUES // (2 * block))))
+    groups = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
+    qk_norm_rope_write_kernel[num_tokens, groups](
+        q, k, v, cos.contiguous(), sin.contiguous(), q_weight, k_weight, kv_cache, slot_mapping, out, *q.stride()[:2],
+        *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3], kv_cache.shape[0] * kv_cache.shape[2], eps,
+        H=num_heads, G=num_kv_heads, D=width, DV=v.shape[2], HEADS=heads, BLOCK=block,
+        BLOCK_DV=triton.next_power_of_2(v.shape[2]), BLOCK_SIZE=kv_cache.shape[2], TAIL=tail,
+        HAS_WIDE_TABLES=style == "half", num_warps=warps_of(2 * block * heads), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,134 @@
+"""Compiles the kernels that calls would launch, for a GPU that need not be here; prints one line a kernel.
+
+    python -m tests.custom_ops.triton.compiled_for [CAPABILITY]      without TRITON_INTERPRET; 90 is Hopper
+
+Shared memory must fit a multiprocessor and nothing may spill: that shows in the resource report, without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
+
+from pagebinder.custom_ops.triton import cache_write, latent, paged_attention, qk_norm_rope_write, rms_norm
+
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def compile_instead_of_running(capability: int) -> None:
+    """Every launch from here on compiles its kernel for the arguments at hand, as the GPU's driver would."""
+
+    def run(self, *args, grid, warmup, num_warps=4, num_stages=3, enable_fp_fusion=True, **kwargs):
+        values = dict(zip(self.arg_names, args)) | kwargs
+        signature, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(self.params):
+            value = values[parameter.name]
+            if isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + NAMES[value.dtype]
+            elif parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, torch.Tensor) or (signature[parameter.name] == "i32" and value % 16 == 0):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
+        source = ASTSource(self, signature, constants, attributes)
+        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        sizes = {name: constants[name] for name in ("D", "CODES", "BLOCK_M", "BLOCK_N") if name in constants}
+        types = signature[self.arg_names[0]].removeprefix("*")
+        facts = {
+            "kernel": self.__name__,
+            "of": types,
+            **sizes,
+            "shared_bytes": kernel.metadata.shared,
+            **resources(kernel.asm["cubin"]),
+        }
+        print(json.dumps(facts), flush=True)
+
+    JITFunction.run = run
+    paged_attention.MULTIPROCESSORS_OF_NO_GPU = 132
+
+
+def resources(cubin: bytes) -> dict:
+    """Registers a thread, and bytes of local memory a thread (spills and stack)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (
+        int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK", "LOCAL")
+    )
+    return {"registers": registers, "local_bytes": stack + local}
+
+
+def attend(dtype, head_dim, *, new, codes="", requests=4, heads=32, kv_heads=8) -> None:
+    """Nothing is computed, so operands may hold anything: tensors of the CPU, unwritten."""
+    q = torch.empty(requests * new, heads, head_dim, dtype=dtype)
+    row = 2 * head_dim + (8 if codes else 0)
+    cache = torch.empty(4, kv_heads, 64, row, dtype=torch.uint8 if codes else dtype)
+    step = (torch.empty(requests, 64), torch.empty(requests), torch.empty(requests + 1))
+    operands = (q, cache, *(x.int() for x in step))
+    op = paged_attention.quantized_paged_attention if codes else paged_attention.paged_attention
+    op(*operands, **({"codes": codes} if codes else {}), head_dim_v=head_dim, scale=0.1)
+
+
+def attend_latent(dtype, heads=128, latent_dim=512, rope_dim=64, nope_dim=128) -> None:
+    q = torch.empty(4, heads, nope_dim + rope_dim, dtype=dtype)
+    w = torch.empty(heads, nope_dim, latent_dim, dtype=dtype)
+    step = (torch.empty(4, 64), torch.empty(4), torch.empty(5))
+    cache = torch.empty(4, 64, latent_dim + rope_dim, dtype=dtype)
+    q_parts = q.split((nope_dim, rope_dim), -1)
+    latent.paged_mla_attention(*q_parts, w, w, cache, *(x.int() for x in step), scale=0.1)
+
+
+def write(dtype, tokens=4, heads=32, kv_heads=8, head_dim=128) -> None:
+    q, k, v = (torch.empty(tokens, n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    cos, weight, slots = q[:, 0].contiguous(), q[0, 0], torch.empty(tokens).int()
+    cache = torch.empty(4, kv_heads, 64, 2 * head_dim, dtype=dtype)
+    codes = torch.empty(4, kv_heads, 64, 2 * head_dim + 8, dtype=torch.uint8)
+    options = {"eps": 1e-6, "tail": "cast_scale"}
+    qk_norm_rope_write.qk_norm_rope_write(
+        q, k, v, cos, cos, weight, weight, cache, slots, style="half", **options
+    )
+    cache_write.quantized_kv_cache_write(k, v, codes, slots, codes="fp8_e4m3")
+    x = torch.empty(tokens, 4096, dtype=dtype)
+    rms_norm.add_rms_norm(x, x, x[0], **options)
+
+
+def main() -> None:
+    compile_instead_of_running(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
+    attend(torch.bfloat16, 128, new=1)
+    attend(torch.bfloat16, 128, new=64)
+    if "--all" in sys.argv:
+        for head_dim in (64, 96, 192, 256):
+            for new in (1, 64):
+                attend(torch.bfloat16, head_dim, new=new)
+        for new in (1, 64):
+            attend(torch.float32, 128, new=new)
+            attend(torch.float16, 128, new=new, codes="fp8_e5m2")
+            attend(torch.bfloat16, 128, new=new, codes="int8")
+    attend(torch.bfloat16, 128, new=1, codes="fp8_e4m3")
+    attend_latent(torch.bfloat16)
+    write(torch.bfloat16)
+
+
+if __name__ == "__main__":
+    main()

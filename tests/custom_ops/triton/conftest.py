@@ -1,0 +1,11 @@
+"""`provider`: the triton provider, under the name by which tests of the other providers ask for theirs."""
+
+import pytest
+
+from tests.custom_ops.triton.on_device import TritonOnDevice
+
+
+@pytest.fixture(scope="module")
+def provider():
+    pytest.importorskip("triton")
+    return TritonOnDevice()

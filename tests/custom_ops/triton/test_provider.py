@@ -1,0 +1,101 @@
+"""When the triton provider serves, what it refuses and why, and models served by its kernels."""
+
+import pytest
+import torch
+
+import pagebinder
+from pagebinder import CompileConfig, EngineConfig, SamplingParams
+from pagebinder.custom_ops.providers import OpNeed, registered_providers, select_provider
+from pagebinder.errors import ProviderError
+from tests.custom_ops.triton.on_device import DEVICE
+from tests.helpers import VOCAB_SIZE, tiny_gpt_oss, tiny_qwen3
+
+ATTENTION = ("paged_attention", "kv_cache_write")
+ALL = (*ATTENTION, "qk_norm_rope_write", "rms_norm", "add_rms_norm", "rope", "gated_activation")
+NEW_TOKENS = 3
+PROMPTS = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(4 + 13 * i)] for i in range(2)]
+
+
+@pytest.mark.usefixtures("provider")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float64"}, "dtype float64"),
+        ({"kv_dtype": "float8_e4m3fn"}, "q's dtype bfloat16, not float8_e4m3fn"),
+        ({"head_dim": 576}, "heads of 576 channels: at most 256"),
+        ({"op": "moe_experts"}, "no kernel for moe_experts"),
+        ({"op": "paged_mla_attention", "features": frozenset({"indices"})}, "no kernel for indices"),
+        ({"op": "latent_cache_write", "features": frozenset({"fp8_v4"})}, "no kernel for fp8_v4"),
+    ],
+)
+def test_refusals_name_their_reason(change, reason):
+    need = OpNeed(**{"op": "paged_attention", "device": DEVICE, "dtype": "bfloat16", **change})
+    with pytest.raises(ProviderError, match=reason):
+        select_provider(need, "triton")
+
+
+def test_without_a_gpu_or_the_interpreter_nothing_is_served(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert registered_providers()["triton"].devices == ("cuda",)
+    selection = select_provider(OpNeed(op="paged_attention", device="cuda"), prepare=False)
+    assert selection.provider == "reference" and "no CUDA GPU" in selection.why
+    with pytest.raises(ProviderError, match="runs on cuda, not on cpu"):
+        select_provider(OpNeed(op="paged_attention"), "triton")
+
+
+def compiled_with(model, ops, **options):
+    providers = dict.fromkeys(ops, "triton")
+    config = CompileConfig(executable="eager", device=DEVICE, providers=providers, block_size=16, **options)
+    return pagebinder.compile_model(model, config)
+
+
+def used(compiled) -> set[str]:
+    """Ops of the fused graph that triton serves."""
+    targets = {str(n.target) for n in compiled.graphs["fused"].graph.nodes}
+    return {t.split(".")[1] for t in targets if t.startswith("pagebinder_triton")}
+
+
+def serve(compiled) -> list[list[int]]:
+    engine = compiled.engine(EngineConfig(num_kv_blocks=40, max_num_batched_tokens=12))
+    outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0))
+    return [o.token_ids for o in outputs]
+
+
+def one_layer():
+    return tiny_qwen3(num_hidden_layers=1)
+
+
+def two_layers_with_sinks():
+    """One of them with a window, shorter than the second prompt."""
+    return tiny_gpt_oss(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+
+
+@pytest.mark.usefixtures("provider")
+@pytest.mark.parametrize(
+    ("model", "ops", "options", "served"),
+    [
+        (one_layer, ALL, {}, {"paged_attention", "qk_norm_rope_write", "rms_norm", "add_rms_norm"}),
+        (two_layers_with_sinks, ATTENTION, {"fusions": False}, {"paged_attention", "kv_cache_write"}),
+    ],
+)
+def test_an_engine_gives_the_tokens_of_the_source(model, ops, options, served):
+    compiled = compiled_with(model(), ops, **options)
+    assert served <= used(compiled)
+    expected = []
+    source = model().to(DEVICE)
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(NEW_TOKENS):
+            with torch.no_grad():
+                logits = source(torch.tensor([ids], device=DEVICE)).logits
+            ids.append(int(logits[0, -1].argmax()))
+        expected.append(ids[len(prompt) :])
+    assert serve(compiled) == expected
+
+
+@pytest.mark.usefixtures("provider")
+def test_ops_over_codes_are_served():
+    ops = ("quantized_paged_attention", "quantized_kv_cache_write")
+    compiled = compiled_with(one_layer(), ops, kv_dtype="int8", fusions=False)
+    assert used(compiled) == set(ops)
