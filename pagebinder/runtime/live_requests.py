@@ -1,7 +1,7 @@
 """What only the engine knows of a request, and what decides how its tokens are chosen.
 
-Most requests are *plain*: their token is the largest logit and only an end-of-sequence token may stop them. Steps
-treat them as arrays; `Request.flags` carries the bits into the running batch.
+Most requests are *plain*: only an end-of-sequence token may stop them, and nothing but their token is asked
+for. Steps treat them as arrays; `Request.flags` carries the bits into the running batch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pagebinder.config import SamplingParams
 from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import RequestOutput
 from pagebinder.runtime.request import Request
-from pagebinder.runtime.sampler import GREEDY_TEMPERATURE
+from pagebinder.runtime.sampler import GREEDY_TEMPERATURE, SamplingRow
 
-PLAIN = 1  # argmax, no stop rules of its own, no log-probabilities, nothing that waits for its first token
+PLAIN = 1  # no stop rules of its own, no log-probabilities, nothing that waits for its first token
 IGNORE_EOS = 2
 QUIET = 4  # nobody reads outputs before the last one
+GREEDY = 8  # its token is the largest logit, as the logits are
 
 
 @dataclass(slots=True, eq=False)
@@ -43,13 +44,15 @@ class LiveRequest:
         flags = IGNORE_EOS if self.params.ignore_eos else 0
         if quiet:
             flags |= QUIET
-        self.request.flags = flags | (PLAIN if self._is_plain else 0)
-
-    @property
-    def _is_plain(self) -> bool:
         p = self.params
-        greedy = p.temperature < GREEDY_TEMPERATURE and p.repetition_penalty == 1.0 and p.logprobs is None
-        return greedy and not (p.stop or p.stop_token_ids or self.samples or self.is_beam)
+        if p.temperature < GREEDY_TEMPERATURE and p.repetition_penalty == 1.0:
+            flags |= GREEDY
+        if not (p.stop or p.stop_token_ids or self.samples or self.is_beam) and p.logprobs is None:
+            flags |= PLAIN
+        self.request.flags = flags
+
+    def sampling_row(self) -> SamplingRow:
+        return SamplingRow(self.params, self.seed, self.request.all_token_ids, self.request.num_output_tokens)
 
     def output(self) -> RequestOutput:
         return RequestOutput(self.request, self.text, self.logprobs)

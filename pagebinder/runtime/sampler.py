@@ -1,24 +1,33 @@
-"""Logits -> tokens. Greedy rows take one argmax for the whole batch; the others are processed together.
+"""Logits -> tokens, by the ops of `custom_ops/sampling`: kernels where they can be built, else references.
 
 Order of the steps: repetition penalty (Keskar et al., 2019), temperature, top-k, top-p (Holtzman et al., 2020),
-min-p (Nguyen et al., 2024), one draw. The draw is an argmax of p / e with e ~ Exp(1), seeded by
-(request seed, token position) alone: it does not depend on the batch, on chunking, or on preemption.
+min-p (Nguyen et al., 2024), one draw. The draw is an argmax of p / e with e ~ Exp(1), from a stream that
+(request seed, token position) alone name: it does not depend on the batch, on chunking, or on preemption, nor on who
+computes it.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.config import SamplingParams
+from pagebinder.custom_ops.providers import OpNeed, select_provider
+
+logger = logging.getLogger("pagebinder")
 
 # Below this, the second best of two float32 logits that differ has no chance: it is greedy.
 GREEDY_TEMPERATURE = 1e-6
-_MIX = 0x9E3779B97F4A7C15
-_MASK = (1 << 63) - 1
+_SEEDS = 1 << 64
+_EVERY_TOKEN = 1 << 40  # more than a vocabulary has
+_MIN_SCALE = 1e-30  # of float32, which -inf can be multiplied with
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +40,12 @@ class SamplingRow:
     num_output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The chosen token and, if asked for, log-probabilities (of the unmodified logits) by token id."""
+def prepare(device: torch.device) -> list[str]:
+    """Load the kernels, so that no step waits for them, and return the ops' names ("pagebinder_cpu::sample_tokens").
 
-    token_id: int
-    logprobs: dict[int, float] | None = None
+    It may take seconds where they must be built first.
+    """
+    return [_overload(op, device.type).name() for op in ("argmax_tokens", "sample_tokens")]
 
 
 def greedy(logits_LV: torch.Tensor) -> np.ndarray:
@@ -45,106 +54,66 @@ def greedy(logits_LV: torch.Tensor) -> np.ndarray:
     Raises:
         FloatingPointError: a row holds NaN, which a model with broken weights produces.
     """
-    tokens = _argmax(logits_LV.float())
-    # NaN counts as the largest value, so it is enough to look at what was chosen.
-    chosen = torch.from_numpy(tokens).to(logits_LV.device)
-    _refuse_nan(logits_LV.gather(-1, chosen[:, None]))
-    return tokens
+    return _tokens(_overload("argmax_tokens", logits_LV.device.type)(_served(logits_LV)))
 
 
-def sample(logits_LV: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Choose one token for each row of logits [L, V] (any float dtype).
+def draw(logits_LV: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]) -> np.ndarray:
+    """Choose a token for each of R rows, from the row of logits [L, V] (any float dtype) that its index names: [R].
 
     Raises:
         FloatingPointError: a row holds NaN, which a model with broken weights produces.
     """
-    if not rows:
-        return []
-    logits = logits_LV.float()
-    _refuse_nan(logits)
-    tokens = _choose(logits, rows)
-    return [
-        SampledToken(token, _logprobs(logits[i], token, row.params.logprobs))
-        for i, (token, row) in enumerate(zip(tokens, rows))
-    ]
+    penalised = [r.all_token_ids if r.params.repetition_penalty != 1.0 else () for r in rows]
+    operands = (
+        np.asarray(indices, np.int64),
+        np.array([(r.seed % _SEEDS, r.num_output_tokens) for r in rows], np.uint64).view(np.int64),
+        np.array([_options(r.params) for r in rows], np.float64),
+        np.array([token for tokens in penalised for token in tokens], np.int64),
+        np.cumsum([0, *map(len, penalised)]),
+    )
+    device = logits_LV.device
+    tensors = (torch.from_numpy(operand).to(device) for operand in operands)
+    return _tokens(_overload("sample_tokens", device.type)(_served(logits_LV), *tensors))
 
 
-def _argmax(values: torch.Tensor) -> np.ndarray:
-    """Index of the first largest value of each row of float32 [L, V]. On a CPU numpy finds it 10 to 50 times
-    faster than torch."""
-    if values.device.type == "cpu":
-        return values.numpy().argmax(axis=-1)
-    return values.argmax(dim=-1).cpu().numpy()
+@functools.cache
+def _overload(op: str, device: str) -> torch._ops.OpOverload:
+    selection = select_provider(OpNeed(op=op, device=device))
+    logger.info("%s: %s", op, selection.why)
+    return selection.overload
 
 
-def _refuse_nan(values: torch.Tensor) -> None:
-    if bool(values.isnan().any()):
+def _served(logits: torch.Tensor) -> torch.Tensor:
+    """In a dtype that kernels have."""
+    return logits.float() if logits.dtype is torch.float64 else logits
+
+
+def _tokens(chosen: torch.Tensor) -> np.ndarray:
+    tokens = chosen.cpu().numpy()
+    if (tokens < 0).any():
         raise FloatingPointError("the model returned NaN logits: check its weights and dtype")
-
-
-def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    penalised = _penalise(logits, rows)
-    tokens = _argmax(penalised).tolist()
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_TEMPERATURE]
-    if drawn:
-        probabilities = _filter(penalised[drawn], [rows[i].params for i in drawn])
-        noise = torch.stack([_exponential(rows[i], logits.shape[-1]) for i in drawn]).to(logits.device)
-        for i, token in zip(drawn, _argmax(probabilities / noise).tolist()):
-            tokens[i] = token
     return tokens
 
 
-def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Divide positive and multiply negative logits of tokens that already occurred by the penalty."""
-    if all(row.params.repetition_penalty == 1.0 for row in rows):
-        return logits
-    logits = logits.clone()
-    for i, row in enumerate(rows):
-        penalty = row.params.repetition_penalty
-        if penalty != 1.0:
-            seen = torch.tensor(sorted(set(row.all_token_ids)), device=logits.device)
-            values = logits[i, seen]
-            logits[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
-    return logits
+def _options(params: SamplingParams) -> tuple[float, ...]:
+    """A row of the op's options: scale, top_k, top_p, min_y, penalty. Greedy is the best one of the ranks."""
+    if params.temperature < GREEDY_TEMPERATURE:
+        return 1.0, 1, 1.0, -math.inf, params.repetition_penalty
+    return (
+        max(math.log2(math.e) / params.temperature, _MIN_SCALE),
+        min(params.top_k, _EVERY_TOKEN) or _EVERY_TOKEN,
+        params.top_p,
+        math.log2(params.min_p) if params.min_p else -math.inf,
+        params.repetition_penalty,
+    )
 
 
-def _filter(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Temperature, top-k, top-p and min-p: unnormalised probabilities [L, V], zero where dropped."""
-    vocab = logits.shape[-1]
-
-    def column(values, dtype=torch.float32):
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
-
-    # Subtracting the largest logit first keeps tiny temperatures finite.
-    logits = (logits - logits.amax(-1, keepdim=True)) / column([p.temperature for p in params])
-    if any(p.top_k or p.top_p < 1.0 for p in params):
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        ranks = torch.arange(vocab, device=logits.device)
-        top_k = column([min(p.top_k or vocab, vocab) for p in params], torch.int64)
-        ordered = ordered.masked_fill(ranks >= top_k, float("-inf"))
-        mass = ordered.softmax(-1)
-        top_p = column([p.top_p for p in params])
-        # A token stays if the mass before it is below top_p, so the first one always stays.
-        dropped = (mass.cumsum(-1) - mass >= top_p) & (top_p < 1.0)
-        ordered = ordered.masked_fill(dropped, float("-inf"))
-        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
-    probabilities = logits.softmax(-1)
-    floor = column([p.min_p for p in params]) * probabilities.amax(-1, keepdim=True)
-    return probabilities.masked_fill(probabilities < floor, 0.0)
-
-
-def _exponential(row: SamplingRow, vocab: int) -> torch.Tensor:
-    """Exp(1) noise [V] from a stream that belongs to this request and this position."""
-    generator = torch.Generator()
-    generator.manual_seed((row.seed * _MIX + row.num_output_tokens * 0x632BE59BD9B4E019) & _MASK)
-    return torch.empty(vocab).exponential_(generator=generator).clamp_min_(1e-20)
-
-
-def _logprobs(logits: torch.Tensor, token: int, count: int | None) -> dict[int, float] | None:
+def logprobs(logits_V: torch.Tensor, token: int, count: int | None) -> dict[int, float] | None:
+    """Of the `count` likeliest tokens and the chosen one, by id; None if nobody asks."""
     if count is None:
         return None
-    logprobs = logits.log_softmax(-1)
-    values, ids = logprobs.topk(min(count, logprobs.numel()))
+    all_logprobs = logits_V.float().log_softmax(-1)
+    values, ids = all_logprobs.topk(min(count, all_logprobs.numel()))
     found = dict(zip(ids.tolist(), values.tolist()))
-    found.setdefault(token, float(logprobs[token]))
+    found.setdefault(token, float(all_logprobs[token]))
     return found

@@ -25,7 +25,7 @@ from pagebinder.errors import CacheCapacityError
 from pagebinder.runtime.engine import Engine
 from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.outputs import RequestOutput
-from pagebinder.runtime.sampler import SamplingRow, sample
+from pagebinder.runtime.sampler import SamplingRow, draw
 from pagebinder.runtime.swap_policy import Rate, SwapPolicy
 from tests.runtime.hash_model import HashGroup, hash_model
 from tests.runtime.hash_oracle import EOS, Oracle
@@ -263,7 +263,7 @@ class EngineHarness:
             return []
         rows = [SamplingRow(r.params, r.seed, r.prompt + r.tokens, len(r.tokens)) for r in requests]
         logits = torch.stack([r.oracle.logits for r in requests])
-        return [sampled.token_id for sampled in sample(logits, rows)]
+        return draw(logits, range(len(rows)), rows).tolist()
 
     def _check_hit(self, output: RequestOutput, request: Tracked) -> None:
         limit = min(self.texts[request.salt].common_prefix(request.prompt), len(request.prompt) - 1)
