@@ -22,6 +22,7 @@ from rich.console import Group
 from rich.table import Table
 
 from pagebinder.cli_support import (
+    ActivationQuantizationOption,
     KvDtypeOption,
     QuantizationOption,
     checkpoint_dir,
@@ -54,10 +55,14 @@ def bench_command(
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each batch.")] = 5,
     kv_dtype: KvDtypeOption = "auto",
     quantization: QuantizationOption = None,
+    activation_quantization: ActivationQuantizationOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure prefill and decode of a model on this machine, for several batch sizes."""
-    compiled = compile_dir(model, {"kv_dtype": kv_dtype, "quantization": quantization})
+    options = {
+        "kv_dtype": kv_dtype, "quantization": quantization, "activation_quantization": activation_quantization
+    }  # fmt: skip
+    compiled = compile_dir(model, options)
     with working("measuring"):
         from pagebinder.explain_rates import measured_rates
 

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from pagebinder.cli_support import (
+    ActivationQuantizationOption,
+    ActivationScalesOption,
     IndexDtypeOption,
     KvDtypeOption,
     QuantizationOption,
@@ -50,6 +52,8 @@ def compile_command(
     kv_dtype: KvDtypeOption = "auto",
     index_dtype: IndexDtypeOption = "auto",
     quantization: QuantizationOption = None,
+    activation_quantization: ActivationQuantizationOption = None,
+    activation_scales: ActivationScalesOption = None,
     dump_graphs: Annotated[
         Path | None, typer.Option(help="Directory for the four graphs as Python text.")
     ] = None,
@@ -64,7 +68,8 @@ def compile_command(
     options = {
         "executable": executable, "dtype": dtype, "verify": verify, "max_model_len": max_model_len,
         "block_size": block_size, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
-        "quantization": quantization, "lock": lock, "locked": locked,
+        "quantization": quantization, "activation_quantization": activation_quantization,
+        "activation_scales": activation_scales, "lock": lock, "locked": locked,
     }  # fmt: skip
     compiled = compile_dir(model, options)
     print_report(compiled.report, as_json, html)

@@ -52,6 +52,17 @@ QuantizationOption = Annotated[
     typer.Option(help="Weights in fewer bits: fp8, fp8_tensor, fp8_block, int8, int4_g64, int4_g32."),
 ]
 
+ActivationQuantizationOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With weights in fp8, what they multiply, too: fp8_per_token, fp8_per_group, fp8_per_tensor."
+    ),
+]
+ActivationScalesOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Fixed scales for fp8_per_tensor: safetensors, LAYER.input_scale."),
+]
+
 
 class Commands(typer.core.TyperGroup):
     """Ends every command the same way: one line for a user's error, 130 for Ctrl-C, silence for a closed pipe."""

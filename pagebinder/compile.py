@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from pagebinder.compiled_model import CompiledModel
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
 from pagebinder.describe import fill_report
 from pagebinder.errors import CompilerNotFoundError, ConfigError
@@ -42,13 +44,17 @@ from pagebinder.frontend.recognise import (
     recognise_sdpa,
 )
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
+from pagebinder.graph_tools import attributes
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from pagebinder.passes.fuse_attention_fp8_quant import fuse_attention_fp8_quant
+from pagebinder.passes.fuse_gated_activation_fp8_quant import fuse_gated_activation_fp8_quant
 from pagebinder.passes.fuse_gated_linear import fuse_gated_linear
 from pagebinder.passes.fuse_inverse_rope_linear import fuse_inverse_rope_linear
 from pagebinder.passes.fuse_kv_rope_store import fuse_kv_rope_store
 from pagebinder.passes.fuse_q_norm_rope import fuse_q_norm_rope
 from pagebinder.passes.fuse_qk_norm_rope_write import fuse_qk_norm_rope_write
 from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear
+from pagebinder.passes.fuse_rms_norm_fp8_quant import fuse_rms_norm_fp8_quant
 from pagebinder.passes.gather_logits import gather_logits
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.manager import run_passes
@@ -59,6 +65,7 @@ from pagebinder.passes.page_cross_attention import page_cross_attention
 from pagebinder.passes.page_mla import page_mla
 from pagebinder.passes.page_recurrent import page_recurrent
 from pagebinder.passes.place_linears import place_linears
+from pagebinder.passes.quantize_activations import quantize_activations
 from pagebinder.passes.quantize_kv import quantize_kv
 from pagebinder.passes.quantize_weights import quantize_weights
 from pagebinder.passes.select_providers import select_providers
@@ -78,6 +85,7 @@ RECOGNISERS = (
     simplify,
 )
 PAGE_PASSES = (page_attention, page_cross_attention, page_compressed, page_mla, page_recurrent)
+FP8_QUANT_FUSIONS = (fuse_rms_norm_fp8_quant, fuse_gated_activation_fp8_quant, fuse_attention_fp8_quant)
 LATENT_ATTENTION = {
     torch.ops.pagebinder.mla_attention.default,
     torch.ops.pagebinder.compressed_attention.default,
@@ -190,7 +198,8 @@ def compile_source(
     with stage("plan"):
         stored = clone(semantic, "stored") if _quantizes_kv(config) else semantic
         if stored is not semantic:
-            quantize = functools.partial(quantize_kv, format=config.kv_dtype, scales=_kv_scales(config))
+            scales = _scales_file("kv_scales", config.kv_scales)
+            quantize = functools.partial(quantize_kv, format=config.kv_dtype, scales=scales)
             report.passes += run_passes(stored, (quantize,), after=trail.after("stored"))
         states = _states(stored, max_model_len, config)
         plan = plan_kv_cache(
@@ -232,6 +241,7 @@ def compile_source(
     executable = encoder_executable = None
     with stage("executable"):
         if source.device.type != "meta":
+            _place_weights(source, config, *(g for g in (fused, encoder) if g is not None))
             executable = executable_of(fused, config, report)
             encoder_executable = None if encoder is None else executable_of(encoder, config, report)
     return CompiledModel(
@@ -248,6 +258,14 @@ def compile_source(
         uncounted_id=numbering(source.module).uncounted_id,
         _refused=refused,
     )
+
+
+def _place_weights(source: ModelSource, config: CompileConfig, *graphs: GraphModule) -> None:
+    """Move what graphs on the CPU read to huge pages, but for a module that we were given."""
+    if source.device.type == "cpu" and not config.map_weights:
+        given = set() if source.path is not None else {w.data_ptr() for w in source.module.parameters()}
+        weights = (w for graph in graphs for w in attributes(graph).values())
+        move_to_huge_pages(w for w in weights if w.data_ptr() not in given)
 
 
 def _capture(source: ModelSource, report: CompileReport) -> tuple[GraphModule, GraphModule | None]:
@@ -275,30 +293,41 @@ def _kernel_parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]
     emitted = {op for leaf in LEAVES if leaf.applies(source.module) for op in leaf.emits}
     latent = ("latent",) if emitted & LATENT_ATTENTION else ()
     quantized_kv = ("quantized_kv",) if _quantizes_kv(config) else ()
-    return ("core", *latent, *quantized_kv, *(("quant",) if config.quantization else ()))
+    weights = ("quant",) if config.quantization else ()
+    activations = ("fp8",) if config.activation_quantization else ()
+    return ("core", *latent, *quantized_kv, *weights, *activations, "sampling")
 
 
 def _quantizes_kv(config: CompileConfig) -> bool:
     return config.kv_dtype in KV_FORMATS
 
 
-def _kv_scales(config: CompileConfig) -> dict[str, torch.Tensor] | None:
-    if config.kv_scales is None:
+def _scales_file(option: str, path: str | os.PathLike | None) -> dict[str, torch.Tensor] | None:
+    """The tensors of the safetensors file that an option names."""
+    if path is None:
         return None
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        return load_file(config.kv_scales)
+        return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"kv_scales={str(config.kv_scales)!r} cannot be read: {error}") from error
+        raise ConfigError(f"{option}={str(path)!r} cannot be read: {error}") from error
 
 
 def _quantization(config: CompileConfig) -> tuple:
-    """The passes that make weights smaller, if that was asked for."""
+    """The passes that make weights smaller, and activations, if that was asked for."""
     if config.quantization is None:
         return ()
-    return functools.partial(quantize_weights, format=config.quantization), fuse_quantized_linear
+    weights = functools.partial(quantize_weights, format=config.quantization), fuse_quantized_linear
+    if config.activation_quantization is None:
+        return weights
+    activations = functools.partial(
+        quantize_activations,
+        granularity=config.activation_quantization.removeprefix("fp8_per_"),
+        scales=_scales_file("activation_scales", config.activation_scales),
+    )
+    return *weights, activations, *(FP8_QUANT_FUSIONS if config.fusions else ())
 
 
 def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) -> tuple[LayerState, ...]:

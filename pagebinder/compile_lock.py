@@ -47,6 +47,7 @@ def lock_of(
         "kv_dtype": config.kv_dtype,
         "index_dtype": config.index_dtype,
         "quantization": config.quantization,
+        "activation_quantization": config.activation_quantization,
         "workload": None if config.workload is None else repr(plan.workload),
     }
     return plan_lock(report, graphs, model_config=config_of(source), options=options)

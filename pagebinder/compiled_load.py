@@ -24,6 +24,7 @@ from pagebinder.compiled_model import CompiledModel
 from pagebinder.compiled_values import from_json
 from pagebinder.compiled_weights import checkpoint_of, load_weights
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
 from pagebinder.custom_ops.providers import registered_providers
 from pagebinder.errors import ArtefactError, CompilerNotFoundError
 from pagebinder.frontend.source import ModelSource
@@ -85,6 +86,10 @@ def _load(
 ) -> CompiledModel:
     table = read_json(path / WEIGHTS)
     weights = load_weights(table, path, checkpoint=checkpoint, verify=verify)
+    config = _value(path, manifest, "config")
+    if not config.map_weights:
+        executed = (w for level in manifest["executables"] for w in weights[level].values())
+        move_to_huge_pages(executed)
     graphs = SavedGraphs(path, weights)
     report: CompileReport = _value(path, manifest, "report")
     report._describe_blocks = functools.partial(_layer_view, graphs)
@@ -97,7 +102,7 @@ def _load(
         executables[level] = _executable(path, level, facts, graphs, weights[level], reuse=not stale)
     return CompiledModel(
         source=_source(path, manifest, weights["captured"], checkpoint_of(table, path, checkpoint)),
-        config=_value(path, manifest, "config"),
+        config=config,
         graphs=graphs,
         kv_spec=_value(path, manifest, "plan"),
         states=_value(path, manifest, "states"),

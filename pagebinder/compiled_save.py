@@ -35,6 +35,7 @@ from pagebinder.graph_tools import attribute
 from pagebinder.runtime.executables import Executable, InductorExecutable, ProgramExecutable
 from pagebinder.runtime.executables.base import input_names
 from pagebinder.runtime.executables.program import Program
+from pagebinder.runtime.sampler import prepare as prepare_sampling
 from pagebinder.runtime.saved_tokenizer import FILE_NAME, SavedTokenizer, save_tokenizer
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 
@@ -86,7 +87,8 @@ def save(compiled: CompiledModel, path: str | Path) -> None:
             level: _save_executable(executable, compiled, level, folder) | {"ops": ops[level]}
             for level, executable in compiled.executables().items()
         }
-        manifest["kernels"] = _save_kernels({op for names in ops.values() for op in names}, folder)
+        called = {op for names in ops.values() for op in names}.union(prepare_sampling(compiled.device))
+        manifest["kernels"] = _save_kernels(called, folder)
         _save_tokenizer(compiled, folder / "tokenizer")
         write_json(folder / MANIFEST, manifest)
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS, TOKENS
 from pagebinder.frontend.source import ModelSource
-from pagebinder.graph_tools import attribute, num_ops
+from pagebinder.graph_tools import attributes, num_ops
 from pagebinder.passes.layer_view import layer_view
 from pagebinder.report import CompileReport
 from pagebinder.runtime.kv import NO_GROUP, KVPlan
@@ -63,7 +63,7 @@ def describe_model(
 
 def _weight_bytes(gm: GraphModule) -> int:
     """Of all tensors that a graph reads, each counted once."""
-    tensors = [attribute(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"]
+    tensors = attributes(gm).values()
     return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 

@@ -95,6 +95,12 @@ def attribute(root: torch.nn.Module, name: str) -> torch.Tensor:
     return value
 
 
+def attributes(gm: GraphModule) -> dict[str, torch.Tensor]:
+    """The tensors that a graph reads, by the dotted names of its get_attr nodes."""
+    names = dict.fromkeys(n.target for n in gm.graph.nodes if n.op == "get_attr")
+    return {name: attribute(gm, name) for name in names}
+
+
 def num_ops(gm: GraphModule) -> int:
     return sum(1 for n in gm.graph.nodes if n.op == "call_function")
 

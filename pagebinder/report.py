@@ -75,6 +75,10 @@ class PassResult:
     `level` is the graph it changed, where it was verified. Errors are those of whole graphs, before and after the
     pass: the largest of all runs. `changes_numbers`: on purpose, so errors of whole graphs are measured, not judged.
     `rounds_values`: what is computed is rounded to few bits from here on, so later steps are judged less strictly.
+    `rounds_activations`: so is what goes through the network: a value that lands on the next code moves others over
+    the edge behind it, until as much has changed as by this pass. Later steps are judged by that.
+    `mixes_tokens`: a token's numbers depend on all tokens of its step from here on, so that sequences are only
+    compared alone.
     """
 
     name: str
@@ -84,6 +88,8 @@ class PassResult:
     changed: bool = False
     changes_numbers: bool = False
     rounds_values: bool = False
+    rounds_activations: bool = False
+    mixes_tokens: bool = False
     num_ops_before: int = 0
     num_ops_after: int = 0
     seconds: float = 0.0

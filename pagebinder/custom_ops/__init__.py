@@ -5,12 +5,17 @@ from pagebinder.custom_ops.attention import (
     cross,
     packed,
     paged,
+    qk_norm_rope_quantized_write,
     qk_norm_rope_write,
     quantized_paged,
     relative,
     semantic,
 )
 from pagebinder.custom_ops.compress import compress, paged_compress
+from pagebinder.custom_ops.fp8 import attention as fp8_attention
+from pagebinder.custom_ops.fp8 import fused as fp8_fused
+from pagebinder.custom_ops.fp8 import linear as fp8_linear
+from pagebinder.custom_ops.fp8 import quant as fp8_quant
 from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
@@ -19,6 +24,7 @@ from pagebinder.custom_ops.moe import experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
 from pagebinder.custom_ops.recurrent import diagonal, gated_delta_rule, mlstm, short_conv, ssd, wkv
 from pagebinder.custom_ops.rope import rope
+from pagebinder.custom_ops.sampling import sample_tokens
 from pagebinder.custom_ops.sparse import indexer, sparse_mla
 from pagebinder.custom_ops.sparse import semantic as sparse_semantic
 
@@ -27,6 +33,10 @@ __all__ = [
     "cross",
     "diagonal",
     "experts",
+    "fp8_attention",
+    "fp8_fused",
+    "fp8_linear",
+    "fp8_quant",
     "gated_activation",
     "gated_delta_rule",
     "gated_linear",
@@ -42,12 +52,14 @@ __all__ = [
     "paged_compress",
     "paged_mla",
     "q_norm_rope",
+    "qk_norm_rope_quantized_write",
     "qk_norm_rope_write",
     "quantized",
     "quantized_paged",
     "relative",
     "rms_norm",
     "rope",
+    "sample_tokens",
     "semantic",
     "short_conv",
     "sparse_mla",

@@ -23,9 +23,10 @@ FEATURES = frozenset(
     {"window", "chunk", "soft_cap", "sinks", "alibi", "lse", "bidirectional", "split_kv", "cross_attention"}
     | {"fp8_v4", "fp8_v32", "fp8_index", "fp4_index"}  # layouts of latent rows
     | {"fp8_e4m3", "fp8_e5m2", "int8"}  # codes of K and V
+    | {"indices"}  # lists of the latent rows that a query sees
 )
 AUTO_ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}
-BUILTIN_MODULES = ("pagebinder.custom_ops.cpu.provider",)
+BUILTIN_MODULES = ("pagebinder.custom_ops.cpu.provider", "pagebinder.custom_ops.triton.provider")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from pagebinder.errors import VerificationError
 from pagebinder.graph_tools import module_path
 from pagebinder.passes.graph_values import REDUCED, GraphRunner
+from pagebinder.passes.quantize_activations import certify_activations
 from pagebinder.passes.quantize_kv import certify_kv
 from pagebinder.passes.quantize_weights import certify_weights
 from pagebinder.passes.rewrite_cones import Cone, Diff, cones, written_by
@@ -38,7 +39,11 @@ NUM_TOKENS = (1, 3, 17)
 MAGNITUDES = (1.0, 1e-3)
 # Passes that change numbers on purpose: the two sides differ, and what the format promises is tested instead. (Page
 # passes to rows of fewer bits change them, too: their rewrites cannot be cut out anyway.)
-CHANGES = {"quantize_weights": certify_weights, "quantize_kv": certify_kv}
+CHANGES = {
+    "quantize_weights": certify_weights,
+    "quantize_activations": certify_activations,
+    "quantize_kv": certify_kv,
+}
 CAPTURED_INPUTS = ("input_ids", "positions", "encoder_states")
 
 

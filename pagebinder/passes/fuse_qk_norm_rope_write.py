@@ -4,8 +4,10 @@ Matches:
     q' = rope(rms_norm(q), cos, sin);  k' = rope(rms_norm(k), cos, sin)      norms of both or of none; nothing
     kv_cache_write(k', v, cache, slots)                                      else reads what lies between
     paged_attention(q', cache, ...)                 q', k' [T, heads, D] by transpositions and views of rope's result
+    or quantized_kv_cache_write(k', v, cache, slots, scales, codes), quantized_paged_attention(q', cache, ...)
 Replaces with:
     q' = qk_norm_rope_write(q [T, H, D], k [T, G, D], v, cos [T, C], sin, norms' weights, cache, slots)
+    or qk_norm_rope_quantized_write(..., scales, codes)
 
 It rounds where the ops round that it stands for.
 """
@@ -24,8 +26,17 @@ from pagebinder.passes.trailing_rope import NotThisRope, refusal, require, table
 from pagebinder.report import Match, PassResult
 
 PATTERN = "qk_norm_rope_write"
-ROPE = torch.ops.pagebinder.rope.default
-NORM = torch.ops.pagebinder.rms_norm.default
+OURS = torch.ops.pagebinder
+# write -> (what reads its cache, the fused op)
+WRITES = {
+    OURS.kv_cache_write.default: (OURS.paged_attention.default, OURS.qk_norm_rope_write.default),
+    OURS.quantized_kv_cache_write.default: (
+        OURS.quantized_paged_attention.default,
+        OURS.qk_norm_rope_quantized_write.default,
+    ),
+}
+ROPE = OURS.rope.default
+NORM = OURS.rms_norm.default
 COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 TOKENS, HEADS, CHANNELS = "tokens", "heads", "channels"
 Dims = list[str | None]  # what each dimension of a value stands for; None: of size 1
@@ -34,7 +45,7 @@ Dims = list[str | None]  # what each dimension of a value stands for; None: of s
 def fuse_qk_norm_rope_write(gm: GraphModule) -> PassResult:
     """Rewrite every cache write of turned keys; a write of something else is refused with what was found."""
     result = PassResult(name="fuse_qk_norm_rope_write")
-    for write in calls(gm.graph, torch.ops.pagebinder.kv_cache_write.default):
+    for write in calls(gm.graph, *WRITES):
         try:
             attention = _attention_of(write)
             k, q = _turned(write.args[0], write), _turned(attention.args[0], attention)
@@ -67,10 +78,9 @@ class Turned:
 
 def _attention_of(write: Node) -> Node:
     readers = [user for user in write.args[2].users if user is not write]
-    paged = torch.ops.pagebinder.paged_attention.default
-    require(
-        len(readers) == 1 and is_call(readers[0], paged), "its cache is not read by one paged_attention alone"
-    )
+    attention = WRITES[write.target][0]
+    is_alone = len(readers) == 1 and is_call(readers[0], attention)
+    require(is_alone, f"its cache is not read by one {attention._opname} alone")
     return readers[0]
 
 
@@ -143,9 +153,13 @@ def _check_pair(q: Turned, k: Turned, write: Node) -> None:
     require(q.rope.kwargs == k.rope.kwargs, "q and k are turned in different styles")
     require(q.norm_options() == k.norm_options(), "q and k are normed differently")
     cache, dtype, cos = val(write.args[2]), val(q.source).dtype, val(q.rope.args[1])
-    require(
-        cache.dtype is dtype and val(k.source).dtype is dtype, "the cache has another dtype than the heads"
-    )
+    require(val(k.source).dtype is dtype, "q and k differ in dtype")
+    if "codes" in write.kwargs:
+        require(
+            cache.device.type != "cuda", "heads on their way to codes have a fused kernel on the CPU only"
+        )
+    else:
+        require(cache.dtype is dtype, "the cache has another dtype than the heads")
     require(cos.dtype in (dtype, torch.float32), f"the angles are {cos.dtype}")
     computed = {val(heads.rope).dtype for heads in (q, k)}
     require(computed == {torch.promote_types(dtype, cos.dtype)}, "the rotation is computed in another dtype")
@@ -156,11 +170,11 @@ def _check_pair(q: Turned, k: Turned, write: Node) -> None:
 
 def _rewrite(graph: Graph, write: Node, attention: Node, q: Turned, k: Turned) -> Node:
     angles = [table_rows(graph, table) for table in q.rope.args[1:3]]
-    _, v, cache, slots = write.args
+    _, v, *cache_and_slots = write.args  # and scales
     rows = [_rows(graph, attention, heads) for heads in (q, k)]
-    options = dict(zip(("eps", "tail"), q.norm_options())) | {"style": q.rope.kwargs["style"]}
-    op = torch.ops.pagebinder.qk_norm_rope_write.default
-    operands = (*rows, v, *angles, q.weight(), k.weight(), cache, slots)
+    options = dict(zip(("eps", "tail"), q.norm_options())) | {"style": q.rope.kwargs["style"], **write.kwargs}
+    operands = (*rows, v, *angles, q.weight(), k.weight(), *cache_and_slots)
+    op = WRITES[write.target][1]
     fused = insert_call(graph, attention, op, operands, options, value=val(attention.args[0]))
     attention.replace_input_with(attention.args[0], fused)
     graph.erase_node(write)

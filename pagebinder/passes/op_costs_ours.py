@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -104,16 +105,16 @@ def _rope(model: CostModel, node: Node) -> OpCost:
 
 def _qk_norm_rope_write(model: CostModel, node: Node) -> OpCost:
     """As the norms, the rotations and the write would count: 4 per value of a norm with a weight, 3 of a rotation."""
-    q, k, v = (operand(node, name) for name in ("q", "k", "v"))
+    q, k = operand(node, "q"), operand(node, "k")
     weights = [w for w in (operand(node, "q_weight"), operand(node, "k_weight")) if w is not None]
     per_value = 3 + (3 + bool(weights) if operand(node, "tail") else 0)
-    written = model.bytes_of(k) + model.bytes_of(v)
+    write = _kv_cache_write(model, node)
     small = sum(model.bytes_of(operand(node, name)) for name in ("cos", "sin", "slot_mapping"))
     return OpCost(
         flops=per_value * (model.numel(q) + model.numel(k)),
         weight_bytes=sum((model.bytes_of(w) for w in weights), ZERO),
-        activation_bytes=model.bytes_of(q) + written + small + model.out_bytes(node),
-        cache_bytes=written,
+        activation_bytes=model.bytes_of(q) + write.activation_bytes + small + model.out_bytes(node),
+        cache_bytes=write.cache_bytes,
     )
 
 
@@ -129,6 +130,23 @@ def _quantized_linear(model: CostModel, node: Node) -> OpCost:
     """As the layer would count; of the weight, codes and scales are read."""
     per_value = 2 * model.shape(operand(node, "x"))[-1] + (operand(node, "bias") is not None)
     return model.moved(node, flops=per_value * model.numel(node))
+
+
+def _fp8_quant(model: CostModel, node: Node) -> OpCost:
+    """Amax and scaling: 2 per value; the norm or the gate before them as they would count by themselves."""
+    name, x = node.target._schema.name.split("::")[1], node.args[0]
+    per_value = 2
+    if "rms_norm" in name:
+        per_value += 3 + (operand(node, "weight") is not None) + name.startswith("add_")
+    if "gated" in name:
+        per_value += 2
+    return model.moved(node, flops=per_value * model.numel(x))
+
+
+def _attention_fp8_quant(model: CostModel, node: Node) -> OpCost:
+    """As attention, and 2 for each value of its output."""
+    attention = _paged_attention(model, node)
+    return dataclasses.replace(attention, flops=attention.flops + 2 * model.numel(node))
 
 
 def _dequantize_weight(model: CostModel, node: Node) -> OpCost:
@@ -219,6 +237,13 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     "linear": CostModel.product,
     "linears": _linears,
     "quantized_linear": _quantized_linear,
+    "fp8_linear": _quantized_linear,
+    "scaled_fp8_quant": _fp8_quant,
+    "rms_norm_fp8_quant": _fp8_quant,
+    "add_rms_norm_fp8_quant": _fp8_quant,
+    "gated_activation_fp8_quant": _fp8_quant,
+    "paged_attention_fp8_quant": _attention_fp8_quant,
+    "quantized_paged_attention_fp8_quant": _attention_fp8_quant,
     "dequantize_weight": _dequantize_weight,
     "gated_linear": _gated_linear,
     "attention": _attention,
@@ -233,6 +258,7 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     "quantized_kv_cache_write": _kv_cache_write,
     "quantized_kv": _quantized_kv,
     "qk_norm_rope_write": _qk_norm_rope_write,
+    "qk_norm_rope_quantized_write": _qk_norm_rope_write,
     "rms_norm": _rms_norm,
     "add_rms_norm": _rms_norm,
     "rope": _rope,

@@ -72,7 +72,10 @@ def quantize_weights(gm: GraphModule, *, format: str) -> PassResult:
     """Quantise the weights of all linear layers that can be; the others are refused with the reason."""
     result = PassResult(name="quantize_weights", changes_numbers=True)
     made: dict[tuple[int, str], tuple[Node, Node]] = {}
-    head, format_of_head = _lm_head(gm.graph), LM_HEAD_FORMAT if weight_format(format).bits == 4 else format
+    head, format_of_head = (
+        lm_head(gm.graph, *LINEARS),
+        LM_HEAD_FORMAT if weight_format(format).bits == 4 else format,
+    )
     for node in calls(gm.graph, *LINEARS, *OTHERS):
         own = format_of_head if node is head else format
         reason = OTHERS.get(node.target) or _reason_against(node, own)
@@ -95,8 +98,9 @@ def quantize_weights(gm: GraphModule, *, format: str) -> PassResult:
     return result
 
 
-def _lm_head(graph: torch.fx.Graph) -> Node | None:
-    """The only linear layer that the result follows from without another one between; None if there are several."""
+def lm_head(graph: torch.fx.Graph, *linears) -> Node | None:
+    """The only call of one of these ops that the result follows from without another one between; None if there are
+    several."""
     found, seen = set(), set()
     waiting = [n for n in graph.nodes if n.op == "output"]
     while waiting:
@@ -104,7 +108,7 @@ def _lm_head(graph: torch.fx.Graph) -> Node | None:
             if source in seen:
                 continue
             seen.add(source)
-            (found.add if source.target in LINEARS else waiting.append)(source)
+            (found.add if source.target in linears else waiting.append)(source)
     return found.pop() if len(found) == 1 else None
 
 

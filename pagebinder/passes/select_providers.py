@@ -42,13 +42,24 @@ PLAIN_OPS = (
     "quantized_linear",
     "linears",
     "qk_norm_rope_write",
+    "qk_norm_rope_quantized_write",
     "gated_linear",
+    "scaled_fp8_quant",
+    "rms_norm_fp8_quant",
+    "add_rms_norm_fp8_quant",
+    "gated_activation_fp8_quant",
 )
+# Of activations in e4m3, whose dtype is that of the result.
+FP8_OPS = ("fp8_linear",)
+# A compiler fuses their references with what stands around them; a provider gets them only if it is asked for.
+ON_REQUEST = ("rms_norm", "add_rms_norm", "rope", "gated_activation")
 SELECTABLE = (
     "paged_attention",
+    "paged_attention_fp8_quant",
     "paged_relative_attention",
     "kv_cache_write",
     "quantized_paged_attention",
+    "quantized_paged_attention_fp8_quant",
     "quantized_kv_cache_write",
     "packed_attention",
     "packed_relative_attention",
@@ -57,6 +68,7 @@ SELECTABLE = (
     *RECURRENT_OPS,
     *EXPERT_OPS,
     *PLAIN_OPS,
+    *FP8_OPS,
 )
 
 
@@ -72,12 +84,13 @@ def select_providers(
         ConfigError: `requested` names an op that has no providers.
         ProviderError: a requested provider cannot serve; the message lists the reasons.
     """
-    unknown = set(requested) - set(SELECTABLE)
+    unknown = set(requested) - {*SELECTABLE, *ON_REQUEST}
     if unknown:
-        raise ConfigError(f"providers: no op {sorted(unknown)}; ops with providers: {', '.join(SELECTABLE)}.")
+        known = ", ".join((*SELECTABLE, *ON_REQUEST))
+        raise ConfigError(f"providers: no op {sorted(unknown)}; ops with providers: {known}.")
     choices: dict[OpNeed, ProviderChoice] = {}
     selections = {}
-    for name in SELECTABLE:
+    for name in (*SELECTABLE, *(op for op in ON_REQUEST if op in requested)):
         for node in calls(gm.graph, getattr(torch.ops.pagebinder, name).default):
             need = _need(name, node, device)
             if need not in selections:
@@ -99,9 +112,13 @@ def _need(name: str, node: Node, device: torch.device) -> OpNeed:
     """What a node asks of a provider, from its arguments."""
     if name == "linear":
         return OpNeed(op=name, device=device.type, dtype=dtype_name(val(node.args[1])))
-    if name in (*LATENT_OPS, *RECURRENT_OPS, *EXPERT_OPS, *PLAIN_OPS):
+    if name in FP8_OPS:
+        return OpNeed(op=name, device=device.type, dtype=dtype_name(val(node)))
+    if name in (*LATENT_OPS, *RECURRENT_OPS, *EXPERT_OPS, *PLAIN_OPS, *ON_REQUEST):
         layout = node.kwargs.get("layout", "plain")
         features = frozenset() if layout == "plain" else frozenset((layout,))
+        if name == "paged_mla_attention" and arg(node, 8, "indices") is not None:
+            features |= {"indices"}
         dtype = dtype_name(val(node.args[0]))
         return OpNeed(op=name, device=device.type, dtype=dtype, features=features)
     if name.startswith("packed_"):
@@ -121,7 +138,7 @@ def _need(name: str, node: Node, device: torch.device) -> OpNeed:
         block_size=int(cache.shape[2]),
         num_heads=None if is_write else int(new.shape[1]),
         num_kv_heads=int(cache.shape[1]),
-        features=codes | (_features(node) if name.endswith("paged_attention") else frozenset()),
+        features=codes | (_features(node) if "paged_attention" in name else frozenset()),
     )
 
 

@@ -38,6 +38,7 @@ from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.request_checks import Prompt, check_beams, check_params
+from pagebinder.runtime.sampler import prepare as prepare_sampling
 from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.scheduler_output import SchedulerOutput
 from pagebinder.runtime.step_plan import StepPlanner
@@ -54,6 +55,7 @@ class Engine:
     def __init__(self, model: EngineModel, config: EngineConfig | None = None) -> None:
         self.model = model
         self.config = config or EngineConfig()
+        prepare_sampling(model.device)
         self.arena = KVArena(model.kv_plan, model.states, num_blocks(model, self.config), model.device)
         self.swap_policy, self.host_blocks = swap_space(self.arena, self.config)
         self.kv = KVCacheManager(

@@ -24,7 +24,7 @@ from pagebinder.errors import CompilerNotFoundError
 from tests.custom_ops.paged_cases import Case, Inputs, cases, make_inputs
 from tests.tolerances import assert_close
 
-PROVIDERS = [name for name in registered_providers() if name != "reference"]
+PROVIDERS = ["cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODES = list(LARGEST_CODE)
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -40,6 +42,34 @@ def test_every_layer_is_fused(paged, name):
     }
     for attention in calls(gm.graph, OURS.paged_attention.default):
         assert attention.args[0].target is OURS.qk_norm_rope_write.default
+
+
+@pytest.fixture(scope="module")
+def paged_codes():
+    config = CompileConfig(executable="eager", fusions=False, kv_dtype="fp8_e4m3_per_head")
+    return pagebinder.compile_model(tiny_qwen3(), config).graphs["paged"]
+
+
+def test_writes_of_codes_are_fused_with_their_format_and_scales(paged_codes):
+    gm = clone(paged_codes)
+    writes = list(calls(gm.graph, OURS.quantized_kv_cache_write.default))
+    expected = [(w.args[2:], w.kwargs["codes"]) for w in writes]
+    result = fuse_qk_norm_rope_write(gm)
+    assert len(result.matches) == len(writes) > 0 and not result.refusals
+    assert count(gm, OURS.quantized_kv_cache_write.default, OURS.rope.default) == 0
+    fused = list(calls(gm.graph, OURS.qk_norm_rope_quantized_write.default))
+    assert [(n.args[7:], n.kwargs["codes"]) for n in fused] == expected
+    for attention in calls(gm.graph, OURS.quantized_paged_attention.default):
+        assert attention.args[0] in fused
+
+
+def test_codes_have_no_fused_kernel_on_a_gpu(paged_codes):
+    gm = clone(paged_codes)
+    for write in calls(gm.graph, OURS.quantized_kv_cache_write.default):
+        cache = write.args[2]
+        cache.meta["val"] = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.uint8)
+    result = fuse_qk_norm_rope_write(gm)
+    assert not result.matches and all("on the CPU only" in refusal.reason for refusal in result.refusals)
 
 
 def read_elsewhere(gm, write):
@@ -85,4 +115,23 @@ def test_a_bf16_model_keeps_its_tokens_and_verifies():
         tokens.append([output.token_ids for output in outputs])
         matched = {result.name for result in compiled.report.passes if result.matches}
         assert matched & FUSED == (FUSED if config.fusions else set())
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "kv_dtype"), [(tiny_qwen3, "fp8_e4m3"), (tiny_llama, "fp8_e5m2_per_head"), (tiny_llama, "int8")]
+)
+def test_models_over_codes_keep_their_tokens_and_verify(make, kv_dtype):
+    """Decoding reads what prompts and earlier steps have written by the fused op."""
+    tokens = []
+    for options in ({"verify": "full", "max_model_len": 64}, {"fusions": False}):
+        config = CompileConfig(executable="eager", kv_dtype=kv_dtype, block_size=16, **options)
+        compiled = pagebinder.compile_model(make(), config)
+        targets = [str(node.target) for node in compiled.graphs["fused"].graph.nodes]
+        wanted = "qk_norm_rope_quantized_write" if config.fusions else "quantized_kv_cache_write"
+        assert targets.count(f"pagebinder_cpu.{wanted}.default") == len(compiled.states)
+        engine = compiled.engine(EngineConfig(num_kv_blocks=32))
+        params = SamplingParams(max_tokens=8, temperature=0.0)
+        outputs = engine.generate([[3, 1, 4, 1, 5, 9], list(range(40))], params)
+        tokens.append([output.token_ids for output in outputs])
     assert tokens[0] == tokens[1]

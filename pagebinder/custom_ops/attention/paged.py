@@ -35,7 +35,7 @@ def kv_cache_write_reference(k_TGD, v_TGD, kv_cache_NGBE, slot_mapping_T):
     Raises:
         ValueError: shapes or dtypes do not fit, or a slot lies outside the cache.
     """
-    _check_write(k_TGD, v_TGD, kv_cache_NGBE, slot_mapping_T)
+    check_write(k_TGD, v_TGD, kv_cache_NGBE, slot_mapping_T)
     num_blocks, _, block_size, _ = kv_cache_NGBE.shape
     keep = slot_mapping_T >= 0
     slots = slot_mapping_T[keep].long()
@@ -83,11 +83,10 @@ def paged_attention_lse_reference(
     Raises:
         ValueError: shapes or dtypes do not fit, a length exceeds the block table, or a block id is not valid.
     """
-    _check_attention(
+    check_attention(
         q_THD, kv_cache_NGBE, block_table_RM, seq_lens_R, query_start_loc, sinks, alibi_slopes, head_dim_v
     )
-    for name, value in (("window", window), ("chunk", chunk), ("soft_cap", soft_cap)):
-        _require(value is None or value > 0, f"{name} must be positive")
+    check_options(window=window, chunk=chunk, soft_cap=soft_cap)
     num_tokens, num_heads, head_dim = q_THD.shape
     num_blocks, num_kv_heads, block_size, _ = kv_cache_NGBE.shape
     group = num_heads // num_kv_heads
@@ -143,7 +142,7 @@ def _is_partition(starts: list[int], num_tokens: int) -> bool:
     return starts[0] == 0 and starts[-1] <= num_tokens and all(a <= b for a, b in itertools.pairwise(starts))
 
 
-def _check_write(k, v, kv_cache, slot_mapping) -> None:
+def check_write(k, v, kv_cache, slot_mapping) -> None:
     _require(k.dim() == 3 and v.dim() == 3 and kv_cache.dim() == 4, "k, v are [T, G, width], kv_cache 4-D")
     _require(k.shape[:2] == v.shape[:2], "k and v must agree in tokens and KV heads")
     _require(kv_cache.shape[1] == k.shape[1], "kv_cache and k must have the same number of KV heads")
@@ -154,7 +153,7 @@ def _check_write(k, v, kv_cache, slot_mapping) -> None:
     _require(slot_mapping.shape == k.shape[:1], "slot_mapping must have one slot a token")
 
 
-def _check_attention(
+def check_attention(
     q, kv_cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, head_dim_v
 ) -> None:
     _require(q.dim() == 3 and kv_cache.dim() == 4, "q is [T, H, D] and kv_cache is [N, G, B, D+Dv]")
@@ -180,6 +179,11 @@ def _check_attention(
     for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         fits = tensor is None or (tensor.dtype == torch.float32 and tensor.shape == q.shape[1:2])
         _require(fits, f"{name} must be float32 [H]")
+
+
+def check_options(**options) -> None:
+    for name, value in options.items():
+        _require(value is None or value > 0, f"{name} must be positive")
 
 
 def _kv_cache_write_fake(k, v, kv_cache, slot_mapping):

@@ -37,17 +37,22 @@ def qk_norm_rope_write_reference(
     Raises:
         ValueError: shapes, dtypes or a style that do not fit, or a slot outside the cache.
     """
-    _check(q, k, cos, sin, style)
-    if tail:
-        q = rms_norm_reference(q, q_weight, eps=eps, tail=tail).to(q.dtype)
-        k = rms_norm_reference(k, k_weight, eps=eps, tail=tail).to(k.dtype)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    q, k = (rope_reference(x, cos, sin, style=style).to(x.dtype) for x in (q, k))
+    q, k = turned_heads(q, k, cos, sin, q_weight, k_weight, eps=eps, tail=tail, style=style)
     kv_cache_write_reference(k, v, kv_cache, slot_mapping)
     return q.contiguous()
 
 
-def _check(q, k, cos, sin, style):
+def turned_heads(q, k, cos, sin, q_weight, k_weight, *, eps, tail, style):
+    """The heads of q and k, normed and turned, in their dtypes. Raises ValueError as `qk_norm_rope_write`."""
+    check_operands(q, k, cos, sin, style)
+    if tail:
+        q = rms_norm_reference(q, q_weight, eps=eps, tail=tail).to(q.dtype)
+        k = rms_norm_reference(k, k_weight, eps=eps, tail=tail).to(k.dtype)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return [rope_reference(x, cos, sin, style=style).to(x.dtype) for x in (q, k)]
+
+
+def check_operands(q, k, cos, sin, style):
     if style not in STYLES:
         raise ValueError(f"style must be one of {', '.join(STYLES)}, not {style!r}")
     if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[2] % 2:

@@ -32,7 +32,7 @@ def quantized_kv_reference(k_TGD, v_TGD, scales_2G=None, *, codes):
     Raises:
         ValueError: unknown codes, or scales of another shape or dtype.
     """
-    _check_format(codes, scales_2G, k_TGD.shape[1])
+    check_format(codes, scales_2G, k_TGD.shape[1])
     rows = encode_kv(k_TGD, v_TGD, codes, scales_2G)
     k, v = decode_kv(rows, k_TGD.shape[2], codes, scales_2G).split((k_TGD.shape[2], v_TGD.shape[2]), dim=-1)
     return k.to(k_TGD.dtype).contiguous(), v.to(v_TGD.dtype).contiguous()
@@ -44,9 +44,9 @@ def quantized_kv_cache_write_reference(k_TGD, v_TGD, kv_cache_NGBE, slot_mapping
     Raises:
         ValueError: as `kv_cache_write` and `quantized_kv`.
     """
-    _check_format(codes, scales_2G, k_TGD.shape[1])
+    check_format(codes, scales_2G, k_TGD.shape[1])
     num_blocks, num_heads, block_size, _ = kv_cache_NGBE.shape
-    _check_cache(kv_cache_NGBE, k_TGD.shape[2] + v_TGD.shape[2], scales_2G)
+    check_cache(kv_cache_NGBE, k_TGD.shape[2] + v_TGD.shape[2], scales_2G)
     _require(k_TGD.shape[:2] == v_TGD.shape[:2], "k and v must agree in tokens and KV heads")
     _require(num_heads == k_TGD.shape[1], "kv_cache and k must have the same number of KV heads")
     _require(slot_mapping_T.dtype == torch.int32, "slot_mapping must be int32")
@@ -78,8 +78,8 @@ def quantized_paged_attention_reference(
         ValueError: as `paged_attention` and `quantized_kv`.
     """
     _require(q_THD.dim() == 3 and kv_cache_NGBE.dim() == 4, "q is [T, H, D] and kv_cache is [N, G, B, bytes]")
-    _check_format(codes, scales_2G, kv_cache_NGBE.shape[1])
-    _check_cache(kv_cache_NGBE, q_THD.shape[2] + head_dim_v, scales_2G)
+    check_format(codes, scales_2G, kv_cache_NGBE.shape[1])
+    check_cache(kv_cache_NGBE, q_THD.shape[2] + head_dim_v, scales_2G)
     num_requests, (num_blocks, _, block_size, _) = len(seq_lens_R), kv_cache_NGBE.shape
     longest = int(seq_lens_R.max()) if num_requests else 0
     table = block_table_RM[:num_requests, : max(1, -(-longest // block_size))]
@@ -100,13 +100,13 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_format(codes, scales, num_heads) -> None:
+def check_format(codes, scales, num_heads) -> None:
     _require(codes in LARGEST_CODE, f"codes must be one of {', '.join(LARGEST_CODE)}, not {codes!r}")
     fits = scales is None or (scales.dtype == torch.float32 and scales.shape == (2, num_heads))
     _require(fits, "scales must be float32 [2, G]")
 
 
-def _check_cache(kv_cache, row_values, scales) -> None:
+def check_cache(kv_cache, row_values, scales) -> None:
     _require(kv_cache.dim() == 4 and kv_cache.dtype == torch.uint8, "a quantised kv_cache must be uint8, 4-D")
     row_bytes = _row_bytes(row_values, scales)
     _require(

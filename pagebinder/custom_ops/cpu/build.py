@@ -40,11 +40,13 @@ LIBRARY_NAME = "pagebinder_cpu.so"
 # part -> (folder of its sources, sources of the core that it is linked with)
 PARTS = {
     "core": (".", ()),
+    "fp8": ("fp8", ()),
     "latent": ("latent", ("linear.cpp",)),
     "moe": ("moe", ()),
     "quant": ("quant", ()),
-    "quantized_kv": ("quantized_kv", ("attention_plan.cpp", "cache_write.cpp")),
+    "quantized_kv": ("quantized_kv", ("attention_plan.cpp", "cache_write.cpp", "qk_write.cpp")),
     "recurrent": ("recurrent", ()),
+    "sampling": ("sampling", ()),
 }
 BASE_FLAGS = (
     "-O3",

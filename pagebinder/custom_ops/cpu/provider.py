@@ -6,9 +6,18 @@ import itertools
 
 import torch
 
-from pagebinder.custom_ops.attention import paged, qk_norm_rope_write, quantized_paged
+from pagebinder.custom_ops.attention import (
+    paged,
+    qk_norm_rope_quantized_write,
+    qk_norm_rope_write,
+    quantized_paged,
+)
 from pagebinder.custom_ops.compress import paged_compress
-from pagebinder.custom_ops.cpu import build, mla, packed
+from pagebinder.custom_ops.cpu import attention_fp8, build, mla, packed
+from pagebinder.custom_ops.fp8 import fused as fp8_fused
+from pagebinder.custom_ops.fp8 import linear as fp8_linear
+from pagebinder.custom_ops.fp8 import quant as fp8_quant
+from pagebinder.custom_ops.fp8.attention import FP8_QUANT_FORMS
 from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.library import OpInfo, define_schema, op_info, overload
@@ -17,6 +26,7 @@ from pagebinder.custom_ops.moe import experts
 from pagebinder.custom_ops.norm import q_norm_rope
 from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
 from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
+from pagebinder.custom_ops.sampling import sample_tokens
 from pagebinder.custom_ops.sparse import indexer, sparse_mla
 from pagebinder.errors import ProviderError
 
@@ -46,8 +56,18 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         sparse_mla.SPARSE_MLA_ATTENTION,
         indexer.INDEXER_SCORE_TOPK,
     ),
-    "quantized_kv": (quantized_paged.QUANTIZED_KV_CACHE_WRITE, quantized_paged.QUANTIZED_PAGED_ATTENTION),
-    "quant": (quantized.QUANTIZED_LINEAR,),
+    "quantized_kv": (
+        quantized_paged.QUANTIZED_KV_CACHE_WRITE,
+        quantized_paged.QUANTIZED_PAGED_ATTENTION,
+        qk_norm_rope_quantized_write.QK_NORM_ROPE_QUANTIZED_WRITE,
+    ),
+    "quant": (quantized.QUANTIZED_LINEAR, fp8_linear.FP8_LINEAR),
+    "fp8": (
+        fp8_quant.SCALED_FP8_QUANT,
+        fp8_fused.RMS_NORM_FP8_QUANT,
+        fp8_fused.ADD_RMS_NORM_FP8_QUANT,
+        fp8_fused.GATED_ACTIVATION_FP8_QUANT,
+    ),
     "recurrent": (
         short_conv.PAGED_SHORT_CONV,
         gated_delta_rule.PAGED_GATED_DELTA_RULE,
@@ -55,13 +75,16 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         *map(op_info, ("paged_linear_recurrence", "paged_selective_scan", "paged_wkv", "paged_mlstm")),
     ),
     "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR),
+    "sampling": (sample_tokens.ARGMAX_TOKENS, sample_tokens.SAMPLE_TOKENS),
 }
 for _info in itertools.chain(*_PARTS.values()):
     define_schema(NAMESPACE, _info)
+attention_fp8.register()
 
 # op -> the parts that its kernel is made of; those after the table are put together in Python, see there.
 _PARTS_OF = {info.name: (part,) for part, infos in _PARTS.items() for info in infos}
 _PARTS_OF[packed.PACKED_ATTENTION.name] = ("core",)
+_PARTS_OF |= {fused.name: (*_PARTS_OF[info.name], "fp8") for info, fused in FP8_QUANT_FORMS.items()}
 _PARTS_OF[mla.PAGED_MLA_ATTENTION.name] = ("core", "latent")
 
 

@@ -55,13 +55,16 @@ struct Angles {
   const float* sin[2];
 };
 
-// Scratch of one thread: angles and weights widened, and a head.
+// Scratch of one thread: angles and weights widened, a head, and a key as it is before it becomes codes.
+template <class T>
 struct Scratch {
   float *cos, *sin, *q_weight, *k_weight, *head;
+  T* key;
 
   Scratch(Buffer& buffer, int64_t stride) {
-    float* at = buffer.at_least<float>(static_cast<size_t>(5 * stride));
+    float* at = buffer.at_least<float>(static_cast<size_t>(6 * stride));
     for (float** part : {&cos, &sin, &q_weight, &k_weight, &head}) *part = at, at += stride;
+    key = reinterpret_cast<T*>(at);
   }
 };
 
@@ -83,10 +86,13 @@ class Heads {
            a_.out + (t * a_.num_heads + h) * a_.head_dim);
     const int64_t slot = a_.slot_mapping[t];
     if (slot < 0) return;
-    T* row = a_.cache + slot / a_.block_size * a_.cache_block_stride + slot % a_.block_size * a_.cache_slot_stride;
+    char* row = a_.cache + slot / a_.block_size * a_.cache_block_stride + slot % a_.block_size * a_.cache_slot_stride;
     for (int64_t g = 0; g < a_.num_kv_heads; ++g, row += a_.cache_head_stride) {
-      turn(a_.k + t * a_.k_token_stride + g * a_.k_head_stride, scratch_.k_weight, angles, row);
-      std::memcpy(row + a_.head_dim, a_.v + t * a_.v_token_stride + g * a_.v_head_stride, a_.head_dim_v * sizeof(T));
+      T* key = a_.encode == nullptr ? reinterpret_cast<T*>(row) : scratch_.key;
+      const T* v = a_.v + t * a_.v_token_stride + g * a_.v_head_stride;
+      turn(a_.k + t * a_.k_token_stride + g * a_.k_head_stride, scratch_.k_weight, angles, key);
+      if (a_.encode == nullptr) std::memcpy(key + a_.head_dim, v, a_.head_dim_v * sizeof(T));
+      else a_.encode(a_, g, key, v, row);
     }
   }
 
@@ -145,7 +151,7 @@ class Heads {
 
   const QkWriteArgs<T>& a_;
   const int64_t half_, padded_;
-  const Scratch scratch_;
+  const Scratch<T> scratch_;
 };
 
 template <class T>

@@ -22,8 +22,10 @@ struct QkWriteArgs {
   float eps;
   const T *q_weight, *k_weight;   // [head_dim] or null
   T* out;                         // [T, H, D] contiguous
-  T* cache;                       // [N, G, B, D + Dv]
+  char* cache;                    // [N, G, B, row], strides in bytes
   int64_t num_blocks, block_size, cache_block_stride, cache_head_stride, cache_slot_stride;
+  // Makes KV head g's row of its k and v; null: they are the row, one after the other.
+  void (*encode)(const QkWriteArgs& args, int64_t g, const T* k, const T* v, char* row);
   const int32_t* slot_mapping;    // [T]
   int num_threads;
   ParallelRun run;

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.custom_ops.cpu import build as cpu_build
-from pagebinder.graph_tools import attribute
+from pagebinder.graph_tools import attributes
 from pagebinder.runtime.executables.base import input_names
 from pagebinder.runtime.executables.program import Program
 
@@ -57,14 +57,14 @@ class InductorExecutable:
 def lift_weights(gm: GraphModule) -> tuple[GraphModule, list[torch.Tensor]]:
     """A copy of the graph whose get_attr nodes are further inputs, and their tensors in that order."""
     graph, mapping, weights = torch.fx.Graph(), {}, {}
-    names = dict.fromkeys(n.target for n in gm.graph.nodes if n.op == "get_attr")
-    attributes = {n.target: n for n in gm.graph.nodes if n.op == "get_attr"}
+    values = attributes(gm)
+    readers = {n.target: n for n in gm.graph.nodes if n.op == "get_attr"}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             mapping[node] = graph.node_copy(node)
-    for name in names:
+    for name in values:
         placeholder = graph.placeholder(name.replace(".", "_"))
-        placeholder.meta["val"] = attributes[name].meta["val"]
+        placeholder.meta["val"] = readers[name].meta["val"]
         weights[name] = placeholder
     for node in gm.graph.nodes:
         if node.op == "get_attr":
@@ -73,4 +73,4 @@ def lift_weights(gm: GraphModule) -> tuple[GraphModule, list[torch.Tensor]]:
             graph.output(tuple(mapping[a] for a in node.args))
         elif node.op != "placeholder":
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
-    return GraphModule(torch.nn.Module(), graph), [attribute(gm, name).detach() for name in names]
+    return GraphModule(torch.nn.Module(), graph), [value.detach() for value in values.values()]

@@ -58,7 +58,7 @@ inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step,
 
 // ---- bf16 pairs ------------------------------------------------------------------------------------------------
 
-#if PAGEBINDER_AMX
+#if PAGEBINDER_BF16_DOT
 // Pairs are the codes' values times this.
 template <Code CODE>
 constexpr float PAIR_FACTOR = CODE == Code::INT8 ? 0x1p24f : 1.0f;
@@ -76,16 +76,17 @@ PB_INLINE __m512i int8_pairs(__m512i even, __m512i odd) {
   return _mm512_or_si512(_mm512_srli_epi32(int8_float(even), 16), int8_float(odd));
 }
 
-// A tile -> 16 lines of pairs. AHEAD: how many bytes further codes are asked for, be it behind the weight's end.
-template <Code CODE, int AHEAD>
-PB_INLINE void decode_tile_to_pairs(const uint8_t* from, char* to) {
+// Calls visit(line, pairs) for the 16 lines of pairs of a tile. AHEAD: how many bytes further codes are asked for, be it
+// behind the weight's end.
+template <Code CODE, int AHEAD, class Visit>
+PB_INLINE void decode_tile(const uint8_t* from, const Visit& visit) {
   if constexpr (CODE == Code::FP8) {
     PB_UNROLL
     for (int line = 0; line < 8; ++line) {
       __builtin_prefetch(from + AHEAD + line * 64, 0, 2);
       const __m512i codes = load<__m512i>(from + line * 64);
-      store(to + line * 128, fp8_pairs(_mm512_slli_epi16(codes, 8)));
-      store(to + line * 128 + 64, fp8_pairs(codes));
+      visit(2 * line, fp8_pairs(_mm512_slli_epi16(codes, 8)));
+      visit(2 * line + 1, fp8_pairs(codes));
     }
   } else if constexpr (CODE == Code::INT8) {
     // Byte 1, or 2, of each lane to its top, zeros below.
@@ -97,8 +98,8 @@ PB_INLINE void decode_tile_to_pairs(const uint8_t* from, char* to) {
     for (int line = 0; line < 8; ++line) {
       __builtin_prefetch(from + AHEAD + line * 64, 0, 2);
       const __m512i codes = load<__m512i>(from + line * 64);
-      store(to + line * 128, int8_pairs(_mm512_slli_epi32(codes, 24), _mm512_shuffle_epi8(codes, byte_2)));
-      store(to + line * 128 + 64, int8_pairs(_mm512_shuffle_epi8(codes, byte_1), _mm512_and_si512(codes, top)));
+      visit(2 * line, int8_pairs(_mm512_slli_epi32(codes, 24), _mm512_shuffle_epi8(codes, byte_2)));
+      visit(2 * line + 1, int8_pairs(_mm512_shuffle_epi8(codes, byte_1), _mm512_and_si512(codes, top)));
     }
   } else {
     // A permutation looks at the lower 5 bits of a word: of two equal halves of a table, bit 4 does not matter.
@@ -109,12 +110,18 @@ PB_INLINE void decode_tile_to_pairs(const uint8_t* from, char* to) {
     for (int line = 0; line < 4; ++line) {
       __builtin_prefetch(from + AHEAD + line * 64, 0, 2);
       const __m512i codes = load<__m512i>(from + line * 64);
-      store(to + line * 256, _mm512_permutexvar_epi16(codes, table));
-      store(to + line * 256 + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table));
-      store(to + line * 256 + 128, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table));
-      store(to + line * 256 + 192, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table));
+      visit(4 * line, _mm512_permutexvar_epi16(codes, table));
+      visit(4 * line + 1, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table));
+      visit(4 * line + 2, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table));
+      visit(4 * line + 3, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table));
     }
   }
+}
+
+// A tile -> 16 lines of pairs in memory.
+template <Code CODE, int AHEAD>
+PB_INLINE void decode_tile_to_pairs(const uint8_t* from, char* to) {
+  decode_tile<CODE, AHEAD>(from, [to](int line, __m512i pairs) { store(to + line * 64, pairs); });
 }
 #endif
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "decode.h"
+#include "work_ranges.h"
 
 namespace pagebinder {
 namespace {
@@ -19,26 +20,30 @@ constexpr int64_t SERIAL_FLOPS = 1 << 19;
 struct Run {
   const QuantizedLinearArgs& args;
   int num_panels, num_workers;
-  std::atomic<int> next_panel{0};
+  WorkRanges work{num_panels, num_workers};
 };
 
-// sums [rows][32] += scale * (x [rows][k] codes [k][16]) for one half of a panel.
+// sums [rows][32] += scale * (x [rows][k] codes [k][16]) for one half of a panel, the k from `step` on.
 template <int COUNT>
-PB_INLINE void add_rows(const float* x, int64_t x_stride, const float* codes, int inner, const float* scales,
-                        float* sums) {
+PB_INLINE void add_rows(const QuantizedLinearArgs& a, int64_t row, int step, const float* codes, int inner,
+                        const float* scales, float* sums) {
+  const float* x = static_cast<const float*>(a.x) + row * a.x_stride + step * QUANT_STEP;
+  sums += row * QUANT_PANEL;
   VF sum[COUNT][VECTORS] = {};
   for (int k = 0; k < inner; ++k)
     PB_UNROLL
     for (int v = 0; v < VECTORS; ++v) {
       const VF code = load<VF>(codes + k * TILE_COLUMNS + v * W);
       PB_UNROLL
-      for (int r = 0; r < COUNT; ++r) sum[r][v] += splat(x[r * x_stride + k]) * code;
+      for (int r = 0; r < COUNT; ++r) sum[r][v] += splat(x[r * a.x_stride + k]) * code;
     }
-  for (int r = 0; r < COUNT; ++r)
+  for (int r = 0; r < COUNT; ++r) {
+    const float of_row = a.x_scale_at(row + r, step);
     for (int v = 0; v < VECTORS; ++v) {
       float* at = sums + r * QUANT_PANEL + v * W;
-      store(at, load<VF>(at) + sum[r][v] * load<VF>(scales + v * W));
+      store(at, load<VF>(at) + sum[r][v] * of_row * load<VF>(scales + v * W));
     }
+  }
 }
 
 template <Code CODE>
@@ -47,24 +52,21 @@ void run_panel(const QuantizedLinearArgs& a, int64_t panel, float* sums) {
   alignas(64) float scales[QUANT_PANEL];
   const uint8_t* from = a.weight + panel * a.panel_bytes();
   const int steps = static_cast<int>(a.inner / QUANT_STEP);
-  const int block = static_cast<int>(std::min<int64_t>(BLOCK_STEPS, a.scale_group / QUANT_STEP));
+  const int block = static_cast<int>(std::min<int64_t>(BLOCK_STEPS, a.scaled_steps()));
   std::fill(sums, sums + a.rows * QUANT_PANEL, 0.0f);
   for (int step = 0; step < steps; step += block) {
     const int count = std::min(block, steps - step);
     for (int i = 0; i < 2 * count; ++i, from += a.tile_bytes())
       decode_tile_to_floats<CODE>(from, codes[i % 2] + i / 2 * QUANT_STEP * TILE_COLUMNS);
     scales_of(a, panel, step, scales);
-    const float* x = static_cast<const float*>(a.x) + step * QUANT_STEP;
     for (int half = 0; half < 2; ++half) {
       const float* half_scales = scales + half * TILE_COLUMNS;
       float* half_sums = sums + half * TILE_COLUMNS;
       int64_t row = 0;
       for (; row + ROWS <= a.rows; row += ROWS)
-        add_rows<ROWS>(x + row * a.x_stride, a.x_stride, codes[half], count * QUANT_STEP, half_scales,
-                       half_sums + row * QUANT_PANEL);
+        add_rows<ROWS>(a, row, step, codes[half], count * QUANT_STEP, half_scales, half_sums);
       for (; row < a.rows; ++row)
-        add_rows<1>(x + row * a.x_stride, a.x_stride, codes[half], count * QUANT_STEP, half_scales,
-                    half_sums + row * QUANT_PANEL);
+        add_rows<1>(a, row, step, codes[half], count * QUANT_STEP, half_scales, half_sums);
     }
   }
   const float* bias = static_cast<const float*>(a.bias);
@@ -77,11 +79,11 @@ void run_panel(const QuantizedLinearArgs& a, int64_t panel, float* sums) {
 }
 
 template <Code CODE>
-void worker(void* context, int) {
+void worker(void* context, int index) {
   static thread_local Buffer buffer;
   Run& run = *static_cast<Run*>(context);
   float* sums = buffer.at_least<float>(static_cast<size_t>(run.args.rows) * QUANT_PANEL);
-  for (int panel; (panel = run.next_panel.fetch_add(1, std::memory_order_relaxed)) < run.num_panels;)
+  for (int panel; (panel = run.work.take(index)) < run.num_panels;)
     run_panel<CODE>(run.args, panel, sums);
 }
 

@@ -10,12 +10,15 @@
 // products want them. custom_ops/linear/quantized.py packs.
 #pragma once
 
+#include <algorithm>
+
 #include "attention.h"
 
 namespace pagebinder {
 
 constexpr int QUANT_PANEL = 32;  // columns of a panel
 constexpr int QUANT_STEP = 32;   // k of a step
+constexpr int64_t QUANT_MOST_DOT_ROWS = 4;
 
 enum class Code { FP8, INT8, INT4 };
 
@@ -31,17 +34,33 @@ struct QuantizedLinearArgs {
   int64_t scale_panel_stride, scale_group_stride;  // in elements; panel_stride is that of `scale_panels` panels
   int64_t scale_panels;      // panels that share their scales
   bool scale_is_vector;      // one scale for each column of a panel, or one for all
-  const void* bias;          // [columns] of x's type, or null
-  void* out;                 // [rows, columns] of x's type, contiguous
+  const float* x_scale;      // what rows of x are times, or null: [rows, k / x_group]
+  int64_t x_group;           // k that share one: a multiple of 4 QUANT_STEP, or more than `inner`
+  int64_t x_scale_stride;    // from row to row: 0 where all share it
+  bool wide_out;             // bias and out are float32 whatever x is
+  const void* bias;          // [columns] of out's type, or null
+  void* out;                 // [rows, columns] contiguous, of x's type unless `wide_out`
   int num_threads;
   ParallelRun run;
 
   int64_t tile_bytes() const { return code == Code::INT4 ? 256 : 512; }
   int64_t panel_bytes() const { return inner / QUANT_STEP * 2 * tile_bytes(); }
+  // k that share a scale of the weight and one of x, in steps.
+  int64_t scaled_steps() const {
+    const int64_t group = x_scale == nullptr ? scale_group : std::min(scale_group, x_group);
+    return std::max<int64_t>(group / QUANT_STEP, 1);
+  }
+  // What row `row` of x is times, from k of `step` on.
+  float x_scale_at(int64_t row, int64_t step) const {
+    return x_scale == nullptr ? 1.0f : x_scale[row * x_scale_stride + step * QUANT_STEP / x_group];
+  }
 };
 
 // bf16 on matrix tiles; false where there are none, and nothing was done.
 bool quantized_linear_with_tiles(const QuantizedLinearArgs& args);
+// A few rows of bf16 with dot products of pairs; false where the machine has none, there are more than
+// QUANT_MOST_DOT_ROWS rows or they have scales, and nothing was done.
+bool quantized_linear_with_dots(const QuantizedLinearArgs& args);
 // float32 with vectors of any width; true.
 bool quantized_linear_with_vectors(const QuantizedLinearArgs& args);
 

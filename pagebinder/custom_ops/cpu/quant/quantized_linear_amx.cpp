@@ -10,6 +10,7 @@
 
 #include "decode.h"
 #include "quantized_linear.h"
+#include "work_ranges.h"
 
 namespace pagebinder {
 #if PAGEBINDER_AMX
@@ -24,7 +25,7 @@ constexpr int64_t SERIAL_FLOPS = 1 << 19;
 struct Run {
   const QuantizedLinearArgs& args;
   int steps, span, row_tiles, num_panels, num_workers;
-  std::atomic<int> next_panel{0};
+  WorkRanges work{num_panels, num_workers};
 
   int tile_rows() const { return static_cast<int>(std::min<int64_t>(args.rows, TILE_LINES)); }
   int64_t first_row(int tile) const { return std::min<int64_t>(tile * TILE_LINES, args.rows - tile_rows()); }
@@ -38,17 +39,21 @@ struct Panel {
   float* sums;
 };
 
-// sums += scale * c, for both halves of a row tile; c [2][16][16].
-PB_INLINE void add_scaled(const Panel& p, int tile, const float* c, const float* scales, bool first) {
+// sums += scale * c, for both halves of a row tile; c [2][16][16], summed up to `step`.
+template <bool SCALED_ROWS>
+PB_INLINE void add_scaled(const Panel& p, int tile, int step, const float* c, const float* scales) {
   float* sums = p.sums + tile * 2 * TILE_FLOATS;
   const VF scale[2] = {load<VF>(scales), load<VF>(scales + W)};
   const int rows = p.run.tile_rows();
-  for (int r = 0; r < rows; ++r)
+  for (int r = 0; r < rows; ++r) {
+    const float of_row = SCALED_ROWS ? p.run.args.x_scale_at(p.run.first_row(tile) + r, step) : 1.0f;
     for (int half = 0; half < 2; ++half) {
       const int at = half * TILE_FLOATS + r * W;
-      const VF before = first ? VF{} : load<VF>(sums + at);
-      store(sums + at, before + scale[half] * load<VF>(c + at));
+      const VF before = step < p.run.span ? VF{} : load<VF>(sums + at);
+      const VF c_row = load<VF>(c + at);
+      store(sums + at, before + scale[half] * (SCALED_ROWS ? c_row * of_row : c_row));
     }
+  }
 }
 
 // Step `step`, which is number `at` of the decoded block, of one or two row tiles.
@@ -86,7 +91,10 @@ PB_INLINE void multiply_step(const Panel& p, int tile, int step, int at, float f
   if (ROW_TILES == 2) _tile_stored(2, c[ROW_TILES - 1], 64);
   if (ROW_TILES == 2) _tile_stored(3, c[ROW_TILES - 1] + TILE_FLOATS, 64);
   tiles_meet_memory();
-  for (int i = 0; i < ROW_TILES; ++i) add_scaled(p, tile + i, c[i], scales, step < run.span);
+  for (int i = 0; i < ROW_TILES; ++i) {
+    if (a.x_scale == nullptr) add_scaled<false>(p, tile + i, step, c[i], scales);
+    else add_scaled<true>(p, tile + i, step, c[i], scales);
+  }
 }
 
 // Decodes steps [step, step + count) of a panel while its first rows meet them.
@@ -110,18 +118,25 @@ void multiply_block(const Panel& p, int tile, int step, int count, float factor)
   for (int i = 0; i < count; ++i) multiply_step<ROW_TILES>(p, tile, step + i, i, factor);
 }
 
+PB_INLINE void store_row(float* out, VF low, VF high) {
+  store(out, low);
+  store(out + W, high);
+}
+PB_INLINE void store_row(bf16* out, VF low, VF high) {
+  store(out, _mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low)));
+}
+
+template <class Out>
 void write_tile(const Panel& p, int tile) {
   const QuantizedLinearArgs& a = p.run.args;
   const int64_t column = p.index * QUANT_PANEL;
   const float* sums = p.sums + tile * 2 * TILE_FLOATS;
-  const bf16* bias = static_cast<const bf16*>(a.bias);
+  const Out* bias = static_cast<const Out*>(a.bias);
   const VF low = bias == nullptr ? VF{} : load_float(bias + column);
   const VF high = bias == nullptr ? VF{} : load_float(bias + column + W);
-  bf16* out = static_cast<bf16*>(a.out) + p.run.first_row(tile) * a.columns + column;
-  for (int r = 0; r < p.run.tile_rows(); ++r, out += a.columns) {
-    const VF y[2] = {load<VF>(sums + r * W) + low, load<VF>(sums + TILE_FLOATS + r * W) + high};
-    store(out, _mm512_cvtne2ps_pbh(bit_cast<__m512>(y[1]), bit_cast<__m512>(y[0])));
-  }
+  Out* out = static_cast<Out*>(a.out) + p.run.first_row(tile) * a.columns + column;
+  for (int r = 0; r < p.run.tile_rows(); ++r, out += a.columns)
+    store_row(out, load<VF>(sums + r * W) + low, load<VF>(sums + TILE_FLOATS + r * W) + high);
 }
 
 template <Code CODE>
@@ -139,7 +154,8 @@ void run_panel(const Panel& p) {
       multiply(p, tile, step, count, 1.0f / PAIR_FACTOR<CODE>);
     }
   }
-  for (int tile = 0; tile < run.row_tiles; ++tile) write_tile(p, tile);
+  const auto write = a.wide_out ? write_tile<float> : write_tile<bf16>;
+  for (int tile = 0; tile < run.row_tiles; ++tile) write(p, tile);
 }
 
 struct Scratch {
@@ -147,13 +163,13 @@ struct Scratch {
 };
 
 template <Code CODE>
-void worker(void* context, int) {
+void worker(void* context, int index) {
   static thread_local Scratch scratch;
   Run& run = *static_cast<Run*>(context);
   const FullTiles tiles(run.tile_rows());
   char* decoded = scratch.tiles.at_least<char>(BLOCK_STEPS * 2 * TILE_BYTES);
   float* sums = scratch.sums.at_least<float>(static_cast<size_t>(run.row_tiles) * 2 * TILE_FLOATS);
-  for (int panel; (panel = run.next_panel.fetch_add(1, std::memory_order_relaxed)) < run.num_panels;)
+  for (int panel; (panel = run.work.take(index)) < run.num_panels;)
     run_panel<CODE>({run, panel, decoded, sums});
 }
 
@@ -165,7 +181,7 @@ bool quantized_linear_with_tiles(const QuantizedLinearArgs& args) {
                     : args.code == Code::INT8 ? worker<Code::INT8>
                                               : worker<Code::INT4>;
   const int steps = static_cast<int>(args.inner / QUANT_STEP);
-  const int span = static_cast<int>(std::min<int64_t>(BLOCK_STEPS, args.scale_group / QUANT_STEP));
+  const int span = static_cast<int>(std::min<int64_t>(BLOCK_STEPS, args.scaled_steps()));
   const int row_tiles = static_cast<int>((args.rows + TILE_LINES - 1) / TILE_LINES);
   const int num_panels = static_cast<int>(args.columns / QUANT_PANEL);
   const bool serial = args.rows * args.columns * args.inner < SERIAL_FLOPS;

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "binding_attention.h"
+#include "binding_qk_write.h"
 #include "quantized_kv.h"
 
 namespace {
@@ -46,6 +46,23 @@ void write_cache(const Tensor& k, const Tensor& v, const Tensor& kv_cache, const
   STD_TORCH_CHECK(error == nullptr, "quantized_kv_cache_write: ", error);
 }
 
+Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
+                std::optional<Tensor> q_weight, std::optional<Tensor> k_weight, const Tensor& kv_cache,
+                const Tensor& slot_mapping, std::optional<Tensor> scales, std::string codes, double eps,
+                std::string tail, std::string style) {
+  const QkOperands operands{q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, eps, tail, style};
+  check_qk_operands(operands);
+  const Codes code = codes_named(codes);
+  return by_element_type(q, [&](auto element) {
+    QuantizedQkWriteArgs<decltype(element)> args{};
+    Tensor out = set_qk_operands(operands, args);
+    args.kv_scales = scale_data(scales, kv_cache, args.head_dim + args.head_dim_v);
+    const char* error = qk_norm_rope_quantized_write(args, code);
+    STD_TORCH_CHECK(error == nullptr, "qk_norm_rope_quantized_write: ", error);
+    return out;
+  });
+}
+
 Tensor paged_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& block_table, const Tensor& seq_lens,
                        const Tensor& query_start_loc, std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes,
                        std::optional<Tensor> scales, std::string codes, int64_t head_dim_v, double scale,
@@ -72,4 +89,5 @@ Tensor paged_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
   m.impl("quantized_kv_cache_write", TORCH_BOX(&write_cache));
   m.impl("quantized_paged_attention", TORCH_BOX(&paged_attention));
+  m.impl("qk_norm_rope_quantized_write", TORCH_BOX(&qk_write));
 }

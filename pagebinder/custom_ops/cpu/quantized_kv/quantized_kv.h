@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "qk_write.h"
 
 namespace pagebinder {
 
@@ -19,5 +20,12 @@ struct QuantizedWriteArgs : CacheWriteArgs {
   const float* kv_scales;  // [2, G] of K and V, or null: each row gets its own
 };
 const char* quantized_kv_cache_write(const QuantizedWriteArgs& args);
+
+// The same rows of k and v, where k is normed and turned before; `encode` is filled in here.
+template <class T>
+struct QuantizedQkWriteArgs : QkWriteArgs<T> {
+  const float* kv_scales;  // as above
+};
+template <class T> const char* qk_norm_rope_quantized_write(QuantizedQkWriteArgs<T>& args, Codes codes);
 
 }  // namespace pagebinder

@@ -50,19 +50,28 @@ void encode_row(const T* x, int64_t width, const float* fixed, char* codes, char
   }
 }
 
+// The row of KV head g: K's codes, V's codes and, if they are its own, two scales.
+template <Codes CODES, class T, class Args>
+void encode_head(const Args& a, int64_t g, const T* k, const T* v, char* row) {
+  const float* fixed = a.kv_scales == nullptr ? nullptr : a.kv_scales + g;
+  const float* fixed_v = fixed == nullptr ? nullptr : fixed + a.num_kv_heads;
+  char* scales = row + a.head_dim + a.head_dim_v;
+  encode_row<CODES>(k, a.head_dim, fixed, row, scales);
+  encode_row<CODES>(v, a.head_dim_v, fixed_v, row + a.head_dim, scales + sizeof(float));
+}
+
 template <Codes CODES, class T>
 void encode_token(const CacheWriteArgs& args, int64_t token, char* to) {
   const auto& a = static_cast<const QuantizedWriteArgs&>(args);
-  char* scales = to + a.head_dim + a.head_dim_v;
   const char *k = a.k + token * a.k_token_stride, *v = a.v + token * a.v_token_stride;
-  for (int64_t g = 0; g < a.num_kv_heads; ++g) {
-    const float* fixed = a.kv_scales == nullptr ? nullptr : a.kv_scales + g;
-    const float* fixed_v = fixed == nullptr ? nullptr : fixed + a.num_kv_heads;
-    const int64_t at = g * a.cache_head_stride;
-    encode_row<CODES>(reinterpret_cast<const T*>(k + g * a.k_head_stride), a.head_dim, fixed, to + at, scales + at);
-    encode_row<CODES>(reinterpret_cast<const T*>(v + g * a.v_head_stride), a.head_dim_v, fixed_v,
-                      to + at + a.head_dim, scales + at + sizeof(float));
-  }
+  for (int64_t g = 0; g < a.num_kv_heads; ++g)
+    encode_head<CODES>(a, g, reinterpret_cast<const T*>(k + g * a.k_head_stride),
+                       reinterpret_cast<const T*>(v + g * a.v_head_stride), to + g * a.cache_head_stride);
+}
+
+template <Codes CODES, class T>
+void encode_turned(const QkWriteArgs<T>& args, int64_t g, const T* k, const T* v, char* row) {
+  encode_head<CODES>(static_cast<const QuantizedQkWriteArgs<T>&>(args), g, k, v, row);
 }
 
 template <Codes CODES>
@@ -83,5 +92,17 @@ const char* quantized_kv_cache_write(const QuantizedWriteArgs& args) {
     default: return write_codes<Codes::INT8>(args);
   }
 }
+
+template <class T>
+const char* qk_norm_rope_quantized_write(QuantizedQkWriteArgs<T>& args, Codes codes) {
+  args.encode = codes == Codes::E4M3   ? encode_turned<Codes::E4M3, T>
+                : codes == Codes::E5M2 ? encode_turned<Codes::E5M2, T>
+                                       : encode_turned<Codes::INT8, T>;
+  return qk_norm_rope_write<T>(args);
+}
+
+template const char* qk_norm_rope_quantized_write<float>(QuantizedQkWriteArgs<float>&, Codes);
+template const char* qk_norm_rope_quantized_write<bf16>(QuantizedQkWriteArgs<bf16>&, Codes);
+template const char* qk_norm_rope_quantized_write<f16>(QuantizedQkWriteArgs<f16>&, Codes);
 
 }  // namespace pagebinder

@@ -1,0 +1,187 @@
+// Registers the quantisation of activations, alone and with what makes them, under `pagebinder_cpu`.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "fp8/fp8.h"
+
+namespace {
+
+using namespace pagebinder;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
+  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
+  });
+}
+
+Granularity granularity_named(const std::string& name) {
+  if (name == "tensor") return Granularity::TENSOR;
+  if (name == "token") return Granularity::TOKEN;
+  STD_TORCH_CHECK(name == "group", "granularity must be tensor, token or group, not ", name);
+  return Granularity::GROUP;
+}
+
+NormTail tail_named(const std::string& name) {
+  if (name == "cast_scale") return NormTail::CAST_SCALE;
+  if (name == "scale_cast") return NormTail::SCALE_CAST;
+  if (name == "offset") return NormTail::OFFSET;
+  STD_TORCH_CHECK(name == "none", "unknown RMSNorm tail ", name);
+  return NormTail::PLAIN;
+}
+
+Activation activation_named(const std::string& name) {
+  constexpr std::pair<const char*, Activation> NAMES[] = {
+      {"silu", Activation::SILU}, {"gelu", Activation::GELU},   {"gelu_tanh", Activation::GELU_TANH},
+      {"relu", Activation::RELU}, {"relu2", Activation::RELU2}, {"sigmoid", Activation::SIGMOID}};
+  for (const auto& [known, activation] : NAMES)
+    if (name == known) return activation;
+  STD_TORCH_CHECK(false, "unknown activation ", name);
+  return Activation::NONE;
+}
+
+std::vector<int64_t> sizes_of(const Tensor& t) {
+  std::vector<int64_t> sizes(t.dim());
+  for (int64_t d = 0; d < t.dim(); ++d) sizes[d] = t.size(d);
+  return sizes;
+}
+
+// The distance of rows in a tensor [..., columns] whose rows lie at equal distances; -1 if they do not.
+int64_t row_stride(const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  if (t.size(last) > 1 && t.stride(last) != 1) return -1;
+  int64_t stride = t.size(last), next = -1;  // next: the stride that a dimension must have
+  for (int64_t d = last - 1; d >= 0; --d) {
+    if (t.size(d) == 1) continue;
+    if (next == -1) stride = t.stride(d);
+    else if (t.stride(d) != next) return -1;
+    next = t.stride(d) * t.size(d);
+  }
+  return stride;
+}
+
+// A tensor as rows; `kept` holds the copy that is made of one whose rows lie anyhow.
+template <class T>
+RowsOf<T> rows_of(const Tensor& t, std::vector<Tensor>& kept) {
+  const int64_t stride = t.numel() == 0 ? 0 : row_stride(t);
+  kept.push_back(stride < 0 ? torch::stable::contiguous(t) : t);
+  return {static_cast<const T*>(kept.back().const_data_ptr()), stride < 0 ? t.size(t.dim() - 1) : stride};
+}
+
+struct Quantised {
+  Tensor codes, scales;
+  Fp8Output out;
+};
+
+// Results for values of x's shape.
+Quantised quantised_like(const Tensor& x, const std::optional<Tensor>& scale, const std::string& name) {
+  STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x must be [..., K]");
+  Fp8Output out{};
+  out.granularity = granularity_named(name), out.columns = x.size(x.dim() - 1), out.rows = x.numel() / out.columns;
+  std::vector<int64_t> sizes = sizes_of(x);
+  Tensor codes = torch::stable::new_empty(x, sizes, ScalarType::Float8_e4m3fn);
+  if (out.granularity == Granularity::TENSOR) sizes = {1};
+  else sizes.back() = out.granularity == Granularity::TOKEN ? 1 : (out.columns + FP8_GROUP - 1) / FP8_GROUP;
+  Tensor scales = torch::stable::new_empty(x, sizes, ScalarType::Float);
+  out.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
+  out.scales = static_cast<float*>(scales.mutable_data_ptr());
+  if (scale) {
+    STD_TORCH_CHECK(out.granularity == Granularity::TENSOR, "a static scale is one of the whole tensor");
+    STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float && scale->dim() == 1 && scale->size(0) == 1,
+                    "a static scale must be [1] float32");
+    *out.scales = *static_cast<const float*>(scale->const_data_ptr());
+    out.is_static = true;
+  }
+  out.num_threads = static_cast<int>(torch::stable::get_num_threads()), out.run = run_parallel;
+  return {codes, scales, out};
+}
+
+// Calls use(T{}) with the type of x's values.
+template <class Use>
+void with_type_of(const Tensor& x, Use use) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return use(float{});
+    case ScalarType::BFloat16: return use(bf16{});
+    default: STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, "values must be float32, bfloat16 or float16");
+  }
+  use(f16{});
+}
+
+bool alike(const Tensor& a, const Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && sizes_of(a) == sizes_of(b);
+}
+
+std::tuple<Tensor, Tensor> scaled_fp8_quant(const Tensor& x, std::optional<Tensor> scale, std::string granularity) {
+  const Quantised to = quantised_like(x, scale, granularity);
+  std::vector<Tensor> kept;
+  with_type_of(x, [&](auto type) { quantise(to.out, PlainRows<decltype(type)>{rows_of<decltype(type)>(x, kept)}); });
+  return {to.codes, to.scales};
+}
+
+std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate, const Tensor& up, std::optional<Tensor> scale,
+                                            std::string activation, std::string granularity) {
+  STD_TORCH_CHECK(alike(gate, up), "gate and up must have the same shape and dtype");
+  const Quantised to = quantised_like(gate, scale, granularity);
+  std::vector<Tensor> kept;
+  with_type_of(gate, [&](auto type) {
+    using T = decltype(type);
+    quantise(to.out, GatedRows<T>{rows_of<T>(gate, kept), rows_of<T>(up, kept), activation_named(activation)});
+  });
+  return {to.codes, to.scales};
+}
+
+template <class T>
+NormRows<T> norm_of(const Tensor& x, const std::optional<Tensor>& weight, double eps, const std::string& tail,
+                    std::vector<Tensor>& kept) {
+  NormRows<T> rows{};
+  rows.x = rows_of<T>(x, kept), rows.tail = tail_named(tail), rows.eps = static_cast<float>(eps);
+  STD_TORCH_CHECK(weight.has_value() == (rows.tail != NormTail::PLAIN), "a tail other than none needs a weight");
+  if (!weight) return rows;
+  rows.wide_weight = weight->scalar_type() == ScalarType::Float;
+  STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == x.size(x.dim() - 1) &&
+                      (rows.wide_weight || weight->scalar_type() == x.scalar_type()),
+                  "weight must be [C] in x's dtype or float32");
+  kept.push_back(torch::stable::contiguous(*weight));
+  rows.weight = kept.back().const_data_ptr();
+  return rows;
+}
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> scale,
+                                    double eps, std::string tail, std::string granularity) {
+  const Quantised to = quantised_like(x, scale, granularity);
+  std::vector<Tensor> kept;
+  with_type_of(x, [&](auto type) { quantise(to.out, norm_of<decltype(type)>(x, weight, eps, tail, kept)); });
+  return {to.codes, to.scales};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
+                                                std::optional<Tensor> scale, double eps, std::string tail,
+                                                std::string granularity) {
+  STD_TORCH_CHECK(alike(x, residual), "x and residual must have the same shape and dtype");
+  const Quantised to = quantised_like(x, scale, granularity);
+  Tensor total = torch::stable::new_empty(x, sizes_of(x));
+  std::vector<Tensor> kept;
+  with_type_of(x, [&](auto type) {
+    using T = decltype(type);
+    NormRows<T> rows = norm_of<T>(x, weight, eps, tail, kept);
+    rows.residual = rows_of<T>(residual, kept), rows.total = static_cast<T*>(total.mutable_data_ptr());
+    quantise(to.out, rows);
+  });
+  return {to.codes, to.scales, total};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
+  m.impl("scaled_fp8_quant", TORCH_BOX(&scaled_fp8_quant));
+  m.impl("gated_activation_fp8_quant", TORCH_BOX(&gated_activation));
+  m.impl("rms_norm_fp8_quant", TORCH_BOX(&rms_norm));
+  m.impl("add_rms_norm_fp8_quant", TORCH_BOX(&add_rms_norm));
+}

@@ -1,0 +1,79 @@
+// What bindings of quantised linear layers share: a weight's tensors, checked and described as the kernels want them.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "quantized_linear.h"
+
+namespace pagebinder {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t FP8_BLOCK = 128;
+
+inline void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
+  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
+  });
+}
+
+inline bool starts_with(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
+
+// Fills in what the format says about codes and scales; throws if the tensors are not of such a format.
+inline void describe_weight(const Tensor& qweight, const Tensor& scale, const std::string& format,
+                            QuantizedLinearArgs& a) {
+  const bool known = format == "fp8" || format == "fp8_tensor" || format == "fp8_block" || format == "int8" ||
+                     format == "int4_g32" || format == "int4_g64";
+  STD_TORCH_CHECK(known, "unknown format ", format);
+  a.code = starts_with(format, "fp8") ? Code::FP8 : format == "int8" ? Code::INT8 : Code::INT4;
+  STD_TORCH_CHECK(qweight.scalar_type() == ScalarType::Byte && qweight.dim() == 4 && qweight.is_contiguous() &&
+                      qweight.size(2) == 2 && qweight.size(3) == a.tile_bytes(),
+                  "qweight must be contiguous uint8 [N / 32, K / 32, 2, ", a.tile_bytes(), "]");
+  const int64_t panels = qweight.size(0);
+  a.columns = panels * QUANT_PANEL, a.inner = qweight.size(1) * QUANT_STEP;
+  a.weight = static_cast<const uint8_t*>(qweight.const_data_ptr());
+  a.scale = scale.const_data_ptr();
+  a.scale_is_bf16 = scale.scalar_type() == ScalarType::BFloat16;
+  a.scale_group = std::max<int64_t>(a.inner, QUANT_STEP), a.scale_panels = 1;
+  std::vector<int64_t> sizes;
+  if (format == "fp8_tensor") {
+    sizes = {1};
+  } else if (format == "fp8_block") {
+    sizes = {(a.columns + FP8_BLOCK - 1) / FP8_BLOCK, (a.inner + FP8_BLOCK - 1) / FP8_BLOCK};
+    a.scale_group = FP8_BLOCK, a.scale_panels = FP8_BLOCK / QUANT_PANEL;
+    a.scale_panel_stride = sizes[1], a.scale_group_stride = 1;
+  } else if (a.code == Code::INT4) {
+    a.scale_group = format == "int4_g32" ? 32 : 64;
+    STD_TORCH_CHECK(a.inner % a.scale_group == 0, "K must be a multiple of ", a.scale_group);
+    sizes = {panels, a.inner / a.scale_group, QUANT_PANEL};
+    a.scale_is_vector = true;
+    a.scale_panel_stride = sizes[1] * QUANT_PANEL, a.scale_group_stride = QUANT_PANEL;
+  } else {
+    sizes = {a.columns};
+    a.scale_is_vector = true, a.scale_panel_stride = QUANT_PANEL;
+  }
+  bool fits = scale.dim() == static_cast<int64_t>(sizes.size()) && scale.is_contiguous();
+  for (size_t i = 0; fits && i < sizes.size(); ++i) fits = scale.size(i) == sizes[i];
+  STD_TORCH_CHECK(fits && (scale.scalar_type() == ScalarType::Float || (a.scale_is_bf16 && a.code == Code::INT4)),
+                  "scale is not that of a weight [", a.columns, ", ", a.inner, "] in ", format);
+}
+
+// The sizes of y for x [..., K], and the number of rows of both.
+inline std::vector<int64_t> sizes_of_result(const Tensor& x, QuantizedLinearArgs& a) {
+  STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) == a.inner, "x must be [..., ", a.inner, "]");
+  std::vector<int64_t> sizes;
+  a.rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) {
+    sizes.push_back(x.size(d));
+    a.rows *= x.size(d);
+  }
+  sizes.push_back(a.columns);
+  return sizes;
+}
+
+}  // namespace pagebinder
