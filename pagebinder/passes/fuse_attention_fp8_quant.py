@@ -17,14 +17,15 @@ from torch.fx import GraphModule, Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.fp8.attention import FP8_QUANT_FORMS
-from pagebinder.graph_tools import aten, calls, describe, finish, insert_call, is_call, source_line, val
+from pagebinder.graph_tools import aten, calls, insert_call, is_call, val
 from pagebinder.passes.quantised_outputs import (
     Quantisation,
+    fuse_quantisations,
     insert_quantising,
     part_of,
     quantisation_of,
 )
-from pagebinder.report import Match, PassResult, Refusal
+from pagebinder.report import PassResult
 
 PATTERN = "attention_fp8_quant"
 FORMS = {attention.overload: fused.overload for attention, fused in FP8_QUANT_FORMS.items()}
@@ -37,18 +38,7 @@ VIEWS = (
 
 def fuse_attention_fp8_quant(gm: GraphModule) -> PassResult:
     """Rewrite all paged attention whose output is only quantised; refused is what something else is done to."""
-    result = PassResult(name="fuse_attention_fp8_quant")
-    for node in calls(gm.graph, *FORMS):
-        found = _quantisation(node)
-        if isinstance(found, str):
-            where = {"source_line": source_line(node), **describe(node)}
-            result.refusals.append(Refusal(pattern=PATTERN, reason=found, **where))
-            continue
-        fused = _fuse(gm, node, found)
-        result.matches.append(Match(pattern=PATTERN, detail=found.granularity, **describe(fused)))
-    result.changed = bool(result.matches)
-    finish(gm)
-    return result
+    return fuse_quantisations(gm, PATTERN, calls(gm.graph, *FORMS), _quantisation, _fuse)
 
 
 def _quantisation(attention: Node) -> Quantisation | str:

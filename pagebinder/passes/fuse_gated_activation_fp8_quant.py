@@ -14,15 +14,16 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import calls, describe, finish, source_line, val
+from pagebinder.graph_tools import calls, val
 from pagebinder.passes.quantised_outputs import (
     Quantisation,
+    fuse_quantisations,
     insert_quantising,
     part_of,
     quantisation_of,
     take_result,
 )
-from pagebinder.report import Match, PassResult, Refusal
+from pagebinder.report import PassResult
 
 PATTERN = "gated_activation_fp8_quant"
 ours = torch.ops.pagebinder
@@ -30,22 +31,8 @@ ours = torch.ops.pagebinder
 
 def fuse_gated_activation_fp8_quant(gm: GraphModule) -> PassResult:
     """Rewrite every gated activation whose result is only quantised; the others are refused with what reads them."""
-    result = PassResult(name="fuse_gated_activation_fp8_quant")
-    for node in calls(gm.graph, ours.gated_activation.default):
-        found = _quantisation(node)
-        if isinstance(found, str):
-            where = {"source_line": source_line(node), **describe(node)}
-            result.refusals.append(Refusal(pattern=PATTERN, reason=found, **where))
-            continue
-        operands = node.args[:2] if found.static_scale is None else (*node.args[:2], found.static_scale)
-        target = ours.gated_activation_fp8_quant.default
-        fused = insert_quantising(gm, node, target, operands, dict(node.kwargs), found)
-        for index in (0, 1):
-            take_result(gm, node, fused, index, part_of(found.node, index))
-        result.matches.append(Match(pattern=PATTERN, detail=found.granularity, **describe(fused)))
-    result.changed = bool(result.matches)
-    finish(gm)
-    return result
+    gated = calls(gm.graph, ours.gated_activation.default)
+    return fuse_quantisations(gm, PATTERN, gated, _quantisation, _fuse)
 
 
 def _quantisation(node: Node) -> Quantisation | str:
@@ -53,3 +40,14 @@ def _quantisation(node: Node) -> Quantisation | str:
     if gate.dtype != up.dtype or gate.shape != up.shape:
         return "gate and up differ in shape or dtype"
     return quantisation_of(node)
+
+
+def _fuse(gm: GraphModule, node: Node, quantisation: Quantisation) -> Node:
+    operands = node.args[:2]
+    if quantisation.static_scale is not None:
+        operands += (quantisation.static_scale,)
+    target = ours.gated_activation_fp8_quant.default
+    fused = insert_quantising(gm, node, target, operands, dict(node.kwargs), quantisation)
+    for index in (0, 1):
+        take_result(gm, node, fused, index, part_of(quantisation.node, index))
+    return fused

@@ -19,15 +19,16 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import arg, calls, describe, finish, source_line, val
+from pagebinder.graph_tools import arg, calls, val
 from pagebinder.passes.quantised_outputs import (
     Quantisation,
+    fuse_quantisations,
     insert_quantising,
     part_of,
     quantisation_of,
     take_result,
 )
-from pagebinder.report import Match, PassResult, Refusal
+from pagebinder.report import PassResult
 
 PATTERN = "rms_norm_fp8_quant"
 ours = torch.ops.pagebinder
@@ -37,18 +38,7 @@ NORMS = (ours.rms_norm.default, ADD_NORM)
 
 def fuse_rms_norm_fp8_quant(gm: GraphModule) -> PassResult:
     """Rewrite every norm whose result is only quantised; the others are refused with what reads them."""
-    result = PassResult(name="fuse_rms_norm_fp8_quant")
-    for norm in calls(gm.graph, *NORMS):
-        found = _quantisation(norm)
-        if isinstance(found, str):
-            where = {"source_line": source_line(norm), **describe(norm)}
-            result.refusals.append(Refusal(pattern=PATTERN, reason=found, **where))
-            continue
-        fused = _fuse(gm, norm, found)
-        result.matches.append(Match(pattern=PATTERN, detail=found.granularity, **describe(fused)))
-    result.changed = bool(result.matches)
-    finish(gm)
-    return result
+    return fuse_quantisations(gm, PATTERN, calls(gm.graph, *NORMS), _quantisation, _fuse)
 
 
 def _quantisation(norm: Node) -> Quantisation | str:

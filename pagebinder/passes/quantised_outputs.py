@@ -9,12 +9,14 @@ f is a norm, a gated activation or attention.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import insert_call, is_call, val
+from pagebinder.graph_tools import describe, finish, insert_call, is_call, source_line, val
+from pagebinder.report import Match, PassResult, Refusal
 
 QUANT = torch.ops.pagebinder.scaled_fp8_quant.default
 
@@ -26,6 +28,26 @@ class Quantisation:
     node: Node
     static_scale: Node | None
     granularity: str
+
+
+def fuse_quantisations(
+    gm: GraphModule, pattern: str, candidates: Iterable[Node],
+    find: Callable[[Node], Quantisation | str], fuse: Callable[[GraphModule, Node, Quantisation], Node],
+) -> PassResult:  # fmt: skip
+    """The pass `fuse_<pattern>`: every candidate with the quantisation that `find` returns becomes what `fuse` makes;
+    a reason instead is a refusal."""
+    result = PassResult(name=f"fuse_{pattern}")
+    for node in candidates:
+        found = find(node)
+        if isinstance(found, str):
+            where = {"source_line": source_line(node), **describe(node)}
+            result.refusals.append(Refusal(pattern=pattern, reason=found, **where))
+            continue
+        fused = fuse(gm, node, found)
+        result.matches.append(Match(pattern=pattern, detail=found.granularity, **describe(fused)))
+    result.changed = bool(result.matches)
+    finish(gm)
+    return result
 
 
 def quantisation_of(value: Node) -> Quantisation | str:

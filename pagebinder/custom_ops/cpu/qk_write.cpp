@@ -11,18 +11,6 @@ namespace {
 constexpr int64_t SERIAL_CHANNELS = 1 << 16;
 constexpr int64_t TOKENS_AT_ONCE = 4;
 
-// Keeps a product from being merged with the addition behind it, which would round once instead of twice.
-PB_INLINE VF unfused(VF x) {
-#if defined(__x86_64__)
-  asm("" : "+v"(x));
-#elif defined(__aarch64__)
-  asm("" : "+w"(x));
-#else
-  asm("" : "+m"(x));
-#endif
-  return x;
-}
-
 template <class T>
 PB_INLINE VF rounded(VF x) {
   T narrow[W];

@@ -64,6 +64,18 @@ PB_INLINE VI splat_int(int32_t x) { return x - VI{}; }
 PB_INLINE VF select(VI mask, VF yes, VF no) { return mask ? yes : no; }
 PB_INLINE VF max(VF a, VF b) { return a > b ? a : b; }
 
+// Keeps a product from being merged with the addition behind it, which would round once instead of twice.
+PB_INLINE VF unfused(VF x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#else
+  asm("" : "+m"(x));
+#endif
+  return x;
+}
+
 // Asks for the cache lines of `count` elements.
 template <class T>
 PB_INLINE void prefetch(const T* p, int count) {

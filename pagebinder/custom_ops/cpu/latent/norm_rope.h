@@ -5,18 +5,6 @@
 
 namespace pagebinder {
 
-// Keeps a product from being merged with the addition behind it, which would round once instead of twice.
-PB_INLINE VF unfused(VF x) {
-#if defined(__x86_64__)
-  asm("" : "+v"(x));
-#elif defined(__aarch64__)
-  asm("" : "+w"(x));
-#else
-  asm("" : "+m"(x));
-#endif
-  return x;
-}
-
 template <int... Lane>
 PB_INLINE VF swap_pairs(VF x, std::integer_sequence<int, Lane...>) {
   return __builtin_shufflevector(x, x, (Lane ^ 1)...);

@@ -8,18 +8,6 @@ namespace pagebinder {
 // W / 2 lanes of 64 bits.
 typedef uint64_t VL __attribute__((vector_size(W * 4)));
 
-// Keeps a product from being merged with the addition behind it, which would round once instead of twice.
-PB_INLINE VF unfused(VF x) {
-#if defined(__x86_64__)
-  asm("" : "+v"(x));
-#elif defined(__aarch64__)
-  asm("" : "+w"(x));
-#else
-  asm("" : "+m"(x));
-#endif
-  return x;
-}
-
 // The full products of the lanes' low halves.
 PB_INLINE VL multiply_low(VL a, uint32_t b) {
   const VL factor = VL{} + b;
