@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS, KVFormat, error_bound
-from pagebinder.errors import ConfigError, VerificationError
+from pagebinder.errors import ConfigError
 from pagebinder.graph_tools import (
     attach,
     calls,
@@ -33,6 +33,7 @@ from pagebinder.graph_tools import (
     module_path,
     val,
 )
+from pagebinder.passes.rounding_check import RoundingCheck
 from pagebinder.report import Certificate, Match, PassResult, Refusal
 
 PATTERN = "quantized_kv"
@@ -114,7 +115,7 @@ def certify_kv(before: GraphModule, after: GraphModule, result: PassResult) -> l
     Raises:
         VerificationError: a value is further off than the format explains.
     """
-    largest = relative = 0.0
+    check = RoundingCheck(result)
     generator = torch.Generator().manual_seed(0)
     for node in calls(after.graph, ours.quantized_kv.default):
         fixed = getattr(after, node.args[2].target) if len(node.args) > 2 else None
@@ -124,22 +125,5 @@ def certify_kv(before: GraphModule, after: GraphModule, result: PassResult) -> l
             rows = [torch.randn(shape, generator=generator) * magnitude for shape in shapes]
             back = ours.quantized_kv(*rows, fixed, codes=codes)
             for i, (x, y) in enumerate(zip(rows, back)):
-                errors = (y - x).abs()
-                if not (errors <= error_bound(x, codes, None if fixed is None else fixed[i])).all():
-                    raise VerificationError(
-                        f"{result.name}: {codes} is off by {float(errors.max()):.3g} at {module_path(node)}, more "
-                        "than the format explains.",
-                        pass_name=result.name,
-                        level=result.level,
-                        error=float(errors.max()),
-                        places=(module_path(node),),
-                    )
-                largest = max(largest, float(errors.max()))
-                relative = max(relative, float(errors.norm() / x.norm()))
-    first = result.matches[0]
-    return [
-        Certificate(
-            pattern=first.pattern, node=first.node, module_path=first.module_path, count=len(result.matches),
-            max_abs_error=largest, max_rel_error=relative,
-        )
-    ]  # fmt: skip
+                check.add(node, codes, x, y, error_bound(x, codes, None if fixed is None else fixed[i]))
+    return check.certificates()
