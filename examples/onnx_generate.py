@@ -20,6 +20,8 @@ def generate(session, prompts, max_tokens):
     if any(i.name.startswith("past_state") for i in session.get_inputs()) and lengths.min() != longest:
         raise SystemExit("This model carries recurrent states: give prompts of one length.")
     sizes = {"batch": batch, "capacity": longest + max_tokens}
+    for size in {size for i in session.get_inputs() for size in i.shape if str(size).startswith("entries_")}:
+        sizes[size] = sizes["capacity"] // int(size[8:]) + 1  # one compressed entry for so many tokens
     past = {
         i.name: np.zeros([sizes.get(size, size) for size in i.shape], np.float32)
         for i in session.get_inputs()

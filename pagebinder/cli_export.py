@@ -22,6 +22,12 @@ def export_command(
             "--onnx", help="A standard ONNX model (opset 24), with its cache as inputs and outputs."
         ),
     ] = False,
+    contrib: Annotated[
+        bool,
+        typer.Option(
+            "--contrib", help="Attention as ONNX Runtime's GroupQueryAttention: no other runtime reads it."
+        ),
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -40,6 +46,6 @@ def export_command(
     )
     compiled = compile_dir(model, options)
     with working("writing ONNX"):
-        paths = compiled.export_onnx(out)
+        paths = compiled.export_onnx(out, contrib=contrib)
     for path in paths:
         err.print(f"wrote {path}", soft_wrap=True)

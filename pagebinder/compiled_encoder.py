@@ -67,19 +67,20 @@ class CompiledEncoder:
             "compile it where it is used."
         )
 
-    def export_onnx(self, path: str | Path) -> list[Path]:
+    def export_onnx(self, path: str | Path, *, contrib: bool = False) -> list[Path]:
         """Write the semantic graph as a standard ONNX model (opset 24) with its weights beside it; returns its path.
 
         Its inputs are input_ids and attention_mask [b, L]; its output is one row for each token.
 
         Raises:
-            ExportError: ONNX has no counterpart of an operator, which is named. ConfigError: packages of the extra
-                `onnx` are missing, or the model was compiled with options that cannot be exported.
+            ExportError: ONNX has no counterpart of an operator, which is named; `contrib`, which is of decoders.
+            ConfigError: packages of the extra `onnx` are missing, or the model was compiled with options that
+                cannot be exported.
             OSError: the files cannot be written.
         """
         from pagebinder.export.onnx import export_onnx
 
-        return export_onnx(self, path)
+        return export_onnx(self, path, contrib=contrib)
 
     def run_level(self, level: str, input_ids: torch.Tensor) -> torch.Tensor:
         """Run one graph on one sequence, op by op: input_ids [T] int64 -> [T, C].

@@ -4,7 +4,7 @@
     DIR/encoder.onnx, encoder.onnx.data  of an encoder-decoder, beside its decoder in model.onnx
 
 torch's exporter translates ATen; our ops reach it as calls of ONNX operators (onnx_ops.py). Weights are written
-tensor by tensor from the memory that the compiled model holds. Inputs and outputs: onnx_module.py.
+tensor by tensor from the memory that the compiled model holds. Inputs and outputs: onnx_signature.py.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.errors import CaptureError, ConfigError, ExportError
-from pagebinder.export.onnx_functions import DOMAIN, definition
+from pagebinder.export.onnx_contrib import check_contrib
+from pagebinder.export.onnx_experts import definition
+from pagebinder.export.onnx_functions import DOMAIN, definitions
 from pagebinder.export.onnx_module import OnnxModule, check_translatable
 from pagebinder.export.onnx_step import OPSET
 
 NEEDED = ("onnx", "onnxscript")
 
 
-def export_onnx(compiled, directory: str | Path) -> list[Path]:
+def export_onnx(compiled, directory: str | Path, *, contrib: bool = False) -> list[Path]:
     """Write the ONNX models of a CompiledModel or CompiledEncoder into a directory; returns their paths.
+
+    contrib: attention of decoders as ONNX Runtime's GroupQueryAttention (onnx_contrib.py), for ONNX Runtime alone.
 
     Raises:
         ConfigError: packages of the extra `onnx` are missing; the model has no weights, is not on a CPU, or was
             compiled with options that the semantic graph does not hold. CaptureError: compiled with strict=False, and
-            not understood. ExportError: an operator has no counterpart (it is named); what was written is not valid.
+            not understood. ExportError: an operator has no counterpart (it is named), in the standard or, with
+            contrib, in ONNX Runtime; what was written is not valid.
         OSError: the files cannot be written.
     """
     _check(compiled)
@@ -43,9 +48,16 @@ def export_onnx(compiled, directory: str | Path) -> list[Path]:
         parts["encoder"] = (compiled.graphs["encoder"], False)
     for gm, _ in parts.values():
         check_translatable(gm)
+    if contrib and not decoder:
+        raise ExportError("An encoder has no cached attention, which is all that contrib=True replaces.")
+    if contrib:
+        check_contrib(compiled.graphs["semantic"])
     directory = Path(directory).expanduser()
     directory.mkdir(parents=True, exist_ok=True)
-    return [write_onnx(gm, directory / f"{name}.onnx", cached=cached) for name, (gm, cached) in parts.items()]
+    return [
+        write_onnx(gm, directory / f"{name}.onnx", cached=cached, contrib=contrib and cached)
+        for name, (gm, cached) in parts.items()
+    ]
 
 
 def _check(compiled) -> None:
@@ -72,12 +84,15 @@ def _check(compiled) -> None:
         )
 
 
-def write_onnx(gm: GraphModule, path: Path, *, cached: bool) -> Path:
+def write_onnx(gm: GraphModule, path: Path, *, cached: bool, contrib: bool = False) -> Path:
     """One graph as one model: a decoder with its caches as inputs and outputs (`cached`), or an encoder."""
     import onnx
 
-    program = _translate(OnnxModule(gm, cached=cached).eval())
-    _finish(program.model)
+    module = OnnxModule(gm, cached=cached, contrib=contrib).eval()
+    program = _translate(
+        module, module.signature.examples, module.signature.dynamic, module.signature.outputs
+    )
+    _finish(program.model, definitions(module.functions, _translated))
     program.save(path, external_data=True)
     try:
         onnx.checker.check_model(path, full_check=True)
@@ -86,17 +101,16 @@ def write_onnx(gm: GraphModule, path: Path, *, cached: bool) -> Path:
     return path
 
 
-def _translate(module: OnnxModule):
-    """torch's ONNXProgram of the module, as traced."""
-    signature = module.signature
+def _translate(module: torch.nn.Module, examples: dict, dynamic: dict, outputs: list[str] | None = None):
+    """torch's ONNXProgram of the module, as traced. By input name: an example, and its dynamic sizes."""
     with _quiet(), torch.no_grad():
         try:
             return torch.onnx.export(
                 module,
-                tuple(signature.examples.values()),
-                input_names=list(signature.examples),
-                output_names=signature.outputs,
-                dynamic_shapes=(tuple(signature.dynamic.values()),),
+                tuple(examples.values()),
+                input_names=list(examples),
+                output_names=outputs,
+                dynamic_shapes=(tuple(dynamic.values()),),
                 opset_version=OPSET,
                 dynamo=True,
                 optimize=False,
@@ -109,30 +123,48 @@ def _translate(module: OnnxModule):
             raise ExportError(f"torch's ONNX exporter cannot write this graph: {reason}") from error
 
 
+def _translated(module: torch.nn.Module, examples: dict, dynamic: dict):
+    """The onnx_ir Model of the functions, optimised."""
+    model = _translate(module, examples, dynamic).model
+    _optimise(model)
+    return model
+
+
 @contextlib.contextmanager
 def _quiet():
-    """The exporter prints progress, and warns of optional packages that nothing here needs."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """The exporter prints progress, and warns of optional packages and of what is not folded: nothing to act on."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
 
 
-def _finish(model) -> None:
-    """Constants folded, weights as the source has them and under its names, definitions of the functions in use."""
-    from onnx_ir import serde
+def _optimise(model) -> None:
+    """Constants folded, what nothing reads or what is there twice removed: onnxscript's optimiser."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     from onnxscript.optimizer import optimize_ir
 
-    optimize_ir(model, should_fold=lambda node: False if node.op_type == "Transpose" else None)
+    with _quiet():
+        optimize_ir(model, should_fold=lambda node: False if node.op_type == "Transpose" else None)
     ClearMetadataAndDocStringPass()(model)
+
+
+def _finish(model, functions: list) -> None:
+    """Weights as the source has them and under its names, definitions of the functions in use."""
+    from onnx_ir import serde
+
+    _optimise(model)
     for value in list(model.graph.initializers.values()):
         value.name = value.name.removeprefix("gm.")
-    for name in sorted({node.op_type for node in model.graph if node.domain == DOMAIN}):
-        function = serde.deserialize_function(definition(name, OPSET))
+    called = {node.op_type for node in model.graph if node.domain == DOMAIN}
+    known = {function.name for function in functions}
+    functions += [serde.deserialize_function(definition(name, OPSET)) for name in sorted(called - known)]
+    for function in functions:
         model.functions[function.identifier()] = function

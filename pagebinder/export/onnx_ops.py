@@ -4,8 +4,9 @@
     rms_norm                                          RMSNormalization
     rope                                              RotaryEmbedding
     gated_activation("silu"), silu                    Swish
-    moe_experts, expert_linear                        a model-local function (onnx_functions.py)
-    short_conv, ssd                                   their scans, with the state as input and output
+    moe_experts, expert_linear                        a model-local function (onnx_experts.py)
+    recurrences, short_conv                           onnx_recurrent.py
+    latent and compressed attention, hyper_*          onnx_sparse.py
 
 What is not here and not a composition of ATen ops has no translation: the export is refused by its name. Each
 function takes the `Step` and the op's own operands.
@@ -20,14 +21,11 @@ from torch.onnx.ops import rotary_embedding
 
 from pagebinder.custom_ops.activation.gated_activation import gated_activation_reference
 from pagebinder.custom_ops.moe.gates import Gate
-from pagebinder.custom_ops.recurrent.short_conv import conv_scan
-from pagebinder.custom_ops.recurrent.ssd import ssd_scan
 from pagebinder.custom_ops.rope.rope import rope_reference
-from pagebinder.export.onnx_functions import expert_rows
-from pagebinder.export.onnx_step import Step, onnx_op
-
-NEGATIVE = float("-inf")
-FLOAT32 = 1  # of onnx.TensorProto.DataType
+from pagebinder.export import onnx_recurrent, onnx_sparse
+from pagebinder.export.onnx_contrib import group_query_attention
+from pagebinder.export.onnx_experts import expert_rows
+from pagebinder.export.onnx_step import NEGATIVE, Step, attend, onnx_op
 
 
 def attention(
@@ -45,6 +43,8 @@ def attention(
     causal=True,
 ):
     """ALiBi is added to the mask; a sink is one more key of zeros, whose score is its entry of the mask."""
+    if step.contrib:
+        return group_query_attention(step, q, k, v, sinks, scale=scale, window=window, soft_cap=soft_cap)
     k, v = step.keys(k), step.keys(v)
     mask = step.mask(window=window, chunk=chunk, causal=causal)
     if alibi_slopes is not None:
@@ -76,13 +76,7 @@ def cross_attention(step, q, k, v, *, scale):
 
 def _attend(step: Step, q, k, v, mask, scale, soft_cap=None):
     """q [T, H, D] over k [b, G, S, D], v [b, G, S, Dv] -> [T, H, Dv]; mask [b, 1 or H, L, S] bool or added."""
-    q_BHLD, attributes = step.heads(q), {"scale": float(scale)}
-    if soft_cap is not None:
-        attributes["softcap"] = float(soft_cap)
-    if q.dtype is not torch.float32:
-        attributes["softmax_precision"] = FLOAT32
-    shape = (*q_BHLD.shape[:3], v.shape[3])
-    out = onnx_op("Attention", [q_BHLD, k, v, mask], attributes, like=q, shape=shape)
+    out = attend(step.heads(q), k, v, mask, scale, soft_cap)
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[1], v.shape[3])
 
 
@@ -143,20 +137,6 @@ def expert_linear(step, x, ids, weight, bias, *, transposed):
     return out.reshape(*ids.shape, out.shape[-1])
 
 
-def short_conv(step, x, weight, bias, *, activation):
-    out, state = conv_scan(next(step.past), step.rows(x), weight=weight, bias=bias, activation=activation)
-    step.present.append(state)
-    return out.to(x.dtype).flatten(0, 1)
-
-
-def ssd(step, x, dt, A, B, C, D, dt_bias, **options):
-    options = {"dt_min": 0.0, "dt_max": None, **options}
-    operands = (step.rows(operand) for operand in (x, dt, B, C))
-    out, state = ssd_scan(next(step.past).clone(), *operands, A=A, D=D, dt_bias=dt_bias, **options)
-    step.present.append(state)
-    return out.flatten(0, 1)
-
-
 TRANSLATIONS = {
     "pagebinder::attention": attention,
     "pagebinder::relative_attention": relative_attention,
@@ -166,7 +146,7 @@ TRANSLATIONS = {
     "pagebinder::gated_activation": gated_activation,
     "pagebinder::moe_experts": moe_experts,
     "pagebinder::expert_linear": expert_linear,
-    "pagebinder::short_conv": short_conv,
-    "pagebinder::ssd": ssd,
     "aten::silu": silu,
+    **onnx_recurrent.TRANSLATIONS,
+    **onnx_sparse.TRANSLATIONS,
 }

@@ -4,6 +4,7 @@
     rows of a batch   [b, L, ...]    what ONNX's operators take
 
     cache  [b, G, S, D]     | p = 0 | 1 | 2 | ... | S - 1 |     slot j of a row holds position j
+    latents [b, S, D]       the same, of rows that all heads share
 
 A step writes its L keys at slots position_ids[:, 0] on. A query at position p sees slot j iff j <= p, so what a
 shorter row was padded with on the right is never seen and overwritten later. b sequences, L tokens of each, S slots;
@@ -20,8 +21,11 @@ from torch.onnx.ops import symbolic
 
 from pagebinder.custom_ops.attention.semantic import visible_keys
 from pagebinder.errors import ExportError
+from pagebinder.export.onnx_functions import LocalFunctions
 
 OPSET = 24
+NEGATIVE = float("-inf")
+FLOAT32 = 1  # of onnx.TensorProto.DataType
 
 
 def onnx_op(name: str, inputs, attributes: dict | None = None, *, like: torch.Tensor, shape=None):
@@ -30,13 +34,25 @@ def onnx_op(name: str, inputs, attributes: dict | None = None, *, like: torch.Te
     return symbolic(name, inputs, attributes, dtype=like.dtype, shape=shape, version=OPSET)
 
 
+def attend(q_BHLD, k, v, mask, scale, soft_cap=None):
+    """q [b, H, L, D] over k [b, G, S, D], v [b, G, S, Dv] -> [b, H, L, Dv]; mask [b, 1 or H, L, S] bool or added."""
+    attributes = {"scale": float(scale)}
+    if soft_cap is not None:
+        attributes["softcap"] = float(soft_cap)
+    if q_BHLD.dtype is not torch.float32:
+        attributes["softmax_precision"] = FLOAT32
+    shape = (*q_BHLD.shape[:3], v.shape[3])
+    return onnx_op("Attention", [q_BHLD, k, v, mask], attributes, like=q_BHLD, shape=shape)
+
+
 @dataclass
 class Step:
     """One call of the model, while it is traced.
 
     position_ids: [b, L]. num_slots: S, or L of an encoder, whose keys are the tokens of the call. key_mask: [b, L]
     bool of an encoder. encoder_mask: [b, E] bool, of cross attention. past: what is carried from call to call, in the
-    order of the ops; present: the same after this call.
+    order of the ops; present: the same after this call. functions: the model-local functions that are called.
+    contrib: attention is ONNX Runtime's own operator.
     """
 
     position_ids: torch.Tensor
@@ -45,11 +61,18 @@ class Step:
     encoder_mask: torch.Tensor | None = None
     past: Iterator[torch.Tensor] | None = None
     present: list[torch.Tensor] = field(default_factory=list)
+    functions: LocalFunctions = field(default_factory=LocalFunctions)
+    contrib: bool = False
     _masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """[T, ...] -> [b, L, ...]"""
         return x.reshape(*self.position_ids.shape, *x.shape[1:])
+
+    @staticmethod
+    def flat(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """[b, L, ...] -> [T, ...], with the T of `like`: while tracing, b * L is not known to be the same."""
+        return x.reshape(like.shape[0], *x.shape[2:])
 
     def heads(self, x_TGD: torch.Tensor, num_rows: int | None = None) -> torch.Tensor:
         """[b * n, G, D] -> [b, G, n, D], with n = L or `num_rows`."""
@@ -59,8 +82,14 @@ class Step:
     def keys(self, x_TGD: torch.Tensor) -> torch.Tensor:
         """Keys or values of all tokens that a query may see: with a cache, of earlier calls, too. [b, G, S, D]"""
         new = self.heads(x_TGD)
-        if self.key_mask is not None:
-            return new
+        return new if self.key_mask is not None else self._written(new)
+
+    def latents(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Rows of all tokens that a query may see, of a cache whose rows all heads share. [b, S, D]"""
+        return self._written(self.rows(x_TD))
+
+    def _written(self, new: torch.Tensor) -> torch.Tensor:
+        """The next cache [..., S, D] with the rows of this step [..., L, D] in their slots."""
         cache = next(self.past)
         self.present.append(onnx_op("TensorScatter", [cache, new, self.position_ids[:, 0]], like=cache))
         return self.present[-1]

@@ -1,6 +1,7 @@
 """An OnnxModule run without exporting it: every ONNX operator it calls is computed by onnx's reference evaluator.
 
 An export takes seconds, this milliseconds; shapes and dtypes that a translation declares are checked, too.
+Model-local functions that are traced from PyTorch run as PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from torch.fx import GraphModule
 
-from pagebinder.export.onnx_functions import DOMAIN, definition
+from pagebinder.export.onnx_experts import definition
+from pagebinder.export.onnx_functions import DOMAIN
 from pagebinder.export.onnx_module import OnnxModule
 from pagebinder.export.onnx_step import OPSET
 
@@ -51,7 +53,7 @@ class EvaluatedModel:
     """Has of an InferenceSession what tests use. `patch` must outlive the runs."""
 
     def __init__(self, gm: GraphModule, patch: pytest.MonkeyPatch, *, cached: bool = True):
-        for module in ("onnx_step", "onnx_functions"):
+        for module in ("onnx_step", "onnx_experts"):
             patch.setattr(f"pagebinder.export.{module}.symbolic", symbolic)
         self.module = OnnxModule(gm, cached=cached).eval()
 

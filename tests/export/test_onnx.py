@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import pagebinder
 from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
 from pagebinder.cli import app
-from pagebinder.errors import ExportError
 from pagebinder.models import tiny_path
 from tests.encoder_decoders import tiny as tiny_encoder_decoder
 from tests.export.evaluated import EvaluatedModel
@@ -30,7 +29,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "onnx_generate.py"
 PROMPTS = ([511, 24, 7], [1200, 9, 33, 4, 5, 6, 7, 8, 9, 100])
 NUM_TOKENS = 24
 
-REFUSED = {("causal", "qwen3_5_text"): "pagebinder::gated_delta_rule"}
 NIGHTLY = os.environ.get("PAGEBINDER_NIGHTLY") == "1"
 
 
@@ -92,10 +90,6 @@ def test_an_encoder_decoder_is_two_models(monkeypatch):
 def test_logits_of_the_fast_zoo_in_onnx_runtime(family, name, tmp_path):
     model = tiny_model(architecture(family, name))
     compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
-    if (family, name) in REFUSED:
-        with pytest.raises(ExportError, match=REFUSED[family, name]):
-            compiled.export_onnx(tmp_path)
-        return
     assert_equal_logits(compiled, {path.stem: session(path) for path in compiled.export_onnx(tmp_path)})
 
 

@@ -20,7 +20,7 @@ T, STEPS = 12, (7, 8, 9, 12)
 
 
 class AllForms(nn.Module):
-    """Norms of every tail, RoPE of every style, gates, experts, states and four forms of attention, side by side."""
+    """Norms of every tail, RoPE of every style, gates, experts, four forms of attention, every recurrence."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,20 @@ class AllForms(nn.Module):
         yield ops.short_conv(x, self.up[0, :3].t(), self.weight, activation="silu")
         B, C = self.kv(x)[:, :12].view(-1, 2, 2, 3).unbind(1)
         decay = -self.slopes.exp()
-        yield ops.ssd(x.view(-1, 4, 4), x[:, :4], decay, B, C, self.slopes, None, dt_softplus=True).flatten(1)
+        heads, dt = x.view(-1, 4, 4), x[:, :4]
+        yield ops.ssd(heads, dt, decay, B, C, self.slopes, None, dt_softplus=True).flatten(1)
+        gates = -x[:, 4:8].abs(), x[:, 8:12].sigmoid()
+        yield ops.gated_delta_rule(
+            heads[:, :2], heads[:, 1:3], heads, *gates, scale=0.5, l2norm_eps=1e-6
+        ).flatten(1)
+        row_gates = -heads.abs(), gates[1]
+        yield ops.gated_delta_rule(heads, heads.flip(1), heads * 0.5, *row_gates, scale=0.5).flatten(1)
+        yield ops.linear_recurrence(x, x.sigmoid())
+        yield ops.selective_scan(
+            x, x.flip(1), x[:, :3], x[:, 3:6], -self.up.new_ones(16, 3), self.weight, None, dt_softplus=True
+        )
+        yield ops.wkv(x, x.flip(1), -self.weight.abs(), self.weight)
+        yield ops.mlstm(heads, heads.flip(1), heads, dt, dt + 1.0, scale=0.5, eps=1e-6).flatten(1)
 
 
 def test_every_form_in_steps(monkeypatch):
@@ -84,11 +97,19 @@ def test_every_form_in_steps(monkeypatch):
 
 
 class SomeForms(AllForms):
-    """What no shipped model has: a model-local function, and a mask that is added."""
+    """Model-local functions, written and traced, one twice in two shapes; ONNX's Scan; a mask that is added."""
 
     def forward(self, x, positions):
         attention = ops.attention(x.view(-1, 4, 4), *[x.view(-1, 4, 4)] * 2, self.sinks, None, scale=0.7)
-        return torch.cat([*self.experts(x[0], positions[0]), attention.flatten(1)], dim=-1)[None]
+        parts = [*self.experts(x[0], positions[0]), attention.flatten(1), *self.functions(x[0])]
+        return torch.cat(parts, dim=-1)[None]
+
+    def functions(self, x):
+        heads = x.view(-1, 4, 4)
+        yield ops.gated_delta_rule(heads, heads, heads, -x[:, :4].abs(), x[:, 4:8], scale=0.5).flatten(1)
+        yield ops.short_conv(x, self.up[0, :3].t(), None, activation="silu")
+        yield ops.short_conv(x[:, :12], self.up[0, :3, :12].t(), None, activation="silu")
+        yield ops.short_conv(x * 2, self.up[1, :3].t(), None, activation="silu")
 
 
 def test_onnx_runtime_agrees(tmp_path):
@@ -101,18 +122,26 @@ def test_onnx_runtime_agrees(tmp_path):
     np.testing.assert_allclose(row, expected, rtol=1e-5, atol=2e-5)
 
     model = onnx.load(path)
-    assert {f.name for f in model.functions} == {"ExpertRows", "ExpertRowsTransposed"}
+    functions = {f.name: f for f in model.functions}
+    assert sorted(functions) == [
+        "ExpertRows", "ExpertRowsTransposed", "GatedDeltaRule", "ShortConv", "ShortConv_2"
+    ]  # fmt: skip
+    assert [n.op_type for n in model.graph.node if n.op_type.startswith("ShortConv")] == [
+        "ShortConv", "ShortConv_2", "ShortConv"
+    ]  # fmt: skip
+    assert "Scan" in {node.op_type for node in functions["GatedDeltaRule"].node}
+    assert {node.domain for f in model.functions for node in f.node} == {""}, (
+        "functions of standard operators"
+    )
     assert {o.domain for o in model.opset_import} == {"", "pagebinder"}
     assert {"body.up", "body.down", "body.one"} <= {i.name for i in model.graph.initializer}
 
 
 def test_what_has_no_operator_is_named():
     def body(x, positions):
-        heads = x[0].view(-1, 4, 4)
-        decay = heads[..., 0]
-        return ops.gated_delta_rule(heads, heads, heads, -decay.abs(), decay, scale=1.0).flatten(1)[None]
+        return ops.q_norm_rope(x.view(-1, 4, 4), x[0, :, :2], x[0, :, :2], eps=1e-6).flatten(1)[None]
 
-    with pytest.raises(ExportError, match=r"pagebinder::gated_delta_rule \(1: "):
+    with pytest.raises(ExportError, match=r"pagebinder::q_norm_rope \(1: "):
         check_translatable(captured(body))
 
 
