@@ -106,14 +106,16 @@ def quiet_third_parties() -> None:
 
 
 def checkpoint_dir(path: Path) -> Path:
-    """Refuse a missing directory before anything heavy is imported."""
+    """Refuse a missing directory before anything heavy is imported. An ONNX file is as good as a directory."""
     from pagebinder.errors import CheckpointError
 
     path = path.expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.suffix == ".onnx" and path.is_file()):
         return path
     if path.exists():
-        raise CheckpointError(f"{path} is a file. Give the checkpoint directory that holds config.json.")
+        raise CheckpointError(
+            f"{path} is a file. Give the checkpoint directory that holds config.json, or an ONNX file (*.onnx)."
+        )
     raise CheckpointError(
         f"{path} does not exist. Give a local checkpoint directory with a config.json; nothing is downloaded "
         "(for a model of the Hugging Face hub: hf download ORG/NAME --local-dir DIR)."
@@ -159,9 +161,10 @@ def compile_dir(path: Path, config_options: dict, *, needs_tokenizer: bool = Fal
 
         def on_stage(name: str) -> None:
             quiet_third_parties()  # again: transformers is imported by now
-            if name == "capture" and needs_tokenizer and not (path / "tokenizer.json").exists():
+            folder = path if path.is_dir() else path.parent
+            if name == "capture" and needs_tokenizer and not (folder / "tokenizer.json").exists():
                 raise RequestError(
-                    f"{path} has no tokenizer.json, so prompts and stop strings cannot be text: give --prompt-ids "
+                    f"{folder} has no tokenizer.json, so prompts and stop strings cannot be text: give --prompt-ids "
                     "(--encoder-prompt-ids) and --stop-token-id."
                 )
             step(STAGES.get(name, name))
