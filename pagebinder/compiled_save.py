@@ -4,6 +4,7 @@
                       graphs                        graphs/<level>.json
                       their weights                 by reference to the checkpoint, see compiled_weights.py
                       executables                   program/<graph>: source and libraries, see executables/program.py
+                        compiled ahead of time      program/<graph>, program/ops, step_plan.json: see compiled_aot.py
                       kernels that they call        kernels/<part>.so
                       tokenizer                     tokenizer/
 
@@ -14,6 +15,7 @@ anew when the artefact is loaded.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import shutil
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagebinder.compile_lock import config_of
+from pagebinder.compiled_aot import save_compiled_ahead, write_step_plan
 from pagebinder.compiled_files import FORMAT, MANIFEST, WEIGHTS, check_target, write_json, written_whole
 from pagebinder.compiled_graphs import graph_to_json, weight_names
 from pagebinder.compiled_machine import kernel_key, made_with
@@ -30,9 +33,9 @@ from pagebinder.compiled_weights import save_weights
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.provider import NAMESPACE as CPU_NAMESPACE
 from pagebinder.custom_ops.cpu.provider import parts_of
-from pagebinder.errors import ArtefactError
+from pagebinder.errors import ArtefactError, ConfigError
 from pagebinder.graph_tools import attribute
-from pagebinder.runtime.executables import Executable, InductorExecutable, ProgramExecutable
+from pagebinder.runtime.executables import AOTExecutable, Executable, InductorExecutable, ProgramExecutable
 from pagebinder.runtime.executables.base import input_names
 from pagebinder.runtime.executables.program import Program
 from pagebinder.runtime.sampler import prepare as prepare_sampling
@@ -56,13 +59,22 @@ TRIAL_TOKENS = 5
 TRIAL_ENCODER_TOKENS = 4
 
 
-def save(compiled: CompiledModel, path: str | Path) -> None:
+def save(compiled: CompiledModel, path: str | Path, *, executable: str | None = None) -> None:
     """Write an artefact to `path`: a new or empty directory, or an older artefact, which is replaced.
 
+    Args:
+        executable: "aot" compiles the graphs ahead of time, for programs without Python, too (tens of seconds);
+            None keeps what runs them here.
     Raises:
+        ConfigError: another `executable`.
         ArtefactError: something else is at `path`; the model has no weights, is not on the CPU, or holds something
             that has no form in an artefact. OSError: the files cannot be written.
+        CompilerNotFoundError: "aot" without a C++ compiler.
     """
+    if executable not in (None, AOTExecutable.name):
+        raise ConfigError(
+            f'save: executable={executable!r} is unknown; use "aot", or None for what runs the model here.'
+        )
     path = Path(path).expanduser().absolute()
     check_target(path)
     if compiled.executable is None:
@@ -81,20 +93,39 @@ def save(compiled: CompiledModel, path: str | Path) -> None:
             level: {name: attribute(gm, name) for name in weight_names(gm)}
             for level, gm in compiled.graphs.items()
         }
-        write_json(folder / WEIGHTS, save_weights(tensors, compiled.source.path, folder, path))
-        manifest = _facts(compiled)
+        table = save_weights(tensors, compiled.source.path, folder, path)
+        write_json(folder / WEIGHTS, table)
+        kept = {
+            level: _compiled_ahead(running, compiled, level, folder, asked=executable is not None) or running
+            for level, running in compiled.executables().items()
+        }
+        manifest = _facts(compiled, kept["fused"])
         manifest["executables"] = {
-            level: _save_executable(executable, compiled, level, folder) | {"ops": ops[level]}
-            for level, executable in compiled.executables().items()
+            level: _save_executable(running, compiled, level, folder) | {"ops": ops[level]}
+            for level, running in kept.items()
         }
         called = {op for names in ops.values() for op in names}.union(prepare_sampling(compiled.device))
         manifest["kernels"] = _save_kernels(called, folder)
+        if isinstance(kept["fused"], AOTExecutable):
+            write_step_plan(compiled, kept, table, folder)
         _save_tokenizer(compiled, folder / "tokenizer")
         write_json(folder / MANIFEST, manifest)
 
 
-def _facts(compiled: CompiledModel) -> dict[str, Any]:
-    source = compiled.source
+def _compiled_ahead(
+    running: Executable, compiled: CompiledModel, level: str, folder: Path, *, asked: bool
+) -> AOTExecutable | None:
+    """What runs a graph without Python, if that was asked for, or is how it runs here; its files are in `folder`."""
+    if not asked and not isinstance(running, AOTExecutable):
+        return None
+    return save_compiled_ahead(running, compiled, level, folder, lambda: _trial_inputs(compiled, level))
+
+
+def _facts(compiled: CompiledModel, executable: Executable) -> dict[str, Any]:
+    source, report = compiled.source, compiled.report
+    if executable is not compiled.executable:
+        report = copy.copy(report)
+        report.executable, report.executable_why = executable.name, "compiled when it was saved"
     facts = {
         "name": source.name,
         "vocab_size": source.vocab_size,
@@ -113,7 +144,7 @@ def _facts(compiled: CompiledModel) -> dict[str, Any]:
         "config": to_json(compiled.config),
         "plan": to_json(compiled.kv_spec),
         "states": to_json(compiled.states),
-        "report": to_json(compiled.report),
+        "report": to_json(report),
         "max_model_len": compiled.max_model_len,
         "uncounted_id": compiled.uncounted_id,
         "refused": compiled._refused,
@@ -136,7 +167,7 @@ def _save_executable(executable: Executable, compiled: CompiledModel, level: str
         "kind": executable.name,
         "inputs": input_names(gm),
         "weights": weight_names(gm),
-        "program": program is not None,
+        "program": program is not None or isinstance(executable, AOTExecutable),
     }
 
 

@@ -12,6 +12,7 @@ class EagerExecutable:
     """Runs the GraphModule; slow and easy to debug (breakpoints, `gm.print_readable()`)."""
 
     name = "eager"
+    is_opaque = False  # its ops can be seen one by one, see runtime/graphs
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
