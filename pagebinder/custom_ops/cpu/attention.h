@@ -51,12 +51,25 @@ struct AttentionArgs {
   int num_threads;
   ParallelRun run;
 
+  // Attention in several calls over disjoint keys, see unified_attention.h; all null for a call over all keys.
+  const int32_t* key_begins;      // [R], of the keys that count here, or null
+  const int32_t* key_ends;        // [R], or null
+  const int32_t* row_tokens;      // where the queries of query_start_loc stand in q, or null: in that order
+  const int32_t* row_positions;   // their positions, with row_tokens
+  float* carried;                 // rows of partial_row_floats by carried row and head, or null
+  const int32_t* carried_rows;    // [T] rows of `carried`, -1: nothing is carried for a token
+  bool carries_on;                // results stay in `carried`, instead of being written
+
   int64_t group() const { return num_heads / num_kv_heads; }
+  int64_t position_of(int64_t request, int64_t query) const {
+    if (row_positions != nullptr) return row_positions[query];
+    return seq_lens[request] - query_start_loc[request + 1] + query;
+  }
 };
 
 // Keys that the query at absolute position p sees: [begin, end), empty as [0, 0). Every mask is such an interval.
 struct KeyRange { int32_t begin, end; };
-KeyRange visible_keys(const AttentionArgs& args, int64_t p, int64_t seq_len);
+KeyRange visible_keys(const AttentionArgs& args, int64_t request, int64_t p);
 
 constexpr int DOT_ROWS = 8;        // up to here rows are dotted one by one, beyond they become vector lanes
 constexpr int MAX_JOB_HEADS = 16;

@@ -25,11 +25,11 @@ int stride_for(int rows, bool dot) {
   return rows <= W ? W : rows <= 2 * W ? 2 * W : 4 * W;
 }
 
-void split_keys(Tile& tile, int64_t num_tiles, bool dot) {
+void split_keys(Tile& tile, bool may_split, bool dot) {
   int64_t span = tile.keys.end - tile.keys.begin;
   int64_t part = std::max<int64_t>(dot ? DOT_PART_KEYS : LANE_PART_KEYS, (span + MAX_PARTS - 1) / MAX_PARTS);
   part = (part + DOT_PART_KEYS - 1) / DOT_PART_KEYS * DOT_PART_KEYS;
-  if (span <= part || num_tiles > SPLIT_TILES) {
+  if (span <= part || !may_split) {
     tile.parts = 1;
     tile.part_keys = 0;
     return;
@@ -38,9 +38,19 @@ void split_keys(Tile& tile, int64_t num_tiles, bool dot) {
   tile.parts = static_cast<int32_t>((tile.keys.end + part - 1) / part - tile.keys.begin / part);
 }
 
+void list_shared_jobs(Plan& plan, int32_t begin, int32_t end, int32_t num_heads) {
+  int32_t most_parts = 0;
+  for (int32_t t = begin; t < end; ++t) most_parts = std::max(most_parts, plan.tiles[t].parts);
+  for (int32_t g = 0; g < num_heads; ++g)
+    for (int32_t part = 0; part < most_parts; ++part)
+      for (int32_t t = begin; t < end; ++t)
+        if (part < plan.tiles[t].parts) plan.jobs.push_back({t, part, g, 1});
+}
+
 // Decodes stream the cache once, and the KV heads of a block lie side by side in memory: a job takes as many heads
 // as leave enough jobs for all threads. Prefills read K and V once per tile: all tiles of a KV head come together,
-// so that its K and V stay in the cache.
+// so that its K and V stay in the cache. Of keys that several requests share it is all tiles of a part: their context is
+// longer than a cache.
 void list_jobs(const AttentionArgs& args, Plan& plan) {
   const int32_t num_heads = static_cast<int32_t>(args.num_kv_heads);
   int64_t decode_parts = 0;
@@ -51,6 +61,10 @@ void list_jobs(const AttentionArgs& args, Plan& plan) {
   for (int32_t begin = 0, end; begin < num_tiles; begin = end) {
     for (end = begin; end < num_tiles && plan.tiles[end].request == plan.tiles[begin].request;) ++end;
     const bool decode = plan.tiles[begin].stride <= DOT_ROWS;
+    if (args.row_tokens != nullptr && !decode) {
+      list_shared_jobs(plan, begin, end, num_heads);
+      continue;
+    }
     for (int32_t outer = 0; outer < (decode ? 1 : num_heads); ++outer)
       for (int32_t t = begin; t < end; ++t)
         for (int32_t part = 0; part < plan.tiles[t].parts; ++part) {
@@ -59,6 +73,23 @@ void list_jobs(const AttentionArgs& args, Plan& plan) {
             plan.jobs.push_back({t, part, g, std::min(job_heads, num_heads - g)});
         }
   }
+}
+
+// Keys that some row of a tile sees.
+KeyRange tile_keys(const AttentionArgs& args, const Tile& tile) {
+  const int64_t begin = args.query_start_loc[tile.request] + tile.row_begin / args.group();
+  const int64_t last = args.query_start_loc[tile.request] + (tile.row_begin + tile.rows - 1) / args.group();
+  // Positions that rise by one: both ends of the interval never fall, so the first and the last query tell all.
+  const int64_t step = args.row_positions == nullptr ? std::max<int64_t>(last - begin, 1) : 1;
+  KeyRange all{0, 0};
+  for (int64_t query = begin; query <= last; query += step) {
+    const KeyRange keys = visible_keys(args, tile.request, args.position_of(tile.request, query));
+    if (keys.begin == keys.end) continue;
+    if (all.end == 0) all = keys;
+    all.begin = std::min(all.begin, keys.begin);
+    all.end = std::max(all.end, keys.end);
+  }
+  return all;
 }
 
 const char* plan_request(const AttentionArgs& args, Plan& plan, int64_t r) {
@@ -75,16 +106,8 @@ const char* plan_request(const AttentionArgs& args, Plan& plan, int64_t r) {
     tile.row_begin = static_cast<int32_t>(t * tile_rows);
     tile.rows = static_cast<int32_t>(std::min(tile_rows, rows - t * tile_rows));
     tile.stride = stride_for(tile.rows, dot);
-    const int64_t first_p = seq_len - num_queries + tile.row_begin / group;
-    const int64_t last_p = seq_len - num_queries + (tile.row_begin + tile.rows - 1) / group;
-    for (int64_t p : {first_p, last_p}) {  // both ends of the interval never fall with p
-      KeyRange keys = visible_keys(args, p, seq_len);
-      if (keys.begin == keys.end) continue;
-      if (tile.keys.end == 0) tile.keys = keys;
-      tile.keys.begin = std::min(tile.keys.begin, keys.begin);
-      tile.keys.end = std::max(tile.keys.end, keys.end);
-    }
-    split_keys(tile, num_tiles, dot);
+    tile.keys = tile_keys(args, tile);
+    split_keys(tile, num_tiles <= SPLIT_TILES || args.row_tokens != nullptr, dot);
     if (tile.parts > 1) {
       tile.first_partial = plan.partial_floats;
       tile.first_counter = plan.num_counters;
@@ -145,8 +168,8 @@ void clear_padding(const AttentionArgs& args, size_t element_bytes) {
 
 }  // namespace
 
-KeyRange visible_keys(const AttentionArgs& args, int64_t p, int64_t seq_len) {
-  int64_t begin = std::max<int64_t>(0, p - args.window + 1), end = seq_len;
+KeyRange visible_keys(const AttentionArgs& args, int64_t request, int64_t p) {
+  int64_t begin = std::max<int64_t>(0, p - args.window + 1), end = args.seq_lens[request];
   if (args.causal) end = std::min(end, p + 1);
   else end = std::min(end, p + args.window);
   if (args.chunk > 0) {
@@ -154,6 +177,8 @@ KeyRange visible_keys(const AttentionArgs& args, int64_t p, int64_t seq_len) {
     begin = std::max(begin, chunk_begin);
     end = std::min(end, chunk_begin + args.chunk);
   }
+  if (args.key_begins != nullptr) begin = std::max<int64_t>(begin, args.key_begins[request]);
+  if (args.key_ends != nullptr) end = std::min<int64_t>(end, args.key_ends[request]);
   if (begin >= end) return {0, 0};
   return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
 }
@@ -163,7 +188,7 @@ int64_t partial_row_floats(const AttentionArgs& args) { return 2 + (args.head_di
 const char* run_attention(const AttentionArgs& args, size_t element_bytes, JobKernel kernel) {
   static thread_local Plan plan;
   if (const char* error = make_plan(args, plan)) return error;
-  clear_padding(args, element_bytes);
+  if (!args.carries_on) clear_padding(args, element_bytes);
   const int64_t num_jobs = static_cast<int64_t>(plan.jobs.size());
   const int64_t work = plan.work_bytes * (args.head_dim + args.head_dim_v) * static_cast<int64_t>(element_bytes);
   const int num_workers = work < SERIAL_BYTES ? 1 : static_cast<int>(std::min<int64_t>(args.num_threads, num_jobs));

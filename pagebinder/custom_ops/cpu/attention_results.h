@@ -15,12 +15,50 @@ struct RowResults {
   int stride;  // floats from one row of `out` to the next
 };
 
+// Where vector i of an output row lies among its columns.
+PB_INLINE int column_of(int i, int width, bool last_overlaps) {
+  return last_overlaps && i * W + W > width ? width - W : i * W;
+}
+
+// Adds what earlier calls carried of a row to its result.
+template <class T>
+void add_carried(const TileContext<T>& c, RowResults& results, int r, const float* row, bool last_overlaps) {
+  if (row[1] == 0.0f) return;
+  const float top = std::max(row[0], results.sum[r] == 0.0f ? MINUS_INFINITY : results.top[r]);
+  const float earlier = std::exp2(row[0] - top);
+  const float here = results.sum[r] == 0.0f ? 0.0f : std::exp2(results.top[r] - top);
+  float* out = results.out + r * results.stride;
+  for (int i = 0; i < c.vectors_v; ++i) {
+    const VF before = load<VF>(row + 2 + column_of(i, c.width_v, last_overlaps));
+    store(out + i * W, load<VF>(out + i * W) * here + before * earlier);
+  }
+  results.sum[r] = results.sum[r] * here + row[1] * earlier;
+  results.top[r] = top;
+}
+
+template <class T>
+void carry(const TileContext<T>& c, const RowResults& results, int r, float* row, bool last_overlaps) {
+  row[0] = results.top[r];
+  row[1] = results.sum[r];
+  for (int i = 0; i < c.vectors_v; ++i)
+    store(row + 2 + column_of(i, c.width_v, last_overlaps), load<VF>(results.out + r * results.stride + i * W));
+}
+
 // Normalises every row together with its sink and writes it; the LSE goes without the sink. `last_overlaps`: the
 // last vector of a row ends at the width of V, instead of being filled up with zeros.
 template <class T>
-void write_rows(const TileContext<T>& c, const RowResults& results, bool last_overlaps) {
+void write_rows(const TileContext<T>& c, RowResults& results, bool last_overlaps) {
   for (int r = 0; r < c.tile.rows; ++r) {
     const int64_t token = c.token_of(r), head = c.head_of(r);
+    if (c.args.carried != nullptr && c.args.carried_rows[token] >= 0) {
+      const int64_t row = c.args.carried_rows[token] * c.args.num_heads + head;
+      float* carried = c.args.carried + row * partial_row_floats(c.args);
+      add_carried(c, results, r, carried, last_overlaps);
+      if (c.args.carries_on) {
+        carry(c, results, r, carried, last_overlaps);
+        continue;
+      }
+    }
     const float top = results.top[r], sum = results.sum[r];
     float shift = top, total = sum;
     if (c.args.sinks != nullptr && c.args.sinks[head] != MINUS_INFINITY) {

@@ -61,13 +61,15 @@ struct TileContext {
   const T* query_row(int row) const {
     return static_cast<const T*>(args.q) + token_of(row) * args.q_token_stride + head_of(row) * args.q_head_stride;
   }
-  int64_t token_of(int row) const {
+  int64_t query_of(int row) const {
     return args.query_start_loc[tile.request] + (tile.row_begin + row) / args.group();
   }
-  int64_t head_of(int row) const { return kv_head * args.group() + (tile.row_begin + row) % args.group(); }
-  int64_t position_of(int row) const {
-    return args.seq_lens[tile.request] - args.query_start_loc[tile.request + 1] + token_of(row);
+  int64_t token_of(int row) const {
+    const int64_t query = query_of(row);
+    return args.row_tokens == nullptr ? query : args.row_tokens[query];
   }
+  int64_t head_of(int row) const { return kv_head * args.group() + (tile.row_begin + row) % args.group(); }
+  int64_t position_of(int row) const { return args.position_of(tile.request, query_of(row)); }
 };
 
 // The keys at hand, too. R: of their rows, as the arithmetic reads them.

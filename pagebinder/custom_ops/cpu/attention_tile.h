@@ -21,14 +21,13 @@ void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
   int32_t begin[LANES], end[LANES], position[LANES], lane_key[W];
   float slope[LANES];
   state.common = {0, INT32_MAX};
-  const int64_t seq_len = c.args.seq_lens[c.tile.request];
   for (int lane = 0; lane < LANES; ++lane) {
     const int row = STRIDE < W ? lane % STRIDE : lane;
     begin[lane] = end[lane] = position[lane] = 0;
     slope[lane] = 0.0f;
     if (row >= c.tile.rows) continue;
     const int64_t p = c.position_of(row);
-    const KeyRange keys = visible_keys(c.args, p, seq_len);
+    const KeyRange keys = visible_keys(c.args, c.tile.request, p);
     begin[lane] = keys.begin;
     end[lane] = keys.end;
     position[lane] = static_cast<int32_t>(p);

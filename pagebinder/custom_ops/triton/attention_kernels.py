@@ -72,14 +72,26 @@ def rows_of_tile(
 
 
 @triton.jit
+def cut_keys(lo, hi, begins_ptr, request, is_padding, context, CONTEXT_ONLY: tl.constexpr):
+    """[lo, hi) without the keys that other parts of unified attention read."""
+    if begins_ptr is not None:
+        lo = tl.maximum(lo, tl.load(begins_ptr + request, mask=not is_padding, other=0))
+    if CONTEXT_ONLY:
+        hi = tl.minimum(hi, context)
+    return lo, tl.maximum(hi, lo)
+
+
+@triton.jit
 def tile_kernel(
-    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, slopes_ptr, scales_ptr, out_ptr, lse_ptr,
-    stride_qt, stride_qh, stride_r, num_tokens, num_requests, num_blocks, capacity, split_up_to, scale, soft_cap,
+    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, sinks_ptr, slopes_ptr, scales_ptr, out_ptr,
+    lse_ptr, stride_qt, stride_qh, stride_r, num_tokens, num_requests, num_blocks, capacity, split_up_to, scale,
+    soft_cap,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
     CODES: tl.constexpr, ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, V_IS_K: tl.constexpr,
+    CONTEXT_ONLY: tl.constexpr,
 ):  # fmt: skip
     """Requests of more than split_up_to new tokens, and padding; the others are left to `split_kernel`."""
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
@@ -107,11 +119,13 @@ def tile_kernel(
     p_first = seq_len - end + start
     p_last = seq_len - end + tl.minimum(start + BLOCK_Q, end) - 1
     lo, hi = key_range(p_first, p_last, seq_len, WINDOW, CHUNK, CAUSAL)
+    lo, hi = cut_keys(lo, hi, begins_ptr, request, is_padding, seq_len - end + first, CONTEXT_ONLY)
     begin = lo // BLOCK_N * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
-    if WINDOW == 0 and CHUNK == 0:  # all keys before the first query's are seen by every query
+    # All keys before the first query's are seen by every query.
+    if WINDOW == 0 and CHUNK == 0 and begins_ptr is None:
         whole = hi if not CAUSAL else tl.maximum(tl.minimum(p_first + 1, hi), 0)
         whole = whole // BLOCK_N * BLOCK_N
         acc, m, l = attend(
@@ -183,14 +197,14 @@ def store_rows(
 
 @triton.jit
 def split_kernel(
-    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, slopes_ptr, scales_ptr, part_ptr, part_lse_ptr,
+    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, slopes_ptr, scales_ptr, part_ptr, part_lse_ptr,
     stride_qt, stride_qh, stride_r, num_blocks, capacity, split_up_to, row_tokens, scale, soft_cap,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr,
     SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, CAUSAL: tl.constexpr, CODES: tl.constexpr, ROW_SCALES: tl.constexpr,
-    ALIGNED: tl.constexpr, V_IS_K: tl.constexpr,
+    ALIGNED: tl.constexpr, V_IS_K: tl.constexpr, CONTEXT_ONLY: tl.constexpr,
 ):  # fmt: skip
     """Part `split` of the keys of requests of up to split_up_to new tokens: normalised rows and their LSE in bits.
 
@@ -217,6 +231,7 @@ def split_kernel(
         p = seq_len - end + token
         p_last = seq_len - end + tl.minimum(start + BLOCK_Q, end) - 1
         lo, hi = key_range(seq_len - end + start, p_last, seq_len, WINDOW, CHUNK, CAUSAL)
+        lo, hi = cut_keys(lo, hi, begins_ptr, request, False, seq_len - end + first, CONTEXT_ONLY)
         begin = lo // BLOCK_N * BLOCK_N
         keys = tl.maximum(tl.cdiv(tl.cdiv(hi - begin, BLOCK_N), SPLITS) * BLOCK_N, MIN_KEYS)
         begin += split * keys

@@ -114,20 +114,24 @@ def quantized_paged_attention(
 
 def attend_paged(
     q, kv_cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, *, head_dim_v, scale, window=None,
-    chunk=None, soft_cap=None, causal=True, lse=None, scales=None, codes="", v_is_k=False,
+    chunk=None, soft_cap=None, causal=True, lse=None, scales=None, codes="", v_is_k=False, out=None, key_begins=None,
+    context_only=False,
 ) -> torch.Tensor:  # fmt: skip
     """Attention [T, H, DV] over rows of values, or of codes (uint8); operands are checked by the callers.
 
     Args:
         scales: [2, G] fixed scales of the codes; None: behind each row. lse: [H, T] float32 to write, or None.
         v_is_k: the value row is the first DV channels of the key row (latent rows).
+        out: contiguous, of any float dtype, to write; None: a new one of q's dtype.
+        key_begins: [R] int32, first key of each request that counts. context_only: keys of new tokens do not count.
     """
     check_options(window=window, chunk=chunk, soft_cap=soft_cap)
     (num_tokens, num_heads, head_dim), num_requests = q.shape, len(seq_lens)
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
     if not v_is_k and max(head_dim, head_dim_v) > MAX_HEAD_DIM:
         raise ValueError(f"heads of {head_dim} and {head_dim_v} channels: at most {MAX_HEAD_DIM} are served")
-    out = torch.empty((num_tokens, num_heads, head_dim_v), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, head_dim_v), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
     widths = Widths.of(head_dim, head_dim_v, head_dim_v if v_is_k else None)
@@ -146,6 +150,7 @@ def attend_paged(
         "GROUP": group, "HEADS": heads, "CHUNKS": chunks, **vars(widths), "BLOCK_SIZE": block_size,
         "WINDOW": window or 0, "CHUNK": chunk or 0, "CAUSAL": causal, "CODES": codes, "ROW_SCALES": code_rows,
         "ALIGNED": code_rows and _has_aligned_scales(kv_cache, head_dim + head_dim_v), "V_IS_K": v_is_k,
+        "CONTEXT_ONLY": context_only,
     }  # fmt: skip
     options |= zip(("stride_n", "stride_g", "stride_b"), kv_cache.stride())
     strides = (*q.stride()[:2], block_table.stride(0))
@@ -154,9 +159,9 @@ def attend_paged(
         queries = max(queries, rows)
         grid = (num_tokens // (queries // heads) + num_requests + 1, num_kv_heads * chunks)
         tile_kernel[grid](
-            q, kv_cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, scales, out, lse, *strides,
-            num_tokens, num_requests, num_blocks, capacity, few, scale, soft_cap, **options, BLOCK_M=queries,
-            BLOCK_N=keys, num_warps=warps, num_stages=stages,
+            q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, sinks, alibi_slopes, scales, out, lse,
+            *strides, num_tokens, num_requests, num_blocks, capacity, few, scale, soft_cap, **options,
+            BLOCK_M=queries, BLOCK_N=keys, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if splits == 1:
         return out
@@ -167,9 +172,10 @@ def attend_paged(
     keys, warps, stages = decode
     is_lone = num_requests * num_kv_heads * chunks <= multiprocessors(q.device)
     split_kernel[splits, num_kv_heads * chunks, num_requests](
-        q, kv_cache, block_table, seq_lens, query_start_loc, alibi_slopes, scales, parts, part_lse, *strides,
-        num_blocks, capacity, few, row_tokens, scale, soft_cap, SPLITS=splits, **options, BLOCK_M=rows, BLOCK_N=keys,
-        MIN_KEYS=MIN_KEYS_OF_LONE_SPLIT if is_lone else MIN_KEYS_OF_SPLIT, num_warps=warps, num_stages=stages,
+        q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, alibi_slopes, scales, parts, part_lse,
+        *strides, num_blocks, capacity, few, row_tokens, scale, soft_cap, SPLITS=splits, **options, BLOCK_M=rows,
+        BLOCK_N=keys, MIN_KEYS=MIN_KEYS_OF_LONE_SPLIT if is_lone else MIN_KEYS_OF_SPLIT, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     merge_kernel[num_requests + 1, num_heads](
         parts, part_lse, query_start_loc, sinks, out, lse, num_tokens, num_requests, few, row_tokens, SPLITS=splits,

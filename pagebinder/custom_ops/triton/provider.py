@@ -13,7 +13,7 @@ import os
 import torch
 
 from pagebinder.custom_ops.activation import gated_activation
-from pagebinder.custom_ops.attention import paged, qk_norm_rope_write, quantized_paged
+from pagebinder.custom_ops.attention import merge_states, paged, qk_norm_rope_write, quantized_paged, unified
 from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.library import OpInfo, define_schema, library, overload
 from pagebinder.custom_ops.mla import paged_mla
@@ -35,6 +35,11 @@ _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
         paged.PAGED_ATTENTION_LSE,
         quantized_paged.QUANTIZED_PAGED_ATTENTION,
     ),
+    "unified_attention": (
+        unified.UNIFIED_ATTENTION,
+        unified.ATTENTION_PART,
+        merge_states.MERGE_ATTENTION_STATES,
+    ),
     "latent": (write.LATENT_CACHE_WRITE, paged_mla.PAGED_MLA_ATTENTION),
     "rms_norm": (rms_norm.RMS_NORM, rms_norm.ADD_RMS_NORM),
     "rope": (rope.ROPE,),
@@ -44,7 +49,13 @@ _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
 _FAMILY_OF = {info.name: family for family, infos in _FAMILIES.items() for info in infos}
 # Features that a latent row or its reader may ask for, see OpNeed, and no kernel serves.
 _NO_KERNEL_FOR = frozenset({"fp8_v4", "fp8_v32", "fp8_index", "fp4_index", "indices"})
-_HEAD_DIM_OPS = ("paged_attention", "paged_attention_lse", "quantized_paged_attention")
+_HEAD_DIM_OPS = (
+    "paged_attention",
+    "paged_attention_lse",
+    "quantized_paged_attention",
+    "unified_attention",
+    "attention_part",
+)
 
 for _infos in _FAMILIES.values():
     for _info in _infos:

@@ -20,7 +20,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from pagebinder.custom_ops.triton import cache_write, latent, paged_attention, qk_norm_rope_write, rms_norm
+from pagebinder.custom_ops.triton import (
+    cache_write,
+    latent,
+    paged_attention,
+    qk_norm_rope_write,
+    rms_norm,
+    unified_attention,
+)
 
 NAMES = {
     torch.float32: "fp32",
@@ -99,6 +106,18 @@ def attend_latent(dtype, heads=128, latent_dim=512, rope_dim=64, nope_dim=128) -
     latent.paged_mla_attention(*q_parts, w, w, cache, *(x.int() for x in step), scale=0.1)
 
 
+def attend_shared(dtype, head_dim, requests=32, heads=32, kv_heads=8) -> None:
+    """The part that several requests share, and the merge of two parts."""
+    q = torch.empty(requests, heads, head_dim, dtype=dtype)
+    cache = torch.empty(4, kv_heads, 64, 2 * head_dim, dtype=dtype)
+    per_request = torch.empty(requests).int()
+    step = (torch.empty(requests, 64).int(), per_request, torch.empty(requests + 1).int())
+    shared = (per_request, per_request, per_request)
+    options = {"part": "s", "phases": "-su", "head_dim_v": head_dim, "scale": 0.1}
+    out, lse = unified_attention.attention_part(q, cache, *step, *shared, **options)
+    unified_attention.merge_attention_states([out, out], [lse, lse])
+
+
 def write(dtype, tokens=4, heads=32, kv_heads=8, head_dim=128) -> None:
     q, k, v = (torch.empty(tokens, n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     cos, weight, slots = q[:, 0].contiguous(), q[0, 0], torch.empty(tokens).int()
@@ -117,7 +136,9 @@ def main() -> None:
     compile_instead_of_running(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
     attend(torch.bfloat16, 128, new=1)
     attend(torch.bfloat16, 128, new=64)
+    attend_shared(torch.bfloat16, 128)
     if "--all" in sys.argv:
+        attend_shared(torch.float32, 128)
         for head_dim in (64, 96, 192, 256):
             for new in (1, 64):
                 attend(torch.bfloat16, head_dim, new=new)

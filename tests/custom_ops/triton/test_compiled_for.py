@@ -12,6 +12,8 @@ KERNELS = {
     "split_kernel",
     "merge_kernel",
     "tile_kernel",
+    "shared_kernel",
+    "merge_states_kernel",
     "encode_kernel",
     "qk_norm_rope_write_kernel",
     "rms_norm_kernel",
