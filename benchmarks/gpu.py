@@ -20,13 +20,13 @@ import torch
 from common import RESULTS, machine
 
 ROOT = Path(__file__).parent.parent
-GPU_TESTS = "tests/custom_ops/triton"
+GPU_TESTS = ("tests/custom_ops/triton", "tests/runtime/graphs/test_cuda_graphs.py")
 TEST_SECONDS = 300
 
 
 def run_tests() -> dict:
     """The tests of kernels; on a machine with a GPU they run there."""
-    command = [sys.executable, "-m", "pytest", GPU_TESTS, "-q"]
+    command = [sys.executable, "-m", "pytest", *GPU_TESTS, "-q"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS)
         lines, passed = done.stdout.splitlines(), done.returncode == 0
@@ -35,7 +35,7 @@ def run_tests() -> dict:
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     print("\n".join([*lines[-30:]]))
     return {
-        "command": " ".join(["pytest", GPU_TESTS]),
+        "command": " ".join(["pytest", *GPU_TESTS]),
         "passed": passed,
         "failed": failed,
         "summary": lines[-1:],
@@ -43,6 +43,7 @@ def run_tests() -> dict:
 
 
 def run_benchmarks() -> dict:
+    from gpu_captured import captured_steps
     from gpu_cases import DECODES, PREFILLS, decode, elementwise, prefill
     from gpu_timing import copy_gb_per_s, matmul_tflop_per_s
 
@@ -52,6 +53,7 @@ def run_benchmarks() -> dict:
     runs = [lambda s=shape, c=codes: [decode(copy, *s, c)] for codes in ("", "fp8_e4m3") for shape in DECODES]
     runs += [lambda s=shape: [prefill(*s)] for shape in PREFILLS]
     runs.append(lambda: elementwise(copy))
+    runs.append(captured_steps)
     for run in runs:
         try:
             results = run()

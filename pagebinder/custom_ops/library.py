@@ -24,6 +24,8 @@ class OpInfo:
 
     A transparent op is visible to our passes and dissolves into its reference when a compiler traces it, so that
     inductor fuses it with its neighbours. The others stay opaque calls.
+    `capture`: whether the reference can be captured in a graph of launches. "always": what it launches follows from
+    shapes alone. "uniform_decode": if every request computes one token. "never": it reads values on the host.
     """
 
     name: str
@@ -31,6 +33,7 @@ class OpInfo:
     reference: Callable
     fake: Callable
     transparent: bool = False
+    capture: str = "never"
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -51,10 +54,15 @@ def library(namespace: str) -> torch.library.Library:
 
 
 def define_op(
-    name: str, signature: str, *, reference: Callable, fake: Callable, transparent: bool = False
-) -> OpInfo:
-    """Define `pagebinder::name`; its reference serves every device, its fake kernel serves tracing."""
-    info = OpInfo(name, signature, reference, fake, transparent)
+    name: str, signature: str, *, reference: Callable, fake: Callable, transparent: bool = False,
+    capture: str | None = None,
+) -> OpInfo:  # fmt: skip
+    """Define `pagebinder::name`; its reference serves every device, its fake kernel serves tracing.
+
+    `capture`: see `OpInfo`; None: "always" for a transparent op, whose parts speak for themselves, else "never".
+    """
+    capture = capture or ("always" if transparent else "never")
+    info = OpInfo(name, signature, reference, fake, transparent, capture)
     if transparent:
         library(NAMESPACE).define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
         library(NAMESPACE).impl(name, reference, "CompositeImplicitAutograd")

@@ -25,8 +25,15 @@ FEATURES = frozenset(
     | {"fp8_e4m3", "fp8_e5m2", "int8"}  # codes of K and V
     | {"indices"}  # lists of the latent rows that a query sees
 )
-AUTO_ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}
-BUILTIN_MODULES = ("pagebinder.custom_ops.cpu.provider", "pagebinder.custom_ops.triton.provider")
+AUTO_ORDER = {"cpu": ("cpu",), "cuda": ("triton", "flash_attn", "flashinfer", "flex_attention", "flashmla")}
+BUILTIN_MODULES = (
+    "pagebinder.custom_ops.cpu.provider",
+    "pagebinder.custom_ops.triton.provider",
+    "pagebinder.custom_ops.optional.flashinfer",
+    "pagebinder.custom_ops.optional.flash_attn",
+    "pagebinder.custom_ops.optional.flex_attention",
+    "pagebinder.custom_ops.optional.flashmla",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +70,18 @@ class Provider:
 
     name: str
     devices: tuple[str, ...] | None = None  # None = any
-    graph_capture: str = "never"  # in a CUDA graph: "never", "uniform_decode" or "always"
+    graph_capture: str = (
+        "never"  # in a captured graph: "never", "uniform_decode" or "always", see `OpInfo.capture`
+    )
+
+    @property
+    def namespace(self) -> str:
+        """Where its overloads are registered."""
+        return f"{library.NAMESPACE}_{self.name}"
+
+    def capture_of(self, op: str) -> str:
+        """Whether the launches of its overload follow from shapes alone, see `OpInfo.capture`."""
+        return self.graph_capture
 
     def problem(self) -> ProviderError | None:
         """What keeps the provider from working on this machine at all; cheap to ask."""
@@ -90,6 +108,10 @@ class ReferenceProvider(Provider):
     """The plain PyTorch reference of every registered op, on any device."""
 
     name = "reference"
+    namespace = library.NAMESPACE
+
+    def capture_of(self, op: str) -> str:
+        return library.op_info(op).capture
 
     def reasons_against(self, need: OpNeed) -> list[str]:
         if need.op not in library.all_ops():

@@ -14,17 +14,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from pagebinder.config import EngineConfig, SamplingParams
 from pagebinder.errors import RequestError
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.beam_search import BeamSearch
+from pagebinder.runtime.cascade import cascade_of
 from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, encoder_fields, pair_prompts
 from pagebinder.runtime.encoder_stage import EncoderStage
+from pagebinder.runtime.engine_graphs import engine_graphs
 from pagebinder.runtime.engine_setup import (
     EngineModel,
     max_encoder_tokens,
-    num_blocks,
     retention,
     swap_space,
 )
@@ -34,6 +36,7 @@ from pagebinder.runtime.kv import KVCacheManager
 from pagebinder.runtime.kv.event_log import KVEventLog
 from pagebinder.runtime.kv.event_recorder import KVEventRecorder
 from pagebinder.runtime.live_requests import QUIET, LiveRequest
+from pagebinder.runtime.memory_plan import plan_memory
 from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
 from pagebinder.runtime.request import Request, RequestStatus
@@ -56,7 +59,8 @@ class Engine:
         self.model = model
         self.config = config or EngineConfig()
         prepare_sampling(model.device)
-        self.arena = KVArena(model.kv_plan, model.states, num_blocks(model, self.config), model.device)
+        self.memory = plan_memory(model, self.config)
+        self.arena = KVArena(model.kv_plan, model.states, self.memory.num_blocks, model.device)
         self.swap_policy, self.host_blocks = swap_space(self.arena, self.config)
         self.kv = KVCacheManager(
             model.kv_plan.groups,
@@ -80,6 +84,8 @@ class Engine:
         self.planner = StepPlanner(
             model.kv_plan.groups, self.kv.tables, model.device, encoder_lens=self.scheduler.batch.encoder_lens
         )
+        self.cascade = cascade_of(model.graph if model.cascades else None, self.planner, self.config)
+        self.captured = engine_graphs(model, self.config, self.arena, self.kv)
         self.encoder = EncoderStage(model.encoder, self.kv, model.device) if model.encoder else None
         self._live: dict[str, LiveRequest] = {}
         # Outputs belong to the `stream` or `generate` call that made the request, else to `step`.
@@ -250,20 +256,16 @@ class Engine:
             self._copy_blocks()
             clock.lap("schedule")
             encoder_rows = self.encoder.rows(output) if self.encoder else []
-            plan = self.planner.build(output, encoder_rows)
-            clock.lap("plan")
-            inputs = plan.tensors | self.arena.caches
-            if self.encoder:
-                inputs["encoder_states"] = self.encoder.run([output.requests[r] for r in encoder_rows])
-            logits = self.model.executable.run(inputs)
+            logits = self._logits(output, encoder_rows, clock)
             seconds = clock.lap("run")
             chosen = choose_tokens(logits, output, self._live, self.model.eos_token_ids)
             clock.lap("sample")
         except BaseException:
             self.scheduler.discard()
             raise
-        if self.swap_policy is not None and plan.num_tokens > len(output.sampling) and not encoder_rows:
-            self.swap_policy.note_prefill(plan.num_tokens, seconds)
+        num_tokens = output.total_num_tokens
+        if self.swap_policy is not None and num_tokens > len(output.sampling) and not encoder_rows:
+            self.swap_policy.note_prefill(num_tokens, seconds)
         forks = [(parent, live.request) for parent, live in chosen.forks]
         finished = self.scheduler.update(output, chosen.tokens, chosen.stopped, forks)
         clock.lap("schedule")
@@ -271,6 +273,20 @@ class Engine:
         if self.config.check_integrity:
             self.scheduler.check_integrity()
         clock.lap("publish")
+
+    def _logits(self, output: SchedulerOutput, encoder_rows: Sequence[int], clock: StepClock) -> torch.Tensor:
+        """Logits of a scheduled step: from its captured graph if there is one for such a step."""
+        bucket = self.captured.find(output)
+        if bucket is not None:
+            self.captured.fill(bucket, output, self.planner)
+            clock.lap("plan")
+            return self.captured.replay(bucket, output)
+        plan = self.planner.build(output, encoder_rows)
+        inputs = plan.tensors | self.cascade.inputs(output) | self.arena.caches
+        clock.lap("plan")
+        if self.encoder:
+            inputs["encoder_states"] = self.encoder.run([output.requests[r] for r in encoder_rows])
+        return self.model.executable.run(inputs)
 
     def _copy_blocks(self) -> None:
         """What the step's schedule needs moved, before the graph runs: swaps first, then copies on write."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.fx import GraphModule
 
 from pagebinder.config import EngineConfig
 from pagebinder.errors import CacheCapacityError, ConfigError
@@ -39,6 +42,8 @@ class EngineModel:
     """What an engine needs of a compiled model: something to run, a cache plan, and the facts of its tokens.
 
     `uncounted_id`: the padding token of a model that leaves it out of the positions or masks; no prompt may hold it.
+    `make_graph`: gives what `executable` runs, for capturing it in pieces; `cascades`: it reads shared prefixes.
+    `not_captured`: why steps cannot be captured at all; `must_capture`: then that is an error.
     """
 
     executable: Executable
@@ -51,6 +56,15 @@ class EngineModel:
     tokenizer: object | None
     encoder: EncoderModel | None = None
     uncounted_id: int | None = None
+    make_graph: Callable[[], GraphModule] | None = None
+    not_captured: str | None = None
+    must_capture: bool = False
+    cascades: bool = False
+
+    @functools.cached_property
+    def graph(self) -> GraphModule | None:
+        """Of a saved model it is read when somebody asks: it takes compilers that serving does without."""
+        return None if self.make_graph is None else self.make_graph()
 
 
 def num_blocks(model: EngineModel, config: EngineConfig) -> int:

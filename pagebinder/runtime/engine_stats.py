@@ -9,6 +9,7 @@ from pagebinder.runtime.outputs import EngineStats
 
 if TYPE_CHECKING:
     from pagebinder.runtime.engine import Engine
+    from pagebinder.runtime.graphs import StepGraphs
 
 # "schedule" is all that the scheduler and the KV-cache managers do, with the results of the step, too.
 STEP_PARTS = ("schedule", "plan", "run", "sample", "publish")
@@ -65,7 +66,23 @@ def collect_stats(engine: Engine) -> EngineStats:
         copy_bytes_per_second=engine.swap_policy.copy_rate.per_second if engine.swap_policy else None,
         prefill_tokens_per_second=engine.swap_policy.compute_rate.per_second if engine.swap_policy else None,
         step_seconds=dict(engine.seconds),
+        cascaded_steps=engine.cascade.stats.steps,
+        cascade_saved_tokens=engine.cascade.stats.saved_tokens,
+        cascade_refusals=dict(engine.cascade.stats.refused),
+        captured=engine.captured.note,
+        **_graph_stats(engine.captured.graphs),
     )
+
+
+def _graph_stats(graphs: StepGraphs | None) -> dict:
+    if graphs is None:
+        return {}
+    stats = graphs.stats
+    return {
+        "graph_replays": dict(stats.replays),
+        "uncaptured_steps": dict(stats.uncaptured),
+        "padding_tokens": stats.padding_tokens,
+    }
 
 
 def _share(part: int, whole: int) -> float:

@@ -125,7 +125,13 @@ class EngineStats:
         host_blocks, free_host_blocks: swap space.
         copy_bytes_per_second, prefill_tokens_per_second: measured rates behind "swap or recompute"; None before
             the first measurement.
+        cascaded_steps: steps that read a prefix of several requests once for all of them; cascade_saved_tokens: keys
+            that they did not read again. cascade_refusals: steps in which requests read a prefix each for itself, by
+            reason: "cost", or "window" (several have outgrown one).
         step_seconds: time by part of a step; busy_seconds is their sum.
+        captured: what steps are captured, "off", or why none is. graph_replays: replays by size ("decode 8").
+            uncaptured_steps: steps that ran op by op though sizes are captured, by reason. padding_tokens: tokens
+            that replays computed for nobody.
     """
 
     running: int
@@ -158,3 +164,10 @@ class EngineStats:
     copy_bytes_per_second: float | None = None
     prefill_tokens_per_second: float | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)
+    cascaded_steps: int = 0
+    cascade_saved_tokens: int = 0
+    cascade_refusals: dict[str, int] = field(default_factory=dict)
+    captured: str = "off"
+    graph_replays: dict[str, int] = field(default_factory=dict)
+    uncaptured_steps: dict[str, int] = field(default_factory=dict)
+    padding_tokens: int = 0

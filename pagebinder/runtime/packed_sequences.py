@@ -14,6 +14,7 @@ import torch
 
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.kv import KVPlan
+from pagebinder.runtime.shared_prefixes import nothing_shared
 
 
 class PackedSequences:
@@ -73,6 +74,7 @@ class PackedSequences:
             "logits_rows": torch.arange(len(positions)),
             "query_start_loc": torch.cat([torch.zeros(1), counts.cumsum(0)]).to(torch.int32),
             "seq_lens": (starts + counts).to(torch.int32),
+            **nothing_shared(len(self.plan.groups), len(spans), len(positions), self.device),
         }
         encoded = [i for i, (start, end) in enumerate(spans) if start == 0 < end]
         if self.encoder_states is not None:

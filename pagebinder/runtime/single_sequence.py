@@ -11,6 +11,7 @@ import torch
 
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.kv import KVPlan
+from pagebinder.runtime.shared_prefixes import nothing_shared
 
 
 def single_sequence_inputs(
@@ -47,6 +48,7 @@ def single_sequence_inputs(
         "logits_rows": torch.arange(len(input_ids), device=device),
         "query_start_loc": torch.tensor([0, len(input_ids)], dtype=torch.int32, device=device),
         "seq_lens": torch.tensor([end], dtype=torch.int32, device=device),
+        **nothing_shared(len(plan.groups), 1, len(input_ids), device),
         **arena.caches,
     }
     if encoder_states is not None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +47,47 @@ class StepPlan:
     tensors: dict[str, torch.Tensor]
 
 
+class Place(NamedTuple):
+    """Where a field lies in a buffer."""
+
+    name: str
+    start: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: type
+
+
+def slot_groups(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
+    """Groups whose ops are told where each token of the step is written."""
+    written = (g for g, group in enumerate(groups) if "slot_mapping" in group.spec.step_inputs)
+    return tuple(g for g in written if groups[g].spec.kind != "cross_attention")
+
+
+def step_fields(
+    slot_groups: Sequence[int], num_tokens: int, num_reqs: int, num_logits: int, widths: Sequence[int]
+) -> list[tuple]:
+    """(name, shape, dtype) of a step's metadata. `widths`: columns of the block tables that are copied."""
+    fields = [
+        ("input_ids", (num_tokens,), np.int64),
+        ("positions", (num_tokens,), np.int64),
+        ("logits_rows", (num_logits,), np.int64),
+        ("query_start_loc", (num_reqs + 1,), np.int32),
+        ("seq_lens", (num_reqs,), np.int32),
+    ]
+    fields += [(f"slot_mapping_{g}", (num_tokens,), np.int32) for g in slot_groups]
+    return fields + [(f"block_table_{g}", (num_reqs, width), np.int32) for g, width in enumerate(widths)]
+
+
+def place_fields(fields: Sequence[tuple]) -> tuple[list[Place], int]:
+    """Lay out (name, shape, dtype) one after the other; returns the places and the bytes of all."""
+    places, offset = [], 0
+    for name, shape, dtype in fields:
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        places.append(Place(name, offset, num_bytes, shape, dtype))
+        offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return places, offset
+
+
 class StepPlanner:
     """Builds step plans into reused host buffers (pinned when the device is a GPU).
 
@@ -65,7 +107,7 @@ class StepPlanner:
         written = [g for g, group in enumerate(self.groups) if "slot_mapping" in group.spec.step_inputs]
         # Slots of cross-attention layers belong to encoder tokens, which are no tokens of this step.
         cross = [g for g in written if self.groups[g].spec.kind == "cross_attention"]
-        self._slot_groups = tuple(g for g in written if g not in cross)
+        self._slot_groups = slot_groups(self.groups)
         self._cross_groups = tuple(cross)
         assert not cross or encoder_lens is not None, "cross attention needs encoder_lens"
         self._encoder_lens = encoder_lens
@@ -84,7 +126,7 @@ class StepPlanner:
         sizes = (num_tokens, num_reqs, len(output.sampling), widths, max(num_encoded, 1))
         if buffer.sizes != sizes:
             buffer.place(sizes, self._fields(*sizes))
-        self._fill(output, ends, buffer.arrays)
+        self.fill(output, buffer.arrays)
         if self._cross_groups:
             self._fill_cross(encoder_rows, num_reqs, buffer.arrays)
         tensors = buffer.to_device()
@@ -96,15 +138,7 @@ class StepPlanner:
     def _fields(
         self, num_tokens: int, num_reqs: int, num_logits: int, widths: Sequence[int], num_encoded: int
     ):
-        fields = [
-            ("input_ids", (num_tokens,), np.int64),
-            ("positions", (num_tokens,), np.int64),
-            ("logits_rows", (num_logits,), np.int64),
-            ("query_start_loc", (num_reqs + 1,), np.int32),
-            ("seq_lens", (num_reqs,), np.int32),
-        ]
-        fields += [(f"slot_mapping_{g}", (num_tokens,), np.int32) for g in self._slot_groups]
-        fields += [(f"block_table_{g}", (num_reqs, width), np.int32) for g, width in enumerate(widths)]
+        fields = step_fields(self._slot_groups, num_tokens, num_reqs, num_logits, widths)
         if self._cross_groups:
             fields += [(f"slot_mapping_{g}", (num_encoded,), np.int32) for g in self._cross_groups]
             fields.append(("encoder_lens", (num_reqs,), np.int32))
@@ -120,8 +154,10 @@ class StepPlanner:
             for group, table in zip(self.groups, self.tables)
         )
 
-    def _fill(self, output: SchedulerOutput, ends: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+    def fill(self, output: SchedulerOutput, arrays: dict[str, np.ndarray]) -> None:
+        """Write a step's metadata into arrays of `step_fields`."""
         starts, counts = output.starts, output.counts
+        ends = starts + counts
         arrays["query_start_loc"][0] = 0
         np.cumsum(counts, out=arrays["query_start_loc"][1:])
         arrays["seq_lens"][:] = ends
@@ -182,16 +218,13 @@ class _Buffer:
         self.arrays: dict[str, np.ndarray] = {}
         self._host = torch.zeros(0, dtype=torch.uint8)
         self._used_bytes = 0
-        self._places: list[tuple] = []
+        self._places: list[Place] = []
         self._views: dict[str, torch.Tensor] = {}
 
     def place(self, sizes: tuple, fields) -> None:
         """Lay out `fields` (name, shape, dtype), for a step of these sizes."""
-        self.sizes, self._places, offset = sizes, [], 0
-        for name, shape, dtype in fields:
-            size = math.prod(shape) * np.dtype(dtype).itemsize
-            self._places.append((name, offset, size, shape, dtype))
-            offset += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.sizes = sizes
+        self._places, offset = place_fields(fields)
         self._used_bytes = offset
         if offset > self._host.numel():
             pinned = self.device.type == "cuda"

@@ -56,7 +56,7 @@ def test_auto_falls_back_when_the_build_fails(monkeypatch):
 
 
 def test_unknown_provider_lists_the_names():
-    with pytest.raises(ProviderError, match=r"'fastest'.*cpu, reference"):
+    with pytest.raises(ProviderError, match=r"'fastest'.*cpu, .*reference"):
         select_provider(NEED, "fastest")
 
 

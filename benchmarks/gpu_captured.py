@@ -1,0 +1,100 @@
+"""What captured steps gain on a GPU: a decode step replayed against the same step launched op by op.
+
+Without a GPU, `python benchmarks/gpu_captured.py --cpu` runs the same code over recorded calls: it shows that the
+benchmark works, and says nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import pagebinder
+from pagebinder import CompileConfig
+from pagebinder.runtime.graphs import StepGraphs, StepSequence
+from pagebinder.runtime.graphs.predict import predict_graphs
+
+CONTEXT = 1024
+REQUESTS = (1, 8, 64)
+STEPS = 50
+# The shape of Qwen3-0.6B, with random weights: launches are what costs there at batch 1.
+SHAPE = {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 4096,
+}  # fmt: skip
+SMALL = {**SHAPE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+
+
+def captured_steps(device: str = "cuda", shape: dict = SHAPE, steps: int = STEPS) -> list[dict]:
+    """One row for each number of requests: median milliseconds of a step replayed and uncaptured, and the memory."""
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(**shape)).to(torch.bfloat16).eval()
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", block_size=64))
+    blocks = CONTEXT // 64 + 1
+    graphs = compiled.capture(
+        num_kv_blocks=max(REQUESTS) * blocks + 1, max_num_seqs=max(REQUESTS), max_model_len=blocks * 64,
+        decode_sizes=REQUESTS, token_sizes=[256],
+    )  # fmt: skip
+    predicted = predict_graphs(
+        compiled.graphs["fused"], compiled.kv_spec, compiled.states, graphs.buckets, device=compiled.device,
+        max_model_len=blocks * 64,
+    ).memory  # fmt: skip
+    results = []
+    for num_requests in REQUESTS:
+        inputs = graphs.pack(
+            [
+                StepSequence(
+                    tokens=[i + 1], start=CONTEXT - 1, blocks=[range(1 + i * blocks, 1 + (i + 1) * blocks)]
+                )
+                for i in range(num_requests)
+            ]
+        )
+        expected = graphs.replay(inputs, captured=False).clone()
+        is_equal = torch.equal(graphs.replay(inputs), expected)
+        eager, replay = (_median_ms(graphs, inputs, captured, steps) for captured in (False, True))
+        results.append(
+            {
+                "case": "captured decode step",
+                "requests": num_requests,
+                "context": CONTEXT,
+                "replay_ms": replay,
+                "uncaptured_ms": eager,
+                "gain": eager / replay,
+                "bit_equal": is_equal,
+            }
+        )
+    results.append(
+        {
+            "case": "memory of captured steps",
+            "predicted_bytes": predicted.total,
+            "reserved_bytes": graphs.memory.total,
+            "capture_seconds": graphs.capture_seconds,
+        }
+    )
+    if not all(r["bit_equal"] for r in results[:-1]):
+        raise RuntimeError("a replay differs from the same step without its graph")
+    return results
+
+
+def _median_ms(graphs: StepGraphs, inputs: dict, captured: bool, steps: int) -> float:
+    """Of a whole step, metadata and the wait for its logits included."""
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        graphs.replay(inputs, captured=captured)
+        if graphs.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    for row in captured_steps("cpu", SMALL, 3) if options.cpu else captured_steps():
+        print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))

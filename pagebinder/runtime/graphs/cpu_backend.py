@@ -1,0 +1,234 @@
+"""Capture and replay on a CPU: every op of a call is recorded with its operands, and run again from the record.
+
+    call:    a = mm(static_x, w)    b = relu(a)    out.copy_(b)
+    record:  #0 = mm(<static_x>, <w>)   #1 = relu(#0)   copy_(<out>, #1)        sizes and numbers as they were then
+
+What holds on a GPU holds here: shapes, scalars and addresses are those of the capture, values are those of the
+replay, and a read of a value on the host is an error. So everything but the device's own calls can be tested
+without one. There is nothing to gain in speed: a CPU has no launches to save.
+
+Compiled code (inductor's) cannot be seen op by op: such a call is kept whole and called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pagebinder.errors import CacheCapacityError, GraphCaptureError
+from pagebinder.runtime.graphs.backend import Staging, Tensors
+
+HOST_READS = {torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe}
+
+
+class CpuGraphBackend:
+    """See the module's docstring and `GraphBackend`."""
+
+    name = "cpu"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._peak_bytes: int | None = 0
+
+    def static(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        except (RuntimeError, MemoryError) as error:
+            raise CacheCapacityError(
+                f"{num_bytes / 2**20:,.1f} MiB for captured steps cannot be allocated: capture smaller sizes."
+            ) from error
+
+    def staging(self, num_bytes: int) -> Staging:
+        return _HostStaging(num_bytes)
+
+    def upload(self, staging: Staging, static: torch.Tensor, num_bytes: int) -> None:
+        static[:num_bytes].copy_(staging.memory[:num_bytes])
+
+    def capture(self, call: Callable[[], Tensors], *, is_opaque: bool, held_bytes: int = 0):
+        with torch.inference_mode():
+            if is_opaque:
+                self._peak_bytes = None
+                outputs = tuple(call())
+                return _WholeCall(call, outputs), outputs
+            recorder = Recorder()
+            with recorder:
+                outputs = tuple(call())
+        if self._peak_bytes is not None:
+            self._peak_bytes = max(self._peak_bytes, held_bytes + recorder.peak_bytes(outputs))
+        return RecordedCalls(recorder, outputs), outputs
+
+    def measured_bytes(self) -> int | None:
+        return self._peak_bytes
+
+    def finish(self) -> None:
+        pass
+
+
+class _HostStaging:
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.array = self.memory.numpy()
+
+    def wait(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for the tensor that an earlier recorded call made."""
+
+    number: int
+
+
+class Recorder(TorchDispatchMode):
+    """Records ops below the dispatcher's autograd, and how long the memory that they make is used.
+
+    Raises GraphCaptureError for an op whose result depends on values that the host reads.
+    """
+
+    def __init__(self, granularity: int = 1, device: torch.device | None = None) -> None:
+        """`granularity`: allocations are rounded up to so many bytes. `device`: where ops are made to work."""
+        super().__init__()
+        self._device = device
+        self.calls: list[tuple] = []  # (op, flat operands, their tree, flat results as Slot or None)
+        self.num_slots = 0
+        self._granularity = granularity
+        self._storage_of: list[int] = []  # by slot
+        self._num_bytes: list[int] = []  # by storage
+        self._first: list[int] = []
+        self._last: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if HOST_READS & set(func.tags):
+            raise GraphCaptureError(
+                f"{func.name()} reads a value on the host, which a captured graph cannot do: register the op with "
+                'capture="never", so that the graph is cut around it, or choose another provider.'
+            )
+        if self._device is not None:
+            args, kwargs = self._moved(func, args, kwargs or {})
+        flat, tree = tree_flatten((args, kwargs or {}))
+        if torch.Tag.dynamic_output_shape in func.tags and not _has_fixed_size(flat):
+            raise GraphCaptureError(
+                f"The size of what {func.name()} returns depends on values: it has no fixed place."
+            )
+        operands = [self._slot_of(value) for value in flat]
+        result = func(*args, **(kwargs or {}))
+        results = tree_flatten(result)[0]
+        inputs = [value for value in flat if isinstance(value, torch.Tensor)]
+        slots = [self._new_slot(value, inputs) for value in results]
+        for operand in operands:
+            if isinstance(operand, Slot):
+                self._last[self._storage_of[operand.number]] = len(self.calls)
+        self.calls.append((func, operands, tree, slots))
+        return result
+
+    def _moved(self, func, args, kwargs):
+        flat, tree = tree_flatten((args, kwargs))
+        flat = [self._device if isinstance(value, torch.device) else value for value in flat]
+        args, kwargs = tree_unflatten(flat, tree)
+        makes_tensors = not any(isinstance(value, torch.Tensor) for value in flat)
+        if makes_tensors and any(a.name == "device" for a in func._schema.arguments):
+            kwargs = {**kwargs, "device": self._device}
+        return args, kwargs
+
+    def _slot_of(self, value):
+        recorded = getattr(value, "_recorded", None) if isinstance(value, torch.Tensor) else None
+        return recorded[1] if recorded is not None and recorded[0] is self else value
+
+    def _new_slot(self, value, inputs: Sequence[torch.Tensor]) -> Slot | None:
+        if not isinstance(value, torch.Tensor) or any(value is x for x in inputs):
+            return None  # a number, or an operand that was changed in place
+        slot = Slot(self.num_slots)
+        self.num_slots += 1
+        value._recorded = (self, slot)
+        base = next((x for x in inputs if _storage(x) == _storage(value)), None)
+        owner = None if base is None else self._slot_of(base)
+        if isinstance(owner, Slot):
+            storage = self._storage_of[owner.number]
+        else:
+            storage = len(self._num_bytes)
+            size = (
+                value.untyped_storage().nbytes() if base is None else 0
+            )  # a view of what is not ours is free
+            self._num_bytes.append(-(-size // self._granularity) * self._granularity)
+            self._first.append(len(self.calls))
+            self._last.append(len(self.calls))
+        self._storage_of.append(storage)
+        return slot
+
+    def peak_bytes(self, outputs: Sequence[torch.Tensor] = ()) -> int:
+        """Most memory that is in use between two calls: from the call that makes it to the last that reads it."""
+        last = list(self._last)
+        for value in outputs:
+            slot = self._slot_of(value)
+            if isinstance(slot, Slot):
+                last[self._storage_of[slot.number]] = len(self.calls)
+        changes = [0] * (len(self.calls) + 2)
+        for size, start, end in zip(self._num_bytes, self._first, last):
+            changes[start] += size
+            changes[end + 1] -= size
+        peak = now = 0
+        for change in changes:
+            now += change
+            peak = max(peak, now)
+        return peak
+
+
+def _has_fixed_size(operands: Sequence) -> bool:
+    """Of an op that may select by values: it selects by numbers of rows alone."""
+    _, *choices = (x for x in operands if isinstance(x, torch.Tensor))
+    return bool(choices) and all(x.dtype in (torch.int32, torch.int64) for x in choices)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class RecordedCalls:
+    """Runs what a `Recorder` saw; values are dropped after their last use."""
+
+    def __init__(self, recorder: Recorder, outputs: Sequence[torch.Tensor]) -> None:
+        self._num_slots = recorder.num_slots
+        kept = [recorder._slot_of(value) for value in outputs]
+        self._outputs = [(slot.number, value) for slot, value in zip(kept, outputs) if isinstance(slot, Slot)]
+        last: dict[int, int] = {}
+        for index, (_, operands, _, slots) in enumerate(recorder.calls):
+            for operand in (*operands, *slots):
+                if isinstance(operand, Slot):
+                    last[operand.number] = index
+        for number, _ in self._outputs:
+            last.pop(number, None)
+        drops: dict[int, list[int]] = {}
+        for number, index in last.items():
+            drops.setdefault(index, []).append(number)
+        self._calls = [(*call, drops.get(index, ())) for index, call in enumerate(recorder.calls)]
+
+    def replay(self) -> None:
+        values: list = [None] * self._num_slots
+        with torch.inference_mode():
+            for func, operands, tree, slots, drops in self._calls:
+                flat = [values[x.number] if type(x) is Slot else x for x in operands]
+                args, kwargs = tree_unflatten(flat, tree)
+                results = tree_flatten(func(*args, **kwargs))[0]
+                for slot, value in zip(slots, results):
+                    if slot is not None:
+                        values[slot.number] = value
+                for number in drops:
+                    values[number] = None
+            for number, output in self._outputs:
+                output.copy_(values[number])
+
+
+class _WholeCall:
+    def __init__(self, call: Callable[[], Tensors], outputs: Tensors) -> None:
+        self._call, self._outputs = call, outputs
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for output, value in zip(self._outputs, self._call(), strict=True):
+                if output is not value:
+                    output.copy_(value)

@@ -1,0 +1,108 @@
+"""What captured steps will take, before anything is allocated: the same captures over tensors without memory.
+
+`StepGraphs` is made on the meta device, for the largest bucket of each kind: the smaller ones use its memory
+again. So on a CPU, where graphs run op by op, the prediction is exact; of compiled code it is an upper bound, as
+fused ops keep less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.custom_ops.layer_state import LayerState
+from pagebinder.graph_tools import attributes
+from pagebinder.runtime.executables.eager import EagerExecutable
+from pagebinder.runtime.graphs.backend import Staging, Tensors
+from pagebinder.runtime.graphs.buckets import Bucket, BucketTable
+from pagebinder.runtime.graphs.cpu_backend import CpuGraphBackend, Recorder
+from pagebinder.runtime.graphs.pieces import Break, find_breaks
+from pagebinder.runtime.graphs.step_graphs import GraphMemory, StepGraphs
+from pagebinder.runtime.kv import KVPlan
+
+META = torch.device("meta")
+CUDA_GRANULARITY = 512  # of torch's allocator
+NUM_BLOCKS = 2  # of the caches that are planned with: their size changes nothing
+
+
+class PredictedGraphs(NamedTuple):
+    memory: GraphMemory
+    breaks: dict[str, list[Break]]
+
+
+def predict_graphs(
+    graph: GraphModule, plan: KVPlan, states: Sequence[LayerState], buckets: BucketTable, *, device: torch.device,
+    max_model_len: int, widths: Sequence[int] | None = None,
+) -> PredictedGraphs:  # fmt: skip
+    """Memory of the captured steps of a paged graph, and where they would be cut. Allocates nothing.
+
+    Raises:
+        GraphCaptureError: an op cannot be captured though it is registered so. CaptureError: steps of this model
+        are not captured.
+    """
+    granularity = CUDA_GRANULARITY if device.type == "cuda" else 1
+    without_memory = _without_memory(graph)
+    kinds = dict.fromkeys(bucket.kind for bucket in buckets.buckets)
+    breaks = {kind: find_breaks(graph, kind) for kind in kinds}
+    graphs = StepGraphs(
+        EagerExecutable(without_memory), without_memory, plan, _caches(plan, states), _largest(buckets, breaks),
+        device=META, max_model_len=max_model_len, widths=widths, backend=PredictingBackend(granularity),
+    )  # fmt: skip
+    return PredictedGraphs(graphs.memory, breaks)
+
+
+class PredictingBackend(CpuGraphBackend):
+    """Captures over tensors without memory; what goes to the device goes nowhere."""
+
+    name = "prediction"
+
+    def __init__(self, granularity: int) -> None:
+        super().__init__(META)
+        self._granularity = granularity
+
+    def upload(self, staging: Staging, static: torch.Tensor, num_bytes: int) -> None:
+        pass
+
+    def capture(self, call: Callable[[], Tensors], *, is_opaque: bool, held_bytes: int = 0):
+        recorder = Recorder(self._granularity, META)
+        with recorder:
+            outputs = tuple(call())
+        self._peak_bytes = max(self._peak_bytes, held_bytes + recorder.peak_bytes(outputs))
+        return None, outputs
+
+
+def _largest(buckets: BucketTable, breaks: dict[str, list[Break]]) -> BucketTable:
+    """The largest bucket; of each kind, where kinds are cut at different places or neither is larger in all."""
+    first: dict[str, Bucket] = {}
+    for bucket in buckets.buckets:  # largest first
+        first.setdefault(bucket.kind, bucket)
+    wanted = list(first.values())
+    if all(found == breaks[wanted[0].kind] for found in breaks.values()):
+        wanted = [b for b in wanted if not any(o != b and _holds(o, b) for o in wanted)]
+    return BucketTable(tuple(wanted), (), ())
+
+
+def _holds(large: Bucket, small: Bucket) -> bool:
+    return all(a >= b for a, b in zip(large[1:], small[1:]))
+
+
+def _without_memory(graph: GraphModule) -> GraphModule:
+    weights = {
+        name: torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=META)
+        for name, w in attributes(graph).items()
+    }
+    return GraphModule(weights, graph.graph)
+
+
+def _caches(plan: KVPlan, states: Sequence[LayerState]) -> Mapping[str, torch.Tensor]:
+    caches = {}
+    for state, page in zip(states, plan.layers, strict=True):
+        for tensor in state.tensors(plan.groups[page.group].block_size):
+            shape = (NUM_BLOCKS, *tensor.shape)
+            caches[f"kv_cache_{state.index}{tensor.suffix}"] = torch.empty(
+                shape, dtype=getattr(torch, tensor.dtype), device=META
+            )
+    return caches
