@@ -23,7 +23,11 @@ from pagebinder.compiled_files import check_target
 def compile_command(
     model: Annotated[
         Path,
-        typer.Argument(metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory (config.json)."),
+        typer.Argument(
+            metavar="DIR",
+            callback=checkpoint_dir,
+            help="A checkpoint directory (config.json), or an ONNX file.",
+        ),
     ],
     lock: Annotated[
         Path | None,

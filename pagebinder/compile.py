@@ -19,13 +19,16 @@ from torch.fx import GraphModule
 
 from pagebinder.compile_checks import unexplained
 from pagebinder.compile_lock import expected_plan, settle_lock
+from pagebinder.compile_tensorrt import check_can_build, note_partitions, tensorrt_executable
 from pagebinder.compile_verify import check_can_verify, verify
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
+from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
+from pagebinder.custom_ops.linear.packed_weights import is_packed
 from pagebinder.describe import fill_report
 from pagebinder.errors import CompilerNotFoundError, ConfigError
 from pagebinder.frontend.attention_interface import hooked_attention
@@ -35,6 +38,7 @@ from pagebinder.frontend.experts_interface import hooked_experts
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
 from pagebinder.frontend.mask_proof import max_tokens
 from pagebinder.frontend.numbering import numbering
+from pagebinder.frontend.onnx_source import onnx_file, source_from_onnx
 from pagebinder.frontend.recognise import (
     recognise_gated_activation,
     recognise_layer_norm,
@@ -45,6 +49,7 @@ from pagebinder.frontend.recognise import (
 )
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
 from pagebinder.graph_tools import attributes
+from pagebinder.passes.cascade_attention import cascade_attention
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.fuse_attention_fp8_quant import fuse_attention_fp8_quant
 from pagebinder.passes.fuse_gated_activation_fp8_quant import fuse_gated_activation_fp8_quant
@@ -59,6 +64,7 @@ from pagebinder.passes.gather_logits import gather_logits
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.merge_linears import merge_linears
+from pagebinder.passes.pack_weights import describe_packing, pack_weights
 from pagebinder.passes.page_attention import page_attention
 from pagebinder.passes.page_compressed import page_compressed
 from pagebinder.passes.page_cross_attention import page_cross_attention
@@ -101,8 +107,9 @@ def compile_model(
     Args:
         model: an unmodified transformers decoder or text encoder-decoder, any torch.nn.Module called as
             `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]`, or the path of a local checkpoint
-            directory. The model is not changed, and its weights are shared, not copied (unless `dtype` differs).
-            A model on the meta device is compiled for `explain()` only.
+            directory, or of an ONNX decoder (`model.onnx`, or the directory that holds it). The model is not
+            changed, and its weights are shared, not copied (unless `dtype` differs). A model on the meta device is
+            compiled for `explain()` only.
         on_stage: called with each stage's name as it begins, for progress displays: "load", "capture",
             "recognise", "audit", "plan", "page", "fuse", "verify" (if asked for), "executable".
     Raises:
@@ -127,7 +134,7 @@ def explain_model(
     """Compile a config alone, on the meta device: graphs, report and KV plan, no weights and nothing to run.
 
     Args:
-        model: a checkpoint directory (only its config.json is read) or a transformers config object.
+        model: a checkpoint directory (only its config.json is read), an ONNX file or a transformers config object.
     Raises:
         as `compile_model`.
     """
@@ -135,17 +142,24 @@ def explain_model(
     report = CompileReport()
     stage = _StageTimer(report.stage_seconds, on_stage)
     with stage("load"):
-        if isinstance(model, (str, Path)):
+        if isinstance(model, (str, Path)) and (file := onnx_file(model)) is not None:
+            source = source_from_onnx(file, dtype=config.dtype, weights=False)
+        elif isinstance(model, (str, Path)):
             source = source_from_dir(model, dtype=config.dtype, weights=False)
         else:
             source = source_from_config(model, dtype=config.dtype)
-    return compile_source(source, config, report, stage)
+    compiled = compile_source(source, config, report, stage)
+    if isinstance(compiled, CompiledModel):  # not an encoder alone
+        compiled.predict_captured_steps()
+    return compiled
 
 
 def load_source(model: Any, config: CompileConfig) -> ModelSource:
     """A ModelSource from whatever `compile_model` accepts, on the device that the config asks for."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError('device="cuda": no CUDA GPU is available here; use device="cpu".')
+    if isinstance(model, (str, Path)) and (file := onnx_file(model)) is not None:
+        return source_from_onnx(file, dtype=config.dtype, device=config.device)
     if isinstance(model, (str, Path)):
         source = source_from_dir(model, dtype=config.dtype)
         if config.device != "auto":
@@ -153,7 +167,8 @@ def load_source(model: Any, config: CompileConfig) -> ModelSource:
         return source
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(
-            f"compile_model takes a torch.nn.Module or a checkpoint directory, not {type(model).__name__}."
+            "compile_model takes a torch.nn.Module, a checkpoint directory or an ONNX file, "
+            f"not {type(model).__name__}."
         )
     source = source_from_module(model, dtype=config.dtype)
     if config.device != "auto" and source.device.type not in ("meta", torch.device(config.device).type):
@@ -175,8 +190,14 @@ def compile_source(
 
         return compile_encoder(source, config, report, stage, trail)
     max_model_len, expected = _max_model_len(source, config), expected_plan(config)
+    if config.executable == "cuda_graph" and source.device.type == "cpu":
+        raise ConfigError(
+            'executable="cuda_graph" needs a CUDA GPU, and the model is on the CPU. There EngineConfig(capture="on") '
+            "replays recorded steps."
+        )
     if config.executable == "inductor" and (problem := cpu_build.problem()) is not None:
         raise CompilerNotFoundError(f'executable="inductor" needs a C++ compiler: {problem}. Or use "eager".')
+    check_can_build(source, config)
     if source.device.type == "cpu":
         for part in _kernel_parts(source, config):  # on first use: it takes seconds, and so does the capture
             cpu_build.start_build(part)
@@ -222,7 +243,8 @@ def compile_source(
         around_linears = (place_linears, fuse_gated_linear, merge_linears)
         fusions = (*around_rope, fuse_add_rms_norm, simplify) if config.fusions else ()
         linears = (*_quantization(config), *(around_linears if config.fusions else ()))
-        report.passes += run_passes(fused, (*fusions, *linears), after=trail.after("fused"))
+        cascade = (cascade_attention,) if config.cascade else ()
+        report.passes += run_passes(fused, (*fusions, *linears, *cascade), after=trail.after("fused"))
         if config.quantization is not None and encoder is not None:
             report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
         device = torch.device("cpu") if source.device.type == "meta" else source.device
@@ -240,8 +262,10 @@ def compile_source(
     settle_lock(expected, source, config, plan, report, graphs)
     executable = encoder_executable = None
     with stage("executable"):
-        if source.device.type != "meta":
-            _place_weights(source, config, *(g for g in (fused, encoder) if g is not None))
+        if source.device.type == "meta":
+            note_partitions(fused, config, report)
+        else:
+            _place_weights(source, config, report, *(g for g in (fused, encoder) if g is not None))
             executable = executable_of(fused, config, report)
             encoder_executable = None if encoder is None else executable_of(encoder, config, report)
     return CompiledModel(
@@ -260,12 +284,21 @@ def compile_source(
     )
 
 
-def _place_weights(source: ModelSource, config: CompileConfig, *graphs: GraphModule) -> None:
-    """Move what graphs on the CPU read to huge pages, but for a module that we were given."""
-    if source.device.type == "cpu" and not config.map_weights:
-        given = set() if source.path is not None else {w.data_ptr() for w in source.module.parameters()}
-        weights = (w for graph in graphs for w in attributes(graph).values())
-        move_to_huge_pages(w for w in weights if w.data_ptr() not in given)
+def _place_weights(
+    source: ModelSource, config: CompileConfig, report: CompileReport, *graphs: GraphModule
+) -> None:
+    """Lay out what graphs on the CPU read as this machine reads it fastest: packed, the rest in huge pages.
+
+    A module that we were given keeps its weights, so they stay where they are: another form would take as much again.
+    """
+    if source.device.type != "cpu" or config.map_weights:
+        return
+    given = set() if source.path is not None else {w.data_ptr() for w in source.module.parameters()}
+    if config.pack_weights is not False and has_matrix_tiles():
+        keep = set() if config.pack_weights else given
+        report.weight_layout = describe_packing([pack_weights(graph, keep=keep) for graph in graphs])
+    weights = (w for graph in graphs for w in attributes(graph).values())
+    move_to_huge_pages(w for w in weights if w.data_ptr() not in given and not is_packed(w))
 
 
 def _capture(source: ModelSource, report: CompileReport) -> tuple[GraphModule, GraphModule | None]:
@@ -384,11 +417,15 @@ def bounded(max_model_len: int, captured: GraphModule, config: CompileConfig, re
 def executable_of(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
     """Build what `config.executable` asks for; "auto" is inductor where a C++ compiler works."""
     wanted, why = config.executable, "requested"
-    if wanted == "auto":
+    if wanted in ("auto", "cuda_graph"):
         problem = cpu_build.problem()
+        graphs = "captured as CUDA graphs, of " if wanted == "cuda_graph" else ""
         wanted = "inductor" if problem is None else "eager"
         why = "a C++ compiler is here" if problem is None else f"inductor cannot be used: {problem}"
+        why = graphs + why
     report.executable, report.executable_why = wanted, why
+    if wanted == "tensorrt":
+        return tensorrt_executable(graph, config, report)
     return InductorExecutable(graph) if wanted == "inductor" else EagerExecutable(graph)
 
 

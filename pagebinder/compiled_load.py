@@ -1,7 +1,8 @@
 """`pagebinder.load`: an artefact as a `CompiledModel`, without transformers, tracing or inductor where it fits.
 
-    check files -> map weights -> register kernels -> run the kept program's definitions    the same machine, versions
-                                  build kernels    -> compile the saved fused graph again   others, with a warning
+    check files -> register kernels -> map weights -> run the kept program's definitions    the same machine, versions
+                                                      (a library, if compiled ahead of time)
+                   build kernels                   -> compile the saved fused graph again   others, with a warning
 
 Graphs are read when somebody asks for them: serving needs none of them.
 """
@@ -25,11 +26,20 @@ from pagebinder.compiled_values import from_json
 from pagebinder.compiled_weights import checkpoint_of, load_weights
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
+from pagebinder.custom_ops.linear.packed_weights import is_packed
 from pagebinder.custom_ops.providers import registered_providers
 from pagebinder.errors import ArtefactError, CompilerNotFoundError
 from pagebinder.frontend.source import ModelSource
 from pagebinder.report import CompileReport
-from pagebinder.runtime.executables import EagerExecutable, Executable, InductorExecutable, ProgramExecutable
+from pagebinder.runtime.executables import (
+    AOTExecutable,
+    EagerExecutable,
+    Executable,
+    InductorExecutable,
+    ProgramExecutable,
+)
+from pagebinder.runtime.executables.aot import called_ops
+from pagebinder.runtime.executables.aot_ops import ADAPTERS_FOLDER, load_adapters
 from pagebinder.runtime.executables.program import Program
 from pagebinder.runtime.saved_tokenizer import FILE_NAME, SavedTokenizer
 
@@ -85,21 +95,27 @@ def _load(
     path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | None, verify: bool
 ) -> CompiledModel:
     table = read_json(path / WEIGHTS)
+    parts = {} if stale else _kernels(path, manifest)
+    for facts in manifest["executables"].values():
+        _prepare(facts["ops"], parts)
     weights = load_weights(table, path, checkpoint=checkpoint, verify=verify)
     config = _value(path, manifest, "config")
     if not config.map_weights:
         executed = (w for level in manifest["executables"] for w in weights[level].values())
-        move_to_huge_pages(executed)
+        move_to_huge_pages(w for w in executed if not is_packed(w))
     graphs = SavedGraphs(path, weights)
     report: CompileReport = _value(path, manifest, "report")
     report._describe_blocks = functools.partial(_layer_view, graphs)
     if stale:
         report.notes.append(f"loaded from {path}, compiled again: {'; '.join(stale)}")
-    parts = {} if stale else _kernels(path, manifest)
     executables = {}
     for level, facts in manifest["executables"].items():
-        _prepare(facts["ops"], parts)
         executables[level] = _executable(path, level, facts, graphs, weights[level], reuse=not stale)
+    if executables["fused"].name != report.executable:
+        report.executable, report.executable_why = (
+            executables["fused"].name,
+            "what was saved does not fit here",
+        )
     return CompiledModel(
         source=_source(path, manifest, weights["captured"], checkpoint_of(table, path, checkpoint)),
         config=config,
@@ -197,8 +213,11 @@ def _executable(
         folder = path / "program" / level
         try:
             tensors = [weights[name] for name in facts["weights"]]
+            if facts["kind"] == AOTExecutable.name:
+                load_adapters(called_ops(folder), path / ADAPTERS_FOLDER)
+                return AOTExecutable(folder, facts["inputs"], tensors)
             return ProgramExecutable(Program.read(folder), facts["inputs"], tensors)
-        except (ImportError, OSError) as error:
+        except (ImportError, OSError, RuntimeError) as error:
             logger.warning("%s cannot be used here (%s): compiling the graph again", folder, error)
     try:
         cpu_build.find_compiler()

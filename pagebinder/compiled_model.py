@@ -5,9 +5,10 @@ What serving does not need is imported where it is used: a saved model should st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import GraphModule
@@ -21,6 +22,9 @@ from pagebinder.runtime.engine_setup import EncoderModel
 from pagebinder.runtime.executables import EagerExecutable, Executable
 from pagebinder.runtime.kv import KVPlan
 from pagebinder.runtime.single_sequence import single_sequence_inputs
+
+if TYPE_CHECKING:
+    from pagebinder.runtime.graphs import StepGraphs
 
 LEVELS = ("captured", "semantic", "paged", "fused")
 
@@ -50,7 +54,19 @@ class CompiledModel:
         """What was matched and refused, the KV plan, providers and times, as text."""
         from pagebinder.explain import explain_text
 
+        self.predict_captured_steps()
         return explain_text(self.report)
+
+    def predict_captured_steps(self) -> None:
+        """Fill in `report.captured_steps`: sizes, cuts and memory of the steps that an engine captures by default."""
+        from pagebinder.runtime.engine_graphs import bucket_table
+        from pagebinder.runtime.graphs.describe import describe_prediction
+
+        if not self.report.captured_steps:
+            self.report.captured_steps = describe_prediction(
+                self.graphs["fused"], self.kv_spec, self.states, bucket_table(EngineConfig()), device=self.device,
+                max_model_len=self.max_model_len, not_captured=self._not_captured(),
+            )  # fmt: skip
 
     def write_lock(self, path) -> None:
         """Write the plan lock: a TOML file of what every layer was rewritten into. Raises OSError."""
@@ -59,31 +75,35 @@ class CompiledModel:
 
         write_plan_lock(lock_of(self.source, self.config, self.kv_spec, self.report, self.graphs), path)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, executable: str | None = None) -> None:
         """Write all of this to a directory, for `pagebinder.load`: weights by reference, machine code, no pickle.
 
         Args:
             path: a directory that is new, empty, or an artefact, which is then replaced.
+            executable: "aot" compiles the graphs into libraries that programs without Python can run, and writes
+                a plan of their steps (`compiled_aot.py`); None keeps what runs them here.
         Raises:
-            ArtefactError: see its message. OSError: the files cannot be written.
+            ArtefactError, ConfigError: see their messages. OSError: the files cannot be written.
         """
         from pagebinder.compiled_save import save
 
-        save(self, path)
+        save(self, path, executable=executable)
 
-    def export_onnx(self, path: str | Path) -> list[Path]:
+    def export_onnx(self, path: str | Path, *, contrib: bool = False) -> list[Path]:
         """Write the semantic graph as a standard ONNX model (opset 24) with its weights beside it; returns its path.
 
-        Inputs and outputs: `pagebinder/export/onnx_module.py`. An encoder-decoder gives two, its decoder first.
+        Inputs and outputs: `pagebinder/export/onnx_signature.py`. An encoder-decoder gives two, its decoder first.
+        contrib: attention as ONNX Runtime's GroupQueryAttention instead, which no other runtime reads.
 
         Raises:
-            ExportError: ONNX has no counterpart of an operator, which is named. ConfigError: packages of the extra
-                `onnx` are missing, or the model was compiled with options that cannot be exported.
+            ExportError: ONNX (with contrib: ONNX Runtime) has no counterpart of an operator, which is named.
+            ConfigError: packages of the extra `onnx` are missing, or the model was compiled with options that
+                cannot be exported.
             OSError: the files cannot be written.
         """
         from pagebinder.export.onnx import export_onnx
 
-        return export_onnx(self, path)
+        return export_onnx(self, path, contrib=contrib)
 
     def executables(self) -> dict[str, Executable]:
         """What runs the graphs, by level: the fused one, and an encoder-decoder's encoder."""
@@ -94,14 +114,7 @@ class CompiledModel:
         """A continuous-batching engine with its own KV cache. Engines share the weights and the executable."""
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"engine() takes an EngineConfig, not {type(config).__name__}.")
-        if self._refused:
-            raise CaptureError(
-                f"This model was compiled with strict=False and cannot be served: {self._refused}"
-            )
-        if self.executable is None:
-            raise ConfigError(
-                "This model was compiled for explain() only (meta device): it has no weights to run."
-            )
+        self._check_runs()
         model = EngineModel(
             executable=self.executable,
             kv_plan=self.kv_spec,
@@ -113,8 +126,72 @@ class CompiledModel:
             tokenizer=self.source.tokenizer(),
             encoder=self._encoder_model(),
             uncounted_id=self.uncounted_id,
+            make_graph=lambda: self.graphs["fused"],
+            not_captured=self._not_captured(),
+            must_capture=self.config.executable == "cuda_graph",
+            cascades=bool(self.config.cascade),
         )
         return Engine(model, config)
+
+    def capture(
+        self, *, num_kv_blocks: int, max_num_seqs: int = 8, max_num_batched_tokens: int = 512,
+        max_model_len: int | None = None, decode_sizes: Sequence[int] | None = None,
+        token_sizes: Sequence[int] | None = None,
+    ) -> StepGraphs:  # fmt: skip
+        """Captured steps for a serving loop of your own, without our engine: CUDA graphs on a GPU, recorded calls on
+        a CPU. `examples/own_loop.py` is such a loop.
+
+        Args:
+            num_kv_blocks: blocks of the KV cache, `graphs.caches`; block 0 is the null block, the others are yours.
+            max_num_seqs: most sequences of a step. max_num_batched_tokens: most tokens of a captured step.
+            max_model_len: longest sequence; None: the model's. Its blocks are the columns of the block tables.
+            decode_sizes: numbers of sequences to capture steps of one token each for; None: up to max_num_seqs.
+            token_sizes: numbers of tokens to capture other steps for; None: 16 to 512; (): none.
+        Raises:
+            ConfigError, CaptureError: sizes that contradict each other, or a model whose steps cannot be captured.
+            GraphCaptureError, CacheCapacityError: see their messages.
+        """
+        from pagebinder.runtime.arena import KVArena
+        from pagebinder.runtime.graphs import BucketTable, StepGraphs
+
+        self._check_runs()
+        for name, value in (("num_kv_blocks", num_kv_blocks), ("max_num_seqs", max_num_seqs)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r}: use a whole number, at least 1.")
+        if (reason := self._not_captured()) is not None:
+            raise ConfigError(f"Steps of this model cannot be captured: {reason}")
+        if max_model_len is not None and not 1 <= max_model_len <= self.max_model_len:
+            raise ConfigError(f"max_model_len={max_model_len}: use 1 to {self.max_model_len}, or None.")
+        buckets = BucketTable.of(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, decode_sizes=decode_sizes,
+            token_sizes=token_sizes,
+        )  # fmt: skip
+        arena = KVArena(self.kv_spec, self.states, num_kv_blocks, self.device)
+        return StepGraphs(
+            self.executable, self.graphs["fused"], self.kv_spec, arena.caches, buckets, device=self.device,
+            max_model_len=max_model_len or self.max_model_len, vocab_size=self.source.vocab_size,
+        )  # fmt: skip
+
+    def _check_runs(self) -> None:
+        if self._refused:
+            raise CaptureError(
+                f"This model was compiled with strict=False and cannot be served: {self._refused}"
+            )
+        if self.executable is None:
+            raise ConfigError(
+                "This model was compiled for explain() only (meta device): it has no weights to run."
+            )
+
+    def _not_captured(self) -> str | None:
+        """Why steps of this model cannot be padded and captured; None if they can."""
+        if self.source.encoder is not None:
+            return "encoder prompts have no fixed size."
+        mixing = next((p.name for p in self.report.passes if p.mixes_tokens), None)
+        if mixing is not None:
+            return f"{mixing} finds scales over all tokens of a step, so padding would change them."
+        if self.config.cascade:
+            return "cascade=True: which requests share a prefix is found anew in every step."
+        return None
 
     def _encoder_model(self) -> EncoderModel | None:
         if self.source.encoder is None:

@@ -5,9 +5,9 @@
                    names    graph -> name in it -> tensor             one tensor may have several names (tied weights)
 
 A tensor is taken to be the checkpoint's where its values are, whatever it is called: what a pass or transformers made
-(frequencies of RoPE, masks, merged or packed weights), and a module that came from no checkpoint, goes to
-tensors.safetensors in the artefact. A file is trusted if its size and time of change are as they were; else it is
-read and hashed.
+(frequencies of RoPE, masks, quantised weights), and a module that came from no checkpoint, goes to
+tensors.safetensors in the artefact. Weights packed for matrix units are stored plain, and packed again. A file is
+trusted if its size and time of change are as they were; else it is read and hashed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ import torch
 
 from pagebinder.compiled_files import TENSORS, digest
 from pagebinder.compiled_values import from_json, to_json
+from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu.pack import pack_all, unpack
+from pagebinder.custom_ops.linear import packed_weights
+from pagebinder.custom_ops.linear.packed_weights import is_packed
 from pagebinder.errors import ArtefactError
 
 FIRST_VALUES = 64
@@ -52,11 +56,12 @@ def save_weights(
     own: dict[str, torch.Tensor] = {}
     records = []
     for number, (key, tensor) in enumerate(unique.items()):
-        place = source.find(names_of[key], tensor)
+        plain = unpack(tensor) if is_packed(tensor) else tensor
+        place = source.find(names_of[key], plain)
         if place is None:
             place = _Place(OWN, str(number))
-            own[place.name] = _as_stored(tensor)
-        records.append(_record(tensor, place))
+            own[place.name] = _as_stored(plain)
+        records.append(_record(tensor, place) | ({"packed": True} if is_packed(tensor) else {}))
     _write_own(own, folder / TENSORS)
     used = sorted({record["file"] for record in records} - {OWN})
     for record in records:
@@ -89,6 +94,7 @@ def load_weights(
             _check(path, facts, verify)
             opened[number] = safe_open(path, framework="pt")
     tensors = [_tensor(opened[record["file"]], record) for record in data["tensors"]]
+    _pack(tensors, [i for i, record in enumerate(data["tensors"]) if record.get("packed")])
     return {level: {n: tensors[i] for n, i in names.items()} for level, names in data["names"].items()}
 
 
@@ -147,6 +153,19 @@ def _tensor(handle, record: Mapping) -> torch.Tensor:
     if "strides" in record:
         tensor = _laid_out(tensor, record["shape"], record["strides"])
     return torch.nn.Parameter(tensor, requires_grad=False) if record.get("parameter") else tensor
+
+
+def _pack(tensors: list[torch.Tensor], numbers: list[int]) -> None:
+    """Put packed weights in the place of those with these numbers, which are as they were stored."""
+    if not numbers:
+        return
+    cpu_build.load()
+    packed = pack_all([tensors[i] for i in numbers])
+    if packed is None:  # little memory: the graphs take no other form
+        packed = [packed_weights.pack(tensors[i]) for i in numbers]
+    for i, tensor in zip(numbers, packed, strict=True):
+        is_parameter = isinstance(tensors[i], torch.nn.Parameter)
+        tensors[i] = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:

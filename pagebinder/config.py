@@ -20,9 +20,8 @@ import torch
 
 from pagebinder.errors import ConfigError, RequestError
 
-EXECUTABLES = ("auto", "eager", "inductor")
+EXECUTABLES = ("auto", "eager", "inductor", "cuda_graph", "tensorrt")
 VERIFY = ("off", "sample", "full")
-PLANNED_EXECUTABLES = ("cuda_graph", "tensorrt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -98,8 +97,15 @@ class CompileConfig:
             named by its module path: what K and V are divided by. None: 1. Values beyond 448 (e4m3) or 57344 (e5m2)
             scales saturate.
         index_dtype: of the keys of an indexer: "auto" (like kv_dtype), "fp8" (132 bytes a key of 128), "mxfp4" (68).
-        executable: "auto", "eager" or "inductor". "auto" is inductor where a C++ compiler is, else eager.
+        executable: "auto", "eager", "inductor", "cuda_graph" or "tensorrt". "auto" is inductor where a C++ compiler
+            is, else eager. On a GPU engines capture the steps of each of them where they can; with "cuda_graph" it is
+            an error if they cannot. "tensorrt" needs torch_tensorrt and an NVIDIA GPU: dense parts of the graph are
+            its engines, paged and sparse ops stay in torch.
+        tensorrt_fallback: torch runs what TensorRT cannot build, and the report says so; False makes it an error.
         providers: op name -> provider name, for example {"paged_attention": "reference"}.
+        cascade: let attention read a prefix that several requests share once for all of them, where an engine finds
+            that it pays (`EngineConfig(cascade=...)`): full attention, and windows that nobody has outgrown. Sums are
+            then in another order, so a request's last bits may depend on who shares its prefix in a step.
         fusions: apply the passes that lead to the fused graph.
         quantization: weights of linear layers in fewer bits, with activations as they are; None keeps them. "fp8"
             (e4m3, a scale for each output channel), "fp8_tensor" (one scale), "fp8_block" (128 x 128), "int8" (for
@@ -114,6 +120,9 @@ class CompileConfig:
         map_weights: leave a checkpoint's weights mapped from their files, shared between processes. False copies
             them into huge pages where the model runs on a CPU and twice as much memory is free: decode of one request
             reads them 15 to 20 % faster.
+        pack_weights: keep weights of linear layers in bf16 in the order in which matrix units read them, where the
+            machine has such units (AMX). None: those of a checkpoint directory, whose files are no longer needed in
+            memory then; True: also those of a module that was given, which takes as much memory again; False: none.
         verify: "full" runs the graph before and after every pass, on sequences at the edges of blocks and windows,
             with the model's weights and with random ones, and tests each kind of rewrite on its own; "sample" runs
             a few short sequences before and after each level. A difference is a VerificationError. Needs weights;
@@ -133,12 +142,15 @@ class CompileConfig:
     kv_scales: str | os.PathLike | None = None
     index_dtype: str = "auto"
     executable: str = "auto"
+    tensorrt_fallback: bool = True
     providers: dict[str, str] = field(default_factory=dict)
+    cascade: bool = False
     fusions: bool = True
     quantization: str | None = None
     activation_quantization: str | None = None
     activation_scales: str | os.PathLike | None = None
     map_weights: bool = False
+    pack_weights: bool | None = None
     verify: str = "off"
     strict: bool = True
     block_size: int | None = None
@@ -149,10 +161,6 @@ class CompileConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", parse_dtype(self.dtype))
-        if self.executable in PLANNED_EXECUTABLES:
-            raise ConfigError(
-                f"executable={self.executable!r} is not built yet; use one of {', '.join(EXECUTABLES)}."
-            )
         if self.executable not in EXECUTABLES:
             raise ConfigError(
                 f"executable={self.executable!r} is unknown; use one of {', '.join(EXECUTABLES)}."
@@ -165,6 +173,9 @@ class CompileConfig:
         known = ", ".join(QUANTIZATIONS)
         _require(ok, ConfigError, f"quantization={self.quantization!r}: use one of {known}, or None.")
         self._check_activation_options()
+        fallback = self.tensorrt_fallback
+        ok = isinstance(fallback, bool)
+        _require(ok, ConfigError, f"tensorrt_fallback={fallback!r}: use True or False.")
         fixed = self.kv_dtype.endswith(("_per_head", "_per_tensor"))
         ok = self.kv_scales is None or (fixed and isinstance(self.kv_scales, (str, os.PathLike)))
         _require(
@@ -174,6 +185,16 @@ class CompileConfig:
         )
         if self.verify not in VERIFY:
             raise ConfigError(f"verify={self.verify!r} is unknown; use one of {', '.join(VERIFY)}.")
+        packed = self.pack_weights
+        ok = packed is None or isinstance(packed, bool)
+        _require(ok, ConfigError, f"pack_weights={packed!r}: use True, False or None.")
+        ok = not (packed and self.map_weights)
+        _require(
+            ok,
+            ConfigError,
+            "map_weights leaves weights in their files and pack_weights copies them: use one.",
+        )
+        _require(isinstance(self.cascade, bool), ConfigError, f"cascade={self.cascade!r}: use True or False.")
         if not isinstance(self.providers, dict):
             raise ConfigError('providers maps an op to a provider, for example {"paged_attention": "cpu"}.')
         length = self.max_model_len
@@ -241,7 +262,14 @@ class EngineConfig:
         swap_bytes: host memory for the state of preempted requests; 0 = they are always recomputed.
         swap_policy: "auto" (swap when cheaper by measured rates), "always", "never".
         seed: base of the random streams of requests that bring no seed.
+        cascade: of models compiled with cascade=True: "auto" (read a shared prefix once where that is faster, by
+            rates that are measured when the engine starts), "on" (wherever requests share a block), "off".
         check_integrity: check the books of the KV cache after every step (for tests and debugging; O(blocks)).
+        capture: run steps from captured graphs, padded to a set of sizes: "auto" (on a GPU), "on" (on a CPU, too,
+            where recorded calls stand for CUDA graphs: the same tokens, no gain), "off". Steps of other sizes run
+            uncaptured; `stats()` counts them.
+        capture_decode_sizes: numbers of requests to capture steps of one token each for; None: up to max_num_seqs.
+        capture_token_sizes: numbers of tokens to capture other steps for; None: 16 to 512, (): none.
     """
 
     kv_cache_bytes: int | None = None
@@ -256,7 +284,11 @@ class EngineConfig:
     swap_bytes: int = 0
     swap_policy: str = "auto"
     seed: int = 0
+    cascade: str = "auto"
     check_integrity: bool = False
+    capture: str = "auto"
+    capture_decode_sizes: tuple[int, ...] | None = None
+    capture_token_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self):
         if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
@@ -292,13 +324,30 @@ class EngineConfig:
             'swap_policy="always" needs swap space: give swap_bytes.',
         )
         _require(_is_int(self.seed), ConfigError, f"seed={self.seed!r}: use a whole number.")
+        ok = isinstance(self.cascade, str) and self.cascade in ("auto", "on", "off")
+        _require(ok, ConfigError, f'cascade={self.cascade!r}: use "auto", "on" or "off".')
         for name in ("prefix_caching", "check_integrity"):
             value = getattr(self, name)
             _require(isinstance(value, bool), ConfigError, f"{name}={value!r}: use True or False.")
+        self._check_capture()
         threshold = self.long_prefill_token_threshold
         _require(
             _is_int(threshold) and threshold >= 0, ConfigError, "long_prefill_token_threshold: use 0 or more."
         )
+
+    def _check_capture(self) -> None:
+        ok = isinstance(self.capture, str) and self.capture in ("auto", "on", "off")
+        _require(ok, ConfigError, f'capture={self.capture!r}: use "auto", "on" or "off".')
+        for name, most in (("decode", "max_num_seqs"), ("token", "max_num_batched_tokens")):
+            option, limit = f"capture_{name}_sizes", getattr(self, most)
+            sizes = getattr(self, option)
+            if sizes is None:
+                continue
+            ok = isinstance(sizes, (list, tuple)) and all(_is_int(n) and 1 <= n <= limit for n in sizes)
+            _require(
+                ok, ConfigError, f"{option}={sizes!r}: use whole numbers from 1 to {most}={limit}, or None."
+            )
+            object.__setattr__(self, option, tuple(sizes))
 
 
 @_strict(RequestError)

@@ -49,6 +49,10 @@ class CacheCapacityError(PagebinderError):
     """The KV cache is too small for what was asked."""
 
 
+class GraphCaptureError(PagebinderError):
+    """A step cannot be captured to be replayed: an op reads values on the host, or the device refused."""
+
+
 class RequestError(PagebinderError):
     """A request is malformed: empty prompt, token id out of range, too long, bad sampling parameter."""
 

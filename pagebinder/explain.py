@@ -40,9 +40,11 @@ def render(report: CompileReport) -> Group:
         *_refusals(report),
         Text("\nProviders", style="bold"),
         _providers(report),
+        *_captured_steps(report),
         *_verification(report),
         Text("\nTime", style="bold"),
         Padding(Text(", ".join(f"{k} {v:.2f} s" for k, v in report.stage_seconds.items())), (0, 0, 0, 1)),
+        *(Text(f"weights: {line}") for line in report.weight_layout),
         *(Text(f"note: {n}") for n in report.notes),
     )
 
@@ -185,6 +187,14 @@ def _providers(report: CompileReport) -> Table:
             why += f"; not {name}: {'; '.join(reasons)}"
         table.add_row(choice.op, choice.provider, str(choice.num_nodes), why)
     return table
+
+
+def _captured_steps(report: CompileReport) -> list[Text | Padding]:
+    """What an engine of default size captures, and the memory that it will take."""
+    if not report.captured_steps:
+        return []
+    title = Text("\nCaptured steps (EngineConfig(), on a GPU)", style="bold")
+    return [title, *(Padding(Text(line), (0, 0, 0, 1)) for line in report.captured_steps)]
 
 
 def _verification(report: CompileReport) -> list[Text | Table]:

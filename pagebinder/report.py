@@ -113,7 +113,8 @@ class ProviderChoice:
 class CompileReport:
     """Everything `explain()` prints. `to_dict()` is JSON-ready.
 
-    `weight_bytes` are the source model's, `graph_weight_bytes` those that the last graph reads.
+    `weight_bytes` are the source model's, `graph_weight_bytes` those that the last graph reads. `captured_steps`:
+    what an engine captures by default, and its memory; filled in for `explain()`.
     """
 
     model: str = ""
@@ -132,8 +133,10 @@ class CompileReport:
     kv: dict = field(default_factory=dict)
     providers: list[ProviderChoice] = field(default_factory=list)
     verified: list[VerifiedStep] = field(default_factory=list)
+    captured_steps: list[str] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    weight_layout: list[str] = field(default_factory=list)  # how linear layers read theirs on this machine
 
     _describe_blocks: ClassVar[Callable[[CompileReport], list[dict]] | None] = None  # set per report, no data
 

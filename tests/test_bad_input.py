@@ -171,7 +171,7 @@ BAD_CONFIGS = {
     "unknown engine option": (EngineConfig, dict(num_blocks=4), "did you mean 'num_kv_blocks'"),
     "positional": (CompileConfig, ("cpu",), "keyword"),
     "executable": (CompileConfig, dict(executable="fast"), "eager, inductor"),
-    "executable not built": (CompileConfig, dict(executable="cuda_graph"), "not built yet"),
+    "tensorrt fallback": (CompileConfig, dict(tensorrt_fallback="no"), "True or False"),
     "dtype": (CompileConfig, dict(dtype="int3"), "float32, bfloat16, float16"),
     "block size": (CompileConfig, dict(block_size=0), "block_size=0"),
     "device": (CompileConfig, dict(device="tpu"), "device='tpu'"),
@@ -211,7 +211,7 @@ def test_a_config_that_contradicts_the_model_is_refused(compiled):
 
 
 def test_things_that_are_not_models_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="Module or a checkpoint directory"):
+    with pytest.raises(ConfigError, match="Module, a checkpoint directory or an ONNX file"):
         pagebinder.compile_model(3)
     with pytest.raises(CheckpointError, match="not a directory"):
         pagebinder.compile_model(tmp_path / "nowhere")

@@ -3,6 +3,7 @@
 from pagebinder.custom_ops.activation import gated_activation
 from pagebinder.custom_ops.attention import (
     cross,
+    merge_states,
     packed,
     paged,
     qk_norm_rope_quantized_write,
@@ -10,6 +11,7 @@ from pagebinder.custom_ops.attention import (
     quantized_paged,
     relative,
     semantic,
+    unified,
 )
 from pagebinder.custom_ops.compress import compress, paged_compress
 from pagebinder.custom_ops.fp8 import attention as fp8_attention
@@ -45,6 +47,7 @@ __all__ = [
     "inverse_rope_grouped",
     "linear",
     "linears",
+    "merge_states",
     "mla",
     "mlstm",
     "packed",
@@ -65,6 +68,7 @@ __all__ = [
     "sparse_mla",
     "sparse_semantic",
     "ssd",
+    "unified",
     "wkv",
     "write",
 ]

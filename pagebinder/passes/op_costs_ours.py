@@ -11,6 +11,7 @@ import sympy
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS
+from pagebinder.custom_ops.linear.packed_weights import plain_shape
 from pagebinder.custom_ops.recurrent.define import RECURRENCES, Recurrence
 from pagebinder.graph_tools import val
 from pagebinder.passes.lock_facts import operand
@@ -121,7 +122,7 @@ def _qk_norm_rope_write(model: CostModel, node: Node) -> OpCost:
 def _linears(model: CostModel, node: Node) -> OpCost:
     """As its layers would count, x read once."""
     x, weights, biases = node.args
-    columns = sum(model.shape(w)[0] for w in weights)
+    columns = sum(plain_shape(val(w))[0] for w in weights)
     values = model.numel(x) / model.shape(x)[-1] * columns
     return model.moved(node, flops=2 * model.shape(x)[-1] * values + (values if biases else ZERO))
 
@@ -253,6 +254,7 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     "cross_attention": _attention,
     "paged_attention": _paged_attention,
     "paged_relative_attention": _paged_attention,
+    "unified_attention": _paged_attention,
     "kv_cache_write": _kv_cache_write,
     "quantized_paged_attention": _paged_attention,
     "quantized_kv_cache_write": _kv_cache_write,

@@ -57,6 +57,7 @@ SELECTABLE = (
     "paged_attention",
     "paged_attention_fp8_quant",
     "paged_relative_attention",
+    "unified_attention",
     "kv_cache_write",
     "quantized_paged_attention",
     "quantized_paged_attention_fp8_quant",
@@ -138,7 +139,7 @@ def _need(name: str, node: Node, device: torch.device) -> OpNeed:
         block_size=int(cache.shape[2]),
         num_heads=None if is_write else int(new.shape[1]),
         num_kv_heads=int(cache.shape[1]),
-        features=codes | (_features(node) if "paged_attention" in name else frozenset()),
+        features=codes | _attention_features(name, node),
     )
 
 
@@ -154,6 +155,12 @@ def _packed_need(name: str, node: Node, device: torch.device) -> OpNeed:
         num_kv_heads=int(k.shape[1]),
         features=_features(node, first_optional=4) if name == "packed_attention" else frozenset(),
     )
+
+
+def _attention_features(name: str, node: Node) -> frozenset[str]:
+    if name == "unified_attention":
+        return _features(node, first_optional=8)
+    return _features(node) if "paged_attention" in name else frozenset()
 
 
 def _features(node: Node, first_optional: int = 5) -> frozenset[str]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pagebinder.custom_ops.linear import packed_weights
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
 from tests.tolerances import TOLERANCES, assert_close
@@ -153,3 +154,100 @@ def test_opcheck(provider):
     torch.library.opcheck(
         provider.overload("gated_linear"), (x, weight, weight, bias), {"activation": "silu"}
     )
+
+
+# ---- packed weights --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("columns", "inner"), [(32, 32), (96, 64), (160, 352), (608, 1056)])
+def test_packing_keeps_every_number(provider, columns, inner):
+    _, weight, _ = operands(1, columns, inner)
+    packed = packed_weights.pack(weight)
+    assert packed_weights.plain_shape(packed) == (columns, inner)
+    assert torch.equal(packed_weights.unpack(packed), weight)
+    if provider.name == "cpu":
+        wide = torch.nn.functional.pad(weight, (0, 7))[:, :inner]  # rows further apart
+        ours, back = torch.empty_like(packed), torch.empty_like(weight)
+        torch.ops.pagebinder_cpu.pack_linear_weight(wide, ours)
+        torch.ops.pagebinder_cpu.unpack_linear_weight(ours, back)
+        assert torch.equal(ours, packed) and torch.equal(back, weight)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 16, 17, 31, 32, 33, 48, 100, 257, 600])
+@pytest.mark.parametrize(("columns", "inner"), [(32, 32), (96, 64), (288, 1056), (64, 2080)])
+def test_packed_weights_against_float64(linear, rows, columns, inner):
+    x, weight, bias = operands(rows, columns, inner)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert_close(linear(x, packed_weights.pack(weight), bias), exact)
+
+
+@pytest.mark.parametrize("rows", [3, 16, 40, 300])
+def test_packed_siblings_and_gates(provider, rows):
+    x, weight, bias = operands(rows, 288, 1056)
+    linear, linears = provider.overload("linear"), provider.overload("linears")
+    weights, biases = (
+        [packed_weights.pack(w) for w in weight.split([96, 32, 160])],
+        list(bias.split([96, 32, 160])),
+    )
+    for given in (biases, []):
+        together = linears(x, weights, given)
+        for y, w, b in zip(together, weights, given or [None] * 3, strict=True):
+            assert y.is_contiguous() and torch.equal(y, linear(x, w, b))
+    gate, up = (packed_weights.pack(w) for w in (weight[:96], weight[96:192]))
+    parts = linear(x, gate, biases[0]), linear(x, up, None)
+    for activation in ACTIVATIONS:
+        out = provider.overload("gated_linear")(x, gate, up, biases[0], None, activation=activation)
+        expected = torch.ops.pagebinder.gated_activation(*parts, activation=activation)
+        torch.testing.assert_close(
+            out, expected, rtol=2 * TOLERANCES[x.dtype].rtol, atol=2 * TOLERANCES[x.dtype].atol
+        )
+        assert (out != expected).float().mean() < 0.02
+    with pytest.raises((RuntimeError, ValueError), match="alike"):
+        provider.overload("gated_linear")(x, gate, weights[1], None, None, activation="silu")
+
+
+def test_packed_weights_give_the_same_bits_with_any_number_of_rows_and_threads(provider):
+    if provider.name != "cpu" or not torch.ops.pagebinder_cpu.has_matrix_tiles():
+        pytest.skip("promised of the kernel on matrix tiles")
+    linear = provider.overload("linear")
+    x, weight, bias = operands(600, 320, 1056)
+    packed, threads = packed_weights.pack(weight), torch.get_num_threads()
+    together = linear(x, packed, bias)
+    try:
+        torch.set_num_threads(3)
+        for rows in (1, 4, 5, 16, 31, 40, 300, 600):
+            assert torch.equal(linear(x[:rows], packed, bias), together[:rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_layouts_of_x_with_packed_weights(linear):
+    x, weight, bias = operands(60, 64, 96)
+    packed = packed_weights.pack(weight)
+
+    def check_packed(x):
+        assert_close(
+            linear(x, packed, bias), torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        )
+
+    for view in (
+        x.view(3, 20, 96),
+        x[0],
+        x[::2],
+        x.view(3, 20, 96).transpose(0, 1),
+        x.T.contiguous().T,
+        x[:0],
+    ):
+        check_packed(view)
+    with pytest.raises(RuntimeError):
+        linear(x[:, :64], packed)
+    with pytest.raises(RuntimeError):
+        linear(x, packed, bias[:32])
+    with pytest.raises((RuntimeError, ValueError)):
+        linear(x.float(), packed)
+
+
+def test_what_cannot_be_packed():
+    for weight in (torch.zeros(40, 64), torch.zeros(64, 64), torch.zeros(64, 40, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="multiples of 32"):
+            packed_weights.pack(weight)

@@ -47,6 +47,8 @@ bool evenly_spaced_rows(const Tensor& x, int64_t& rows, int64_t& stride) {
   return x.stride(x.dim() - 1) == 1;
 }
 
+Kernel packed_kernel() { return pagebinder::packed_weights_usable() ? pagebinder::linear_with_packed_weights : nullptr; }
+
 Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner) {
   const bool whole = columns % pagebinder::LINEAR_GRAIN == 0 && inner % pagebinder::LINEAR_GRAIN == 0 && inner > 0;
   if (!whole) return nullptr;
@@ -57,6 +59,39 @@ Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner)
   if (type == ScalarType::Float) return pagebinder::linear_with_vectors<float>;
   return type == ScalarType::BFloat16 ? pagebinder::linear_with_vectors<bf16> : nullptr;
 }
+
+// ---- packed weights --------------------------------------------------------------------------------------------
+
+constexpr int64_t PACKED_DIMS = 6;  // [N / 32, K / 32, 2, 16, 16, 2]
+
+bool is_packed(const Tensor& weight) { return weight.dim() == PACKED_DIMS; }
+int64_t columns_of(const Tensor& weight) { return weight.size(0) * (is_packed(weight) ? pagebinder::PACKED_PANEL : 1); }
+
+void for_panels(const Tensor& plain, const Tensor& packed, bool unpack) {
+  STD_TORCH_CHECK(plain.scalar_type() == ScalarType::BFloat16 && packed.scalar_type() == ScalarType::BFloat16 &&
+                      plain.dim() == 2 && plain.stride(1) == 1 && is_packed(packed) && packed.is_contiguous() &&
+                      plain.numel() == packed.numel() && packed.size(0) * pagebinder::PACKED_PANEL == plain.size(0),
+                  "a bf16 weight [N, K] is packed as [N / 32, K / 32, 2, 16, 16, 2]");
+  const pagebinder::PackedWeight weight{plain.mutable_data_ptr(), plain.stride(0), plain.size(1),
+                                        packed.mutable_data_ptr()};
+  torch::stable::parallel_for(0, packed.size(0), 1, [&](int64_t panel, int64_t end) {
+    for (; panel < end; ++panel) pagebinder::pack_panel(weight, panel, unpack);
+  });
+}
+
+void pack_linear_weight(const Tensor& weight, Tensor packed) { for_panels(weight, packed, false); }
+void unpack_linear_weight(const Tensor& packed, Tensor weight) { for_panels(weight, packed, true); }
+
+// The weight [N, K] for kernels that want it so.
+Tensor plain(const Tensor& weight) {
+  if (!is_packed(weight)) return weight;
+  Tensor result = torch::stable::new_empty(
+      weight, std::vector<int64_t>{columns_of(weight), weight.size(1) * pagebinder::PACKED_PANEL});
+  for_panels(result, weight, true);
+  return result;
+}
+
+// ---- calls -----------------------------------------------------------------------------------------------------
 
 // One call for several layers on the same x; `kernel` is null where torch has to serve them.
 struct Call {
@@ -71,9 +106,10 @@ struct Call {
     Kernel chosen = nullptr;
     for (size_t i = 0; i < weights.size(); ++i) {
       if (!fits(x, weights[i], biases[i])) return;
-      chosen = kernel_for(x.scalar_type(), args.rows, weights[i].size(0), args.inner);
+      if (is_packed(weights[i]) != is_packed(weights[0])) return;
+      chosen = is_packed(weights[i]) ? packed_kernel() : kernel_for(x.scalar_type(), args.rows, weights[i].size(0), args.inner);
       if (chosen == nullptr) return;
-      layers.push_back({weights[i].size(0), weights[i].const_data_ptr(), weights[i].stride(0),
+      layers.push_back({columns_of(weights[i]), weights[i].const_data_ptr(), weights[i].stride(0),
                         biases[i] ? biases[i]->const_data_ptr() : nullptr, nullptr});
     }
     args.layers = layers.data(), args.num_layers = static_cast<int>(layers.size());
@@ -82,9 +118,11 @@ struct Call {
 
   bool fits(const Tensor& x, const Tensor& weight, const Bias& bias) const {
     const ScalarType type = x.scalar_type();
-    return weight.dim() == 2 && weight.scalar_type() == type && weight.stride(1) == 1 &&
-           weight.size(1) == args.inner &&
-           (!bias || (bias->scalar_type() == type && bias->dim() == 1 && bias->size(0) == weight.size(0) &&
+    const bool lies_well = is_packed(weight)
+                               ? weight.is_contiguous() && weight.size(1) * pagebinder::PACKED_PANEL == args.inner
+                               : weight.dim() == 2 && weight.stride(1) == 1 && weight.size(1) == args.inner;
+    return lies_well && weight.scalar_type() == type &&
+           (!bias || (bias->scalar_type() == type && bias->dim() == 1 && bias->size(0) == columns_of(weight) &&
                       (bias->size(0) <= 1 || bias->stride(0) == 1)));
   }
 };
@@ -105,7 +143,8 @@ std::vector<Tensor> linears(const Tensor& x, std::vector<Tensor> weights, std::v
   std::vector<Tensor> results;
   Call call(x, weights, biases);
   for (size_t i = 0; i < weights.size(); ++i) {
-    results.push_back(call.kernel ? new_result(x, weights[i].size(0)) : torch_linear(x, weights[i], biases[i]));
+    results.push_back(call.kernel ? new_result(x, columns_of(weights[i]))
+                                  : torch_linear(x, plain(weights[i]), biases[i]));
     if (call.kernel) call.layers[i].out = results[i].mutable_data_ptr();
   }
   if (call.kernel) call.kernel(call.args);
@@ -114,8 +153,8 @@ std::vector<Tensor> linears(const Tensor& x, std::vector<Tensor> weights, std::v
 
 Tensor linear(const Tensor& x, const Tensor& weight, Bias bias) {
   Call call(x, {weight}, {bias});
-  if (!call.kernel) return torch_linear(x, weight, bias);
-  Tensor out = new_result(x, weight.size(0));
+  if (!call.kernel) return torch_linear(x, plain(weight), bias);
+  Tensor out = new_result(x, columns_of(weight));
   call.layers[0].out = out.mutable_data_ptr();
   call.kernel(call.args);
   return out;
@@ -157,16 +196,17 @@ void gate_tensors(Activation activation, const Tensor& gate, const Tensor& up) {
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate, const Tensor& up, Bias gate_bias, Bias up_bias,
                     std::string activation) {
-  STD_TORCH_CHECK(gate.dim() == 2 && up.dim() == 2 && gate.size(0) == up.size(0), "gate and up must be [N, K] alike");
+  STD_TORCH_CHECK((gate.dim() == 2 || is_packed(gate)) && up.dim() == gate.dim() && gate.size(0) == up.size(0),
+                  "gate and up must be [N, K] alike");
   const Activation kind = activation_named(activation);
   Call call(x, {gate, up}, {gate_bias, up_bias});
   if (call.kernel) {
-    Tensor out = new_result(x, gate.size(0));
+    Tensor out = new_result(x, columns_of(gate));
     call.layers[0].out = out.mutable_data_ptr(), call.args.gate = kind;
     call.kernel(call.args);
     return out;
   }
-  const Tensor out = torch_linear(x, gate, gate_bias), other = torch_linear(x, up, up_bias);
+  const Tensor out = torch_linear(x, plain(gate), gate_bias), other = torch_linear(x, plain(up), up_bias);
   switch (out.scalar_type()) {
     case ScalarType::Float: gate_tensors<float>(kind, out, other); break;
     case ScalarType::BFloat16: gate_tensors<bf16>(kind, out, other); break;
@@ -186,10 +226,16 @@ STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("linears", TORCH_BOX(&linears));
   m.impl("gated_linear", TORCH_BOX(&gated_linear));
+  m.impl("pack_linear_weight", TORCH_BOX(&pack_linear_weight));
+  m.impl("unpack_linear_weight", TORCH_BOX(&unpack_linear_weight));
 }
 
 // Does this machine let the kernels use matrix tiles?
-STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) { m.def("has_matrix_tiles() -> bool"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
+  m.def("has_matrix_tiles() -> bool");
+  m.def("pack_linear_weight(Tensor weight, Tensor(a!) packed) -> ()");
+  m.def("unpack_linear_weight(Tensor packed, Tensor(a!) weight) -> ()");
+}
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CompositeExplicitAutograd, m) {
   m.impl("has_matrix_tiles", TORCH_BOX(&has_matrix_tiles));
 }

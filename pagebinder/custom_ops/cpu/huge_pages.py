@@ -7,8 +7,9 @@ processor's prefetcher stops at the end of a page (33 instead of 28 GB/s for one
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -50,28 +51,36 @@ def move_to_huge_pages(tensors: Iterable[torch.Tensor]) -> int:
     """Copy the memory of contiguous CPU tensors of 2 MB and more into huge pages and let the tensors point there.
 
     Tensors that share memory do so afterwards if they are the same view of it. Where they came from is free again
-    once nobody else refers to it. Nothing is done, and 0 returned, where huge pages are not to be had or the copies
-    would take more than half of the available memory. Returns the bytes that were moved.
+    once nobody else refers to it. Nothing is done where there is no room, or no huge pages. Returns the bytes that
+    were moved.
     """
     views: dict[tuple, list[torch.Tensor]] = {}
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         if tensor.device.type == "cpu" and tensor.is_contiguous() and num_bytes >= HUGE_PAGE_BYTES:
             views.setdefault((tensor.data_ptr(), num_bytes), []).append(tensor)
-    total = sum(num_bytes + -num_bytes % ALIGNMENT for _, num_bytes in views)
-    if not total or total > MOST_SHARE * _available_bytes():
+    places, is_huge = memory_for([num_bytes for _, num_bytes in views])
+    if not is_huge:
         return 0
-    memory = untouched_zeros(total)
-    if not advise_huge_pages(memory):
-        return 0
-    begin = 0
-    for (_, num_bytes), same in views.items():
-        place = memory[begin : begin + num_bytes]
+    for place, same in zip(places, views.values(), strict=True):
         place.copy_(same[0].detach().reshape(-1).view(torch.uint8))
         for tensor in same:
             tensor.data = place.view(tensor.dtype).view(tensor.shape)
-        begin += num_bytes + -num_bytes % ALIGNMENT
-    return total
+    return sum(place.numel() for place in places)
+
+
+def memory_for(sizes: Sequence[int]) -> tuple[list[torch.Tensor], bool]:
+    """For each size that many bytes (uint8), in one piece of memory; and is it in huge pages?
+
+    No memory at all, ([], False), where it would be more than half of what is available.
+    """
+    ends = list(itertools.accumulate(size + -size % ALIGNMENT for size in sizes))
+    if not ends or ends[-1] > MOST_SHARE * _available_bytes():
+        return [], False
+    memory = untouched_zeros(ends[-1])
+    is_huge = advise_huge_pages(memory)
+    begins = [0, *ends]
+    return [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)], is_huge
 
 
 def _available_bytes() -> int:

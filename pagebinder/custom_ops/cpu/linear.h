@@ -1,10 +1,12 @@
-// Linear layers y = x W^T (+ bias) for few to some hundred rows, from weights as they lie in memory.
+// Linear layers y = x W^T (+ bias).
 //
 //   tiles     bf16 on matrix tiles (AMX):  y^T [column][row]  =  W [column][K]  x  x pairs [K/2][row]
 //   vectors   bf16 and float32: every row of W is read once and meets a few rows of x
 //
-// Weights are never packed, so no second copy of one exists; x is packed once a call. Layers that read the same x
-// are one call: threads take panels of columns from all of them, each from a run of its own (work_ranges.h).
+//   packed    bf16 on matrix tiles, W packed as tiles beforehand (linear/packed_weights.py), any number of rows
+//
+// The first two take weights as they lie, so no second copy of one exists. x is packed once a call. Layers that read the
+// same x are one call: threads take panels of columns from all of them, each from a run of its own (work_ranges.h).
 #pragma once
 
 #include "activations.h"
@@ -16,12 +18,13 @@ constexpr int LINEAR_GRAIN = 32;  // columns and K must be multiples of this
 constexpr int64_t LINEAR_MOST_ROWS = 128;     // on tiles; beyond, oneDNN is as fast or faster (docs/measurements.md)
 constexpr int64_t LINEAR_MOST_VECTOR_ROWS = 8;  // on vectors
 constexpr int64_t LINEAR_STREAM_ROWS = 4;       // on vectors though there are tiles: memory is the limit, and is read faster
+constexpr int PACKED_PANEL = 32;  // columns of a panel of packed weights; steps of K are as long
 constexpr int64_t LINEAR_SERIAL_FLOPS = 1 << 19;
 
 // One layer of those that read the same x; data of x's type.
 struct LinearLayer {
   int64_t columns;
-  const void* weight;   // [columns, inner]
+  const void* weight;   // [columns, inner], or packed: [columns / 32, inner / 32, 2, 16, 16, 2]
   int64_t weight_stride;
   const void* bias;     // [columns] or null
   void* out;            // [rows, columns] contiguous
@@ -65,5 +68,17 @@ class LinearPanels {
 bool linear_suits_tiles(int64_t rows, int64_t columns, int64_t inner);
 void linear_with_tiles(const LinearArgs& args);
 template <class T> void linear_with_vectors(const LinearArgs& args);
+
+// A weight, and the memory of its packed form.
+struct PackedWeight {
+  void* plain;          // [columns, inner]
+  int64_t plain_stride, inner;
+  void* packed;
+};
+
+// Packs one panel of 32 columns, or unpacks it.
+void pack_panel(const PackedWeight& weight, int64_t panel, bool unpack);
+bool packed_weights_usable();
+void linear_with_packed_weights(const LinearArgs& args);
 
 }  // namespace pagebinder

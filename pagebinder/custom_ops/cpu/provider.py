@@ -7,10 +7,12 @@ import itertools
 import torch
 
 from pagebinder.custom_ops.attention import (
+    merge_states,
     paged,
     qk_norm_rope_quantized_write,
     qk_norm_rope_write,
     quantized_paged,
+    unified,
 )
 from pagebinder.custom_ops.compress import paged_compress
 from pagebinder.custom_ops.cpu import attention_fp8, build, mla, packed
@@ -39,6 +41,9 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         paged.KV_CACHE_WRITE,
         paged.PAGED_ATTENTION,
         paged.PAGED_ATTENTION_LSE,
+        unified.UNIFIED_ATTENTION,
+        unified.ATTENTION_PART,
+        merge_states.MERGE_ATTENTION_STATES,
         linear.LINEAR,
         linears.LINEARS,
         gated_linear.GATED_LINEAR,
@@ -98,7 +103,7 @@ class CpuProvider(Provider):
 
     name = "cpu"
     devices = ("cpu",)
-    graph_capture = "never"
+    graph_capture = "always"  # a recorded call is made again as a whole, and plans its work anew
 
     def problem(self) -> ProviderError | None:
         return build.problem()
@@ -119,6 +124,12 @@ class CpuProvider(Provider):
 
     def overload(self, op: str) -> torch._ops.OpOverload:
         return overload(NAMESPACE, op)
+
+
+def has_matrix_tiles() -> bool:
+    """Are the kernels of linear layers loaded, and does this machine let them use matrix tiles?"""
+    kernels = torch.ops.pagebinder_cpu
+    return hasattr(kernels, "has_matrix_tiles") and kernels.has_matrix_tiles()
 
 
 register_provider(CpuProvider())

@@ -69,6 +69,7 @@ RMS_NORM_FP8_QUANT = define_op(
     "-> (Tensor, Tensor)",
     reference=rms_norm_fp8_quant_reference,
     fake=_rms_norm_fp8_quant_fake,
+    capture="always",
 )
 
 ADD_RMS_NORM_FP8_QUANT = define_op(
@@ -77,6 +78,7 @@ ADD_RMS_NORM_FP8_QUANT = define_op(
     "-> (Tensor, Tensor, Tensor)",
     reference=add_rms_norm_fp8_quant_reference,
     fake=_add_rms_norm_fp8_quant_fake,
+    capture="always",
 )
 
 GATED_ACTIVATION_FP8_QUANT = define_op(
@@ -84,4 +86,5 @@ GATED_ACTIVATION_FP8_QUANT = define_op(
     "(Tensor gate, Tensor up, Tensor? scale=None, *, str activation, str granularity) -> (Tensor, Tensor)",
     reference=gated_activation_fp8_quant_reference,
     fake=_gated_activation_fp8_quant_fake,
+    capture="always",
 )

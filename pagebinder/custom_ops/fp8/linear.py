@@ -59,4 +59,5 @@ FP8_LINEAR = define_op(
     "-> Tensor",
     reference=fp8_linear_reference,
     fake=_fp8_linear_fake,
+    capture="always",
 )

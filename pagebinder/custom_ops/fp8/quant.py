@@ -98,4 +98,5 @@ SCALED_FP8_QUANT = define_op(
     "(Tensor x, Tensor? scale=None, *, str granularity) -> (Tensor, Tensor)",
     reference=scaled_fp8_quant_reference,
     fake=_scaled_fp8_quant_fake,
+    capture="always",
 )

@@ -142,6 +142,7 @@ HYPER_CONNECTION = define_op(
     "-> (Tensor, Tensor, Tensor)",
     reference=hyper_connection_reference,
     fake=_hyper_connection_fake,
+    capture="always",
 )
 
 HYPER_MIX = define_op(
@@ -149,6 +150,7 @@ HYPER_MIX = define_op(
     "(Tensor streams, Tensor post, Tensor comb, Tensor update) -> Tensor",
     reference=hyper_mix_reference,
     fake=lambda streams, post, comb, update: streams.new_empty(streams.shape),
+    capture="always",
 )
 
 HYPER_HEAD = define_op(
@@ -156,4 +158,5 @@ HYPER_HEAD = define_op(
     "(Tensor streams, Tensor fn, Tensor base, Tensor scale, *, float norm_eps, float eps) -> Tensor",
     reference=hyper_head_reference,
     fake=lambda streams, fn, base, scale, **_: streams.new_empty((streams.shape[0], streams.shape[2])),
+    capture="always",
 )

@@ -13,13 +13,14 @@ from __future__ import annotations
 from pagebinder.custom_ops.activation.gated_activation import gated_activation_reference
 from pagebinder.custom_ops.library import define_op
 from pagebinder.custom_ops.linear.linear import linear_reference
+from pagebinder.custom_ops.linear.packed_weights import plain_shape
 
 
 def gated_linear_reference(x, gate, up, gate_bias=None, up_bias=None, *, activation):
     """Two linear layers, then the gate.
 
     Args:
-        x: [..., K]. gate, up: [N, K]. gate_bias, up_bias: [N] or None.
+        x: [..., K]. gate, up: [N, K], or both packed. gate_bias, up_bias: [N] or None.
     Returns:
         [..., N] in x's dtype.
     Raises:
@@ -33,12 +34,12 @@ def gated_linear_reference(x, gate, up, gate_bias=None, up_bias=None, *, activat
 
 def _check(gate, up):
     if gate.shape != up.shape:
-        raise ValueError(f"gate is {tuple(gate.shape)} and up {tuple(up.shape)}: they must be alike")
+        raise ValueError(f"gate is {plain_shape(gate)} and up {plain_shape(up)}: they must be alike")
 
 
 def _gated_linear_fake(x, gate, up, gate_bias=None, up_bias=None, *, activation):
     _check(gate, up)
-    return x.new_empty((*x.shape[:-1], gate.shape[0]))
+    return x.new_empty((*x.shape[:-1], plain_shape(gate)[0]))
 
 
 GATED_LINEAR = define_op(
@@ -46,4 +47,5 @@ GATED_LINEAR = define_op(
     "(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias=None, Tensor? up_bias=None, *, str activation) -> Tensor",
     reference=gated_linear_reference,
     fake=_gated_linear_fake,
+    capture="always",
 )

@@ -77,4 +77,5 @@ INVERSE_ROPE_GROUPED_LINEAR = define_op(
     "(Tensor x, Tensor cos, Tensor sin, Tensor weight, *, int groups, bool fp8=False) -> Tensor",
     reference=inverse_rope_grouped_linear_reference,
     fake=_inverse_rope_grouped_linear_fake,
+    capture="always",
 )

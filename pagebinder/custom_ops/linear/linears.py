@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from pagebinder.custom_ops.library import define_op
 from pagebinder.custom_ops.linear.linear import linear_reference
+from pagebinder.custom_ops.linear.packed_weights import plain_shape
 
 
 def linears_reference(x, weights, biases):
     """Every layer by itself.
 
     Args:
-        x: [..., K]. weights: of [N_i, K]. biases: of [N_i], one for each weight, or empty.
+        x: [..., K]. weights: of [N_i, K] or packed. biases: of [N_i], one for each weight, or empty.
     Returns:
         A list of [..., N_i], one for each weight, in x's dtype.
     Raises:
@@ -33,7 +34,10 @@ def _bias_of_each(weights, biases):
 
 
 def _linears_fake(x, weights, biases):
-    return [x.new_empty((*x.shape[:-1], w.shape[0])) for w, _ in zip(weights, _bias_of_each(weights, biases))]
+    return [
+        x.new_empty((*x.shape[:-1], plain_shape(w)[0]))
+        for w, _ in zip(weights, _bias_of_each(weights, biases))
+    ]
 
 
 LINEARS = define_op(
@@ -41,4 +45,5 @@ LINEARS = define_op(
     "(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]",
     reference=linears_reference,
     fake=_linears_fake,
+    capture="always",
 )

@@ -41,6 +41,7 @@ DEQUANTIZE_WEIGHT = define_op(
     "(Tensor qweight, Tensor scale, *, str format, ScalarType dtype) -> Tensor",
     reference=dequantize_weight_reference,
     fake=_dequantize_weight_fake,
+    capture="always",
 )
 
 QUANTIZED_LINEAR = define_op(
@@ -48,4 +49,5 @@ QUANTIZED_LINEAR = define_op(
     "(Tensor x, Tensor qweight, Tensor scale, Tensor? bias=None, *, str format) -> Tensor",
     reference=quantized_linear_reference,
     fake=_quantized_linear_fake,
+    capture="always",
 )

@@ -63,4 +63,5 @@ Q_NORM_ROPE = define_op(
     "(Tensor q, Tensor cos, Tensor sin, *, float eps) -> Tensor",
     reference=q_norm_rope_reference,
     fake=_q_norm_rope_fake,
+    capture="always",
 )

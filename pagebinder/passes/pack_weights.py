@@ -1,0 +1,100 @@
+"""Weights of linear layers in the order in which matrix units read them (linear/packed_weights.py).
+
+Matches:
+    linear(x, W, b) | linears(x, [W, ...], ...) | gated_linear(x, Wg, Wu, ...)     of the provider cpu, W [N, K] bf16
+Replaces with:
+    the same op on W packed                                                        W packed: of this graph alone
+
+Made where graphs meet the machine that runs them, after everything that compares graphs. Numbers stay; sums are in
+another order than for plain weights, and in the same for any number of rows. A weight that other ops read as well
+(the table of an embedding that is the LM head, too) stays beside its packed form.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pagebinder.custom_ops.cpu.pack import pack_all
+from pagebinder.custom_ops.linear.packed_weights import can_be_packed
+from pagebinder.graph_tools import attach, attribute, calls, describe, fake_mode_of, finish, source_line
+from pagebinder.report import Match, PassResult, Refusal
+
+PATTERN = "packed weights"
+OPS = ("linear", "linears", "gated_linear")
+
+
+def pack_weights(gm: GraphModule, *, keep: Collection[int] = ()) -> PassResult:
+    """Pack the weights of a graph that runs on matrix tiles; no other machine should be asked to.
+
+    Args:
+        keep: data pointers of weights that stay as they are: somebody else holds them in memory anyway.
+    """
+    result = PassResult(name="pack_weights")
+    users = []
+    for node in calls(gm.graph, *(getattr(torch.ops.pagebinder_cpu, op).default for op in OPS)):
+        reason = _reason_against(gm, node, keep)
+        if reason is None:
+            users.append(node)
+        else:
+            where = {"source_line": source_line(node), **describe(node)}
+            result.refusals.append(Refusal(pattern=PATTERN, reason=reason, **where))
+    plain = {w.target: attribute(gm, w.target) for node in users for w in _weights(node)}
+    packed = pack_all(list(plain.values()))
+    if packed is None:
+        return result
+    names = {}
+    for (name, weight), tensor in zip(plain.items(), packed, strict=True):
+        names[name] = f"{name}_packed"
+        is_parameter = isinstance(weight, torch.nn.Parameter)
+        attach(gm, names[name], torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+    for node in users:
+        for weight in dict.fromkeys(_weights(node)):
+            node.replace_input_with(weight, _read(gm, names[weight.target], node))
+        result.matches.append(Match(pattern=PATTERN, **describe(node)))
+    result.changed = bool(users)
+    finish(gm)
+    return result
+
+
+def describe_packing(results: Sequence[PassResult]) -> list[str]:
+    """Lines for the report: how many layers read packed weights, and why others do not."""
+    matches = sum(len(result.matches) for result in results)
+    reasons = collections.Counter(refusal.reason for result in results for refusal in result.refusals)
+    lines = [f"{matches} linear layers read weights packed for matrix units"] if matches else []
+    return lines + [
+        f"{count} linear layers read theirs as they are: {reason}" for reason, count in reasons.items()
+    ]
+
+
+def _weights(node: Node) -> list[Node]:
+    name = node.target._schema.name.split("::")[1]
+    return (
+        list(node.args[1]) if name == "linears" else list(node.args[1 : 3 if name == "gated_linear" else 2])
+    )
+
+
+def _reason_against(gm: GraphModule, node: Node, keep: Collection[int]) -> str | None:
+    for weight in _weights(node):
+        if weight.op != "get_attr":
+            return "the weight is computed"
+        tensor = attribute(gm, weight.target)
+        if tensor.data_ptr() in keep:
+            return "the model that was given holds the weight, and would hold it twice"
+        if not can_be_packed(tensor):
+            return f"the weight is {tuple(tensor.shape)} of {tensor.dtype}: bf16 in multiples of 32 is packed"
+        if tensor.stride(1) != 1:
+            return "rows of the weight are not contiguous"
+    return None
+
+
+def _read(gm: GraphModule, name: str, before: Node) -> Node:
+    tensor = attribute(gm, name)
+    with gm.graph.inserting_before(before):
+        node = gm.graph.get_attr(name)
+    with fake_mode_of(gm.graph):  # from_tensor would make sizes dynamic
+        node.meta["val"] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return node

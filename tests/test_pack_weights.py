@@ -1,0 +1,130 @@
+"""Packed weights in compiled models: who gets them, what they compute, and what an artefact keeps of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import pagebinder
+from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
+from pagebinder.compiled_files import TENSORS
+from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
+from pagebinder.custom_ops.linear.packed_weights import is_packed
+from pagebinder.graph_tools import attributes
+from pagebinder.runtime.single_sequence import single_sequence_inputs
+from tests.helpers import tiny_llama
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+SMALL = EngineConfig(kv_cache_bytes=1 << 20, max_num_seqs=4)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], list(range(40)), [7]]
+
+
+def eager(**options) -> CompileConfig:
+    return CompileConfig(executable="eager", **options)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_llama(tie_word_embeddings=True).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(checkpoint):
+    compiled = pagebinder.compile_model(checkpoint, eager())
+    if not has_matrix_tiles():
+        pytest.skip("this machine has no matrix tiles: nothing is packed")
+    return compiled
+
+
+def weights_of(compiled, packed: bool) -> list[str]:
+    found = attributes(compiled.graphs["fused"])
+    return [name for name, tensor in found.items() if is_packed(tensor) == packed and tensor.dim() > 1]
+
+
+def tokens_of(compiled) -> list[list[int]]:
+    return [output.token_ids for output in compiled.engine(SMALL).generate(PROMPTS, GREEDY)]
+
+
+def logits_of(compiled, ids=range(20)) -> torch.Tensor:
+    inputs = single_sequence_inputs(compiled.kv_spec, compiled.states, torch.tensor(list(ids)))
+    return compiled.executable.run(inputs)
+
+
+def test_linear_layers_of_a_checkpoint_are_packed(packed):
+    assert packed.report.weight_layout == ["9 linear layers read weights packed for matrix units"]
+    assert len(weights_of(packed, True)) == 2 * 7 + 1
+    assert not any("proj" in name for name in weights_of(packed, False))
+
+
+def test_the_table_that_is_the_head_too_has_both_forms(packed):
+    names = [name for name in weights_of(packed, True) if "layers" not in name]
+    assert len(names) == 1 and names[0].removesuffix("_packed") in weights_of(packed, False)
+
+
+def test_they_compute_what_plain_weights_do(packed, checkpoint):
+    plain = pagebinder.compile_model(checkpoint, eager(pack_weights=False))
+    assert not weights_of(plain, True) and not plain.report.weight_layout
+    a, b = (logits_of(compiled).float() for compiled in (packed, plain))
+    assert (a - b).abs().max() < 0.03 * b.abs().max()
+
+
+def test_a_module_keeps_its_weights_unless_asked(packed):
+    module = tiny_llama().bfloat16()
+    kept = pagebinder.compile_model(module, eager())
+    assert not weights_of(kept, True)
+    (line,) = kept.report.weight_layout
+    assert line.startswith("9 linear layers") and "hold it twice" in line and line in kept.explain()
+    asked = pagebinder.compile_model(module, eager(pack_weights=True))
+    assert len(weights_of(asked, True)) == 2 * 7 + 1
+    assert all(p.dim() < 6 for p in module.parameters())
+
+
+def test_other_types_and_mapped_weights_stay(packed, checkpoint):
+    assert not weights_of(pagebinder.compile_model(checkpoint, eager(dtype="float32")), True)
+    assert not weights_of(pagebinder.compile_model(checkpoint, eager(map_weights=True)), True)
+
+
+def test_one_by_one_and_together_are_the_same_bits(packed):
+    """What few rows and many compute is the same sum: a long prompt in chunks has the bits of one in a piece."""
+    linear = torch.ops.pagebinder_cpu.linear
+    name = next(n for n in weights_of(packed, True) if "o_proj" in n)
+    weight = attributes(packed.graphs["fused"])[name]
+    x = torch.randn(300, weight.shape[1] * 32).bfloat16()
+    together = linear(x, weight)
+    assert all(torch.equal(linear(x[i : i + 1], weight), together[i : i + 1]) for i in range(0, 300, 37))
+
+
+def test_an_artefact_refers_to_the_checkpoint_and_packs_again(packed, tmp_path):
+    packed.save(tmp_path / "artefact")
+    with safe_open(tmp_path / "artefact" / TENSORS, framework="pt") as own:
+        stored = [own.get_tensor(name).numel() for name in list(own.keys())]
+    assert sum(stored) < 2048
+    loaded = pagebinder.load(tmp_path / "artefact")
+    assert weights_of(loaded, True) == weights_of(packed, True)
+    assert tokens_of(loaded) == tokens_of(packed)
+
+
+def test_an_artefact_of_a_module_holds_its_weights(packed, tmp_path):
+    compiled = pagebinder.compile_model(tiny_llama().bfloat16(), eager(pack_weights=True))
+    compiled.save(tmp_path / "artefact")
+    loaded = pagebinder.load(tmp_path / "artefact")
+    assert len(weights_of(loaded, True)) == 2 * 7 + 1 and tokens_of(loaded) == tokens_of(compiled)
+
+
+def test_packed_weights_run_without_the_machine_for_them(packed):
+    """The reference takes them, too: a graph that was saved on another machine is slow and right."""
+    weight = attributes(packed.graphs["fused"])[weights_of(packed, True)[0]]
+    x = torch.randn(3, weight.shape[1] * 32).bfloat16()
+    ours, reference = torch.ops.pagebinder_cpu.linear(x, weight), torch.ops.pagebinder.linear(x, weight)
+    torch.testing.assert_close(ours, reference, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("options", [{"pack_weights": 1}, {"pack_weights": True, "map_weights": True}])
+def test_bad_options(options):
+    with pytest.raises(ConfigError, match="pack_weights"):
+        CompileConfig(**options)
