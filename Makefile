@@ -29,15 +29,20 @@ $(READY): pyproject.toml
 demo: $(READY)
 	$(BIN)/pagebinder demo
 
-# Two processes with one thread each: tiny models do not gain from threads.
+# Two processes with one thread each: tiny models do not gain from threads. A file stays with one of them, as what its
+# tests share (compiled models, artefacts) is made once a process.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 zoo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.run --jobs 2 --write-docs
 
+# Files with tests that `make test` skips.
+LONG := tests/export tests/frontend/test_onnx_import.py tests/test_engine_mla.py tests/test_mixed_layer_levels.py
+
 nightly: $(READY)
 	PAGEBINDER_NIGHTLY=1 $(BIN)/python -m pytest tests/runtime tests/fuzz
+	PAGEBINDER_NIGHTLY=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(LONG)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -126,7 +126,8 @@ def main(
     rows = []
     for name in MODELS:
         if only in name:
-            compiled = compile_model(MODELS[name](), CompileConfig(executable=executable))
+            config = CompileConfig(executable=executable, pack_weights=True)  # as from a checkpoint directory
+            compiled = compile_model(MODELS[name](), config)
             rows += [measure(name, compiled, *tokens, rounds) for tokens in PROMPTS]
     table = Table("model", "prompt", "cached", "uncached ms", "cached ms", "ratio", "range", "processor time")
     for r in rows:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 import torch
 from transformers import (
     Cohere2Config,
@@ -30,6 +33,11 @@ from transformers import (
 )
 
 VOCAB_SIZE = 128
+
+# For what takes long and says little that a shorter test does not: `make nightly`.
+nightly = pytest.mark.skipif(
+    os.environ.get("PAGEBINDER_NIGHTLY") != "1", reason="takes long: PAGEBINDER_NIGHTLY=1"
+)
 
 _SHAPE = {
     "vocab_size": VOCAB_SIZE,

@@ -16,7 +16,7 @@ from pagebinder.errors import CheckpointError, ConfigError
 from pagebinder.frontend.onnx_file import OnnxGraph, read_onnx
 from pagebinder.frontend.onnx_inputs import Inputs, inputs_of
 from pagebinder.frontend.onnx_module import OnnxDecoder, Run, needed_nodes
-from pagebinder.frontend.source import DEFAULT_MAX_MODEL_LEN, WEIGHT_PATTERNS, ModelSource, _generation_tokens
+from pagebinder.frontend.source import DEFAULT_MAX_MODEL_LEN, WEIGHT_PATTERNS, ModelSource, generation_tokens
 
 MODEL = "model.onnx"
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -83,7 +83,7 @@ def _facts(module: OnnxDecoder, folder: Path) -> dict[str, Any]:
             "config.json with vocab_size lies beside it."
         )
     length = next((config[name] for name in LENGTHS if config.get(name)), limit or DEFAULT_MAX_MODEL_LEN)
-    eos, bos = _generation_tokens(folder)
+    eos, bos = generation_tokens(folder)
     eos = eos or config.get("eos_token_id")
     eos = {eos} if isinstance(eos, int) else set(eos or ())
     return {

@@ -132,7 +132,7 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         raise CheckpointError(
             f"{config_path} holds a {type(config_dict).__name__}, not the options of a model."
         )
-    eos, bos = _generation_tokens(path)
+    eos, bos = generation_tokens(path)
     module = _build(path, config_dict, dtype, weights)
     facts = _facts(module.config, module)
     if eos:
@@ -302,7 +302,7 @@ def _decoder_start(config, module: torch.nn.Module) -> int | None:
     return getattr(config, "decoder_start_token_id", None) if token is None else token
 
 
-def _generation_tokens(path: Path) -> tuple[frozenset[int], int | None]:
+def generation_tokens(path: Path) -> tuple[frozenset[int], int | None]:
     """End-of-sequence and begin tokens of generation_config.json, which overrides config.json in practice."""
     file = path / "generation_config.json"
     if not file.exists():

@@ -47,7 +47,9 @@ bool evenly_spaced_rows(const Tensor& x, int64_t& rows, int64_t& stride) {
   return x.stride(x.dim() - 1) == 1;
 }
 
-Kernel packed_kernel() { return pagebinder::packed_weights_usable() ? pagebinder::linear_with_packed_weights : nullptr; }
+Kernel packed_kernel() {
+  return pagebinder::packed_weights_usable() ? pagebinder::linear_with_packed_weights : nullptr;
+}
 
 Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner) {
   const bool whole = columns % pagebinder::LINEAR_GRAIN == 0 && inner % pagebinder::LINEAR_GRAIN == 0 && inner > 0;
@@ -65,7 +67,9 @@ Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner)
 constexpr int64_t PACKED_DIMS = 6;  // [N / 32, K / 32, 2, 16, 16, 2]
 
 bool is_packed(const Tensor& weight) { return weight.dim() == PACKED_DIMS; }
-int64_t columns_of(const Tensor& weight) { return weight.size(0) * (is_packed(weight) ? pagebinder::PACKED_PANEL : 1); }
+int64_t columns_of(const Tensor& weight) {
+  return weight.size(0) * (is_packed(weight) ? pagebinder::PACKED_PANEL : 1);
+}
 
 void for_panels(const Tensor& plain, const Tensor& packed, bool unpack) {
   STD_TORCH_CHECK(plain.scalar_type() == ScalarType::BFloat16 && packed.scalar_type() == ScalarType::BFloat16 &&
@@ -107,7 +111,8 @@ struct Call {
     for (size_t i = 0; i < weights.size(); ++i) {
       if (!fits(x, weights[i], biases[i])) return;
       if (is_packed(weights[i]) != is_packed(weights[0])) return;
-      chosen = is_packed(weights[i]) ? packed_kernel() : kernel_for(x.scalar_type(), args.rows, weights[i].size(0), args.inner);
+      chosen = is_packed(weights[i]) ? packed_kernel()
+                                     : kernel_for(x.scalar_type(), args.rows, weights[i].size(0), args.inner);
       if (chosen == nullptr) return;
       layers.push_back({columns_of(weights[i]), weights[i].const_data_ptr(), weights[i].stride(0),
                         biases[i] ? biases[i]->const_data_ptr() : nullptr, nullptr});

@@ -5,8 +5,9 @@
 //
 //   packed    bf16 on matrix tiles, W packed as tiles beforehand (linear/packed_weights.py), any number of rows
 //
-// The first two take weights as they lie, so no second copy of one exists. x is packed once a call. Layers that read the
-// same x are one call: threads take panels of columns from all of them, each from a run of its own (work_ranges.h).
+// The first two take weights as they lie, so no second copy of one exists, and pack x once a call. Layers that read
+// the same x are one call: threads take panels of columns from all of them, each from a run of its own
+// (work_ranges.h).
 #pragma once
 
 #include "activations.h"
@@ -17,7 +18,7 @@ namespace pagebinder {
 constexpr int LINEAR_GRAIN = 32;  // columns and K must be multiples of this
 constexpr int64_t LINEAR_MOST_ROWS = 128;     // on tiles; beyond, oneDNN is as fast or faster (docs/measurements.md)
 constexpr int64_t LINEAR_MOST_VECTOR_ROWS = 8;  // on vectors
-constexpr int64_t LINEAR_STREAM_ROWS = 4;       // on vectors though there are tiles: memory is the limit, and is read faster
+constexpr int64_t LINEAR_STREAM_ROWS = 4;       // on vectors though there are tiles: memory is read faster
 constexpr int PACKED_PANEL = 32;  // columns of a panel of packed weights; steps of K are as long
 constexpr int64_t LINEAR_SERIAL_FLOPS = 1 << 19;
 

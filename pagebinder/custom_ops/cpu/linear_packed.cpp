@@ -1,11 +1,11 @@
 // Linear layers whose weights were packed as tiles, see linear.h.
 //
-//     W   [panel of 32 columns][step of 32 k][2 tiles][16 pairs of k][16 columns][2]     memory order: one long stream
+//     W   [panel of 32 columns][step of 32 k][2 tiles][16 pairs of k][16 columns][2]     in memory: one long stream
 //
-// A job is a group of panels (of gated layers: of both) against a block of rows: x is operand A and W operand B as they
-// lie, and the sums are rows of y. Sums of 2 x 2 tiles stay in registers for a block of steps, of which the second cache
-// holds what x and the group have. Meanwhile the group's next block is asked for, evenly, and the lines of y that are
-// written at the end.
+// A job is a group of panels (of gated layers: of both) against a block of rows: x is operand A and W operand B as
+// they lie, and the sums are rows of y. Sums of 2 x 2 tiles stay in registers for a block of steps, of which the second
+// cache holds what x and the group have. Meanwhile the group's next block is asked for, evenly, and the lines of y
+// that are written at the end.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
 #include <algorithm>
@@ -26,7 +26,8 @@ constexpr int TILE_SUMS = TILE_LINES * TILE_LINES;
 constexpr int BLOCK_STEPS = 32;                           // whose sums stay in registers
 constexpr int64_t STREAM_AHEAD = 16384;                   // bytes
 constexpr int MOST_PAIRS = 8;                             // of row tiles of a job
-constexpr int MOST_GROUP = 4, JOBS_OF_A_THREAD = 4;            // panels of a job
+constexpr int MOST_GROUP = 4;                             // panels of a job
+constexpr int JOBS_OF_A_THREAD = 4;                       // at least, before jobs get more panels
 
 struct Run {
   const LinearArgs& args;
@@ -39,7 +40,8 @@ struct Run {
 
   int64_t x_line() const { return args.x_stride * 2; }
   const char* rows_at(int pair) const {
-    return tail != nullptr && pair == row_pairs - 1 ? tail : static_cast<const char*>(args.x) + pair * PAIR * x_line();
+    if (tail != nullptr && pair == row_pairs - 1) return tail;
+    return static_cast<const char*>(args.x) + pair * PAIR * x_line();
   }
   bool gated() const { return args.gate != Activation::NONE; }
   int64_t panel_bytes() const { return static_cast<int64_t>(steps) * STEP_BYTES; }
@@ -76,8 +78,8 @@ struct Ahead {
   int64_t stride;  // bytes
 };
 
-// Adds `steps` steps to sums[row tile][column tile], which begin as zeros if `first`: ROWS x COLUMNS is 2 x 2, 1 x 2 or
-// 1 x 4. x: lines that are `x_line` bytes apart. w: where each column tile begins.
+// Adds `steps` steps to sums[row tile][column tile], which begin as zeros if `first`: ROWS x COLUMNS is 2 x 2, 1 x 2
+// or 1 x 4. x: lines that are `x_line` bytes apart. w: where each column tile begins.
 template <int ROWS, int COLUMNS>
 void multiply(const char* x, int64_t x_line, const char* const* w, int steps, bool first, Ahead ahead, float* sums) {
   static_assert(ROWS * COLUMNS == 4 || ROWS * COLUMNS == 2);
@@ -136,7 +138,7 @@ PB_INLINE VF bias_of(const LinearLayer& layer, int64_t column) {
   return layer.bias == nullptr ? VF{} : load_float(static_cast<const bf16*>(layer.bias) + column);
 }
 
-// Sums [row tile][2 column tiles] -> `rows` rows of y: 32 columns of a layer, or the 16 that a gate makes of two layers.
+// Sums [row tile][2 column tiles] -> `rows` rows of y: 32 columns of a layer, or the 16 that a gate makes of two.
 void write_rows(const Run& run, const LinearLayer& layer, int64_t column, const float* sums, int64_t row, int rows) {
   const bool gated = run.gated();
   const Activation gate = run.args.gate;
@@ -160,19 +162,20 @@ class Worker {
  public:
   explicit Worker(const Run& run) : run_(run) {
     static thread_local Buffer sums;
-    const int kept = run.steps > BLOCK_STEPS ? run.block_pairs * run.group : 1;  // whose sums wait for the next block of steps
+    const int kept = run.steps > BLOCK_STEPS ? run.block_pairs * run.group : 1;  // sums wait for the next block
     sums_ = sums.at_least<float>(static_cast<int64_t>(kept) * PRODUCT_SUMS);
   }
 
   void run_job(const Job& job, const Job& next) {
+    const auto block_at = [&](int step) {
+      return Block{step, std::min(BLOCK_STEPS, run_.steps - step), step + BLOCK_STEPS >= run_.steps};
+    };
     for (int step = 0; step < run_.steps; step += BLOCK_STEPS) {
-      const bool last = step + BLOCK_STEPS >= run_.steps;
-      const Block block{step, std::min(BLOCK_STEPS, run_.steps - step), last};
-      const Block after{last ? 0 : step + BLOCK_STEPS, std::min(BLOCK_STEPS, run_.steps - (last ? 0 : step + BLOCK_STEPS)), false};
+      const Block block = block_at(step), after = block_at(block.last ? 0 : step + BLOCK_STEPS);
       float* sums = sums_;
       for (int pair = job.first_pair; pair < job.end_pair; ++pair)
         for (int panel = 0; panel < job.panels; ++panel) {
-          run_product(job, pair, panel, block, ahead_of(last ? next : job, after, job, pair, panel), sums);
+          run_product(job, pair, panel, block, ahead_of(block.last ? next : job, after, job, pair, panel), sums);
           if (run_.steps > BLOCK_STEPS) sums += PRODUCT_SUMS;
         }
     }
@@ -252,22 +255,24 @@ bool packed_weights_usable() { return tiles_usable(); }
 
 void linear_with_packed_weights(const LinearArgs& args) {
   static thread_local Buffer last_rows;
-  const int steps = static_cast<int>(args.inner / TILE_STEP), row_pairs = static_cast<int>((args.rows + PAIR - 1) / PAIR);
+  const int steps = static_cast<int>(args.inner / TILE_STEP);
+  const int row_pairs = static_cast<int>((args.rows + PAIR - 1) / PAIR);
   const int blocks = (row_pairs + MOST_PAIRS - 1) / MOST_PAIRS, block_pairs = (row_pairs + blocks - 1) / blocks;
   int64_t columns = 0;
   for (int i = 0; i < args.num_layers; ++i) columns += args.layers[i].columns;
-  const int64_t jobs = columns / PANEL * blocks / args.num_threads;
-  const int group = row_pairs == 1 ? 1 : static_cast<int>(std::clamp<int64_t>(jobs / JOBS_OF_A_THREAD, 1, MOST_GROUP));
+  const int64_t most = row_pairs == 1 ? 1 : MOST_GROUP, jobs = columns / PANEL * blocks / args.num_threads;
+  const int group = static_cast<int>(std::clamp<int64_t>(jobs / JOBS_OF_A_THREAD, 1, most));
   const LinearPanels panels(args, PANEL * group);
   const bool serial = args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS;
   char* tail = nullptr;
   if (args.rows > TILE_LINES && args.rows % TILE_LINES != 0) {  // tiles would read beyond x
-    const int64_t first = (row_pairs - 1) * PAIR;
-    tail = last_rows.at_least<char>(PAIR * args.x_stride * 2);
+    const int64_t first = (row_pairs - 1) * PAIR, line = args.x_stride * 2;
+    tail = last_rows.at_least<char>(PAIR * line);
     for (int64_t r = first; r < args.rows; ++r)
-      std::memcpy(tail + (r - first) * args.x_stride * 2, static_cast<const bf16*>(args.x) + r * args.x_stride, args.inner * 2);
+      std::memcpy(tail + (r - first) * line, static_cast<const char*>(args.x) + r * line, args.inner * 2);
   }
-  Run run{args, tail, steps, row_pairs, block_pairs, group, panels, serial ? 1 : std::min(args.num_threads, panels.count())};
+  const int workers = serial ? 1 : std::min(args.num_threads, panels.count());
+  Run run{args, tail, steps, row_pairs, block_pairs, group, panels, workers};
   if (run.num_workers <= 1) job_worker(&run, 0);
   else args.run(run.num_workers, job_worker, &run);
 }
