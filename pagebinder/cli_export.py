@@ -49,3 +49,7 @@ def export_command(
         paths = compiled.export_onnx(out, contrib=contrib)
     for path in paths:
         err.print(f"wrote {path}", soft_wrap=True)
+    if compiled.report.dtype == "bfloat16":
+        err.print(
+            "The model computes in bfloat16, which ONNX Runtime cannot on a CPU: --dtype float32 for that."
+        )

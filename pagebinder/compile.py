@@ -38,7 +38,7 @@ from pagebinder.frontend.experts_interface import hooked_experts
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
 from pagebinder.frontend.mask_proof import max_tokens
 from pagebinder.frontend.numbering import numbering
-from pagebinder.frontend.onnx_source import onnx_file, source_from_onnx
+from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
 from pagebinder.frontend.recognise import (
     recognise_gated_activation,
     recognise_layer_norm,
@@ -203,6 +203,7 @@ def compile_source(
             cpu_build.start_build(part)
     with stage("capture"):
         captured, encoder = _capture(source, report)
+        check_head(source, captured)
         max_model_len = bounded(max_model_len, captured, config, report)
         report.passes.append(captured_leaves(LEAVES, source.module, captured))
         if encoder is not None:

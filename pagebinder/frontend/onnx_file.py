@@ -11,6 +11,7 @@ import importlib.util
 import mmap
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,24 @@ def _graph(proto, path: Path, weights: bool) -> OnnxGraph:
         nodes[-1].scope = _scope_said(node)
     _inherit_scopes(nodes, constants)
     inputs = {v.name: _value(v) for v in proto.input if v.name not in constants}
-    return OnnxGraph(path, inputs, {v.name: _value(v) for v in proto.output}, nodes, constants)
+    outputs = {v.name: _value(v) for v in proto.output}
+    _check_order(path, nodes, {*inputs, *constants}, outputs)
+    return OnnxGraph(path, inputs, outputs, nodes, constants)
+
+
+def _check_order(path: Path, nodes: list[OnnxNode], known: set[str], outputs: Collection[str]) -> None:
+    """Every value is there before it is read."""
+    for node in nodes:
+        for name in filter(None, node.inputs):
+            if name not in known:
+                raise CheckpointError(
+                    f"{path} is damaged: {node} reads {name!r}, which is no input, no tensor of the file, and the "
+                    "result of no node before it."
+                )
+        known |= set(node.outputs)
+    for name in outputs:
+        if name not in known:
+            raise CheckpointError(f"{path} is damaged: its output {name!r} is the result of no node.")
 
 
 def _check_opset(model, path: Path) -> None:

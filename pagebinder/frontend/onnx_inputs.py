@@ -10,11 +10,12 @@ A decoder is imported as what it computes for a whole sequence from its first to
 
 So a cache disappears: the keys of all tokens are the new ones. That is right if a later call sees the same keys from
 its cache, which follows from the graph: a cache is read by one operator alone, which appends or writes the new rows,
-and what that operator returns is given out as the next cache.
+and what that operator returns is given out as the next cache, under the name, or in the place, of the same one.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from pagebinder.errors import CaptureError
@@ -63,6 +64,7 @@ def inputs_of(graph: OnnxGraph) -> Inputs:
             _meaning_of(graph, value, inputs).append(name)
     for name in (inputs.ids, *inputs.positions, *inputs.masks):
         _require_dynamic(graph.inputs[name])
+    _check_pairs(graph, list(inputs.caches.values()))
     return inputs
 
 
@@ -157,6 +159,33 @@ def _cache_of(graph: OnnxGraph, value: OnnxValue) -> Cache:
             f"({value.shape[axis]}): export the model with a dynamic number of cached tokens."
         )
     return Cache(value, kind, axis, present)
+
+
+def _check_pairs(graph: OnnxGraph, caches: list[Cache]) -> None:
+    """A caller gives an output back as the input of its name, or of its place: that must be the one it continues."""
+    marks = [(_mark(cache.value.name), _mark(cache.present)) for cache in caches]
+    for cache, (past, present) in zip(caches, marks, strict=True):
+        if past[0] and present[0] and past != present:
+            raise CaptureError(
+                f"{cache.value.name} is continued by {cache.present}, which by its name is given back as another "
+                "cache: what a layer sees would not be what it has cached."
+            )
+    if not all(past[0] and present[0] for past, present in marks):
+        outputs = list(graph.outputs)
+        order = [outputs.index(cache.present) for cache in caches]
+        if order != sorted(order):
+            names = ", ".join(cache.present for cache in caches)
+            raise CaptureError(
+                f"The caches {', '.join(cache.value.name for cache in caches)} are continued by {names}, which are "
+                "not in that order among the outputs, and names do not say which belong together."
+            )
+
+
+def _mark(name: str) -> tuple[tuple[str, ...], str]:
+    """(numbers, "key", "value" or "") in a cache's name: what an input and its output have in common."""
+    name = name.replace("key_values", "").lower()
+    kinds = [kind for kind in ("key", "value") if kind in name]
+    return tuple(re.findall(r"\d+", name)), kinds[0] if len(kinds) == 1 else ""
 
 
 def _read_by(user: OnnxNode, value: OnnxValue) -> tuple[str, int, str] | None:

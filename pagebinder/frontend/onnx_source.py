@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
-from pagebinder.errors import CheckpointError, ConfigError
+from pagebinder.errors import CaptureError, CheckpointError, ConfigError
 from pagebinder.frontend.onnx_file import OnnxGraph, read_onnx
 from pagebinder.frontend.onnx_inputs import Inputs, inputs_of
 from pagebinder.frontend.onnx_module import OnnxDecoder, Run, needed_nodes
 from pagebinder.frontend.source import DEFAULT_MAX_MODEL_LEN, WEIGHT_PATTERNS, ModelSource, generation_tokens
+from pagebinder.graph_tools import val
 
 MODEL = "model.onnx"
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -26,13 +28,37 @@ def onnx_file(path: str | Path) -> Path | None:
     """The ONNX file that a path means; None: it means something else.
 
     A directory with weights in safetensors is a checkpoint, whatever lies beside them.
+
+    Raises:
+        CheckpointError: a directory with ONNX files of other names.
     """
     path = Path(path).expanduser()
     if path.suffix == ".onnx" and not path.is_dir():
         return path
     if not path.is_dir() or any(any(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         return None
-    return path / MODEL if (path / MODEL).is_file() else None
+    if (path / MODEL).is_file():
+        return path / MODEL
+    others = sorted(file.name for file in path.glob("*.onnx"))
+    if others and not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} holds no {MODEL}, but {', '.join(others)}: name the file that is meant."
+        )
+    return None
+
+
+def check_head(source: ModelSource, captured: GraphModule) -> None:
+    """The graph of an ONNX decoder must end in a row of logits for each token of the vocabulary."""
+    if not isinstance(source.module, OnnxDecoder):
+        return
+    (output,) = captured.graph.find_nodes(op="output")
+    width = val(output.all_input_nodes[0]).shape[-1]
+    if isinstance(width, int) and width < source.vocab_size:
+        raise CaptureError(
+            f"{source.name}: the output {source.module.inputs.logits} is {width} wide, and there are "
+            f"{source.vocab_size:,} tokens: this is no decoder with its LM head. (If the table has more rows than "
+            "there are tokens, say vocab_size in a config.json beside the file.)"
+        )
 
 
 def source_from_onnx(

@@ -82,6 +82,41 @@ def last_token_only(model):
 
 def without_ids(model):
     next(i for i in model.graph.input if i.name == "input_ids").name = "mask_of_something"
+    for node in model.graph.node:
+        node.input[:] = ["mask_of_something" if name == "input_ids" else name for name in node.input]
+
+
+def exchanged(one: str, other: str):
+    """Two caches are read where the other one was; their outputs stay."""
+    names = {one: other, other: one}
+
+    def change(model):
+        for node in model.graph.node:
+            node.input[:] = [names.get(name, name) for name in node.input]
+
+    return change
+
+
+def unnamed_and_out_of_order(model):
+    """Names say nothing, and outputs come in another order than inputs."""
+    rename(model, lambda name: name.replace("present.", "out_").translate(str.maketrans("01", "ab")))
+    outputs = list(model.graph.output)
+    del model.graph.output[1:]
+    model.graph.output.extend(reversed(outputs[1:]))
+
+
+def rename(model, new_name):
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [new_name(name) if name.startswith("present.") else name for name in names]
+    for output in model.graph.output:
+        output.name = new_name(output.name) if output.name.startswith("present.") else output.name
+
+
+def without_a_head(model):
+    node = next(n for n in model.graph.node if n.output[0] == "logits")
+    node.output[0] = "real_logits"
+    model.graph.node.append(helper.make_node("Identity", [node.input[0]], ["logits"], name="states"))
 
 
 def fewer_bits(model):
@@ -106,6 +141,16 @@ REFUSED = {
     "joined along heads": (along_heads, r"join_key_0\) joins past_key_values\.0\.key .* dimension 1"),
     "cache of something else": (other_past, r"Identity \(node passed_on\) reads past_key_values\.0\.key"),
     "no present": (without_present, r"past_key_values\.0\.key is joined .* is no output"),
+    "another layer's cache": (
+        exchanged("past_key_values.0.key", "past_key_values.1.key"),
+        r"past_key_values\.0\.key is continued by present\.1\.key",
+    ),
+    "values in place of keys": (
+        exchanged("past_key_values.0.key", "past_key_values.0.value"),
+        r"past_key_values\.0\.key is continued by present\.0\.value",
+    ),
+    "another order": (unnamed_and_out_of_order, "not in that order among the outputs"),
+    "no head": (without_a_head, "logits is 32 wide, and there are 96 tokens"),
     "fixed length": (sized("input_ids", 1, 8), "input_ids has a fixed length of 8"),
     "fixed batch": (sized("attention_mask", 0, 4), "attention_mask has a fixed batch of 4"),
     "fixed cache": (sized("past_key_values.1.value", 2, 64), r"fixed \(64\)"),
@@ -181,6 +226,35 @@ def test_files_that_are_not_whole(tmp_path):
     (tmp_path / "data").unlink()
     with pytest.raises(CheckpointError, match="holds the weights, cannot be read"):
         pagebinder.compile_model(path)
+
+
+def test_damaged_graphs(tmp_path):
+    def dangling(model):
+        node_of(model, "Concat").input[1] = "nowhere"
+
+    def without_a_table(model):
+        del model.graph.initializer[0]
+
+    def unordered(model):
+        nodes = list(model.graph.node)
+        del model.graph.node[:]
+        model.graph.node.extend(reversed(nodes))
+
+    for change, message in (
+        (dangling, r"Concat \(node join_key_0\) reads 'nowhere'"),
+        (without_a_table, "damaged: .* no tensor of the file"),
+        (unordered, "the result of no node before it"),
+    ):
+        path = Decoder("raw").save(tmp_path / "model.onnx", change)
+        with pytest.raises(CheckpointError, match=message):
+            source_from_onnx(path)
+
+
+def test_a_directory_with_files_of_other_names(tmp_path):
+    for name in ("a.onnx", "b.onnx"):
+        Decoder("raw").save(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"holds no model\.onnx, but a\.onnx, b\.onnx"):
+        pagebinder.compile_model(tmp_path)
 
 
 def test_weights_outside_the_models_directory_are_not_read(tmp_path):
