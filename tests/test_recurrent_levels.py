@@ -16,7 +16,7 @@ from pagebinder.compile import explain_model
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.executables import EagerExecutable, InductorExecutable
 from pagebinder.runtime.single_sequence import single_sequence_inputs
-from tests.helpers import tiny_lfm2, tiny_mamba2, tiny_qwen3_next
+from tests.helpers import nightly, tiny_lfm2, tiny_mamba2, tiny_qwen3_next
 
 LEVELS = ("captured", "semantic", "paged", "fused")
 LENGTHS = (1, 2, 40, 77)
@@ -111,7 +111,10 @@ def test_chunked_prefill_and_decode_equal_one_sequence(name):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: tiny_qwen3_next(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+        pytest.param(
+            lambda: tiny_qwen3_next(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+            marks=nightly,
+        ),
         tiny_mamba2,
     ],
     ids=["qwen3-next", "mamba2"],
