@@ -6,7 +6,6 @@ beside it, where there is one: config.json, generation_config.json, tokenizer.js
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,13 @@ from pagebinder.errors import CaptureError, CheckpointError, ConfigError
 from pagebinder.frontend.onnx_file import OnnxGraph, read_onnx
 from pagebinder.frontend.onnx_inputs import Inputs, inputs_of
 from pagebinder.frontend.onnx_module import OnnxDecoder, Run, needed_nodes
-from pagebinder.frontend.source import DEFAULT_MAX_MODEL_LEN, WEIGHT_PATTERNS, ModelSource, generation_tokens
+from pagebinder.frontend.source import (
+    DEFAULT_MAX_MODEL_LEN,
+    WEIGHT_PATTERNS,
+    ModelSource,
+    generation_tokens,
+    read_options,
+)
 from pagebinder.graph_tools import val
 
 MODEL = "model.onnx"
@@ -122,15 +127,7 @@ def _facts(module: OnnxDecoder, folder: Path) -> dict[str, Any]:
 
 def _config(folder: Path) -> dict[str, Any]:
     """config.json, of which only facts about the vocabulary and the length are read."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds a {type(config).__name__}, not the options of a model.")
+    config = read_options(folder / "config.json", "the options of a model")
     text = config.get("text_config")
     return config | text if isinstance(text, dict) else config
 

@@ -302,17 +302,23 @@ def _decoder_start(config, module: torch.nn.Module) -> int | None:
     return getattr(config, "decoder_start_token_id", None) if token is None else token
 
 
+def read_options(file: Path, what: str) -> dict:
+    """The JSON object in a file, {} where there is none. Raises CheckpointError: it holds something else."""
+    if not file.exists():
+        return {}
+    try:
+        options = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise CheckpointError(f"{file} holds a {type(options).__name__}, not {what}.")
+    return options
+
+
 def generation_tokens(path: Path) -> tuple[frozenset[int], int | None]:
     """End-of-sequence and begin tokens of generation_config.json, which overrides config.json in practice."""
     file = path / "generation_config.json"
-    if not file.exists():
-        return frozenset(), None
-    try:
-        generation = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(generation, dict):
-        raise CheckpointError(f"{file} holds a {type(generation).__name__}, not generation options.")
+    generation = read_options(file, "generation options")
     eos = generation.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token, int) for token in ids):
