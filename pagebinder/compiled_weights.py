@@ -164,8 +164,7 @@ def _pack(tensors: list[torch.Tensor], numbers: list[int]) -> None:
     if packed is None:  # little memory: the graphs take no other form
         packed = [packed_weights.pack(tensors[i]) for i in numbers]
     for i, tensor in zip(numbers, packed, strict=True):
-        is_parameter = isinstance(tensors[i], torch.nn.Parameter)
-        tensors[i] = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+        tensors[i] = packed_weights.in_place_of(tensors[i], tensor)
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from safetensors import safe_open
 import pagebinder
 from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
 from pagebinder.compiled_files import TENSORS
+from pagebinder.custom_ops.cpu import huge_pages
 from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.linear.packed_weights import is_packed
 from pagebinder.graph_tools import attributes
@@ -128,3 +129,11 @@ def test_packed_weights_run_without_the_machine_for_them(packed):
 def test_bad_options(options):
     with pytest.raises(ConfigError, match="pack_weights"):
         CompileConfig(**options)
+
+
+def test_weights_stay_plain_where_memory_is_short(packed, checkpoint, monkeypatch):
+    monkeypatch.setattr(huge_pages, "_available_bytes", lambda: 1 << 10)
+    compiled = pagebinder.compile_model(checkpoint, eager())
+    assert not weights_of(compiled, True)
+    (line,) = compiled.report.weight_layout
+    assert line.startswith("9 linear layers read theirs as they are") and "free memory" in line

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.cpu.pack import pack_all
-from pagebinder.custom_ops.linear.packed_weights import can_be_packed
+from pagebinder.custom_ops.linear.packed_weights import can_be_packed, in_place_of
 from pagebinder.graph_tools import attach, attribute, calls, describe, fake_mode_of, finish, source_line
 from pagebinder.report import Match, PassResult, Refusal
 
@@ -40,17 +40,18 @@ def pack_weights(gm: GraphModule, *, keep: Collection[int] = ()) -> PassResult:
         if reason is None:
             users.append(node)
         else:
-            where = {"source_line": source_line(node), **describe(node)}
-            result.refusals.append(Refusal(pattern=PATTERN, reason=reason, **where))
+            result.refusals.append(_refusal(node, reason))
     plain = {w.target: attribute(gm, w.target) for node in users for w in _weights(node)}
     packed = pack_all(list(plain.values()))
     if packed is None:
+        result.refusals += [
+            _refusal(node, "packed weights would take more than half of the free memory") for node in users
+        ]
         return result
     names = {}
     for (name, weight), tensor in zip(plain.items(), packed, strict=True):
         names[name] = f"{name}_packed"
-        is_parameter = isinstance(weight, torch.nn.Parameter)
-        attach(gm, names[name], torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+        attach(gm, names[name], in_place_of(weight, tensor))
     for node in users:
         for weight in dict.fromkeys(_weights(node)):
             node.replace_input_with(weight, _read(gm, names[weight.target], node))
@@ -58,6 +59,10 @@ def pack_weights(gm: GraphModule, *, keep: Collection[int] = ()) -> PassResult:
     result.changed = bool(users)
     finish(gm)
     return result
+
+
+def _refusal(node: Node, reason: str) -> Refusal:
+    return Refusal(pattern=PATTERN, reason=reason, source_line=source_line(node), **describe(node))
 
 
 def describe_packing(results: Sequence[PassResult]) -> list[str]:

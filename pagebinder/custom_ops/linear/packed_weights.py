@@ -47,6 +47,12 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     return out.copy_(weight.detach().view(n, tiles, columns, k, pairs, two).permute(0, 3, 1, 4, 2, 5))
 
 
+def in_place_of(weight: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """The packed form as what the weight is: a parameter or a plain tensor."""
+    is_parameter = isinstance(weight, torch.nn.Parameter)
+    return torch.nn.Parameter(packed, requires_grad=False) if is_parameter else packed
+
+
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """The weight [N, K] of a packed one, in new memory."""
     return packed.permute(0, 2, 4, 1, 3, 5).reshape(plain_shape(packed))
