@@ -173,6 +173,22 @@ def test_same_bits_in_any_batch_and_with_any_number_of_threads(attention, provid
         assert torch.equal(alone[0], together[part])
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"window": 7}, {"chunk": 70}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_that_share_their_keys_have_the_bits_of_tiles_alone(attention, dtype, options):
+    """With many threads every tile of query rows is a job of its own, with one thread several are one job."""
+    case = Case(((40, 300), (3, 130), (0, 33)), dtype, num_kv_heads=4, group=4, block_size=64, options=options)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = check(attention, case)
+        torch.set_num_threads(16)
+        alone = make_inputs(case).run(attention)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(together[0], alone[0]) and torch.equal(together[1], alone[1])
+
+
 def test_without_lse_is_the_same(provider):
     inputs = make_inputs(Case(((30, 20), (700, 1)), sinks="finite"))
     out = inputs.run(provider.overload("paged_attention"))

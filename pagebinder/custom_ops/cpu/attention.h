@@ -73,6 +73,7 @@ KeyRange visible_keys(const AttentionArgs& args, int64_t request, int64_t p);
 
 constexpr int DOT_ROWS = 8;        // up to here rows are dotted one by one, beyond they become vector lanes
 constexpr int MAX_JOB_HEADS = 16;
+constexpr int MAX_JOB_TILES = 4;
 
 // `rows` query rows of one request that are computed together, for each KV head.
 struct Tile {
@@ -84,8 +85,9 @@ struct Tile {
   int64_t first_counter;
 };
 
-// KV heads [kv_head, kv_head + num_heads) of one part of a tile.
-struct Job { int32_t tile, part, kv_head, num_heads; };
+// KV heads [kv_head, kv_head + num_heads) of one part of a tile; or one KV head of `num_tiles` whole tiles of a
+// request, which may read their keys together.
+struct Job { int32_t tile, part, kv_head, num_heads, num_tiles; };
 
 // Keys of one part of a tile.
 inline KeyRange part_keys(const Tile& tile, int part) {

@@ -6,6 +6,9 @@
 //     scores [key][row]    = K [key][D]        x  Q pairs [D/2][row]       K straight from the cache
 //     out    [row][column] += weights [row][key] x V pairs [key/2][column]  weights transposed after the softmax
 //
+// A job may hold several tiles of a request: what a block of keys needs, decoding and packing V, is done once for
+// all of them.
+//
 // K is copied where a tile of keys is not evenly spaced in memory (tiny blocks, the ends of a range) or where the
 // head width leaves an incomplete step, which is filled up with zeros.
 #pragma once
@@ -142,9 +145,8 @@ PB_INLINE void value_tiles(const ValueBlock& b, const uint32_t* packed, int row,
 }
 
 template <int STRIDE>
-void tile_values(const BlockContext<bf16>& c, const ValueBlock& block) {
+void tile_values(const BlockContext<bf16>& c, const ValueBlock& block, const uint32_t* packed) {
   constexpr int ROWS = STRIDE > TILE_LINES ? 2 : 1;
-  const uint32_t* packed = pack_values(c, block.num_keys, W, TILE_BLOCK_KEYS / 2 * W);
   if (!block.first) correct_rows(block, c.tile.rows);
   tiles_meet_memory();
   for (int column = 0; column < c.vectors_v; column += 2)
@@ -170,54 +172,125 @@ void pack_tile_queries(const TileContext<bf16>& c, int padded) {
   pack_lane_queries<PairElements>(rows, c.tile.rows, padded, STRIDE, reinterpret_cast<bf16*>(c.query));
 }
 
+// A tile of a job, with its queries, sums and running softmax.
+struct TileRun {
+  const Tile* tile;
+  KeyRange part;
+  float *query, *out;
+  bool first;
+  union {
+    SoftmaxState<16> state16;
+    SoftmaxState<32> state32;
+    SoftmaxState<64> state64;
+  };
+
+  TileRun() {}
+  template <int STRIDE>
+  SoftmaxState<STRIDE>& state() {
+    if constexpr (STRIDE == 16) return state16;
+    else if constexpr (STRIDE == 32) return state32;
+    else return state64;
+  }
+};
+
+template <class Body>
+PB_INLINE void with_stride(int stride, Body body) {
+  if (stride == 16) body(std::integral_constant<int, 16>());
+  else if (stride == 32) body(std::integral_constant<int, 32>());
+  else body(std::integral_constant<int, 64>());
+}
+
+// One tile against a block, whose V is `packed`. All tiles begin with the same key, whether they see it or not.
+template <bool SCALED, int STRIDE>
+void attend_tile_block(BlockContext<bf16>& c, BlockKeys keys, const uint32_t* packed, int padded, TileRun& run) {
+  SoftmaxState<STRIDE>& state = run.template state<STRIDE>();
+  keys.end = std::min(keys.end, run.part.end);
+  keys.to = (keys.end + TILE_STEP - 1) / TILE_STEP * TILE_STEP;
+  const int num_keys = keys.to - keys.from;
+  float correction[STRIDE];
+  tile_scores<STRIDE>(c, num_keys, padded);
+  softmax_keys<true, SCALED>(c, state, keys);
+  transpose_weights<STRIDE>(c.scratch.scores, num_keys, c.scratch.weights);
+  for (int v = 0; v < STRIDE / W; ++v) store(correction + v * W, state.correction[v]);
+  tile_values<STRIDE>(c, {c.scratch.weights, num_keys, correction, run.out, c.vectors_v * W, run.first}, packed);
+  run.first = false;
+}
+
+// The context of a tile of a job; `rows` are those of the block at hand.
+inline BlockContext<bf16> context_of(const BlockContext<bf16>& job, const TileRun& run) {
+  return {{job.args, *run.tile, job.width, job.width_v, job.vectors_v, job.scratch, job.kv_head, run.query},
+          job.rows, job.ahead, job.row_stride};
+}
+
+// Several tiles of a request against all of their keys: a block of keys is found, decoded and packed once for all.
 // False: the block table has a bad entry.
-template <class S, int STRIDE>
-bool attend_with_tiles(BlockContext<bf16>& c, KeyRange part, int padded, SoftmaxState<STRIDE>& state) {
+template <class S>
+bool attend_with_tiles(BlockContext<bf16>& c, int padded, TileRun* runs, int num_runs) {
   const FullTiles tiles;
   const S* rows[TILE_BLOCK_KEYS];
   const bf16* decoded_rows[TILE_BLOCK_KEYS];
-  float correction[STRIDE];
-  start_state(c, state);
-  pack_tile_queries<STRIDE>(c, padded);
-  bool first = true;
-  for (int at = part.begin / TILE_BLOCK_KEYS * TILE_BLOCK_KEYS; at < part.end; at += TILE_BLOCK_KEYS, first = false) {
-    const BlockKeys keys = block_keys(part, at, TILE_BLOCK_KEYS, TILE_STEP);
+  KeyRange all{0, 0};
+  for (int i = 0; i < num_runs; ++i) {
+    BlockContext<bf16> one = context_of(c, runs[i]);
+    with_stride(runs[i].tile->stride, [&](auto stride) {
+      start_state(one, runs[i].template state<stride>());
+      pack_tile_queries<stride>(one, padded);
+    });
+    const KeyRange part = runs[i].part;
+    if (part.begin == part.end) continue;
+    all = all.end == 0 ? part : KeyRange{std::min(all.begin, part.begin), std::max(all.end, part.end)};
+  }
+  for (int at = all.begin / TILE_BLOCK_KEYS * TILE_BLOCK_KEYS; at < all.end; at += TILE_BLOCK_KEYS) {
+    const BlockKeys keys = block_keys(all, at, TILE_BLOCK_KEYS, TILE_STEP);
     const int num_keys = keys.to - keys.from;
     if (!find_rows(c.args, c.tile, c.kv_head, keys, rows, TILE_BLOCK_KEYS)) return false;
     take_rows(c, Rows<S>{rows, 0}, Rows<S>{rows, 0}, num_keys, decoded_rows, TILE_BLOCK_KEYS);
-    tile_scores<STRIDE>(c, num_keys, padded);
-    softmax_keys<true, QUANTISED<S>>(c, state, keys);
-    transpose_weights<STRIDE>(c.scratch.scores, num_keys, c.scratch.weights);
-    for (int v = 0; v < STRIDE / W; ++v) store(correction + v * W, state.correction[v]);
-    tile_values<STRIDE>(c, {c.scratch.weights, num_keys, correction, c.scratch.out, c.vectors_v * W, first});
+    const uint32_t* packed = pack_values(c, num_keys, W, TILE_BLOCK_KEYS / 2 * W);
+    for (int i = 0; i < num_runs; ++i) {
+      if (runs[i].part.end <= keys.begin || runs[i].part.begin >= keys.end) continue;
+      BlockContext<bf16> one = context_of(c, runs[i]);
+      with_stride(runs[i].tile->stride,
+                  [&](auto stride) { attend_tile_block<QUANTISED<S>, stride>(one, keys, packed, padded, runs[i]); });
+    }
   }
   return true;
 }
 
-template <class S, int STRIDE>
+template <class S>
 void run_tile_job(const AttentionArgs& args, Plan& plan, const Job& job) {
   static thread_local Scratch scratch;
-  const Tile& tile = plan.tiles[job.tile];
   const int width = static_cast<int>(args.head_dim), padded = (width + TILE_STEP - 1) / TILE_STEP * TILE_STEP;
   const int vectors_v = (static_cast<int>(args.head_dim_v) + W - 1) / W;
   const int width_v = static_cast<int>(args.head_dim_v), decoded = QUANTISED<S> ? width + width_v : 0;
-  scratch.reserve(1, STRIDE, padded, vectors_v * W, TILE_BLOCK_KEYS, decoded);
-  BlockContext<bf16> c{{args, tile, width, width_v, vectors_v, scratch, job.kv_head, scratch.query}, {}, {},
+  scratch.reserve(job.num_tiles, MAX_TILE_ROWS, padded, vectors_v * W, TILE_BLOCK_KEYS, decoded);
+  TileRun runs[MAX_JOB_TILES];
+  for (int i = 0; i < job.num_tiles; ++i) {
+    const Tile& tile = plan.tiles[job.tile + i];
+    runs[i].tile = &tile;
+    runs[i].part = part_keys(tile, job.part);
+    runs[i].query = scratch.query + i * scratch.query_floats;
+    runs[i].out = scratch.out + i * scratch.out_floats;
+    runs[i].first = true;
+  }
+  BlockContext<bf16> c{{args, *runs[0].tile, width, width_v, vectors_v, scratch, job.kv_head, scratch.query}, {}, {},
                        QUANTISED<S> ? decoded : args.cache_slot_stride};
-  SoftmaxState<STRIDE> state;
-  if (!attend_with_tiles<S>(c, part_keys(tile, job.part), padded, state)) plan.bad_block = true;
-  else finish_head(c, plan, job, state, scratch.out, c.width_v >= W);
+  if (!attend_with_tiles<S>(c, padded, runs, job.num_tiles)) {
+    plan.bad_block = true;
+    return;
+  }
+  for (int i = 0; i < job.num_tiles; ++i) {
+    const BlockContext<bf16> one = context_of(c, runs[i]);
+    with_stride(runs[i].tile->stride, [&](auto stride) {
+      finish_head(one, plan, job, runs[i].template state<stride>(), runs[i].out, c.width_v >= W);
+    });
+  }
 }
 
 // Few rows are bound by memory and stay with vectors.
 template <class S = bf16>
 void attention_job_with_tiles(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
-  switch (plan.tiles[job.tile].stride) {
-    case 16: return run_tile_job<S, 16>(args, plan, job);
-    case 32: return run_tile_job<S, 32>(args, plan, job);
-    case 64: return run_tile_job<S, 64>(args, plan, job);
-    default: return attention_job<bf16, S>(args, plan, job, next);
-  }
+  if (plan.tiles[job.tile].stride <= DOT_ROWS) attention_job<bf16, S>(args, plan, job, next);
+  else run_tile_job<S>(args, plan, job);
 }
 
 }  // namespace pagebinder

@@ -44,34 +44,40 @@ void list_shared_jobs(Plan& plan, int32_t begin, int32_t end, int32_t num_heads)
   for (int32_t g = 0; g < num_heads; ++g)
     for (int32_t part = 0; part < most_parts; ++part)
       for (int32_t t = begin; t < end; ++t)
-        if (part < plan.tiles[t].parts) plan.jobs.push_back({t, part, g, 1});
+        if (part < plan.tiles[t].parts) plan.jobs.push_back({t, part, g, 1, 1});
+}
+
+// All tiles of a KV head come together, so that its K and V stay in the cache; `most` whole ones are one job.
+void list_prefill_jobs(Plan& plan, int32_t begin, int32_t end, int32_t num_heads, int32_t most) {
+  for (int32_t g = 0; g < num_heads; ++g)
+    for (int32_t t = begin, next; t < end; t = next) {
+      const int32_t last = plan.tiles[t].parts == 1 ? std::min(end, t + most) : t + 1;
+      for (next = t + 1; next < last && plan.tiles[next].parts == 1;) ++next;
+      for (int32_t part = 0; part < plan.tiles[t].parts; ++part) plan.jobs.push_back({t, part, g, 1, next - t});
+    }
 }
 
 // Decodes stream the cache once, and the KV heads of a block lie side by side in memory: a job takes as many heads
-// as leave enough jobs for all threads. Prefills read K and V once per tile: all tiles of a KV head come together,
-// so that its K and V stay in the cache. Of keys that several requests share it is all tiles of a part: their context is
-// longer than a cache.
+// as leave enough jobs for all threads. Of keys that several requests share all tiles of a part come together: their
+// context is longer than a cache.
 void list_jobs(const AttentionArgs& args, Plan& plan) {
   const int32_t num_heads = static_cast<int32_t>(args.num_kv_heads);
-  int64_t decode_parts = 0;
-  for (const Tile& tile : plan.tiles) decode_parts += tile.stride <= DOT_ROWS ? tile.parts : 0;
+  int64_t decode_parts = 0, prefill_tiles = 0;
+  for (const Tile& tile : plan.tiles) (tile.stride <= DOT_ROWS ? decode_parts : prefill_tiles) += tile.parts;
   const int64_t enough = JOBS_PER_THREAD * args.num_threads, most = std::min(num_heads, MAX_JOB_HEADS);
   const int32_t job_heads = static_cast<int32_t>(std::clamp<int64_t>(decode_parts * num_heads / enough, 1, most));
+  const int64_t tiles_for_all = prefill_tiles * num_heads / enough;
+  const int32_t job_tiles = static_cast<int32_t>(std::clamp<int64_t>(tiles_for_all, 1, MAX_JOB_TILES));
   const int32_t num_tiles = static_cast<int32_t>(plan.tiles.size());
   for (int32_t begin = 0, end; begin < num_tiles; begin = end) {
     for (end = begin; end < num_tiles && plan.tiles[end].request == plan.tiles[begin].request;) ++end;
     const bool decode = plan.tiles[begin].stride <= DOT_ROWS;
-    if (args.row_tokens != nullptr && !decode) {
-      list_shared_jobs(plan, begin, end, num_heads);
-      continue;
-    }
-    for (int32_t outer = 0; outer < (decode ? 1 : num_heads); ++outer)
-      for (int32_t t = begin; t < end; ++t)
-        for (int32_t part = 0; part < plan.tiles[t].parts; ++part) {
-          if (!decode) plan.jobs.push_back({t, part, outer, 1});
-          for (int32_t g = 0; decode && g < num_heads; g += job_heads)
-            plan.jobs.push_back({t, part, g, std::min(job_heads, num_heads - g)});
-        }
+    if (!decode && args.row_tokens != nullptr) list_shared_jobs(plan, begin, end, num_heads);
+    if (!decode && args.row_tokens == nullptr) list_prefill_jobs(plan, begin, end, num_heads, job_tiles);
+    for (int32_t t = begin; decode && t < end; ++t)
+      for (int32_t part = 0; part < plan.tiles[t].parts; ++part)
+        for (int32_t g = 0; g < num_heads; g += job_heads)
+          plan.jobs.push_back({t, part, g, std::min(job_heads, num_heads - g), 1});
   }
 }
 

@@ -90,6 +90,22 @@ void scale_scores(const float* key_scales, int num_keys, float* scores) {
   }
 }
 
+#if PAGEBINDER_BF16_DOT
+// exp2_approx for weights that are rounded to bf16: a degree 4 polynomial, relative error 3e-6.
+PB_INLINE VF exp2_weight(VF x) {
+  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), bit_cast<__m512>(x));
+  const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT);
+  const VF f = bit_cast<VF>(_mm512_sub_ps(bounded, whole));
+  VF poly = splat(9.57010221e-3f);
+  poly = poly * f + splat(5.59178591e-2f);
+  poly = poly * f + splat(2.40247443e-1f);
+  poly = poly * f + splat(6.93121791e-1f);
+  poly = poly * f + splat(9.99999285e-1f);
+  return bit_cast<VF>(_mm512_scalef_ps(bit_cast<__m512>(poly), whole));
+}
+
+#endif
+
 // Turns raw scores into weights in place and updates the running state. PAIRS: weights become pairs of bf16,
 // (key 2i, key 2i+1) in one 32-bit word at word index i * STRIDE + row; the sum is that of the unrounded ones.
 // SCALED: weights are multiplied by those of `value_scales`, after they were added up.
@@ -113,7 +129,7 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
 #if PAGEBINDER_BF16_DOT
   if constexpr (PAIRS) {
     auto weight = [&](int k, int v) __attribute__((always_inline)) {
-      const VF x = exp2_approx(load<VF>(scores + k * STRIDE + v * W) * scale - shift[v]);
+      const VF x = exp2_weight(load<VF>(scores + k * STRIDE + v * W) * scale - shift[v]);
       sum[v] += x;
       return SCALED ? x * value_scales[k] : x;
     };

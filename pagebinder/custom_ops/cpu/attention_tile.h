@@ -212,9 +212,8 @@ void run_job(const AttentionArgs& args, Plan& plan, const Job& job, const Job* n
   }
 }
 
-// S: of the cache's rows, T: of q and the output.
-template <class T, class S = T>
-void attention_job(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
+template <class T, class S>
+void attend_tile(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
   switch (plan.tiles[job.tile].stride) {
     case 1: return run_job<T, S, 1>(args, plan, job, next);
     case 2: return run_job<T, S, 2>(args, plan, job, next);
@@ -223,6 +222,15 @@ void attention_job(const AttentionArgs& args, Plan& plan, const Job& job, const 
     case 16: return run_job<T, S, 16>(args, plan, job, next);
     case 32: return run_job<T, S, W >= 8 ? 32 : 16>(args, plan, job, next);
     case 64: return run_job<T, S, W >= 16 ? 64 : 16>(args, plan, job, next);
+  }
+}
+
+// S: of the cache's rows, T: of q and the output. The tiles of a job one after the other.
+template <class T, class S = T>
+void attention_job(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next) {
+  for (int32_t i = 0; i < job.num_tiles; ++i) {
+    const Job one{job.tile + i, job.part, job.kv_head, job.num_heads, 1};
+    attend_tile<T, S>(args, plan, one, i + 1 == job.num_tiles ? next : nullptr);
   }
 }
 
