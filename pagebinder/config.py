@@ -264,6 +264,10 @@ class EngineConfig:
         seed: base of the random streams of requests that bring no seed.
         cascade: of models compiled with cascade=True: "auto" (read a shared prefix once where that is faster, by
             rates that are measured when the engine starts), "on" (wherever requests share a block), "off".
+        async_stepping: prepare and launch the next step while one runs: "auto" (on a GPU), "on" (on a CPU, too, where
+            steps run as they are launched: the same tokens, no gain), "off". Requests whose next step needs more than
+            the id of their token (stop strings, log-probabilities, penalties, n > 1, beams) make steps wait;
+            `stats()` counts them.
         check_integrity: check the books of the KV cache after every step (for tests and debugging; O(blocks)).
         capture: run steps from captured graphs, padded to a set of sizes: "auto" (on a GPU), "on" (on a CPU, too,
             where recorded calls stand for CUDA graphs: the same tokens, no gain), "off". Steps of other sizes run
@@ -285,6 +289,7 @@ class EngineConfig:
     swap_policy: str = "auto"
     seed: int = 0
     cascade: str = "auto"
+    async_stepping: str = "auto"
     check_integrity: bool = False
     capture: str = "auto"
     capture_decode_sizes: tuple[int, ...] | None = None
@@ -326,6 +331,8 @@ class EngineConfig:
         _require(_is_int(self.seed), ConfigError, f"seed={self.seed!r}: use a whole number.")
         ok = isinstance(self.cascade, str) and self.cascade in ("auto", "on", "off")
         _require(ok, ConfigError, f'cascade={self.cascade!r}: use "auto", "on" or "off".')
+        ok = isinstance(self.async_stepping, str) and self.async_stepping in ("auto", "on", "off")
+        _require(ok, ConfigError, f'async_stepping={self.async_stepping!r}: use "auto", "on" or "off".')
         for name in ("prefix_caching", "check_integrity"):
             value = getattr(self, name)
             _require(isinstance(value, bool), ConfigError, f"{name}={value!r}: use True or False.")

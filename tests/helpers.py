@@ -39,6 +39,15 @@ nightly = pytest.mark.skipif(
     os.environ.get("PAGEBINDER_NIGHTLY") != "1", reason="takes long: PAGEBINDER_NIGHTLY=1"
 )
 
+
+def by_day(values, day) -> list:
+    """Parameters of a test: those of `day` always, the others, which take the same paths, in the nightly run."""
+    values = list(values)
+    assert set(day) <= set(values), set(day) - set(values)
+    parameters = {value: value if isinstance(value, tuple) else (value,) for value in values}
+    return [value if value in day else pytest.param(*parameters[value], marks=nightly) for value in values]
+
+
 _SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,

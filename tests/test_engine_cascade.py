@@ -77,11 +77,11 @@ def test_sinks_and_windows(gpt_oss):
 def test_the_cost_model_decides(qwen3):
     """By its rates; those that were measured are put aside, as they are another's on each machine."""
     engine = qwen3.engine(EngineConfig(num_kv_blocks=60))
-    ((group, costs),) = engine.cascade.costs.items()
+    ((group, costs),) = engine.loop.cascade.costs.items()
     for read, used, refused in ((1e-9, False, True), (1e-3, True, False)):
         before = engine.stats()
         rates = CascadeRates(read_near=read, read_far=read, tile=0.0, row=0.0)
-        engine.cascade.costs[group] = CascadeCosts(costs.shape, rates)
+        engine.loop.cascade.costs[group] = CascadeCosts(costs.shape, rates)
         engine.generate([PREFIX], GREEDY)
         engine.generate(PROMPTS[:3], GREEDY)
         stats = engine.stats()

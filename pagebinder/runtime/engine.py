@@ -9,33 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 
 from pagebinder.config import EngineConfig, SamplingParams
 from pagebinder.errors import RequestError
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.beam_search import BeamSearch
-from pagebinder.runtime.cascade import cascade_of
 from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, encoder_fields, pair_prompts
-from pagebinder.runtime.encoder_stage import EncoderStage
-from pagebinder.runtime.engine_graphs import engine_graphs
 from pagebinder.runtime.engine_setup import (
     EngineModel,
+    in_flight_tokens,
     max_encoder_tokens,
     retention,
+    steps_in_flight,
     swap_space,
 )
-from pagebinder.runtime.engine_stats import STEP_PARTS, StepClock, collect_stats
+from pagebinder.runtime.engine_stats import StepClock, collect_stats
 from pagebinder.runtime.interrupts import deferred_interrupts
 from pagebinder.runtime.kv import KVCacheManager
 from pagebinder.runtime.kv.event_log import KVEventLog
 from pagebinder.runtime.kv.event_recorder import KVEventRecorder
-from pagebinder.runtime.live_requests import QUIET, LiveRequest
+from pagebinder.runtime.live_requests import AHEAD, QUIET, LiveRequest
 from pagebinder.runtime.memory_plan import plan_memory
 from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
@@ -44,8 +41,8 @@ from pagebinder.runtime.request_checks import Prompt, check_beams, check_params
 from pagebinder.runtime.sampler import prepare as prepare_sampling
 from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.scheduler_output import SchedulerOutput
-from pagebinder.runtime.step_plan import StepPlanner
-from pagebinder.runtime.step_tokens import StepTokens, choose_tokens
+from pagebinder.runtime.step_loop import StepLoop
+from pagebinder.runtime.step_tokens import StepTokens
 
 
 class Engine:
@@ -66,7 +63,7 @@ class Engine:
             model.kv_plan.groups,
             self.arena.num_blocks,
             max_model_len=model.max_model_len,
-            max_in_flight_tokens=self.config.max_num_batched_tokens,
+            max_in_flight_tokens=in_flight_tokens(model, self.config),
             enable_caching=self.config.prefix_caching,
             retention=retention(self.config.prefix_retention),
             max_encoder_tokens=max_encoder_tokens(model, self.config),
@@ -79,24 +76,18 @@ class Engine:
             max_model_len=model.max_model_len,
             policy=self.config.scheduling_policy,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+            max_steps_in_flight=steps_in_flight(model, self.config),
+            ahead_flags=AHEAD,
             swap_policy=self.swap_policy,
         )
-        self.planner = StepPlanner(
-            model.kv_plan.groups, self.kv.tables, model.device, encoder_lens=self.scheduler.batch.encoder_lens
-        )
-        self.cascade = cascade_of(model.graph if model.cascades else None, self.planner, self.config)
-        self.captured = engine_graphs(model, self.config, self.arena, self.kv)
-        self.encoder = EncoderStage(model.encoder, self.kv, model.device) if model.encoder else None
         self._live: dict[str, LiveRequest] = {}
+        self.loop = StepLoop(model, self.config, self.scheduler, self.arena, self._live)
         # Outputs belong to the `stream` or `generate` call that made the request, else to `step`.
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._undelivered: list[RequestOutput] = []
         self._ids = itertools.count()
         self._seeds = itertools.count()
         self.generated_tokens = 0
-        self.num_copies = 0
-        self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
-        self._recorder: KVEventRecorder | None = None
 
     # Requests
 
@@ -226,6 +217,7 @@ class Engine:
             live.samples = None
             if rest:
                 self._enter(rest, quiet=bool(live.request.flags & QUIET))
+        self.loop.drain()
         return live.output()
 
     @property
@@ -248,57 +240,13 @@ class Engine:
 
     @deferred_interrupts()
     def _step(self) -> None:
-        clock = StepClock(self.seconds)
-        output = self.scheduler.schedule()
-        try:
-            if self._recorder is not None:
-                self._recorder.record_step(output)
-            self._copy_blocks()
-            clock.lap("schedule")
-            encoder_rows = self.encoder.rows(output) if self.encoder else []
-            logits = self._logits(output, encoder_rows, clock)
-            seconds = clock.lap("run")
-            chosen = choose_tokens(logits, output, self._live, self.model.eos_token_ids)
-            clock.lap("sample")
-        except BaseException:
-            self.scheduler.discard()
-            raise
-        num_tokens = output.total_num_tokens
-        if self.swap_policy is not None and num_tokens > len(output.sampling) and not encoder_rows:
-            self.swap_policy.note_prefill(num_tokens, seconds)
-        forks = [(parent, live.request) for parent, live in chosen.forks]
-        finished = self.scheduler.update(output, chosen.tokens, chosen.stopped, forks)
-        clock.lap("schedule")
+        output, chosen, finished = self.loop.advance()
+        clock = StepClock(self.loop.seconds)
         self._publish(output, chosen, finished)
+        self.loop.drain()
         if self.config.check_integrity:
             self.scheduler.check_integrity()
         clock.lap("publish")
-
-    def _logits(self, output: SchedulerOutput, encoder_rows: Sequence[int], clock: StepClock) -> torch.Tensor:
-        """Logits of a scheduled step: from its captured graph if there is one for such a step."""
-        bucket = self.captured.find(output)
-        if bucket is not None:
-            self.captured.fill(bucket, output, self.planner)
-            clock.lap("plan")
-            return self.captured.replay(bucket, output)
-        plan = self.planner.build(output, encoder_rows)
-        inputs = plan.tensors | self.cascade.inputs(output) | self.arena.caches
-        clock.lap("plan")
-        if self.encoder:
-            inputs["encoder_states"] = self.encoder.run([output.requests[r] for r in encoder_rows])
-        return self.model.executable.run(inputs)
-
-    def _copy_blocks(self) -> None:
-        """What the step's schedule needs moved, before the graph runs: swaps first, then copies on write."""
-        swaps, copies = self.kv.take_swaps(), self.kv.take_copies()
-        if swaps:
-            start = time.perf_counter()
-            self.arena.swap_blocks(swaps)
-            num_bytes = len(swaps) * self.arena.bytes_per_block
-            self.swap_policy.note_copy(num_bytes, time.perf_counter() - start)
-        if copies:
-            self.arena.copy_blocks(copies)
-            self.num_copies += len(copies)
 
     def _publish(self, output: SchedulerOutput, chosen: StepTokens, finished: list[Request]) -> None:
         self.generated_tokens += int(np.count_nonzero(chosen.tokens >= 0)) + len(chosen.forks)
@@ -432,9 +380,9 @@ class Engine:
 
         `log.save(path)` writes it, `pagebinder kv-picture` draws it.
         """
-        if self._recorder is None:
-            self._recorder = KVEventRecorder(self.scheduler, bytes_per_block=self.arena.bytes_per_block)
-        return self._recorder.log
+        if self.loop.recorder is None:
+            self.loop.recorder = KVEventRecorder(self.scheduler, bytes_per_block=self.arena.bytes_per_block)
+        return self.loop.recorder.log
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while requests hold blocks."""

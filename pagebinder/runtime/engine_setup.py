@@ -76,7 +76,9 @@ def num_blocks(model: EngineModel, config: EngineConfig) -> int:
         count = plan.num_blocks_for(config.kv_cache_bytes)
     else:
         encoder_tokens = max_encoder_tokens(model, config)
-        per_request = plan.min_blocks(model.max_model_len, config.max_num_batched_tokens, encoder_tokens) - 1
+        per_request = (
+            plan.min_blocks(model.max_model_len, in_flight_tokens(model, config), encoder_tokens) - 1
+        )
         count = min(per_request * config.max_num_seqs + 1, plan.num_blocks_for(DEFAULT_KV_CACHE_BYTES))
     if count < 2:
         raise CacheCapacityError(
@@ -84,6 +86,23 @@ def num_blocks(model: EngineModel, config: EngineConfig) -> int:
             f"at least 2 are needed. Give num_kv_blocks >= 2 or kv_cache_bytes >= {2 * plan.bytes_per_block:,}."
         )
     return count
+
+
+def steps_in_flight(model: EngineModel, config: EngineConfig) -> int:
+    """2 where the next step is prepared while one runs. Raises ConfigError if that is asked for and cannot be."""
+    if config.async_stepping == "on" and model.encoder is not None:
+        raise ConfigError(
+            'async_stepping="on": an encoder-decoder waits for its encoder; use "auto" or "off".'
+        )
+    asked = config.async_stepping == "on" or (
+        config.async_stepping == "auto" and model.device.type == "cuda" and model.encoder is None
+    )
+    return 2 if asked else 1
+
+
+def in_flight_tokens(model: EngineModel, config: EngineConfig) -> int:
+    """Most tokens that are scheduled and whose results are not in yet."""
+    return steps_in_flight(model, config) * config.max_num_batched_tokens
 
 
 def max_encoder_tokens(model: EngineModel, config: EngineConfig) -> int:

@@ -31,7 +31,7 @@ class StepClock:
 
 def collect_stats(engine: Engine) -> EngineStats:
     """Counters since the start, and the present state. O(running requests)."""
-    counters, busy = engine.scheduler.stats, sum(engine.seconds.values())
+    counters, busy = engine.scheduler.stats, sum(engine.loop.seconds.values())
     return EngineStats(
         running=engine.scheduler.num_running,
         waiting=engine.scheduler.num_waiting,
@@ -50,11 +50,11 @@ def collect_stats(engine: Engine) -> EngineStats:
         prefix_hit_rate=_share(counters.prefix_hit_tokens, counters.prefix_queried_tokens),
         resumed_hit_rate=_share(counters.resumed_hit_tokens, counters.resumed_queried_tokens),
         forks=counters.num_forks,
-        copies=engine.num_copies,
+        copies=engine.loop.num_copies,
         swaps_out=counters.num_swaps_out,
         swaps_in=counters.num_swaps_in,
-        encoder_runs=engine.encoder.num_runs if engine.encoder else 0,
-        encoder_tokens=engine.encoder.num_tokens if engine.encoder else 0,
+        encoder_runs=engine.loop.encoder.num_runs if engine.loop.encoder else 0,
+        encoder_tokens=engine.loop.encoder.num_tokens if engine.loop.encoder else 0,
         deferred_blocks=engine.kv.num_deferred_blocks,
         cached_prefixes=engine.kv.pool.num_cached_prefixes,
         blocks_in_use=tuple(
@@ -65,12 +65,15 @@ def collect_stats(engine: Engine) -> EngineStats:
         free_host_blocks=engine.host_blocks.num_free if engine.host_blocks else 0,
         copy_bytes_per_second=engine.swap_policy.copy_rate.per_second if engine.swap_policy else None,
         prefill_tokens_per_second=engine.swap_policy.compute_rate.per_second if engine.swap_policy else None,
-        step_seconds=dict(engine.seconds),
-        cascaded_steps=engine.cascade.stats.steps,
-        cascade_saved_tokens=engine.cascade.stats.saved_tokens,
-        cascade_refusals=dict(engine.cascade.stats.refused),
-        captured=engine.captured.note,
-        **_graph_stats(engine.captured.graphs),
+        step_seconds=dict(engine.loop.seconds),
+        cascaded_steps=engine.loop.cascade.stats.steps,
+        cascade_saved_tokens=engine.loop.cascade.stats.saved_tokens,
+        cascade_refusals=dict(engine.loop.cascade.stats.refused),
+        ahead_steps=engine.loop.ahead.ahead,
+        waited_steps=dict(engine.loop.ahead.waited),
+        overshot_tokens=engine.loop.ahead.overshot_tokens,
+        captured=engine.loop.captured.note,
+        **_graph_stats(engine.loop.captured.graphs),
     )
 
 

@@ -20,6 +20,7 @@ PLAIN = 1  # no stop rules of its own, no log-probabilities, nothing that waits 
 IGNORE_EOS = 2
 QUIET = 4  # nobody reads outputs before the last one
 GREEDY = 8  # its token is the largest logit, as the logits are
+AHEAD = 16  # plain, and its next step can be prepared before its token is known: all it takes of it is the id
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +49,13 @@ class LiveRequest:
         if p.temperature < GREEDY_TEMPERATURE and p.repetition_penalty == 1.0:
             flags |= GREEDY
         if not (p.stop or p.stop_token_ids or self.samples or self.is_beam) and p.logprobs is None:
-            flags |= PLAIN
+            flags |= PLAIN if p.repetition_penalty != 1.0 else PLAIN | AHEAD
         self.request.flags = flags
 
-    def sampling_row(self) -> SamplingRow:
-        return SamplingRow(self.params, self.seed, self.request.all_token_ids, self.request.num_output_tokens)
+    def sampling_row(self, awaited: int = 0) -> SamplingRow:
+        """`awaited`: 1 while a step in flight chooses the token before."""
+        request = self.request
+        return SamplingRow(self.params, self.seed, request.all_token_ids, request.num_output_tokens + awaited)
 
     def output(self) -> RequestOutput:
         return RequestOutput(self.request, self.text, self.logprobs)

@@ -128,6 +128,8 @@ class EngineStats:
         cascaded_steps: steps that read a prefix of several requests once for all of them; cascade_saved_tokens: keys
             that they did not read again. cascade_refusals: steps in which requests read a prefix each for itself, by
             reason: "cost", or "window" (several have outgrown one).
+        ahead_steps: steps launched before the results of the one before; waited_steps: those that had to wait for
+            them though steps are asynchronous, by reason; overshot_tokens: computed for requests that had ended.
         step_seconds: time by part of a step; busy_seconds is their sum.
         captured: what steps are captured, "off", or why none is. graph_replays: replays by size ("decode 8").
             uncaptured_steps: steps that ran op by op though sizes are captured, by reason. padding_tokens: tokens
@@ -167,6 +169,9 @@ class EngineStats:
     cascaded_steps: int = 0
     cascade_saved_tokens: int = 0
     cascade_refusals: dict[str, int] = field(default_factory=dict)
+    ahead_steps: int = 0
+    waited_steps: dict[str, int] = field(default_factory=dict)
+    overshot_tokens: int = 0
     captured: str = "off"
     graph_replays: dict[str, int] = field(default_factory=dict)
     uncaptured_steps: dict[str, int] = field(default_factory=dict)

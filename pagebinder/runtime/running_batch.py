@@ -121,6 +121,16 @@ class RunningBatch:
     def row(self, request: Request) -> int:
         return self.rows.row_of[request.request_id]
 
+    def wanted(self, ahead_flags: int = 0) -> np.ndarray:
+        """Tokens of every row [R] that can be scheduled now: the known ones, and one that a step in flight is
+        choosing for a request with one of these flags, unless that token ends it."""
+        now = self.now()
+        want = now.known - now.planned
+        if ahead_flags:
+            in_flight = (want == 0) & (now.planned > now.computed)
+            want[in_flight & ((now.flags & ahead_flags) != 0) & (now.known + 1 < now.limit)] = 1
+        return want
+
     # Changes of one row
 
     def start(self, request: Request, computed: int, covered: int, cache_at: int, limit: int) -> None:

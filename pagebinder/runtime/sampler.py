@@ -32,7 +32,8 @@ _MIN_SCALE = 1e-30  # of float32, which -inf can be multiplied with
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What the sampler needs of one request: its parameters, its seed, and the tokens it has."""
+    """What the sampler needs of one request: its parameters, its seed, and the tokens it has (`num_output_tokens`
+    may count one that is still being chosen; a repetition penalty has to know them all)."""
 
     params: SamplingParams
     seed: int
@@ -54,7 +55,12 @@ def greedy(logits_LV: torch.Tensor) -> np.ndarray:
     Raises:
         FloatingPointError: a row holds NaN, which a model with broken weights produces.
     """
-    return _tokens(_overload("argmax_tokens", logits_LV.device.type)(_served(logits_LV)))
+    return checked_tokens(greedy_on_device(logits_LV))
+
+
+def greedy_on_device(logits_LV: torch.Tensor) -> torch.Tensor:
+    """`greedy` as [L] int64 on the logits' device, which nobody waits for; negative: a row of NaN."""
+    return _overload("argmax_tokens", logits_LV.device.type)(_served(logits_LV))
 
 
 def draw(logits_LV: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]) -> np.ndarray:
@@ -63,6 +69,13 @@ def draw(logits_LV: torch.Tensor, indices: Sequence[int], rows: Sequence[Samplin
     Raises:
         FloatingPointError: a row holds NaN, which a model with broken weights produces.
     """
+    return checked_tokens(draw_on_device(logits_LV, indices, rows))
+
+
+def draw_on_device(
+    logits_LV: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]
+) -> torch.Tensor:
+    """`draw` as [R] int64 on the logits' device, which nobody waits for; negative: a row of NaN."""
     penalised = [r.all_token_ids if r.params.repetition_penalty != 1.0 else () for r in rows]
     operands = (
         np.asarray(indices, np.int64),
@@ -72,8 +85,14 @@ def draw(logits_LV: torch.Tensor, indices: Sequence[int], rows: Sequence[Samplin
         np.cumsum([0, *map(len, penalised)]),
     )
     device = logits_LV.device
-    tensors = (torch.from_numpy(operand).to(device) for operand in operands)
-    return _tokens(_overload("sample_tokens", device.type)(_served(logits_LV), *tensors))
+    tensors = (to_device(operand, device) for operand in operands)
+    return _overload("sample_tokens", device.type)(_served(logits_LV), *tensors)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy in the order of the device's work, which the host does not wait for."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @functools.cache
@@ -88,7 +107,8 @@ def _served(logits: torch.Tensor) -> torch.Tensor:
     return logits.float() if logits.dtype is torch.float64 else logits
 
 
-def _tokens(chosen: torch.Tensor) -> np.ndarray:
+def checked_tokens(chosen: torch.Tensor) -> np.ndarray:
+    """Chosen tokens on the host. Raises FloatingPointError where a row of logits was NaN."""
     tokens = chosen.cpu().numpy()
     if (tokens < 0).any():
         raise FloatingPointError("the model returned NaN logits: check its weights and dtype")

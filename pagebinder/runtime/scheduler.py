@@ -28,7 +28,7 @@ from pagebinder.runtime.kv.blocks import require
 from pagebinder.runtime.kv.coordinator import KVCacheManager
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.running_batch import RunningBatch
-from pagebinder.runtime.scheduler_output import SchedulerOutput, SchedulerStats
+from pagebinder.runtime.scheduler_output import NOBODY, SchedulerOutput, SchedulerStats
 from pagebinder.runtime.step_budget import cover, share_budget
 from pagebinder.runtime.step_results import StepResults, resolve
 from pagebinder.runtime.swap_policy import SwapPolicy
@@ -46,7 +46,9 @@ class Scheduler:
     chunk of one request while others want tokens too (0: no limit; never less than an equal share).
     `watermark`: share of blocks kept free when a request is admitted beside running ones.
     `max_steps_in_flight`: how many steps may be scheduled before the first one's results are in. A request whose
-    next token is not known yet sits such a step out. With 1, scheduling again discards the step before.
+    next token is not known yet sits such a step out, unless it has one of `ahead_flags` (`Request.flags`): then the
+    step computes that token, and whoever runs it puts it in place (`SchedulerOutput.awaited`). With 1, scheduling
+    again discards the step before.
     `swap_policy`: decides between swapping and recomputing; None never swaps.
     Raises ConfigError for sizes that contradict each other.
     """
@@ -54,7 +56,7 @@ class Scheduler:
     def __init__(
         self, kv: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
         policy: str = "fcfs", long_prefill_token_threshold: int = 0, watermark: float = 0.0,
-        max_steps_in_flight: int = 1, swap_policy: SwapPolicy | None = None,
+        max_steps_in_flight: int = 1, ahead_flags: int = 0, swap_policy: SwapPolicy | None = None,
     ) -> None:  # fmt: skip
         if policy not in POLICIES:
             raise ConfigError(f"scheduling policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
@@ -76,6 +78,7 @@ class Scheduler:
         self.policy = policy
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.max_steps_in_flight = max_steps_in_flight
+        self.ahead_flags = ahead_flags if max_steps_in_flight > 1 else 0
         self.swap_policy = swap_policy
         self.stats = SchedulerStats()
         self.requests: dict[str, Request] = {}
@@ -141,6 +144,11 @@ class Scheduler:
             self.kv.extend_hashes(request)
             if self._parked.pop(request_id, None) is not None:
                 self.waiting.push(self._key(request), request)
+
+    def note_flags(self, request: Request) -> None:
+        """Take over a request's changed `flags`."""
+        if request.status is RequestStatus.RUNNING:
+            self.batch.now().flags[self.batch.row(request)] = request.flags
 
     def abort(self, request_id: str) -> Request | None:
         """Finish a request with reason "abort" and free its blocks. None if it is unknown or finished.
@@ -257,8 +265,10 @@ class Scheduler:
         known = [request.num_tokens for request in batch.by_row]
         require(batch.known.tolist() == known, f"{known} tokens are known, the batch says {batch.known}")
         # Not `covered`: where tables have nulls ahead it is a careful guess, brought up to date when it is short.
-        progress = np.stack((batch.computed, batch.planned, batch.known))
+        awaited = ((batch.now().flags & self.ahead_flags) != 0) * bool(self._in_flight)
+        progress = np.stack((batch.computed, batch.planned, batch.known + awaited))
         require(bool((np.diff(progress, axis=0) >= 0).all()), "computed <= planned <= known does not hold")
+        require(bool((batch.computed <= batch.known).all()), "more tokens are computed than known")
 
     # Inside: running requests
 
@@ -266,7 +276,9 @@ class Scheduler:
         """Tokens of every row [R], their sum, and whether somebody must wait for blocks that are in flight."""
         while True:
             batch = self.batch
-            counts, total = share_budget(batch, self.max_num_batched_tokens, self._chunk_limit(), self._key)
+            counts, total = share_budget(
+                batch, self.max_num_batched_tokens, self._chunk_limit(), self._key, self.ahead_flags
+            )
             now = batch.now()
             short = ((now.planned + counts > now.covered) & (counts > 0)).nonzero()[0]
             if not len(short):
@@ -423,16 +435,19 @@ class Scheduler:
         planned = now.planned
         starts = planned.copy()
         planned += counts
-        sampling = ((planned == now.known) & (counts > 0)).nonzero()[0]
+        sampling = ((planned >= now.known) & (counts > 0)).nonzero()[0]
+        awaited = NOBODY
+        if self._in_flight and self.ahead_flags:
+            awaited = ((planned > now.known) & (counts > 0)).nonzero()[0]
         if total:
             step = self.kv.step_started()
             self._in_flight.append(step)
             self.stats.num_scheduled_tokens += total
-        self.stats.num_steps += 1
+            self.stats.num_steps += 1
         return SchedulerOutput(
             now.by_row, starts, counts, sampling, now.last_token.copy(), now.flags.copy(),
             total_num_tokens=total, num_admitted=num_admitted, preempted_ids=preempted, step=step,
-            moves=self.batch.moves, key=self._key,
+            moves=self.batch.moves, awaited=awaited, key=self._key,
         )  # fmt: skip
 
     def _check_id(self, request: Request) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 
 from pagebinder.runtime.request import Request
 
+NOBODY = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
@@ -37,6 +39,8 @@ class SchedulerOutput:
         requests: R requests, row by row. starts, counts: [R] int64 tokens.
         sampling: [L] int64 rows that sample, in ascending order: the order of the rows of the logits.
         last_token: [R] int64, each request's newest token; flags: [R] int64, `Request.flags`.
+        awaited: [A] int64 rows that compute the token which the step before is choosing for them, in ascending order;
+            `last_token` has an older one.
         num_admitted: the last so many rows were admitted in this step. preempted_ids: who lost its blocks.
         step: number of the step in flight; None if there is nothing to compute.
         moves: `RunningBatch.moves` when the step was made.
@@ -44,6 +48,7 @@ class SchedulerOutput:
 
     __slots__ = (
         "_key",
+        "awaited",
         "counts",
         "flags",
         "last_token",
@@ -60,11 +65,11 @@ class SchedulerOutput:
     def __init__(
         self, requests: Sequence[Request], starts: np.ndarray, counts: np.ndarray, sampling: np.ndarray,
         last_token: np.ndarray, flags: np.ndarray, *, total_num_tokens: int, num_admitted: int = 0,
-        preempted_ids: tuple[str, ...] = (), step: int | None = None, moves: int = 0,
+        preempted_ids: tuple[str, ...] = (), step: int | None = None, moves: int = 0, awaited: np.ndarray = NOBODY,
         key: Callable[[Request], tuple] | None = None,
     ) -> None:  # fmt: skip
         self.requests, self.starts, self.counts, self.sampling = requests, starts, counts, sampling
-        self.last_token, self.flags = last_token, flags
+        self.last_token, self.flags, self.awaited = last_token, flags, awaited
         self.total_num_tokens, self.num_admitted = total_num_tokens, num_admitted
         self.preempted_ids, self.step, self.moves = preempted_ids, step, moves
         self._key = key

@@ -19,10 +19,12 @@ Key = Callable[[Request], tuple]
 SPARE_BLOCKS = 3
 
 
-def share_budget(batch: RunningBatch, budget: int, chunk_limit: int, key: Key) -> tuple[np.ndarray, int]:
-    """Tokens of every row [R] int64, best first, within the budget and at most `chunk_limit` each; and their sum."""
-    now = batch.now()
-    want = now.known - now.planned
+def share_budget(
+    batch: RunningBatch, budget: int, chunk_limit: int, key: Key, ahead_flags: int = 0
+) -> tuple[np.ndarray, int]:
+    """Tokens of every row [R] int64, best first, within the budget and at most `chunk_limit` each; and their sum.
+    `ahead_flags`: see `RunningBatch.wanted`."""
+    want = batch.wanted(ahead_flags)
     total = int(want.sum())
     if total <= budget and (chunk_limit >= budget or int(want.max(initial=0)) <= chunk_limit):
         return want, total
@@ -41,13 +43,15 @@ def cover(
     there are enough for all."""
     rows = short.tolist()
     now = batch.now()
-    starts, ends = now.computed[short].tolist(), (now.planned[short] + counts[short]).tolist()
+    starts, planned = now.computed[short].tolist(), now.planned[short].tolist()
+    ends = (now.planned[short] + counts[short]).tolist()
     requests = [now.by_row[row] for row in rows]
     if len(rows) > 1 and kv.num_free_blocks < _enough_blocks(kv, len(rows), sum(ends) - sum(starts)):
         order = sorted(range(len(rows)), key=lambda i: key(requests[i]))
         short = short[order]
-        rows, requests, starts, ends = ([x[i] for i in order] for x in (rows, requests, starts, ends))
-    covered = kv.allocate_batch(requests, starts, ends)
+        lists = (rows, requests, starts, ends, planned)
+        rows, requests, starts, ends, planned = ([x[i] for i in order] for x in lists)
+    covered = kv.allocate_batch(requests, starts, ends, planned)
     now.covered[short[: len(covered)]] = covered
     return None if len(covered) == len(rows) else rows[len(covered)]
 

@@ -123,6 +123,7 @@ class StepPlanner:
         if len(self._buffers) > 1:
             self._buffers.append(self._buffers.pop(0))
         num_encoded = sum(int(self._encoder_lens.data[row]) for row in encoder_rows)
+        buffer.wait()
         sizes = (num_tokens, num_reqs, len(output.sampling), widths, max(num_encoded, 1))
         if buffer.sizes != sizes:
             buffer.place(sizes, self._fields(*sizes))
@@ -220,6 +221,12 @@ class _Buffer:
         self._used_bytes = 0
         self._places: list[Place] = []
         self._views: dict[str, torch.Tensor] = {}
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Until the last copy to the device is done: then the host may write here again."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def place(self, sizes: tuple, fields) -> None:
         """Lay out `fields` (name, shape, dtype), for a step of these sizes."""
@@ -242,7 +249,9 @@ class _Buffer:
         """The fields' tensors, in a dict of the caller's own."""
         if self.device.type == "cpu":
             return dict(self._views)
-        return self._cut(self._host[: self._used_bytes].to(self.device, non_blocking=True))
+        on_device = self._host[: self._used_bytes].to(self.device, non_blocking=True)
+        self._copied.record()
+        return self._cut(on_device)
 
     def _cut(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         return {

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pagebinder.runtime.live_requests import GREEDY, IGNORE_EOS, PLAIN, LiveRequest
-from pagebinder.runtime.sampler import draw, greedy, logprobs
+from pagebinder.runtime.sampler import draw, draw_on_device, greedy, greedy_on_device, logprobs
 from pagebinder.runtime.scheduler_output import SchedulerOutput
 from pagebinder.runtime.step_results import HELD
 
@@ -30,18 +30,21 @@ class StepTokens:
 
 
 def choose_tokens(
-    logits_LV: torch.Tensor, output: SchedulerOutput, live: Mapping[str, LiveRequest], eos: Collection[int]
-) -> StepTokens:
-    """Choose every sampling row's token. Raises FloatingPointError for NaN logits."""
+    logits_LV: torch.Tensor, output: SchedulerOutput, live: Mapping[str, LiveRequest], eos: Collection[int],
+    gone: np.ndarray | None = None,
+) -> StepTokens:  # fmt: skip
+    """Choose every sampling row's token. `gone`: [L] bool, requests that have ended since the step was launched, who
+    get nothing; None: nobody. Raises FloatingPointError for NaN logits."""
     flags = output.flags[output.sampling]
-    plain = (flags & PLAIN) != 0
+    here = np.ones(len(flags), bool) if gone is None else ~gone
+    plain = here & ((flags & PLAIN) != 0)
 
     def owners(mask: np.ndarray) -> dict[int, LiveRequest]:
         """By the number of their row."""
         rows = output.sampling[mask].tolist()
         return {i: live[output.requests[r].request_id] for i, r in zip(np.flatnonzero(mask).tolist(), rows)}
 
-    if (flags & (PLAIN | GREEDY) == PLAIN | GREEDY).all():
+    if (here & ((flags & (PLAIN | GREEDY)) == PLAIN | GREEDY)).all():
         chosen = StepTokens(greedy(logits_LV))
     else:
         chosen = StepTokens(np.full(len(flags), HELD, np.int64))
@@ -50,15 +53,50 @@ def choose_tokens(
             chosen.tokens[plain] = draw(
                 logits_LV, list(drawing), [x.sampling_row() for x in drawing.values()]
             )
-    ended = plain & ((flags & IGNORE_EOS) == 0)
-    if ended.any():
-        ended &= np.logical_or.reduce([chosen.tokens == token for token in eos], initial=False)
-    for owner in owners(ended).values():
+    _end_at(chosen, plain & ((flags & IGNORE_EOS) == 0), output, live, eos)
+    others = here & ~plain
+    if others.any():
+        _choose_others(logits_LV, owners(others), eos, chosen)
+    return chosen
+
+
+def choose_ahead(
+    logits_LV: torch.Tensor, output: SchedulerOutput, live: Mapping[str, LiveRequest]
+) -> torch.Tensor:
+    """Tokens [L] int64 of a step whose sampling rows are all AHEAD, on the logits' device; for `take_tokens`."""
+    if ((output.flags[output.sampling] & GREEDY) != 0).all():
+        return greedy_on_device(logits_LV)
+    awaited = np.isin(output.sampling, output.awaited).tolist()
+    owners = [live[request_id] for request_id in output.sampling_ids]
+    rows = [owner.sampling_row(int(waits)) for owner, waits in zip(owners, awaited)]
+    return draw_on_device(logits_LV, range(len(rows)), rows)
+
+
+def take_tokens(
+    tokens: np.ndarray, gone: np.ndarray | None, output: SchedulerOutput, live: Mapping[str, LiveRequest],
+    eos: Collection[int],
+) -> StepTokens:  # fmt: skip
+    """What `choose_ahead` chose, once it is here. `gone`: as for `choose_tokens`."""
+    mask = (output.flags[output.sampling] & IGNORE_EOS) == 0
+    if gone is not None:
+        tokens, mask = np.where(gone, HELD, tokens), mask & ~gone
+    chosen = StepTokens(tokens)
+    _end_at(chosen, mask, output, live, eos)
+    return chosen
+
+
+def _end_at(
+    chosen: StepTokens, mask: np.ndarray, output: SchedulerOutput, live: Mapping[str, LiveRequest],
+    eos: Collection[int],
+) -> None:  # fmt: skip
+    """Mark the rows of `mask` whose token is an end of sequence."""
+    if not mask.any():
+        return
+    ended = mask & np.logical_or.reduce([chosen.tokens == token for token in eos], initial=False)
+    for row in output.sampling[ended].tolist():
+        owner = live[output.requests[row].request_id]
         owner.end_text_before_last_token()
         chosen.stopped[owner.request.request_id] = "stop"
-    if not plain.all():
-        _choose_others(logits_LV, owners(~plain), eos, chosen)
-    return chosen
 
 
 def _choose_others(

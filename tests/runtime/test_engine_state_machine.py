@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from pagebinder.config import SamplingParams
+from tests.helpers import by_day
 from tests.runtime.engine_harness import EngineHarness
 from tests.runtime.hash_model import group, hash_plan
 from tests.runtime.hash_oracle import VOCAB_SIZE, chunk, full, latent, recurrent, ring, short_conv, window
@@ -72,16 +73,22 @@ PARAMS = st.builds(
 )
 
 
+def smallest_pool(groups, budget, stepping):
+    in_flight = (2 if stepping == "on" else 1) * budget
+    return hash_plan(groups, MAX_MODEL_LEN)[0].min_blocks(MAX_MODEL_LEN, in_flight)
+
+
 def options(draw, groups):
     """Options of an engine that is as small as it can be, or a little larger. `draw(a strategy)` chooses."""
-    budget = draw(st.sampled_from([1, 3, 7, 16, 40]))
-    one_request = hash_plan(groups, MAX_MODEL_LEN)[0].min_blocks(MAX_MODEL_LEN, budget)
+    budget, stepping = draw(st.sampled_from([1, 3, 7, 16, 40])), draw(st.sampled_from(["off", "on"]))
+    one_request = smallest_pool(groups, budget, stepping)
     num_host_blocks = draw(st.sampled_from([0, one_request, 4 * one_request]))
     swap_policies = ["auto", "never", "always"] if num_host_blocks else ["auto", "never"]
     return {
         "max_model_len": MAX_MODEL_LEN,
         "num_kv_blocks": one_request + draw(st.integers(0, one_request)),
         "max_num_batched_tokens": budget,
+        "async_stepping": stepping,
         "max_num_seqs": draw(st.integers(1, 6)),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 3])),
@@ -156,7 +163,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.harness.drain()
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    "mix", by_day(MIXES, ("full", "window", "full + recurrent", NEVER_RESUMED, "everything"))
+)
 def test_random_operations(mix):
     run_state_machine_as_test(
         lambda: EngineMachine(MIXES[mix]),
@@ -171,13 +180,14 @@ def test_random_operations(mix):
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_overload(mix):
-    """More requests than the pool holds, for long enough that every mechanism is at work at once."""
+    """More requests than the pool holds, for long enough that every mechanism is at work at once. Every second seed
+    prepares steps ahead."""
     counts = Counter()
     for seed in OVERLOAD_SEEDS:
         counts += overload(MIXES[mix], seed)
     wanted = {
         "aborts", "failed steps", "resets", "preemptions", "prefix_hit_tokens", "forks", "copies", "swaps_out",
-        "swaps_in", "beam searches", "calls",
+        "swaps_in", "beam searches", "calls", "ahead_steps", "overshot_tokens", "waited_steps",
     }  # fmt: skip
     if mix == NEVER_RESUMED:
         wanted.remove("prefix_hit_tokens")
@@ -214,8 +224,8 @@ def test_copies_that_a_failed_step_did_not_make(mix, survivors):
 def overload(groups, seed) -> Counter:
     """Random operations from a seed, with caching on in three of four seeds."""
     rng = random.Random(seed)
-    budget = rng.choice([4, 16, 40])
-    one_request = hash_plan(groups, MAX_MODEL_LEN)[0].min_blocks(MAX_MODEL_LEN, budget)
+    budget, stepping = rng.choice([4, 16, 40]), ["off", "on"][seed % 2]
+    one_request = smallest_pool(groups, budget, stepping)
     harness = EngineHarness(
         groups,
         max_model_len=MAX_MODEL_LEN,
@@ -223,6 +233,7 @@ def overload(groups, seed) -> Counter:
         num_host_blocks=rng.choice([one_request, 4 * one_request]),
         swap_policy=["always", "auto", "never"][seed % 3],
         max_num_batched_tokens=budget,
+        async_stepping=stepping,
         max_num_seqs=6,
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         long_prefill_token_threshold=rng.choice([0, 3]),

@@ -34,7 +34,7 @@ def test_a_plan_of_what_will_be_taken(model, with_memory):
     )
     plan = engine.memory
     assert (plan.num_blocks, plan.kv_cache) == (100, 100 * per_block)
-    assert plan.captured == engine.captured.graphs.memory.total > 0 and plan.step > 0
+    assert plan.captured == engine.loop.captured.graphs.memory.total > 0 and plan.step > 0
     with_memory(GIB)  # a small cache on a CPU: steps are not looked at
     assert model.engine(EngineConfig(num_kv_blocks=100)).memory.step is None
 

@@ -2,6 +2,8 @@
 
 schedule 1 -- schedule 2 ------- run 1 -- results of 1 -- schedule 3 ------- run 2 -- ...
                           ^ poison: every block that is free and holds nothing is overwritten
+
+Requests that may go ahead compute in step 2 the token that step 1 chooses; the others sit step 2 out.
 """
 
 import random
@@ -13,8 +15,10 @@ from pagebinder.errors import CacheCapacityError
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.kv import KVCacheManager
 from pagebinder.runtime.kv.host_blocks import HostBlocks
+from pagebinder.runtime.live_requests import AHEAD
 from pagebinder.runtime.request import Request
 from pagebinder.runtime.scheduler import Scheduler
+from pagebinder.runtime.step_loop import awaited_places, awaited_sources
 from pagebinder.runtime.step_plan import StepPlanner
 from pagebinder.runtime.swap_policy import SwapPolicy
 from tests.runtime.engine_harness import POISON
@@ -41,7 +45,7 @@ class Pipeline:
         )  # fmt: skip
         self.scheduler = Scheduler(
             self.kv, max_num_seqs=6, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN,
-            max_steps_in_flight=STEPS_IN_FLIGHT,
+            max_steps_in_flight=STEPS_IN_FLIGHT, ahead_flags=AHEAD,
             swap_policy=SwapPolicy(rng.choice(["always", "never"]), plan.bytes_per_block),
         )  # fmt: skip
         self.planner = StepPlanner(
@@ -51,10 +55,12 @@ class Pipeline:
         self.memory.fill_(POISON)
         self.queue = []
         self.oracles = {}
-        self.most_in_flight = 0
+        self.most_in_flight = self.num_awaited = self.num_overshot = 0
+        self.chosen = None  # the step that ran last, and its tokens
 
-    def add(self, name, prompt, max_tokens):
+    def add(self, name, prompt, max_tokens, flags=0):
         request = Request(name, prompt, max_tokens=max_tokens)
+        request.flags = flags
         try:
             self.scheduler.add_request(request)
         except CacheCapacityError:
@@ -77,17 +83,26 @@ class Pipeline:
         self.most_in_flight = max(self.most_in_flight, len(self.queue))
         self.check()
 
-    def run(self, plan, swaps, copies):
+    def run(self, output, plan, swaps, copies):
+        """Tokens of a step, whose awaited ids the step before has chosen by now."""
         self.arena.swap_blocks(swaps)
         self.arena.copy_blocks(copies)
-        return self.model.executable.run({**plan.tensors, **self.arena.caches})
+        if len(output.awaited):
+            before, tokens = self.chosen
+            sources = awaited_sources(output, before)
+            plan.tensors["input_ids"][awaited_places(output)] = torch.tensor(tokens)[sources]
+        tokens = self.model.executable.run({**plan.tensors, **self.arena.caches}).argmax(-1).tolist()
+        self.chosen = output, tokens
+        return tokens
 
     def complete(self):
         """Run the oldest step and take its results; every token must be the oracle's."""
         if not self.queue:
             return
         output, *work = self.queue.pop(0)
-        tokens = self.run(*work).argmax(-1).tolist()
+        tokens = self.run(output, *work)
+        self.num_awaited += len(output.awaited)
+        self.num_overshot += sum(output.requests[row].is_finished for row in output.awaited.tolist())
         for request_id, token in zip(output.sampling_ids, tokens, strict=True):
             # Those that were aborted meanwhile count too: their blocks must not be handed out before.
             assert token == int(self.oracles[request_id].logits.argmax()), f"{request_id} took a wrong turn"
@@ -98,7 +113,7 @@ class Pipeline:
 
     def discard(self):
         """The steps in flight run, but their results are lost."""
-        for _, *work in self.queue:
+        for work in self.queue:
             self.run(*work)
         self.queue.clear()
         self.scheduler.discard()
@@ -134,7 +149,7 @@ def test_steps_use_what_they_were_scheduled_with(mix, seed):
     for number in range(60):
         if len(requests) < 12:
             prompt = TEXT[: rng.randint(0, 24)] + rng.choices(range(1, VOCAB_SIZE), k=rng.randint(1, 5))
-            pipeline.add(f"r{number}", prompt, rng.randint(4, 24))
+            pipeline.add(f"r{number}", prompt, rng.randint(4, 24), rng.choice([0, AHEAD]))
         for _ in range(rng.randint(1, 4)):
             rng.choice([pipeline.schedule, pipeline.schedule, pipeline.complete])()
         if requests and rng.random() < 0.2:
@@ -145,3 +160,4 @@ def test_steps_use_what_they_were_scheduled_with(mix, seed):
             pipeline.discard()
     pipeline.drain()
     assert pipeline.most_in_flight == STEPS_IN_FLIGHT
+    assert pipeline.num_awaited > pipeline.num_overshot

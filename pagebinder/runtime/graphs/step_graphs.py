@@ -166,6 +166,10 @@ class StepGraphs:
         self.stats.tokens += num_tokens
         self.stats.padding_tokens += bucket.num_tokens - num_tokens
 
+    def static_tensors(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """The bucket's metadata on the device, by name: what a replay reads."""
+        return self._inputs.tensors(bucket)
+
     def replay_bucket(self, bucket: Bucket, num_logits: int) -> torch.Tensor:
         """Replay what was filled in; returns logits [L, V], to be read before the next step."""
         graph = self._graphs[bucket]

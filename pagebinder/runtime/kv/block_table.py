@@ -31,6 +31,7 @@ class BlockTable:
         "covered_tokens",
         "first_live",
         "num_hashed",
+        "planned_tokens",
         "request_id",
     )
 
@@ -44,6 +45,8 @@ class BlockTable:
         self.copy_from: KVCacheBlock | None = None
         # Kept by managers whose tables may have nulls ahead; others derive it from the table's length.
         self.covered_tokens = 0
+        # Tokens that are computed, or will be by steps in flight: for managers that replace blocks ahead.
+        self.planned_tokens = 0
 
     @property
     def row(self) -> np.ndarray:

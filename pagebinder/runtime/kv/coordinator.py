@@ -70,6 +70,7 @@ class KVCacheManager:
         self.search = PrefixSearch(self.managers, self.alignment)
         self.swapper = Swapper(host_blocks, self.managers, self.context) if host_blocks is not None else None
         self._forgetful = tuple(manager for manager in self.managers if manager.forgets)
+        self._replacing = tuple(manager for manager in self.managers if manager.replaces_ahead)
         self._caching = tuple(manager for manager in self.managers if manager.grows_with_tokens)
         self._needs_encoder: set[str] = set()
         # Requests that were forked and have not been given blocks since: their next token may need a copy.
@@ -161,13 +162,18 @@ class KVCacheManager:
         return True
 
     def allocate_batch(
-        self, requests: Sequence[Request], starts: Sequence[int], ends: Sequence[int]
-    ) -> list[int]:
+        self, requests: Sequence[Request], starts: Sequence[int], ends: Sequence[int],
+        planned: Sequence[int] | None = None,
+    ) -> list[int]:  # fmt: skip
         """`allocate_slots` for running requests, one after the other: tokens [start, end) of each, of which the first
-        `start` are computed. Returns what each one's blocks cover then; a shorter list if the next one was refused.
+        `start` are computed, and with steps in flight the first `planned` will be. Returns what each one's blocks
+        cover then; a shorter list if the next one was refused.
 
         All of them give back what lies behind their windows first.
         """
+        for manager in self._replacing:
+            for request, tokens in zip(requests, starts if planned is None else planned):
+                manager.tables[request.request_id].planned_tokens = tokens
         for request, start in zip(requests, starts) if self._forgetful else ():
             self.remove_skipped_blocks(request, start)
         covered = None

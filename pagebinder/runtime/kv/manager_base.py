@@ -30,9 +30,11 @@ class SingleTypeManager:
 
     # Whether every prefix of a hit is a hit too, so that a hit can be cut without another search.
     hits_are_prefix_closed: ClassVar[bool] = False
-    # Whether new tokens may need more blocks, and whether blocks are given back while a request runs.
+    # Whether new tokens may need more blocks, whether blocks are given back while a request runs, and whether blocks
+    # beyond the planned tokens may be put elsewhere.
     grows_with_tokens: ClassVar[bool] = True
     forgets: ClassVar[bool] = True
+    replaces_ahead: ClassVar[bool] = False
 
     def __init__(self, spec: KVCacheSpec, context: CacheContext, group_id: int) -> None:
         self.spec = spec

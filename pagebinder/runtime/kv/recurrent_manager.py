@@ -25,6 +25,7 @@ class RecurrentManager(SingleTypeManager):
     """A resume at n tokens needs one block: the checkpoint of n, a multiple of the block size."""
 
     spec: RecurrentSpec
+    replaces_ahead = True
 
     @staticmethod
     def granularity(spec: KVCacheSpec, hash_block_size: int) -> int:
@@ -123,11 +124,11 @@ class RecurrentManager(SingleTypeManager):
         self.fence.free(reversed(blocks[len(missing) :]))
 
     def _changes(self, table: BlockTable, start: int, wanted: list[int]) -> tuple[list[int], list[int]]:
-        """Logical blocks that are wanted and null, and those that are not and hold nothing: a step that was
-        planned and never ran has left them."""
+        """Logical blocks that are wanted and null, and those that are not, hold nothing and will not be written by
+        a step in flight: a step that was planned and never ran has left them."""
         blocks, keep = table.blocks, set(wanted)
         missing = [i for i in wanted if i >= len(blocks) or blocks[i].is_null]
-        ahead = range(self.num_blocks_for(start), len(blocks))
+        ahead = range(self.num_blocks_for(max(start, table.planned_tokens)), len(blocks))
         return missing, [i for i in ahead if i not in keep and not blocks[i].is_null]
 
     def _store(self, table, hashes, start, end, mask) -> None:

@@ -46,7 +46,7 @@ def test_a_host_planned_provider_cuts_mixed_steps_alone(host_planned):
     model = pagebinder.compile_model(tiny_llama(), config)
     options = {"num_kv_blocks": 30, "max_num_seqs": 4, "max_num_batched_tokens": 32}
     engine = model.engine(EngineConfig(capture="on", **options))
-    graphs = engine.captured.graphs
+    graphs = engine.loop.captured.graphs
     assert graphs.breaks["decode"] == [] and len(graphs.breaks["mixed"]) == 2
     assert "host_planned serves paged_attention with graph_capture='uniform_decode'" in graphs.explain()
     by_kind = {b.kind: g.num_graphs for b, g in graphs._graphs.items()}

@@ -133,7 +133,7 @@ def test_explain_predicts_the_memory_of_a_default_engine(compiled):
         model.graphs["fused"], model.kv_spec, model.states, bucket_table(EngineConfig()), device=model.device,
         max_model_len=model.max_model_len,
     )  # fmt: skip
-    real = model.engine(EngineConfig(num_kv_blocks=8, capture="on")).captured.graphs
+    real = model.engine(EngineConfig(num_kv_blocks=8, capture="on")).loop.captured.graphs
     assert real.memory == predicted.memory
     assert f"static inputs {predicted.memory.static_inputs / 2**20:,.3f} MiB" in text
 
