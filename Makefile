@@ -37,13 +37,10 @@ test: $(READY)
 zoo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.run --jobs 2 --write-docs
 
-# Files with tests that `make test` skips.
-LONG := tests/export tests/frontend/test_onnx_import.py tests/test_engine_mla.py \
-	tests/test_mixed_layer_levels.py tests/test_recurrent_levels.py
-
 nightly: $(READY)
 	PAGEBINDER_NIGHTLY=1 $(BIN)/python -m pytest tests/runtime tests/fuzz
-	PAGEBINDER_NIGHTLY=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(LONG)
+	PAGEBINDER_NIGHTLY=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile \
+		--ignore tests/runtime --ignore tests/fuzz
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import torch
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from tests import moe_models
+from tests.helpers import by_day
 from tests.test_engine_mixed_layers import assert_greedy, prompt
 
 MODELS = {
@@ -22,6 +23,7 @@ MODELS = {
     "llama4": (moe_models.tiny_llama4_moe, {"expert_linear": 4}),
     "longcat-flash": (moe_models.tiny_longcat_flash, {"expert_linear": 2}),
 }
+BY_DAY = ("mixtral", "gpt-oss", "deepseek-v3", "llama4")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
 
@@ -31,7 +33,7 @@ def compiled_pair(name: str):
     return model, pagebinder.compile_model(model, CompileConfig(executable="eager"))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_day(MODELS, BY_DAY))
 def test_mixed_batches_and_a_cached_prefix(name):
     """Chunked prefills beside decodes, then a prompt that begins as one served before."""
     model, compiled = compiled_pair(name)
@@ -46,7 +48,7 @@ def test_mixed_batches_and_a_cached_prefix(name):
         assert_greedy(model, ids, list(output.token_ids))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_day(MODELS, BY_DAY))
 def test_each_mixture_is_one_match_of_the_report(name):
     _, compiled = compiled_pair(name)
     matches = [m for m in compiled.report.matches if m.pattern == "moe_experts" or "expert" in m.detail]

@@ -14,7 +14,7 @@ import torch
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from tests import recurrent_models
-from tests.helpers import VOCAB_SIZE
+from tests.helpers import VOCAB_SIZE, by_day
 
 SHORT_CONV_AND_STATE = ["short_conv", "recurrent"]
 KINDS = {
@@ -29,6 +29,7 @@ KINDS = {
     "xlstm": ["recurrent"] * 2,
     "minimax": ["recurrent", "full_attention"],
 }
+BY_DAY = ("bamba", "recurrent_gemma", "mamba", "rwkv", "minimax")
 # Checkpoints every 64 tokens, so that short prompts reach them.
 SHORT = {"contexts": ((64, 1.0),), "concurrency": 4, "chunk_tokens": 24, "tokens_in_flight": 8.0}
 # For two requests at once, where the blocks of one are not enough to begin a second.
@@ -62,7 +63,7 @@ def assert_greedy(model, prompt_ids: list[int], output) -> None:
     assert (logits.amax(1) - chosen).max() <= TIE
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", by_day(KINDS, BY_DAY))
 def test_served_in_steps_and_from_a_prefix(name):
     model, compiled = compiled_pair(name)
     assert [state.kind for state in compiled.states] == KINDS[name]
@@ -75,7 +76,7 @@ def test_served_in_steps_and_from_a_prefix(name):
         assert_greedy(model, ids, output)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", by_day(KINDS, BY_DAY))
 def test_preempted_for_want_of_blocks(name):
     model, compiled = compiled_pair(name)
     prompts = [prompt(n, seed=3) for n in (58, 59, 60)]  # each begins a block while it decodes
