@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from pagebinder.compile_checks import unexplained
 from pagebinder.compile_lock import expected_plan, settle_lock
+from pagebinder.compile_streams import eager_executable, inductor_executable
 from pagebinder.compile_tensorrt import check_can_build, note_partitions, tensorrt_executable
 from pagebinder.compile_verify import check_can_verify, verify
 from pagebinder.compiled_model import CompiledModel
@@ -78,7 +79,7 @@ from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
 from pagebinder.passes.trail import ENCODER, Trail
 from pagebinder.report import CompileReport, PassResult
-from pagebinder.runtime.executables import EagerExecutable, Executable, InductorExecutable
+from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.kv import plan_kv_cache
 
 RECOGNISERS = (
@@ -151,6 +152,7 @@ def explain_model(
     compiled = compile_source(source, config, report, stage)
     if isinstance(compiled, CompiledModel):  # not an encoder alone
         compiled.predict_captured_steps()
+        compiled.predict_streams()
     return compiled
 
 
@@ -423,11 +425,14 @@ def executable_of(graph: GraphModule, config: CompileConfig, report: CompileRepo
         graphs = "captured as CUDA graphs, of " if wanted == "cuda_graph" else ""
         wanted = "inductor" if problem is None else "eager"
         why = "a C++ compiler is here" if problem is None else f"inductor cannot be used: {problem}"
+        if config.streams == "on":
+            wanted, why = "eager", 'streams="on" needs ops that run one by one'
         why = graphs + why
     report.executable, report.executable_why = wanted, why
     if wanted == "tensorrt":
         return tensorrt_executable(graph, config, report)
-    return InductorExecutable(graph) if wanted == "inductor" else EagerExecutable(graph)
+    make = inductor_executable if wanted == "inductor" else eager_executable
+    return make(graph, config, report)
 
 
 class _StageTimer:

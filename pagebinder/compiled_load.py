@@ -24,6 +24,7 @@ from pagebinder.compiled_machine import differences, kernel_key
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.compiled_values import from_json
 from pagebinder.compiled_weights import checkpoint_of, load_weights
+from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
 from pagebinder.custom_ops.linear.packed_weights import is_packed
@@ -110,7 +111,9 @@ def _load(
         report.notes.append(f"loaded from {path}, compiled again: {'; '.join(stale)}")
     executables = {}
     for level, facts in manifest["executables"].items():
-        executables[level] = _executable(path, level, facts, graphs, weights[level], reuse=not stale)
+        executables[level] = _executable(
+            path, level, facts, graphs, weights[level], config, report, reuse=not stale
+        )
     if executables["fused"].name != report.executable:
         report.executable, report.executable_why = (
             executables["fused"].name,
@@ -205,10 +208,11 @@ def _prepare(ops: list[str], kernels: Mapping[str, Path]) -> None:
 
 
 def _executable(
-    path: Path, level: str, facts: Mapping, graphs: SavedGraphs, weights: Mapping, *, reuse: bool
-) -> Executable:
+    path: Path, level: str, facts: Mapping, graphs: SavedGraphs, weights: Mapping, config: CompileConfig,
+    report: CompileReport, *, reuse: bool,
+) -> Executable:  # fmt: skip
     if facts["kind"] == EagerExecutable.name:
-        return EagerExecutable(graphs[level])
+        return _eager(graphs[level], config, report)
     if reuse and facts["program"]:
         folder = path / "program" / level
         try:
@@ -224,6 +228,14 @@ def _executable(
     except CompilerNotFoundError as error:
         raise CompilerNotFoundError(f"{path} has to be compiled again for this machine: {error}.") from error
     return InductorExecutable(graphs[level])
+
+
+def _eager(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
+    if config.streams != "on":  # here is a CPU
+        return EagerExecutable(graph)
+    from pagebinder.compile_streams import eager_executable  # which needs formulas of costs
+
+    return eager_executable(graph, config, report)
 
 
 def _source(

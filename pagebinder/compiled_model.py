@@ -55,6 +55,7 @@ class CompiledModel:
         from pagebinder.explain import explain_text
 
         self.predict_captured_steps()
+        self.predict_streams()
         return explain_text(self.report)
 
     def predict_captured_steps(self) -> None:
@@ -67,6 +68,13 @@ class CompiledModel:
                 self.graphs["fused"], self.kv_spec, self.states, bucket_table(EngineConfig()), device=self.device,
                 max_model_len=self.max_model_len, not_captured=self._not_captured(),
             )  # fmt: skip
+
+    def predict_streams(self) -> None:
+        """Fill in `report.streams`: which ops run side by side, the estimated gain, or why none do."""
+        from pagebinder.compile_streams import describe_streams
+
+        if not self.report.streams:
+            self.report.streams = describe_streams(self.graphs["fused"], self.config, self.report)
 
     def write_lock(self, path) -> None:
         """Write the plan lock: a TOML file of what every layer was rewritten into. Raises OSError."""

@@ -101,6 +101,10 @@ class CompileConfig:
             is, else eager. On a GPU engines capture the steps of each of them where they can; with "cuda_graph" it is
             an error if they cannot. "tensorrt" needs torch_tensorrt and an NVIDIA GPU: dense parts of the graph are
             its engines, paged and sparse ops stay in torch.
+        streams: run branches of a layer that do not need each other side by side, on a second stream: "auto" (on a
+            GPU and where ops run one by one: executable="eager", and pieces of captured steps that are cut), "on" (on
+            a CPU, too, where simulated streams try orders of the ops: the same tokens, no gain; with "auto" and
+            "cuda_graph" as the executable the graph is then run op by op), "off". The report says what overlaps.
         tensorrt_fallback: torch runs what TensorRT cannot build, and the report says so; False makes it an error.
         providers: op name -> provider name, for example {"paged_attention": "reference"}.
         cascade: let attention read a prefix that several requests share once for all of them, where an engine finds
@@ -142,6 +146,7 @@ class CompileConfig:
     kv_scales: str | os.PathLike | None = None
     index_dtype: str = "auto"
     executable: str = "auto"
+    streams: str = "auto"
     tensorrt_fallback: bool = True
     providers: dict[str, str] = field(default_factory=dict)
     cascade: bool = False
@@ -165,6 +170,11 @@ class CompileConfig:
             raise ConfigError(
                 f"executable={self.executable!r} is unknown; use one of {', '.join(EXECUTABLES)}."
             )
+        ok = isinstance(self.streams, str) and self.streams in ("auto", "on", "off")
+        _require(ok, ConfigError, f'streams={self.streams!r}: use "auto", "on" or "off".')
+        ok = self.streams != "on" or self.executable in ("auto", "eager", "cuda_graph")
+        _require(ok, ConfigError, f'streams="on" needs ops that run one by one, executable="eager", for example, '
+                 f"and not {self.executable!r}.")  # fmt: skip
         for name, known in (("kv_dtype", KV_DTYPES), ("index_dtype", INDEX_DTYPES)):
             value = getattr(self, name)
             ok = isinstance(value, str) and value in known

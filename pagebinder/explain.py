@@ -41,6 +41,7 @@ def render(report: CompileReport) -> Group:
         Text("\nProviders", style="bold"),
         _providers(report),
         *_captured_steps(report),
+        *_streams(report),
         *_verification(report),
         Text("\nTime", style="bold"),
         Padding(Text(", ".join(f"{k} {v:.2f} s" for k, v in report.stage_seconds.items())), (0, 0, 0, 1)),
@@ -195,6 +196,14 @@ def _captured_steps(report: CompileReport) -> list[Text | Padding]:
         return []
     title = Text("\nCaptured steps (EngineConfig(), on a GPU)", style="bold")
     return [title, *(Padding(Text(line), (0, 0, 0, 1)) for line in report.captured_steps)]
+
+
+def _streams(report: CompileReport) -> list[Text | Padding]:
+    """Which ops run side by side."""
+    if not report.streams:
+        return []
+    title = Text("\nTwo streams (CompileConfig(streams=...))", style="bold")
+    return [title, *(Padding(Text(line), (0, 0, 0, 1)) for line in report.streams)]
 
 
 def _verification(report: CompileReport) -> list[Text | Table]:

@@ -114,7 +114,8 @@ class CompileReport:
     """Everything `explain()` prints. `to_dict()` is JSON-ready.
 
     `weight_bytes` are the source model's, `graph_weight_bytes` those that the last graph reads. `captured_steps`:
-    what an engine captures by default, and its memory; filled in for `explain()`.
+    what an engine captures by default, and its memory; `streams`: which ops run side by side on two streams, or why
+    none do. Both are filled in for `explain()`.
     """
 
     model: str = ""
@@ -134,6 +135,7 @@ class CompileReport:
     providers: list[ProviderChoice] = field(default_factory=list)
     verified: list[VerifiedStep] = field(default_factory=list)
     captured_steps: list[str] = field(default_factory=list)
+    streams: list[str] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     weight_layout: list[str] = field(default_factory=list)  # how linear layers read theirs on this machine

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from pagebinder.config import EngineConfig
 from pagebinder.errors import ConfigError
 from pagebinder.runtime.cascade_costs import CascadeCosts, CascadeShape, measure_rates
+from pagebinder.runtime.device_copies import to_device
 from pagebinder.runtime.kv import KVCacheGroup
 from pagebinder.runtime.kv.rows import RowArray
 from pagebinder.runtime.scheduler_output import SchedulerOutput
@@ -93,7 +94,7 @@ class Cascade:
             lens[rows], leaders[rows] = num_blocks * self.groups[g].block_size, rows[0]
         order_shared_tokens(lens, leaders, np.concatenate([[0], np.cumsum(output.counts)]), tokens)
         named = {SHARED_LENS: lens, "shared_leaders_": leaders, "shared_tokens_": tokens}
-        return {f"{name}{g}": torch.from_numpy(array).to(self.device) for name, array in named.items()}
+        return {f"{name}{g}": to_device(array, self.device) for name, array in named.items()}
 
     def _nothing(self, *sizes: int) -> Mapping[str, torch.Tensor]:
         """Inputs of a step without shared prefixes, kept for the next one of the same sizes."""

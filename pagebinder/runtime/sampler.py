@@ -20,6 +20,7 @@ import torch
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.config import SamplingParams
 from pagebinder.custom_ops.providers import OpNeed, select_provider
+from pagebinder.runtime.device_copies import to_device
 
 logger = logging.getLogger("pagebinder")
 
@@ -87,12 +88,6 @@ def draw_on_device(
     device = logits_LV.device
     tensors = (to_device(operand, device) for operand in operands)
     return _overload("sample_tokens", device.type)(_served(logits_LV), *tensors)
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy in the order of the device's work, which the host does not wait for."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @functools.cache

@@ -27,6 +27,7 @@ import torch
 from pagebinder.config import EngineConfig
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.cascade import cascade_of
+from pagebinder.runtime.device_copies import to_device
 from pagebinder.runtime.encoder_stage import EncoderStage
 from pagebinder.runtime.engine_graphs import engine_graphs
 from pagebinder.runtime.engine_setup import EngineModel, steps_in_flight
@@ -34,7 +35,7 @@ from pagebinder.runtime.engine_stats import STEP_PARTS, StepClock
 from pagebinder.runtime.kv.event_recorder import KVEventRecorder
 from pagebinder.runtime.live_requests import AHEAD, QUIET, LiveRequest
 from pagebinder.runtime.request import Request
-from pagebinder.runtime.sampler import checked_tokens, to_device
+from pagebinder.runtime.sampler import checked_tokens
 from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.scheduler_output import SchedulerOutput
 from pagebinder.runtime.step_plan import StepPlanner

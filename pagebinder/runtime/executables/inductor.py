@@ -17,12 +17,14 @@ from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.graph_tools import attributes
 from pagebinder.runtime.executables.base import input_names
 from pagebinder.runtime.executables.program import Program
+from pagebinder.runtime.streams import Overlap
 
 
 class InductorExecutable:
     """Compiles on construction (seconds); `run` never compiles."""
 
     name = "inductor"
+    overlap: Overlap | None = None  # for pieces of its graph that run op by op, see runtime/graphs
 
     def __init__(self, gm: GraphModule) -> None:
         # Imported here: it takes as long as torch, and a saved program runs without it.

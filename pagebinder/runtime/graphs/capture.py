@@ -80,14 +80,14 @@ class _PieceCall:
     """Runs a piece; what others read at a fixed address is copied there, and logits to theirs."""
 
     def __init__(self, piece: Piece, args, crossings: _Crossings, carried: CarriedValues, logits) -> None:
-        self._gm, self._args, self._names = piece.gm, args, piece.outputs
+        self._run, self._args, self._names = piece.run, args, piece.outputs
         self._crossings, self._carried, self._logits = crossings, carried, logits
         self._homes: dict[str, torch.Tensor] = {}
         self.results: dict = {}
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
         with torch.inference_mode():
-            self.results = dict(zip(self._names, self._gm(*self._args)))
+            self.results = dict(zip(self._names, self._run(*self._args)))
             for name, value in list(self.results.items()):
                 if name == self._crossings.logits:
                     self._logits.copy_(value)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,13 +41,17 @@ class Break:
 @dataclass
 class Piece:
     """Nodes that run together. `inputs` and `outputs` are names of nodes of the whole graph; `breaks` is empty for a
-    piece that is captured."""
+    piece that is captured. `run`: what runs it, the graph itself unless something else is put there."""
 
     gm: GraphModule
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     is_captured: bool
     breaks: list[Break] = field(default_factory=list)
+    run: Callable | None = None
+
+    def __post_init__(self) -> None:
+        self.run = self.run or self.gm
 
 
 def capture_level(target) -> tuple[str, str]:

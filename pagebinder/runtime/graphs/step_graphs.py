@@ -32,7 +32,7 @@ from pagebinder.runtime.graphs.capture import (
     capture_whole,
     logits_node,
 )
-from pagebinder.runtime.graphs.pieces import Break, find_breaks, split_at_breaks
+from pagebinder.runtime.graphs.pieces import Break, Piece, find_breaks, split_at_breaks
 from pagebinder.runtime.graphs.static_inputs import StaticInputs, pad, real_part
 from pagebinder.runtime.graphs.step_sequences import StepSequence, check_inputs, pack_sequences, table_widths
 from pagebinder.runtime.kv import KVPlan
@@ -128,11 +128,19 @@ class StepGraphs:
             if not breaks:
                 return capture_whole(self.backend, self.executable, inputs, logits)
             if bucket.kind not in self._pieces:
-                self._pieces[bucket.kind] = split_at_breaks(self.graph, breaks)
+                self._pieces[bucket.kind] = self._on_streams(split_at_breaks(self.graph, breaks))
             pieces = self._pieces[bucket.kind]
             return capture_pieces(self.backend, self.graph, pieces, inputs, logits, self._carried)
         except GraphCaptureError as error:
             raise GraphCaptureError(f"Bucket {bucket}: {error}") from error
+
+    def _on_streams(self, pieces: list[Piece]) -> list[Piece]:
+        """Let branches of captured pieces run side by side, if the executable says how."""
+        overlap = getattr(self.executable, "overlap", None)
+        for piece in pieces:
+            if overlap is not None and piece.is_captured:
+                piece.run = overlap.run_by(piece.gm)
+        return pieces
 
     @property
     def memory(self) -> GraphMemory:
