@@ -19,6 +19,7 @@ from pagebinder.cli_support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
     Commands,
+    DtypeOption,
     IndexDtypeOption,
     KvDtypeOption,
     QuantizationOption,
@@ -38,7 +39,10 @@ app = typer.Typer(
 )
 
 CheckpointArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory (config.json).")
+    Path,
+    typer.Argument(
+        metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory (config.json), or an ONNX file."
+    ),
 ]
 ExecutableOption = Annotated[
     str, typer.Option(help="auto, eager or inductor; auto: inductor with a C++ compiler.")
@@ -177,7 +181,7 @@ def generate(
         typer.Option(
             metavar="DIR",
             callback=checkpoint_dir,
-            help="A checkpoint directory with weights, or an artefact.",
+            help="A checkpoint directory with weights, an ONNX file, or an artefact.",
         ),
     ],
     prompt: Annotated[
@@ -210,6 +214,7 @@ def generate(
     ] = None,
     n: Annotated[int, typer.Option("--n", help="Samples per prompt.")] = 1,
     executable: ExecutableOption = "auto",
+    dtype: DtypeOption = None,
     kv_cache_mib: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
     kv_dtype: KvDtypeOption = "auto",
     index_dtype: IndexDtypeOption = "auto",
@@ -238,7 +243,7 @@ def generate(
     has_text = bool(stop) or any(isinstance(p, str) for p in prompts + encoder_prompts)
     options = {
         "executable": executable, "kv_dtype": kv_dtype, "index_dtype": index_dtype, "quantization": quantization,
-        "activation_quantization": activation_quantization, "activation_scales": activation_scales,
+        "activation_quantization": activation_quantization, "activation_scales": activation_scales, "dtype": dtype,
     }  # fmt: skip
     compiled = compile_dir(model, options, needs_tokenizer=has_text)
     kv_cache_bytes = None if kv_cache_mib is None else kv_cache_mib << 20

@@ -13,7 +13,11 @@ EXIT_DIVERGED = 1
 def bisect_command(
     model: Annotated[
         Path,
-        typer.Argument(metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory with weights."),
+        typer.Argument(
+            metavar="DIR",
+            callback=checkpoint_dir,
+            help="A checkpoint directory with weights, or an ONNX file.",
+        ),
     ],
     tokens: Annotated[
         int | None,

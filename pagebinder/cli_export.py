@@ -12,7 +12,9 @@ def export_command(
     model: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory, or an artefact."
+            metavar="DIR",
+            callback=checkpoint_dir,
+            help="A checkpoint directory, an ONNX file, or an artefact.",
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory for the exported files.")],

@@ -47,6 +47,7 @@ KvDtypeOption = Annotated[
 IndexDtypeOption = Annotated[
     str, typer.Option(help="Keys of an indexer: auto (like --kv-dtype), fp8, mxfp4.")
 ]
+DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; else the checkpoint's.")]
 QuantizationOption = Annotated[
     str | None,
     typer.Option(help="Weights in fewer bits: fp8, fp8_tensor, fp8_block, int8, int4_g64, int4_g32."),

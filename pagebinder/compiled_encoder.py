@@ -68,7 +68,8 @@ class CompiledEncoder:
         )
 
     def export_onnx(self, path: str | Path, *, contrib: bool = False) -> list[Path]:
-        """Write the semantic graph as a standard ONNX model (opset 24) with its weights beside it; returns its path.
+        """Write the semantic graph as a standard ONNX model (opset 24), with weights and tokenizer beside it; returns
+        its path.
 
         Its inputs are input_ids and attention_mask [b, L]; its output is one row for each token.
 
@@ -78,9 +79,12 @@ class CompiledEncoder:
                 cannot be exported.
             OSError: the files cannot be written.
         """
+        from pagebinder.compiled_save import save_tokenizer_files
         from pagebinder.export.onnx import export_onnx
 
-        return export_onnx(self, path, contrib=contrib)
+        paths = export_onnx(self, path, contrib=contrib)
+        save_tokenizer_files(self.source, paths[0].parent)
+        return paths
 
     def run_level(self, level: str, input_ids: torch.Tensor) -> torch.Tensor:
         """Run one graph on one sequence, op by op: input_ids [T] int64 -> [T, C].

@@ -98,7 +98,8 @@ class CompiledModel:
         save(self, path, executable=executable)
 
     def export_onnx(self, path: str | Path, *, contrib: bool = False) -> list[Path]:
-        """Write the semantic graph as a standard ONNX model (opset 24) with its weights beside it; returns its path.
+        """Write the semantic graph as a standard ONNX model (opset 24), with weights and tokenizer beside it; returns
+        its path.
 
         Inputs and outputs: `pagebinder/export/onnx_signature.py`. An encoder-decoder gives two, its decoder first.
         contrib: attention as ONNX Runtime's GroupQueryAttention instead, which no other runtime reads.
@@ -109,9 +110,12 @@ class CompiledModel:
                 cannot be exported.
             OSError: the files cannot be written.
         """
+        from pagebinder.compiled_save import save_tokenizer_files
         from pagebinder.export.onnx import export_onnx
 
-        return export_onnx(self, path, contrib=contrib)
+        paths = export_onnx(self, path, contrib=contrib)
+        save_tokenizer_files(self.source, paths[0].parent)
+        return paths
 
     def executables(self) -> dict[str, Executable]:
         """What runs the graphs, by level: the fused one, and an encoder-decoder's encoder."""

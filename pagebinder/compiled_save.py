@@ -44,6 +44,7 @@ from pagebinder.runtime.single_sequence import single_sequence_inputs
 
 if TYPE_CHECKING:
     from pagebinder.compiled_model import CompiledModel
+    from pagebinder.frontend.source import ModelSource
 
 logger = logging.getLogger("pagebinder")
 
@@ -108,7 +109,7 @@ def save(compiled: CompiledModel, path: str | Path, *, executable: str | None = 
         manifest["kernels"] = _save_kernels(called, folder)
         if isinstance(kept["fused"], AOTExecutable):
             write_step_plan(compiled, kept, table, folder)
-        _save_tokenizer(compiled, folder / "tokenizer")
+        save_tokenizer_files(compiled.source, folder / "tokenizer")
         write_json(folder / MANIFEST, manifest)
 
 
@@ -224,13 +225,14 @@ def _save_kernels(ops: set[str], folder: Path) -> dict[str, str | None]:
     return keys
 
 
-def _save_tokenizer(compiled: CompiledModel, folder: Path) -> None:
-    tokenizer = compiled.source.tokenizer()
+def save_tokenizer_files(source: ModelSource, folder: Path) -> None:
+    """Write a model's tokenizer, if it has one, and what its directory says about it. Raises OSError."""
+    tokenizer = source.tokenizer()
     if tokenizer is None:
         return
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_tokenizer(tokenizer, folder / FILE_NAME)
-    home = tokenizer.path.parent if isinstance(tokenizer, SavedTokenizer) else compiled.source.path
+    home = tokenizer.path.parent if isinstance(tokenizer, SavedTokenizer) else source.path
     for name in COMPANIONS:
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(home / name, folder / name)

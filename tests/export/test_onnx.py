@@ -57,6 +57,14 @@ def test_the_shipped_model_generates_the_engines_tokens(tmp_path):
     assert weights["model.layers.0.mlp.up_proj.weight"].data_location == onnx.TensorProto.EXTERNAL
     assert [d.dim_param for d in model.graph.input[0].type.tensor_type.shape.dim] == ["batch", "length"]
 
+    # The export has its tokenizer, so Pagebinder serves it as text, too.
+    options = ["--prompt", "The open function", "--max-tokens", "12", "--temperature", "0", "--dtype", "float32"]
+    texts = [
+        CliRunner().invoke(app, ["generate", "--model", str(path), "--executable", "eager", *options]).stdout
+        for path in (tiny_path(), tmp_path / "model.onnx")
+    ]
+    assert texts[0] == texts[1] and len(texts[0].split()) > 4
+
 
 def assert_equal_logits(compiled, models) -> None:
     """Two rows, fed in steps. An encoder's prompts differ in length, so the second is padded."""
