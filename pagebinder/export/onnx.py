@@ -146,14 +146,49 @@ def _quiet():
             logger.setLevel(level)
 
 
+# Rules of onnxscript for what can occur in a decoder. All of its default ones take ten times as long: some are of
+# convolutions, and one looks through the whole graph at every node.
+REWRITE_RULES = (
+    "add_0_rule", "sub_0_rule", "mul_by_1_rule", "div_by_1_rule", "cast_cast_rule", "no_op_cast_rule",
+    "no_op_expand_rule", "no_op_transpose_rule", "transpose_transpose_rule", "reshape_reshape_rule",
+    "squeeze_reshape_1d_rule", "unsqueeze_unsqueeze_rule", "materialize_reshape_shape_rule", "collapse_slice_rule",
+    "collapse_slice2_rule", "cast_constant_of_shape_rule", "cast_constant_of_shape_without_value_rule",
+)  # fmt: skip
+
+
 def _optimise(model) -> None:
-    """Constants folded, what nothing reads or what is there twice removed: onnxscript's optimiser."""
-    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
-    from onnxscript.optimizer import optimize_ir
+    """Constants folded, what nothing reads or what is there twice removed: passes of onnx_ir and onnxscript."""
+    from onnx_ir.passes import Sequential, common
+    from onnxscript.optimizer import fold_constants_ir
+    from onnxscript.rewriter import RewritePass
+    from onnxscript.rewriter.rules import common as rules
+
+    rewrite = Sequential(
+        RewritePass([getattr(rules, name) for name in REWRITE_RULES]),
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedOpsetsPass(),
+    )
+    finish = Sequential(
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.LiftSubgraphInitializersToMainGraphPass(),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.OutputFixPass(),
+        common.NameFixPass(),
+        common.ClearMetadataAndDocStringPass(),
+    )
+
+    def should_fold(node):
+        return False if node.op_type == "Transpose" else None
 
     with _quiet():
-        optimize_ir(model, should_fold=lambda node: False if node.op_type == "Transpose" else None)
-    ClearMetadataAndDocStringPass()(model)
+        common.InlinePass()(model)
+        for _ in range(2):
+            folded = fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold).modified
+            if not rewrite(model).modified and not folded:
+                break
+        finish(model)
 
 
 def _finish(model, functions: list) -> None:
