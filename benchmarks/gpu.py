@@ -20,7 +20,12 @@ import torch
 from common import RESULTS, machine
 
 ROOT = Path(__file__).parent.parent
-GPU_TESTS = ("tests/custom_ops/triton", "tests/runtime/graphs/test_cuda_graphs.py")
+GPU_TESTS = (
+    "tests/custom_ops/triton",
+    "tests/runtime/graphs/test_cuda_graphs.py",
+    "tests/runtime/streams/test_cuda_streams.py",
+    "tests/runtime/test_cuda_async.py",
+)
 TEST_SECONDS = 300
 
 
@@ -43,8 +48,11 @@ def run_tests() -> dict:
 
 
 def run_benchmarks() -> dict:
+    from gpu_async import asynchronous_steps
     from gpu_captured import captured_steps
     from gpu_cases import DECODES, PREFILLS, decode, elementwise, prefill
+    from gpu_latent import runs as latent_runs
+    from gpu_product_cases import cases as product_cases
     from gpu_timing import copy_gb_per_s, matmul_tflop_per_s
 
     copy = copy_gb_per_s()
@@ -53,7 +61,9 @@ def run_benchmarks() -> dict:
     runs = [lambda s=shape, c=codes: [decode(copy, *s, c)] for codes in ("", "fp8_e4m3") for shape in DECODES]
     runs += [lambda s=shape: [prefill(*s)] for shape in PREFILLS]
     runs.append(lambda: elementwise(copy))
-    runs.append(captured_steps)
+    runs += [lambda c=case: [c()] for case in product_cases(copy)]
+    runs += latent_runs(copy)
+    runs += [captured_steps, asynchronous_steps]
     for run in runs:
         try:
             results = run()

@@ -130,6 +130,30 @@ def elementwise(copy_gb_per_s: float, tokens: int = 16384, width: int = 4096) ->
             k.nbytes + v.nbytes + codes.nbytes,
             lambda: op("quantized_kv_cache_write")(k, v, codes, slots, codes="fp8_e4m3"),
         ),
+        "qk_norm_rope_quantized_write": (
+            2 * q.nbytes + k.nbytes + v.nbytes + codes.nbytes + cos.nbytes + sin.nbytes,
+            lambda: op("qk_norm_rope_quantized_write")(
+                *heads[:7], codes, slots, codes="fp8_e4m3", **norm, style="half"
+            ),
+        ),
+        "scaled_fp8_quant, dynamic, of the tensor": (
+            x.nbytes * 5 // 2,  # read twice
+            lambda: op("scaled_fp8_quant")(x, granularity="tensor"),
+        ),
+        "scaled_fp8_quant, token": (
+            x.nbytes * 3 // 2,
+            lambda: op("scaled_fp8_quant")(x, granularity="token"),
+        ),
+        "add_rms_norm_fp8_quant, group": (
+            x.nbytes * 7 // 2,
+            lambda: op("add_rms_norm_fp8_quant")(x, residual, weight, **norm, granularity="group"),
+        ),
+        "gated_activation_fp8_quant, token": (
+            both.nbytes * 5 // 4,
+            lambda: op("gated_activation_fp8_quant")(
+                both[:, :width], both[:, width:], activation="silu", granularity="token"
+            ),
+        ),
     }
     results = []
     for name, (num_bytes, call) in cases.items():

@@ -237,17 +237,7 @@ def compile_source(
         report.passes += run_passes(paged, (*page_passes, gather_logits), after=trail.after("paged"))
     with stage("fuse"):
         fused = clone(paged, "fused")
-        around_rope = (
-            fuse_kv_rope_store,
-            fuse_q_norm_rope,
-            fuse_inverse_rope_linear,
-            fuse_qk_norm_rope_write,
-        )
-        around_linears = (place_linears, fuse_gated_linear, merge_linears)
-        fusions = (*around_rope, fuse_add_rms_norm, simplify) if config.fusions else ()
-        linears = (*_quantization(config), *(around_linears if config.fusions else ()))
-        cascade = (cascade_attention,) if config.cascade else ()
-        report.passes += run_passes(fused, (*fusions, *linears, *cascade), after=trail.after("fused"))
+        report.passes += run_passes(fused, _fuse_passes(config), after=trail.after("fused"))
         if config.quantization is not None and encoder is not None:
             report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
         device = torch.device("cpu") if source.device.type == "meta" else source.device
@@ -285,6 +275,17 @@ def compile_source(
         uncounted_id=numbering(source.module).uncounted_id,
         _refused=refused,
     )
+
+
+def _fuse_passes(config: CompileConfig) -> tuple:
+    """The passes from the paged graph to the fused one, in their order."""
+    quantization = _quantization(config)
+    cascade = (cascade_attention,) if config.cascade else ()
+    if not config.fusions:
+        return (*quantization, *cascade)
+    around_rope = (fuse_kv_rope_store, fuse_q_norm_rope, fuse_inverse_rope_linear, fuse_qk_norm_rope_write)
+    around_linears = (place_linears, fuse_gated_linear, merge_linears)
+    return (*around_rope, fuse_add_rms_norm, simplify, *quantization, *around_linears, *cascade)
 
 
 def _place_weights(

@@ -53,11 +53,15 @@ def same_bits(found, expected) -> None:
 
 
 def nearly_same_codes(found, expected) -> None:
-    """Sums in another order move a value over the edge between two codes now and then, and no further."""
+    """Sums in another order move a value over the edge between two codes now and then, and no further.
+
+    A NaN is one, whatever its sign: processors differ in it.
+    """
     for a, b in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5 if a.dtype == torch.float32 else 2**-7, atol=1e-6)
     a, b = (codes.view(torch.uint8).short() for codes in (found[0], expected[0]))
     apart = torch.where((a ^ b) & 128 != 0, (a & 127) + (b & 127), (a - b).abs())
+    apart = apart.masked_fill((a & b & 127) == 127, 0)
     assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01
 
 

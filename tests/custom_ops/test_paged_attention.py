@@ -177,7 +177,9 @@ def test_same_bits_in_any_batch_and_with_any_number_of_threads(attention, provid
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_that_share_their_keys_have_the_bits_of_tiles_alone(attention, dtype, options):
     """With many threads every tile of query rows is a job of its own, with one thread several are one job."""
-    case = Case(((40, 300), (3, 130), (0, 33)), dtype, num_kv_heads=4, group=4, block_size=64, options=options)
+    case = Case(
+        ((40, 300), (3, 130), (0, 33)), dtype, num_kv_heads=4, group=4, block_size=64, options=options
+    )
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

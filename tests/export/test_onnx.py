@@ -58,7 +58,16 @@ def test_the_shipped_model_generates_the_engines_tokens(tmp_path):
     assert [d.dim_param for d in model.graph.input[0].type.tensor_type.shape.dim] == ["batch", "length"]
 
     # The export has its tokenizer, so Pagebinder serves it as text, too.
-    options = ["--prompt", "The open function", "--max-tokens", "12", "--temperature", "0", "--dtype", "float32"]
+    options = [
+        "--prompt",
+        "The open function",
+        "--max-tokens",
+        "12",
+        "--temperature",
+        "0",
+        "--dtype",
+        "float32",
+    ]
     texts = [
         CliRunner().invoke(app, ["generate", "--model", str(path), "--executable", "eager", *options]).stdout
         for path in (tiny_path(), tmp_path / "model.onnx")

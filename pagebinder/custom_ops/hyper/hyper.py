@@ -39,9 +39,7 @@ def hyper_connection_reference(streams, fn, base, scale, *, sinkhorn_iters, norm
     Raises:
         ValueError: shapes that do not fit, or no iteration.
     """
-    _check_logits(streams, fn, base, scale, rows=(2 + streams.shape[1]) * streams.shape[1], num_scales=3)
-    if sinkhorn_iters < 1:
-        raise ValueError(f"sinkhorn_iters must be 1 or more, not {sinkhorn_iters}")
+    check_connection(streams, fn, base, scale, sinkhorn_iters)
     S = streams.shape[1]
     pre, post, comb = _normed_product(streams, fn, norm_eps).split([S, S, S * S], dim=-1)
     pre_base, post_base, comb_base = base.float().split([S, S, S * S])
@@ -75,13 +73,7 @@ def hyper_mix_reference(streams, post, comb, update):
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    T, S, C = _sizes(streams)
-    if update.shape != (T, C) or update.dtype != streams.dtype:
-        raise ValueError(
-            f"update must be {streams.dtype} [{T}, {C}], not {update.dtype} {tuple(update.shape)}"
-        )
-    if post.shape != (T, S) or comb.shape != (T, S, S):
-        raise ValueError(f"post and comb must be [{T}, {S}] and [{T}, {S}, {S}]: {_shapes(post, comb)}")
+    check_mix(streams, post, comb, update)
     kept = torch.matmul(comb.to(streams.dtype).transpose(-1, -2), streams)
     return post.to(streams.dtype).unsqueeze(-1) * update.unsqueeze(-2) + kept
 
@@ -96,7 +88,7 @@ def hyper_head_reference(streams, fn, base, scale, *, norm_eps, eps):
     Raises:
         ValueError: shapes that do not fit.
     """
-    _check_logits(streams, fn, base, scale, rows=streams.shape[1], num_scales=1)
+    check_head(streams, fn, base, scale)
     logits = _normed_product(streams, fn, norm_eps)
     return _collapse(torch.sigmoid(logits * scale.float() + base.float()) + eps, streams)
 
@@ -109,6 +101,28 @@ def _normed_product(streams, fn, norm_eps):
 
 def _collapse(pre, streams):
     return (pre.unsqueeze(-1) * streams).sum(dim=1).to(streams.dtype)
+
+
+def check_connection(streams, fn, base, scale, sinkhorn_iters) -> None:
+    _, S, _ = _sizes(streams)
+    _check_logits(streams, fn, base, scale, rows=(2 + S) * S, num_scales=3)
+    if sinkhorn_iters < 1:
+        raise ValueError(f"sinkhorn_iters must be 1 or more, not {sinkhorn_iters}")
+
+
+def check_head(streams, fn, base, scale) -> None:
+    _, S, _ = _sizes(streams)
+    _check_logits(streams, fn, base, scale, rows=S, num_scales=1)
+
+
+def check_mix(streams, post, comb, update) -> None:
+    T, S, C = _sizes(streams)
+    if update.shape != (T, C) or update.dtype != streams.dtype:
+        raise ValueError(
+            f"update must be {streams.dtype} [{T}, {C}], not {update.dtype} {tuple(update.shape)}"
+        )
+    if post.shape != (T, S) or comb.shape != (T, S, S):
+        raise ValueError(f"post and comb must be [{T}, {S}] and [{T}, {S}, {S}]: {_shapes(post, comb)}")
 
 
 def _sizes(streams):

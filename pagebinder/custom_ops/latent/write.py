@@ -25,7 +25,7 @@ def latent_cache_write_reference(rows_TD, cache, slot_mapping_T, *, layout="plai
     Raises:
         ValueError: shapes, dtypes or layout do not fit, or a slot lies outside the cache.
     """
-    entries = _check(rows_TD, cache, slot_mapping_T, layout, rope_dim)
+    entries = check_rows(rows_TD, cache, slot_mapping_T, layout, rope_dim)
     keep = slot_mapping_T >= 0
     slots = slot_mapping_T[keep]
     require(bool((slots < len(cache) * entries).all()), "a slot in slot_mapping lies outside the cache")
@@ -41,7 +41,7 @@ def kv_rope_quant_store_reference(kv_TD, cos, sin, cache, slot_mapping_T, *, lay
     Raises:
         ValueError: as there, or cos and sin do not fit.
     """
-    _check_tables(kv_TD, cos, sin)
+    check_tables(kv_TD, cos, sin)
     rows = rotate_trailing(kv_TD.float(), cos.float(), sin.float())
     latent_cache_write_reference(rows, cache, slot_mapping_T, layout=layout, rope_dim=rope_dim)
 
@@ -53,14 +53,14 @@ def rotate_trailing(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     return torch.cat([x[..., :rest], rotated], dim=-1)
 
 
-def _check(rows, cache, slot_mapping, layout, rope_dim) -> int:
+def check_rows(rows, cache, slot_mapping, layout, rope_dim) -> int:
     require(rows.dim() == 2 and rows.is_floating_point(), "rows are [T, D] of a float type")
     require(slot_mapping.dtype == torch.int32, "slot_mapping must be int32")
     require(slot_mapping.shape == rows.shape[:1], "slot_mapping must have one slot a token")
     return rows_per_block(cache, layout, rows.shape[1], rope_dim)
 
 
-def _check_tables(kv, cos, sin) -> None:
+def check_tables(kv, cos, sin) -> None:
     require(cos.dim() == 2 and cos.shape == sin.shape, "cos and sin are [T, pairs]")
     require(kv.dim() == 2 and len(cos) == len(kv), "cos and sin must have one row a token")
     require(2 * cos.shape[1] <= kv.shape[1], "cos and sin rotate more channels than a row has")

@@ -39,7 +39,7 @@ def inverse_rope_grouped_linear_reference(x, cos, sin, weight, *, groups, fp8=Fa
     Raises:
         ValueError: shapes that do not fit, or fp8 and K is not a multiple of 128.
     """
-    _check(x, cos, sin, weight, groups, fp8)
+    check_operands(x, cos, sin, weight, groups, fp8)
     T, K = x.shape[0], weight.shape[1]
     rows_TGK = rotate_trailing(x, cos, -sin).reshape(T, groups, K)
     if fp8:
@@ -54,7 +54,7 @@ def through_e4m3(x):
     return (from_e4m3(codes) * power_of_two(exponents)[..., None]).flatten(-2).to(x.dtype)
 
 
-def _check(x, cos, sin, weight, groups, fp8):
+def check_operands(x, cos, sin, weight, groups, fp8):
     check_trailing_rope(x, cos, sin, "x")
     H, D = x.shape[1:]
     if groups < 1 or H % groups:

@@ -35,7 +35,7 @@ def moe_experts_reference(
     Returns:
         [T, C] in x's dtype; the sum over slots has the wider of x's dtype and the weights'.
     """
-    _check(x_TC, expert_ids_TK, expert_weights_TK, up, down)
+    check_experts(x_TC, expert_ids_TK, expert_weights_TK, up, down)
     gate = Gate(**gate)
     num_slots = expert_ids_TK.shape[1]
     out_SC = x_TC.new_zeros((expert_ids_TK.numel(), x_TC.shape[1]))
@@ -78,7 +78,8 @@ def _project(rows, weight, bias, expert, transposed):
     return F.linear(rows, matrix, None if bias is None else bias[expert])
 
 
-def _check(x, ids, weights, up, down) -> None:
+def check_experts(x, ids, weights, up, down) -> None:
+    """Raises ValueError, see `moe_experts_reference`."""
     if x.dim() != 2 or ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
         raise ValueError("moe_experts takes x [T, C], expert ids and weights [T, K]")
     if up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:

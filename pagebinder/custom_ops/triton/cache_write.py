@@ -59,25 +59,42 @@ def copy_kernel(
 
 
 @triton.jit
+def row_scale(x, LARGEST: tl.constexpr):
+    """Rows [HEADS, BLOCK] float32 -> the scale [HEADS] of each; NaN where a row has one."""
+    has_nan = tl.max(tl.where(x != x, 1, 0), 1) > 0
+    largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
+    scale = tl.maximum(
+        tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), 1.1754943508222875e-38
+    )
+    return tl.where(has_nan, float("nan"), scale)
+
+
+@triton.jit
+def store_scale(scale, scale_ptrs, keep):
+    """As four bytes: rows begin anywhere."""
+    byte = tl.arange(0, 4)[None, :]
+    bits = scale.to(tl.uint32, bitcast=True)[:, None] >> (8 * byte).to(tl.uint32)
+    tl.store(scale_ptrs[:, None] + byte, (bits & 0xFF).to(tl.uint8), mask=keep[:, None])
+
+
+@triton.jit
+def store_encoded(x, scale, ptrs, mask, CODES: tl.constexpr, LARGEST: tl.constexpr):
+    """Rows [HEADS, BLOCK] float32 by scales [HEADS]."""
+    tl.store(ptrs, encoded(tl.div_rn(x, tl.zeros_like(x) + scale[:, None]), CODES, LARGEST), mask=mask)
+
+
+@triton.jit
 def store_codes(
     x, row_ptrs, column, mask, scale_ptrs, fixed_scale, CODES: tl.constexpr, LARGEST: tl.constexpr, keep
 ):
     """Encodes rows [HEADS, BLOCK]; without a fixed scale each gets its own, stored as four bytes at scale_ptrs."""
     x = x.to(tl.float32)
     if fixed_scale is None:
-        has_nan = tl.max(tl.where(x != x, 1, 0), 1) > 0
-        largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
-        scale = tl.maximum(
-            tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), 1.1754943508222875e-38
-        )
-        scale = tl.where(has_nan, float("nan"), scale)
-        byte = tl.arange(0, 4)[None, :]
-        bits = scale.to(tl.uint32, bitcast=True)[:, None] >> (8 * byte).to(tl.uint32)
-        tl.store(scale_ptrs[:, None] + byte, (bits & 0xFF).to(tl.uint8), mask=keep[:, None])
+        scale = row_scale(x, LARGEST)
+        store_scale(scale, scale_ptrs, keep)
     else:
         scale = fixed_scale
-    codes = encoded(tl.div_rn(x, tl.zeros_like(x) + scale[:, None]), CODES, LARGEST)
-    tl.store(row_ptrs[:, None] + column, codes, mask=mask & keep[:, None])
+    store_encoded(x, scale, row_ptrs[:, None] + column, mask & keep[:, None], CODES, LARGEST)
 
 
 @triton.jit

@@ -13,13 +13,30 @@ import os
 import torch
 
 from pagebinder.custom_ops.activation import gated_activation
-from pagebinder.custom_ops.attention import merge_states, paged, qk_norm_rope_write, quantized_paged, unified
+from pagebinder.custom_ops.attention import (
+    merge_states,
+    paged,
+    qk_norm_rope_quantized_write,
+    qk_norm_rope_write,
+    quantized_paged,
+    unified,
+)
+from pagebinder.custom_ops.compress import paged_compress
+from pagebinder.custom_ops.fp8 import fused as fp8_fused
+from pagebinder.custom_ops.fp8 import linear as fp8_linear
+from pagebinder.custom_ops.fp8 import quant as fp8_quant
+from pagebinder.custom_ops.fp8.attention import FP8_QUANT_FORMS
+from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.library import OpInfo, define_schema, library, overload
+from pagebinder.custom_ops.linear import inverse_rope_grouped, quantized
 from pagebinder.custom_ops.mla import paged_mla
-from pagebinder.custom_ops.norm import rms_norm
+from pagebinder.custom_ops.moe import experts
+from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
 from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
 from pagebinder.custom_ops.rope import rope
+from pagebinder.custom_ops.sampling import sample_tokens
+from pagebinder.custom_ops.sparse import indexer, sparse_mla
 from pagebinder.errors import ProviderError
 
 NAMESPACE = "pagebinder_triton"
@@ -41,18 +58,42 @@ _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
         merge_states.MERGE_ATTENTION_STATES,
     ),
     "latent": (write.LATENT_CACHE_WRITE, paged_mla.PAGED_MLA_ATTENTION),
+    "sparse_mla": (sparse_mla.SPARSE_MLA_ATTENTION,),
+    "indexer": (indexer.INDEXER_SCORE_TOPK,),
+    "compress": (paged_compress.COMPRESS_NORM_ROPE_STORE,),
+    "norm_rope": (q_norm_rope.Q_NORM_ROPE, write.KV_ROPE_QUANT_STORE),
+    "inverse_rope_grouped": (inverse_rope_grouped.INVERSE_ROPE_GROUPED_LINEAR,),
+    "hyper": (hyper.HYPER_CONNECTION, hyper.HYPER_MIX, hyper.HYPER_HEAD),
     "rms_norm": (rms_norm.RMS_NORM, rms_norm.ADD_RMS_NORM),
     "rope": (rope.ROPE,),
     "gated_activation": (gated_activation.GATED_ACTIVATION,),
-    "qk_norm_rope_write": (qk_norm_rope_write.QK_NORM_ROPE_WRITE,),
+    "qk_norm_rope_write": (
+        qk_norm_rope_write.QK_NORM_ROPE_WRITE,
+        qk_norm_rope_quantized_write.QK_NORM_ROPE_QUANTIZED_WRITE,
+    ),
+    "fp8_quant": (
+        fp8_quant.SCALED_FP8_QUANT,
+        fp8_fused.RMS_NORM_FP8_QUANT,
+        fp8_fused.ADD_RMS_NORM_FP8_QUANT,
+        fp8_fused.GATED_ACTIVATION_FP8_QUANT,
+    ),
+    "attention_fp8": tuple(FP8_QUANT_FORMS.values()),
+    "quantized_linear": (quantized.QUANTIZED_LINEAR, fp8_linear.FP8_LINEAR),
+    "sampling": (sample_tokens.ARGMAX_TOKENS, sample_tokens.SAMPLE_TOKENS),
+    "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR),
 }
 _FAMILY_OF = {info.name: family for family, infos in _FAMILIES.items() for info in infos}
-# Features that a latent row or its reader may ask for, see OpNeed, and no kernel serves.
-_NO_KERNEL_FOR = frozenset({"fp8_v4", "fp8_v32", "fp8_index", "fp4_index", "indices"})
+# op -> features, see OpNeed, that its kernel does not serve.
+_NO_KERNEL_FOR = {
+    "paged_mla_attention": frozenset({"fp8_index", "fp4_index"}),
+    "sparse_mla_attention": frozenset({"fp8_index", "fp4_index"}),
+    "indexer_score_topk": frozenset({"fp8_v4", "fp8_v32"}),
+}
 _HEAD_DIM_OPS = (
     "paged_attention",
     "paged_attention_lse",
     "quantized_paged_attention",
+    *(info.name for info in FP8_QUANT_FORMS.values()),
     "unified_attention",
     "attention_part",
 )
@@ -104,7 +145,8 @@ class TritonProvider(Provider):
         widest = max(need.head_dim or 0, need.head_dim_v or 0)
         if need.op in _HEAD_DIM_OPS and widest > MAX_HEAD_DIM:
             reasons.append(f"heads of {widest} channels: at most {MAX_HEAD_DIM} are served")
-        reasons += [f"it has no kernel for {feature}" for feature in sorted(need.features & _NO_KERNEL_FOR)]
+        unserved = need.features & _NO_KERNEL_FOR.get(need.op, frozenset())
+        reasons += [f"it has no kernel for {feature}" for feature in sorted(unserved)]
         return reasons
 
     def prepare(self, op: str | None = None) -> None:

@@ -1,6 +1,6 @@
-"""`pagebinder_triton::qk_norm_rope_write`: norm of heads, RoPE and the cache write of a token in one launch.
+"""`pagebinder_triton::qk_norm_rope_write`, `qk_norm_rope_quantized_write`: norm of heads, RoPE, cache write in one.
 
-    grid [T, groups of q heads + groups of KV heads]      q: to the result      k, v: to the token's slot
+    grid [T, groups of q heads + groups of KV heads]      q: to the result      k, v: to the token's slot, or as codes
 
 A program holds up to HEADS heads, as two halves of their channels: "half" and "chunked" pair i with i + D / 2.
 """
@@ -13,8 +13,17 @@ import triton.language as tl
 
 from pagebinder.custom_ops.attention.paged import check_write
 from pagebinder.custom_ops.attention.qk_norm_rope_write import check_operands
+from pagebinder.custom_ops.attention.quantized_cache import LARGEST_CODE
+from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
 from pagebinder.custom_ops.norm.rms_norm import TAILS
-from pagebinder.custom_ops.triton.cache_write import load_rows, slot_row
+from pagebinder.custom_ops.triton.cache_write import (
+    load_rows,
+    row_scale,
+    slot_row,
+    store_codes,
+    store_encoded,
+    store_scale,
+)
 from pagebinder.custom_ops.triton.rms_norm import scaled, warps_of
 from pagebinder.custom_ops.triton.rope import turned
 from pagebinder.custom_ops.triton.values import rounded, through
@@ -57,10 +66,11 @@ def normed_and_turned(
 
 @triton.jit
 def qk_norm_rope_write_kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, slots_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, slots_ptr, scales_ptr, out_ptr,
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_n, stride_g, stride_b, num_slots, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
+    CODES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     Q_GROUPS: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -71,9 +81,9 @@ def qk_norm_rope_write_kernel(
             q_ptr, stride_qt, stride_qh, cos_ptr, sin_ptr, q_weight_ptr, token, head, eps, H, D, BLOCK, TAIL,
             HAS_WIDE_TABLES,
         )  # fmt: skip
-        row_ptrs = out_ptr + (token.to(tl.int64) * H + head) * D
-        tl.store(row_ptrs[:, None] + column, first, mask=mask)
-        tl.store(row_ptrs[:, None] + HALF + column, second, mask=mask)
+        out_ptrs = out_ptr + (token.to(tl.int64) * H + head) * D
+        tl.store(out_ptrs[:, None] + column, first, mask=mask)
+        tl.store(out_ptrs[:, None] + HALF + column, second, mask=mask)
     else:
         head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
         row_ptrs, is_slot = slot_row(
@@ -83,10 +93,26 @@ def qk_norm_rope_write_kernel(
             k_ptr, stride_kt, stride_kg, cos_ptr, sin_ptr, k_weight_ptr, token, head, eps, G, D, BLOCK, TAIL,
             HAS_WIDE_TABLES,
         )  # fmt: skip
-        tl.store(row_ptrs[:, None] + column, first, mask=mask & is_slot)
-        tl.store(row_ptrs[:, None] + HALF + column, second, mask=mask & is_slot)
         v, v_column, v_mask = load_rows(v_ptr, stride_vt, stride_vg, token, head, DV, BLOCK_DV, G)
-        tl.store(row_ptrs[:, None] + D + v_column, v, mask=v_mask & is_slot)
+        if CODES == "":
+            tl.store(row_ptrs[:, None] + column, first, mask=mask & is_slot)
+            tl.store(row_ptrs[:, None] + HALF + column, second, mask=mask & is_slot)
+            tl.store(row_ptrs[:, None] + D + v_column, v, mask=v_mask & is_slot)
+        else:
+            keep = is_slot & (head < G)
+            k_1, k_2 = first.to(tl.float32), second.to(tl.float32)
+            if scales_ptr is None:
+                k_scale = row_scale(tl.reshape(tl.join(k_1, k_2), (HEADS, 2 * BLOCK)), LARGEST)
+                store_scale(k_scale, row_ptrs + D + DV, keep)
+                v_scale = None
+            else:
+                k_scale = tl.load(scales_ptr + head, mask=head < G, other=1.0)
+                v_scale = tl.load(scales_ptr + G + head, mask=head < G, other=1.0)
+            store_encoded(k_1, k_scale, row_ptrs[:, None] + column, mask & is_slot, CODES, LARGEST)
+            store_encoded(k_2, k_scale, row_ptrs[:, None] + HALF + column, mask & is_slot, CODES, LARGEST)
+            store_codes(
+                v, row_ptrs + D, v_column, v_mask, row_ptrs + D + DV + 4, v_scale, CODES, LARGEST, keep
+            )
 
 
 def qk_norm_rope_write(
@@ -95,6 +121,26 @@ def qk_norm_rope_write(
     """See `qk_norm_rope_write_reference`; a slot outside the cache is not written."""
     check_operands(q, k, cos, sin, style)
     check_write(k, v, kv_cache, slot_mapping)
+    return _launch(q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, None, "", eps, tail, style)
+
+
+def qk_norm_rope_quantized_write(
+    q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scales=None, *, codes, eps=0.0, tail="", style
+):  # fmt: skip
+    """See `qk_norm_rope_quantized_write_reference`; a slot outside the cache is not written."""
+    check_operands(q, k, cos, sin, style)
+    check_format(codes, scales, k.shape[1])
+    check_cache(kv_cache, k.shape[2] + v.shape[2], scales)
+    values = k.new_empty(
+        (*kv_cache.shape[:3], k.shape[2] + v.shape[2]), device="meta"
+    )  # what the codes stand for
+    check_write(k, v, values, slot_mapping)
+    return _launch(
+        q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scales, codes, eps, tail, style
+    )
+
+
+def _launch(q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scales, codes, eps, tail, style):
     if tail and tail not in TAILS:
         raise ValueError(f"unknown RMSNorm tail {tail!r}; one of {TAILS}")
     for weight in (q_weight, k_weight):
@@ -111,10 +157,11 @@ def qk_norm_rope_write(
     heads = triton.next_power_of_2(min(num_heads, max(1, TILE_VALUES // (2 * block))))
     groups = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
     qk_norm_rope_write_kernel[num_tokens, groups](
-        q, k, v, cos.contiguous(), sin.contiguous(), q_weight, k_weight, kv_cache, slot_mapping, out, *q.stride()[:2],
-        *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3], kv_cache.shape[0] * kv_cache.shape[2], eps,
-        H=num_heads, G=num_kv_heads, D=width, DV=v.shape[2], HEADS=heads, BLOCK=block,
-        BLOCK_DV=triton.next_power_of_2(v.shape[2]), BLOCK_SIZE=kv_cache.shape[2], TAIL=tail,
-        HAS_WIDE_TABLES=style == "half", num_warps=warps_of(2 * block * heads), enable_fp_fusion=False,
+        q, k, v, cos.contiguous(), sin.contiguous(), q_weight, k_weight, kv_cache, slot_mapping, scales, out,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3],
+        kv_cache.shape[0] * kv_cache.shape[2], eps, H=num_heads, G=num_kv_heads, D=width, DV=v.shape[2], HEADS=heads,
+        BLOCK=block, BLOCK_DV=triton.next_power_of_2(v.shape[2]), BLOCK_SIZE=kv_cache.shape[2], TAIL=tail,
+        HAS_WIDE_TABLES=style == "half", CODES=codes, LARGEST=LARGEST_CODE.get(codes, 0.0),
+        num_warps=warps_of(2 * block * heads), enable_fp_fusion=False,
     )  # fmt: skip
     return out

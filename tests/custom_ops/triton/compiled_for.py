@@ -20,14 +20,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
+from pagebinder.custom_ops.linear.weight_formats import FORMATS, packed_shapes, scale_dtype
+from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.custom_ops.triton import (
     cache_write,
+    fp8_quant,
+    gpu,
     latent,
+    moe,
     paged_attention,
     qk_norm_rope_write,
+    quantized_linear,
     rms_norm,
+    sampling,
     unified_attention,
 )
+from tests.custom_ops.triton.compiled_latent import compile_latent
 
 NAMES = {
     torch.float32: "fp32",
@@ -35,6 +43,8 @@ NAMES = {
     torch.float16: "fp16",
     torch.uint8: "u8",
     torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float64: "fp64",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -71,6 +81,7 @@ def compile_instead_of_running(capability: int) -> None:
 
     JITFunction.run = run
     paged_attention.MULTIPROCESSORS_OF_NO_GPU = 132
+    gpu.CAPABILITY_OF_NO_GPU = divmod(capability, 10)
 
 
 def resources(cubin: bytes) -> dict:
@@ -127,9 +138,49 @@ def write(dtype, tokens=4, heads=32, kv_heads=8, head_dim=128) -> None:
     qk_norm_rope_write.qk_norm_rope_write(
         q, k, v, cos, cos, weight, weight, cache, slots, style="half", **options
     )
+    heads = (q, k, v, cos, cos, weight, weight, codes, slots)
+    qk_norm_rope_write.qk_norm_rope_quantized_write(*heads, codes="fp8_e4m3", style="half", **options)
     cache_write.quantized_kv_cache_write(k, v, codes, slots, codes="fp8_e4m3")
     x = torch.empty(tokens, 4096, dtype=dtype)
     rms_norm.add_rms_norm(x, x, x[0], **options)
+
+
+def quantise(dtype, tokens=64, width=4096) -> None:
+    """Activations in fp8: each kernel, and each thing that may share a scale."""
+    x, tensor = torch.empty(tokens, width, dtype=dtype), {"granularity": "tensor"}
+    fp8_quant.add_rms_norm_fp8_quant(x, x, x[0], eps=1e-6, tail="cast_scale", granularity="group")
+    fp8_quant.gated_activation_fp8_quant(x, x, activation="silu", granularity="token")
+    fp8_quant.scaled_fp8_quant(x, **tensor)
+
+
+def multiply(dtype, rows, format, inner=4096, columns=4096, x_shares="") -> None:
+    """Linear layers over packed weights; `x_shares`: x is of codes, with scales of that."""
+    codes, scale = packed_shapes(columns, inner, format)
+    weight = (torch.empty(codes, dtype=torch.uint8), torch.empty(scale, dtype=scale_dtype(format)))
+    if not x_shares:
+        quantized_linear.quantized_linear(torch.empty(rows, inner, dtype=dtype), *weight, format=format)
+        return
+    x = torch.empty(rows, inner, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.empty({"tensor": (1,), "token": (rows, 1), "group": (rows, inner // 128)}[x_shares])
+    quantized_linear.fp8_linear(x, scales, *weight, format=format, dtype=dtype)
+
+
+def choose(dtype, draws=8, vocab=128_000) -> None:
+    """Sampling, with tokens that were seen."""
+    logits, whole = torch.empty(draws, vocab, dtype=dtype), torch.zeros(draws + 1, dtype=torch.int64)
+    options, streams = torch.empty(draws, 5, dtype=torch.float64), torch.zeros(draws, 2, dtype=torch.int64)
+    sampling.sample_tokens(logits, whole[:-1], streams, options, whole, whole)
+
+
+def mix(dtype, tokens, experts=128, slots=8, width=2048, inner=768) -> None:
+    """Experts: both projections and the sum."""
+    ids, x = torch.zeros(tokens, slots, dtype=torch.int64), torch.empty(tokens, width, dtype=dtype)
+    up, down = (
+        torch.empty(experts, 2 * inner, width, dtype=dtype),
+        torch.empty(experts, width, inner, dtype=dtype),
+    )
+    gate = Gate().as_options()
+    moe.moe_experts(x, ids, ids.float(), up, down, None, None, transposed=False, **gate)
 
 
 def main() -> None:
@@ -146,9 +197,26 @@ def main() -> None:
             attend(torch.float32, 128, new=new)
             attend(torch.float16, 128, new=new, codes="fp8_e5m2")
             attend(torch.bfloat16, 128, new=new, codes="int8")
+        for rows in (4, 64, 256):
+            for format in FORMATS:
+                multiply(torch.bfloat16, rows, format)
+            for x_shares in ("tensor", "token", "group"):
+                multiply(torch.bfloat16, rows, "fp8_block", x_shares=x_shares)
+        multiply(torch.float32, 4, "int4_g64")
+        quantise(torch.float32)
+        choose(torch.bfloat16)
+        mix(torch.bfloat16, 4)
+        mix(torch.bfloat16, 512)
+        mix(torch.float32, 64)
     attend(torch.bfloat16, 128, new=1, codes="fp8_e4m3")
     attend_latent(torch.bfloat16)
     write(torch.bfloat16)
+    quantise(torch.bfloat16)
+    multiply(torch.bfloat16, 4, "fp8_block", x_shares="group")
+    multiply(torch.bfloat16, 256, "int4_g64")
+    choose(torch.bfloat16, vocab=1000)
+    mix(torch.bfloat16, 4096)
+    compile_latent("--all" in sys.argv)
 
 
 if __name__ == "__main__":

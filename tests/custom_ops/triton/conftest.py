@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.custom_ops.triton.on_device import TritonOnDevice
+from tests.custom_ops.triton.on_device import TritonOnDevice, quicken_interpreter
 
 
 @pytest.fixture(scope="module")
 def provider():
     pytest.importorskip("triton")
+    quicken_interpreter()
     return TritonOnDevice()

@@ -23,9 +23,9 @@ PROMPTS = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(4 + 13 * i)] for i in ra
         ({"dtype": "float64"}, "dtype float64"),
         ({"kv_dtype": "float8_e4m3fn"}, "q's dtype bfloat16, not float8_e4m3fn"),
         ({"head_dim": 576}, "heads of 576 channels: at most 256"),
-        ({"op": "moe_experts"}, "no kernel for moe_experts"),
-        ({"op": "paged_mla_attention", "features": frozenset({"indices"})}, "no kernel for indices"),
-        ({"op": "latent_cache_write", "features": frozenset({"fp8_v4"})}, "no kernel for fp8_v4"),
+        ({"op": "gated_linear"}, "no kernel for gated_linear"),
+        ({"op": "sparse_mla_attention", "features": frozenset({"fp4_index"})}, "no kernel for fp4_index"),
+        ({"op": "indexer_score_topk", "features": frozenset({"fp8_v4"})}, "no kernel for fp8_v4"),
     ],
 )
 def test_refusals_name_their_reason(change, reason):

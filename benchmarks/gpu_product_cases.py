@@ -1,0 +1,91 @@
+"""What `gpu.py` measures of products over codes, of experts, and of sampling, beside what bounds them.
+
+Bytes are those of weights, activations and results, each moved once; of experts, only of those that some token chose.
+"""
+
+from __future__ import annotations
+
+import torch
+from gpu_cases import L2_BYTES, op
+from gpu_timing import median_ms
+
+from pagebinder.custom_ops.linear.weight_formats import packed_shapes, scale_dtype
+from pagebinder.custom_ops.moe.gates import Gate
+
+COLUMNS, INNER = 14336, 4096  # the gate of an 8B Llama
+ROWS = (1, 64, 4096)
+FORMATS = ("fp8", "fp8_block", "int8", "int4_g64")
+LINEARS = tuple(("quantized_linear", format, "", rows) for format in FORMATS for rows in ROWS) + tuple(
+    ("fp8_linear", format, granularity, rows)
+    for format, granularity in (("fp8_tensor", "tensor"), ("fp8", "token"), ("fp8_block", "group"))
+    for rows in ROWS
+)  # op, format of the weight, what shares a scale of x, rows
+EXPERTS = tuple((tokens, 128, 8, 2048, 768) for tokens in (1, 64, 4096))  # tokens, experts, K, C, I
+SAMPLINGS = tuple((draws, asked) for draws in (1, 64) for asked in ("nothing", "top_k", "top_p", "penalty"))
+VOCAB = 151_936
+
+
+def _result(case: str, ms: float, num_bytes: int, flops: int, copy_gb_per_s: float, **sizes) -> dict:
+    rate = num_bytes / ms / 1e6
+    return {
+        "case": case, **sizes, "ms": ms, "gb_per_s": rate, "share_of_copy": rate / copy_gb_per_s,
+        "tflop_per_s": flops / ms / 1e9,
+    }  # fmt: skip
+
+
+def linear(copy_gb_per_s: float, name: str, format: str, granularity: str, rows: int) -> dict:
+    codes, scale = packed_shapes(COLUMNS, INNER, format)
+    num_weight_bytes = torch.Size(codes).numel() + torch.Size(scale).numel() * scale_dtype(format).itemsize
+    x = torch.randn(rows, INNER, dtype=torch.bfloat16, device="cuda")
+    if granularity:
+        x = op("scaled_fp8_quant")(x, granularity=granularity)
+    calls = []
+    for _ in range(1 + 2 * L2_BYTES // num_weight_bytes):
+        # Exponents of about 1, whatever the format.
+        qweight = torch.randint(0x30, 0x40, codes, dtype=torch.uint8, device="cuda")
+        scales = torch.full(scale, 0.01, dtype=scale_dtype(format), device="cuda")
+        if granularity:
+            options = {"format": format, "dtype": torch.bfloat16}
+            calls.append(lambda w=(qweight, scales), o=options: op(name)(*x, *w, **o))
+        else:
+            calls.append(lambda w=(qweight, scales): op(name)(x, *w, format=format))
+    ms = median_ms(calls)
+    num_bytes = num_weight_bytes + rows * (INNER * (1 if granularity else 2) + COLUMNS * 2)
+    case = f"{name} {format}" + (f", x by {granularity}" if granularity else "")
+    return _result(case, ms, num_bytes, 2 * rows * COLUMNS * INNER, copy_gb_per_s, rows=rows)
+
+
+def experts(copy_gb_per_s: float, tokens: int, num_experts: int, slots: int, width: int, inner: int) -> dict:
+    x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
+    ids = torch.rand(tokens, num_experts, device="cuda").argsort(1)[:, :slots]
+    weights = torch.rand(tokens, slots, device="cuda")
+    up = torch.randn(num_experts, 2 * inner, width, dtype=torch.bfloat16, device="cuda") * width**-0.5
+    down = torch.randn(num_experts, width, inner, dtype=torch.bfloat16, device="cuda") * inner**-0.5
+    gate = Gate().as_options()
+    ms = median_ms(
+        [lambda: op("moe_experts")(x, ids, weights, up, down, None, None, transposed=False, **gate)]
+    )
+    num_bytes = len(ids.unique()) * 3 * width * inner * 2 + 2 * x.nbytes
+    flops = 2 * tokens * slots * 3 * width * inner
+    return _result("moe_experts", ms, num_bytes, flops, copy_gb_per_s, tokens=tokens)
+
+
+def sampling(copy_gb_per_s: float, draws: int, asked: str) -> dict:
+    """Bytes are those of the logits, read once; kernels read them three times or more."""
+    logits = 4 * torch.randn(draws, VOCAB, dtype=torch.bfloat16, device="cuda")
+    rows = torch.arange(draws, device="cuda")
+    limits = {"top_k": (50, 1.0), "top_p": (1 << 40, 0.9)}.get(asked, (1 << 40, 1.0))
+    table = [[1.4427, *limits, float("-inf"), 1.1 if asked == "penalty" else 1.0]] * draws
+    options = torch.tensor(table, dtype=torch.float64, device="cuda")
+    seen = torch.randint(0, VOCAB, (1000 * draws if asked == "penalty" else 0,), device="cuda")
+    starts = torch.arange(draws + 1, device="cuda") * (1000 if asked == "penalty" else 0)
+    operands = (logits, rows, torch.stack([rows, rows], 1), options, seen, starts)
+    ms = median_ms([lambda: op("sample_tokens")(*operands)])
+    return _result(f"sample_tokens, {asked}", ms, logits.nbytes, 0, copy_gb_per_s, draws=draws)
+
+
+def cases(copy_gb_per_s: float) -> list:
+    """Functions without arguments, one a case."""
+    made = [lambda c=case: linear(copy_gb_per_s, *c) for case in LINEARS]
+    made += [lambda c=case: experts(copy_gb_per_s, *c) for case in EXPERTS]
+    return made + [lambda c=case: sampling(copy_gb_per_s, *c) for case in SAMPLINGS]

@@ -1,0 +1,18 @@
+"""What the GPU of a tensor can do; of tensors of the CPU: what the interpreter or a mere compiler assumes."""
+
+from __future__ import annotations
+
+import torch
+
+CAPABILITY_OF_NO_GPU = (0, 0)
+FP8_CAPABILITY = (8, 9)  # converts e4m3 in one instruction, and multiplies it
+HOPPER = (9, 0)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else CAPABILITY_OF_NO_GPU
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether kernels may use the type float8e4nv."""
+    return capability(device) >= FP8_CAPABILITY

@@ -1,0 +1,194 @@
+"""Kernels over packed weights of 8 or 4 bits: the linear layer, and the weight's codes in rows.
+
+    packed_linear_kernel    grid [row tiles * column tiles]: codes become operands of a product in registers
+    unpack_kernel           grid [panels, step tiles]: codes [N, K] as other libraries take them
+
+A panel's steps lie one after the other (`linear/weight_formats.py`), so a tile of them is read as a stream of bytes
+and put in order by reshaping, which moves nothing in memory:
+
+    bytes of a step   8 bits  [half, line of 4 k, column, odd, high]         k = 4 line + 2 high + odd
+                      4 bits  [half, line of 8 k, column, odd, byte] nibble  k = 8 line + 4 byte + 2 nibble + odd
+    tile              [k, column]
+
+Codes are exact in 16 bits, and so are their products in float32; scales multiply sums. Scales that change with k
+multiply the sum of their own 32, 64 or 128 k, which is then what the loop takes at a time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pagebinder.custom_ops.triton.e4m3 import e4m3_values
+from pagebinder.custom_ops.triton.values import product, rounded
+
+
+@triton.jit
+def load_codes(
+    w_ptr, panel, step, num_panels, num_steps, PANELS: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr
+):
+    """Codes [32 STEPS, 32 PANELS] uint8 (k by column) from a panel and a step on, 0 where there are none."""
+    STEP_BYTES: tl.constexpr = 128 * BITS
+    number = panel + tl.arange(0, PANELS)
+    byte = step * STEP_BYTES + tl.arange(0, STEPS * STEP_BYTES)
+    panel_bytes = num_steps * STEP_BYTES
+    mask = (number < num_panels)[:, None] & (byte < panel_bytes)[None, :]
+    ptrs = w_ptr + number.to(tl.int64)[:, None] * panel_bytes + byte[None, :]
+    flat = tl.load(ptrs, mask=mask, other=0)
+    if BITS == 8:
+        tile = tl.permute(tl.reshape(flat, (PANELS, STEPS, 2, 8, 16, 2, 2)), (1, 3, 6, 5, 0, 2, 4))
+    else:
+        both = tl.reshape(flat, (PANELS, STEPS, 2, 4, 16, 2, 2))
+        tile = tl.permute(tl.join(both & 15, both >> 4), (1, 3, 6, 7, 5, 0, 2, 4))
+    return tl.reshape(tile, (STEPS * 32, PANELS * 32))
+
+
+@triton.jit
+def weight_values(codes, FORMAT: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """uint8 codes -> numbers of `dtype`: integers as the low bits of 2^23, e4m3 as it is."""
+    if FORMAT == "int4":
+        value = rounded((codes.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0, dtype)
+    elif FORMAT == "int8":
+        moved = (codes.to(tl.uint32) ^ 0x80) | 0x4B000000
+        value = rounded(moved.to(tl.float32, bitcast=True) - 8388736.0, dtype)
+    else:
+        value = e4m3_values(codes, dtype, NATIVE, False)
+    return value
+
+
+@triton.jit
+def scale_of_sum(
+    scale_ptr,
+    row,
+    column,
+    step,
+    num_rows,
+    num_columns,
+    num_steps,
+    SHARES: tl.constexpr,
+    GROUP_STEPS: tl.constexpr,
+):
+    """The scale of a sum over k from `step` on, where it changes with k; row, column and step broadcast."""
+    groups_of_128 = (num_steps + 3) // 4
+    if SHARES == "token groups":
+        ptrs = scale_ptr + row.to(tl.int64) * groups_of_128 + step // 4
+        scale = tl.load(ptrs, mask=(row < num_rows) & (step < num_steps), other=0.0)
+    elif SHARES == "block":
+        ptrs = scale_ptr + column // 128 * groups_of_128 + step // 4
+        scale = tl.load(ptrs, mask=(column < num_columns) & (step < num_steps), other=0.0)
+    else:
+        number = column // 32 * (num_steps // GROUP_STEPS) + step // GROUP_STEPS
+        mask = (column < num_columns) & (step < num_steps)
+        scale = tl.load(scale_ptr + number * 32 + column % 32, mask=mask, other=0.0).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def scaled_part(
+    part, x_scale_ptr, w_scale_ptr, row, column, step, num_rows, num_columns, num_steps, W_SHARES: tl.constexpr,
+    GROUP_STEPS: tl.constexpr, X_SHARES: tl.constexpr,
+):  # fmt: skip
+    """Sums over k from `step` on by the scales of both sides that change with k."""
+    if X_SHARES == "group":
+        part *= scale_of_sum(
+            x_scale_ptr, row, column, step, num_rows, num_columns, num_steps, "token groups", GROUP_STEPS
+        )
+    if W_SHARES == "block" or W_SHARES == "group":
+        part *= scale_of_sum(
+            w_scale_ptr, row, column, step, num_rows, num_columns, num_steps, W_SHARES, GROUP_STEPS
+        )
+    return part
+
+
+@triton.jit
+def load_operands(
+    row_ptrs, w_ptr, is_row, k, panel, step, num_panels, num_steps, PANELS: tl.constexpr, STEPS: tl.constexpr,
+    FORMAT: tl.constexpr, X_SHARES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """(x, w [32 STEPS, 32 PANELS]) of the type that products are made of."""
+    BITS: tl.constexpr = 4 if FORMAT == "int4" else 8
+    dtype: tl.constexpr = row_ptrs.dtype.element_ty if X_SHARES == "" else tl.float16
+    x = tl.load(row_ptrs + k, mask=is_row & (k < num_steps * 32), other=0)
+    if X_SHARES != "":
+        x = e4m3_values(x, dtype, NATIVE, True)
+    codes = load_codes(w_ptr, panel, step, num_panels, num_steps, PANELS, STEPS, BITS)
+    return x, weight_values(codes, FORMAT, dtype, NATIVE)
+
+
+@triton.jit
+def packed_linear_kernel(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, stride_x, num_rows, num_panels, num_steps,
+    row_tiles, BLOCK_M: tl.constexpr, PANELS: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr,
+    FORMAT: tl.constexpr, W_SHARES: tl.constexpr, GROUP_STEPS: tl.constexpr, X_SHARES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = (x * its scale) (codes * their scale)^T + bias.
+
+    FORMAT: "e4m3", "int8" or "int4".
+    W_SHARES: "tensor", "row", "block" of 128 x 128, or "group" of 32 GROUP_STEPS.
+    X_SHARES: "" for x of numbers; else x is of e4m3 codes, with scales of the "tensor", a "token" or a "group".
+    SUMS: a step of the loop makes so many sums, over 32 STEPS / SUMS of k each, which divide what shares a scale.
+    Neighbouring programs take other rows of the same columns, whose weight they then find in the cache.
+    """
+    BLOCK_N: tl.constexpr = PANELS * 32
+    BLOCK_K: tl.constexpr = STEPS * 32 // SUMS
+    HAS_PARTS: tl.constexpr = W_SHARES == "block" or W_SHARES == "group" or X_SHARES == "group"
+    row = (tl.program_id(0) % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    panel = (tl.program_id(0) // row_tiles) * PANELS
+    column = panel * 32 + tl.arange(0, BLOCK_N)
+    num_columns = num_panels * 32
+    is_row, is_column = row < num_rows, column < num_columns
+    row_ptrs = x_ptr + row.to(tl.int64) * stride_x
+    if SUMS == 1:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(0, num_steps, STEPS):
+            k = step * 32 + tl.arange(0, BLOCK_K)
+            x, w = load_operands(
+                row_ptrs[:, None], w_ptr, is_row[:, None], k[None, :], panel, step, num_panels, num_steps, PANELS,
+                STEPS, FORMAT, X_SHARES, NATIVE,
+            )  # fmt: skip
+            if HAS_PARTS:
+                acc += scaled_part(
+                    product(x, w, tl.zeros((BLOCK_M, BLOCK_N), tl.float32)), x_scale_ptr, w_scale_ptr, row[:, None],
+                    column[None, :], step, num_rows, num_columns, num_steps, W_SHARES, GROUP_STEPS, X_SHARES,
+                )  # fmt: skip
+            else:
+                acc = product(x, w, acc)
+    else:
+        number = tl.arange(0, SUMS)[:, None, None]
+        sums = tl.zeros((SUMS, BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(0, num_steps, STEPS):
+            k = step * 32 + number * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+            x, w = load_operands(
+                row_ptrs[None, :, None], w_ptr, is_row[None, :, None], k, panel, step, num_panels, num_steps, PANELS,
+                STEPS, FORMAT, X_SHARES, NATIVE,
+            )  # fmt: skip
+            tiles = tl.reshape(w, (SUMS, BLOCK_K, BLOCK_N))
+            sums += scaled_part(
+                product(x, tiles, tl.zeros((SUMS, BLOCK_M, BLOCK_N), tl.float32)), x_scale_ptr, w_scale_ptr,
+                row[None, :, None], column[None, None, :], step + number * (STEPS // SUMS), num_rows, num_columns,
+                num_steps, W_SHARES, GROUP_STEPS, X_SHARES,
+            )  # fmt: skip
+        acc = tl.sum(sums, 0)
+    if X_SHARES == "tensor":
+        acc *= tl.load(x_scale_ptr)
+    elif X_SHARES == "token":
+        acc *= tl.load(x_scale_ptr + row, mask=is_row, other=0.0)[:, None]
+    if W_SHARES == "tensor":
+        acc *= tl.load(w_scale_ptr)
+    elif W_SHARES == "row":
+        acc *= tl.load(w_scale_ptr + column, mask=is_column, other=0.0)[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + column, mask=is_column, other=0).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    tl.store(out_ptrs, rounded(acc, out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def unpack_kernel(w_ptr, out_ptr, num_panels, num_steps, STEPS: tl.constexpr):
+    """Packed codes of 8 bits -> [N, K] uint8."""
+    panel, step = tl.program_id(0), tl.program_id(1) * STEPS
+    codes = load_codes(w_ptr, panel, step, num_panels, num_steps, 1, STEPS, 8)
+    k, column = step * 32 + tl.arange(0, STEPS * 32), panel * 32 + tl.arange(0, 32)
+    ptrs = out_ptr + column.to(tl.int64)[None, :] * (num_steps * 32) + k[:, None]
+    tl.store(ptrs, codes, mask=(k < num_steps * 32)[:, None])

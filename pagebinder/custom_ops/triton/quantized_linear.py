@@ -1,0 +1,158 @@
+"""`pagebinder_triton::quantized_linear` and `fp8_linear`: weights stay codes in memory until they are operands.
+
+Tiles by the number of rows, in place of autotuning:
+
+    rows       rows x columns x k, warps, stages       bound by
+    <= 16      16  x 32  x 256, 4, 4                   reading the weight: a program streams one panel
+    <= 64      64  x 64  x 128, 4, 3
+    beyond     128 x 128 x 64,  8, 3                   arithmetic
+    float32    32  x 32  x 32,  4, 2                   arithmetic, without tensor cores
+
+Where scales change with k, each sum is over the k of one scale. The smallest tile makes several sums at a time, so
+that as many bytes are on their way from memory as without; the others make one.
+
+From 512 rows on, activations in e4m3 go to the library's own e4m3 product (`torch._scaled_mm`) where that takes their
+scales. The weight is put in rows for each such call: a byte read and one written a weight, which by count is a tenth
+of the product's time at 4096 rows. Speeds are not measured yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from pagebinder.custom_ops.fp8.linear import FORMATS as FP8_FORMATS
+from pagebinder.custom_ops.fp8.quant import CODES, GROUP
+from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP, packed_shapes, weight_format
+from pagebinder.custom_ops.triton.gpu import FP8_CAPABILITY, HOPPER, capability, has_fp8
+from pagebinder.custom_ops.triton.packed_kernels import packed_linear_kernel, unpack_kernel
+from pagebinder.custom_ops.triton.rms_norm import rows_of
+
+# (rows at most, rows, panels of 32 columns, steps of 32 k, warps, stages)
+TILES = ((16, 16, 1, 8, 4, 4), (64, 64, 2, 4, 4, 3), (None, 128, 4, 2, 8, 3))
+MIN_ROWS_OF_TILE = 16
+TILE_OF_FLOAT32 = (32, 1, 1, 4, 2)
+MIN_ROWS_OF_LIBRARY = 512
+UNPACKED_STEPS = 4  # that a program puts in rows
+# format -> what shares a scale of the weight, see packed_linear_kernel
+W_SHARES = {"fp8": "row", "fp8_tensor": "tensor", "fp8_block": "block", "int8": "row"}
+
+
+def quantized_linear(x, qweight, scale, bias=None, *, format):
+    """See `quantized_linear_reference`."""
+    _check_weight(qweight, scale, bias, format)
+    inner = qweight.shape[1] * STEP
+    if x.shape[-1] != inner:
+        raise ValueError(f"x must be [..., {inner}], not {list(x.shape)}")
+    out = torch.empty((*x.shape[:-1], qweight.shape[0] * PANEL), dtype=x.dtype, device=x.device)
+    if out.numel():
+        _launch(rows_of(x), None, "", qweight, scale, bias, out, format)
+    return out
+
+
+def fp8_linear(x, x_scale, qweight, scale, bias=None, *, format, dtype):
+    """See `fp8_linear_reference`."""
+    if format not in FP8_FORMATS:
+        raise ValueError(f"fp8_linear takes weights in {', '.join(FP8_FORMATS)}, not {format!r}")
+    _check_weight(qweight, scale, bias, format)
+    inner = qweight.shape[1] * STEP
+    if x.dtype != CODES or x.shape[-1] != inner:
+        raise ValueError(f"x must be {CODES} [..., {inner}], not {x.dtype} {list(x.shape)}")
+    shares = _x_shares(x_scale, x.shape)
+    out = torch.empty((*x.shape[:-1], qweight.shape[0] * PANEL), dtype=dtype, device=x.device)
+    if not out.numel():
+        return out
+    rows, x_scale = rows_of(x.view(torch.uint8)), x_scale.contiguous()
+    bias_dtype = dtype if bias is None else bias.dtype
+    scales = library_scales(len(rows), shares, format, dtype, bias_dtype, capability(x.device))
+    if scales is None:
+        _launch(rows, x_scale, shares, qweight, scale, bias, out, format)
+        return out
+    return by_library(rows, x_scale, qweight, scale, bias, dtype, scales).view(out.shape)
+
+
+def library_scales(
+    num_rows: int, x_shares: str, format: str, dtype: torch.dtype, bias_dtype: torch.dtype, gpu: tuple[int, int]
+) -> str | None:  # fmt: skip
+    """The scales with which the library multiplies: "tensor" (one a side), "rows" (of rows and columns), None: not.
+
+    Scales of rows need Hopper, and give bfloat16 alone. Of groups and blocks the library takes some as well, in
+    layouts that differ between its versions: those are served by our kernel, as is float32, whose sums the tensor
+    cores of e4m3 would not keep.
+    """
+    if num_rows < MIN_ROWS_OF_LIBRARY or gpu < FP8_CAPABILITY or bias_dtype != dtype:
+        return None
+    if x_shares == "group" or W_SHARES[format] == "block":
+        return None
+    if x_shares == W_SHARES[format] == "tensor":
+        return "tensor" if dtype in (torch.bfloat16, torch.float16) else None
+    return "rows" if gpu >= HOPPER and dtype == torch.bfloat16 else None
+
+
+def by_library(rows, x_scale, qweight, scale, bias, dtype, scales: str) -> torch.Tensor:
+    """[M, N] from code bytes [M, K] and a packed weight, with `scales` as from `library_scales`."""
+    weight = unpacked(qweight).view(CODES).t()
+    if scales == "rows":
+        x_scale = x_scale.reshape(-1, 1).expand(len(rows), 1).contiguous()
+        scale = scale.expand(weight.shape[1])[None].contiguous()
+    codes = rows.contiguous().view(CODES)
+    return torch._scaled_mm(codes, weight, x_scale, scale, bias, out_dtype=dtype, use_fast_accum=False)
+
+
+def unpacked(qweight: torch.Tensor) -> torch.Tensor:
+    """Packed codes of 8 bits -> [N, K] uint8."""
+    panels, steps = qweight.shape[:2]
+    codes = torch.empty((panels * PANEL, steps * STEP), dtype=torch.uint8, device=qweight.device)
+    grid = (panels, triton.cdiv(steps, UNPACKED_STEPS))
+    unpack_kernel[grid](qweight, codes, panels, steps, STEPS=UNPACKED_STEPS)
+    return codes
+
+
+def _launch(rows, x_scale, x_shares, qweight, scale, bias, out, format) -> None:
+    fmt, (panels, steps) = weight_format(format), qweight.shape[:2]
+    w_shares = "group" if fmt.bits == 4 else W_SHARES[format]
+    if rows.dtype == torch.float32:
+        block, at_once, taken, warps, stages = TILE_OF_FLOAT32
+    else:
+        block, at_once, taken, warps, stages = next(
+            t for most, *t in TILES if most is None or len(rows) <= most
+        )
+    group_steps, sums = (fmt.group or GROUP) // STEP, 1
+    if rows.dtype != torch.float32 and ("group" in (w_shares, x_shares) or w_shares == "block"):
+        taken = max(group_steps, taken) if block == MIN_ROWS_OF_TILE else group_steps
+        sums = taken // group_steps
+    codes = "int8" if format == "int8" else {4: "int4", 8: "e4m3"}[fmt.bits]
+    row_tiles = triton.cdiv(len(rows), block)
+    packed_linear_kernel[(row_tiles * triton.cdiv(panels, at_once),)](
+        rows, x_scale, qweight, scale, bias, out, rows.stride(0), len(rows), panels, steps, row_tiles, BLOCK_M=block,
+        PANELS=at_once, STEPS=taken, SUMS=sums, FORMAT=codes, W_SHARES=w_shares, GROUP_STEPS=group_steps,
+        X_SHARES=x_shares, NATIVE=has_fp8(rows.device), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _check_weight(qweight, scale, bias, format) -> None:
+    weight_format(format)
+    columns, inner = qweight.shape[0] * PANEL, qweight.shape[1] * STEP
+    shapes = packed_shapes(columns, inner, format)
+    if (tuple(qweight.shape), tuple(scale.shape)) != shapes or qweight.dtype != torch.uint8:
+        raise ValueError(
+            f"a weight [{columns}, {inner}] in {format} is uint8 {shapes[0]} with scales {shapes[1]}"
+        )
+    if not (qweight.is_contiguous() and scale.is_contiguous()):
+        raise ValueError("a packed weight and its scales must be contiguous")
+    if bias is not None and (bias.shape != (columns,) or bias.stride(0) != 1):
+        raise ValueError(f"bias must be [{columns}], not {list(bias.shape)}")
+
+
+def _x_shares(x_scale, shape) -> str:
+    rows, groups = tuple(shape[:-1]), -(-shape[-1] // GROUP)
+    if x_scale.dtype == torch.float32:
+        if tuple(x_scale.shape) == (1,):
+            return "tensor"
+        if tuple(x_scale.shape) == (*rows, 1):
+            return "token"
+        if tuple(x_scale.shape) == (*rows, groups):
+            return "group"
+    raise ValueError(
+        f"x_scale must be float32 [1], {[*rows, 1]} or {[*rows, groups]}, not {list(x_scale.shape)}"
+    )

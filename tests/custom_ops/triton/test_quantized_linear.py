@@ -1,0 +1,64 @@
+"""Linear layers with weights of 8 and 4 bits in Triton: every format, against float64."""
+
+import pytest
+import torch
+
+from pagebinder.custom_ops.linear.weight_formats import FORMATS, quantize
+from tests.custom_ops.test_quantized_linear import (  # noqa: F401  (run here with the provider of this folder)
+    check,
+    operands,
+    test_layouts,
+    weight_of,
+)
+from tests.custom_ops.triton.on_device import DEVICE
+
+# Tiles of each kind, full and not: rows, columns (panels of 32), k (steps of 32).
+SIZES = [(1, 64, 64), (20, 96, 448)]
+
+
+@pytest.fixture(scope="module")
+def linear(provider):
+    return provider.overload("quantized_linear")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_against_float64(linear, name):
+    for rows, columns, inner in (*SIZES, *([(130, 160, 192)] if name in ("fp8_block", "int4_g64") else [])):
+        x, bias = operands(rows, columns, inner)
+        check(linear, x, weight_of(columns, inner), name, bias if rows > 1 else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_types(linear, name, dtype):
+    x, bias = operands(7, 64, 192, dtype)
+    check(linear, x, weight_of(64, 192), name, bias)
+
+
+def test_a_code_of_each_kind(linear):
+    """The identity gives back every number that a code stands for."""
+    for name, largest in (("int8", 127), ("int4_g32", -8), ("fp8_tensor", 448)):
+        weight = torch.linspace(-abs(largest), abs(largest), 32 * 64).view(32, 64)
+        weight[:, ::32] = largest
+        check(linear, torch.eye(64), weight, name)
+
+
+def test_bad_operands_raise(linear):
+    qweight, scale = quantize(weight_of(64, 96), "fp8")
+    x, bias = operands(4, 64, 96)
+    for message, args, format in (
+        (r"x must be \[..., 96\]", (x[:, :64], qweight, scale), "fp8"),
+        (r"bias must be \[64\]", (x, qweight, scale, bias[:32]), "fp8"),
+        ("fp7", (x, qweight, scale), "fp7"),
+        ("with scales", (x, qweight, scale), "fp8_block"),
+        ("with scales", (x, qweight, scale), "int4_g32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear(*args, format=format)
+
+
+def test_opcheck(provider):
+    provider.overload("quantized_linear")
+    x, bias = operands(4, 64, 96)
+    given = [t.to(DEVICE) for t in (x, *quantize(weight_of(64, 96), "int8"), bias)]
+    torch.library.opcheck(torch.ops.pagebinder_triton.quantized_linear, given, {"format": "int8"})

@@ -1,0 +1,52 @@
+"""Models whose linear layers, activations, caches or experts are quantised or mixed: served by kernels in Triton."""
+
+import pytest
+
+from pagebinder import CompileConfig, EngineConfig, SamplingParams, compile_model
+from tests.custom_ops.triton.on_device import DEVICE
+from tests.helpers import nightly, tiny_qwen3
+from tests.moe_models import tiny_qwen3_moe
+
+FP8 = (
+    *("fp8_linear", "rms_norm_fp8_quant", "add_rms_norm_fp8_quant", "gated_activation_fp8_quant"),
+    *("qk_norm_rope_quantized_write", "quantized_paged_attention_fp8_quant"),
+)
+PROMPTS = [[3, 5, 7, 9], [11, 2, 4, 4, 8, 1, 90, 3, 2]]
+
+
+def one_layer():
+    return tiny_qwen3(num_hidden_layers=1)
+
+
+def served(model, providers, **options):
+    """(ops that triton runs, tokens)"""
+    config = CompileConfig(
+        executable="eager", device=DEVICE, providers=providers, block_size=16, fusions=True, **options
+    )
+    compiled = compile_model(model, config)
+    targets = (str(node.target) for node in compiled.graphs["fused"].graph.nodes)
+    ops = {target.split(".")[1] for target in targets if target.startswith("pagebinder_triton")}
+    engine = compiled.engine(EngineConfig(num_kv_blocks=40, max_num_batched_tokens=12))
+    outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))
+    return ops, [output.token_ids for output in outputs]
+
+
+@nightly
+@pytest.mark.usefixtures("provider")
+@pytest.mark.parametrize(
+    ("model", "ops", "options"),
+    [
+        pytest.param(one_layer, ("quantized_linear",), {"quantization": "int4_g32"}, id="int4 weights"),
+        pytest.param(tiny_qwen3_moe, ("moe_experts",), {}, id="experts"),
+        pytest.param(
+            lambda: one_layer().bfloat16(),
+            FP8,
+            {"quantization": "fp8", "activation_quantization": "fp8_per_token", "kv_dtype": "fp8_e4m3"},
+            id="fp8 throughout",
+        ),
+    ],
+)
+def test_an_engine_gives_the_tokens_of_the_reference(model, ops, options):
+    _, expected = served(model(), dict.fromkeys(ops, "reference"), **options)
+    found, tokens = served(model(), dict.fromkeys(ops, "triton"), **options)
+    assert found >= set(ops) and tokens == expected
