@@ -54,7 +54,7 @@ def recorded_logits(engine):
             rows.append((inputs["positions"][inputs["logits_rows"]].clone(), logits.detach().clone()))
             return logits
 
-    engine.model = dataclasses.replace(engine.model, executable=Recorder())
+    engine.loop.model = dataclasses.replace(engine.model, executable=Recorder())
     yield rows
 
 
