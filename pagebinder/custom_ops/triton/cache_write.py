@@ -130,14 +130,19 @@ def kv_cache_write(k, v, kv_cache, slot_mapping) -> None:
         copy_kernel[grid](*operands, *numbers, **sizes)
 
 
-def quantized_kv_cache_write(k, v, kv_cache, slot_mapping, scales=None, *, codes) -> None:
-    """See `quantized_kv_cache_write_reference`."""
+def check_quantized_write(k, v, kv_cache, slot_mapping, scales, codes) -> None:
+    """`check_write` for a cache of codes, whose format is checked, too."""
     check_format(codes, scales, k.shape[1])
     check_cache(kv_cache, k.shape[2] + v.shape[2], scales)
     values = k.new_empty(
         (*kv_cache.shape[:3], k.shape[2] + v.shape[2]), device="meta"
     )  # what the codes stand for
     check_write(k, v, values, slot_mapping)
+
+
+def quantized_kv_cache_write(k, v, kv_cache, slot_mapping, scales=None, *, codes) -> None:
+    """See `quantized_kv_cache_write_reference`."""
+    check_quantized_write(k, v, kv_cache, slot_mapping, scales, codes)
     if k.shape[0]:
         grid, operands, numbers, sizes = _launch(k, v, kv_cache, slot_mapping)
         encode_kernel[grid](*operands, scales, *numbers, **sizes, CODES=codes, LARGEST=LARGEST_CODE[codes])

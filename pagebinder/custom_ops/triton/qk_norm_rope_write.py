@@ -14,9 +14,9 @@ import triton.language as tl
 from pagebinder.custom_ops.attention.paged import check_write
 from pagebinder.custom_ops.attention.qk_norm_rope_write import check_operands
 from pagebinder.custom_ops.attention.quantized_cache import LARGEST_CODE
-from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
 from pagebinder.custom_ops.norm.rms_norm import TAILS
 from pagebinder.custom_ops.triton.cache_write import (
+    check_quantized_write,
     load_rows,
     row_scale,
     slot_row,
@@ -129,12 +129,7 @@ def qk_norm_rope_quantized_write(
 ):  # fmt: skip
     """See `qk_norm_rope_quantized_write_reference`; a slot outside the cache is not written."""
     check_operands(q, k, cos, sin, style)
-    check_format(codes, scales, k.shape[1])
-    check_cache(kv_cache, k.shape[2] + v.shape[2], scales)
-    values = k.new_empty(
-        (*kv_cache.shape[:3], k.shape[2] + v.shape[2]), device="meta"
-    )  # what the codes stand for
-    check_write(k, v, values, slot_mapping)
+    check_quantized_write(k, v, kv_cache, slot_mapping, scales, codes)
     return _launch(
         q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scales, codes, eps, tail, style
     )
