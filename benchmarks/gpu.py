@@ -53,6 +53,7 @@ def run_benchmarks() -> dict:
     from gpu_cases import DECODES, PREFILLS, decode, elementwise, prefill
     from gpu_latent import runs as latent_runs
     from gpu_product_cases import cases as product_cases
+    from gpu_recurrent import runs as recurrent_runs
     from gpu_timing import copy_gb_per_s, matmul_tflop_per_s
 
     copy = copy_gb_per_s()
@@ -62,7 +63,7 @@ def run_benchmarks() -> dict:
     runs += [lambda s=shape: [prefill(*s)] for shape in PREFILLS]
     runs.append(lambda: elementwise(copy))
     runs += [lambda c=case: [c()] for case in product_cases(copy)]
-    runs += latent_runs(copy)
+    runs += [*latent_runs(copy), *recurrent_runs(copy)]
     runs += [captured_steps, asynchronous_steps]
     for run in runs:
         try:

@@ -5,12 +5,15 @@ Bytes are those of weights, activations and results, each moved once; of experts
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from gpu_cases import L2_BYTES, op
 from gpu_timing import median_ms
 
 from pagebinder.custom_ops.linear.weight_formats import packed_shapes, scale_dtype
 from pagebinder.custom_ops.moe.gates import Gate
+from pagebinder.custom_ops.triton import quantized_linear
 
 COLUMNS, INNER = 14336, 4096  # the gate of an 8B Llama
 ROWS = (1, 64, 4096)
@@ -20,6 +23,8 @@ LINEARS = tuple(("quantized_linear", format, "", rows) for format in FORMATS for
     for format, granularity in (("fp8_tensor", "tensor"), ("fp8", "token"), ("fp8_block", "group"))
     for rows in ROWS
 )  # op, format of the weight, what shares a scale of x, rows
+NARROW_COLUMNS = 1024  # its keys
+NARROW = tuple((format, rows) for format in FORMATS for rows in (1, 64))
 EXPERTS = tuple((tokens, 128, 8, 2048, 768) for tokens in (1, 64, 4096))  # tokens, experts, K, C, I
 SAMPLINGS = tuple((draws, asked) for draws in (1, 64) for asked in ("nothing", "top_k", "top_p", "penalty"))
 VOCAB = 151_936
@@ -33,8 +38,10 @@ def _result(case: str, ms: float, num_bytes: int, flops: int, copy_gb_per_s: flo
     }  # fmt: skip
 
 
-def linear(copy_gb_per_s: float, name: str, format: str, granularity: str, rows: int) -> dict:
-    codes, scale = packed_shapes(COLUMNS, INNER, format)
+def linear(
+    copy_gb_per_s: float, name: str, format: str, granularity: str, rows: int, columns: int = COLUMNS
+) -> dict:
+    codes, scale = packed_shapes(columns, INNER, format)
     num_weight_bytes = torch.Size(codes).numel() + torch.Size(scale).numel() * scale_dtype(format).itemsize
     x = torch.randn(rows, INNER, dtype=torch.bfloat16, device="cuda")
     if granularity:
@@ -50,9 +57,17 @@ def linear(copy_gb_per_s: float, name: str, format: str, granularity: str, rows:
         else:
             calls.append(lambda w=(qweight, scales): op(name)(x, *w, format=format))
     ms = median_ms(calls)
-    num_bytes = num_weight_bytes + rows * (INNER * (1 if granularity else 2) + COLUMNS * 2)
+    num_bytes = num_weight_bytes + rows * (INNER * (1 if granularity else 2) + columns * 2)
     case = f"{name} {format}" + (f", x by {granularity}" if granularity else "")
-    return _result(case, ms, num_bytes, 2 * rows * COLUMNS * INNER, copy_gb_per_s, rows=rows)
+    return _result(case, ms, num_bytes, 2 * rows * columns * INNER, copy_gb_per_s, rows=rows, columns=columns)
+
+
+def narrow_linear(copy_gb_per_s: float, format: str, rows: int) -> dict:
+    """Columns too few for the multiprocessors: with parts of k as the kernel takes them, and without."""
+    given = (copy_gb_per_s, "quantized_linear", format, "", rows, NARROW_COLUMNS)
+    with mock.patch.object(quantized_linear, "MAX_ROWS_OF_PARTS", 0):
+        whole = linear(*given)
+    return {**linear(*given), "ms_without_parts": whole["ms"]}
 
 
 def experts(copy_gb_per_s: float, tokens: int, num_experts: int, slots: int, width: int, inner: int) -> dict:
@@ -87,5 +102,6 @@ def sampling(copy_gb_per_s: float, draws: int, asked: str) -> dict:
 def cases(copy_gb_per_s: float) -> list:
     """Functions without arguments, one a case."""
     made = [lambda c=case: linear(copy_gb_per_s, *c) for case in LINEARS]
+    made += [lambda c=case: narrow_linear(copy_gb_per_s, *c) for case in NARROW]
     made += [lambda c=case: experts(copy_gb_per_s, *c) for case in EXPERTS]
     return made + [lambda c=case: sampling(copy_gb_per_s, *c) for case in SAMPLINGS]

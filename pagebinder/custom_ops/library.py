@@ -7,8 +7,8 @@ compiler's choice is visible as a node's target in the graph and costs nothing a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,6 +26,7 @@ class OpInfo:
     inductor fuses it with its neighbours. The others stay opaque calls.
     `capture`: whether the reference can be captured in a graph of launches. "always": what it launches follows from
     shapes alone. "uniform_decode": if every request computes one token. "never": it reads values on the host.
+    `fast_by`: type of a device -> the vendor's library that the reference calls there, where that is the fast way.
     """
 
     name: str
@@ -34,6 +35,7 @@ class OpInfo:
     fake: Callable
     transparent: bool = False
     capture: str = "never"
+    fast_by: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -55,14 +57,15 @@ def library(namespace: str) -> torch.library.Library:
 
 def define_op(
     name: str, signature: str, *, reference: Callable, fake: Callable, transparent: bool = False,
-    capture: str | None = None,
+    capture: str | None = None, fast_by: Mapping[str, str] | None = None,
 ) -> OpInfo:  # fmt: skip
     """Define `pagebinder::name`; its reference serves every device, its fake kernel serves tracing.
 
     `capture`: see `OpInfo`; None: "always" for a transparent op, whose parts speak for themselves, else "never".
+    `fast_by`: see `OpInfo`.
     """
     capture = capture or ("always" if transparent else "never")
-    info = OpInfo(name, signature, reference, fake, transparent, capture)
+    info = OpInfo(name, signature, reference, fake, transparent, capture, fast_by or {})
     if transparent:
         library(NAMESPACE).define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
         library(NAMESPACE).impl(name, reference, "CompositeImplicitAutograd")

@@ -5,7 +5,7 @@ the model is compiled, and becomes the target of the graph's node:
 
     1. the user's explicit request, an error with reasons if it cannot be served
     2. the first provider in AUTO_ORDER of the device that serves the need
-    3. the reference, said loudly, with the reasons against all others
+    3. the reference, said loudly, with the reasons against all others, unless a vendor's library makes it fast there
 """
 
 from __future__ import annotations
@@ -190,7 +190,13 @@ def select_provider(need: OpNeed, requested: str | None = None, *, prepare: bool
     reasons = reference.reasons_against(need)
     if reasons:
         raise ProviderError(_refusal(need, {**rejected, "reference": reasons}, providers))
-    why = f"FALLBACK to the slow reference for {need.op}: nothing else serves it. {_list_reasons(rejected)}"
+    fast_by = library.op_info(need.op).fast_by.get(need.device)
+    if fast_by is not None:
+        why = f"the reference of {need.op} runs in {fast_by} on {need.device}, and no provider here replaces that"
+    else:
+        why = (
+            f"FALLBACK to the slow reference for {need.op}: nothing else serves it. {_list_reasons(rejected)}"
+        )
     return Selection("reference", reference.overload(need.op), why.rstrip(), rejected)
 
 

@@ -39,6 +39,18 @@ def test_auto_falls_back_loudly_without_a_compiler(no_compiler):
     assert selection.rejected["cpu"] == ["no C++ compiler found"]
 
 
+@pytest.mark.parametrize("op", ["linear", "linears", "gated_linear"])
+def test_a_reference_that_is_fast_is_no_fallback(op, no_compiler):
+    """cuBLAS is the fast way on a GPU; on a CPU it is our kernels that are missed."""
+    selection = select_provider(OpNeed(op=op, device="cuda"), prepare=False)
+    assert selection.provider == "reference" and selection.rejected
+    assert (
+        f"the reference of {op} runs in cuBLAS on cuda" in selection.why and "FALLBACK" not in selection.why
+    )
+    assert "FALLBACK" in select_provider(OpNeed(op=op)).why
+    assert "FALLBACK" in select_provider(OpNeed(op="paged_relative_attention", device="cuda")).why
+
+
 def test_explicit_cpu_without_a_compiler_raises(no_compiler):
     with pytest.raises(CompilerNotFoundError, match=r"no C\+\+ compiler.*Registered providers: .*reference"):
         select_provider(NEED, "cpu")

@@ -56,6 +56,15 @@ def test_structure_and_numerics():
         assert torch.equal(run(before, num_tokens), run(after, num_tokens))  # the reference is torch's linear
 
 
+def test_on_a_gpu_torchs_own_linear_is_no_fallback():
+    """Chosen on paper: no GPU is needed."""
+    _, after, _ = placed(Chain())
+    (choice,) = select_providers(after, device=torch.device("cuda"), requested={}, prepare=False)
+    assert (choice.op, choice.provider, choice.num_nodes) == ("linear", "reference", 2)
+    assert "cuBLAS" in choice.why and "FALLBACK" not in choice.why
+    assert choice.rejected["triton"][-1] == "it has no kernel for linear"
+
+
 def test_the_chosen_provider_agrees():
     before, after, _ = placed(Chain())
     (choice,) = select_providers(after, device=torch.device("cpu"), requested={})

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pagebinder.custom_ops.activation.gated_activation import gated_activation_reference
 from pagebinder.custom_ops.library import define_op
-from pagebinder.custom_ops.linear.linear import linear_reference
+from pagebinder.custom_ops.linear.linear import LINEAR, linear_reference
 from pagebinder.custom_ops.linear.packed_weights import plain_shape
 
 
@@ -48,4 +48,5 @@ GATED_LINEAR = define_op(
     reference=gated_linear_reference,
     fake=_gated_linear_fake,
     capture="always",
+    fast_by=LINEAR.fast_by,
 )

@@ -27,4 +27,5 @@ LINEAR = define_op(
     reference=linear_reference,
     fake=_linear_fake,
     capture="always",
+    fast_by={"cuda": "cuBLAS"},
 )

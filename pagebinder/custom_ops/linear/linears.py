@@ -10,7 +10,7 @@ The `cpu` kernel packs x once and walks the rows of all weights in one parallel 
 from __future__ import annotations
 
 from pagebinder.custom_ops.library import define_op
-from pagebinder.custom_ops.linear.linear import linear_reference
+from pagebinder.custom_ops.linear.linear import LINEAR, linear_reference
 from pagebinder.custom_ops.linear.packed_weights import plain_shape
 
 
@@ -46,4 +46,5 @@ LINEARS = define_op(
     reference=linears_reference,
     fake=_linears_fake,
     capture="always",
+    fast_by=LINEAR.fast_by,
 )

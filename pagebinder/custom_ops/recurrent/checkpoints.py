@@ -137,8 +137,8 @@ def _write(cache: torch.Tensor, blocks_R: torch.Tensor, state: torch.Tensor) -> 
     cache[blocks_R.long()] = state.to(cache.dtype)
 
 
-def check_metadata(num_tokens: int, block_table, seq_lens, query_start_loc, block_size: int) -> None:
-    """Raise ValueError where the metadata of a step contradict each other."""
+def check_metadata_shapes(block_table, seq_lens, query_start_loc, block_size: int) -> None:
+    """Raise ValueError for metadata of a step that do not fit each other, whatever they hold."""
     for name, tensor in (
         ("block_table", block_table),
         ("seq_lens", seq_lens),
@@ -155,6 +155,11 @@ def check_metadata(num_tokens: int, block_table, seq_lens, query_start_loc, bloc
         query_start_loc.shape == (len(seq_lens) + 1,),
         "query_start_loc must have one entry more than seq_lens",
     )
+
+
+def check_metadata(num_tokens: int, block_table, seq_lens, query_start_loc, block_size: int) -> None:
+    """Raise ValueError where the metadata of a step contradict each other."""
+    check_metadata_shapes(block_table, seq_lens, query_start_loc, block_size)
     lengths = query_start_loc.diff()
     _require(
         int(query_start_loc[0]) == 0

@@ -70,13 +70,17 @@ class Recurrence:
         The arguments behind the operands are those of `checkpoints.scan_requests`.
         """
         operands, (cache, *metadata) = args[: self.num_operands], args[self.num_operands :]
+        self.check_paged(operands, cache)
+        scan, tokens = self._bound(operands, options)
+        out = torch.zeros_like(self.like(*operands))
+        return scan_requests(scan, tokens, out, cache, *metadata, block_size)
+
+    def check_paged(self, operands, cache: torch.Tensor) -> None:
+        """Raise ValueError for operands that do not fit, or a cache that does not fit them."""
         self.check(*operands)
         shape = tuple(self.state_shape(*operands))
         if tuple(cache.shape[1:]) != shape or cache.dtype != torch.float32:
             raise ValueError(f"the cache of a {self.name} is [N, {', '.join(map(str, shape))}] float32")
-        scan, tokens = self._bound(operands, options)
-        out = torch.zeros_like(self.like(*operands))
-        return scan_requests(scan, tokens, out, cache, *metadata, block_size)
 
     def _bound(self, operands, options) -> tuple[Callable, list[torch.Tensor]]:
         tokens, weights = operands[: len(self.tokens)], operands[len(self.tokens) :]

@@ -70,10 +70,7 @@ def paged_gated_delta_rule_reference(
     Other arguments as in `gated_delta_rule_reference` and `checkpoints.scan_requests`. Returns [T, H, Dv], zeros
     for padding.
     """
-    _check(q_TGK, k_TGK, v_THV, g_TH, beta_TH)
-    shape = (v_THV.shape[1], q_TGK.shape[2], v_THV.shape[2])
-    if cache_NHKV.shape[1:] != shape or cache_NHKV.dtype != torch.float32:
-        raise ValueError("the cache of a gated delta rule is [N, H, Dk, Dv] float32")
+    check_paged_gated_delta_rule(q_TGK, k_TGK, v_THV, g_TH, beta_TH, cache_NHKV)
     scan = functools.partial(delta_scan, scale=scale, l2norm_eps=l2norm_eps)
     operands, out = [q_TGK, k_TGK, v_THV, g_TH, beta_TH], q_TGK.new_zeros(v_THV.shape)
     return scan_requests(scan, operands, out, cache_NHKV, block_table, seq_lens, query_start_loc, block_size)
@@ -142,6 +139,12 @@ def _check(q, k, v, g, beta) -> None:
         raise ValueError("value heads must be a multiple of key heads")
     if g.shape[:2] != v.shape[:2] or g.shape[2:] not in ((), k.shape[2:]) or beta.shape != v.shape[:2]:
         raise ValueError("g and beta are [T, H], or g is [T, H, Dk]")
+
+
+def check_paged_gated_delta_rule(q, k, v, g, beta, cache) -> None:
+    _check(q, k, v, g, beta)
+    if cache.shape[1:] != (v.shape[1], q.shape[2], v.shape[2]) or cache.dtype != torch.float32:
+        raise ValueError("the cache of a gated delta rule is [N, H, Dk, Dv] float32")
 
 
 def _fake(q, k, v, g, beta, *operands, **options):

@@ -52,9 +52,7 @@ def paged_short_conv_reference(
 
     Other arguments as in `short_conv_reference` and `checkpoints.scan_requests`. Returns [T, C], zeros for padding.
     """
-    _check(x_TC, weight_CK, activation)
-    if cache_NCS.shape[1:] != (weight_CK.shape[0], weight_CK.shape[1] - 1) or cache_NCS.dtype != x_TC.dtype:
-        raise ValueError("the cache of a short convolution is [N, C, K - 1] in x's dtype")
+    check_paged_short_conv(x_TC, weight_CK, cache_NCS, activation)
     scan = functools.partial(conv_scan, weight=weight_CK, bias=bias_C, activation=activation)
     out = torch.zeros_like(x_TC, memory_format=torch.contiguous_format)
     return scan_requests(scan, [x_TC], out, cache_NCS, block_table, seq_lens, query_start_loc, block_size)
@@ -81,6 +79,12 @@ def _check(x, weight, activation) -> None:
         raise ValueError("short_conv takes x [T, C] and weight [C, K] with at least 2 taps")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: use one of {ACTIVATIONS}")
+
+
+def check_paged_short_conv(x, weight, cache, activation) -> None:
+    _check(x, weight, activation)
+    if cache.shape[1:] != (weight.shape[0], weight.shape[1] - 1) or cache.dtype != x.dtype:
+        raise ValueError("the cache of a short convolution is [N, C, K - 1] in x's dtype")
 
 
 def _fake(x, weight, bias, *operands, **options):

@@ -65,9 +65,7 @@ def paged_ssd_reference(
     Other arguments as in `ssd_reference` and `checkpoints.scan_requests`. Returns [T, H, P] float32, zeros for
     padding.
     """
-    _check(x_THP, dt_TH, A_H, B_TGN, C_TGN)
-    if cache_NHPN.shape[1:] != (*x_THP.shape[1:], B_TGN.shape[2]) or cache_NHPN.dtype != torch.float32:
-        raise ValueError("the cache of a state space layer is [blocks, H, P, N] float32")
+    check_paged_ssd(x_THP, dt_TH, A_H, B_TGN, C_TGN, cache_NHPN)
     scan = _scan(A_H, D_H, dt_bias_H, dt_softplus, dt_min, dt_max)
     operands, out = [x_THP, dt_TH, B_TGN, C_TGN], x_THP.new_zeros(x_THP.shape, dtype=torch.float32)
     return scan_requests(scan, operands, out, cache_NHPN, block_table, seq_lens, query_start_loc, block_size)
@@ -106,6 +104,12 @@ def _check(x, dt, A, B, C) -> None:
         raise ValueError("heads must be a multiple of the groups of B and C")
     if dt.shape != x.shape[:2] or A.shape != x.shape[1:2]:
         raise ValueError("dt is [T, H] and A is [H]")
+
+
+def check_paged_ssd(x, dt, A, B, C, cache) -> None:
+    _check(x, dt, A, B, C)
+    if cache.shape[1:] != (*x.shape[1:], B.shape[2]) or cache.dtype != torch.float32:
+        raise ValueError("the cache of a state space layer is [blocks, H, P, N] float32")
 
 
 def _fake(x, dt, A, B, C, *operands, **options):

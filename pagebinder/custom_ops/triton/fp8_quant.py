@@ -24,7 +24,7 @@ from pagebinder.custom_ops.norm.rms_norm import TAILS
 from pagebinder.custom_ops.triton.e4m3 import e4m3_codes, magnitude_bits, scale_of
 from pagebinder.custom_ops.triton.gated_activation import activated
 from pagebinder.custom_ops.triton.gpu import has_fp8
-from pagebinder.custom_ops.triton.rms_norm import rows_of, scaled, warps_of
+from pagebinder.custom_ops.triton.rms_norm import normed_tile, rows_of, warps_of
 from pagebinder.custom_ops.triton.values import rounded, through
 
 TILE_VALUES = 2048  # that a program holds, or one row
@@ -108,18 +108,11 @@ def norm_quantise_kernel(
 ):  # fmt: skip
     """IS_WIDE: the norm's result is float32, whatever x is (a weight of another dtype, with "cast_scale")."""
     row, column, mask = tile_of_rows(num_rows, C, BLOCK, ROWS)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row * stride_x + column, mask=mask, other=0).to(tl.float32)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + row * stride_residual + column, mask=mask, other=0).to(tl.float32)
-        total = rounded(x + residual, dtype)
-        tl.store(total_ptr + row * C + column, total, mask=mask)
-        x = total.to(tl.float32)
-    root = tl.rsqrt(tl.sum(x * x, 1) / C + eps)[:, None]
-    w = x if w_ptr is None else tl.load(w_ptr + column, mask=column < C, other=0).to(tl.float32)
-    y = scaled(x, root, w, dtype, TAIL)
+    y = normed_tile(
+        x_ptr, residual_ptr, w_ptr, total_ptr, stride_x, stride_residual, row, column, mask, eps, C, TAIL
+    )
     if not IS_WIDE:
-        y = through(y, dtype)
+        y = through(y, x_ptr.dtype.element_ty)
     store_quantised(
         y, row, column, mask, out_ptr, scale_ptr, given_ptr, num_rows, C, BLOCK, ROWS, SHARES, NATIVE
     )

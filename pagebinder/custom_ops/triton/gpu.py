@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 
 CAPABILITY_OF_NO_GPU = (0, 0)
+MULTIPROCESSORS_OF_NO_GPU = 1
 FP8_CAPABILITY = (8, 9)  # converts e4m3 in one instruction, and multiplies it
 HOPPER = (9, 0)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else CAPABILITY_OF_NO_GPU
+
+
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MULTIPROCESSORS_OF_NO_GPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def has_fp8(device: torch.device) -> bool:

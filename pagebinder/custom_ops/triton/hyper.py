@@ -18,7 +18,8 @@ import triton.language as tl
 
 from pagebinder.custom_ops.hyper.hyper import check_connection, check_head, check_mix
 from pagebinder.custom_ops.triton.attention_kernels import nonzero
-from pagebinder.custom_ops.triton.paged_attention import multiprocessors, padded
+from pagebinder.custom_ops.triton.gpu import multiprocessors
+from pagebinder.custom_ops.triton.paged_attention import padded
 from pagebinder.custom_ops.triton.values import rounded, through
 
 TILE_TOKENS, MANY_TOKENS = 16, 2048

@@ -21,6 +21,7 @@ import triton.language as tl
 from pagebinder.custom_ops.latent.layouts import require, rows_per_block
 from pagebinder.custom_ops.sparse.indexer import LAYOUTS, check_operands
 from pagebinder.custom_ops.triton.attention_tile import load_columns
+from pagebinder.custom_ops.triton.gpu import multiprocessors
 from pagebinder.custom_ops.triton.latent_rows import (
     RowSizes,
     cache_strides,
@@ -32,7 +33,7 @@ from pagebinder.custom_ops.triton.latent_rows import (
     offsets_in_block,
     scaled_codes,
 )
-from pagebinder.custom_ops.triton.paged_attention import multiprocessors, padded
+from pagebinder.custom_ops.triton.paged_attention import padded
 from pagebinder.custom_ops.triton.sparse_mla import position_of
 from pagebinder.custom_ops.triton.values import product, rounded, through
 

@@ -1,6 +1,7 @@
 """Kernels over packed weights of 8 or 4 bits: the linear layer, and the weight's codes in rows.
 
-    packed_linear_kernel    grid [row tiles * column tiles]: codes become operands of a product in registers
+    packed_linear_kernel    grid [row tiles * column tiles, parts of k]: codes become operands in registers
+    sum_parts_kernel        grid [rows, column tiles]: sums over parts of k, added in their order, become results
     unpack_kernel           grid [panels, step tiles]: codes [N, K] as other libraries take them
 
 A panel's steps lie one after the other (`linear/weight_formats.py`), so a tile of them is read as a stream of bytes
@@ -116,11 +117,30 @@ def load_operands(
 
 
 @triton.jit
+def finished(
+    acc, x_scale_ptr, w_scale_ptr, bias_ptr, row, column, num_rows, num_columns, W_SHARES: tl.constexpr,
+    X_SHARES: tl.constexpr,
+):  # fmt: skip
+    """Sums over all k of rows and columns, by the scales that do not change with k, and the bias."""
+    if X_SHARES == "tensor":
+        acc *= tl.load(x_scale_ptr)
+    elif X_SHARES == "token":
+        acc *= tl.load(x_scale_ptr + row, mask=row < num_rows, other=0.0)[:, None]
+    if W_SHARES == "tensor":
+        acc *= tl.load(w_scale_ptr)
+    elif W_SHARES == "row":
+        acc *= tl.load(w_scale_ptr + column, mask=column < num_columns, other=0.0)[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + column, mask=column < num_columns, other=0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
 def packed_linear_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, stride_x, num_rows, num_panels, num_steps,
-    row_tiles, BLOCK_M: tl.constexpr, PANELS: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr,
+    part_steps, row_tiles, BLOCK_M: tl.constexpr, PANELS: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr,
     FORMAT: tl.constexpr, W_SHARES: tl.constexpr, GROUP_STEPS: tl.constexpr, X_SHARES: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = (x * its scale) (codes * their scale)^T + bias.
 
@@ -128,6 +148,7 @@ def packed_linear_kernel(
     W_SHARES: "tensor", "row", "block" of 128 x 128, or "group" of 32 GROUP_STEPS.
     X_SHARES: "" for x of numbers; else x is of e4m3 codes, with scales of the "tensor", a "token" or a "group".
     SUMS: a step of the loop makes so many sums, over 32 STEPS / SUMS of k each, which divide what shares a scale.
+    PARTS: of k, of `part_steps` each, a multiple of STEPS; more than one: out [PARTS, M, N] float32 are their sums.
     Neighbouring programs take other rows of the same columns, whose weight they then find in the cache.
     """
     BLOCK_N: tl.constexpr = PANELS * 32
@@ -139,9 +160,13 @@ def packed_linear_kernel(
     num_columns = num_panels * 32
     is_row, is_column = row < num_rows, column < num_columns
     row_ptrs = x_ptr + row.to(tl.int64) * stride_x
+    first, last = 0, num_steps
+    if PARTS > 1:
+        first = tl.program_id(1) * part_steps
+        last = tl.minimum(first + part_steps, num_steps)
     if SUMS == 1:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(0, num_steps, STEPS):
+        for step in range(first, last, STEPS):
             k = step * 32 + tl.arange(0, BLOCK_K)
             x, w = load_operands(
                 row_ptrs[:, None], w_ptr, is_row[:, None], k[None, :], panel, step, num_panels, num_steps, PANELS,
@@ -157,7 +182,7 @@ def packed_linear_kernel(
     else:
         number = tl.arange(0, SUMS)[:, None, None]
         sums = tl.zeros((SUMS, BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(0, num_steps, STEPS):
+        for step in range(first, last, STEPS):
             k = step * 32 + number * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
             x, w = load_operands(
                 row_ptrs[None, :, None], w_ptr, is_row[None, :, None], k, panel, step, num_panels, num_steps, PANELS,
@@ -170,18 +195,33 @@ def packed_linear_kernel(
                 num_steps, W_SHARES, GROUP_STEPS, X_SHARES,
             )  # fmt: skip
         acc = tl.sum(sums, 0)
-    if X_SHARES == "tensor":
-        acc *= tl.load(x_scale_ptr)
-    elif X_SHARES == "token":
-        acc *= tl.load(x_scale_ptr + row, mask=is_row, other=0.0)[:, None]
-    if W_SHARES == "tensor":
-        acc *= tl.load(w_scale_ptr)
-    elif W_SHARES == "row":
-        acc *= tl.load(w_scale_ptr + column, mask=is_column, other=0.0)[None, :]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + column, mask=is_column, other=0).to(tl.float32)[None, :]
+    if PARTS > 1:
+        out_ptr += tl.program_id(1).to(tl.int64) * num_rows * num_columns
+    else:
+        acc = finished(
+            acc, x_scale_ptr, w_scale_ptr, bias_ptr, row, column, num_rows, num_columns, W_SHARES, X_SHARES
+        )
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
     tl.store(out_ptrs, rounded(acc, out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def sum_parts_kernel(
+    part_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, num_rows, num_columns, BLOCK_N: tl.constexpr,
+    W_SHARES: tl.constexpr, X_SHARES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] of sums [PARTS, M, N] float32 over parts of k."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    mask = (column < num_columns)[None, :]
+    acc = tl.zeros((1, BLOCK_N), tl.float32)
+    for part in tl.static_range(PARTS):
+        acc += tl.load(part_ptr + part * num_rows * num_columns + place, mask=mask, other=0.0)
+    acc = finished(
+        acc, x_scale_ptr, w_scale_ptr, bias_ptr, row, column, num_rows, num_columns, W_SHARES, X_SHARES
+    )
+    tl.store(out_ptr + place, rounded(acc, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

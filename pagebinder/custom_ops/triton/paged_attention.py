@@ -30,6 +30,7 @@ import triton
 from pagebinder.custom_ops.attention.paged import check_attention, check_options
 from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
 from pagebinder.custom_ops.triton.attention_kernels import merge_kernel, split_kernel, tile_kernel
+from pagebinder.custom_ops.triton.gpu import multiprocessors
 from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
 
 # (bytes of a K and a V row at most, prefill: queries, keys, warps, stages, decode: keys, warps, stages)
@@ -44,7 +45,6 @@ PROGRAMS_PER_MULTIPROCESSOR = 32  # aimed at by splitting
 MAX_SPLITS = 64
 MIN_KEYS_OF_SPLIT = 512  # parts smaller than this cost more in merging than they gain, ...
 MIN_KEYS_OF_LONE_SPLIT = 128  # ... unless most of the GPU would be idle
-MULTIPROCESSORS_OF_NO_GPU = 1  # in the interpreter
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,6 @@ def num_splits(programs: int, capacity: int, device: torch.device) -> int:
     """Parts of a context of up to `capacity` keys, when `programs` would run without splitting."""
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), max(programs, 1))
     return max(1, min(wanted, capacity // (2 * MIN_KEYS_OF_LONE_SPLIT), MAX_SPLITS))
-
-
-def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return MULTIPROCESSORS_OF_NO_GPU
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _has_aligned_scales(kv_cache: torch.Tensor, scale_at: int) -> bool:

@@ -28,12 +28,13 @@ from pagebinder.custom_ops.fp8 import quant as fp8_quant
 from pagebinder.custom_ops.fp8.attention import FP8_QUANT_FORMS
 from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
-from pagebinder.custom_ops.library import OpInfo, define_schema, library, overload
+from pagebinder.custom_ops.library import OpInfo, define_schema, library, op_info, overload
 from pagebinder.custom_ops.linear import inverse_rope_grouped, quantized
 from pagebinder.custom_ops.mla import paged_mla
 from pagebinder.custom_ops.moe import experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
 from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
+from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
 from pagebinder.custom_ops.rope import rope
 from pagebinder.custom_ops.sampling import sample_tokens
 from pagebinder.custom_ops.sparse import indexer, sparse_mla
@@ -81,6 +82,12 @@ _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
     "quantized_linear": (quantized.QUANTIZED_LINEAR, fp8_linear.FP8_LINEAR),
     "sampling": (sample_tokens.ARGMAX_TOKENS, sample_tokens.SAMPLE_TOKENS),
     "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR),
+    "short_conv": (short_conv.PAGED_SHORT_CONV,),
+    "delta_rule": (gated_delta_rule.PAGED_GATED_DELTA_RULE,),
+    "ssd": (ssd.PAGED_SSD,),
+    "selective_scan": (op_info("paged_selective_scan"),),
+    "channel_scans": (op_info("paged_linear_recurrence"), op_info("paged_wkv")),
+    "mlstm": (op_info("paged_mlstm"),),
 }
 _FAMILY_OF = {info.name: family for family, infos in _FAMILIES.items() for info in infos}
 # op -> features, see OpNeed, that its kernel does not serve.

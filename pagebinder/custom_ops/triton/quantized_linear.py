@@ -8,6 +8,9 @@ Tiles by the number of rows, in place of autotuning:
     beyond     128 x 128 x 64,  8, 3                   arithmetic
     float32    32  x 32  x 32,  4, 2                   arithmetic, without tensor cores
 
+Where tiles of up to 64 rows are too few for the multiprocessors, programs take parts of k: their sums go to memory,
+and a second kernel adds them in their order. One program keeps a multiprocessor busy: there are no more of them.
+
 Where scales change with k, each sum is over the k of one scale. The smallest tile makes several sums at a time, so
 that as many bytes are on their way from memory as without; the others make one.
 
@@ -24,8 +27,8 @@ import triton
 from pagebinder.custom_ops.fp8.linear import FORMATS as FP8_FORMATS
 from pagebinder.custom_ops.fp8.quant import CODES, GROUP
 from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP, packed_shapes, weight_format
-from pagebinder.custom_ops.triton.gpu import FP8_CAPABILITY, HOPPER, capability, has_fp8
-from pagebinder.custom_ops.triton.packed_kernels import packed_linear_kernel, unpack_kernel
+from pagebinder.custom_ops.triton.gpu import FP8_CAPABILITY, HOPPER, capability, has_fp8, multiprocessors
+from pagebinder.custom_ops.triton.packed_kernels import packed_linear_kernel, sum_parts_kernel, unpack_kernel
 from pagebinder.custom_ops.triton.rms_norm import rows_of
 
 # (rows at most, rows, panels of 32 columns, steps of 32 k, warps, stages)
@@ -33,6 +36,9 @@ TILES = ((16, 16, 1, 8, 4, 4), (64, 64, 2, 4, 4, 3), (None, 128, 4, 2, 8, 3))
 MIN_ROWS_OF_TILE = 16
 TILE_OF_FLOAT32 = (32, 1, 1, 4, 2)
 MIN_ROWS_OF_LIBRARY = 512
+MAX_ROWS_OF_PARTS = 64
+MIN_TILES_OF_PART = 2  # of k
+COLUMNS_OF_SUMS = 256
 UNPACKED_STEPS = 4  # that a program puts in rows
 # format -> what shares a scale of the weight, see packed_linear_kernel
 W_SHARES = {"fp8": "row", "fp8_tensor": "tensor", "fp8_block": "block", "int8": "row"}
@@ -123,11 +129,28 @@ def _launch(rows, x_scale, x_shares, qweight, scale, bias, out, format) -> None:
         sums = taken // group_steps
     codes = "int8" if format == "int8" else {4: "int4", 8: "e4m3"}[fmt.bits]
     row_tiles = triton.cdiv(len(rows), block)
-    packed_linear_kernel[(row_tiles * triton.cdiv(panels, at_once),)](
-        rows, x_scale, qweight, scale, bias, out, rows.stride(0), len(rows), panels, steps, row_tiles, BLOCK_M=block,
-        PANELS=at_once, STEPS=taken, SUMS=sums, FORMAT=codes, W_SHARES=w_shares, GROUP_STEPS=group_steps,
-        X_SHARES=x_shares, NATIVE=has_fp8(rows.device), num_warps=warps, num_stages=stages,
+    programs = row_tiles * triton.cdiv(panels, at_once)
+    parts, part_tiles = parts_of(len(rows), programs, triton.cdiv(steps, taken), rows.device)
+    shares, target = {"W_SHARES": w_shares, "X_SHARES": x_shares, "PARTS": parts}, out
+    if parts > 1:
+        target = torch.empty((parts, len(rows), panels * PANEL), dtype=torch.float32, device=out.device)
+    packed_linear_kernel[programs, parts](
+        rows, x_scale, qweight, scale, bias, target, rows.stride(0), len(rows), panels, steps, part_tiles * taken,
+        row_tiles, BLOCK_M=block, PANELS=at_once, STEPS=taken, SUMS=sums, FORMAT=codes, GROUP_STEPS=group_steps,
+        NATIVE=has_fp8(rows.device), **shares, num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    if parts > 1:
+        columns = panels * PANEL
+        operands = (target, x_scale, scale, bias, out, len(rows), columns)
+        grid = (len(rows), triton.cdiv(columns, COLUMNS_OF_SUMS))
+        sum_parts_kernel[grid](*operands, BLOCK_N=COLUMNS_OF_SUMS, **shares, num_warps=1)
+
+
+def parts_of(num_rows: int, programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
+    """(parts of k, tiles of k of each) where `programs` would run without parts, each over so many tiles."""
+    wanted = multiprocessors(device) // programs if num_rows <= MAX_ROWS_OF_PARTS else 1
+    part_tiles = triton.cdiv(tiles, max(1, min(wanted, tiles // MIN_TILES_OF_PART)))
+    return triton.cdiv(tiles, part_tiles), part_tiles
 
 
 def _check_weight(qweight, scale, bias, format) -> None:

@@ -29,14 +29,14 @@ def scaled(x, root, w, dtype: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def rms_norm_kernel(
-    x_ptr, residual_ptr, w_ptr, out_ptr, total_ptr, stride_x, stride_residual, num_rows, eps, C: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr,
+def normed_tile(
+    x_ptr, residual_ptr, w_ptr, total_ptr, stride_x, stride_residual, row, column, mask, eps, C: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
-    """total = x + residual, if there is one, and the norm of it; outputs are contiguous."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    mask = (row < num_rows) & (column < C)
+    """The norm of x + residual, if there is one, in float32 (see `scaled`); their sum, contiguous, goes to total.
+
+    row [ROWS, 1] int64, column [1, BLOCK] of whole rows.
+    """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * stride_x + column, mask=mask, other=0).to(tl.float32)
     if residual_ptr is not None:
@@ -46,7 +46,21 @@ def rms_norm_kernel(
         x = total.to(tl.float32)
     root = tl.rsqrt(tl.sum(x * x, 1) / C + eps)[:, None]
     w = x if w_ptr is None else tl.load(w_ptr + column, mask=column < C, other=0).to(tl.float32)
-    y = scaled(x, root, w, dtype, TAIL)
+    return scaled(x, root, w, dtype, TAIL)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, residual_ptr, w_ptr, out_ptr, total_ptr, stride_x, stride_residual, num_rows, eps, C: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """total = x + residual, if there is one, and the norm of it; outputs are contiguous."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (column < C)
+    y = normed_tile(
+        x_ptr, residual_ptr, w_ptr, total_ptr, stride_x, stride_residual, row, column, mask, eps, C, TAIL
+    )
     tl.store(out_ptr + row * C + column, rounded(y, out_ptr.dtype.element_ty), mask=mask)
 
 

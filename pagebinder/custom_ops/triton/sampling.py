@@ -10,7 +10,7 @@ import torch
 import triton
 
 from pagebinder.custom_ops.sampling.sample_tokens import OPTIONS
-from pagebinder.custom_ops.triton.paged_attention import multiprocessors
+from pagebinder.custom_ops.triton.gpu import multiprocessors
 from pagebinder.custom_ops.triton.sampling_cut import bins_kernel, cut_kernel
 from pagebinder.custom_ops.triton.sampling_kernels import (
     choose_kernel,

@@ -27,6 +27,7 @@ import triton.language as tl
 from pagebinder.custom_ops.latent.layouts import require, rows_per_block
 from pagebinder.custom_ops.sparse.sparse_mla import check_operands
 from pagebinder.custom_ops.triton.attention_kernels import load_queries, nonzero, with_sink
+from pagebinder.custom_ops.triton.gpu import multiprocessors
 from pagebinder.custom_ops.triton.latent_rows import (
     RowSizes,
     cache_strides,
@@ -34,7 +35,7 @@ from pagebinder.custom_ops.triton.latent_rows import (
     load_row_part,
     offsets_in_block,
 )
-from pagebinder.custom_ops.triton.paged_attention import Widths, multiprocessors, padded
+from pagebinder.custom_ops.triton.paged_attention import Widths, padded
 from pagebinder.custom_ops.triton.unified_kernels import merge_states_kernel
 from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, product, rounded
 

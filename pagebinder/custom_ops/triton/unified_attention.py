@@ -33,54 +33,28 @@ OWN_BLOCK = 16  # tokens of a block of this step's K and V
 SHARED_ROWS = 64  # of a tile: most decodes of a group fit, and the others read the keys from the L2 cache
 
 
-def unified_attention(
-    q, kv_cache, block_table, seq_lens, query_start_loc, shared_lens, shared_leaders, shared_tokens, sinks=None,
-    alibi_slopes=None, k=None, v=None, *, phases, head_dim_v, **options,
-):  # fmt: skip
+def unified_attention(*operands, phases, head_dim_v, **options):
     """See `unified_attention_reference`."""
-    operands = (
-        q,
-        kv_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        shared_lens,
-        shared_leaders,
-        shared_tokens,
-    )
-    _check(*operands, sinks, alibi_slopes, k, v, phases=phases, head_dim_v=head_dim_v, **options)
+    paged, sinks, alibi_slopes, k, v = _checked(*operands, phases=phases, head_dim_v=head_dim_v, **options)
     if phases == "--u":
-        step = (block_table, seq_lens, query_start_loc, sinks, alibi_slopes)
-        return attend_paged(q, kv_cache, *step, head_dim_v=head_dim_v, **options)
+        return attend_paged(*paged[:5], sinks, alibi_slopes, head_dim_v=head_dim_v, **options)
+    q = paged[0]
     parts = [part for part in PARTS if part in phases]
     outs, lses = _states(q, len(parts), head_dim_v)
     for part, out, lse in zip(parts, outs, lses):
-        _attend(part, phases, *operands, alibi_slopes, k, v, out, lse, head_dim_v=head_dim_v, **options)
+        _attend(part, phases, *paged, alibi_slopes, k, v, out, lse, head_dim_v=head_dim_v, **options)
     result = torch.empty(outs.shape[1:], dtype=q.dtype, device=q.device)
     _merge(outs, lses, sinks, result, None)
     return result
 
 
-def attention_part(
-    q, kv_cache, block_table, seq_lens, query_start_loc, shared_lens, shared_leaders, shared_tokens, sinks=None,
-    alibi_slopes=None, k=None, v=None, *, part, phases, head_dim_v, **options,
-):  # fmt: skip
+def attention_part(*operands, part, phases, head_dim_v, **options):
     """See `attention_part_reference`."""
-    operands = (
-        q,
-        kv_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        shared_lens,
-        shared_leaders,
-        shared_tokens,
-    )
-    _check(*operands, sinks, alibi_slopes, k, v, phases=phases, head_dim_v=head_dim_v, **options)
+    paged, _, alibi_slopes, k, v = _checked(*operands, phases=phases, head_dim_v=head_dim_v, **options)
     if len(part) != 1 or part not in phases or part == "-":
         raise ValueError(f"part {part!r} is none of phases {phases!r}")
-    (out,), (lse,) = _states(q, 1, head_dim_v)
-    _attend(part, phases, *operands, alibi_slopes, k, v, out, lse, head_dim_v=head_dim_v, **options)
+    (out,), (lse,) = _states(paged[0], 1, head_dim_v)
+    _attend(part, phases, *paged, alibi_slopes, k, v, out, lse, head_dim_v=head_dim_v, **options)
     return out, lse
 
 
@@ -93,12 +67,18 @@ def merge_attention_states(outs, lses, sinks=None):
     return out, lse
 
 
-def _check(*operands, phases, head_dim_v, scale, window=None, soft_cap=None) -> None:
-    check_unified(*operands, phases=phases, head_dim_v=head_dim_v)
+def _checked(
+    q, kv_cache, block_table, seq_lens, query_start_loc, shared_lens, shared_leaders, shared_tokens, sinks=None,
+    alibi_slopes=None, k=None, v=None, *, phases, head_dim_v, scale, window=None, soft_cap=None,
+) -> tuple:  # fmt: skip
+    """((q, cache, table, lens, starts, shared lens, leaders, tokens), sinks, alibi_slopes, k, v), once they fit."""
+    paged = (q, kv_cache, block_table, seq_lens, query_start_loc, shared_lens, shared_leaders, shared_tokens)
+    check_unified(*paged, sinks, alibi_slopes, k, v, phases=phases, head_dim_v=head_dim_v)
     check_options(window=window, soft_cap=soft_cap)
-    widest = max(operands[0].shape[2], head_dim_v)
+    widest = max(q.shape[2], head_dim_v)
     if widest > MAX_HEAD_DIM:
         raise ValueError(f"heads of {widest} channels: at most {MAX_HEAD_DIM} are served")
+    return paged, sinks, alibi_slopes, k, v
 
 
 def _states(q: torch.Tensor, count: int, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,8 @@
 """Compiles the kernels that calls would launch, for a GPU that need not be here; prints one line a kernel.
 
-    python -m tests.custom_ops.triton.compiled_for [CAPABILITY]      without TRITON_INTERPRET; 90 is Hopper
+    python -m tests.custom_ops.triton.compiled_for [CAPABILITY] [--all | --recurrent]
+
+Without TRITON_INTERPRET; 90 is Hopper. --all: more sizes and types. --recurrent: recurrences alone, in all forms.
 
 Shared memory must fit a multiprocessor and nothing may spill: that shows in the resource report, without a GPU.
 """
@@ -36,6 +38,7 @@ from pagebinder.custom_ops.triton import (
     unified_attention,
 )
 from tests.custom_ops.triton.compiled_latent import compile_latent
+from tests.custom_ops.triton.compiled_recurrent import compile_recurrent
 
 NAMES = {
     torch.float32: "fp32",
@@ -80,7 +83,7 @@ def compile_instead_of_running(capability: int) -> None:
         print(json.dumps(facts), flush=True)
 
     JITFunction.run = run
-    paged_attention.MULTIPROCESSORS_OF_NO_GPU = 132
+    gpu.MULTIPROCESSORS_OF_NO_GPU = 132
     gpu.CAPABILITY_OF_NO_GPU = divmod(capability, 10)
 
 
@@ -185,6 +188,9 @@ def mix(dtype, tokens, experts=128, slots=8, width=2048, inner=768) -> None:
 
 def main() -> None:
     compile_instead_of_running(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
+    if "--recurrent" in sys.argv:
+        compile_recurrent(everything=True)
+        return
     attend(torch.bfloat16, 128, new=1)
     attend(torch.bfloat16, 128, new=64)
     attend_shared(torch.bfloat16, 128)
@@ -212,11 +218,12 @@ def main() -> None:
     attend_latent(torch.bfloat16)
     write(torch.bfloat16)
     quantise(torch.bfloat16)
-    multiply(torch.bfloat16, 4, "fp8_block", x_shares="group")
+    multiply(torch.bfloat16, 4, "fp8_block", x_shares="group", columns=1024)
     multiply(torch.bfloat16, 256, "int4_g64")
     choose(torch.bfloat16, vocab=1000)
     mix(torch.bfloat16, 4096)
     compile_latent("--all" in sys.argv)
+    compile_recurrent(everything=False)
 
 
 if __name__ == "__main__":

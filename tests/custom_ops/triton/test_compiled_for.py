@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.helpers import nightly
+
 HOPPER = {"capability": "90", "shared_bytes": 227 * 1024}
 KERNELS = {
     "split_kernel",
@@ -21,6 +23,7 @@ KERNELS = {
     "gate_quantise_kernel",
     "quantise_kernel",
     "packed_linear_kernel",
+    "sum_parts_kernel",
     "penalise_kernel",
     "largest_kernel",
     "bins_kernel",
@@ -41,22 +44,38 @@ KERNELS = {
     "logits_kernel",
     "collapse_kernel",
     "mix_kernel",
+    "short_conv_kernel",
+    "delta_rule_kernel",
+    "ssd_kernel",
+}
+RECURRENT = {
+    "short_conv_kernel",
+    "delta_rule_kernel",
+    "ssd_kernel",
+    "selective_scan_kernel",
+    "linear_recurrence_kernel",
+    "wkv_kernel",
+    "start_kernel",
+    "mlstm_kernel",
 }
 
 # Accumulators of 64 x 512 leave few registers for rows that are decoded.
 FEW_SPILLED_BYTES = {"sparse_kernel": 16}
 
 
-def test_kernels_for_hopper(provider):
+@pytest.mark.parametrize(
+    ("options", "kernels"), [((), KERNELS), pytest.param(("--recurrent",), RECURRENT, marks=nightly)]
+)
+def test_kernels_for_hopper(provider, options, kernels):
     """In a process of its own, where triton compiles instead of interpreting."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.custom_ops.triton.compiled_for", HOPPER["capability"]]
+    command = [sys.executable, "-m", "tests.custom_ops.triton.compiled_for", HOPPER["capability"], *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if "No such file" in done.stderr and "cuobjdump" in done.stderr:
         pytest.skip("this triton comes without cuobjdump")
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {line["kernel"] for line in lines} == KERNELS
+    assert {line["kernel"] for line in lines} == kernels
     for line in lines:
         assert line["local_bytes"] <= FEW_SPILLED_BYTES.get(line["kernel"], 0), line
         assert line["shared_bytes"] <= HOPPER["shared_bytes"], line

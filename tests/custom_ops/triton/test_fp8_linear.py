@@ -6,6 +6,7 @@ import torch
 from pagebinder.custom_ops.fp8.linear import FORMATS
 from pagebinder.custom_ops.fp8.quant import GRANULARITIES
 from pagebinder.custom_ops.linear.weight_formats import _unpack_8
+from pagebinder.custom_ops.triton import gpu
 from tests.custom_ops.test_fp8_linear import (  # noqa: F401  (run here with the provider of this folder)
     exact,
     operands,
@@ -14,6 +15,7 @@ from tests.custom_ops.test_fp8_linear import (  # noqa: F401  (run here with the
     test_subnormal_codes_and_nan_count,
 )
 from tests.custom_ops.triton.on_device import DEVICE
+from tests.helpers import by_day
 from tests.tolerances import assert_close
 
 # Tiles of each kind, full and not: rows, columns (panels of 32), k (steps of 32).
@@ -37,6 +39,21 @@ def test_against_float64(linear, granularity, format):
         y = linear(*given, added, format=format, dtype=dtype)
         assert y.dtype == dtype and y.is_contiguous()
         assert_close(y, exact(*given, added, format))
+
+
+@pytest.mark.parametrize(
+    ("granularity", "format"),
+    by_day(
+        [("tensor", "fp8_tensor"), ("token", "fp8"), ("group", "fp8_block"), ("group", "fp8")],
+        [("token", "fp8")],
+    ),
+)
+def test_parts_of_k(linear, granularity, format, monkeypatch):
+    """Scales and bias belong to the sum of all parts, or to what a part adds up."""
+    monkeypatch.setattr(gpu, "MULTIPROCESSORS_OF_NO_GPU", 8)
+    given = operands(3, columns=64, inner=1600, granularity=granularity, format=format)
+    bias = torch.linspace(-1, 1, 64)
+    assert_close(linear(*given, bias, format=format, dtype=BF16), exact(*given, bias, format))
 
 
 def test_the_largest_tile(linear):

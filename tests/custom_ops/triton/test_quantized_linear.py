@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pagebinder.custom_ops.linear.weight_formats import FORMATS, quantize
+from pagebinder.custom_ops.triton import gpu
 from tests.custom_ops.test_quantized_linear import (  # noqa: F401  (run here with the provider of this folder)
     check,
     operands,
@@ -11,6 +12,7 @@ from tests.custom_ops.test_quantized_linear import (  # noqa: F401  (run here wi
     weight_of,
 )
 from tests.custom_ops.triton.on_device import DEVICE
+from tests.helpers import by_day
 
 # Tiles of each kind, full and not: rows, columns (panels of 32), k (steps of 32).
 SIZES = [(1, 64, 64), (20, 96, 448)]
@@ -26,6 +28,35 @@ def test_against_float64(linear, name):
     for rows, columns, inner in (*SIZES, *([(130, 160, 192)] if name in ("fp8_block", "int4_g64") else [])):
         x, bias = operands(rows, columns, inner)
         check(linear, x, weight_of(columns, inner), name, bias if rows > 1 else None)
+
+
+@pytest.mark.parametrize("name", by_day(FORMATS, ("fp8_block",)))
+def test_parts_of_k(linear, name, monkeypatch):
+    """Of few panels: parts of k that do not divide it, in both tiles of few rows."""
+    monkeypatch.setattr(gpu, "MULTIPROCESSORS_OF_NO_GPU", 8)
+    for rows, columns, inner in ((1, 64, 1600), (20, 96, 448)):
+        x, bias = operands(rows, columns, inner)
+        check(linear, x, weight_of(columns, inner), name, bias)
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs", "tiles", "expected"),
+    [
+        (1, 32, 16, (4, 4)),  # 1024 columns of 4096 k
+        (1, 16, 16, (8, 2)),
+        (64, 40, 30, (3, 10)),
+        (1, 50, 7, (2, 4)),
+        (1, 4, 5, (2, 3)),  # not of less than two tiles
+        (1, 133, 16, (1, 16)),
+        (65, 16, 64, (1, 64)),
+        (1, 4, 1, (1, 1)),
+    ],
+)
+def test_how_many_parts(monkeypatch, rows, programs, tiles, expected):
+    from pagebinder.custom_ops.triton import quantized_linear
+
+    monkeypatch.setattr(quantized_linear, "multiprocessors", lambda device: 132)
+    assert quantized_linear.parts_of(rows, programs, tiles, torch.device("cuda")) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -45,9 +45,9 @@ def test_more_of_them(ops, options, dtype):
 @pytest.fixture
 def many_parts(monkeypatch, provider):
     """Rows cut as a GPU would cut longer ones, and chunks shorter than a part."""
-    from pagebinder.custom_ops.triton import paged_attention, sampling
+    from pagebinder.custom_ops.triton import gpu, sampling
 
-    monkeypatch.setattr(paged_attention, "MULTIPROCESSORS_OF_NO_GPU", 24)
+    monkeypatch.setattr(gpu, "MULTIPROCESSORS_OF_NO_GPU", 24)
     monkeypatch.setattr(sampling, "MIN_PART", 200)
     monkeypatch.setattr(sampling, "CHUNK", 128)
 
