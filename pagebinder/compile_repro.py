@@ -1,11 +1,12 @@
 """Writes a script that shows a divergence without Pagebinder's engine: plain torch, with our reference ops if needed.
 
 DIR/reproduce.py     two functions, what is computed and what should be, and the error of one against the other
-DIR/inputs.pt        the tensors that go in; the module of the source model, or its recorded output
+DIR/inputs.pt        the tensors that go in, each on its device; the source model's module, or its recorded output
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from pathlib import Path
@@ -16,9 +17,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from pagebinder.compile_locate import Divergence
+from pagebinder.custom_ops.library import NAMESPACE
+from pagebinder.custom_ops.providers import BUILTIN_MODULES, registered_providers
 from pagebinder.passes.graph_values import widened
 
 SCRIPT, INPUTS = "reproduce.py", "inputs.pt"
+TRITON = "torch.ops.pagebinder_triton."
 
 _HEAD = '''"""{title}
 
@@ -76,18 +80,41 @@ def write_script(divergence: Divergence, directory: Path, title: str, tolerance:
     torch.save(data, directory / INPUTS)
     safe = "module" not in data
     text = "".join(functions)
+    on_gpu = any(x.is_cuda for x in data["inputs"] if isinstance(x, torch.Tensor))
     needs = "" if safe else ", transformers"
     needs += " and pagebinder's ops" if "pagebinder" in text else ""
+    needs += ", on a CUDA GPU" if on_gpu else ""
     head = _HEAD.format(title=title, inputs=INPUTS, needs=needs, tolerance=tolerance)
+    if TRITON in text and os.environ.get("TRITON_INTERPRET") == "1":
+        head += '\nimport os\n\nos.environ["TRITON_INTERPRET"] = "1"  # its kernels ran on the CPU\n'
     if "pagebinder" in text:
         head += "\nimport pagebinder.custom_ops  # registers torch.ops.pagebinder\n"
-    if "pagebinder_cpu" in text:
-        head += "from pagebinder.custom_ops.cpu.provider import CpuProvider\n\n"
-        head += "CpuProvider().prepare()  # registers torch.ops.pagebinder_cpu\n"
+    head += _prepared(divergence.graph, divergence.expected_graph)
     tail = _TAIL.format(inputs=INPUTS, safe=safe, tolerance=tolerance)
     script = directory / SCRIPT
     script.write_text(head + "".join(f"\n\n{f}\n" for f in functions) + tail, encoding="utf-8")
     return script
+
+
+def _prepared(*graphs: GraphModule | None) -> str:
+    """Lines that make the ops of providers callable, each provider's own way."""
+    by_namespace = {provider.namespace: provider for provider in registered_providers().values()}
+    called: dict[str, dict[str, None]] = {}
+    for node in (node for gm in graphs if gm is not None for node in gm.graph.nodes):
+        namespace = getattr(node.target, "namespace", "")
+        if namespace in by_namespace and namespace != NAMESPACE:
+            called.setdefault(namespace, {})[node.target._opname] = None
+    if not called:
+        return ""
+    imports, calls = "", ""
+    for namespace, ops in called.items():
+        provider = by_namespace[namespace]
+        module = type(provider).__module__
+        if module not in BUILTIN_MODULES:
+            imports += f"import {module}  # registers the provider {provider.name!r}\n"
+        calls += f"\nfor op in {list(ops)!r}:  # registers torch.ops.{namespace}\n"
+        calls += f"    registered_providers()[{provider.name!r}].prepare(op)\n"
+    return f"from pagebinder.custom_ops.providers import registered_providers\n{imports}{calls}"
 
 
 def _can_be_saved(module: torch.nn.Module | None) -> bool:
@@ -104,10 +131,10 @@ def _can_be_saved(module: torch.nn.Module | None) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor of its own memory: views of a whole cache or model would be saved with all of it."""
+    """A tensor of its own memory, on its device: views of a whole cache or model would be saved with all of it."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
-        plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return plain.copy_(value)
     return value
 

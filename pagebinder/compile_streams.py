@@ -21,7 +21,7 @@ from pagebinder.passes.op_costs import OpCost
 from pagebinder.passes.op_costs_ours import cost_model
 from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import EagerExecutable, InductorExecutable
-from pagebinder.runtime.streams import NodeCost, Overlap, StreamRates
+from pagebinder.runtime.streams import NodeCost, Overlap, Schedule, StreamRates
 from pagebinder.runtime.streams.branches import Region, op_name
 from pagebinder.runtime.streams.overlap import plan_streams, streams_of
 
@@ -31,23 +31,22 @@ LONGEST = 1 << 20  # tokens of a model that does not say how long its sequences 
 
 def eager_executable(graph: GraphModule, config: CompileConfig, report: CompileReport) -> EagerExecutable:
     """Runs a graph op by op: on two streams if it is on a GPU and they are not off, or anywhere if they are on."""
-    return EagerExecutable(graph, overlap=_overlap(graph, config, report))
+    return EagerExecutable(graph, overlap=overlap_of(graph, config, report))
 
 
 def inductor_executable(
     graph: GraphModule, config: CompileConfig, report: CompileReport
 ) -> InductorExecutable:
-    """Runs a compiled graph; where captured steps are cut, their pieces run op by op, and may use two streams."""
-    executable = InductorExecutable(graph)
-    executable.overlap = _overlap(graph, config, report)
-    return executable
+    """Runs a compiled graph, on one stream; so do the pieces that captured steps are cut into."""
+    return InductorExecutable(graph)
 
 
-def _overlap(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Overlap | None:
+def overlap_of(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Overlap | None:
+    """How a graph that runs op by op uses two streams; None: it does not. The report says what of it may overlap."""
     device = next(n.meta["val"].device for n in graph.graph.nodes if n.op == "placeholder")
     if config.streams == "off" or (config.streams == "auto" and device.type != "cuda"):
         return None
-    report.streams = report.streams or describe_streams(graph, config, report)
+    note_streams(graph, config, report)
     return Overlap(streams_of(device), node_costs(graph, _decode(report)["symbols"]), RATES)
 
 
@@ -56,22 +55,33 @@ def _decode(report: CompileReport) -> dict[str, Any]:
     return scenarios(report.kv.get("max_model_len", LONGEST))["decode"]
 
 
-def describe_streams(graph: GraphModule, config: CompileConfig, report: CompileReport) -> list[str]:
-    """Whether two streams are used, what runs beside what and how much of a step that is, or why nothing does."""
+def note_streams(graph: GraphModule, config: CompileConfig, report: CompileReport) -> None:
+    """Fill in `report.streams`, and `report.stream_forks` where ops could run side by side, unless that was done."""
+    if not report.streams:
+        report.streams, report.stream_forks = describe_streams(graph, config, report)
+
+
+def describe_streams(
+    graph: GraphModule, config: CompileConfig, report: CompileReport
+) -> tuple[list[str], list[dict]]:
+    """Whether two streams are used, what runs beside what and how much of a step that is, or why nothing does: as
+    text, and for each kind of fork as numbers."""
     step = _decode(report)
     costs = node_costs(graph, step["symbols"])
     plan, schedule = plan_streams(graph, costs, RATES)
     if not plan.regions:
-        return [f"one stream: {plan.refused}"]
+        return [f"one stream: {plan.refused}"], []
     share = plan.gain_seconds / plan.serial_seconds
-    return [
+    forks = _forks(plan.regions, schedule, costs)
+    lines = [
         _in_use(config, report),
-        *_folded(plan.regions, costs),
+        *map(_line, forks),
         f"estimated, not measured: {len(plan.regions)} forks save {share:.1%} of a step's "
         f"{plan.serial_seconds * 1e6:,.0f} us on a GPU ({step['text']})",
-        f"{len(plan.side)} of {len(schedule.order)} ops on the side stream, {len(schedule.waits)} waits, "
-        f"{len(schedule.held)} values kept until their join",
+        f"{len(plan.side)} of {len(schedule.order)} ops on the side stream, {len(schedule.waits)} waits for "
+        f"{len(schedule.recorded)} events, {len(schedule.held)} values kept until their join",
     ]
+    return lines, forks
 
 
 def _in_use(config: CompileConfig, report: CompileReport) -> str:
@@ -81,18 +91,39 @@ def _in_use(config: CompileConfig, report: CompileReport) -> str:
     if config.streams == "auto" and not on_gpu:
         return 'not used: streams="auto" is for a GPU where ops run one by one; there it would be:'
     if report.executable not in ("", EagerExecutable.name):
-        return f"used where captured steps are cut; else {report.executable} runs on one stream:"
+        return f"not used: {report.executable} runs on one stream; op by op it would be:"
     return "used:" if on_gpu else "used, simulated on the CPU:"
 
 
-def _folded(regions: Iterable[Region], costs: Mapping[str, NodeCost]) -> list[str]:
-    """A line for all layers in which the same ops run side by side."""
-    found: dict[str, list[Region]] = {}
+def _forks(regions: Iterable[Region], schedule: Schedule, costs: Mapping[str, NodeCost]) -> list[dict]:
+    """One entry for all layers in which the same ops run side by side; microseconds are of one of them."""
+    found: dict[tuple[str, str, int], list[Region]] = {}
+    waiting = set(schedule.waits)
     for region in regions:
-        found.setdefault(f"{_names(region.side, costs)} beside {_names(region.beside, costs)}", []).append(
-            region
-        )
-    return [f"{_where(alike)}: {text}; {_seconds(alike)}" for text, alike in found.items()]
+        here = waiting.intersection((*region.side, *region.beside, *region.before, region.join))
+        waiting -= here  # one region's join may be in the next one
+        key = _names(region.side, costs), _names(region.beside, costs), len(here)
+        found.setdefault(key, []).append(region)
+    forks = []
+    for (side, beside, num_waits), alike in found.items():
+        fork = {
+            "where": _where(alike),
+            "count": len(alike),
+            "side": side,
+            "beside": beside,
+            "waits": num_waits,
+        }
+        fork["serial_us"] = sum(r.serial_seconds for r in alike) / len(alike) * 1e6
+        fork["parallel_us"] = sum(r.parallel_seconds for r in alike) / len(alike) * 1e6
+        forks.append({**fork, "text": _line(fork)})
+    return forks
+
+
+def _line(fork: Mapping[str, Any]) -> str:
+    return (
+        f"{fork['where']}: {fork['side']} on the second stream, beside {fork['beside']}; {fork['waits']} waits; "
+        f"{fork['serial_us']:.1f} -> {fork['parallel_us']:.1f} us"
+    )
 
 
 def _names(nodes: Iterable[Node], costs: Mapping[str, NodeCost]) -> str:
@@ -112,12 +143,6 @@ def _where(regions: Iterable[Region]) -> str:
     return "; ".join(
         name_of_layers(stack, indices) if indices else "(no layer)" for stack, indices in layers.items()
     )
-
-
-def _seconds(regions: list[Region]) -> str:
-    before = sum(r.serial_seconds for r in regions) / len(regions) * 1e6
-    after = sum(r.parallel_seconds for r in regions) / len(regions) * 1e6
-    return f"{before:.1f} -> {after:.1f} us"
 
 
 def node_costs(gm: GraphModule, symbols: Mapping[sympy.Symbol, int]) -> dict[str, NodeCost]:

@@ -25,6 +25,7 @@ from pagebinder.runtime.single_sequence import single_sequence_inputs
 
 if TYPE_CHECKING:
     from pagebinder.runtime.graphs import StepGraphs
+    from pagebinder.runtime.streams import Overlap
 
 LEVELS = ("captured", "semantic", "paged", "fused")
 
@@ -66,15 +67,28 @@ class CompiledModel:
         if not self.report.captured_steps:
             self.report.captured_steps = describe_prediction(
                 self.graphs["fused"], self.kv_spec, self.states, bucket_table(EngineConfig()), device=self.device,
-                max_model_len=self.max_model_len, not_captured=self._not_captured(),
+                max_model_len=self.max_model_len, not_captured=self._not_captured(), overlap=self._overlap(),
+                compiled_by=self._compiles_pieces(),
             )  # fmt: skip
+
+    def _overlap(self) -> Overlap | None:
+        """How the fused graph uses two streams, or would if it ran."""
+        if self.executable is not None:
+            return getattr(self.executable, "overlap", None)
+        from pagebinder.compile_streams import overlap_of
+
+        return overlap_of(self.graphs["fused"], self.config, self.report)
+
+    def _compiles_pieces(self) -> str | None:
+        """What compiles the pieces of cut steps; None: they run op by op."""
+        pieces = getattr(self.executable, "pieces", None)
+        return None if pieces is None or pieces.problem(self.device) is not None else pieces.name
 
     def predict_streams(self) -> None:
         """Fill in `report.streams`: which ops run side by side, the estimated gain, or why none do."""
-        from pagebinder.compile_streams import describe_streams
+        from pagebinder.compile_streams import note_streams
 
-        if not self.report.streams:
-            self.report.streams = describe_streams(self.graphs["fused"], self.config, self.report)
+        note_streams(self.graphs["fused"], self.config, self.report)
 
     def write_lock(self, path) -> None:
         """Write the plan lock: a TOML file of what every layer was rewritten into. Raises OSError."""

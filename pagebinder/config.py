@@ -102,9 +102,9 @@ class CompileConfig:
             an error if they cannot. "tensorrt" needs torch_tensorrt and an NVIDIA GPU: dense parts of the graph are
             its engines, paged and sparse ops stay in torch.
         streams: run branches of a layer that do not need each other side by side, on a second stream: "auto" (on a
-            GPU and where ops run one by one: executable="eager", and pieces of captured steps that are cut), "on" (on
-            a CPU, too, where simulated streams try orders of the ops: the same tokens, no gain; with "auto" and
-            "cuda_graph" as the executable the graph is then run op by op), "off". The report says what overlaps.
+            GPU and where ops run one by one: executable="eager"), "on" (on a CPU, too, where simulated streams try
+            orders of the ops: the same tokens, no gain; with "auto" and "cuda_graph" as the executable the graph is
+            then run op by op), "off". The report says what overlaps.
         tensorrt_fallback: torch runs what TensorRT cannot build, and the report says so; False makes it an error.
         providers: op name -> provider name, for example {"paged_attention": "reference"}.
         cascade: let attention read a prefix that several requests share once for all of them, where an engine finds

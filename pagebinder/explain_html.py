@@ -45,6 +45,7 @@ def explain_html(report: CompileReport, rates: Rates | None = None) -> str:
         uncounted=sorted({cost["op"] for cost, _ in entries if not cost["counted"]}),
         refusals=_folded_refusals(blocks),
         verified=list(report.verified),
+        stream_texts=_stream_texts(report),
     )
 
 
@@ -98,6 +99,12 @@ def _essence(cells: Iterable[Mapping[str, Any]]) -> list[tuple]:
 
 def _folded_refusals(blocks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{"block": block["title"], **refusal} for block in blocks for refusal in block["refusals"]]
+
+
+def _stream_texts(report: CompileReport) -> list[str]:
+    """What is said of streams besides the forks, which are a table."""
+    told = {fork["text"] for fork in report.stream_forks}
+    return [line for line in report.streams if line not in told]
 
 
 def module(at: str) -> str:

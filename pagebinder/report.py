@@ -115,7 +115,8 @@ class CompileReport:
 
     `weight_bytes` are the source model's, `graph_weight_bytes` those that the last graph reads. `captured_steps`:
     what an engine captures by default, and its memory; `streams`: which ops run side by side on two streams, or why
-    none do. Both are filled in for `explain()`.
+    none do, and `stream_forks` the same as numbers, an entry for each kind of fork: where, count (of layers), side
+    and beside (ops), waits, serial_us and parallel_us (of one layer), text. They are filled in for `explain()`.
     """
 
     model: str = ""
@@ -136,6 +137,7 @@ class CompileReport:
     verified: list[VerifiedStep] = field(default_factory=list)
     captured_steps: list[str] = field(default_factory=list)
     streams: list[str] = field(default_factory=list)
+    stream_forks: list[dict] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     weight_layout: list[str] = field(default_factory=list)  # how linear layers read theirs on this machine

@@ -98,7 +98,8 @@ def _cgroup_limit() -> int | None:
 
 
 def _step_bytes(model: EngineModel, config: EngineConfig) -> tuple[int | None, int | None]:
-    options = {"device": model.device, "max_model_len": model.max_model_len}
+    overlap = getattr(model.executable, "overlap", None)
+    options = {"device": model.device, "max_model_len": model.max_model_len, "overlap": overlap}
     largest = BucketTable.of(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens, decode_sizes=(),
         token_sizes=[config.max_num_batched_tokens],

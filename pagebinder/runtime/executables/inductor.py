@@ -10,33 +10,35 @@ keeps them.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch.fx import GraphModule
 
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.graph_tools import attributes
 from pagebinder.runtime.executables.base import input_names
+from pagebinder.runtime.executables.piece_compiler import PieceCompiler
 from pagebinder.runtime.executables.program import Program
-from pagebinder.runtime.streams import Overlap
 
 
 class InductorExecutable:
-    """Compiles on construction (seconds); `run` never compiles."""
+    """Compiles on construction (seconds); `run` never compiles. `pieces`: compiles what its graph is cut into."""
 
     name = "inductor"
-    overlap: Overlap | None = None  # for pieces of its graph that run op by op, see runtime/graphs
 
     def __init__(self, gm: GraphModule) -> None:
         # Imported here: it takes as long as torch, and a saved program runs without it.
         from torch._inductor import codecache
-        from torch._inductor import config as inductor_config
 
         self.input_names = input_names(gm)
+        self.pieces = PieceCompiler()
         lifted, self._weights = lift_weights(gm)
         examples = [n.meta["val"] for n in lifted.graph.nodes if n.op == "placeholder"]
         loaded = len(codecache.PyCodeCache.modules)
-        with torch.no_grad(), inductor_config.patch(self._options()):
-            self._compiled = torch._inductor.standalone_compile(lifted, examples, dynamic_shapes="from_graph")
+        self._compiled = compile_lifted(lifted, examples)
         self._generated = codecache.PyCodeCache.modules[loaded:]
 
     @property
@@ -44,20 +46,42 @@ class InductorExecutable:
         """What was generated, in a form that can be kept; None where it is not a single program."""
         return Program.of_module(self._generated[0]) if len(self._generated) == 1 else None
 
-    @staticmethod
-    def _options() -> dict[str, object]:
-        """Inductor proves each SIMD extension by compiling and importing a library in a new process, some ten
-        seconds in all. Our kernels were built for this very machine by the same compiler: that is the proof.
-        """
-        return {"cpp.vec_isa_ok": True} if cpu_build.is_loaded() else {}
-
     def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.inference_mode():
             return self._compiled(*(inputs[name] for name in self.input_names), *self._weights)[0]
 
 
+def compile_lifted(
+    lifted: GraphModule, examples: Sequence[Any], *, takes_sizes: bool = False
+) -> Callable[..., Sequence]:
+    """Compile a graph without weights of its own; the code returns a list or tuple, also of one result.
+
+    `examples`: a tensor without values for each input, or with `takes_sizes` a symbolic size.
+    """
+    from torch._inductor import config as inductor_config
+
+    with torch.no_grad(), inductor_config.patch(_options()), contextlib.ExitStack() as stack:
+        symbols = "from_graph"  # its tensors get new ones: a size that is given by itself would be another
+        if takes_sizes:
+            mode = next(x.fake_mode for x in examples if isinstance(x, torch.Tensor))
+            stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
+            symbols = "from_tracing_context"
+        return torch._inductor.standalone_compile(lifted, list(examples), dynamic_shapes=symbols)
+
+
+def _options() -> dict[str, object]:
+    """Inductor proves each SIMD extension by compiling and importing a library in a new process, some ten seconds in
+    all. Our kernels were built for this very machine by the same compiler: that is the proof.
+
+    Loops that inductor makes stay with the caller's thread: what is heavy is an op of ours, and OpenMP's threads,
+    which go on looking for work for milliseconds, would take the cores of the pool's (cpu/thread_pool.h).
+    """
+    return {"cpp.vec_isa_ok": True, "cpp.threads": 1} if cpu_build.is_loaded() else {}
+
+
 def lift_weights(gm: GraphModule) -> tuple[GraphModule, list[torch.Tensor]]:
-    """A copy of the graph whose get_attr nodes are further inputs, and their tensors in that order."""
+    """A copy of the graph whose get_attr nodes are further inputs, and their tensors in that order. It returns a
+    tuple, also of one result."""
     graph, mapping, weights = torch.fx.Graph(), {}, {}
     values = attributes(gm)
     readers = {n.target: n for n in gm.graph.nodes if n.op == "get_attr"}
@@ -72,7 +96,8 @@ def lift_weights(gm: GraphModule) -> tuple[GraphModule, list[torch.Tensor]]:
         if node.op == "get_attr":
             mapping[node] = weights[node.target]
         elif node.op == "output":
-            graph.output(tuple(mapping[a] for a in node.args))
+            results = torch.fx.node.map_arg(node.args[0], mapping.__getitem__)
+            graph.output(results if isinstance(results, (tuple, list)) else (results,))
         elif node.op != "placeholder":
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
     return GraphModule(torch.nn.Module(), graph), [value.detach() for value in values.values()]

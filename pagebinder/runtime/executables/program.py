@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from pagebinder.runtime.executables.piece_compiler import PieceCompiler
+
 SOURCE_NAME = "program.py"
 ENTRY = "call"
 # Where inductor's kernels find the function that gives a tensor's address.
@@ -90,6 +92,7 @@ class ProgramExecutable:
     def __init__(self, program: Program, input_names: list[str], weights: Iterable[torch.Tensor]) -> None:
         self.program = program
         self.input_names = input_names
+        self.pieces = PieceCompiler()  # needs the compiler, but only where captured steps are cut
         self._weights = tuple(w.detach() for w in weights)
         self._call = program.load()
 

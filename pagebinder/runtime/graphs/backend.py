@@ -53,7 +53,7 @@ class GraphBackend(Protocol):
     def capture(
         self, call: Callable[[], Tensors], *, is_opaque: bool, held_bytes: int = 0
     ) -> tuple[CapturedGraph, Tensors]:
-        """Capture a call that returns tensors; returns the graph and its outputs.
+        """Capture a call that returns tensors; returns the graph and its outputs, which hold the call's values.
 
         `is_opaque`: what the call does cannot be seen op by op from Python (compiled code). `held_bytes`: what
         earlier captures of the same step have made and this one or a later one reads.

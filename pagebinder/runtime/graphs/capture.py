@@ -8,12 +8,13 @@ replay of a step in pieces      graph 0 | attention | graph 1 | attention | grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
+from pagebinder.graph_tools import attributes
 from pagebinder.runtime.executables.base import Executable
 from pagebinder.runtime.graphs.backend import GraphBackend
 from pagebinder.runtime.graphs.pieces import Piece
@@ -53,27 +54,53 @@ def capture_pieces(
     """A graph for each captured piece, and plain calls between them."""
     crossings = _Crossings(gm, pieces)
     values = {n.name: inputs[n.target] for n in gm.graph.nodes if n.op == "placeholder"}
-    owned: dict[str, int] = {}  # bytes of values that lie in the graphs' pool
+    owned: dict[str, torch.Tensor] = {}  # values in the graphs' pool
+    given = {_storage(t) for t in (*inputs.values(), *attributes(gm).values())}
     parts, num_graphs = [], 0
     carried.begin()
     with torch.inference_mode():
         for index, piece in enumerate(pieces):
-            args = [values[name] for name in piece.inputs]
-            call = _PieceCall(piece, args, crossings, carried, logits)
+            call = _PieceCall(piece, [values[name] for name in piece.inputs], crossings, carried, logits)
             call()  # its values find their homes, outside the capture
             if piece.is_captured:
-                graph, _ = backend.capture(call, is_opaque=False, held_bytes=sum(owned.values()))
+                held = _bytes_behind(owned.values())
+                graph, _ = backend.capture(call, is_opaque=piece.is_compiled, held_bytes=held)
                 parts.append(_replay(graph))
-                owned |= {n: v.nbytes for n, v in call.owned().items()}
                 num_graphs += 1
+                not_made = given | carried.storages
+                owned |= {n: v for n, v in call.owned().items() if _storage(v) not in not_made}
             else:
                 parts.append(call)
-            results = call.results
-            values |= results
+            values |= call.results
             for name in crossings.done_after[index]:
-                carried.give_back(values.pop(name))
+                values.pop(name)
                 owned.pop(name, None)
+            carried.give_back_unless(values.values())
     return BucketGraph(parts, logits, num_graphs)
+
+
+def run_pieces(gm: GraphModule, pieces: Sequence[Piece], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The logits of a step in the same pieces without capture: what a replay equals where pieces are compiled."""
+    crossings = _Crossings(gm, pieces)
+    values = {n.name: inputs[n.target] for n in gm.graph.nodes if n.op == "placeholder"}
+    with torch.inference_mode():
+        for index, piece in enumerate(pieces):
+            results = zip(piece.outputs, piece.run(*(values[name] for name in piece.inputs)), strict=True)
+            for name, value in results:
+                is_home = name in crossings.carried and isinstance(value, torch.Tensor)
+                values[name] = value.contiguous() if is_home else value
+            for name in crossings.done_after[index]:
+                values.pop(name)
+    return values[crossings.logits]
+
+
+def _bytes_behind(values: Iterable[torch.Tensor]) -> int:
+    """Of the memory that values lie in, each once."""
+    return sum({_storage(v): v.untyped_storage().nbytes() for v in values}.values())
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
 
 
 class _PieceCall:
@@ -99,7 +126,7 @@ class _PieceCall:
         return tuple(self.owned().values())
 
     def owned(self) -> dict[str, torch.Tensor]:
-        """Results that lie where the piece's ops put them."""
+        """Results that lie where the piece's ops put them, or that are views of what they were given."""
         tensors = {n: v for n, v in self.results.items() if isinstance(v, torch.Tensor)}
         return {n: v for n, v in tensors.items() if n not in self._homes}
 
@@ -111,15 +138,19 @@ class _Crossings:
     """
 
     def __init__(self, gm: GraphModule, pieces: Sequence[Piece]) -> None:
-        makers = {name: piece for piece in pieces for name in piece.outputs}
-        # Made by a plain call, its address is another every time; read by one, it must not be the pool's any more.
-        self.carried = {name for name, piece in makers.items() if not piece.is_captured}
-        self.carried |= {
-            name for piece in pieces if not piece.is_captured for name in piece.inputs if name in makers
-        }
-        last = {name: i for i, piece in enumerate(pieces) for name in piece.inputs if name in makers}
+        made = {name for piece in pieces for name in piece.outputs}
+        self.carried = carried_values(pieces)
+        last = {name: i for i, piece in enumerate(pieces) for name in piece.inputs if name in made}
         self.done_after = [[n for n, at in last.items() if at == i] for i in range(len(pieces))]
         self.logits = logits_node(gm).name
+
+
+def carried_values(pieces: Sequence[Piece]) -> set[str]:
+    """Names of values that are carried at addresses of their own, where they lie row by row."""
+    made = {name: piece for piece in pieces for name in piece.outputs}
+    # Made by a plain call, its address is another every time; read by one, it must not be the pool's any more.
+    by_calls = {name for name, piece in made.items() if not piece.is_captured}
+    return by_calls | {n for piece in pieces if not piece.is_captured for n in piece.inputs if n in made}
 
 
 def logits_node(gm: GraphModule) -> Node:
@@ -135,12 +166,12 @@ class CarriedValues:
         self._backend = backend
         self._buffers: list[torch.Tensor] = []
         self._free: list[int] = []
-        self._homes: dict[int, tuple[int, torch.Tensor]] = {}  # by id: a tensor in use, and its buffer
+        self._taken: set[int] = set()
         self.num_bytes = 0
 
     def begin(self) -> None:
         """The next bucket: everything is free."""
-        self._free, self._homes = list(range(len(self._buffers))), {}
+        self._free, self._taken = list(range(len(self._buffers))), set()
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A contiguous static tensor of this shape and dtype."""
@@ -152,14 +183,19 @@ class CarriedValues:
             index = len(self._buffers)
             self._buffers.append(self._backend.static(like.nbytes))
             self.num_bytes += like.nbytes
-        home = self._buffers[index][: like.nbytes].view(like.dtype).view(like.shape)
-        self._homes[id(home)] = index, home
-        return home
+        self._taken.add(index)
+        return self._buffers[index][: like.nbytes].view(like.dtype).view(like.shape)
 
-    def give_back(self, value) -> None:
-        index, _ = self._homes.pop(id(value), (None, None))
-        if index is not None:
-            self._free.append(index)
+    @property
+    def storages(self) -> set[int]:
+        return {_storage(buffer) for buffer in self._buffers}
+
+    def give_back_unless(self, values: Iterable) -> None:
+        """Buffers that none of these values lies in are free: a value that crosses may be a view of another."""
+        used = {_storage(value) for value in values if isinstance(value, torch.Tensor)}
+        done = {index for index in self._taken if _storage(self._buffers[index]) not in used}
+        self._free += sorted(done)
+        self._taken -= done
 
 
 def _replay(graph) -> Callable[[], None]:

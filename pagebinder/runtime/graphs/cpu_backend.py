@@ -12,6 +12,8 @@ Compiled code (inductor's) cannot be seen op by op: such a call is kept whole an
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pagebinder.errors import CacheCapacityError, GraphCaptureError
 from pagebinder.runtime.graphs.backend import Staging, Tensors
+from pagebinder.runtime.streams.branches import MAIN
 
 HOST_READS = {torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe}
 
@@ -32,7 +35,7 @@ class CpuGraphBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._peak_bytes: int | None = 0
+        self._peaks: dict[int, int] | None = {}  # by stream
 
     def static(self, num_bytes: int) -> torch.Tensor:
         try:
@@ -51,18 +54,24 @@ class CpuGraphBackend:
     def capture(self, call: Callable[[], Tensors], *, is_opaque: bool, held_bytes: int = 0):
         with torch.inference_mode():
             if is_opaque:
-                self._peak_bytes = None
+                self._peaks = None
                 outputs = tuple(call())
                 return _WholeCall(call, outputs), outputs
             recorder = Recorder()
             with recorder:
                 outputs = tuple(call())
-        if self._peak_bytes is not None:
-            self._peak_bytes = max(self._peak_bytes, held_bytes + recorder.peak_bytes(outputs))
+        self._count(recorder, outputs, held_bytes)
         return RecordedCalls(recorder, outputs), outputs
 
+    def _count(self, recorder: Recorder, outputs: Tensors, held_bytes: int) -> None:
+        """Add up what a capture takes: memory of a stream serves no other one, but all captures."""
+        if self._peaks is not None:
+            for stream, peak in recorder.peaks(outputs).items():
+                peak += held_bytes if stream == MAIN else 0
+                self._peaks[stream] = max(self._peaks.get(stream, 0), peak)
+
     def measured_bytes(self) -> int | None:
-        return self._peak_bytes
+        return None if self._peaks is None else sum(self._peaks.values())
 
     def finish(self) -> None:
         pass
@@ -87,6 +96,9 @@ class Slot:
 class Recorder(TorchDispatchMode):
     """Records ops below the dispatcher's autograd, and how long the memory that they make is used.
 
+    Where streams are simulated, ops come in the order in which they run, and memory counts in the order in which the
+    host launches: see `Watcher`.
+
     Raises GraphCaptureError for an op whose result depends on values that the host reads.
     """
 
@@ -99,8 +111,26 @@ class Recorder(TorchDispatchMode):
         self._granularity = granularity
         self._storage_of: list[int] = []  # by slot
         self._num_bytes: list[int] = []  # by storage
-        self._first: list[int] = []
-        self._last: list[int] = []
+        self._stream_of: list[int] = []
+        self._first: list[tuple[int, int]] = []  # place and number of a call
+        self._last: list[tuple[int, int]] = []
+        self._held: dict[int, int] = {}  # by storage: until which place
+        self._places: list[int] = []  # by call
+        self._place, self._stream, self._num_places = 0, MAIN, 0
+
+    def next_place(self) -> int:
+        self._num_places += 1
+        return self._num_places
+
+    def launch_at(self, place: int, stream: int) -> None:
+        self._place, self._stream = place, stream
+
+    def hold(self, value: object, place: int) -> None:
+        for tensor in tree_flatten(value)[0]:
+            slot = self._slot_of(tensor)
+            if isinstance(slot, Slot):
+                storage = self._storage_of[slot.number]
+                self._held[storage] = max(place, self._held.get(storage, 0))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if HOST_READS & set(func.tags):
@@ -122,9 +152,15 @@ class Recorder(TorchDispatchMode):
         slots = [self._new_slot(value, inputs) for value in results]
         for operand in operands:
             if isinstance(operand, Slot):
-                self._last[self._storage_of[operand.number]] = len(self.calls)
+                storage = self._storage_of[operand.number]
+                self._last[storage] = max(self._last[storage], self._now)
         self.calls.append((func, operands, tree, slots))
+        self._places.append(self._place)
         return result
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        return self._place, len(self.calls)
 
     def _moved(self, func, args, kwargs):
         flat, tree = tree_flatten((args, kwargs))
@@ -155,27 +191,37 @@ class Recorder(TorchDispatchMode):
                 value.untyped_storage().nbytes() if base is None else 0
             )  # a view of what is not ours is free
             self._num_bytes.append(-(-size // self._granularity) * self._granularity)
-            self._first.append(len(self.calls))
-            self._last.append(len(self.calls))
+            self._stream_of.append(self._stream)
+            self._first.append(self._now)
+            self._last.append(self._now)
         self._storage_of.append(storage)
         return slot
 
     def peak_bytes(self, outputs: Sequence[torch.Tensor] = ()) -> int:
-        """Most memory that is in use between two calls: from the call that makes it to the last that reads it."""
-        last = list(self._last)
+        """Most memory that is in use between two calls: from the call that makes it to the last that reads it, or to
+        where the host drops it."""
+        return sum(self.peaks(outputs).values())
+
+    def peaks(self, outputs: Sequence[torch.Tensor] = ()) -> dict[int, int]:
+        """The same by stream, as each has memory of its own."""
+        order = sorted((place, number) for number, place in enumerate(self._places))
+        rank = {call: i for i, call in enumerate(order)}
+        last = [rank[call] for call in self._last]
+        for storage, place in self._held.items():
+            last[storage] = max(last[storage], bisect.bisect(order, (place, len(order))) - 1)
         for value in outputs:
             slot = self._slot_of(value)
             if isinstance(slot, Slot):
-                last[self._storage_of[slot.number]] = len(self.calls)
-        changes = [0] * (len(self.calls) + 2)
-        for size, start, end in zip(self._num_bytes, self._first, last):
-            changes[start] += size
-            changes[end + 1] -= size
-        peak = now = 0
-        for change in changes:
-            now += change
-            peak = max(peak, now)
-        return peak
+                last[self._storage_of[slot.number]] = len(order)
+        found = {}
+        for stream in {MAIN, *self._stream_of}:
+            changes = [0] * (len(order) + 2)
+            for storage, size in enumerate(self._num_bytes):
+                if self._stream_of[storage] == stream:
+                    changes[rank[self._first[storage]]] += size
+                    changes[last[storage] + 1] -= size
+            found[stream] = max(itertools.accumulate(changes))
+        return found
 
 
 def _has_fixed_size(operands: Sequence) -> bool:

@@ -3,7 +3,8 @@
 warm-up      on a side stream, before every capture: kernels are compiled and loaded, libraries make their handles
              and work spaces; none of that is allowed inside a capture
 capture      on the same side stream, all graphs from one memory pool: they never run at once, so a later graph
-             takes the memory that an earlier, larger one has given back
+             takes the memory that an earlier, larger one has given back. A capture runs nothing, so the graph is
+             replayed once: the piece behind it warms up on its results, and ids among them must be ids
 replay       on the caller's current stream
 upload       one copy from pinned memory, not waited for; an event says when the host may write there again
 """
@@ -32,7 +33,7 @@ class CudaGraphBackend:
         )
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)
-        self._start_bytes: int | None = None
+        self._start_bytes: int | None = None  # reserved before the first capture
         self._measured_bytes: int | None = None
         self._static_bytes = 0  # since the first capture
 
@@ -56,13 +57,16 @@ class CudaGraphBackend:
         staging.uploaded.record(torch.cuda.current_stream(self.device))
 
     def capture(self, call: Callable[[], Tensors], *, is_opaque: bool, held_bytes: int = 0):
-        if self._start_bytes is None:
-            torch.cuda.empty_cache()
-            self._start_bytes = torch.cuda.memory_reserved(self.device)
         try:
             with torch.cuda.device(self.device), torch.inference_mode():
                 self._warm_up(call)
-                return self._capture(call)
+                if self._start_bytes is None:  # behind the first warm-up: work spaces of libraries are theirs
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                    self._start_bytes = torch.cuda.memory_reserved(self.device)
+                graph, outputs = self._capture(call)
+                graph.replay()
+                return graph, outputs
         except torch.OutOfMemoryError as error:
             raise CacheCapacityError(
                 "The GPU's memory ran out while a step was captured: capture smaller sizes (the largest comes first "
@@ -70,9 +74,9 @@ class CudaGraphBackend:
             ) from error
 
     def _capture(self, call: Callable[[], Tensors]):
-        graph = torch.cuda.CUDAGraph()
-        # A tensor that the collector frees in the middle of a capture would be freed into the pool of the graph.
-        gc.collect()
+        graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        # The collector must not free anything in the middle of a capture: what it finds may be another graph, or an
+        # event, which cannot be destroyed then.
         enabled = gc.isenabled()
         gc.disable()
         try:
@@ -83,14 +87,31 @@ class CudaGraphBackend:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            self._give_up_capture()
+            # Ending a capture that has failed is an error too, and hides the one that made it fail.
+            first = error.__context__ if isinstance(error.__context__, Exception) else error
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
             raise GraphCaptureError(
-                f"A step cannot be captured in a CUDA graph: {error}\nAn op that waits for the device must be "
+                f"A step cannot be captured in a CUDA graph: {first}\nAn op that waits for the device must be "
                 'registered with capture="never", so that the graph is cut around it.'
             ) from error
         finally:
+            torch.cuda.set_stream(caller)  # a capture whose end raises leaves its own stream behind
             if enabled:
                 gc.enable()
         return graph, outputs
+
+    def _give_up_capture(self) -> None:
+        """Tell the allocator that a capture is over whose end has raised: else it goes on asking a graph that is gone
+        whether memory is for its pool, and the pool is never given back."""
+        device, pool = self.device.index, self._pool
+        try:
+            torch._C._cuda_endAllocateToPool(device, pool)
+        except RuntimeError:
+            return  # it was told: the end failed later, and the graph gives the pool back itself
+        torch._C._cuda_releasePool(device, pool)
+        self._pool = torch.cuda.graph_pool_handle()  # one without users cannot be used again
 
     def _warm_up(self, call: Callable[[], Tensors]) -> None:
         current = torch.cuda.current_stream(self.device)

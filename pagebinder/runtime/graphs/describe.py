@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
 from pagebinder.runtime.graphs.buckets import DECODE, MIXED, Bucket, BucketTable
-from pagebinder.runtime.graphs.pieces import Break
+from pagebinder.runtime.graphs.pieces import Break, Piece
 from pagebinder.runtime.graphs.predict import predict_graphs
 from pagebinder.runtime.kv import KVPlan
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def describe_graphs(graphs: StepGraphs) -> str:
     lines = describe_buckets(graphs.buckets.buckets)
     lines += describe_breaks(graphs.breaks)
+    lines += describe_pieces(graphs.pieces)
     lines.append(f"reserved: {describe_memory(graphs.memory)}")
     return "\n".join(lines)
 
@@ -45,6 +46,22 @@ def describe_breaks(breaks: dict[str, list[Break]]) -> list[str]:
     return lines
 
 
+def describe_pieces(pieces: Mapping[str, Sequence[Piece]]) -> list[str]:
+    """What the pieces of cut steps run as, one line per kind."""
+    lines = []
+    for kind, found in pieces.items():
+        counts: dict[str, list[Piece]] = {}
+        for piece in found:
+            what = "captured" if piece.is_captured else "called between them"
+            counts.setdefault(f"{what}, {piece.runs_as}", []).append(piece)
+        parts = []
+        for what, alike in counts.items():
+            programs = len({id(getattr(piece.run, "program", piece)) for piece in alike})
+            parts.append(f"{len(alike)} {what}" + (f" ({programs} programs)" * (programs < len(alike))))
+        lines.append(f"{kind}: {'; '.join(parts)}")
+    return lines
+
+
 def describe_prediction(
     graph: GraphModule,
     plan: KVPlan,
@@ -52,9 +69,13 @@ def describe_prediction(
     buckets: BucketTable,
     *,
     not_captured: str | None,
+    compiled_by: str | None = None,
     **options,
 ) -> list[str]:
-    """Sizes, cuts and predicted memory of captured steps, before there are any; or why there will be none."""
+    """Sizes, cuts and predicted memory of captured steps, before there are any; or why there will be none.
+
+    `compiled_by`: what compiles captured pieces, if they do not run op by op.
+    """
     if not_captured is not None:
         return [f"none: {not_captured}"]
     try:
@@ -64,9 +85,11 @@ def describe_prediction(
         RuntimeError,
     ) as error:  # an op without a fake kernel, for example: the rest is still true
         return [f"not predicted: {type(error).__name__}: {str(error).splitlines()[0]}"]
+    runs_as = f"compiled by {compiled_by}" if compiled_by else "op by op"
     return [
         *describe_buckets(buckets.buckets),
         *describe_breaks(breaks),
+        *([f"what is captured between cuts: {runs_as}"] if any(breaks.values()) else []),
         f"predicted: {describe_memory(memory)}",
     ]
 

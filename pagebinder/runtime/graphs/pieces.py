@@ -41,7 +41,8 @@ class Break:
 @dataclass
 class Piece:
     """Nodes that run together. `inputs` and `outputs` are names of nodes of the whole graph; `breaks` is empty for a
-    piece that is captured. `run`: what runs it, the graph itself unless something else is put there."""
+    piece that is captured. `run`: what runs it, the graph itself unless something else is put there, and `runs_as`
+    what that is; `is_compiled`: it cannot be seen op by op."""
 
     gm: GraphModule
     inputs: tuple[str, ...]
@@ -49,6 +50,8 @@ class Piece:
     is_captured: bool
     breaks: list[Break] = field(default_factory=list)
     run: Callable | None = None
+    runs_as: str = "op by op"
+    is_compiled: bool = False
 
     def __post_init__(self) -> None:
         self.run = self.run or self.gm

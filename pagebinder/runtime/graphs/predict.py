@@ -1,8 +1,8 @@
 """What captured steps will take, before anything is allocated: the same captures over tensors without memory.
 
 `StepGraphs` is made on the meta device, for the largest bucket of each kind: the smaller ones use its memory
-again. So on a CPU, where graphs run op by op, the prediction is exact; of compiled code it is an upper bound, as
-fused ops keep less.
+again. So on a CPU, where graphs run op by op, the prediction is exact, on one stream and on two; of compiled code it
+is an upper bound, as fused ops keep less.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pagebinder.runtime.graphs.cpu_backend import CpuGraphBackend, Recorder
 from pagebinder.runtime.graphs.pieces import Break, find_breaks
 from pagebinder.runtime.graphs.step_graphs import GraphMemory, StepGraphs
 from pagebinder.runtime.kv import KVPlan
+from pagebinder.runtime.streams import Overlap
 
 META = torch.device("meta")
 CUDA_GRANULARITY = 512  # of torch's allocator
@@ -35,9 +36,12 @@ class PredictedGraphs(NamedTuple):
 
 def predict_graphs(
     graph: GraphModule, plan: KVPlan, states: Sequence[LayerState], buckets: BucketTable, *, device: torch.device,
-    max_model_len: int, widths: Sequence[int] | None = None,
+    max_model_len: int, widths: Sequence[int] | None = None, overlap: Overlap | None = None,
 ) -> PredictedGraphs:  # fmt: skip
     """Memory of the captured steps of a paged graph, and where they would be cut. Allocates nothing.
+
+    `overlap`: of the executable; values that the other stream reads are kept until the join, and memory of one stream
+    is not the other's.
 
     Raises:
         GraphCaptureError: an op cannot be captured though it is registered so. CaptureError: steps of this model
@@ -47,8 +51,9 @@ def predict_graphs(
     without_memory = _without_memory(graph)
     kinds = dict.fromkeys(bucket.kind for bucket in buckets.buckets)
     breaks = {kind: find_breaks(graph, kind) for kind in kinds}
+    executable = EagerExecutable(without_memory, overlap and overlap.simulated())
     graphs = StepGraphs(
-        EagerExecutable(without_memory), without_memory, plan, _caches(plan, states), _largest(buckets, breaks),
+        executable, without_memory, plan, _caches(plan, states), _largest(buckets, breaks),
         device=META, max_model_len=max_model_len, widths=widths, backend=PredictingBackend(granularity),
     )  # fmt: skip
     return PredictedGraphs(graphs.memory, breaks)
@@ -70,7 +75,7 @@ class PredictingBackend(CpuGraphBackend):
         recorder = Recorder(self._granularity, META)
         with recorder:
             outputs = tuple(call())
-        self._peak_bytes = max(self._peak_bytes, held_bytes + recorder.peak_bytes(outputs))
+        self._count(recorder, outputs, held_bytes)
         return None, outputs
 
 

@@ -31,7 +31,9 @@ from pagebinder.runtime.graphs.capture import (
     capture_pieces,
     capture_whole,
     logits_node,
+    run_pieces,
 )
+from pagebinder.runtime.graphs.compiled_pieces import compile_pieces
 from pagebinder.runtime.graphs.pieces import Break, Piece, find_breaks, split_at_breaks
 from pagebinder.runtime.graphs.static_inputs import StaticInputs, pad, real_part
 from pagebinder.runtime.graphs.step_sequences import StepSequence, check_inputs, pack_sequences, table_widths
@@ -91,7 +93,7 @@ class StepGraphs:
         self.widths = tuple(widths or table_widths(plan.groups, max_model_len))
         self.stats = GraphStats()
         self.breaks: dict[str, list[Break]] = {}  # by kind of bucket
-        self._pieces: dict[str, list] = {}
+        self.pieces: dict[str, list[Piece]] = {}  # the same, where there are breaks
         self._inputs = StaticInputs(self.backend, plan.groups, self.widths, buckets.buckets)
         self._carried = CarriedValues(self.backend)
         self._graphs: dict[Bucket, BucketGraph] = {}
@@ -127,19 +129,22 @@ class StepGraphs:
         try:
             if not breaks:
                 return capture_whole(self.backend, self.executable, inputs, logits)
-            if bucket.kind not in self._pieces:
-                self._pieces[bucket.kind] = self._on_streams(split_at_breaks(self.graph, breaks))
-            pieces = self._pieces[bucket.kind]
+            if bucket.kind not in self.pieces:
+                self.pieces[bucket.kind] = self._runs_of(split_at_breaks(self.graph, breaks))
+            pieces = self.pieces[bucket.kind]
             return capture_pieces(self.backend, self.graph, pieces, inputs, logits, self._carried)
         except GraphCaptureError as error:
             raise GraphCaptureError(f"Bucket {bucket}: {error}") from error
 
-    def _on_streams(self, pieces: list[Piece]) -> list[Piece]:
-        """Let branches of captured pieces run side by side, if the executable says how."""
-        overlap = getattr(self.executable, "overlap", None)
-        for piece in pieces:
-            if overlap is not None and piece.is_captured:
-                piece.run = overlap.run_by(piece.gm)
+    def _runs_of(self, pieces: list[Piece]) -> list[Piece]:
+        """Let captured pieces run as the executable does: compiled, or branches of them side by side."""
+        compiler, overlap = (getattr(self.executable, name, None) for name in ("pieces", "overlap"))
+        if compiler is not None:
+            compile_pieces(self.graph, pieces, compiler, self.device)
+        elif overlap is not None:
+            for piece in pieces:
+                if piece.is_captured and (run := overlap.run_by(piece.gm)) is not piece.gm:
+                    piece.run, piece.runs_as = run, "op by op on two streams"
         return pieces
 
     @property
@@ -191,9 +196,11 @@ class StepGraphs:
 
     def _eager(self, bucket: Bucket) -> torch.Tensor:
         inputs = self._inputs_of(bucket)
-        pieces = self._pieces.get(bucket.kind)
+        pieces = self.pieces.get(bucket.kind)
         if pieces is None:
             return self.executable.run(inputs)
+        if any(piece.is_compiled for piece in pieces):
+            return run_pieces(self.graph, pieces, inputs)
         with torch.inference_mode():
             return self.graph(*(inputs[n.target] for n in self.graph.graph.nodes if n.op == "placeholder"))
 

@@ -24,6 +24,11 @@ class Overlap:
     ) -> None:
         self.streams, self.costs, self.rates = streams, costs, rates or StreamRates()
 
+    def simulated(self) -> Overlap:
+        """The same without a GPU: values and memory are those of these streams."""
+        streams = SimulatedStreams(one_by_one=self.streams.one_by_one)
+        return Overlap(streams, self.costs, self.rates)
+
     def run_by(self, gm: GraphModule) -> Callable:
         """What runs a graph: on two streams where branches of it overlap, else the graph itself."""
         plan, schedule = plan_streams(gm, self.costs, self.rates)

@@ -75,7 +75,7 @@ class StreamedGraph:
 
     def __call__(self, *args: torch.Tensor):
         values: dict[str, object] = dict(zip(self.input_names, args, strict=True))
-        with self._streams.run() as run:
+        with self._streams.run(values) as run:
             if START in self._events:
                 run.record(MAIN, self._events[START])
             for part in self._parts:
@@ -85,7 +85,7 @@ class StreamedGraph:
                 if part.records is not None:
                     run.record(part.stream, part.records)
                 for owners, name in part.released:
-                    run.drop(owners, values, name)
+                    run.drop(owners, name)
             if self.schedule.joined is not None:
                 run.wait(MAIN, self._events[self.schedule.joined])
         return self._result(*(values[name] for name in self._result_inputs))

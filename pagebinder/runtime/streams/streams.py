@@ -19,7 +19,8 @@ class StreamOrderError(RuntimeError):
 
 
 class StreamRun(Protocol):
-    """One run of a graph. Events have numbers, and each is recorded before it is waited for, in the host's order."""
+    """One run of a graph. Events have numbers, and each is recorded before it is waited for, in the host's order; all
+    calls are made in that order."""
 
     def record(self, stream: int, event: int) -> None:
         """The event happens when all that was launched on the stream so far is done."""
@@ -33,7 +34,7 @@ class StreamRun(Protocol):
         """Launch what `call` launches; memory that it allocates belongs to the stream."""
         ...
 
-    def drop(self, owners: tuple[int, ...], values: dict[str, object], name: str) -> None:
+    def drop(self, owners: tuple[int, ...], name: str) -> None:
         """Forget a value: streams that own its memory may use it for what is launched on them from now on."""
         ...
 
@@ -44,8 +45,9 @@ class Streams(Protocol):
     name: str
     one_by_one: bool
 
-    def run(self) -> AbstractContextManager[StreamRun]:
-        """A run; when it is left without an error, the results are the main stream's."""
+    def run(self, values: dict[str, object]) -> AbstractContextManager[StreamRun]:
+        """A run; when it is left without an error, the results are the main stream's. `values`: what its launches
+        read and make, by name."""
         ...
 
 
@@ -64,13 +66,13 @@ class CudaStreams:
         # Made here: no stream can be created inside a capture.
         self._side = torch.cuda.Stream(device)
 
-    def run(self) -> _CudaRun:
-        return _CudaRun(torch.cuda.current_stream(self.device), self._side)
+    def run(self, values: dict[str, object]) -> _CudaRun:
+        return _CudaRun(torch.cuda.current_stream(self.device), self._side, values)
 
 
 class _CudaRun:
-    def __init__(self, main: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
-        self._streams = (main, side)
+    def __init__(self, main: torch.cuda.Stream, side: torch.cuda.Stream, values: dict[str, object]) -> None:
+        self._streams, self._values = (main, side), values
         self._events: dict[int, torch.cuda.Event] = {}
         self._has_side = False
 
@@ -78,8 +80,9 @@ class _CudaRun:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if kind is not None and self._has_side:
-            # Values are dropped now: whatever the side is still doing must be over before their memory is used again.
+        # Values are dropped now: whatever the side is still doing must be over before their memory is used again. A
+        # capture that has failed does nothing any more, and asking it to wait would hide why it failed.
+        if kind is not None and self._has_side and not torch.cuda.is_current_stream_capturing():
             self._streams[0].wait_stream(self._streams[1])
 
     def record(self, stream: int, event: int) -> None:
@@ -97,5 +100,5 @@ class _CudaRun:
             with torch.cuda.stream(self._streams[stream]):
                 call()
 
-    def drop(self, owners: tuple[int, ...], values: dict[str, object], name: str) -> None:
-        del values[name]
+    def drop(self, owners: tuple[int, ...], name: str) -> None:
+        del self._values[name]

@@ -1,6 +1,7 @@
-"""Tiny models compiled once for the tests of captured steps."""
+"""What tests of captured steps share: tiny models, compiled once, and an op that cannot be captured."""
 
 import pytest
+import torch
 
 import pagebinder
 from pagebinder import CompileConfig
@@ -28,3 +29,14 @@ def compiled():
         return _compiled[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def waits():
+    """An op of one's own that cannot be captured, as its tag says: x -> 2 x."""
+    lib = torch.library.Library("captured_test", "DEF")
+    lib.define("waits(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+    lib.impl("waits", lambda x: x * 2.0, "CPU")
+    lib.impl("waits", lambda x: torch.empty_like(x, memory_format=torch.contiguous_format), "Meta")
+    yield torch.ops.captured_test.waits.default
+    lib._destroy()

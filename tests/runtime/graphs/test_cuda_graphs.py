@@ -12,9 +12,10 @@ from pagebinder.runtime.graphs import StepSequence
 from pagebinder.runtime.graphs.backend import graph_backend
 from pagebinder.runtime.graphs.predict import predict_graphs
 from tests.helpers import tiny_llama
+from tests.runtime.graphs.steps import prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
-PROMPTS = [[(7 * i + 3 * j) % 127 + 1 for j in range(n)] for i, n in enumerate((3, 17, 40, 1, 33))]
+PROMPTS = prompts(3, 17, 40, 1, 33)
 SEGMENT_BYTES = 32 << 20  # torch reserves memory in segments of 2 or 20 MiB
 
 
@@ -37,6 +38,7 @@ def test_a_replay_reads_present_values_and_writes_where_the_capture_did():
         return (kept,)
 
     graph, (kept,) = backend.capture(call, is_opaque=True)
+    assert (kept == 3).all(), "what the next piece of a step warms up on"
     x.fill_(3.0)
     graph.replay()
     assert (out == 7).all() and (kept == 7).all()
@@ -62,7 +64,22 @@ def test_an_op_that_waits_for_the_device_is_refused():
     with pytest.raises(GraphCaptureError, match='capture="never"'):
         backend.capture(lambda: (x * x.sum().item(),), is_opaque=True)
     torch.cuda.synchronize()
-    assert (x + 1).sum().item() == 8  # the device is still usable
+    # The device is still usable, and the allocator knows that nothing is captured any more.
+    assert (x + 1).sum().item() == 8
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.cuda.empty_cache()
+    graph, (doubled,) = backend.capture(lambda: (x * 2,), is_opaque=True)
+    x.fill_(4.0)
+    graph.replay()
+    assert (doubled == 8).all()
+
+
+def test_random_numbers_can_be_drawn_after_a_refused_capture():
+    """torch's generator knows of captures, and may take one that failed for one that goes on."""
+    backend, x = graph_backend(cuda()), torch.ones(4, device="cuda")
+    with pytest.raises(GraphCaptureError):
+        backend.capture(lambda: (x * x.sum().item(),), is_opaque=True)
+    assert torch.rand(8, device="cuda").max().item() < 1
 
 
 def test_staging_is_pinned_and_uploaded_in_order():
@@ -76,19 +93,18 @@ def test_staging_is_pinned_and_uploaded_in_order():
         assert (static == value).all()
 
 
-def test_replay_equals_the_step_without_its_graph(model):
-    graphs = model.capture(
-        num_kv_blocks=40, max_model_len=64, max_num_seqs=4, decode_sizes=[1, 2, 4], token_sizes=[16, 32]
-    )
+def replays_equal(graphs) -> None:
+    """Steps of two sequences, each once without its graph and once with it."""
     caches = list(graphs.caches.values())
-    steps = [
-        [
-            StepSequence(tokens=[5, 6, 7, 8], start=0, blocks=[[1]]),
-            StepSequence(tokens=[9], start=0, blocks=[[2]]),
-        ],
-        [StepSequence(tokens=[3], start=4, blocks=[[1]]), StepSequence(tokens=[4], start=1, blocks=[[2]])],
+    first = [
+        StepSequence(tokens=[5, 6, 7, 8], start=0, blocks=[[1]]),
+        StepSequence(tokens=[9], start=0, blocks=[[2]]),
     ]
-    for step in steps:
+    then = [
+        StepSequence(tokens=[3], start=4, blocks=[[1]]),
+        StepSequence(tokens=[4], start=1, blocks=[[2]]),
+    ]
+    for step in (first, then):
         inputs, before = graphs.pack(step), [c.clone() for c in caches]
         expected = graphs.replay(inputs, captured=False).clone()
         after = [c.clone() for c in caches]
@@ -96,6 +112,25 @@ def test_replay_equals_the_step_without_its_graph(model):
             cache.copy_(old)
         assert torch.equal(graphs.replay(inputs), expected)
         assert all(torch.equal(c, a) for c, a in zip(caches, after))
+
+
+def test_replay_equals_the_step_without_its_graph(model):
+    graphs = model.capture(
+        num_kv_blocks=40, max_model_len=64, max_num_seqs=4, decode_sizes=[1, 2, 4], token_sizes=[16, 32]
+    )
+    replays_equal(graphs)
+
+
+@pytest.mark.parametrize("executable", ["eager", "cuda_graph"])
+def test_replay_equals_the_step_without_its_graph_in_pieces(executable):
+    config = CompileConfig(executable=executable, block_size=16, providers={"paged_attention": "reference"})
+    graphs = pagebinder.compile_model(tiny_llama().cuda(), config).capture(
+        num_kv_blocks=40, max_model_len=64, max_num_seqs=4, decode_sizes=[4], token_sizes=[16, 32]
+    )
+    assert {graph.num_graphs for graph in graphs._graphs.values()} == {3}
+    compiled = {piece.is_compiled for piece in graphs.pieces["mixed"] if piece.is_captured}
+    assert compiled == {executable == "cuda_graph"}
+    replays_equal(graphs)
 
 
 def test_reserved_memory_is_near_what_was_predicted(model):

@@ -13,11 +13,10 @@ from pagebinder import EngineConfig, SamplingParams
 from pagebinder.errors import ConfigError, GraphCaptureError
 from pagebinder.report import PassResult
 from tests.runtime.graphs.conftest import MODELS
+from tests.runtime.graphs.steps import prompts
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
-PROMPTS = [
-    [(7 * i + 3 * j) % 127 + 1 for j in range(n)] for i, n in enumerate((3, 17, 40, 1, 33, 50, 16, 64))
-]
+PROMPTS = prompts(3, 17, 40, 1, 33, 50, 16, 64)
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 48}
 
 

@@ -17,6 +17,7 @@ from pagebinder.runtime.graphs import BucketTable, StepGraphs, StepSequence
 from pagebinder.runtime.graphs.predict import predict_graphs
 from tests.helpers import tiny_llama
 from tests.runtime.graphs.conftest import MODELS
+from tests.runtime.graphs.steps import memory, steps
 
 SIZES = {"max_num_seqs": 4, "decode_sizes": [1, 2, 4], "token_sizes": [16, 32]}
 LEN = 64
@@ -32,30 +33,6 @@ def capture(compiled):
         return made[name]
 
     return get
-
-
-def steps(graphs: StepGraphs) -> list[list[StepSequence]]:
-    """Prompts, then a chunk beside decodes, then decodes, then more of them than there are sequences at first."""
-    lens, tables, done, made = (20, 3, 9), [], [0, 0, 0], []
-    blocks = iter(range(1, 40))
-    for length in lens:
-        needs = (-(-(length + 4) // group.block_size) for group in graphs.plan.groups)
-        tables.append([[next(blocks) for _ in range(need)] for need in needs])
-    for counts in ((11, 3, 0), (9, 1, 0), (1, 1, 0), (1, 1, 9), (1, 1, 1)):
-        step = []
-        for i, count in enumerate(counts):
-            if count:
-                tokens = [(17 * i + 5 * (done[i] + j)) % 127 + 1 for j in range(count)]
-                step.append(StepSequence(tokens=tokens, start=done[i], blocks=tables[i]))
-                done[i] += count
-        made.append(step)
-    return made
-
-
-def memory(graphs: StepGraphs) -> torch.Tensor:
-    """The bytes of the whole arena, as every cache is a view of it."""
-    storage = next(iter(graphs.caches.values())).untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,7 +71,7 @@ def test_capturing_writes_to_no_cache(compiled):
     assert not memory(graphs).any()
 
 
-def test_graphs_are_cut_where_an_op_is_registered_as_not_capturable(capture):
+def test_graphs_are_cut_where_an_op_is_registered_as_not_capturable(capture, compiled):
     graphs = capture("reference attention")
     for kind in ("decode", "mixed"):
         assert [b.op for b in graphs.breaks[kind]] == ["pagebinder.paged_attention.default"] * 2
@@ -102,6 +79,9 @@ def test_graphs_are_cut_where_an_op_is_registered_as_not_capturable(capture):
     assert {graph.num_graphs for graph in graphs._graphs.values()} == {3}
     assert capture("llama").breaks == {"decode": [], "mixed": []}
     assert "cut at 2 places" in graphs.explain() and "captured as a whole" in capture("llama").explain()
+    assert "decode: 3 captured, op by op; 2 called between them, op by op" in graphs.explain()
+    assert "what is captured between cuts: op by op" in compiled("reference attention").explain()
+    assert "between cuts" not in compiled("llama").explain()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 
 import pytest
 import torch
@@ -13,19 +14,22 @@ from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import executable_of
 from pagebinder.compile_streams import RATES, describe_streams, node_costs
 from pagebinder.errors import ConfigError
+from pagebinder.explain_html import explain_html
+from pagebinder.explain_rates import Rates
 from pagebinder.models import tiny_v4_path
 from pagebinder.passes.layer_view import scenarios
 from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import EagerExecutable
-from pagebinder.runtime.graphs import StepSequence, step_graphs
+from pagebinder.runtime.graphs import StepSequence, predict, step_graphs
 from pagebinder.runtime.graphs.pieces import Break
+from pagebinder.runtime.graphs.predict import predict_graphs
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 from pagebinder.runtime.streams import StreamedGraph
 from pagebinder.runtime.streams.branches import op_name
 from pagebinder.runtime.streams.overlap import plan_streams
 from pagebinder.runtime.streams.schedule import problems
 from pagebinder.runtime.streams.simulated import SimulatedStreams
-from tests.helpers import tiny_llama
+from tests.helpers import by_day, tiny_llama
 from tests.test_engine_mla import source
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -92,6 +96,26 @@ def test_v32_chooses_rows_beside_the_queries():
     assert not problems(schedule)
 
 
+@pytest.mark.parametrize("cut", by_day([False, True], [False]))
+def test_memory_with_two_streams_is_what_was_predicted(cut, monkeypatch):
+    """Every capture runs in an order of its own: what counts is the host's."""
+    if cut:
+        for module in (step_graphs, predict):
+            monkeypatch.setattr(module, "find_breaks", cut_at_attention)
+    model = compiled("v4")
+    sizes = {"max_num_seqs": 2, "decode_sizes": [2], "token_sizes": [16]}
+    found = []
+    for one in (model, model, on_one_stream(model)):
+        graphs = one.capture(num_kv_blocks=40, max_model_len=64, **sizes)
+        predicted = predict_graphs(
+            model.graphs["fused"], model.kv_spec, model.states, graphs.buckets, device=model.device,
+            max_model_len=64, overlap=getattr(one.executable, "overlap", None),
+        )  # fmt: skip
+        assert predicted.memory == graphs.memory
+        found.append(graphs.memory.intermediate)
+    assert found[0] == found[1] > found[2] > 0, "values are held, and streams share no memory"
+
+
 def test_a_llama_is_a_chain():
     plan, schedule = planned("llama")
     assert not plan.regions and "every op needs the result of the one before" in plan.refused
@@ -153,7 +177,7 @@ def test_captured_pieces_of_a_cut_graph_use_streams_too(monkeypatch):
         "token_sizes": [16],
     }
     graphs = compiled("v4").capture(**sizes)
-    runs = {type(piece.run) for piece in graphs._pieces["mixed"] if piece.is_captured}
+    runs = {type(piece.run) for piece in graphs.pieces["mixed"] if piece.is_captured}
     assert StreamedGraph in runs and len(graphs.breaks["mixed"]) > 1
     blocks = [[i + 1] for i in range(len(graphs.plan.groups))]
     step = graphs.pack([StepSequence(tokens=[5, 6, 7, 8, 9], start=0, blocks=blocks)])
@@ -165,7 +189,7 @@ def test_captured_pieces_of_a_cut_graph_use_streams_too(monkeypatch):
     assert torch.equal(graphs.replay(step), expected) and torch.equal(memory(graphs.caches), after)
     # What an executable says nothing of runs as it is.
     plain = on_one_stream(compiled("v4")).capture(**sizes)
-    assert all(piece.run is piece.gm for piece in plain._pieces["mixed"])
+    assert all(piece.run is piece.gm for piece in plain.pieces["mixed"])
 
 
 def test_the_report_says_what_overlaps_and_whether_it_does():
@@ -176,10 +200,28 @@ def test_the_report_says_what_overlaps_and_whether_it_does():
     assert any("compress_norm_rope_store" in line for line in compiled("v4").report.to_dict()["streams"])
     assert "one stream: every op needs the result of the one before" in compiled("llama").explain()
     off, model = CompileConfig(streams="off"), compiled("v3.2")
-    assert (
-        describe_streams(model.graphs["fused"], off, model.report)[0]
-        == 'not used (streams="off"); it would be:'
-    )
+    lines, _ = describe_streams(model.graphs["fused"], off, model.report)
+    assert lines[0] == 'not used (streams="off"); it would be:'
+
+
+def test_the_report_has_forks_as_numbers_and_the_page_as_a_table():
+    report = compiled("v4").report
+    plan, schedule = planned("v4")
+    assert sum(fork["count"] for fork in report.stream_forks) == len(plan.regions)
+    assert sum(fork["count"] * fork["waits"] for fork in report.stream_forks) == len(schedule.waits)
+    saved = sum(f["count"] * (f["serial_us"] - f["parallel_us"]) for f in report.stream_forks)
+    assert saved == pytest.approx(1e6 * sum(region.gain_seconds for region in plan.regions))
+    sparse = next(f for f in report.stream_forks if "indexer_score_topk" in f["side"] + f["beside"])
+    assert "compress_norm_rope_store" in sparse["side"] + sparse["beside"] and "layers." in sparse["where"]
+    compiled("v4").explain()  # which also predicts captured steps
+    page = html.unescape(explain_html(report, Rates(1e12, 1e10, "rates of a test")))
+    for fork in report.stream_forks:
+        assert fork["where"] in page and fork["side"] in page and fork["beside"] in page
+        assert f"{fork['serial_us']:.1f} us" in page
+        assert fork["text"] in report.streams and fork["text"] not in page, "it is in the table"
+        assert f"{fork['side']} on the second stream, beside {fork['beside']}" in fork["text"]
+    assert "used, simulated on the CPU:" in page and f"waits for {len(schedule.recorded)} events" in page
+    assert "decode steps of up to 1, 2, 4" in page
 
 
 def test_saved_models_keep_the_option(tmp_path):

@@ -8,11 +8,13 @@ import random
 import pytest
 import torch
 
+from pagebinder.runtime.graphs.cpu_backend import Recorder
 from pagebinder.runtime.streams import StreamedGraph, StreamOrderError, launch_order, make_schedule
 from pagebinder.runtime.streams.branches import MAIN, SIDE
 from pagebinder.runtime.streams.schedule import problems
 from pagebinder.runtime.streams.simulated import SimulatedStreams
 from tests.runtime.streams.stream_graphs import (
+    SIZE,
     aten,
     by_name,
     forked,
@@ -175,3 +177,18 @@ def test_a_run_that_fails_leaves_the_graph_usable():
         streamed(good[0], torch.zeros(3))
     cache = good[1].clone()
     assert torch.equal(streamed(good[0].clone(), cache), run_plainly(gm, good)[0])
+
+
+def test_what_is_recorded_counts_the_memory_of_both_streams_in_the_hosts_order():
+    """The fork is held until the join beside a1 and a2; b1 has the side's own memory. In any order of running."""
+    gm = graph_of(forked)
+    _, schedule = planned(gm)
+    one = 4 * SIZE * SIZE
+    for seed in range(ORDERS):
+        streamed, inputs = (
+            StreamedGraph(gm, schedule, SimulatedStreams(seed), one_by_one=True),
+            square_inputs(2),
+        )
+        with torch.inference_mode(), Recorder() as recorder:
+            result = streamed(*inputs)
+        assert recorder.peaks((result,)) == {MAIN: 3 * one, SIDE: one}
