@@ -108,6 +108,7 @@ _STATELESS = (
     torch.ops.pagebinder.rms_norm.default,
     torch.ops.pagebinder.rope.default,
     torch.ops.pagebinder.gated_activation.default,
+    torch.ops.pagebinder.quantized_linear.default,
 )
 _TAKE_SIZES = _RESHAPES | _REPEATS | _FACTORIES | _LAST_DIMS | {aten.slice.Tensor}
 

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from pagebinder.errors import CheckpointError, ConfigError
+from pagebinder.frontend import fp8_loading
+from pagebinder.frontend.fp8_format import stored_fp8
 from pagebinder.frontend.model_kinds import auto_class, is_encoder_only
+from pagebinder.report import PassResult
 
 DEFAULT_MAX_MODEL_LEN = 2048
 WEIGHT_PATTERNS = ("*.safetensors",)
@@ -48,6 +51,7 @@ class ModelSource:
     """A decoder ready to be captured. `is_transformers` models are called by keyword and return `.logits`.
 
     Of an encoder-decoder, `encoder` holds the encoder's facts, and the other fields mean its decoder.
+    `stored_weights`: of a checkpoint in fp8, which layers keep its codes, for the report.
     """
 
     module: torch.nn.Module
@@ -62,6 +66,7 @@ class ModelSource:
     bos_token_id: int | None = None
     path: Path | None = None
     config: Any = None
+    stored_weights: PassResult | None = None
     _tokenizer: Any = field(default=None, repr=False)
 
     @property
@@ -133,15 +138,16 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
             f"{config_path} holds a {type(config_dict).__name__}, not the options of a model."
         )
     eos, bos = generation_tokens(path)
-    module = _build(path, config_dict, dtype, weights)
+    module, stored_weights = _build(path, config_dict, dtype, weights)
     facts = _facts(module.config, module)
     if eos:
         facts["eos_token_ids"] = frozenset(t for t in eos if 0 <= t < facts["vocab_size"])
     if bos is not None:
         facts["bos_token_id"] = bos
     return ModelSource(
-        module=module, name=str(path), is_transformers=True, path=path, config=module.config, **facts
-    )
+        module=module, name=str(path), is_transformers=True, path=path, config=module.config,
+        stored_weights=stored_weights, **facts,
+    )  # fmt: skip
 
 
 def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSource:
@@ -167,9 +173,13 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
     return source_from_module(module.eval())
 
 
-def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bool) -> torch.nn.Module:
+def _build(
+    path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bool
+) -> tuple[torch.nn.Module, PassResult | None]:
+    """The model, and what became of weights that are stored in fp8."""
     from transformers import AutoConfig
 
+    stored = stored_fp8(config_dict, f"{path}/config.json")
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
     except Exception as error:
@@ -178,24 +188,36 @@ def _build(path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bo
         raise CheckpointError(f"{path}/config.json (model_type {kind!r}) cannot be read: {reason}") from error
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if not weights:
-        return source_from_config(config, dtype=dtype).module
+        module = source_from_config(config, dtype=dtype).module
+        return module, None if stored is None else fp8_loading.replaced_on_meta(module, stored)
     if not any(list(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise CheckpointError(
             f"{path} has no *.safetensors file. Save the weights as safetensors "
             "(transformers: model.save_pretrained(dir)), or use `pagebinder explain`, which needs no weights."
         )
+    options = {}
+    if stored is not None:
+        config.quantization_config = fp8_loading.loading_options(stored, path)
+        options = {"config": config}
     try:
         module, info = auto_class(config, path).from_pretrained(
-            str(path), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            str(path),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
         )
     except Exception as error:
         raise CheckpointError(f"The weights in {path} cannot be loaded: {error}") from error
+    if stored is not None:
+        fp8_loading.check_scales(stored, info.get("unexpected_keys", ()), path)
     missing = sorted(str(key) for key in info.get("missing_keys", ()) if not _is_unused(module, str(key)))
     if missing:
         raise CheckpointError(
             f"{path} lacks {len(missing)} tensors that its config asks for, for example {missing[:3]}."
         )
-    return module.eval()
+    return module.eval(), None if stored is None else fp8_loading.finish(module, stored)
 
 
 def _is_unused(module: torch.nn.Module, key: str) -> bool:

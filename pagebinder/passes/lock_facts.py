@@ -20,6 +20,7 @@ SIZES = {
     "rope": {"x": {"width": -1}, "cos": {"dim": -1}},
     "short_conv": {"weight": {"width": 0, "taps": 1}},
     "moe_experts": {"x": {"width": 1}, "expert_ids": {"chosen": 1}, "up": {"experts": 0}},
+    "moe_routed_experts": {"x": {"width": 1}, "up": {"experts": 0}},
 }
 
 

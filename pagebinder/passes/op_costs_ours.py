@@ -208,13 +208,22 @@ def _defined_recurrence(recurrence: Recurrence, model: CostModel, node: Node) ->
 def _moe_experts(model: CostModel, node: Node) -> OpCost:
     """Tokens spread evenly: T tokens that choose K of E experts reach E (1 - (1 - K / E)^T) of them."""
     tokens, chosen = model.shape(operand(node, "expert_ids"))
+    return _experts(model, node, tokens, chosen, ("x", "expert_ids", "expert_weights"))
+
+
+def _moe_routed_experts(model: CostModel, node: Node) -> OpCost:
+    tokens = model.shape(operand(node, "x"))[0]
+    return _experts(model, node, tokens, operand(node, "top_k"), ("x", "logits", "choice_bias"))
+
+
+def _experts(model: CostModel, node: Node, tokens, chosen, read: tuple[str, ...]) -> OpCost:
     up, down = operand(node, "up"), operand(node, "down")
     experts = model.shape(up)[0]
     width = model.shape(operand(node, "x"))[1]
     values = (model.numel(up) + model.numel(down)) / experts
     reached = experts * (1 - (1 - chosen / experts) ** tokens)
     stored = [operand(node, name) for name in ("up", "down", "up_bias", "down_bias")]
-    small = [operand(node, name) for name in ("x", "expert_ids", "expert_weights")]
+    small = [operand(node, name) for name in read]
     return OpCost(
         flops=2 * tokens * chosen * (values + width),  # the last product weighs the experts' results
         weight_bytes=sum(model.bytes_of(w) for w in stored) * reached / experts,
@@ -277,6 +286,7 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
         for name in (recurrence.name, f"paged_{recurrence.name}")
     },
     "moe_experts": _moe_experts,
+    "moe_routed_experts": _moe_routed_experts,
     "expert_linear": _expert_linear,
 }
 

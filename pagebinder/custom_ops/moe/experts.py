@@ -88,7 +88,7 @@ def check_experts(x, ids, weights, up, down) -> None:
         raise ValueError(f"x is {x.dtype} and the experts are {up.dtype} and {down.dtype}: cast x first")
 
 
-def _fake_experts(x, expert_ids, expert_weights, up, down, up_bias, down_bias, *, transposed, gated, **gate):
+def fake_experts(x, expert_ids, expert_weights, up, down, up_bias, down_bias, *, transposed, gated, **gate):
     torch._check(x.dim() == 2 and expert_ids.dim() == 2, lambda: "moe_experts takes x [T, C], ids [T, K]")
     torch._check(x.dtype == up.dtype == down.dtype, lambda: f"x is {x.dtype}, the experts are {up.dtype}")
     width, inner_up = (1, 2) if transposed else (2, 1)
@@ -115,7 +115,7 @@ MOE_EXPERTS = define_op(
     "Tensor? down_bias, *, bool transposed, str activation, bool gated, bool interleaved, float? limit, "
     "float? alpha, float up_offset, bool in_float32) -> Tensor",
     reference=moe_experts_reference,
-    fake=_fake_experts,
+    fake=fake_experts,
 )
 
 EXPERT_LINEAR = define_op(

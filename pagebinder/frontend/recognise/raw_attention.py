@@ -2,7 +2,8 @@
 
 Matches:
     scores = q @ k^T * scale, soft-capped, masked, biased                    see score_chain.py
-    weights = softmax(scores) or softmax(cat(scores, sinks))[..., :-1]
+    weights = softmax(scores) or softmax(cat(scores, sinks))[..., :-1]       see sinks.py
+    (the softmax as one op, or written out: written_softmax.py)
     out = weights @ v                                     matmul, bmm, baddbmm or einsum, heads grouped or repeated
 Replaces with:
     pagebinder.attention(q [T, H, D], k [T, G, D], v [T, G, Dv], sinks, alibi_slopes, scale, window, chunk, soft_cap)
@@ -35,7 +36,9 @@ from pagebinder.frontend.recognise.operands import (
     unrepeated,
 )
 from pagebinder.frontend.recognise.score_chain import Chain, read_chain
+from pagebinder.frontend.recognise.sinks import Sinks, cuts_column
 from pagebinder.frontend.recognise.slopes import SlopeConstants
+from pagebinder.frontend.recognise.written_softmax import rewrite_written_softmaxes
 from pagebinder.graph_tools import (
     CASTS,
     IDENTITIES,
@@ -58,11 +61,13 @@ SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default
 def recognise_raw_attention(gm: GraphModule) -> PassResult:
     """Rewrite every softmax over tokens that is an attention; refuse the others."""
     result = PassResult(name="recognise_raw_attention")
+    written_out, result.refusals = rewrite_written_softmaxes(gm)
+    result.changed = bool(written_out)
     anchors = [n for n in calls(gm.graph, *SOFTMAXES) if _is_over_tokens(n)]
     if not anchors:
         return result
     tainted = _of_token_values(gm.graph)
-    layer = _Layer(gm, tainted)
+    layer = _Layer(gm, tainted, written_out)
     for softmax in anchors:
         try:
             result.matches.append(layer.rewrite(softmax))
@@ -71,8 +76,8 @@ def recognise_raw_attention(gm: GraphModule) -> PassResult:
             result.refusals.append(
                 Refusal(pattern=PATTERN, reason=str(miss), source_line=source_line(softmax), **where)
             )
-    result.changed = bool(result.matches)
-    if result.changed:
+    if result.matches:
+        result.changed = True
         finish(gm)
     return result
 
@@ -95,8 +100,8 @@ def _of_token_values(graph: torch.fx.Graph) -> set[Node]:
 class _Layer:
     """Rewrites the attention around one softmax after the other; masks that layers share are proven once."""
 
-    def __init__(self, gm: GraphModule, tainted: set[Node]):
-        self.gm, self.tainted = gm, tainted
+    def __init__(self, gm: GraphModule, tainted: set[Node], written_out: set[Node]):
+        self.gm, self.tainted, self.written_out = gm, tainted, written_out
         self._facts: dict[tuple[MaskTerm, ...], MaskFacts | MaskNotProven] = {}
         self._slopes: dict[tuple, torch.Tensor] = {}
         self._constants = SlopeConstants(gm)
@@ -107,7 +112,7 @@ class _Layer:
         if softmax.args[1] % rank != rank - 1:
             raise NotAttention("the softmax is over another dimension than the last")
         chain = read_chain(softmax, self.tainted)
-        weights = _weights_of(softmax, has_sinks=chain.sinks is not None)
+        weights = _weights_of(softmax, chain.sinks)
         product = next(iter(weights.users))
         chain.nodes |= {softmax}
         _require_private(chain, softmax)
@@ -116,12 +121,12 @@ class _Layer:
         biases = [self._bias(*bias) for bias in chain.biases]
         facts = self._facts_of((*chain.masks, *(b.mask for b in biases if b.mask is not None)))
         slopes = self._slopes_of([b for b in biases if b.node is not None], facts, chain, sizes)
-        sinks = self._sinks_of(chain)
-        op = self._emit(product, chain, facts, (q, k, v), (sinks, slopes), of_values, leading, sizes)
+        op = self._emit(product, chain, facts, (q, k, v), slopes, of_values, leading, sizes)
         while not weights.users and weights is not softmax:  # a dropout in between would be kept by torch
             unused, weights = weights, weights.args[0]
             unused.graph.erase_node(unused)
-        return Match(pattern=PATTERN, detail=_detail(facts, op), **describe(op))
+        detail = _detail(facts, op) + (", softmax written out" if softmax in self.written_out else "")
+        return Match(pattern=PATTERN, detail=detail, **describe(op))
 
     def _facts_of(self, terms: tuple[MaskTerm, ...]) -> MaskFacts:
         if not terms:
@@ -148,20 +153,7 @@ class _Layer:
             self._slopes[key] = prove_alibi(biases[0], facts, total)
         return lambda: self._constants.node_of(self._slopes[key], val(biases[0].node).device)
 
-    def _sinks_of(self, chain: Chain) -> Callable | None:
-        if chain.sinks is None:
-            return None
-        wide = val(chain.sinks).dtype is torch.float32
-
-        def make(where: Node) -> Node:
-            sinks = chain.sinks
-            if val(sinks).dim() != 1:
-                sinks = insert_call(self.gm.graph, where, aten.reshape.default, (sinks, [-1]))
-            return sinks if wide else insert_call(self.gm.graph, where, aten.to.dtype, (sinks, torch.float32))
-
-        return make
-
-    def _emit(self, product, chain, facts, qkv, extras, of_values, leading, sizes) -> Node:
+    def _emit(self, product, chain, facts, qkv, slopes, of_values, leading, sizes) -> Node:
         (row, width), (inner, column) = qkv[0][1:], qkv[1][1:]
         gm, graph = self.gm, self.gm.graph
         q, k, v = (x for x, *_ in qkv)
@@ -175,8 +167,8 @@ class _Layer:
             x if val(x).dtype is dtype else insert_call(graph, product, aten.to.dtype, (x, dtype))
             for x in flat
         ]
-        sinks, slopes = extras
-        optional = [None if sinks is None else sinks(product), None if slopes is None else slopes()]
+        sinks = None if chain.sinks is None else chain.sinks.emit(gm, product)
+        optional = [sinks, None if slopes is None else slopes()]
         while optional and optional[-1] is None:
             optional.pop()
         options = {
@@ -211,15 +203,15 @@ def _only_user(node: Node) -> Node:
     return next(iter(node.users))
 
 
-def _weights_of(softmax: Node, *, has_sinks: bool) -> Node:
+def _weights_of(softmax: Node, sinks: Sinks | None) -> Node:
     """What multiplies the values: the softmax, cast, without the sink column; a dropout of zero is nothing."""
-    node, waits_for_cut = softmax, has_sinks
+    node, waits_for_cut = softmax, sinks is not None
     while not is_call(user := _only_user(node), *PRODUCTS):
         if is_call(user, aten.dropout.default):
             if arg(user, 2, "train") and arg(user, 1, "p"):
                 raise NotAttention("attention with dropout: call model.eval() before compiling")
         elif is_call(user, aten.slice.Tensor):
-            if not waits_for_cut or not _drops_last_column(user):
+            if not waits_for_cut or not cuts_column(user, sinks):
                 raise NotAttention("the weights of the attention are cut")
             waits_for_cut = False
         elif not is_call(user, *CASTS, *IDENTITIES) and not _keeps_matrices(user):
@@ -228,13 +220,6 @@ def _weights_of(softmax: Node, *, has_sinks: bool) -> Node:
     if waits_for_cut:
         raise NotAttention("a column was appended to the scores and is not dropped after the softmax")
     return node
-
-
-def _drops_last_column(cut: Node) -> bool:
-    x, shape = val(cut.args[0]), val(cut).shape
-    last = arg(cut, 1, "dim", 0) in (-1, x.dim() - 1) and not arg(cut, 2, "start")
-    one_less = isinstance(shape[-1], torch.SymInt) and x.shape[-1].node.expr - shape[-1].node.expr == 1
-    return last and one_less and arg(cut, 4, "step", 1) == 1
 
 
 def _keeps_matrices(view: Node) -> bool:

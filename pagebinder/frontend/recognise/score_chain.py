@@ -19,10 +19,9 @@ from torch.fx import Node
 from pagebinder.frontend.mask_proof import HIDDEN, MaskTerm
 from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors
 from pagebinder.frontend.recognise.operands import PRODUCTS, NotAttention, Product, product_of, scaling
+from pagebinder.frontend.recognise.sinks import VIEWS, Sinks, joined
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, is_call, val
 
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
-          aten.squeeze.dim, aten.squeeze.default, aten.flatten.using_ints, aten.unflatten.int)  # fmt: skip
 _MASKED_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _WHERES = (aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther)
 _MAXIMA = (aten.maximum.default, aten.clamp.default, aten.clamp_min.default, aten.max.other)
@@ -38,7 +37,7 @@ class Chain:
     soft_cap: Fraction | None = None
     masks: list[MaskTerm] = field(default_factory=list)
     biases: list[tuple[Node, Fraction]] = field(default_factory=list)
-    sinks: Node | None = None
+    sinks: Sinks | None = None
     nodes: set[Node] = field(default_factory=set)
 
     @property
@@ -72,7 +71,7 @@ def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     """Take one node of the chain into account and return the one before it."""
     if is_call(node, *CASTS, *IDENTITIES):
         return node.args[0]
-    if is_call(node, *_VIEWS):
+    if is_call(node, *VIEWS):
         return _through_view(node)
     if is_call(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         return _scaled(chain, node, tainted)
@@ -194,11 +193,7 @@ def _require_before_cap(chain: Chain) -> None:
 
 
 def _with_sinks(chain: Chain, node: Node) -> Node:
-    parts = node.args[0]
-    if len(parts) != 2 or arg(node, 1, "dim", 0) not in (-1, val(node).dim() - 1):
-        raise NotAttention("scores are concatenated")
-    if val(parts[1]).shape[-1] != 1:
-        raise NotAttention("more than one column is appended to the scores")
+    scores, sinks = joined(node)
     if (
         chain.masks
         or chain.biases
@@ -207,22 +202,9 @@ def _with_sinks(chain: Chain, node: Node) -> Node:
         or chain.sinks is not None
     ):
         raise NotAttention("the column appended to the scores is masked, scaled or capped with them")
-    chain.sinks = _per_head(parts[1])
-    return parts[0]
-
-
-def _per_head(column: Node) -> Node:
-    """The value of one entry per head behind a column [.., H, T, 1]."""
-    node, rank = column, val(column).dim()
-    heads = val(column).shape[rank - 3] if rank >= 3 else 0
-    while [s for s in val(node).shape if isinstance(s, torch.SymInt) or s != 1] != [heads]:
-        of_heads = [s for s in val(node).shape if isinstance(s, int) and s != 1]
-        if not is_call(node, aten.expand.default, *_VIEWS) or of_heads != [heads]:
-            raise NotAttention("the column appended to the scores is not of one sink per head")
-        node = node.args[0]
-    while is_call(node, *_VIEWS, *IDENTITIES) and val(node).dim() != 1:
-        node = node.args[0]
-    return node
+    chain.sinks = sinks
+    chain.nodes |= sinks.nodes
+    return scores
 
 
 def _through_view(node: Node) -> Node:

@@ -8,21 +8,18 @@
 #include <string>
 #include <utility>
 
+#include "binding_moe.h"
 #include "moe.h"
+#include "thread_pool.h"
 
 namespace {
 
 using pagebinder::Activation;
 using pagebinder::Element;
+using pagebinder::run_parallel;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Bias = std::optional<Tensor>;
-
-void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
-  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
-  });
-}
 
 Element element_of(const Tensor& t) {
   const ScalarType type = t.scalar_type();
@@ -89,6 +86,10 @@ pagebinder::Gate gate(const std::string& activation, bool gated, bool interleave
   STD_TORCH_CHECK(false, "unknown activation ", activation);
 }
 
+}  // namespace
+
+namespace pagebinder::binding {
+
 // `in_float32` needs nothing: gates are always computed in float32.
 Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weights_in, const Tensor& up_in,
                    const Tensor& down_in, Bias up_bias, Bias down_bias, bool transposed, std::string activation,
@@ -123,6 +124,10 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weigh
   return out;
 }
 
+}  // namespace pagebinder::binding
+
+namespace {
+
 Tensor expert_linear(const Tensor& x_in, const Tensor& ids_in, const Tensor& weight_in, Bias bias, bool transposed) {
   STD_TORCH_CHECK((x_in.dim() == 2 || x_in.dim() == 3) && ids_in.dim() == 2 && x_in.size(0) == ids_in.size(0) &&
                       (x_in.dim() == 2 || x_in.size(1) == ids_in.size(1)),
@@ -151,6 +156,6 @@ Tensor expert_linear(const Tensor& x_in, const Tensor& ids_in, const Tensor& wei
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("moe_experts", TORCH_BOX(&moe_experts));
+  m.impl("moe_experts", TORCH_BOX(&pagebinder::binding::moe_experts));
   m.impl("expert_linear", TORCH_BOX(&expert_linear));
 }

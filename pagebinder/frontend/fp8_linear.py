@@ -1,0 +1,123 @@
+"""Linear layers whose weights a checkpoint keeps in fp8: as they are loaded, and as they are served.
+
+LoadedFp8Linear    weight [N, K] e4m3, scale as stored        what transformers' loader fills
+  -> Fp8Linear     codes in the kernels' order, scale         calls quantized_linear: 8 bits a weight
+  -> the module that stood there, with a plain weight         where no kernel reads codes; with the reason
+"""
+
+from __future__ import annotations
+
+import torch
+
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
+from pagebinder.custom_ops.linear.weight_formats import (
+    dequantize,
+    pack_e4m3,
+    packed_shapes,
+    scale_of_each,
+    size_problem,
+)
+from pagebinder.errors import CheckpointError
+from pagebinder.frontend.fp8_format import StoredFp8
+
+# Modules whose weight is read as a matrix, not applied: latent attention splits it and multiplies queries with it.
+READ_AS_MATRIX = ("kv_b_proj",)
+
+
+class Fp8Linear(torch.nn.Module):
+    """y = x W^T + b; W in 8 bits. x [..., K] of the model's dtype -> [..., N]."""
+
+    def __init__(
+        self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.nn.Parameter | None, format: str
+    ):
+        super().__init__()
+        self.format = format
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.pagebinder.quantized_linear(x, self.codes, self.scale, self.bias, format=self.format)
+
+    def weight(self) -> torch.Tensor:
+        """The weight [N, K] that the codes stand for, float32."""
+        return dequantize(self.codes, self.scale, self.format)
+
+    def _apply(self, fn, recurse=True):
+        """A model that is moved or converted takes its scales along, in float32."""
+        scale = self.scale
+        super()._apply(fn, recurse)
+        if self.scale.dtype is not scale.dtype:
+            self.scale = scale.to(self.scale.device)
+        return self
+
+
+class LoadedFp8Linear(torch.nn.Module):
+    """The parameters of a linear layer as the checkpoint has them; `replaced` is the module that stood there."""
+
+    def __init__(self, replaced: torch.nn.Linear, stored: StoredFp8):
+        super().__init__()
+        self.__dict__["replaced"] = replaced  # no submodule: its weight is in no checkpoint
+        self.stored = stored
+        rows, columns = replaced.weight.shape
+        device = replaced.weight.device
+
+        def parameter(*shape, dtype):
+            return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.weight = parameter(rows, columns, dtype=torch.float8_e4m3fn)
+        setattr(self, stored.scale_name, parameter(*stored.scale_shape(rows, columns), dtype=torch.float32))
+        self.bias = replaced.bias
+
+    def finished(self, path: str) -> tuple[torch.nn.Module, str]:
+        """(the module to serve, what to say of it); the second begins with a reason where the weight is plain.
+
+        Raises:
+            CheckpointError: the tensors are not numbers in fp8 with a scale in float32.
+        """
+        reason = self._reason_against_codes(path)
+        scale = self._scale(path)
+        if reason is not None:
+            self.replaced.weight = torch.nn.Parameter(self._plain(scale), requires_grad=False)
+            self.replaced.bias = self.bias
+            return self.replaced, reason
+        if self.weight.is_meta:
+            shape = packed_shapes(*self.weight.shape, self.stored.format)[0]
+            codes, num_rounded = torch.empty(shape, dtype=torch.uint8, device="meta"), 0
+        else:
+            codes, num_rounded = pack_e4m3(self.weight.detach())
+        rounded = f", {num_rounded} of {self.weight.numel()} codes below 2^-6 rounded" if num_rounded else ""
+        return Fp8Linear(codes, scale, self.bias, self.stored.format), f"{self.stored}{rounded}"
+
+    def _reason_against_codes(self, path: str) -> str | None:
+        name = path.rpartition(".")[2]
+        if name in READ_AS_MATRIX:
+            return "latent attention reads its weight as a matrix: it is expanded"
+        if type(self.replaced) is not torch.nn.Linear:
+            return f"it is a {type(self.replaced).__name__}: its weight is expanded"
+        problem = size_problem(*self.weight.shape, self.stored.format)
+        return f"{problem}: its weight is expanded" if problem else None
+
+    def _scale(self, path: str) -> torch.Tensor:
+        """In the shape of `weight_formats`."""
+        scale = getattr(self, self.stored.scale_name).detach()
+        if self.weight.dtype is not torch.float8_e4m3fn or scale.dtype is not torch.float32:
+            raise CheckpointError(
+                f"{path}: its weight is stored as {self.weight.dtype} and its scale as {scale.dtype}; e4m3 and "
+                "floating point are understood."
+            )
+        if not scale.is_meta and not (scale.isfinite().all() and self._is_numbers()):
+            raise CheckpointError(f"{path}: its weight or its scale holds NaN or infinity.")
+        return scale.clone() if self.stored.granularity == "block" else scale.reshape(-1).clone()
+
+    def _is_numbers(self) -> bool:
+        return bool(((self.weight.detach().view(torch.uint8) & 0x7F) != 0x7F).all())
+
+    def _plain(self, scale: torch.Tensor) -> torch.Tensor:
+        """The weight in the dtype of the module that stood there."""
+        return expanded(self.weight.detach(), scale, self.replaced.weight.dtype)
+
+
+def expanded(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """weight [N, K] e4m3 times scale [N/128, K/128], [N] or [1], rounded to `dtype`."""
+    return (weight.float() * scale_of_each(scale.float(), weight.shape)).to(dtype)

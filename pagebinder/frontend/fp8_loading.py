@@ -1,0 +1,179 @@
+"""Models whose checkpoints keep weights in fp8, through transformers' own loader: no weight is expanded on the way.
+
+    from_pretrained
+      build on meta        linear layers that are stored in fp8 -> LoadedFp8Linear
+      load                 names, shards and merges as for plain weights; experts, which it merges, are expanded
+    finish                 LoadedFp8Linear -> Fp8Linear, one at a time
+
+transformers calls what takes part in that a quantizer, and finds it by the `quant_method` of the config.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagebinder.errors import CheckpointError
+from pagebinder.frontend.experts_interface import experts_modules
+from pagebinder.frontend.fp8_format import StoredFp8
+from pagebinder.frontend.fp8_linear import Fp8Linear, LoadedFp8Linear, expanded
+from pagebinder.report import Match, PassResult, Refusal
+
+METHOD = "pagebinder_fp8"
+PATTERN = "quantized_linear"
+# Scales for activations of fp8 kernels: here activations keep their dtype.
+OF_ACTIVATIONS = ("activation_scale", "input_scale")
+
+
+def loading_options(stored: StoredFp8, path: Path) -> dict[str, Any]:
+    """What a transformers config must say as `quantization_config` for its model to be loaded by this file.
+
+    Raises:
+        CheckpointError: a file holds weights in e5m2, which a loader would round to e4m3.
+    """
+    from safetensors import safe_open
+
+    _register()
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (it is no dict)
+                if tensors.get_slice(name).get_dtype() == "F8_E5M2":
+                    raise CheckpointError(f"{file}: {name} is stored in e5m2; e4m3 is served.")
+    return {"quant_method": METHOD, "stored": stored}
+
+
+def check_scales(stored: StoredFp8, unexpected, path: Path) -> None:
+    """Raises CheckpointError: among tensors without a place is a scale, so a weight was read without its scale."""
+    lost = sorted(key for key in map(str, unexpected) if key.endswith(f".{stored.scale_name}"))
+    if lost:
+        raise CheckpointError(
+            f"{path} holds scales of {len(lost)} weights that its config says are stored plain, for example "
+            f"{lost[0]}: its list of modules that are not quantised is wrong."
+        )
+
+
+def finish(model: torch.nn.Module, stored: StoredFp8) -> PassResult:
+    """Put into place what is served, and say what became of each linear layer and mixture of experts.
+
+    Raises:
+        CheckpointError: tensors that are no weights in fp8; names the module.
+    """
+    result = PassResult(name="stored_weights")
+
+    def refuse(path: str, reason: str) -> None:
+        result.refusals.append(Refusal(pattern=PATTERN, reason=reason, node="", module_path=path))
+
+    for path, module in list(model.named_modules()):
+        if isinstance(module, LoadedFp8Linear):
+            served, what = module.finished(path)
+            model.set_submodule(path, served)
+            if isinstance(served, Fp8Linear):
+                result.matches.append(Match(pattern=PATTERN, node="", module_path=path, detail=what))
+            else:
+                refuse(path, what)
+        elif isinstance(module, torch.nn.Linear):
+            refuse(path, "it is stored plain")
+    for path in experts_modules(model):
+        refuse(path, "no kernel reads codes of experts: they are expanded where they are stored in fp8")
+    for name in ("hf_quantizer", "quantization_method"):
+        model.__dict__.pop(name, None)
+    model.__dict__.pop("is_quantized", None)
+    model.config.__dict__.pop("quantization_config", None)
+    return result
+
+
+def replaced_on_meta(model: torch.nn.Module, stored: StoredFp8) -> PassResult:
+    """The same for a model without weights."""
+    _, quantizer_class, config_class = _register()
+    quantizer = quantizer_class(config_class(stored=stored), pre_quantized=True)
+    quantizer._process_model_before_weight_loading(model)
+    return finish(model, stored)
+
+
+def _replace(model: torch.nn.Module, stored: StoredFp8, kept: list[str]) -> None:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    for path, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and should_convert_module(path, kept):
+            model.set_submodule(path, LoadedFp8Linear(module, stored))
+
+
+@functools.cache
+def _register() -> tuple[type, type, type]:
+    """Make the method known to transformers; (operation on merged weights, quantizer, config)."""
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(METHOD)
+    class Fp8Config(QuantizationConfigMixin):
+        dequantize = False
+
+        def __init__(self, stored: StoredFp8, quant_method: str = METHOD):
+            self.quant_method, self.stored = quant_method, stored
+            self.modules_to_not_convert = None if stored.kept is None else list(stored.kept)
+
+    class Expand(ConversionOps):
+        """Weights and their scales -> plain weights, before experts are merged to one tensor."""
+
+        def __init__(self, hf_quantizer):
+            self.hf_quantizer = hf_quantizer
+
+        def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
+            stored = self.hf_quantizer.quantization_config.stored
+            dtype, plain = model.get_parameter_or_buffer(full_layer_name).dtype, {}
+            suffix = stored.scale_name.removeprefix("weight")
+            for name, weights in input_dict.items():
+                if name.endswith((stored.scale_name, *OF_ACTIVATIONS)):
+                    continue
+                scales = input_dict.get(name + suffix)
+                plain[name] = (
+                    weights if scales is None else _all_expanded(name, weights, scales, stored, dtype)
+                )
+            return plain
+
+    @register_quantizer(METHOD)
+    class Fp8Quantizer(FineGrainedFP8HfQuantizer):
+        def __init__(self, quantization_config, **kwargs):
+            super().__init__(quantization_config, **kwargs)
+            scale = quantization_config.stored.scale_name
+            self.serialized_names = {"weight": ["weight", scale, *OF_ACTIVATIONS]}
+
+        def validate_environment(self, *args, **kwargs):
+            """No GPU is needed."""
+
+        def param_needs_quantization(self, model, param_name, **kwargs):
+            return False
+
+        def get_load_operations(self):
+            return {"dequantize": Expand}
+
+        def update_weight_conversions(self, weight_conversions, model):
+            is_deepseek = self.quantization_config.stored.scale_name == "weight_scale_inv"
+            owner = FineGrainedFP8HfQuantizer if is_deepseek else HfQuantizer
+            return owner.update_weight_conversions(self, weight_conversions, model)
+
+        def _process_model_before_weight_loading(self, model, **kwargs):
+            self._normalize_modules_to_not_convert(model)
+            names = self.quantization_config.modules_to_not_convert
+            kept = self.get_modules_to_not_convert(model, names, model._keep_in_fp32_modules)
+            _replace(model, self.quantization_config.stored, kept)
+
+        def _process_model_after_weight_loading(self, model, **kwargs):
+            return model
+
+    return Expand, Fp8Quantizer, Fp8Config
+
+
+def _all_expanded(name: str, weights, scales, stored: StoredFp8, dtype: torch.dtype) -> list[torch.Tensor]:
+    if len(weights) != len(scales):
+        raise CheckpointError(f"{name}: {len(weights)} weights in fp8 have {len(scales)} scales.")
+    is_block = stored.granularity == "block"
+    return [
+        expanded(w, s if is_block else s.reshape(-1), dtype) for w, s in zip(weights, scales, strict=True)
+    ]

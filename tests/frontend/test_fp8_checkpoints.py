@@ -1,0 +1,248 @@
+"""Checkpoints that keep weights in fp8: the codes are served as they are stored, and what is not served is told."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pagebinder
+from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
+from pagebinder.compile import explain_model
+from pagebinder.custom_ops.linear.weight_formats import scale_of_each
+from pagebinder.frontend.fp8_linear import Fp8Linear
+from pagebinder.frontend.source import source_from_dir
+from tests.helpers import nightly, tiny_qwen3
+from tests.moe_models import tiny_deepseek_v3
+
+BLOCK = 128
+DEEPSEEK = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+}  # fmt: skip
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
+                "group_size": None, "block_structure": None,
+            },
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head", "re:.*down_proj"],
+    "quantization_status": "compressed",
+}  # fmt: skip
+
+
+def scaled(weight: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] -> (e4m3, scale), as tools that write such checkpoints do it: subnormal codes, too."""
+    rows, columns = weight.shape
+    if granularity == "block":
+        padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        scale = blocks.abs().amax((1, 3)) / 448
+        each = scale_of_each(scale, weight.shape)
+    else:
+        scale = each = (
+            weight.abs().amax(1, keepdim=True) / 448 if granularity == "channel" else weight.abs().max() / 448
+        )
+    return (weight / each).to(torch.float8_e4m3fn), scale
+
+
+def save_in_fp8(
+    model, folder, options: dict, *, granularity="block", suffix="weight_scale_inv", kept=("lm_head",)
+):
+    """Write a checkpoint of a model whose linear layers, but for those kept, are stored in fp8."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    linear = {path for path, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    stored = {}
+    for name, tensor in tensors.items():
+        path, _, kind = name.rpartition(".")
+        is_expert = ".experts." in path and kind == "weight"
+        if kind != "weight" or not (path in linear or is_expert) or any(k in path for k in kept):
+            stored[name] = tensor
+            continue
+        stored[name], scale = scaled(tensor.float(), granularity)
+        stored[f"{path}.{suffix}"] = (
+            scale.reshape(1) if suffix == "weight_scale" and not scale.dim() else scale
+        )
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": options}))
+    return stored
+
+
+def qwen3(**sizes):
+    """Sizes that are no multiples of 128, with biases."""
+    options = {"hidden_size": 160, "intermediate_size": 288, "attention_bias": True, "head_dim": 32}
+    return tiny_qwen3(**{**options, **sizes})
+
+
+def plain_model(model, source):
+    """The model with the weights that a loaded one's codes stand for."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for path, module in source.module.named_modules():
+            if isinstance(module, Fp8Linear):
+                model.get_submodule(path).weight.copy_(module.weight())
+    return model
+
+
+VARIANTS = {
+    "deepseek": (DEEPSEEK, {}, "fp8_block"),
+    "per tensor": (
+        {"quant_method": "fp8", "weight_block_size": None},
+        {"granularity": "tensor"},
+        "fp8_tensor",
+    ),
+    "per channel": (
+        COMPRESSED,
+        {"granularity": "channel", "suffix": "weight_scale", "kept": ("lm_head", "down_proj")},
+        "fp8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_layers_keep_the_codes_of_the_checkpoint(name, tmp_path):
+    options, how, format = VARIANTS[name]
+    stored = save_in_fp8(qwen3(), tmp_path, options, **how)
+    source = source_from_dir(tmp_path)
+    layers = {p: m for p, m in source.module.named_modules() if isinstance(m, Fp8Linear)}
+    scale_name = how.get("suffix", "weight_scale_inv")
+    assert set(layers) == {key.removesuffix(f".{scale_name}") for key in stored if key.endswith(scale_name)}
+    assert len(layers) == (12 if "down_proj" in how.get("kept", ()) else 14)
+    assert {m.detail.split(",")[0] for m in source.stored_weights.matches} == {
+        f"{format} as stored (quant_method {options['quant_method']})"
+    }
+    assert {r.module_path for r in source.stored_weights.refusals} >= {"lm_head"}
+    num_subnormal = 0
+    for path, layer in layers.items():
+        codes, scale = stored[f"{path}.weight"], stored[f"{path}.{scale_name}"].float()
+        each = scale_of_each(scale if format == "fp8_block" else scale.reshape(-1), codes.shape)
+        off = (layer.weight() - codes.float() * each).abs() / each
+        is_subnormal = (codes.float() != 0) & (codes.float().abs() < 2**-6)
+        assert not off[~is_subnormal].any() and off.max() <= 2**-7 * 1.001
+        num_subnormal += int(is_subnormal.sum())
+        assert layer.codes.nbytes == codes.nbytes and layer.scale.dtype is torch.float32
+    assert num_subnormal  # or the test says nothing about them
+
+
+def served(model_or_dir, **options):
+    compiled = pagebinder.compile_model(model_or_dir, CompileConfig(executable="eager", **options))
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_seqs=4, max_num_batched_tokens=48))
+    prompts = [[1, 2, 3], list(range(20)), [7] * 45]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    return compiled, [o.token_ids for o in outputs]
+
+
+def test_a_checkpoint_in_blocks_is_served_token_for_token(tmp_path):
+    model = qwen3()
+    save_in_fp8(model, tmp_path, DEEPSEEK | {"modules_to_not_convert": ["lm_head"]})
+    compiled, tokens = served(tmp_path)
+    ops = [str(n.target) for n in compiled.graphs["fused"].graph.nodes]
+    assert sum("quantized_linear" in op for op in ops) == 14
+    expected = served(plain_model(model, source_from_dir(tmp_path)), providers={"linear": "reference"})[1]
+    assert tokens == expected
+    text = compiled.explain()
+    assert "stored_weights" in text and "fp8_block as stored" in str(compiled.report.to_dict())
+
+
+def latent_mixture(folder):
+    """(the model as its checkpoint in fp8 gives it, plain; what was loaded)"""
+    model = tiny_deepseek_v3()
+    save_in_fp8(model, folder, DEEPSEEK)
+    source = source_from_dir(folder)
+    plain = plain_model(model, source)
+    with torch.no_grad():
+        for name, parameter in source.module.named_parameters():
+            plain.get_parameter(name).copy_(parameter)
+    return model, plain, source
+
+
+def test_what_has_no_kernel_is_expanded_and_said(tmp_path):
+    """kv_b_proj and experts, whose weights transformers merges; the routers' and the head's are stored plain."""
+    model, plain, source = latent_mixture(tmp_path)
+    reasons = {r.module_path.rpartition(".")[2]: r.reason for r in source.stored_weights.refusals}
+    assert "latent attention" in reasons["kv_b_proj"] and "experts" in reasons["experts"]
+    for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.self_attn.kv_b_proj.weight"):
+        given, got = model.get_parameter(name), source.module.get_parameter(name)
+        error = (got - given).abs() / given.abs().amax()
+        assert 0.001 < error.max() < 2**-4, name
+    ids = torch.arange(30)[None]
+    with torch.no_grad():
+        got, expected = (m(ids, use_cache=False).logits for m in (source.module, plain))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@nightly
+def test_a_latent_mixture_is_served_and_verified(tmp_path):
+    _, plain, _ = latent_mixture(tmp_path)
+    _, tokens = served(tmp_path, verify="full")
+    assert tokens == served(plain, providers={"linear": "reference"})[1]
+
+
+def test_explain_shows_the_format_without_weights(tmp_path):
+    save_in_fp8(qwen3(), tmp_path, DEEPSEEK)
+    (tmp_path / "model.safetensors").unlink()
+    compiled = explain_model(tmp_path)
+    (result,) = [p for p in compiled.report.passes if p.name == "stored_weights"]
+    assert len(result.matches) == 14 and "fp8_block" in result.matches[0].detail
+    num_weights = sum(m.weight.numel() for m in qwen3().modules() if hasattr(m, "weight"))
+    assert compiled.report.num_parameters >= num_weights  # codes are weights, too
+    assert compiled.report.graph_weight_bytes < 2 * num_weights  # of float32 they would be four times as many
+
+
+REFUSED = {
+    "awq": ({"quant_method": "awq", "bits": 4}, "'awq'"),
+    "blocks of another size": (DEEPSEEK | {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
+    "e5m2": (DEEPSEEK | {"fmt": "e5m2"}, "fmt 'e5m2'"),
+    "fp4 experts": (DEEPSEEK | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+    "int4 weights": (
+        COMPRESSED
+        | {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}},
+        "num_bits 4, type int",
+    ),
+    "two groups": (COMPRESSED | {"config_groups": {"a": {}, "b": {}}}, "2 config_groups"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_methods_that_are_not_served_are_refused_by_name(name, tmp_path):
+    options, message = REFUSED[name]
+    tiny_qwen3().config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": options}))
+    for weights in (True, False):
+        with pytest.raises(CheckpointError, match=message):
+            source_from_dir(tmp_path, weights=weights)
+
+
+def broken(tmp_path, change, options=DEEPSEEK):
+    """The message about a checkpoint whose tensors were changed."""
+    tensors = save_in_fp8(tiny_qwen3(num_hidden_layers=1), tmp_path, options)
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as error:
+        source_from_dir(tmp_path)
+    return str(error.value)
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def test_checkpoints_that_contradict_themselves_are_errors(tmp_path):
+    assert "lacks 1 tensors" in broken(tmp_path, lambda t: t.pop(f"{NAME}_scale_inv"))
+    kept = DEEPSEEK | {"modules_to_not_convert": ["lm_head", "up_proj"]}
+    assert "stored plain" in broken(tmp_path, lambda t: None, kept)
+    assert "NaN" in broken(tmp_path, lambda t: t[NAME].view(torch.uint8)[3, 4].fill_(0x7F))
+    assert "NaN" in broken(tmp_path, lambda t: t[f"{NAME}_scale_inv"].fill_(float("inf")))
+    assert "e5m2" in broken(tmp_path, lambda t: t.update({NAME: t[NAME].float().to(torch.float8_e5m2)}))
+    assert "cannot be loaded" in broken(tmp_path, lambda t: t.update({f"{NAME}_scale_inv": torch.ones(7, 7)}))
