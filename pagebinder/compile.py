@@ -29,7 +29,7 @@ from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
 from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
-from pagebinder.custom_ops.linear.packed_weights import is_packed
+from pagebinder.custom_ops.linear.packed_weights import is_plain
 from pagebinder.describe import fill_report
 from pagebinder.errors import CompilerNotFoundError, ConfigError
 from pagebinder.frontend.attention_interface import hooked_attention
@@ -57,6 +57,7 @@ from pagebinder.passes.fuse_gated_activation_fp8_quant import fuse_gated_activat
 from pagebinder.passes.fuse_gated_linear import fuse_gated_linear
 from pagebinder.passes.fuse_inverse_rope_linear import fuse_inverse_rope_linear
 from pagebinder.passes.fuse_kv_rope_store import fuse_kv_rope_store
+from pagebinder.passes.fuse_moe_routing import fuse_moe_routing
 from pagebinder.passes.fuse_q_norm_rope import fuse_q_norm_rope
 from pagebinder.passes.fuse_qk_norm_rope_write import fuse_qk_norm_rope_write
 from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear
@@ -187,6 +188,8 @@ def compile_source(
     """The stages after loading. `trail`: where to keep the steps; None makes one as `config.verify` needs it."""
     check_can_verify(source, config)
     trail = trail or Trail(config.verify)
+    if source.stored_weights is not None:
+        report.passes.append(source.stored_weights)
     if source.encoder_only:
         from pagebinder.compile_encoder import compile_encoder
 
@@ -285,7 +288,8 @@ def _fuse_passes(config: CompileConfig) -> tuple:
         return (*quantization, *cascade)
     around_rope = (fuse_kv_rope_store, fuse_q_norm_rope, fuse_inverse_rope_linear, fuse_qk_norm_rope_write)
     around_linears = (place_linears, fuse_gated_linear, merge_linears)
-    return (*around_rope, fuse_add_rms_norm, simplify, *quantization, *around_linears, *cascade)
+    routing = functools.partial(fuse_moe_routing, requested=config.providers)
+    return (*around_rope, fuse_add_rms_norm, simplify, *quantization, *around_linears, routing, *cascade)
 
 
 def _place_weights(
@@ -300,9 +304,10 @@ def _place_weights(
     given = set() if source.path is not None else {w.data_ptr() for w in source.module.parameters()}
     if config.pack_weights is not False and has_matrix_tiles():
         keep = set() if config.pack_weights else given
-        report.weight_layout = describe_packing([pack_weights(graph, keep=keep) for graph in graphs])
+        coded = config.pack_weights == "coded"
+        report.weight_layout = describe_packing([pack_weights(g, keep=keep, coded=coded) for g in graphs])
     weights = (w for graph in graphs for w in attributes(graph).values())
-    move_to_huge_pages(w for w in weights if w.data_ptr() not in given and not is_packed(w))
+    move_to_huge_pages(w for w in weights if w.data_ptr() not in given and is_plain(w))
 
 
 def _capture(source: ModelSource, report: CompileReport) -> tuple[GraphModule, GraphModule | None]:
@@ -330,7 +335,7 @@ def _kernel_parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]
     emitted = {op for leaf in LEAVES if leaf.applies(source.module) for op in leaf.emits}
     latent = ("latent",) if emitted & LATENT_ATTENTION else ()
     quantized_kv = ("quantized_kv",) if _quantizes_kv(config) else ()
-    weights = ("quant",) if config.quantization else ()
+    weights = ("quant",) if config.quantization or source.stored_weights is not None else ()
     activations = ("fp8",) if config.activation_quantization else ()
     return ("core", *latent, *quantized_kv, *weights, *activations, "sampling")
 

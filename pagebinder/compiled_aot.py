@@ -242,6 +242,10 @@ class _WeightPlaces:
             "stored_dtype": STORED[stored["dtype"]],
             "stored_shape": stored["shape"],
         }
+        if record.get("packed") == "coded":
+            raise ArtefactError(
+                f"{name}: programs without Python take no coded weights; use pack_weights=True"
+            )
         if record.get("packed"):
             return place | _packing(tensor)
         return place | ({"strides": record["strides"]} if "strides" in record else {})

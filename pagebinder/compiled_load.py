@@ -27,7 +27,7 @@ from pagebinder.compiled_weights import checkpoint_of, load_weights
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
-from pagebinder.custom_ops.linear.packed_weights import is_packed
+from pagebinder.custom_ops.linear.packed_weights import is_plain
 from pagebinder.custom_ops.providers import registered_providers
 from pagebinder.errors import ArtefactError, CompilerNotFoundError
 from pagebinder.frontend.source import ModelSource
@@ -103,7 +103,7 @@ def _load(
     config = _value(path, manifest, "config")
     if not config.map_weights:
         executed = (w for level in manifest["executables"] for w in weights[level].values())
-        move_to_huge_pages(w for w in executed if not is_packed(w))
+        move_to_huge_pages(w for w in executed if is_plain(w))
     graphs = SavedGraphs(path, weights)
     report: CompileReport = _value(path, manifest, "report")
     report._describe_blocks = functools.partial(_layer_view, graphs)

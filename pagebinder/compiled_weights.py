@@ -13,7 +13,7 @@ trusted if its size and time of change are as they were; else it is read and has
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ import torch
 from pagebinder.compiled_files import TENSORS, digest
 from pagebinder.compiled_values import from_json, to_json
 from pagebinder.custom_ops.cpu import build as cpu_build
-from pagebinder.custom_ops.cpu.pack import pack_all, unpack
+from pagebinder.custom_ops.cpu.pack import code, code_all, pack_all, unpack
 from pagebinder.custom_ops.linear import packed_weights
-from pagebinder.custom_ops.linear.packed_weights import is_packed
+from pagebinder.custom_ops.linear.packed_weights import is_coded, is_plain
 from pagebinder.errors import ArtefactError
 
 FIRST_VALUES = 64
@@ -56,12 +56,13 @@ def save_weights(
     own: dict[str, torch.Tensor] = {}
     records = []
     for number, (key, tensor) in enumerate(unique.items()):
-        plain = unpack(tensor) if is_packed(tensor) else tensor
+        plain = tensor if is_plain(tensor) else packed_weights.in_place_of(tensor, unpack(tensor))
         place = source.find(names_of[key], plain)
         if place is None:
             place = _Place(OWN, str(number))
             own[place.name] = _as_stored(plain)
-        records.append(_record(tensor, place) | ({"packed": True} if is_packed(tensor) else {}))
+        packed = {} if is_plain(tensor) else {"packed": "coded" if is_coded(tensor) else True}
+        records.append(_record(plain, place) | packed)
     _write_own(own, folder / TENSORS)
     used = sorted({record["file"] for record in records} - {OWN})
     for record in records:
@@ -94,7 +95,9 @@ def load_weights(
             _check(path, facts, verify)
             opened[number] = safe_open(path, framework="pt")
     tensors = [_tensor(opened[record["file"]], record) for record in data["tensors"]]
-    _pack(tensors, [i for i, record in enumerate(data["tensors"]) if record.get("packed")])
+    forms = [record.get("packed") for record in data["tensors"]]
+    _pack(tensors, [i for i, form in enumerate(forms) if form is True], pack_all, packed_weights.pack)
+    _pack(tensors, [i for i, form in enumerate(forms) if form == "coded"], code_all, code)
     return {level: {n: tensors[i] for n, i in names.items()} for level, names in data["names"].items()}
 
 
@@ -155,14 +158,16 @@ def _tensor(handle, record: Mapping) -> torch.Tensor:
     return torch.nn.Parameter(tensor, requires_grad=False) if record.get("parameter") else tensor
 
 
-def _pack(tensors: list[torch.Tensor], numbers: list[int]) -> None:
+def _pack(
+    tensors: list[torch.Tensor], numbers: Sequence[int], pack_many: Callable, pack_one: Callable
+) -> None:
     """Put packed weights in the place of those with these numbers, which are as they were stored."""
     if not numbers:
         return
     cpu_build.load()
-    packed = pack_all([tensors[i] for i in numbers])
+    packed = pack_many([tensors[i] for i in numbers])
     if packed is None:  # little memory: the graphs take no other form
-        packed = [packed_weights.pack(tensors[i]) for i in numbers]
+        packed = [pack_one(tensors[i]) for i in numbers]
     for i, tensor in zip(numbers, packed, strict=True):
         tensors[i] = packed_weights.in_place_of(tensors[i], tensor)
 

@@ -13,7 +13,7 @@ from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
 from pagebinder.compiled_files import TENSORS
 from pagebinder.custom_ops.cpu import huge_pages
 from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
-from pagebinder.custom_ops.linear.packed_weights import is_packed
+from pagebinder.custom_ops.linear.packed_weights import is_coded, is_packed, plain_shape
 from pagebinder.graph_tools import attributes
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 from tests.helpers import tiny_llama
@@ -125,7 +125,35 @@ def test_packed_weights_run_without_the_machine_for_them(packed):
     torch.testing.assert_close(ours, reference, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("options", [{"pack_weights": 1}, {"pack_weights": True, "map_weights": True}])
+def test_coded_weights_give_the_same_bits(packed, tmp_path):
+    """Where rows are multiples of 256; the others stay packed. Artefacts hold plain weights and code them again."""
+    folder = tmp_path / "checkpoint"
+    tiny_llama(hidden_size=256, intermediate_size=512, num_attention_heads=8).bfloat16().save_pretrained(
+        folder
+    )
+    plainly = pagebinder.compile_model(folder, eager())
+    coded = pagebinder.compile_model(folder, eager(pack_weights="coded"))
+    (line,) = coded.report.weight_layout
+    assert line.endswith("9 of them in about 12 of 16 bits, without loss") and line in coded.explain()
+    weights = [w for w in attributes(coded.graphs["fused"]).values() if is_coded(w)]
+    packed_bytes = sum(2 * torch.Size(plain_shape(w)).numel() for w in weights)
+    assert len(weights) == 2 * 7 + 1 and sum(w.numel() for w in weights) < 0.8 * packed_bytes
+    assert torch.equal(logits_of(coded), logits_of(plainly)) and tokens_of(coded) == tokens_of(plainly)
+    coded.save(tmp_path / "artefact")
+    loaded = pagebinder.load(tmp_path / "artefact")
+    assert sum(is_coded(w) for w in attributes(loaded.graphs["fused"]).values()) == len(weights)
+    assert tokens_of(loaded) == tokens_of(coded)
+
+
+def test_sizes_that_blocks_do_not_fill_stay_packed(packed, checkpoint):
+    compiled = pagebinder.compile_model(checkpoint, eager(pack_weights="coded"))
+    assert compiled.report.weight_layout == ["9 linear layers read weights packed for matrix units"]
+    assert weights_of(compiled, True) == weights_of(packed, True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pack_weights": 1}, {"pack_weights": "12"}, {"pack_weights": True, "map_weights": True}]
+)
 def test_bad_options(options):
     with pytest.raises(ConfigError, match="pack_weights"):
         CompileConfig(**options)

@@ -3,7 +3,7 @@
 Matches:
     linear(x, W, b) | linears(x, [W, ...], ...) | gated_linear(x, Wg, Wu, ...)     of the provider cpu, W [N, K] bf16
 Replaces with:
-    the same op on W packed                                                        W packed: of this graph alone
+    the same op on W packed, or packed and coded                                   W packed: of this graph alone
 
 Made where graphs meet the machine that runs them, after everything that compares graphs. Numbers stay; sums are in
 another order than for plain weights, and in the same for any number of rows. A weight that other ops read as well
@@ -13,25 +13,28 @@ another order than for plain weights, and in the same for any number of rows. A 
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.custom_ops.cpu.pack import pack_all
-from pagebinder.custom_ops.linear.packed_weights import can_be_packed, in_place_of
+from pagebinder.custom_ops.cpu.pack import code_all, coded_shape, pack_all
+from pagebinder.custom_ops.linear.packed_weights import can_be_coded, can_be_packed, in_place_of
 from pagebinder.graph_tools import attach, attribute, calls, describe, fake_mode_of, finish, source_line
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "packed weights"
+MOST_OF_PACKED = 0.85  # of its bytes that codes may take
 OPS = ("linear", "linears", "gated_linear")
 
 
-def pack_weights(gm: GraphModule, *, keep: Collection[int] = ()) -> PassResult:
+def pack_weights(gm: GraphModule, *, keep: Collection[int] = (), coded: bool = False) -> PassResult:
     """Pack the weights of a graph that runs on matrix tiles; no other machine should be asked to.
 
     Args:
         keep: data pointers of weights that stay as they are: somebody else holds them in memory anyway.
+        coded: code what can be coded, too; an op's weights all are, or none.
     """
     result = PassResult(name="pack_weights")
     users = []
@@ -42,23 +45,48 @@ def pack_weights(gm: GraphModule, *, keep: Collection[int] = ()) -> PassResult:
         else:
             result.refusals.append(_refusal(node, reason))
     plain = {w.target: attribute(gm, w.target) for node in users for w in _weights(node)}
-    packed = pack_all(list(plain.values()))
-    if packed is None:
+    to_code = _to_code(gm, users) if coded else set()
+    packed = _packed({name: w for name, w in plain.items() if name not in to_code}, pack_all)
+    codes = _packed({name: plain[name] for name in to_code}, code_all)
+    if packed is None or codes is None:
         result.refusals += [
             _refusal(node, "packed weights would take more than half of the free memory") for node in users
         ]
         return result
     names = {}
-    for (name, weight), tensor in zip(plain.items(), packed, strict=True):
-        names[name] = f"{name}_packed"
-        attach(gm, names[name], in_place_of(weight, tensor))
+    for name, tensor in (packed | codes).items():
+        names[name] = f"{name}_coded" if name in to_code else f"{name}_packed"
+        attach(gm, names[name], in_place_of(plain[name], tensor))
     for node in users:
         for weight in dict.fromkeys(_weights(node)):
             node.replace_input_with(weight, _read(gm, names[weight.target], node))
-        result.matches.append(Match(pattern=PATTERN, **describe(node)))
+        detail = "coded" if _weights(node)[0].target.endswith("_coded") else ""
+        result.matches.append(Match(pattern=PATTERN, detail=detail, **describe(node)))
     result.changed = bool(users)
     finish(gm)
     return result
+
+
+def _to_code(gm: GraphModule, users: Sequence[Node]) -> set[str]:
+    """Names of weights that are coded: an op takes weights of one form."""
+    names = {w.target for node in users for w in _weights(node)}
+    names = {name for name in names if can_be_coded(attribute(gm, name)) and _saves(attribute(gm, name))}
+    while mixed := [n for n in users if 0 < sum(w.target in names for w in _weights(n)) < len(_weights(n))]:
+        names -= {w.target for node in mixed for w in _weights(node)}
+    return names
+
+
+def _saves(weight: torch.Tensor) -> bool:
+    """Few of its weights have rare exponents."""
+    return math.prod(coded_shape(weight)) <= MOST_OF_PACKED * weight.numel() * weight.element_size()
+
+
+def _packed(weights: dict[str, torch.Tensor], pack: Callable) -> dict[str, torch.Tensor] | None:
+    """name -> weight in another form; None if memory is short."""
+    if not weights:
+        return {}
+    tensors = pack(list(weights.values()))
+    return None if tensors is None else dict(zip(weights, tensors, strict=True))
 
 
 def _refusal(node: Node, reason: str) -> Refusal:
@@ -68,8 +96,11 @@ def _refusal(node: Node, reason: str) -> Refusal:
 def describe_packing(results: Sequence[PassResult]) -> list[str]:
     """Lines for the report: how many layers read packed weights, and why others do not."""
     matches = sum(len(result.matches) for result in results)
+    coded = sum(match.detail == "coded" for result in results for match in result.matches)
     reasons = collections.Counter(refusal.reason for result in results for refusal in result.refusals)
     lines = [f"{matches} linear layers read weights packed for matrix units"] if matches else []
+    if coded:
+        lines[0] += f", {coded} of them in about 12 of 16 bits, without loss"
     return lines + [
         f"{count} linear layers read theirs as they are: {reason}" for reason, count in reasons.items()
     ]

@@ -31,7 +31,7 @@ LATENT_OPS = (
 # Over blocks that hold a state.
 RECURRENT_OPS = tuple(op._opname for op in PAGED_RECURRENCES.values())
 # Over the weights of experts.
-EXPERT_OPS = ("moe_experts", "expert_linear")
+EXPERT_OPS = ("moe_experts", "moe_routed_experts", "expert_linear")
 # Over activations and weights, and caches of their dtype.
 PLAIN_OPS = (
     "hyper_connection",
@@ -51,8 +51,10 @@ PLAIN_OPS = (
 )
 # Of activations in e4m3, whose dtype is that of the result.
 FP8_OPS = ("fp8_linear",)
-# A compiler fuses their references with what stands around them; a provider gets them only if it is asked for.
+# A compiler fuses their references with what stands around them; a provider gets them only if it is asked for. On a
+# CPU norms are ops of their own: a compiler's loops wait for threads of theirs, see cpu/thread_pool.h.
 ON_REQUEST = ("rms_norm", "add_rms_norm", "rope", "gated_activation")
+ALWAYS_ON_CPU = ("rms_norm", "add_rms_norm")
 SELECTABLE = (
     "paged_attention",
     "paged_attention_fp8_quant",
@@ -91,20 +93,25 @@ def select_providers(
         raise ConfigError(f"providers: no op {sorted(unknown)}; ops with providers: {known}.")
     choices: dict[OpNeed, ProviderChoice] = {}
     selections = {}
-    for name in (*SELECTABLE, *(op for op in ON_REQUEST if op in requested)):
+    always = ALWAYS_ON_CPU if device.type == "cpu" else ()
+    for name in (*SELECTABLE, *(op for op in ON_REQUEST if op in requested or op in always)):
+        may_stay = name in ON_REQUEST and name not in requested  # with the compiler
         for node in calls(gm.graph, getattr(torch.ops.pagebinder, name).default):
             need = _need(name, node, device)
             if need not in selections:
-                selections[need] = selection = select_provider(need, requested.get(name), prepare=prepare)
-                choices[need] = ProviderChoice(
-                    op=name,
-                    provider=selection.provider,
-                    why=selection.why,
-                    num_nodes=0,
-                    rejected=selection.rejected,
-                )
-            node.target = selections[need].overload
-            choices[need].num_nodes += 1
+                selections[need] = select_provider(need, requested.get(name), prepare=prepare)
+            selection = selections[need]
+            if may_stay and selection.provider == "reference":
+                continue
+            node.target = selection.overload
+            choice = ProviderChoice(
+                op=name,
+                provider=selection.provider,
+                why=selection.why,
+                num_nodes=0,
+                rejected=selection.rejected,
+            )
+            choices.setdefault(need, choice).num_nodes += 1
     finish(gm)
     return list(choices.values())
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pagebinder.custom_ops.cpu import pack
 from pagebinder.custom_ops.linear import packed_weights
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
@@ -251,3 +252,59 @@ def test_what_cannot_be_packed():
     for weight in (torch.zeros(40, 64), torch.zeros(64, 64), torch.zeros(64, 40, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="multiples of 32"):
             packed_weights.pack(weight)
+
+
+# ---- coded weights ---------------------------------------------------------------------------------------------
+
+
+def odd_weight() -> torch.Tensor:
+    """[128, 512] with what codes have to stand: zeros of both signs, no numbers, denormals, rare exponents."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(128, 512, generator=generator) * 0.03
+    weight[3], weight[4, 5], weight[4, 6], weight[5, 7] = 0, -0.0, float("inf"), float("nan")
+    weight[9, :20] = 1e-39
+    weight[10] *= torch.logspace(-20, 20, 512)
+    return weight.bfloat16()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
+def coding(provider):
+    if provider.name != "cpu":
+        pytest.skip("weights are coded by the C++ kernels")
+    return torch.ops.pagebinder_cpu
+
+
+def test_codes_keep_every_bit(provider):
+    kernels, weight = coding(provider), odd_weight()
+    coded, packed = pack.code(weight), packed_weights.pack(weight)
+    assert packed_weights.is_coded(coded) and packed_weights.plain_shape(coded) == (128, 512)
+    assert torch.equal(bits(kernels.decode_linear_weight(coded)), bits(packed))
+    assert torch.equal(bits(packed_weights.decode(coded)), bits(packed))
+    assert torch.equal(bits(pack.unpack(coded)), bits(weight))
+
+
+def test_ordinary_weights_take_about_12_bits(provider):
+    coding(provider)
+    weight = operands(1, 256, 2_048)[1]
+    assert pack.code(weight).numel() < 0.77 * 2 * weight.numel()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 33, 300, 600])
+@pytest.mark.parametrize("inner", [256, 1_536])
+def test_coded_weights_give_the_bits_of_packed_ones(provider, rows, inner):
+    kernels = coding(provider)
+    x, weight, bias = operands(rows, 192, inner)
+    form = [weight, packed_weights.pack(weight), pack.code(weight)]
+    y = [kernels.linear(x, w, bias) for w in form]
+    together = [kernels.linears(x, [w, w], [])[1] for w in form]
+    halves = [[f(half) for half in weight.split(96)] for f in (packed_weights.pack, pack.code)]
+    gated = [kernels.gated_linear(x, *pair, bias[:96], None, activation="silu") for pair in halves]
+    assert (
+        torch.equal(y[2], y[1]) and torch.equal(together[2], together[1]) and torch.equal(gated[1], gated[0])
+    )
+    torch.testing.assert_close(y[2], y[0], rtol=2e-2, atol=2e-2)
+    reference = torch.ops.pagebinder.linear(x, form[2], bias)
+    torch.testing.assert_close(y[2], reference, rtol=2e-2, atol=2e-2)

@@ -7,6 +7,7 @@ import pytest
 import pagebinder
 import pagebinder.compile as compiler
 from pagebinder.errors import PagebinderError
+from tests.helpers import nightly
 from tests.mutation.bases import BASES, _capture, base, compile_base, config, lock_path
 from tests.mutation.catalogue import FAULTS, PAGE, page
 from tests.mutation.faults import ERRORS, NOTHING, Fault
@@ -26,12 +27,15 @@ def compile_with(fault: Fault, patch: pytest.MonkeyPatch) -> None:
         pagebinder.compile_model(model, config(fault.verify, locked=locked))
 
 
-def as_parameter(fault: Fault):
+def as_parameter(fault: Fault, number: int):
+    """Each third fault by day, and all of them at night."""
     marks = [pytest.mark.xfail(strict=True, reason=fault.why_missed)] if fault.net == NOTHING else []
+    if number % 3:
+        marks.append(nightly)
     return pytest.param(fault, id=fault.name, marks=marks)
 
 
-@pytest.mark.parametrize("fault", [as_parameter(f) for f in FAULTS])
+@pytest.mark.parametrize("fault", [as_parameter(f, i) for i, f in enumerate(FAULTS)])
 def test_every_fault_is_caught(fault, monkeypatch):
     with pytest.raises(PagebinderError) as caught:
         compile_with(fault, monkeypatch)

@@ -4,11 +4,13 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <atomic>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "linear.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -20,12 +22,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Bias = std::optional<Tensor>;
 using Kernel = void (*)(const LinearArgs&);
-
-void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
-  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
-  });
-}
 
 Tensor torch_linear(const Tensor& x, const Tensor& weight, const Bias& bias) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
@@ -66,9 +62,13 @@ Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner)
 
 constexpr int64_t PACKED_DIMS = 6;  // [N / 32, K / 32, 2, 16, 16, 2]
 
+constexpr int64_t CODED_DIMS = 3;   // [N / 32, K / 256, bytes of a block]
+
 bool is_packed(const Tensor& weight) { return weight.dim() == PACKED_DIMS; }
+bool is_coded(const Tensor& weight) { return weight.dim() == CODED_DIMS && weight.scalar_type() == ScalarType::Byte; }
+bool is_plain(const Tensor& weight) { return !is_packed(weight) && !is_coded(weight); }
 int64_t columns_of(const Tensor& weight) {
-  return weight.size(0) * (is_packed(weight) ? pagebinder::PACKED_PANEL : 1);
+  return weight.size(0) * (is_plain(weight) ? 1 : pagebinder::PACKED_PANEL);
 }
 
 void for_panels(const Tensor& plain, const Tensor& packed, bool unpack) {
@@ -78,16 +78,67 @@ void for_panels(const Tensor& plain, const Tensor& packed, bool unpack) {
                   "a bf16 weight [N, K] is packed as [N / 32, K / 32, 2, 16, 16, 2]");
   const pagebinder::PackedWeight weight{plain.mutable_data_ptr(), plain.stride(0), plain.size(1),
                                         packed.mutable_data_ptr()};
-  torch::stable::parallel_for(0, packed.size(0), 1, [&](int64_t panel, int64_t end) {
-    for (; panel < end; ++panel) pagebinder::pack_panel(weight, panel, unpack);
+  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  pagebinder::for_ranges(packed.size(0), 1, num_threads, [&](int64_t panel, int64_t) {
+    pagebinder::pack_panel(weight, panel, unpack);
   });
 }
 
 void pack_linear_weight(const Tensor& weight, Tensor packed) { for_panels(weight, packed, false); }
 void unpack_linear_weight(const Tensor& packed, Tensor weight) { for_panels(weight, packed, true); }
 
+// ---- coded weights ---------------------------------------------------------------------------------------------
+
+pagebinder::PackedWeight to_be_coded(const Tensor& weight) {
+  STD_TORCH_CHECK(weight.scalar_type() == ScalarType::BFloat16 && weight.dim() == 2 && weight.stride(1) == 1 &&
+                      weight.size(0) % pagebinder::PACKED_PANEL == 0 && weight.size(1) % pagebinder::CODED_INNER == 0,
+                  "a bf16 weight [N, K] is coded, N a multiple of 32 and K of ", pagebinder::CODED_INNER);
+  return {weight.mutable_data_ptr(), weight.stride(0), weight.size(1), nullptr};
+}
+
+int64_t coded_block_bytes(const Tensor& weight) {
+  const pagebinder::PackedWeight plain = to_be_coded(weight);
+  std::atomic<int64_t> most{0};
+  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  pagebinder::for_ranges(columns_of(weight) / pagebinder::PACKED_PANEL, 1, num_threads, [&](int64_t panel, int64_t) {
+    const int64_t bytes = pagebinder::coded_bytes_of_panel(plain, panel);
+    for (int64_t before = most.load(); bytes > before && !most.compare_exchange_weak(before, bytes);) {}
+  });
+  return most.load();
+}
+
+void code_linear_weight(const Tensor& weight, Tensor coded) {
+  const pagebinder::PackedWeight plain = to_be_coded(weight);
+  STD_TORCH_CHECK(is_coded(coded) && coded.is_contiguous() && columns_of(coded) == weight.size(0) &&
+                      coded.size(1) * pagebinder::CODED_INNER == weight.size(1) &&
+                      coded.size(2) >= coded_block_bytes(weight),
+                  "codes of [N, K] are uint8 [N / 32, K / ", pagebinder::CODED_INNER, ", coded_block_bytes]");
+  uint8_t* codes = static_cast<uint8_t*>(coded.mutable_data_ptr());
+  const int64_t bytes = coded.size(2), panel_bytes = coded.size(1) * bytes;
+  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  pagebinder::for_ranges(coded.size(0), 1, num_threads, [&](int64_t panel, int64_t) {
+    pagebinder::code_panel(plain, panel, bytes, codes + panel * panel_bytes);
+  });
+}
+
+Tensor decode_linear_weight(const Tensor& coded) {
+  STD_TORCH_CHECK(is_coded(coded) && coded.is_contiguous(), "codes are uint8 [N / 32, K / 256, bytes], contiguous");
+  const int64_t inner = coded.size(1) * pagebinder::CODED_INNER, bytes = coded.size(2);
+  Tensor packed = torch::stable::new_empty(
+      coded, std::vector<int64_t>{coded.size(0), inner / 32, 2, 16, 16, 2}, ScalarType::BFloat16);
+  uint16_t* to = static_cast<uint16_t*>(packed.mutable_data_ptr());
+  const uint8_t* codes = static_cast<const uint8_t*>(coded.const_data_ptr());
+  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  pagebinder::for_ranges(coded.size(0), 1, num_threads, [&](int64_t panel, int64_t) {
+    pagebinder::decode_panel(codes + panel * coded.size(1) * bytes, bytes, inner,
+                             to + panel * pagebinder::PACKED_PANEL * inner);
+  });
+  return packed;
+}
+
 // The weight [N, K] for kernels that want it so.
 Tensor plain(const Tensor& weight) {
+  if (is_coded(weight)) return plain(decode_linear_weight(weight));
   if (!is_packed(weight)) return weight;
   Tensor result = torch::stable::new_empty(
       weight, std::vector<int64_t>{columns_of(weight), weight.size(1) * pagebinder::PACKED_PANEL});
@@ -96,6 +147,13 @@ Tensor plain(const Tensor& weight) {
 }
 
 // ---- calls -----------------------------------------------------------------------------------------------------
+
+// What threads of a call read, as long as one of them does.
+struct Operands {
+  Tensor x;
+  std::vector<Tensor> weights;
+  std::vector<Bias> biases;
+};
 
 // One call for several layers on the same x; `kernel` is null where torch has to serve them.
 struct Call {
@@ -106,27 +164,30 @@ struct Call {
   Call(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Bias>& biases) {
     if (x.dim() == 0 || !evenly_spaced_rows(x, args.rows, args.x_stride) || args.rows == 0) return;
     args.x = x.const_data_ptr(), args.inner = x.size(x.dim() - 1);
-    args.num_threads = static_cast<int>(torch::stable::get_num_threads()), args.run = run_parallel;
+    args.num_threads = static_cast<int>(torch::stable::get_num_threads());
     Kernel chosen = nullptr;
     for (size_t i = 0; i < weights.size(); ++i) {
       if (!fits(x, weights[i], biases[i])) return;
-      if (is_packed(weights[i]) != is_packed(weights[0])) return;
-      chosen = is_packed(weights[i]) ? packed_kernel()
-                                     : kernel_for(x.scalar_type(), args.rows, weights[i].size(0), args.inner);
+      if (is_packed(weights[i]) != is_packed(weights[0]) || is_coded(weights[i]) != is_coded(weights[0])) return;
+      chosen = is_plain(weights[i]) ? kernel_for(x.scalar_type(), args.rows, weights[i].size(0), args.inner)
+                                    : packed_kernel();
       if (chosen == nullptr) return;
       layers.push_back({columns_of(weights[i]), weights[i].const_data_ptr(), weights[i].stride(0),
-                        biases[i] ? biases[i]->const_data_ptr() : nullptr, nullptr});
+                        is_coded(weights[i]) ? weights[i].size(2) : 0, biases[i] ? biases[i]->const_data_ptr() : nullptr, nullptr});
     }
     args.layers = layers.data(), args.num_layers = static_cast<int>(layers.size());
+    args.operands = std::make_shared<Operands>(Operands{x, weights, biases});
     kernel = chosen;
   }
 
   bool fits(const Tensor& x, const Tensor& weight, const Bias& bias) const {
     const ScalarType type = x.scalar_type();
-    const bool lies_well = is_packed(weight)
-                               ? weight.is_contiguous() && weight.size(1) * pagebinder::PACKED_PANEL == args.inner
-                               : weight.dim() == 2 && weight.stride(1) == 1 && weight.size(1) == args.inner;
-    return lies_well && weight.scalar_type() == type &&
+    const int64_t k_of_one = is_packed(weight) ? pagebinder::PACKED_PANEL : pagebinder::CODED_INNER;
+    const bool lies_well = is_plain(weight)
+                               ? weight.dim() == 2 && weight.stride(1) == 1 && weight.size(1) == args.inner
+                               : weight.is_contiguous() && weight.size(1) * k_of_one == args.inner;
+    const ScalarType type_of_numbers = is_coded(weight) ? ScalarType::BFloat16 : weight.scalar_type();
+    return lies_well && type_of_numbers == type &&
            (!bias || (bias->scalar_type() == type && bias->dim() == 1 && bias->size(0) == columns_of(weight) &&
                       (bias->size(0) <= 1 || bias->stride(0) == 1)));
   }
@@ -181,7 +242,8 @@ Activation activation_named(const std::string& name) {
 template <class T>
 void gate_values(Activation activation, T* gate, const T* up, int64_t count) {
   constexpr int64_t GRAIN = 1 << 14;
-  torch::stable::parallel_for(0, count, GRAIN, [&](int64_t i, int64_t end) {
+  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  pagebinder::for_ranges(count, GRAIN, num_threads, [&](int64_t i, int64_t end) {
     using pagebinder::W;
     for (; i + W <= end; i += W)
       pagebinder::store_gated(activation, pagebinder::load_float(gate + i), pagebinder::load_float(up + i), gate + i);
@@ -201,7 +263,7 @@ void gate_tensors(Activation activation, const Tensor& gate, const Tensor& up) {
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate, const Tensor& up, Bias gate_bias, Bias up_bias,
                     std::string activation) {
-  STD_TORCH_CHECK((gate.dim() == 2 || is_packed(gate)) && up.dim() == gate.dim() && gate.size(0) == up.size(0),
+  STD_TORCH_CHECK((gate.dim() == 2 || !is_plain(gate)) && up.dim() == gate.dim() && gate.size(0) == up.size(0),
                   "gate and up must be [N, K] alike");
   const Activation kind = activation_named(activation);
   Call call(x, {gate, up}, {gate_bias, up_bias});
@@ -225,6 +287,17 @@ bool has_matrix_tiles() {
   return pagebinder::linear_suits_tiles(1, pagebinder::LINEAR_GRAIN, pagebinder::LINEAR_GRAIN);
 }
 
+// ---- threads, for tests and benchmarks -------------------------------------------------------------------------
+
+std::vector<int64_t> thread_pool_counts() {
+  const auto& pool = pagebinder::ThreadPool::instance();
+  return {pool.num_helpers(), pool.redone_jobs.load(), pool.left_loops.load()};
+}
+
+void stall_helpers(int64_t microseconds) {
+  pagebinder::ThreadPool::instance().stall_microseconds.store(static_cast<int>(microseconds));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
@@ -233,14 +306,26 @@ STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
   m.impl("gated_linear", TORCH_BOX(&gated_linear));
   m.impl("pack_linear_weight", TORCH_BOX(&pack_linear_weight));
   m.impl("unpack_linear_weight", TORCH_BOX(&unpack_linear_weight));
+  m.impl("coded_block_bytes", TORCH_BOX(&coded_block_bytes));
+  m.impl("code_linear_weight", TORCH_BOX(&code_linear_weight));
+  m.impl("decode_linear_weight", TORCH_BOX(&decode_linear_weight));
 }
 
-// Does this machine let the kernels use matrix tiles?
+// has_matrix_tiles: does this machine let the kernels use them? thread_pool_counts: threads, jobs that were done again
+// because a thread stood still, loops that were left with one inside. stall_helpers: from now on threads of the pool
+// stand still for so long before they write a result.
 STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
   m.def("has_matrix_tiles() -> bool");
+  m.def("thread_pool_counts() -> int[]");
+  m.def("stall_helpers(int microseconds) -> ()");
   m.def("pack_linear_weight(Tensor weight, Tensor(a!) packed) -> ()");
   m.def("unpack_linear_weight(Tensor packed, Tensor(a!) weight) -> ()");
+  m.def("coded_block_bytes(Tensor weight) -> int");
+  m.def("code_linear_weight(Tensor weight, Tensor(a!) coded) -> ()");
+  m.def("decode_linear_weight(Tensor coded) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CompositeExplicitAutograd, m) {
   m.impl("has_matrix_tiles", TORCH_BOX(&has_matrix_tiles));
+  m.impl("thread_pool_counts", TORCH_BOX(&thread_pool_counts));
+  m.impl("stall_helpers", TORCH_BOX(&stall_helpers));
 }

@@ -16,6 +16,7 @@
 
 #include "amx.h"
 #include "attention_scores.h"
+#include "leaving_loop.h"
 #include "work_ranges.h"
 
 namespace pagebinder {
@@ -29,13 +30,19 @@ constexpr int PAIR = 2 * TILE_LINES;                     // columns or rows of t
 constexpr int64_t SERIAL_PACKING = 1 << 17;              // elements of x
 
 struct Run {
-  const LinearArgs& args;
-  uint32_t* packed;  // x: [group of 16 rows][inner / 2][16]
-  int steps, row_pairs, panel_columns;
-  LinearPanels panels;
-  int num_workers;
+  const KeptLinearArgs args;
+  const std::shared_ptr<Buffer> memory;
+  uint32_t* const packed;  // x, in `memory`: [group of 16 rows][inner / 2][16]
+  const int steps, row_pairs, panel_columns, num_workers;
+  const LinearPanels panels{args, args.gate == Activation::NONE ? panel_columns : panel_columns / 2};
   WorkRanges work{panels.count(), num_workers};
+  Claims results{panels.count()};
   std::atomic<int> next_group{0};
+
+  Run(const LinearArgs& a, std::shared_ptr<Buffer> buffer, uint32_t* x, int num_steps, int pairs, int columns,
+      int workers)
+      : args(a), memory(std::move(buffer)), packed(x), steps(num_steps), row_pairs(pairs), panel_columns(columns),
+        num_workers(workers) {}
 
   bool gated() const { return args.gate != Activation::NONE; }
   const uint32_t* packed_group(int group) const { return packed + static_cast<int64_t>(group) * steps * TILE_WORDS; }
@@ -193,7 +200,9 @@ struct PanelScratch {
   Buffer sums, copies;
 };
 
-void run_panel(const Run& run, PanelScratch& scratch, const Panel& panel, const Panel& next) {
+void run_panel(Run& run, int index, int next_index, int worker) {
+  static thread_local PanelScratch scratch;
+  const Panel panel = panel_at(run, index), next = panel_at(run, next_index);
   const int pairs = panel.columns / PAIR, calls = run.row_pairs * pairs;
   const bool reuse = run.row_pairs > 1;
   float* sums = scratch.sums.at_least<float>(static_cast<size_t>(run.row_pairs) * MOST_PANEL / PAIR * 4 * TILE_WORDS);
@@ -223,28 +232,30 @@ void run_panel(const Run& run, PanelScratch& scratch, const Panel& panel, const 
     }
     tiles_meet_memory();
   }
-  for (int p = 0; p < run.row_pairs; ++p)
-    for (int c = 0; c < pairs; ++c)
-      for (int half = 0; half < 2; ++half) {
-        const int64_t row = p * PAIR + half * TILE_LINES;
-        if (row < run.args.rows)
-          write_tile(run.args, panel, sums + ((p * 2 + c) * 4 + half) * TILE_WORDS, c, row);
-      }
+  stand_still(worker);
+  run.results.write_once(index, [&] {
+    for (int p = 0; p < run.row_pairs; ++p)
+      for (int c = 0; c < pairs; ++c)
+        for (int half = 0; half < 2; ++half) {
+          const int64_t row = p * PAIR + half * TILE_LINES;
+          if (row < run.args.rows)
+            write_tile(run.args, panel, sums + ((p * 2 + c) * 4 + half) * TILE_WORDS, c, row);
+        }
+  });
 }
 
 void panel_worker(void* context, int worker) {
-  static thread_local PanelScratch scratch;
   Run& run = *static_cast<Run*>(context);
   const FullTiles tiles;
-  for (int index = run.work.take(worker), next; index < run.work.count(); index = next) {
+  const int count = run.panels.count();
+  Pace pace;
+  for (int index = run.work.take(worker), next; index < count; index = next, pace.count()) {
     next = run.work.take(worker);
-    run_panel(run, scratch, panel_at(run, index), panel_at(run, next));
+    run_panel(run, index, next, worker);
   }
-}
-
-void for_workers(Run& run, int workers, void (*worker)(void*, int)) {
-  if (workers <= 1) worker(&run, 0);
-  else run.args.run(workers, worker, &run);
+  if (worker == 0)
+    complete_jobs(count, pace, [&](int64_t i) { return run.results.is_written(i); },
+                  [&](int64_t i) { run_panel(run, static_cast<int>(i), count, 0); });
 }
 
 }  // namespace
@@ -255,18 +266,21 @@ bool linear_suits_tiles(int64_t rows, int64_t columns, int64_t inner) {
 }
 
 void linear_with_tiles(const LinearArgs& args) {
-  static thread_local Buffer packed;
+  static thread_local std::shared_ptr<Buffer> last;
+  const std::shared_ptr<Buffer> memory = buffer_of_a_call(last);
   const int steps = static_cast<int>(args.inner / TILE_STEP);
   const int row_pairs = static_cast<int>((args.rows + PAIR - 1) / PAIR);
   const int panel_columns = row_pairs > 1 ? MOST_PANEL : DIRECT_PANEL;
-  const LinearPanels panels(args, args.gate == Activation::NONE ? panel_columns : panel_columns / 2);
   int64_t columns = 0;
   for (int i = 0; i < args.num_layers; ++i) columns += args.layers[i].columns;
   const bool serial = args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS;
-  uint32_t* x = packed.at_least<uint32_t>(static_cast<size_t>(2 * row_pairs) * steps * TILE_WORDS);
-  Run run{args, x, steps, row_pairs, panel_columns, panels, serial ? 1 : std::min(args.num_threads, panels.count())};
-  for_workers(run, args.rows * args.inner < SERIAL_PACKING ? 1 : run.num_workers, pack_worker);
-  for_workers(run, run.num_workers, panel_worker);
+  uint32_t* x = memory->at_least<uint32_t>(static_cast<size_t>(2 * row_pairs) * steps * TILE_WORDS);
+  const int workers = serial ? 1 : args.num_threads;
+  const auto run = std::make_shared<Run>(args, memory, x, steps, row_pairs, panel_columns, workers);
+  if (workers <= 1 || args.rows * args.inner < SERIAL_PACKING) pack_worker(run.get(), 0);
+  else run_parallel(workers, pack_worker, run.get());
+  if (workers <= 1) panel_worker(run.get(), 0);
+  else run_leaving(workers, panel_worker, run);
 }
 
 #else

@@ -3,12 +3,16 @@
 //   tiles     bf16 on matrix tiles (AMX):  y^T [column][row]  =  W [column][K]  x  x pairs [K/2][row]
 //   vectors   bf16 and float32: every row of W is read once and meets a few rows of x
 //
-//   packed    bf16 on matrix tiles, W packed as tiles beforehand (linear/packed_weights.py), any number of rows
+//   packed    bf16 on matrix tiles, W packed as tiles beforehand (linear/packed_weights.py), any number of rows; or W
+//             packed and coded in some 12 bits (coded_weights.h): the same sums of fewer bytes
 //
 // The first two take weights as they lie, so no second copy of one exists, and pack x once a call. Layers that read
 // the same x are one call: threads take panels of columns from all of them, each from a run of its own
-// (work_ranges.h).
+// (work_ranges.h). A thread that stands still is left behind (leaving_loop.h).
 #pragma once
+
+#include <memory>
+#include <vector>
 
 #include "activations.h"
 #include "attention.h"
@@ -25,8 +29,9 @@ constexpr int64_t LINEAR_SERIAL_FLOPS = 1 << 19;
 // One layer of those that read the same x; data of x's type.
 struct LinearLayer {
   int64_t columns;
-  const void* weight;   // [columns, inner], or packed: [columns / 32, inner / 32, 2, 16, 16, 2]
+  const void* weight;   // [columns, inner], or packed: [columns / 32, inner / 32, 2, 16, 16, 2], or coded
   int64_t weight_stride;
+  int64_t coded_bytes;  // of a block of a coded weight, 0 of others
   const void* bias;     // [columns] or null
   void* out;            // [rows, columns] contiguous
 };
@@ -39,10 +44,26 @@ struct LinearArgs {
   int num_layers;
   Activation gate;      // not NONE: of two equal layers, one result: out of the first = act(first) * second
   int num_threads;
-  ParallelRun run;
+  std::shared_ptr<void> operands;  // x, weights and biases exist as long as it
 
   int num_results() const { return gate == Activation::NONE ? num_layers : 1; }
 };
+
+// Arguments that outlive the call.
+struct KeptLinearArgs : LinearArgs {
+  explicit KeptLinearArgs(const LinearArgs& args) : LinearArgs(args), kept(args.layers, args.layers + args.num_layers) {
+    layers = kept.data();
+  }
+  KeptLinearArgs(const KeptLinearArgs&) = delete;
+  const std::vector<LinearLayer> kept;
+};
+
+// Memory of a thread's calls, of which late helpers of the last one may still read: then there is another.
+inline std::shared_ptr<Buffer> buffer_of_a_call(std::shared_ptr<Buffer>& last) {
+  if (last == nullptr || last.use_count() > 1) last = std::make_shared<Buffer>();
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return last;
+}
 
 // Panels of `columns` columns of all results, in order, and where each begins.
 class LinearPanels {
@@ -76,6 +97,13 @@ struct PackedWeight {
   int64_t plain_stride, inner;
   void* packed;
 };
+
+// Coded weights: how many bytes its largest block takes; the codes of all blocks of a panel, and back. `inner` is a
+// multiple of CODED_INNER.
+constexpr int64_t CODED_INNER = 256;
+int64_t coded_bytes_of_panel(const PackedWeight& weight, int64_t panel);
+void code_panel(const PackedWeight& weight, int64_t panel, int64_t block_bytes, uint8_t* codes);
+void decode_panel(const uint8_t* codes, int64_t block_bytes, int64_t inner, uint16_t* packed);
 
 // Packs one panel of 32 columns, or unpacks it.
 void pack_panel(const PackedWeight& weight, int64_t panel, bool unpack);

@@ -7,10 +7,15 @@
 // cache holds what x and the group have. Meanwhile the group's next block is asked for, evenly, and the lines of y
 // that are written at the end.
 //
+// Panels of coded weights are decoded into the worker's memory first: a step at a time ahead of its product where one
+// tile of rows reads it once, else a block of steps for all rows of the job.
+//
 // An element of y is summed in the same order whatever the number of rows and threads.
 #include <algorithm>
 
 #include "amx.h"
+#include "coded_weights.h"
+#include "leaving_loop.h"
 #include "linear.h"
 #include "work_ranges.h"
 
@@ -25,31 +30,47 @@ constexpr int TILE_BYTES = TILE_LINES * 64, STEP_BYTES = 2 * TILE_BYTES;
 constexpr int TILE_SUMS = TILE_LINES * TILE_LINES;
 constexpr int BLOCK_STEPS = 32;                           // whose sums stay in registers
 constexpr int64_t STREAM_AHEAD = 16384;                   // bytes
+constexpr int64_t CODES_AHEAD = 6144;                     // bytes
 constexpr int MOST_PAIRS = 8;                             // of row tiles of a job
+constexpr int MOST_CODED_PAIRS = 16;                      // more, as each job decodes its panels
 constexpr int MOST_GROUP = 4;                             // panels of a job
 constexpr int JOBS_OF_A_THREAD = 4;                       // at least, before jobs get more panels
 
-struct Run {
-  const LinearArgs& args;
-  const char* tail;                          // a copy of the last pair of row tiles, if x ends within one
-  int steps, row_pairs, block_pairs, group;  // panels of a job
-  LinearPanels panels;                       // groups of them
-  int num_workers;
-  int blocks = (row_pairs + block_pairs - 1) / block_pairs;
-  WorkRanges work{blocks * panels.count(), num_workers};
+struct Job;
+
+struct Shape {
+  int steps, row_pairs, block_pairs, blocks, group, num_workers;  // group: panels of a job
+};
+
+struct Run : Shape {
+  const KeptLinearArgs args;
+  const std::shared_ptr<Buffer> tail;  // a copy of the last pair of row tiles, if x ends within one, else null
+  const LinearPanels panels{args, PANEL * group};  // groups of them
+  const int num_jobs = blocks * panels.count();
+  WorkRanges work{num_jobs, num_workers};
+  Claims products{static_cast<int64_t>(num_jobs) * block_pairs * group};  // of each job by pair and panel
+
+  Run(const LinearArgs& a, const Shape& shape, std::shared_ptr<Buffer> last_rows)
+      : Shape(shape), args(a), tail(std::move(last_rows)) {}
 
   int64_t x_line() const { return args.x_stride * 2; }
   const char* rows_at(int pair) const {
-    if (tail != nullptr && pair == row_pairs - 1) return tail;
+    if (tail != nullptr && pair == row_pairs - 1) return tail->at_least<char>(0);
     return static_cast<const char*>(args.x) + pair * PAIR * x_line();
   }
   bool gated() const { return args.gate != Activation::NONE; }
+  bool coded() const { return args.layers[0].coded_bytes > 0; }
+  int64_t product_of(const Job& job, int pair, int panel) const;
   int64_t panel_bytes() const { return static_cast<int64_t>(steps) * STEP_BYTES; }
+  int64_t panel_bytes_of(const LinearLayer& layer) const {
+    return layer.coded_bytes > 0 ? steps / CODED_STEPS * layer.coded_bytes : panel_bytes();
+  }
   int64_t rows_of(int pair) const { return std::min<int64_t>(args.rows - static_cast<int64_t>(pair) * PAIR, PAIR); }
 };
 
 // One job: where its panels begin, of which rows. Plain layers have one panel, gated ones two.
 struct Job {
+  int index;
   const LinearLayer* layer;
   int64_t column;
   const char* panel[2];
@@ -57,15 +78,28 @@ struct Job {
 };
 
 Job job_at(const Run& run, int index) {
+  if (index >= run.num_jobs) return {};
   const int count = run.panels.count(), block = index / count;
   const auto [result, column] = run.panels[index % count];
   const LinearLayer* layer = run.args.layers + result;
   const auto panel_of = [&](const LinearLayer& l) {
-    return static_cast<const char*>(l.weight) + column / PANEL * run.panel_bytes();
+    return static_cast<const char*>(l.weight) + column / PANEL * run.panel_bytes_of(l);
   };
-  return {layer, column, {panel_of(*layer), run.gated() ? panel_of(layer[1]) : nullptr},
+  return {index, layer, column, {panel_of(*layer), run.gated() ? panel_of(layer[1]) : nullptr},
           static_cast<int>(std::min<int64_t>(run.group, (layer->columns - column) / PANEL)), block * run.block_pairs,
           std::min((block + 1) * run.block_pairs, run.row_pairs)};
+}
+
+int64_t Run::product_of(const Job& job, int pair, int panel) const {
+  return (static_cast<int64_t>(job.index) * block_pairs + pair - job.first_pair) * group + panel;
+}
+
+bool is_written(const Run& run, int index) {
+  const Job job = job_at(run, index);
+  for (int pair = job.first_pair; pair < job.end_pair; ++pair)
+    for (int panel = 0; panel < job.panels; ++panel)
+      if (!run.products.is_written(run.product_of(job, pair, panel))) return false;
+  return true;
 }
 
 // ---- sums ------------------------------------------------------------------------------------------------------
@@ -160,22 +194,26 @@ void write_rows(const Run& run, const LinearLayer& layer, int64_t column, const 
 
 class Worker {
  public:
-  explicit Worker(const Run& run) : run_(run) {
+  Worker(Run& run, int number) : run_(run), number_(number) {
     static thread_local Buffer sums;
     const int kept = run.steps > BLOCK_STEPS ? run.block_pairs * run.group : 1;  // sums wait for the next block
     sums_ = sums.at_least<float>(static_cast<int64_t>(kept) * PRODUCT_SUMS);
+    if (run.coded()) decoded_ = decoded_memory().at_least<char>(run.group * 2 * DECODED_PANEL);
   }
 
   void run_job(const Job& job, const Job& next) {
+    if (run_.coded() && run_.args.rows <= TILE_LINES) return run_.gated() ? stream_job<2>(job) : stream_job<1>(job);
     const auto block_at = [&](int step) {
       return Block{step, std::min(BLOCK_STEPS, run_.steps - step), step + BLOCK_STEPS >= run_.steps};
     };
     for (int step = 0; step < run_.steps; step += BLOCK_STEPS) {
       const Block block = block_at(step), after = block_at(block.last ? 0 : step + BLOCK_STEPS);
       float* sums = sums_;
+      if (run_.coded()) decode(job, block);
       for (int pair = job.first_pair; pair < job.end_pair; ++pair)
         for (int panel = 0; panel < job.panels; ++panel) {
-          run_product(job, pair, panel, block, ahead_of(block.last ? next : job, after, job, pair, panel), sums);
+          const Ahead ahead = run_.coded() ? Ahead{} : ahead_of(block.last ? next : job, after, job, pair, panel);
+          run_product(job, pair, panel, block, ahead, sums);
           if (run_.steps > BLOCK_STEPS) sums += PRODUCT_SUMS;
         }
     }
@@ -183,11 +221,92 @@ class Worker {
 
  private:
   static constexpr int PRODUCT_SUMS = 8 * TILE_SUMS;
+  static constexpr int64_t DECODED_PANEL = static_cast<int64_t>(BLOCK_STEPS) * STEP_BYTES;
+  static constexpr int STEP_WEIGHTS = STEP_BYTES / 2;
 
   struct Block {
     int step, steps;
     bool last;
   };
+
+  static Buffer& decoded_memory() {
+    static thread_local Buffer memory;
+    return memory;
+  }
+
+  // Where a block of coded weights begins, of a panel of the job or of its gated partner.
+  const uint8_t* codes_at(const Job& job, int panel, int which, int step) const {
+    const LinearLayer& layer = job.layer[which];
+    return reinterpret_cast<const uint8_t*>(job.panel[which]) + panel * run_.panel_bytes_of(layer) +
+           step / CODED_STEPS * layer.coded_bytes;
+  }
+
+  // The block of all panels of a job -> decoded_ [panel][of gated layers two][step]
+  void decode(const Job& job, const Block& block) {
+    for (int panel = 0; panel < job.panels; ++panel)
+      for (int which = 0; which <= run_.gated(); ++which) {
+        uint16_t* to = reinterpret_cast<uint16_t*>(decoded_ + (panel * 2 + which) * DECODED_PANEL);
+        for (int step = block.step; step < block.step + block.steps; step += CODED_STEPS) {
+          BlockDecoder decoder(codes_at(job, panel, which, step));
+          for (int i = 0; i < CODED_STEPS; ++i, to += STEP_WEIGHTS) decoder.next<CODES_AHEAD>(to);
+        }
+      }
+  }
+
+  // One tile of rows times one panel of coded weights, or two gated ones: a step meets x while the next is decoded.
+  template <int LAYERS>
+  void stream_job(const Job& job) {
+    constexpr int RING = 4;  // steps
+    uint16_t* ring = reinterpret_cast<uint16_t*>(decoded_);
+    const char* x = run_.rows_at(job.first_pair);
+    _tile_zero(0);
+    _tile_zero(1);
+    if (LAYERS == 2) _tile_zero(2);
+    if (LAYERS == 2) _tile_zero(3);
+    const auto multiply_step = [&](int step) {
+      const char* w = reinterpret_cast<const char*>(ring + step % RING * LAYERS * STEP_WEIGHTS);
+      tiles_meet_memory();
+      _tile_loadd(4, x + step * TILE_STEP * 2, run_.x_line());
+      _tile_loadd(6, w, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, w + (LAYERS == 2 ? STEP_BYTES : TILE_BYTES), 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (LAYERS == 2) {
+        _tile_loadd(6, w + TILE_BYTES, 64);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, w + STEP_BYTES + TILE_BYTES, 64);
+        _tile_dpbf16ps(3, 4, 7);
+      }
+    };
+    for (int block = 0; block < run_.steps; block += CODED_STEPS) {
+      BlockDecoder first(codes_at(job, 0, 0, block)), second(codes_at(job, 0, LAYERS - 1, block));
+      for (int step = block; step < block + CODED_STEPS; ++step) {
+        uint16_t* to = ring + step % RING * LAYERS * STEP_WEIGHTS;
+        first.next<CODES_AHEAD>(to);
+        if (LAYERS == 2) second.next<CODES_AHEAD>(to + STEP_WEIGHTS);
+        if (step > 0) multiply_step(step - 1);
+      }
+    }
+    multiply_step(run_.steps - 1);
+    _tile_stored(0, sums_, 64);
+    _tile_stored(1, sums_ + TILE_SUMS, 64);
+    if (LAYERS == 2) _tile_stored(2, sums_ + 2 * TILE_SUMS, 64);
+    if (LAYERS == 2) _tile_stored(3, sums_ + 3 * TILE_SUMS, 64);
+    tiles_meet_memory();
+    write_product(job, job.first_pair, 0, sums_, LAYERS == 2 ? 2 * TILE_SUMS : 0);
+  }
+
+  // Writes a panel's columns of a pair of row tiles, if nobody else did. second_half: of gated layers, where the sums of
+  // the other 16 columns begin.
+  void write_product(const Job& job, int pair, int panel, const float* sums, int64_t second_half) {
+    const int64_t column = job.column + panel * PANEL, row = static_cast<int64_t>(pair) * PAIR;
+    const int rows = static_cast<int>(run_.rows_of(pair));
+    stand_still(number_);
+    run_.products.write_once(run_.product_of(job, pair, panel), [&] {
+      write_rows(run_, *job.layer, column, sums, row, rows);
+      if (second_half > 0) write_rows(run_, *job.layer, column + HALF, sums + second_half, row, rows);
+    });
+  }
 
   // The share of a pair in what a panel's place in the next group needs of a block.
   Ahead ahead_of(const Job& coming, const Block& block, const Job& job, int pair, int panel) const {
@@ -204,6 +323,7 @@ class Worker {
     const int64_t column = job.column + panel * PANEL, row = static_cast<int64_t>(pair) * PAIR;
     const int rows = static_cast<int>(run_.rows_of(pair));
     const char *x = run_.rows_at(pair) + block.step * TILE_STEP * 2, *w0 = job.panel[0] + at, *w1 = job.panel[1] + at;
+    if (run_.coded()) w0 = decoded_ + panel * 2 * DECODED_PANEL, w1 = w0 + DECODED_PANEL;
     if (block.last) {
       ahead.out = static_cast<char*>(job.layer->out) + (row * job.layer->columns + column) * 2;
       ahead.stride = job.layer->columns * 2;
@@ -211,42 +331,46 @@ class Worker {
     const auto sum = [&](auto kernel, const char* const* w, float* to) {
       kernel(x, run_.x_line(), w, block.steps, block.step == 0, ahead, to);
     };
-    const auto write = [&](int64_t from, const float* complete) {
-      if (block.last) write_rows(run_, *job.layer, column + from, complete, row, rows);
-    };
+    int64_t second_half = 0;  // where its sums begin, of gated layers
     if (!run_.gated()) {
       const char* w[2] = {w0, w0 + TILE_BYTES};
       ahead.lines = (ahead.lines + block.steps - 1) / block.steps;
       sum(rows <= TILE_LINES ? multiply<1, 2> : multiply<2, 2>, w, sums);
-      write(0, sums);
     } else if (rows <= TILE_LINES) {
       const char* w[4] = {w0, w1, w0 + TILE_BYTES, w1 + TILE_BYTES};
       ahead.lines = (ahead.lines + block.steps - 1) / block.steps;
       sum(multiply<1, 4>, w, sums);
-      write(0, sums), write(HALF, sums + 2 * TILE_SUMS);
+      second_half = 2 * TILE_SUMS;
     } else {
       ahead.lines = (ahead.lines + 2 * block.steps - 1) / (2 * block.steps);
-      for (int half = 0; half < 2; ++half, sums += 4 * TILE_SUMS) {
+      second_half = 4 * TILE_SUMS;
+      for (int half = 0; half < 2; ++half) {
         const char* w[2] = {w0 + half * TILE_BYTES, w1 + half * TILE_BYTES};
-        sum(multiply<2, 2>, w, sums);
-        write(half * HALF, sums);
+        sum(multiply<2, 2>, w, sums + half * second_half);
         ahead.first += ahead.lines * block.steps * 64, ahead.second += ahead.lines * block.steps * 64;
       }
     }
+    if (block.last) write_product(job, pair, panel, sums, second_half);
   }
 
-  const Run& run_;
+  Run& run_;
+  const int number_;
   float* sums_;
+  char* decoded_ = nullptr;
 };
 
-void job_worker(void* context, int index_of_worker) {
+void job_worker(void* context, int number) {
   Run& run = *static_cast<Run*>(context);
   const FullTiles tiles(static_cast<int>(std::min<int64_t>(run.args.rows, TILE_LINES)));
-  Worker worker(run);
-  for (int index = run.work.take(index_of_worker), next; index < run.work.count(); index = next) {
-    next = run.work.take(index_of_worker);
-    worker.run_job(job_at(run, index), next < run.work.count() ? job_at(run, next) : Job{});
+  Worker worker(run, number);
+  Pace pace;
+  for (int index = run.work.take(number), next; index < run.num_jobs; index = next, pace.count()) {
+    next = run.work.take(number);
+    worker.run_job(job_at(run, index), job_at(run, next));
   }
+  if (number == 0)
+    complete_jobs(run.num_jobs, pace, [&](int64_t job) { return is_written(run, static_cast<int>(job)); },
+                  [&](int64_t job) { worker.run_job(job_at(run, static_cast<int>(job)), {}); });
 }
 
 }  // namespace
@@ -254,27 +378,31 @@ void job_worker(void* context, int index_of_worker) {
 bool packed_weights_usable() { return tiles_usable(); }
 
 void linear_with_packed_weights(const LinearArgs& args) {
-  static thread_local Buffer last_rows;
-  const int steps = static_cast<int>(args.inner / TILE_STEP);
-  const int row_pairs = static_cast<int>((args.rows + PAIR - 1) / PAIR);
-  const int blocks = (row_pairs + MOST_PAIRS - 1) / MOST_PAIRS, block_pairs = (row_pairs + blocks - 1) / blocks;
+  static thread_local std::shared_ptr<Buffer> last;
+  Shape shape{};
+  shape.steps = static_cast<int>(args.inner / TILE_STEP);
+  shape.row_pairs = static_cast<int>((args.rows + PAIR - 1) / PAIR);
+  const int most_pairs = args.layers[0].coded_bytes > 0 ? MOST_CODED_PAIRS : MOST_PAIRS;
+  const int least_blocks = (shape.row_pairs + most_pairs - 1) / most_pairs;
+  shape.block_pairs = (shape.row_pairs + least_blocks - 1) / least_blocks;
+  shape.blocks = (shape.row_pairs + shape.block_pairs - 1) / shape.block_pairs;
   int64_t columns = 0;
   for (int i = 0; i < args.num_layers; ++i) columns += args.layers[i].columns;
-  const int64_t most = row_pairs == 1 ? 1 : MOST_GROUP, jobs = columns / PANEL * blocks / args.num_threads;
-  const int group = static_cast<int>(std::clamp<int64_t>(jobs / JOBS_OF_A_THREAD, 1, most));
-  const LinearPanels panels(args, PANEL * group);
-  const bool serial = args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS;
-  char* tail = nullptr;
+  const int64_t most = shape.row_pairs == 1 ? 1 : MOST_GROUP;
+  const int64_t jobs = columns / PANEL * least_blocks / args.num_threads;
+  shape.group = static_cast<int>(std::clamp<int64_t>(jobs / JOBS_OF_A_THREAD, 1, most));
+  shape.num_workers = args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS ? 1 : args.num_threads;
+  std::shared_ptr<Buffer> tail;
   if (args.rows > TILE_LINES && args.rows % TILE_LINES != 0) {  // tiles would read beyond x
-    const int64_t first = (row_pairs - 1) * PAIR, line = args.x_stride * 2;
-    tail = last_rows.at_least<char>(PAIR * line);
+    const int64_t first = (shape.row_pairs - 1) * PAIR, line = args.x_stride * 2;
+    tail = buffer_of_a_call(last);
+    char* rows = tail->at_least<char>(PAIR * line);
     for (int64_t r = first; r < args.rows; ++r)
-      std::memcpy(tail + (r - first) * line, static_cast<const char*>(args.x) + r * line, args.inner * 2);
+      std::memcpy(rows + (r - first) * line, static_cast<const char*>(args.x) + r * line, args.inner * 2);
   }
-  const int workers = serial ? 1 : std::min(args.num_threads, panels.count());
-  Run run{args, tail, steps, row_pairs, block_pairs, group, panels, workers};
-  if (run.num_workers <= 1) job_worker(&run, 0);
-  else args.run(run.num_workers, job_worker, &run);
+  const auto run = std::make_shared<Run>(args, shape, std::move(tail));
+  if (run->num_workers <= 1) job_worker(run.get(), 0);
+  else run_leaving(run->num_workers, job_worker, run);
 }
 
 #else
@@ -300,6 +428,46 @@ void pack_panel(const PackedWeight& w, int64_t panel, bool unpack) {
           else tile[i * LINES + r] = lines[r][i];
       for (int r = 0; r < LINES && unpack; ++r) std::memcpy(row + r * w.plain_stride * 2, lines[r], sizeof lines[r]);
     }
+}
+
+// ---- codes -----------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr int64_t BLOCK_INNER = CODED_STEPS * PACKED_PANEL;
+static_assert(BLOCK_INNER == CODED_INNER);
+
+// A panel of a plain weight, packed, in memory of this thread.
+const uint16_t* packed_panel(PackedWeight weight, int64_t panel) {
+  static thread_local Buffer memory;
+  const int64_t words = PACKED_PANEL * weight.inner / 2;
+  weight.plain = static_cast<char*>(weight.plain) + panel * PACKED_PANEL * weight.plain_stride * 2;
+  weight.packed = memory.at_least<uint32_t>(static_cast<size_t>(words));
+  pack_panel(weight, 0, false);
+  return static_cast<const uint16_t*>(weight.packed);
+}
+
+}  // namespace
+
+int64_t coded_bytes_of_panel(const PackedWeight& weight, int64_t panel) {
+  const uint16_t* packed = packed_panel(weight, panel);
+  int most = 0;
+  for (int64_t block = 0; block < weight.inner / BLOCK_INNER; ++block)
+    most = std::max(most, BlockExponents(packed + block * CODED_WEIGHTS).patches);
+  return coded_block_bytes(most);
+}
+
+void code_panel(const PackedWeight& weight, int64_t panel, int64_t block_bytes, uint8_t* codes) {
+  const uint16_t* packed = packed_panel(weight, panel);
+  for (int64_t block = 0; block < weight.inner / BLOCK_INNER; ++block)
+    encode_block(packed + block * CODED_WEIGHTS, codes + block * block_bytes);
+}
+
+void decode_panel(const uint8_t* codes, int64_t block_bytes, int64_t inner, uint16_t* packed) {
+  for (int64_t block = 0; block < inner / BLOCK_INNER; ++block) {
+    BlockDecoder decoder(codes + block * block_bytes);
+    for (int step = 0; step < CODED_STEPS; ++step, packed += CODED_WEIGHTS / CODED_STEPS) decoder.next<0>(packed);
+  }
 }
 
 }  // namespace pagebinder

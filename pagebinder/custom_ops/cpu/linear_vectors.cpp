@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "attention_scores.h"
+#include "leaving_loop.h"
 #include "linear.h"
 #include "work_ranges.h"
 
@@ -31,11 +32,16 @@ struct Run {
   using Elements = typename ElementsOf<T>::type;
   using Query = typename Elements::Query;
 
-  const LinearArgs& args;
-  const Query* x;  // [rows, inner]
-  LinearPanels panels;
-  int num_workers;
+  const KeptLinearArgs args;
+  const std::shared_ptr<Buffer> packed;
+  const Query* x;  // [rows, inner], in `packed`
+  const int num_workers;
+  const LinearPanels panels{args, PANEL};
   WorkRanges work{panels.count(), num_workers};
+  Claims results{panels.count()};
+
+  Run(const LinearArgs& a, std::shared_ptr<Buffer> memory, const Query* packed_x, int workers)
+      : args(a), packed(std::move(memory)), x(packed_x), num_workers(workers) {}
 };
 
 // Sums the lanes of COUNT vectors: lane i < COUNT of the result is the sum of x[i]. Destroys x.
@@ -111,33 +117,45 @@ void add_panel(const Run<T>& run, const LinearLayer& layer, int64_t column, floa
 }
 
 template <class T>
-void panel_worker(void* context, int worker) {
-  Run<T>& run = *static_cast<Run<T>*>(context);
+void run_panel(Run<T>& run, int panel, int worker) {
   const LinearArgs& a = run.args;
   alignas(64) float sums[2][LINEAR_MOST_VECTOR_ROWS * PANEL];
-  for (int panel; (panel = run.work.take(worker)) < run.work.count();) {
-    const auto [result, column] = run.panels[panel];
-    const LinearLayer& layer = a.layers[result];
-    const bool gated = a.gate != Activation::NONE;
-    add_panel(run, layer, column, sums[0]);
-    if (gated) add_panel(run, a.layers[1], column, sums[1]);
+  const auto [result, column] = run.panels[panel];
+  const LinearLayer& layer = a.layers[result];
+  const int64_t first = column;
+  const bool gated = a.gate != Activation::NONE;
+  add_panel(run, layer, first, sums[0]);
+  if (gated) add_panel(run, a.layers[1], first, sums[1]);
+  stand_still(worker);
+  run.results.write_once(panel, [&] {
     for (int64_t r = 0; r < a.rows; ++r)
       for (int c = 0; c < PANEL; c += W) {
-        T* out = static_cast<T*>(layer.out) + r * layer.columns + column + c;
+        T* out = static_cast<T*>(layer.out) + r * layer.columns + first + c;
         const VF value = load<VF>(sums[0] + r * PANEL + c);
         if (gated) store_gated(a.gate, value, load<VF>(sums[1] + r * PANEL + c), out);
         else store_float(out, value);
       }
-  }
+  });
+}
+
+template <class T>
+void panel_worker(void* context, int worker) {
+  Run<T>& run = *static_cast<Run<T>*>(context);
+  Pace pace;
+  for (int panel; (panel = run.work.take(worker)) < run.panels.count(); pace.count()) run_panel(run, panel, worker);
+  if (worker == 0)
+    complete_jobs(run.panels.count(), pace, [&](int64_t i) { return run.results.is_written(i); },
+                  [&](int64_t i) { run_panel(run, static_cast<int>(i), 0); });
 }
 
 }  // namespace
 
 template <class T>
 void linear_with_vectors(const LinearArgs& args) {
-  static thread_local Buffer packed;
+  static thread_local std::shared_ptr<Buffer> last;
   using Query = typename Run<T>::Query;
-  Query* x = packed.at_least<Query>(static_cast<size_t>(args.rows * args.inner));
+  const std::shared_ptr<Buffer> packed = buffer_of_a_call(last);
+  Query* x = packed->at_least<Query>(static_cast<size_t>(args.rows * args.inner));
   int64_t columns = 0;
   for (int i = 0; i < args.num_layers; ++i) columns += args.layers[i].columns;
   for (int64_t r = 0; r < args.rows; ++r) {
@@ -147,9 +165,9 @@ void linear_with_vectors(const LinearArgs& args) {
       for (int64_t k = 0; k < args.inner; k += W) store(x + r * args.inner + k, load_float(from + k));
   }
   const int workers = args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS ? 1 : args.num_threads;
-  Run<T> run{args, x, LinearPanels(args, PANEL), workers};
-  if (workers <= 1) panel_worker<T>(&run, 0);
-  else args.run(workers, panel_worker<T>, &run);
+  const auto run = std::make_shared<Run<T>>(args, packed, x, workers);
+  if (workers <= 1) panel_worker<T>(run.get(), 0);
+  else run_leaving(workers, panel_worker<T>, run);
 }
 
 template void linear_with_vectors<bf16>(const LinearArgs&);

@@ -1,13 +1,20 @@
-"""Packing weights of linear layers with the C++ kernel, many at once, into huge pages: linear/packed_weights.py."""
+"""Packing and coding weights of linear layers in C++, many at once, into huge pages: linear/packed_weights.py."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from pagebinder.custom_ops.cpu.huge_pages import memory_for
-from pagebinder.custom_ops.linear.packed_weights import packed_shape, plain_shape
+from pagebinder.custom_ops.linear.packed_weights import (
+    CODED_INNER,
+    PANEL,
+    is_coded,
+    packed_shape,
+    plain_shape,
+)
 
 
 def pack_all(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -23,8 +30,34 @@ def pack_all(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     return packed
 
 
+def code_all(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """weights [N, K] bf16, K a multiple of 256 -> packed and coded, in new memory. None: it would be too much."""
+    shapes = [coded_shape(w) for w in weights]
+    places, _ = memory_for([math.prod(shape) for shape in shapes])
+    if len(places) < len(weights):
+        return None
+    outs = (place.view(shape) for place, shape in zip(places, shapes, strict=True))
+    return [code(weight, out) for weight, out in zip(weights, outs, strict=True)]
+
+
+def code(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """weight [N, K] bf16 -> packed and coded, in new memory or in `out`. The core part is loaded."""
+    if out is None:
+        out = torch.empty(coded_shape(weight), dtype=torch.uint8)
+    torch.ops.pagebinder_cpu.code_linear_weight(weight.detach(), out)
+    return out
+
+
+def coded_shape(weight: torch.Tensor) -> tuple[int, int, int]:
+    """Of the codes of a weight [N, K] bf16: its exponents decide how many bytes a block takes."""
+    block_bytes = torch.ops.pagebinder_cpu.coded_block_bytes(weight.detach())
+    return weight.shape[0] // PANEL, weight.shape[1] // CODED_INNER, block_bytes
+
+
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The weight [N, K] of a packed one. The core part is loaded."""
+    """The weight [N, K] of a packed or coded one. The core part is loaded."""
+    if is_coded(packed):
+        packed = torch.ops.pagebinder_cpu.decode_linear_weight(packed)
     plain = torch.empty(plain_shape(packed), dtype=packed.dtype)
     torch.ops.pagebinder_cpu.unpack_linear_weight(packed, plain)
     return plain

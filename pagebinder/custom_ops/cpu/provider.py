@@ -24,8 +24,8 @@ from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.library import OpInfo, define_schema, op_info, overload
 from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
-from pagebinder.custom_ops.moe import experts
-from pagebinder.custom_ops.norm import q_norm_rope
+from pagebinder.custom_ops.moe import experts, routed_experts
+from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
 from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
 from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
 from pagebinder.custom_ops.sampling import sample_tokens
@@ -48,6 +48,8 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         linears.LINEARS,
         gated_linear.GATED_LINEAR,
         qk_norm_rope_write.QK_NORM_ROPE_WRITE,
+        rms_norm.RMS_NORM,
+        rms_norm.ADD_RMS_NORM,
     ),
     "latent": (
         write.LATENT_CACHE_WRITE,
@@ -79,7 +81,7 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         ssd.PAGED_SSD,
         *map(op_info, ("paged_linear_recurrence", "paged_selective_scan", "paged_wkv", "paged_mlstm")),
     ),
-    "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR),
+    "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR, routed_experts.MOE_ROUTED_EXPERTS),
     "sampling": (sample_tokens.ARGMAX_TOKENS, sample_tokens.SAMPLE_TOKENS),
 }
 for _info in itertools.chain(*_PARTS.values()):

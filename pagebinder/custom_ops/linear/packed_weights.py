@@ -4,6 +4,11 @@
                                                                                                     1 KB in one piece
 A product reads a panel from its begin to its end: at few rows as a stream, which memory is fastest at, at many rows
 as operands that no call has to put in order first. linear, linears and gated_linear take weights of either form.
+
+Coded, a packed weight takes some 12 of 16 bits, without loss: signs and fractions as they are, exponents by codes of
+4 bits (cpu/coded_weights.h has the layout):
+
+    uint8 [N/32 panels, K/256 blocks, bytes of a block]      a block: 8 steps of a panel, and what its codes stand for
 """
 
 from __future__ import annotations
@@ -12,10 +17,22 @@ import torch
 
 PANEL = 32  # columns (N), and k of a step
 DIMS = 6
+CODED_DIMS = 3
+CODED_INNER = 256  # k of a block of codes
+_STEPS, _LINES = CODED_INNER // PANEL, CODED_INNER  # of a block; a line holds PANEL weights
+_HEADER, _EXPONENTS = 64, 16  # bytes, exponents of a block
 
 
 def is_packed(weight: torch.Tensor) -> bool:
     return weight.dim() == DIMS
+
+
+def is_coded(weight: torch.Tensor) -> bool:
+    return weight.dim() == CODED_DIMS and weight.dtype == torch.uint8
+
+
+def is_plain(weight: torch.Tensor) -> bool:
+    return not is_packed(weight) and not is_coded(weight)
 
 
 def can_be_packed(weight: torch.Tensor) -> bool:
@@ -28,13 +45,20 @@ def can_be_packed(weight: torch.Tensor) -> bool:
     )
 
 
+def can_be_coded(weight: torch.Tensor) -> bool:
+    """Is this [N, K] of bf16, with sizes that tiles and blocks fill?"""
+    return can_be_packed(weight) and weight.shape[1] % CODED_INNER == 0
+
+
 def packed_shape(num_columns: int, inner: int) -> tuple[int, ...]:
     return num_columns // PANEL, inner // PANEL, 2, PANEL // 2, PANEL // 2, 2
 
 
 def plain_shape(weight: torch.Tensor) -> tuple[int, int]:
-    """[N, K] of a weight of either form."""
-    return (weight.shape[0] * PANEL, weight.shape[1] * PANEL) if is_packed(weight) else tuple(weight.shape)
+    """[N, K] of a weight of any form."""
+    if is_plain(weight):
+        return tuple(weight.shape)
+    return weight.shape[0] * PANEL, weight.shape[1] * (CODED_INNER if is_coded(weight) else PANEL)
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,6 +82,27 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return packed.permute(0, 2, 4, 1, 3, 5).reshape(plain_shape(packed))
 
 
+def decode(coded: torch.Tensor) -> torch.Tensor:
+    """The packed weight of a coded one, in new memory."""
+    panels, blocks, _ = coded.shape
+    exponents = coded[..., : 2 * _EXPONENTS].contiguous().view(torch.int16)
+    end = _HEADER + _LINES // 4 * 192
+    groups = coded[..., _HEADER:end].unflatten(-1, (_LINES // 4, 192))
+    parts = groups[..., :128].unflatten(-1, (4, PANEL)).to(torch.int32)
+    words = groups[..., 128:].contiguous().view(torch.int16).to(torch.int32)
+    codes = torch.stack([words >> 4 * line & 15 for line in range(4)], dim=-2)
+    chosen = exponents.to(torch.int32).gather(-1, codes.flatten(2).long()).view_as(codes)
+    bits = ((parts & 0x80) << 8 | chosen | parts & 0x7F).to(torch.int16).flatten(2)
+    counts = coded[..., 2 * _EXPONENTS : 2 * _EXPONENTS + 4].contiguous().view(torch.int32)[..., 0]
+    patches = coded[..., end:].contiguous().view(torch.int16).unflatten(-1, (-1, 2))
+    for panel, block in counts.nonzero().tolist():
+        at, value = patches[panel, block, : counts[panel, block]].unbind(-1)
+        bits[panel, block, at.to(torch.int64) & 0xFFFF] = value
+    return bits.view(torch.bfloat16).reshape(panels, blocks * _STEPS, 2, PANEL // 2, PANEL // 2, 2)
+
+
 def plain(weight: torch.Tensor) -> torch.Tensor:
-    """A weight of either form as [N, K]."""
+    """A weight of any form as [N, K]."""
+    if is_coded(weight):
+        weight = decode(weight)
     return unpack(weight) if is_packed(weight) else weight

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "fp8/fp8.h"
+#include "row_tensors.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -16,25 +18,11 @@ using namespace pagebinder;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
-  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
-  });
-}
-
 Granularity granularity_named(const std::string& name) {
   if (name == "tensor") return Granularity::TENSOR;
   if (name == "token") return Granularity::TOKEN;
   STD_TORCH_CHECK(name == "group", "granularity must be tensor, token or group, not ", name);
   return Granularity::GROUP;
-}
-
-NormTail tail_named(const std::string& name) {
-  if (name == "cast_scale") return NormTail::CAST_SCALE;
-  if (name == "scale_cast") return NormTail::SCALE_CAST;
-  if (name == "offset") return NormTail::OFFSET;
-  STD_TORCH_CHECK(name == "none", "unknown RMSNorm tail ", name);
-  return NormTail::PLAIN;
 }
 
 Activation activation_named(const std::string& name) {
@@ -45,34 +33,6 @@ Activation activation_named(const std::string& name) {
     if (name == known) return activation;
   STD_TORCH_CHECK(false, "unknown activation ", name);
   return Activation::NONE;
-}
-
-std::vector<int64_t> sizes_of(const Tensor& t) {
-  std::vector<int64_t> sizes(t.dim());
-  for (int64_t d = 0; d < t.dim(); ++d) sizes[d] = t.size(d);
-  return sizes;
-}
-
-// The distance of rows in a tensor [..., columns] whose rows lie at equal distances; -1 if they do not.
-int64_t row_stride(const Tensor& t) {
-  const int64_t last = t.dim() - 1;
-  if (t.size(last) > 1 && t.stride(last) != 1) return -1;
-  int64_t stride = t.size(last), next = -1;  // next: the stride that a dimension must have
-  for (int64_t d = last - 1; d >= 0; --d) {
-    if (t.size(d) == 1) continue;
-    if (next == -1) stride = t.stride(d);
-    else if (t.stride(d) != next) return -1;
-    next = t.stride(d) * t.size(d);
-  }
-  return stride;
-}
-
-// A tensor as rows; `kept` holds the copy that is made of one whose rows lie anyhow.
-template <class T>
-RowsOf<T> rows_of(const Tensor& t, std::vector<Tensor>& kept) {
-  const int64_t stride = t.numel() == 0 ? 0 : row_stride(t);
-  kept.push_back(stride < 0 ? torch::stable::contiguous(t) : t);
-  return {static_cast<const T*>(kept.back().const_data_ptr()), stride < 0 ? t.size(t.dim() - 1) : stride};
 }
 
 struct Quantised {
@@ -103,21 +63,6 @@ Quantised quantised_like(const Tensor& x, const std::optional<Tensor>& scale, co
   return {codes, scales, out};
 }
 
-// Calls use(T{}) with the type of x's values.
-template <class Use>
-void with_type_of(const Tensor& x, Use use) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return use(float{});
-    case ScalarType::BFloat16: return use(bf16{});
-    default: STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, "values must be float32, bfloat16 or float16");
-  }
-  use(f16{});
-}
-
-bool alike(const Tensor& a, const Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && sizes_of(a) == sizes_of(b);
-}
-
 std::tuple<Tensor, Tensor> scaled_fp8_quant(const Tensor& x, std::optional<Tensor> scale, std::string granularity) {
   const Quantised to = quantised_like(x, scale, granularity);
   std::vector<Tensor> kept;
@@ -135,22 +80,6 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate, const Tensor& up
     quantise(to.out, GatedRows<T>{rows_of<T>(gate, kept), rows_of<T>(up, kept), activation_named(activation)});
   });
   return {to.codes, to.scales};
-}
-
-template <class T>
-NormRows<T> norm_of(const Tensor& x, const std::optional<Tensor>& weight, double eps, const std::string& tail,
-                    std::vector<Tensor>& kept) {
-  NormRows<T> rows{};
-  rows.x = rows_of<T>(x, kept), rows.tail = tail_named(tail), rows.eps = static_cast<float>(eps);
-  STD_TORCH_CHECK(weight.has_value() == (rows.tail != NormTail::PLAIN), "a tail other than none needs a weight");
-  if (!weight) return rows;
-  rows.wide_weight = weight->scalar_type() == ScalarType::Float;
-  STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == x.size(x.dim() - 1) &&
-                      (rows.wide_weight || weight->scalar_type() == x.scalar_type()),
-                  "weight must be [C] in x's dtype or float32");
-  kept.push_back(torch::stable::contiguous(*weight));
-  rows.weight = kept.back().const_data_ptr();
-  return rows;
 }
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> scale,

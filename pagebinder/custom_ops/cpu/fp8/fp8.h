@@ -11,7 +11,7 @@
 
 #include "activations.h"
 #include "attention.h"
-#include "qk_write.h"
+#include "norm_rows.h"
 
 namespace pagebinder {
 
@@ -28,27 +28,9 @@ struct Fp8Output {
   ParallelRun run;
 };
 
-// A tensor [rows, columns] whose rows are `stride` elements apart.
-template <class T>
-struct RowsOf {
-  const T* data;
-  int64_t stride;
-  const T* operator[](int64_t row) const { return data + row * stride; }
-};
-
 template <class T>
 struct PlainRows {
   RowsOf<T> x;
-};
-
-template <class T>
-struct NormRows {
-  RowsOf<T> x, residual;  // residual.data: null if nothing is added
-  T* total;               // [rows, columns], of x + residual
-  NormTail tail;
-  const void* weight;     // [columns] or null
-  bool wide_weight;       // it is float32, else T
-  float eps;
 };
 
 template <class T>

@@ -7,18 +7,14 @@
 
 #include "hyper.h"
 #include "linear.h"
+#include "thread_pool.h"
 
 namespace {
 
 using pagebinder::Element;
+using pagebinder::run_parallel;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
-  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
-  });
-}
 
 template <class Args>
 void use_threads(Args& a) {
@@ -170,8 +166,7 @@ int64_t parts_of_group(int64_t groups, int64_t columns, int num_threads) {
 Tensor tile_products(const Tensor& rows, const Tensor& weight) {
   const int64_t groups = rows.size(0), T = rows.size(1), K = rows.size(2);
   pagebinder::LinearArgs shared{};
-  use_threads(shared);
-  const int num_threads = shared.num_threads;
+  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
   const int64_t parts = parts_of_group(groups, weight.size(0) / groups, num_threads), jobs = groups * parts;
   Tensor out = torch::stable::new_empty(rows, {jobs, T, weight.size(0) / jobs});
   shared.rows = T, shared.inner = shared.x_stride = K, shared.num_threads = 1;
@@ -181,7 +176,7 @@ Tensor tile_products(const Tensor& rows, const Tensor& weight) {
   auto* y = static_cast<uint16_t*>(out.mutable_data_ptr());
   pagebinder::run_jobs(jobs, false, num_threads, run_parallel, [&](int64_t job) {
     pagebinder::LinearArgs a = shared;
-    const pagebinder::LinearLayer layer{columns, w + job * columns * stride, stride, nullptr, y + job * T * columns};
+    const pagebinder::LinearLayer layer{columns, w + job * columns * stride, stride, 0, nullptr, y + job * T * columns};
     a.x = x + job / parts * T * K;
     a.layers = &layer, a.num_layers = 1;
     pagebinder::linear_with_tiles(a);

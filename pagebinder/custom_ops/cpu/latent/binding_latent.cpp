@@ -5,6 +5,7 @@
 
 #include "latent.h"
 #include "latent_tensors.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -12,14 +13,9 @@ using pagebinder::FloatData;
 using pagebinder::float_kind;
 using pagebinder::has_dense_rows;
 using pagebinder::latent_pages;
+using pagebinder::run_parallel;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
-  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
-  });
-}
 
 FloatData elements(const Tensor& t, int64_t dim, const char* name) {
   STD_TORCH_CHECK(t.dim() == dim && has_dense_rows(t), name, " must have ", dim, " dims and last stride 1");

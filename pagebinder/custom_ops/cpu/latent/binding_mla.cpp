@@ -4,17 +4,13 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "mla.h"
+#include "thread_pool.h"
 
 namespace {
 
+using pagebinder::run_parallel;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
-  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
-  });
-}
 
 bool last_is_dense(const Tensor& t) {
   return t.size(t.dim() - 1) == 1 || t.stride(t.dim() - 1) == 1;

@@ -9,18 +9,14 @@
 #include "indexer.h"
 #include "latent_tensors.h"
 #include "sparse_mla.h"
+#include "thread_pool.h"
 
 namespace {
 
 using pagebinder::PagedRows;
+using pagebinder::run_parallel;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
-  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
-  });
-}
 
 bool unit_last_stride(const Tensor& t) {
   const int64_t last = t.dim() - 1;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "quantized_linear.h"
+#include "thread_pool.h"
 
 namespace pagebinder {
 
@@ -15,12 +16,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t FP8_BLOCK = 128;
-
-inline void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
-  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
-  });
-}
 
 inline bool starts_with(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
 

@@ -9,17 +9,12 @@
 #include <vector>
 
 #include "recurrent.h"
+#include "thread_pool.h"
 
 namespace pagebinder {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-inline void run_parallel(int num_workers, void (*body)(void*, int), void* context) {
-  torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
-  });
-}
 
 inline bool is_element(ScalarType type) {
   return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "sampling.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -20,7 +21,7 @@ constexpr int64_t NUM_OPTIONS = 5;
 template <class Body>
 void parallel_rows(int64_t rows, int64_t vocab, int64_t tokens_at_once, Body body) {
   const int64_t grain = std::max<int64_t>(1, tokens_at_once / std::max<int64_t>(vocab, 1));
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t row, int64_t end) {
+  for_ranges(rows, grain, static_cast<int>(torch::stable::get_num_threads()), [&](int64_t row, int64_t end) {
     for (; row < end; ++row) body(row);
   });
 }

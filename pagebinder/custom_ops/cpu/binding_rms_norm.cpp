@@ -1,0 +1,53 @@
+// Registers RMSNorm, alone and of a sum, under `pagebinder_cpu`.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "rms_norm.h"
+#include "row_tensors.h"
+
+namespace {
+
+using namespace pagebinder;
+
+// RMSNorm of x, or of x + residual, which becomes `total`.
+Tensor normed(const Tensor& x, const Tensor* residual, Tensor* total, const std::optional<Tensor>& weight, double eps,
+              const std::string& tail) {
+  STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x must be [..., C]");
+  const bool widens = weight && tail == "cast_scale" && weight->scalar_type() == ScalarType::Float;
+  const std::vector<int64_t> sizes = sizes_of(x);
+  const int64_t columns = sizes.back(), count = x.numel() / columns;
+  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  Tensor out = torch::stable::new_empty(x, sizes, widens ? ScalarType::Float : x.scalar_type());
+  std::vector<Tensor> kept;
+  with_type_of(x, [&](auto type) {
+    using T = decltype(type);
+    NormRows<T> rows = norm_of<T>(x, weight, eps, tail, kept);
+    if (residual != nullptr) {
+      rows.residual = rows_of<T>(*residual, kept);
+      rows.total = static_cast<T*>(total->mutable_data_ptr());
+    }
+    if (widens) rms_norm(rows, count, columns, static_cast<float*>(out.mutable_data_ptr()), num_threads);
+    else rms_norm(rows, count, columns, static_cast<T*>(out.mutable_data_ptr()), num_threads);
+  });
+  return out;
+}
+
+Tensor rms_norm_op(const Tensor& x, std::optional<Tensor> weight, double eps, std::string tail) {
+  return normed(x, nullptr, nullptr, weight, eps, tail);
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm_op(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
+                                           double eps, std::string tail) {
+  STD_TORCH_CHECK(alike(x, residual), "x and residual must have the same shape and dtype");
+  Tensor total = torch::stable::new_empty(x, sizes_of(x));
+  Tensor out = normed(x, &residual, &total, weight, eps, tail);
+  return {out, total};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
+  m.impl("rms_norm", TORCH_BOX(&rms_norm_op));
+  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm_op));
+}

@@ -1,0 +1,146 @@
+// bf16 weights in about 12 bits, without loss: 8 bits of sign and fraction as they are, and 4 bits that choose one of
+// the 16 most frequent exponents of a block. Weights with another exponent are patched.
+//
+//     block   16 exponents | number of patches | 8 steps of packed weights (linear.h), in groups of 4 lines | patches
+//     group   4 x 32 bytes of sign and fraction | 64 bytes: word i has 4 codes, one for element i of each line
+//
+// A line of a tile, 32 weights, is made by five instructions: bytes become words, a shift brings the line's codes down,
+// a permutation looks exponents up (it reads 5 bits: both halves of the table are equal, so a neighbour's bit does no
+// harm), a ternary operation puts all together, a store. No escape is looked for on the way: patches, one in a thousand
+// weights, are written over the decoded block.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "simd.h"
+
+namespace pagebinder {
+
+constexpr int CODED_STEPS = 8;                              // of a block
+constexpr int CODED_LINES = CODED_STEPS * 32;               // of 32 weights
+constexpr int CODED_WEIGHTS = CODED_LINES * 32;
+constexpr int CODED_HEADER = 64, CODED_GROUP = 192;         // bytes
+constexpr int CODED_BODY = CODED_LINES / 4 * CODED_GROUP;
+constexpr int CODED_EXPONENTS = 16;
+constexpr int DECODED_BYTES = CODED_WEIGHTS * 2;
+
+struct CodedHeader {
+  uint16_t exponents[CODED_EXPONENTS];  // in place: shifted by 7
+  uint32_t num_patches;
+};
+static_assert(sizeof(CodedHeader) <= CODED_HEADER);
+
+struct CodedPatch {
+  uint16_t at, value;
+};
+
+constexpr int64_t coded_block_bytes(int64_t most_patches) {
+  return (CODED_HEADER + CODED_BODY + most_patches * static_cast<int64_t>(sizeof(CodedPatch)) + 63) / 64 * 64;
+}
+
+// The exponents that a block's codes stand for, and how many weights have another one.
+struct BlockExponents {
+  uint8_t chosen[CODED_EXPONENTS] = {};
+  int patches = 0;
+
+  explicit BlockExponents(const uint16_t* weights) {
+    uint16_t counts[256] = {};
+    for (int i = 0; i < CODED_WEIGHTS; ++i) ++counts[weights[i] >> 7 & 0xff];
+    patches = CODED_WEIGHTS;
+    for (uint8_t& exponent : chosen) {
+      int best = 0;
+      for (int e = 1; e < 256; ++e)
+        if (counts[e] > counts[best]) best = e;
+      exponent = static_cast<uint8_t>(best);
+      patches -= counts[best];
+      counts[best] = 0;
+    }
+  }
+};
+
+// weights: a block of packed ones. `to` has room for its patches.
+inline void encode_block(const uint16_t* weights, uint8_t* to) {
+  const BlockExponents exponents(weights);
+  CodedHeader header{};
+  int8_t code_of[256];
+  std::memset(code_of, -1, sizeof code_of);
+  for (int c = CODED_EXPONENTS - 1; c >= 0; --c) {
+    header.exponents[c] = static_cast<uint16_t>(exponents.chosen[c] << 7);
+    code_of[exponents.chosen[c]] = static_cast<int8_t>(c);
+  }
+  CodedPatch* patches = reinterpret_cast<CodedPatch*>(to + CODED_HEADER + CODED_BODY);
+  std::memset(to + CODED_HEADER, 0, CODED_BODY);
+  for (int i = 0; i < CODED_WEIGHTS; ++i) {
+    const int line = i / 32, element = i % 32;
+    uint8_t* group = to + CODED_HEADER + line / 4 * CODED_GROUP;
+    const uint16_t w = weights[i];
+    const int code = code_of[w >> 7 & 0xff];
+    group[line % 4 * 32 + element] = static_cast<uint8_t>((w >> 8 & 0x80) | (w & 0x7f));
+    if (code < 0) patches[header.num_patches++] = {static_cast<uint16_t>(i), w};
+    else group[128 + element * 2 + line % 4 / 2] |= static_cast<uint8_t>(code << line % 2 * 4);
+  }
+  std::memcpy(to, &header, sizeof header);
+}
+
+// Decodes a block step by step: 32 k, 1,024 weights, at a time, as a product that runs meanwhile wants them.
+class BlockDecoder {
+ public:
+  explicit BlockDecoder(const uint8_t* block) : group_(block + CODED_HEADER) {
+    CodedHeader header;
+    std::memcpy(&header, block, sizeof header);
+    patch_ = reinterpret_cast<const CodedPatch*>(block + CODED_HEADER + CODED_BODY);
+    last_patch_ = patch_ + header.num_patches;
+#if PAGEBINDER_BF16_DOT
+    table_ = _mm512_broadcast_i64x4(load<__m256i>(block));
+#else
+    std::memcpy(table_, header.exponents, sizeof table_);
+#endif
+  }
+
+  // The next step, packed. AHEAD: how many bytes further codes are asked for, be it behind the weight's end.
+  template <int AHEAD>
+  PB_INLINE void next(uint16_t* to) {
+    for (int line = 0; line < 32; line += 4, group_ += CODED_GROUP) {
+      for (int i = 0; i < CODED_GROUP && AHEAD > 0; i += 64) __builtin_prefetch(group_ + AHEAD + i);
+      decode_group(to + line * 32);
+    }
+    done_ += STEP;
+    for (; patch_ < last_patch_ && patch_->at < done_; ++patch_) to[patch_->at - (done_ - STEP)] = patch_->value;
+  }
+
+ private:
+  static constexpr int STEP = CODED_WEIGHTS / CODED_STEPS;
+
+#if PAGEBINDER_BF16_DOT
+  PB_INLINE void decode_group(uint16_t* to) const {
+    const __m512i codes = load<__m512i>(group_ + 128);
+    decode_line(to, 0, codes);
+    decode_line(to, 1, _mm512_srli_epi16(codes, 4));
+    decode_line(to, 2, _mm512_srli_epi16(codes, 8));
+    decode_line(to, 3, _mm512_srli_epi16(codes, 12));
+  }
+  PB_INLINE void decode_line(uint16_t* to, int line, __m512i codes) const {
+    constexpr int FIRST_AND_SECOND_OR_THIRD = 0xea;
+    const __m512i parts = _mm512_cvtepi8_epi16(load<__m256i>(group_ + line * 32));
+    const __m512i exponents = _mm512_permutexvar_epi16(codes, table_);
+    store(to + line * 32, _mm512_ternarylogic_epi32(parts, _mm512_set1_epi16(int16_t(0x807f)), exponents,
+                                                    FIRST_AND_SECOND_OR_THIRD));
+  }
+  __m512i table_;
+#else
+  void decode_group(uint16_t* to) const {
+    for (int i = 0; i < 4 * 32; ++i) {
+      const int line = i / 32, element = i % 32, part = group_[i];
+      const int code = group_[128 + element * 2 + line / 2] >> line % 2 * 4 & 15;
+      to[i] = static_cast<uint16_t>((part & 0x80) << 8 | table_[code] | (part & 0x7f));
+    }
+  }
+  uint16_t table_[CODED_EXPONENTS];
+#endif
+  const uint8_t* group_;
+  const CodedPatch *patch_, *last_patch_;
+  int done_ = 0;
+};
+
+}  // namespace pagebinder
