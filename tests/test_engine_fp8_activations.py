@@ -116,9 +116,14 @@ def test_a_request_does_not_depend_on_its_company(activations, executable):
 )
 def test_fusions_change_no_bit(activations, kv_dtype, monkeypatch):
     """With norms and gates of torch on both sides, as those of the kernels sum in another order."""
-    references = dict.fromkeys(
-        ("rms_norm_fp8_quant", "add_rms_norm_fp8_quant", "gated_activation_fp8_quant"), "reference"
+    ops = (
+        "rms_norm_fp8_quant",
+        "add_rms_norm_fp8_quant",
+        "gated_activation_fp8_quant",
+        "rms_norm",
+        "add_rms_norm",
     )
+    references = dict.fromkeys(ops, "reference")
     fused = compiled(llama(), activations, providers=references, kv_dtype=kv_dtype)
     monkeypatch.setattr("pagebinder.compile.FP8_QUANT_FUSIONS", ())
     separate = compiled(llama(), activations, providers=references, kv_dtype=kv_dtype)

@@ -133,7 +133,7 @@ def test_recurrent_layers_stay_in_torch_between_engines(tmp_path):
 
 def test_engines_of_references_are_the_lowered_partitions(tmp_path):
     """With every op as its reference, a partition in torch's ops alone computes the same bits, exported too."""
-    ops = ("linear", "linears", "gated_linear")
+    ops = ("linear", "linears", "gated_linear", "rms_norm", "add_rms_norm")
     config = CompileConfig(executable="eager", providers=dict.fromkeys(ops, "reference"))
     compiled = pagebinder.compile_model(tiny_llama(), config)
     executable = TensorRTExecutable(compiled.graphs["fused"], StandIn(lowered=True), folder=tmp_path)

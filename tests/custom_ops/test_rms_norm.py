@@ -50,6 +50,14 @@ def test_against_the_reference(cpu, dtype, tail, wide_weight):
         assert_near(ours[0], exact[0], x)
 
 
+@pytest.mark.parametrize("tail", TAILS[:3])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_weights_of_another_type_are_widened(cpu, dtypes, tail):
+    x, weight = values((6, 40), dtypes[0], 6), values((40,), dtypes[1], 7)
+    exact = rms_norm_reference(x, weight, eps=EPS, tail=tail)
+    assert_near(cpu.rms_norm(x, weight, eps=EPS, tail=tail), exact, x)
+
+
 def test_rows_that_lie_apart_and_threads_change_no_bit(cpu):
     wide = values((200, 3, 512), torch.bfloat16, 4)
     rows, weight = wide[:, 1], values((512,), torch.bfloat16, 5)

@@ -14,7 +14,7 @@ using namespace pagebinder;
 Tensor normed(const Tensor& x, const Tensor* residual, Tensor* total, const std::optional<Tensor>& weight, double eps,
               const std::string& tail) {
   STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x must be [..., C]");
-  const bool widens = weight && tail == "cast_scale" && weight->scalar_type() == ScalarType::Float;
+  const bool widens = weight && tail == "cast_scale" && weight->scalar_type() != x.scalar_type();
   const std::vector<int64_t> sizes = sizes_of(x);
   const int64_t columns = sizes.back(), count = x.numel() / columns;
   const int num_threads = static_cast<int>(torch::stable::get_num_threads());

@@ -73,11 +73,10 @@ NormRows<T> norm_of(const Tensor& x, const std::optional<Tensor>& weight, double
   rows.x = rows_of<T>(x, kept), rows.tail = tail_named(tail), rows.eps = static_cast<float>(eps);
   STD_TORCH_CHECK(weight.has_value() == (rows.tail != NormTail::PLAIN), "a tail other than none needs a weight");
   if (!weight) return rows;
-  rows.wide_weight = weight->scalar_type() == ScalarType::Float;
-  STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == x.size(x.dim() - 1) &&
-                      (rows.wide_weight || weight->scalar_type() == x.scalar_type()),
-                  "weight must be [C] in x's dtype or float32");
-  kept.push_back(torch::stable::contiguous(*weight));
+  STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == x.size(x.dim() - 1), "weight must be [C]");
+  rows.wide_weight = weight->scalar_type() != x.scalar_type() || weight->scalar_type() == ScalarType::Float;
+  const Tensor values = rows.wide_weight ? torch::stable::to(*weight, ScalarType::Float) : *weight;
+  kept.push_back(torch::stable::contiguous(values));
   rows.weight = kept.back().const_data_ptr();
   return rows;
 }
