@@ -31,7 +31,7 @@ def limits_of_ops(graph, requests: int, context: int, rates: Rates) -> dict[str,
 
 def step_by_op(folder: Path, batches: list[int], context: int, limits: dict) -> list[dict]:
     """A row for each number of requests: milliseconds of a step and of each op, measured and at least."""
-    compiled = compile_model(str(folder), CompileConfig(executable="inductor"))
+    compiled = compile_model(str(folder), CompileConfig())
     rates = Rates(limits["product"], limits["read"], "read bandwidth and matrix rate")
     weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     rows = []

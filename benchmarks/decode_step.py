@@ -83,12 +83,13 @@ def main(
     steps: Annotated[int, typer.Option(min=1)] = 40,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     fusions: Annotated[bool, typer.Option(help="Without: the separate ops.")] = True,
+    executable: Annotated[str, typer.Option(help="auto, eager, native or inductor.")] = "auto",
 ) -> None:
     """Run everything, print a table, write benchmarks/results/decode_step.json."""
     console = wide_console()
     model = qwen3_600m()
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    compiled = compile_model(model, CompileConfig(executable="inductor", fusions=fusions))
+    compiled = compile_model(model, CompileConfig(executable=executable, fusions=fusions))
     rows = [measure(compiled, weight_bytes, count, context, steps) for count in requests or (1, 8, 32)]
     table = Table("requests", "tokens/s best (median)", "weights GB/s", "step ms", "processor ms", "parts")
     for row in rows:

@@ -64,7 +64,7 @@ def measure(name: str, executable: str, requests: list[int], steps: int) -> list
 
 
 def main(
-    executable: Annotated[list[str] | None, typer.Option(help="eager, inductor")] = None,
+    executable: Annotated[list[str] | None, typer.Option(help="eager, native, inductor")] = None,
     requests: Annotated[list[int] | None, typer.Option(min=1)] = None,
     steps: Annotated[int, typer.Option(min=1)] = 60,
     only: Annotated[str, typer.Option(help="Routers whose name contains this.")] = "",

@@ -118,7 +118,7 @@ def measure(name: str, compiled, prefix_tokens: int, prompt_tokens: int, rounds:
 
 def main(
     rounds: Annotated[int, typer.Option(min=1)] = 9,
-    executable: Annotated[str, typer.Option(help="auto, eager or inductor.")] = "auto",
+    executable: Annotated[str, typer.Option(help="auto, eager, native or inductor.")] = "auto",
     only: Annotated[str, typer.Option(help="Models whose name contains this.")] = "",
 ) -> None:
     """Run everything, print a table, write benchmarks/results/prefix_ttft.json."""

@@ -115,7 +115,7 @@ def pool_us(num_blocks: int, rounds: int = 200, batch: int = 256) -> dict:
 
 def engine_shares(num_requests: int = 64, prompt_tokens: int = 64, new_tokens: int = 128) -> dict:
     """Where a step of the shipped model goes, with that many requests: through `generate`, and through `step`."""
-    compiled = compile_model(tiny_path(), CompileConfig(executable="inductor"))
+    compiled = compile_model(tiny_path(), CompileConfig())
     engine = compiled.engine(EngineConfig(max_num_seqs=num_requests))
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     rng = np.random.default_rng(0)

@@ -81,7 +81,7 @@ def measure(compiled, requests: int, rounds: int, greedy: bool) -> dict:
 def main(
     requests: Annotated[int, typer.Option(min=1, help="Requests that decode at once.")] = 64,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
-    executable: Annotated[str, typer.Option(help="auto, eager or inductor.")] = "auto",
+    executable: Annotated[str, typer.Option(help="auto, eager, native or inductor.")] = "auto",
 ) -> None:
     """Run everything, print a table, write benchmarks/results/step_shares.json."""
     console = wide_console()

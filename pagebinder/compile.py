@@ -18,9 +18,9 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.compile_checks import unexplained
+from pagebinder.compile_executable import check_executable, executable_of
 from pagebinder.compile_lock import expected_plan, settle_lock
-from pagebinder.compile_streams import eager_executable, inductor_executable
-from pagebinder.compile_tensorrt import check_can_build, note_partitions, tensorrt_executable
+from pagebinder.compile_tensorrt import check_can_build, note_partitions
 from pagebinder.compile_verify import check_can_verify, verify
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.config import CompileConfig
@@ -31,7 +31,7 @@ from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
 from pagebinder.custom_ops.linear.packed_weights import is_plain
 from pagebinder.describe import fill_report
-from pagebinder.errors import CompilerNotFoundError, ConfigError
+from pagebinder.errors import ConfigError
 from pagebinder.frontend.attention_interface import hooked_attention
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder, states_of
@@ -78,9 +78,9 @@ from pagebinder.passes.quantize_kv import quantize_kv
 from pagebinder.passes.quantize_weights import quantize_weights
 from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
+from pagebinder.passes.simplify_views import simplify_views
 from pagebinder.passes.trail import ENCODER, Trail
 from pagebinder.report import CompileReport, PassResult
-from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.kv import plan_kv_cache
 
 RECOGNISERS = (
@@ -200,8 +200,7 @@ def compile_source(
             'executable="cuda_graph" needs a CUDA GPU, and the model is on the CPU. There EngineConfig(capture="on") '
             "replays recorded steps."
         )
-    if config.executable == "inductor" and (problem := cpu_build.problem()) is not None:
-        raise CompilerNotFoundError(f'executable="inductor" needs a C++ compiler: {problem}. Or use "eager".')
+    check_executable(source, config)
     check_can_build(source, config)
     if source.device.type == "cpu":
         for part in _kernel_parts(source, config):  # on first use: it takes seconds, and so does the capture
@@ -289,7 +288,8 @@ def _fuse_passes(config: CompileConfig) -> tuple:
     around_rope = (fuse_kv_rope_store, fuse_q_norm_rope, fuse_inverse_rope_linear, fuse_qk_norm_rope_write)
     around_linears = (place_linears, fuse_gated_linear, merge_linears)
     routing = functools.partial(fuse_moe_routing, requested=config.providers)
-    return (*around_rope, fuse_add_rms_norm, simplify, *quantization, *around_linears, routing, *cascade)
+    fusions = (*around_rope, fuse_add_rms_norm, simplify, *quantization, *around_linears, routing, *cascade)
+    return (*fusions, simplify_views)  # last: what fusions look through is as the model wrote it
 
 
 def _place_weights(
@@ -333,11 +333,15 @@ def _of_encoder(result: PassResult) -> PassResult:
 def _kernel_parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]:
     """Parts of the CPU kernels that the graph will ask for, as far as that shows before it is there."""
     emitted = {op for leaf in LEAVES if leaf.applies(source.module) for op in leaf.emits}
+    dtype = str(source.dtype).removeprefix("torch.")
+    attends = source.num_attention_layers != 0 and not _quantizes_kv(config)
+    attention = (dtype,) if attends and dtype in cpu_build.ELEMENT_PARTS else ()  # first: it takes longest
+    unified = ("unified",) if config.cascade else ()
     latent = ("latent",) if emitted & LATENT_ATTENTION else ()
     quantized_kv = ("quantized_kv",) if _quantizes_kv(config) else ()
     weights = ("quant",) if config.quantization or source.stored_weights is not None else ()
     activations = ("fp8",) if config.activation_quantization else ()
-    return ("core", *latent, *quantized_kv, *weights, *activations, "sampling")
+    return (*attention, "core", *latent, *quantized_kv, *weights, *activations, *unified, "sampling")
 
 
 def _quantizes_kv(config: CompileConfig) -> bool:
@@ -421,24 +425,6 @@ def bounded(max_model_len: int, captured: GraphModule, config: CompileConfig, re
         )
     report.notes.append(f"max_model_len is {limit}: the model's buffers (a mask, a table) end there.")
     return limit
-
-
-def executable_of(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
-    """Build what `config.executable` asks for; "auto" is inductor where a C++ compiler works."""
-    wanted, why = config.executable, "requested"
-    if wanted in ("auto", "cuda_graph"):
-        problem = cpu_build.problem()
-        graphs = "captured as CUDA graphs, of " if wanted == "cuda_graph" else ""
-        wanted = "inductor" if problem is None else "eager"
-        why = "a C++ compiler is here" if problem is None else f"inductor cannot be used: {problem}"
-        if config.streams == "on":
-            wanted, why = "eager", 'streams="on" needs ops that run one by one'
-        why = graphs + why
-    report.executable, report.executable_why = wanted, why
-    if wanted == "tensorrt":
-        return tensorrt_executable(graph, config, report)
-    make = inductor_executable if wanted == "inductor" else eager_executable
-    return make(graph, config, report)
 
 
 class _StageTimer:

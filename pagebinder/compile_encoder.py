@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.compile import RECOGNISERS, bounded, clone, executable_of
+from pagebinder.compile import RECOGNISERS, bounded, clone
 from pagebinder.compile_checks import unexplained
+from pagebinder.compile_executable import check_executable, executable_of
 from pagebinder.compile_verify_encoder import verify_encoder
 from pagebinder.compiled_encoder import CompiledEncoder
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.describe import fill_encoder_report
-from pagebinder.errors import CaptureError, CompilerNotFoundError, ConfigError
+from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.frontend.attention_interface import hooked_attention
 from pagebinder.frontend.encoder_only import capture_encoder_only, source_rows
 from pagebinder.frontend.experts_interface import hooked_experts
@@ -54,10 +55,11 @@ def compile_encoder(
     """
     recipe = sentence_recipe(source.path)
     max_tokens = _max_tokens(source, config, recipe)
-    if config.executable == "inductor" and (problem := cpu_build.problem()) is not None:
-        raise CompilerNotFoundError(f'executable="inductor" needs a C++ compiler: {problem}. Or use "eager".')
+    check_executable(source, config)
     if source.device.type == "cpu":
-        cpu_build.start_build()
+        for part in (str(source.dtype).removeprefix("torch."), "core"):
+            if part in cpu_build.PARTS:
+                cpu_build.start_build(part)
     with stage("capture"):
         captured, report.capture_route = capture_encoder_only(source)
         max_tokens = bounded(max_tokens, captured, config, report)

@@ -34,6 +34,7 @@ import torch
 from torch.fx import Node
 
 from pagebinder.compiled_files import TENSORS, write_json
+from pagebinder.custom_ops.cpu.build import ELEMENT_PARTS
 from pagebinder.custom_ops.cpu.provider import parts_of
 from pagebinder.errors import ArtefactError
 from pagebinder.graph_tools import attribute, dtype_name, val
@@ -159,7 +160,9 @@ def _save_ops(called: list[str], folder: Path) -> list[str]:
         libraries.append((OPS_FOLDER / "schemas.so").as_posix())
         shutil.copy(schemas, folder / libraries[-1])
     names = [op.partition("::")[2] for op in native_ops(called)]
-    libraries += [f"kernels/{part}.so" for part in sorted({p for name in names for p in parts_of(name)})]
+    parts = {p for name in names for p in parts_of(name)}
+    parts |= {p for p in ELEMENT_PARTS if parts and (folder / "kernels" / f"{p}.so").exists()}
+    libraries += [f"kernels/{part}.so" for part in sorted(parts)]
     for name in adapter_names(called):
         libraries.append((ADAPTERS_FOLDER / f"{name.partition('::')[2]}.so").as_posix())
         shutil.copy(adapter_library(name), folder / libraries[-1])

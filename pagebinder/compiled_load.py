@@ -37,6 +37,7 @@ from pagebinder.runtime.executables import (
     EagerExecutable,
     Executable,
     InductorExecutable,
+    NativeExecutable,
     ProgramExecutable,
 )
 from pagebinder.runtime.executables.aot import called_ops
@@ -99,6 +100,9 @@ def _load(
     parts = {} if stale else _kernels(path, manifest)
     for facts in manifest["executables"].values():
         _prepare(facts["ops"], parts)
+    for part in cpu_build.ELEMENT_PARTS:
+        if part in manifest["kernels"]:
+            cpu_build.load(part, built=parts.get(part))
     weights = load_weights(table, path, checkpoint=checkpoint, verify=verify)
     config = _value(path, manifest, "config")
     if not config.map_weights:
@@ -213,6 +217,8 @@ def _executable(
 ) -> Executable:  # fmt: skip
     if facts["kind"] == EagerExecutable.name:
         return _eager(graphs[level], config, report)
+    if facts["kind"] == NativeExecutable.name:
+        return NativeExecutable(graphs[level])
     if reuse and facts["program"]:
         folder = path / "program" / level
         try:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx import Node
 
 from pagebinder.compile_lock import config_of
 from pagebinder.compiled_aot import save_compiled_ahead, write_step_plan
@@ -34,7 +35,7 @@ from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.provider import NAMESPACE as CPU_NAMESPACE
 from pagebinder.custom_ops.cpu.provider import parts_of
 from pagebinder.errors import ArtefactError, ConfigError
-from pagebinder.graph_tools import attribute
+from pagebinder.graph_tools import attribute, dtype_name, val
 from pagebinder.runtime.executables import AOTExecutable, Executable, InductorExecutable, ProgramExecutable
 from pagebinder.runtime.executables.base import input_names
 from pagebinder.runtime.executables.program import Program
@@ -106,7 +107,7 @@ def save(compiled: CompiledModel, path: str | Path, *, executable: str | None = 
             for level, running in kept.items()
         }
         called = {op for names in ops.values() for op in names}.union(prepare_sampling(compiled.device))
-        manifest["kernels"] = _save_kernels(called, folder)
+        manifest["kernels"] = _save_kernels(called, _operand_types(compiled), folder)
         if isinstance(kept["fused"], AOTExecutable):
             write_step_plan(compiled, kept, table, folder)
         save_tokenizer_files(compiled.source, folder / "tokenizer")
@@ -210,10 +211,18 @@ def _ids(vocab_size: int, num_tokens: int) -> torch.Tensor:
     return torch.arange(1, num_tokens + 1) % vocab_size
 
 
-def _save_kernels(ops: set[str], folder: Path) -> dict[str, str | None]:
-    """Copy the libraries of our kernels that these ops need; returns part -> key of its build."""
+def _operand_types(compiled: CompiledModel) -> set[str]:
+    """The dtypes of what our ops are called with first."""
+    nodes = (n for gm in compiled.graphs.values() for n in gm.graph.nodes if n.op == "call_function")
+    called = (n for n in nodes if getattr(n.target, "namespace", None) == CPU_NAMESPACE and n.args)
+    first = (n.args[0] for n in called)
+    return {dtype_name(val(a)) for a in first if isinstance(a, Node) and isinstance(val(a), torch.Tensor)}
+
+
+def _save_kernels(ops: set[str], dtypes: set[str], folder: Path) -> dict[str, str | None]:
+    """Copy the libraries of our kernels that these ops need for these dtypes; returns part -> key of its build."""
     names = {op.partition("::")[2].partition(".")[0] for op in ops if op.startswith(f"{CPU_NAMESPACE}::")}
-    parts = sorted({part for name in names for part in parts_of(name)})
+    parts = sorted({part for name in names for dtype in (None, *dtypes) for part in parts_of(name, dtype)})
     kernels = folder / "kernels"
     if parts:
         kernels.mkdir()

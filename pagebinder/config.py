@@ -20,7 +20,7 @@ import torch
 
 from pagebinder.errors import ConfigError, RequestError
 
-EXECUTABLES = ("auto", "eager", "inductor", "cuda_graph", "tensorrt")
+EXECUTABLES = ("auto", "eager", "native", "inductor", "cuda_graph", "tensorrt")
 VERIFY = ("off", "sample", "full")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -97,10 +97,12 @@ class CompileConfig:
             named by its module path: what K and V are divided by. None: 1. Values beyond 448 (e4m3) or 57344 (e5m2)
             scales saturate.
         index_dtype: of the keys of an indexer: "auto" (like kv_dtype), "fp8" (132 bytes a key of 128), "mxfp4" (68).
-        executable: "auto", "eager", "inductor", "cuda_graph" or "tensorrt". "auto" is inductor where a C++ compiler
-            is, else eager. On a GPU engines capture the steps of each of them where they can; with "cuda_graph" it is
-            an error if they cannot. "tensorrt" needs torch_tensorrt and an NVIDIA GPU: dense parts of the graph are
-            its engines, paged and sparse ops stay in torch.
+        executable: "auto", "eager", "native", "inductor", "cuda_graph" or "tensorrt". "native" (CPU) calls the
+            graph's ops from C++: nothing is compiled, a call costs a few us, the bits are those of eager. "auto" is
+            native on a CPU where the layers are ops of ours, so that nothing is left to fuse; else inductor where a
+            C++ compiler is, else eager. On a GPU engines capture the steps of each of them where they can; with
+            "cuda_graph" it is an error if they cannot. "tensorrt" needs torch_tensorrt and an NVIDIA GPU: dense parts
+            of the graph are its engines, paged and sparse ops stay in torch.
         streams: run branches of a layer that do not need each other side by side, on a second stream: "auto" (on a
             GPU and where ops run one by one: executable="eager"), "on" (on a CPU, too, where simulated streams try
             orders of the ops: the same tokens, no gain; with "auto" and "cuda_graph" as the executable the graph is

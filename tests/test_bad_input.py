@@ -170,7 +170,7 @@ BAD_CONFIGS = {
     "unknown compile option": (CompileConfig, dict(exectable="eager"), "did you mean 'executable'"),
     "unknown engine option": (EngineConfig, dict(num_blocks=4), "did you mean 'num_kv_blocks'"),
     "positional": (CompileConfig, ("cpu",), "keyword"),
-    "executable": (CompileConfig, dict(executable="fast"), "eager, inductor"),
+    "executable": (CompileConfig, dict(executable="fast"), "eager, native, inductor"),
     "tensorrt fallback": (CompileConfig, dict(tensorrt_fallback="no"), "True or False"),
     "dtype": (CompileConfig, dict(dtype="int3"), "float32, bfloat16, float16"),
     "block size": (CompileConfig, dict(block_size=0), "block_size=0"),

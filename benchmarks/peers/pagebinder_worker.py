@@ -7,7 +7,7 @@ from pagebinder import CompileConfig, EngineConfig, SamplingParams, compile_mode
 
 class Pagebinder:
     def __init__(self, o: dict) -> None:
-        config = CompileConfig(executable="inductor", **o.get("compile", {}))
+        config = CompileConfig(**o.get("compile", {}))
         self.engine = compile_model(o["model"], config).engine(
             EngineConfig(
                 max_num_seqs=o["max_num_seqs"], max_num_batched_tokens=o["max_num_batched_tokens"],

@@ -100,6 +100,10 @@ class Provider:
     def prepare(self, op: str | None = None) -> None:
         """Make an op's overload callable, or all of them (build, import); may take seconds. Raises ProviderError."""
 
+    def prepare_for(self, need: OpNeed) -> None:
+        """Make the overload callable for a need: a provider may leave out what others need. Raises ProviderError."""
+        self.prepare(need.op)
+
     def overload(self, op: str) -> torch._ops.OpOverload:
         raise NotImplementedError
 
@@ -179,7 +183,7 @@ def select_provider(need: OpNeed, requested: str | None = None, *, prepare: bool
         if not reasons:
             try:
                 if prepare:
-                    providers[name].prepare(need.op)
+                    providers[name].prepare_for(need)
             except ProviderError as error:
                 reasons = [str(error)]
             else:
@@ -212,7 +216,7 @@ def _select_requested(
         kind = CompilerNotFoundError if isinstance(problem, CompilerNotFoundError) else ProviderError
         raise kind(_refusal(need, {requested: reasons}, providers))
     if prepare:
-        provider.prepare(need.op)
+        provider.prepare_for(need)
     return Selection(requested, provider.overload(need.op), f"{requested} was requested")
 
 

@@ -13,6 +13,7 @@ another order than for plain weights, and in the same for any number of rows. A 
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 
@@ -45,9 +46,10 @@ def pack_weights(gm: GraphModule, *, keep: Collection[int] = (), coded: bool = F
         else:
             result.refusals.append(_refusal(node, reason))
     plain = {w.target: attribute(gm, w.target) for node in users for w in _weights(node)}
-    to_code = _to_code(gm, users) if coded else set()
+    to_code = _to_code(gm, users) if coded else {}
+    coding = functools.partial(code_all, shapes=[*to_code.values()])
     packed = _packed({name: w for name, w in plain.items() if name not in to_code}, pack_all)
-    codes = _packed({name: plain[name] for name in to_code}, code_all)
+    codes = _packed({name: plain[name] for name in to_code}, coding)
     if packed is None or codes is None:
         result.refusals += [
             _refusal(node, "packed weights would take more than half of the free memory") for node in users
@@ -67,18 +69,19 @@ def pack_weights(gm: GraphModule, *, keep: Collection[int] = (), coded: bool = F
     return result
 
 
-def _to_code(gm: GraphModule, users: Sequence[Node]) -> set[str]:
-    """Names of weights that are coded: an op takes weights of one form."""
-    names = {w.target for node in users for w in _weights(node)}
-    names = {name for name in names if can_be_coded(attribute(gm, name)) and _saves(attribute(gm, name))}
-    while mixed := [n for n in users if 0 < sum(w.target in names for w in _weights(n)) < len(_weights(n))]:
-        names -= {w.target for node in mixed for w in _weights(node)}
-    return names
-
-
-def _saves(weight: torch.Tensor) -> bool:
-    """Few of its weights have rare exponents."""
-    return math.prod(coded_shape(weight)) <= MOST_OF_PACKED * weight.numel() * weight.element_size()
+def _to_code(gm: GraphModule, users: Sequence[Node]) -> dict[str, tuple[int, ...]]:
+    """Names of weights that are coded, and the shapes of their codes: an op takes weights of one form."""
+    shapes = {}
+    for name in dict.fromkeys(w.target for node in users for w in _weights(node)):
+        weight = attribute(gm, name)
+        if can_be_coded(weight):
+            shape = coded_shape(weight)
+            if math.prod(shape) <= MOST_OF_PACKED * weight.numel() * weight.element_size():
+                shapes[name] = shape  # few of its weights have rare exponents
+    while mixed := [n for n in users if 0 < sum(w.target in shapes for w in _weights(n)) < len(_weights(n))]:
+        for weight in (w for node in mixed for w in _weights(node)):
+            shapes.pop(weight.target, None)
+    return shapes
 
 
 def _packed(weights: dict[str, torch.Tensor], pack: Callable) -> dict[str, torch.Tensor] | None:

@@ -35,6 +35,7 @@ from pagebinder.report import CompileReport, Match, Refusal
 OF_THIS_MACHINE = ("place_linears",)  # follow from the kernels that are here; [providers] has what came of it
 NOT_REWRITES = (
     "simplify",
+    "simplify_views",
     "audit",
     *OF_THIS_MACHINE,
 )  # a dropped no-op and a proof change nothing that a layer computes

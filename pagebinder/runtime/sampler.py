@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,9 +46,16 @@ class SamplingRow:
 def prepare(device: torch.device) -> list[str]:
     """Load the kernels, so that no step waits for them, and return the ops' names ("pagebinder_cpu::sample_tokens").
 
-    It may take seconds where they must be built first.
+    It may take seconds where they must be built first. On a CPU those that draw tokens are built and loaded in the
+    background, so that greedy requests begin without them; the first step that draws waits for the rest.
     """
-    return [_overload(op, device.type).name() for op in ("argmax_tokens", "sample_tokens")]
+    drawing = OpNeed(op="sample_tokens", device=device.type)
+    if device.type == "cpu":
+        threading.Thread(target=_overload, args=(drawing.op, device.type), daemon=True).start()
+    else:
+        _overload(drawing.op, device.type)
+    greedy_op = _overload("argmax_tokens", device.type)
+    return [greedy_op.name(), select_provider(drawing, prepare=False).overload.name()]
 
 
 def greedy(logits_LV: torch.Tensor) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Building the CPU kernels: caching, damage, concurrency, a missing or failing compiler, other instruction sets."""
 
+import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -117,6 +119,71 @@ def test_cxx_names_the_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(CompilerNotFoundError, match="no-such-compiler"):
         build.find_compiler()
+
+
+def test_bindings_are_one_source(tiny_build, monkeypatch):
+    """They cost mostly what torch's headers cost, and no loop of theirs matters."""
+    for name in ("first", "second"):
+        answer = f'extern "C" __attribute__((visibility("default"))) int pagebinder_{name}()'
+        (tiny_build / f"binding_{name}.cpp").write_text(f"{answer} {{ return 1; }}\n")
+    run, commands = build._run_all, []
+    monkeypatch.setattr(build, "_run_all", lambda some: (commands.extend(some), run(some)))
+    library = ctypes.CDLL(str(build.build()))
+    assert library.pagebinder_first() == library.pagebinder_second() == 1
+    lower = set(build.BINDING_FLAGS)
+    compiled = {Path(c[c.index("-c") + 1]).name: lower <= set(c) for c in commands if "-c" in c}
+    assert compiled == {"bindings.cpp": True, "tiny.cpp": False}
+
+
+def test_parts_share_the_processors(tiny_build, monkeypatch, tmp_path):
+    """However many parts are built at a time, no more compilers run than there are processors."""
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(
+        f"#!/bin/sh\n[ $1 = --version ] && exit\necho 1 >> {log}\nsleep 0.1\necho -1 >> {log}\n"
+        'while [ "$1" != -o ]; do shift; done\ntouch $2\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "_slots", threading.BoundedSemaphore(2))
+    for name in ("one", "two", "three"):
+        (tiny_build / f"{name}.cpp").touch()
+        monkeypatch.setitem(build.PARTS, name, (".", ()))
+    threads = [threading.Thread(target=build.build, args=(name,)) for name in ("one", "two", "three")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    changes = [int(line) for line in log.read_text().split()]
+    assert len(changes) == 2 * 3 * (4 + 1) and max(itertools.accumulate(changes)) == 2
+
+
+def test_a_call_builds_the_kernels_of_its_element_type(tmp_path):
+    """Kernels of a type are a library of their own: a first call loads them, or says why it cannot."""
+    code = """
+import os
+import torch
+from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.providers import OpNeed, select_provider
+attention = select_provider(OpNeed(op="paged_attention", dtype="bfloat16")).overload
+assert sorted(build._loaded) == ["bfloat16", "core"], build._loaded
+index = lambda *values: torch.tensor(values, dtype=torch.int32)
+def call(op, dtype):
+    q, cache = torch.ones(1, 2, 16, dtype=dtype), torch.ones(2, 1, 4, 32, dtype=dtype)
+    return op(q, cache, index(1)[None], index(3), index(0, 1), head_dim_v=16, scale=0.25)
+call(attention, torch.bfloat16)
+torch.testing.assert_close(*(call(op, torch.float32) for op in (attention, torch.ops.pagebinder.paged_attention)))
+assert sorted(build._loaded) == ["bfloat16", "core", "float32"], build._loaded
+os.environ["PAGEBINDER_CPU_MARCH"] = "no-such-machine"
+for _ in range(2):
+    try:
+        call(attention, torch.float16)
+    except RuntimeError as error:
+        assert "float16 are not loaded" in str(error) and "no-such-machine" in str(error), error
+    else:
+        raise SystemExit("no error")
+print("passed")
+"""
+    assert "passed" in run_python(code)
 
 
 def test_every_part_stands_alone():

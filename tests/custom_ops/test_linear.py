@@ -292,7 +292,7 @@ def test_ordinary_weights_take_about_12_bits(provider):
     assert pack.code(weight).numel() < 0.77 * 2 * weight.numel()
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16, 17, 33, 300, 600])
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 32, 33, 300, 600])
 @pytest.mark.parametrize("inner", [256, 1_536])
 def test_coded_weights_give_the_bits_of_packed_ones(provider, rows, inner):
     kernels = coding(provider)

@@ -67,6 +67,14 @@ def test_auto_falls_back_when_the_build_fails(monkeypatch):
         select_provider(NEED, "cpu")
 
 
+def test_only_the_kernels_of_the_needs_type_are_loaded(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(build, "load", loaded.append)
+    for op in ("paged_attention", "linear", "unified_attention"):
+        select_provider(OpNeed(op=op, dtype="bfloat16"), "cpu")
+    assert loaded == ["core", "bfloat16", "core", "unified", "bfloat16"]
+
+
 def test_unknown_provider_lists_the_names():
     with pytest.raises(ProviderError, match=r"'fastest'.*cpu, .*reference"):
         select_provider(NEED, "fastest")

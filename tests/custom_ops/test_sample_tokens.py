@@ -53,7 +53,8 @@ def operands(vocab: int, dtype: torch.dtype, options: str, seed: int = 0, draws:
 
 
 def check_equal(vocab: int, dtype: torch.dtype, options: str) -> None:
-    CpuProvider().prepare("sample_tokens")
+    for op in ("argmax_tokens", "sample_tokens"):
+        CpuProvider().prepare(op)
     case = operands(vocab, dtype, options)
     assert torch.equal(torch.ops.pagebinder_cpu.sample_tokens(*case), reference.sample_tokens(*case))
     assert torch.equal(torch.ops.pagebinder_cpu.argmax_tokens(case[0]), reference.argmax_tokens(case[0]))
@@ -104,7 +105,8 @@ print("passed")
 
 @pytest.mark.parametrize("op", [reference, torch.ops.pagebinder_cpu], ids=["reference", "cpu"])
 def test_nan_is_minus_one_and_infinity_is_largest(op):
-    CpuProvider().prepare("sample_tokens")
+    for name in ("argmax_tokens", "sample_tokens"):
+        CpuProvider().prepare(name)
     logits = torch.zeros(4, 100)
     logits[0, 99] = math.nan
     logits[1, 50], logits[1, 7] = math.inf, -math.inf

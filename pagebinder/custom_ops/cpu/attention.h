@@ -12,6 +12,7 @@
 // so a slow thread delays only what it holds. The list keeps neighbours in memory together.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -51,12 +52,12 @@ struct AttentionArgs {
   int num_threads;
   ParallelRun run;
 
-  // Attention in several calls over disjoint keys, see unified_attention.h; all null for a call over all keys.
+  // Attention in several calls over disjoint keys, see unified/unified_attention.h; all null for a call over all keys.
   const int32_t* key_begins;      // [R], of the keys that count here, or null
   const int32_t* key_ends;        // [R], or null
   const int32_t* row_tokens;      // where the queries of query_start_loc stand in q, or null: in that order
   const int32_t* row_positions;   // their positions, with row_tokens
-  float* carried;                 // rows of partial_row_floats by carried row and head, or null
+  float* carried;                 // rows (attention_partials.h) by carried row and head, or null
   const int32_t* carried_rows;    // [T] rows of `carried`, -1: nothing is carried for a token
   bool carries_on;                // results stay in `carried`, instead of being written
 
@@ -69,7 +70,21 @@ struct AttentionArgs {
 
 // Keys that the query at absolute position p sees: [begin, end), empty as [0, 0). Every mask is such an interval.
 struct KeyRange { int32_t begin, end; };
-KeyRange visible_keys(const AttentionArgs& args, int64_t request, int64_t p);
+inline int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
+inline KeyRange visible_keys(const AttentionArgs& args, int64_t request, int64_t p) {
+  int64_t begin = std::max<int64_t>(0, p - args.window + 1), end = args.seq_lens[request];
+  if (args.causal) end = std::min(end, p + 1);
+  else end = std::min(end, p + args.window);
+  if (args.chunk > 0) {
+    const int64_t chunk_begin = floor_div(p, args.chunk) * args.chunk;
+    begin = std::max(begin, chunk_begin);
+    end = std::min(end, chunk_begin + args.chunk);
+  }
+  if (args.key_begins != nullptr) begin = std::max<int64_t>(begin, args.key_begins[request]);
+  if (args.key_ends != nullptr) end = std::min<int64_t>(end, args.key_ends[request]);
+  if (begin >= end) return {0, 0};
+  return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
+}
 
 constexpr int DOT_ROWS = 8;        // up to here rows are dotted one by one, beyond they become vector lanes
 constexpr int MAX_JOB_HEADS = 16;
@@ -131,16 +146,8 @@ struct Plan {
   std::atomic<bool> bad_block{false};
 };
 
-// Floats of one row of a part: maximum, sum, output padded to whole vectors.
-int64_t partial_row_floats(const AttentionArgs& args);
-
-// The whole op for one element type; returns null or what is wrong with the arguments.
-const char* paged_attention_f32(const AttentionArgs& args);
-const char* paged_attention_bf16(const AttentionArgs& args);
-const char* paged_attention_f16(const AttentionArgs& args);
-
-// Shared by the three: plans, runs `kernel` over all jobs, zeroes padding. `next` is the job that the same thread
-// will run afterwards, or null if that is not known.
+// The whole op: plans, runs `kernel` over all jobs, zeroes padding; returns null or what is wrong with the arguments.
+// `next` is the job that the same thread will run afterwards, or null if that is not known.
 using JobKernel = void (*)(const AttentionArgs& args, Plan& plan, const Job& job, const Job* next);
 const char* run_attention(const AttentionArgs& args, size_t element_bytes, JobKernel kernel);
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention_partials.h"
 #include "simd.h"
 
 namespace pagebinder {
@@ -17,8 +18,6 @@ constexpr int SPLIT_TILES = 4;      // requests with more tiles than this have e
 constexpr int JOBS_PER_THREAD = 8;  // at least, for balance
 constexpr int MAX_JOBS_AT_ONCE = 16;
 constexpr int64_t SERIAL_BYTES = 96 * 1024;
-
-int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
 int stride_for(int rows, bool dot) {
   if (dot) return rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8;
@@ -173,23 +172,6 @@ void clear_padding(const AttentionArgs& args, size_t element_bytes) {
 }
 
 }  // namespace
-
-KeyRange visible_keys(const AttentionArgs& args, int64_t request, int64_t p) {
-  int64_t begin = std::max<int64_t>(0, p - args.window + 1), end = args.seq_lens[request];
-  if (args.causal) end = std::min(end, p + 1);
-  else end = std::min(end, p + args.window);
-  if (args.chunk > 0) {
-    const int64_t chunk_begin = floor_div(p, args.chunk) * args.chunk;
-    begin = std::max(begin, chunk_begin);
-    end = std::min(end, chunk_begin + args.chunk);
-  }
-  if (args.key_begins != nullptr) begin = std::max<int64_t>(begin, args.key_begins[request]);
-  if (args.key_ends != nullptr) end = std::min<int64_t>(end, args.key_ends[request]);
-  if (begin >= end) return {0, 0};
-  return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
-}
-
-int64_t partial_row_floats(const AttentionArgs& args) { return 2 + (args.head_dim_v + W - 1) / W * W; }
 
 const char* run_attention(const AttentionArgs& args, size_t element_bytes, JobKernel kernel) {
   static thread_local Plan plan;

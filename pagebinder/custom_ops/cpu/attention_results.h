@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention_partials.h"
 #include "attention_rows.h"
 #include "attention_softmax.h"
 

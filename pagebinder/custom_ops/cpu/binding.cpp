@@ -5,17 +5,14 @@
 #include <optional>
 #include <tuple>
 
-#include "binding_attention.h"
+#include "binding_elements.h"
 
 namespace {
 
 using namespace pagebinder;
 
-void run_attention(ScalarType dtype, const AttentionArgs& a, const char* name) {
-  const char* error = "q must be float32, bfloat16 or float16";
-  if (dtype == ScalarType::Float) error = paged_attention_f32(a);
-  else if (dtype == ScalarType::BFloat16) error = paged_attention_bf16(a);
-  else if (dtype == ScalarType::Half) error = paged_attention_f16(a);
+void attend_or_throw(ScalarType dtype, const AttentionArgs& a, const char* name) {
+  const char* error = attend(dtype, a);
   STD_TORCH_CHECK(error == nullptr, name, ": ", error);
 }
 
@@ -40,7 +37,7 @@ std::tuple<Tensor, std::optional<Tensor>> attention(ATTENTION_PARAMETERS, bool w
     lse = new_tensor({a.num_heads, a.num_tokens}, ScalarType::Float);
     a.lse = data<float>(*lse);
   }
-  run_attention(q.scalar_type(), a, "paged_attention");
+  attend_or_throw(q.scalar_type(), a, "paged_attention");
   return {out, lse};
 }
 
@@ -85,7 +82,7 @@ void latent_attention(const Tensor& q, const Tensor& cache, const Tensor& table,
   a.scale = static_cast<float>(scale), a.causal = true, a.window = window.value_or(NO_WINDOW);
   a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
   a.out = out.mutable_data_ptr();
-  run_attention(q.scalar_type(), a, "paged_mla_attention");
+  attend_or_throw(q.scalar_type(), a, "paged_mla_attention");
 }
 
 }  // namespace

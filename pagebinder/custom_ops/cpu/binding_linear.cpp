@@ -238,27 +238,11 @@ Activation activation_named(const std::string& name) {
   return Activation::NONE;
 }
 
-// gate[i] = act(gate[i]) * up[i]
-template <class T>
-void gate_values(Activation activation, T* gate, const T* up, int64_t count) {
-  constexpr int64_t GRAIN = 1 << 14;
-  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
-  pagebinder::for_ranges(count, GRAIN, num_threads, [&](int64_t i, int64_t end) {
-    using pagebinder::W;
-    for (; i + W <= end; i += W)
-      pagebinder::store_gated(activation, pagebinder::load_float(gate + i), pagebinder::load_float(up + i), gate + i);
-    const int rest = static_cast<int>(end - i);
-    T last[W];
-    pagebinder::store_gated(activation, pagebinder::load_float_part(gate + i, rest),
-                            pagebinder::load_float_part(up + i, rest), last);
-    std::memcpy(gate + i, last, rest * sizeof(T));
-  });
-}
-
 template <class T>
 void gate_tensors(Activation activation, const Tensor& gate, const Tensor& up) {
-  gate_values(activation, static_cast<T*>(gate.mutable_data_ptr()), static_cast<const T*>(up.const_data_ptr()),
-              gate.numel());
+  pagebinder::gate_values(activation, static_cast<T*>(gate.mutable_data_ptr()),
+                          static_cast<const T*>(up.const_data_ptr()), gate.numel(),
+                          static_cast<int>(torch::stable::get_num_threads()));
 }
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate, const Tensor& up, Bias gate_bias, Bias up_bias,

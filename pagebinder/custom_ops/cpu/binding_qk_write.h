@@ -16,7 +16,7 @@ struct QkOperands {
   const std::string &tail, &style;
 };
 
-inline NormTail tail_named(const std::string& name) {
+inline NormTail head_tail_named(const std::string& name) {
   constexpr std::pair<const char*, NormTail> NAMES[] = {{"", NormTail::ABSENT},
                                                         {"cast_scale", NormTail::CAST_SCALE},
                                                         {"scale_cast", NormTail::SCALE_CAST},
@@ -75,7 +75,7 @@ Tensor set_qk_operands(const QkOperands& o, QkWriteArgs<T>& a) {
   a.cos = data<const void>(o.cos), a.sin = data<const void>(o.sin);
   a.cos_stride = o.cos.stride(0), a.sin_stride = o.sin.stride(0);
   a.wide_angles = o.cos.scalar_type() == ScalarType::Float, a.column_per_pair = o.style == "chunked";
-  a.tail = tail_named(o.tail), a.eps = static_cast<float>(o.eps);
+  a.tail = head_tail_named(o.tail), a.eps = static_cast<float>(o.eps);
   a.q_weight = norm_weight<T>(o.q_weight, o.q, a.tail), a.k_weight = norm_weight<T>(o.k_weight, o.q, a.tail);
   Tensor out = new_tensor({a.num_tokens, a.num_heads, a.head_dim}, o.q.scalar_type());
   const int64_t bytes = static_cast<int64_t>(o.kv_cache.element_size());

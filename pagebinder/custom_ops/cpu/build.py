@@ -4,7 +4,9 @@
     <cache>/pagebinder/<key>/pagebinder_cpu.so.sha256  written last; without a matching digest it is rebuilt
 
 Kernels come in parts, a library each, so that no model waits for kernels that it does not use: "core" is the sources
-in this folder, "latent" those in latent/ (latent rows, DeepSeek) and what they need of the core.
+in this folder, "latent" those in latent/ (latent rows, DeepSeek) and what they need of the core. Kernels of attention
+are many for each element type: "bfloat16", "float16" and "float32" hold those of one type, which the other parts find
+by name; a call that misses one builds it (`load_part`, provider.py).
 
 The key covers sources, compiler, flags, torch and the CPU's features. Processes that build at the same time
 wait for each other on a file lock; where locks do not work they both build and each renames a complete file.
@@ -15,6 +17,7 @@ wait for each other on a file lock; where locks do not work they both build and 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import logging
@@ -39,15 +42,20 @@ SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "pagebinder_cpu.so"
 # part -> (folder of its sources, sources of the core that it is linked with)
 PARTS = {
+    "bfloat16": ("bfloat16", ()),
     "core": (".", ()),
+    "float16": ("float16", ()),
+    "float32": ("float32", ()),
     "fp8": ("fp8", ()),
     "latent": ("latent", ("linear.cpp",)),
     "moe": ("moe", ()),
     "quant": ("quant", ()),
     "quantized_kv": ("quantized_kv", ("attention_plan.cpp", "cache_write.cpp", "qk_write.cpp")),
     "recurrent": ("recurrent", ()),
-    "sampling": ("sampling", ()),
+    "sampling": ("sampling", ("argmax.cpp",)),
+    "unified": ("unified", ("attention_plan.cpp",)),
 }
+ELEMENT_PARTS = ("bfloat16", "float16", "float32")
 BASE_FLAGS = (
     "-O3",
     "-std=c++17",
@@ -57,11 +65,15 @@ BASE_FLAGS = (
     "-fvisibility=hidden",
     "-Wno-psabi",
 )
+# Bindings check operands and hold no loops that matter. With -O1 they would compile faster still, but each call would
+# take some tenths of a microsecond longer.
+BINDING_FLAGS = ("-O2",)
 CANDIDATES = ("c++", "g++", "clang++")
 
 _locks = {part: threading.Lock() for part in PARTS}
 _loaded: dict[str, Path] = {}
 _failure: dict[str, ProviderError] = {}
+_slots = threading.BoundedSemaphore(os.cpu_count() or 1)  # of compilers that run at a time, for whatever part
 
 
 def find_compiler() -> list[str]:
@@ -100,7 +112,8 @@ def cache_root() -> Path:
 
 def build_key(part: str = "core") -> str:
     """A digest of all that a part's library depends on: machine, compiler, flags, torch and sources."""
-    texts = [part, compiler_version(), " ".join(flags()), torch.__version__, cpu_features()]
+    all_flags = " ".join((*flags(), *BINDING_FLAGS))
+    texts = [part, compiler_version(), all_flags, torch.__version__, cpu_features()]
     files = sorted([*_sources(part), *_headers(part)])
     texts += [path.name + "\0" + path.read_text() for path in files]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
@@ -142,7 +155,7 @@ def load(part: str = "core", *, built: Path | None = None) -> Path:
         if part not in _loaded:
             try:
                 path = built or build(part)
-                torch.ops.load_library(str(path))
+                _register(part, path)
             except ProviderError as error:
                 _failure[part] = error
                 raise
@@ -151,6 +164,13 @@ def load(part: str = "core", *, built: Path | None = None) -> Path:
                 raise _failure[part] from error
             _loaded[part] = path
         return _loaded[part]
+
+
+def _register(part: str, path: Path) -> None:
+    if part in ELEMENT_PARTS:  # see binding_elements.h
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    else:
+        torch.ops.load_library(str(path))
 
 
 def is_loaded() -> bool:
@@ -200,14 +220,18 @@ def _compile(path: Path, part: str) -> None:
     torch_root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         includes = [f"-I{torch_root / 'include'}", f"-I{SOURCE_DIR}"]
-        compile_command = [*compiler, *flags(), *includes, "-c"]
-        sources = _sources(part)
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
-        commands = [[*compile_command, str(s), "-o", str(o)] for s, o in zip(sources, objects)]
+        command = [*compiler, *flags(), *includes]
+        bindings = [(source, BINDING_FLAGS) for source in _merged_bindings(part, Path(folder))]
+        units = [*bindings, *((source, ()) for source in _sources(part) if not _is_binding(source))]
+        objects = [str(Path(folder) / f"{source.stem}.o") for source, _ in units]
+        commands = [
+            [*command, *extra, "-c", str(s), "-o", o] for (s, extra), o in zip(units, objects, strict=True)
+        ]
         _run_all(commands)
         library = Path(folder) / LIBRARY_NAME
         link = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-o", str(library)]
-        _run_all([[*compiler, "-shared", *map(str, objects), *link]])
+        # Of an inline function that several objects hold the first is linked: a kernel's, not a binding's.
+        _run_all([[*compiler, "-shared", *objects[::-1], *link]])
         digest = Path(folder) / "digest"
         digest.write_text(_digest(library))
         os.replace(library, path)
@@ -216,22 +240,40 @@ def _compile(path: Path, part: str) -> None:
 
 
 def _run_all(commands: list[list[str]]) -> None:
-    """Run commands, as many at a time as there are processors."""
-    waiting, running, slots = list(commands), [], os.cpu_count() or 1
-    try:
-        while waiting or running:
-            while waiting and len(running) < slots:
-                command = waiting.pop(0)
-                running.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-            command, process = running.pop(0)
-            errors = process.communicate()[1]
-            if process.returncode != 0:
-                last_lines = "\n".join(errors.strip().splitlines()[-15:])
-                raise ProviderError(f"compiling the CPU kernels failed: {shlex.join(command)}\n{last_lines}")
-    finally:
-        for _, process in running:
-            process.kill()
-            process.communicate()
+    """Run commands, the first ones first; of all parts together as many at a time as there are processors."""
+    problems: list[str] = []
+
+    def work(command: list[str]) -> None:
+        with _slots:
+            if problems:
+                return
+            try:
+                subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
+            except subprocess.CalledProcessError as error:
+                errors = "\n".join(error.stderr.strip().splitlines()[-15:])
+                problems.append(f"{shlex.join(command)}\n{errors}")
+            except OSError as error:
+                problems.append(f"{shlex.join(command)}: {error}")
+
+    threads = [threading.Thread(target=work, args=(command,), daemon=True) for command in commands]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise ProviderError(f"compiling the CPU kernels failed: {problems[0]}")
+
+
+def _merged_bindings(part: str, folder: Path) -> list[Path]:
+    """A source in `folder` that is all bindings of a part, if it has some: torch's headers are read once."""
+    bindings = [source for source in _sources(part) if _is_binding(source)]
+    merged = folder / "bindings.cpp"
+    merged.write_text("".join(f'#include "{source}"\n' for source in bindings))
+    return [merged] if bindings else []
+
+
+def _is_binding(source: Path) -> bool:
+    return source.stem.startswith("binding")
 
 
 def _sources(part: str) -> list[Path]:

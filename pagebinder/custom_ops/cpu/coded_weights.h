@@ -23,7 +23,6 @@ constexpr int CODED_WEIGHTS = CODED_LINES * 32;
 constexpr int CODED_HEADER = 64, CODED_GROUP = 192;         // bytes
 constexpr int CODED_BODY = CODED_LINES / 4 * CODED_GROUP;
 constexpr int CODED_EXPONENTS = 16;
-constexpr int DECODED_BYTES = CODED_WEIGHTS * 2;
 
 struct CodedHeader {
   uint16_t exponents[CODED_EXPONENTS];  // in place: shifted by 7

@@ -91,6 +91,9 @@ bool linear_suits_tiles(int64_t rows, int64_t columns, int64_t inner);
 void linear_with_tiles(const LinearArgs& args);
 template <class T> void linear_with_vectors(const LinearArgs& args);
 
+// gate[i] = act(gate[i]) * up[i]
+template <class T> void gate_values(Activation activation, T* gate, const T* up, int64_t count, int num_threads);
+
 // A weight, and the memory of its packed form.
 struct PackedWeight {
   void* plain;          // [columns, inner]

@@ -8,7 +8,7 @@
 // that are written at the end.
 //
 // Panels of coded weights are decoded into the worker's memory first: a step at a time ahead of its product where one
-// tile of rows reads it once, else a block of steps for all rows of the job.
+// or two tiles of rows read it once, else a block of steps for all rows of the job.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
 #include <algorithm>
@@ -202,7 +202,8 @@ class Worker {
   }
 
   void run_job(const Job& job, const Job& next) {
-    if (run_.coded() && run_.args.rows <= TILE_LINES) return run_.gated() ? stream_job<2>(job) : stream_job<1>(job);
+    if (run_.coded() && run_.args.rows <= PAIR)
+      return run_.args.rows <= TILE_LINES ? stream_job<1>(job) : stream_job<2>(job);
     const auto block_at = [&](int step) {
       return Block{step, std::min(BLOCK_STEPS, run_.steps - step), step + BLOCK_STEPS >= run_.steps};
     };
@@ -253,47 +254,57 @@ class Worker {
       }
   }
 
-  // One tile of rows times one panel of coded weights, or two gated ones: a step meets x while the next is decoded.
-  template <int LAYERS>
+  // One or two tiles of rows times a panel of coded weights, or times the two of gated layers one after the other.
+  template <int ROWS>
   void stream_job(const Job& job) {
+    constexpr int64_t SECOND_HALF = ROWS * 2 * TILE_SUMS;
+    if (!run_.gated()) {
+      stream_panel<ROWS>(job, 0, sums_, TILE_SUMS);
+    } else {
+      stream_panel<ROWS>(job, 0, sums_, SECOND_HALF);
+      stream_panel<ROWS>(job, 1, sums_ + TILE_SUMS, SECOND_HALF);
+    }
+    write_product(job, job.first_pair, 0, sums_, run_.gated() ? SECOND_HALF : 0);
+  }
+
+  // A step of the panel meets x while the next is decoded. Sums of row tile r and column tile c go to
+  // sums[2 r TILE_SUMS + c column_tile].
+  template <int ROWS>
+  void stream_panel(const Job& job, int which, float* sums, int64_t column_tile) {
     constexpr int RING = 4;  // steps
     uint16_t* ring = reinterpret_cast<uint16_t*>(decoded_);
-    const char* x = run_.rows_at(job.first_pair);
+    const char *x = run_.rows_at(job.first_pair), *lower = x + TILE_LINES * run_.x_line();
     _tile_zero(0);
     _tile_zero(1);
-    if (LAYERS == 2) _tile_zero(2);
-    if (LAYERS == 2) _tile_zero(3);
+    if (ROWS == 2) _tile_zero(2);
+    if (ROWS == 2) _tile_zero(3);
     const auto multiply_step = [&](int step) {
-      const char* w = reinterpret_cast<const char*>(ring + step % RING * LAYERS * STEP_WEIGHTS);
+      const char* w = reinterpret_cast<const char*>(ring + step % RING * STEP_WEIGHTS);
       tiles_meet_memory();
       _tile_loadd(4, x + step * TILE_STEP * 2, run_.x_line());
       _tile_loadd(6, w, 64);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, w + (LAYERS == 2 ? STEP_BYTES : TILE_BYTES), 64);
+      _tile_loadd(7, w + TILE_BYTES, 64);
       _tile_dpbf16ps(1, 4, 7);
-      if (LAYERS == 2) {
-        _tile_loadd(6, w + TILE_BYTES, 64);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, w + STEP_BYTES + TILE_BYTES, 64);
-        _tile_dpbf16ps(3, 4, 7);
+      if (ROWS == 2) {
+        _tile_loadd(5, lower + step * TILE_STEP * 2, run_.x_line());
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
       }
     };
     for (int block = 0; block < run_.steps; block += CODED_STEPS) {
-      BlockDecoder first(codes_at(job, 0, 0, block)), second(codes_at(job, 0, LAYERS - 1, block));
+      BlockDecoder decoder(codes_at(job, 0, which, block));
       for (int step = block; step < block + CODED_STEPS; ++step) {
-        uint16_t* to = ring + step % RING * LAYERS * STEP_WEIGHTS;
-        first.next<CODES_AHEAD>(to);
-        if (LAYERS == 2) second.next<CODES_AHEAD>(to + STEP_WEIGHTS);
+        decoder.next<CODES_AHEAD>(ring + step % RING * STEP_WEIGHTS);
         if (step > 0) multiply_step(step - 1);
       }
     }
     multiply_step(run_.steps - 1);
-    _tile_stored(0, sums_, 64);
-    _tile_stored(1, sums_ + TILE_SUMS, 64);
-    if (LAYERS == 2) _tile_stored(2, sums_ + 2 * TILE_SUMS, 64);
-    if (LAYERS == 2) _tile_stored(3, sums_ + 3 * TILE_SUMS, 64);
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + column_tile, 64);
+    if (ROWS == 2) _tile_stored(2, sums + 2 * TILE_SUMS, 64);
+    if (ROWS == 2) _tile_stored(3, sums + 2 * TILE_SUMS + column_tile, 64);
     tiles_meet_memory();
-    write_product(job, job.first_pair, 0, sums_, LAYERS == 2 ? 2 * TILE_SUMS : 0);
   }
 
   // Writes a panel's columns of a pair of row tiles, if nobody else did. second_half: of gated layers, where the sums of

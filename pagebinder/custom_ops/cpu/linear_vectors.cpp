@@ -170,7 +170,22 @@ void linear_with_vectors(const LinearArgs& args) {
   else run_leaving(workers, panel_worker<T>, run);
 }
 
+template <class T>
+void gate_values(Activation activation, T* gate, const T* up, int64_t count, int num_threads) {
+  constexpr int64_t GRAIN = 1 << 14;
+  for_ranges(count, GRAIN, num_threads, [=](int64_t i, int64_t end) {
+    for (; i + W <= end; i += W) store_gated(activation, load_float(gate + i), load_float(up + i), gate + i);
+    const int rest = static_cast<int>(end - i);
+    T last[W];
+    store_gated(activation, load_float_part(gate + i, rest), load_float_part(up + i, rest), last);
+    std::memcpy(gate + i, last, rest * sizeof(T));
+  });
+}
+
 template void linear_with_vectors<bf16>(const LinearArgs&);
 template void linear_with_vectors<float>(const LinearArgs&);
+template void gate_values(Activation, bf16*, const bf16*, int64_t, int);
+template void gate_values(Activation, f16*, const f16*, int64_t, int);
+template void gate_values(Activation, float*, const float*, int64_t, int);
 
 }  // namespace pagebinder

@@ -30,9 +30,15 @@ def pack_all(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     return packed
 
 
-def code_all(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """weights [N, K] bf16, K a multiple of 256 -> packed and coded, in new memory. None: it would be too much."""
-    shapes = [coded_shape(w) for w in weights]
+def code_all(
+    weights: Sequence[torch.Tensor], *, shapes: Sequence[tuple[int, ...]] | None = None
+) -> list[torch.Tensor] | None:
+    """weights [N, K] bf16, K a multiple of 256 -> packed and coded, in new memory. None: it would be too much.
+
+    Args:
+        shapes: coded_shape(...) of each, where that is known: it takes as long as coding.
+    """
+    shapes = shapes or [coded_shape(w) for w in weights]
     places, _ = memory_for([math.prod(shape) for shape in shapes])
     if len(places) < len(weights):
         return None

@@ -22,7 +22,7 @@ from pagebinder.custom_ops.fp8 import quant as fp8_quant
 from pagebinder.custom_ops.fp8.attention import FP8_QUANT_FORMS
 from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
-from pagebinder.custom_ops.library import OpInfo, define_schema, op_info, overload
+from pagebinder.custom_ops.library import OpInfo, define_schema, library, op_info, overload
 from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
 from pagebinder.custom_ops.moe import experts, routed_experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
@@ -41,15 +41,13 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         paged.KV_CACHE_WRITE,
         paged.PAGED_ATTENTION,
         paged.PAGED_ATTENTION_LSE,
-        unified.UNIFIED_ATTENTION,
-        unified.ATTENTION_PART,
-        merge_states.MERGE_ATTENTION_STATES,
         linear.LINEAR,
         linears.LINEARS,
         gated_linear.GATED_LINEAR,
         qk_norm_rope_write.QK_NORM_ROPE_WRITE,
         rms_norm.RMS_NORM,
         rms_norm.ADD_RMS_NORM,
+        sample_tokens.ARGMAX_TOKENS,
     ),
     "latent": (
         write.LATENT_CACHE_WRITE,
@@ -82,7 +80,8 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         *map(op_info, ("paged_linear_recurrence", "paged_selective_scan", "paged_wkv", "paged_mlstm")),
     ),
     "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR, routed_experts.MOE_ROUTED_EXPERTS),
-    "sampling": (sample_tokens.ARGMAX_TOKENS, sample_tokens.SAMPLE_TOKENS),
+    "sampling": (sample_tokens.SAMPLE_TOKENS,),
+    "unified": (unified.UNIFIED_ATTENTION, unified.ATTENTION_PART, merge_states.MERGE_ATTENTION_STATES),
 }
 for _info in itertools.chain(*_PARTS.values()):
     define_schema(NAMESPACE, _info)
@@ -94,10 +93,42 @@ _PARTS_OF[packed.PACKED_ATTENTION.name] = ("core",)
 _PARTS_OF |= {fused.name: (*_PARTS_OF[info.name], "fp8") for info, fused in FP8_QUANT_FORMS.items()}
 _PARTS_OF[mla.PAGED_MLA_ATTENTION.name] = ("core", "latent")
 
+# ops that also call the kernels of q's element type, a part each
+_BY_ELEMENT_TYPE = {
+    info.name
+    for info in (
+        paged.PAGED_ATTENTION,
+        paged.PAGED_ATTENTION_LSE,
+        FP8_QUANT_FORMS[paged.PAGED_ATTENTION],
+        packed.PACKED_ATTENTION,
+        mla.PAGED_MLA_ATTENTION,
+        unified.UNIFIED_ATTENTION,
+        unified.ATTENTION_PART,
+    )
+}
 
-def parts_of(op: str) -> tuple[str, ...]:
-    """The parts of the kernels (build.PARTS) that serve an op; none for an op without a kernel."""
-    return _PARTS_OF.get(op, ())
+
+def _load_part(part: str) -> str:
+    """Called from C++ where kernels of an element type are missing; returns what is wrong, "" if nothing is."""
+    try:
+        build.load(part)
+    except ProviderError as error:
+        return str(error)
+    return ""
+
+
+library(NAMESPACE).define("load_part(str part) -> str")
+library(NAMESPACE).impl("load_part", _load_part, "CompositeExplicitAutograd")
+
+
+def parts_of(op: str, dtype: str | None = None) -> tuple[str, ...]:
+    """The parts of the kernels (build.PARTS) that serve an op; none for an op without a kernel.
+
+    `dtype`: of its queries ("bfloat16"), if it has some; without it the parts of element types are left out, which
+    are loaded by the first call that needs them.
+    """
+    parts = _PARTS_OF.get(op, ())
+    return (*parts, dtype) if op in _BY_ELEMENT_TYPE and dtype in build.ELEMENT_PARTS else parts
 
 
 class CpuProvider(Provider):
@@ -121,7 +152,11 @@ class CpuProvider(Provider):
         return reasons
 
     def prepare(self, op: str | None = None) -> None:
-        for part in build.PARTS if op is None else _PARTS_OF[op]:
+        for part in build.PARTS if op is None else parts_of(op):
+            build.load(part)
+
+    def prepare_for(self, need: OpNeed) -> None:
+        for part in parts_of(need.op, need.dtype):
             build.load(part)
 
     def overload(self, op: str) -> torch._ops.OpOverload:

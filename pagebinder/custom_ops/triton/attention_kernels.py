@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from pagebinder.custom_ops.triton.attention_tile import attend, key_range, load_columns
-from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, rounded
+from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, SIZES, rounded
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def cut_keys(lo, hi, begins_ptr, request, is_padding, context, CONTEXT_ONLY: tl.
     return lo, tl.maximum(hi, lo)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def tile_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, sinks_ptr, slopes_ptr, scales_ptr, out_ptr,
     lse_ptr, stride_qt, stride_qh, stride_r, num_tokens, num_requests, num_blocks, capacity, split_up_to, scale,
@@ -195,7 +195,7 @@ def store_rows(
         tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse * LN_2, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def split_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, slopes_ptr, scales_ptr, part_ptr, part_lse_ptr,
     stride_qt, stride_qh, stride_r, num_blocks, capacity, split_up_to, row_tokens, scale, soft_cap,
@@ -257,7 +257,7 @@ def split_kernel(
         tl.store(part_lse_ptr + part_row, m + tl.log2(nonzero(l)), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def merge_kernel(
     part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, num_tokens, num_requests, split_up_to,
     row_tokens, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,

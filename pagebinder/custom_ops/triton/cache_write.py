@@ -14,7 +14,7 @@ import triton.language as tl
 from pagebinder.custom_ops.attention.paged import check_write
 from pagebinder.custom_ops.attention.quantized_cache import LARGEST_CODE
 from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
-from pagebinder.custom_ops.triton.values import encoded
+from pagebinder.custom_ops.triton.values import SIZES, encoded
 
 TILE_VALUES = 2048  # of K and V that a program holds at a time, or one head's
 
@@ -41,7 +41,7 @@ def load_rows(
     return tl.load(ptrs, mask=mask, other=0), column, mask
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def copy_kernel(
     k_ptr, v_ptr, cache_ptr, slots_ptr, stride_kt, stride_kg, stride_vt, stride_vg, stride_n, stride_g, stride_b,
     num_slots, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -97,7 +97,7 @@ def store_codes(
     store_encoded(x, scale, row_ptrs[:, None] + column, mask & keep[:, None], CODES, LARGEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def encode_kernel(
     k_ptr, v_ptr, cache_ptr, slots_ptr, scales_ptr, stride_kt, stride_kg, stride_vt, stride_vg, stride_n, stride_g,
     stride_b, num_slots, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,

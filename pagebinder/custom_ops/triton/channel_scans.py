@@ -14,7 +14,6 @@ import triton.language as tl
 from pagebinder.custom_ops.recurrent import wkv
 from pagebinder.custom_ops.recurrent.define import RECURRENCES
 from pagebinder.custom_ops.triton.recurrent_steps import (
-    SIZES,
     block_after,
     clear_rows,
     in_rows,
@@ -22,7 +21,7 @@ from pagebinder.custom_ops.triton.recurrent_steps import (
     span_of_request,
     step_operands,
 )
-from pagebinder.custom_ops.triton.values import rounded
+from pagebinder.custom_ops.triton.values import SIZES, rounded
 
 # By one warp: a step is a chain of additions, so many programs matter more than wide ones.
 CHANNELS_OF_TILE = 128

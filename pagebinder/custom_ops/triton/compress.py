@@ -26,12 +26,13 @@ from pagebinder.custom_ops.latent.layouts import require, rows_per_block
 from pagebinder.custom_ops.sparse.sparse_mla import check_lengths
 from pagebinder.custom_ops.triton.latent_rows import RowSizes, cache_strides, is_aligned, store_row_tile
 from pagebinder.custom_ops.triton.norm_rope import block_of, turned_trailing
+from pagebinder.custom_ops.triton.values import SIZES
 
 LEAST = tl.constexpr(EMPTY)
 QUARTER_TURN = tl.constexpr(1.5707963267948966)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def start_states_kernel(
     state_ptr, table_ptr, lens_ptr, starts_ptr, out_ptr, stride_n, stride_s, stride_p, stride_r, num_blocks, columns,
     block_size, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -111,7 +112,7 @@ def angle_tables(position, freq_ptr, rope_scale, pair, is_pair):
     return turned_cos * rope_scale, turned_sin * rope_scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def compress_kernel(
     kv_ptr, gate_ptr, bias_ptr, norm_ptr, freq_ptr, start_ptr, state_ptr, state_table_ptr, entry_ptr, entry_table_ptr,
     lens_ptr, starts_ptr, stride_kv, stride_gate, stride_sn, stride_ss, stride_sp, stride_sr, stride_er, num_requests,

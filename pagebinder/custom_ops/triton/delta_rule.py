@@ -14,7 +14,6 @@ import triton.language as tl
 
 from pagebinder.custom_ops.recurrent.gated_delta_rule import check_paged_gated_delta_rule
 from pagebinder.custom_ops.triton.recurrent_steps import (
-    SIZES,
     block_after,
     clear_rows,
     in_rows,
@@ -23,7 +22,7 @@ from pagebinder.custom_ops.triton.recurrent_steps import (
     step_operands,
     tile_of_state,
 )
-from pagebinder.custom_ops.triton.values import rounded
+from pagebinder.custom_ops.triton.values import SIZES, rounded
 
 
 @triton.jit

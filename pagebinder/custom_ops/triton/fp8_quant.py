@@ -25,7 +25,7 @@ from pagebinder.custom_ops.triton.e4m3 import e4m3_codes, magnitude_bits, scale_
 from pagebinder.custom_ops.triton.gated_activation import activated
 from pagebinder.custom_ops.triton.gpu import has_fp8
 from pagebinder.custom_ops.triton.rms_norm import normed_tile, rows_of, warps_of
-from pagebinder.custom_ops.triton.values import rounded, through
+from pagebinder.custom_ops.triton.values import SIZES, rounded, through
 
 TILE_VALUES = 2048  # that a program holds, or one row
 
@@ -73,7 +73,7 @@ def store_quantised(
         tl.store(out_ptr + row * C + column, e4m3_codes(tl.div_rn(y, wide), NATIVE), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def quantise_kernel(
     x_ptr, out_ptr, scale_ptr, given_ptr, stride_x, num_rows, C: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, SHARES: tl.constexpr, NATIVE: tl.constexpr,
@@ -85,7 +85,7 @@ def quantise_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gate_quantise_kernel(
     gate_ptr, up_ptr, out_ptr, scale_ptr, given_ptr, stride_gate, stride_up, num_rows, C: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -100,7 +100,7 @@ def gate_quantise_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def norm_quantise_kernel(
     x_ptr, residual_ptr, w_ptr, total_ptr, out_ptr, scale_ptr, given_ptr, stride_x, stride_residual, num_rows, eps,
     C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, NATIVE: tl.constexpr,

@@ -20,7 +20,7 @@ from pagebinder.custom_ops.hyper.hyper import check_connection, check_head, chec
 from pagebinder.custom_ops.triton.attention_kernels import nonzero
 from pagebinder.custom_ops.triton.gpu import multiprocessors
 from pagebinder.custom_ops.triton.paged_attention import padded
-from pagebinder.custom_ops.triton.values import rounded, through
+from pagebinder.custom_ops.triton.values import SIZES, rounded, through
 
 TILE_TOKENS, MANY_TOKENS = 16, 2048
 TILE_OF_MANY = 64  # from so many tokens on that such tiles fill a GPU
@@ -30,7 +30,7 @@ MAX_SPLITS = 32
 TILE_CHANNELS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def logits_kernel(
     x_ptr, fn_ptr, part_ptr, square_ptr, stride_f, num_tokens, channels_of_split, K: tl.constexpr, M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -77,7 +77,7 @@ def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def collapse_kernel(
     x_ptr, part_ptr, square_ptr, base_ptr, scale_ptr, post_ptr, comb_ptr, out_ptr, num_tokens, norm_eps, eps,
     S: tl.constexpr, C: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, ITERATIONS: tl.constexpr,

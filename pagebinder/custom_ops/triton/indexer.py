@@ -35,7 +35,7 @@ from pagebinder.custom_ops.triton.latent_rows import (
 )
 from pagebinder.custom_ops.triton.paged_attention import padded
 from pagebinder.custom_ops.triton.sparse_mla import position_of
-from pagebinder.custom_ops.triton.values import product, rounded, through
+from pagebinder.custom_ops.triton.values import SIZES, product, rounded, through
 
 SCORE_BYTES = 256 << 20  # of one launch
 PROGRAMS_PER_MULTIPROCESSOR = 8
@@ -45,7 +45,7 @@ TILE_HEADS = 64
 REQUANTISED_ROWS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def requantise_kernel(
     q_ptr, out_ptr, stride_t, stride_h, num_rows, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, LAYOUT: tl.constexpr, QUANT: tl.constexpr, NATIVE: tl.constexpr,
@@ -62,7 +62,7 @@ def requantise_kernel(
     tl.store(out_ptr + row[:, None].to(tl.int64) * D + column, out, mask=is_row[:, None] & (column < D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def score_kernel(
     q_ptr, weights_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, scores_ptr, stride_qt, stride_qh, stride_wt,
     stride_wh, stride_r, first_token, end_token, num_requests, num_blocks, capacity, scale, stride_n: tl.constexpr,
@@ -117,7 +117,7 @@ def sortable(score):
     return bits ^ tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def select_kernel(
     scores_ptr, lens_ptr, starts_ptr, out_ptr, first_token, num_requests, capacity, RATIO: tl.constexpr,
     TOPK: tl.constexpr, BLOCK: tl.constexpr,

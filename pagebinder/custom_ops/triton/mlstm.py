@@ -15,7 +15,6 @@ import triton.language as tl
 
 from pagebinder.custom_ops.recurrent.define import RECURRENCES
 from pagebinder.custom_ops.triton.recurrent_steps import (
-    SIZES,
     block_after,
     clear_rows,
     in_rows,
@@ -25,7 +24,7 @@ from pagebinder.custom_ops.triton.recurrent_steps import (
     step_operands,
     tile_of_state,
 )
-from pagebinder.custom_ops.triton.values import rounded
+from pagebinder.custom_ops.triton.values import SIZES, rounded
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from pagebinder.custom_ops.triton.attention_kernels import request_of_tile
 from pagebinder.custom_ops.triton.gated_activation import activated
-from pagebinder.custom_ops.triton.values import product, rounded
+from pagebinder.custom_ops.triton.values import SIZES, product, rounded
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def expert_kernel(
     tl.store(out_ptrs, rounded(h, out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def combine_kernel(
     rows_ptr, ids_ptr, weights_ptr, out_ptr, num_experts, num_slots, width, BLOCK: tl.constexpr
 ):

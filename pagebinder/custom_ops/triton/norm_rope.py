@@ -20,7 +20,7 @@ from pagebinder.custom_ops.latent.write import check_rows, check_tables
 from pagebinder.custom_ops.norm.q_norm_rope import check_trailing_rope
 from pagebinder.custom_ops.triton.latent_rows import RowSizes, cache_strides, is_aligned, store_row_tile
 from pagebinder.custom_ops.triton.rms_norm import warps_of
-from pagebinder.custom_ops.triton.values import rounded, through
+from pagebinder.custom_ops.triton.values import SIZES, rounded, through
 
 TILE_VALUES = 2048
 
@@ -48,7 +48,7 @@ def load_angles(
     return cos, sin, is_pair
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def norm_rope_kernel(
     q_ptr, cos_ptr, sin_ptr, out_ptr, stride_t, stride_h, stride_cos, stride_sin, num_rows, eps, H: tl.constexpr,
     D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -72,7 +72,7 @@ def norm_rope_kernel(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * D + column, rounded(y, dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def rope_store_kernel(
     kv_ptr, cos_ptr, sin_ptr, cache_ptr, slots_ptr, stride_t, stride_cos, stride_sin, num_tokens, num_slots,
     stride_n: tl.constexpr, stride_b: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,

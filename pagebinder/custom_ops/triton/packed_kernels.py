@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from pagebinder.custom_ops.triton.e4m3 import e4m3_values
-from pagebinder.custom_ops.triton.values import product, rounded
+from pagebinder.custom_ops.triton.values import SIZES, product, rounded
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def finished(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def packed_linear_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, stride_x, num_rows, num_panels, num_steps,
     part_steps, row_tiles, BLOCK_M: tl.constexpr, PANELS: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr,
@@ -205,7 +205,7 @@ def packed_linear_kernel(
     tl.store(out_ptrs, rounded(acc, out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def sum_parts_kernel(
     part_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, num_rows, num_columns, BLOCK_N: tl.constexpr,
     W_SHARES: tl.constexpr, X_SHARES: tl.constexpr, PARTS: tl.constexpr,

@@ -26,7 +26,7 @@ from pagebinder.custom_ops.triton.cache_write import (
 )
 from pagebinder.custom_ops.triton.rms_norm import scaled, warps_of
 from pagebinder.custom_ops.triton.rope import turned
-from pagebinder.custom_ops.triton.values import rounded, through
+from pagebinder.custom_ops.triton.values import SIZES, rounded, through
 
 TILE_VALUES = 2048
 
@@ -64,7 +64,7 @@ def normed_and_turned(
     return rounded(y_1, dtype), rounded(y_2, dtype), column, mask
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def qk_norm_rope_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, slots_ptr, scales_ptr, out_ptr,
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_n, stride_g, stride_b, num_slots, eps,

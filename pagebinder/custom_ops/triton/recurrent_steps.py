@@ -27,8 +27,6 @@ from pagebinder.custom_ops.triton.values import LOG2_E
 # memory. In a prompt it is how soon a token is done: half as many.
 VALUES_OF_WARP = 2048
 LEAST_PART = 8  # 32 bytes of a row
-# Of a step: a kernel made for sizes that are 1, or multiples of 16, would be compiled again in the middle of serving.
-SIZES = ("num_tokens", "num_requests", "num_blocks", "columns")
 
 
 @triton.jit

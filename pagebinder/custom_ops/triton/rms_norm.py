@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from pagebinder.custom_ops.norm.rms_norm import TAILS
-from pagebinder.custom_ops.triton.values import rounded, through
+from pagebinder.custom_ops.triton.values import SIZES, rounded, through
 
 TILE_VALUES = 2048  # that a program holds, or one row
 
@@ -49,7 +49,7 @@ def normed_tile(
     return scaled(x, root, w, dtype, TAIL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def rms_norm_kernel(
     x_ptr, residual_ptr, w_ptr, out_ptr, total_ptr, stride_x, stride_residual, num_rows, eps, C: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr,

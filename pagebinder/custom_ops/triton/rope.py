@@ -11,7 +11,7 @@ import triton.language as tl
 
 from pagebinder.custom_ops.rope.rope import STYLES
 from pagebinder.custom_ops.triton.rms_norm import warps_of
-from pagebinder.custom_ops.triton.values import rounded, through
+from pagebinder.custom_ops.triton.values import SIZES, rounded, through
 
 TILE_VALUES = 2048
 MAX_DIMS = 4
@@ -40,7 +40,7 @@ def pair_columns(pair, D: tl.constexpr, STYLE: tl.constexpr):
     return first, second, in_table, in_table_too, out, out_too
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def rope_kernel(
     x_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, size_b, size_c, x_a, x_b, x_c, x_d, cos_a, cos_b, cos_c, cos_d,
     sin_a, sin_b, sin_c, sin_d, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STYLE: tl.constexpr,

@@ -22,6 +22,7 @@ from pagebinder.custom_ops.triton.sampling_rows import (
     rank_key,
     row_of,
 )
+from pagebinder.custom_ops.triton.values import SIZES
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def bin_of(y):
     return tl.minimum(y * -0.5, BINS - 1.0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def bins_kernel(
     x_ptr, rows_ptr, options_ptr, largest_ptr, count_ptr, mass_ptr, stride, num_rows, vocab, part_tokens,
     CHUNK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
@@ -156,7 +157,7 @@ def last_rank(key_ptr, vocab, num, needed, CHUNK: tl.constexpr):
     return key, chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def cut_kernel(
     x_ptr, rows_ptr, options_ptr, largest_ptr, sums_ptr, ranks_ptr, cut_ptr, kept_ptr, stride, num_rows, vocab, parts,
     BY_MASS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_PARTS: tl.constexpr,

@@ -26,9 +26,10 @@ from pagebinder.custom_ops.triton.sampling_rows import (
     rank_key,
     row_of,
 )
+from pagebinder.custom_ops.triton.values import SIZES
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def penalise_kernel(
     logits_ptr, rows_ptr, options_ptr, seen_ptr, starts_ptr, x_ptr, stride, num_rows, num_seen, vocab, part_tokens,
     CHUNK: tl.constexpr,
@@ -56,7 +57,7 @@ def penalise_kernel(
             tl.store(out_ptr + token, x, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def largest_kernel(
     x_ptr, rows_ptr, largest_ptr, token_ptr, stride, num_rows, vocab, part_tokens, CHUNK: tl.constexpr
 ):
@@ -82,7 +83,7 @@ def largest_kernel(
         tl.store(token_ptr + at, chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def draw_kernel(
     x_ptr, rows_ptr, streams_ptr, options_ptr, largest_ptr, cut_ptr, score_ptr, chosen_ptr, stride,
     num_rows, vocab, part_tokens, COUNTERS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
@@ -120,7 +121,7 @@ def draw_kernel(
     tl.store(chosen_ptr + at, chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def choose_kernel(score_ptr, chosen_ptr, out_ptr, parts, BLOCK_PARTS: tl.constexpr):
     """The first of the best tokens; -1 where a score is NaN, 0 where all are -inf."""
     draw, part = tl.program_id(0), tl.arange(0, BLOCK_PARTS)

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from pagebinder.custom_ops.recurrent.define import RECURRENCES
 from pagebinder.custom_ops.triton.recurrent_steps import (
-    SIZES,
     block_after,
     clear_rows,
     in_rows,
@@ -24,6 +23,7 @@ from pagebinder.custom_ops.triton.recurrent_steps import (
     tile_of_state,
 )
 from pagebinder.custom_ops.triton.ssd import load_token
+from pagebinder.custom_ops.triton.values import SIZES
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -23,13 +23,12 @@ from pagebinder.custom_ops.recurrent.define import require
 from pagebinder.custom_ops.recurrent.short_conv import check_paged_short_conv
 from pagebinder.custom_ops.triton.attention_kernels import request_of_tile
 from pagebinder.custom_ops.triton.recurrent_steps import (
-    SIZES,
     block_after,
     in_rows,
     span_of_request,
     step_operands,
 )
-from pagebinder.custom_ops.triton.values import rounded
+from pagebinder.custom_ops.triton.values import SIZES, rounded
 
 # Of a mixed batch; where every request may have one token alone, a tile has as few as it can.
 TOKENS_OF_TILE = 32

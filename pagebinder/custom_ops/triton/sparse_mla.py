@@ -37,7 +37,7 @@ from pagebinder.custom_ops.triton.latent_rows import (
 )
 from pagebinder.custom_ops.triton.paged_attention import Widths, padded
 from pagebinder.custom_ops.triton.unified_kernels import merge_states_kernel
-from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, product, rounded
+from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, SIZES, product, rounded
 
 # (bytes of a padded row at most, heads, rows, warps, stages)
 TILES = ((256, 64, 64, 4, 3), (1024 + 128, 64, 32, 8, 3), (None, 16, 32, 8, 2))
@@ -100,7 +100,7 @@ def add_rows(
     return acc_a, acc_b, m_new, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def sparse_kernel(
     q_ptr, window_ptr, window_table_ptr, entry_ptr, entry_table_ptr, indices_ptr, lens_ptr, starts_ptr, sinks_ptr,
     out_ptr, lse_ptr, stride_qt, stride_qh, window_stride_r, entry_stride_r, stride_k, num_tokens, num_requests,

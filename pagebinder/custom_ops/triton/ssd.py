@@ -15,7 +15,6 @@ import triton.language as tl
 from pagebinder.custom_ops.recurrent.define import require
 from pagebinder.custom_ops.recurrent.ssd import check_paged_ssd
 from pagebinder.custom_ops.triton.recurrent_steps import (
-    SIZES,
     block_after,
     clear_rows,
     in_rows,
@@ -25,6 +24,7 @@ from pagebinder.custom_ops.triton.recurrent_steps import (
     step_operands,
     tile_of_state,
 )
+from pagebinder.custom_ops.triton.values import SIZES
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from pagebinder.custom_ops.triton.attention_kernels import load_queries, nonzero, rows_of_tile
 from pagebinder.custom_ops.triton.attention_tile import attend, key_range
-from pagebinder.custom_ops.triton.values import LOG2_E, rounded
+from pagebinder.custom_ops.triton.values import LOG2_E, SIZES, rounded
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def requests_of(starts_ptr, token, num_requests, BISECTIONS: tl.constexpr):
     return first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def shared_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, shared_lens_ptr, leaders_ptr, tokens_ptr, slopes_ptr, part_ptr,
     part_lse_ptr, stride_qt, stride_qh, stride_r, num_tokens, num_requests, num_blocks, capacity, scale, soft_cap,
@@ -95,7 +95,7 @@ def shared_kernel(
         of = tl.min(leader, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def merge_states_kernel(
     outs_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr, num_tokens, PARTS: tl.constexpr, DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,

@@ -12,6 +12,14 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Operands of kernels that change from step to step. A kernel made for a 1, or for multiples of 16, would be compiled
+# again in the middle of serving, so kernels that take one say do_not_specialize=SIZES.
+SIZES = (
+    "num_tokens", "num_requests", "num_rows", "num_slots", "num_seen", "first_token", "end_token", "row_tokens",
+    "row_tiles", "size_b", "size_c", "columns", "state_columns", "entry_columns", "capacity", "window_capacity",
+    "entry_capacity", "num_blocks", "window_blocks", "entry_blocks", "num_pages", "num_states", "split_up_to",
+    "channels_of_split", "parts",
+)  # fmt: skip
 
 
 @triton.jit

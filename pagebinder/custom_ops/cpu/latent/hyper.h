@@ -5,11 +5,10 @@
 #pragma once
 
 #include "attention.h"
+#include "element.h"
 #include "simd.h"
 
 namespace pagebinder {
-
-enum class Element { F32, BF16, F16 };
 
 // Calls f(T*{}) with the element's C++ type.
 template <class F>

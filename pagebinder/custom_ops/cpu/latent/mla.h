@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention.h"
+#include "element.h"
 
 namespace pagebinder {
 
@@ -26,8 +27,6 @@ struct HeadProductArgs {
   int num_threads;
   ParallelRun run;
 };
-
-enum class Element { F32, BF16, F16 };
 
 // Null, or why the sizes are not served.
 const char* head_product(const HeadProductArgs& args, Element element);

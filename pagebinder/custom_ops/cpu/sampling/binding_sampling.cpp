@@ -1,63 +1,21 @@
 // Registers sampling under `pagebinder_cpu`; the schemas come from Python.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 
+#include "logit_tensors.h"
 #include "sampling.h"
-#include "thread_pool.h"
 
 namespace {
 
 using namespace pagebinder;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
-// Tokens that are worth a thread of their own.
-constexpr int64_t COMPARED_AT_ONCE = 1 << 18, DRAWN_AT_ONCE = 1 << 16;
+constexpr int64_t DRAWN_AT_ONCE = 1 << 16;  // tokens that are worth a thread of their own
 constexpr int64_t NUM_OPTIONS = 5;
-
-template <class Body>
-void parallel_rows(int64_t rows, int64_t vocab, int64_t tokens_at_once, Body body) {
-  const int64_t grain = std::max<int64_t>(1, tokens_at_once / std::max<int64_t>(vocab, 1));
-  for_ranges(rows, grain, static_cast<int>(torch::stable::get_num_threads()), [&](int64_t row, int64_t end) {
-    for (; row < end; ++row) body(row);
-  });
-}
-
-void check_logits(const Tensor& logits) {
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && (logits.size(1) == 1 || logits.stride(1) == 1),
-                  "logits must be [L, V], their last stride 1");
-  STD_TORCH_CHECK(logits.size(1) < INT32_MAX, "a vocabulary has less than 2^31 tokens");
-}
-
-// body(data) with the logits' type.
-template <class Body>
-void with_data(const Tensor& logits, Body body) {
-  const void* data = logits.const_data_ptr();
-  switch (logits.scalar_type()) {
-    case ScalarType::Float: return body(static_cast<const float*>(data));
-    case ScalarType::BFloat16: return body(static_cast<const bf16*>(data));
-    case ScalarType::Half: return body(static_cast<const f16*>(data));
-    default: STD_TORCH_CHECK(false, "logits must be float32, bfloat16 or float16");
-  }
-}
 
 const int64_t* whole_numbers(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Long && t.is_contiguous(), name, " must be int64, contiguous");
   return static_cast<const int64_t*>(t.const_data_ptr());
-}
-
-Tensor argmax_tokens(const Tensor& logits) {
-  check_logits(logits);
-  const int64_t rows = logits.size(0), vocab = logits.size(1), stride = logits.stride(0);
-  Tensor tokens = torch::stable::new_empty(logits, {rows}, ScalarType::Long);
-  int64_t* out = static_cast<int64_t*>(tokens.mutable_data_ptr());
-  with_data(logits, [&](const auto* data) {
-    parallel_rows(rows, vocab, COMPARED_AT_ONCE, [&](int64_t r) { out[r] = first_largest(data + r * stride, vocab); });
-  });
-  return tokens;
 }
 
 Tensor sample_tokens(const Tensor& logits, const Tensor& rows, const Tensor& streams, const Tensor& options,
@@ -98,6 +56,5 @@ Tensor sample_tokens(const Tensor& logits, const Tensor& rows, const Tensor& str
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("argmax_tokens", TORCH_BOX(&argmax_tokens));
   m.impl("sample_tokens", TORCH_BOX(&sample_tokens));
 }

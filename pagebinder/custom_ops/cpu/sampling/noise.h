@@ -1,12 +1,9 @@
 // Philox4x32-10 and the logarithms of its exponential noise, W tokens at a time: sampling/noise.py, with equal bits.
 #pragma once
 
-#include "../simd.h"
+#include "logit_rows.h"
 
 namespace pagebinder {
-
-// W / 2 lanes of 64 bits.
-typedef uint64_t VL __attribute__((vector_size(W * 4)));
 
 // The full products of the lanes' low halves.
 PB_INLINE VL multiply_low(VL a, uint32_t b) {

@@ -15,60 +15,11 @@ namespace {
 
 constexpr int64_t BLOCK = 64;
 constexpr int LANES = 16;           // counters of a block
-constexpr int AT_ONCE = 4;          // vectors, as each step of a sum waits for the one before
 constexpr float MOST_NOISE = 32;    // -log2(e) is below it, for every word
 constexpr float LEAST_SCORE = -5;   // y - log2(e) of the likeliest token is above it
 constexpr float MASS_BITS = 30;
 constexpr int NUM_BINS = 1024;
 constexpr float BINS_A_BIT = 32;
-constexpr float INFINITE = std::numeric_limits<float>::infinity();
-
-PB_INLINE bool any_lane(VI mask) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-  return _mm512_test_epi32_mask(bit_cast<__m512i>(mask), bit_cast<__m512i>(mask)) != 0;
-#elif defined(__AVX2__)
-  return !_mm256_testz_si256(bit_cast<__m256i>(mask), bit_cast<__m256i>(mask));
-#else
-  const VL words = bit_cast<VL>(mask);
-  return (words[0] | words[1]) != 0;
-#endif
-}
-
-template <int DISTANCE = W / 2>
-PB_INLINE float largest_lane(VF x) {
-  x = max(x, rotate<DISTANCE>(x));
-  if constexpr (DISTANCE > 1) return largest_lane<DISTANCE / 2>(x);
-  return x[0];
-}
-
-PB_INLINE VI lane_numbers() {
-  VI lanes{};
-  for (int i = 0; i < W; ++i) lanes[i] = i;
-  return lanes;
-}
-
-// x[i ..], filled up with -inf.
-template <class T>
-PB_INLINE VF load_filled(const T* x, int64_t i, int64_t count) {
-  if (i + W <= count) return load_float(x + i);
-  const int rest = static_cast<int>(count - i);
-  return select(lane_numbers() < rest, load_float_part(x + i, rest), splat(-INFINITE));
-}
-
-template <class T>
-bool has_nan(const T* x, int64_t count) {
-  for (int64_t i = 0; i < count; i += W) {
-    const VF value = load_filled(x, i, count);
-    if (any_lane(value != value)) return true;
-  }
-  return false;
-}
-
-// A sum is NaN where a value is, and where both infinities are.
-PB_INLINE bool may_hide_nan(const VF* sums) {
-  const VF sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  return any_lane(sum != sum);
-}
 
 // What is kept: tokens above y, and of those at y the ones up to `token`.
 struct Cut {
@@ -248,28 +199,6 @@ PB_INLINE VI mass_of(VF y) {
 }  // namespace
 
 template <class T>
-int64_t first_largest(const T* x, int64_t vocab) {
-  VF most[AT_ONCE], sums[AT_ONCE] = {};
-  for (VF& part : most) part = splat(-INFINITE);
-  int64_t i = 0;
-  const auto add = [&](int part, VF value) { sums[part] += value, most[part] = max(value, most[part]); };
-  for (; i + AT_ONCE * W <= vocab; i += AT_ONCE * W) {
-    PB_UNROLL
-    for (int j = 0; j < AT_ONCE; ++j) add(j, load_float(x + i + j * W));
-  }
-  for (; i < vocab; i += W) add(0, load_filled(x, i, vocab));
-  if (may_hide_nan(sums) && has_nan(x, vocab)) return -1;
-  const VF largest = splat(largest_lane(max(max(most[0], most[1]), max(most[2], most[3]))));
-  for (i = 0;; i += W) {
-    const VI found = load_filled(x, i, vocab) == largest;
-    if (!any_lane(found)) continue;
-    int lane = 0;
-    while (!found[lane]) ++lane;
-    return i + lane;
-  }
-}
-
-template <class T>
 int64_t sample_token(const Draw<T>& draw) {
   static thread_local Scratch scratch;
   if (draw.top_k == 1 && draw.penalty == 1.0f) return first_largest(draw.logits, draw.vocab);
@@ -291,9 +220,6 @@ int64_t sample_token(const Draw<T>& draw) {
   return row.draw(cut, draw.stream);
 }
 
-template int64_t first_largest<float>(const float*, int64_t);
-template int64_t first_largest<bf16>(const bf16*, int64_t);
-template int64_t first_largest<f16>(const f16*, int64_t);
 template int64_t sample_token<float>(const Draw<float>&);
 template int64_t sample_token<bf16>(const Draw<bf16>&);
 template int64_t sample_token<f16>(const Draw<f16>&);

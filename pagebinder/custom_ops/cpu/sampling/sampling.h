@@ -5,9 +5,6 @@
 
 namespace pagebinder {
 
-// The first of the largest of x [vocab]; -1 if there is a NaN.
-template <class T> int64_t first_largest(const T* x, int64_t vocab);
-
 template <class T>
 struct Draw {
   const T* logits;  // [vocab]

@@ -6,19 +6,12 @@
 #include <tuple>
 #include <vector>
 
-#include "binding_attention.h"
+#include "binding_elements.h"
 #include "unified_attention.h"
 
 namespace {
 
 using namespace pagebinder;
-
-AttentionKernel kernel_for(ScalarType dtype) {
-  if (dtype == ScalarType::Float) return paged_attention_f32;
-  if (dtype == ScalarType::BFloat16) return paged_attention_bf16;
-  STD_TORCH_CHECK(dtype == ScalarType::Half, "q must be float32, bfloat16 or float16");
-  return paged_attention_f16;
-}
 
 #define UNIFIED_PARAMETERS                                                                                         \
   const Tensor &q, const Tensor &kv_cache, const Tensor &block_table, const Tensor &seq_lens,                      \
@@ -68,11 +61,15 @@ UnifiedArgs unified_args(UNIFIED_PARAMETERS, UNIFIED_OPTIONS) {
   return u;
 }
 
+Attend attention_of(const Tensor& q) {
+  return [type = q.scalar_type()](const AttentionArgs& args) { return attend(type, args); };
+}
+
 Tensor unified(UNIFIED_PARAMETERS, UNIFIED_OPTIONS) {
   UnifiedArgs u = unified_args(UNIFIED_ARGUMENTS);
   Tensor out = new_tensor({q.size(0), q.size(1), head_dim_v}, q.scalar_type());
   u.attention.out = data(out);
-  const char* error = unified_attention(u, kernel_for(q.scalar_type()));
+  const char* error = unified_attention(u, attention_of(q));
   STD_TORCH_CHECK(error == nullptr, "unified_attention: ", error);
   return out;
 }
@@ -84,7 +81,7 @@ std::tuple<Tensor, Tensor> part_of(UNIFIED_PARAMETERS, std::string part, UNIFIED
   Tensor out = new_tensor({q.size(0), q.size(1), head_dim_v}, ScalarType::Float);
   Tensor lse = new_tensor({q.size(1), q.size(0)}, ScalarType::Float);
   u.only = part[0], u.part_out = data<float>(out), u.part_lse = data<float>(lse);
-  const char* error = unified_attention(u, kernel_for(q.scalar_type()));
+  const char* error = unified_attention(u, attention_of(q));
   STD_TORCH_CHECK(error == nullptr, "attention_part: ", error);
   return {out, lse};
 }
@@ -100,7 +97,8 @@ std::tuple<Tensor, Tensor> merge(std::vector<Tensor> outs, std::vector<Tensor> l
   const Tensor& first = outs[0];
   const ScalarType dtype = first.scalar_type();
   STD_TORCH_CHECK(first.dim() == 3, "outs must be [T, H, Dv], of one shape and float dtype");
-  kernel_for(dtype);  // is it one of the three?
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
+                  "outs must be float32, bfloat16 or float16");
   const int64_t num_tokens = first.size(0), num_heads = first.size(1), width = first.size(2);
   std::vector<Tensor> kept;
   std::vector<const float*> out_data, lse_data;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention_partials.h"
 #include "simd.h"
 
 namespace pagebinder {
@@ -98,7 +99,7 @@ float* clear_carried(const AttentionArgs& a, Phases& p) {
 }
 
 // This step's K and V side by side, as a cache with a block for each request that begins at its first token.
-const char* attend_causally(const UnifiedArgs& u, Phases& p, AttentionArgs args, AttentionKernel attend) {
+const char* attend_causally(const UnifiedArgs& u, Phases& p, AttentionArgs args, const Attend& attend) {
   const AttentionArgs& a = u.attention;
   const int64_t k_bytes = a.head_dim * u.element_bytes, row = k_bytes + a.head_dim_v * u.element_bytes;
   char* rows = p.own_rows.at_least<char>(std::max<int64_t>(1, a.num_tokens * a.num_kv_heads * row));
@@ -118,7 +119,7 @@ const char* attend_causally(const UnifiedArgs& u, Phases& p, AttentionArgs args,
   return attend(args);
 }
 
-const char* attend_shared(const UnifiedArgs& u, const Phases& p, AttentionArgs args, AttentionKernel attend) {
+const char* attend_shared(const UnifiedArgs& u, const Phases& p, AttentionArgs args, const Attend& attend) {
   args.num_requests = static_cast<int64_t>(p.lens.size());
   args.query_start_loc = p.starts.data(), args.seq_lens = p.lens.data();
   args.block_table = p.tables.data(), args.block_table_stride = args.max_blocks;
@@ -126,7 +127,7 @@ const char* attend_shared(const UnifiedArgs& u, const Phases& p, AttentionArgs a
   return attend(args);
 }
 
-const char* attend_unique(const UnifiedArgs& u, const Phases& p, AttentionArgs args, AttentionKernel attend) {
+const char* attend_unique(const UnifiedArgs& u, const Phases& p, AttentionArgs args, const Attend& attend) {
   args.key_begins = u.has_shared ? u.shared_lens : nullptr;
   args.key_ends = u.has_causal || !u.has_unique ? p.context.data() : nullptr;
   // Without a unique part nothing is left to be read: what is carried is written. All contexts are covered then.
@@ -151,7 +152,7 @@ void give_part(const UnifiedArgs& u, const Phases& p, const float* carried) {
 
 }  // namespace
 
-const char* unified_attention(const UnifiedArgs& u, AttentionKernel attend) {
+const char* unified_attention(const UnifiedArgs& u, const Attend& attend) {
   static thread_local Phases p;
   AttentionArgs args = u.attention;
   if (const char* error = read_lengths(u, p)) return error;

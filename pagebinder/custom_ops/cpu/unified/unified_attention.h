@@ -10,6 +10,8 @@
 // queries while it is in the cache. A row's running softmax (maximum, sum, output) is carried from phase to phase.
 #pragma once
 
+#include <functional>
+
 #include "attention.h"
 
 namespace pagebinder {
@@ -27,8 +29,8 @@ struct UnifiedArgs {
   float* part_lse;
 };
 
-using AttentionKernel = const char* (*)(const AttentionArgs& args);
-const char* unified_attention(const UnifiedArgs& args, AttentionKernel attend);
+using Attend = std::function<const char*(const AttentionArgs& args)>;
+const char* unified_attention(const UnifiedArgs& args, const Attend& attend);
 
 // outs [P][T, H, Dv] float32, lses [P][H, T] -> their softmax over all, with the sink; lse without.
 struct MergeArgs {

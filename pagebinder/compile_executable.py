@@ -1,0 +1,82 @@
+"""`CompileConfig(executable=...)`: what runs a fused graph, and why."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.compile_streams import eager_executable, inductor_executable
+from pagebinder.compile_tensorrt import tensorrt_executable
+from pagebinder.config import CompileConfig
+from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.library import NAMESPACE, op_info
+from pagebinder.errors import CompilerNotFoundError, ConfigError
+from pagebinder.frontend.source import ModelSource
+from pagebinder.graph_tools import CASTS, module_path
+from pagebinder.passes.layer_blocks import place_of
+from pagebinder.report import CompileReport
+from pagebinder.runtime.executables import Executable, NativeExecutable
+from pagebinder.runtime.executables.native import op_calls
+
+aten = torch.ops.aten
+PRODUCTS = {aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default}
+VIEWS_IF_DENSE = {aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints}
+
+
+def check_executable(source: ModelSource, config: CompileConfig) -> None:
+    """Refuse what cannot run here before anything is traced. Raises ConfigError, CompilerNotFoundError."""
+    if config.executable == "native" and source.device.type == "cuda":
+        raise ConfigError(
+            'executable="native" is for a CPU; on a GPU captured graphs do what it is for: use "auto".'
+        )
+    if config.executable in ("native", "inductor") and (problem := cpu_build.problem()) is not None:
+        raise CompilerNotFoundError(
+            f'executable="{config.executable}" needs a C++ compiler: {problem}. Or use "eager".'
+        )
+
+
+def executable_of(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
+    """Build what `config.executable` asks for; "auto" is native or inductor where a C++ compiler works."""
+    wanted, why = config.executable, "requested"
+    if wanted in ("auto", "cuda_graph"):
+        problem = cpu_build.problem()
+        graphs = "captured as CUDA graphs, of " if wanted == "cuda_graph" else ""
+        if problem is not None:
+            wanted, why = "eager", f"nothing else can be used: {problem}"
+        elif report.device == "cpu" and not (loops := loops_of_layers(graph)):
+            wanted, why = "native", "the layers are ops of ours: nothing is left to fuse"
+        else:
+            wanted, why = "inductor", "a C++ compiler is here"
+            if report.device == "cpu":
+                why = f"it fuses what layers compute by ops of torch: {', '.join(loops)}"
+        if config.streams == "on":
+            wanted, why = "eager", 'streams="on" needs ops that run one by one'
+        why = graphs + why
+    report.executable, report.executable_why = wanted, why
+    if wanted == "tensorrt":
+        return tensorrt_executable(graph, config, report)
+    if wanted == "native":
+        executable = NativeExecutable(graph)
+        report.executable_why += (
+            f"; {executable.num_native} of {executable.num_calls} calls are made from C++"
+        )
+        return executable
+    make = inductor_executable if wanted == "inductor" else eager_executable
+    return make(graph, config, report)
+
+
+def loops_of_layers(gm: GraphModule) -> list[str]:
+    """What layers compute by ops of torch, by name, and by ours that dissolve into such: what inductor could fuse.
+    Views, sizes and products are no loops."""
+    of_layers = (n for n in op_calls(gm.graph.nodes) if place_of(module_path(n)).index is not None)
+    return sorted({str(n.target) for n in of_layers if _is_loop(n.target)})
+
+
+def _is_loop(op: torch._ops.OpOverload) -> bool:
+    if op.namespace.startswith(NAMESPACE):
+        return op.namespace == NAMESPACE and op_info(op._opname).transparent
+    if op in CASTS:
+        return True
+    aliases = [r.alias_info for r in op._schema.returns]
+    is_view = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+    return not is_view and op not in (*VIEWS_IF_DENSE, *PRODUCTS)

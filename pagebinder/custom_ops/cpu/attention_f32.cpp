@@ -1,9 +1,0 @@
-#include "attention_tile.h"
-
-namespace pagebinder {
-
-const char* paged_attention_f32(const AttentionArgs& args) {
-  return run_attention(args, 4, attention_job<float>);
-}
-
-}  // namespace pagebinder

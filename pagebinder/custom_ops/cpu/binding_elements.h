@@ -1,0 +1,50 @@
+// Kernels of an element type, which are in a library of its own (element_kernels.h).
+//
+// Who loads such a library does it with RTLD_GLOBAL, at any time before the first call: it is found by what it exports.
+// Where Python is, a missing one is built and loaded then and there.
+#pragma once
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
+
+#include <atomic>
+#include <string>
+
+#include "binding_attention.h"
+#include "element_kernels.h"
+
+namespace pagebinder {
+
+// The address of an exported function, or null.
+inline void* exported(const std::string& name) { return dlsym(RTLD_DEFAULT, name.c_str()); }
+
+inline JobKernel load_attention(const char* type) {
+  const std::string name = std::string("pagebinder_attention_") + type;
+  void* kernel = exported(name);
+  if (kernel == nullptr) {
+    StableIValue stack = torch::stable::detail::from(std::string(type));
+    const bool called = aoti_torch_call_dispatcher("pagebinder_cpu::load_part", "", &stack) == 0;
+    std::string problem = "there is no Python to build them";
+    if (called) problem = torch::stable::detail::to<std::string>(stack);
+    kernel = exported(name);
+    STD_TORCH_CHECK(kernel != nullptr, "the kernels of attention for ", type, " are not loaded (", problem,
+                    "); a program without Python loads kernels/", type, ".so of its artefact with RTLD_GLOBAL");
+  }
+  return reinterpret_cast<JobKernel (*)()>(kernel)();
+}
+
+// Paged attention of q's element type; null or what is wrong with the arguments.
+inline const char* attend(ScalarType type, const AttentionArgs& args) {
+  static std::atomic<JobKernel> kernels[3];  // of types whose library was found
+  const int index = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
+  if (index == 2 && type != ScalarType::Half) return "q must be float32, bfloat16 or float16";
+  JobKernel kernel = kernels[index].load(std::memory_order_acquire);
+  if (kernel == nullptr) {
+    constexpr const char* NAMES[] = {"float32", "bfloat16", "float16"};
+    kernel = load_attention(NAMES[index]);
+    kernels[index].store(kernel, std::memory_order_release);
+  }
+  return run_attention(args, index == 0 ? 4 : 2, kernel);
+}
+
+}  // namespace pagebinder

@@ -1,0 +1,313 @@
+// Reads a program and runs it, see program.h.
+//
+// Text: numbers and words with spaces between, a list in brackets with its length, text with its length in bytes:
+//
+//     program      inputs sizes slots size_slots  count of calls  calls...  count of outputs  slots...
+//     call         op <name> <overload, or -> <"list" or "values"> <count> <slots...> <count> <operands...>
+//                  size_of <size slot> <operand> <dim>  |  <+ - * / %> <size slot> <operand> <operand>
+//     operand      T<slot> L<slot> K<constant> N<number> V<size slot> F<real> B<0 or 1> Y<dtype> - ? <operand>
+//                  [<count> <operands...>  |  S<bytes> <the text>
+#include "program.h"
+
+#include <algorithm>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <unordered_map>
+#include <utility>
+
+namespace pagebinder::programs {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+[[noreturn]] void damaged(const std::string& what) { throw std::runtime_error("a native program is damaged: " + what); }
+
+class Reader {
+ public:
+  explicit Reader(const std::string& text) : in_(text) {}
+
+  std::string word() {
+    std::string word;
+    if (!(in_ >> word)) damaged("it ends too early");
+    return word;
+  }
+  int64_t number() { return std::stoll(word()); }
+  std::vector<int64_t> numbers() {
+    std::vector<int64_t> values(static_cast<size_t>(number()));
+    for (int64_t& value : values) value = number();
+    return values;
+  }
+
+  Operand operand() {
+    const std::string token = word();
+    const std::string rest = token.substr(1);
+    switch (token[0]) {
+      case '-': return {};
+      case 'T': return numbered(Operand::TENSOR, rest);
+      case 'L': return numbered(Operand::LAST_TENSOR, rest);
+      case 'K': return numbered(Operand::CONSTANT, rest);
+      case 'N': return numbered(Operand::NUMBER, rest);
+      case 'V': return numbered(Operand::SIZE, rest);
+      case 'B': return numbered(Operand::BOOLEAN, rest);
+      case 'Y': return numbered(Operand::DTYPE, rest);
+      case 'F': {
+        Operand operand;
+        operand.kind = Operand::REAL, operand.real = std::stod(rest);
+        return operand;
+      }
+      case 'S': {
+        Operand operand;
+        operand.kind = Operand::TEXT, operand.text.resize(std::stoull(rest));
+        in_.get();  // the space before it
+        in_.read(operand.text.data(), static_cast<std::streamsize>(operand.text.size()));
+        return operand;
+      }
+      case '?': {
+        Operand operand;
+        operand.kind = Operand::SOME, operand.items = {this->operand()};
+        return operand;
+      }
+      case '[': {
+        Operand operand;
+        operand.kind = Operand::LIST, operand.items = operands(std::stoll(rest));
+        return operand;
+      }
+      default: damaged("unknown operand " + token);
+    }
+  }
+  std::vector<Operand> operands(int64_t count) {
+    std::vector<Operand> operands;
+    while (count-- > 0) operands.push_back(operand());
+    return operands;
+  }
+
+ private:
+  static Operand numbered(Operand::Kind kind, const std::string& number) {
+    Operand operand;
+    operand.kind = kind, operand.number = std::stoll(number);
+    return operand;
+  }
+
+  std::istringstream in_;
+};
+
+Call read_call(Reader& reader) {
+  Call call;
+  const std::string kind = reader.word();
+  if (kind == "op") {
+    call.op = reader.word(), call.overload = reader.word();
+    if (call.overload == "-") call.overload.clear();
+    call.returns_list = reader.word() == "list";
+    call.results = reader.numbers();
+    call.operands = reader.operands(reader.number());
+  } else {
+    call.kind = kind == "size_of" ? Call::SIZE_OF : Call::ARITHMETIC;
+    call.op = kind;
+    call.results = {reader.number()};
+    call.operands = reader.operands(2);
+  }
+  return call;
+}
+
+std::string what_went_wrong() {
+#if TORCH_FEATURE_VERSION >= TORCH_VERSION_2_13_0
+  return torch_exception_get_what_without_backtrace();
+#else
+  return "it failed; torch wrote why to stderr";
+#endif
+}
+
+int64_t quotient_rounded_down(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
+
+int64_t calculate(char op, int64_t a, int64_t b) {
+  if ((op == '/' || op == '%') && b == 0) throw std::runtime_error("a size is divided by zero");
+  switch (op) {
+    case '+': return a + b;
+    case '-': return a - b;
+    case '*': return a * b;
+    case '/': return quotient_rounded_down(a, b);
+    default: return a - quotient_rounded_down(a, b) * b;
+  }
+}
+
+}  // namespace
+
+// Tensors and sizes of a run. Whatever a call raises, no handle is lost.
+struct Program::Slots {
+  std::vector<AtenTensorHandle> tensors;
+  std::vector<int64_t> sizes;
+  const std::vector<Tensor>& constants;
+
+  Slots(int64_t num_tensors, int64_t num_sizes, const std::vector<Tensor>& constants)
+      : tensors(num_tensors, nullptr), sizes(num_sizes), constants(constants) {}
+  Slots(const Slots&) = delete;
+  ~Slots() {
+    for (AtenTensorHandle handle : tensors)
+      if (handle != nullptr) aoti_torch_delete_tensor_object(handle);
+  }
+
+  StableIValue taken(int64_t slot) { return torch::stable::detail::from(std::exchange(tensors[slot], nullptr)); }
+
+  // A value as the dispatcher takes it, and owns it then.
+  StableIValue value_of(const Operand& operand) {
+    switch (operand.kind) {
+      case Operand::NONE: return torch::stable::detail::from(std::nullopt);
+      case Operand::TENSOR: return shared(tensors[operand.number]);
+      case Operand::LAST_TENSOR: return taken(operand.number);
+      case Operand::CONSTANT: return shared(constants[operand.number].get());
+      case Operand::NUMBER: return torch::stable::detail::from(operand.number);
+      case Operand::SIZE: return torch::stable::detail::from(sizes[operand.number]);
+      case Operand::REAL: return torch::stable::detail::from(operand.real);
+      case Operand::BOOLEAN: return torch::stable::detail::from(operand.number != 0);
+      case Operand::TEXT: return torch::stable::detail::from(operand.text);
+      case Operand::DTYPE: return torch::stable::detail::from(static_cast<ScalarType>(operand.number));
+      case Operand::SOME: return some(value_of(operand.items[0]));
+      case Operand::LIST: break;
+    }
+    StableListHandle list = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(operand.items.size(), &list));
+    for (const Operand& item : operand.items)
+      STABLE_TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, value_of(item)));
+    return torch::stable::detail::from(list);
+  }
+
+  int64_t size_of(const Operand& operand) const {
+    return operand.kind == Operand::SIZE ? sizes[operand.number] : operand.number;
+  }
+
+  void keep(int64_t slot, AtenTensorHandle handle) {
+    if (slot < 0) aoti_torch_delete_tensor_object(handle);
+    else tensors[slot] = handle;
+  }
+
+ private:
+  static StableIValue shared(AtenTensorHandle handle) {
+    AtenTensorHandle copy = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &copy));
+    return torch::stable::detail::from(copy);
+  }
+
+  static StableIValue some(StableIValue value) {
+#if TORCH_FEATURE_VERSION >= TORCH_VERSION_2_13_0
+    StableIValue* place = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_new_stable_ivalue(&place));
+    *place = value;
+#else
+    StableIValue* place = new StableIValue(value);
+#endif
+    return torch::stable::detail::from(place);
+  }
+};
+
+Program::Program(const std::string& text, std::vector<Tensor> constants) : constants_(std::move(constants)) {
+  Reader reader(text);
+  num_inputs_ = reader.number(), num_sizes_ = reader.number();
+  num_slots_ = reader.number(), num_size_slots_ = reader.number();
+  for (int64_t count = reader.number(); count > 0; --count) calls_.push_back(read_call(reader));
+  outputs_ = reader.numbers();
+  for (const Call& call : calls_) {
+    const size_t returned = call.returns_list ? 1 : call.results.size();
+    deepest_stack_ = std::max({deepest_stack_, call.operands.size(), returned});
+  }
+}
+
+std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes) const {
+  STD_TORCH_CHECK(static_cast<int64_t>(inputs.size()) == num_inputs_ && static_cast<int64_t>(sizes.size()) == num_sizes_,
+                  "a native program takes ", num_inputs_, " tensors and ", num_sizes_, " sizes, not ", inputs.size(),
+                  " and ", sizes.size());
+  Slots slots(num_slots_, num_size_slots_, constants_);
+  for (size_t i = 0; i < inputs.size(); ++i)
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(inputs[i].get(), &slots.tensors[i]));
+  std::copy(sizes.begin(), sizes.end(), slots.sizes.begin());
+  for (const Call& call : calls_) make_call(call, slots);
+  std::vector<Tensor> outputs;
+  for (int64_t slot : outputs_) {  // one may be asked for twice
+    AtenTensorHandle handle = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(slots.tensors[slot], &handle));
+    outputs.emplace_back(handle);
+  }
+  return outputs;
+}
+
+void Program::make_call(const Call& call, Slots& slots) const {
+  if (call.kind == Call::SIZE_OF) {
+    int64_t* of = nullptr;
+    const Operand& tensor = call.operands[0];
+    const AtenTensorHandle handle =
+        tensor.kind == Operand::CONSTANT ? constants_[tensor.number].get() : slots.tensors[tensor.number];
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &of));
+    slots.sizes[call.results[0]] = of[call.operands[1].number];
+    return;
+  }
+  if (call.kind == Call::ARITHMETIC) {
+    const int64_t a = slots.size_of(call.operands[0]), b = slots.size_of(call.operands[1]);
+    slots.sizes[call.results[0]] = calculate(call.op[0], a, b);
+    return;
+  }
+  std::vector<StableIValue> stack(deepest_stack_);
+  for (size_t i = 0; i < call.operands.size(); ++i) stack[i] = slots.value_of(call.operands[i]);
+  if (torch_call_dispatcher(call.op.c_str(), call.overload.c_str(), stack.data(), TORCH_ABI_VERSION) != TORCH_SUCCESS)
+    throw std::runtime_error(call.op + ": " + what_went_wrong());
+  if (!call.returns_list) {
+    for (size_t i = 0; i < call.results.size(); ++i)
+      slots.keep(call.results[i], torch::stable::detail::to<AtenTensorHandle>(stack[i]));
+    return;
+  }
+  const auto list = torch::stable::detail::to<StableListHandle>(stack[0]);
+  for (size_t i = 0; i < call.results.size(); ++i) {
+    StableIValue item;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
+    slots.keep(call.results[i], torch::stable::detail::to<AtenTensorHandle>(item));
+  }
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_list(list));
+}
+
+// ---- programs by number --------------------------------------------------------------------------------------------
+
+namespace {
+
+std::mutex programs_lock;
+std::unordered_map<int64_t, std::shared_ptr<const Program>> programs;
+int64_t last_program = 0;
+
+int64_t make_native_program(std::string text, std::vector<Tensor> constants) {
+  auto program = std::make_shared<const Program>(text, std::move(constants));
+  const std::lock_guard guard(programs_lock);
+  programs[++last_program] = std::move(program);
+  return last_program;
+}
+
+std::vector<Tensor> run_native_program(int64_t number, std::vector<Tensor> inputs, std::vector<int64_t> sizes) {
+  std::shared_ptr<const Program> program;
+  {
+    const std::lock_guard guard(programs_lock);
+    const auto found = programs.find(number);
+    STD_TORCH_CHECK(found != programs.end(), "there is no native program ", number);
+    program = found->second;
+  }
+  return program->run(inputs, sizes);
+}
+
+void drop_native_program(int64_t number) {
+  std::shared_ptr<const Program> last;  // its tensors are freed without the lock
+  const std::lock_guard guard(programs_lock);
+  const auto found = programs.find(number);
+  if (found == programs.end()) return;
+  last = std::move(found->second);
+  programs.erase(found);
+}
+
+}  // namespace
+}  // namespace pagebinder::programs
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
+  m.def("make_native_program(str text, Tensor[] constants) -> int");
+  m.def("run_native_program(int program, Tensor[] inputs, int[] sizes) -> Tensor[]");
+  m.def("drop_native_program(int program) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CompositeExplicitAutograd, m) {
+  m.impl("make_native_program", TORCH_BOX(&pagebinder::programs::make_native_program));
+  m.impl("run_native_program", TORCH_BOX(&pagebinder::programs::run_native_program));
+  m.impl("drop_native_program", TORCH_BOX(&pagebinder::programs::drop_native_program));
+}

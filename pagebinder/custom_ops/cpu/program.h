@@ -1,0 +1,61 @@
+// A run of a graph's calls as data, called one after the other without Python: runtime/executables/native_text.py
+// writes it down.
+//
+//     pagebinder_cpu::linear  2  T12 K3        op, where its results go, its operands:
+//                                              T tensor 12 | K constant 3 | L tensor 12, which nobody reads later
+//
+// A tensor of a run has a slot, which owns a handle from the call that makes it to the last that reads it; sizes, which
+// are numbers of a run, have slots of their own.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace pagebinder::programs {
+
+using torch::stable::Tensor;
+
+// An operand of a call. `number` is a slot, a constant's place, a number or a boolean.
+struct Operand {
+  enum Kind { NONE, TENSOR, LAST_TENSOR, CONSTANT, NUMBER, SIZE, REAL, BOOLEAN, TEXT, DTYPE, LIST, SOME };
+  Kind kind = NONE;
+  int64_t number = 0;
+  double real = 0;
+  std::string text;
+  std::vector<Operand> items;  // of a list; of SOME the one value of an argument that may be None
+};
+
+struct Call {
+  enum Kind { OP, SIZE_OF, ARITHMETIC };
+  Kind kind = OP;
+  std::string op, overload;        // of ARITHMETIC: op is + - * / (rounded down) or %
+  std::vector<Operand> operands;   // of SIZE_OF: a tensor and a dim
+  bool returns_list = false;       // `results` are the list's elements
+  std::vector<int64_t> results;    // slots, -1: dropped
+};
+
+class Program {
+ public:
+  // Raises std::runtime_error for text that is not a program's.
+  Program(const std::string& text, std::vector<Tensor> constants);
+
+  // Inputs have the first slots. Raises what a call raises, with the op's name.
+  std::vector<Tensor> run(const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes) const;
+
+ private:
+  struct Slots;
+  void make_call(const Call& call, Slots& slots) const;
+
+  std::vector<Call> calls_;
+  std::vector<int64_t> outputs_;
+  std::vector<Tensor> constants_;
+  int64_t num_inputs_ = 0, num_sizes_ = 0, num_slots_ = 0, num_size_slots_ = 0;
+  size_t deepest_stack_ = 1;
+};
+
+}  // namespace pagebinder::programs

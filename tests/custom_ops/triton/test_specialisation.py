@@ -1,0 +1,40 @@
+"""No kernel is compiled again because a step has one token, or a multiple of 16."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pagebinder.custom_ops.triton as kernels
+from pagebinder.custom_ops.triton.values import SIZES
+
+# Numbers that a model, or the memory of an engine, fixes.
+FIXED = {
+    "block_size", "scale", "soft_cap", "eps", "norm_eps", "rope_scale", "C", "W", "num_experts", "slots_per_row",
+    "width", "num_columns", "num_panels", "num_steps", "limit", "alpha", "up_offset", "vocab", "dt_min", "dt_max",
+    "part_tokens", "part_steps",  # multiples of 64 and of a tile's step: pointers stay aligned
+}  # fmt: skip
+STRIDES = ("stride", "window_stride_", "entry_stride_", "x_", "cos_", "sin_")
+
+
+def launched_kernels():
+    trees = [ast.parse(path.read_text()) for path in Path(kernels.__file__).parent.glob("*.py")]
+    calls = (node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+    launched = {f.value.id for f in calls if isinstance(f, ast.Subscript) and isinstance(f.value, ast.Name)}
+    for tree in trees:
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name in launched and node.decorator_list:
+                yield node
+
+
+def test_sizes_of_a_step_are_not_specialised():
+    found = 0
+    for kernel in launched_kernels():
+        operands = {a.arg for a in kernel.args.args if a.annotation is None}  # others are constexpr
+        operands = {name for name in operands if not name.endswith("_ptr") and not name.startswith(STRIDES)}
+        unknown = operands - FIXED - set(SIZES)
+        assert not unknown, f"{kernel.name}: do {unknown} change from step to step (SIZES), or not (FIXED)?"
+        if operands & set(SIZES):
+            found += 1
+            assert ast.unparse(kernel.decorator_list[0]) == "triton.jit(do_not_specialize=SIZES)", kernel.name
+    assert found > 35
