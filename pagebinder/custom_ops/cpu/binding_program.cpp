@@ -4,7 +4,6 @@
 //
 //     program      inputs sizes slots size_slots  count of calls  calls...  count of outputs  slots...
 //     call         op <name> <overload, or -> <"list" or "values"> <count> <slots...> <count> <operands...>
-//                  size_of <size slot> <operand> <dim>  |  <+ - * / %> <size slot> <operand> <operand>
 //     operand      T<slot> L<slot> K<constant> N<number> V<size slot> F<real> B<0 or 1> Y<dtype> - ? <operand>
 //                  [<count> <operands...>  |  S<bytes> <the text>
 #include "program.h"
@@ -94,19 +93,12 @@ class Reader {
 
 Call read_call(Reader& reader) {
   Call call;
-  const std::string kind = reader.word();
-  if (kind == "op") {
-    call.op = reader.word(), call.overload = reader.word();
-    if (call.overload == "-") call.overload.clear();
-    call.returns_list = reader.word() == "list";
-    call.results = reader.numbers();
-    call.operands = reader.operands(reader.number());
-  } else {
-    call.kind = kind == "size_of" ? Call::SIZE_OF : Call::ARITHMETIC;
-    call.op = kind;
-    call.results = {reader.number()};
-    call.operands = reader.operands(2);
-  }
+  if (reader.word() != "op") damaged("a call does not begin");
+  call.op = reader.word(), call.overload = reader.word();
+  if (call.overload == "-") call.overload.clear();
+  call.returns_list = reader.word() == "list";
+  call.results = reader.numbers();
+  call.operands = reader.operands(reader.number());
   return call;
 }
 
@@ -116,19 +108,6 @@ std::string what_went_wrong() {
 #else
   return "it failed; torch wrote why to stderr";
 #endif
-}
-
-int64_t quotient_rounded_down(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
-
-int64_t calculate(char op, int64_t a, int64_t b) {
-  if ((op == '/' || op == '%') && b == 0) throw std::runtime_error("a size is divided by zero");
-  switch (op) {
-    case '+': return a + b;
-    case '-': return a - b;
-    case '*': return a * b;
-    case '/': return quotient_rounded_down(a, b);
-    default: return a - quotient_rounded_down(a, b) * b;
-  }
 }
 
 }  // namespace
@@ -170,10 +149,6 @@ struct Program::Slots {
     for (const Operand& item : operand.items)
       STABLE_TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, value_of(item)));
     return torch::stable::detail::from(list);
-  }
-
-  int64_t size_of(const Operand& operand) const {
-    return operand.kind == Operand::SIZE ? sizes[operand.number] : operand.number;
   }
 
   void keep(int64_t slot, AtenTensorHandle handle) {
@@ -231,20 +206,6 @@ std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::v
 }
 
 void Program::make_call(const Call& call, Slots& slots) const {
-  if (call.kind == Call::SIZE_OF) {
-    int64_t* of = nullptr;
-    const Operand& tensor = call.operands[0];
-    const AtenTensorHandle handle =
-        tensor.kind == Operand::CONSTANT ? constants_[tensor.number].get() : slots.tensors[tensor.number];
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &of));
-    slots.sizes[call.results[0]] = of[call.operands[1].number];
-    return;
-  }
-  if (call.kind == Call::ARITHMETIC) {
-    const int64_t a = slots.size_of(call.operands[0]), b = slots.size_of(call.operands[1]);
-    slots.sizes[call.results[0]] = calculate(call.op[0], a, b);
-    return;
-  }
   std::vector<StableIValue> stack(deepest_stack_);
   for (size_t i = 0; i < call.operands.size(); ++i) stack[i] = slots.value_of(call.operands[i]);
   if (torch_call_dispatcher(call.op.c_str(), call.overload.c_str(), stack.data(), TORCH_ABI_VERSION) != TORCH_SUCCESS)

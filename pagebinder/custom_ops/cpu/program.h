@@ -4,8 +4,8 @@
 //     pagebinder_cpu::linear  2  T12 K3        op, where its results go, its operands:
 //                                              T tensor 12 | K constant 3 | L tensor 12, which nobody reads later
 //
-// A tensor of a run has a slot, which owns a handle from the call that makes it to the last that reads it; sizes, which
-// are numbers of a run, have slots of their own.
+// A tensor of a run has a slot, which owns a handle from the call that makes it to the last that reads it. Sizes, which
+// are numbers that a run is given, have slots of their own.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -31,10 +31,8 @@ struct Operand {
 };
 
 struct Call {
-  enum Kind { OP, SIZE_OF, ARITHMETIC };
-  Kind kind = OP;
-  std::string op, overload;        // of ARITHMETIC: op is + - * / (rounded down) or %
-  std::vector<Operand> operands;   // of SIZE_OF: a tensor and a dim
+  std::string op, overload;
+  std::vector<Operand> operands;
   bool returns_list = false;       // `results` are the list's elements
   std::vector<int64_t> results;    // slots, -1: dropped
 };
