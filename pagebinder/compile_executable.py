@@ -12,7 +12,7 @@ from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.library import NAMESPACE, op_info
 from pagebinder.errors import CompilerNotFoundError, ConfigError
 from pagebinder.frontend.source import ModelSource
-from pagebinder.graph_tools import CASTS, module_path
+from pagebinder.graph_tools import CASTS, is_view_op, module_path
 from pagebinder.passes.layer_blocks import place_of
 from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import Executable, NativeExecutable
@@ -20,7 +20,6 @@ from pagebinder.runtime.executables.native import op_calls
 
 aten = torch.ops.aten
 PRODUCTS = {aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default}
-VIEWS_IF_DENSE = {aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints}
 
 
 def check_executable(source: ModelSource, config: CompileConfig) -> None:
@@ -75,8 +74,4 @@ def loops_of_layers(gm: GraphModule) -> list[str]:
 def _is_loop(op: torch._ops.OpOverload) -> bool:
     if op.namespace.startswith(NAMESPACE):
         return op.namespace == NAMESPACE and op_info(op._opname).transparent
-    if op in CASTS:
-        return True
-    aliases = [r.alias_info for r in op._schema.returns]
-    is_view = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-    return not is_view and op not in (*VIEWS_IF_DENSE, *PRODUCTS)
+    return op in CASTS or not (is_view_op(op) or op in PRODUCTS)

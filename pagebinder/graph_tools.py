@@ -25,6 +25,14 @@ def is_call(value, *targets) -> bool:
     return isinstance(value, Node) and value.op == "call_function" and value.target in targets
 
 
+def is_view_op(target) -> bool:
+    """Do an op's results alias an operand which is not written: view, transpose, slice, reshape, expand, ...?"""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    aliases = [r.alias_info for r in target._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
 def skip_casts(value):
     """Walk up through dtype casts and identities to the node that made the value."""
     while is_call(value, *CASTS, *IDENTITIES):

@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS, TOKENS
-from pagebinder.graph_tools import CASTS, aten
+from pagebinder.graph_tools import CASTS, aten, is_view_op
 
 CONTEXT = sympy.Symbol("S", integer=True, nonnegative=True)
 NEW_ENCODER_TOKENS = sympy.Symbol("N", integer=True, positive=True)
@@ -123,7 +123,7 @@ class CostModel:
             return self.moved(node, flops=self.numel(node))
         if target in COMPARISONS:
             return self.moved(node)
-        return OpCost() if _is_view(target) or target in NOT_IN_INFERENCE else self.unknown(node)
+        return OpCost() if is_view_op(target) or target in NOT_IN_INFERENCE else self.unknown(node)
 
     def product(self, node: Node, left: int = 0) -> OpCost:
         """2 M K N, and M N for a bias."""
@@ -173,12 +173,6 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def _our_name(target: Any) -> str:
     return target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else ""
-
-
-def _is_view(target: torch._ops.OpOverload) -> bool:
-    """Results that alias an operand which is not written: view, transpose, slice, reshape, expand, ..."""
-    aliases = [r.alias_info for r in target._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def scenario(tokens: int, context: int, encoder: int = 0, new_encoder: int = 1) -> dict[sympy.Symbol, int]:

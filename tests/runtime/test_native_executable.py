@@ -298,7 +298,7 @@ def test_memory_is_given_back():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1 0 1", "0 0 0 0 1 jump 3", "0 0 1 0 1 op aten::abs - values 1 0 1 X3 1 0"]
+    "text", ["", "1 0 1", "0 0 0 1 jump 3", "0 0 1 1 op aten::abs - values 1 0 1 X3 1 0"]
 )
 def test_damaged_text_is_refused(text):
     compiled("llama")  # loads the library

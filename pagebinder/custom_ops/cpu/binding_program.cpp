@@ -2,9 +2,9 @@
 //
 // Text: numbers and words with spaces between, a list in brackets with its length, text with its length in bytes:
 //
-//     program      inputs sizes slots size_slots  count of calls  calls...  count of outputs  slots...
+//     program      inputs sizes slots  count of calls  calls...  count of outputs  slots...
 //     call         op <name> <overload, or -> <"list" or "values"> <count> <slots...> <count> <operands...>
-//     operand      T<slot> L<slot> K<constant> N<number> V<size slot> F<real> B<0 or 1> Y<dtype> - ? <operand>
+//     operand      T<slot> L<slot> K<constant> N<number> V<place of a size> F<real> B<0 or 1> Y<dtype> - ? <operand>
 //                  [<count> <operands...>  |  S<bytes> <the text>
 #include "program.h"
 
@@ -115,11 +115,11 @@ std::string what_went_wrong() {
 // Tensors and sizes of a run. Whatever a call raises, no handle is lost.
 struct Program::Slots {
   std::vector<AtenTensorHandle> tensors;
-  std::vector<int64_t> sizes;
+  const std::vector<int64_t>& sizes;
   const std::vector<Tensor>& constants;
 
-  Slots(int64_t num_tensors, int64_t num_sizes, const std::vector<Tensor>& constants)
-      : tensors(num_tensors, nullptr), sizes(num_sizes), constants(constants) {}
+  Slots(int64_t num_tensors, const std::vector<int64_t>& sizes, const std::vector<Tensor>& constants)
+      : tensors(num_tensors, nullptr), sizes(sizes), constants(constants) {}
   Slots(const Slots&) = delete;
   ~Slots() {
     for (AtenTensorHandle handle : tensors)
@@ -178,7 +178,7 @@ struct Program::Slots {
 Program::Program(const std::string& text, std::vector<Tensor> constants) : constants_(std::move(constants)) {
   Reader reader(text);
   num_inputs_ = reader.number(), num_sizes_ = reader.number();
-  num_slots_ = reader.number(), num_size_slots_ = reader.number();
+  num_slots_ = reader.number();
   for (int64_t count = reader.number(); count > 0; --count) calls_.push_back(read_call(reader));
   outputs_ = reader.numbers();
   for (const Call& call : calls_) {
@@ -191,10 +191,9 @@ std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::v
   STD_TORCH_CHECK(static_cast<int64_t>(inputs.size()) == num_inputs_ && static_cast<int64_t>(sizes.size()) == num_sizes_,
                   "a native program takes ", num_inputs_, " tensors and ", num_sizes_, " sizes, not ", inputs.size(),
                   " and ", sizes.size());
-  Slots slots(num_slots_, num_size_slots_, constants_);
+  Slots slots(num_slots_, sizes, constants_);
   for (size_t i = 0; i < inputs.size(); ++i)
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(inputs[i].get(), &slots.tensors[i]));
-  std::copy(sizes.begin(), sizes.end(), slots.sizes.begin());
   for (const Call& call : calls_) make_call(call, slots);
   std::vector<Tensor> outputs;
   for (int64_t slot : outputs_) {  // one may be asked for twice

@@ -4,8 +4,8 @@
 //     pagebinder_cpu::linear  2  T12 K3        op, where its results go, its operands:
 //                                              T tensor 12 | K constant 3 | L tensor 12, which nobody reads later
 //
-// A tensor of a run has a slot, which owns a handle from the call that makes it to the last that reads it. Sizes, which
-// are numbers that a run is given, have slots of their own.
+// A tensor of a run has a slot, which owns a handle from the call that makes it to the last that reads it. Sizes
+// are numbers that a run is given.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -20,7 +20,7 @@ namespace pagebinder::programs {
 
 using torch::stable::Tensor;
 
-// An operand of a call. `number` is a slot, a constant's place, a number or a boolean.
+// An operand of a call. `number` is a slot, the place of a constant or a size, a number or a boolean.
 struct Operand {
   enum Kind { NONE, TENSOR, LAST_TENSOR, CONSTANT, NUMBER, SIZE, REAL, BOOLEAN, TEXT, DTYPE, LIST, SOME };
   Kind kind = NONE;
@@ -52,7 +52,7 @@ class Program {
   std::vector<Call> calls_;
   std::vector<int64_t> outputs_;
   std::vector<Tensor> constants_;
-  int64_t num_inputs_ = 0, num_sizes_ = 0, num_slots_ = 0, num_size_slots_ = 0;
+  int64_t num_inputs_ = 0, num_sizes_ = 0, num_slots_ = 0;
   size_t deepest_stack_ = 1;
 };
 

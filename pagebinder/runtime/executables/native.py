@@ -20,7 +20,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from pagebinder.custom_ops.cpu import build
 from pagebinder.graph_tools import attach, attribute
 from pagebinder.runtime.executables.eager import EagerExecutable
-from pagebinder.runtime.executables.native_text import NativeText, is_size, problem_of, write_program
+from pagebinder.runtime.executables.native_text import (
+    NativeText,
+    is_element,
+    is_size,
+    problem_of,
+    write_program,
+)
 
 LEAST_CALLS = 4  # of a program; fewer are called from Python
 
@@ -71,7 +77,7 @@ def native_runs(gm: GraphModule) -> list[list[Node]]:
             is_size(node) and run.keys().isdisjoint(node.all_input_nodes)
         ):
             continue
-        is_element_of_it = _is_element(node) and node.args[0] in run
+        is_element_of_it = is_element(node) and node.args[0] in run
         is_call = node.op == "call_function" and not is_size(node)
         if is_element_of_it or (is_call and problem_of(node) is None):
             run[node] = None
@@ -118,10 +124,6 @@ def _call_program(
 
 def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_element(node: Node) -> bool:
-    return node.target is operator.getitem
 
 
 def op_calls(nodes: Iterable[Node]) -> list[Node]:

@@ -64,11 +64,11 @@ def write_program(calls: Sequence[Node], results: Sequence[Node]) -> NativeText:
     kept = set(results)
     last: dict[Node, Node] = {}  # element of a list or tuple -> it, others -> the last call that reads it
     for call in calls:
-        if not _is_element(call):
+        if not is_element(call):
             last.update(dict.fromkeys(call.all_input_nodes, call))
     lines = []
     for call in calls:
-        if _is_element(call):
+        if is_element(call):
             continue
         elements = _elements(call)
         for node in elements:
@@ -78,12 +78,13 @@ def write_program(calls: Sequence[Node], results: Sequence[Node]) -> NativeText:
         writer.last = {n for n in given if given.count(n) == 1}  # its handle can be given away only once
         lines.append(writer.write(call, elements))
     slots = [writer.slots[n] for n in results]
-    head = f"{len(tensors)} {len(sizes)} {len(writer.slots)} {len(sizes)} {len(lines)}"
+    head = f"{len(tensors)} {len(sizes)} {len(writer.slots)} {len(lines)}"
     text = "\n".join([head, *lines, _numbers(slots)])
     return NativeText(text, list(writer.constants), tensors, sizes, list(results))
 
 
-def _is_element(node: Node) -> bool:
+def is_element(node: Node) -> bool:
+    """Does a node pick one of the results of a call?"""
     return node.target is operator.getitem
 
 
@@ -96,7 +97,7 @@ def _elements(call: Node) -> list[Node | None]:
         return []
     elements: list[Node | None] = [None] * len(value)
     for user in call.users:
-        if not _is_element(user) or not isinstance(user.args[1], int):
+        if not is_element(user) or not isinstance(user.args[1], int):
             raise NotNative("its results are read as a whole")
         elements[user.args[1]] = user
     return elements

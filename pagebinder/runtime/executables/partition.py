@@ -31,7 +31,7 @@ from torch.fx.passes.split_module import split_module
 
 from pagebinder.custom_ops.library import NAMESPACE as OURS
 from pagebinder.custom_ops.library import op_info
-from pagebinder.graph_tools import attach, attribute
+from pagebinder.graph_tools import attach, attribute, is_view_op
 
 TORCHS = ("aten", "prims")
 NOT_IN_ENGINES = (torch.float64, torch.complex64, torch.complex128)
@@ -187,20 +187,12 @@ def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _is_view(node: Node) -> bool:
-    """Does the op's schema say that the result is its argument, seen differently?"""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and any(
-        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
-    )
-
-
 def _computes(node: Node) -> bool:
     return (
         node.op == "call_function"
         and node.target is not operator.getitem
         and not _is_size(node)
-        and not _is_view(node)
+        and not is_view_op(node.target)
     )
 
 
