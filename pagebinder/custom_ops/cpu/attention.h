@@ -8,8 +8,8 @@
 //     (token, head)       tile 1      [         |     ......|.......... ]   some of the KV heads
 //
 // How a request is cut depends on that request alone, so its result has the same bits whatever else is in the
-// batch and however many threads run. Threads take jobs from one list, a few at a time and one by one at the end,
-// so a slow thread delays only what it holds. The list keeps neighbours in memory together.
+// batch and however many threads run. Each thread begins with a run of the list of jobs, so that it knows what it reads
+// next, and helps others one job at a time (work_ranges.h). The list keeps neighbours in memory together.
 #pragma once
 
 #include <algorithm>
@@ -142,7 +142,6 @@ struct Plan {
   Buffer partial_buffer, counter_buffer;
   float* partials = nullptr;      // per part and row: maximum, sum, then the row of unnormalised output
   std::atomic<int>* counters = nullptr;  // finished parts of a (tile, KV head)
-  std::atomic<int> next_job{0};
   std::atomic<bool> bad_block{false};
 };
 

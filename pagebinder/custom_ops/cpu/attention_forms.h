@@ -70,7 +70,7 @@ struct Scores {
     for (int k = num_keys; k < ROW_BUFFER; ++k) k_rows[k] = k_rows[num_keys - 1];
     const Rows<float> keys{k_rows, 0};
     if constexpr (DOT)
-      dot_scores<Staged, STRIDE>(keys, keys, num_keys, query<Staged>(c), padded(c.width), c.scratch.scores);
+      dot_scores<Staged, STRIDE>(keys, {}, num_keys, query<Staged>(c), padded(c.width), c.scratch.scores);
     else lane_scores<Staged, STRIDE / W>(keys, num_keys, query<Staged>(c), c.width, c.scratch.scores);
   }
 };
@@ -115,9 +115,9 @@ void values(const BlockContext<T, R>& c, const ValueBlock& block) {
   if (CONVERT_ONCE || narrow) {
     const float* v_rows[ROW_BUFFER];
     stage_rows(rows, block.num_keys, c.width_v, c.scratch.staged_v, v_rows);
-    add_values<STRIDE>(block, Rows<float>{v_rows, 0}, Rows<float>{v_rows, 0}, c.tile.rows, c.vectors_v * W);
+    add_values<STRIDE>(block, Rows<float>{v_rows, 0}, {}, c.tile.rows, c.vectors_v * W);
   } else if constexpr (!CONVERT_ONCE) {
-    add_values<STRIDE>(block, rows, c.ahead.after(c.args.value_offset), c.tile.rows, c.width_v);
+    add_values<STRIDE>(block, rows, c.ahead, c.tile.rows, c.width_v);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "attention_partials.h"
 #include "simd.h"
+#include "work_ranges.h"
 
 namespace pagebinder {
 namespace {
@@ -16,7 +17,6 @@ constexpr int LANE_PART_KEYS = 1024;
 constexpr int MAX_PARTS = 32;
 constexpr int SPLIT_TILES = 4;      // requests with more tiles than this have enough jobs without a split
 constexpr int JOBS_PER_THREAD = 8;  // at least, for balance
-constexpr int MAX_JOBS_AT_ONCE = 16;
 constexpr int64_t SERIAL_BYTES = 96 * 1024;
 
 int stride_for(int rows, bool dot) {
@@ -129,7 +129,6 @@ const char* make_plan(const AttentionArgs& args, Plan& plan) {
   plan.tiles.clear();
   plan.jobs.clear();
   plan.partial_floats = plan.num_counters = plan.work_bytes = 0;
-  plan.next_job = 0;
   plan.bad_block = false;
   if (args.query_start_loc[0] != 0) return "query_start_loc must begin with 0";
   if (args.query_start_loc[args.num_requests] > args.num_tokens) return "query_start_loc exceeds the tokens of q";
@@ -146,19 +145,15 @@ struct Run {
   const AttentionArgs& args;
   Plan& plan;
   JobKernel kernel;
-  int num_workers;
+  WorkRanges work;
 };
 
-void worker(void* context, int) {
+void worker(void* context, int number) {
   Run& run = *static_cast<Run*>(context);
-  std::atomic<int>& next_job = run.plan.next_job;
-  const int total = static_cast<int>(run.plan.jobs.size());
-  for (int begin = next_job.load(std::memory_order_relaxed); begin < total;) {
-    const int end = begin + std::clamp((total - begin) / (JOBS_PER_THREAD * run.num_workers), 1, MAX_JOBS_AT_ONCE);
-    if (!next_job.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
-    const Job* jobs = run.plan.jobs.data();
-    for (int i = begin; i < end; ++i) run.kernel(run.args, run.plan, jobs[i], i + 1 < end ? &jobs[i + 1] : nullptr);
-    begin = next_job.load(std::memory_order_relaxed);
+  const Job* jobs = run.plan.jobs.data();
+  for (int job; (job = run.work.take(number)) < run.work.count();) {
+    const int next = run.work.next(number);
+    run.kernel(run.args, run.plan, jobs[job], next < run.work.count() ? &jobs[next] : nullptr);
   }
 }
 
@@ -180,7 +175,7 @@ const char* run_attention(const AttentionArgs& args, size_t element_bytes, JobKe
   const int64_t num_jobs = static_cast<int64_t>(plan.jobs.size());
   const int64_t work = plan.work_bytes * (args.head_dim + args.head_dim_v) * static_cast<int64_t>(element_bytes);
   const int num_workers = work < SERIAL_BYTES ? 1 : static_cast<int>(std::min<int64_t>(args.num_threads, num_jobs));
-  Run run{args, plan, kernel, num_workers};
+  Run run{args, plan, kernel, {static_cast<int>(num_jobs), num_workers}};
   if (num_workers <= 1) worker(&run, 0);
   else args.run(num_workers, worker, &run);
   return plan.bad_block ? "a block id in block_table is not valid" : nullptr;

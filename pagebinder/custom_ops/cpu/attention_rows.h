@@ -75,7 +75,8 @@ struct TileContext {
 // The keys at hand, too. R: of their rows, as the arithmetic reads them.
 template <class T, class R = T>
 struct BlockContext : TileContext<T> {
-  Rows<R> rows, ahead;  // of these keys and of those read after them: K, then V
+  Rows<R> rows;         // of these keys: K, then V
+  AheadRows<R> ahead;   // of those read after them
   int64_t row_stride;   // of rows that are neighbours
 };
 

@@ -21,6 +21,17 @@ struct Rows {
   PB_INLINE Rows after(int64_t elements) const { return {rows, offset + elements}; }
 };
 
+// Rows of `length` elements that will be read next: they are asked for now, so that memory and arithmetic overlap.
+// Half by half in the order in which they lie, or the processor's own prefetcher does not follow.
+template <class T>
+struct AheadRows {
+  Rows<T> rows;
+  int length = 0;
+  PB_INLINE void ask(int half) const {
+    if (length > 0) prefetch(rows[half / 2] + half % 2 * (length / 2), length / 2);
+  }
+};
+
 // How a form reads elements. `Key` in the cache, `Query` as packed; `STEP` elements make one multiply-add.
 template <class T>
 struct FloatElements {
@@ -77,11 +88,10 @@ void pack_dot_queries(const T* const* q_rows, int rows, int width, typename E::Q
   }
 }
 
-// `ahead` are the rows that will be read after these: they are asked for now, so that memory and arithmetic overlap
-// also where a table jumps between pages.
+// Asks for the first half of the rows `ahead`.
 template <class E, int ROWS>
-void dot_scores(Rows<typename E::Key> k_rows, Rows<typename E::Key> ahead, int num_keys, const typename E::Query* q,
-                int width, float* scores) {
+void dot_scores(Rows<typename E::Key> k_rows, AheadRows<typename E::Key> ahead, int num_keys,
+                const typename E::Query* q, int width, float* scores) {
   constexpr int KEYS = W > ROWS ? W / ROWS : 1;  // keys whose sums fill whole vectors
   constexpr int SUB = KEYS < 8 ? KEYS : 8;       // keys in flight
   const int steps = (width + E::STEP - 1) / E::STEP, last = width - E::STEP;
@@ -93,7 +103,7 @@ void dot_scores(Rows<typename E::Key> k_rows, Rows<typename E::Key> ahead, int n
       PB_UNROLL
       for (int j = 0; j < SUB; ++j) key[j] = k_rows[k + sub + j];
       PB_UNROLL
-      for (int j = 0; j < SUB; ++j) prefetch(ahead[k + sub + j], width);
+      for (int j = 0; j < SUB; ++j) ahead.ask(k + sub + j);
       const typename E::Query* packed = q;
       for (int i = 0; i < steps; ++i, packed += ROWS * E::STEP) {
         const int offset = i * E::STEP < last ? i * E::STEP : last;

@@ -132,10 +132,11 @@ void take_rows(BlockContext<T, R>& c, Rows<S> stored, Rows<S> ahead, int num_key
       R* decoded = reinterpret_cast<R*>(c.scratch.decoded);
       decode_rows(stored, num_keys, width, decoded, c.row_stride);
       for (int k = 0; k < capacity; ++k) decoded_rows[k] = decoded + std::min(k, num_keys - 1) * c.row_stride;
-      c.rows = c.ahead = {decoded_rows, 0};
+      c.rows = {decoded_rows, 0}, c.ahead = {};
     }
   }
-  if constexpr (std::is_same<R, S>::value) c.rows = stored, c.ahead = ahead;
+  if constexpr (std::is_same<R, S>::value)
+    c.rows = stored, c.ahead = {ahead, std::max(c.width, static_cast<int>(c.args.value_offset) + c.width_v)};
 }
 
 // Block by block, and within a block head by head: memory is read in the order in which it lies.

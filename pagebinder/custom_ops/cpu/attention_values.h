@@ -43,17 +43,17 @@ PB_INLINE void end_block(const ValueBlock& b, int row, int column, VF (&sum)[ROW
     for (int c = 0; c < COLUMNS; ++c) store(b.out + (row + r) * b.out_stride + (column + c) * W, sum[r][c]);
 }
 
-// Rows [row, row + ROWS) and vectors [column, column + COLUMNS), which start at element `offset` of a V row.
+// Rows [row, row + ROWS) and vectors [column, column + COLUMNS), which start at element `offset` of a V row. The first
+// of few rows asks for the second half of the rows `ahead`.
 template <int STRIDE, int ROWS, int COLUMNS, class T>
-PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, Rows<T> ahead, int row, int column, int offset) {
+PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, AheadRows<T> ahead, int row, int column, int offset) {
   VF sum[ROWS][COLUMNS];
   begin_block(b, row, column, sum);
   const float* weight = b.weights + row;
   v_rows = v_rows.after(offset);
-  ahead = ahead.after(offset);
   for (int k = 0; k < b.num_keys; ++k, weight += STRIDE) {
     const T* from = v_rows[k];
-    if (STRIDE <= 8 && row == 0) prefetch(ahead[k], COLUMNS * W);
+    if (STRIDE <= 8 && row == 0 && column == 0) ahead.ask(b.num_keys + k);
     VF v[COLUMNS];
     load_floats(from, v);
     PB_UNROLL
@@ -68,7 +68,7 @@ PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, Rows<T> ahead, i
 
 // All columns of some rows: as many vectors at a time as registers allow, then halves of that.
 template <int STRIDE, int ROWS, int COLUMNS, class T>
-PB_INLINE void value_columns(const ValueBlock& b, Rows<T> v_rows, Rows<T> ahead, int row, int column, int width) {
+PB_INLINE void value_columns(const ValueBlock& b, Rows<T> v_rows, AheadRows<T> ahead, int row, int column, int width) {
   const int full = width / W;
   for (; column + COLUMNS <= full; column += COLUMNS)
     value_block<STRIDE, ROWS, COLUMNS>(b, v_rows, ahead, row, column, column * W);
@@ -77,7 +77,7 @@ PB_INLINE void value_columns(const ValueBlock& b, Rows<T> v_rows, Rows<T> ahead,
 }
 
 template <int STRIDE, class T>
-void add_values(const ValueBlock& block, Rows<T> v_rows, Rows<T> ahead, int rows, int width) {
+void add_values(const ValueBlock& block, Rows<T> v_rows, AheadRows<T> ahead, int rows, int width) {
   constexpr int ROWS = STRIDE < 8 ? STRIDE : W == 16 ? 8 : 4;
   constexpr int SUMS = W == 16 ? 16 : 8;
   constexpr int COLUMNS = SUMS / ROWS < 8 ? SUMS / ROWS : 8;

@@ -8,7 +8,7 @@
 namespace pagebinder {
 namespace {
 
-constexpr int64_t SERIAL_CHANNELS = 1 << 16;
+constexpr int64_t SERIAL_CHANNELS = 1 << 14;
 constexpr int64_t TOKENS_AT_ONCE = 4;
 
 template <class T>

@@ -6,8 +6,8 @@
 namespace pagebinder {
 namespace {
 
-constexpr int64_t SERIAL_VALUES = 1 << 16;
-constexpr int64_t ROWS_AT_ONCE = 8;
+constexpr int64_t SERIAL_VALUES = 1 << 13;
+constexpr int64_t ROWS_AT_ONCE = 4;
 
 }  // namespace
 

@@ -39,6 +39,12 @@ class WorkRanges {
     }
   }
 
+  // What the worker takes next, if nobody is faster; `count()` if its own run has ended.
+  int next(int worker) const {
+    const uint64_t range = slot_[worker % slots_].range.load(std::memory_order_relaxed);
+    return length(range) > 0 ? begin_of(range) : count_;
+  }
+
  private:
   static constexpr int MOST_SLOTS = 64;  // more workers share them
   struct alignas(64) Slot { std::atomic<uint64_t> range; };  // begin, end
