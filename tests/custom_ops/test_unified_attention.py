@@ -168,6 +168,7 @@ def test_merge_in_any_order_and_dtype(provider):
 
 def test_without_sharers_the_bits_are_those_of_paged_attention():
     chosen = registered_providers()["cpu"]
+    chosen.prepare("paged_attention")
     inputs, paged = make_shared(dataclasses.replace(GROUPS, shared=(0, 0)))
     expected = paged.run(chosen.overload("paged_attention"))
     out = chosen.overload("unified_attention")(*inputs.operands, **inputs.options, phases="-su")
