@@ -66,6 +66,7 @@ from pagebinder.passes.gather_logits import gather_logits
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.merge_linears import merge_linears
+from pagebinder.passes.narrow_rows import narrow_rows
 from pagebinder.passes.pack_weights import describe_packing, pack_weights
 from pagebinder.passes.page_attention import page_attention
 from pagebinder.passes.page_compressed import page_compressed
@@ -289,7 +290,8 @@ def _fuse_passes(config: CompileConfig) -> tuple:
     around_linears = (place_linears, fuse_gated_linear, merge_linears)
     routing = functools.partial(fuse_moe_routing, requested=config.providers)
     fusions = (*around_rope, fuse_add_rms_norm, simplify, *quantization, *around_linears, routing, *cascade)
-    return (*fusions, simplify_views)  # last: what fusions look through is as the model wrote it
+    # Last, as fusions look through views, and through the last layer, as the model wrote them.
+    return (*fusions, narrow_rows, simplify_views)
 
 
 def _place_weights(

@@ -66,7 +66,7 @@ def executable_of(graph: GraphModule, config: CompileConfig, report: CompileRepo
 
 def loops_of_layers(gm: GraphModule) -> list[str]:
     """What layers compute by ops of torch, by name, and by ours that dissolve into such: what inductor could fuse.
-    Views, sizes and products are no loops."""
+    Views, sizes, products and a selection of rows (passes/narrow_rows.py) are no loops."""
     of_layers = (n for n in op_calls(gm.graph.nodes) if place_of(module_path(n)).index is not None)
     return sorted({str(n.target) for n in of_layers if _is_loop(n.target)})
 
@@ -74,4 +74,4 @@ def loops_of_layers(gm: GraphModule) -> list[str]:
 def _is_loop(op: torch._ops.OpOverload) -> bool:
     if op.namespace.startswith(NAMESPACE):
         return op.namespace == NAMESPACE and op_info(op._opname).transparent
-    return op in CASTS or not (is_view_op(op) or op in PRODUCTS)
+    return op in CASTS or not (is_view_op(op) or op in (*PRODUCTS, aten.index_select.default))
