@@ -1,4 +1,7 @@
-"""What the results of compare_engines.py are held against: ratios to peers, and the machine's own limits."""
+"""What the results of compare_engines.py are held against: ratios to peers, and the machine's own limits.
+
+A ratio to a peer carries `allowed`: what it would be, had ours the machine's measured read bandwidth or matrix rate.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,14 @@ def ratio(engines: dict, key: str, peer: str, us: str = US) -> float:
     return median([a / b for a, b in zip(ours, theirs)])
 
 
+def decode_limit(results: dict, requests: int) -> float:
+    """Tokens per second, if a step took as long as its weights and K and V take to read."""
+    costs, (prompt, new) = results["costs"], results["settings"]["lengths"]
+    context = prompt + new / 2
+    step_bytes = costs["weight_bytes"] + requests * context * costs["kv_bytes_per_token"]
+    return requests * results["limits"]["read"] / step_bytes
+
+
 def goals(results: dict) -> list[dict]:
     """Every goal that there are figures for."""
     found = []
@@ -35,28 +46,33 @@ def _batch(cases: dict, results: dict) -> Iterator[dict]:
         engines, label = case["engines"], f"{requests} request(s)"
         if US not in engines:
             continue
+        fastest = decode_limit(results, int(requests))
+        prefill_limit = results["limits"]["product"] * case["prompt_tokens"] / case["prefill_flops"]
         if requests == "1":
             read = engines[US][DECODE] * results["costs"]["weight_bytes"]
             yield goal("decode, 1 request, share of read bandwidth", read / results["limits"]["read"], 0.95)
             if LLAMA in engines:
-                yield goal("decode, 1 request, over llama.cpp", ratio(engines, DECODE, LLAMA), 1.0)
+                allowed = fastest / engines[LLAMA][DECODE]
+                yield goal(
+                    "decode, 1 request, over llama.cpp", ratio(engines, DECODE, LLAMA), 1.0, allowed=allowed
+                )
             if {LLAMA, CODED} <= {*engines}:
                 yield goal(
                     "decode, 1 request, coded, over llama.cpp", ratio(engines, DECODE, LLAMA, us=CODED), 1.1
                 )
         elif VLLM in engines:
-            yield goal(f"decode, {label}, over vLLM", ratio(engines, DECODE, VLLM), 2.0)
+            allowed = fastest / engines[VLLM][DECODE]
+            yield goal(f"decode, {label}, over vLLM", ratio(engines, DECODE, VLLM), 2.0, allowed=allowed)
+            if CODED in engines:
+                value = ratio(engines, DECODE, VLLM, us=CODED)
+                yield goal(f"decode, {label}, coded, over vLLM", value, 2.0)
         peers = [name for name in engines if name not in (US, CODED)]
         if requests != "32" and peers:
             best = max(peers, key=lambda name: engines[name][PREFILL])
-            yield goal(f"prefill, {label}, over the best peer ({best})", ratio(engines, PREFILL, best), 1.4)
+            name, value = f"prefill, {label}, over the best peer ({best})", ratio(engines, PREFILL, best)
+            yield goal(name, value, 1.4, allowed=prefill_limit / engines[best][PREFILL])
         if requests != "32":
-            share = (
-                case["prefill_flops"]
-                / case["prompt_tokens"]
-                * engines[US][PREFILL]
-                / results["limits"]["product"]
-            )
+            share = engines[US][PREFILL] / prefill_limit
             yield goal(f"prefill, {label}, share of the matrix rate", share, 0.8)
 
 

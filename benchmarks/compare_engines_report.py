@@ -39,7 +39,8 @@ def report(results: dict) -> None:
     console.print(f"machine: reads {read:.1f} GB/s, multiplies {product:,.0f} GFLOP/s")
     for g in results["goals"]:
         result = "pass" if g["pass"] else "FAIL"
-        console.print(f"{result} {g['name']}: {g['value']:g} ({g['is']} {g['target']:g})")
+        most = f"; the machine's own limit gives {g['allowed']:.2f}" if "allowed" in g else ""
+        console.print(f"{result} {g['name']}: {g['value']:g} ({g['is']} {g['target']:g}{most})")
     path = keep(results)
     console.print(f"wrote {path.relative_to(path.parents[2])}")
 

@@ -124,7 +124,8 @@ def test_goals_are_made_of_what_there_is(modules):
     rates = {"prefill_tokens_per_second": 100.0, "decode_tokens_per_second": 10.0}
     engines = {name: rates | {"rounds": [rates]} for name in ("pagebinder", "vllm")}
     results = {
-        "costs": {"weight_bytes": 100}, "limits": {"read": 1000.0, "product": 1e4},
+        "costs": {"weight_bytes": 100, "kv_bytes_per_token": 10}, "limits": {"read": 1000.0, "product": 1e4},
+        "settings": {"lengths": [8, 4]},
         "batch": {n: {"engines": engines, "prefill_flops": 800, "prompt_tokens": 10} for n in ("1", "32")},
         "start": {"vllm": {"ready_seconds": 90.0}},
     }  # fmt: skip
@@ -134,4 +135,9 @@ def test_goals_are_made_of_what_there_is(modules):
         "prefill, 1 request(s), over the best peer (vllm)": (1.0, False),
         "prefill, 1 request(s), share of the matrix rate": (0.8, True),
         "decode, 32 request(s), over vLLM": (1.0, False),
+    }
+    allowed = {g["name"]: g["allowed"] for g in compared.goals(results) if "allowed" in g}
+    assert allowed == {
+        "prefill, 1 request(s), over the best peer (vllm)": 1.25,  # 1e4 / 80 products of a token, over 100
+        "decode, 32 request(s), over vLLM": 32 / (3.3 * 10.0),  # 3.3 seconds to read 100 + 32 x 10 x 10 bytes
     }
