@@ -3,6 +3,7 @@
 Tests that nightly.txt names are left out by day.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,12 +12,30 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes of inductor that compile for GPUs only
 
 NIGHTLY = [
     line
     for line in (Path(__file__).parent / "nightly.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
+
+
+def pytest_collection_finish():
+    """What was imported stays to the end: no collection needs to look at it."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def captured_once():
+    """See tests/captures.py."""
+    import pagebinder.compile as compiler
+    from tests.captures import capture_once
+
+    before = compiler._capture
+    compiler._capture = capture_once
+    yield
+    compiler._capture = before
 
 
 def pytest_collection_modifyitems(config, items):

@@ -35,9 +35,8 @@ from transformers import (
 VOCAB_SIZE = 128
 
 # For what takes long and says little that a shorter test does not: `make nightly`.
-nightly = pytest.mark.skipif(
-    os.environ.get("PAGEBINDER_NIGHTLY") != "1", reason="takes long: PAGEBINDER_NIGHTLY=1"
-)
+NIGHTLY = os.environ.get("PAGEBINDER_NIGHTLY") == "1"
+nightly = pytest.mark.skipif(not NIGHTLY, reason="takes long: PAGEBINDER_NIGHTLY=1")
 
 
 def by_day(values, day) -> list:

@@ -36,6 +36,8 @@ from tests.encoder_decoders import tiny as tiny_encoder_decoder
 from tests.helpers import tiny_llama, tiny_qwen3_next
 from tests.moe_models import tiny_deepseek_v3
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 PROMPT = "The open() function"
 ROOT = Path(pagebinder.__file__).parents[1]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

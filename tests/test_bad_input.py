@@ -22,6 +22,8 @@ from pagebinder import (
 )
 from tests.helpers import VOCAB_SIZE, tiny_llama, tiny_mistral
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0)
 
 

@@ -20,6 +20,8 @@ from pagebinder.cli import app
 from pagebinder.cli_support import printable
 from pagebinder.models import tiny_path
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 PROMPT = "the cache holds keys"
 ROOT = Path(pagebinder.__file__).parents[1]
 

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from pagebinder.cli import app
 from tests.helpers import tiny_llama, tiny_mistral
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):

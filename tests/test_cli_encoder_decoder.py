@@ -13,6 +13,8 @@ import pagebinder
 from tests.encoder_decoders import tiny
 from tests.test_cli import fail, generate, succeed
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 TEXT = "the cache holds keys"
 GREEDY = ("--temperature", 0, "--max-tokens", 8, "--json")
 

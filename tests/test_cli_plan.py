@@ -13,6 +13,8 @@ from pagebinder.compile import explain_model
 from pagebinder.errors import ConfigError
 from pagebinder.runtime.kv import Workload
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 
 @pytest.fixture(scope="module")
 def config_only(tmp_path_factory):

@@ -25,7 +25,7 @@ def compiled_pair(family: str):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("family", by_day(FAMILIES, ("bart", "marian", "t5")))
+@pytest.mark.parametrize("family", by_day(FAMILIES, ("bart",)))
 def test_every_level_equals_the_source(family, level):
     model, compiled = compiled_pair(family)
     for encoder_len, num_tokens in LENGTHS:
@@ -36,7 +36,7 @@ def test_every_level_equals_the_source(family, level):
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", by_day(FAMILIES, ("bart", "marian", "t5")))
+@pytest.mark.parametrize("family", by_day(FAMILIES, ("bart",)))
 def test_the_encoder_equals_the_source(family):
     model, compiled = compiled_pair(family)
     for encoder_len in (1, 2, 40, 100):
@@ -44,7 +44,7 @@ def test_the_encoder_equals_the_source(family):
         torch.testing.assert_close(compiled.encode(ids), eager_states(model, ids), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["bart", "t5"])
+@pytest.mark.parametrize("family", by_day(["bart", "t5"], ["bart"]))
 def test_bfloat16_is_as_close_to_float32_as_the_source(family):
     """The same bfloat16 weights, once computed in float32."""
     model = tiny(family).bfloat16()

@@ -14,6 +14,8 @@ from tests import encoder_decoders
 from tests.helpers import VOCAB_SIZE, tiny_llama, tiny_mistral
 from tests.recurrent_models import bamba
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 MODELS = {"llama": tiny_llama, "window": lambda: tiny_mistral(20), "recurrent": bamba}
 OPTIONS = {
     "plain": {},

@@ -11,6 +11,8 @@ from pagebinder.runtime.packed_sequences import PackedSequences
 from tests.helpers import tiny_gpt_oss, tiny_llama, tiny_qwen3
 from tests.test_engine_exact import serve_staggered
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 PREFIX = [(5 * i + i * i) % 128 for i in range(50)]
 PROMPTS = [PREFIX + [i, 2 * i, 3][: 1 + i % 3] for i in range(7)] + [[9, 8, 7], PREFIX[:33]]

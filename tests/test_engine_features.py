@@ -9,6 +9,8 @@ import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from tests.helpers import tiny_llama
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 
 @pytest.fixture(scope="module")
 def pair():

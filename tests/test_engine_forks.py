@@ -10,6 +10,8 @@ from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.errors import CacheCapacityError, RequestError
 from tests.helpers import VOCAB_SIZE, tiny_llama, tiny_mistral
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 MODELS = {"llama": tiny_llama, "mistral-window": lambda: tiny_mistral(20)}
 
 

@@ -20,6 +20,8 @@ from tests.zoo.architectures import architectures
 from tests.zoo.reference import Reference, source_logits
 from tests.zoo.tiny_configs import telling_weights, tiny_config
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 NEW_TOKENS = 24
 # family -> kinds of states, in order; the keys of an indexer come before the latents of its attention.
 FAMILIES = {
@@ -107,7 +109,7 @@ def test_a_latent_layer_keeps_one_row_a_token():
 @pytest.mark.parametrize("family", by_day(["deepseek_v3", "deepseek_v32"], ["deepseek_v32"]))
 def test_eight_bit_rows(family):
     """The layout of DeepSeek-V3.2: rounded to e4m3 (4 bits of precision), so logits are near and not equal."""
-    model = source(family, kv_lora_rank=128)
+    model = source(family, kv_lora_rank=128, num_hidden_layers=2)
     config = CompileConfig(executable="eager", kv_dtype="fp8_ds_mla")
     compiled = pagebinder.compile_model(model, config)
     layouts = {state.layout for state in compiled.states}

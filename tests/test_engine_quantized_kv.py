@@ -17,6 +17,8 @@ from pagebinder.models import tiny_path
 from tests.helpers import VOCAB_SIZE, by_day, tiny_llama, tiny_mistral, tiny_qwen3_next
 from tests.models.test_tiny_checkpoint import EXCERPT
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 PREFIX = [(11 * i) % VOCAB_SIZE for i in range(40)]
 PROMPTS = [PREFIX[: 5 + 9 * i] + [(7 * i + j) % VOCAB_SIZE for j in range(4)] for i in range(6)]
 MODELS = {"llama": tiny_llama, "mistral-window": lambda: tiny_mistral(20)}

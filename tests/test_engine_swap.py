@@ -9,6 +9,8 @@ from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.errors import CacheCapacityError, ConfigError
 from tests.helpers import VOCAB_SIZE, tiny_llama, tiny_mistral
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 MODELS = {"llama": tiny_llama, "mistral-window": lambda: tiny_mistral(20)}
 PROMPTS = [[(7 * i + j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(6)]
 

@@ -15,8 +15,10 @@ import torch
 
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
-from tests.helpers import VOCAB_SIZE, tiny_llama
+from tests.helpers import VOCAB_SIZE, by_day, tiny_llama
 from tests.v4_models import CSA, HCA, TOPK, v4_model
+
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 KINDS = {"sliding_window_mla", "compressed_latent", "recurrent"}
 # Checkpoints every 64 tokens, so that short prompts reach them.
@@ -154,7 +156,7 @@ def compiled_bytes(index_dtype: str, topk: int = TOPK):
     return pagebinder.compile_model(v4_model(index_topk=topk), config)
 
 
-@pytest.mark.parametrize("index_dtype", ["auto", "mxfp4"])
+@pytest.mark.parametrize("index_dtype", by_day(["auto", "mxfp4"], ["mxfp4"]))
 def test_8_bit_caches_give_the_same_whatever_the_chunks(index_dtype):
     served = compiled_bytes(index_dtype)
     layouts = {getattr(state, "layout", None) for state in served.states}

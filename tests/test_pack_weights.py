@@ -18,6 +18,8 @@ from pagebinder.graph_tools import attributes
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 from tests.helpers import tiny_llama
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SMALL = EngineConfig(kv_cache_bytes=1 << 20, max_num_seqs=4)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], list(range(40)), [7]]

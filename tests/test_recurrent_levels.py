@@ -16,7 +16,7 @@ from pagebinder.compile import explain_model
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.executables import EagerExecutable, InductorExecutable
 from pagebinder.runtime.single_sequence import single_sequence_inputs
-from tests.helpers import nightly, tiny_lfm2, tiny_mamba2, tiny_qwen3_next
+from tests.helpers import by_day, nightly, tiny_lfm2, tiny_mamba2, tiny_qwen3_next
 
 LEVELS = ("captured", "semantic", "paged", "fused")
 LENGTHS = (1, 2, 40, 77)
@@ -63,7 +63,7 @@ def test_every_level_equals_the_source_in_float32(name, level, num_tokens):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_day(MODELS, ["mamba2"]))
 def test_every_level_in_bfloat16_is_as_close_to_float32_as_the_source(name, level):
     model, compiled = compiled_pair(name, torch.bfloat16)
     exact_model = MODELS[name]()

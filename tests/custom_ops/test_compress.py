@@ -13,6 +13,7 @@ from pagebinder.custom_ops.latent.layouts import PLAIN_DTYPES, store_rows
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
 from tests.custom_ops.compress_cases import Compressor, Paged
+from tests.helpers import NIGHTLY
 from tests.tolerances import assert_close
 
 OPS = torch.ops.pagebinder
@@ -91,7 +92,7 @@ def test_cuts_change_no_bit_and_agree_with_the_semantic_op(store, name, block_si
 
 
 @pytest.mark.parametrize("name", ["csa", "hca", "csa_odd"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15 if NIGHTLY else 5, deadline=None)
 @given(data=st.data())
 def test_any_chunking_of_any_batch(store, name, data):
     lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))

@@ -188,11 +188,19 @@ print("passed")
 
 def test_every_part_stands_alone():
     """A model loads the parts it needs: no part may miss what only another has."""
-    for part in build.PARTS:
-        code = (
-            f"from pagebinder.custom_ops.cpu import build; import ctypes, torch; p = build.build({part!r}); "
-        )
-        run_python(code + "ctypes.CDLL(str(p), mode=2)")  # RTLD_NOW: every symbol must be found
+    code = f"""
+import ctypes, os, torch
+for path in {[str(build.build(part)) for part in build.PARTS]!r}:
+    if not (child := os.fork()):  # torch's imports once, and each part in a process of its own
+        try:
+            ctypes.CDLL(path, mode=2)  # RTLD_NOW: every symbol must be found
+        except OSError as error:
+            print(error, flush=True)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, path
+"""
+    run_python(code)
 
 
 def test_background_build_is_awaited_by_load():

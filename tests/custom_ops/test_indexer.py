@@ -13,6 +13,7 @@ from pagebinder.custom_ops.sparse.indexer import indexer_score_topk_reference, r
 from pagebinder.custom_ops.sparse.semantic import index_scores, index_topk_reference, select_topk
 from pagebinder.errors import CompilerNotFoundError
 from tests.custom_ops.sparse_cases import INDEX_LAYOUTS, Case, Inputs, indexer_inputs, int32
+from tests.helpers import NIGHTLY
 
 PROVIDERS = ["reference", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -95,7 +96,7 @@ def test_exact_scores(indexer, layout, dtype, ratio, heads):
     check_exact(indexer, of_layout(layout, dtype=dtype, ratio=ratio, heads=heads, padding=2))
 
 
-@settings(relaxed, max_examples=80)
+@settings(relaxed, max_examples=80 if NIGHTLY else 30)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 12)), min_size=1, max_size=4),
     dtype=st.sampled_from(DTYPES),

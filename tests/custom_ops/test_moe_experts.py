@@ -12,6 +12,8 @@ from pagebinder.errors import CompilerNotFoundError
 from tests import moe_models
 from tests.tolerances import assert_close
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_EXPERTS, WIDTH, INNER = 6, 16, 12
 GATES = {

@@ -22,6 +22,8 @@ from tests.custom_ops import attention_stand_ins
 from tests.custom_ops.paged_cases import Case, make_inputs
 from tests.helpers import tiny_llama
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 DOCS = Path(__file__).parents[2] / "docs" / "providers.md"
 MIXED = ((0, 5), (20, 1), (30, 0), (10, 17))
 CASES = {

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.custom_ops import recurrent_cases
 from tests.custom_ops.defined_recurrence_cases import DEFINED
 from tests.custom_ops.recurrent_cases import bad_operands, int32, strided_cache, zero_state
+from tests.helpers import NIGHTLY
 from tests.tolerances import assert_close
 
 RECURRENCES = recurrent_cases.RECURRENCES | DEFINED
@@ -80,7 +81,7 @@ def test_one_prompt_equals_the_semantic_op(name, num_tokens):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25 if NIGHTLY else 6, deadline=None)
 @given(data=st.data())
 def test_any_chunking_of_any_batch(name, data):
     lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))

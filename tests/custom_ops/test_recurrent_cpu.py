@@ -22,6 +22,8 @@ from tests.custom_ops.test_paged_recurrent import RECURRENCES, Batch
 from tests.helpers import tiny_mamba2, tiny_qwen3_next
 from tests.tolerances import assert_close
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Whole vectors and rests of them, more than one patch or range, options that the small ones leave out.
 WIDE = {

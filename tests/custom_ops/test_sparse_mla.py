@@ -20,6 +20,7 @@ from tests.custom_ops.sparse_cases import (
     dense_attention,
     int32,
 )
+from tests.helpers import NIGHTLY
 from tests.tolerances import assert_close
 
 PROVIDERS = ["reference", "cpu"]
@@ -59,7 +60,7 @@ def of_layout(layout: str, **options) -> Case:
     return Case(lengths=MIXED, layout=layout, width=width, rope_dim=rope_dim, **options)
 
 
-@settings(relaxed, max_examples=40)
+@settings(relaxed, max_examples=40 if NIGHTLY else 15)
 @given(cases(max_context=40, max_new=5, max_heads=3))
 def test_reference_against_dense(case):
     case = dataclasses.replace(
@@ -69,7 +70,7 @@ def test_reference_against_dense(case):
     assert_close(inputs.run(sparse_mla_attention_reference), dense_attention(inputs))
 
 
-@settings(relaxed, max_examples=150)
+@settings(relaxed, max_examples=150 if NIGHTLY else 40)
 @given(case=cases())
 def test_provider_against_reference(attention, case):
     check(attention, case)

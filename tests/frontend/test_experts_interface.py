@@ -33,6 +33,7 @@ from pagebinder.frontend.experts_interface import (
 from pagebinder.frontend.experts_proof import understand
 from pagebinder.frontend.source import source_from_module
 from tests.graphs import count
+from tests.helpers import by_day
 from tests.moe_models import tiny_mixtral, tiny_qwen3_moe
 
 OPS = torch.ops.pagebinder
@@ -146,7 +147,7 @@ def captured_pair(build):
     return model, capture(source_from_module(model))[0]
 
 
-@pytest.mark.parametrize("build", [tiny_mixtral, tiny_qwen3_moe])
+@pytest.mark.parametrize("build", by_day([tiny_mixtral, tiny_qwen3_moe], [tiny_mixtral]))
 def test_one_op_for_each_module_and_nothing_else_mixes_tokens(build):
     model, gm = captured_pair(build)
     modules = experts_modules(model)

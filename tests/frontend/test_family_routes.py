@@ -34,7 +34,7 @@ from transformers import (
 import pagebinder
 from pagebinder import CaptureError, CompileConfig
 from pagebinder.frontend.numbering import Numbering, numbering
-from tests.helpers import VOCAB_SIZE, scale_weights, tiny_llama
+from tests.helpers import VOCAB_SIZE, by_day, scale_weights, tiny_llama
 
 EAGER = CompileConfig(executable="eager")
 _SHAPE = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -128,7 +128,10 @@ MODELS += [
 ]
 
 
-@pytest.mark.parametrize("build", MODELS)
+BY_DAY = (tiny_roformer, tiny_zaya, tiny_phimoe, tiny_roberta, tiny_bart, tiny_diff_llama)
+
+
+@pytest.mark.parametrize("build", by_day(MODELS, BY_DAY))
 def test_the_levels_equal_the_source_given_nothing_but_ids(build):
     model = scale_weights(build())
     compiled = pagebinder.compile_model(model, EAGER)

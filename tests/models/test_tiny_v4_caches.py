@@ -14,6 +14,8 @@ from pagebinder import CompileConfig
 from pagebinder.models import tiny_v4_path
 from tests.models.test_tiny_v4_checkpoint import EXCERPT
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 MAX_LOSS = 0.01  # of the bits per byte with caches in float32
 
 

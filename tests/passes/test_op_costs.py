@@ -14,6 +14,8 @@ from pagebinder.passes.layer_view import layer_view
 from pagebinder.passes.op_costs import CONTEXT, OpCost, scenario
 from pagebinder.passes.op_costs_ours import cost_model, rows_read, visible_pairs
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 aten = torch.ops.aten
 ours = torch.ops.pagebinder
 F32, BF16 = torch.float32, torch.bfloat16

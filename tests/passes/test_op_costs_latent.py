@@ -14,6 +14,8 @@ from pagebinder.passes.op_costs import CONTEXT, TOKENS
 from pagebinder.passes.op_costs_ours import cost_model
 from tests.v4_models import HEAVY_RATIO, TOPK, WINDOW, v4_model
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 OPS = torch.ops.pagebinder
 HEADS, WIDTH, INDEX_HEADS, INDEX_WIDTH = 4, 80, 16, 32
 

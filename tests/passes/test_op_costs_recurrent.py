@@ -12,6 +12,8 @@ from pagebinder.passes.op_costs import TOKENS
 from pagebinder.passes.op_costs_ours import cost_model
 from tests import recurrent_models
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 OPS = torch.ops.pagebinder
 # model -> its recurrence, flops of a token, values of the state
 COUNTS = {

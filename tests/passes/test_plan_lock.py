@@ -18,6 +18,8 @@ from pagebinder.passes.lock_file import lock_text, read_plan_lock
 from pagebinder.passes.plan_lock import config_hash
 from tests.helpers import tiny_llama, tiny_mistral, tiny_qwen3_next
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 
 def compiled(model, **options):
     return pagebinder.compile_model(model, CompileConfig(executable="eager", **options))

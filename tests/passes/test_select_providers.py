@@ -11,6 +11,8 @@ from pagebinder.passes.select_providers import select_providers
 from tests.graphs import count
 from tests.passes.test_page_attention import PAGED, WRITE, Layers, assert_close, paged
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 CPU = torch.device("cpu")
 REFERENCE = {"paged_attention": "reference", "kv_cache_write": "reference"}
 

@@ -15,6 +15,7 @@ from pagebinder.graph_tools import aten, calls, num_ops, val
 from pagebinder.passes.simplify_views import simplify_views
 from tests.graphs import assert_metadata_kept, captured, clone, count
 from tests.graphs import run as run_captured
+from tests.helpers import NIGHTLY
 from tests.passes.view_chains import MEMORY, Chains, names, results, run, same_results
 
 VIEW, RESHAPE, SELECT, UNSQUEEZE = (
@@ -254,7 +255,7 @@ def possible(x) -> list[tuple]:
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60 if NIGHTLY else 20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(graphs())
 def test_random_chains_give_the_same_memory(made):
     chains, ends = made

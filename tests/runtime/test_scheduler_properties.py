@@ -20,6 +20,7 @@ from pagebinder.runtime.kv.retention import PrefixRetention
 from pagebinder.runtime.request import Request
 from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.swap_policy import SwapPolicy
+from tests.helpers import NIGHTLY, by_day
 
 DIMS = {"num_kv_heads": 1, "head_dim": 4, "head_dim_v": 4, "dtype": "float32", "entry_bytes": 32}
 MAX_MODEL_LEN = 48
@@ -297,10 +298,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=200 if NIGHTLY else 100, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", by_day(range(24), range(12)))
 def test_overload(seed):
     """More requests than the pool holds, for long enough that every mechanism is at work at once."""
     rng = random.Random(seed)

@@ -6,6 +6,7 @@ import pytest
 from pagebinder.runtime.kv import KVCacheManager, PrefixRetention
 from pagebinder.runtime.request import Request
 from pagebinder.runtime.scheduler import Scheduler
+from tests.helpers import by_day
 from tests.runtime.kv.cache_driver import chunked, full, latent_window, recurrent, window
 
 BLOCK, WINDOW, PROMPT, BUDGET = 8, 20, 205, 64
@@ -52,7 +53,7 @@ OPTIONS = [{}, {"enable_caching": False}, {"retention": PrefixRetention.sparse()
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("group", KINDS, ids=lambda g: g.spec.kind)
-@pytest.mark.parametrize("length", range(PROMPT, PROMPT + BLOCK))
+@pytest.mark.parametrize("length", by_day(range(PROMPT, PROMPT + BLOCK), [PROMPT, PROMPT + 1]))
 def test_after_a_long_prefill_a_request_holds_what_a_decoding_one_holds(group, length, options):
     """Whether or not its first decode step needs a block."""
     scheduler = make(full(BLOCK), group, **options)

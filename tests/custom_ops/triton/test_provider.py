@@ -10,6 +10,8 @@ from pagebinder.errors import ProviderError
 from tests.custom_ops.triton.on_device import DEVICE
 from tests.helpers import VOCAB_SIZE, tiny_gpt_oss, tiny_qwen3
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 ATTENTION = ("paged_attention", "kv_cache_write")
 ALL = (*ATTENTION, "qk_norm_rope_write", "rms_norm", "add_rms_norm", "rope", "gated_activation")
 NEW_TOKENS = 3

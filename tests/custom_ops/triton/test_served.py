@@ -7,6 +7,8 @@ from tests.custom_ops.triton.on_device import DEVICE
 from tests.helpers import nightly, tiny_qwen3
 from tests.moe_models import tiny_qwen3_moe
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 FP8 = (
     *("fp8_linear", "rms_norm_fp8_quant", "add_rms_norm_fp8_quant", "gated_activation_fp8_quant"),
     *("qk_norm_rope_quantized_write", "quantized_paged_attention_fp8_quant"),

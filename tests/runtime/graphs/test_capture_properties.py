@@ -17,6 +17,8 @@ from pagebinder.runtime.graphs.pieces import capture_level, find_breaks, split_a
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 from tests.helpers import tiny_llama
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 
 class HostPlanned(Provider):
     """Stands for a library that plans its launches on the host: it can be captured for uniform decodes alone."""

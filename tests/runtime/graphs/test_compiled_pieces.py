@@ -26,6 +26,8 @@ from tests.helpers import by_day, tiny_gemma3, tiny_llama, tiny_mamba2, tiny_qwe
 from tests.runtime.graphs.steps import memory, prompts, steps
 from tests.test_engine_mla import source
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 aten, CPU = torch.ops.aten, torch.device("cpu")
 MODELS = {
     "llama": lambda: tiny_llama(num_hidden_layers=1),

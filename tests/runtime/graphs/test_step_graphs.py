@@ -19,6 +19,8 @@ from tests.helpers import tiny_llama
 from tests.runtime.graphs.conftest import MODELS
 from tests.runtime.graphs.steps import memory, steps
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 SIZES = {"max_num_seqs": 4, "decode_sizes": [1, 2, 4], "token_sizes": [16, 32]}
 LEN = 64
 

@@ -25,7 +25,7 @@ from tests.runtime.kv.cache_driver import (
 )
 
 NIGHTLY = os.environ.get("PAGEBINDER_NIGHTLY") == "1"
-SEEDS, OPERATIONS = (240, 600) if NIGHTLY else (24, 400)
+SEEDS, OPERATIONS = (240, 600) if NIGHTLY else (16, 400)
 RETENTIONS = [PrefixRetention.dense(), PrefixRetention.sparse(), PrefixRetention.sparse(8)]
 
 SIZES = st.sampled_from([2, 4, 8])
@@ -93,7 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
-    max_examples=1000 if NIGHTLY else 60, stateful_step_count=30, deadline=None
+    max_examples=1000 if NIGHTLY else 30, stateful_step_count=30, deadline=None
 )  # fmt: skip
 
 # What nightly runs have found: (names, seed) of each `operate`. A step failed with copies pending, a request that

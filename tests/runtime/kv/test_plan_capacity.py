@@ -12,6 +12,7 @@ from pagebinder.runtime.kv import NO_GROUP, BlockPool, KVCacheSpec, RingSpec, Wo
 from pagebinder.runtime.kv.counts import blocks_held, blocks_now, blocks_retained, bytes_now, bytes_used
 from pagebinder.runtime.kv.spec_builders import spec_from_state
 from pagebinder.runtime.kv.specs import BLOCK_SIZE, ENCODER_TOKENS, TOKENS, FullAttentionSpec
+from tests.helpers import NIGHTLY
 from tests.runtime.kv import plan_cases as cases
 
 MODEL_LEN = 4000
@@ -112,7 +113,7 @@ def test_memory_that_is_too_small_holds_nothing():
         plan.capacity(10**6, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if NIGHTLY else 20, deadline=None)
 @given(st.integers(0, 400), st.integers(1, 300))
 def test_the_longest_request_is_the_longest(num_blocks, in_flight):
     plan = plan_kv_cache(cases.ONE_OF_EACH_KIND, block_size=16, max_model_len=MODEL_LEN)

@@ -13,6 +13,7 @@ from pagebinder.runtime.kv.kinds import kind_variants
 from pagebinder.runtime.kv.optimise import Search
 from pagebinder.runtime.kv.spec_builders import spec_from_state
 from pagebinder.runtime.kv.waste import split_blocks, workload_waste
+from tests.helpers import NIGHTLY
 from tests.runtime.kv import plan_cases as cases
 
 MODEL_LEN = 600
@@ -62,7 +63,7 @@ def cost_of(kinds, choices, load, search):
     return sum(w.bytes for w in waste) + len(groups) * search.costs.toll
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if NIGHTLY else 120, deadline=None)
 @given(mixes, workloads)
 def test_no_layout_is_cheaper_than_the_chosen_one(states, load):
     for kinds in variants_of(states):
@@ -106,7 +107,7 @@ def test_the_next_best_is_the_second_of_all_that_are_not_split_more_than_they_ne
         assert [layout.cost for layout in found] == pytest.approx(sorted(costs)[:2], abs=1e-4)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if NIGHTLY else 120, deadline=None)
 @given(mixes, workloads)
 def test_the_plan_is_the_cheapest_variant_and_its_waste_adds_up(states, load):
     if all(state.kind != "cross_attention" for state in states):

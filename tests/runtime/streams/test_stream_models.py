@@ -32,6 +32,8 @@ from pagebinder.runtime.streams.simulated import SimulatedStreams
 from tests.helpers import by_day, tiny_llama
 from tests.test_engine_mla import source
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 MODELS = {
     "v4": (tiny_v4_path, {"max_model_len": 512, "streams": "on"}),
