@@ -4,6 +4,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+unexport PYTHONDONTWRITEBYTECODE  # many tests start processes, which should find our modules compiled
 
 .PHONY: help demo test zoo nightly lint format bench gpu train minilm clean
 

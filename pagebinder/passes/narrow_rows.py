@@ -97,7 +97,7 @@ def _narrow(gm: GraphModule, gather: Node, tokens: sympy.Expr, result: PassResul
         set_val(node)
     gather.replace_all_uses_with(gather.args[0])
     gm.graph.erase_node(gather)
-    detail = f"{layers} linear layer(s) or experts in {len(narrowed)} ops compute the rows of logits only"
+    detail = f"{layers} op(s) with large weights among {len(narrowed)} compute the rows of logits only"
     result.matches.append(Match(pattern=PATTERN, detail=detail, **described))
     result.changed = True
 

@@ -121,7 +121,7 @@ def test_the_last_layer_of_a_model(name):
     (result,) = (p for p in compiled.report.passes if p.name == "narrow_rows")
     assert len(result.matches) == 1, result
     if layers is not None:
-        assert result.matches[0].detail.startswith(f"{layers} linear layer(s)")
+        assert result.matches[0].detail.startswith(f"{layers} op(s) with large weights")
     inputs = single_sequence_inputs(compiled.kv_spec, compiled.states, torch.arange(4, 23))
     caches = {name: value.clone() for name, value in inputs.items() if name.startswith("kv_cache")}
     graph = EagerExecutable(compiled.graphs["fused"])

@@ -89,7 +89,7 @@ def _why_none_pays(found: Sequence[Region]) -> str:
     best = max(found, key=lambda region: region.gain_seconds)
     names = [", ".join(dict.fromkeys(op_name(n) for n in nodes)) for nodes in (best.side, best.beside)]
     return (
-        f"{len(found)} places where branches could run side by side, and none pays: at the best, {names[0]} beside "
+        f"{len(found)} place(s) where branches could run side by side, and none pays: at the best, {names[0]} beside "
         f"{names[1]}, waits between streams leave {best.gain_seconds * 1e6:.1f} us of {best.serial_seconds * 1e6:.1f}"
     )
 

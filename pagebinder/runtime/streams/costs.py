@@ -25,13 +25,13 @@ class NodeCost:
 @dataclass(frozen=True, kw_only=True)
 class StreamRates:
     """flops and bytes a second; the time of the smallest kernel inside a captured graph; of a wait between streams;
-    the gain below which a branch stays where it is."""
+    the gain below which a branch stays where it is: more than one smallest kernel, which estimates cannot promise."""
 
     flops: float = 500e12
     bytes: float = 3e12
     kernel_seconds: float = 3e-6
     wait_seconds: float = 1.5e-6
-    least_gain_seconds: float = 1e-6
+    least_gain_seconds: float = 4e-6
 
     def cost(self, flops: float, num_bytes: float) -> NodeCost:
         """Of a node that launches something."""
