@@ -37,7 +37,7 @@ def test_a_chain_has_no_branches():
 def test_what_waits_would_cost_more_than_they_save_stays():
     plan, _ = planned(graph_of(forked), NodeCost(1e-6))
     assert not plan.side
-    assert "1 places where branches could run side by side, and none pays" in plan.refused
+    assert "1 place(s) where branches could run side by side, and none pays" in plan.refused
     assert "beside" in plan.refused
 
 
