@@ -130,9 +130,8 @@ def _treats_tokens_alone(node: Node, tokens: sympy.Expr) -> bool:
         return is_call(node.args[0], *OVER_CHANNELS, *ALONG_DIMS)
     if any(not isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes):
         return False
-    operands = [val(n) for n in node.all_input_nodes if _has_tokens(n, tokens)]
-    results = val(node) if isinstance(val(node), (tuple, list)) else (val(node),)
-    tensors = (*operands, *results)
+    operands = [n for n in node.all_input_nodes if _has_tokens(n, tokens)]
+    tensors = [tensor for n in (*operands, node) for tensor in _tensors(n)]
     places = [_place(tensor, tokens) for tensor in tensors]
     if None in places or not operands:
         return False
@@ -142,8 +141,9 @@ def _treats_tokens_alone(node: Node, tokens: sympy.Expr) -> bool:
         position, default = ALONG_DIMS[node.target]
         dims, first = arg(node, position, "dim", default), val(node.args[0])
         dims, place = dims if isinstance(dims, (list, tuple)) else [dims], _place(first, tokens)
-        known = dims and all(isinstance(dim, int) for dim in dims) and place is not None
-        return known and place not in [dim % first.dim() for dim in dims]
+        if not dims or not all(isinstance(dim, int) for dim in dims) or place is None:
+            return False
+        return place not in [dim % first.dim() for dim in dims]
     if is_call(node, aten.unsqueeze.default):
         return True
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and not node.target._schema.is_mutable
@@ -151,11 +151,16 @@ def _treats_tokens_alone(node: Node, tokens: sympy.Expr) -> bool:
     return (pointwise or is_call(node, *CASTS)) and len(from_the_right) == 1
 
 
+def _tensors(node: Node) -> list[torch.Tensor]:
+    """What a node stands for, if that is a tensor or several."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
 def _has_tokens(node: Node, tokens: sympy.Expr) -> bool:
     """Does a tensor, or one of an op's several, have a size that the number of tokens is part of?"""
-    value = node.meta.get("val")
-    tensors = value if isinstance(value, (tuple, list)) else (value,)
-    sizes = (size for t in tensors if isinstance(t, torch.Tensor) for size in t.shape)
+    sizes = (size for tensor in _tensors(node) for size in tensor.shape)
     return any(isinstance(size, torch.SymInt) and size.node.expr.has(tokens) for size in sizes)
 
 
