@@ -2,13 +2,18 @@
 //
 //     W   [panel of 32 columns][step of 32 k][2 tiles][16 pairs of k][16 columns][2]     in memory: one long stream
 //
-// A job is a group of panels (of gated layers: of both) against a block of rows: x is operand A and W operand B as
-// they lie, and the sums are rows of y. Sums of 2 x 2 tiles stay in registers for a block of steps, of which the second
+// A job is a group of panels (of gated layers: of both) against a block of rows: x is operand A, W operand B as it
+// lies, and the sums are rows of y. Sums of 2 x 2 tiles stay in registers for a block of steps, of which the second
 // cache holds what x and the group have. Meanwhile the group's next block is asked for, evenly, and the lines of y
 // that are written at the end.
 //
-// One or two tiles of rows read a panel once: all of its steps in a row, asked for some KB ahead. Panels of coded weights
-// are decoded into the worker's memory, then a step ahead of its product, else a block of steps for all rows of the job.
+// One or two tiles of rows read a panel once: all of its steps in a row, asked for some KB ahead. (Two tiles of rows
+// and gated layers would need more sums than there are tiles.) Panels of coded weights are decoded into the worker's
+// memory, then a step ahead of its product, else a block of steps for all rows of the job.
+//
+// Each product asks for the tiles of a later step, a few lines at a time between its own loads: asked for at once,
+// they would hold up the loads behind them (docs/measurements.md). For that, more than a tile of rows lies as tiles,
+// too: a worker copies a block of rows while its first panel meets it.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
 #include <algorithm>
@@ -28,9 +33,11 @@ constexpr int PANEL = PACKED_PANEL;                       // columns
 constexpr int HALF = PANEL / 2;                           // columns of a tile
 constexpr int PAIR = 2 * TILE_LINES;                      // rows of two tiles
 constexpr int TILE_BYTES = TILE_LINES * 64, STEP_BYTES = 2 * TILE_BYTES;
-constexpr int TILE_SUMS = TILE_LINES * TILE_LINES;
+constexpr int STEP_WEIGHTS = STEP_BYTES / 2, TILE_SUMS = TILE_LINES * TILE_LINES;
 constexpr int BLOCK_STEPS = 32;                           // whose sums stay in registers
-constexpr int64_t STREAM_AHEAD = 4096, PAIR_AHEAD = 16384;  // bytes of a panel, of each of two panels side by side
+constexpr int64_t STREAM_AHEAD = 2 * STEP_BYTES;          // of a panel that comes from memory
+constexpr int64_t TILES_AHEAD = 2 * STEP_BYTES;           // of x, and of a panel in the second cache
+constexpr int QUARTER = STEP_BYTES / 4;                   // of a step, asked for at once
 constexpr int64_t CODES_AHEAD = 6144;                     // bytes
 constexpr int MOST_PAIRS = 8;                             // of row tiles of a job
 constexpr int MOST_CODED_PAIRS = 16;                      // more, as each job decodes its panels
@@ -105,65 +112,87 @@ bool is_written(const Run& run, int index) {
 
 // ---- sums ------------------------------------------------------------------------------------------------------
 
+// A pair of row tiles: rows of x, of which FRESH products make the tiles [step][2 tiles][16][32] that others read.
+struct PairOfRows {
+  const char* lines;
+  int64_t line;  // bytes from one to the next
+  char* tiles;
+};
+
 // What is asked for beside a product: in each of its steps `lines` of the panels to come and one of a row of y.
 struct Ahead {
   const char *first, *second;  // of a panel, and of the other of gated layers
-  int lines;
+  int lines;                   // a multiple of four
   char* out;
   int64_t stride;  // bytes
 };
 
-// Adds `steps` steps to sums[row tile][column tile], which begin as zeros if `first`: ROWS x COLUMNS is 2 x 2, 1 x 2
-// or 1 x 4. x: lines that are `x_line` bytes apart. w: where each column tile begins.
-template <int ROWS, int COLUMNS>
-void multiply(const char* x, int64_t x_line, const char* const* w, int steps, bool first, Ahead ahead, float* sums) {
-  static_assert(ROWS * COLUMNS == 4 || ROWS * COLUMNS == 2);
-  constexpr bool FOUR = ROWS * COLUMNS == 4;
+PB_INLINE void ask(const char* first, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(first + i);
+}
+
+// Operand A of a step in tile 4, of the lower rows in tile 5. FRESH: keeps it as a tile.
+template <bool FRESH>
+PB_INLINE void load_rows(const PairOfRows& x, int step) {
+  char* tile = x.tiles + static_cast<int64_t>(step) * STEP_BYTES;
+  if (FRESH) _tile_loadd(4, x.lines + step * TILE_STEP * 2, x.line);
+  if (FRESH) _tile_stored(4, tile, 64);
+  else _tile_loadd(4, tile, 64);
+}
+template <bool FRESH>
+PB_INLINE void load_lower_rows(const PairOfRows& x, int step) {
+  char* tile = x.tiles + static_cast<int64_t>(step) * STEP_BYTES + TILE_BYTES;
+  if (FRESH) _tile_loadd(5, x.lines + TILE_LINES * x.line + step * TILE_STEP * 2, x.line);
+  if (FRESH) _tile_stored(5, tile, 64);
+  else _tile_loadd(5, tile, 64);
+}
+
+// Adds `steps` steps of ROWS row tiles and two column tiles to sums[row tile][column tile], which begin as zeros if
+// `first`. low, high: the column tiles of the first step.
+template <int ROWS, bool FRESH>
+void multiply(const PairOfRows& x, const char* low, const char* high, int steps, bool first, Ahead ahead, float* sums) {
   tiles_meet_memory();
   if (first) {
     _tile_zero(0);
     _tile_zero(1);
-    if (FOUR) _tile_zero(2);
-    if (FOUR) _tile_zero(3);
+    if (ROWS == 2) _tile_zero(2);
+    if (ROWS == 2) _tile_zero(3);
   } else {
     _tile_loadd(0, sums, 64);
     _tile_loadd(1, sums + TILE_SUMS, 64);
-    if (FOUR) _tile_loadd(2, sums + 2 * TILE_SUMS, 64);
-    if (FOUR) _tile_loadd(3, sums + 3 * TILE_SUMS, 64);
+    if (ROWS == 2) _tile_loadd(2, sums + 2 * TILE_SUMS, 64);
+    if (ROWS == 2) _tile_loadd(3, sums + 3 * TILE_SUMS, 64);
   }
-  const char *w0 = w[0], *w1 = w[1], *w2 = w[COLUMNS - 2], *w3 = w[COLUMNS - 1];
-  for (int64_t at = 0; at < static_cast<int64_t>(steps) * STEP_BYTES; at += STEP_BYTES, x += TILE_STEP * 2) {
-    if (ROWS == 1) {  // a stream: each step asks for one of the same panels further on
-      for (int i = 0; i < STEP_BYTES; i += 64) __builtin_prefetch(w0 + at + PAIR_AHEAD + i);
-      for (int i = 0; i < STEP_BYTES && COLUMNS == 4; i += 64) __builtin_prefetch(w1 + at + PAIR_AHEAD + i);
-    } else {
-      for (int i = 0; i < ahead.lines; ++i, ahead.first += 64) __builtin_prefetch(ahead.first, 0, 2);
+  const int lines = ahead.lines / 4;
+  for (int step = 0; step < steps; ++step, low += STEP_BYTES, high += STEP_BYTES) {
+    const auto ask_quarter = [&](int quarter) __attribute__((always_inline)) {
+      ask((quarter < 2 ? low : high) + TILES_AHEAD + quarter % 2 * QUARTER, QUARTER);
+      if (!FRESH && (ROWS == 2 || quarter < 2))
+        ask(x.tiles + static_cast<int64_t>(step) * STEP_BYTES + TILES_AHEAD + quarter * QUARTER, QUARTER);
+      for (int i = 0; i < lines; ++i, ahead.first += 64) __builtin_prefetch(ahead.first, 0, 2);
       if (ahead.second != nullptr)
-        for (int i = 0; i < ahead.lines; ++i, ahead.second += 64) __builtin_prefetch(ahead.second, 0, 2);
-    }
+        for (int i = 0; i < lines; ++i, ahead.second += 64) __builtin_prefetch(ahead.second, 0, 2);
+      tiles_meet_memory();
+    };
     __builtin_prefetch(ahead.out, 1);  // of nothing: no harm
     ahead.out += ahead.stride;
-    _tile_loadd(4, x, x_line);
-    _tile_loadd(6, w0 + at, 64);
+    ask_quarter(0);
+    load_rows<FRESH>(x, step);
+    _tile_loadd(6, low, 64);
+    ask_quarter(1);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, w1 + at, 64);
+    _tile_loadd(7, high, 64);
+    ask_quarter(2);
     _tile_dpbf16ps(1, 4, 7);
-    if (ROWS == 2) {
-      _tile_loadd(5, x + TILE_LINES * x_line, x_line);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    if (COLUMNS == 4) {
-      _tile_loadd(6, w2 + at, 64);
-      _tile_dpbf16ps(2, 4, 6);
-      _tile_loadd(7, w3 + at, 64);
-      _tile_dpbf16ps(3, 4, 7);
-    }
+    if (ROWS == 2) load_lower_rows<FRESH>(x, step);
+    ask_quarter(3);
+    if (ROWS == 2) _tile_dpbf16ps(2, 5, 6);
+    if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
   }
   _tile_stored(0, sums, 64);
   _tile_stored(1, sums + TILE_SUMS, 64);
-  if (FOUR) _tile_stored(2, sums + 2 * TILE_SUMS, 64);
-  if (FOUR) _tile_stored(3, sums + 3 * TILE_SUMS, 64);
+  if (ROWS == 2) _tile_stored(2, sums + 2 * TILE_SUMS, 64);
+  if (ROWS == 2) _tile_stored(3, sums + 3 * TILE_SUMS, 64);
   tiles_meet_memory();
 }
 
@@ -193,14 +222,15 @@ void write_rows(const Run& run, const LinearLayer& layer, int64_t column, const 
 
 // ---- one job ---------------------------------------------------------------------------------------------------
 
-// One or two tiles of rows read a panel once, step by step. `get_ready` is called for each step, DELAY steps before it is
-// multiplied.
+// One or two tiles of rows read a panel once, step by step. `get_ready` is called for each step, DELAY steps before it
+// is multiplied, `ask_quarter` in between.
 struct StoredPanel {
   static constexpr int DELAY = 0;
   const char* first;
 
-  PB_INLINE void get_ready(int step) const {
-    for (int i = 0; i < STEP_BYTES; i += 64) __builtin_prefetch(step_at(step) + STREAM_AHEAD + i);
+  PB_INLINE void get_ready(int) const {}
+  PB_INLINE void ask_quarter(int step, int quarter) const {
+    ask(step_at(step) + STREAM_AHEAD + quarter * QUARTER, QUARTER);
   }
   PB_INLINE const char* step_at(int step) const { return first + static_cast<int64_t>(step) * STEP_BYTES; }
 };
@@ -215,10 +245,11 @@ struct CodedPanel {
 
   PB_INLINE void get_ready(int step) {
     if (step % CODED_STEPS == 0) decoder.emplace(first + step / CODED_STEPS * block_bytes);
-    decoder->next<CODES_AHEAD>(ring + step % RING * (STEP_BYTES / 2));
+    decoder->next<CODES_AHEAD>(ring + step % RING * STEP_WEIGHTS);
   }
+  PB_INLINE void ask_quarter(int, int) const {}
   PB_INLINE const char* step_at(int step) const {
-    return reinterpret_cast<const char*>(ring + step % RING * (STEP_BYTES / 2));
+    return reinterpret_cast<const char*>(ring + step % RING * STEP_WEIGHTS);
   }
 };
 
@@ -229,11 +260,14 @@ class Worker {
     const int kept = run.steps > BLOCK_STEPS ? run.block_pairs * run.group : 1;  // sums wait for the next block
     sums_ = sums.at_least<float>(static_cast<int64_t>(kept) * PRODUCT_SUMS);
     if (run.coded()) decoded_ = decoded_memory().at_least<char>(run.group * 2 * DECODED_PANEL);
+    if (run.args.rows > TILE_LINES) tiles_ = tiles_memory().at_least<char>(run.block_pairs * run.panel_bytes());
   }
 
   void run_job(const Job& job, const Job& next) {
-    if (run_.args.rows <= PAIR && (run_.coded() || !run_.gated()))
-      return run_.args.rows <= TILE_LINES ? stream_job<1>(job) : stream_job<2>(job);
+    const bool fresh = job.first_pair != kept_pair_;
+    kept_pair_ = job.first_pair;
+    if (run_.args.rows <= TILE_LINES) return stream_job<1>(job, fresh);
+    if (run_.args.rows <= PAIR && (run_.coded() || !run_.gated())) return stream_job<2>(job, fresh);
     const auto block_at = [&](int step) {
       return Block{step, std::min(BLOCK_STEPS, run_.steps - step), step + BLOCK_STEPS >= run_.steps};
     };
@@ -244,7 +278,7 @@ class Worker {
       for (int pair = job.first_pair; pair < job.end_pair; ++pair)
         for (int panel = 0; panel < job.panels; ++panel) {
           const Ahead ahead = run_.coded() ? Ahead{} : ahead_of(block.last ? next : job, after, job, pair, panel);
-          run_product(job, pair, panel, block, ahead, sums);
+          run_product(job, pair, panel, fresh && panel == 0, block, ahead, sums);
           if (run_.steps > BLOCK_STEPS) sums += PRODUCT_SUMS;
         }
     }
@@ -253,7 +287,6 @@ class Worker {
  private:
   static constexpr int PRODUCT_SUMS = 8 * TILE_SUMS;
   static constexpr int64_t DECODED_PANEL = static_cast<int64_t>(BLOCK_STEPS) * STEP_BYTES;
-  static constexpr int STEP_WEIGHTS = STEP_BYTES / 2;
 
   struct Block {
     int step, steps;
@@ -263,6 +296,14 @@ class Worker {
   static Buffer& decoded_memory() {
     static thread_local Buffer memory;
     return memory;
+  }
+  static Buffer& tiles_memory() {
+    static thread_local Buffer memory;
+    return memory;
+  }
+
+  PairOfRows rows_of(const Job& job, int pair) const {
+    return {run_.rows_at(pair), run_.x_line(), tiles_ + (pair - job.first_pair) * run_.panel_bytes()};
   }
 
   // Where a block of coded weights begins, of a panel of the job or of its gated partner.
@@ -284,51 +325,74 @@ class Worker {
       }
   }
 
-  // One or two tiles of rows times a panel, or times the two of coded gated layers one after the other. (Stored ones are
-  // 5 to 10 % faster side by side.)
+  // One or two tiles of rows times a panel, or times the two of gated layers: a single tile reads stored ones side by
+  // side, coded ones come one after the other.
   template <int ROWS>
-  void stream_job(const Job& job) {
+  void stream_job(const Job& job, bool fresh) {
     constexpr int64_t SECOND_HALF = ROWS * 2 * TILE_SUMS;
+    float* sums = sums_;
+    const auto stream = [&](auto panel, int64_t column_tile) {
+      if (ROWS == 1 || fresh) stream_panels<ROWS, 1, true>(job, panel, panel, sums, column_tile);
+      else stream_panels<ROWS, 1, false>(job, panel, panel, sums, column_tile);
+    };
+    const auto coded = [&](int which) {
+      uint16_t* ring = reinterpret_cast<uint16_t*>(decoded_);
+      return CodedPanel{codes_at(job, 0, which, 0), job.layer[which].coded_bytes, ring};
+    };
+    const StoredPanel stored{job.panel[0]}, other{job.panel[1]};
     if (!run_.gated()) {
-      stream_panel_of<ROWS>(job, 0, sums_, TILE_SUMS);
-    } else {
-      stream_panel_of<ROWS>(job, 0, sums_, SECOND_HALF);
-      stream_panel_of<ROWS>(job, 1, sums_ + TILE_SUMS, SECOND_HALF);
+      if (run_.coded()) stream(coded(0), TILE_SUMS);
+      else stream(stored, TILE_SUMS);
+    } else if (run_.coded()) {
+      stream(coded(0), SECOND_HALF);
+      sums += TILE_SUMS, fresh = false;
+      stream(coded(1), SECOND_HALF);
+    } else if constexpr (ROWS == 1) {
+      stream_panels<1, 2, true>(job, stored, other, sums, SECOND_HALF);
     }
     write_product(job, job.first_pair, 0, sums_, run_.gated() ? SECOND_HALF : 0);
   }
 
-  template <int ROWS>
-  void stream_panel_of(const Job& job, int which, float* sums, int64_t column_tile) {
-    const char* x = run_.rows_at(job.first_pair);
-    if (!run_.coded()) return stream_panel<ROWS>(job, StoredPanel{job.panel[which]}, x, sums, column_tile);
-    uint16_t* ring = reinterpret_cast<uint16_t*>(decoded_);
-    stream_panel<ROWS>(job, CodedPanel{codes_at(job, 0, which, 0), job.layer[which].coded_bytes, ring}, x, sums,
-                       column_tile);
-  }
-
-  // Sums of row tile r and column tile c go to sums[2 r TILE_SUMS + c column_tile].
-  template <int ROWS, class Panel>
-  void stream_panel(const Job& job, Panel panel, const char* x, float* sums, int64_t column_tile) {
-    const int64_t line = run_.x_line();
-    const char* lower = x + TILE_LINES * line;
+  // Sums of row tile r and column tile c go to sums[2 r TILE_SUMS + c column_tile], of two panels those of the `other`
+  // one tile behind. A single tile of rows is read as it lies.
+  template <int ROWS, int PANELS, bool FRESH, class Panel>
+  void stream_panels(const Job& job, Panel panel, Panel other, float* sums, int64_t column_tile) {
+    constexpr bool FOUR = ROWS * PANELS == 2;  // sums
+    const PairOfRows x = rows_of(job, job.first_pair);
     _tile_zero(0);
     _tile_zero(1);
-    if (ROWS == 2) _tile_zero(2);
-    if (ROWS == 2) _tile_zero(3);
-    const auto multiply_step = [&](int step) {
+    if (FOUR) _tile_zero(2);
+    if (FOUR) _tile_zero(3);
+    const auto multiply_step = [&](int step) __attribute__((always_inline)) {
       const char* w = panel.step_at(step);
-      tiles_meet_memory();
-      _tile_loadd(4, x + step * TILE_STEP * 2, line);
+      const auto ask_quarter = [&](const Panel& of, int quarter) __attribute__((always_inline)) {
+        of.ask_quarter(step, quarter);
+        if (!FRESH) ask(x.tiles + static_cast<int64_t>(step) * STEP_BYTES + TILES_AHEAD + quarter * QUARTER, QUARTER);
+        tiles_meet_memory();
+      };
+      ask_quarter(panel, 0);
+      if (ROWS == 1) _tile_loadd(4, x.lines + step * TILE_STEP * 2, x.line);
+      else load_rows<FRESH>(x, step);
       _tile_loadd(6, w, 64);
+      ask_quarter(panel, 1);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, w + TILE_BYTES, 64);
+      ask_quarter(panel, 2);
       _tile_dpbf16ps(1, 4, 7);
-      if (ROWS == 2) {
-        _tile_loadd(5, lower + step * TILE_STEP * 2, line);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+      if (ROWS == 2) load_lower_rows<FRESH>(x, step);
+      ask_quarter(panel, 3);
+      if (ROWS == 2) _tile_dpbf16ps(2, 5, 6);
+      if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
+      if (PANELS == 1) return;
+      w = other.step_at(step);
+      ask_quarter(other, 0);
+      _tile_loadd(6, w, 64);
+      ask_quarter(other, 1);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, w + TILE_BYTES, 64);
+      ask_quarter(other, 2);
+      _tile_dpbf16ps(3, 4, 7);
+      ask_quarter(other, 3);
     };
     const char* out = static_cast<const char*>(job.layer->out) + job.column * 2;
     for (int step = 0; step < run_.steps; ++step) {
@@ -339,8 +403,9 @@ class Worker {
     if (Panel::DELAY > 0) multiply_step(run_.steps - Panel::DELAY);
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + column_tile, 64);
-    if (ROWS == 2) _tile_stored(2, sums + 2 * TILE_SUMS, 64);
-    if (ROWS == 2) _tile_stored(3, sums + 2 * TILE_SUMS + column_tile, 64);
+    float* second = sums + (ROWS == 2 ? 2 * TILE_SUMS : TILE_SUMS);
+    if (FOUR) _tile_stored(2, second, 64);
+    if (FOUR) _tile_stored(3, second + column_tile, 64);
     tiles_meet_memory();
   }
 
@@ -366,37 +431,32 @@ class Worker {
   }
 
   // Rows of a pair of row tiles times a panel, or the two of gated layers, for one block of steps.
-  void run_product(const Job& job, int pair, int panel, const Block& block, Ahead ahead, float* sums) {
+  void run_product(const Job& job, int pair, int panel, bool fresh, const Block& block, Ahead ahead, float* sums) {
     const int64_t at = panel * run_.panel_bytes() + static_cast<int64_t>(block.step) * STEP_BYTES;
     const int64_t column = job.column + panel * PANEL, row = static_cast<int64_t>(pair) * PAIR;
-    const int rows = static_cast<int>(run_.rows_of(pair));
-    const char *x = run_.rows_at(pair) + block.step * TILE_STEP * 2, *w0 = job.panel[0] + at, *w1 = job.panel[1] + at;
+    const bool single = run_.rows_of(pair) <= TILE_LINES;  // one tile of rows
+    PairOfRows x = rows_of(job, pair);
+    x.lines += block.step * TILE_STEP * 2, x.tiles += static_cast<int64_t>(block.step) * STEP_BYTES;
+    const char *w0 = job.panel[0] + at, *w1 = job.panel[1] + at;
     if (run_.coded()) w0 = decoded_ + panel * 2 * DECODED_PANEL, w1 = w0 + DECODED_PANEL;
     if (block.last) {
       ahead.out = static_cast<char*>(job.layer->out) + (row * job.layer->columns + column) * 2;
       ahead.stride = job.layer->columns * 2;
     }
-    const auto sum = [&](auto kernel, const char* const* w, float* to) {
-      kernel(x, run_.x_line(), w, block.steps, block.step == 0, ahead, to);
+    const int halves = run_.gated() ? 2 : 1;
+    ahead.lines = ((ahead.lines + halves * block.steps - 1) / (halves * block.steps) + 3) / 4 * 4;
+    const auto sum = [&](const char* low, const char* high, bool is_fresh, float* to) {
+      const auto kernel = single ? (is_fresh ? multiply<1, true> : multiply<1, false>)
+                                 : (is_fresh ? multiply<2, true> : multiply<2, false>);
+      kernel(x, low, high, block.steps, block.step == 0, ahead, to);
     };
-    int64_t second_half = 0;  // where its sums begin, of gated layers
+    const int64_t second_half = run_.gated() ? (single ? 2 : 4) * TILE_SUMS : 0;  // where its sums begin
     if (!run_.gated()) {
-      const char* w[2] = {w0, w0 + TILE_BYTES};
-      ahead.lines = (ahead.lines + block.steps - 1) / block.steps;
-      sum(rows <= TILE_LINES ? multiply<1, 2> : multiply<2, 2>, w, sums);
-    } else if (rows <= TILE_LINES) {
-      const char* w[4] = {w0, w1, w0 + TILE_BYTES, w1 + TILE_BYTES};
-      ahead.lines = (ahead.lines + block.steps - 1) / block.steps;
-      sum(multiply<1, 4>, w, sums);
-      second_half = 2 * TILE_SUMS;
+      sum(w0, w0 + TILE_BYTES, fresh, sums);
     } else {
-      ahead.lines = (ahead.lines + 2 * block.steps - 1) / (2 * block.steps);
-      second_half = 4 * TILE_SUMS;
-      for (int half = 0; half < 2; ++half) {
-        const char* w[2] = {w0 + half * TILE_BYTES, w1 + half * TILE_BYTES};
-        sum(multiply<2, 2>, w, sums + half * second_half);
-        ahead.first += ahead.lines * block.steps * 64, ahead.second += ahead.lines * block.steps * 64;
-      }
+      sum(w0, w1, fresh, sums);
+      ahead.first += ahead.lines * block.steps * 64, ahead.second += ahead.lines * block.steps * 64;
+      sum(w0 + TILE_BYTES, w1 + TILE_BYTES, false, sums + second_half);
     }
     if (block.last) write_product(job, pair, panel, sums, second_half);
   }
@@ -405,6 +465,8 @@ class Worker {
   const int number_;
   float* sums_;
   char* decoded_ = nullptr;
+  char* tiles_ = nullptr;  // of the rows of a job
+  int kept_pair_ = -1;     // the first of those rows
 };
 
 void job_worker(void* context, int number) {
