@@ -30,6 +30,12 @@ struct AheadRows {
   PB_INLINE void ask(int half) const {
     if (length > 0) prefetch(rows[half / 2] + half % 2 * (length / 2), length / 2);
   }
+  // Lines of a half row.
+  int lines() const { return (length / 2 * static_cast<int>(sizeof(T)) + 63) / 64; }
+  PB_INLINE void ask(int half, int first_line, int lines) const {
+    const char* at = reinterpret_cast<const char*>(rows[half / 2] + half % 2 * (length / 2)) + first_line * 64;
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * 64);
+  }
 };
 
 // How a form reads elements. `Key` in the cache, `Query` as packed; `STEP` elements make one multiply-add.
@@ -95,6 +101,7 @@ void dot_scores(Rows<typename E::Key> k_rows, AheadRows<typename E::Key> ahead, 
   constexpr int KEYS = W > ROWS ? W / ROWS : 1;  // keys whose sums fill whole vectors
   constexpr int SUB = KEYS < 8 ? KEYS : 8;       // keys in flight
   const int steps = (width + E::STEP - 1) / E::STEP, last = width - E::STEP;
+  const int lines = (ahead.lines() + steps - 1) / steps;  // of a half row, asked for in a step
   for (int k = 0; k < num_keys; k += KEYS) {
     VF sum[KEYS * ROWS] = {};
     PB_UNROLL
@@ -102,8 +109,6 @@ void dot_scores(Rows<typename E::Key> k_rows, AheadRows<typename E::Key> ahead, 
       const typename E::Key* key[SUB];
       PB_UNROLL
       for (int j = 0; j < SUB; ++j) key[j] = k_rows[k + sub + j];
-      PB_UNROLL
-      for (int j = 0; j < SUB; ++j) ahead.ask(k + sub + j);
       const typename E::Query* packed = q;
       for (int i = 0; i < steps; ++i, packed += ROWS * E::STEP) {
         const int offset = i * E::STEP < last ? i * E::STEP : last;
@@ -113,6 +118,7 @@ void dot_scores(Rows<typename E::Key> k_rows, AheadRows<typename E::Key> ahead, 
         PB_UNROLL
         for (int j = 0; j < SUB; ++j) {
           typename E::Vec x = E::load_key(key[j] + offset);
+          ahead.ask(k + sub + j, i * lines, lines);
           PB_UNROLL
           for (int r = 0; r < ROWS; ++r)
             sum[(sub + j) * ROWS + r] = E::madd(sum[(sub + j) * ROWS + r], x, query[r]);

@@ -83,7 +83,7 @@ PB_INLINE void decode_tile(const uint8_t* from, const Visit& visit) {
   if constexpr (CODE == Code::FP8) {
     PB_UNROLL
     for (int line = 0; line < 8; ++line) {
-      __builtin_prefetch(from + AHEAD + line * 64, 0, 2);
+      __builtin_prefetch(from + AHEAD + line * 64, 0, 3);
       const __m512i codes = load<__m512i>(from + line * 64);
       visit(2 * line, fp8_pairs(_mm512_slli_epi16(codes, 8)));
       visit(2 * line + 1, fp8_pairs(codes));
@@ -96,7 +96,7 @@ PB_INLINE void decode_tile(const uint8_t* from, const Visit& visit) {
     const __m512i top = _mm512_set1_epi32(int32_t(0xff000000));
     PB_UNROLL
     for (int line = 0; line < 8; ++line) {
-      __builtin_prefetch(from + AHEAD + line * 64, 0, 2);
+      __builtin_prefetch(from + AHEAD + line * 64, 0, 3);
       const __m512i codes = load<__m512i>(from + line * 64);
       visit(2 * line, int8_pairs(_mm512_slli_epi32(codes, 24), _mm512_shuffle_epi8(codes, byte_2)));
       visit(2 * line + 1, int8_pairs(_mm512_shuffle_epi8(codes, byte_1), _mm512_and_si512(codes, top)));
@@ -108,7 +108,7 @@ PB_INLINE void decode_tile(const uint8_t* from, const Visit& visit) {
     const __m512i table = _mm512_broadcast_i64x4(bit_cast<__m256i>(value));
     PB_UNROLL
     for (int line = 0; line < 4; ++line) {
-      __builtin_prefetch(from + AHEAD + line * 64, 0, 2);
+      __builtin_prefetch(from + AHEAD + line * 64, 0, 3);
       const __m512i codes = load<__m512i>(from + line * 64);
       visit(4 * line, _mm512_permutexvar_epi16(codes, table));
       visit(4 * line + 1, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table));

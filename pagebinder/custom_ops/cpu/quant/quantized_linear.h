@@ -18,7 +18,7 @@ namespace pagebinder {
 
 constexpr int QUANT_PANEL = 32;  // columns of a panel
 constexpr int QUANT_STEP = 32;   // k of a step
-constexpr int64_t QUANT_MOST_DOT_ROWS = 4;
+constexpr int64_t QUANT_MOST_DOT_ROWS = 2;
 
 enum class Code { FP8, INT8, INT4 };
 

@@ -13,7 +13,7 @@ namespace pagebinder {
 namespace {
 
 constexpr int PAIRS = QUANT_STEP / 2;       // of a step: the lines of a decoded tile
-constexpr int AHEAD_BYTES = 2048;
+constexpr int AHEAD_BYTES = 4096;
 constexpr int64_t SERIAL_FLOPS = 1 << 19;
 
 struct Run {
