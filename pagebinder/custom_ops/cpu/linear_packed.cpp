@@ -127,10 +127,6 @@ struct Ahead {
   int64_t stride;  // bytes
 };
 
-PB_INLINE void ask(const char* first, int bytes) {
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(first + i);
-}
-
 // Operand A of a step in tile 4, of the lower rows in tile 5. FRESH: keeps it as a tile.
 template <bool FRESH>
 PB_INLINE void load_rows(const PairOfRows& x, int step) {
@@ -166,9 +162,9 @@ void multiply(const PairOfRows& x, const char* low, const char* high, int steps,
   const int lines = ahead.lines / 4;
   for (int step = 0; step < steps; ++step, low += STEP_BYTES, high += STEP_BYTES) {
     const auto ask_quarter = [&](int quarter) __attribute__((always_inline)) {
-      ask((quarter < 2 ? low : high) + TILES_AHEAD + quarter % 2 * QUARTER, QUARTER);
+      prefetch((quarter < 2 ? low : high) + TILES_AHEAD + quarter % 2 * QUARTER, QUARTER);
       if (!FRESH && (ROWS == 2 || quarter < 2))
-        ask(x.tiles + static_cast<int64_t>(step) * STEP_BYTES + TILES_AHEAD + quarter * QUARTER, QUARTER);
+        prefetch(x.tiles + static_cast<int64_t>(step) * STEP_BYTES + TILES_AHEAD + quarter * QUARTER, QUARTER);
       for (int i = 0; i < lines; ++i, ahead.first += 64) __builtin_prefetch(ahead.first, 0, 2);
       if (ahead.second != nullptr)
         for (int i = 0; i < lines; ++i, ahead.second += 64) __builtin_prefetch(ahead.second, 0, 2);
@@ -230,7 +226,7 @@ struct StoredPanel {
 
   PB_INLINE void get_ready(int) const {}
   PB_INLINE void ask_quarter(int step, int quarter) const {
-    ask(step_at(step) + STREAM_AHEAD + quarter * QUARTER, QUARTER);
+    prefetch(step_at(step) + STREAM_AHEAD + quarter * QUARTER, QUARTER);
   }
   PB_INLINE const char* step_at(int step) const { return first + static_cast<int64_t>(step) * STEP_BYTES; }
 };
@@ -367,7 +363,7 @@ class Worker {
       const char* w = panel.step_at(step);
       const auto ask_quarter = [&](const Panel& of, int quarter) __attribute__((always_inline)) {
         of.ask_quarter(step, quarter);
-        if (!FRESH) ask(x.tiles + static_cast<int64_t>(step) * STEP_BYTES + TILES_AHEAD + quarter * QUARTER, QUARTER);
+        if (!FRESH) prefetch(x.tiles + static_cast<int64_t>(step) * STEP_BYTES + TILES_AHEAD + quarter * QUARTER, QUARTER);
         tiles_meet_memory();
       };
       ask_quarter(panel, 0);
