@@ -100,6 +100,28 @@ def test_a_late_helper_keeps_the_weights(helpers):
         assert (y.double() - expected).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("kind", ["packed", "coded", "gated"])
+def test_threads_without_work_ask_for_the_weights_of_the_next_layer(helpers, kind):
+    """Of two layers that take turns each one's successor is known from the second time on; values stay as they are."""
+    if not helpers.has_matrix_tiles():
+        pytest.skip("packed weights need matrix tiles")
+    layers = []
+    for seed in range(2):
+        x, weight = operands(1, columns=2_048, seed=seed)
+        if kind == "gated":
+            gate, up = (packed_weights.pack(w) for w in weight.chunk(2))
+            layers.append(lambda x, g=gate, u=up: helpers.gated_linear(x, g, u, None, None, activation="silu"))
+        else:
+            layers.append(layer(helpers, kind, weight))
+    expected = [call(x) for call in layers]
+    asked = helpers.thread_pool_counts()[3]
+    for _ in range(500):
+        assert all(torch.equal(call(x), y) for call, y in zip(layers, expected, strict=True))
+        if helpers.thread_pool_counts()[3] > asked + (1 << 16):
+            break
+    assert helpers.thread_pool_counts()[3] > asked + (1 << 16)
+
+
 def test_callers_at_the_same_time(helpers):
     """One has the helpers, the others work alone."""
     x, weight = operands(33)

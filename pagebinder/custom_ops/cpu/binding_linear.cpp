@@ -275,7 +275,7 @@ bool has_matrix_tiles() {
 
 std::vector<int64_t> thread_pool_counts() {
   const auto& pool = pagebinder::ThreadPool::instance();
-  return {pool.num_helpers(), pool.redone_jobs.load(), pool.left_loops.load()};
+  return {pool.num_helpers(), pool.redone_jobs.load(), pool.left_loops.load(), pool.asked_bytes()};
 }
 
 void stall_helpers(int64_t microseconds) {
@@ -296,8 +296,8 @@ STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
 }
 
 // has_matrix_tiles: does this machine let the kernels use them? thread_pool_counts: threads, jobs that were done again
-// because a thread stood still, loops that were left with one inside. stall_helpers: from now on threads of the pool
-// stand still for so long before they write a result.
+// because a thread stood still, loops that were left with one inside, bytes of weights that threads without work asked
+// for. stall_helpers: from now on threads of the pool stand still for so long before they write a result.
 STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
   m.def("has_matrix_tiles() -> bool");
   m.def("thread_pool_counts() -> int[]");

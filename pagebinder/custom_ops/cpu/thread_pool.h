@@ -10,7 +10,8 @@
 // its share.
 //
 // Helpers that have nothing to do look for a loop for some microseconds, then sleep. Short waits are on purpose: a core
-// whose helper sleeps can take over a thread that waits for another core.
+// whose helper sleeps can take over a thread that waits for another core. While they look they ask memory for what the
+// caller says they will read next: it would have nothing to do either.
 //
 // One pool serves all libraries of a process: the function-local static of an inline function is one object, as long
 // as compilers mark it as unique (g++); else each library has a pool of its own.
@@ -55,6 +56,12 @@ void wait_until(Ready ready) {
     else std::this_thread::yield();
 }
 
+// Memory that is read soon: one run of bytes, or two side by side.
+struct Reading {
+  const char* first[2];  // the second may be null
+  int64_t bytes;         // of each
+};
+
 class __attribute__((visibility("default"))) ThreadPool {
  public:
   // Of this process; the child of a fork has one of its own. It lives until the process ends.
@@ -65,10 +72,17 @@ class __attribute__((visibility("default"))) ThreadPool {
 
   int num_helpers() const { return num_helpers_.load(std::memory_order_relaxed); }
 
+  // What a helper asks for from now on while it has no work. A caller's; helpers count from 0, those beyond
+  // MOST_READERS read nothing.
+  static constexpr int MOST_READERS = 8;
+  void will_read(int helper, const Reading& reading);
+
   // For tests: helpers stand still for that long where `stand_still` is called.
   std::atomic<int> stall_microseconds{0};
   // How many jobs a caller did that a helper had begun; how many loops were left with a helper inside.
   std::atomic<int64_t> redone_jobs{0}, left_loops{0};
+  // Bytes that helpers asked for while they had no work.
+  int64_t asked_bytes() const;
 
  private:
   // A loop. Helpers count themselves in before they look whether it is open, callers close it before they look who is
@@ -96,14 +110,30 @@ class __attribute__((visibility("default"))) ThreadPool {
     ~Closing();
   };
 
+  // A Reading that changes while a helper looks at it. A mixture of two does no harm: it only asks.
+  struct alignas(64) SharedReading {
+    std::atomic<const char*> first[2]{};
+    std::atomic<int64_t> bytes{0};
+    std::atomic<uint64_t> version{0};
+    std::atomic<int64_t> asked{0};  // the helper's own
+  };
+
+  // How far a helper is with its reading.
+  struct Reader {
+    SharedReading* reading;
+    uint64_t version = 0;
+    int64_t at = 0;
+    bool ask_for_more();
+  };
+
   static constexpr std::chrono::microseconds LOOKS_FOR_WORK{100};
 
   static ThreadPool*& current();
   Loop& unused_loop();
   void add_helpers(int wanted);
   void publish(Loop& loop, int helpers);
-  void help();
-  uint64_t next_epoch(uint64_t seen);
+  void help(int number);
+  uint64_t next_epoch(uint64_t seen, Reader& reader);
 
   std::atomic<bool> has_caller_{false};  // who set it may publish loops
   std::vector<std::unique_ptr<Loop>> loops_;
@@ -112,6 +142,7 @@ class __attribute__((visibility("default"))) ThreadPool {
   std::atomic<int> num_helpers_{0}, sleepers_{0};
   std::mutex sleep_;
   std::condition_variable wake_;
+  SharedReading readings_[MOST_READERS];
 };
 
 inline ThreadPool& ThreadPool::instance() { return *current(); }
@@ -187,7 +218,7 @@ inline void ThreadPool::add_helpers(int wanted) {
 #endif
   try {
     while (num_helpers() < wanted) {
-      std::thread([this] { help(); }).detach();
+      std::thread([this, number = num_helpers()] { help(number); }).detach();
       num_helpers_.fetch_add(1);
     }
   } catch (const std::system_error&) {  // no more threads: those that exist do it
@@ -197,12 +228,44 @@ inline void ThreadPool::add_helpers(int wanted) {
 #endif
 }
 
-inline void ThreadPool::help() {
+inline void ThreadPool::will_read(int helper, const Reading& reading) {
+  if (helper >= MOST_READERS) return;
+  SharedReading& shared = readings_[helper];
+  for (int i = 0; i < 2; ++i) shared.first[i].store(reading.first[i], std::memory_order_relaxed);
+  shared.bytes.store(reading.bytes, std::memory_order_relaxed);
+  shared.version.fetch_add(1, std::memory_order_release);
+}
+
+inline int64_t ThreadPool::asked_bytes() const {
+  int64_t sum = 0;
+  for (const SharedReading& reading : readings_) sum += reading.asked.load(std::memory_order_relaxed);
+  return sum;
+}
+
+// A few lines, so that a new loop is seen at once. False: there are no more.
+inline bool ThreadPool::Reader::ask_for_more() {
+  constexpr int AT_ONCE = 512;  // bytes of each run
+  if (reading == nullptr) return false;
+  if (const uint64_t now = reading->version.load(std::memory_order_acquire); now != version) version = now, at = 0;
+  if (at >= reading->bytes.load(std::memory_order_relaxed)) return false;
+  int64_t asked = reading->asked.load(std::memory_order_relaxed);
+  for (const auto& run : reading->first)
+    if (const char* first = run.load(std::memory_order_relaxed)) {
+      for (int i = 0; i < AT_ONCE; i += 64) __builtin_prefetch(first + at + i, 0, 2);
+      asked += AT_ONCE;
+    }
+  reading->asked.store(asked, std::memory_order_relaxed);
+  at += AT_ONCE;
+  return true;
+}
+
+inline void ThreadPool::help(int number) {
 #if defined(__linux__)
   pthread_setname_np(pthread_self(), "pagebinder");
 #endif
+  Reader reader{number < MOST_READERS ? &readings_[number] : nullptr};
   for (uint64_t seen = 0;;) {
-    seen = next_epoch(seen);
+    seen = next_epoch(seen, reader);
     Loop* loop = published_.load();
     loop->inside.fetch_add(1);
     if (loop->open.load()) loop->take_part();
@@ -211,13 +274,13 @@ inline void ThreadPool::help() {
 }
 
 // Waits for an epoch other than `seen`.
-inline uint64_t ThreadPool::next_epoch(uint64_t seen) {
+inline uint64_t ThreadPool::next_epoch(uint64_t seen, Reader& reader) {
   constexpr int TURNS = 50;  // between looks at the clock
   const auto until = std::chrono::steady_clock::now() + LOOKS_FOR_WORK;
   do {
     for (int turn = 0; turn < TURNS; ++turn) {
       if (const uint64_t epoch = epoch_.load(); epoch != seen) return epoch;
-      pause_briefly();
+      if (!reader.ask_for_more()) pause_briefly();
     }
   } while (std::chrono::steady_clock::now() < until);
   std::unique_lock<std::mutex> lock(sleep_);
