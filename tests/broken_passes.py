@@ -12,21 +12,6 @@ from pagebinder.graph_tools import aten, calls, insert_call
 ops = torch.ops.pagebinder
 
 
-class CapturedOnce:
-    """Captures a model once, and hands out copies: most of the time of a compilation is its capture."""
-
-    def __init__(self, monkeypatch_class) -> None:
-        self.original, self.known = compiler._capture, {}
-        monkeypatch_class.setattr(compiler, "_capture", self.capture)
-
-    def capture(self, source, report):
-        key = (id(source.config), source.dtype)
-        if key not in self.known:
-            self.known[key] = (self.original(source, report), source)
-        captured, encoder = self.known[key][0]
-        return compiler.clone(captured, "captured"), None if encoder is None else compiler.clone(encoder, "e")
-
-
 def break_pass(monkeypatch, name: str, change: Callable) -> None:
     """Run `change(gm)` on the graph that the pass `name` leaves."""
     for pipeline in ("RECOGNISERS", "PAGE_PASSES"):

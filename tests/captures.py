@@ -28,9 +28,10 @@ def capture_once(source, report):
         if not all(_holds_tensors_of(source.module, gm) for gm in graphs if gm is not None):
             return graphs
         results, route = report.passes[before:], report.capture_route
-        _captures[key] = [_over(source.module, gm) for gm in graphs], copy.deepcopy(results), route
+        copies = [_over(source.module, gm) for gm in graphs]
+        _captures[key] = copies, copy.deepcopy(results), route, source.module
         return graphs
-    graphs, results, report.capture_route = _captures[key]
+    graphs, results, report.capture_route, _ = _captures[key]
     report.passes += copy.deepcopy(results)
     return tuple(_over(source.module, gm) for gm in graphs)
 
@@ -38,14 +39,16 @@ def capture_once(source, report):
 def identity(source) -> str | None:
     """Equal for models that are captured alike: classes, configs and every value. None: it cannot be told."""
     model = source.module
-    if not source.is_transformers or any("forward" in m.__dict__ or _hooked(m) for m in model.modules()):
+    if any("forward" in m.__dict__ or _hooked(m) for m in model.modules()):
         return None
+    options = id(model)  # what a model of one's own reads of itself is unknown
+    if source.is_transformers:
+        attention = getattr(model.config, "_attn_implementation", None)
+        options = model.config.to_json_string(use_diff=False), attention
     digest = hashlib.sha256()
     classes = [(name, id(type(m)), id(type(m).forward), m.training) for name, m in model.named_modules()]
     facts = (source.max_model_len, source.num_attention_layers, source.num_recurrent_layers, source.encoder)
-    attention = getattr(model.config, "_attn_implementation", None)
-    config = model.config.to_json_string(use_diff=False)
-    digest.update(repr((classes, facts, attention, config, repr(model))).encode())
+    digest.update(repr((classes, facts, options, repr(model))).encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(repr((name, tensor.dtype, tensor.shape, tensor.stride(), tensor.device)).encode())
         if tensor.device.type != "meta":

@@ -24,6 +24,15 @@ NIGHTLY = [
 def pytest_collection_finish():
     """What was imported stays to the end: no collection needs to look at it."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected_once():
+    """What a file leaves behind stays, too, as compiled models do: millions of objects, seconds a collection."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

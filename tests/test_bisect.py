@@ -16,7 +16,6 @@ import pagebinder.compile as compiler
 from pagebinder import CompileConfig, ConfigError
 from pagebinder.cli import app
 from tests.broken_passes import (
-    CapturedOnce,
     break_pass,
     capped_kernel,
     ops,
@@ -24,15 +23,12 @@ from tests.broken_passes import (
     swapped_tables,
     with_option,
 )
+from tests.captures import capture_once
 from tests.helpers import by_day, tiny_mistral
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 WINDOW = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def captured_once():
-    with pytest.MonkeyPatch.context() as patch:
-        yield CapturedOnce(patch)
 
 
 @functools.cache
@@ -97,17 +93,17 @@ def test_the_pass_and_the_layer_are_named_and_the_script_shows_it(what, tmp_path
     assert "torch.ops" in source and "pagebinder.compile" not in source and "runtime" not in source
 
 
-def narrow_capture(captured_once, monkeypatch):
+def narrow_capture(monkeypatch):
     def narrow(source, report):
-        captured, encoder = captured_once.capture(source, report)
+        captured, encoder = capture_once(source, report)
         with_option(ops.attention.default, 1, window=WINDOW - 1)(captured)
         return captured, encoder
 
     monkeypatch.setattr(compiler, "_capture", narrow)
 
 
-def test_a_wrong_capture_is_traced_to_the_module_of_the_source(captured_once, tmp_path, monkeypatch, capsys):
-    narrow_capture(captured_once, monkeypatch)
+def test_a_wrong_capture_is_traced_to_the_module_of_the_source(tmp_path, monkeypatch, capsys):
+    narrow_capture(monkeypatch)
     result = bisect(tmp_path)
     assert (result.pass_name, result.module_path) == ("capture", "model.layers.1.self_attn")
     assert result.op == "pagebinder.attention.default" and f"{WINDOW} tokens" in result.how
@@ -115,7 +111,7 @@ def test_a_wrong_capture_is_traced_to_the_module_of_the_source(captured_once, tm
     assert code == 1 and 'data["module"]' in result.script.read_text()
 
 
-def test_the_script_runs_alone(captured_once, tmp_path, monkeypatch):
+def test_the_script_runs_alone(tmp_path, monkeypatch):
     break_pass(monkeypatch, "recognise_rope", swapped_tables)
     script = bisect(tmp_path).script
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)

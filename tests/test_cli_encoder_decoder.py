@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory) -> Path:
     )
     tokenizer.train_from_iterator([TEXT * 3], trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(path)
-    tiny("bart", vocab_size=300).save_pretrained(path)
+    tiny("bart", vocab_size=300, encoder_layers=1, decoder_layers=1).save_pretrained(path)
     return path
 
 

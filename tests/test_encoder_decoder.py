@@ -13,6 +13,8 @@ from pagebinder import CaptureError, CompileConfig, ConfigError
 from tests.encoder_decoders import FAMILIES, eager_logits, eager_states, tiny, tokens
 from tests.helpers import by_day, tiny_llama
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 LEVELS = ("captured", "semantic", "paged", "fused")
 LENGTHS = ((1, 1), (1, 5), (7, 1), (40, 3), (100, 77))  # encoder, decoder
 TOLERANCE = 1e-4
@@ -82,7 +84,7 @@ def test_both_halves_are_explained():
 
 
 def test_the_source_model_is_unchanged():
-    model = tiny("bart").train()
+    model = tiny("bart", encoder_layers=1, decoder_layers=1).train()
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     pagebinder.compile_model(model, CompileConfig(executable="eager"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -92,7 +94,7 @@ def test_the_source_model_is_unchanged():
 
 
 def test_a_checkpoint_directory_and_its_config_alone(tmp_path):
-    model = tiny("bart")
+    model = tiny("bart", encoder_layers=1, decoder_layers=1)
     model.save_pretrained(tmp_path)
     compiled = pagebinder.compile_model(str(tmp_path), CompileConfig(executable="eager"))
     expected = eager_logits(model, tokens(20), tokens(7, seed=1))
@@ -127,17 +129,21 @@ def test_the_shapes_of_the_source_are_kept_apart():
 
 
 def test_a_relative_bias_falls_back_to_the_reference_and_says_so():
-    _, compiled = compiled_pair("t5")
+    model = tiny("t5", num_layers=1, num_decoder_layers=1)
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
     choice = next(c for c in compiled.report.providers if c.op == "paged_relative_attention")
-    assert choice.provider == "reference" and choice.num_nodes == 3
+    assert choice.provider == "reference" and choice.num_nodes == 1
     assert "FALLBACK" in choice.why and "no kernel" in choice.why
 
 
 def test_two_vocabularies():
     """A translation model may have one for each language."""
-    model = tiny(
-        "marian", decoder_vocab_size=90, share_encoder_decoder_embeddings=False, tie_word_embeddings=False
-    )
+    apart = {
+        "decoder_vocab_size": 90,
+        "share_encoder_decoder_embeddings": False,
+        "tie_word_embeddings": False,
+    }
+    model = tiny("marian", encoder_layers=1, decoder_layers=1, **apart)
     compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
     assert (compiled.source.encoder.vocab_size, compiled.source.vocab_size) == (128, 90)
     encoder_ids, ids = torch.tensor([127, 95, 3]), torch.tensor([2, 89, 5])
@@ -150,7 +156,7 @@ def test_two_vocabularies():
 
 
 def test_a_missing_cross_attention_is_found():
-    model = tiny("bart")
-    model.config.decoder_layers = 4
-    with pytest.raises(CaptureError, match="3 cross attention layers were found, but the config says 4"):
+    model = tiny("bart", encoder_layers=1, decoder_layers=1)
+    model.config.decoder_layers = 2
+    with pytest.raises(CaptureError, match="1 cross attention layers were found, but the config says 2"):
         pagebinder.compile_model(model, CompileConfig(executable="eager"))

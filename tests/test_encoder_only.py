@@ -228,7 +228,7 @@ def test_a_model_that_changes_itself_is_refused_and_left_as_it_was(monkeypatch):
     monkeypatch.setattr(
         unsupported, "TRAITS", ()
     )  # it is known by its trait; another such model would not be
-    model = scale_weights(BigBirdModel(BigBirdConfig(**SHAPE, block_size=4)))
+    model = scale_weights(BigBirdModel(BigBirdConfig(**SHAPE | {"num_hidden_layers": 1}, block_size=4)))
     attention = model.encoder.layer[0].attention.self
     with pytest.raises(CaptureError, match="changed its own"):
         pagebinder.compile_model(model, EAGER)

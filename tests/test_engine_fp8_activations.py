@@ -21,17 +21,13 @@ from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.quantize_activations import quantize_activations
 from pagebinder.passes.quantize_weights import quantize_weights
-from tests.broken_passes import CapturedOnce, break_pass, ops, with_option
+from tests.broken_passes import break_pass, ops, with_option
 from tests.helpers import tiny_llama
+
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 PROMPT = [5, 17, 99, 3, 64, 21, 8]
 FUSIONS = {"fuse_rms_norm_fp8_quant": 4, "fuse_gated_activation_fp8_quant": 2, "fuse_attention_fp8_quant": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def captured_once():
-    with pytest.MonkeyPatch.context() as patch:
-        yield CapturedOnce(patch)
 
 
 @functools.cache

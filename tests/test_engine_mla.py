@@ -27,7 +27,7 @@ NEW_TOKENS = 24
 FAMILIES = {
     "deepseek_v2": ["mla_latent"] * 2,
     "deepseek_v3": ["mla_latent"] * 2,
-    "deepseek_v32": ["mla_latent"] * 8,
+    "deepseek_v32": ["mla_latent"] * 4,
     "glm_moe_dsa": ["mla_latent"] * 6,  # every second layer shares an indexer
 }
 
@@ -38,6 +38,8 @@ def source(family: str, **overrides) -> torch.nn.Module:
     config = tiny_config(architecture)
     if family == "glm_moe_dsa":
         config.indexer_types = ["full", "shared"] * 2
+    if family == "deepseek_v32":
+        config.num_hidden_layers = 2  # one dense, one of experts
     for name, value in overrides.items():
         setattr(config, name, value)
     torch.manual_seed(0)

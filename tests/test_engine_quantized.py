@@ -17,19 +17,15 @@ from pagebinder.compile import explain_model
 from pagebinder.config import QUANTIZATIONS
 from pagebinder.custom_ops.linear.weight_formats import dequantize, quantize
 from pagebinder.models import tiny_path
-from tests.broken_passes import CapturedOnce, break_pass, ops, with_option
+from tests.broken_passes import break_pass, ops, with_option
 from tests.helpers import VOCAB_SIZE, tiny_llama
+
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 EXCERPT = (Path(__file__).parent / "models" / "held_out_excerpt.txt").read_text(encoding="utf-8")
 # Bits per byte that a format may cost on the excerpt: measured, and half as much again.
 COSTS = {"int8": 0.002, "fp8": 0.008, "int4_g32": 0.03}
 PROMPT = [5, 17, 99, 3, 64, 21, 8]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def captured_once():
-    with pytest.MonkeyPatch.context() as patch:
-        yield CapturedOnce(patch)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,12 @@ import torch
 import pagebinder
 from pagebinder import CompileConfig, VerificationError
 from pagebinder.graph_tools import aten, insert_call
-from tests.broken_passes import CapturedOnce, break_pass, ops, with_option
+from tests.broken_passes import break_pass, ops, with_option
 from tests.encoder_decoders import tiny
 from tests.helpers import tiny_gemma3, tiny_qwen3_next
 from tests.v4_models import v4_model
+
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 MODELS = {
     "windows and full attention": lambda: tiny_gemma3(
@@ -22,12 +24,6 @@ MODELS = {
     ),
     "encoder and decoder": lambda: tiny("t5", num_layers=1, num_decoder_layers=1),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def captured_once():
-    with pytest.MonkeyPatch.context() as patch:
-        yield CapturedOnce(patch)
 
 
 @pytest.fixture(scope="module")

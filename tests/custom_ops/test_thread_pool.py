@@ -102,7 +102,7 @@ def test_a_late_helper_keeps_the_weights(helpers):
 
 @pytest.mark.parametrize("kind", ["packed", "coded", "gated"])
 def test_threads_without_work_ask_for_the_weights_of_the_next_layer(helpers, kind):
-    """Of two layers that take turns each one's successor is known from the second time on; values stay as they are."""
+    """Of two layers that take turns each successor is known from the second time on; values stay as they are."""
     if not helpers.has_matrix_tiles():
         pytest.skip("packed weights need matrix tiles")
     layers = []
@@ -110,7 +110,9 @@ def test_threads_without_work_ask_for_the_weights_of_the_next_layer(helpers, kin
         x, weight = operands(1, columns=2_048, seed=seed)
         if kind == "gated":
             gate, up = (packed_weights.pack(w) for w in weight.chunk(2))
-            layers.append(lambda x, g=gate, u=up: helpers.gated_linear(x, g, u, None, None, activation="silu"))
+            layers.append(
+                lambda x, g=gate, u=up: helpers.gated_linear(x, g, u, None, None, activation="silu")
+            )
         else:
             layers.append(layer(helpers, kind, weight))
     expected = [call(x) for call in layers]

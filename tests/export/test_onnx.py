@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,12 @@ from pagebinder.models import tiny_path
 from tests.encoder_decoders import tiny as tiny_encoder_decoder
 from tests.export.evaluated import EvaluatedModel
 from tests.export.onnx_runs import in_steps, session
-from tests.helpers import tiny_llama
+from tests.helpers import by_day, tiny_llama
 from tests.zoo.reference import tokens
 from tests.zoo.test_fast_zoo import EXACT, architecture
 from tests.zoo.tiny_configs import tiny_model
+
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "onnx_generate.py"
 PROMPTS = ([511, 24, 7], [1200, 9, 33, 4, 5, 6, 7, 8, 9, 100])
@@ -32,9 +35,20 @@ NUM_TOKENS = 24
 NIGHTLY = os.environ.get("PAGEBINDER_NIGHTLY") == "1"
 
 
-def test_the_shipped_model_generates_the_engines_tokens(tmp_path):
-    """From the command line to the example, which knows nothing of Pagebinder; two prompts of different lengths."""
-    command = ["export", "--onnx", "--dtype", "float32", str(tiny_path()), str(tmp_path)]
+def two_layers(folder: Path) -> Path:
+    """A random checkpoint with the shipped model's tokenizer."""
+    tiny_llama(vocab_size=3072).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_path() / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize("num_layers", by_day([2, 6], [2]))
+def test_it_generates_the_engines_tokens(num_layers, tmp_path):
+    """From the command line to the example, which knows nothing of Pagebinder; two prompts of different lengths. The
+    shipped model has six layers."""
+    checkpoint = tiny_path() if num_layers == 6 else two_layers(tmp_path / "checkpoint")
+    command = ["export", "--onnx", "--dtype", "float32", str(checkpoint), str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert EXAMPLE.read_text().count("\n") < 60 and "import pagebinder" not in EXAMPLE.read_text()
@@ -43,7 +57,7 @@ def test_the_shipped_model_generates_the_engines_tokens(tmp_path):
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     config = CompileConfig(device="cpu", dtype="float32", executable="eager")
-    engine = pagebinder.compile_model(tiny_path(), config).engine(EngineConfig(num_kv_blocks=16))
+    engine = pagebinder.compile_model(checkpoint, config).engine(EngineConfig(num_kv_blocks=16))
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     served = [list(out.token_ids) for out in engine.generate(PROMPTS, params)]
     assert [[int(t) for t in line.split(",")] for line in output.splitlines()] == served
@@ -51,8 +65,9 @@ def test_the_shipped_model_generates_the_engines_tokens(tmp_path):
     model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
     assert [(o.domain, o.version) for o in model.opset_import] == [("", 24)]
     kinds = [node.op_type for node in model.graph.node]
-    assert kinds.count("Attention") == 6 and kinds.count("TensorScatter") == 12
-    assert kinds.count("RotaryEmbedding") == 12 and kinds.count("RMSNormalization") == 13
+    assert kinds.count("Attention") == num_layers and kinds.count("TensorScatter") == 2 * num_layers
+    assert kinds.count("RotaryEmbedding") == 2 * num_layers
+    assert kinds.count("RMSNormalization") == 2 * num_layers + 1
     weights = {i.name: i for i in model.graph.initializer}
     assert weights["model.layers.0.mlp.up_proj.weight"].data_location == onnx.TensorProto.EXTERNAL
     assert [d.dim_param for d in model.graph.input[0].type.tensor_type.shape.dim] == ["batch", "length"]
@@ -70,7 +85,7 @@ def test_the_shipped_model_generates_the_engines_tokens(tmp_path):
     ]
     texts = [
         CliRunner().invoke(app, ["generate", "--model", str(path), "--executable", "eager", *options]).stdout
-        for path in (tiny_path(), tmp_path / "model.onnx")
+        for path in (checkpoint, tmp_path / "model.onnx")
     ]
     assert texts[0] == texts[1] and len(texts[0].split()) > 4
 

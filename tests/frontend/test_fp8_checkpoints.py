@@ -190,12 +190,13 @@ def test_a_latent_mixture_is_served_and_verified(tmp_path):
 
 
 def test_explain_shows_the_format_without_weights(tmp_path):
-    save_in_fp8(qwen3(), tmp_path, DEEPSEEK)
+    model = qwen3(num_hidden_layers=1)
+    save_in_fp8(model, tmp_path, DEEPSEEK)
     (tmp_path / "model.safetensors").unlink()
     compiled = explain_model(tmp_path)
     (result,) = [p for p in compiled.report.passes if p.name == "stored_weights"]
-    assert len(result.matches) == 14 and "fp8_block" in result.matches[0].detail
-    num_weights = sum(m.weight.numel() for m in qwen3().modules() if hasattr(m, "weight"))
+    assert len(result.matches) == 7 and "fp8_block" in result.matches[0].detail
+    num_weights = sum(m.weight.numel() for m in model.modules() if hasattr(m, "weight"))
     assert compiled.report.num_parameters >= num_weights  # codes are weights, too
     assert compiled.report.graph_weight_bytes < 2 * num_weights  # of float32 they would be four times as many
 

@@ -28,7 +28,7 @@ FAMILIES = {
     "deepseek_v3": (2, 0),
     "minicpm3": (2, 0),
     "longcat_flash": (4, 0),
-    "deepseek_v32": (4, 4),
+    "deepseek_v32": (2, 2),
     "glm_moe_dsa": (4, 2),
     "axk2": (4, 4),
     "dots3_note_text": (4, 2),
@@ -39,10 +39,13 @@ TOLERANCE = 1e-5
 @functools.cache
 def built(family: str) -> torch.nn.Module:
     architecture = next(a for a in architectures("causal") if a.name == family)
-    if family != "glm_moe_dsa":
+    if family not in ("deepseek_v32", "glm_moe_dsa"):
         return tiny_model(architecture)
     config = tiny_config(architecture)
-    config.indexer_types = ["full", "shared"] * 2
+    if family == "deepseek_v32":
+        config.num_hidden_layers = 2  # one dense, one of experts
+    else:
+        config.indexer_types = ["full", "shared"] * 2
     torch.manual_seed(0)
     return telling_weights(architecture.model_class(config).float())
 

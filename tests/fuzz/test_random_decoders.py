@@ -1,6 +1,6 @@
 """Random decoders are compiled and served token for token, or refused with a reason; illegal ones are always refused.
 
-6 recipes in every run, always the same; PAGEBINDER_NIGHTLY=1 draws 500 new ones (PAGEBINDER_FUZZ_EXAMPLES: another
+3 recipes in every run, always the same; PAGEBINDER_NIGHTLY=1 draws 500 new ones (PAGEBINDER_FUZZ_EXAMPLES: another
 number).
 """
 
@@ -18,7 +18,7 @@ from tests.fuzz.random_decoders import VOCAB_SIZE, RandomDecoder, decoder_of
 from tests.fuzz.recipes import Recipe, recipes
 
 NIGHTLY = os.environ.get("PAGEBINDER_NIGHTLY") == "1"
-EXAMPLES = int(os.environ.get("PAGEBINDER_FUZZ_EXAMPLES", 500 if NIGHTLY else 6))
+EXAMPLES = int(os.environ.get("PAGEBINDER_FUZZ_EXAMPLES", 500 if NIGHTLY else 3))
 NEW_TOKENS = 5
 ONE = ("causal",)
 TIE = 1e-4  # of the logits' spread: two tokens this near are equally right

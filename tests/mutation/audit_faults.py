@@ -178,13 +178,13 @@ def fault(name: str, imitates: str, base: str, inject=None, says: str = "", **op
     return Fault(name=name, imitates=imitates, base=base, inject=inject, says=says, **options)
 
 
-ACAUSAL = in_captured("mistral", option("attention", 1, causal=False))
+ACAUSAL = in_captured(option("attention", 1, causal=False))
 CAPTURE_FAULTS = [
     fault("causality lost by the capture", "BLOOM through the attention hook", "mistral", ACAUSAL, "later tokens"),
-    fault("attention layer lost", "a layer traced as the identity", "mistral", in_captured("mistral", lost_layer),
+    fault("attention layer lost", "a layer traced as the identity", "mistral", in_captured(lost_layer),
           "the config says 2"),
     fault("length folded into the graph", "a trace that is right for one prompt length", "plain",
-          in_captured("plain", folded_length), ""),
+          in_captured(folded_length), ""),
     fault("another way for long prompts", "a Python branch on the number of tokens", "plain", model=by_length,
           says="tokens"),
     fault("missing leaf", "a recurrent layer that is traced as it stands", "lfm2", no_leaves, ""),

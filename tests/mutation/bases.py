@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import tempfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pagebinder
 import pagebinder.compile as compiler
 from pagebinder import CompileConfig
 from tests import helpers, moe_models
+from tests.captures import capture_once
 from tests.encoder_decoders import tiny
 from tests.fuzz.random_decoders import decoder_of
 from tests.fuzz.recipes import Recipe
@@ -68,31 +68,14 @@ def _locks() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory()
 
 
-_captured: dict[str, tuple] = {}
 _capture = compiler._capture
-
-
-def capture_once(name: str) -> Callable:
-    """In place of the compiler's own capture: copies of what it returned, and reported, the first time."""
-
-    def capture(source, report):
-        if name not in _captured:
-            before = len(report.passes)
-            graphs = _capture(source, report)
-            _captured[name] = graphs, report.passes[before:], report.capture_route, source
-        (captured, encoder), passes, report.capture_route, _ = _captured[name]
-        report.passes += [p for p in copy.deepcopy(passes) if p not in report.passes]
-        copies = [None if gm is None else compiler.clone(gm, "captured") for gm in (captured, encoder)]
-        return copies[0], copies[1]
-
-    return capture
 
 
 def compile_base(name: str, verify: str, **options):
     """Compile a base, from its one capture unless somebody replaced the capture."""
     before = compiler._capture
     if before is _capture:
-        compiler._capture = capture_once(name)
+        compiler._capture = capture_once
     try:
         return pagebinder.compile_model(base(name), config(verify, **options))
     finally:

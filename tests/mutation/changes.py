@@ -12,7 +12,8 @@ import pagebinder.compile as compiler
 from pagebinder.graph_tools import insert_call
 from pagebinder.report import PassResult
 from tests.broken_passes import break_pass
-from tests.mutation.bases import _capture, capture_once
+from tests.captures import capture_once
+from tests.mutation.bases import _capture
 
 Change = Callable[[GraphModule], None]
 
@@ -112,12 +113,12 @@ def result_of(name: str, index: int, number: int) -> Callable[[GraphModule], Nod
     return find
 
 
-def in_captured(name: str, change: Change) -> Callable[[pytest.MonkeyPatch], None]:
+def in_captured(change: Change) -> Callable[[pytest.MonkeyPatch], None]:
     """As if the capture had gone wrong: every later level agrees with it."""
 
     def inject(patch):
         def capture(source, report):
-            captured, encoder = capture_once(name)(source, report)
+            captured, encoder = capture_once(source, report)
             change(captured)
             captured.graph.lint()
             captured.recompile()

@@ -20,6 +20,8 @@ from pagebinder.runtime.single_sequence import single_sequence_inputs
 from tests.graphs import WIDTH, assert_metadata_kept, captured, clone, count, run
 from tests.helpers import by_day, tiny_gpt_oss, tiny_llama, tiny_mamba2
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 ROWS = [
     torch.tensor([6]),
     torch.tensor([0, 6, 3]),

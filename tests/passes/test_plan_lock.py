@@ -35,7 +35,7 @@ def drifts(expected: dict, c) -> list:
 
 @pytest.fixture(scope="module")
 def llama():
-    return compiled(tiny_llama(num_hidden_layers=4))
+    return compiled(tiny_llama(num_hidden_layers=3))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def written(llama, tmp_path):
 
 def test_equal_layers_are_one_table_with_every_rewrite(written):
     data = tomllib.loads(written.read_text())
-    assert [table["layers"] for table in data["layers"]] == ["0", "1-3"]  # the first norm follows no sum
+    assert [table["layers"] for table in data["layers"]] == ["0", "1-2"]  # the first norm follows no sum
     rest = data["layers"][1]
     assert rest["state"] == [{"at": "self_attn", "kind": "full_attention", "num_kv_heads": 2, "head_dim": 16,
                               "head_dim_v": 16, "dtype": "float32"}]  # fmt: skip
@@ -73,10 +73,10 @@ def test_equal_layers_are_one_table_with_every_rewrite(written):
     assert (rope["style"], rope["dim"], rope["count"]) == ("half", 16, 2)
     assert data["layers"][0]["refused"][0]["reason"] == "the normalised value is not a sum"
     assert data["kv_groups"] == [
-        {"block_size": 64, "layers": ["model.layers.[0-3].self_attn full_attention"]}
+        {"block_size": 64, "layers": ["model.layers.[0-2].self_attn full_attention"]}
     ]
     served = {choice["op"]: choice["layers"] for choice in data["providers"]["choices"]}
-    assert served["paged_attention"] == ["model.layers.[0-3].self_attn"]
+    assert served["paged_attention"] == ["model.layers.[0-2].self_attn"]
     assert all(
         line.count("{") <= 1 for line in written.read_text().splitlines()
     )  # an entry is a line of a diff
@@ -84,15 +84,16 @@ def test_equal_layers_are_one_table_with_every_rewrite(written):
 
 def test_the_next_run_writes_the_same_and_agrees(llama, written, tmp_path):
     again = tmp_path / "again.lock"
-    c = compiled(tiny_llama(num_hidden_layers=4), locked=str(written), lock=again)
+    c = compiled(tiny_llama(num_hidden_layers=3), locked=str(written), lock=again)
     assert again.read_text() == written.read_text()
     assert c.report.notes == [f"the plan is the one in {written}"]
 
 
 def test_a_directory_without_weights_has_the_same_lock(llama, tmp_path):
     llama.source.module.save_pretrained(tmp_path)
-    assert lock(explain_model(tmp_path))["layers"] == lock(llama)["layers"]
-    assert lock(explain_model(tmp_path))["model"] == lock(llama)["model"]
+    explained = lock(explain_model(tmp_path))
+    assert explained["layers"] == lock(llama)["layers"]
+    assert explained["model"] == lock(llama)["model"]
 
 
 def test_floats_may_be_written_otherwise(llama, written):
@@ -110,11 +111,11 @@ def test_mixed_layers_fold_by_kind():
 
 
 def test_a_changed_eps(llama):
-    found = drifts(lock(llama), compiled(tiny_llama(num_hidden_layers=4, rms_norm_eps=1e-5)))
+    found = drifts(lock(llama), compiled(tiny_llama(num_hidden_layers=3, rms_norm_eps=1e-5)))
     by_place = {d.where: (d.expected, d.found) for d in found}
     change = ("rms_norm: eps=1e-06", "rms_norm: eps=1e-05")
-    assert by_place.pop("model.layers.[0-3].input_layernorm") == change
-    assert by_place.pop("model.layers.[0-3].post_attention_layernorm") == change
+    assert by_place.pop("model.layers.[0-2].input_layernorm") == change
+    assert by_place.pop("model.layers.[0-2].post_attention_layernorm") == change
     assert by_place.pop("model.norm") == change
     assert list(by_place) == ["model.config"]
 
@@ -126,8 +127,8 @@ def test_a_norm_that_no_longer_matches_names_the_refusal_and_its_line(llama, wri
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
     with pytest.raises(PlanDriftError) as error:
-        compiled(tiny_llama(num_hidden_layers=4), locked=written)
-    norm = next(d for d in error.value.drifts if d.where == "model.layers.[0-3].input_layernorm")
+        compiled(tiny_llama(num_hidden_layers=3), locked=written)
+    norm = next(d for d in error.value.drifts if d.where == "model.layers.[0-2].input_layernorm")
     assert norm.expected.startswith("rms_norm by recognise_rms_norm (eps=1e-06, tail=cast_scale")
     assert norm.found.startswith("rms_norm refused: ") and "(node rsqrt" in norm.found
     assert "test_plan_lock.py:" in norm.found and "in forward" in norm.found
@@ -141,9 +142,9 @@ def test_a_norm_that_no_longer_matches_names_the_refusal_and_its_line(llama, wri
 
 
 def test_another_number_of_layers(llama):
-    found = drifts(lock(llama), compiled(tiny_llama(num_hidden_layers=3)))
+    found = drifts(lock(llama), compiled(tiny_llama(num_hidden_layers=2)))
     assert [d.where for d in found] == ["model.config", "model.layers"]
-    assert (found[1].expected, found[1].found) == ("4 layers (0-3)", "3 layers (0-2)")
+    assert (found[1].expected, found[1].found) == ("3 layers (0-2)", "2 layers (0-1)")
 
 
 def test_another_window(mistral):
@@ -153,7 +154,7 @@ def test_another_window(mistral):
 
 
 def test_another_provider_counts_only_where_the_same_ones_could_be_had(llama):
-    other = compiled(tiny_llama(num_hidden_layers=4), providers={"paged_attention": "reference"})
+    other = compiled(tiny_llama(num_hidden_layers=3), providers={"paged_attention": "reference"})
     expected = lock(llama)
     if "cpu" in expected["providers"]["available"]:
         (drift,) = drifts(expected, other)
@@ -166,7 +167,7 @@ def test_another_provider_counts_only_where_the_same_ones_could_be_had(llama):
 def test_a_note_says_that_providers_were_not_compared(written):
     text = written.read_text().replace('device = "cpu"', 'device = "cuda"')
     written.write_text(text)
-    notes = compiled(tiny_llama(num_hidden_layers=4), locked=written).report.notes
+    notes = compiled(tiny_llama(num_hidden_layers=3), locked=written).report.notes
     assert "providers were not compared: the lock saw" in notes[0] and "on cuda" in notes[0]
 
 
@@ -179,7 +180,7 @@ def test_a_new_refusal_and_one_that_is_gone(llama):
     expected = lock(llama)
     expected["layers"][1]["refused"] = [{**refused, "at": "self_attn"}]
     (drift,) = drifts(expected, llama)
-    assert drift.where == "model.layers.[1-3].self_attn" and drift.found == "not refused"
+    assert drift.where == "model.layers.[1-2].self_attn" and drift.found == "not refused"
 
 
 def test_a_missing_rewrite_without_a_refusal_names_the_ops_that_are_there(llama):
@@ -194,7 +195,7 @@ def test_a_missing_rewrite_without_a_refusal_names_the_ops_that_are_there(llama)
 
 
 def test_options_and_blocks(llama):
-    found = drifts(lock(llama), compiled(tiny_llama(num_hidden_layers=4), block_size=16))
+    found = drifts(lock(llama), compiled(tiny_llama(num_hidden_layers=3), block_size=16))
     assert [d.where for d in found] == ["options.block_size", "KV groups"]
     assert "compile without block_size" in found[0].remedy
 
@@ -211,8 +212,8 @@ def test_a_lock_of_another_model(llama, mistral):
         (lambda t: t.replace("format = 1", "format = 99"), "has format 99; this version reads format 1"),
         (lambda t: "", "has format None"),
         (lambda t: t.replace("[options]", "[optionss]"), "section 'options' is missing"),
-        (lambda t: t.replace('"1-3"', '"one-three"'), "no list of numbers"),
-        (lambda t: t.replace('"1-3"', '"3-"'), "no list of numbers"),
+        (lambda t: t.replace('"1-2"', '"one-three"'), "no list of numbers"),
+        (lambda t: t.replace('"1-2"', '"3-"'), "no list of numbers"),
         (lambda t: t.replace("refused = [", "refused = [3,", 1), "no array of tables"),
         (lambda t: t.replace('at = "self_attn", ', ""), "an entry says not where"),
     ],

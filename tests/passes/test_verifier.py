@@ -14,7 +14,6 @@ from pagebinder.compile import explain_model
 from pagebinder.compile_verify_runs import lengths_to_test
 from pagebinder.passes.verifier import difference
 from tests.broken_passes import (
-    CapturedOnce,
     break_pass,
     capped_kernel,
     ops,
@@ -23,7 +22,10 @@ from tests.broken_passes import (
     with_argument,
     with_option,
 )
+from tests.captures import capture_once
 from tests.helpers import tiny_gpt_oss, tiny_mistral
+
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 WINDOW = 16
 PASSES = [
@@ -33,12 +35,6 @@ PASSES = [
     ("paged", "gather_logits"),
     ("fused", "fuse_add_rms_norm"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def captured_once():
-    with pytest.MonkeyPatch.context() as patch:
-        yield CapturedOnce(patch)
 
 
 @functools.cache
@@ -155,11 +151,11 @@ def test_a_dropped_sink_is_found(dtype, monkeypatch):
     assert caught.value.level == "paged"
 
 
-def test_what_the_hook_loses_is_found(monkeypatch, captured_once):
+def test_what_the_hook_loses_is_found(monkeypatch):
     """A window that is wrong from the capture on: every later level agrees with it, the source model does not."""
 
     def narrow(source, report):
-        captured, encoder = captured_once.capture(source, report)
+        captured, encoder = capture_once(source, report)
         with_option(ops.attention.default, 1, window=WINDOW - 1)(captured)
         return captured, encoder
 

@@ -176,7 +176,14 @@ def test_random_operations(mix):
     )
 
 
-@pytest.mark.parametrize("mix", MIXES)
+# The others' kinds of state are in these, too.
+OVERLOADED_BY_DAY = (
+    "full", "full + windows, several block sizes", "full + chunks across blocks", "full + recurrent",
+    NEVER_RESUMED, "latent + window latent", "everything",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mix", by_day(MIXES, OVERLOADED_BY_DAY))
 def test_overload(mix):
     """More requests than the pool holds, for long enough that every mechanism is at work at once. Every second seed
     prepares steps ahead."""

@@ -33,6 +33,7 @@ struct AheadRows {
   // Lines of a half row.
   int lines() const { return (length / 2 * static_cast<int>(sizeof(T)) + 63) / 64; }
   PB_INLINE void ask(int half, int first_line, int lines) const {
+    if (lines == 0) return;
     const char* at = reinterpret_cast<const char*>(rows[half / 2] + half % 2 * (length / 2)) + first_line * 64;
     for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * 64);
   }

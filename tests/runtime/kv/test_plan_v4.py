@@ -6,6 +6,8 @@ of 1,002,240 bytes per decoding request whatever its length, and 322 kB per toke
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from pagebinder.custom_ops.layer_state import LatentState, RecurrentState
@@ -40,6 +42,7 @@ def v4_states(layers, index_layout="fp8_index"):
     return states
 
 
+@functools.cache
 def flash_plan(**options):
     return plan_kv_cache(v4_states(FLASH, **options), max_model_len=MAX_MODEL_LEN)
 
