@@ -18,12 +18,12 @@
 // An element of y is summed in the same order whatever the number of rows and threads.
 #include <algorithm>
 #include <optional>
-#include <unordered_map>
 
 #include "amx.h"
 #include "coded_weights.h"
 #include "leaving_loop.h"
 #include "linear.h"
+#include "next_weights.h"
 #include "work_ranges.h"
 
 namespace pagebinder {
@@ -480,41 +480,11 @@ void job_worker(void* context, int number) {
                   [&](int64_t job) { worker.run_job(job_at(run, static_cast<int>(job)), {}); });
 }
 
-// ---- the call that follows -------------------------------------------------------------------------------------
-
-// A step calls the same layers in the same order again and again. So whoever calls one knows which comes next, and where
-// the helpers will begin to read it.
-class NextWeights {
- public:
-  void told_of(const Run& run) {
-    const void* weight = run.args.layers[0].weight;
-    if (known_.size() > MOST_KNOWN) known_.clear();
-    Readings& readings = known_[last_];
-    for (int helper = 0; helper < ThreadPool::MOST_READERS; ++helper) readings.of[helper] = reading_of(run, helper);
-    last_ = weight;
-    const auto next = known_.find(weight);
-    if (next == known_.end()) return;
-    for (int helper = 0; helper + 1 < run.num_workers; ++helper)
-      ThreadPool::instance().will_read(helper, next->second.of[helper]);
-  }
-
- private:
-  static constexpr size_t MOST_KNOWN = 4096;
-  static constexpr int64_t MOST_BYTES = 1 << 20;  // half of a second cache
-
-  struct Readings { Reading of[ThreadPool::MOST_READERS]; };
-
-  static Reading reading_of(const Run& run, int helper) {
-    const int worker = helper + 1;
-    if (worker >= run.num_workers) return {};
-    const Job job = job_at(run, static_cast<int>(static_cast<int64_t>(run.num_jobs) * worker / run.num_workers));
-    const int64_t left = (job.layer->columns - job.column) / PANEL * run.panel_bytes_of(*job.layer);
-    return {{job.panel[0], job.panel[1]}, std::min(left, MOST_BYTES / (run.gated() ? 2 : 1))};
-  }
-
-  std::unordered_map<const void*, Readings> known_;
-  const void* last_ = nullptr;
-};
+// From where a worker reads the weights of a call.
+Reading reading_of(const Run& run, int worker) {
+  const Job job = job_at(run, static_cast<int>(static_cast<int64_t>(run.num_jobs) * worker / run.num_workers));
+  return {{job.panel[0], job.panel[1]}, (job.layer->columns - job.column) / PANEL * run.panel_bytes_of(*job.layer)};
+}
 
 }  // namespace
 
@@ -546,7 +516,8 @@ void linear_with_packed_weights(const LinearArgs& args) {
   const auto run = std::make_shared<Run>(args, shape, std::move(tail));
   if (run->num_workers <= 1) return job_worker(run.get(), 0);
   static thread_local NextWeights next;
-  if (args.rows <= PAIR) next.told_of(*run);
+  if (args.rows <= NEXT_WEIGHTS_ROWS)
+    next.told_of(args.layers[0].weight, run->num_workers, [&](int worker) { return reading_of(*run, worker); });
   run_leaving(run->num_workers, job_worker, run);
 }
 

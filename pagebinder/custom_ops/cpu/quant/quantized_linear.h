@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "next_weights.h"
 
 namespace pagebinder {
 
@@ -55,6 +56,17 @@ struct QuantizedLinearArgs {
     return x_scale == nullptr ? 1.0f : x_scale[row * x_scale_stride + step * QUANT_STEP / x_group];
   }
 };
+
+// A call begins whose workers take panels.
+inline void tell_next_weights(const QuantizedLinearArgs& a, int num_workers) {
+  static thread_local NextWeights next;
+  if (a.rows > NEXT_WEIGHTS_ROWS) return;
+  next.told_of(a.weight, num_workers, [&](int worker) -> Reading {
+    const int64_t panels = a.columns / QUANT_PANEL, first = panels * worker / num_workers;
+    const uint8_t* from = a.weight + first * a.panel_bytes();
+    return {{reinterpret_cast<const char*>(from), nullptr}, (panels - first) * a.panel_bytes()};
+  });
+}
 
 // bf16 on matrix tiles; false where there are none, and nothing was done.
 bool quantized_linear_with_tiles(const QuantizedLinearArgs& args);

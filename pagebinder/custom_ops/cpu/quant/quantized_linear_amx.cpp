@@ -186,6 +186,7 @@ bool quantized_linear_with_tiles(const QuantizedLinearArgs& args) {
   const int num_panels = static_cast<int>(args.columns / QUANT_PANEL);
   const bool serial = args.rows * args.columns * args.inner < SERIAL_FLOPS;
   Run run{args, steps, span, row_tiles, num_panels, serial ? 1 : std::min(args.num_threads, num_panels)};
+  tell_next_weights(args, run.num_workers);
   if (run.num_workers <= 1) body(&run, 0);
   else args.run(run.num_workers, body, &run);
   return true;
