@@ -253,11 +253,11 @@ struct CodedPanel {
 class Worker {
  public:
   Worker(Run& run, int number) : run_(run), number_(number) {
-    static thread_local Buffer sums;
+    static thread_local Buffer sums, decoded, tiles;
     const int kept = run.steps > BLOCK_STEPS ? run.block_pairs * run.group : 1;  // sums wait for the next block
     sums_ = sums.at_least<float>(static_cast<int64_t>(kept) * PRODUCT_SUMS);
-    if (run.coded()) decoded_ = decoded_memory().at_least<char>(run.group * 2 * DECODED_PANEL);
-    if (run.args.rows > TILE_LINES) tiles_ = tiles_memory().at_least<char>(run.block_pairs * run.panel_bytes());
+    if (run.coded()) decoded_ = decoded.at_least<char>(run.group * 2 * DECODED_PANEL);
+    if (run.args.rows > TILE_LINES) tiles_ = tiles.at_least<char>(run.block_pairs * run.panel_bytes());
   }
 
   void run_job(const Job& job, const Job& next) {
@@ -289,15 +289,6 @@ class Worker {
     int step, steps;
     bool last;
   };
-
-  static Buffer& decoded_memory() {
-    static thread_local Buffer memory;
-    return memory;
-  }
-  static Buffer& tiles_memory() {
-    static thread_local Buffer memory;
-    return memory;
-  }
 
   PairOfRows rows_of(const Job& job, int pair) const {
     return {run_.rows_at(pair), run_.x_line(), tiles_ + (pair - job.first_pair) * run_.panel_bytes()};
