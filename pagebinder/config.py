@@ -270,6 +270,9 @@ class EngineConfig:
         prefix_caching: reuse the blocks of equal prompt prefixes, and of equal encoder prompts.
         scheduling_policy: "fcfs" or "priority" (smaller number first).
         long_prefill_token_threshold: largest chunk of one prompt while others wait; 0 = no limit.
+        mixed_prefill_tokens: most prompt tokens of a step in which other requests decode, 0 = no limit but the
+            budget. A small number keeps the time between tokens short and lets decodes go along in more steps; None =
+            512 on a CPU, where a step's time grows with its tokens, no limit on a GPU.
         prefix_retention: resume points that layers with windows or recurrent state keep for later prompts:
             "dense" (every block), "sparse" (ends of prompts and places where prompts parted) or a number of
             tokens (sparse, and one every so many tokens). Full attention keeps everything.
@@ -298,6 +301,7 @@ class EngineConfig:
     prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     long_prefill_token_threshold: int = 0
+    mixed_prefill_tokens: int | None = None
     prefix_retention: str | int = "sparse"
     swap_bytes: int = 0
     swap_policy: str = "auto"
@@ -351,6 +355,12 @@ class EngineConfig:
             value = getattr(self, name)
             _require(isinstance(value, bool), ConfigError, f"{name}={value!r}: use True or False.")
         self._check_capture()
+        mixed = self.mixed_prefill_tokens
+        _require(
+            mixed is None or (_is_int(mixed) and mixed >= 0),
+            ConfigError,
+            f"mixed_prefill_tokens={mixed!r}: use 0 or more, or None.",
+        )
         threshold = self.long_prefill_token_threshold
         _require(
             _is_int(threshold) and threshold >= 0, ConfigError, "long_prefill_token_threshold: use 0 or more."

@@ -180,6 +180,7 @@ BAD_CONFIGS = {
     "verify": (CompileConfig, dict(verify="always"), "verify"),
     "both sizes": (EngineConfig, dict(kv_cache_bytes=1, num_kv_blocks=1), "not both"),
     "seqs": (EngineConfig, dict(max_num_seqs=0), "max_num_seqs=0"),
+    "mixed prefill": (EngineConfig, dict(mixed_prefill_tokens=-1), "mixed_prefill_tokens=-1"),
     "engine seed": (EngineConfig, dict(seed=1.5), "seed=1.5"),
     "prefix caching": (EngineConfig, dict(prefix_caching="no"), "True or False"),
     "device, not a string": (CompileConfig, dict(device=3), "device=3"),

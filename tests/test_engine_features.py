@@ -36,6 +36,24 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(pair, engine):
     assert alone == crowd == chunked.generate([[1, 2, 3]], params)[0].token_ids
 
 
+def test_a_long_prompt_leaves_room_for_others_tokens(pair, engine):
+    long = [7] * 40
+    alone = [engine.generate([prompt], greedy())[0].token_ids for prompt in ([1, 2, 3], long)]
+    mixed = pair[1].engine(EngineConfig(num_kv_blocks=100, mixed_prefill_tokens=8, prefix_caching=False))
+    mixed.add_request("a", [1, 2, 3], greedy())
+    mixed.step()
+    mixed.add_request("b", long, greedy())
+    lengths = {"a": [], "b": []}
+    tokens = {}
+    while mixed.has_unfinished:
+        for output in mixed.step():
+            tokens[output.request_id] = output.token_ids
+            lengths[output.request_id].append(len(output.token_ids))
+    assert [tokens["a"], tokens["b"]] == alone
+    assert lengths["a"] == [2, 3, 4, 5, 6, 7, 8]  # five of these steps compute b's prompt
+    assert (mixed.scheduler.mixed_prefill_tokens, engine.scheduler.mixed_prefill_tokens) == (8, 512)
+
+
 def test_different_seeds_give_different_tokens(engine):
     outputs = [
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12, temperature=1.0, seed=s))[0].token_ids

@@ -19,6 +19,7 @@ from pagebinder.runtime.kv.retention import PrefixRetention
 from pagebinder.runtime.swap_policy import SwapPolicy
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+CPU_MIXED_PREFILL_TOKENS = 512  # see docs/measurements.md
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,13 @@ def steps_in_flight(model: EngineModel, config: EngineConfig) -> int:
 def in_flight_tokens(model: EngineModel, config: EngineConfig) -> int:
     """Most tokens that are scheduled and whose results are not in yet."""
     return steps_in_flight(model, config) * config.max_num_batched_tokens
+
+
+def mixed_prefill_tokens(model: EngineModel, config: EngineConfig) -> int:
+    """Most prompt tokens of a step in which others decode; 0 = no limit but the budget."""
+    if config.mixed_prefill_tokens is not None:
+        return config.mixed_prefill_tokens
+    return 0 if model.device.type == "cuda" else CPU_MIXED_PREFILL_TOKENS
 
 
 def max_encoder_tokens(model: EngineModel, config: EngineConfig) -> int:

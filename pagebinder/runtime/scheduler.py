@@ -29,7 +29,7 @@ from pagebinder.runtime.kv.coordinator import KVCacheManager
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.running_batch import RunningBatch
 from pagebinder.runtime.scheduler_output import NOBODY, SchedulerOutput, SchedulerStats
-from pagebinder.runtime.step_budget import cover, share_budget
+from pagebinder.runtime.step_budget import Shares, cover, share_budget
 from pagebinder.runtime.step_results import StepResults, resolve
 from pagebinder.runtime.swap_policy import SwapPolicy
 from pagebinder.runtime.waiting_queue import WaitingQueue
@@ -44,6 +44,7 @@ class Scheduler:
     `schedule()` asks for those tokens again.
     `policy`: "fcfs" or "priority" (lower `Request.priority` first). `long_prefill_token_threshold`: longest
     chunk of one request while others want tokens too (0: no limit; never less than an equal share).
+    `mixed_prefill_tokens`: most prompt tokens of a step in which others decode (0: no limit but the budget).
     `watermark`: share of blocks kept free when a request is admitted beside running ones.
     `max_steps_in_flight`: how many steps may be scheduled before the first one's results are in. A request whose
     next token is not known yet sits such a step out, unless it has one of `ahead_flags` (`Request.flags`): then the
@@ -55,8 +56,9 @@ class Scheduler:
 
     def __init__(
         self, kv: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-        policy: str = "fcfs", long_prefill_token_threshold: int = 0, watermark: float = 0.0,
-        max_steps_in_flight: int = 1, ahead_flags: int = 0, swap_policy: SwapPolicy | None = None,
+        policy: str = "fcfs", long_prefill_token_threshold: int = 0, mixed_prefill_tokens: int = 0,
+        watermark: float = 0.0, max_steps_in_flight: int = 1, ahead_flags: int = 0,
+        swap_policy: SwapPolicy | None = None,
     ) -> None:  # fmt: skip
         if policy not in POLICIES:
             raise ConfigError(f"scheduling policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
@@ -77,6 +79,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.policy = policy
         self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.mixed_prefill_tokens = mixed_prefill_tokens
         self.max_steps_in_flight = max_steps_in_flight
         self.ahead_flags = ahead_flags if max_steps_in_flight > 1 else 0
         self.swap_policy = swap_policy
@@ -190,10 +193,9 @@ class Scheduler:
         if self._after_chunk:
             self._give_back_behind()
         preempted: list[str] = []
-        counts, total, blocked = self._schedule_running(preempted)
+        counts, total, left = self._schedule_running(preempted)
         admitted: list[int] = []
-        if not (preempted or blocked):
-            self._schedule_waiting(admitted, self.max_num_batched_tokens - total)
+        self._schedule_waiting(admitted, left)
         if total == 0 and not any(admitted) and self.requests and not self._in_flight:
             counts = self._make_room(admitted, preempted)
         if admitted:
@@ -272,25 +274,29 @@ class Scheduler:
 
     # Inside: running requests
 
-    def _schedule_running(self, preempted: list[str]) -> tuple[np.ndarray, int, bool]:
-        """Tokens of every row [R], their sum, and whether somebody must wait for blocks that are in flight."""
+    def _schedule_running(self, preempted: list[str]) -> Shares:
+        """The step's tokens. Nobody begins where somebody was preempted or waits for blocks that are in flight."""
         while True:
             batch = self.batch
-            counts, total = share_budget(
-                batch, self.max_num_batched_tokens, self._chunk_limit(), self._key, self.ahead_flags
-            )
+            shares = share_budget(
+                batch, self.max_num_batched_tokens, self._chunk_limit(), self._key, self.ahead_flags,
+                self.mixed_prefill_tokens,
+            )  # fmt: skip
+            if preempted:
+                shares = shares._replace(left=0)
+            counts = shares.counts
             now = batch.now()
             short = ((now.planned + counts > now.covered) & (counts > 0)).nonzero()[0]
             if not len(short):
-                return counts, total, False
+                return shares
             refused = cover(self.kv, batch, short, counts, self._key)
             if refused is None:
-                return counts, total, False
+                return shares
             if self._in_flight:
                 # Blocks that are freed now come back when those steps are done: preempting would gain nothing.
                 order = batch.order(self._key)
                 counts[order[order.tolist().index(refused) :]] = 0
-                return counts, int(counts.sum()), True
+                return Shares(counts, int(counts.sum()), 0)
             victim = batch.by_row[batch.order(self._key)[-1]]
             self._preempt(victim)
             preempted.append(victim.request_id)

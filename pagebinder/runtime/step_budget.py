@@ -2,11 +2,13 @@
 
 best first      A   B   C    D    E             want    1  1  2000  300  1      budget 1024, no chunk limit
                                                 gets    1  1  1022    0  0
+                                                gets    1  1   512    0  1      ... 512 prompt tokens beside decodes
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,21 +21,43 @@ Key = Callable[[Request], tuple]
 SPARE_BLOCKS = 3
 
 
+class Shares(NamedTuple):
+    """`counts`: tokens of every running row, [R] int64. `total`: their sum. `left`: what requests may take that begin
+    in this step."""
+
+    counts: np.ndarray
+    total: int
+    left: int
+
+
 def share_budget(
-    batch: RunningBatch, budget: int, chunk_limit: int, key: Key, ahead_flags: int = 0
-) -> tuple[np.ndarray, int]:
-    """Tokens of every row [R] int64, best first, within the budget and at most `chunk_limit` each; and their sum.
-    `ahead_flags`: see `RunningBatch.wanted`."""
+    batch: RunningBatch, budget: int, chunk_limit: int, key: Key, ahead_flags: int = 0, mixed_prefill: int = 0
+) -> Shares:
+    """Every running row's tokens, best first, within the budget and at most `chunk_limit` each.
+
+    `mixed_prefill`: most prompt tokens while some row decodes (0: no limit), so that decodes do not wait long for
+    their step and go along in many of them. `ahead_flags`: see `RunningBatch.wanted`.
+    """
     want = batch.wanted(ahead_flags)
-    total = int(want.sum())
-    if total <= budget and (chunk_limit >= budget or int(want.max(initial=0)) <= chunk_limit):
-        return want, total
+    total, most = int(want.sum()), int(want.max(initial=0))
+    mixed = mixed_prefill and len(want) and int(want.min()) <= 1
+    prompt_limit = min(budget, mixed_prefill) if mixed else budget
+    prompt_tokens = int(want[want > 1].sum()) if most > 1 else 0
+    if total <= budget and most <= chunk_limit and prompt_tokens <= prompt_limit:
+        return Shares(want, total, min(budget - total, prompt_limit - prompt_tokens))
     order = batch.order(key)
     want = np.minimum(want[order], chunk_limit)
-    before = np.cumsum(want) - want
+    is_prompt = want > 1
+    want = np.where(is_prompt, _first_come(want * is_prompt, prompt_limit), want)
     counts = np.empty_like(want)
-    counts[order] = np.minimum(want, np.maximum(budget - before, 0))
-    return counts, int(counts.sum())
+    counts[order] = want = _first_come(want, budget)
+    total, prompt_tokens = int(want.sum()), int(want[is_prompt].sum())
+    return Shares(counts, total, min(budget - total, prompt_limit - prompt_tokens))
+
+
+def _first_come(want: np.ndarray, budget: int) -> np.ndarray:
+    """What is wanted [R], as far as the budget goes, in the order of the rows."""
+    return np.minimum(want, np.maximum(budget - (np.cumsum(want) - want), 0))
 
 
 def cover(

@@ -92,6 +92,7 @@ def options(draw, groups):
         "max_num_seqs": draw(st.integers(1, 6)),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 3])),
+        "mixed_prefill_tokens": draw(st.sampled_from([None, 0, 2, 5])),
         "prefix_caching": draw(st.sampled_from([True, True, True, False])),
         "prefix_retention": draw(st.sampled_from(["dense", "sparse", 4, 16])),
         "num_host_blocks": num_host_blocks,
@@ -242,6 +243,7 @@ def overload(groups, seed) -> Counter:
         max_num_seqs=6,
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         long_prefill_token_threshold=rng.choice([0, 3]),
+        mixed_prefill_tokens=rng.choice([None, 0, 2, 5]),
         prefix_caching=seed % 4 < 3,
         prefix_retention=rng.choice(["dense", "sparse", 8]),
     )

@@ -90,6 +90,36 @@ def test_long_prefill_threshold_only_with_company():
     ]
 
 
+def test_beside_decodes_a_step_takes_few_prompt_tokens():
+    scheduler = make(budget=32, max_num_seqs=4, mixed_prefill_tokens=5)
+    add(scheduler, "a", 40)
+    add(scheduler, "b", [5] * 4)
+    assert step(scheduler)[0] == [("a", 0, 32, False)]  # nobody decodes
+    assert step(scheduler)[0] == [("a", 32, 8, True), ("b", 0, 4, True)]
+    add(scheduler, "c", [6] * 12)
+    add(scheduler, "d", [8] * 2)
+    decodes = [("a", 40, 1, True), ("b", 4, 1, True)]
+    assert step(scheduler)[0] == [*decodes, ("c", 0, 5, False)]
+    decodes = [("a", 41, 1, True), ("b", 5, 1, True)]
+    assert step(scheduler)[0] == [*decodes, ("c", 5, 5, False)]
+    # What the chunk that ends a prompt leaves is for the next one.
+    assert step(scheduler)[0] == [
+        ("a", 42, 1, True),
+        ("b", 6, 1, True),
+        ("c", 10, 2, True),
+        ("d", 0, 2, True),
+    ]
+
+
+def test_a_prompt_that_others_overtook_does_not_hold_up_their_decodes():
+    scheduler = make(budget=32, policy="priority", mixed_prefill_tokens=4)
+    add(scheduler, "a", [5] * 4, priority=1)
+    step(scheduler)
+    add(scheduler, "b", 30, priority=0)
+    assert step(scheduler)[0] == [("a", 4, 1, True), ("b", 0, 4, False)]
+    assert step(scheduler)[0] == [("b", 4, 4, False), ("a", 5, 1, True)]
+
+
 def test_max_num_seqs_limits_the_batch():
     scheduler = make(max_num_seqs=2)
     for name in "abc":

@@ -82,13 +82,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         policy=st.sampled_from(["fcfs", "priority"]),
         threshold=st.sampled_from([0, 3]),
+        mixed=st.sampled_from([0, 2, 5]),
         watermark=st.sampled_from([0.0, 0.2]),
         caching=st.booleans() | st.just(True),
         retention=st.sampled_from(sorted(RETENTION)),
         host_blocks=st.sampled_from([0, 4, 30]),
     )
     def start(
-        self, layout, num_blocks, budget, max_num_seqs, policy, threshold, watermark, caching, retention,
+        self, layout, num_blocks, budget, max_num_seqs, policy, threshold, mixed, watermark, caching, retention,
         host_blocks,
     ):  # fmt: skip
         self.kv = KVCacheManager(
@@ -102,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.scheduler = Scheduler(
             self.kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN,
-            policy=policy, long_prefill_token_threshold=threshold, watermark=watermark,
+            policy=policy, long_prefill_token_threshold=threshold, mixed_prefill_tokens=mixed, watermark=watermark,
             swap_policy=Wavering() if host_blocks else None,
         )  # fmt: skip
         self.slots = {}
@@ -315,6 +316,7 @@ def test_overload(seed):
         max_num_seqs=6,
         policy=rng.choice(["fcfs", "priority"]),
         threshold=rng.choice([0, 3]),
+        mixed=rng.choice([0, 2, 5]),
         watermark=rng.choice([0.0, 0.1]),
         caching=seed % 5 > 0,
         retention=rng.choice(sorted(RETENTION)),
