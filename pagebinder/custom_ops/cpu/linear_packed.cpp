@@ -71,9 +71,10 @@ struct Run : Shape {
   bool coded() const { return args.layers[0].coded_bytes > 0; }
   int64_t product_of(const Job& job, int pair, int panel) const;
   int64_t panel_bytes() const { return static_cast<int64_t>(steps) * STEP_BYTES; }
-  int64_t panel_bytes_of(const LinearLayer& layer) const {
-    return layer.coded_bytes > 0 ? steps / CODED_STEPS * layer.coded_bytes : panel_bytes();
+  int64_t bytes_of(const LinearLayer& layer, int num_steps) const {
+    return layer.coded_bytes > 0 ? num_steps / CODED_STEPS * layer.coded_bytes : int64_t{num_steps} * STEP_BYTES;
   }
+  int64_t panel_bytes_of(const LinearLayer& layer) const { return bytes_of(layer, steps); }
   int64_t rows_of(int pair) const { return std::min<int64_t>(args.rows - static_cast<int64_t>(pair) * PAIR, PAIR); }
 };
 
@@ -274,7 +275,7 @@ class Worker {
       if (run_.coded()) decode(job, block);
       for (int pair = job.first_pair; pair < job.end_pair; ++pair)
         for (int panel = 0; panel < job.panels; ++panel) {
-          const Ahead ahead = run_.coded() ? Ahead{} : ahead_of(block.last ? next : job, after, job, pair, panel);
+          const Ahead ahead = ahead_of(block.last ? next : job, after, job, pair, panel);
           run_product(job, pair, panel, fresh && panel == 0, block, ahead, sums);
           if (run_.steps > BLOCK_STEPS) sums += PRODUCT_SUMS;
         }
@@ -409,13 +410,25 @@ class Worker {
     });
   }
 
-  // The share of a pair in what a panel's place in the next group needs of a block.
+  // The share of a pair in what a panel's place in the next group needs of a block. The first pairs ask for all of it.
   Ahead ahead_of(const Job& coming, const Block& block, const Job& job, int pair, int panel) const {
     if (panel >= coming.panels) return {};
-    const int64_t lines = static_cast<int64_t>(block.steps) * STEP_BYTES / 64, pairs = job.end_pair - job.first_pair;
-    const int64_t begin = lines * (pair - job.first_pair) / pairs, end = lines * (pair - job.first_pair + 1) / pairs;
-    const int64_t at = panel * run_.panel_bytes() + static_cast<int64_t>(block.step) * STEP_BYTES + begin * 64;
-    return {coming.panel[0] + at, run_.gated() ? coming.panel[1] + at : nullptr, static_cast<int>(end - begin)};
+    if (run_.coded() && run_.block_pairs > MOST_PAIRS) return {};  // so much x leaves the cache no room for codes
+    const int halves = run_.gated() ? 2 : 1;
+    const char* first[2] = {};
+    int64_t most = 0;
+    for (int which = 0; which < halves; ++which) {
+      const LinearLayer& layer = coming.layer[which];
+      const int64_t lines = run_.bytes_of(layer, block.steps) / 64;
+      const int64_t least = std::max<int64_t>(lines / (4 * halves * block.steps), 1);  // pairs that it takes
+      const int64_t pairs = std::min<int64_t>(job.end_pair - job.first_pair, least), number = pair - job.first_pair;
+      if (number >= pairs) return {};
+      const int64_t begin = lines * number / pairs, end = lines * (number + 1) / pairs;
+      const int64_t at = panel * run_.panel_bytes_of(layer) + run_.bytes_of(layer, block.step);
+      first[which] = coming.panel[which] + at + begin * 64;
+      most = std::max(most, end - begin);
+    }
+    return {first[0], first[1], static_cast<int>(most)};
   }
 
   // Rows of a pair of row tiles times a panel, or the two of gated layers, for one block of steps.
