@@ -49,7 +49,7 @@ from pagebinder.frontend.recognise import (
     recognise_sdpa,
 )
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
-from pagebinder.graph_tools import attributes
+from pagebinder.graph_tools import attributes, graph_module
 from pagebinder.passes.cascade_attention import cascade_attention
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.fuse_attention_fp8_quant import fuse_attention_fp8_quant
@@ -401,7 +401,7 @@ def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) ->
 
 def clone(gm: GraphModule, level: str) -> GraphModule:
     """The start of the next level: a GraphModule with a graph of its own and the same weights."""
-    return GraphModule(gm, copy.deepcopy(gm.graph), class_name=level.capitalize())
+    return graph_module(gm, copy.deepcopy(gm.graph), level.capitalize())
 
 
 def _max_model_len(source: ModelSource, config: CompileConfig) -> int:

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from pagebinder.compiled_sizes import SYMBOLIC, SizeReader, SizeWriter
 from pagebinder.compiled_values import from_json, to_json
 from pagebinder.errors import ArtefactError
-from pagebinder.graph_tools import attach, attribute, module_path, source_line
+from pagebinder.graph_tools import attach, attribute, graph_module, module_path, source_line
 
 OURS = "pagebinder"
 NAMESPACES = ("aten", "prims", OURS)
@@ -99,7 +99,7 @@ def graph_from_json(data: Mapping, weights: Mapping[str, torch.Tensor], class_na
             node.meta["val"] = from_json(record["val"], values)
         _place(node, record.get("module"), record.get("line"))
     graph.lint()
-    return GraphModule(root, graph, class_name=class_name)
+    return graph_module(root, graph, class_name)
 
 
 def weight_names(gm: GraphModule) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 aten = torch.ops.aten
 
@@ -107,6 +108,12 @@ def attributes(gm: GraphModule) -> dict[str, torch.Tensor]:
     """The tensors that a graph reads, by the dotted names of its get_attr nodes."""
     names = dict.fromkeys(n.target for n in gm.graph.nodes if n.op == "get_attr")
     return {name: attribute(gm, name) for name in names}
+
+
+def graph_module(root: torch.nn.Module, graph: torch.fx.Graph, class_name: str) -> GraphModule:
+    """A GraphModule whose Python code is written when it is first called or read, not after each pass: a compilation
+    makes dozens of graphs and calls few of them."""
+    return _LazyGraphModule(root, graph, class_name=class_name)
 
 
 def num_ops(gm: GraphModule) -> int:

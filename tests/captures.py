@@ -12,6 +12,7 @@ import hashlib
 import torch
 
 import pagebinder.compile as compiler
+from pagebinder.frontend import capture as frontend_capture
 
 _captures: dict[str, tuple] = {}
 _capture = compiler._capture
@@ -48,6 +49,7 @@ def identity(source) -> str | None:
     digest = hashlib.sha256()
     classes = [(name, id(type(m)), id(type(m).forward), m.training) for name, m in model.named_modules()]
     facts = (source.max_model_len, source.num_attention_layers, source.num_recurrent_layers, source.encoder)
+    facts += tuple(map(id, frontend_capture.LEAVES))
     digest.update(repr((classes, facts, options, repr(model))).encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(repr((name, tensor.dtype, tensor.shape, tensor.stride(), tensor.device)).encode())

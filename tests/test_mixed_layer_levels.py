@@ -26,6 +26,8 @@ from tests.helpers import (
     tiny_llama4,
 )
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 LEVELS = ("captured", "semantic", "paged", "fused")
 LENGTHS = (1, 2, 40, 77, 130)
 TOLERANCE = 1e-4
@@ -42,6 +44,12 @@ MODELS = {
 }
 # The others are served in test_engine_mixed_layers.py.
 BY_DAY = ("llama4-chunk-16", "gemma3", "cohere2", "gpt-oss")
+# Llama 4 with one layer of each kind: in chunks with RoPE, in full without.
+TWO_LAYERS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+}
 CHUNKED = ["chunked_local"] * 3 + ["full_attention"]
 WINDOWED = ["sliding_window", "full_attention"] * 2
 
@@ -157,7 +165,7 @@ def test_rope_scaling_of_the_llama4_checkpoints():
         "rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0, "low_freq_factor": 1.0,
         "high_freq_factor": 1.0, "original_max_position_embeddings": 64,
     }  # fmt: skip
-    scaled, plain = tiny_llama4(rope_parameters=scaling), tiny_llama4()
+    scaled, plain = tiny_llama4(rope_parameters=scaling, **TWO_LAYERS), tiny_llama4(**TWO_LAYERS)
     compiled = pagebinder.compile_model(scaled, CompileConfig(executable="eager"))
     expected = logits(scaled, tokens(77))
     assert (expected - logits(plain, tokens(77))).abs().max() > 0.1
@@ -168,12 +176,12 @@ def test_rope_scaling_of_the_llama4_checkpoints():
 def test_without_its_leaf_llama4_is_refused(monkeypatch):
     monkeypatch.setattr(capture_module, "LEAVES", ())
     with pytest.raises(CaptureError, match="counts the tokens of the batch"):
-        pagebinder.compile_model(tiny_llama4(), CompileConfig(executable="eager"))
+        pagebinder.compile_model(tiny_llama4(**TWO_LAYERS), CompileConfig(executable="eager"))
 
 
 def test_without_temperature_no_leaf_is_needed(monkeypatch):
     monkeypatch.setattr(capture_module, "LEAVES", ())
-    model = tiny_llama4(attn_temperature_tuning=False)
+    model = tiny_llama4(attn_temperature_tuning=False, **TWO_LAYERS)
     compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
     expected = logits(model, tokens(77))
     torch.testing.assert_close(
@@ -182,14 +190,14 @@ def test_without_temperature_no_leaf_is_needed(monkeypatch):
 
 
 def test_experts_of_llama4_are_served():
-    model = scale_weights(tiny_llama4(moe_layers=[1]))
+    model = scale_weights(tiny_llama4(moe_layers=[1], **TWO_LAYERS))
     compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
     got = compiled.run_level("fused", tokens(50))
     torch.testing.assert_close(got, logits(model, tokens(50)), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_a_chunk_that_the_length_never_leaves_is_full_attention():
-    model = scale_weights(tiny_llama4(64))
+    model = scale_weights(tiny_llama4(64, **TWO_LAYERS))
     compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", max_model_len=64))
     assert {s.kind for s in compiled.states} == {"full_attention"}
     got = compiled.run_level("fused", tokens(64))

@@ -18,6 +18,8 @@ from pagebinder.runtime.executables import EagerExecutable, InductorExecutable
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 from tests.helpers import by_day, nightly, tiny_lfm2, tiny_mamba2, tiny_qwen3_next
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 LEVELS = ("captured", "semantic", "paged", "fused")
 LENGTHS = (1, 2, 40, 77)
 TOLERANCE = 1e-4

@@ -21,11 +21,13 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import attention_hook
 from pagebinder.frontend.experts_interface import experts_hook
+from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.numbering import numbering
@@ -33,7 +35,7 @@ from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.tidy import tidy
 from pagebinder.frontend.unpadded import said_for_unpadded
 from pagebinder.frontend.unsupported import refuse_unsupported
-from pagebinder.graph_tools import aten, attach, finish
+from pagebinder.graph_tools import aten, attach, finish, graph_module
 
 EXAMPLE_TOKENS = 40
 MAX_STEP_TOKENS = 1 << 20
@@ -66,6 +68,7 @@ class FlatTokens(torch.nn.Module):
         self.given = given
         self.offset = numbering(source).offset if is_transformers else 0
 
+    @same_grad_mode_untraced
     def forward(self, input_ids, positions):
         # For `_export_limited`, where torch names the sizes: a model without positions does not equate them.
         torch._check(positions.shape[0] == input_ids.shape[0])
@@ -148,7 +151,10 @@ def _export(
         warnings.simplefilter("ignore")
         for strict in (False, True):
             try:
-                program = torch.export.export(wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict)
+                with _use_lazy_graph_module(not strict):  # what is made on the way is called by strict alone
+                    program = torch.export.export(
+                        wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict
+                    )
             except CaptureError:
                 raise
             except Exception as error:
@@ -282,7 +288,7 @@ def _unlift(program: ExportedProgram, input_names: list[str]) -> GraphModule:
     output.args = (user_output,)
     for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], input_names, strict=True):
         node.name = node.target = name
-    return GraphModule(root, graph, class_name="Captured")
+    return graph_module(root, graph, "Captured")
 
 
 def _keep_writes(

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.capture import TracedInput, token_inputs, trace
+from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.leaves.relative_bias import bias_by_distance
 from pagebinder.frontend.source import ModelSource
@@ -32,6 +33,7 @@ class FlatEncoder(torch.nn.Module):
         self.source = source
         self.given = given
 
+    @same_grad_mode_untraced
     def forward(self, input_ids, positions):
         with self.given.of_call(positions):
             return self.source.get_encoder()(input_ids=input_ids.unsqueeze(0)).last_hidden_state[0]
@@ -45,6 +47,7 @@ class FlatDecoder(torch.nn.Module):
         self.source = source
         self.given = given
 
+    @same_grad_mode_untraced
     def forward(self, input_ids, positions, encoder_states):
         from transformers.modeling_outputs import BaseModelOutput
 

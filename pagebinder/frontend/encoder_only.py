@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.capture import _evaluation_mode, token_inputs, trace
+from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.leaves.relative_bias import bias_by_distance
 from pagebinder.frontend.numbering import numbering
@@ -44,6 +45,7 @@ class FlatTokensOfEncoder(torch.nn.Module):
         self.offset = numbering(source).offset
         self.accepts = set(inspect.signature(type(source).forward).parameters)
 
+    @same_grad_mode_untraced
     def forward(self, input_ids, positions):
         ids, positions = input_ids.unsqueeze(0), positions.unsqueeze(0) + self.offset
         options = {

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
+from pagebinder.graph_tools import graph_module
 from pagebinder.report import PassResult
 
 KEEP = ("off", "sample", "full")
@@ -63,7 +64,7 @@ class Trail:
                 s for i, s in enumerate(self.steps) if i <= final or (s.chain, s.level) != (chain, level)
             ]
             name = f"{level} level"
-        snapshot = GraphModule(gm, copy.deepcopy(gm.graph), class_name=type(gm).__name__)
+        snapshot = graph_module(gm, copy.deepcopy(gm.graph), type(gm).__name__)
         self.steps.append(Step(chain, level, name, snapshot, result))
 
     def after(self, level: str, *, chain: str = DECODER) -> Callable[[PassResult, GraphModule], None]:

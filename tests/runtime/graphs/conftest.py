@@ -7,12 +7,18 @@ import pagebinder
 from pagebinder import CompileConfig
 from tests.helpers import tiny_gemma3, tiny_llama, tiny_mamba2, tiny_qwen3_next
 
+_WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+_RECURRENT = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_only_layers": [0, 1],
+}
 MODELS = {
     "llama": (tiny_llama, {}),
     "reference attention": (tiny_llama, {"providers": {"paged_attention": "reference"}}),
-    "windows": (tiny_gemma3, {}),
+    "windows": (lambda: tiny_gemma3(**_WINDOWS), {}),
     "mamba2": (tiny_mamba2, {}),
-    "qwen3 next": (tiny_qwen3_next, {}),
+    "qwen3 next": (lambda: tiny_qwen3_next(**_RECURRENT), {}),
 }
 _compiled: dict = {}
 
