@@ -34,6 +34,8 @@ from tests.helpers import (
 )
 from tests.test_engine_mla import source
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 aten = torch.ops.aten
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 MODELS = {
@@ -135,6 +137,22 @@ def test_a_mode_sees_the_ops():
     assert (
         sum("paged_attention" in str(call[0]) for call in recorder.calls) == model.source.num_attention_layers
     )
+
+
+def test_a_profiler_sees_the_ops_which_are_called_without_the_dispatcher_else(monkeypatch):
+    model = compiled("llama")
+    expected = model.executable.run(inputs_of(model, 9))
+
+    def names() -> list[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            assert torch.equal(model.executable.run(inputs_of(model, 9)), expected)
+        return [event.name for event in profiled.events()]
+
+    ours = "pagebinder_cpu::paged_attention"
+    assert names().count(ours) == model.source.num_attention_layers
+    monkeypatch.setattr(torch.autograd, "_profiler_enabled", lambda: False)
+    unseen = names()
+    assert "aten::view" in unseen and ours not in unseen
 
 
 def test_an_error_names_the_op_and_loses_nothing():

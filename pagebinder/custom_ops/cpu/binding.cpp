@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "binding_elements.h"
+#include "direct_calls.h"
 
 namespace {
 
@@ -92,8 +93,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {  // a part of paged_mla_atten
         "Tensor(a!) out, *, float scale, int? window) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("kv_cache_write", TORCH_BOX(&write_cache));
-  m.impl("paged_attention", TORCH_BOX(&paged_attention));
-  m.impl("paged_attention_lse", TORCH_BOX(&paged_attention_lse));
-  m.impl("latent_attention", TORCH_BOX(&latent_attention));
+  pagebinder::implement(m, "kv_cache_write", TORCH_BOX(&write_cache));
+  pagebinder::implement(m, "paged_attention", TORCH_BOX(&paged_attention));
+  pagebinder::implement(m, "paged_attention_lse", TORCH_BOX(&paged_attention_lse));
+  pagebinder::implement(m, "latent_attention", TORCH_BOX(&latent_attention));
 }

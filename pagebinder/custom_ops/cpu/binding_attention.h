@@ -4,11 +4,11 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <initializer_list>
 #include <optional>
 #include <type_traits>
 
 #include "attention.h"
+#include "new_tensor.h"
 #include "thread_pool.h"
 
 namespace pagebinder {
@@ -34,16 +34,6 @@ inline const float* head_data(const std::optional<Tensor>& t, int64_t num_heads,
                       (num_heads == 1 || t->stride(0) == 1),
                   name, " must be float32 [H], contiguous");
   return data<const float>(*t);
-}
-
-inline Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype) {
-  int64_t strides[3] = {1, 1, 1};
-  for (int i = static_cast<int>(sizes.size()) - 2; i >= 0; --i) strides[i] = strides[i + 1] * sizes.begin()[i + 1];
-  AtenTensorHandle handle;
-  STD_TORCH_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides, static_cast<int32_t>(dtype),
-                                           aoti_torch_device_type_cpu(), 0, &handle) == 0,
-                  "cannot allocate the output");
-  return Tensor(handle);
 }
 
 inline bool last_is_dense(const Tensor& t) {

@@ -9,7 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "direct_calls.h"
 #include "linear.h"
+#include "new_tensor.h"
 #include "thread_pool.h"
 
 namespace {
@@ -124,8 +126,7 @@ void code_linear_weight(const Tensor& weight, Tensor coded) {
 Tensor decode_linear_weight(const Tensor& coded) {
   STD_TORCH_CHECK(is_coded(coded) && coded.is_contiguous(), "codes are uint8 [N / 32, K / 256, bytes], contiguous");
   const int64_t inner = coded.size(1) * pagebinder::CODED_INNER, bytes = coded.size(2);
-  Tensor packed = torch::stable::new_empty(
-      coded, std::vector<int64_t>{coded.size(0), inner / 32, 2, 16, 16, 2}, ScalarType::BFloat16);
+  Tensor packed = pagebinder::new_tensor({coded.size(0), inner / 32, 2, 16, 16, 2}, ScalarType::BFloat16);
   uint16_t* to = static_cast<uint16_t*>(packed.mutable_data_ptr());
   const uint8_t* codes = static_cast<const uint8_t*>(coded.const_data_ptr());
   const int num_threads = static_cast<int>(torch::stable::get_num_threads());
@@ -140,8 +141,8 @@ Tensor decode_linear_weight(const Tensor& coded) {
 Tensor plain(const Tensor& weight) {
   if (is_coded(weight)) return plain(decode_linear_weight(weight));
   if (!is_packed(weight)) return weight;
-  Tensor result = torch::stable::new_empty(
-      weight, std::vector<int64_t>{columns_of(weight), weight.size(1) * pagebinder::PACKED_PANEL});
+  Tensor result = pagebinder::new_tensor({columns_of(weight), weight.size(1) * pagebinder::PACKED_PANEL},
+                                         weight.scalar_type());
   for_panels(result, weight, true);
   return result;
 }
@@ -198,7 +199,7 @@ Tensor new_result(const Tensor& x, int64_t columns) {
   std::vector<int64_t> sizes;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) sizes.push_back(x.size(d));
   sizes.push_back(columns);
-  return torch::stable::new_empty(x, sizes);
+  return pagebinder::new_tensor(sizes, x.scalar_type());
 }
 
 std::vector<Tensor> linears(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> given_biases) {
@@ -285,14 +286,14 @@ void stall_helpers(int64_t microseconds) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("linear", TORCH_BOX(&linear));
-  m.impl("linears", TORCH_BOX(&linears));
-  m.impl("gated_linear", TORCH_BOX(&gated_linear));
-  m.impl("pack_linear_weight", TORCH_BOX(&pack_linear_weight));
-  m.impl("unpack_linear_weight", TORCH_BOX(&unpack_linear_weight));
-  m.impl("coded_block_bytes", TORCH_BOX(&coded_block_bytes));
-  m.impl("code_linear_weight", TORCH_BOX(&code_linear_weight));
-  m.impl("decode_linear_weight", TORCH_BOX(&decode_linear_weight));
+  pagebinder::implement(m, "linear", TORCH_BOX(&linear));
+  pagebinder::implement(m, "linears", TORCH_BOX(&linears));
+  pagebinder::implement(m, "gated_linear", TORCH_BOX(&gated_linear));
+  pagebinder::implement(m, "pack_linear_weight", TORCH_BOX(&pack_linear_weight));
+  pagebinder::implement(m, "unpack_linear_weight", TORCH_BOX(&unpack_linear_weight));
+  pagebinder::implement(m, "coded_block_bytes", TORCH_BOX(&coded_block_bytes));
+  pagebinder::implement(m, "code_linear_weight", TORCH_BOX(&code_linear_weight));
+  pagebinder::implement(m, "decode_linear_weight", TORCH_BOX(&decode_linear_weight));
 }
 
 // has_matrix_tiles: does this machine let the kernels use them? thread_pool_counts: threads, jobs that were done again
@@ -309,7 +310,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
   m.def("decode_linear_weight(Tensor coded) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CompositeExplicitAutograd, m) {
-  m.impl("has_matrix_tiles", TORCH_BOX(&has_matrix_tiles));
-  m.impl("thread_pool_counts", TORCH_BOX(&thread_pool_counts));
-  m.impl("stall_helpers", TORCH_BOX(&stall_helpers));
+  pagebinder::implement(m, "has_matrix_tiles", TORCH_BOX(&has_matrix_tiles));
+  pagebinder::implement(m, "thread_pool_counts", TORCH_BOX(&thread_pool_counts));
+  pagebinder::implement(m, "stall_helpers", TORCH_BOX(&stall_helpers));
 }

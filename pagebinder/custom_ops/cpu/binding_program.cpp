@@ -181,20 +181,22 @@ Program::Program(const std::string& text, std::vector<Tensor> constants) : const
   num_slots_ = reader.number();
   for (int64_t count = reader.number(); count > 0; --count) calls_.push_back(read_call(reader));
   outputs_ = reader.numbers();
-  for (const Call& call : calls_) {
+  for (Call& call : calls_) {
+    if (call.overload.empty()) call.direct = direct_calls().find(call.op);
     const size_t returned = call.returns_list ? 1 : call.results.size();
     deepest_stack_ = std::max({deepest_stack_, call.operands.size(), returned});
   }
 }
 
-std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes) const {
+std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes,
+                                 bool direct) const {
   STD_TORCH_CHECK(static_cast<int64_t>(inputs.size()) == num_inputs_ && static_cast<int64_t>(sizes.size()) == num_sizes_,
                   "a native program takes ", num_inputs_, " tensors and ", num_sizes_, " sizes, not ", inputs.size(),
                   " and ", sizes.size());
   Slots slots(num_slots_, sizes, constants_);
   for (size_t i = 0; i < inputs.size(); ++i)
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(inputs[i].get(), &slots.tensors[i]));
-  for (const Call& call : calls_) make_call(call, slots);
+  for (const Call& call : calls_) make_call(call, slots, direct);
   std::vector<Tensor> outputs;
   for (int64_t slot : outputs_) {  // one may be asked for twice
     AtenTensorHandle handle = nullptr;
@@ -204,11 +206,19 @@ std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::v
   return outputs;
 }
 
-void Program::make_call(const Call& call, Slots& slots) const {
+void Program::make_call(const Call& call, Slots& slots, bool direct) const {
   std::vector<StableIValue> stack(deepest_stack_);
   for (size_t i = 0; i < call.operands.size(); ++i) stack[i] = slots.value_of(call.operands[i]);
-  if (torch_call_dispatcher(call.op.c_str(), call.overload.c_str(), stack.data(), TORCH_ABI_VERSION) != TORCH_SUCCESS)
+  if (direct && call.direct != nullptr) {
+    try {
+      call.direct(stack.data(), call.operands.size(), call.returns_list ? 1 : call.results.size());
+    } catch (const std::exception& error) {
+      throw std::runtime_error(call.op + ": " + error.what());
+    }
+  } else if (torch_call_dispatcher(call.op.c_str(), call.overload.c_str(), stack.data(), TORCH_ABI_VERSION) !=
+             TORCH_SUCCESS) {
     throw std::runtime_error(call.op + ": " + what_went_wrong());
+  }
   if (!call.returns_list) {
     for (size_t i = 0; i < call.results.size(); ++i)
       slots.keep(call.results[i], torch::stable::detail::to<AtenTensorHandle>(stack[i]));
@@ -238,7 +248,8 @@ int64_t make_native_program(std::string text, std::vector<Tensor> constants) {
   return last_program;
 }
 
-std::vector<Tensor> run_native_program(int64_t number, std::vector<Tensor> inputs, std::vector<int64_t> sizes) {
+std::vector<Tensor> run_program(int64_t number, const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes,
+                                bool direct) {
   std::shared_ptr<const Program> program;
   {
     const std::lock_guard guard(programs_lock);
@@ -246,7 +257,15 @@ std::vector<Tensor> run_native_program(int64_t number, std::vector<Tensor> input
     STD_TORCH_CHECK(found != programs.end(), "there is no native program ", number);
     program = found->second;
   }
-  return program->run(inputs, sizes);
+  return program->run(inputs, sizes, direct);
+}
+
+std::vector<Tensor> run_native_program(int64_t number, std::vector<Tensor> inputs, std::vector<int64_t> sizes) {
+  return run_program(number, inputs, sizes, true);
+}
+
+std::vector<Tensor> run_profiled_program(int64_t number, std::vector<Tensor> inputs, std::vector<int64_t> sizes) {
+  return run_program(number, inputs, sizes, false);
 }
 
 void drop_native_program(int64_t number) {
@@ -264,10 +283,12 @@ void drop_native_program(int64_t number) {
 STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
   m.def("make_native_program(str text, Tensor[] constants) -> int");
   m.def("run_native_program(int program, Tensor[] inputs, int[] sizes) -> Tensor[]");
+  m.def("run_profiled_program(int program, Tensor[] inputs, int[] sizes) -> Tensor[]");
   m.def("drop_native_program(int program) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CompositeExplicitAutograd, m) {
   m.impl("make_native_program", TORCH_BOX(&pagebinder::programs::make_native_program));
   m.impl("run_native_program", TORCH_BOX(&pagebinder::programs::run_native_program));
+  m.impl("run_profiled_program", TORCH_BOX(&pagebinder::programs::run_profiled_program));
   m.impl("drop_native_program", TORCH_BOX(&pagebinder::programs::drop_native_program));
 }

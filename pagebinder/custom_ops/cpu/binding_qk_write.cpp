@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "binding_qk_write.h"
+#include "direct_calls.h"
 
 namespace {
 
@@ -25,4 +26,6 @@ Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) { m.impl("qk_norm_rope_write", TORCH_BOX(&qk_write)); }
+STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
+  pagebinder::implement(m, "qk_norm_rope_write", TORCH_BOX(&qk_write));
+}

@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "direct_calls.h"
 #include "rms_norm.h"
 #include "row_tensors.h"
 
@@ -18,7 +19,7 @@ Tensor normed(const Tensor& x, const Tensor* residual, Tensor* total, const std:
   const std::vector<int64_t> sizes = sizes_of(x);
   const int64_t columns = sizes.back(), count = x.numel() / columns;
   const int num_threads = static_cast<int>(torch::stable::get_num_threads());
-  Tensor out = torch::stable::new_empty(x, sizes, widens ? ScalarType::Float : x.scalar_type());
+  Tensor out = new_tensor(sizes, widens ? ScalarType::Float : x.scalar_type());
   std::vector<Tensor> kept;
   with_type_of(x, [&](auto type) {
     using T = decltype(type);
@@ -40,7 +41,7 @@ Tensor rms_norm_op(const Tensor& x, std::optional<Tensor> weight, double eps, st
 std::tuple<Tensor, Tensor> add_rms_norm_op(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
                                            double eps, std::string tail) {
   STD_TORCH_CHECK(alike(x, residual), "x and residual must have the same shape and dtype");
-  Tensor total = torch::stable::new_empty(x, sizes_of(x));
+  Tensor total = new_tensor(sizes_of(x), x.scalar_type());
   Tensor out = normed(x, &residual, &total, weight, eps, tail);
   return {out, total};
 }
@@ -48,6 +49,6 @@ std::tuple<Tensor, Tensor> add_rms_norm_op(const Tensor& x, const Tensor& residu
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("rms_norm", TORCH_BOX(&rms_norm_op));
-  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm_op));
+  pagebinder::implement(m, "rms_norm", TORCH_BOX(&rms_norm_op));
+  pagebinder::implement(m, "add_rms_norm", TORCH_BOX(&add_rms_norm_op));
 }

@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "direct_calls.h"
+
 namespace pagebinder::programs {
 
 using torch::stable::Tensor;
@@ -35,6 +37,7 @@ struct Call {
   std::vector<Operand> operands;
   bool returns_list = false;       // `results` are the list's elements
   std::vector<int64_t> results;    // slots, -1: dropped
+  DirectCall direct = nullptr;     // what to call instead of asking the dispatcher for `op`
 };
 
 class Program {
@@ -42,12 +45,13 @@ class Program {
   // Raises std::runtime_error for text that is not a program's.
   Program(const std::string& text, std::vector<Tensor> constants);
 
-  // Inputs have the first slots. Raises what a call raises, with the op's name.
-  std::vector<Tensor> run(const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes) const;
+  // Inputs have the first slots. Raises what a call raises, with the op's name. direct: ops of ours are called without
+  // the dispatcher, so nobody who listens to it, a profiler, hears of them.
+  std::vector<Tensor> run(const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes, bool direct) const;
 
  private:
   struct Slots;
-  void make_call(const Call& call, Slots& slots) const;
+  void make_call(const Call& call, Slots& slots, bool direct) const;
 
   std::vector<Call> calls_;
   std::vector<int64_t> outputs_;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "new_tensor.h"
 #include "norm_rows.h"
 
 namespace pagebinder {
@@ -75,8 +76,9 @@ NormRows<T> norm_of(const Tensor& x, const std::optional<Tensor>& weight, double
   if (!weight) return rows;
   STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == x.size(x.dim() - 1), "weight must be [C]");
   rows.wide_weight = weight->scalar_type() != x.scalar_type() || weight->scalar_type() == ScalarType::Float;
-  const Tensor values = rows.wide_weight ? torch::stable::to(*weight, ScalarType::Float) : *weight;
-  kept.push_back(torch::stable::contiguous(values));
+  const bool is_other = rows.wide_weight && weight->scalar_type() != ScalarType::Float;
+  const Tensor values = is_other ? torch::stable::to(*weight, ScalarType::Float) : *weight;
+  kept.push_back(values.is_contiguous() ? values : torch::stable::contiguous(values));
   rows.weight = kept.back().const_data_ptr();
   return rows;
 }

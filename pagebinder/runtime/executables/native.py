@@ -60,11 +60,12 @@ class _ProgramCall(torch.nn.Module):
         ops = torch.ops.pagebinder_cpu
         self._number = ops.make_native_program(program.text, [c.detach() for c in constants])
         self._num_tensors = len(program.tensors)
-        self._call = ops.run_native_program.default
+        self._call, self._profiled = ops.run_native_program.default, ops.run_profiled_program.default
         weakref.finalize(self, ops.drop_native_program.default, self._number)
 
     def forward(self, *operands: torch.Tensor | int) -> list[torch.Tensor]:
-        return self._call(self._number, operands[: self._num_tensors], operands[self._num_tensors :])
+        call = self._profiled if torch.autograd._profiler_enabled() else self._call
+        return call(self._number, operands[: self._num_tensors], operands[self._num_tensors :])
 
 
 def native_runs(gm: GraphModule) -> list[list[Node]]:

@@ -8,7 +8,9 @@
 #include <tuple>
 #include <vector>
 
+#include "direct_calls.h"
 #include "fp8/fp8.h"
+#include "new_tensor.h"
 #include "row_tensors.h"
 #include "thread_pool.h"
 
@@ -46,10 +48,10 @@ Quantised quantised_like(const Tensor& x, const std::optional<Tensor>& scale, co
   Fp8Output out{};
   out.granularity = granularity_named(name), out.columns = x.size(x.dim() - 1), out.rows = x.numel() / out.columns;
   std::vector<int64_t> sizes = sizes_of(x);
-  Tensor codes = torch::stable::new_empty(x, sizes, ScalarType::Float8_e4m3fn);
+  Tensor codes = new_tensor(sizes, ScalarType::Float8_e4m3fn);
   if (out.granularity == Granularity::TENSOR) sizes = {1};
   else sizes.back() = out.granularity == Granularity::TOKEN ? 1 : (out.columns + FP8_GROUP - 1) / FP8_GROUP;
-  Tensor scales = torch::stable::new_empty(x, sizes, ScalarType::Float);
+  Tensor scales = new_tensor(sizes, ScalarType::Float);
   out.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
   out.scales = static_cast<float*>(scales.mutable_data_ptr());
   if (scale) {
@@ -95,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& r
                                                 std::string granularity) {
   STD_TORCH_CHECK(alike(x, residual), "x and residual must have the same shape and dtype");
   const Quantised to = quantised_like(x, scale, granularity);
-  Tensor total = torch::stable::new_empty(x, sizes_of(x));
+  Tensor total = new_tensor(sizes_of(x), x.scalar_type());
   std::vector<Tensor> kept;
   with_type_of(x, [&](auto type) {
     using T = decltype(type);
@@ -109,8 +111,8 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& r
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("scaled_fp8_quant", TORCH_BOX(&scaled_fp8_quant));
-  m.impl("gated_activation_fp8_quant", TORCH_BOX(&gated_activation));
-  m.impl("rms_norm_fp8_quant", TORCH_BOX(&rms_norm));
-  m.impl("add_rms_norm_fp8_quant", TORCH_BOX(&add_rms_norm));
+  pagebinder::implement(m, "scaled_fp8_quant", TORCH_BOX(&scaled_fp8_quant));
+  pagebinder::implement(m, "gated_activation_fp8_quant", TORCH_BOX(&gated_activation));
+  pagebinder::implement(m, "rms_norm_fp8_quant", TORCH_BOX(&rms_norm));
+  pagebinder::implement(m, "add_rms_norm_fp8_quant", TORCH_BOX(&add_rms_norm));
 }

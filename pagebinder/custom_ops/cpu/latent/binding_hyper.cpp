@@ -5,8 +5,10 @@
 
 #include <tuple>
 
+#include "direct_calls.h"
 #include "hyper.h"
 #include "linear.h"
+#include "new_tensor.h"
 #include "thread_pool.h"
 
 namespace {
@@ -57,7 +59,7 @@ Tensor collapse(const Tensor& streams_in, const Tensor& fn_in, const Tensor& bas
   STD_TORCH_CHECK(scale_in.dim() == 1 && scale_in.size(0) == num_scales, "scale must be [", num_scales, "]");
   const Tensor streams = adjacent(streams_in), fn = adjacent(fn_in);
   const Tensor base = contiguous_f32(base_in), scale = contiguous_f32(scale_in);
-  Tensor out = torch::stable::new_empty(streams, {T, C});
+  Tensor out = pagebinder::new_tensor({T, C}, streams.scalar_type());
   if (out.numel() == 0) return out;
   pagebinder::HyperArgs a{};
   a.tokens = T, a.streams = S, a.channels = C, a.rows = static_cast<int>(rows);
@@ -82,8 +84,8 @@ std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const
   check_streams(streams);
   STD_TORCH_CHECK(sinkhorn_iters > 0, "sinkhorn_iters must be 1 or more, not ", sinkhorn_iters);
   const int64_t T = streams.size(0), S = streams.size(1);
-  Tensor post = torch::stable::new_empty(streams, {T, S}, ScalarType::Float);
-  Tensor comb = torch::stable::new_empty(streams, {T, S, S}, ScalarType::Float);
+  Tensor post = pagebinder::new_tensor({T, S}, ScalarType::Float);
+  Tensor comb = pagebinder::new_tensor({T, S, S}, ScalarType::Float);
   Tensor out = collapse(streams, fn, base, scale, (2 + S) * S, sinkhorn_iters, norm_eps, eps, &post, &comb);
   return {post, comb, out};
 }
@@ -106,7 +108,7 @@ Tensor hyper_mix(const Tensor& streams_in, const Tensor& post_in, const Tensor& 
                   "comb must be [", T, ", ", S, ", ", S, "]");
   const Tensor streams = adjacent(streams_in), update = adjacent(update_in);
   const Tensor post = contiguous_f32(post_in), comb = contiguous_f32(comb_in);
-  Tensor out = torch::stable::new_empty(streams, {T, S, C});
+  Tensor out = pagebinder::new_tensor({T, S, C}, streams.scalar_type());
   if (out.numel() == 0) return out;
   pagebinder::HyperMixArgs a{};
   a.tokens = T, a.streams = S, a.channels = C, a.type = element_of(streams, "streams");
@@ -146,7 +148,7 @@ void check_heads(const Tensor& x, const Tensor& cos, const Tensor& sin) {
 Tensor q_norm_rope(const Tensor& q_in, const Tensor& cos_in, const Tensor& sin_in, double eps) {
   check_heads(q_in, cos_in, sin_in);
   const Tensor q = adjacent(q_in), cos = adjacent(cos_in), sin = adjacent(sin_in);
-  Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)});
+  Tensor out = pagebinder::new_tensor({q.size(0), q.size(1), q.size(2)}, q.scalar_type());
   if (out.numel() == 0) return out;
   pagebinder::HeadsArgs a = heads_args(q, cos, sin, out);
   a.eps = static_cast<float>(eps);
@@ -168,7 +170,7 @@ Tensor tile_products(const Tensor& rows, const Tensor& weight) {
   pagebinder::LinearArgs shared{};
   const int num_threads = static_cast<int>(torch::stable::get_num_threads());
   const int64_t parts = parts_of_group(groups, weight.size(0) / groups, num_threads), jobs = groups * parts;
-  Tensor out = torch::stable::new_empty(rows, {jobs, T, weight.size(0) / jobs});
+  Tensor out = pagebinder::new_tensor({jobs, T, weight.size(0) / jobs}, rows.scalar_type());
   shared.rows = T, shared.inner = shared.x_stride = K, shared.num_threads = 1;
   const int64_t columns = weight.size(0) / jobs, stride = weight.stride(0);
   const auto* x = static_cast<const uint16_t*>(rows.const_data_ptr());
@@ -206,7 +208,7 @@ Tensor inverse_rope_grouped_linear(const Tensor& x_in, const Tensor& cos_in, con
   STD_TORCH_CHECK(!fp8 || K % 128 == 0, "fp8 needs a multiple of 128 channels in a group, not ", K);
   if (T == 0 || K == 0 || weight.size(0) == 0) return torch::stable::new_zeros(x_in, {T, weight.size(0)});
   const Tensor x = adjacent(x_in), cos = adjacent(cos_in), sin = adjacent(sin_in);
-  Tensor rows = torch::stable::new_empty(x, {groups, T, K});
+  Tensor rows = pagebinder::new_tensor({groups, T, K}, x.scalar_type());
   pagebinder::HeadsArgs a = heads_args(x, cos, sin, rows);
   a.groups = groups, a.fp8 = fp8;
   pagebinder::inverse_rope_groups(a);
@@ -217,9 +219,9 @@ Tensor inverse_rope_grouped_linear(const Tensor& x_in, const Tensor& cos_in, con
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("hyper_connection", TORCH_BOX(&hyper_connection));
-  m.impl("hyper_mix", TORCH_BOX(&hyper_mix));
-  m.impl("hyper_head", TORCH_BOX(&hyper_head));
-  m.impl("q_norm_rope", TORCH_BOX(&q_norm_rope));
-  m.impl("inverse_rope_grouped_linear", TORCH_BOX(&inverse_rope_grouped_linear));
+  pagebinder::implement(m, "hyper_connection", TORCH_BOX(&hyper_connection));
+  pagebinder::implement(m, "hyper_mix", TORCH_BOX(&hyper_mix));
+  pagebinder::implement(m, "hyper_head", TORCH_BOX(&hyper_head));
+  pagebinder::implement(m, "q_norm_rope", TORCH_BOX(&q_norm_rope));
+  pagebinder::implement(m, "inverse_rope_grouped_linear", TORCH_BOX(&inverse_rope_grouped_linear));
 }

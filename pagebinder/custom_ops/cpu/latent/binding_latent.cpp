@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "direct_calls.h"
 #include "latent.h"
 #include "latent_tensors.h"
 #include "thread_pool.h"
@@ -121,7 +122,7 @@ void compress_norm_rope_store(const Tensor& kv, const Tensor& gate, const Tensor
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("latent_cache_write", TORCH_BOX(&latent_cache_write));
-  m.impl("kv_rope_quant_store", TORCH_BOX(&kv_rope_quant_store));
-  m.impl("compress_norm_rope_store", TORCH_BOX(&compress_norm_rope_store));
+  pagebinder::implement(m, "latent_cache_write", TORCH_BOX(&latent_cache_write));
+  pagebinder::implement(m, "kv_rope_quant_store", TORCH_BOX(&kv_rope_quant_store));
+  pagebinder::implement(m, "compress_norm_rope_store", TORCH_BOX(&compress_norm_rope_store));
 }

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "direct_calls.h"
 #include "mla.h"
 #include "thread_pool.h"
 
@@ -53,5 +54,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
   m.def("mla_head_product(Tensor x, Tensor weight, Tensor(a!) out, bool dotted) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("mla_head_product", TORCH_BOX(&mla_head_product));
+  pagebinder::implement(m, "mla_head_product", TORCH_BOX(&mla_head_product));
 }

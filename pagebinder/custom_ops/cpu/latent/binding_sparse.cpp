@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "direct_calls.h"
 #include "indexer.h"
 #include "latent_tensors.h"
 #include "sparse_mla.h"
@@ -148,6 +149,6 @@ Tensor indexer_score_topk(const Tensor& q, const Tensor& weights, const Tensor& 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("sparse_mla_attention", TORCH_BOX(&sparse_mla_attention));
-  m.impl("indexer_score_topk", TORCH_BOX(&indexer_score_topk));
+  pagebinder::implement(m, "sparse_mla_attention", TORCH_BOX(&sparse_mla_attention));
+  pagebinder::implement(m, "indexer_score_topk", TORCH_BOX(&indexer_score_topk));
 }

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "binding_qk_write.h"
+#include "direct_calls.h"
 #include "quantized_kv.h"
 
 namespace {
@@ -87,7 +88,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("quantized_kv_cache_write", TORCH_BOX(&write_cache));
-  m.impl("quantized_paged_attention", TORCH_BOX(&paged_attention));
-  m.impl("qk_norm_rope_quantized_write", TORCH_BOX(&qk_write));
+  pagebinder::implement(m, "quantized_kv_cache_write", TORCH_BOX(&write_cache));
+  pagebinder::implement(m, "quantized_paged_attention", TORCH_BOX(&paged_attention));
+  pagebinder::implement(m, "qk_norm_rope_quantized_write", TORCH_BOX(&qk_write));
 }

@@ -4,6 +4,8 @@
 #include <limits>
 #include <string>
 
+#include "direct_calls.h"
+#include "new_tensor.h"
 #include "recurrent_tensors.h"
 
 namespace {
@@ -27,7 +29,7 @@ Tensor paged_short_conv(const Tensor& x, const Tensor& weight, std::optional<Ten
   a.step = step_of(x.size(0), block_table, seq_lens, query_start_loc, block_size);
   Operands operands;
   a.x = operands.rows(x), a.weight = operands.rows(weight), a.bias = operands.rows(bias);
-  Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  Tensor out = new_tensor({x.size(0), x.size(1)}, x.scalar_type());
   a.out = result_of(out);
   check(short_conv(a));
   return out;
@@ -43,7 +45,7 @@ Tensor paged_linear_recurrence(const Tensor& x, const Tensor& decay, const Tenso
   a.step = step_of(x.size(0), block_table, seq_lens, query_start_loc, block_size);
   Operands operands;
   a.x = operands.rows(x), a.decay = operands.rows(decay);
-  Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  Tensor out = new_tensor({x.size(0), x.size(1)}, x.scalar_type());
   a.out = result_of(out);
   check(linear_recurrence(a));
   return out;
@@ -67,7 +69,7 @@ Tensor paged_selective_scan(const Tensor& x, const Tensor& dt, const Tensor& b, 
   Operands operands;
   a.x = operands.rows(x), a.dt = operands.rows(dt), a.b = operands.rows(b), a.c = operands.rows(c);
   a.a = operands.rows(A), a.d = operands.rows(D), a.dt_bias = operands.rows(dt_bias);
-  Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1)}, ScalarType::Float);
+  Tensor out = new_tensor({x.size(0), x.size(1)}, ScalarType::Float);
   a.out = result_of(out);
   check(selective_scan(a));
   return out;
@@ -84,7 +86,7 @@ Tensor paged_wkv(const Tensor& k, const Tensor& v, const Tensor& decay, const Te
   a.step = step_of(k.size(0), block_table, seq_lens, query_start_loc, block_size);
   Operands operands;
   a.k = operands.rows(k), a.v = operands.rows(v), a.decay = operands.rows(decay), a.first = operands.rows(first);
-  Tensor out = torch::stable::new_empty(k, {k.size(0), k.size(1)});
+  Tensor out = new_tensor({k.size(0), k.size(1)}, k.scalar_type());
   a.out = result_of(out);
   check(wkv(a));
   return out;
@@ -115,7 +117,7 @@ Tensor paged_gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
   Operands operands;
   a.q = operands.rows(q), a.k = operands.rows(k), a.v = operands.rows(v), a.beta = operands.values(beta);
   a.g = a.row_decay ? operands.rows(g) : operands.values(g);
-  Tensor out = torch::stable::new_empty(q, {T, a.heads, a.value_width});
+  Tensor out = new_tensor({T, a.heads, a.value_width}, q.scalar_type());
   a.out = result_of(out);
   check(gated_delta_rule(a));
   return out;
@@ -137,7 +139,7 @@ Tensor paged_mlstm(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   Operands operands;
   a.q = operands.rows(q), a.k = operands.rows(k), a.v = operands.rows(v);
   a.igate = operands.values(igate), a.fgate = operands.values(fgate);
-  Tensor out = torch::stable::new_empty(q, {T, a.heads, a.value_width});
+  Tensor out = new_tensor({T, a.heads, a.value_width}, q.scalar_type());
   a.out = result_of(out);
   check(mlstm(a));
   return out;
@@ -166,7 +168,7 @@ Tensor paged_ssd(const Tensor& x, const Tensor& dt, const Tensor& A, const Tenso
   Operands operands;
   a.x = operands.rows(x), a.b = operands.rows(b), a.c = operands.rows(c), a.dt = operands.values(dt);
   a.a = operands.values(A), a.d = operands.values(D), a.dt_bias = operands.values(dt_bias);
-  Tensor out = torch::stable::new_empty(x, {T, a.heads, a.head_width}, ScalarType::Float);
+  Tensor out = new_tensor({T, a.heads, a.head_width}, ScalarType::Float);
   a.out = result_of(out);
   check(ssd(a));
   return out;
@@ -175,11 +177,11 @@ Tensor paged_ssd(const Tensor& x, const Tensor& dt, const Tensor& A, const Tenso
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("paged_short_conv", TORCH_BOX(&paged_short_conv));
-  m.impl("paged_linear_recurrence", TORCH_BOX(&paged_linear_recurrence));
-  m.impl("paged_selective_scan", TORCH_BOX(&paged_selective_scan));
-  m.impl("paged_wkv", TORCH_BOX(&paged_wkv));
-  m.impl("paged_gated_delta_rule", TORCH_BOX(&paged_gated_delta_rule));
-  m.impl("paged_mlstm", TORCH_BOX(&paged_mlstm));
-  m.impl("paged_ssd", TORCH_BOX(&paged_ssd));
+  pagebinder::implement(m, "paged_short_conv", TORCH_BOX(&paged_short_conv));
+  pagebinder::implement(m, "paged_linear_recurrence", TORCH_BOX(&paged_linear_recurrence));
+  pagebinder::implement(m, "paged_selective_scan", TORCH_BOX(&paged_selective_scan));
+  pagebinder::implement(m, "paged_wkv", TORCH_BOX(&paged_wkv));
+  pagebinder::implement(m, "paged_gated_delta_rule", TORCH_BOX(&paged_gated_delta_rule));
+  pagebinder::implement(m, "paged_mlstm", TORCH_BOX(&paged_mlstm));
+  pagebinder::implement(m, "paged_ssd", TORCH_BOX(&paged_ssd));
 }

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 
+#include "direct_calls.h"
 #include "logit_tensors.h"
+#include "new_tensor.h"
 #include "sampling.h"
 
 namespace {
@@ -39,7 +41,7 @@ Tensor sample_tokens(const Tensor& logits, const Tensor& rows, const Tensor& str
   STD_TORCH_CHECK(within(tokens, seen.size(0), vocab), "a token in `seen` is not in the vocabulary");
   STD_TORCH_CHECK(within(starts, draws + 1, seen.size(0) + 1) && std::is_sorted(starts, starts + draws + 1),
                   "seen_starts must rise from 0 to at most the length of seen");
-  Tensor result = torch::stable::new_empty(rows, {draws});
+  Tensor result = new_tensor({draws}, rows.scalar_type());
   int64_t* out = static_cast<int64_t*>(result.mutable_data_ptr());
   with_data(logits, [&](const auto* data) {
     parallel_rows(draws, vocab, DRAWN_AT_ONCE, [&](int64_t r) {
@@ -56,5 +58,5 @@ Tensor sample_tokens(const Tensor& logits, const Tensor& rows, const Tensor& str
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("sample_tokens", TORCH_BOX(&sample_tokens));
+  pagebinder::implement(m, "sample_tokens", TORCH_BOX(&sample_tokens));
 }

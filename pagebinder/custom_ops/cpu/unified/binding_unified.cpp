@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "binding_elements.h"
+#include "direct_calls.h"
 #include "unified_attention.h"
 
 namespace {
@@ -128,7 +129,7 @@ std::tuple<Tensor, Tensor> merge(std::vector<Tensor> outs, std::vector<Tensor> l
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("unified_attention", TORCH_BOX(&unified));
-  m.impl("attention_part", TORCH_BOX(&part_of));
-  m.impl("merge_attention_states", TORCH_BOX(&merge));
+  pagebinder::implement(m, "unified_attention", TORCH_BOX(&unified));
+  pagebinder::implement(m, "attention_part", TORCH_BOX(&part_of));
+  pagebinder::implement(m, "merge_attention_states", TORCH_BOX(&merge));
 }
