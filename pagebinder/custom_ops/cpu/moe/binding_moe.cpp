@@ -9,7 +9,9 @@
 #include <utility>
 
 #include "binding_moe.h"
+#include "direct_calls.h"
 #include "moe.h"
+#include "new_tensor.h"
 #include "thread_pool.h"
 
 namespace {
@@ -116,7 +118,7 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weigh
   a.gate = gate(activation, gated, interleaved, limit, alpha, up_offset);
   STD_TORCH_CHECK(a.up.inner == x.size(1) && a.down.columns == x.size(1), "x and the experts differ in C");
   STD_TORCH_CHECK(a.up.columns == (gated ? 2 : 1) * a.down.inner, "up and down differ in the inner width");
-  Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  Tensor out = pagebinder::new_tensor({x.size(0), x.size(1)}, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.mutable_data_ptr();
   a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
@@ -145,7 +147,7 @@ Tensor expert_linear(const Tensor& x_in, const Tensor& ids_in, const Tensor& wei
   a.x = x.const_data_ptr(), a.x_stride = x.stride(x.dim() - 2), a.row_per_slot = row_per_slot;
   a.projection = projection(weight, bias, a.transposed);
   STD_TORCH_CHECK(a.projection.inner == x.size(x.dim() - 1), "x and the experts differ in C");
-  Tensor out = torch::stable::new_empty(x, {ids.size(0), ids.size(1), a.projection.columns});
+  Tensor out = pagebinder::new_tensor({ids.size(0), ids.size(1), a.projection.columns}, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.mutable_data_ptr();
   a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
@@ -156,6 +158,6 @@ Tensor expert_linear(const Tensor& x_in, const Tensor& ids_in, const Tensor& wei
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("moe_experts", TORCH_BOX(&pagebinder::binding::moe_experts));
-  m.impl("expert_linear", TORCH_BOX(&expert_linear));
+  pagebinder::implement(m, "moe_experts", TORCH_BOX(&pagebinder::binding::moe_experts));
+  pagebinder::implement(m, "expert_linear", TORCH_BOX(&expert_linear));
 }

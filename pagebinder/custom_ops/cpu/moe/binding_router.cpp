@@ -12,7 +12,9 @@
 #include <string>
 
 #include "binding_moe.h"
+#include "direct_calls.h"
 #include "moe_router.h"
+#include "new_tensor.h"
 #include "thread_pool.h"
 
 namespace {
@@ -82,8 +84,8 @@ Tensor moe_routed_experts(const Tensor& x, const Tensor& logits, MaybeTensor cho
   const Tensor scores = torch::stable::contiguous(scores_of(logits, score));
   const MaybeTensor bias =
       choice_bias ? MaybeTensor(torch::stable::contiguous(cast(*choice_bias, ScalarType::Float))) : std::nullopt;
-  Tensor ids = torch::stable::new_empty(scores, {x.size(0), top_k}, ScalarType::Long);
-  Tensor weights = torch::stable::new_empty(scores, {x.size(0), top_k}, ScalarType::Float);
+  Tensor ids = pagebinder::new_tensor({x.size(0), top_k}, ScalarType::Long);
+  Tensor weights = pagebinder::new_tensor({x.size(0), top_k}, ScalarType::Float);
   pagebinder::RouterArgs a{};
   a.tokens = x.size(0), a.experts = experts, a.top_k = top_k;
   a.scores = static_cast<const float*>(scores.const_data_ptr());
@@ -110,5 +112,5 @@ Tensor moe_routed_experts(const Tensor& x, const Tensor& logits, MaybeTensor cho
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
-  m.impl("moe_routed_experts", TORCH_BOX(&moe_routed_experts));
+  pagebinder::implement(m, "moe_routed_experts", TORCH_BOX(&moe_routed_experts));
 }

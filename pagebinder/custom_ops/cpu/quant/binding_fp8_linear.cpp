@@ -7,6 +7,8 @@
 #include <string>
 
 #include "amx.h"
+#include "direct_calls.h"
+#include "new_tensor.h"
 #include "small_floats.h"
 #include "weight_tensors.h"
 
@@ -27,7 +29,7 @@ bool matrix_tiles() {
 // Codes -> numbers of T.
 template <class T>
 Tensor decoded(const Tensor& codes, ScalarType type) {
-  Tensor numbers = torch::stable::new_empty(codes, {codes.numel()}, type);
+  Tensor numbers = new_tensor({codes.numel()}, type);
   const auto* from = static_cast<const uint8_t*>(codes.const_data_ptr());
   T* to = static_cast<T*>(numbers.mutable_data_ptr());
   int64_t i = 0;
@@ -66,7 +68,7 @@ Tensor fp8_linear(const Tensor& x, const Tensor& x_scale, const Tensor& qweight,
       tiles ? decoded<bf16>(codes, ScalarType::BFloat16) : decoded<float>(codes, ScalarType::Float);
   std::optional<Tensor> added;
   if (bias) added = torch::stable::contiguous(torch::stable::to(*bias, of_out));
-  Tensor out = torch::stable::new_empty(x, sizes, of_out);
+  Tensor out = new_tensor(sizes, of_out);
   a.x = numbers.const_data_ptr(), a.x_stride = a.inner;
   a.bias = added ? added->const_data_ptr() : nullptr, a.out = out.mutable_data_ptr();
   a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
@@ -76,4 +78,6 @@ Tensor fp8_linear(const Tensor& x, const Tensor& x_scale, const Tensor& qweight,
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) { m.impl("fp8_linear", TORCH_BOX(&fp8_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
+  pagebinder::implement(m, "fp8_linear", TORCH_BOX(&fp8_linear));
+}

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "direct_calls.h"
+#include "new_tensor.h"
 #include "weight_tensors.h"
 
 namespace {
@@ -34,7 +36,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
     const Tensor rows = torch::stable::contiguous(torch::stable::to(x, type));
     std::optional<Tensor> added;
     if (bias) added = torch::stable::contiguous(torch::stable::to(*bias, type));
-    out = torch::stable::new_empty(rows, sizes);
+    out = new_tensor(sizes, rows.scalar_type());
     a.x = rows.const_data_ptr(), a.out = out.mutable_data_ptr();
     a.bias = added ? added->const_data_ptr() : nullptr;
     return a.rows == 0 || a.columns == 0 || run(a);
@@ -47,4 +49,6 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) { m.impl("quantized_linear", TORCH_BOX(&quantized_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
+  pagebinder::implement(m, "quantized_linear", TORCH_BOX(&quantized_linear));
+}
