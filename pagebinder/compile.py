@@ -27,7 +27,7 @@ from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
-from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
+from pagebinder.custom_ops.cpu.provider import reads_packed_weights
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
 from pagebinder.custom_ops.linear.packed_weights import is_plain
 from pagebinder.describe import fill_report
@@ -304,7 +304,7 @@ def _place_weights(
     if source.device.type != "cpu" or config.map_weights:
         return
     given = set() if source.path is not None else {w.data_ptr() for w in source.module.parameters()}
-    if config.pack_weights is not False and has_matrix_tiles():
+    if config.pack_weights is not False and reads_packed_weights():
         keep = set() if config.pack_weights else given
         coded = config.pack_weights == "coded"
         report.weight_layout = describe_packing([pack_weights(g, keep=keep, coded=coded) for g in graphs])

@@ -31,7 +31,7 @@ OPS = ("linear", "linears", "gated_linear")
 
 
 def pack_weights(gm: GraphModule, *, keep: Collection[int] = (), coded: bool = False) -> PassResult:
-    """Pack the weights of a graph that runs on matrix tiles; no other machine should be asked to.
+    """Pack the weights of a graph that runs on matrix tiles or BF16 dots; no other machine should be asked to.
 
     Args:
         keep: data pointers of weights that stay as they are: somebody else holds them in memory anyway.

@@ -247,6 +247,7 @@ def test_narrower_instruction_sets_pass_the_numerics(march):
     if NEEDED_FLAG[march] not in flags:
         pytest.skip(f"no {NEEDED_FLAG[march]} here")
     code = """
+import os
 import torch
 from hypothesis import given, settings
 from pagebinder.custom_ops.cpu import build
@@ -265,6 +266,7 @@ def check_random_cases(case):
     t.check(attention, case)
 check_random_cases()
 assert not torch.ops.pagebinder_cpu.has_matrix_tiles()
+assert torch.ops.pagebinder_cpu.reads_packed_weights() == ("cooperlake" == os.environ["PAGEBINDER_CPU_MARCH"])
 print("passed")
 """
     assert "passed" in run_python(code, PAGEBINDER_CPU_MARCH=march)

@@ -126,14 +126,14 @@ def test_bad_sizes_raise(linear):
 
 
 def test_same_bits_with_any_number_of_rows_and_threads():
-    """Promised of the kernels for few rows, where the machine has matrix tiles: up to 4 rows, which are summed on
-    vectors, and from 5 to 128, on tiles. torch's linear promises nothing."""
+    """Promised up to 4 rows, which are summed on vectors, and from 5 to 128, on matrix tiles or BF16 dots; without
+    either torch's linear serves from 9 rows on, which promises nothing."""
     chosen = registered_providers()["cpu"]
     if chosen.problem() is not None:
         pytest.skip(str(chosen.problem()))
     chosen.prepare("linear")
-    if not torch.ops.pagebinder_cpu.has_matrix_tiles():
-        pytest.skip("this machine has no matrix tiles")
+    if not torch.ops.pagebinder_cpu.reads_packed_weights():
+        pytest.skip("this machine has neither matrix tiles nor BF16 dots")
     linear = chosen.overload("linear")
     x, weight, bias = operands(128, 320, 1056)
     threads = torch.get_num_threads()
@@ -208,18 +208,35 @@ def test_packed_siblings_and_gates(provider, rows):
 
 
 def test_packed_weights_give_the_same_bits_with_any_number_of_rows_and_threads(provider):
-    if provider.name != "cpu" or not torch.ops.pagebinder_cpu.has_matrix_tiles():
-        pytest.skip("promised of the kernel on matrix tiles")
+    if provider.name != "cpu" or not torch.ops.pagebinder_cpu.reads_packed_weights():
+        pytest.skip("promised of the kernels on matrix tiles and BF16 dots")
     linear = provider.overload("linear")
     x, weight, bias = operands(600, 320, 1056)
     packed, threads = packed_weights.pack(weight), torch.get_num_threads()
     together = linear(x, packed, bias)
     try:
         torch.set_num_threads(3)
-        for rows in (1, 4, 5, 16, 31, 40, 300, 600):
+        for rows in (1, 4, 5, 14, 15, 16, 31, 40, 300, 600):
             assert torch.equal(linear(x[:rows], packed, bias), together[:rows])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("columns", "inner"), [(32, 32), (288, 96), (64, 1056)])
+def test_on_dots_a_weight_of_either_form_gives_the_same_bits(provider, columns, inner):
+    """Without matrix tiles one kernel serves both; rows of a plain weight may lie further apart."""
+    kernels = torch.ops.pagebinder_cpu
+    if provider.name != "cpu" or kernels.has_matrix_tiles() or not kernels.reads_packed_weights():
+        pytest.skip("promised of the kernel on BF16 dots")
+    x, weight, bias = operands(300, columns, inner)
+    packed, apart = packed_weights.pack(weight), torch.nn.functional.pad(weight, (0, 7))[:, :inner]
+    for rows in (5, 14, 15, 300):
+        expected = kernels.linear(x[:rows], packed, bias)
+        assert torch.equal(kernels.linear(x[:rows], weight, bias), expected)
+        assert torch.equal(kernels.linear(x[:rows], apart, bias), expected)
+    gates = [[f(w) for w in (weight, weight.flip(0))] for f in (packed_weights.pack, torch.clone)]
+    gated = [kernels.gated_linear(x[:40], *pair, bias, None, activation="silu") for pair in gates]
+    assert torch.equal(*gated)
 
 
 def test_layouts_of_x_with_packed_weights(linear):

@@ -83,7 +83,7 @@ def test_what_a_thread_left_undone_is_done_again(helpers, kind, rows, dtype):
         assert torch.equal(y, expected)
         if helpers.thread_pool_counts()[1] > redone + 20:
             break
-    if torch.ops.pagebinder_cpu.has_matrix_tiles() or kind == "rows of vectors":
+    if helpers.reads_packed_weights() or kind == "rows of vectors":
         assert helpers.thread_pool_counts()[1] > redone, "no helper was left behind"
 
 
@@ -103,8 +103,8 @@ def test_a_late_helper_keeps_the_weights(helpers):
 @pytest.mark.parametrize("kind", ["packed", "coded", "gated"])
 def test_threads_without_work_ask_for_the_weights_of_the_next_layer(helpers, kind):
     """Of two layers that take turns each successor is known from the second time on; values stay as they are."""
-    if not helpers.has_matrix_tiles():
-        pytest.skip("packed weights need matrix tiles")
+    if not helpers.reads_packed_weights():
+        pytest.skip("packed weights need matrix tiles or BF16 dots")
     layers = []
     for seed in range(2):
         x, weight = operands(1, columns=2_048, seed=seed)

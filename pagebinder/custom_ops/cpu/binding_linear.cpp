@@ -45,16 +45,24 @@ bool evenly_spaced_rows(const Tensor& x, int64_t& rows, int64_t& stride) {
   return x.stride(x.dim() - 1) == 1;
 }
 
-Kernel packed_kernel() {
-  return pagebinder::packed_weights_usable() ? pagebinder::linear_with_packed_weights : nullptr;
+bool has_matrix_tiles() {
+  return pagebinder::linear_suits_tiles(1, pagebinder::LINEAR_GRAIN, pagebinder::LINEAR_GRAIN);
 }
+bool has_dots() { return pagebinder::linear_suits_dots(pagebinder::LINEAR_GRAIN, pagebinder::LINEAR_GRAIN); }
+
+Kernel packed_kernel() {
+  if (has_matrix_tiles()) return pagebinder::packed_linear_with_tiles;
+  return has_dots() ? pagebinder::packed_linear_with_dots : nullptr;
+}
+bool reads_packed_weights() { return packed_kernel() != nullptr; }
 
 Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner) {
   const bool whole = columns % pagebinder::LINEAR_GRAIN == 0 && inner % pagebinder::LINEAR_GRAIN == 0 && inner > 0;
   if (!whole) return nullptr;
-  const bool stream = PAGEBINDER_BF16_DOT && rows <= pagebinder::LINEAR_STREAM_ROWS;
-  if (type == ScalarType::BFloat16 && !stream && pagebinder::linear_suits_tiles(rows, columns, inner))
-    return pagebinder::linear_with_tiles;
+  if (type == ScalarType::BFloat16 && !(PAGEBINDER_BF16_DOT && rows <= pagebinder::LINEAR_STREAM_ROWS)) {
+    if (pagebinder::linear_suits_tiles(rows, columns, inner)) return pagebinder::linear_with_tiles;
+    if (!has_matrix_tiles() && has_dots()) return pagebinder::linear_with_dots;
+  }
   if (rows > pagebinder::LINEAR_MOST_VECTOR_ROWS) return nullptr;
   if (type == ScalarType::Float) return pagebinder::linear_with_vectors<float>;
   return type == ScalarType::BFloat16 ? pagebinder::linear_with_vectors<bf16> : nullptr;
@@ -268,10 +276,6 @@ Tensor gated_linear(const Tensor& x, const Tensor& gate, const Tensor& up, Bias 
   return out;
 }
 
-bool has_matrix_tiles() {
-  return pagebinder::linear_suits_tiles(1, pagebinder::LINEAR_GRAIN, pagebinder::LINEAR_GRAIN);
-}
-
 // ---- threads, for tests and benchmarks -------------------------------------------------------------------------
 
 std::vector<int64_t> thread_pool_counts() {
@@ -296,11 +300,13 @@ STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
   pagebinder::implement(m, "decode_linear_weight", TORCH_BOX(&decode_linear_weight));
 }
 
-// has_matrix_tiles: does this machine let the kernels use them? thread_pool_counts: threads, jobs that were done again
+// has_matrix_tiles: does this machine let the kernels use them? reads_packed_weights: has it kernels for packed weights,
+// be it without tiles? thread_pool_counts: threads, jobs that were done again
 // because a thread stood still, loops that were left with one inside, bytes of weights that threads without work asked
 // for. stall_helpers: from now on threads of the pool stand still for so long before they write a result.
 STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
   m.def("has_matrix_tiles() -> bool");
+  m.def("reads_packed_weights() -> bool");
   m.def("thread_pool_counts() -> int[]");
   m.def("stall_helpers(int microseconds) -> ()");
   m.def("pack_linear_weight(Tensor weight, Tensor(a!) packed) -> ()");
@@ -311,6 +317,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CompositeExplicitAutograd, m) {
   pagebinder::implement(m, "has_matrix_tiles", TORCH_BOX(&has_matrix_tiles));
+  pagebinder::implement(m, "reads_packed_weights", TORCH_BOX(&reads_packed_weights));
   pagebinder::implement(m, "thread_pool_counts", TORCH_BOX(&thread_pool_counts));
   pagebinder::implement(m, "stall_helpers", TORCH_BOX(&stall_helpers));
 }

@@ -5,10 +5,11 @@
 //
 //   packed    bf16 on matrix tiles, W packed as tiles beforehand (linear/packed_weights.py), any number of rows; or W
 //             packed and coded in some 12 bits (coded_weights.h): the same sums of fewer bytes
+//   dots      bf16 where there are no tiles: W in any of these forms, any number of rows
 //
-// The first two take weights as they lie, so no second copy of one exists, and pack x once a call. Layers that read
-// the same x are one call: threads take panels of columns from all of them, each from a run of its own
-// (work_ranges.h). A thread that stands still is left behind (leaving_loop.h).
+// Weights that were not packed are taken as they lie, so no second copy of one exists. Layers that read the same x are
+// one call: threads take panels of columns from all of them, each from a run of its own (work_ranges.h). A thread that
+// stands still is left behind (leaving_loop.h).
 #pragma once
 
 #include <memory>
@@ -110,7 +111,11 @@ void decode_panel(const uint8_t* codes, int64_t block_bytes, int64_t inner, uint
 
 // Packs one panel of 32 columns, or unpacks it.
 void pack_panel(const PackedWeight& weight, int64_t panel, bool unpack);
-bool packed_weights_usable();
-void linear_with_packed_weights(const LinearArgs& args);
+void packed_linear_with_tiles(const LinearArgs& args);
+
+// On BF16 dots, of weights as they lie and packed ones: the same bits.
+bool linear_suits_dots(int64_t columns, int64_t inner);
+void linear_with_dots(const LinearArgs& args);
+void packed_linear_with_dots(const LinearArgs& args);
 
 }  // namespace pagebinder

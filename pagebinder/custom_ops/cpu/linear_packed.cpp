@@ -21,20 +21,16 @@
 
 #include "amx.h"
 #include "coded_weights.h"
-#include "leaving_loop.h"
-#include "linear.h"
-#include "next_weights.h"
-#include "work_ranges.h"
+#include "packed_jobs.h"
 
 namespace pagebinder {
 #if PAGEBINDER_AMX
 namespace {
 
-constexpr int PANEL = PACKED_PANEL;                       // columns
 constexpr int HALF = PANEL / 2;                           // columns of a tile
 constexpr int PAIR = 2 * TILE_LINES;                      // rows of two tiles
-constexpr int TILE_BYTES = TILE_LINES * 64, STEP_BYTES = 2 * TILE_BYTES;
-constexpr int STEP_WEIGHTS = STEP_BYTES / 2, TILE_SUMS = TILE_LINES * TILE_LINES;
+constexpr int TILE_BYTES = TILE_LINES * 64, TILE_SUMS = TILE_LINES * TILE_LINES;
+static_assert(STEP_BYTES == 2 * TILE_BYTES);
 constexpr int BLOCK_STEPS = 32;                           // whose sums stay in registers
 constexpr int64_t STREAM_AHEAD = 2 * STEP_BYTES;          // of a panel that comes from memory
 constexpr int64_t TILES_AHEAD = 2 * STEP_BYTES;           // of x, and of a panel in the second cache
@@ -43,74 +39,20 @@ constexpr int64_t CODES_AHEAD = 6144;                     // bytes
 constexpr int MOST_PAIRS = 8;                             // of row tiles of a job
 constexpr int MOST_CODED_PAIRS = 16;                      // more, as each job decodes its panels
 constexpr int MOST_GROUP = 4;                             // panels of a job
-constexpr int JOBS_OF_A_THREAD = 4;                       // at least, before jobs get more panels
 
-struct Job;
-
-struct Shape {
-  int steps, row_pairs, block_pairs, blocks, group, num_workers;  // group: panels of a job
-};
-
-struct Run : Shape {
-  const KeptLinearArgs args;
+struct Run : PackedRun {
   const std::shared_ptr<Buffer> tail;  // a copy of the last pair of row tiles, if x ends within one, else null
-  const LinearPanels panels{args, PANEL * group};  // groups of them
-  const int num_jobs = blocks * panels.count();
-  WorkRanges work{num_jobs, num_workers};
-  Claims products{static_cast<int64_t>(num_jobs) * block_pairs * group};  // of each job by pair and panel
 
-  Run(const LinearArgs& a, const Shape& shape, std::shared_ptr<Buffer> last_rows)
-      : Shape(shape), args(a), tail(std::move(last_rows)) {}
+  Run(const LinearArgs& a, const PackedShape& shape, std::shared_ptr<Buffer> last_rows)
+      : PackedRun(a, shape), tail(std::move(last_rows)) {}
 
   int64_t x_line() const { return args.x_stride * 2; }
   const char* rows_at(int pair) const {
-    if (tail != nullptr && pair == row_pairs - 1) return tail->at_least<char>(0);
+    if (tail != nullptr && pair == strips - 1) return tail->at_least<char>(0);
     return static_cast<const char*>(args.x) + pair * PAIR * x_line();
   }
-  bool gated() const { return args.gate != Activation::NONE; }
-  bool coded() const { return args.layers[0].coded_bytes > 0; }
-  int64_t product_of(const Job& job, int pair, int panel) const;
-  int64_t panel_bytes() const { return static_cast<int64_t>(steps) * STEP_BYTES; }
-  int64_t bytes_of(const LinearLayer& layer, int num_steps) const {
-    return layer.coded_bytes > 0 ? num_steps / CODED_STEPS * layer.coded_bytes : int64_t{num_steps} * STEP_BYTES;
-  }
-  int64_t panel_bytes_of(const LinearLayer& layer) const { return bytes_of(layer, steps); }
   int64_t rows_of(int pair) const { return std::min<int64_t>(args.rows - static_cast<int64_t>(pair) * PAIR, PAIR); }
 };
-
-// One job: where its panels begin, of which rows. Plain layers have one panel, gated ones two.
-struct Job {
-  int index;
-  const LinearLayer* layer;
-  int64_t column;
-  const char* panel[2];
-  int panels, first_pair, end_pair;
-};
-
-Job job_at(const Run& run, int index) {
-  if (index >= run.num_jobs) return {};
-  const int count = run.panels.count(), block = index / count;
-  const auto [result, column] = run.panels[index % count];
-  const LinearLayer* layer = run.args.layers + result;
-  const auto panel_of = [&](const LinearLayer& l) {
-    return static_cast<const char*>(l.weight) + column / PANEL * run.panel_bytes_of(l);
-  };
-  return {index, layer, column, {panel_of(*layer), run.gated() ? panel_of(layer[1]) : nullptr},
-          static_cast<int>(std::min<int64_t>(run.group, (layer->columns - column) / PANEL)), block * run.block_pairs,
-          std::min((block + 1) * run.block_pairs, run.row_pairs)};
-}
-
-int64_t Run::product_of(const Job& job, int pair, int panel) const {
-  return (static_cast<int64_t>(job.index) * block_pairs + pair - job.first_pair) * group + panel;
-}
-
-bool is_written(const Run& run, int index) {
-  const Job job = job_at(run, index);
-  for (int pair = job.first_pair; pair < job.end_pair; ++pair)
-    for (int panel = 0; panel < job.panels; ++panel)
-      if (!run.products.is_written(run.product_of(job, pair, panel))) return false;
-  return true;
-}
 
 // ---- sums ------------------------------------------------------------------------------------------------------
 
@@ -255,15 +197,15 @@ class Worker {
  public:
   Worker(Run& run, int number) : run_(run), number_(number) {
     static thread_local Buffer sums, decoded, tiles;
-    const int kept = run.steps > BLOCK_STEPS ? run.block_pairs * run.group : 1;  // sums wait for the next block
+    const int kept = run.steps > BLOCK_STEPS ? run.block_strips * run.group : 1;  // sums wait for the next block
     sums_ = sums.at_least<float>(static_cast<int64_t>(kept) * PRODUCT_SUMS);
     if (run.coded()) decoded_ = decoded.at_least<char>(run.group * 2 * DECODED_PANEL);
-    if (run.args.rows > TILE_LINES) tiles_ = tiles.at_least<char>(run.block_pairs * run.panel_bytes());
+    if (run.args.rows > TILE_LINES) tiles_ = tiles.at_least<char>(run.block_strips * run.panel_bytes());
   }
 
-  void run_job(const Job& job, const Job& next) {
-    const bool fresh = job.first_pair != kept_pair_;
-    kept_pair_ = job.first_pair;
+  void run_job(const PackedJob& job, const PackedJob& next) {
+    const bool fresh = job.first_strip != kept_pair_;
+    kept_pair_ = job.first_strip;
     if (run_.args.rows <= TILE_LINES) return stream_job<1>(job, fresh);
     if (run_.args.rows <= PAIR && (run_.coded() || !run_.gated())) return stream_job<2>(job, fresh);
     const auto block_at = [&](int step) {
@@ -273,7 +215,7 @@ class Worker {
       const Block block = block_at(step), after = block_at(block.last ? 0 : step + BLOCK_STEPS);
       float* sums = sums_;
       if (run_.coded()) decode(job, block);
-      for (int pair = job.first_pair; pair < job.end_pair; ++pair)
+      for (int pair = job.first_strip; pair < job.end_strip; ++pair)
         for (int panel = 0; panel < job.panels; ++panel) {
           const Ahead ahead = ahead_of(block.last ? next : job, after, job, pair, panel);
           run_product(job, pair, panel, fresh && panel == 0, block, ahead, sums);
@@ -291,19 +233,19 @@ class Worker {
     bool last;
   };
 
-  PairOfRows rows_of(const Job& job, int pair) const {
-    return {run_.rows_at(pair), run_.x_line(), tiles_ + (pair - job.first_pair) * run_.panel_bytes()};
+  PairOfRows rows_of(const PackedJob& job, int pair) const {
+    return {run_.rows_at(pair), run_.x_line(), tiles_ + (pair - job.first_strip) * run_.panel_bytes()};
   }
 
   // Where a block of coded weights begins, of a panel of the job or of its gated partner.
-  const uint8_t* codes_at(const Job& job, int panel, int which, int step) const {
+  const uint8_t* codes_at(const PackedJob& job, int panel, int which, int step) const {
     const LinearLayer& layer = job.layer[which];
     return reinterpret_cast<const uint8_t*>(job.panel[which]) + panel * run_.panel_bytes_of(layer) +
            step / CODED_STEPS * layer.coded_bytes;
   }
 
   // The block of all panels of a job -> decoded_ [panel][of gated layers two][step]
-  void decode(const Job& job, const Block& block) {
+  void decode(const PackedJob& job, const Block& block) {
     for (int panel = 0; panel < job.panels; ++panel)
       for (int which = 0; which <= run_.gated(); ++which) {
         uint16_t* to = reinterpret_cast<uint16_t*>(decoded_ + (panel * 2 + which) * DECODED_PANEL);
@@ -317,7 +259,7 @@ class Worker {
   // One or two tiles of rows times a panel, or times the two of gated layers: a single tile reads stored ones side by
   // side, coded ones come one after the other.
   template <int ROWS>
-  void stream_job(const Job& job, bool fresh) {
+  void stream_job(const PackedJob& job, bool fresh) {
     constexpr int64_t SECOND_HALF = ROWS * 2 * TILE_SUMS;
     float* sums = sums_;
     const auto stream = [&](auto panel, int64_t column_tile) {
@@ -339,15 +281,15 @@ class Worker {
     } else if constexpr (ROWS == 1) {
       stream_panels<1, 2, true>(job, stored, other, sums, SECOND_HALF);
     }
-    write_product(job, job.first_pair, 0, sums_, run_.gated() ? SECOND_HALF : 0);
+    write_product(job, job.first_strip, 0, sums_, run_.gated() ? SECOND_HALF : 0);
   }
 
   // Sums of row tile r and column tile c go to sums[2 r TILE_SUMS + c column_tile], of two panels those of the `other`
   // one tile behind. A single tile of rows is read as it lies.
   template <int ROWS, int PANELS, bool FRESH, class Panel>
-  void stream_panels(const Job& job, Panel panel, Panel other, float* sums, int64_t column_tile) {
+  void stream_panels(const PackedJob& job, Panel panel, Panel other, float* sums, int64_t column_tile) {
     constexpr bool FOUR = ROWS * PANELS == 2;  // sums
-    const PairOfRows x = rows_of(job, job.first_pair);
+    const PairOfRows x = rows_of(job, job.first_strip);
     _tile_zero(0);
     _tile_zero(1);
     if (FOUR) _tile_zero(2);
@@ -400,7 +342,7 @@ class Worker {
 
   // Writes a panel's columns of a pair of row tiles, if nobody else did. second_half: of gated layers, where the sums of
   // the other 16 columns begin.
-  void write_product(const Job& job, int pair, int panel, const float* sums, int64_t second_half) {
+  void write_product(const PackedJob& job, int pair, int panel, const float* sums, int64_t second_half) {
     const int64_t column = job.column + panel * PANEL, row = static_cast<int64_t>(pair) * PAIR;
     const int rows = static_cast<int>(run_.rows_of(pair));
     stand_still(number_);
@@ -411,9 +353,9 @@ class Worker {
   }
 
   // The share of a pair in what a panel's place in the next group needs of a block. The first pairs ask for all of it.
-  Ahead ahead_of(const Job& coming, const Block& block, const Job& job, int pair, int panel) const {
+  Ahead ahead_of(const PackedJob& coming, const Block& block, const PackedJob& job, int pair, int panel) const {
     if (panel >= coming.panels) return {};
-    if (run_.coded() && run_.block_pairs > MOST_PAIRS) return {};  // so much x leaves the cache no room for codes
+    if (run_.coded() && run_.block_strips > MOST_PAIRS) return {};  // so much x leaves the cache no room for codes
     const int halves = run_.gated() ? 2 : 1;
     const char* first[2] = {};
     int64_t most = 0;
@@ -421,7 +363,7 @@ class Worker {
       const LinearLayer& layer = coming.layer[which];
       const int64_t lines = run_.bytes_of(layer, block.steps) / 64;
       const int64_t least = std::max<int64_t>(lines / (4 * halves * block.steps), 1);  // pairs that it takes
-      const int64_t pairs = std::min<int64_t>(job.end_pair - job.first_pair, least), number = pair - job.first_pair;
+      const int64_t pairs = std::min<int64_t>(job.end_strip - job.first_strip, least), number = pair - job.first_strip;
       if (number >= pairs) return {};
       const int64_t begin = lines * number / pairs, end = lines * (number + 1) / pairs;
       const int64_t at = panel * run_.panel_bytes_of(layer) + run_.bytes_of(layer, block.step);
@@ -432,7 +374,7 @@ class Worker {
   }
 
   // Rows of a pair of row tiles times a panel, or the two of gated layers, for one block of steps.
-  void run_product(const Job& job, int pair, int panel, bool fresh, const Block& block, Ahead ahead, float* sums) {
+  void run_product(const PackedJob& job, int pair, int panel, bool fresh, const Block& block, Ahead ahead, float* sums) {
     const int64_t at = panel * run_.panel_bytes() + static_cast<int64_t>(block.step) * STEP_BYTES;
     const int64_t column = job.column + panel * PANEL, row = static_cast<int64_t>(pair) * PAIR;
     const bool single = run_.rows_of(pair) <= TILE_LINES;  // one tile of rows
@@ -474,61 +416,29 @@ void job_worker(void* context, int number) {
   Run& run = *static_cast<Run*>(context);
   const FullTiles tiles(static_cast<int>(std::min<int64_t>(run.args.rows, TILE_LINES)));
   Worker worker(run, number);
-  Pace pace;
-  for (int index = run.work.take(number), next; index < run.num_jobs; index = next, pace.count()) {
-    next = run.work.take(number);
-    worker.run_job(job_at(run, index), job_at(run, next));
-  }
-  if (number == 0)
-    complete_jobs(run.num_jobs, pace, [&](int64_t job) { return is_written(run, static_cast<int>(job)); },
-                  [&](int64_t job) { worker.run_job(job_at(run, static_cast<int>(job)), {}); });
-}
-
-// From where a worker reads the weights of a call.
-Reading reading_of(const Run& run, int worker) {
-  const Job job = job_at(run, static_cast<int>(static_cast<int64_t>(run.num_jobs) * worker / run.num_workers));
-  return {{job.panel[0], job.panel[1]}, (job.layer->columns - job.column) / PANEL * run.panel_bytes_of(*job.layer)};
+  run_jobs(run, number, [&](const PackedJob& job, const PackedJob& next) { worker.run_job(job, next); });
 }
 
 }  // namespace
 
-bool packed_weights_usable() { return tiles_usable(); }
-
-void linear_with_packed_weights(const LinearArgs& args) {
+void packed_linear_with_tiles(const LinearArgs& args) {
   static thread_local std::shared_ptr<Buffer> last;
-  Shape shape{};
-  shape.steps = static_cast<int>(args.inner / TILE_STEP);
-  shape.row_pairs = static_cast<int>((args.rows + PAIR - 1) / PAIR);
   const int most_pairs = args.layers[0].coded_bytes > 0 ? MOST_CODED_PAIRS : MOST_PAIRS;
-  const int least_blocks = (shape.row_pairs + most_pairs - 1) / most_pairs;
-  shape.block_pairs = (shape.row_pairs + least_blocks - 1) / least_blocks;
-  shape.blocks = (shape.row_pairs + shape.block_pairs - 1) / shape.block_pairs;
-  int64_t columns = 0;
-  for (int i = 0; i < args.num_layers; ++i) columns += args.layers[i].columns;
-  const int64_t most = shape.row_pairs == 1 ? 1 : MOST_GROUP;
-  const int64_t jobs = columns / PANEL * least_blocks / args.num_threads;
-  shape.group = static_cast<int>(std::clamp<int64_t>(jobs / JOBS_OF_A_THREAD, 1, most));
-  shape.num_workers = args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS ? 1 : args.num_threads;
+  const PackedShape shape = packed_shape(args, PAIR, most_pairs, args.rows <= PAIR ? 1 : MOST_GROUP);
   std::shared_ptr<Buffer> tail;
   if (args.rows > TILE_LINES && args.rows % TILE_LINES != 0) {  // tiles would read beyond x
-    const int64_t first = (shape.row_pairs - 1) * PAIR, line = args.x_stride * 2;
+    const int64_t first = (shape.strips - 1) * PAIR, line = args.x_stride * 2;
     tail = buffer_of_a_call(last);
     char* rows = tail->at_least<char>(PAIR * line);
     for (int64_t r = first; r < args.rows; ++r)
       std::memcpy(rows + (r - first) * line, static_cast<const char*>(args.x) + r * line, args.inner * 2);
   }
-  const auto run = std::make_shared<Run>(args, shape, std::move(tail));
-  if (run->num_workers <= 1) return job_worker(run.get(), 0);
-  static thread_local NextWeights next;
-  if (args.rows <= NEXT_WEIGHTS_ROWS)
-    next.told_of(args.layers[0].weight, run->num_workers, [&](int worker) { return reading_of(*run, worker); });
-  run_leaving(run->num_workers, job_worker, run);
+  run_packed(std::make_shared<Run>(args, shape, std::move(tail)), job_worker);
 }
 
 #else
 
-bool packed_weights_usable() { return false; }
-void linear_with_packed_weights(const LinearArgs&) {}
+void packed_linear_with_tiles(const LinearArgs&) {}
 
 #endif
 

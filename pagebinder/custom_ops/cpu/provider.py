@@ -169,4 +169,10 @@ def has_matrix_tiles() -> bool:
     return hasattr(kernels, "has_matrix_tiles") and kernels.has_matrix_tiles()
 
 
+def reads_packed_weights() -> bool:
+    """Are the kernels of linear layers loaded, and are there some for packed weights on this machine?"""
+    kernels = torch.ops.pagebinder_cpu
+    return hasattr(kernels, "reads_packed_weights") and kernels.reads_packed_weights()
+
+
 register_provider(CpuProvider())

@@ -2,8 +2,9 @@
 
     [N, K] bf16  ->  [N/32 panels, K/32 steps, 2 tiles, 16 pairs of k, 16 columns, 2]        K ->  8 4 2 ... a tile is
                                                                                                     1 KB in one piece
-A product reads a panel from its begin to its end: at few rows as a stream, which memory is fastest at, at many rows
-as operands that no call has to put in order first. linear, linears and gated_linear take weights of either form.
+A line of a tile is also one vector for BF16 dots: 16 columns of a pair of k. A product reads a panel from its begin
+to its end: at few rows as a stream, which memory is fastest at, at many rows as operands that no call has to put in
+order first. linear, linears and gated_linear take weights of either form.
 
 Coded, a packed weight takes some 12 of 16 bits, without loss: signs and fractions as they are, exponents by codes of
 4 bits (cpu/coded_weights.h has the layout):

@@ -1,12 +1,11 @@
 // Registers the linear layer of e4m3 activations and weights under `pagebinder_cpu`. Codes are exact in bf16, so they
-// go to the matrix tiles as they are; scales of both sides multiply float32 sums.
+// go to matrix tiles or BF16 dots as they are; scales of both sides multiply float32 sums.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
 #include <optional>
 #include <string>
 
-#include "amx.h"
 #include "direct_calls.h"
 #include "new_tensor.h"
 #include "small_floats.h"
@@ -17,14 +16,6 @@ namespace {
 using namespace pagebinder;
 
 constexpr int64_t X_GROUP = 128;
-
-bool matrix_tiles() {
-#if PAGEBINDER_AMX
-  return tiles_usable();
-#else
-  return false;
-#endif
-}
 
 // Codes -> numbers of T.
 template <class T>
@@ -60,19 +51,19 @@ Tensor fp8_linear(const Tensor& x, const Tensor& x_scale, const Tensor& qweight,
   const std::vector<int64_t> sizes = sizes_of_result(x, a);
   describe_x_scale(x_scale, a);
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == a.columns), "bias must be [", a.columns, "]");
-  const bool tiles = matrix_tiles();
-  a.wide_out = !tiles || dtype != ScalarType::BFloat16;
+  const bool in_bf16 = PAGEBINDER_BF16_DOT;
+  a.wide_out = !in_bf16 || dtype != ScalarType::BFloat16;
   const ScalarType of_out = a.wide_out ? ScalarType::Float : ScalarType::BFloat16;
   const Tensor codes = torch::stable::contiguous(x);
   const Tensor numbers =
-      tiles ? decoded<bf16>(codes, ScalarType::BFloat16) : decoded<float>(codes, ScalarType::Float);
+      in_bf16 ? decoded<bf16>(codes, ScalarType::BFloat16) : decoded<float>(codes, ScalarType::Float);
   std::optional<Tensor> added;
   if (bias) added = torch::stable::contiguous(torch::stable::to(*bias, of_out));
   Tensor out = new_tensor(sizes, of_out);
   a.x = numbers.const_data_ptr(), a.x_stride = a.inner;
   a.bias = added ? added->const_data_ptr() : nullptr, a.out = out.mutable_data_ptr();
   a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
-  if (a.rows > 0) (tiles ? quantized_linear_with_tiles : quantized_linear_with_vectors)(a);
+  if (a.rows > 0) (in_bf16 ? quantized_linear_in_bf16 : quantized_linear_with_vectors)(a);
   return torch::stable::to(out, dtype);
 }
 

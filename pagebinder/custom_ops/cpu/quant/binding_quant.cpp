@@ -16,10 +16,6 @@ namespace {
 using namespace pagebinder;
 
 // x [..., K] in float32, bf16 or f16, see quantized_linear.h for the weight -> [..., N]
-bool quantized_linear_in_bf16(const QuantizedLinearArgs& a) {
-  return quantized_linear_with_dots(a) || quantized_linear_with_tiles(a);
-}
-
 Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& scale, std::optional<Tensor> bias,
                         std::string format) {
   QuantizedLinearArgs a{};

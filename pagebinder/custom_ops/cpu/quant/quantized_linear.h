@@ -19,7 +19,7 @@ namespace pagebinder {
 
 constexpr int QUANT_PANEL = 32;  // columns of a panel
 constexpr int QUANT_STEP = 32;   // k of a step
-constexpr int64_t QUANT_MOST_DOT_ROWS = 2;
+constexpr int64_t QUANT_MOST_DOT_ROWS = 2;  // that meet codes in registers
 
 enum class Code { FP8, INT8, INT4 };
 
@@ -69,10 +69,14 @@ inline void tell_next_weights(const QuantizedLinearArgs& a, int num_workers) {
 }
 
 // bf16 on matrix tiles; false where there are none, and nothing was done.
+bool quantized_linear_has_tiles();
 bool quantized_linear_with_tiles(const QuantizedLinearArgs& args);
-// A few rows of bf16 with dot products of pairs; false where the machine has none, there are more than
-// QUANT_MOST_DOT_ROWS rows or they have scales, and nothing was done.
+// bf16 with dot products of pairs; false, and nothing was done, where the machine has none, and where tiles serve more
+// than QUANT_MOST_DOT_ROWS rows, rows with scales or wide results.
 bool quantized_linear_with_dots(const QuantizedLinearArgs& args);
+inline bool quantized_linear_in_bf16(const QuantizedLinearArgs& args) {
+  return quantized_linear_with_dots(args) || quantized_linear_with_tiles(args);
+}
 // float32 with vectors of any width; true.
 bool quantized_linear_with_vectors(const QuantizedLinearArgs& args);
 

@@ -175,6 +175,8 @@ void worker(void* context, int index) {
 
 }  // namespace
 
+bool quantized_linear_has_tiles() { return tiles_usable(); }
+
 bool quantized_linear_with_tiles(const QuantizedLinearArgs& args) {
   if (!tiles_usable()) return false;
   const auto body = args.code == Code::FP8 ? worker<Code::FP8>
@@ -194,6 +196,7 @@ bool quantized_linear_with_tiles(const QuantizedLinearArgs& args) {
 
 #else
 
+bool quantized_linear_has_tiles() { return false; }
 bool quantized_linear_with_tiles(const QuantizedLinearArgs&) { return false; }
 
 #endif

@@ -1,0 +1,248 @@
+// Linear layers on BF16 dots (AVX-512 BF16), for machines without matrix tiles; see linear.h.
+//
+//     x   in strips of up to 14 rows, copied in each call     W   packed as 16 columns of a pair of k in a line: dots.h
+//
+// Sums of a strip and a panel stay in registers for all of K. A panel comes from memory once; of several strips each asks
+// for its share of the next panel, while the second cache keeps this one. A single strip reads a panel as a stream, asked
+// for some KB ahead.
+//
+// Panels of coded weights are decoded, those of plain weights brought into order, in the worker's memory before rows
+// meet them: of several strips a panel at a time, of one a few steps, which the nearest cache holds.
+//
+// An element of y is summed in the same order whatever the form of W and the number of rows and threads.
+#include "coded_weights.h"
+#include "dots.h"
+#include "packed_jobs.h"
+
+namespace pagebinder {
+#if PAGEBINDER_BF16_DOT
+namespace {
+
+constexpr int HALF = PANEL / 2;                     // columns of a vector
+constexpr int64_t MOST_BLOCK = 1 << 20;             // bytes of x that each job reads
+constexpr int CHUNK = CODED_STEPS;                  // steps of a single strip that are put in order at a time
+constexpr int AHEAD_STEPS = 4;                      // of a panel that comes from memory
+constexpr int64_t CODES_AHEAD = 6144;               // bytes
+constexpr int PAIR_LINES = STEP_BYTES / 64 / DOT_PAIRS;  // of a panel, for each pair of k
+constexpr int64_t SERIAL_COPY = 1 << 15;            // elements of x
+static_assert(PANEL == DOT_PANEL);
+
+enum class Form { PLAIN, PACKED, CODED };
+
+struct Run : PackedRun {
+  const Form form;
+  const DotStrips rows{args.rows, args.inner};
+  const std::shared_ptr<Buffer> memory;  // of x, if it was copied
+  const uint32_t* const x;
+  std::atomic<int> next_strip{0};
+
+  Run(const LinearArgs& a, const PackedShape& shape, Form f, std::shared_ptr<Buffer> buffer, const uint32_t* words)
+      : PackedRun(a, shape), form(f), memory(std::move(buffer)), x(words) {}
+};
+
+void copy_worker(void* context, int) {
+  Run& run = *static_cast<Run*>(context);
+  uint32_t* to = run.memory->at_least<uint32_t>(0);
+  for (int strip; (strip = run.next_strip.fetch_add(1, std::memory_order_relaxed)) < run.strips;)
+    run.rows.copy(run.args.x, run.args.x_stride, strip, to);
+}
+
+// ---- panels ----------------------------------------------------------------------------------------------------
+
+struct Panel {
+  const LinearLayer* layer;
+  const char* first;
+};
+
+Panel panel_of(const Run& run, const PackedJob& job, int panel, int which) {
+  const LinearLayer* layer = job.layer + which;
+  const int64_t bytes = run.form == Form::PLAIN ? layer->weight_stride * PANEL * 2 : run.panel_bytes_of(*layer);
+  return {layer, static_cast<const char*>(layer->weight) + (job.column / PANEL + panel) * bytes};
+}
+
+// 16 columns of a plain weight, 32 k of each -> half a step.
+PB_INLINE void order_half(const char* from, int64_t stride, char* to) {
+  VF line[W];
+  PB_UNROLL
+  for (int c = 0; c < W; ++c) line[c] = load<VF>(from + c * stride);
+  transpose(line);
+  PB_UNROLL
+  for (int pair = 0; pair < W; ++pair) store(to + pair * 64, line[pair]);
+}
+
+// Steps of a panel as products read them: where they lie, or in `memory`.
+const char* in_order(const Run& run, const Panel& panel, int first_step, int steps, char* memory) {
+  if (run.form == Form::PACKED) return panel.first + int64_t{first_step} * STEP_BYTES;
+  if (run.form == Form::CODED) {
+    for (int step = 0; step < steps; step += CODED_STEPS) {
+      const int64_t block = (first_step + step) / CODED_STEPS * panel.layer->coded_bytes;
+      BlockDecoder decoder(reinterpret_cast<const uint8_t*>(panel.first) + block);
+      uint16_t* to = reinterpret_cast<uint16_t*>(memory + int64_t{step} * STEP_BYTES);
+      for (int i = 0; i < CODED_STEPS; ++i) decoder.next<CODES_AHEAD>(to + i * STEP_WEIGHTS);
+    }
+    return memory;
+  }
+  const int64_t stride = panel.layer->weight_stride * 2;
+  for (int64_t half = 0; half < 2 * steps; ++half)
+    order_half(panel.first + half % 2 * HALF * stride + (first_step + half / 2) * PANEL * 2, stride,
+               memory + half * (STEP_BYTES / 2));
+  return memory;
+}
+
+// ---- results ---------------------------------------------------------------------------------------------------
+
+PB_INLINE VF bias_of(const LinearLayer& layer, int64_t column) {
+  return layer.bias == nullptr ? VF{} : load_float(static_cast<const bf16*>(layer.bias) + column);
+}
+
+// Sums [row][32] of a layer, or of the two of a gate -> rows of y.
+void write_rows(const Run& run, const LinearLayer* layer, int64_t column, const float* const* sums, int64_t row, int rows) {
+  const Activation gate = run.args.gate;
+  for (int half = 0; half < PANEL; half += HALF) {
+    const VF bias = bias_of(*layer, column + half);
+    const VF other = run.gated() ? bias_of(layer[1], column + half) : VF{};
+    bf16* out = static_cast<bf16*>(layer->out) + row * layer->columns + column + half;
+    for (int r = 0; r < rows; ++r, out += layer->columns) {
+      const VF sum = load<VF>(sums[0] + r * PANEL + half) + bias;
+      if (run.gated()) {
+        const VF up = load<VF>(sums[1] + r * PANEL + half) + other;
+        store_gated(gate, bit_cast<VF>(round_to_bf16(sum)), bit_cast<VF>(round_to_bf16(up)), out);
+      } else {
+        store_float(out, sum);
+      }
+    }
+  }
+}
+
+// ---- one job ---------------------------------------------------------------------------------------------------
+
+class Worker {
+ public:
+  Worker(Run& run, int number) : run_(run), number_(number), layers_(run.gated() ? 2 : 1) {
+    static thread_local Buffer ordered;
+    if (run.form == Form::PACKED) return;
+    const int64_t steps = run.strips > 1 ? int64_t{layers_} * run.steps : CHUNK;
+    ordered_ = ordered.at_least<char>(static_cast<size_t>(steps) * STEP_BYTES);
+  }
+
+  void run_job(const PackedJob& job, const PackedJob& next) {
+    for (int panel = 0; panel < job.panels; ++panel) {
+      Panel now[2] = {}, coming[2] = {};
+      const bool last = panel + 1 == job.panels;
+      for (int i = 0; i < layers_; ++i) {
+        now[i] = panel_of(run_, job, panel, i);
+        if (!last) coming[i] = panel_of(run_, job, panel + 1, i);
+        else if (next.panels > 0) coming[i] = panel_of(run_, next, 0, i);
+      }
+      if (run_.strips == 1) stream(job, panel, now, coming[0].first);
+      else meet_strips(job, panel, now, coming);
+    }
+  }
+
+ private:
+  // One strip: panels are read once. `behind` them lies what is read next, or nothing.
+  void stream(const PackedJob& job, int panel, const Panel* now, const char* behind) {
+    for (int i = 0; i < layers_; ++i) {
+      const char* next = i + 1 < layers_ ? now[i + 1].first : behind;
+      if (run_.form == Form::PACKED) stream_packed(now[i], next, i);
+      else stream_chunks(now[i], next, i);
+    }
+    write(job, panel, 0);
+  }
+
+  void stream_packed(const Panel& panel, const char* next, int layer) {
+    const int steps = std::max(run_.steps - AHEAD_STEPS, 0);
+    add(0, panel.first, 0, steps, {panel.first + AHEAD_STEPS * STEP_BYTES, PAIR_LINES}, layer);
+    add(0, panel.first + int64_t{steps} * STEP_BYTES, steps, run_.steps - steps, {next, next == nullptr ? 0 : PAIR_LINES},
+        layer);
+  }
+
+  void stream_chunks(const Panel& panel, const char* next, int layer) {
+    const int64_t jump = panel.layer->weight_stride * 2 - int64_t{DOT_JUMP_PAIRS} * PAIR_LINES * 64;
+    for (int step = 0; step < run_.steps; step += CHUNK) {
+      const int steps = std::min(CHUNK, run_.steps - step);
+      const char* at = step + CHUNK < run_.steps ? panel.first + (step + CHUNK) * PANEL * 2 : next;
+      DotAhead ahead{};  // rows of the next chunk one after the other
+      if (run_.form == Form::PLAIN && at != nullptr) ahead = {at - jump, PAIR_LINES, jump};
+      add(0, in_order(run_, panel, step, steps, ordered_), step, steps, ahead, layer);
+    }
+  }
+
+  // Several strips: the first ones ask for the next panels.
+  void meet_strips(const PackedJob& job, int panel, const Panel* now, const Panel* coming) {
+    const char* w[2];
+    for (int i = 0; i < layers_; ++i) w[i] = in_order(run_, now[i], 0, run_.steps, ordered_ + i * run_.panel_bytes());
+    for (int strip = job.first_strip; strip < job.end_strip; ++strip) {
+      for (int i = 0; i < layers_; ++i) add(strip, w[i], 0, run_.steps, share(job, strip, coming[i]), i);
+      write(job, panel, strip);
+    }
+  }
+
+  DotAhead share(const PackedJob& job, int strip, const Panel& coming) const {
+    if (coming.first == nullptr) return {};
+    const int64_t lines = run_.panel_bytes_of(*coming.layer) / 64, pairs = int64_t{run_.steps} * DOT_PAIRS;
+    const int64_t strips = job.end_strip - job.first_strip, each = (lines + strips * pairs - 1) / (strips * pairs);
+    const int64_t begin = (strip - job.first_strip) * each * pairs;
+    return begin < lines ? DotAhead{coming.first + begin * 64, static_cast<int>(each)} : DotAhead{};
+  }
+
+  void add(int strip, const char* w, int first_step, int steps, const DotAhead& ahead, int layer) {
+    const int rows = run_.rows.rows_of(strip);
+    const uint32_t* x = run_.x + run_.rows.offset(strip) + int64_t{first_step} * DOT_PAIRS * rows;
+    multiply_dots_of(rows)(x, w, steps, first_step == 0, ahead, sums_[layer]);
+  }
+
+  // Writes a strip's columns of a panel, if nobody else did.
+  __attribute__((noinline)) void write(const PackedJob& job, int panel, int strip) {
+    const float* sums[2] = {sums_[0], sums_[1]};
+    stand_still(number_);
+    run_.products.write_once(run_.product_of(job, strip, panel), [&] {
+      write_rows(run_, job.layer, job.column + panel * PANEL, sums, run_.rows.first_row(strip), run_.rows.rows_of(strip));
+    });
+  }
+
+  Run& run_;
+  const int number_, layers_;
+  char* ordered_ = nullptr;  // panels
+  alignas(64) float sums_[2][DOT_MOST_ROWS * PANEL];
+};
+
+void job_worker(void* context, int number) {
+  Run& run = *static_cast<Run*>(context);
+  Worker worker(run, number);
+  run_jobs(run, number, [&](const PackedJob& job, const PackedJob& next) { worker.run_job(job, next); });
+}
+
+void linear_with_dots(const LinearArgs& args, Form form) {
+  static thread_local std::shared_ptr<Buffer> last;
+  const DotStrips rows(args.rows, args.inner);
+  const int most_strips = static_cast<int>(std::max<int64_t>(MOST_BLOCK / (rows.most_rows * args.inner * 2), 1));
+  const PackedShape shape = packed_shape(args, rows.most_rows, most_strips, 1);
+  if (args.rows == 1)  // lies as a strip does
+    return run_packed(std::make_shared<Run>(args, shape, form, nullptr, static_cast<const uint32_t*>(args.x)), job_worker);
+  const std::shared_ptr<Buffer> memory = buffer_of_a_call(last);
+  const uint32_t* x = memory->at_least<uint32_t>(static_cast<size_t>(rows.words()));
+  const auto run = std::make_shared<Run>(args, shape, form, memory, x);
+  if (shape.num_workers <= 1 || args.rows * args.inner < SERIAL_COPY) copy_worker(run.get(), 0);
+  else run_parallel(shape.num_workers, copy_worker, run.get());
+  run_packed(run, job_worker);
+}
+
+}  // namespace
+
+bool linear_suits_dots(int64_t columns, int64_t inner) {
+  return columns % LINEAR_GRAIN == 0 && inner % LINEAR_GRAIN == 0 && inner > 0;
+}
+void linear_with_dots(const LinearArgs& args) { linear_with_dots(args, Form::PLAIN); }
+void packed_linear_with_dots(const LinearArgs& args) {
+  linear_with_dots(args, args.layers[0].coded_bytes > 0 ? Form::CODED : Form::PACKED);
+}
+
+#else
+
+bool linear_suits_dots(int64_t, int64_t) { return false; }
+void linear_with_dots(const LinearArgs&) {}
+void packed_linear_with_dots(const LinearArgs&) {}
+
+#endif
+}  // namespace pagebinder
