@@ -1,6 +1,7 @@
 """What the results of compare_engines.py are held against: ratios to peers, and the machine's own limits.
 
-A ratio to a peer carries `allowed`: what it would be, had ours the machine's measured read bandwidth or matrix rate.
+A ratio to a peer carries `allowed`: what it would be, had ours the machine's measured read bandwidth or matrix rate
+(decode: the one that takes longer).
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ def ratio(engines: dict, key: str, peer: str, us: str = US) -> float:
 
 
 def decode_limit(results: dict, requests: int) -> float:
-    """Tokens per second, if a step took as long as its weights and K and V take to read."""
+    """Tokens per second, if a step took as long as its weights and K and V take to read, or the products with its
+    weights (two FLOPs for the two bytes of each) at the measured matrix rate, whichever is longer."""
     costs, (prompt, new) = results["costs"], results["settings"]["lengths"]
     context = prompt + new / 2
     step_bytes = costs["weight_bytes"] + requests * context * costs["kv_bytes_per_token"]
-    return requests * results["limits"]["read"] / step_bytes
+    step_flops = requests * costs["weight_bytes"]
+    limits = results["limits"]
+    return requests / max(step_bytes / limits["read"], step_flops / limits["product"])
 
 
 def goals(results: dict) -> list[dict]:

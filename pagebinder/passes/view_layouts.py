@@ -71,11 +71,11 @@ def base_layout(node: Node, given: Container[Node] = ()) -> Layout:
     """The layout of a tensor that is no view, or not for certain.
 
     Strides are unknowns where a step may have others than the traced ones: of what is `given` (see `is_given`), and
-    of what only some sizes make a copy. A vector has a stride of one.
+    of what only some sizes make a copy. A vector that is given has a stride of one.
     """
     sizes, strides = sizes_of(val(node)), map(expression, val(node).stride())
     may_be_view = node.target in RULES and node.target is not aten.contiguous.default
-    if len(sizes) > 1 and (node in given or may_be_view):
+    if may_be_view or (len(sizes) > 1 and node in given):
         strides = (sympy.Symbol(f"stride_{dim}", integer=True) for dim in range(len(sizes)))
     return Layout.of(sizes, strides)
 

@@ -102,6 +102,9 @@ KEPT = {
     "a reshape that copies": (HEADS, [(TRANSPOSE, 0, 1), (RESHAPE, [-1, 4])]),
     "a contiguous copy": (HEADS, [(TRANSPOSE, 0, 1), (CONTIGUOUS,)]),
     "a reshape that copies unless there is one token": (([4, "T", 4],), [(TRANSPOSE, 0, 1), (RESHAPE, [-1, 4])]),
+    "a flat copy that is a view of every second entry if there is one token": (
+        (["T", "T", "U"], [0, 2, 1], 2), [(FLATTEN, 0, -1), (CONTIGUOUS,)],
+    ),
     "a dimension of one entry only in some steps": ((["T", 4],), [(SQUEEZE, 0)]),
     "another order": (([4, 4],), [(TRANSPOSE, 0, 1)]),
 }  # fmt: skip
