@@ -21,21 +21,21 @@ struct Rows {
   PB_INLINE Rows after(int64_t elements) const { return {rows, offset + elements}; }
 };
 
-// Rows of `length` elements that will be read next: they are asked for now, so that memory and arithmetic overlap.
-// Half by half in the order in which they lie, or the processor's own prefetcher does not follow.
+// Rows of `length` elements that are read after those at hand: the second cache is asked for them now, so that memory and
+// arithmetic overlap (the nearest one would lose what is at hand). Half by half in the order in which they lie, or the
+// processor's own prefetcher does not follow. Of rows at hand the nearest cache is asked for those some keys further on;
+// as with all keys that forms compute beyond the last, there are pointers for MAX_KEYS_AT_ONCE more.
 template <class T>
 struct AheadRows {
   Rows<T> rows;
-  int length = 0;
-  PB_INLINE void ask(int half) const {
-    if (length > 0) prefetch(rows[half / 2] + half % 2 * (length / 2), length / 2);
-  }
+  int length = 0;  // 0: nothing comes from memory
   // Lines of a half row.
   int lines() const { return (length / 2 * static_cast<int>(sizeof(T)) + 63) / 64; }
+  PB_INLINE void ask(int half) const { ask(half, 0, lines()); }
   PB_INLINE void ask(int half, int first_line, int lines) const {
     if (lines == 0) return;
     const char* at = reinterpret_cast<const char*>(rows[half / 2] + half % 2 * (length / 2)) + first_line * 64;
-    for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * 64);
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * 64, 0, 2);
   }
 };
 
@@ -107,9 +107,12 @@ void dot_scores(Rows<typename E::Key> k_rows, AheadRows<typename E::Key> ahead, 
     VF sum[KEYS * ROWS] = {};
     PB_UNROLL
     for (int sub = 0; sub < KEYS; sub += SUB) {
-      const typename E::Key* key[SUB];
+      const typename E::Key *key[SUB], *near[SUB];
       PB_UNROLL
-      for (int j = 0; j < SUB; ++j) key[j] = k_rows[k + sub + j];
+      for (int j = 0; j < SUB; ++j) {
+        key[j] = k_rows[k + sub + j];
+        near[j] = lines > 0 ? k_rows[k + sub + j + SUB] : key[j];
+      }
       const typename E::Query* packed = q;
       for (int i = 0; i < steps; ++i, packed += ROWS * E::STEP) {
         const int offset = i * E::STEP < last ? i * E::STEP : last;
@@ -119,6 +122,7 @@ void dot_scores(Rows<typename E::Key> k_rows, AheadRows<typename E::Key> ahead, 
         PB_UNROLL
         for (int j = 0; j < SUB; ++j) {
           typename E::Vec x = E::load_key(key[j] + offset);
+          __builtin_prefetch(near[j] + offset);
           ahead.ask(k + sub + j, i * lines, lines);
           PB_UNROLL
           for (int r = 0; r < ROWS; ++r)

@@ -43,8 +43,11 @@ PB_INLINE void end_block(const ValueBlock& b, int row, int column, VF (&sum)[ROW
     for (int c = 0; c < COLUMNS; ++c) store(b.out + (row + r) * b.out_stride + (column + c) * W, sum[r][c]);
 }
 
+constexpr int NEAR_KEYS = 8;
+static_assert(NEAR_KEYS <= MAX_KEYS_AT_ONCE);
+
 // Rows [row, row + ROWS) and vectors [column, column + COLUMNS), which start at element `offset` of a V row. The first
-// of few rows asks for the second half of the rows `ahead`.
+// of few rows asks for the second half of the rows `ahead`, and for V some keys further on.
 template <int STRIDE, int ROWS, int COLUMNS, class T>
 PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, AheadRows<T> ahead, int row, int column, int offset) {
   VF sum[ROWS][COLUMNS];
@@ -54,6 +57,7 @@ PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, AheadRows<T> ahe
   for (int k = 0; k < b.num_keys; ++k, weight += STRIDE) {
     const T* from = v_rows[k];
     if (STRIDE <= 8 && row == 0 && column == 0) ahead.ask(b.num_keys + k);
+    if (STRIDE <= 8 && row == 0 && ahead.length > 0) prefetch(v_rows[k + NEAR_KEYS], COLUMNS * W);
     VF v[COLUMNS];
     load_floats(from, v);
     PB_UNROLL
