@@ -14,6 +14,7 @@ from pagebinder.custom_ops.linear.weight_formats import (
     quantize,
     scale_dtype,
 )
+from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
 from tests.tolerances import assert_close
@@ -133,9 +134,9 @@ def test_sizes_that_do_not_fit_are_told(sizes):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["fp8", "int4_g32"])
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4_g32"])
 def test_same_bits_with_any_number_of_rows_and_threads(name, dtype):
-    """Up to 4 rows, which dot products of pairs serve, and beyond."""
+    """Up to the rows that dot products of codes in registers serve, and beyond: two kernels, two orders of sums."""
     chosen = registered_providers()["cpu"]
     if chosen.problem() is not None:
         pytest.skip(str(chosen.problem()))
@@ -150,9 +151,26 @@ def test_same_bits_with_any_number_of_rows_and_threads(name, dtype):
         assert torch.equal(linear(x, qweight, scale, format=name), together)
     finally:
         torch.set_num_threads(threads)
-    few = linear(x[:4], qweight, scale, format=name)
-    for rows, whole in ((1, few), (2, few), (3, few), (5, together), (31, together), (40, together)):
+    chosen.prepare("linear")
+    most = 0 if dtype == torch.float32 else 2 if has_matrix_tiles() or name == "fp8" else 8
+    few = linear(x[:most], qweight, scale, format=name)
+    for rows in (1, 2, 3, 5, 8, 9, 31, 40):
+        whole = few if rows <= most else together
         assert torch.equal(linear(x[:rows], qweight, scale, format=name), whole[:rows])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_g64"])
+def test_values_that_digits_cannot_hold(linear, name):
+    """Groups of zeros, with numbers far apart, tiny ones, and such that are no numbers."""
+    x, bias = operands(4, 96, 256)
+    x[0, :64], x[1, 64:128] = 0, x[1, 64:128] * 1e-4
+    x[1, 70], x[2] = 3e4, x[2] * 1e-36
+    check(linear, x, weight_of(96, 256), name, bias)
+    for bad in (float("inf"), float("nan")):
+        y = linear(
+            torch.where(torch.arange(256) == 200, bad, x), *quantize(weight_of(96, 256), name), format=name
+        )
+        assert not y[:, 16:].isfinite().any()
 
 
 def test_opcheck(linear):

@@ -51,13 +51,15 @@ void copy_worker(void* context, int) {
 
 struct Panel {
   const LinearLayer* layer;
-  const char* first;
+  const char* first;  // null: there is no such job
 };
 
-Panel panel_of(const Run& run, const PackedJob& job, int panel, int which) {
+// The panel of a job, which has one, or that of its gated partner.
+Panel panel_of(const Run& run, const PackedJob& job, int which) {
+  if (job.panels == 0) return {};
   const LinearLayer* layer = job.layer + which;
   const int64_t bytes = run.form == Form::PLAIN ? layer->weight_stride * PANEL * 2 : run.panel_bytes_of(*layer);
-  return {layer, static_cast<const char*>(layer->weight) + (job.column / PANEL + panel) * bytes};
+  return {layer, static_cast<const char*>(layer->weight) + job.column / PANEL * bytes};
 }
 
 // 16 columns of a plain weight, 32 k of each -> half a step.
@@ -96,7 +98,8 @@ PB_INLINE VF bias_of(const LinearLayer& layer, int64_t column) {
 }
 
 // Sums [row][32] of a layer, or of the two of a gate -> rows of y.
-void write_rows(const Run& run, const LinearLayer* layer, int64_t column, const float* const* sums, int64_t row, int rows) {
+void write_rows(const Run& run, const LinearLayer* layer, int64_t column, const float* const* sums, int64_t row,
+                int rows) {
   const Activation gate = run.args.gate;
   for (int half = 0; half < PANEL; half += HALF) {
     const VF bias = bias_of(*layer, column + half);
@@ -126,28 +129,21 @@ class Worker {
   }
 
   void run_job(const PackedJob& job, const PackedJob& next) {
-    for (int panel = 0; panel < job.panels; ++panel) {
-      Panel now[2] = {}, coming[2] = {};
-      const bool last = panel + 1 == job.panels;
-      for (int i = 0; i < layers_; ++i) {
-        now[i] = panel_of(run_, job, panel, i);
-        if (!last) coming[i] = panel_of(run_, job, panel + 1, i);
-        else if (next.panels > 0) coming[i] = panel_of(run_, next, 0, i);
-      }
-      if (run_.strips == 1) stream(job, panel, now, coming[0].first);
-      else meet_strips(job, panel, now, coming);
-    }
+    Panel now[2] = {}, coming[2] = {};
+    for (int i = 0; i < layers_; ++i) now[i] = panel_of(run_, job, i), coming[i] = panel_of(run_, next, i);
+    if (run_.strips == 1) stream(job, now, coming[0].first);
+    else meet_strips(job, now, coming);
   }
 
  private:
   // One strip: panels are read once. `behind` them lies what is read next, or nothing.
-  void stream(const PackedJob& job, int panel, const Panel* now, const char* behind) {
+  void stream(const PackedJob& job, const Panel* now, const char* behind) {
     for (int i = 0; i < layers_; ++i) {
       const char* next = i + 1 < layers_ ? now[i + 1].first : behind;
       if (run_.form == Form::PACKED) stream_packed(now[i], next, i);
       else stream_chunks(now[i], next, i);
     }
-    write(job, panel, 0);
+    write(job, 0);
   }
 
   void stream_packed(const Panel& panel, const char* next, int layer) {
@@ -157,24 +153,25 @@ class Worker {
         layer);
   }
 
+  // What is asked for beside a chunk of a plain weight: the rows of the next one, one after the other.
   void stream_chunks(const Panel& panel, const char* next, int layer) {
     const int64_t jump = panel.layer->weight_stride * 2 - int64_t{DOT_JUMP_PAIRS} * PAIR_LINES * 64;
     for (int step = 0; step < run_.steps; step += CHUNK) {
       const int steps = std::min(CHUNK, run_.steps - step);
       const char* at = step + CHUNK < run_.steps ? panel.first + (step + CHUNK) * PANEL * 2 : next;
-      DotAhead ahead{};  // rows of the next chunk one after the other
+      DotAhead ahead{};
       if (run_.form == Form::PLAIN && at != nullptr) ahead = {at - jump, PAIR_LINES, jump};
       add(0, in_order(run_, panel, step, steps, ordered_), step, steps, ahead, layer);
     }
   }
 
   // Several strips: the first ones ask for the next panels.
-  void meet_strips(const PackedJob& job, int panel, const Panel* now, const Panel* coming) {
+  void meet_strips(const PackedJob& job, const Panel* now, const Panel* coming) {
     const char* w[2];
     for (int i = 0; i < layers_; ++i) w[i] = in_order(run_, now[i], 0, run_.steps, ordered_ + i * run_.panel_bytes());
     for (int strip = job.first_strip; strip < job.end_strip; ++strip) {
       for (int i = 0; i < layers_; ++i) add(strip, w[i], 0, run_.steps, share(job, strip, coming[i]), i);
-      write(job, panel, strip);
+      write(job, strip);
     }
   }
 
@@ -193,11 +190,11 @@ class Worker {
   }
 
   // Writes a strip's columns of a panel, if nobody else did.
-  __attribute__((noinline)) void write(const PackedJob& job, int panel, int strip) {
+  __attribute__((noinline)) void write(const PackedJob& job, int strip) {
     const float* sums[2] = {sums_[0], sums_[1]};
     stand_still(number_);
-    run_.products.write_once(run_.product_of(job, strip, panel), [&] {
-      write_rows(run_, job.layer, job.column + panel * PANEL, sums, run_.rows.first_row(strip), run_.rows.rows_of(strip));
+    run_.products.write_once(run_.product_of(job, strip, 0), [&] {
+      write_rows(run_, job.layer, job.column, sums, run_.rows.first_row(strip), run_.rows.rows_of(strip));
     });
   }
 
@@ -218,8 +215,10 @@ void linear_with_dots(const LinearArgs& args, Form form) {
   const DotStrips rows(args.rows, args.inner);
   const int most_strips = static_cast<int>(std::max<int64_t>(MOST_BLOCK / (rows.most_rows * args.inner * 2), 1));
   const PackedShape shape = packed_shape(args, rows.most_rows, most_strips, 1);
-  if (args.rows == 1)  // lies as a strip does
-    return run_packed(std::make_shared<Run>(args, shape, form, nullptr, static_cast<const uint32_t*>(args.x)), job_worker);
+  if (args.rows == 1) {  // lies as a strip does
+    const uint32_t* x = static_cast<const uint32_t*>(args.x);
+    return run_packed(std::make_shared<Run>(args, shape, form, nullptr, x), job_worker);
+  }
   const std::shared_ptr<Buffer> memory = buffer_of_a_call(last);
   const uint32_t* x = memory->at_least<uint32_t>(static_cast<size_t>(rows.words()));
   const auto run = std::make_shared<Run>(args, shape, form, memory, x);
