@@ -22,7 +22,7 @@ from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
 from pagebinder.custom_ops.mla import mla, paged_mla
-from pagebinder.custom_ops.moe import experts, routed_experts
+from pagebinder.custom_ops.moe import experts, quantized_experts, routed_experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
 from pagebinder.custom_ops.recurrent import diagonal, gated_delta_rule, mlstm, short_conv, ssd, wkv
 from pagebinder.custom_ops.rope import rope
@@ -58,6 +58,7 @@ __all__ = [
     "qk_norm_rope_quantized_write",
     "qk_norm_rope_write",
     "quantized",
+    "quantized_experts",
     "quantized_paged",
     "relative",
     "rms_norm",

@@ -6,6 +6,7 @@ Matches:
     out = moe_experts(x, ids, w, up, down, ...)                 see `router_pattern.py` for what may be left out
 Replaces with:
     out = moe_routed_experts(x, logits, bias, up, down, ..., the router as options)
+    (quantized_moe_experts with quantized_moe_routed_experts)
 
 The same experts, ties as torch.topk decides them, with weights of the same bits.
 """
@@ -24,6 +25,10 @@ from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "moe_routed_experts"
 ours = torch.ops.pagebinder
+ROUTED = {
+    ours.moe_experts.default: ours.moe_routed_experts.default,
+    ours.quantized_moe_experts.default: ours.quantized_moe_routed_experts.default,
+}
 
 
 def fuse_moe_routing(gm: GraphModule, *, requested: Collection[str] = ()) -> PassResult:
@@ -33,7 +38,7 @@ def fuse_moe_routing(gm: GraphModule, *, requested: Collection[str] = ()) -> Pas
         requested: ops for which a provider was asked for; those of experts stay as they are then.
     """
     result = PassResult(name="fuse_moe_routing")
-    for node in calls(gm.graph, ours.moe_experts.default):
+    for node in calls(gm.graph, *ROUTED):
         try:
             site = routed_site(*node.args[1:3])
             if reason := _reason_against(node, site, requested):
@@ -44,9 +49,7 @@ def fuse_moe_routing(gm: GraphModule, *, requested: Collection[str] = ()) -> Pas
             continue
         operands = (node.args[0], site.logits, site.bias, *node.args[3:])
         options = site.router.as_options() | dict(node.kwargs)
-        fused = insert_call(
-            gm.graph, node, ours.moe_routed_experts.default, operands, options, value=val(node)
-        )
+        fused = insert_call(gm.graph, node, ROUTED[node.target], operands, options, value=val(node))
         node.replace_all_uses_with(fused)
         gm.graph.erase_node(node)
         result.matches.append(Match(pattern=PATTERN, detail=str(site.router), **describe(fused)))
@@ -58,9 +61,14 @@ def fuse_moe_routing(gm: GraphModule, *, requested: Collection[str] = ()) -> Pas
 def _reason_against(node: Node, site: RoutedSite, requested: Collection[str]) -> str | None:
     if val(site.logits).shape[1] != val(node.args[3]).shape[0]:
         return "it chooses among more than the experts that it has weights of"
-    if "moe_experts" in requested:
-        return "a provider was asked for moe_experts"
+    name = node.target._opname
+    if name in requested:
+        return f"a provider was asked for {name}"
     device = val(node).device.type
-    need = OpNeed(op=PATTERN, device="cpu" if device == "meta" else device, dtype=dtype_name(val(node)))
+    need = OpNeed(
+        op=ROUTED[node.target]._opname,
+        device="cpu" if device == "meta" else device,
+        dtype=dtype_name(val(node)),
+    )
     reasons = registered_providers()["cpu"].reasons_against(need)
     return f"no kernel of ours: {'; '.join(reasons)}" if reasons else None

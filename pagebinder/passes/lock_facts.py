@@ -21,6 +21,8 @@ SIZES = {
     "short_conv": {"weight": {"width": 0, "taps": 1}},
     "moe_experts": {"x": {"width": 1}, "expert_ids": {"chosen": 1}, "up": {"experts": 0}},
     "moe_routed_experts": {"x": {"width": 1}, "up": {"experts": 0}},
+    "quantized_moe_experts": {"x": {"width": 1}, "expert_ids": {"chosen": 1}, "up": {"experts": 0}},
+    "quantized_moe_routed_experts": {"x": {"width": 1}, "up": {"experts": 0}},
 }
 
 

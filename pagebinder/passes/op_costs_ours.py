@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS
 from pagebinder.custom_ops.linear.packed_weights import plain_shape
+from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP
 from pagebinder.custom_ops.recurrent.define import RECURRENCES, Recurrence
 from pagebinder.graph_tools import val
 from pagebinder.passes.lock_facts import operand
@@ -220,15 +221,23 @@ def _experts(model: CostModel, node: Node, tokens, chosen, read: tuple[str, ...]
     up, down = operand(node, "up"), operand(node, "down")
     experts = model.shape(up)[0]
     width = model.shape(operand(node, "x"))[1]
-    values = (model.numel(up) + model.numel(down)) / experts
+    values = _values_of_expert(model, up) + _values_of_expert(model, down)
     reached = experts * (1 - (1 - chosen / experts) ** tokens)
-    stored = [operand(node, name) for name in ("up", "down", "up_bias", "down_bias")]
+    stored = [
+        operand(node, name) for name in ("up", "up_scale", "down", "down_scale", "up_bias", "down_bias")
+    ]
     small = [operand(node, name) for name in read]
     return OpCost(
         flops=2 * tokens * chosen * (values + width),  # the last product weighs the experts' results
         weight_bytes=sum(model.bytes_of(w) for w in stored) * reached / experts,
         activation_bytes=sum(model.bytes_of(x) for x in small) + model.out_bytes(node),
     )
+
+
+def _values_of_expert(model: CostModel, stack: Node):
+    """Of weights [E, N, K] or of their codes [E, panels, steps, 2, bytes]: bytes hold values of 8 or 4 bits."""
+    shape = model.shape(stack)
+    return shape[1] * PANEL * shape[2] * STEP if len(shape) == 5 else model.numel(stack) / shape[0]
 
 
 def _expert_linear(model: CostModel, node: Node) -> OpCost:
@@ -287,6 +296,8 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     },
     "moe_experts": _moe_experts,
     "moe_routed_experts": _moe_routed_experts,
+    "quantized_moe_experts": _moe_experts,
+    "quantized_moe_routed_experts": _moe_routed_experts,
     "expert_linear": _expert_linear,
 }
 

@@ -1,10 +1,11 @@
-"""Weights of linear layers in 8 or 4 bits (`CompileConfig.quantization`). It changes numbers, so it is opt-in.
+"""Weights of linear layers and experts in 8 or 4 bits (`CompileConfig.quantization`). It changes numbers: opt-in.
 
 Matches:
     linear(x [..., K], W [N, K], b)           W a parameter, N and K multiples of what the format packs
+    moe_experts(x, ids, weights, up [E, N, K], down [E, N, K], ...)     or [E, K, N], transposed: each of both so
 Replaces with:
     w = dequantize_weight(codes, scale, format=, dtype=)     codes, scale: buffers of this graph
-    linear(x, w, b)
+    linear(x, w, b)  |  moe_experts(x, ids, weights, up, down, ..., transposed=False)
 
 This graph runs, and is what later passes are compared with: fuse_quantized_linear.py makes one op of the two. The
 source model keeps its weights; they are quantised one at a time, and one that several layers share only once. The
@@ -21,12 +22,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.linear import weight_formats
-from pagebinder.custom_ops.linear.weight_formats import (
-    packed_shapes,
-    quantize,
-    scale_dtype,
-    size_problem,
-    weight_format,
+from pagebinder.custom_ops.linear.weight_formats import scale_dtype, size_problem, weight_format
+from pagebinder.custom_ops.linear.weight_stacks import (
+    matrices,
+    packed_parts_shapes,
+    quantize_stack,
+    sizes_of,
 )
 from pagebinder.errors import VerificationError
 from pagebinder.graph_tools import (
@@ -46,11 +47,11 @@ from pagebinder.report import Certificate, Match, PassResult, Refusal
 PATTERN = "linear"
 ours = torch.ops.pagebinder
 LINEARS = (aten.linear.default, ours.linear.default)
+EXPERTS = ours.moe_experts.default
 # Products of activations with weights that are not linear layers.
 OTHERS = {
     aten.addmm.default: "the weight is [K, N], not [N, K]",
-    ours.moe_experts.default: "weights of experts are not quantised (yet)",
-    ours.expert_linear.default: "weights of experts are not quantised (yet)",
+    ours.expert_linear.default: "weights of experts whose projections are single ops are not quantised (yet)",
     ours.inverse_rope_grouped_linear.default: "weights of grouped linear layers are not quantised (yet)",
 }
 CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default)
@@ -61,38 +62,45 @@ META = "quantized"  # of a get_attr node: a QuantizedPart
 
 @dataclass(frozen=True)
 class QuantizedPart:
-    """What a buffer was made of: the weight's name in the graph, and 0 for its codes, 1 for their scale."""
+    """What a buffer was made of: the weight's name in the graph, and 0 for its codes, 1 for their scale.
+
+    `transposed`: the weight is [E, K, N].
+    """
 
     weight: str
     format: str
     part: int
+    transposed: bool = False
 
 
 def quantize_weights(gm: GraphModule, *, format: str) -> PassResult:
-    """Quantise the weights of all linear layers that can be; the others are refused with the reason."""
+    """Quantise the weights of all linear layers and experts that can be; others are refused with the reason."""
     result = PassResult(name="quantize_weights", changes_numbers=True)
-    made: dict[tuple[int, str], tuple[Node, Node]] = {}
+    made: dict[tuple[int, str, bool], tuple[Node, Node]] = {}
     head, format_of_head = (
         lm_head(gm.graph, *LINEARS),
         LM_HEAD_FORMAT if weight_format(format).bits == 4 else format,
     )
-    for node in calls(gm.graph, *LINEARS, *OTHERS):
+    for node in calls(gm.graph, *LINEARS, EXPERTS, *OTHERS):
         own = format_of_head if node is head else format
+        pattern = "moe_experts" if node.target is EXPERTS else PATTERN
         reason = OTHERS.get(node.target) or _reason_against(node, own)
         if reason:
             where = {"source_line": source_line(node), **describe(node)}
-            result.refusals.append(Refusal(pattern=PATTERN, reason=reason, **where))
+            result.refusals.append(Refusal(pattern=pattern, reason=reason, **where))
             continue
-        weight = node.args[1]
-        key = id(attribute(gm, weight.target)), own
-        if key not in made:
-            made[key] = _quantized(gm, weight, node, own)
-        options = {"format": own, "dtype": val(weight).dtype}
-        values = insert_call(
-            gm.graph, node, ours.dequantize_weight.default, made[key], options, value=val(weight)
-        )
-        node.replace_input_with(weight, values)
-        result.matches.append(Match(pattern=PATTERN, detail=own, **describe(node)))
+        transposed = node.kwargs.get("transposed", False)
+        for position in _weight_positions(node):
+            weight = node.args[position]
+            key = id(attribute(gm, weight.target)), own, transposed
+            if key not in made:
+                made[key] = _quantized(gm, weight, node, own, transposed)
+            options = {"format": own, "dtype": val(weight).dtype}
+            values = insert_call(gm.graph, node, ours.dequantize_weight.default, made[key], options)
+            node.update_arg(position, values)
+        if transposed:
+            node.update_kwarg("transposed", False)
+        result.matches.append(Match(pattern=pattern, detail=own, **describe(node)))
     result.changed = bool(result.matches)
     finish(gm)
     return result
@@ -112,17 +120,26 @@ def lm_head(graph: torch.fx.Graph, *linears) -> Node | None:
     return found.pop() if len(found) == 1 else None
 
 
+def _weight_positions(node: Node) -> tuple[int, ...]:
+    return (3, 4) if node.target is EXPERTS else (1,)
+
+
 def _reason_against(node: Node, format: str) -> str | None:
-    weight = node.args[1]
+    if node.target is not EXPERTS and _chooses(node):
+        return "it chooses experts: another choice costs more than its few bytes"
+    reasons = (_reason_against_weight(node, node.args[i], format) for i in _weight_positions(node))
+    return next(filter(None, reasons), None)
+
+
+def _reason_against_weight(node: Node, weight: Node, format: str) -> str | None:
     if weight.op != "get_attr":
         return "the weight is computed"
-    if val(weight).dim() != 2:
-        return "the weight is not [N, K]"
+    shape = "[E, N, K]" if node.target is EXPERTS else "[N, K]"
+    if val(weight).dim() != shape.count(",") + 1:
+        return f"the weight is not {shape}"
     if val(weight).dtype not in FLOATS:
         return f"the weight is {val(weight).dtype}"
-    if _chooses(node):
-        return "it chooses experts: another choice costs more than its few bytes"
-    return size_problem(*val(weight).shape, format)
+    return size_problem(*sizes_of(val(weight), node.kwargs.get("transposed", False)), format)
 
 
 def _chooses(node: Node) -> bool:
@@ -139,14 +156,17 @@ def _chooses(node: Node) -> bool:
     return False
 
 
-def _quantized(gm: GraphModule, weight: Node, before: Node, format: str) -> tuple[Node, Node]:
+def _quantized(
+    gm: GraphModule, weight: Node, before: Node, format: str, transposed: bool
+) -> tuple[Node, Node]:
     """get_attr nodes of the codes and the scale of a weight, ahead of `before`."""
     tensor = attribute(gm, weight.target)
-    shapes, dtypes = packed_shapes(*tensor.shape, format), (torch.uint8, scale_dtype(format))
+    shapes = packed_parts_shapes(tensor, format, transposed)
+    dtypes = (torch.uint8, scale_dtype(format))
     if tensor.is_meta:
         parts = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes)]
     else:
-        parts = quantize(tensor.detach(), format)
+        parts = quantize_stack(tensor.detach(), format, transposed)
     nodes = []
     for index, (kind, part) in enumerate(zip(("codes", "scale"), parts)):
         name = f"{weight.target}_{format}_{kind}"
@@ -155,7 +175,7 @@ def _quantized(gm: GraphModule, weight: Node, before: Node, format: str) -> tupl
             node = gm.graph.get_attr(name)
         with fake_mode_of(gm.graph):  # from_tensor would make sizes dynamic
             node.meta["val"] = torch.empty(part.shape, dtype=part.dtype, device=val(weight).device)
-        node.meta[META] = QuantizedPart(weight.target, format, index)
+        node.meta[META] = QuantizedPart(weight.target, format, index, transposed)
         nodes.append(node)
     return tuple(nodes)
 
@@ -168,7 +188,8 @@ def add_quantized(gm: GraphModule, weights: MutableMapping[str, torch.Tensor]) -
     for node in _parts(gm):
         part = node.meta[META]
         if part.weight in weights and node.target not in weights:
-            weights[node.target] = quantize(weights[part.weight].detach(), part.format)[part.part]
+            made = quantize_stack(weights[part.weight].detach(), part.format, part.transposed)
+            weights[node.target] = made[part.part]
 
 
 def certify_weights(before: GraphModule, after: GraphModule, result: PassResult) -> list[Certificate]:
@@ -184,20 +205,18 @@ def certify_weights(before: GraphModule, after: GraphModule, result: PassResult)
     codes = {n.target: n for n in _parts(after) if n.meta[META].part == 0}
     for name, node in codes.items():
         part = node.meta[META]
-        weight = attribute(before, part.weight).detach().float()
-        scale = attribute(after, name.removesuffix("_codes") + "_scale")
-        errors = (weight_formats.dequantize(attribute(after, name), scale, part.format) - weight).abs()
-        if not (errors <= weight_formats.error_bound(weight, part.format)).all():
-            raise VerificationError(
-                f"{result.name}: {part.format} of {part.weight} is off by {float(errors.max()):.3g}, more than the "
-                "format explains.",
-                pass_name=result.name,
-                level=result.level,
-                error=float(errors.max()),
-                places=(part.weight,),
-            )
-        largest = max(largest, float(errors.max()))
-        relative = max(relative, float(errors.norm() / weight.norm().clamp(min=1e-30)))
+        for weight, errors in _errors(before, after, name, part):
+            if not (errors <= weight_formats.error_bound(weight, part.format)).all():
+                raise VerificationError(
+                    f"{result.name}: {part.format} of {part.weight} is off by {float(errors.max()):.3g}, more than "
+                    "the format explains.",
+                    pass_name=result.name,
+                    level=result.level,
+                    error=float(errors.max()),
+                    places=(part.weight,),
+                )
+            largest = max(largest, float(errors.max()))
+            relative = max(relative, float(errors.norm() / weight.norm().clamp(min=1e-30)))
     first = result.matches[0]
     return [
         Certificate(
@@ -209,6 +228,16 @@ def certify_weights(before: GraphModule, after: GraphModule, result: PassResult)
             max_rel_error=relative,
         )
     ]
+
+
+def _errors(before: GraphModule, after: GraphModule, name: str, part: QuantizedPart):
+    """(weight [N, K] in float32, how far each value of its codes is off), of each expert if there are some."""
+    weights = matrices(attribute(before, part.weight).detach(), part.transposed)
+    codes, scale = attribute(after, name), attribute(after, name.removesuffix("_codes") + "_scale")
+    each = zip(codes, scale, strict=True) if codes.dim() == 5 else ((codes, scale),)
+    for matrix, own in zip(weights, each, strict=True):
+        weight = matrix.float()
+        yield weight, (weight_formats.dequantize(*own, part.format) - weight).abs()
 
 
 def _parts(gm: GraphModule) -> Iterator[Node]:

@@ -31,7 +31,13 @@ LATENT_OPS = (
 # Over blocks that hold a state.
 RECURRENT_OPS = tuple(op._opname for op in PAGED_RECURRENCES.values())
 # Over the weights of experts.
-EXPERT_OPS = ("moe_experts", "moe_routed_experts", "expert_linear")
+EXPERT_OPS = (
+    "moe_experts",
+    "moe_routed_experts",
+    "quantized_moe_experts",
+    "quantized_moe_routed_experts",
+    "expert_linear",
+)
 # Over activations and weights, and caches of their dtype.
 PLAIN_OPS = (
     "hyper_connection",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagebinder.config import QUANTIZATIONS
+from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.linear.weight_formats import (
     FORMATS,
     dequantize,
@@ -14,7 +15,6 @@ from pagebinder.custom_ops.linear.weight_formats import (
     quantize,
     scale_dtype,
 )
-from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
 from tests.tolerances import assert_close

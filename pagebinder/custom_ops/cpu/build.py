@@ -40,7 +40,7 @@ logger = logging.getLogger("pagebinder")
 
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "pagebinder_cpu.so"
-# part -> (folder of its sources, sources of the core that it is linked with)
+# part -> (folder of its sources, sources of other folders that it is linked with)
 PARTS = {
     "bfloat16": ("bfloat16", ()),
     "core": (".", ()),
@@ -51,10 +51,13 @@ PARTS = {
     "moe": ("moe", ()),
     "quant": ("quant", ()),
     "quantized_kv": ("quantized_kv", ("attention_plan.cpp", "cache_write.cpp", "qk_write.cpp")),
+    "quantized_moe": ("quantized_moe", ("moe/moe_router.cpp",)),
     "recurrent": ("recurrent", ()),
     "sampling": ("sampling", ("argmax.cpp",)),
     "unified": ("unified", ("attention_plan.cpp",)),
 }
+# part -> folders whose headers it includes, beside its own and this one
+HEADERS_OF = {"quantized_moe": ("moe", "quant")}
 ELEMENT_PARTS = ("bfloat16", "float16", "float32")
 BASE_FLAGS = (
     "-O3",
@@ -284,7 +287,7 @@ def _sources(part: str) -> list[Path]:
 
 
 def _headers(part: str) -> list[Path]:
-    folders = {SOURCE_DIR, SOURCE_DIR / PARTS[part][0]}
+    folders = {SOURCE_DIR, *(SOURCE_DIR / name for name in (PARTS[part][0], *HEADERS_OF.get(part, ())))}
     return [header for folder in folders for header in folder.glob("*.h")]
 
 

@@ -24,7 +24,7 @@ from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.library import OpInfo, define_schema, library, op_info, overload
 from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
-from pagebinder.custom_ops.moe import experts, routed_experts
+from pagebinder.custom_ops.moe import experts, quantized_experts, routed_experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
 from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
 from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
@@ -80,6 +80,10 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         *map(op_info, ("paged_linear_recurrence", "paged_selective_scan", "paged_wkv", "paged_mlstm")),
     ),
     "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR, routed_experts.MOE_ROUTED_EXPERTS),
+    "quantized_moe": (
+        quantized_experts.QUANTIZED_MOE_EXPERTS,
+        quantized_experts.QUANTIZED_MOE_ROUTED_EXPERTS,
+    ),
     "sampling": (sample_tokens.SAMPLE_TOKENS,),
     "unified": (unified.UNIFIED_ATTENTION, unified.ATTENTION_PART, merge_states.MERGE_ATTENTION_STATES),
 }

@@ -11,15 +11,17 @@ import torch
 
 from pagebinder.custom_ops.library import define_op
 from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP, dequantize
+from pagebinder.custom_ops.linear.weight_stacks import dequantize_stack
 
 
 def dequantize_weight_reference(qweight, scale, *, format, dtype):
-    """(packed codes, scale) -> the weight [N, K], rounded to `dtype`."""
-    return dequantize(qweight, scale, format).to(dtype)
+    """(packed codes, scale) -> the weight [N, K], or the stack of experts [E, N, K], rounded to `dtype`."""
+    return dequantize_stack(qweight, scale, format, dtype)
 
 
 def _dequantize_weight_fake(qweight, scale, *, format, dtype):
-    return qweight.new_empty((qweight.shape[0] * PANEL, qweight.shape[1] * STEP), dtype=dtype)
+    panels, steps = qweight.shape[-4:-2]
+    return qweight.new_empty((*qweight.shape[:-4], panels * PANEL, steps * STEP), dtype=dtype)
 
 
 def quantized_linear_reference(x, qweight, scale, bias=None, *, format):

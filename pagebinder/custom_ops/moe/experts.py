@@ -13,7 +13,7 @@ the rounding of the products can follow the number of rows. An id outside [0, E)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +37,21 @@ def moe_experts_reference(
     """
     check_experts(x_TC, expert_ids_TK, expert_weights_TK, up, down)
     gate = Gate(**gate)
+
+    def run_expert(expert, rows):
+        return _project(
+            gate(_project(rows, up, up_bias, expert, transposed)), down, down_bias, expert, transposed
+        )
+
+    return mixture(x_TC, expert_ids_TK, expert_weights_TK, up.shape[0], run_expert)
+
+
+def mixture(x_TC, expert_ids_TK, expert_weights_TK, num_experts: int, run_expert: Callable) -> torch.Tensor:
+    """The weighted sum over slots of run_expert(expert, rows [n, C]) -> [n, C], see `moe_experts_reference`."""
     num_slots = expert_ids_TK.shape[1]
     out_SC = x_TC.new_zeros((expert_ids_TK.numel(), x_TC.shape[1]))
-    for expert, slots in slots_by_expert(expert_ids_TK, up.shape[0]):
-        h = gate(_project(x_TC[slots // num_slots], up, up_bias, expert, transposed))
-        out_SC[slots] = _project(h, down, down_bias, expert, transposed)
+    for expert, slots in slots_by_expert(expert_ids_TK, num_experts):
+        out_SC[slots] = run_expert(expert, x_TC[slots // num_slots])
     out_TKC = out_SC.view(*expert_ids_TK.shape, x_TC.shape[1]) * expert_weights_TK.unsqueeze(-1)
     return out_TKC.sum(dim=1).to(x_TC.dtype)
 
@@ -80,12 +90,17 @@ def _project(rows, weight, bias, expert, transposed):
 
 def check_experts(x, ids, weights, up, down) -> None:
     """Raises ValueError, see `moe_experts_reference`."""
-    if x.dim() != 2 or ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
-        raise ValueError("moe_experts takes x [T, C], expert ids and weights [T, K]")
+    check_slots(x, ids, weights)
     if up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
         raise ValueError("moe_experts takes the weights of all experts, [E, ., .]")
     if not x.dtype == up.dtype == down.dtype:
         raise ValueError(f"x is {x.dtype} and the experts are {up.dtype} and {down.dtype}: cast x first")
+
+
+def check_slots(x, ids, weights) -> None:
+    """Raises ValueError: see `moe_experts_reference`."""
+    if x.dim() != 2 or ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError("moe_experts takes x [T, C], expert ids and weights [T, K]")
 
 
 def fake_experts(x, expert_ids, expert_weights, up, down, up_bias, down_bias, *, transposed, gated, **gate):

@@ -34,10 +34,15 @@ def moe_routed_experts_reference(x_TC, logits_TE, choice_bias_E, up, down, up_bi
     Raises:
         ValueError: logits or bias do not fit the experts.
     """
+    ids_TK, weights_TK, options = choose(x_TC, logits_TE, choice_bias_E, up, options)
+    return moe_experts_reference(x_TC, ids_TK, weights_TK, up, down, up_bias, down_bias, **options)
+
+
+def choose(x_TC, logits_TE, choice_bias_E, up, options: dict) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """-> ids [T, K], weights [T, K], and the options that are not the router's. Raises ValueError, see above."""
     router = Router(**{name: options.pop(name) for name in _ROUTER_FIELDS if name in options})
     check_routing(x_TC, logits_TE, choice_bias_E, up, router)
-    ids_TK, weights_TK = router(logits_TE, choice_bias_E)
-    return moe_experts_reference(x_TC, ids_TK, weights_TK, up, down, up_bias, down_bias, **options)
+    return *router(logits_TE, choice_bias_E), options
 
 
 def check_routing(x, logits, choice_bias, up, router: Router) -> None:
@@ -51,6 +56,13 @@ def check_routing(x, logits, choice_bias, up, router: Router) -> None:
         raise ValueError(f"{experts} experts do not give {router.top_k} in {router.num_groups} groups")
 
 
+ROUTER_OPTIONS = (
+    "int top_k, str score, bool sorted_choice=True, int num_groups=1, int top_groups=1, str group_score='best', "
+    "bool other_groups_zero=False, bool weigh_rated=False, str normalised='none', float epsilon=0.0, "
+    "ScalarType? softmax_dtype=None, float scale=1.0, ScalarType? weight_dtype=None"
+)
+
+
 def _fake(x, logits, choice_bias, up, down, up_bias, down_bias, *, transposed, gated, **options):
     torch._check(logits.dim() == 2, lambda: "moe_routed_experts takes logits [T, E]")
     torch._check(logits.shape[1] == up.shape[0], lambda: "logits and experts differ in E")
@@ -60,9 +72,7 @@ def _fake(x, logits, choice_bias, up, down, up_bias, down_bias, *, transposed, g
 MOE_ROUTED_EXPERTS = define_op(
     "moe_routed_experts",
     "(Tensor x, Tensor logits, Tensor? choice_bias, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, *, "
-    "int top_k, str score, bool sorted_choice=True, int num_groups=1, int top_groups=1, str group_score='best', "
-    "bool other_groups_zero=False, bool weigh_rated=False, str normalised='none', float epsilon=0.0, "
-    "ScalarType? softmax_dtype=None, float scale=1.0, ScalarType? weight_dtype=None, bool transposed, "
+    f"{ROUTER_OPTIONS}, bool transposed, "
     "str activation, bool gated, bool interleaved, float? limit, float? alpha, float up_offset, "
     "bool in_float32) -> Tensor",
     reference=moe_routed_experts_reference,

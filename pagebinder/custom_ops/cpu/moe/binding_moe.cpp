@@ -3,10 +3,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <array>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "binding_moe.h"
 #include "direct_calls.h"
@@ -16,25 +14,10 @@
 
 namespace {
 
-using pagebinder::Activation;
-using pagebinder::Element;
+using namespace pagebinder::binding;
 using pagebinder::run_parallel;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using Bias = std::optional<Tensor>;
-
-Element element_of(const Tensor& t) {
-  const ScalarType type = t.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-                  "experts must be float32, bfloat16 or float16");
-  return type == ScalarType::Float ? Element::F32 : type == ScalarType::BFloat16 ? Element::BF16 : Element::F16;
-}
-
-// The same values with the last dimension dense: a copy if it is not.
-Tensor dense(const Tensor& t) {
-  const int64_t last = t.dim() - 1;
-  return t.size(last) <= 1 || t.stride(last) == 1 ? t : torch::stable::contiguous(t);
-}
 
 // Are the experts' matrices views that were transposed? Then they are read as what they are views of.
 bool is_view_of_transposed(const Tensor& weight) {
@@ -53,39 +36,6 @@ pagebinder::Projection projection(const Tensor& weight, const Bias& bias, bool t
     p.bias = bias->const_data_ptr(), p.bias_stride = bias->stride(0);
   }
   return p;
-}
-
-pagebinder::Choice choice(const Tensor& ids, int64_t experts) {
-  return {ids.size(0), ids.size(1), experts, static_cast<const int64_t*>(ids.const_data_ptr())};
-}
-
-Tensor dense_ids(const Tensor& ids) {
-  STD_TORCH_CHECK(ids.dim() == 2 && ids.scalar_type() == ScalarType::Long, "expert ids must be [T, K] int64");
-  return torch::stable::contiguous(ids);
-}
-
-Bias dense(const Bias& bias) { return bias ? Bias(dense(*bias)) : bias; }
-
-pagebinder::Gate gate(const std::string& activation, bool gated, bool interleaved, std::optional<double> limit,
-                      std::optional<double> alpha, double up_offset) {
-  static constexpr std::array<std::pair<const char*, Activation>, 7> names{{{"silu", Activation::SILU},
-                                                                           {"gelu", Activation::GELU},
-                                                                           {"gelu_tanh", Activation::GELU_TANH},
-                                                                           {"relu", Activation::RELU},
-                                                                           {"relu2", Activation::RELU2},
-                                                                           {"sigmoid", Activation::SIGMOID},
-                                                                           {"swish", Activation::SILU}}};
-  STD_TORCH_CHECK((activation == "swish") == alpha.has_value(), "alpha belongs to the activation \"swish\"");
-  for (const auto& [name, kind] : names)
-    if (activation == name)
-      return {kind,
-              gated,
-              interleaved,
-              limit.has_value(),
-              static_cast<float>(limit.value_or(0)),
-              static_cast<float>(up_offset),
-              static_cast<float>(alpha.value_or(1))};
-  STD_TORCH_CHECK(false, "unknown activation ", activation);
 }
 
 }  // namespace

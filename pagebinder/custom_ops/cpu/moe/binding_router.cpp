@@ -1,68 +1,17 @@
 // Registers moe_routed_experts under `pagebinder_cpu`, see custom_ops/moe/router.py.
-//
-// Choosing is ours. Exponentials and sums are torch's own functions, called from here: so scores and weights have the
-// bits that they have without this op.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <array>
-#include <cmath>
 #include <optional>
 #include <string>
 
 #include "binding_moe.h"
+#include "binding_router.h"
 #include "direct_calls.h"
-#include "moe_router.h"
-#include "new_tensor.h"
-#include "thread_pool.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using MaybeTensor = std::optional<Tensor>;
-
-Tensor cast(const Tensor& t, ScalarType type) { return t.scalar_type() == type ? t : torch::stable::to(t, type); }
-
-Tensor softmax(const Tensor& t) {
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(t), torch::stable::detail::from(int64_t{-1}),
-                                    torch::stable::detail::from(std::nullopt)};
-  STD_TORCH_CHECK(aoti_torch_call_dispatcher("aten::softmax", "int", stack.data()) == 0, "aten::softmax failed");
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-Tensor sigmoid(const Tensor& t) {
-  std::array<StableIValue, 1> stack{torch::stable::detail::from(t)};
-  STD_TORCH_CHECK(aoti_torch_call_dispatcher("aten::sigmoid", "", stack.data()) == 0, "aten::sigmoid failed");
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-Tensor scores_of(const Tensor& logits, const std::string& score) {
-  const Tensor wide = cast(logits, ScalarType::Float);
-  if (score == "softmax") return softmax(wide);
-  if (score == "sigmoid") return sigmoid(wide);
-  STD_TORCH_CHECK(score == "logits", "unknown score ", score);
-  return wide;
-}
-
-// w / (sum w + epsilon) * scale of each row, in place.
-void divide_by_sum(Tensor& weights, double epsilon, double scale) {
-  const std::array<int64_t, 1> last{-1};
-  const Tensor sums = torch::stable::sum(weights, torch::headeronly::IntHeaderOnlyArrayRef(last.data(), 1), true);
-  const float* sum = static_cast<const float*>(sums.const_data_ptr());
-  float* w = static_cast<float*>(weights.mutable_data_ptr());
-  const int64_t slots = weights.size(1);
-  for (int64_t t = 0; t < weights.size(0); ++t) {
-    const float divisor = sum[t] + static_cast<float>(epsilon);
-    for (int64_t k = 0; k < slots; ++k, ++w) *w = *w / divisor * static_cast<float>(scale);
-  }
-}
-
-void multiply(Tensor& weights, double scale) {
-  float* w = static_cast<float*>(weights.mutable_data_ptr());
-  for (int64_t i = 0; scale != 1.0 && i < weights.numel(); ++i) w[i] *= static_cast<float>(scale);
-}
+using namespace pagebinder::binding;
 
 Tensor moe_routed_experts(const Tensor& x, const Tensor& logits, MaybeTensor choice_bias, const Tensor& up,
                           const Tensor& down, MaybeTensor up_bias, MaybeTensor down_bias, int64_t top_k,
@@ -73,40 +22,11 @@ Tensor moe_routed_experts(const Tensor& x, const Tensor& logits, MaybeTensor cho
                           bool transposed, std::string activation, bool gated, bool interleaved,
                           std::optional<double> limit, std::optional<double> alpha, double up_offset,
                           bool in_float32) {
-  const int64_t experts = up.size(0);
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(0) == x.size(0) && logits.size(1) == experts,
-                  "moe_routed_experts takes logits [T, E] of the experts whose weights it is given");
-  STD_TORCH_CHECK(!choice_bias || (choice_bias->dim() == 1 && choice_bias->size(0) == experts),
-                  "moe_routed_experts takes a bias [E], one value an expert, or none");
-  STD_TORCH_CHECK(top_k >= 1 && top_k <= experts && num_groups >= 1 && experts % num_groups == 0 &&
-                      top_groups >= 1 && top_groups <= num_groups,
-                  experts, " experts do not give ", top_k, " in ", num_groups, " groups");
-  const Tensor scores = torch::stable::contiguous(scores_of(logits, score));
-  const MaybeTensor bias =
-      choice_bias ? MaybeTensor(torch::stable::contiguous(cast(*choice_bias, ScalarType::Float))) : std::nullopt;
-  Tensor ids = pagebinder::new_tensor({x.size(0), top_k}, ScalarType::Long);
-  Tensor weights = pagebinder::new_tensor({x.size(0), top_k}, ScalarType::Float);
-  pagebinder::RouterArgs a{};
-  a.tokens = x.size(0), a.experts = experts, a.top_k = top_k;
-  a.scores = static_cast<const float*>(scores.const_data_ptr());
-  a.bias = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
-  a.sorted = sorted_choice, a.weigh_rated = weigh_rated;
-  a.groups = num_groups, a.top_groups = top_groups;
-  a.best_two = group_score == "best_two", a.outside = other_groups_zero ? 0.0f : -INFINITY;
-  a.ids = static_cast<int64_t*>(ids.mutable_data_ptr());
-  a.chosen = static_cast<float*>(weights.mutable_data_ptr());
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = pagebinder::run_parallel;
-  pagebinder::choose_experts(a);
-  if (normalised == "sum") {
-    divide_by_sum(weights, epsilon, scale);
-  } else {
-    const ScalarType type = softmax_dtype.value_or(ScalarType::Float);
-    if (normalised == "softmax") weights = cast(softmax(cast(weights, type)), ScalarType::Float);
-    multiply(weights, scale);
-  }
-  const Tensor rounded = cast(weights, weight_dtype.value_or(ScalarType::Float));
-  return pagebinder::binding::moe_experts(x, ids, rounded, up, down, up_bias, down_bias, transposed, activation,
-                                          gated, interleaved, limit, alpha, up_offset, in_float32);
+  const Chosen chosen = choose(x.size(0), up.size(0), logits, choice_bias, top_k, score, sorted_choice, num_groups,
+                               top_groups, group_score, other_groups_zero, weigh_rated, normalised, epsilon,
+                               softmax_dtype, scale, weight_dtype);
+  return moe_experts(x, chosen.ids, chosen.weights, up, down, up_bias, down_bias, transposed, activation, gated,
+                     interleaved, limit, alpha, up_offset, in_float32);
 }
 
 }  // namespace

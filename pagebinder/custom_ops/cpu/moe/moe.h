@@ -10,6 +10,8 @@ namespace pagebinder {
 
 enum class Element { F32, BF16, F16 };
 
+struct CodedStack;                // quantized_moe/coded_stack.h
+
 // The weights of all experts for one of their projections, where they lie in the model.
 struct Projection {
   const void* weight;             // [E, columns, inner]; [E, inner, columns] if transposed
@@ -18,6 +20,7 @@ struct Projection {
   const void* bias;               // [E, columns] or null
   int64_t bias_stride;
   int64_t columns, inner;
+  const CodedStack* codes;        // in place of a weight and its strides, or null
 };
 
 // Which expert each slot of a token goes to.

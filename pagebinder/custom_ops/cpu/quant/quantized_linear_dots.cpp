@@ -2,23 +2,19 @@
 //
 //     sum[row][16 columns]  +=  line of pairs [16 columns]  .  pair of x, in every lane
 //
-// Of one or two rows codes become pairs in registers and are used there: codes are read once and in order, which is
-// faster than matrix tiles while memory is the limit. Without tiles more rows, in strips of up to 14, meet blocks of
-// steps that were decoded into the nearest cache (dots.h); the first strip asks for the next block's codes.
+// One job = one panel of columns (panel_dots.h). One or two rows meet codes in registers, which is faster than matrix
+// tiles while memory is the limit. Without tiles more rows are taken in strips of up to 14.
 //
 // An element of y is summed in one order for up to two rows, in another for any number of more.
 #include "quantized_linear.h"
 
-#include "decode.h"
-#include "dots.h"
+#include "panel_dots.h"
 #include "work_ranges.h"
 
 namespace pagebinder {
 #if PAGEBINDER_BF16_DOT
 namespace {
 
-constexpr int PAIRS = QUANT_STEP / 2;       // of a step: the lines of a decoded tile
-constexpr int AHEAD_BYTES = 4096;
 constexpr int64_t SERIAL_FLOPS = 1 << 19;
 
 struct Run {
@@ -29,46 +25,17 @@ struct Run {
 
 // ---- one or two rows -------------------------------------------------------------------------------------------
 
-// sums [row][half] of one panel. Of each, even and odd lines are summed apart: a sum waits for the one before.
-template <Code CODE, int ROWS>
-void add_panel(const QuantizedLinearArgs& a, int64_t panel, VF (&sums)[ROWS][2]) {
-  const uint8_t* codes = a.weight + panel * a.panel_bytes();
-  const int steps = static_cast<int>(a.inner / QUANT_STEP), span = static_cast<int>(a.scaled_steps());
-  const uint32_t* x[ROWS];
-  for (int r = 0; r < ROWS; ++r)
-    x[r] = reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(a.x) + r * a.x_stride);
-  for (int step = 0; step < steps; step += span) {
-    __m512 sum[ROWS][2][2] = {};
-    const int end = std::min(steps, step + span);
-    for (int i = step; i < end; ++i)
-      PB_UNROLL
-      for (int half = 0; half < 2; ++half, codes += a.tile_bytes())
-        decode_tile<CODE, AHEAD_BYTES>(codes, [&](int line, __m512i pairs) {
-          PB_UNROLL
-          for (int r = 0; r < ROWS; ++r) {
-            const __m512i of_row = _mm512_set1_epi32(static_cast<int>(x[r][i * PAIRS + line]));
-            __m512& to = sum[r][half][line % 2];
-            to = _mm512_dpbf16_ps(to, bit_cast<__m512bh>(pairs), bit_cast<__m512bh>(of_row));
-          }
-        });
-    alignas(64) float scales[QUANT_PANEL];
-    scales_of(a, panel, step, scales);
-    for (int r = 0; r < ROWS; ++r)
-      for (int half = 0; half < 2; ++half) {
-        const VF total = bit_cast<VF>(_mm512_add_ps(sum[r][half][0], sum[r][half][1]));
-        sums[r][half] += load<VF>(scales + half * W) * (1.0f / PAIR_FACTOR<CODE>) * total;
-      }
-  }
-}
-
 template <Code CODE, int ROWS>
 void worker(void* context, int index) {
   Run& run = *static_cast<Run*>(context);
   const QuantizedLinearArgs& a = run.args;
   const bf16* bias = static_cast<const bf16*>(a.bias);
+  const uint32_t* x[ROWS];
+  for (int r = 0; r < ROWS; ++r)
+    x[r] = reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(a.x) + r * a.x_stride);
   for (int panel; (panel = run.work.take(index)) < run.num_panels;) {
     VF sums[ROWS][2] = {};
-    add_panel<CODE, ROWS>(a, panel, sums);
+    add_panel<CODE, ROWS>(a, panel, x, sums);
     for (int r = 0; r < ROWS; ++r)
       for (int half = 0; half < 2; ++half) {
         const int64_t column = panel * int64_t{QUANT_PANEL} + half * W;
@@ -82,9 +49,7 @@ using Worker = void (*)(void*, int);
 
 // ---- strips of rows --------------------------------------------------------------------------------------------
 
-constexpr int BLOCK_STEPS = 16;             // whose pairs are in the nearest cache
 constexpr int64_t SERIAL_COPY = 1 << 15;    // elements of x
-static_assert(QUANT_PANEL == DOT_PANEL && QUANT_STEP == DOT_PANEL);
 
 struct StripRun : Run {
   const DotStrips strips{args.rows, args.inner};
@@ -100,18 +65,6 @@ void copy_worker(void* context, int) {
     run.strips.copy(run.args.x, run.args.x_stride, strip, run.x);
 }
 
-// totals [rows][32] += sums [rows][32] times the scales of columns and of rows.
-void add_scaled(const QuantizedLinearArgs& a, int64_t row, int rows, int64_t step, const float* scales, const float* sums,
-                float* totals) {
-  for (int r = 0; r < rows; ++r) {
-    const float of_row = a.x_scale_at(row + r, step);
-    for (int i = r * QUANT_PANEL; i < (r + 1) * QUANT_PANEL; i += W) {
-      const VF scale = load<VF>(scales + i % QUANT_PANEL) * of_row;
-      store(totals + i, load<VF>(totals + i) + scale * load<VF>(sums + i));
-    }
-  }
-}
-
 template <class Out>
 void write_panel(const QuantizedLinearArgs& a, int64_t panel, const float* totals) {
   const Out* bias = static_cast<const Out*>(a.bias);
@@ -123,44 +76,17 @@ void write_panel(const QuantizedLinearArgs& a, int64_t panel, const float* total
   }
 }
 
-// A decoded block of steps meets a strip, span by span of what shares its scales.
-void meet_strip(const StripRun& run, int64_t panel, int strip, int step, int count, const char* pairs, float factor,
-                DotAhead ahead, float* totals) {
-  const QuantizedLinearArgs& a = run.args;
-  const int rows = run.strips.rows_of(strip), span = static_cast<int>(std::min<int64_t>(a.scaled_steps(), BLOCK_STEPS));
-  const int64_t row = run.strips.first_row(strip);
-  alignas(64) float sums[DOT_MOST_ROWS * QUANT_PANEL], scales[QUANT_PANEL];
-  for (int i = 0; i < count; i += span) {
-    const int steps = std::min(span, count - i);
-    const uint32_t* x = run.x + run.strips.offset(strip) + int64_t{step + i} * DOT_PAIRS * rows;
-    multiply_dots_of(rows)(x, pairs + int64_t{i} * DOT_STEP_BYTES, steps, true, ahead, sums);
-    ahead.first += steps * DOT_PAIRS * 64;
-    scales_of(a, panel, step + i, scales);
-    for (int c = 0; c < QUANT_PANEL; c += W) store(scales + c, load<VF>(scales + c) * factor);
-    add_scaled(a, row, rows, step + i, scales, sums, totals + row * QUANT_PANEL);
-  }
-}
-
 template <Code CODE>
 void strip_worker(void* context, int index) {
   static thread_local Buffer kept;
   StripRun& run = *static_cast<StripRun*>(context);
   const QuantizedLinearArgs& a = run.args;
-  const int steps = static_cast<int>(a.inner / QUANT_STEP);
-  alignas(64) char pairs[BLOCK_STEPS * DOT_STEP_BYTES];
   float* totals = kept.at_least<float>(static_cast<size_t>(a.rows) * QUANT_PANEL);
+  const auto strip_of = [&](int i) -> DotStrip {
+    return {run.x + run.strips.offset(i), run.strips.first_row(i), run.strips.rows_of(i)};
+  };
   for (int panel; (panel = run.work.take(index)) < run.num_panels;) {
-    const uint8_t* codes = a.weight + panel * a.panel_bytes();
-    std::fill(totals, totals + a.rows * QUANT_PANEL, 0.0f);
-    for (int step = 0; step < steps; step += BLOCK_STEPS) {
-      const int count = std::min(BLOCK_STEPS, steps - step);
-      for (int tile = 0; tile < 2 * count; ++tile, codes += a.tile_bytes())
-        decode_tile_to_pairs<CODE, 0>(codes, pairs + tile * (DOT_STEP_BYTES / 2));
-      for (int strip = 0; strip < run.strips.count; ++strip) {
-        const DotAhead ahead{reinterpret_cast<const char*>(codes), strip == 0};
-        meet_strip(run, panel, strip, step, count, pairs, 1.0f / PAIR_FACTOR<CODE>, ahead, totals);
-      }
-    }
+    panel_of_strips<CODE>(a, panel, run.strips.count, strip_of, totals);
     (a.wide_out ? write_panel<float> : write_panel<bf16>)(a, panel, totals);
   }
 }

@@ -19,18 +19,19 @@ constexpr int64_t FP8_BLOCK = 128;
 
 inline bool starts_with(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
 
-// Fills in what the format says about codes and scales; throws if the tensors are not of such a format.
+// Fills in what the format says about codes and scales; throws if the tensors are not of such a format. Of a stack, whose
+// tensors have a dimension in front (`stacked` is 1, else 0), that is what it says about the first weight.
 inline void describe_weight(const Tensor& qweight, const Tensor& scale, const std::string& format,
-                            QuantizedLinearArgs& a) {
+                            QuantizedLinearArgs& a, int64_t stacked = 0) {
   const bool known = format == "fp8" || format == "fp8_tensor" || format == "fp8_block" || format == "int8" ||
                      format == "int4_g32" || format == "int4_g64";
   STD_TORCH_CHECK(known, "unknown format ", format);
   a.code = starts_with(format, "fp8") ? Code::FP8 : format == "int8" ? Code::INT8 : Code::INT4;
-  STD_TORCH_CHECK(qweight.scalar_type() == ScalarType::Byte && qweight.dim() == 4 && qweight.is_contiguous() &&
-                      qweight.size(2) == 2 && qweight.size(3) == a.tile_bytes(),
+  STD_TORCH_CHECK(qweight.scalar_type() == ScalarType::Byte && qweight.dim() == stacked + 4 && qweight.is_contiguous() &&
+                      qweight.size(stacked + 2) == 2 && qweight.size(stacked + 3) == a.tile_bytes(),
                   "qweight must be contiguous uint8 [N / 32, K / 32, 2, ", a.tile_bytes(), "]");
-  const int64_t panels = qweight.size(0);
-  a.columns = panels * QUANT_PANEL, a.inner = qweight.size(1) * QUANT_STEP;
+  const int64_t panels = qweight.size(stacked);
+  a.columns = panels * QUANT_PANEL, a.inner = qweight.size(stacked + 1) * QUANT_STEP;
   a.weight = static_cast<const uint8_t*>(qweight.const_data_ptr());
   a.scale = scale.const_data_ptr();
   a.scale_is_bf16 = scale.scalar_type() == ScalarType::BFloat16;
@@ -52,8 +53,9 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
     sizes = {a.columns};
     a.scale_is_vector = true, a.scale_panel_stride = QUANT_PANEL;
   }
-  bool fits = scale.dim() == static_cast<int64_t>(sizes.size()) && scale.is_contiguous();
-  for (size_t i = 0; fits && i < sizes.size(); ++i) fits = scale.size(i) == sizes[i];
+  bool fits = scale.dim() == stacked + static_cast<int64_t>(sizes.size()) && scale.is_contiguous() &&
+              (stacked == 0 || scale.size(0) == qweight.size(0));
+  for (size_t i = 0; fits && i < sizes.size(); ++i) fits = scale.size(stacked + i) == sizes[i];
   STD_TORCH_CHECK(fits && (scale.scalar_type() == ScalarType::Float || (a.scale_is_bf16 && a.code == Code::INT4)),
                   "scale is not that of a weight [", a.columns, ", ", a.inner, "] in ", format);
 }

@@ -1,0 +1,107 @@
+// One panel of a quantised weight meets rows of x on BF16 dots.
+//
+// Of one or two rows codes become pairs in registers and are used there: codes are read once and in order. More rows,
+// in strips (dots.h), meet blocks of steps that were decoded into the nearest cache; the first strip asks for the next
+// block's codes.
+#pragma once
+
+#include "decode.h"
+#include "dots.h"
+
+#if PAGEBINDER_BF16_DOT
+namespace pagebinder {
+
+constexpr int PANEL_AHEAD_BYTES = 4096;
+constexpr int DOT_BLOCK_STEPS = 16;             // whose pairs are in the nearest cache
+static_assert(QUANT_PANEL == DOT_PANEL && QUANT_STEP == DOT_PANEL);
+
+// ---- one or two rows -------------------------------------------------------------------------------------------
+
+// sums [row][half] of one panel; x: the words of each row, WORD_STRIDE apart. Of each sum, even and odd lines are summed
+// apart: a sum waits for the one before.
+template <Code CODE, int ROWS, int WORD_STRIDE = 1>
+void add_panel(const QuantizedLinearArgs& a, int64_t panel, const uint32_t* const (&x)[ROWS], VF (&sums)[ROWS][2]) {
+  const uint8_t* codes = a.weight + panel * a.panel_bytes();
+  const int steps = static_cast<int>(a.inner / QUANT_STEP), span = static_cast<int>(a.scaled_steps());
+  for (int step = 0; step < steps; step += span) {
+    __m512 sum[ROWS][2][2] = {};
+    const int end = std::min(steps, step + span);
+    for (int i = step; i < end; ++i)
+      PB_UNROLL
+      for (int half = 0; half < 2; ++half, codes += a.tile_bytes())
+        decode_tile<CODE, PANEL_AHEAD_BYTES>(codes, [&](int line, __m512i pairs) {
+          PB_UNROLL
+          for (int r = 0; r < ROWS; ++r) {
+            const __m512i of_row = _mm512_set1_epi32(static_cast<int>(x[r][(i * DOT_PAIRS + line) * WORD_STRIDE]));
+            __m512& to = sum[r][half][line % 2];
+            to = _mm512_dpbf16_ps(to, bit_cast<__m512bh>(pairs), bit_cast<__m512bh>(of_row));
+          }
+        });
+    alignas(64) float scales[QUANT_PANEL];
+    scales_of(a, panel, step, scales);
+    for (int r = 0; r < ROWS; ++r)
+      for (int half = 0; half < 2; ++half) {
+        const VF total = bit_cast<VF>(_mm512_add_ps(sum[r][half][0], sum[r][half][1]));
+        sums[r][half] += load<VF>(scales + half * W) * (1.0f / PAIR_FACTOR<CODE>) * total;
+      }
+  }
+}
+
+// ---- strips of rows --------------------------------------------------------------------------------------------
+
+// Some rows of x as [pair of k][row][2].
+struct DotStrip {
+  const uint32_t* x;
+  int64_t first_row;
+  int rows;  // DOT_MOST_ROWS at most
+};
+
+// totals [rows][32] += sums [rows][32] times the scales of columns and of rows.
+inline void add_scaled(const QuantizedLinearArgs& a, int64_t row, int rows, int64_t step, const float* scales,
+                       const float* sums, float* totals) {
+  for (int r = 0; r < rows; ++r) {
+    const float of_row = a.x_scale_at(row + r, step);
+    for (int i = r * QUANT_PANEL; i < (r + 1) * QUANT_PANEL; i += W) {
+      const VF scale = load<VF>(scales + i % QUANT_PANEL) * of_row;
+      store(totals + i, load<VF>(totals + i) + scale * load<VF>(sums + i));
+    }
+  }
+}
+
+// A decoded block of steps meets a strip, span by span of what shares its scales.
+inline void meet_strip(const QuantizedLinearArgs& a, int64_t panel, const DotStrip& strip, int step, int count,
+                       const char* pairs, float factor, DotAhead ahead, float* totals) {
+  const int rows = strip.rows, span = static_cast<int>(std::min<int64_t>(a.scaled_steps(), DOT_BLOCK_STEPS));
+  alignas(64) float sums[DOT_MOST_ROWS * QUANT_PANEL], scales[QUANT_PANEL];
+  for (int i = 0; i < count; i += span) {
+    const int steps = std::min(span, count - i);
+    const uint32_t* x = strip.x + int64_t{step + i} * DOT_PAIRS * rows;
+    multiply_dots_of(rows)(x, pairs + int64_t{i} * DOT_STEP_BYTES, steps, true, ahead, sums);
+    ahead.first += steps * DOT_PAIRS * 64;
+    scales_of(a, panel, step + i, scales);
+    for (int c = 0; c < QUANT_PANEL; c += W) store(scales + c, load<VF>(scales + c) * factor);
+    add_scaled(a, strip.first_row, rows, step + i, scales, sums, totals + strip.first_row * QUANT_PANEL);
+  }
+}
+
+// totals [rows][32] = x times a panel of columns, scaled. strip_of(i): a DotStrip.
+template <Code CODE, class StripOf>
+void panel_of_strips(const QuantizedLinearArgs& a, int64_t panel, int num_strips, const StripOf& strip_of,
+                     float* totals) {
+  const int steps = static_cast<int>(a.inner / QUANT_STEP);
+  alignas(64) char pairs[DOT_BLOCK_STEPS * DOT_STEP_BYTES];
+  const uint8_t* codes = a.weight + panel * a.panel_bytes();
+  std::fill(totals, totals + a.rows * QUANT_PANEL, 0.0f);
+  for (int step = 0; step < steps; step += DOT_BLOCK_STEPS) {
+    const int count = std::min(DOT_BLOCK_STEPS, steps - step);
+    for (int tile = 0; tile < 2 * count; ++tile, codes += a.tile_bytes())
+      decode_tile_to_pairs<CODE, 0>(codes, pairs + tile * (DOT_STEP_BYTES / 2));
+    for (int strip = 0; strip < num_strips; ++strip) {
+      const DotAhead ahead{reinterpret_cast<const char*>(codes), strip == 0};
+      meet_strip(a, panel, strip_of(strip), step, count, pairs, 1.0f / PAIR_FACTOR<CODE>, ahead, totals);
+    }
+  }
+}
+
+}  // namespace pagebinder
+#endif

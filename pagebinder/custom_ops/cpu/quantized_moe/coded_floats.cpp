@@ -1,0 +1,46 @@
+// Experts in 8 or 4 bits, in float32 with vectors of any width. How many rows share a panel changes nothing about how
+// one of them is summed.
+#include "coded_engine.h"
+#include "quant/panel_floats.h"
+
+namespace pagebinder {
+namespace {
+
+template <class T>
+struct FloatRows {
+  using Element = T;
+  using Operand = float;  // [row][inner]
+  static constexpr int GROUP = 4;
+
+  static void pack(const T* const* rows, int count, int64_t inner, float* to) {
+    for (int r = 0; r < count; ++r, to += inner)
+      for (int64_t i = 0; i < inner; i += W) store(to + i, load_float(rows[r] + i));
+  }
+
+  static void put(const VF* values, int, int row, int64_t column, int64_t inner, float* to) {
+    T narrow[W];
+    for (int v = 0; v < QUANT_PANEL / W; ++v) {
+      store_float(narrow, values[v]);
+      store(to + row * inner + column + v * W, load_float(narrow));
+    }
+  }
+
+  static void meet(QuantizedLinearArgs weight, const float* x, int rows, int64_t panel, float* sums) {
+    weight.x = x, weight.rows = rows, weight.x_stride = weight.inner;
+    panel_in_floats_of(weight.code)(weight, panel, sums);
+  }
+};
+
+template <class T>
+void run_in(const MoeArgs& a) { in_pieces<T>(a, moe_pass<CodedEngine<FloatRows<T>>>); }
+
+}  // namespace
+
+void quantized_moe_experts(const MoeArgs& a) {
+  if (a.type == Element::BF16 && quantized_moe_experts_with_dots(a)) return;
+  if (a.type == Element::F32) run_in<float>(a);
+  else if (a.type == Element::BF16) run_in<bf16>(a);
+  else run_in<f16>(a);
+}
+
+}  // namespace pagebinder
