@@ -74,8 +74,8 @@ bool quantized_linear_with_tiles(const QuantizedLinearArgs& args);
 // bf16 with dot products of pairs; false, and nothing was done, where the machine has none, and where tiles serve more
 // than QUANT_MOST_DOT_ROWS rows, rows with scales or wide results.
 bool quantized_linear_with_dots(const QuantizedLinearArgs& args);
-// A few rows of bf16 and codes of int8 or int4 with integer dot products; false, and nothing was done, where the machine
-// has none, for other rows and codes, and where digits cannot hold x (see there).
+// bf16 and codes of int8 or int4 with integer dot products; false, and nothing was done, where the machine has none, for
+// other codes, where tiles serve the rows (as above), and where digits cannot hold x (see there).
 bool quantized_linear_with_int8_dots(const QuantizedLinearArgs& args);
 inline bool quantized_linear_in_bf16(const QuantizedLinearArgs& args) {
   return quantized_linear_with_int8_dots(args) || quantized_linear_with_dots(args) || quantized_linear_with_tiles(args);

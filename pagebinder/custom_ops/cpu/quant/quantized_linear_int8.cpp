@@ -1,4 +1,4 @@
-// Quantised linear layers of a few rows on integer dot products (AVX-512 VNNI), see quantized_linear.h.
+// Quantised linear layers on integer dot products (AVX-512 VNNI), see quantized_linear.h.
 //
 //     x [row][group of k]   =   scale (256 high + low)            two digits of 8 bits: x to 1 / 65,024 of the group's largest
 //     sum[row][digit][16 columns]  +=  four codes of each column, unsigned  .  four digits, in every lane
@@ -8,9 +8,11 @@
 // again (offset times the sum of digits), then digits and scales are put together in float32, group by group.
 //
 // A group is at most 128 k, and at most what shares a scale of the weight. What its digits leave out is below 1 / 128 of
-// what bf16 had left out of the group's largest x. An element of y has the same bits for any number of rows and threads.
+// what bf16 had left out of the group's largest x. Up to eight rows, a strip, meet codes at a time. An element of y has the
+// same bits for any number of rows and threads.
 #include "quantized_linear.h"
 
+#include <atomic>
 #include <cmath>
 
 #include "decode.h"
@@ -20,24 +22,46 @@ namespace pagebinder {
 #if defined(__AVX512VNNI__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 namespace {
 
-constexpr int MOST_ROWS = 8;
+constexpr int MOST_ROWS = 8;                    // of a strip
 constexpr int GROUP_STEPS = 4;
 constexpr int WORDS = QUANT_STEP / 4;           // of four digits, of a step
 constexpr int AHEAD_BYTES = 4096;
-constexpr int64_t SERIAL_FLOPS = 1 << 19;
+constexpr int64_t SERIAL_FLOPS = 1 << 19, SERIAL_DIGITS = 1 << 15;
 constexpr float LARGEST = 32512.0f;             // of both digits together
 constexpr float LEAST = 1e-30f;                 // of a group's largest x, unless that is zero
 
 // ---- x ---------------------------------------------------------------------------------------------------------
 
-// Words [step][word][row][high, low]; factors [group][row]; sums of digits [group][row][high, low].
+// Of a strip: words [step][word][row][high, low]; factors [group][row]; sums of digits [group][row][high, low].
 struct Digits {
+  int64_t first_row;
   int rows, steps, span;
   int32_t* words;
   float* factors;
   int32_t* sums;
 
   int groups() const { return (steps + span - 1) / span; }
+};
+
+// Strips of the same length; the last may be shorter.
+struct Strips {
+  int64_t rows;
+  int steps, span;
+  int count = static_cast<int>((rows + MOST_ROWS - 1) / MOST_ROWS);
+  int most_rows = static_cast<int>((rows + count - 1) / std::max(count, 1));
+  int32_t* memory = nullptr;
+
+  int64_t words_of_row() const { return int64_t{steps} * WORDS * 2; }
+  int64_t groups() const { return (steps + span - 1) / span; }
+  int64_t words() const { return rows * (words_of_row() + 3 * groups()); }  // of everything
+  Digits operator[](int strip) const {
+    const int64_t first = int64_t{strip} * most_rows;
+    int32_t* sums = memory + rows * words_of_row();
+    int32_t* factors = sums + rows * groups() * 2;
+    return {first, static_cast<int>(std::min<int64_t>(most_rows, rows - first)), steps, span,
+            memory + first * words_of_row(), reinterpret_cast<float*>(factors + first * groups()),
+            sums + first * groups() * 2};
+  }
 };
 
 typedef int8_t Bytes __attribute__((vector_size(QUANT_STEP)));
@@ -57,7 +81,7 @@ PB_INLINE Bytes in_order(Bytes x) {
 template <Code CODE>
 bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
   for (int row = 0; row < d.rows; ++row) {
-    const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
+    const bf16* x = static_cast<const bf16*>(a.x) + (d.first_row + row) * a.x_stride;
     for (int group = 0; group < d.groups(); ++group) {
       const int begin = group * d.span, end = std::min(begin + d.span, d.steps);
       VU most{};
@@ -167,59 +191,72 @@ void add_panel(const QuantizedLinearArgs& a, const Digits& d, int64_t panel, VF 
 
 struct Run {
   const QuantizedLinearArgs& args;
-  const Digits digits;
+  const Strips strips;
   int num_panels, num_workers;
   WorkRanges work{num_panels, num_workers};
+  std::atomic<int> next_strip{0};
+  std::atomic<bool> fits{true};
 };
 
-template <Code CODE, int ROWS>
-void worker(void* context, int index) {
+template <Code CODE>
+void digits_worker(void* context, int) {
   Run& run = *static_cast<Run*>(context);
-  const QuantizedLinearArgs& a = run.args;
-  const bf16* bias = static_cast<const bf16*>(a.bias);
-  for (int panel; (panel = run.work.take(index)) < run.num_panels;) {
-    VF totals[ROWS][2] = {};
-    add_panel<CODE, ROWS>(a, run.digits, panel, totals);
-    for (int r = 0; r < ROWS; ++r)
-      for (int half = 0; half < 2; ++half) {
-        const int64_t column = panel * int64_t{QUANT_PANEL} + half * W;
-        const VF added = bias == nullptr ? VF{} : load_float(bias + column);
-        store_float(static_cast<bf16*>(a.out) + r * a.columns + column, totals[r][half] + added);
-      }
-  }
+  for (int strip; (strip = run.next_strip.fetch_add(1, std::memory_order_relaxed)) < run.strips.count;)
+    if (!make_digits<CODE>(run.args, run.strips[strip])) run.fits.store(false, std::memory_order_relaxed);
 }
 
-using Worker = void (*)(void*, int);
+template <Code CODE, int ROWS>
+void meet_strip(const QuantizedLinearArgs& a, const Digits& digits, int64_t panel) {
+  const bf16* bias = static_cast<const bf16*>(a.bias);
+  VF totals[ROWS][2] = {};
+  add_panel<CODE, ROWS>(a, digits, panel, totals);
+  for (int r = 0; r < ROWS; ++r)
+    for (int half = 0; half < 2; ++half) {
+      const int64_t column = panel * QUANT_PANEL + half * W;
+      const VF added = bias == nullptr ? VF{} : load_float(bias + column);
+      store_float(static_cast<bf16*>(a.out) + (digits.first_row + r) * a.columns + column, totals[r][half] + added);
+    }
+}
+
+using MeetStrip = void (*)(const QuantizedLinearArgs&, const Digits&, int64_t);
 
 template <Code CODE, int... Less>
-Worker worker_of(int64_t rows, std::integer_sequence<int, Less...>) {
-  static constexpr Worker OF[] = {worker<CODE, Less + 1>...};
+MeetStrip meet_strip_of(int rows, std::integer_sequence<int, Less...>) {
+  static constexpr MeetStrip OF[] = {meet_strip<CODE, Less + 1>...};
   return OF[rows - 1];
+}
+
+template <Code CODE>
+void panel_worker(void* context, int index) {
+  Run& run = *static_cast<Run*>(context);
+  for (int panel; (panel = run.work.take(index)) < run.num_panels;)
+    for (int strip = 0; strip < run.strips.count; ++strip) {
+      const Digits digits = run.strips[strip];
+      meet_strip_of<CODE>(digits.rows, std::make_integer_sequence<int, MOST_ROWS>{})(run.args, digits, panel);
+    }
 }
 
 }  // namespace
 
 bool quantized_linear_with_int8_dots(const QuantizedLinearArgs& args) {
   static thread_local Buffer memory;
-  const int64_t most = quantized_linear_has_tiles() ? QUANT_MOST_DOT_ROWS : MOST_ROWS;
-  if (args.code == Code::FP8 || args.rows > most || args.x_scale != nullptr || args.wide_out) return false;
-  Digits d{};
-  d.rows = static_cast<int>(args.rows), d.steps = static_cast<int>(args.inner / QUANT_STEP);
-  d.span = static_cast<int>(std::min<int64_t>(args.scaled_steps(), GROUP_STEPS));
-  const int64_t words = int64_t{d.steps} * WORDS * d.rows * 2, factors = int64_t{d.groups()} * d.rows;
-  d.words = memory.at_least<int32_t>(static_cast<size_t>(words + 3 * factors));
-  d.sums = d.words + words;
-  d.factors = reinterpret_cast<float*>(d.sums + 2 * factors);
-  const bool is_int8 = args.code == Code::INT8;
-  if (!(is_int8 ? make_digits<Code::INT8> : make_digits<Code::INT4>)(args, d)) return false;
+  const bool served = args.rows <= QUANT_MOST_DOT_ROWS || !quantized_linear_has_tiles();
+  if (!served || args.code == Code::FP8 || args.x_scale != nullptr || args.wide_out) return false;
+  const int steps = static_cast<int>(args.inner / QUANT_STEP);
+  Strips strips{args.rows, steps, static_cast<int>(std::min<int64_t>(args.scaled_steps(), GROUP_STEPS))};
+  strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
   const int num_panels = static_cast<int>(args.columns / QUANT_PANEL);
-  const bool serial = args.rows * args.columns * args.inner < SERIAL_FLOPS;
-  Run run{args, d, num_panels, serial ? 1 : std::min(args.num_threads, num_panels)};
+  const bool serial = args.rows * args.columns * args.inner < SERIAL_FLOPS, is_int8 = args.code == Code::INT8;
+  Run run{args, strips, num_panels, serial ? 1 : std::min(args.num_threads, num_panels)};
+  const auto in_workers = [&](bool alone, void (*body)(void*, int)) {
+    if (alone) body(&run, 0);
+    else args.run(run.num_workers, body, &run);
+  };
+  in_workers(run.num_workers <= 1 || args.rows * args.inner < SERIAL_DIGITS,
+             is_int8 ? digits_worker<Code::INT8> : digits_worker<Code::INT4>);
+  if (!run.fits.load()) return false;
   tell_next_weights(args, run.num_workers);
-  constexpr std::make_integer_sequence<int, MOST_ROWS> ROWS{};
-  const Worker body = is_int8 ? worker_of<Code::INT8>(args.rows, ROWS) : worker_of<Code::INT4>(args.rows, ROWS);
-  if (run.num_workers <= 1) body(&run, 0);
-  else args.run(run.num_workers, body, &run);
+  in_workers(run.num_workers <= 1, is_int8 ? panel_worker<Code::INT8> : panel_worker<Code::INT4>);
   return true;
 }
 
