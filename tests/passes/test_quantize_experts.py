@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pagebinder
-from pagebinder import CompileConfig, VerificationError
+from pagebinder import CompileConfig, SamplingParams, VerificationError
 from pagebinder.compile import explain_model
 from pagebinder.config import QUANTIZATIONS
 from pagebinder.custom_ops.linear.weight_formats import FORMATS, dequantize, quantize
@@ -186,6 +186,22 @@ def test_logits_are_those_of_the_values_of_the_codes(model, name):
     with torch.no_grad():
         expected = with_values_of_codes(source, name)(ids[None], use_cache=False).logits[0]
     torch.testing.assert_close(compiled.run_level("fused", ids), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", by_day(QUANTIZATIONS, ("int8", "int4_g64")))
+@pytest.mark.parametrize("model", by_day(MODELS, ("mixtral", "gpt-oss")))
+def test_an_engine_generates_the_tokens_of_the_values(model, name):
+    """Two requests of different lengths, so decodes meet several experts and prompts all of them."""
+    source, prompts = MODELS[model][0](**SIZES), [list(range(3, 20)), [7, 11]]
+    engine = pagebinder.compile_model(source, CompileConfig(quantization=name, max_model_len=64)).engine()
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    values = with_values_of_codes(source, name)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = list(prompt)
+        with torch.inference_mode():
+            for _ in range(8):
+                expected.append(int(values(torch.tensor([expected]), use_cache=False).logits[0, -1].argmax()))
+        assert output.token_ids == expected[len(prompt) :]
 
 
 def test_projections_that_are_single_ops_are_refused():
