@@ -1,17 +1,19 @@
 """Mixtures of experts: the C++ kernel against the reference and a plain loop, by layer and number of tokens.
 
-    python benchmarks/moe.py [--threads 1 2] [--tokens 1 8 32 512] [--rounds 9] [--only olmoe] [--output FILE]
+    python benchmarks/moe.py [--threads 1 2] [--tokens 1 8 32 512] [--formats int8 int4_g64] [--rounds 9]
+                             [--only olmoe] [--output FILE]
 
 One layer with the sizes of a known model; experts are drawn at random for every call, so that their weights come
 from memory. Every case runs in turn, round after round: `cpu`; `reference`, the op in PyTorch; `loop`, what a model
-does without us: for each chosen expert its tokens, two linears and an index_add. Ratios are medians over rounds of
-the ratio within a round. Bytes are those of the distinct experts that a call needs; beside them stands the rate at
-which torch sums a tensor of 512 MB.
+does without us: for each chosen expert its tokens, two linears and an index_add; `cpu int8`, ..., the C++ kernel on
+weights in fewer bits. Ratios are medians over rounds of the ratio within a round. Bytes are those of the distinct
+experts that a call of `cpu` needs; beside them stands the rate at which torch sums a tensor of 512 MB.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 from common import alternate, machine, median
 
 from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.linear.weight_formats import FORMATS, quantize
 from pagebinder.custom_ops.moe.experts import MOE_EXPERTS
 from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.custom_ops.providers import OpNeed, select_provider
@@ -86,10 +89,22 @@ def loop(layer: Layer, x, ids, weights, up, down, up_bias, down_bias):
     return out
 
 
-def measure(layer: Layer, weights: list, num_tokens: int, rounds: int) -> dict:
-    kernel = select_provider(
-        OpNeed(op="moe_experts", dtype=str(layer.dtype).removeprefix("torch.")), "cpu"
-    ).overload
+def coded(layer: Layer, weights: list, name: str) -> list[torch.Tensor | None]:
+    """Codes and scales of both stacks, those of the first expert for each, and biases."""
+    found = []
+    for stack in weights[:2]:
+        own = quantize(stack[0].mT.contiguous() if layer.transposed else stack[0], name)
+        found += [t[None].expand(layer.experts, *t.shape).clone() for t in own]
+    return found + weights[2:]
+
+
+def kernel_of(op: str, layer: Layer):
+    need = OpNeed(op=op, dtype=str(layer.dtype).removeprefix("torch."))
+    return select_provider(need, "cpu").overload
+
+
+def measure(layer: Layer, weights: list, codes: dict[str, list], num_tokens: int, rounds: int) -> dict:
+    kernel = kernel_of("moe_experts", layer)
     options = {"transposed": layer.transposed, **layer.gate.as_options()}
     x = torch.randn(num_tokens, layer.width).to(layer.dtype)
     routing = [torch.rand(num_tokens, layer.experts).topk(layer.chosen) for _ in range(rounds + 1)]
@@ -98,6 +113,11 @@ def measure(layer: Layer, weights: list, num_tokens: int, rounds: int) -> dict:
         "reference": lambda ids, w: MOE_EXPERTS.overload(x, ids, w, *weights, **options),
         "loop": lambda ids, w: loop(layer, x, ids, w, *weights),
     }
+    of_codes, gate = kernel_of("quantized_moe_experts", layer) if codes else None, layer.gate.as_options()
+    for name, given in codes.items():
+        calls[f"cpu {name}"] = functools.partial(
+            lambda given, name, ids, w: of_codes(x, ids, w, *given, format=name, **gate), given, name
+        )
 
     def in_turns(call):
         given = iter(routing)
@@ -121,7 +141,8 @@ def measure(layer: Layer, weights: list, num_tokens: int, rounds: int) -> dict:
         "median_ms": {name: round(median(values) * 1e3, 3) for name, values in seconds.items()},
         **{
             f"{name}_over_cpu": round(median([a / b for a, b in zip(seconds[name], seconds["cpu"])]), 2)
-            for name in ("reference", "loop")
+            for name in calls
+            if name != "cpu"
         },
         "gb_per_s": round(median(rates), 1),
         "best_gb_per_s": round(max(rates), 1),
@@ -143,12 +164,13 @@ def read_gb_per_s() -> float:
 
 def run(name: str, layer: Layer, options: argparse.Namespace) -> list[dict]:
     weights, results = operands(layer), []
+    codes = {format_: coded(layer, weights, format_) for format_ in options.formats}
     for threads in options.threads:
         torch.set_num_threads(threads)
         for tokens in options.tokens:
             result = {"layer": name, "threads": threads, "read_gb_per_s": read_gb_per_s()}
             result |= {"load_average": round(os.getloadavg()[0], 2)}
-            result |= measure(layer, weights, tokens, options.rounds)
+            result |= measure(layer, weights, codes, tokens, options.rounds)
             print(", ".join(f"{key} {value}" for key, value in result.items()), flush=True)
             results.append(result)
     return results
@@ -158,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 512])
+    parser.add_argument("--formats", nargs="*", default=["int8", "int4_g64"], choices=FORMATS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="layers whose name contains this")
     parser.add_argument("--output", type=Path, default=RESULTS)
