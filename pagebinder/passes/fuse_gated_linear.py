@@ -3,8 +3,9 @@
 Matches:
     g = linear(x, Wg, bg);  u = linear(x, Wu, bu)               ops of ours, read by nothing else
     y = gated_activation(g, u, activation)
+    g = quantized_linear(x, *Wg, bg); u = quantized_linear(x, *Wu, bu)      W: codes and scale, of one format
 Replaces with:
-    y = gated_linear(x, Wg, Wu, bg, bu, activation)
+    y = gated_linear(x, Wg, Wu, bg, bu, activation)             or quantized_gated_linear(x, *Wg, *Wu, bg, bu, ...)
 
 The op rounds where the three round, so its result has their bits (a gate by exact GELU may differ in the last one).
 """
@@ -14,11 +15,11 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import arg, calls, describe, finish, insert_call, is_call, source_line, val
+from pagebinder.graph_tools import calls, describe, finish, insert_call, source_line, val
+from pagebinder.passes.linear_calls import linear_call, reason_against_joining
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "gated_linear"
-LINEAR = torch.ops.pagebinder.linear.default
 
 
 def fuse_gated_linear(gm: GraphModule) -> PassResult:
@@ -31,9 +32,10 @@ def fuse_gated_linear(gm: GraphModule) -> PassResult:
             where = {"source_line": source_line(node), **describe(node)}
             result.refusals.append(Refusal(pattern=PATTERN, reason=reason, **where))
             continue
-        operands = (gate.args[0], gate.args[1], up.args[1], arg(gate, 2, "bias"), arg(up, 2, "bias"))
-        op = torch.ops.pagebinder.gated_linear.default
-        fused = insert_call(gm.graph, node, op, operands, dict(node.kwargs), value=val(node))
+        g, u = linear_call(gate), linear_call(up)
+        operands = (g.x, *g.weight, *u.weight, g.bias, u.bias)
+        options = {**node.kwargs, **g.options}
+        fused = insert_call(gm.graph, node, g.joined_op(PATTERN), operands, options, value=val(node))
         node.replace_all_uses_with(fused)
         for old in (node, gate, up):
             gm.graph.erase_node(old)
@@ -44,12 +46,17 @@ def fuse_gated_linear(gm: GraphModule) -> PassResult:
 
 
 def _reason_against(gate: Node, up: Node) -> str | None:
-    if not is_call(gate, LINEAR) or not is_call(up, LINEAR):
+    g, u = linear_call(gate), linear_call(up)
+    if g is None or u is None:
         return "gate and up are not two linear layers of ours"
-    if gate is up or gate.args[0] is not up.args[0]:
+    if gate is up or g.x is not u.x:
         return "gate and up do not read the same value through two layers"
     if len(gate.users) > 1 or len(up.users) > 1:
         return "the gate or the other half is read elsewhere, too"
-    if val(gate.args[1]).shape != val(up.args[1]).shape:
+    if g.format != u.format:
+        return f"the two weights have different formats: {g.format or 'plain'} and {u.format or 'plain'}"
+    if val(g.weight[0]).shape != val(u.weight[0]).shape:
         return "the two weights have different shapes"
-    return None
+    if g.format is not None and val(g.x).dtype == torch.float16:
+        return "kernels of quantised gated layers take bfloat16 and float32"
+    return reason_against_joining(g, PATTERN)

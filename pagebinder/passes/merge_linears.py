@@ -1,9 +1,10 @@
 """Linear layers that read the same x become one op, without touching their weights.
 
 Matches:
-    y0 = linear(x, W0, b0);  y1 = linear(x, W1, b1); ...        op of ours, all with a bias or all without
+    y0 = linear(x, W0, b0);  y1 = linear(x, W1, b1); ...        ops of ours, all with a bias or all without,
+                                                                or quantized_linear with codes of one format
 Replaces with:
-    y0, y1, ... = linears(x, [W0, W1, ...], [b0, b1, ...])
+    y0, y1, ... = linears(x, [W0, W1, ...], [b0, b1, ...])      or quantized_linears(x, codes, scales, biases)
 
 x is packed once and one parallel region walks all the weights: fewer calls, and one wait for the slowest thread.
 Weights stay where they are, so they are still shared with the source model.
@@ -13,23 +14,29 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import arg, calls, describe, finish, insert_call, source_line, val
+from pagebinder.graph_tools import calls, describe, finish, insert_call, source_line, val
+from pagebinder.passes.linear_calls import (
+    LINEAR,
+    QUANTIZED,
+    LinearCall,
+    linear_call,
+    reason_against_joining,
+)
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "linears"
-LINEAR = torch.ops.pagebinder.linear.default
 
 
 def merge_linears(gm: GraphModule) -> PassResult:
     """Merge siblings at the place of the first; a linear layer that is the only one of its x is left in silence."""
     result = PassResult(name="merge_linears")
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    siblings: dict[Node, list[Node]] = {}
-    for node in calls(gm.graph, LINEAR):
-        siblings.setdefault(node.args[0], []).append(node)
+    siblings: dict[tuple[Node, str | None], list[Node]] = {}
+    for node in calls(gm.graph, LINEAR, QUANTIZED):
+        call = linear_call(node)
+        siblings.setdefault((call.x, call.format), []).append(node)
     for nodes in siblings.values():
         if len(nodes) < 2:
             continue
@@ -45,25 +52,26 @@ def merge_linears(gm: GraphModule) -> PassResult:
     return result
 
 
-def _bias(node: Node):
-    return arg(node, 2, "bias")
-
-
 def _reason_against(nodes: list[Node], order: dict[Node, int]) -> str | None:
-    if len({_bias(n) is None for n in nodes}) > 1:
+    layers = [linear_call(n) for n in nodes]
+    if len({layer.bias is None for layer in layers}) > 1:
         return "some of the layers that read this value have a bias, and some have not"
-    operands = [o for n in nodes for o in (n.args[1], _bias(n)) if o is not None]
-    if any(o.op != "get_attr" and order[o] > order[nodes[0]] for o in operands):
+    if any(o.op != "get_attr" and order[o] > order[nodes[0]] for o in _parameters(layers)):
         return "a weight is computed after the first of the layers"
-    return None
+    return reason_against_joining(layers[0], PATTERN)
+
+
+def _parameters(layers: list[LinearCall]) -> list[Node]:
+    return [o for layer in layers for o in (*layer.weight, layer.bias) if o is not None]
 
 
 def _merge(gm: GraphModule, nodes: list[Node]) -> Node:
-    first = nodes[0]
-    operands = [n.args[1] for n in nodes], [b for n in nodes if (b := _bias(n)) is not None]
-    _before(first, *operands[0], *operands[1])
+    first, layers = nodes[0], [linear_call(n) for n in nodes]
+    _before(first, *_parameters(layers))
+    parts = [list(part) for part in zip(*(layer.weight for layer in layers))]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
     merged = insert_call(
-        gm.graph, first, torch.ops.pagebinder.linears.default, (first.args[0], *operands),
+        gm.graph, first, layers[0].joined_op(PATTERN), (layers[0].x, *parts, biases), layers[0].options,
         value=[val(n) for n in nodes],
     )  # fmt: skip
     if "nn_module_stack" in merged.meta:

@@ -46,7 +46,8 @@ PATTERN = "narrow_rows"
 _ours = torch.ops.pagebinder
 LAYERS = (
     aten.linear.default, _ours.linear.default, _ours.linears.default, _ours.gated_linear.default,
-    _ours.quantized_linear.default, _ours.moe_experts.default, _ours.moe_routed_experts.default,
+    _ours.quantized_linear.default, _ours.quantized_linears.default, _ours.quantized_gated_linear.default,
+    _ours.moe_experts.default, _ours.moe_routed_experts.default,
     _ours.quantized_moe_experts.default, _ours.quantized_moe_routed_experts.default,
 )  # fmt: skip
 # The last dimension of each operand that has tokens is not theirs; neither is any that the op looks across.

@@ -11,7 +11,6 @@ import sympy
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS
-from pagebinder.custom_ops.linear.packed_weights import plain_shape
 from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP
 from pagebinder.custom_ops.recurrent.define import RECURRENCES, Recurrence
 from pagebinder.graph_tools import val
@@ -121,10 +120,9 @@ def _qk_norm_rope_write(model: CostModel, node: Node) -> OpCost:
 
 
 def _linears(model: CostModel, node: Node) -> OpCost:
-    """As its layers would count, x read once."""
-    x, weights, biases = node.args
-    columns = sum(plain_shape(val(w))[0] for w in weights)
-    values = model.numel(x) / model.shape(x)[-1] * columns
+    """As its layers would count, x read once; of quantised weights, codes and scales are read."""
+    x, biases = operand(node, "x"), operand(node, "biases")
+    values = model.numel(x) / model.shape(x)[-1] * sum(y.shape[-1] for y in tensors(node))
     return model.moved(node, flops=2 * model.shape(x)[-1] * values + (values if biases else ZERO))
 
 
@@ -256,6 +254,7 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     "linear": CostModel.product,
     "linears": _linears,
     "quantized_linear": _quantized_linear,
+    "quantized_linears": _linears,
     "fp8_linear": _quantized_linear,
     "scaled_fp8_quant": _fp8_quant,
     "rms_norm_fp8_quant": _fp8_quant,
@@ -265,6 +264,7 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     "quantized_paged_attention_fp8_quant": _attention_fp8_quant,
     "dequantize_weight": _dequantize_weight,
     "gated_linear": _gated_linear,
+    "quantized_gated_linear": _gated_linear,
     "attention": _attention,
     "relative_attention": _attention,
     "packed_attention": _attention,

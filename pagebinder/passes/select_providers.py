@@ -46,6 +46,8 @@ PLAIN_OPS = (
     "q_norm_rope",
     "inverse_rope_grouped_linear",
     "quantized_linear",
+    "quantized_linears",
+    "quantized_gated_linear",
     "linears",
     "qk_norm_rope_write",
     "qk_norm_rope_quantized_write",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagebinder.config import QUANTIZATIONS
+from pagebinder.custom_ops.activation.gated_activation import gated_activation_reference
 from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.linear.weight_formats import (
     FORMATS,
@@ -38,6 +39,18 @@ def linear(request):
     assert chosen.reasons_against(OpNeed(op="quantized_linear", dtype="bfloat16")) == []
     chosen.prepare("quantized_linear")
     return chosen.overload("quantized_linear")
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def ops(request):
+    """The ops of one layer, of several, and of a gate."""
+    chosen = registered_providers()[request.param]
+    if isinstance(chosen.problem(), CompilerNotFoundError):
+        pytest.skip(str(chosen.problem()))
+    names = ("quantized_linear", "quantized_linears", "quantized_gated_linear")
+    for name in names:
+        chosen.prepare(name)
+    return tuple(map(chosen.overload, names))
 
 
 def weight_of(columns: int, inner: int, seed: int = 0) -> torch.Tensor:
@@ -171,6 +184,77 @@ def test_values_that_digits_cannot_hold(linear, name):
             torch.where(torch.arange(256) == 200, bad, x), *quantize(weight_of(96, 256), name), format=name
         )
         assert not y[:, 16:].isfinite().any()
+
+
+ROWS = (1, 2, 3, 8, 17, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_several_layers_have_the_bits_of_each(ops, name, dtype):
+    linear, linears, _ = ops
+    parts = [quantize(weight_of(columns, 320, columns), name) for columns in (160, 32, 64)]
+    codes, scales = map(list, zip(*parts))
+    for rows in ROWS:
+        x, _ = operands(rows, 160, 320, dtype)
+        biases = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (160, 32, 64)]
+        for given in ([], biases):
+            out = linears(x, codes, scales, given, format=name)
+            for y, part, bias in zip(out, parts, given or [None] * 3, strict=True):
+                assert torch.equal(y, linear(x, *part, bias, format=name)) and y.is_contiguous()
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_gated_layers_have_the_bits_of_their_parts(ops, name, activation):
+    linear, _, gated = ops
+    gate, up = (quantize(weight_of(96, 320, seed), name) for seed in (1, 2))
+    for rows in ROWS:
+        x, bias = operands(rows, 96, 320)
+        for biases in ((None, None), (bias, None), (bias, -bias)):
+            y = gated(x, *gate, *up, *biases, format=name, activation=activation)
+            parts = (linear(x, *w, b, format=name) for w, b in zip((gate, up), biases))
+            expected = gated_activation_reference(*parts, activation=activation)
+            near = torch.nextafter(expected, expected + y - expected)  # the exponential's last bit may differ
+            assert ((y == expected) | (y == near)).all() and (y == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("name", ["fp8", "int4_g64"])
+def test_gated_layers_in_float32(ops, name, activation):
+    linear, _, gated = ops
+    gate, up = (quantize(weight_of(96, 320, seed), name) for seed in (1, 2))
+    for rows in ROWS:
+        x, _ = operands(rows, 96, 320, torch.float32)
+        y = gated(x, *gate, *up, format=name, activation=activation)
+        parts = (linear(x, *w, format=name).double() for w in (gate, up))
+        assert_close(y, gated_activation_reference(*parts, activation=activation))
+
+
+def test_what_layers_of_one_call_must_have_in_common(ops):
+    _, linears, gated = ops
+    x, bias = operands(4, 64, 96)
+    small, large = (quantize(weight_of(n, 96), "int8") for n in (32, 64))
+    errors = (RuntimeError, ValueError)
+    with pytest.raises(errors, match="a scale"):
+        linears(x, [small[0], large[0]], [small[1]], [], format="int8")
+    with pytest.raises(errors, match="bias"):
+        linears(x, [small[0], large[0]], [small[1], large[1]], [bias], format="int8")
+    with pytest.raises(errors, match="a scale"):
+        linears(x, [], [], [], format="int8")
+    with pytest.raises(errors, match="alike"):
+        gated(x, *small, *large, format="int8", activation="silu")
+    with pytest.raises(errors, match="swish2"):
+        gated(x, *large, *large, format="int8", activation="swish2")
+
+
+def test_opcheck_of_several_layers(ops):
+    _, linears, gated = ops
+    x, _ = operands(4, 64, 96)
+    parts = [quantize(weight_of(n, 96), "int8") for n in (32, 64)]
+    codes, scales = map(list, zip(*parts))
+    torch.library.opcheck(linears, (x, codes, scales, []), {"format": "int8"})
+    torch.library.opcheck(gated, (x, *parts[1], *parts[1]), {"format": "int8", "activation": "silu"})
 
 
 def test_opcheck(linear):

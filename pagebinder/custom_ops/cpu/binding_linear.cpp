@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "activation_names.h"
 #include "direct_calls.h"
 #include "linear.h"
 #include "new_tensor.h"
@@ -17,6 +18,7 @@
 namespace {
 
 using pagebinder::Activation;
+using pagebinder::activation_named;
 using pagebinder::bf16;
 using pagebinder::LinearArgs;
 using pagebinder::LinearLayer;
@@ -236,16 +238,6 @@ Tensor linear(const Tensor& x, const Tensor& weight, Bias bias) {
 }
 
 // ---- gated layers ----------------------------------------------------------------------------------------------
-
-Activation activation_named(const std::string& name) {
-  constexpr std::pair<const char*, Activation> NAMES[] = {
-      {"silu", Activation::SILU}, {"gelu", Activation::GELU},   {"gelu_tanh", Activation::GELU_TANH},
-      {"relu", Activation::RELU}, {"relu2", Activation::RELU2}, {"sigmoid", Activation::SIGMOID}};
-  for (const auto& [known, activation] : NAMES)
-    if (name == known) return activation;
-  STD_TORCH_CHECK(false, "unknown activation \"", name, "\"");
-  return Activation::NONE;
-}
 
 template <class T>
 void gate_tensors(Activation activation, const Tensor& gate, const Tensor& up) {

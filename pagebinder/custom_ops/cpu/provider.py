@@ -66,7 +66,12 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         quantized_paged.QUANTIZED_PAGED_ATTENTION,
         qk_norm_rope_quantized_write.QK_NORM_ROPE_QUANTIZED_WRITE,
     ),
-    "quant": (quantized.QUANTIZED_LINEAR, fp8_linear.FP8_LINEAR),
+    "quant": (
+        quantized.QUANTIZED_LINEAR,
+        quantized.QUANTIZED_LINEARS,
+        quantized.QUANTIZED_GATED_LINEAR,
+        fp8_linear.FP8_LINEAR,
+    ),
     "fp8": (
         fp8_quant.SCALED_FP8_QUANT,
         fp8_fused.RMS_NORM_FP8_QUANT,

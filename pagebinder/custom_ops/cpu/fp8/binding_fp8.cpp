@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "activation_names.h"
 #include "direct_calls.h"
 #include "fp8/fp8.h"
 #include "new_tensor.h"
@@ -25,16 +26,6 @@ Granularity granularity_named(const std::string& name) {
   if (name == "token") return Granularity::TOKEN;
   STD_TORCH_CHECK(name == "group", "granularity must be tensor, token or group, not ", name);
   return Granularity::GROUP;
-}
-
-Activation activation_named(const std::string& name) {
-  constexpr std::pair<const char*, Activation> NAMES[] = {
-      {"silu", Activation::SILU}, {"gelu", Activation::GELU},   {"gelu_tanh", Activation::GELU_TANH},
-      {"relu", Activation::RELU}, {"relu2", Activation::RELU2}, {"sigmoid", Activation::SIGMOID}};
-  for (const auto& [known, activation] : NAMES)
-    if (name == known) return activation;
-  STD_TORCH_CHECK(false, "unknown activation ", name);
-  return Activation::NONE;
 }
 
 struct Quantised {

@@ -63,7 +63,7 @@ Tensor fp8_linear(const Tensor& x, const Tensor& x_scale, const Tensor& qweight,
   a.x = numbers.const_data_ptr(), a.x_stride = a.inner;
   a.bias = added ? added->const_data_ptr() : nullptr, a.out = out.mutable_data_ptr();
   a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
-  if (a.rows > 0) (in_bf16 ? quantized_linear_in_bf16 : quantized_linear_with_vectors)(a);
+  if (a.rows > 0) (in_bf16 ? quantized_linear_in_bf16 : quantized_linear_with_vectors)({&a});
   return torch::stable::to(out, dtype);
 }
 

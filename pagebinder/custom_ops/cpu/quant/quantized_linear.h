@@ -12,8 +12,8 @@
 
 #include <algorithm>
 
+#include "activations.h"
 #include "attention.h"
-#include "next_weights.h"
 
 namespace pagebinder {
 
@@ -57,30 +57,36 @@ struct QuantizedLinearArgs {
   }
 };
 
-// A call begins whose workers take panels.
-inline void tell_next_weights(const QuantizedLinearArgs& a, int num_workers) {
-  static thread_local NextWeights next;
-  if (a.rows > NEXT_WEIGHTS_ROWS) return;
-  next.told_of(a.weight, num_workers, [&](int worker) -> Reading {
-    const int64_t panels = a.columns / QUANT_PANEL, first = panels * worker / num_workers;
-    const uint8_t* from = a.weight + first * a.panel_bytes();
-    return {{reinterpret_cast<const char*>(from), nullptr}, (panels - first) * a.panel_bytes()};
-  });
-}
+// Layers that read the same x, in one call: threads take panels from all of them. They are alike in all but columns,
+// weight, scale, bias and out.
+struct QuantizedLayers {
+  const QuantizedLinearArgs* layers;
+  int num_layers = 1;
+  Activation gate = Activation::NONE;  // else: of two equal layers, one result: out of the first = act(first) * second
+  bool rounds = false;                 // x in float32 stands for bf16: so do the values that a gate reads
+
+  const QuantizedLinearArgs& first() const { return layers[0]; }
+  int num_results() const { return gate == Activation::NONE ? num_layers : 1; }
+  int64_t num_panels() const {
+    int64_t count = 0;
+    for (int i = 0; i < num_results(); ++i) count += layers[i].columns / QUANT_PANEL;
+    return count;
+  }
+};
 
 // bf16 on matrix tiles; false where there are none, and nothing was done.
 bool quantized_linear_has_tiles();
-bool quantized_linear_with_tiles(const QuantizedLinearArgs& args);
+bool quantized_linear_with_tiles(const QuantizedLayers& call);
 // bf16 with dot products of pairs; false, and nothing was done, where the machine has none, and where tiles serve more
 // than QUANT_MOST_DOT_ROWS rows, rows with scales or wide results.
-bool quantized_linear_with_dots(const QuantizedLinearArgs& args);
+bool quantized_linear_with_dots(const QuantizedLayers& call);
 // bf16 and codes of int8 or int4 with integer dot products; false, and nothing was done, where the machine has none, for
 // other codes, where tiles serve the rows (as above), and where digits cannot hold x (see there).
-bool quantized_linear_with_int8_dots(const QuantizedLinearArgs& args);
-inline bool quantized_linear_in_bf16(const QuantizedLinearArgs& args) {
-  return quantized_linear_with_int8_dots(args) || quantized_linear_with_dots(args) || quantized_linear_with_tiles(args);
+bool quantized_linear_with_int8_dots(const QuantizedLayers& call);
+inline bool quantized_linear_in_bf16(const QuantizedLayers& call) {
+  return quantized_linear_with_int8_dots(call) || quantized_linear_with_dots(call) || quantized_linear_with_tiles(call);
 }
 // float32 with vectors of any width; true.
-bool quantized_linear_with_vectors(const QuantizedLinearArgs& args);
+bool quantized_linear_with_vectors(const QuantizedLayers& call);
 
 }  // namespace pagebinder

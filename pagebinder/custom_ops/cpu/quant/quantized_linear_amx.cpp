@@ -9,8 +9,7 @@
 #include <algorithm>
 
 #include "decode.h"
-#include "quantized_linear.h"
-#include "work_ranges.h"
+#include "quantized_jobs.h"
 
 namespace pagebinder {
 #if PAGEBINDER_AMX
@@ -20,20 +19,21 @@ constexpr int BLOCK_STEPS = 16;
 constexpr int TILE_FLOATS = TILE_LINES * TILE_LINES;
 constexpr int TILE_BYTES = TILE_LINES * 64;
 constexpr int AHEAD_BYTES = 8192;                // how far codes are asked for before they are decoded
-constexpr int64_t SERIAL_FLOPS = 1 << 19;
 
-struct Run {
-  const QuantizedLinearArgs& args;
-  int steps, span, row_tiles, num_panels, num_workers;
-  WorkRanges work{num_panels, num_workers};
+struct Run : QuantizedRun {
+  using QuantizedRun::QuantizedRun;
+  const int steps = static_cast<int>(args.inner / QUANT_STEP);
+  const int span = static_cast<int>(std::min<int64_t>(BLOCK_STEPS, args.scaled_steps()));
+  const int row_tiles = static_cast<int>((args.rows + TILE_LINES - 1) / TILE_LINES);
 
   int tile_rows() const { return static_cast<int>(std::min<int64_t>(args.rows, TILE_LINES)); }
   int64_t first_row(int tile) const { return std::min<int64_t>(tile * TILE_LINES, args.rows - tile_rows()); }
 };
 
-// One panel: its decoded block, and sums [row tile][2 halves][16][16].
+// One panel: its decoded block, and sums [row tile][16 rows][32].
 struct Panel {
   const Run& run;
+  const QuantizedLinearArgs& layer;
   int64_t index;
   char* tiles;
   float* sums;
@@ -48,9 +48,9 @@ PB_INLINE void add_scaled(const Panel& p, int tile, int step, const float* c, co
   for (int r = 0; r < rows; ++r) {
     const float of_row = SCALED_ROWS ? p.run.args.x_scale_at(p.run.first_row(tile) + r, step) : 1.0f;
     for (int half = 0; half < 2; ++half) {
-      const int at = half * TILE_FLOATS + r * W;
+      const int at = r * QUANT_PANEL + half * W;
       const VF before = step < p.run.span ? VF{} : load<VF>(sums + at);
-      const VF c_row = load<VF>(c + at);
+      const VF c_row = load<VF>(c + half * TILE_FLOATS + r * W);
       store(sums + at, before + scale[half] * (SCALED_ROWS ? c_row * of_row : c_row));
     }
   }
@@ -60,7 +60,7 @@ PB_INLINE void add_scaled(const Panel& p, int tile, int step, const float* c, co
 template <int ROW_TILES>
 PB_INLINE void multiply_step(const Panel& p, int tile, int step, int at, float factor) {
   const Run& run = p.run;
-  const QuantizedLinearArgs& a = run.args;
+  const QuantizedLinearArgs& a = p.layer;
   const int of_span = step % run.span;
   if (of_span == 0) {
     _tile_zero(0);
@@ -118,31 +118,10 @@ void multiply_block(const Panel& p, int tile, int step, int count, float factor)
   for (int i = 0; i < count; ++i) multiply_step<ROW_TILES>(p, tile, step + i, i, factor);
 }
 
-PB_INLINE void store_row(float* out, VF low, VF high) {
-  store(out, low);
-  store(out + W, high);
-}
-PB_INLINE void store_row(bf16* out, VF low, VF high) {
-  store(out, _mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low)));
-}
-
-template <class Out>
-void write_tile(const Panel& p, int tile) {
-  const QuantizedLinearArgs& a = p.run.args;
-  const int64_t column = p.index * QUANT_PANEL;
-  const float* sums = p.sums + tile * 2 * TILE_FLOATS;
-  const Out* bias = static_cast<const Out*>(a.bias);
-  const VF low = bias == nullptr ? VF{} : load_float(bias + column);
-  const VF high = bias == nullptr ? VF{} : load_float(bias + column + W);
-  Out* out = static_cast<Out*>(a.out) + p.run.first_row(tile) * a.columns + column;
-  for (int r = 0; r < p.run.tile_rows(); ++r, out += a.columns)
-    store_row(out, load<VF>(sums + r * W) + low, load<VF>(sums + TILE_FLOATS + r * W) + high);
-}
-
 template <Code CODE>
 void run_panel(const Panel& p) {
   const Run& run = p.run;
-  const QuantizedLinearArgs& a = run.args;
+  const QuantizedLinearArgs& a = p.layer;
   const int64_t step_bytes = 2 * a.tile_bytes();
   for (int step = 0; step < run.steps; step += BLOCK_STEPS) {
     const int count = std::min(BLOCK_STEPS, run.steps - step);
@@ -154,8 +133,6 @@ void run_panel(const Panel& p) {
       multiply(p, tile, step, count, 1.0f / PAIR_FACTOR<CODE>);
     }
   }
-  const auto write = a.wide_out ? write_tile<float> : write_tile<bf16>;
-  for (int tile = 0; tile < run.row_tiles; ++tile) write(p, tile);
 }
 
 struct Scratch {
@@ -165,39 +142,42 @@ struct Scratch {
 template <Code CODE>
 void worker(void* context, int index) {
   static thread_local Scratch scratch;
-  Run& run = *static_cast<Run*>(context);
+  Run& run = static_cast<Run&>(*static_cast<QuantizedRun*>(context));
   const FullTiles tiles(run.tile_rows());
   char* decoded = scratch.tiles.at_least<char>(BLOCK_STEPS * 2 * TILE_BYTES);
-  float* sums = scratch.sums.at_least<float>(static_cast<size_t>(run.row_tiles) * 2 * TILE_FLOATS);
-  for (int panel; (panel = run.work.take(index)) < run.num_panels;)
-    run_panel<CODE>({run, panel, decoded, sums});
+  const int64_t size = int64_t{run.row_tiles} * 2 * TILE_FLOATS;
+  float* memory = scratch.sums.at_least<float>(static_cast<size_t>(run.parts * size));
+  const auto write = run.args.wide_out ? write_panel<float> : write_panel<bf16>;
+  for (int i; (i = run.work.take(index)) < run.num_jobs;) {
+    const QuantizedJob job = run.job(i);
+    for (int part = 0; part < run.parts; ++part)
+      run_panel<CODE>({run, job.layer[part], job.panel, decoded, memory + part * size});
+    for (int tile = 0; tile < run.row_tiles; ++tile) {
+      const float* at = memory + tile * 2 * TILE_FLOATS;
+      const float* const sums[] = {at, at + (run.parts - 1) * size};
+      write(run, job, sums, run.first_row(tile), run.tile_rows());
+    }
+  }
 }
 
 }  // namespace
 
 bool quantized_linear_has_tiles() { return tiles_usable(); }
 
-bool quantized_linear_with_tiles(const QuantizedLinearArgs& args) {
+bool quantized_linear_with_tiles(const QuantizedLayers& call) {
   if (!tiles_usable()) return false;
-  const auto body = args.code == Code::FP8 ? worker<Code::FP8>
-                    : args.code == Code::INT8 ? worker<Code::INT8>
-                                              : worker<Code::INT4>;
-  const int steps = static_cast<int>(args.inner / QUANT_STEP);
-  const int span = static_cast<int>(std::min<int64_t>(BLOCK_STEPS, args.scaled_steps()));
-  const int row_tiles = static_cast<int>((args.rows + TILE_LINES - 1) / TILE_LINES);
-  const int num_panels = static_cast<int>(args.columns / QUANT_PANEL);
-  const bool serial = args.rows * args.columns * args.inner < SERIAL_FLOPS;
-  Run run{args, steps, span, row_tiles, num_panels, serial ? 1 : std::min(args.num_threads, num_panels)};
-  tell_next_weights(args, run.num_workers);
-  if (run.num_workers <= 1) body(&run, 0);
-  else args.run(run.num_workers, body, &run);
+  Run run(call);
+  tell_next_weights(run);
+  run.in_workers(false, run.args.code == Code::FP8 ? worker<Code::FP8>
+                        : run.args.code == Code::INT8 ? worker<Code::INT8>
+                                                      : worker<Code::INT4>);
   return true;
 }
 
 #else
 
 bool quantized_linear_has_tiles() { return false; }
-bool quantized_linear_with_tiles(const QuantizedLinearArgs&) { return false; }
+bool quantized_linear_with_tiles(const QuantizedLayers&) { return false; }
 
 #endif
 }  // namespace pagebinder

@@ -1,7 +1,7 @@
 // Quantised linear layers on integer dot products (AVX-512 VNNI), see quantized_linear.h.
 //
 //     x [row][group of k]   =   scale (256 high + low)            two digits of 8 bits: x to 1 / 65,024 of the group's largest
-//     sum[row][digit][16 columns]  +=  four codes of each column, unsigned  .  four digits, in every lane
+//     sum[half of a panel][row][digit]  +=  four codes of each of 16 columns, unsigned  .  four digits, in every lane
 //
 // Codes of int8 and int4 are operands as they lie, but for their sign or nibble, where BF16 dots want each of them as a
 // bf16 and sum half as many at a time. Sums of a group are integers, exact; the offset of unsigned codes is taken off
@@ -10,13 +10,11 @@
 // A group is at most 128 k, and at most what shares a scale of the weight. What its digits leave out is below 1 / 128 of
 // what bf16 had left out of the group's largest x. Up to eight rows, a strip, meet codes at a time. An element of y has the
 // same bits for any number of rows and threads.
-#include "quantized_linear.h"
-
 #include <atomic>
 #include <cmath>
 
 #include "decode.h"
-#include "work_ranges.h"
+#include "quantized_jobs.h"
 
 namespace pagebinder {
 #if defined(__AVX512VNNI__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -25,20 +23,21 @@ namespace {
 constexpr int MOST_ROWS = 8;                    // of a strip
 constexpr int GROUP_STEPS = 4;
 constexpr int WORDS = QUANT_STEP / 4;           // of four digits, of a step
-constexpr int AHEAD_BYTES = 4096;
-constexpr int64_t SERIAL_FLOPS = 1 << 19, SERIAL_DIGITS = 1 << 15;
+constexpr int FAR_BYTES = 8192, NEAR_BYTES = 1024;  // that the second cache and the nearest one are asked for ahead
+constexpr int64_t SERIAL_DIGITS = 1 << 15;
 constexpr float LARGEST = 32512.0f;             // of both digits together
 constexpr float LEAST = 1e-30f;                 // of a group's largest x, unless that is zero
 
 // ---- x ---------------------------------------------------------------------------------------------------------
 
-// Of a strip: words [step][word][row][high, low]; factors [group][row]; sums of digits [group][row][high, low].
+// Of a strip: words [step][word][row][high, low]; factors [group][row]; where sums begin [group][row][high, low], less
+// what the offset of the codes adds.
 struct Digits {
   int64_t first_row;
   int rows, steps, span;
   int32_t* words;
   float* factors;
-  int32_t* sums;
+  int32_t* begins;
 
   int groups() const { return (steps + span - 1) / span; }
 };
@@ -56,11 +55,11 @@ struct Strips {
   int64_t words() const { return rows * (words_of_row() + 3 * groups()); }  // of everything
   Digits operator[](int strip) const {
     const int64_t first = int64_t{strip} * most_rows;
-    int32_t* sums = memory + rows * words_of_row();
-    int32_t* factors = sums + rows * groups() * 2;
+    int32_t* begins = memory + rows * words_of_row();
+    int32_t* factors = begins + rows * groups() * 2;
     return {first, static_cast<int>(std::min<int64_t>(most_rows, rows - first)), steps, span,
             memory + first * words_of_row(), reinterpret_cast<float*>(factors + first * groups()),
-            sums + first * groups() * 2};
+            begins + first * groups() * 2};
   }
 };
 
@@ -76,6 +75,9 @@ PB_INLINE Bytes in_order(Bytes x) {
     return __builtin_shufflevector(x, x, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15, 16, 20, 17, 21, 18, 22, 19,
                                    23, 24, 28, 25, 29, 26, 30, 27, 31);
 }
+
+template <Code CODE>
+constexpr int OFFSET = CODE == Code::INT8 ? 128 : 8;  // of codes that are taken as unsigned
 
 // False: x has a group that digits cannot hold.
 template <Code CODE>
@@ -94,7 +96,7 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
       const float largest = bit_cast<float>(bits);
       if (!std::isfinite(largest) || (largest > 0 && largest < LEAST)) return false;
       const float factor = largest > 0 ? LARGEST / largest : 0.0f;
-      int32_t sum_high = 0, sum_low = 0;
+      __m512i sum_high{}, sum_low{};
       for (int step = begin; step < end; ++step) {
         Bytes high, low;
         for (int half = 0; half < QUANT_STEP / W; ++half) {
@@ -104,7 +106,7 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
           const __m512i lower = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper, 8));
           store(reinterpret_cast<char*>(&high) + half * W, _mm512_cvtepi32_epi8(upper));
           store(reinterpret_cast<char*>(&low) + half * W, _mm512_cvtepi32_epi8(lower));
-          sum_high += _mm512_reduce_add_epi32(upper), sum_low += _mm512_reduce_add_epi32(lower);
+          sum_high = _mm512_add_epi32(sum_high, upper), sum_low = _mm512_add_epi32(sum_low, lower);
         }
         int32_t words[2][WORDS];
         store(words[0], in_order<CODE>(high));
@@ -114,7 +116,8 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
       }
       const int at = group * d.rows + row;
       d.factors[at] = largest / LARGEST;
-      d.sums[2 * at] = sum_high, d.sums[2 * at + 1] = sum_low;
+      d.begins[2 * at] = -OFFSET<CODE> * _mm512_reduce_add_epi32(sum_high);
+      d.begins[2 * at + 1] = -OFFSET<CODE> * _mm512_reduce_add_epi32(sum_low);
     }
   }
   return true;
@@ -122,103 +125,122 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
 
 // ---- sums ------------------------------------------------------------------------------------------------------
 
-// Of few rows even and odd words are summed apart: a sum waits for the one before.
-constexpr int chains(int rows) { return rows <= 2 ? 2 : 1; }
+// Halves of a panel that meet a word of digits at a time, and chains of sums: of few rows even and odd words are summed
+// apart, as a sum waits for the one before.
+constexpr int halves_of(int rows) { return rows <= 4 ? 2 : 1; }
+constexpr int chains_of(int rows) { return rows <= 2 ? 2 : 1; }
 
 template <int ROWS>
-using Sums = __m512i[chains(ROWS)][ROWS][2];
+using Sums = __m512i[chains_of(ROWS)][halves_of(ROWS)][ROWS][2];
 
+// Four codes of each column of some halves, and a word of digits.
 template <int ROWS>
-PB_INLINE void add_word(__m512i codes, const int32_t* words, int word, Sums<ROWS>& sums) {
+PB_INLINE void add_word(const __m512i (&codes)[halves_of(ROWS)], const int32_t* words, int word, Sums<ROWS>& sums) {
   PB_UNROLL
   for (int r = 0; r < ROWS; ++r)
     PB_UNROLL
     for (int digit = 0; digit < 2; ++digit) {
-      __m512i& to = sums[word % chains(ROWS)][r][digit];
-      to = _mm512_dpbusd_epi32(to, codes, _mm512_set1_epi32(words[(word * ROWS + r) * 2 + digit]));
+      const __m512i digits = _mm512_set1_epi32(words[(word * ROWS + r) * 2 + digit]);
+      for (int half = 0; half < halves_of(ROWS); ++half) {
+        __m512i& to = sums[word % chains_of(ROWS)][half][r][digit];
+        to = _mm512_dpbusd_epi32(to, codes[half], digits);
+      }
     }
 }
 
-// One tile: 32 k of 16 columns.
+// One step: 32 k of the columns of some halves. Of int4 in two chains, the odd one's codes stay in their upper nibble.
 template <Code CODE, int ROWS>
-PB_INLINE void add_tile(const uint8_t* codes, const int32_t* words, Sums<ROWS>& sums) {
-  constexpr int LINES = CODE == Code::INT8 ? 8 : 4;
+PB_INLINE void add_step(const uint8_t* codes, const int32_t* words, Sums<ROWS>& sums) {
+  constexpr int HALVES = halves_of(ROWS), LINES = CODE == Code::INT8 ? 8 : 4, TILE = LINES * 64;
   const __m512i sign = _mm512_set1_epi8(int8_t(0x80)), nibble = _mm512_set1_epi8(15);
   PB_UNROLL
   for (int line = 0; line < LINES; ++line) {
-    __builtin_prefetch(codes + AHEAD_BYTES + line * 64, 0, 3);
-    const __m512i at = load<__m512i>(codes + line * 64);
+    __m512i even[HALVES], odd[HALVES];
+    for (int half = 0; half < HALVES; ++half) {
+      const uint8_t* at = codes + half * TILE + line * 64;
+      __builtin_prefetch(at + FAR_BYTES, 0, 2);
+      __builtin_prefetch(at + NEAR_BYTES, 0, 3);
+      const __m512i both = load<__m512i>(at);
+      if constexpr (CODE == Code::INT8) {
+        even[half] = _mm512_xor_si512(both, sign);
+      } else {
+        even[half] = _mm512_and_si512(both, nibble);
+        odd[half] = chains_of(ROWS) == 2 ? _mm512_andnot_si512(nibble, both)
+                                         : _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+      }
+    }
     if constexpr (CODE == Code::INT8) {
-      add_word<ROWS>(_mm512_xor_si512(at, sign), words, line, sums);
+      add_word<ROWS>(even, words, line, sums);
     } else {
-      add_word<ROWS>(_mm512_and_si512(at, nibble), words, 2 * line, sums);
-      add_word<ROWS>(_mm512_and_si512(_mm512_srli_epi16(at, 4), nibble), words, 2 * line + 1, sums);
+      add_word<ROWS>(even, words, 2 * line, sums);
+      add_word<ROWS>(odd, words, 2 * line + 1, sums);
     }
   }
+}
+
+// What the chains of a sum come to.
+template <Code CODE, int ROWS>
+PB_INLINE __m512i sum_of(const Sums<ROWS>& sums, int half, int row, int digit) {
+  if constexpr (chains_of(ROWS) == 1) return sums[0][half][row][digit];
+  const __m512i odd = sums[chains_of(ROWS) - 1][half][row][digit];
+  return _mm512_add_epi32(sums[0][half][row][digit], CODE == Code::INT4 ? _mm512_srai_epi32(odd, 4) : odd);
 }
 
 // totals [row][half] of one panel.
 template <Code CODE, int ROWS>
 void add_panel(const QuantizedLinearArgs& a, const Digits& d, int64_t panel, VF (&totals)[ROWS][2]) {
-  constexpr int OFFSET = CODE == Code::INT8 ? 128 : 8;
+  constexpr int HALVES = halves_of(ROWS);
   const uint8_t* codes = a.weight + panel * a.panel_bytes();
   const int64_t tile_bytes = a.tile_bytes();
   for (int group = 0; group < d.groups(); ++group) {
     const int begin = group * d.span, end = std::min(begin + d.span, d.steps);
     alignas(64) float scales[QUANT_PANEL];
     scales_of(a, panel, begin, scales);
-    PB_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    for (int first = 0; first < 2; first += HALVES) {
       Sums<ROWS> sums = {};
-      for (int step = begin; step < end; ++step)
-        add_tile<CODE, ROWS>(codes + (2 * step + half) * tile_bytes, d.words + int64_t{step} * WORDS * ROWS * 2, sums);
       PB_UNROLL
-      for (int r = 0; r < ROWS; ++r) {
-        const int at = group * ROWS + r;
-        VF value[2];
+      for (int i = 0; i < HALVES * ROWS * 2; ++i)
+        sums[0][i / (2 * ROWS)][i / 2 % ROWS][i % 2] = _mm512_set1_epi32(d.begins[group * ROWS * 2 + i % (2 * ROWS)]);
+      for (int step = begin; step < end; ++step)
+        add_step<CODE, ROWS>(codes + (2 * step + first) * tile_bytes, d.words + int64_t{step} * WORDS * ROWS * 2, sums);
+      for (int half = 0; half < HALVES; ++half) {
+        const VF scale = load<VF>(scales + (first + half) * W);
         PB_UNROLL
-        for (int digit = 0; digit < 2; ++digit) {
-          __m512i sum = sums[0][r][digit];
-          if (chains(ROWS) == 2) sum = _mm512_add_epi32(sum, sums[chains(ROWS) - 1][r][digit]);
-          sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(OFFSET * d.sums[2 * at + digit]));
-          value[digit] = bit_cast<VF>(_mm512_cvtepi32_ps(sum));
+        for (int r = 0; r < ROWS; ++r) {
+          const __m512i high = sum_of<CODE, ROWS>(sums, half, r, 0), low = sum_of<CODE, ROWS>(sums, half, r, 1);
+          const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);  // below 2^30
+          totals[r][first + half] += bit_cast<VF>(_mm512_cvtepi32_ps(whole)) * (scale * d.factors[group * ROWS + r]);
         }
-        totals[r][half] += (value[0] * 256.0f + value[1]) * (load<VF>(scales + half * W) * d.factors[at]);
       }
     }
   }
 }
 
-struct Run {
-  const QuantizedLinearArgs& args;
+struct Run : QuantizedRun {
   const Strips strips;
-  int num_panels, num_workers;
-  WorkRanges work{num_panels, num_workers};
   std::atomic<int> next_strip{0};
   std::atomic<bool> fits{true};
+
+  Run(const QuantizedLayers& c, const Strips& s) : QuantizedRun(c), strips(s) {}
 };
 
 template <Code CODE>
 void digits_worker(void* context, int) {
-  Run& run = *static_cast<Run*>(context);
+  Run& run = static_cast<Run&>(*static_cast<QuantizedRun*>(context));
   for (int strip; (strip = run.next_strip.fetch_add(1, std::memory_order_relaxed)) < run.strips.count;)
     if (!make_digits<CODE>(run.args, run.strips[strip])) run.fits.store(false, std::memory_order_relaxed);
 }
 
 template <Code CODE, int ROWS>
-void meet_strip(const QuantizedLinearArgs& a, const Digits& digits, int64_t panel) {
-  const bf16* bias = static_cast<const bf16*>(a.bias);
-  VF totals[ROWS][2] = {};
-  add_panel<CODE, ROWS>(a, digits, panel, totals);
-  for (int r = 0; r < ROWS; ++r)
-    for (int half = 0; half < 2; ++half) {
-      const int64_t column = panel * QUANT_PANEL + half * W;
-      const VF added = bias == nullptr ? VF{} : load_float(bias + column);
-      store_float(static_cast<bf16*>(a.out) + (digits.first_row + r) * a.columns + column, totals[r][half] + added);
-    }
+void meet_strip(const QuantizedRun& run, const Digits& digits, const QuantizedJob& job) {
+  VF totals[2][ROWS][2] = {};
+  for (int part = 0; part < run.parts; ++part)
+    add_panel<CODE, ROWS>(job.layer[part], digits, job.panel, totals[part]);
+  const float* const of[] = {reinterpret_cast<float*>(totals[0]), reinterpret_cast<float*>(totals[1])};
+  write_panel<bf16>(run, job, of, digits.first_row, ROWS);
 }
 
-using MeetStrip = void (*)(const QuantizedLinearArgs&, const Digits&, int64_t);
+using MeetStrip = void (*)(const QuantizedRun&, const Digits&, const QuantizedJob&);
 
 template <Code CODE, int... Less>
 MeetStrip meet_strip_of(int rows, std::integer_sequence<int, Less...>) {
@@ -228,41 +250,36 @@ MeetStrip meet_strip_of(int rows, std::integer_sequence<int, Less...>) {
 
 template <Code CODE>
 void panel_worker(void* context, int index) {
-  Run& run = *static_cast<Run*>(context);
-  for (int panel; (panel = run.work.take(index)) < run.num_panels;)
+  Run& run = static_cast<Run&>(*static_cast<QuantizedRun*>(context));
+  for (int i; (i = run.work.take(index)) < run.num_jobs;)
     for (int strip = 0; strip < run.strips.count; ++strip) {
       const Digits digits = run.strips[strip];
-      meet_strip_of<CODE>(digits.rows, std::make_integer_sequence<int, MOST_ROWS>{})(run.args, digits, panel);
+      meet_strip_of<CODE>(digits.rows, std::make_integer_sequence<int, MOST_ROWS>{})(run, digits, run.job(i));
     }
 }
 
 }  // namespace
 
-bool quantized_linear_with_int8_dots(const QuantizedLinearArgs& args) {
+bool quantized_linear_with_int8_dots(const QuantizedLayers& call) {
   static thread_local Buffer memory;
-  const bool served = args.rows <= QUANT_MOST_DOT_ROWS || !quantized_linear_has_tiles();
-  if (!served || args.code == Code::FP8 || args.x_scale != nullptr || args.wide_out) return false;
-  const int steps = static_cast<int>(args.inner / QUANT_STEP);
-  Strips strips{args.rows, steps, static_cast<int>(std::min<int64_t>(args.scaled_steps(), GROUP_STEPS))};
+  const QuantizedLinearArgs& a = call.first();
+  const bool served = a.rows <= QUANT_MOST_DOT_ROWS || !quantized_linear_has_tiles();
+  if (!served || a.code == Code::FP8 || a.x_scale != nullptr || a.wide_out) return false;
+  const int steps = static_cast<int>(a.inner / QUANT_STEP);
+  Strips strips{a.rows, steps, static_cast<int>(std::min<int64_t>(a.scaled_steps(), GROUP_STEPS))};
   strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
-  const int num_panels = static_cast<int>(args.columns / QUANT_PANEL);
-  const bool serial = args.rows * args.columns * args.inner < SERIAL_FLOPS, is_int8 = args.code == Code::INT8;
-  Run run{args, strips, num_panels, serial ? 1 : std::min(args.num_threads, num_panels)};
-  const auto in_workers = [&](bool alone, void (*body)(void*, int)) {
-    if (alone) body(&run, 0);
-    else args.run(run.num_workers, body, &run);
-  };
-  in_workers(run.num_workers <= 1 || args.rows * args.inner < SERIAL_DIGITS,
-             is_int8 ? digits_worker<Code::INT8> : digits_worker<Code::INT4>);
+  Run run(call, strips);
+  const bool is_int8 = a.code == Code::INT8;
+  run.in_workers(a.rows * a.inner < SERIAL_DIGITS, is_int8 ? digits_worker<Code::INT8> : digits_worker<Code::INT4>);
   if (!run.fits.load()) return false;
-  tell_next_weights(args, run.num_workers);
-  in_workers(run.num_workers <= 1, is_int8 ? panel_worker<Code::INT8> : panel_worker<Code::INT4>);
+  tell_next_weights(run);
+  run.in_workers(false, is_int8 ? panel_worker<Code::INT8> : panel_worker<Code::INT4>);
   return true;
 }
 
 #else
 
-bool quantized_linear_with_int8_dots(const QuantizedLinearArgs&) { return false; }
+bool quantized_linear_with_int8_dots(const QuantizedLayers&) { return false; }
 
 #endif
 }  // namespace pagebinder

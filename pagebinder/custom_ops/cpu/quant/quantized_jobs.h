@@ -1,0 +1,86 @@
+// Jobs of quantised linear layers (quantized_linear.h): a panel of one of the layers of a call, gated ones two, one of each,
+// against all rows of x.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "next_weights.h"
+#include "quantized_linear.h"
+#include "work_ranges.h"
+
+namespace pagebinder {
+
+constexpr int64_t QUANT_SERIAL_FLOPS = 1 << 19;
+
+struct QuantizedJob {
+  const QuantizedLinearArgs* layer;  // of gated ones, this and the next
+  int64_t panel;
+};
+
+struct QuantizedRun {
+  const QuantizedLayers& call;
+  const QuantizedLinearArgs& args = call.first();  // of x
+  const int parts = call.gate == Activation::NONE ? 1 : 2;  // panels of a job
+  const int num_jobs = static_cast<int>(call.num_panels());
+  const int num_workers = args.rows * num_jobs * QUANT_PANEL * args.inner < QUANT_SERIAL_FLOPS
+                              ? 1
+                              : std::min(args.num_threads, num_jobs);
+  WorkRanges work{num_jobs, num_workers};
+
+  explicit QuantizedRun(const QuantizedLayers& c) : call(c) {}
+
+  QuantizedJob job(int index) const {
+    const QuantizedLinearArgs* layer = call.layers;
+    int64_t panel = index;
+    for (; panel >= layer->columns / QUANT_PANEL; ++layer) panel -= layer->columns / QUANT_PANEL;
+    return {layer, panel};
+  }
+
+  // body(run, worker): once, or by all workers.
+  void in_workers(bool alone, void (*body)(void*, int)) {
+    if (alone || num_workers <= 1) body(this, 0);
+    else args.run(num_workers, body, this);
+  }
+};
+
+// A run begins whose workers take jobs.
+inline void tell_next_weights(const QuantizedRun& run) {
+  static thread_local NextWeights next;
+  if (run.args.rows > NEXT_WEIGHTS_ROWS) return;
+  next.told_of(run.args.weight, run.num_workers, [&](int worker) -> Reading {
+    const auto [layer, panel] = run.job(static_cast<int>(int64_t{run.num_jobs} * worker / run.num_workers));
+    const auto begin = [&, at = panel](const QuantizedLinearArgs& a) {
+      return reinterpret_cast<const char*>(a.weight + at * a.panel_bytes());
+    };
+    const int64_t panels = layer->columns / QUANT_PANEL - panel;
+    return {{begin(*layer), run.parts > 1 ? begin(layer[1]) : nullptr}, panels * layer->panel_bytes()};
+  });
+}
+
+// Rows of a job's sums [row][32], of gated layers of both -> rows of out from `first_row` on.
+template <class Out>
+void write_panel(const QuantizedRun& run, const QuantizedJob& job, const float* const* sums, int64_t first_row,
+                 int64_t rows) {
+  const Activation gate = run.call.gate;
+  const bool rounds = std::is_same_v<Out, bf16> || run.call.rounds;
+  const auto rounded = [rounds](VF value) { return rounds ? bit_cast<VF>(round_to_bf16(value)) : value; };
+  for (int half = 0; half < QUANT_PANEL; half += W) {
+    const int64_t column = job.panel * QUANT_PANEL + half;
+    const auto bias_of = [column](const QuantizedLinearArgs& layer) {
+      return layer.bias == nullptr ? VF{} : load_float(static_cast<const Out*>(layer.bias) + column);
+    };
+    const VF bias = bias_of(*job.layer), other = run.parts > 1 ? bias_of(job.layer[1]) : VF{};
+    Out* out = static_cast<Out*>(job.layer->out) + first_row * job.layer->columns + column;
+    for (int64_t r = 0; r < rows; ++r, out += job.layer->columns) {
+      VF value = load<VF>(sums[0] + r * QUANT_PANEL + half) + bias;
+      if (run.parts > 1) {
+        const VF up = rounded(load<VF>(sums[1] + r * QUANT_PANEL + half) + other);
+        value = rounded(activate(gate, rounded(value))) * up;
+      }
+      store_float(out, value);
+    }
+  }
+}
+
+}  // namespace pagebinder
