@@ -172,7 +172,20 @@ def test_same_bits_with_any_number_of_rows_and_threads(name, dtype):
         assert torch.equal(linear(x[:rows], qweight, scale, format=name), whole[:rows])
 
 
-@pytest.mark.parametrize("name", ["int8", "int4_g64"])
+@pytest.mark.parametrize("factor", [1e-37, 1e-30, 1e30, 1e36])
+def test_rows_of_any_size(linear, factor):
+    """Kernels that lift rows by powers of two, and sums of theirs, lose nothing."""
+    weight = weight_of(96, 256)
+    for rows in (1, 2):
+        x, _ = operands(rows, 96, 256)
+        x[0] *= factor
+        check(linear, x, weight, "fp8")
+        y = linear(x[:1], *quantize(weight, "fp8"), format="fp8")
+        plain = linear(x[:1] / factor, *quantize(weight, "fp8"), format="fp8")
+        torch.testing.assert_close(y.double() / factor, plain.double(), rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_g64", "fp8"])
 def test_values_that_digits_cannot_hold(linear, name):
     """Groups of zeros, with numbers far apart, tiny ones, and such that are no numbers."""
     x, bias = operands(4, 96, 256)

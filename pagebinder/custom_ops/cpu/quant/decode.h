@@ -63,9 +63,15 @@ inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step,
 template <Code CODE>
 constexpr float PAIR_FACTOR = CODE == Code::INT8 ? 0x1p24f : 1.0f;
 
-// e4m3 codes in the upper byte of each word -> bf16: the exponent's bias changes by 120, and zero stays zero.
+// e4m3 codes in the upper byte of each word -> bf16 times 2^-120: a bias of 7 stands where one of 127 belongs. The smallest
+// number becomes 2^-126, which is normal.
+PB_INLINE __m512i fp8_pairs_placed(__m512i upper) {
+  return _mm512_and_si512(_mm512_srai_epi16(upper, 4), _mm512_set1_epi16(int16_t(0x87f0)));
+}
+
+// The same -> bf16: the exponent's bias changes by 120, and zero stays zero.
 PB_INLINE __m512i fp8_pairs(__m512i upper) {
-  const __m512i placed = _mm512_and_si512(_mm512_srai_epi16(upper, 4), _mm512_set1_epi16(int16_t(0x87f0)));
+  const __m512i placed = fp8_pairs_placed(upper);
   const __mmask32 nonzero = _mm512_test_epi16_mask(placed, _mm512_set1_epi16(0x7ff0));
   return _mm512_mask_add_epi16(placed, nonzero, placed, _mm512_set1_epi16(120 << 7));
 }
@@ -77,16 +83,16 @@ PB_INLINE __m512i int8_pairs(__m512i even, __m512i odd) {
 }
 
 // Calls visit(line, pairs) for the 16 lines of pairs of a tile. AHEAD: how many bytes further codes are asked for, be it
-// behind the weight's end.
-template <Code CODE, int AHEAD, class Visit>
+// behind the weight's end. PLACED: of FP8, pairs that are only placed.
+template <Code CODE, int AHEAD, bool PLACED = false, class Visit>
 PB_INLINE void decode_tile(const uint8_t* from, const Visit& visit) {
   if constexpr (CODE == Code::FP8) {
     PB_UNROLL
     for (int line = 0; line < 8; ++line) {
       __builtin_prefetch(from + AHEAD + line * 64, 0, 3);
-      const __m512i codes = load<__m512i>(from + line * 64);
-      visit(2 * line, fp8_pairs(_mm512_slli_epi16(codes, 8)));
-      visit(2 * line + 1, fp8_pairs(codes));
+      const __m512i codes = load<__m512i>(from + line * 64), lower = _mm512_slli_epi16(codes, 8);
+      visit(2 * line, PLACED ? fp8_pairs_placed(lower) : fp8_pairs(lower));
+      visit(2 * line + 1, PLACED ? fp8_pairs_placed(codes) : fp8_pairs(codes));
     }
   } else if constexpr (CODE == Code::INT8) {
     // Byte 1, or 2, of each lane to its top, zeros below.

@@ -11,15 +11,20 @@
 #if PAGEBINDER_BF16_DOT
 namespace pagebinder {
 
-constexpr int PANEL_AHEAD_BYTES = 4096;
+constexpr int PANEL_FAR_BYTES = 8192, PANEL_NEAR_BYTES = 1024;  // asked for ahead, of the second cache and the nearest
 constexpr int DOT_BLOCK_STEPS = 16;             // whose pairs are in the nearest cache
 static_assert(QUANT_PANEL == DOT_PANEL && QUANT_STEP == DOT_PANEL);
+
+// Lines of pairs that a line of codes becomes.
+template <Code CODE>
+constexpr int CODE_LINES = CODE == Code::INT4 ? 4 : 2;
 
 // ---- one or two rows -------------------------------------------------------------------------------------------
 
 // sums [row][half] of one panel; x: the words of each row, WORD_STRIDE apart. Of each sum, even and odd lines are summed
-// apart: a sum waits for the one before.
-template <Code CODE, int ROWS, int WORD_STRIDE = 1>
+// apart: a sum waits for the one before. PLACED: codes of FP8 are multiplied as they are placed, so sums are 2^-120 of what
+// they should be.
+template <Code CODE, int ROWS, int WORD_STRIDE = 1, bool PLACED = false>
 void add_panel(const QuantizedLinearArgs& a, int64_t panel, const uint32_t* const (&x)[ROWS], VF (&sums)[ROWS][2]) {
   const uint8_t* codes = a.weight + panel * a.panel_bytes();
   const int steps = static_cast<int>(a.inner / QUANT_STEP), span = static_cast<int>(a.scaled_steps());
@@ -29,7 +34,9 @@ void add_panel(const QuantizedLinearArgs& a, int64_t panel, const uint32_t* cons
     for (int i = step; i < end; ++i)
       PB_UNROLL
       for (int half = 0; half < 2; ++half, codes += a.tile_bytes())
-        decode_tile<CODE, PANEL_AHEAD_BYTES>(codes, [&](int line, __m512i pairs) {
+        decode_tile<CODE, PANEL_NEAR_BYTES, PLACED>(codes, [&](int line, __m512i pairs) {
+          if (line % CODE_LINES<CODE> == 0)
+            __builtin_prefetch(codes + PANEL_FAR_BYTES + line / CODE_LINES<CODE> * 64, 0, 2);
           PB_UNROLL
           for (int r = 0; r < ROWS; ++r) {
             const __m512i of_row = _mm512_set1_epi32(static_cast<int>(x[r][(i * DOT_PAIRS + line) * WORD_STRIDE]));

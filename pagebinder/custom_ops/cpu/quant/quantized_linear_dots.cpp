@@ -15,16 +15,44 @@ namespace {
 
 // ---- one or two rows -------------------------------------------------------------------------------------------
 
+// x for codes of FP8 that are only placed: each row times a power of two that lifts its largest number to 2^120, or all
+// numbers beyond 2. So products with numbers of 2^-126 and more are normal, but for those that others exceed 2^100 times.
+struct FewRows : QuantizedRun {
+  const bf16* x = static_cast<const bf16*>(args.x);
+  int64_t x_stride = args.x_stride;
+  float factors[QUANT_MOST_DOT_ROWS] = {1.0f, 1.0f};  // that sums are times
+
+  explicit FewRows(const QuantizedLayers& c) : QuantizedRun(c) {}
+
+  // to: [rows, inner]
+  void lift(bf16* to) {
+    for (int64_t row = 0; row < args.rows; ++row) {
+      const bf16* from = x + row * x_stride;
+      const int exponent = static_cast<int>(largest_magnitude(from, args.inner) >> 23) - 127;
+      const int up = std::min(120 - exponent, 127);
+      for (int64_t k = 0; k < args.inner; k += W)
+        store_float(to + row * args.inner + k, load_float(from + k) * power_of_two(up));
+      factors[row] = power_of_two(120 - up);
+    }
+    x = to, x_stride = args.inner;
+  }
+
+  static float power_of_two(int exponent) { return bit_cast<float>(static_cast<uint32_t>(exponent + 127) << 23); }
+};
+
 template <Code CODE, int ROWS>
 void worker(void* context, int index) {
-  QuantizedRun& run = *static_cast<QuantizedRun*>(context);
+  FewRows& run = static_cast<FewRows&>(*static_cast<QuantizedRun*>(context));
   const uint32_t* x[ROWS];
-  for (int r = 0; r < ROWS; ++r)
-    x[r] = reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(run.args.x) + r * run.args.x_stride);
+  for (int r = 0; r < ROWS; ++r) x[r] = reinterpret_cast<const uint32_t*>(run.x + r * run.x_stride);
   for (int i; (i = run.work.take(index)) < run.num_jobs;) {
     const QuantizedJob job = run.job(i);
     VF sums[2][ROWS][2] = {};
-    for (int part = 0; part < run.parts; ++part) add_panel<CODE>(job.layer[part], job.panel, x, sums[part]);
+    for (int part = 0; part < run.parts; ++part) {
+      add_panel<CODE, ROWS, 1, CODE == Code::FP8>(job.layer[part], job.panel, x, sums[part]);
+      for (int r = 0; r < ROWS; ++r)
+        for (VF& sum : sums[part][r]) sum *= run.factors[r];
+    }
     const float* const of[] = {reinterpret_cast<float*>(sums[0]), reinterpret_cast<float*>(sums[1])};
     write_panel<bf16>(run, job, of, 0, ROWS);
   }
@@ -104,7 +132,9 @@ bool quantized_linear_with_dots(const QuantizedLayers& call) {
     run_strips(call);
     return true;
   }
-  QuantizedRun run(call);
+  static thread_local Buffer lifted;
+  FewRows run(call);
+  if (a.code == Code::FP8) run.lift(lifted.at_least<bf16>(static_cast<size_t>(a.rows * a.inner)));
   tell_next_weights(run);
   run.in_workers(false, worker_of(a.code, a.rows));
   return true;

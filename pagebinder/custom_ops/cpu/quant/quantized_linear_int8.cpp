@@ -86,14 +86,8 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
     const bf16* x = static_cast<const bf16*>(a.x) + (d.first_row + row) * a.x_stride;
     for (int group = 0; group < d.groups(); ++group) {
       const int begin = group * d.span, end = std::min(begin + d.span, d.steps);
-      VU most{};
-      for (int k = begin * QUANT_STEP; k < end * QUANT_STEP; k += W) {
-        const VU magnitude = bit_cast<VU>(load_float(x + k)) & 0x7fffffffu;
-        most = magnitude > most ? magnitude : most;
-      }
-      uint32_t bits = 0;
-      for (int i = 0; i < W; ++i) bits = std::max<uint32_t>(bits, most[i]);  // no number is larger than infinity here
-      const float largest = bit_cast<float>(bits);
+      const int64_t at_group = begin * QUANT_STEP, size = (end - begin) * QUANT_STEP;
+      const float largest = bit_cast<float>(largest_magnitude(x + at_group, size));
       if (!std::isfinite(largest) || (largest > 0 && largest < LEAST)) return false;
       const float factor = largest > 0 ? LARGEST / largest : 0.0f;
       __m512i sum_high{}, sum_low{};
