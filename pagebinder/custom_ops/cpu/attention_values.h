@@ -4,6 +4,8 @@
 // last one ends at the width of V and may overlap the one before, so that no load leaves a V row.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_scores.h"
 #include "simd.h"
 
@@ -18,29 +20,47 @@ struct ValueBlock {
   bool first;               // nothing accumulated yet: `out` is not read
 };
 
+// bf16 in pairs of vectors become floats by one instruction each if even columns are in one and odd ones in the other;
+// their sums are brought in order once for each block.
+template <class T, int COUNT>
+constexpr bool APART = std::is_same_v<T, bf16> && COUNT % 2 == 0;
+
 template <class T, int COUNT>
 PB_INLINE void load_floats(const T* p, VF (&x)[COUNT]) {
   PB_UNROLL
-  for (int i = 0; i < COUNT; ++i) x[i] = load_float(p + i * W);
+  for (int i = 0; i < COUNT; ++i) {
+    if constexpr (!APART<T, COUNT>) {
+      x[i] = load_float(p + i * W);
+    } else if (i % 2 == 0) {
+      const VU both = load<VU>(p + i * W);
+      x[i] = bit_cast<VF>(both << 16), x[i + 1] = bit_cast<VF>(both & 0xffff0000u);
+    }
+  }
 }
 
-template <int ROWS, int COLUMNS>
+template <class T, int ROWS, int COLUMNS>
 PB_INLINE void begin_block(const ValueBlock& b, int row, int column, VF (&sum)[ROWS][COLUMNS]) {
   PB_UNROLL
-  for (int r = 0; r < ROWS; ++r)
+  for (int r = 0; r < ROWS; ++r) {
     PB_UNROLL
     for (int c = 0; c < COLUMNS; ++c) {
       const float* at = b.out + (row + r) * b.out_stride + (column + c) * W;
       sum[r][c] = b.first ? VF{} : load<VF>(at) * b.correction[row + r];
     }
+    if constexpr (APART<T, COLUMNS>)
+      for (int c = 0; c < COLUMNS; c += 2) take_apart(sum[r][c], sum[r][c + 1]);
+  }
 }
 
-template <int ROWS, int COLUMNS>
+template <class T, int ROWS, int COLUMNS>
 PB_INLINE void end_block(const ValueBlock& b, int row, int column, VF (&sum)[ROWS][COLUMNS]) {
   PB_UNROLL
-  for (int r = 0; r < ROWS; ++r)
+  for (int r = 0; r < ROWS; ++r) {
+    if constexpr (APART<T, COLUMNS>)
+      for (int c = 0; c < COLUMNS; c += 2) put_together(sum[r][c], sum[r][c + 1]);
     PB_UNROLL
     for (int c = 0; c < COLUMNS; ++c) store(b.out + (row + r) * b.out_stride + (column + c) * W, sum[r][c]);
+  }
 }
 
 constexpr int NEAR_KEYS = 8;
@@ -51,7 +71,7 @@ static_assert(NEAR_KEYS <= MAX_KEYS_AT_ONCE);
 template <int STRIDE, int ROWS, int COLUMNS, class T>
 PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, AheadRows<T> ahead, int row, int column, int offset) {
   VF sum[ROWS][COLUMNS];
-  begin_block(b, row, column, sum);
+  begin_block<T>(b, row, column, sum);
   const float* weight = b.weights + row;
   v_rows = v_rows.after(offset);
   for (int k = 0; k < b.num_keys; ++k, weight += STRIDE) {
@@ -67,7 +87,7 @@ PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, AheadRows<T> ahe
       for (int c = 0; c < COLUMNS; ++c) sum[r][c] += w * v[c];
     }
   }
-  end_block(b, row, column, sum);
+  end_block<T>(b, row, column, sum);
 }
 
 // All columns of some rows: as many vectors at a time as registers allow, then halves of that.
@@ -109,7 +129,7 @@ template <int STRIDE, int ROWS, int COLUMNS>
 PB_INLINE void value_pair_columns(const ValueBlock& b, const uint32_t* packed, int vectors, int row, int column) {
   for (; column + COLUMNS <= vectors; column += COLUMNS) {
     VF sum[ROWS][COLUMNS];
-    begin_block(b, row, column, sum);
+    begin_block<float>(b, row, column, sum);
     const float* weight = b.weights + row;
     const uint32_t* from = packed + column * W;
     for (int k = 0; k < b.num_keys; k += 2, weight += STRIDE, from += vectors * W) {
@@ -124,7 +144,7 @@ PB_INLINE void value_pair_columns(const ValueBlock& b, const uint32_t* packed, i
           sum[r][c] = bit_cast<VF>(_mm512_dpbf16_ps(bit_cast<__m512>(sum[r][c]), w, bit_cast<__m512bh>(v[c])));
       }
     }
-    end_block(b, row, column, sum);
+    end_block<float>(b, row, column, sum);
   }
   if constexpr (COLUMNS > 1) value_pair_columns<STRIDE, ROWS, COLUMNS / 2>(b, packed, vectors, row, column);
 }

@@ -261,6 +261,22 @@ PB_INLINE VF sum_lanes(VF* x) {
   return x[0];
 }
 
+// The lanes of a and then b: those at even places into a, at odd ones into b; and back.
+template <int... Lane>
+PB_INLINE void take_apart(VF& a, VF& b, std::integer_sequence<int, Lane...>) {
+  const VF even = __builtin_shufflevector(a, b, (2 * Lane)...);
+  b = __builtin_shufflevector(a, b, (2 * Lane + 1)...);
+  a = even;
+}
+template <int... Lane>
+PB_INLINE void put_together(VF& a, VF& b, std::integer_sequence<int, Lane...>) {
+  const VF first = __builtin_shufflevector(a, b, (Lane / 2 + Lane % 2 * W)...);
+  b = __builtin_shufflevector(a, b, (W / 2 + Lane / 2 + Lane % 2 * W)...);
+  a = first;
+}
+PB_INLINE void take_apart(VF& a, VF& b) { take_apart(a, b, std::make_integer_sequence<int, W>{}); }
+PB_INLINE void put_together(VF& a, VF& b) { put_together(a, b, std::make_integer_sequence<int, W>{}); }
+
 // Butterfly step of a transposition: exchanges the lanes with bit H of a with those without it of b.
 template <int H, int... Lane>
 PB_INLINE void exchange_pair(VF& a, VF& b, std::integer_sequence<int, Lane...>) {
