@@ -38,6 +38,11 @@ class Costs:
     head_weights: int  # of the LM head, which sees one row of each prompt
     vocab_size: int
 
+    @property
+    def decode_flops(self) -> int:
+        """Of one token: two for the two bytes of each weight."""
+        return self.weight_bytes
+
     def prefill_flops(self, requests: int, prompt_tokens: int) -> int:
         """Of all matrix products with weights; attention comes on top."""
         body = self.weight_bytes // 2 - self.head_weights

@@ -87,7 +87,10 @@ def batches(pool: Pool, about: Costs, o: dict) -> dict:
 
 def mixed(pool: Pool, about: Costs, o: dict) -> dict:
     trace = cases.arrivals(about.vocab_size, o["mixed_requests"], o["gap"])
-    return cases.mixed(pool, stepping(pool), trace, o["rounds"])
+    flops = sum(
+        about.prefill_flops(1, len(prompt)) + (new - 1) * about.decode_flops for _, prompt, new in trace
+    )
+    return cases.mixed(pool, stepping(pool), trace, o["rounds"]) | {"product_flops": flops}
 
 
 def contention(pool: Pool, about: Costs, o: dict) -> dict:

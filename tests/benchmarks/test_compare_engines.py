@@ -119,6 +119,20 @@ def test_a_worker_that_dies_says_why(modules, tmp_path):
         )
 
 
+def test_the_mixed_load_is_held_against_its_products(modules):
+    _, compared, _ = modules
+    times = {f"{what}_p{p}": 1.0 for what in ("first_token", "between_tokens") for p in (50, 99)}
+    engines = {
+        name: {"rounds": [row], **row}
+        for name, rate in (("pagebinder", 3.0), ("vllm", 2.0))
+        for row in [{"tokens_per_second": rate, "seconds": 60 / rate, **times}]
+    }
+    results = {"limits": {"product": 100.0}, "mixed": {"engines": engines, "product_flops": 1500}}
+    first, *latencies = compared.goals(results)
+    assert (first["value"], first["allowed"], first["pass"]) == (1.5, 2.0, False)
+    assert len(latencies) == 4 and all(g["pass"] for g in latencies)
+
+
 def test_goals_are_made_of_what_there_is(modules):
     _, compared, _ = modules
     rates = {"prefill_tokens_per_second": 100.0, "decode_tokens_per_second": 10.0}
