@@ -68,15 +68,15 @@ inline BlockKeys block_keys(KeyRange part, int at, int size, int grain) {
   return {begin, end, begin / grain * grain, (end + grain - 1) / grain * grain};
 }
 
-// The rows that the next job reads first, so that this one can ask for them. False: not known.
+// The rows that the next job reads first, so that this one can ask for them, and how many; 0: not known.
 template <class S>
-bool find_first_rows(const AttentionArgs& args, const Plan& plan, const Job* job, const S** rows) {
-  if (job == nullptr) return false;
+int find_first_rows(const AttentionArgs& args, const Plan& plan, const Job* job, const S** rows) {
+  if (job == nullptr) return 0;
   const Tile& tile = plan.tiles[job->tile];
   const KeyRange part = part_keys(tile, job->part);
-  if (part.begin == part.end) return false;
+  if (part.begin == part.end) return 0;
   const BlockKeys keys = block_keys(part, part.begin / BLOCK_KEYS * BLOCK_KEYS, BLOCK_KEYS, 1);
-  return find_rows(args, tile, job->kv_head, keys, rows);
+  return find_rows(args, tile, job->kv_head, keys, rows) ? keys.to - keys.from : 0;
 }
 
 inline ScoreOptions score_options(const AttentionArgs& args) {
@@ -154,13 +154,15 @@ bool attend(BlockContext<T, R>& c, const Plan& plan, const Job& job, const Job* 
   BlockKeys keys = block_keys(part, at, BLOCK_KEYS, GRAIN), next{};
   if (part.begin < part.end && !find_rows(c.args, c.tile, job.kv_head, keys, rows)) return false;
   for (bool first = true; at < part.end; at += BLOCK_KEYS, keys = next, first = false, std::swap(rows, next_rows)) {
-    bool known = at + BLOCK_KEYS < part.end;
-    if (known) {
+    int num_next = 0;  // rows that are read after those of the last head; 0: not known
+    if (at + BLOCK_KEYS < part.end) {
       next = block_keys(part, at + BLOCK_KEYS, BLOCK_KEYS, GRAIN);
       if (!find_rows(c.args, c.tile, job.kv_head, next, next_rows)) return false;
+      num_next = next.to - next.from;
     } else if (STRIDE <= DOT_ROWS) {
-      known = find_first_rows(c.args, plan, next_job, next_rows);
+      num_next = find_first_rows(c.args, plan, next_job, next_rows);
     }
+    const int num_keys = keys.to - keys.from;
     for (int h = 0; h < job.num_heads; ++h) {
       c.kv_head = job.kv_head + h;
       c.query = c.scratch.query + h * c.scratch.query_floats;
@@ -169,9 +171,11 @@ bool attend(BlockContext<T, R>& c, const Plan& plan, const Job& job, const Job* 
         Scores<T, R, STRIDE>::pack(c);
       }
       const bool last = h + 1 == job.num_heads;
-      const Rows<S> ahead = last ? Rows<S>{known ? next_rows : rows, 0} : Rows<S>{rows, (h + 1) * head_stride};
-      take_rows(c, Rows<S>{rows, h * head_stride}, ahead, keys.to - keys.from, decoded_rows);
+      const Rows<S> ahead = last ? Rows<S>{num_next > 0 ? next_rows : rows, 0} : Rows<S>{rows, (h + 1) * head_stride};
+      take_rows(c, Rows<S>{rows, h * head_stride}, ahead, num_keys, decoded_rows);
       attend_block<QUANTISED<S>>(c, states[h], keys, c.scratch.out + h * c.scratch.out_floats, first);
+      if (last && STRIDE <= DOT_ROWS)  // a short block asked for as many rows only as it has
+        for (int half = 2 * num_keys; half < 2 * num_next; ++half) c.ahead.ask(half);
     }
   }
   return true;
