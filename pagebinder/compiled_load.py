@@ -196,7 +196,9 @@ def _kernels(path: Path, manifest: Mapping) -> dict[str, Path]:
         if kernel_fits(part, key):
             fitting[part] = path / "kernels" / f"{part}.so"
         else:
-            logger.warning("%s: the sources of the %s kernels are others here: taking those", path, part)
+            logger.warning(
+                "%s: its %s kernels were made otherwise than those here: taking the latter", path, part
+            )
     return fitting
 
 

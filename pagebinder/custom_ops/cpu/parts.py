@@ -53,7 +53,9 @@ def source_texts(part: str) -> list[str]:
 def source_digest() -> str:
     """Of all parts together: libraries that were compiled from the same sources work together."""
     folders = {SOURCE_DIR / folder for folder, _ in PARTS.values()}
-    files = sorted(path for pattern in ("*.cpp", "*.h") for folder in folders for path in folder.glob(pattern))
+    files = sorted(
+        path for pattern in ("*.cpp", "*.h") for folder in folders for path in folder.glob(pattern)
+    )
     texts = (f"{path.relative_to(SOURCE_DIR)}\0{path.read_text()}" for path in files)
     return hashlib.sha256("\0".join((repr(PARTS), *texts)).encode()).hexdigest()
 
