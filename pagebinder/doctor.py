@@ -117,7 +117,7 @@ def _memory() -> dict:
 
 
 def _compiler() -> dict:
-    from pagebinder.custom_ops.cpu.build import find_compiler
+    from pagebinder.custom_ops.cpu.compiler import find_compiler
     from pagebinder.errors import CompilerNotFoundError
 
     try:
@@ -132,8 +132,9 @@ def _compiler() -> dict:
 
 
 def _cache() -> dict:
-    """The kernels built here, oldest first, and which of them is the one for this machine and source."""
-    from pagebinder.custom_ops.cpu.build import LIBRARY_NAME, cache_root, is_intact, library_path
+    """The prebuilt kernels, if they can be used; those built here, oldest first, and which of them is the one for
+    this machine and source."""
+    from pagebinder.custom_ops.cpu.build import LIBRARY_NAME, cache_root, in_use, is_intact, library_path
     from pagebinder.errors import ProviderError
 
     root = cache_root()
@@ -143,7 +144,9 @@ def _cache() -> dict:
     except ProviderError:
         current = None
     existing = next(p for p in (root, *root.parents) if p.exists())
+    prebuilt, why = in_use()
     return {
+        "prebuilt": {"level": prebuilt and prebuilt.level.name, "why_no_better": why},
         "path": str(root),
         "writable": os.access(existing, os.W_OK),
         "built": [
@@ -234,8 +237,13 @@ def _cache_rows(cache: dict):
     current = next((b for b in cache["built"] if b["current"]), None)
     size = sum(b["bytes"] for b in cache["built"]) / 2**20
     state = "not built yet (the first compilation does it)"
-    if current is not None:
+    level, why = cache["prebuilt"]["level"], cache["prebuilt"]["why_no_better"]
+    if level is not None:
+        state = f"prebuilt for {level}" + (f" ({why})" if why else "")
+    elif current is not None:
         state = "built" if current["intact"] else "damaged, will be rebuilt"
+    if level is None:
+        state += f", no prebuilt ones: {why}"
     yield "C++ kernels", Text(f"{state}; {len(cache['built'])} version(s) in the cache, {size:.1f} MiB")
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from pagebinder.custom_ops.cpu.huge_pages import MemoryFor
 from pagebinder.custom_ops.cpu.pack import code_all, coded_shape, pack_all
 from pagebinder.custom_ops.linear.packed_weights import can_be_coded, can_be_packed, in_place_of
 from pagebinder.graph_tools import attach, attribute, calls, describe, fake_mode_of, finish, source_line
@@ -30,12 +31,19 @@ MOST_OF_PACKED = 0.85  # of its bytes that codes may take
 OPS = ("linear", "linears", "gated_linear")
 
 
-def pack_weights(gm: GraphModule, *, keep: Collection[int] = (), coded: bool = False) -> PassResult:
+def pack_weights(
+    gm: GraphModule,
+    *,
+    keep: Collection[int] = (),
+    coded: bool = False,
+    memory_for: MemoryFor | None = None,
+) -> PassResult:
     """Pack the weights of a graph that runs on matrix tiles or BF16 dots; no other machine should be asked to.
 
     Args:
         keep: data pointers of weights that stay as they are: somebody else holds them in memory anyway.
         coded: code what can be coded, too; an op's weights all are, or none.
+        memory_for: gives the memory that they are packed into; None: new memory.
     """
     result = PassResult(name="pack_weights")
     users = []
@@ -47,8 +55,9 @@ def pack_weights(gm: GraphModule, *, keep: Collection[int] = (), coded: bool = F
             result.refusals.append(_refusal(node, reason))
     plain = {w.target: attribute(gm, w.target) for node in users for w in _weights(node)}
     to_code = _to_code(gm, users) if coded else {}
-    coding = functools.partial(code_all, shapes=[*to_code.values()])
-    packed = _packed({name: w for name, w in plain.items() if name not in to_code}, pack_all)
+    coding = functools.partial(code_all, shapes=[*to_code.values()], memory_for=memory_for)
+    packing = functools.partial(pack_all, memory_for=memory_for)
+    packed = _packed({name: w for name, w in plain.items() if name not in to_code}, packing)
     codes = _packed({name: plain[name] for name in to_code}, coding)
     if packed is None or codes is None:
         result.refusals += [

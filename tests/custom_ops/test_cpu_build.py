@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.cpu import build, compiler, parts
 from pagebinder.errors import CompilerNotFoundError, ProviderError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def tiny_build(monkeypatch, tmp_path):
     source_dir = tmp_path / "source"
     source_dir.mkdir()
     (source_dir / "tiny.cpp").write_text(TINY_SOURCE)
-    monkeypatch.setattr(build, "SOURCE_DIR", source_dir)
+    monkeypatch.setattr(parts, "SOURCE_DIR", source_dir)
     monkeypatch.setenv("PAGEBINDER_CACHE", str(tmp_path / "cache"))
     return source_dir
 
@@ -54,7 +54,7 @@ def test_key_depends_on_source_flags_and_compiler(tiny_build, monkeypatch):
     paths.add(build.library_path())
     monkeypatch.setenv("PAGEBINDER_CPU_MARCH", "x86-64")
     paths.add(build.library_path())
-    monkeypatch.setattr(build, "_compiler_version", lambda compiler: "another compiler")
+    monkeypatch.setattr(compiler, "_version", lambda command: "another compiler")
     paths.add(build.library_path())
     assert len(paths) == 4
 
@@ -93,8 +93,8 @@ def test_threads_build_once_and_agree(tiny_build):
 
 def test_processes_build_at_the_same_time(tiny_build, tmp_path):
     code = (
-        "from pathlib import Path; from pagebinder.custom_ops.cpu import build; "
-        f"build.SOURCE_DIR = Path({str(tiny_build)!r}); p = build.build(); assert build.is_intact(p); print(p)"
+        "from pathlib import Path; from pagebinder.custom_ops.cpu import build, parts; "
+        f"parts.SOURCE_DIR = Path({str(tiny_build)!r}); p = build.build(); assert build.is_intact(p); print(p)"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PAGEBINDER_CACHE": str(tmp_path / "shared")}
     command = [sys.executable, "-W", "error", "-c", code]
@@ -118,7 +118,7 @@ def test_unwritable_cache_names_the_variable(tiny_build, monkeypatch, tmp_path):
 def test_cxx_names_the_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(CompilerNotFoundError, match="no-such-compiler"):
-        build.find_compiler()
+        compiler.find_compiler()
 
 
 def test_bindings_are_one_source(tiny_build, monkeypatch):
@@ -126,25 +126,25 @@ def test_bindings_are_one_source(tiny_build, monkeypatch):
     for name in ("first", "second"):
         answer = f'extern "C" __attribute__((visibility("default"))) int pagebinder_{name}()'
         (tiny_build / f"binding_{name}.cpp").write_text(f"{answer} {{ return 1; }}\n")
-    run, commands = build._run_all, []
-    monkeypatch.setattr(build, "_run_all", lambda some: (commands.extend(some), run(some)))
+    run, commands = compiler._run_all, []
+    monkeypatch.setattr(compiler, "_run_all", lambda some: (commands.extend(some), run(some)))
     library = ctypes.CDLL(str(build.build()))
     assert library.pagebinder_first() == library.pagebinder_second() == 1
-    lower = set(build.BINDING_FLAGS)
+    lower = set(compiler.BINDING_FLAGS)
     compiled = {Path(c[c.index("-c") + 1]).name: lower <= set(c) for c in commands if "-c" in c}
     assert compiled == {"bindings.cpp": True, "tiny.cpp": False}
 
 
 def test_parts_share_the_processors(tiny_build, monkeypatch, tmp_path):
     """However many parts are built at a time, no more compilers run than there are processors."""
-    compiler, log = tmp_path / "compiler", tmp_path / "log"
-    compiler.write_text(
+    script, log = tmp_path / "compiler", tmp_path / "log"
+    script.write_text(
         f"#!/bin/sh\n[ $1 = --version ] && exit\necho 1 >> {log}\nsleep 0.1\necho -1 >> {log}\n"
         'while [ "$1" != -o ]; do shift; done\ntouch $2\n'
     )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(build, "_slots", threading.BoundedSemaphore(2))
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(compiler, "_slots", threading.BoundedSemaphore(2))
     for name in ("one", "two", "three"):
         (tiny_build / f"{name}.cpp").touch()
         monkeypatch.setitem(build.PARTS, name, (".", ()))
@@ -231,6 +231,7 @@ out = selection.overload(torch.randn(1, 2, 16), torch.randn(2, 1, 4, 32), index(
 print(out.shape, [usable for name, usable, _ in available_providers() if name == "cpu"])
 """
     environment = {"PATH": str(tmp_path), "CXX": "", "PAGEBINDER_CACHE": str(tmp_path / "cache")}
+    environment["PAGEBINDER_CPU_MARCH"] = "native"  # no prebuilt kernels either
     assert "[1, 2, 16]) [False]" in run_python(code, **environment)
     assert not (tmp_path / "cache").exists()
 

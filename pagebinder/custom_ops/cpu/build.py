@@ -1,110 +1,39 @@
-"""Builds the C++ kernels with the local compiler on first use and keeps the result.
+"""Loads the C++ kernels: those that came compiled with the package (prebuilt.py), else those that the local compiler
+builds on first use, which are kept.
 
     <cache>/pagebinder/<key>/pagebinder_cpu.so         <cache> is $PAGEBINDER_CACHE, $XDG_CACHE_HOME or ~/.cache
     <cache>/pagebinder/<key>/pagebinder_cpu.so.sha256  written last; without a matching digest it is rebuilt
 
-Kernels come in parts, a library each, so that no model waits for kernels that it does not use: "core" is the sources
-in this folder, "latent" those in latent/ (latent rows, DeepSeek) and what they need of the core. Kernels of attention
-are many for each element type: "bfloat16", "float16" and "float32" hold those of one type, which the other parts find
-by name; a call that misses one builds it (`load_part`, provider.py).
-
-The key covers sources, compiler, flags, torch and the CPU's features. Processes that build at the same time
-wait for each other on a file lock; where locks do not work they both build and each renames a complete file.
-
-`$CXX` names the compiler (default: the first of c++, g++, clang++), `$PAGEBINDER_CPU_MARCH` the -march value.
+Kernels come in parts, a library each (parts.py). The key covers sources, compiler, flags (compiler.py), torch and the
+CPU's features. Processes that build at the same time wait for each other on a file lock; where locks do not work they
+both build and each renames a complete file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import logging
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 import threading
-import time
 import warnings
 from pathlib import Path
 
 import torch
 
-from pagebinder.errors import CompilerNotFoundError, ProviderError
+from pagebinder.custom_ops.cpu import compiler, prebuilt
+from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS, PARTS, file_digest, source_texts
+from pagebinder.errors import ProviderError
 
 logger = logging.getLogger("pagebinder")
 
-SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "pagebinder_cpu.so"
-# part -> (folder of its sources, sources of other folders that it is linked with)
-PARTS = {
-    "bfloat16": ("bfloat16", ()),
-    "core": (".", ()),
-    "float16": ("float16", ()),
-    "float32": ("float32", ()),
-    "fp8": ("fp8", ()),
-    "latent": ("latent", ("linear.cpp",)),
-    "moe": ("moe", ()),
-    "quant": ("quant", ()),
-    "quantized_kv": ("quantized_kv", ("attention_plan.cpp", "cache_write.cpp", "qk_write.cpp")),
-    "quantized_moe": ("quantized_moe", ("moe/moe_router.cpp",)),
-    "recurrent": ("recurrent", ()),
-    "sampling": ("sampling", ("argmax.cpp",)),
-    "unified": ("unified", ("attention_plan.cpp",)),
-}
-# part -> folders whose headers it includes, beside its own and this one
-HEADERS_OF = {"quantized_moe": ("moe", "quant")}
-ELEMENT_PARTS = ("bfloat16", "float16", "float32")
-BASE_FLAGS = (
-    "-O3",
-    "-std=c++17",
-    "-fPIC",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fvisibility=hidden",
-    "-Wno-psabi",
-)
-# Bindings check operands and hold no loops that matter. With -O1 they would compile faster still, but each call would
-# take some tenths of a microsecond longer.
-BINDING_FLAGS = ("-O2",)
-CANDIDATES = ("c++", "g++", "clang++")
 
 _locks = {part: threading.Lock() for part in PARTS}
 _loaded: dict[str, Path] = {}
 _failure: dict[str, ProviderError] = {}
-_slots = threading.BoundedSemaphore(os.cpu_count() or 1)  # of compilers that run at a time, for whatever part
-
-
-def find_compiler() -> list[str]:
-    """The compiler's command; raises CompilerNotFoundError if there is none."""
-    requested = os.environ.get("CXX")
-    if requested:
-        command = shlex.split(requested)
-        if shutil.which(command[0]) is None:
-            raise CompilerNotFoundError(f"CXX={requested!r} is not an executable; unset CXX or correct it")
-        return command
-    for name in CANDIDATES:
-        if shutil.which(name) is not None:
-            return [name]
-    raise CompilerNotFoundError(
-        f"no C++ compiler found (looked for {', '.join(CANDIDATES)} on PATH, and $CXX is not set); "
-        "install g++ or clang++, or set CXX"
-    )
-
-
-def flags() -> tuple[str, ...]:
-    """Compiler flags: optimised for this machine unless `$PAGEBINDER_CPU_MARCH` says otherwise."""
-    option = "-mcpu" if platform.machine() in ("aarch64", "arm64") else "-march"
-    return (*BASE_FLAGS, f"{option}={os.environ.get('PAGEBINDER_CPU_MARCH', 'native')}")
-
-
-def compiler_version() -> str:
-    """What the compiler says about itself; raises CompilerNotFoundError."""
-    return _compiler_version(tuple(find_compiler()))
+_prebuilt_failure: list[OSError] = []  # one is enough: the rest is built here, too
 
 
 def cache_root() -> Path:
@@ -115,11 +44,9 @@ def cache_root() -> Path:
 
 def build_key(part: str = "core") -> str:
     """A digest of all that a part's library depends on: machine, compiler, flags, torch and sources."""
-    all_flags = " ".join((*flags(), *BINDING_FLAGS))
-    texts = [part, compiler_version(), all_flags, torch.__version__, cpu_features()]
-    files = sorted([*_sources(part), *_headers(part)])
-    texts += [path.name + "\0" + path.read_text() for path in files]
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
+    all_flags = " ".join((*compiler.flags(), *compiler.BINDING_FLAGS))
+    texts = [part, compiler.version(), all_flags, torch.__version__, compiler.cpu_features()]
+    return hashlib.sha256("\0".join([*texts, *source_texts(part)]).encode()).hexdigest()[:20]
 
 
 def library_path(part: str = "core") -> Path:
@@ -148,7 +75,8 @@ def build(part: str = "core") -> Path:
 
 
 def load(part: str = "core", *, built: Path | None = None) -> Path:
-    """Build if necessary and register a part's kernels with torch, once per process. Raises ProviderError.
+    """Register a part's kernels with torch, once per process: prebuilt ones, else built if necessary. Raises
+    ProviderError.
 
     `built`: a library of this part that was built for this machine before; it is taken as it is.
     """
@@ -157,16 +85,47 @@ def load(part: str = "core", *, built: Path | None = None) -> Path:
             raise _failure[part]
         if part not in _loaded:
             try:
-                path = built or build(part)
-                _register(part, path)
+                path = _load_prebuilt(part) if built is None else None
+                _loaded[part] = path or _load_built(part, built)
             except ProviderError as error:
                 _failure[part] = error
                 raise
             except OSError as error:
                 _failure[part] = ProviderError(f"the CPU kernels were built but do not load: {error}")
                 raise _failure[part] from error
-            _loaded[part] = path
         return _loaded[part]
+
+
+def _load_built(part: str, built: Path | None) -> Path:
+    path = built or build(part)
+    _register(part, path)
+    return path
+
+
+def _load_prebuilt(part: str) -> Path | None:
+    """The library that came with the package, registered; None if there is none for this machine."""
+    found, why = in_use()
+    if found is None:
+        logger.debug("no prebuilt CPU kernels %s: %s", part, why)
+        return None
+    path = found.library(part)
+    try:
+        if path is None:
+            raise OSError(f"{found.folder / part}.so is damaged")
+        _register(part, path)
+    except OSError as error:  # the wheel is of a newer system, for example
+        _prebuilt_failure.append(error)
+        logger.warning("prebuilt CPU kernels cannot be used here, building them: %s", error)
+        return None
+    logger.info("CPU kernels %s: prebuilt for %s", part, found.level.name)
+    return path
+
+
+def in_use() -> tuple[prebuilt.Prebuilt | None, str]:
+    """The prebuilt kernels that this process uses, and why no better ones (with None: why none), in words."""
+    if _prebuilt_failure:
+        return None, str(_prebuilt_failure[0])
+    return prebuilt.find()
 
 
 def _register(part: str, path: Path) -> None:
@@ -179,6 +138,17 @@ def _register(part: str, path: Path) -> None:
 def is_loaded() -> bool:
     """Have kernels been built (or found) and registered in this process?"""
     return bool(_loaded)
+
+
+def compiler_is_proven() -> bool:
+    """Does the compiler make code for the widest instructions of this processor, and do they run? Kernels that it
+    built here show both; of prebuilt ones the compiler must at least know the options that they were made with."""
+    if not _loaded or compiler.problem() is not None:
+        return False
+    if in_use()[0] is None:
+        return True
+    best = prebuilt.best_level()
+    return best is not None and compiler.accepts(best.options)
 
 
 def start_build(part: str = "core") -> threading.Thread:
@@ -200,120 +170,24 @@ def problem() -> ProviderError | None:
     """Why the kernels cannot be used, as far as known without building them; None = no known obstacle."""
     if _failure:
         return next(iter(_failure.values()))
-    if _loaded:
+    if _loaded or in_use()[0] is not None:
         return None
-    try:
-        find_compiler()
-    except ProviderError as error:
-        return error
-    return None
+    return compiler.problem()
 
 
 def is_intact(path: Path) -> bool:
     """Does the library exist and match its digest?"""
     try:
-        return _digest(path) == _digest_file(path).read_text()
+        return file_digest(path) == _digest_file(path).read_text()
     except OSError:
         return False
 
 
 def _compile(path: Path, part: str) -> None:
-    started = time.perf_counter()
-    compiler = find_compiler()
-    torch_root = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-        includes = [f"-I{torch_root / 'include'}", f"-I{SOURCE_DIR}"]
-        command = [*compiler, *flags(), *includes]
-        bindings = [(source, BINDING_FLAGS) for source in _merged_bindings(part, Path(folder))]
-        units = [*bindings, *((source, ()) for source in _sources(part) if not _is_binding(source))]
-        objects = [str(Path(folder) / f"{source.stem}.o") for source, _ in units]
-        commands = [
-            [*command, *extra, "-c", str(s), "-o", o] for (s, extra), o in zip(units, objects, strict=True)
-        ]
-        _run_all(commands)
-        library = Path(folder) / LIBRARY_NAME
-        link = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-o", str(library)]
-        # Of an inline function that several objects hold the first is linked: a kernel's, not a binding's.
-        _run_all([[*compiler, "-shared", *objects[::-1], *link]])
-        digest = Path(folder) / "digest"
-        digest.write_text(_digest(library))
-        os.replace(library, path)
-        os.replace(digest, _digest_file(path))
-    logger.info("built the CPU kernels in %.1f s (%s)", time.perf_counter() - started, " ".join(compiler))
-
-
-def _run_all(commands: list[list[str]]) -> None:
-    """Run commands, the first ones first; of all parts together as many at a time as there are processors."""
-    problems: list[str] = []
-
-    def work(command: list[str]) -> None:
-        with _slots:
-            if problems:
-                return
-            try:
-                subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
-            except subprocess.CalledProcessError as error:
-                errors = "\n".join(error.stderr.strip().splitlines()[-15:])
-                problems.append(f"{shlex.join(command)}\n{errors}")
-            except OSError as error:
-                problems.append(f"{shlex.join(command)}: {error}")
-
-    threads = [threading.Thread(target=work, args=(command,), daemon=True) for command in commands]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise ProviderError(f"compiling the CPU kernels failed: {problems[0]}")
-
-
-def _merged_bindings(part: str, folder: Path) -> list[Path]:
-    """A source in `folder` that is all bindings of a part, if it has some: torch's headers are read once."""
-    bindings = [source for source in _sources(part) if _is_binding(source)]
-    merged = folder / "bindings.cpp"
-    merged.write_text("".join(f'#include "{source}"\n' for source in bindings))
-    return [merged] if bindings else []
-
-
-def _is_binding(source: Path) -> bool:
-    return source.stem.startswith("binding")
-
-
-def _sources(part: str) -> list[Path]:
-    """The sources of a part, the largest first: what takes longest should not begin last."""
-    folder, shared = PARTS[part]
-    sources = [*(SOURCE_DIR / folder).glob("*.cpp"), *(SOURCE_DIR / name for name in shared)]
-    return sorted(sources, key=lambda path: (-path.stat().st_size, path.name))
-
-
-def _headers(part: str) -> list[Path]:
-    folders = {SOURCE_DIR, *(SOURCE_DIR / name for name in (PARTS[part][0], *HEADERS_OF.get(part, ())))}
-    return [header for folder in folders for header in folder.glob("*.h")]
-
-
-@functools.cache
-def _compiler_version(compiler: tuple[str, ...]) -> str:
-    try:
-        result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise CompilerNotFoundError(
-            f"the C++ compiler {shlex.join(compiler)} does not run: {error}"
-        ) from error
-    return result.stdout
-
-
-@functools.cache
-def cpu_features() -> str:
-    """The processor's feature flags: -march=native depends on them, and machines may share a cache."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    return f"{platform.machine()} {platform.processor()}"
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    compiler.compile_part(part, compiler.flags(), path)
+    digest = path.with_name(f"digest-{os.getpid()}-{threading.get_ident()}")
+    digest.write_text(file_digest(path))
+    os.replace(digest, _digest_file(path))
 
 
 def _digest_file(path: Path) -> Path:

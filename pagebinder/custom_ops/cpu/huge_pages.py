@@ -1,6 +1,9 @@
 """Huge pages of 2 MB: for KV memory, as blocks in random order cost a page walk each, and for weights, as the
 processor's prefetcher stops at the end of a page (33 instead of 28 GB/s for one row of a linear layer).
 
+Making pages takes from 0.1 s a GB to, on a virtual machine whose host gives memory only then, 5 s a GB. A thread does
+it while the processor that it runs on has nothing else to do (`make_pages`, `MemoryAhead`).
+
 `benchmarks/paged_attention.py`, with and without `--small-pages`, measures it on shuffled blocks of 16 tokens.
 """
 
@@ -9,7 +12,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
-from collections.abc import Iterable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +22,9 @@ import torch
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 MOST_SHARE = 0.5  # of the memory that is available
 ALIGNMENT = 64
+MADV_POPULATE_WRITE = 23  # Linux 5.14: make pages, and leave what they hold
+
+MemoryFor = Callable[[Sequence[int]], tuple[list[torch.Tensor], bool]]
 
 
 def untouched_zeros(num_bytes: int) -> torch.Tensor:
@@ -43,23 +51,81 @@ def advise_huge_pages(memory: torch.Tensor) -> bool:
     length = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - begin
     if length <= 0:
         return False
+    return _advise(begin, length, mmap.MADV_HUGEPAGE)
+
+
+def make_pages(memory: torch.Tensor) -> threading.Thread | None:
+    """Make the pages of `untouched_zeros` in a thread, the first ones first, which stops when nobody has this tensor
+    any more. The memory can be used meanwhile. None: this system does not make pages before they are touched.
+    """
+    of_memory = weakref.ref(memory)
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+
+    def make(page: int) -> bool:
+        return _advise(page, min(HUGE_PAGE_BYTES, end - page), MADV_POPULATE_WRITE)
+
+    def work() -> None:
+        for page in range(begin + HUGE_PAGE_BYTES, end, HUGE_PAGE_BYTES):
+            still_there = of_memory()  # for as long as its page is made
+            if still_there is None or not make(page):
+                return
+
+    if not hasattr(mmap, "MADV_HUGEPAGE") or not make(begin):
+        return None
+    thread = threading.Thread(target=work, name="pagebinder-pages", daemon=True)
+    thread.start()
+    return thread
+
+
+class MemoryAhead:
+    """Memory for what will be laid out in a while. A thread makes its pages from now on, until the first are taken:
+    who fills them then makes the rest, with more threads.
+
+        |taken |taken    |free                    |
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        places, _ = new_memory([num_bytes] if num_bytes else [])
+        self._free = places[0] if places else torch.empty(0, dtype=torch.uint8)
+        self._is_huge = bool(places) and advise_huge_pages(self._free)
+        if self._is_huge:
+            make_pages(self._free)
+
+    def memory_for(self, sizes: Sequence[int]) -> tuple[list[torch.Tensor], bool]:
+        """As `new_memory`, which serves what does not fit here."""
+        ends = _ends(sizes)
+        if not self._is_huge or not ends or ends[-1] > len(self._free):
+            return new_memory(sizes)
+        taken, self._free = self._free[: ends[-1]], self._free[ends[-1] :]
+        return _places(taken, sizes, ends), True
+
+    def close(self) -> None:
+        """Give back what nobody took."""
+        begin = -(-self._free.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        num_bytes = self._free.data_ptr() + self._free.numel() - begin
+        self._free = self._free[:0]
+        if self._is_huge and num_bytes > 0:
+            _advise(begin, num_bytes, mmap.MADV_DONTNEED)
+
+
+def _advise(begin: int, num_bytes: int, advice: int) -> bool:
     madvise = ctypes.CDLL(None, use_errno=True).madvise
-    return madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_HUGEPAGE)) == 0
+    return madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), ctypes.c_int(advice)) == 0
 
 
-def move_to_huge_pages(tensors: Iterable[torch.Tensor]) -> int:
+def move_to_huge_pages(tensors: Iterable[torch.Tensor], memory_for: MemoryFor | None = None) -> int:
     """Copy the memory of contiguous CPU tensors of 2 MB and more into huge pages and let the tensors point there.
 
     Tensors that share memory do so afterwards if they are the same view of it. Where they came from is free again
     once nobody else refers to it. Nothing is done where there is no room, or no huge pages. Returns the bytes that
-    were moved.
+    were moved. `memory_for`: gives the memory.
     """
     views: dict[tuple, list[torch.Tensor]] = {}
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         if tensor.device.type == "cpu" and tensor.is_contiguous() and num_bytes >= HUGE_PAGE_BYTES:
             views.setdefault((tensor.data_ptr(), num_bytes), []).append(tensor)
-    places, is_huge = memory_for([num_bytes for _, num_bytes in views])
+    places, is_huge = (memory_for or new_memory)([num_bytes for _, num_bytes in views])
     if not is_huge:
         return 0
     for place, same in zip(places, views.values(), strict=True):
@@ -69,18 +135,24 @@ def move_to_huge_pages(tensors: Iterable[torch.Tensor]) -> int:
     return sum(place.numel() for place in places)
 
 
-def memory_for(sizes: Sequence[int]) -> tuple[list[torch.Tensor], bool]:
+def new_memory(sizes: Sequence[int]) -> tuple[list[torch.Tensor], bool]:
     """For each size that many bytes (uint8), in one piece of memory; and is it in huge pages?
 
     No memory at all, ([], False), where it would be more than half of what is available.
     """
-    ends = list(itertools.accumulate(size + -size % ALIGNMENT for size in sizes))
+    ends = _ends(sizes)
     if not ends or ends[-1] > MOST_SHARE * _available_bytes():
         return [], False
     memory = untouched_zeros(ends[-1])
-    is_huge = advise_huge_pages(memory)
-    begins = [0, *ends]
-    return [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)], is_huge
+    return _places(memory, sizes, ends), advise_huge_pages(memory)
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(size + -size % ALIGNMENT for size in sizes))
+
+
+def _places(memory: torch.Tensor, sizes: Sequence[int], ends: Sequence[int]) -> list[torch.Tensor]:
+    return [memory[begin : begin + size] for begin, size in zip([0, *ends], sizes, strict=False)]
 
 
 def _available_bytes() -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagebinder.custom_ops.cpu.huge_pages import memory_for
+from pagebinder.custom_ops.cpu.huge_pages import MemoryFor, new_memory
 from pagebinder.custom_ops.linear.packed_weights import (
     CODED_INNER,
     PANEL,
@@ -17,9 +17,12 @@ from pagebinder.custom_ops.linear.packed_weights import (
 )
 
 
-def pack_all(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """weights [N, K] bf16 -> packed, in new memory. None: it would be too much. The core part is loaded."""
-    places, _ = memory_for([w.numel() * w.element_size() for w in weights])
+def pack_all(
+    weights: Sequence[torch.Tensor], *, memory_for: MemoryFor | None = None
+) -> list[torch.Tensor] | None:
+    """weights [N, K] bf16 -> packed, in new memory, or what `memory_for` gives. None: it would be too much. The core
+    part is loaded."""
+    places, _ = (memory_for or new_memory)([w.numel() * w.element_size() for w in weights])
     if len(places) < len(weights):
         return None
     packed = []
@@ -31,15 +34,19 @@ def pack_all(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 def code_all(
-    weights: Sequence[torch.Tensor], *, shapes: Sequence[tuple[int, ...]] | None = None
+    weights: Sequence[torch.Tensor],
+    *,
+    shapes: Sequence[tuple[int, ...]] | None = None,
+    memory_for: MemoryFor | None = None,
 ) -> list[torch.Tensor] | None:
     """weights [N, K] bf16, K a multiple of 256 -> packed and coded, in new memory. None: it would be too much.
 
     Args:
         shapes: coded_shape(...) of each, where that is known: it takes as long as coding.
+        memory_for: gives the memory.
     """
     shapes = shapes or [coded_shape(w) for w in weights]
-    places, _ = memory_for([math.prod(shape) for shape in shapes])
+    places, _ = (memory_for or new_memory)([math.prod(shape) for shape in shapes])
     if len(places) < len(weights):
         return None
     outs = (place.view(shape) for place, shape in zip(places, shapes, strict=True))

@@ -1,4 +1,4 @@
-"""The `cpu` provider: C++ SIMD kernels, built on first use, registered in the namespace `pagebinder_cpu`."""
+"""The `cpu` provider: C++ SIMD kernels, prebuilt or built on first use, in the namespace `pagebinder_cpu`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pagebinder.custom_ops.attention import (
 )
 from pagebinder.custom_ops.compress import paged_compress
 from pagebinder.custom_ops.cpu import attention_fp8, build, mla, packed
+from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS, PARTS
 from pagebinder.custom_ops.fp8 import fused as fp8_fused
 from pagebinder.custom_ops.fp8 import linear as fp8_linear
 from pagebinder.custom_ops.fp8 import quant as fp8_quant
@@ -35,7 +36,7 @@ from pagebinder.errors import ProviderError
 NAMESPACE = "pagebinder_cpu"
 FLOAT_TYPES = ("float32", "bfloat16", "float16")
 
-# part of the kernels (build.PARTS) -> the ops whose C++ it registers
+# part of the kernels (parts.PARTS) -> the ops whose C++ it registers
 _PARTS: dict[str, tuple[OpInfo, ...]] = {
     "core": (
         paged.KV_CACHE_WRITE,
@@ -131,13 +132,13 @@ library(NAMESPACE).impl("load_part", _load_part, "CompositeExplicitAutograd")
 
 
 def parts_of(op: str, dtype: str | None = None) -> tuple[str, ...]:
-    """The parts of the kernels (build.PARTS) that serve an op; none for an op without a kernel.
+    """The parts of the kernels (parts.PARTS) that serve an op; none for an op without a kernel.
 
     `dtype`: of its queries ("bfloat16"), if it has some; without it the parts of element types are left out, which
     are loaded by the first call that needs them.
     """
     parts = _PARTS_OF.get(op, ())
-    return (*parts, dtype) if op in _BY_ELEMENT_TYPE and dtype in build.ELEMENT_PARTS else parts
+    return (*parts, dtype) if op in _BY_ELEMENT_TYPE and dtype in ELEMENT_PARTS else parts
 
 
 class CpuProvider(Provider):
@@ -161,7 +162,7 @@ class CpuProvider(Provider):
         return reasons
 
     def prepare(self, op: str | None = None) -> None:
-        for part in build.PARTS if op is None else parts_of(op):
+        for part in PARTS if op is None else parts_of(op):
             build.load(part)
 
     def prepare_for(self, need: OpNeed) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu import compiler
 from pagebinder.errors import ArtefactError
 from pagebinder.runtime.executables.aot_ops import adapter, native_problem
 from pagebinder.runtime.executables.inductor import lift_weights
@@ -68,7 +69,7 @@ def compile_aot(gm: GraphModule, folder: Path) -> None:
         ArtefactError: the graph calls an op that needs Python, or AOTInductor cannot compile it.
         CompilerNotFoundError: no C++ compiler.
     """
-    cpu_build.find_compiler()
+    compiler.find_compiler()
     problems = {problem: None for node in gm.graph.nodes if (problem := native_problem(node.target))}
     if problems:
         raise ArtefactError(f'executable="aot": a program without Python cannot call {"; ".join(problems)}.')
@@ -79,7 +80,7 @@ def compile_aot(gm: GraphModule, folder: Path) -> None:
         options = {
             "aot_inductor.output_path": str(Path(work) / LIBRARY),
             "aot_inductor.package": False,
-            "cpp.vec_isa_ok": True if cpu_build.is_loaded() else None,  # see InductorExecutable
+            "cpp.vec_isa_ok": True if cpu_build.compiler_is_proven() else None,  # see InductorExecutable
         }
         try:
             with torch.no_grad(), warnings.catch_warnings():

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.library import NAMESPACE as OURS
 from pagebinder.custom_ops.library import library, op_info, overload
 from pagebinder.errors import ProviderError
@@ -167,9 +168,9 @@ def _literal(text: str) -> str:
 
 def _built(source: str) -> Path:
     """The library of one source, from the cache or built. Raises ProviderError."""
-    compiler = cpu_build.find_compiler()
+    command = compiler.find_compiler()
     root = Path(torch.__file__).parent
-    facts = (source, cpu_build.compiler_version(), str(torch.__version__))
+    facts = (source, compiler.version(), str(torch.__version__))
     key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:20]
     path = cpu_build.cache_root() / f"aot-{key}" / "ops.so"
     if cpu_build.is_intact(path):
@@ -179,7 +180,7 @@ def _built(source: str) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             file, made = Path(folder) / "ops.cpp", Path(folder) / "ops.so"
             file.write_text(source, encoding="utf-8")
-            command = [*compiler, "-O1", "-std=c++17", "-fPIC", "-shared", f"-I{root / 'include'}", str(file)]
+            command = [*command, "-O1", "-std=c++17", "-fPIC", "-shared", f"-I{root / 'include'}", str(file)]
             command += [f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(made)]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:

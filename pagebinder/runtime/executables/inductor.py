@@ -71,13 +71,14 @@ def compile_lifted(
 
 def _options(gm: GraphModule) -> dict[str, object]:
     """Inductor proves each SIMD extension by compiling and importing a library in a new process, some ten seconds in
-    all. Our kernels were built for this very machine by the same compiler: that is the proof.
+    all. Our kernels were built for this very machine by the same compiler, or the compiler knows how to: that is the
+    proof.
 
     Of a graph that decodes, the loops that inductor makes stay with the caller's thread: what is heavy is an op of
     ours, and OpenMP's threads, which go on looking for work for milliseconds, would take the cores of the pool's
     (cpu/thread_pool.h). Encoders have wide loops and no decodes.
     """
-    if not cpu_build.is_loaded():
+    if not cpu_build.compiler_is_proven():
         return {}
     encodes = any(n.op == "call_function" and "packed_" in str(n.target) for n in gm.graph.nodes)
     return {"cpp.vec_isa_ok": True} | ({} if encodes else {"cpp.threads": 1})

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu import compiler
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PieceCompiler:
         """Why nothing can be compiled for a device; None: it can."""
         if device.type != "cpu":
             return None
-        problem = cpu_build.problem()
+        problem = compiler.problem()
         return None if problem is None else f"inductor needs a C++ compiler: {problem}"
 
     def compile(self, gm: GraphModule, examples: Sequence[Any]) -> CompiledPiece:

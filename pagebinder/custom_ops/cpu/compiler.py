@@ -1,0 +1,170 @@
+"""The C++ compiler: which one, for which processor, and a part of the kernels compiled by it into a library.
+
+`$CXX` names the compiler (default: the first of c++, g++, clang++), `$PAGEBINDER_CPU_MARCH` the -march value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pagebinder.custom_ops.cpu import parts
+from pagebinder.errors import CompilerNotFoundError, ProviderError
+
+logger = logging.getLogger("pagebinder")
+
+BASE_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+)
+# Bindings check operands and hold no loops that matter. With -O1 they would compile faster still, but each call would
+# take some tenths of a microsecond longer.
+BINDING_FLAGS = ("-O2",)
+CANDIDATES = ("c++", "g++", "clang++")
+MARCH = "PAGEBINDER_CPU_MARCH"
+
+_slots = threading.BoundedSemaphore(os.cpu_count() or 1)  # of compilers that run at a time, for whatever part
+
+
+def find_compiler() -> list[str]:
+    """The compiler's command; raises CompilerNotFoundError if there is none."""
+    requested = os.environ.get("CXX")
+    if requested:
+        command = shlex.split(requested)
+        if shutil.which(command[0]) is None:
+            raise CompilerNotFoundError(f"CXX={requested!r} is not an executable; unset CXX or correct it")
+        return command
+    for name in CANDIDATES:
+        if shutil.which(name) is not None:
+            return [name]
+    raise CompilerNotFoundError(
+        f"no C++ compiler found (looked for {', '.join(CANDIDATES)} on PATH, and $CXX is not set); "
+        "install g++ or clang++, or set CXX"
+    )
+
+
+def problem() -> CompilerNotFoundError | None:
+    """Why nothing can be compiled, as far as known without trying; None = no known obstacle."""
+    try:
+        find_compiler()
+    except CompilerNotFoundError as error:
+        return error
+    return None
+
+
+def version() -> str:
+    """What the compiler says about itself; raises CompilerNotFoundError."""
+    return _version(tuple(find_compiler()))
+
+
+def flags() -> tuple[str, ...]:
+    """Compiler flags: optimised for this machine unless `$PAGEBINDER_CPU_MARCH` says otherwise."""
+    option = "-mcpu" if platform.machine() in ("aarch64", "arm64") else "-march"
+    return (*BASE_FLAGS, f"{option}={os.environ.get(MARCH, 'native')}")
+
+
+@functools.cache
+def cpu_features() -> str:
+    """The processor's feature flags: -march=native depends on them, and machines may share a cache."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return f"{platform.machine()} {platform.processor()}"
+
+
+@functools.cache
+def accepts(options: tuple[str, ...]) -> bool:
+    """Does the compiler know these options (-m...)? It compiles nothing with them. Raises CompilerNotFoundError."""
+    command = [*find_compiler(), *options, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def compile_part(part: str, machine_flags: Sequence[str], library: Path) -> None:
+    """Compile a part of the kernels with BASE_FLAGS and others, and put the library where it is asked for, complete.
+
+    Raises ProviderError, CompilerNotFoundError; OSError where the folder, which exists, cannot be written.
+    """
+    started = time.perf_counter()
+    compiler = find_compiler()
+    torch_root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as name:
+        folder = Path(name)
+        includes = [f"-I{torch_root / 'include'}", f"-I{parts.SOURCE_DIR}"]
+        command = [*compiler, *machine_flags, *includes]
+        kernels = [source for source in parts.sources(part) if not parts.is_binding(source)]
+        units = [*((s, BINDING_FLAGS) for s in _merged_bindings(part, folder)), *((s, ()) for s in kernels)]
+        objects = [str(folder / f"{source.stem}.o") for source, _ in units]
+        commands = [
+            [*command, *extra, "-c", str(s), "-o", o] for (s, extra), o in zip(units, objects, strict=True)
+        ]
+        _run_all(commands)
+        made = folder / library.name
+        link = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-o", str(made)]
+        # Of an inline function that several objects hold the first is linked: a kernel's, not a binding's.
+        _run_all([[*compiler, "-shared", *objects[::-1], *link]])
+        os.replace(made, library)
+    seconds = time.perf_counter() - started
+    logger.info("built the CPU kernels %s in %.1f s (%s)", part, seconds, " ".join(compiler))
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Run commands, the first ones first; of all parts together as many at a time as there are processors."""
+    problems: list[str] = []
+
+    def work(command: list[str]) -> None:
+        with _slots:
+            if problems:
+                return
+            try:
+                subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
+            except subprocess.CalledProcessError as error:
+                errors = "\n".join(error.stderr.strip().splitlines()[-15:])
+                problems.append(f"{shlex.join(command)}\n{errors}")
+            except OSError as error:
+                problems.append(f"{shlex.join(command)}: {error}")
+
+    threads = [threading.Thread(target=work, args=(command,), daemon=True) for command in commands]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise ProviderError(f"compiling the CPU kernels failed: {problems[0]}")
+
+
+def _merged_bindings(part: str, folder: Path) -> list[Path]:
+    """A source in `folder` that is all bindings of a part, if it has some: torch's headers are read once."""
+    bindings = [source for source in parts.sources(part) if parts.is_binding(source)]
+    merged = folder / "bindings.cpp"
+    merged.write_text("".join(f'#include "{source}"\n' for source in bindings))
+    return [merged] if bindings else []
+
+
+@functools.cache
+def _version(command: tuple[str, ...]) -> str:
+    try:
+        result = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompilerNotFoundError(
+            f"the C++ compiler {shlex.join(command)} does not run: {error}"
+        ) from error
+    return result.stdout
