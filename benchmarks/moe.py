@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from common import alternate, machine, median
 
-from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.linear.weight_formats import FORMATS, quantize
 from pagebinder.custom_ops.moe.experts import MOE_EXPERTS
 from pagebinder.custom_ops.moe.gates import Gate
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    facts = {"compiler": build.compiler_version().splitlines()[0], "flags": " ".join(build.flags())}
+    facts = {"compiler": compiler.version().splitlines()[0], "flags": " ".join(compiler.flags())}
     results = []
     with torch.inference_mode():
         for name, layer in LAYERS.items():

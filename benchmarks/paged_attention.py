@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from common import machine
 
-from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
 from pagebinder.custom_ops.layer_state import AttentionState
 from pagebinder.custom_ops.providers import OpNeed, select_provider
@@ -222,7 +222,7 @@ def main() -> None:
         parser.error(f"--rounds must be at least {SDPA_ROUNDS}")
     torch.manual_seed(0)
     op = select_provider(OpNeed(op="paged_attention"), "cpu").overload
-    facts = {"compiler": build.compiler_version().splitlines()[0], "flags": " ".join(build.flags())}
+    facts = {"compiler": compiler.version().splitlines()[0], "flags": " ".join(compiler.flags())}
     report = {"machine": machine() | facts, "huge_pages": not options.small_pages}
     report |= {"block_size": options.block_size or "planned", "rounds": options.rounds}
     report["dispatch_us"] = dispatch_microseconds(op, options.rounds)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pagebinder.custom_ops.cpu.build import find_compiler, flags
+from pagebinder.custom_ops.cpu.compiler import find_compiler, flags
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BUFFER_BYTES = 1 << 30  # no cache holds it

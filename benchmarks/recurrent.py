@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from common import machine
 
-from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.library import op_info
 from pagebinder.custom_ops.providers import OpNeed, select_provider
 
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    facts = {"compiler": build.compiler_version().splitlines()[0], "flags": " ".join(build.flags())}
+    facts = {"compiler": compiler.version().splitlines()[0], "flags": " ".join(compiler.flags())}
     report = {"machine": machine() | facts, "rounds": options.rounds, "clock": options.clock.__name__}
     report["runs"] = [run(threads, options) for threads in options.threads]
     options.output.parent.mkdir(parents=True, exist_ok=True)

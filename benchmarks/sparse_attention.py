@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from common import machine
 
-from pagebinder.custom_ops.cpu import build
+from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.latent.layouts import load_rows, row_layout, rows_per_block, store_rows
 from pagebinder.custom_ops.providers import OpNeed, select_provider
 from pagebinder.custom_ops.sparse.indexer import INDEXER_SCORE_TOPK
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    facts = {"compiler": build.compiler_version().splitlines()[0], "flags": " ".join(build.flags())}
+    facts = {"compiler": compiler.version().splitlines()[0], "flags": " ".join(compiler.flags())}
     report = {"machine": machine() | facts, "rounds": options.rounds}
     report["runs"] = [run(threads, options) for threads in options.threads]
     options.output.parent.mkdir(parents=True, exist_ok=True)

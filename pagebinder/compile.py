@@ -28,6 +28,7 @@ from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.huge_pages import MemoryAhead
+from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
 from pagebinder.describe import fill_report
 from pagebinder.errors import ConfigError
@@ -318,7 +319,7 @@ def _kernel_parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]
     emitted = {op for leaf in LEAVES if leaf.applies(source.module) for op in leaf.emits}
     dtype = str(source.dtype).removeprefix("torch.")
     attends = source.num_attention_layers != 0 and not _quantizes_kv(config)
-    attention = (dtype,) if attends and dtype in cpu_build.ELEMENT_PARTS else ()  # first: it takes longest
+    attention = (dtype,) if attends and dtype in ELEMENT_PARTS else ()  # first: it takes longest
     unified = ("unified",) if config.cascade else ()
     latent = ("latent",) if emitted & LATENT_ATTENTION else ()
     quantized_kv = ("quantized_kv",) if _quantizes_kv(config) else ()

@@ -16,6 +16,7 @@ from pagebinder.compile_verify_encoder import verify_encoder
 from pagebinder.compiled_encoder import CompiledEncoder
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu.parts import PARTS
 from pagebinder.describe import fill_encoder_report
 from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.frontend.attention_interface import hooked_attention
@@ -58,7 +59,7 @@ def compile_encoder(
     check_executable(source, config)
     if source.device.type == "cpu":
         for part in (str(source.dtype).removeprefix("torch."), "core"):
-            if part in cpu_build.PARTS:
+            if part in PARTS:
                 cpu_build.start_build(part)
     with stage("capture"):
         captured, report.capture_route = capture_encoder_only(source)

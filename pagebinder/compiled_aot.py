@@ -34,7 +34,7 @@ import torch
 from torch.fx import Node
 
 from pagebinder.compiled_files import TENSORS, write_json
-from pagebinder.custom_ops.cpu.build import ELEMENT_PARTS
+from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.custom_ops.cpu.provider import parts_of
 from pagebinder.errors import ArtefactError
 from pagebinder.graph_tools import attribute, dtype_name, val

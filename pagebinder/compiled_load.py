@@ -28,6 +28,7 @@ from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
+from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.custom_ops.linear.packed_weights import is_plain
 from pagebinder.custom_ops.providers import registered_providers
 from pagebinder.errors import ArtefactError, CompilerNotFoundError
@@ -101,7 +102,7 @@ def _load(
     parts = {} if stale else _kernels(path, manifest)
     for facts in manifest["executables"].values():
         _prepare(facts["ops"], parts)
-    for part in cpu_build.ELEMENT_PARTS:
+    for part in ELEMENT_PARTS:
         if part in manifest["kernels"]:
             cpu_build.load(part, built=parts.get(part))
     weights = load_weights(table, path, checkpoint=checkpoint, verify=verify)

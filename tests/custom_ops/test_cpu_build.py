@@ -147,7 +147,7 @@ def test_parts_share_the_processors(tiny_build, monkeypatch, tmp_path):
     monkeypatch.setattr(compiler, "_slots", threading.BoundedSemaphore(2))
     for name in ("one", "two", "three"):
         (tiny_build / f"{name}.cpp").touch()
-        monkeypatch.setitem(build.PARTS, name, (".", ()))
+        monkeypatch.setitem(parts.PARTS, name, (".", ()))
     threads = [threading.Thread(target=build.build, args=(name,)) for name in ("one", "two", "three")]
     for thread in threads:
         thread.start()
@@ -190,7 +190,7 @@ def test_every_part_stands_alone():
     """A model loads the parts it needs: no part may miss what only another has."""
     code = f"""
 import ctypes, os, torch
-for path in {[str(build.build(part)) for part in build.PARTS]!r}:
+for path in {[str(build.build(part)) for part in parts.PARTS]!r}:
     if not (child := os.fork()):  # torch's imports once, and each part in a process of its own
         try:
             ctypes.CDLL(path, mode=2)  # RTLD_NOW: every symbol must be found

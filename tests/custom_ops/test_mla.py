@@ -11,6 +11,7 @@ import pagebinder.custom_ops.cpu.provider  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.attention.semantic import attention_reference
 from pagebinder.custom_ops.cpu import build
 from pagebinder.custom_ops.cpu.mla import is_expanded_cheaper
+from pagebinder.custom_ops.cpu.parts import PARTS
 from pagebinder.custom_ops.latent.layouts import row_layout, store_rows
 from tests.tolerances import TOLERANCES, assert_close
 
@@ -135,7 +136,7 @@ CASES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels():
-    for part in build.PARTS:
+    for part in PARTS:
         build.load(part)
 
 

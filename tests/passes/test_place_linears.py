@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pagebinder.custom_ops.cpu import build
+from pagebinder.errors import CompilerNotFoundError
 from pagebinder.graph_tools import aten
 from pagebinder.passes.place_linears import place_linears
 from pagebinder.passes.select_providers import select_providers
@@ -94,7 +95,7 @@ def test_near_misses_are_refused(body, dtype, reason):
 
 
 def test_without_a_compiler_torch_keeps_them(monkeypatch):
-    monkeypatch.setattr(build, "problem", lambda: build.CompilerNotFoundError("no C++ compiler found"))
+    monkeypatch.setattr(build, "problem", lambda: CompilerNotFoundError("no C++ compiler found"))
     _, after, result = placed(Chain())
     assert count(after, OURS) == 0 and not result.changed
     assert all("no C++ compiler found" in r.reason for r in result.refusals) and len(result.refusals) == 2
