@@ -17,14 +17,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages, make_pages, untouched_zeros
+from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages, untouched_zeros
 from pagebinder.custom_ops.layer_state import CacheTensor, LayerState
 from pagebinder.errors import CacheCapacityError
 from pagebinder.runtime.kv import KVPlan
 from pagebinder.runtime.kv.copies import BlockCopy, SwapCopy
 
-# Pages of less memory are made before anything else goes on.
-MADE_AT_ONCE_BYTES = 64 << 20
 # Copied to measure the rate of swapping.
 TIMED_BYTES = 16 << 20
 
@@ -43,9 +41,7 @@ class KVArena:
             if device.type == "cpu":
                 self.memory = untouched_zeros(num_bytes)
                 advise_huge_pages(self.memory)
-                # Its pages are made now, not in the steps of the first requests, which take the first blocks.
-                if num_bytes < MADE_AT_ONCE_BYTES or make_pages(self.memory) is None:
-                    self.memory.zero_()
+                self.memory.zero_()  # its pages are made now, not in the steps of the first requests
             else:
                 self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError, OSError, OverflowError) as error:
