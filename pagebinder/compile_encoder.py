@@ -20,7 +20,7 @@ from pagebinder.custom_ops.cpu.parts import PARTS
 from pagebinder.describe import fill_encoder_report
 from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.frontend.attention_interface import hooked_attention
-from pagebinder.frontend.encoder_only import capture_encoder_only, source_rows
+from pagebinder.frontend.encoder_only import capture_encoder_only, returns_logits, source_rows
 from pagebinder.frontend.experts_interface import hooked_experts
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
 from pagebinder.frontend.numbering import numbering
@@ -101,6 +101,7 @@ def compile_encoder(
         max_tokens=max_tokens,
         numbering=numbering(source.module),
         recipe=recipe,
+        has_head=returns_logits(source.module),
         executable=executable,
         _refused=refused,
     )

@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.errors import CaptureError, ConfigError, RequestError
 from pagebinder.explain import explain_text
-from pagebinder.frontend.encoder_only import returns_logits
 from pagebinder.frontend.numbering import Numbering
 from pagebinder.frontend.sentence_dir import POOLINGS, SentenceRecipe
 from pagebinder.frontend.source import ModelSource
@@ -25,6 +24,7 @@ from pagebinder.report import CompileReport
 from pagebinder.runtime.encoder_batches import EncoderBatch, batches
 from pagebinder.runtime.executables import EagerExecutable, Executable
 from pagebinder.runtime.pooling import pool
+from pagebinder.runtime.saved_tokenizer import SavedTokenizer
 
 LEVELS = ("captured", "semantic", "packed")
 DEFAULT_BATCHED_TOKENS = 2048
@@ -35,7 +35,7 @@ class CompiledEncoder:
     """A compiled encoder. `graphs` holds its levels: "captured" and "semantic" take one sequence, "packed" many.
 
     `max_tokens` is the longest sequence, special tokens included. Results are float tensors on the model's device;
-    they come in the order of the inputs.
+    they come in the order of the inputs. `has_head`: its rows are logits, not hidden states.
     """
 
     source: ModelSource
@@ -47,6 +47,7 @@ class CompiledEncoder:
     max_tokens: int
     numbering: Numbering
     recipe: SentenceRecipe | None
+    has_head: bool
     executable: Executable | None
     _refused: str | None = field(default=None, repr=False)
 
@@ -60,12 +61,22 @@ class CompiledEncoder:
             f"{self.report.model_class} is an encoder and generates nothing: use encode_batch() or embed()."
         )
 
-    def save(self, path):
-        """Raises ConfigError: artefacts hold decoders and encoder-decoders."""
-        raise ConfigError(
-            f"{self.report.model_class} is an encoder, and only decoders and encoder-decoders can be saved (yet): "
-            "compile it where it is used."
-        )
+    def save(self, path: str | Path, *, executable: str | None = None) -> None:
+        """Write all of this to a directory, for `pagebinder.load`: weights by reference, machine code, no pickle.
+
+        Args:
+            path: a directory that is new, empty, or an artefact, which is then replaced.
+            executable: None; an encoder is not compiled for programs without Python.
+        Raises:
+            ArtefactError, ConfigError: see their messages. OSError: the files cannot be written.
+        """
+        from pagebinder.compiled_save import save
+
+        save(self, path, executable=executable)
+
+    def executables(self) -> dict[str, Executable]:
+        """What runs the graphs, by level."""
+        return {} if self.executable is None else {"packed": self.executable}
 
     def export_onnx(self, path: str | Path, *, contrib: bool = False) -> list[Path]:
         """Write the semantic graph as a standard ONNX model (opset 24), with weights and tokenizer beside it; returns
@@ -180,7 +191,7 @@ class CompiledEncoder:
             yield batch, self.executable.run(batch.inputs)
 
     def _pooling(self, pooling: str) -> str:
-        if returns_logits(self.source.module):
+        if self.has_head:
             raise ConfigError(
                 f"{self.report.model_class} returns logits, not hidden states: compile its base model (AutoModel) "
                 "for embeddings."
@@ -211,6 +222,8 @@ class CompiledEncoder:
             raise ConfigError(f"{self.source.name} has no tokenizer: give token ids instead of texts.")
         if self.recipe is not None and self.recipe.lower_case:
             texts = [text.lower() for text in texts]
+        if isinstance(tokenizer, SavedTokenizer):
+            return tokenizer.encode_batch(texts, self.max_tokens if truncate else None)
         limits: dict[str, Any] = {"max_length": self.max_tokens} if truncate else {}
         encoded = tokenizer(
             texts,

@@ -1,4 +1,4 @@
-"""`pagebinder.load`: an artefact as a `CompiledModel`, without transformers, tracing or inductor where it fits.
+"""`pagebinder.load`: an artefact as what was compiled, without transformers, tracing or inductor where it fits.
 
     check files -> register kernels -> map weights -> run the kept program's definitions    the same machine, versions
                                                       (a library, if compiled ahead of time)
@@ -20,8 +20,8 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.compiled_files import FORMAT, MANIFEST, WEIGHTS, check_files, read_json
+from pagebinder.compiled_kinds import DECODER, KINDS, Compiled
 from pagebinder.compiled_machine import differences, kernel_fits
-from pagebinder.compiled_model import CompiledModel
 from pagebinder.compiled_values import from_json
 from pagebinder.compiled_weights import checkpoint_of, load_weights
 from pagebinder.config import CompileConfig
@@ -52,8 +52,8 @@ logger = logging.getLogger("pagebinder")
 
 def load(
     path: str | Path, *, checkpoint: str | Path | None = None, verify: bool = False, recompile: bool = False
-) -> CompiledModel:
-    """Load what `CompiledModel.save` wrote.
+) -> Compiled:
+    """Load what `save` of a CompiledModel or CompiledEncoder wrote; returns one like it.
 
     An artefact holds machine code: load only one whose writer you trust, or say `recompile=True`, which runs no code
     of it. Another version of Pagebinder, torch or Python, another CPU or compiler than at saving: a warning, and the
@@ -95,9 +95,12 @@ def _differences(path: Path, manifest: Mapping) -> list[str]:
     return stale
 
 
-def _load(
-    path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | None, verify: bool
-) -> CompiledModel:
+def _load(path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | None, verify: bool) -> Compiled:
+    kind = KINDS.get(manifest.get("kind", DECODER.name))
+    if kind is None:
+        raise ArtefactError(
+            f"{path} holds a {manifest['kind']}, which this version of Pagebinder does not know."
+        )
     table = read_json(path / WEIGHTS)
     parts = {} if stale else _kernels(path, manifest)
     for facts in manifest["executables"].values():
@@ -112,7 +115,8 @@ def _load(
         move_to_huge_pages(w for w in executed if is_plain(w))
     graphs = SavedGraphs(path, weights)
     report: CompileReport = _value(path, manifest, "report")
-    report._describe_blocks = functools.partial(_layer_view, graphs)
+    if kind is DECODER:
+        report._describe_blocks = functools.partial(_layer_view, graphs)
     if stale:
         report.notes.append(f"loaded from {path}, compiled again: {'; '.join(stale)}")
     executables = {}
@@ -120,25 +124,22 @@ def _load(
         executables[level] = _executable(
             path, level, facts, graphs, weights[level], config, report, reuse=not stale
         )
-    if executables["fused"].name != report.executable:
+    if executables[kind.main].name != report.executable:
         report.executable, report.executable_why = (
-            executables["fused"].name,
+            executables[kind.main].name,
             "what was saved does not fit here",
         )
-    return CompiledModel(
-        source=_source(path, manifest, weights["captured"], checkpoint_of(table, path, checkpoint)),
-        config=config,
-        graphs=graphs,
-        kv_spec=_value(path, manifest, "plan"),
-        states=_value(path, manifest, "states"),
-        report=report,
-        device=torch.device("cpu"),
-        max_model_len=manifest["max_model_len"],
-        executable=executables["fused"],
-        encoder_executable=executables.get("encoder"),
-        uncounted_id=manifest["uncounted_id"],
-        _refused=manifest["refused"],
-    )
+    value = functools.partial(_value, path, manifest)
+    common = {
+        "source": _source(path, manifest, weights["captured"], checkpoint_of(table, path, checkpoint)),
+        "config": config,
+        "graphs": graphs,
+        "states": value("states"),
+        "report": report,
+        "device": torch.device("cpu"),
+        "_refused": manifest["refused"],
+    }
+    return kind.restore(manifest, value, common, executables)
 
 
 class SavedGraphs(Mapping[str, GraphModule]):
@@ -261,6 +262,8 @@ def _source(
         module=torch.nn.ParameterList(t for t in weights.values() if isinstance(t, torch.nn.Parameter)),
         path=checkpoint,
         is_transformers=False,
-        _tokenizer=SavedTokenizer(tokenizer) if tokenizer.exists() else None,
+        _tokenizer=SavedTokenizer(tokenizer, manifest.get("truncation_side", "right"))
+        if tokenizer.exists()
+        else None,
         **facts,
     )

@@ -1,6 +1,6 @@
-"""`CompiledModel.save`: a compilation as a directory of JSON, safetensors and shared libraries.
+"""`save` of compiled models: a compilation as a directory of JSON, safetensors and shared libraries.
 
-    CompiledModel --> facts, plan, states, report   artefact.json
+    compiled      --> facts, plan, states, report   artefact.json
                       graphs                        graphs/<level>.json
                       their weights                 by reference to the checkpoint, see compiled_weights.py
                       executables                   program/<graph>: source and libraries, see executables/program.py
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import shutil
 from pathlib import Path
@@ -28,6 +29,7 @@ from pagebinder.compile_lock import config_of
 from pagebinder.compiled_aot import save_compiled_ahead, write_step_plan
 from pagebinder.compiled_files import FORMAT, MANIFEST, WEIGHTS, check_target, write_json, written_whole
 from pagebinder.compiled_graphs import graph_to_json, weight_names
+from pagebinder.compiled_kinds import DECODER, Compiled, kind_of
 from pagebinder.compiled_machine import kernel_key, made_with
 from pagebinder.compiled_values import to_json
 from pagebinder.compiled_weights import save_weights
@@ -41,10 +43,8 @@ from pagebinder.runtime.executables.base import input_names
 from pagebinder.runtime.executables.program import Program
 from pagebinder.runtime.sampler import prepare as prepare_sampling
 from pagebinder.runtime.saved_tokenizer import FILE_NAME, SavedTokenizer, save_tokenizer
-from pagebinder.runtime.single_sequence import single_sequence_inputs
 
 if TYPE_CHECKING:
-    from pagebinder.compiled_model import CompiledModel
     from pagebinder.frontend.source import ModelSource
 
 logger = logging.getLogger("pagebinder")
@@ -56,12 +56,9 @@ COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# Tokens of the sequence on which a program is compared with its executable.
-TRIAL_TOKENS = 5
-TRIAL_ENCODER_TOKENS = 4
 
 
-def save(compiled: CompiledModel, path: str | Path, *, executable: str | None = None) -> None:
+def save(compiled: Compiled, path: str | Path, *, executable: str | None = None) -> None:
     """Write an artefact to `path`: a new or empty directory, or an older artefact, which is replaced.
 
     Args:
@@ -76,6 +73,11 @@ def save(compiled: CompiledModel, path: str | Path, *, executable: str | None = 
     if executable not in (None, AOTExecutable.name):
         raise ConfigError(
             f'save: executable={executable!r} is unknown; use "aot", or None for what runs the model here.'
+        )
+    kind = kind_of(compiled)
+    if executable is not None and kind is not DECODER:
+        raise ConfigError(
+            f"{compiled.report.model_class} is an encoder: programs without Python run decoders."
         )
     path = Path(path).expanduser().absolute()
     check_target(path)
@@ -101,30 +103,33 @@ def save(compiled: CompiledModel, path: str | Path, *, executable: str | None = 
             level: _compiled_ahead(running, compiled, level, folder, asked=executable is not None) or running
             for level, running in compiled.executables().items()
         }
-        manifest = _facts(compiled, kept["fused"])
+        manifest = _facts(compiled, kept[kind.main])
         manifest["executables"] = {
             level: _save_executable(running, compiled, level, folder) | {"ops": ops[level]}
             for level, running in kept.items()
         }
-        called = {op for names in ops.values() for op in names}.union(prepare_sampling(compiled.device))
+        called = {op for names in ops.values() for op in names}
+        if kind is DECODER:
+            called.update(prepare_sampling(compiled.device))
         manifest["kernels"] = _save_kernels(called, _operand_types(compiled), folder)
-        if isinstance(kept["fused"], AOTExecutable):
+        if isinstance(kept[kind.main], AOTExecutable):
             write_step_plan(compiled, kept, table, folder)
         save_tokenizer_files(compiled.source, folder / "tokenizer")
         write_json(folder / MANIFEST, manifest)
 
 
 def _compiled_ahead(
-    running: Executable, compiled: CompiledModel, level: str, folder: Path, *, asked: bool
+    running: Executable, compiled: Compiled, level: str, folder: Path, *, asked: bool
 ) -> AOTExecutable | None:
     """What runs a graph without Python, if that was asked for, or is how it runs here; its files are in `folder`."""
     if not asked and not isinstance(running, AOTExecutable):
         return None
-    return save_compiled_ahead(running, compiled, level, folder, lambda: _trial_inputs(compiled, level))
+    inputs = functools.partial(kind_of(compiled).trial_inputs, compiled, level)
+    return save_compiled_ahead(running, compiled, level, folder, inputs)
 
 
-def _facts(compiled: CompiledModel, executable: Executable) -> dict[str, Any]:
-    source, report = compiled.source, compiled.report
+def _facts(compiled: Compiled, executable: Executable) -> dict[str, Any]:
+    source, report, kind = compiled.source, compiled.report, kind_of(compiled)
     if executable is not compiled.executable:
         report = copy.copy(report)
         report.executable, report.executable_why = executable.name, "compiled when it was saved"
@@ -141,19 +146,18 @@ def _facts(compiled: CompiledModel, executable: Executable) -> dict[str, Any]:
     }
     return {
         "format": FORMAT,
+        "kind": kind.name,
         "made_with": made_with(),
         "source": {key: to_json(value) for key, value in facts.items()},
         "config": to_json(compiled.config),
-        "plan": to_json(compiled.kv_spec),
         "states": to_json(compiled.states),
         "report": to_json(report),
-        "max_model_len": compiled.max_model_len,
-        "uncounted_id": compiled.uncounted_id,
         "refused": compiled._refused,
+        **kind.facts(compiled),
     }
 
 
-def _save_executable(executable: Executable, compiled: CompiledModel, level: str, folder: Path) -> dict:
+def _save_executable(executable: Executable, compiled: Compiled, level: str, folder: Path) -> dict:
     """How a graph is run: the kind of executable, its inputs and weights in order, whether its program is kept."""
     gm = compiled.graphs[level]
     program = executable.program if isinstance(executable, ProgramExecutable) else None
@@ -173,9 +177,7 @@ def _save_executable(executable: Executable, compiled: CompiledModel, level: str
     }
 
 
-def _program_of(
-    executable: InductorExecutable, compiled: CompiledModel, level: str
-) -> tuple[Program | None, str]:
+def _program_of(executable: InductorExecutable, compiled: Compiled, level: str) -> tuple[Program | None, str]:
     """The program to keep, or None and the reason."""
     gm = compiled.graphs[level]
     try:
@@ -185,7 +187,7 @@ def _program_of(
         kept = ProgramExecutable(program, input_names(gm), [attribute(gm, name) for name in weight_names(gm)])
     except (ImportError, OSError) as error:
         return None, f"what inductor wrote cannot be read any more: {error}"
-    if not _agree(executable, kept, lambda: _trial_inputs(compiled, level)):
+    if not _agree(executable, kept, functools.partial(kind_of(compiled).trial_inputs, compiled, level)):
         return None, "on its own it computes something else"
     return program, ""
 
@@ -195,23 +197,7 @@ def _agree(one: Executable, other: Executable, inputs) -> bool:
     return torch.equal(*(r.reshape(-1).contiguous().view(torch.uint8) for r in results))
 
 
-def _trial_inputs(compiled: CompiledModel, level: str) -> dict[str, torch.Tensor]:
-    """Inputs for one short sequence, the same at each call."""
-    if level == "encoder":
-        ids = _ids(compiled.source.encoder.vocab_size, TRIAL_ENCODER_TOKENS)
-        return {"input_ids": ids, "positions": torch.arange(len(ids))}
-    ids = _ids(compiled.source.vocab_size, min(TRIAL_TOKENS, compiled.max_model_len))
-    states = None
-    if compiled.source.encoder is not None:
-        states = compiled.encode(_ids(compiled.source.encoder.vocab_size, TRIAL_ENCODER_TOKENS))
-    return single_sequence_inputs(compiled.kv_spec, compiled.states, ids, encoder_states=states)
-
-
-def _ids(vocab_size: int, num_tokens: int) -> torch.Tensor:
-    return torch.arange(1, num_tokens + 1) % vocab_size
-
-
-def _operand_types(compiled: CompiledModel) -> set[str]:
+def _operand_types(compiled: Compiled) -> set[str]:
     """The dtypes of what our ops are called with first."""
     nodes = (n for gm in compiled.graphs.values() for n in gm.graph.nodes if n.op == "call_function")
     called = (n for n in nodes if getattr(n.target, "namespace", None) == CPU_NAMESPACE and n.args)

@@ -23,6 +23,8 @@ import torch
 from pagebinder import config, report
 from pagebinder.custom_ops.layer_state import LayerState
 from pagebinder.errors import ArtefactError
+from pagebinder.frontend.numbering import Numbering
+from pagebinder.frontend.sentence_dir import SentenceRecipe
 from pagebinder.frontend.source import EncoderFacts
 from pagebinder.runtime.kv import alternatives, plan, specs, workload
 
@@ -41,6 +43,7 @@ def _records() -> dict[str, type]:
         config.CompileConfig, report.CompileReport, report.PassResult, report.Match, report.Refusal,
         report.Certificate, report.VerifiedStep, report.ProviderChoice, plan.KVPlan, plan.LayerPage,
         specs.KVCacheGroup, alternatives.NextBest, alternatives.ConstraintCost, workload.Workload, EncoderFacts,
+        Numbering, SentenceRecipe,
     )  # fmt: skip
     return {cls.__name__: cls for cls in (*single, *_family(LayerState), *_family(specs.KVCacheSpec))}
 

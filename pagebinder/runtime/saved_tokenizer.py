@@ -13,10 +13,14 @@ FILE_NAME = "tokenizer.json"
 
 
 class SavedTokenizer:
-    """What engines ask of a tokenizer. The file is read when the first text comes, not before."""
+    """What engines and encoders ask of a tokenizer. The file is read when the first text comes, not before.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    `truncation_side`: where texts that are too long for an encoder are cut, "right" or "left".
+    """
+
+    def __init__(self, path: Path, truncation_side: str = "right") -> None:
+        self.path, self.truncation_side = path, truncation_side
+        self._cutting: dict[int, Tokenizer] = {}
 
     @functools.cached_property
     def backend_tokenizer(self) -> Tokenizer:
@@ -29,6 +33,16 @@ class SavedTokenizer:
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """text -> {"input_ids": token ids}."""
         return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def encode_batch(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
+        """Token ids of each text with special tokens, which stay if a text is cut to `max_length`."""
+        tokenizer = self.backend_tokenizer
+        if max_length is not None:
+            if max_length not in self._cutting:  # one of its own: others use the first as it is
+                self._cutting[max_length] = Tokenizer.from_str(tokenizer.to_str())
+                self._cutting[max_length].enable_truncation(max_length, direction=self.truncation_side)
+            tokenizer = self._cutting[max_length]
+        return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
