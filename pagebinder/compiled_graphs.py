@@ -70,19 +70,22 @@ def graph_to_json(gm: GraphModule) -> dict:
     return {"symbols": sizes.symbols, "schemas": schemas, "nodes": nodes}
 
 
-def graph_from_json(data: Mapping, weights: Mapping[str, torch.Tensor], class_name: str) -> GraphModule:
+def graph_from_json(
+    data: Mapping, weights: Mapping[str, torch.Tensor], class_name: str, *, to_run: bool = False
+) -> GraphModule:
     """The GraphModule of `graph_to_json`'s data, with `weights` under the names that its nodes have for them.
 
+    Args:
+        to_run: it is only run. What its nodes stand for then says whether that is a tensor, a number or a list of
+            them, and nothing of shapes, whose symbols take torch seconds to import.
     Raises:
         ArtefactError: an op that is not there, or has another schema now; a name or a tag that is not known.
     """
     for op, schema in data["schemas"].items():
         _check_schema(op, schema)
-    sizes = SizeReader(data["symbols"])
-    mode = FakeTensorMode(shape_env=sizes.env)
     graph, root, by_name = torch.fx.Graph(), torch.nn.Module(), {}
     nodes = {"node": lambda name: _look_up(by_name, name)}
-    values = {"tensor": lambda parts: _fake(mode, sizes, parts), "size": sizes.size}
+    values = _KINDS if to_run else _values(data["symbols"])
     for record in data["nodes"]:
         op, name = record["op"], record["name"]
         args = tuple(from_json(a, nodes) for a in record.get("args", ()))
@@ -158,6 +161,17 @@ def _value_tag(value: Any, sizes: SizeWriter) -> dict | None:
         shape, strides = ([sizes.size(s) for s in part] for part in (value.shape, value.stride()))
         return {"tensor": [shape, strides, str(value.dtype).removeprefix("torch."), str(value.device)]}
     return {"size": sizes.size(value)} if isinstance(value, SYMBOLIC) else None
+
+
+_A_TENSOR = torch.empty(0, device="meta")
+_KINDS: dict[str, Callable[[Any], Any]] = {"tensor": lambda parts: _A_TENSOR, "size": lambda tree: 0}
+
+
+def _values(symbols: Mapping) -> dict[str, Callable[[Any], Any]]:
+    """Readers of what nodes stand for."""
+    sizes = SizeReader(symbols)
+    mode = FakeTensorMode(shape_env=sizes.env)
+    return {"tensor": lambda parts: _fake(mode, sizes, parts), "size": sizes.size}
 
 
 def _fake(mode: FakeTensorMode, sizes: SizeReader, parts: list) -> torch.Tensor:

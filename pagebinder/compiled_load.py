@@ -156,13 +156,18 @@ class SavedGraphs(Mapping[str, GraphModule]):
 
     def __getitem__(self, level: str) -> GraphModule:
         if level not in self._made:
-            from pagebinder.compiled_graphs import graph_from_json
-
-            data, weights = json.loads(self._texts[level]), self._weights[level]
-            self._made[level] = _named(
-                self._files[level], lambda: graph_from_json(data, weights, class_name=level.capitalize())
-            )
+            self._made[level] = self._make(level)
         return self._made[level]
+
+    def to_run(self, level: str) -> GraphModule:
+        """A graph that says nothing of shapes, for who only runs it."""
+        return self._make(level, to_run=True)
+
+    def _make(self, level: str, *, to_run: bool = False) -> GraphModule:
+        from pagebinder.compiled_graphs import graph_from_json
+
+        data, weights, name = json.loads(self._texts[level]), self._weights[level], level.capitalize()
+        return _named(self._files[level], lambda: graph_from_json(data, weights, name, to_run=to_run))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -221,9 +226,9 @@ def _executable(
     report: CompileReport, *, reuse: bool,
 ) -> Executable:  # fmt: skip
     if facts["kind"] == EagerExecutable.name:
-        return _eager(graphs[level], config, report)
+        return _eager(graphs, level, config, report)
     if facts["kind"] == NativeExecutable.name:
-        return NativeExecutable(graphs[level])
+        return NativeExecutable(graphs.to_run(level))
     if reuse and facts["program"]:
         folder = path / "program" / level
         try:
@@ -241,12 +246,12 @@ def _executable(
     return InductorExecutable(graphs[level])
 
 
-def _eager(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
+def _eager(graphs: SavedGraphs, level: str, config: CompileConfig, report: CompileReport) -> Executable:
     if config.streams != "on":  # here is a CPU
-        return EagerExecutable(graph)
+        return EagerExecutable(graphs.to_run(level))
     from pagebinder.compile_streams import eager_executable  # which needs formulas of costs
 
-    return eager_executable(graph, config, report)
+    return eager_executable(graphs[level], config, report)
 
 
 def _source(

@@ -347,3 +347,23 @@ def test_command_line(checkpoint, compiled, tmp_path):
     result = run(app, ["compile", str(checkpoint), "--save", str(ROOT)])
     assert result.exit_code == 2
     assert "is no artefact" in result.stderr
+
+
+@pytest.mark.parametrize("executable", ["eager", "native"])
+def test_op_by_op_it_starts_without_dynamo_and_gives_the_same_bits(executable, checkpoint, tmp_path):
+    """What is only run asks for no symbols of sizes, whose import takes as long as all else."""
+    model = pagebinder.compile_model(checkpoint, CompileConfig(executable=executable))
+    model.save(tmp_path / "artefact")
+    script = f"""
+import sys, pagebinder
+loaded = pagebinder.load({str(tmp_path / "artefact")!r})
+params = pagebinder.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+print(loaded.engine(pagebinder.EngineConfig(kv_cache_bytes=1 << 20)).generate([{PROMPT!r}], params)[0].token_ids)
+print([m for m in ("transformers", "torch._dynamo", "torch._inductor") if m in sys.modules])
+print(loaded.executable.name, loaded.graphs["fused"].graph.find_nodes(op="output")[0].args[0].meta["val"].dim())
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert out.stdout.splitlines() == [str(tokens(model)), "[]", f"{executable} 2"]
+    loaded = pagebinder.load(tmp_path / "artefact")
+    ids = torch.arange(1, 9)
+    assert torch.equal(loaded.run_level("fused", ids), model.run_level("fused", ids))

@@ -86,8 +86,9 @@ def test_texts_are_cut_pooled_and_normalised_as_before(side, checkpoint, tmp_pat
         loaded.embed(TEXTS)
 
 
-def test_it_starts_without_transformers_dynamo_and_inductor(checkpoint, tmp_path):
-    pagebinder.compile_model(checkpoint, CompileConfig(executable="inductor")).save(tmp_path / "artefact")
+@pytest.mark.parametrize("executable", ["inductor", "eager"])
+def test_it_starts_without_transformers_dynamo_and_inductor(executable, checkpoint, tmp_path):
+    pagebinder.compile_model(checkpoint, CompileConfig(executable=executable)).save(tmp_path / "artefact")
     script = f"""
 import sys, pagebinder
 print(pagebinder.load({str(tmp_path / "artefact")!r}).embed(["a binder"]).shape)
