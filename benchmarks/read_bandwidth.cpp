@@ -2,7 +2,6 @@
 
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -29,26 +28,31 @@ std::uint64_t sum(const Vector* part, std::size_t vectors) {
 
 }  // namespace
 
-// The best of `rounds` in bytes per second; 0 where there is no memory. `bytes`: a multiple of 2 MiB * threads.
-extern "C" __attribute__((visibility("default"))) double read_bandwidth(std::size_t bytes, int threads, int rounds) {
+extern "C" {
+
+// Memory in huge pages, written once; null where there is none.
+__attribute__((visibility("default"))) void* make_buffer(std::size_t bytes) {
     void* buffer = std::aligned_alloc(kHugePage, bytes);
-    if (buffer == nullptr) return 0.0;
+    if (buffer == nullptr) return nullptr;
     madvise(buffer, bytes, MADV_HUGEPAGE);
-    std::memset(buffer, 1, bytes);
+    return std::memset(buffer, 1, bytes);
+}
+
+__attribute__((visibility("default"))) void free_buffer(void* buffer) { std::free(buffer); }
+
+// Reads a buffer once, in bytes per second. `bytes`: a multiple of 2 MiB * threads. 0 if something was left out.
+__attribute__((visibility("default"))) double read_once(const void* buffer, std::size_t bytes, int threads) {
     const std::size_t vectors = bytes / sizeof(Vector) / threads;
     std::vector<std::uint64_t> sums(threads);
-    double best = 0.0;
-    for (int round = 0; round < rounds; ++round) {
-        const auto started = std::chrono::steady_clock::now();
-        std::vector<std::thread> readers;
-        for (int t = 0; t < threads; ++t)
-            readers.emplace_back([&, t] { sums[t] = sum(static_cast<Vector*>(buffer) + t * vectors, vectors); });
-        for (std::thread& reader : readers) reader.join();
-        const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - started;
-        for (std::uint64_t s : sums)
-            if (s != sums[0]) return 0.0;  // equal bytes, equal sums: nothing was left out
-        best = std::max(best, bytes / seconds.count());
-    }
-    std::free(buffer);
-    return best;
+    const auto started = std::chrono::steady_clock::now();
+    std::vector<std::thread> readers;
+    for (int t = 0; t < threads; ++t)
+        readers.emplace_back([&, t] { sums[t] = sum(static_cast<const Vector*>(buffer) + t * vectors, vectors); });
+    for (std::thread& reader : readers) reader.join();
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - started;
+    for (std::uint64_t s : sums)
+        if (s != sums[0]) return 0.0;  // equal bytes, equal sums
+    return bytes / seconds.count();
 }
+
+}  // extern "C"

@@ -21,18 +21,39 @@ BUFFER_BYTES = 1 << 30  # no cache holds it
 PRODUCT = (512, 4096, 4096)  # rows, inner, columns
 
 
+class Reader:
+    """A buffer of BUFFER_BYTES in huge pages, to be read as often as one likes."""
+
+    def __init__(self, threads: int) -> None:
+        with tempfile.TemporaryDirectory(prefix="read-bandwidth-") as folder:
+            path = Path(folder) / "read_bandwidth.so"
+            subprocess.run(
+                [*find_compiler(), *flags(), "-shared", "-pthread", str(SOURCE), "-o", str(path)], check=True
+            )
+            self._library = ctypes.CDLL(str(path))
+        self._library.make_buffer.restype = ctypes.c_void_p
+        self._library.read_once.restype = ctypes.c_double
+        self._buffer = ctypes.c_void_p(self._library.make_buffer(ctypes.c_size_t(BUFFER_BYTES)))
+        self._threads = threads
+        assert self._buffer, "there is no memory"
+
+    def bytes_per_second(self) -> float:
+        """Of one sum over the buffer, a contiguous part for each thread."""
+        rate = self._library.read_once(self._buffer, ctypes.c_size_t(BUFFER_BYTES), self._threads)
+        assert rate > 0, "the memory could not be read"
+        return rate
+
+    def close(self) -> None:
+        self._library.free_buffer(self._buffer)
+
+
 def read_bytes_per_second(threads: int, rounds: int = 8) -> float:
-    """The best of `rounds` sums over BUFFER_BYTES in huge pages, a contiguous part for each thread."""
-    with tempfile.TemporaryDirectory(prefix="read-bandwidth-") as folder:
-        path = Path(folder) / "read_bandwidth.so"
-        subprocess.run(
-            [*find_compiler(), *flags(), "-shared", "-pthread", str(SOURCE), "-o", str(path)], check=True
-        )
-        read = ctypes.CDLL(str(path)).read_bandwidth
-    read.argtypes, read.restype = (ctypes.c_size_t, ctypes.c_int, ctypes.c_int), ctypes.c_double
-    rate = read(BUFFER_BYTES, threads, rounds)
-    assert rate > 0, "the memory could not be read"
-    return rate
+    """The best of `rounds` sums."""
+    reader = Reader(threads)
+    try:
+        return max(reader.bytes_per_second() for _ in range(rounds))
+    finally:
+        reader.close()
 
 
 def product_flops_per_second(rounds: int = 20) -> float:
