@@ -15,6 +15,13 @@
 #include <unordered_map>
 #include <utility>
 
+#if defined(TORCH_VERSION_2_13_0) && TORCH_FEATURE_VERSION >= TORCH_VERSION_2_13_0
+#define PB_TORCH_2_13 1  // a torch before it does not name its version
+#endif
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.11: its former name
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace pagebinder::programs {
 namespace {
 
@@ -103,7 +110,7 @@ Call read_call(Reader& reader) {
 }
 
 std::string what_went_wrong() {
-#if TORCH_FEATURE_VERSION >= TORCH_VERSION_2_13_0
+#if PB_TORCH_2_13
   return torch_exception_get_what_without_backtrace();
 #else
   return "it failed; torch wrote why to stderr";
@@ -164,7 +171,7 @@ struct Program::Slots {
   }
 
   static StableIValue some(StableIValue value) {
-#if TORCH_FEATURE_VERSION >= TORCH_VERSION_2_13_0
+#if PB_TORCH_2_13
     StableIValue* place = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(torch_new_stable_ivalue(&place));
     *place = value;

@@ -32,7 +32,12 @@ ADAPTERS = "pagebinder_aot"
 # In an artefact.
 OPS_FOLDER = Path("program") / "ops"
 ADAPTERS_FOLDER = OPS_FOLDER / "adapters"
-HEADER = "// Written by pagebinder.\n#include <torch/csrc/stable/library.h>\n"
+HEADER = """// Written by pagebinder.
+#include <torch/csrc/stable/library.h>
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.11: its former name
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+"""
 
 
 def native_problem(target: Any) -> str | None:
