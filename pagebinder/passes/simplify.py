@@ -1,7 +1,7 @@
-"""Removes casts that change nothing and views that undo each other.
+"""Removes casts and products that change nothing and views that undo each other.
 
 Matches:
-    cast(x) to x's own dtype | alias(x)
+    cast(x) to x's own dtype | alias(x) | x * 1 | x / 1.0
     transpose(transpose(x, a, b), a, b) | select(unsqueeze(x, 0), 0, 0)
 Replaces with:
     x
@@ -44,6 +44,10 @@ def _equivalent(node: Node) -> Node | None:
             isinstance(a, torch.memory_format) for a in (*node.args, *node.kwargs.values())
         )
         return x if same and keeps_layout else None
+    if is_call(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        factor = node.args[1]
+        same = isinstance(factor, (int, float)) and factor == 1 and val(node).dtype is val(x).dtype
+        return x if same else None
     if is_call(node, aten.transpose.int) and is_call(x, aten.transpose.int):
         rank = val(node).dim()
         return x.args[0] if _dims(node, rank) == _dims(x, rank) else None

@@ -23,6 +23,9 @@ REMOVED = {
     "two transposes": (lambda x, p: x.transpose(1, 2).transpose(1, 2) * 2, 1),
     "two transposes, dimensions in another order": (lambda x, p: x.transpose(-1, 1).transpose(1, 2) * 2, 1),
     "select of what unsqueeze added": (lambda x, p: x.unsqueeze(0)[0] * 2, 1),
+    "a product with one": (lambda x, p: (x * 1.0).sin() + x, 1),
+    "a product with the number one": (lambda x, p: (x * 1).sin() + x, 1),
+    "a division by one": (lambda x, p: (x / 1.0).sin() + x, 1),
     "transposes around a cast": (lambda x, p: x.transpose(1, 2).float().transpose(1, 2) * 2, 2),
 }
 
@@ -43,6 +46,8 @@ CONTIGUOUS = torch.contiguous_format
 KEPT = {
     "a cast to another dtype": lambda x, p: x.to(torch.bfloat16).float(),
     "a cast that asks for a layout": lambda x, p: x.transpose(1, 2).to(torch.float32, memory_format=CONTIGUOUS),
+    "a product with almost one": lambda x, p: x * 1.0000001 * 2,
+    "a product with one that makes floats of integers": lambda x, p: x.int() * 1.0 + x,
     "one transpose": lambda x, p: x.transpose(1, 2) * 2,
     "two different transposes": lambda x, p: x.unsqueeze(0).transpose(0, 1).transpose(0, 2),
     "select of the first of two": lambda x, p: torch.stack((x, x + 1))[0],
@@ -60,6 +65,7 @@ def test_what_changes_something_is_kept(name):
         aten.unsqueeze.default,
         aten.contiguous.default,
         aten.clone.default,
+        aten.mul.Tensor,
     )
     assert count(after, *kinds) == count(before, *kinds)
     assert torch.equal(run(before, 9), run(after, 9))

@@ -27,6 +27,8 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
+constexpr size_t VIEW_DIMS = 8;  // of a view that is made here
+
 [[noreturn]] void damaged(const std::string& what) { throw std::runtime_error("a native program is damaged: " + what); }
 
 class Reader {
@@ -158,6 +160,12 @@ struct Program::Slots {
     return torch::stable::detail::from(list);
   }
 
+  AtenTensorHandle tensor_of(const Operand& operand) const {  // still theirs
+    return operand.kind == Operand::CONSTANT ? constants[operand.number].get() : tensors[operand.number];
+  }
+
+  void drop(int64_t slot) { aoti_torch_delete_tensor_object(std::exchange(tensors[slot], nullptr)); }
+
   void keep(int64_t slot, AtenTensorHandle handle) {
     if (slot < 0) aoti_torch_delete_tensor_object(handle);
     else tensors[slot] = handle;
@@ -190,6 +198,8 @@ Program::Program(const std::string& text, std::vector<Tensor> constants) : const
   outputs_ = reader.numbers();
   for (Call& call : calls_) {
     if (call.overload.empty()) call.direct = direct_calls().find(call.op);
+    call.is_view = call.op == "aten::view" && call.overload.empty() && call.operands.size() == 2 &&
+                   call.operands[0].is_tensor() && call.operands[1].kind == Operand::LIST;
     const size_t returned = call.returns_list ? 1 : call.results.size();
     deepest_stack_ = std::max({deepest_stack_, call.operands.size(), returned});
   }
@@ -213,7 +223,38 @@ std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::v
   return outputs;
 }
 
+// Other sizes for a contiguous tensor, a new tensor over the same memory. false: it is a matter of the dispatcher, which
+// also says what is wrong.
+bool Program::view(const Call& call, Slots& slots) const {
+  const AtenTensorHandle from = slots.tensor_of(call.operands[0]);
+  const std::vector<Operand>& given = call.operands[1].items;
+  bool contiguous = false;
+  int64_t numel = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(from, &contiguous));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(from, &numel));
+  if (!contiguous || numel == 0 || given.empty() || given.size() > VIEW_DIMS) return false;
+  int64_t sizes[VIEW_DIMS], strides[VIEW_DIMS], known = 1;
+  int free_dim = -1;  // the one whose size is -1
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (given[i].kind != Operand::NUMBER && given[i].kind != Operand::SIZE) return false;
+    sizes[i] = given[i].kind == Operand::SIZE ? slots.sizes[given[i].number] : given[i].number;
+    if (sizes[i] > 0) known *= sizes[i];
+    else if (sizes[i] != -1 || std::exchange(free_dim, static_cast<int>(i)) >= 0) return false;
+  }
+  if (free_dim >= 0) sizes[free_dim] = numel / known;
+  if (numel != known * (free_dim >= 0 ? sizes[free_dim] : 1)) return false;
+  int64_t stride = 1;
+  for (size_t i = given.size(); i-- > 0; stride *= sizes[i]) strides[i] = stride;
+  AtenTensorHandle result = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(from, static_cast<int64_t>(given.size()), sizes, strides, 0, &result));
+  if (call.operands[0].kind == Operand::LAST_TENSOR) slots.drop(call.operands[0].number);
+  slots.keep(call.results[0], result);
+  return true;
+}
+
 void Program::make_call(const Call& call, Slots& slots, bool direct) const {
+  if (direct && call.is_view && view(call, slots)) return;
   std::vector<StableIValue> stack(deepest_stack_);
   for (size_t i = 0; i < call.operands.size(); ++i) stack[i] = slots.value_of(call.operands[i]);
   if (direct && call.direct != nullptr) {

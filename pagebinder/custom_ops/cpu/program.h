@@ -30,6 +30,8 @@ struct Operand {
   double real = 0;
   std::string text;
   std::vector<Operand> items;  // of a list; of SOME the one value of an argument that may be None
+
+  bool is_tensor() const { return kind == TENSOR || kind == LAST_TENSOR || kind == CONSTANT; }
 };
 
 struct Call {
@@ -38,6 +40,7 @@ struct Call {
   bool returns_list = false;       // `results` are the list's elements
   std::vector<int64_t> results;    // slots, -1: dropped
   DirectCall direct = nullptr;     // what to call instead of asking the dispatcher for `op`
+  bool is_view = false;            // aten::view, which a contiguous tensor needs no dispatcher for
 };
 
 class Program {
@@ -52,6 +55,7 @@ class Program {
  private:
   struct Slots;
   void make_call(const Call& call, Slots& slots, bool direct) const;
+  bool view(const Call& call, Slots& slots) const;
 
   std::vector<Call> calls_;
   std::vector<int64_t> outputs_;
