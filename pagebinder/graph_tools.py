@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -141,14 +142,17 @@ def insert_call(
 
 
 def set_val(node: Node) -> None:
-    """Compute a call node's meta["val"] by running its fake kernel on its inputs' fake tensors."""
+    """Compute a call node's meta["val"] by running its fake kernel on its inputs' fake tensors.
+
+    Composite ops run as Python: torch 2.11's linear and matmul in C++ ask for sizes as numbers, which would fix them.
+    """
     fake_args, fake_kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     fake_mode = fake_mode_of(node.graph)
     with torch.no_grad():
         if fake_mode is None:
             node.meta["val"] = node.target(*fake_args, **fake_kwargs)
         else:
-            with fake_mode:
+            with enable_python_dispatcher(), fake_mode:
                 node.meta["val"] = node.target(*fake_args, **fake_kwargs)
 
 

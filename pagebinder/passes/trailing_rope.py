@@ -171,20 +171,27 @@ def token_rows(graph: Graph, like: Node, node: Node, rank: int) -> Node:
 
 
 def table_rows(graph: Graph, table: Node) -> Node:
-    """A table of angles as [T, P]: the node it is a view of, or one view behind that for all who ask."""
+    """A table of angles as [T, P], a row behind the other or not, but its elements side by side: the node it is a view
+    of, or one view behind that for all who ask."""
     pairs = val(table).shape[-1]
     while is_call(table, *VIEWS) and val(table.args[0]).shape[-1] == pairs:
         table = table.args[0]
-    if val(table).dim() == 2:
-        return table
-    behind = table.next
+    if val(table).dim() != 2:
+        table = _behind(graph, table, aten.reshape.default, [-1, pairs])
+    step = val(table).stride()[-1]
+    return table if isinstance(step, int) and step == 1 else _behind(graph, table, aten.contiguous.default)
+
+
+def _behind(graph: Graph, node: Node, target, *args) -> Node:
+    """The call target(node, *args) right behind a node, made where it does not exist yet."""
+    behind = node.next
     while behind.op in ("placeholder", "get_attr"):
         behind = behind.next
-    if is_call(behind, aten.reshape.default) and behind.args == (table, [-1, pairs]):
+    if is_call(behind, target) and behind.args == (node, *args):
         return behind
-    node = insert_call(graph, behind, aten.reshape.default, (table, [-1, pairs]))
-    node.meta.update({k: table.meta[k] for k in ("nn_module_stack", "stack_trace") if k in table.meta})
-    return node
+    call = insert_call(graph, behind, target, (node, *args))
+    call.meta.update({k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta})
+    return call
 
 
 def reroute(graph: Graph, old: Node, rows: Node) -> None:

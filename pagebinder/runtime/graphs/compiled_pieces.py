@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule
 
 from pagebinder.errors import GraphCaptureError
@@ -64,7 +65,7 @@ def _traced(piece: Piece, examples: Sequence[Any]) -> list[Any]:
     lifted, _ = lift_weights(piece.gm)
     weights = [n.meta["val"] for n in lifted.graph.nodes if n.op == "placeholder"][len(examples) :]
     mode = next(x.fake_mode for x in examples if isinstance(x, torch.Tensor))
-    with mode, torch.no_grad():
+    with enable_python_dispatcher(), mode, torch.no_grad():  # see graph_tools.set_val
         return list(lifted(*examples, *weights))
 
 
