@@ -10,7 +10,6 @@ keeps them.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,22 +50,20 @@ class InductorExecutable:
             return self._compiled(*(inputs[name] for name in self.input_names), *self._weights)[0]
 
 
-def compile_lifted(
-    lifted: GraphModule, examples: Sequence[Any], *, takes_sizes: bool = False
-) -> Callable[..., Sequence]:
+def compile_lifted(lifted: GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence]:
     """Compile a graph without weights of its own; the code returns a list or tuple, also of one result.
 
-    `examples`: a tensor without values for each input, or with `takes_sizes` a symbolic size.
+    `examples`: a tensor without values for each input, or a symbolic size. Their symbols are the compiled code's: where
+    inductor makes its own from examples, it takes equal numbers for one size (torch 2.11: fixed ones, too).
     """
     from torch._inductor import config as inductor_config
 
-    with torch.no_grad(), inductor_config.patch(_options(lifted)), contextlib.ExitStack() as stack:
-        symbols = "from_graph"  # its tensors get new ones: a size that is given by itself would be another
-        if takes_sizes:
-            mode = next(x.fake_mode for x in examples if isinstance(x, torch.Tensor))
-            stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
-            symbols = "from_tracing_context"
-        return torch._inductor.standalone_compile(lifted, list(examples), dynamic_shapes=symbols)
+    mode = next(x.fake_mode for x in examples if isinstance(x, torch.Tensor))
+    context = torch._guards.TracingContext(mode)
+    with torch.no_grad(), inductor_config.patch(_options(lifted)), torch._guards.tracing(context):
+        return torch._inductor.standalone_compile(
+            lifted, list(examples), dynamic_shapes="from_tracing_context"
+        )
 
 
 def _options(gm: GraphModule) -> dict[str, object]:

@@ -62,7 +62,7 @@ class PieceCompiler:
             node.meta["val"] = example
         key = _what_is_computed(lifted)
         if key not in self._programs:
-            self._programs[key] = compile_lifted(lifted, [n.meta["val"] for n in inputs], takes_sizes=True)
+            self._programs[key] = compile_lifted(lifted, [n.meta["val"] for n in inputs])
         self.seconds += time.perf_counter() - start
         return CompiledPiece(self._programs[key], tuple(weights))
 

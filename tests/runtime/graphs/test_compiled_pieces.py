@@ -61,7 +61,7 @@ class Checked(PieceCompiler):
         monkeypatch.setattr(inductor, "compile_lifted", self._checked)
         self.num_programs = 0
 
-    def _checked(self, lifted: GraphModule, examples, *, takes_sizes: bool):
+    def _checked(self, lifted: GraphModule, examples):
         self.num_programs += 1
 
         def run(*args):
