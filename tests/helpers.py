@@ -107,9 +107,13 @@ def tiny_gemma3(window: int = 16, **overrides) -> PreTrainedModel:
 
 
 def tiny_gemma2(window: int = 16, **overrides) -> PreTrainedModel:
-    """Window layers between full ones, scores and logits soft-capped."""
+    """Window layers between full ones, scores and logits soft-capped (by transformers 5.17's SDPA not)."""
     options = {"sliding_window": window, "layer_types": _WINDOW_AND_FULL, "query_pre_attn_scalar": 16}
-    options |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
+    options |= {
+        "attn_implementation": "eager",
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 10.0,
+    }
     return scale_weights(Gemma2ForCausalLM(Gemma2Config(**{**_MIXED, **options, **overrides})))
 
 

@@ -177,6 +177,10 @@ def attention_hook(model: torch.nn.Module) -> Iterator[None]:
                 f"{type(model).__name__} does not take attention functions from transformers' "
                 f"AttentionInterface: {error}"
             ) from error
+        if model.config._attn_implementation_internal == IMPLEMENTATION:
+            for config in configs:  # transformers 5.17 leaves copies of the model's own config as they are
+                if type(config) is type(model.config):
+                    config._attn_implementation_internal = IMPLEMENTATION
         yield
     finally:
         for config, implementation in zip(configs, before):

@@ -153,10 +153,10 @@ def _register() -> tuple[type, type, type]:
         def get_load_operations(self):
             return {"dequantize": Expand}
 
-        def update_weight_conversions(self, weight_conversions, model):
+        def update_weight_conversions(self, weight_conversions, *model):  # none in transformers 5.17
             is_deepseek = self.quantization_config.stored.scale_name == "weight_scale_inv"
             owner = FineGrainedFP8HfQuantizer if is_deepseek else HfQuantizer
-            return owner.update_weight_conversions(self, weight_conversions, model)
+            return owner.update_weight_conversions(self, weight_conversions, *model)
 
         def _process_model_before_weight_loading(self, model, **kwargs):
             self._normalize_modules_to_not_convert(model)

@@ -274,7 +274,17 @@ def _with_sinks(q, k, v, mask, column, scale: float):
 def _repeated(q, k, v):
     """Keys and values, each head for its group of query heads."""
     group = q.shape[1] // k.shape[1]
-    return (k, v) if group == 1 else [x.repeat_interleave(group, dim=1) for x in (k, v)]
+    return (k, v) if group == 1 else [_repeated_heads(x, group) for x in (k, v)]
+
+
+def _repeated_heads(x, group: int):
+    """[B, H, T, D] -> [B, group * H, T, D].
+
+    Heads are repeated within a token: where T lies within a head, torch 2.11 asks for the smaller of two strides.
+    """
+    batch, heads, tokens, width = x.shape
+    x = x.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, group, -1)
+    return x.reshape(batch, tokens, heads * group, width).transpose(1, 2)
 
 
 def _capped(q, k, v, mask, scale: float, cap: float):

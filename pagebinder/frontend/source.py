@@ -22,7 +22,7 @@ from pagebinder.report import PassResult
 DEFAULT_MAX_MODEL_LEN = 2048
 WEIGHT_PATTERNS = ("*.safetensors",)
 # What configs call layers that mix tokens by a recurrence or a short convolution, and have no attention;
-RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv"})
+RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv", "recurrent"})
 # layers that have both, side by side or one after the other; and layers that mix no tokens.
 HYBRID_LAYER_TYPES = frozenset({"hybrid", "hybrid_sliding"})
 LAYER_TYPES_WITHOUT_MIXING = frozenset({"moe", "mlp"})
@@ -281,6 +281,8 @@ def _layer_counts(config) -> dict[str, Any]:
         num_layers = getattr(config, "decoder_layers", num_layers)
     types = getattr(config, "layer_types", None)
     model_type = getattr(config, "model_type", None)
+    if types is None and model_type == "recurrent_gemma":  # of transformers 5.17
+        types = config.layers_block_type
     if model_type in ATTENTIONS_PER_LAYER:
         return {
             "num_attention_layers": num_layers * ATTENTIONS_PER_LAYER[model_type],

@@ -171,8 +171,8 @@ def token_rows(graph: Graph, like: Node, node: Node, rank: int) -> Node:
 
 
 def table_rows(graph: Graph, table: Node) -> Node:
-    """A table of angles as [T, P], a row behind the other or not, but its elements side by side: the node it is a view
-    of, or one view behind that for all who ask."""
+    """A table of angles as [T, P], elements of a row side by side: the node it is a view of, or one view behind that
+    for all who ask."""
     pairs = val(table).shape[-1]
     while is_call(table, *VIEWS) and val(table.args[0]).shape[-1] == pairs:
         table = table.args[0]

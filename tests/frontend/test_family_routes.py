@@ -134,10 +134,15 @@ BY_DAY = (tiny_roformer, tiny_zaya, tiny_phimoe, tiny_roberta, tiny_bart, tiny_d
 @pytest.mark.parametrize("build", by_day(MODELS, BY_DAY))
 def test_the_levels_equal_the_source_given_nothing_but_ids(build):
     model = scale_weights(build())
-    compiled = pagebinder.compile_model(model, EAGER)
     ids = torch.randint(4, VOCAB_SIZE, (50,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(ids[None], use_cache=False).logits[0]
+        first = model(ids[None, :25], use_cache=False).logits[0]
+    if not torch.allclose(first, expected[:25], atol=1e-4):  # RoFormer of transformers 5.17
+        with pytest.raises(CaptureError, match="attends to later tokens"):
+            pagebinder.compile_model(model, EAGER)
+        return
+    compiled = pagebinder.compile_model(model, EAGER)
     for level in ("captured", "fused"):
         torch.testing.assert_close(compiled.run_level(level, ids), expected, atol=3e-5, rtol=3e-5)
 

@@ -56,7 +56,9 @@ SERVED = {
 
 def on_meta(family: str, name: str) -> torch.nn.Module:
     """A tiny model without weights."""
-    architecture = next(a for a in architectures(family) if a.name == name)
+    architecture = next((a for a in architectures(family) if a.name == name), None)
+    if architecture is None:
+        pytest.skip(f"this release of transformers has no {name}")
     with torch.device("meta"):
         return architecture.model_class(tiny_config(architecture))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from pagebinder.errors import CheckpointError, UnsupportedLayerError
 from pagebinder.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
@@ -56,6 +57,11 @@ def test_transformers_reads_what_we_write(dtype, shards, tmp_path):
 
 @torch.no_grad()
 def test_bfloat16_logits_are_near_those_of_transformers(tmp_path):
+    norm = modeling_deepseek_v4.DeepseekV4RMSNorm(2)
+    if norm(torch.ones(1, 2, dtype=torch.bfloat16)).dtype is torch.float32:
+        pytest.skip(
+            "this release of transformers cannot run DeepSeek-V4 in bf16: it gives float32 to bf16 layers"
+        )
     oracle_model(oracle_config()).to(torch.bfloat16).save_pretrained(tmp_path)
     logits = DeepseekV4ForCausalLM.from_pretrained(tmp_path)(random_ids(NUM_TOKENS))
     expected = _theirs(tmp_path)(random_ids(NUM_TOKENS)).logits

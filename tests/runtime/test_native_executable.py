@@ -300,7 +300,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_views(name):
-    """They share memory, whether the dispatcher makes them or not; what is written through one is seen in the other."""
+    """They share memory, whether the dispatcher makes them or not: what is written through one is in the other."""
     source, sizes = VIEWS[name]
     builder = Builder()
     x = source(builder, chain(builder, builder.values[0]))

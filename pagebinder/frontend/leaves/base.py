@@ -73,7 +73,7 @@ class Leaf:
                 for name, ours in self.functions.items():
                     owner, attribute = self._owner(file, name)
                     self._require_function(file, name, getattr(owner, attribute, None), ours)
-                    stack.enter_context(_swapped(owner, attribute, ours))
+                    stack.enter_context(swapped(owner, attribute, ours))
             yield
 
     def refused(self, model: torch.nn.Module) -> dict[str, str]:
@@ -153,7 +153,7 @@ def captured_leaves(leaves: Sequence[Leaf], model: torch.nn.Module, captured: Gr
 
 
 @contextlib.contextmanager
-def _swapped(module, name: str, ours: Callable) -> Iterator[None]:
+def swapped(module, name: str, ours: Callable) -> Iterator[None]:
     before = getattr(module, name)
     setattr(module, name, ours)
     try:

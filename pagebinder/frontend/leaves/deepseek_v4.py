@@ -25,7 +25,7 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import IMPLEMENTATION
 from pagebinder.frontend.leaves import latent_ops as ops
-from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.base import Leaf, swapped
 from pagebinder.frontend.leaves.deepseek_v4_proof import Miniature, reason_against_parts
 from pagebinder.frontend.leaves.functions import require_no_state, require_plain
 
@@ -103,6 +103,24 @@ def unweighted_norm(self, x):
     return OPS.rms_norm(x, None, eps=float(self.eps), tail="none")
 
 
+def norm_that_rounds_last(self, hidden_states):
+    """DeepseekV4RMSNorm.forward, as transformers has it since the weight is kept in float32.
+
+    5.17 rounds before it multiplies: a float32 weight makes a float32 row of it, and its linear layers, of bf16,
+    cannot take that.
+    """
+    dtype, x = hidden_states.dtype, hidden_states.float()
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    if self.weight.dtype is dtype:
+        return self.weight * normed.to(dtype)
+    return (self.weight * normed).to(dtype)
+
+
+def _rounds_first(norm: type[torch.nn.Module]) -> bool:
+    with torch.device("cpu"), torch.no_grad():
+        return norm(2)(torch.ones(1, 2, dtype=torch.bfloat16)).dtype is torch.float32
+
+
 def hyper_connection(self, hidden_streams):
     """DeepseekV4HyperConnection.forward: [1, T, S, C] -> post [1, T, S], comb [1, T, S, S], [1, T, C]."""
     return ops.hyper_connection(
@@ -154,9 +172,17 @@ class DeepseekV4Leaf(Leaf):
             raise CaptureError(self._changed(reason))
         miniature = Miniature(model)
         expected = self._hidden_states(miniature, "eager")
-        with Leaf.patched(self, model):
+        with Leaf.patched(self, model), self._norms(model):
             if reason := miniature.reason_against(expected, self._hidden_states(miniature, IMPLEMENTATION)):
                 raise CaptureError(self._changed(reason))
+            yield
+
+    @contextlib.contextmanager
+    def _norms(self, model: torch.nn.Module) -> Iterator[None]:
+        norms = {type(m) for m in model.modules() if type(m).__name__ == "DeepseekV4RMSNorm"}
+        with contextlib.ExitStack() as stack:
+            for norm in filter(_rounds_first, norms):
+                stack.enter_context(swapped(norm, "forward", norm_that_rounds_last))
             yield
 
     def _hidden_states(self, miniature: Miniature, implementation: str) -> torch.Tensor:

@@ -53,8 +53,8 @@ class InductorExecutable:
 def compile_lifted(lifted: GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence]:
     """Compile a graph without weights of its own; the code returns a list or tuple, also of one result.
 
-    `examples`: a tensor without values for each input, or a symbolic size. Their symbols are the compiled code's: where
-    inductor makes its own from examples, it takes equal numbers for one size (torch 2.11: fixed ones, too).
+    `examples`: a tensor without values for each input, or a symbolic size. Their symbols are the compiled code's;
+    where inductor makes its own from examples, it takes equal numbers for one size (torch 2.11: fixed ones, too).
     """
     from torch._inductor import config as inductor_config
 
