@@ -58,6 +58,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/trace_replay.py
 	$(BIN)/python benchmarks/prefix_ttft.py
 	$(BIN)/python benchmarks/step_shares.py
+	$(BIN)/python benchmarks/read_share.py
 	$(BIN)/python benchmarks/scheduler.py
 	$(BIN)/python benchmarks/decode_step.py
 	$(BIN)/python benchmarks/quantized_linear.py

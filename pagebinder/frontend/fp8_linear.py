@@ -73,7 +73,7 @@ class LoadedFp8Linear(torch.nn.Module):
         """(the module to serve, what to say of it); the second begins with a reason where the weight is plain.
 
         Raises:
-            CheckpointError: the tensors are not numbers in fp8 with a scale in float32.
+            CheckpointError: the tensors are not numbers in fp8 with a scale in float32, or have other shapes.
         """
         reason = self._reason_against_codes(path)
         scale = self._scale(path)
@@ -105,6 +105,12 @@ class LoadedFp8Linear(torch.nn.Module):
             raise CheckpointError(
                 f"{path}: its weight is stored as {self.weight.dtype} and its scale as {scale.dtype}; e4m3 and "
                 "floating point are understood."
+            )
+        expected = self.stored.scale_shape(*self.replaced.weight.shape)
+        if scale.shape != torch.Size(expected) or self.weight.shape != self.replaced.weight.shape:
+            raise CheckpointError(
+                f"{path} cannot be loaded: its weight is {list(self.weight.shape)}, its scale {list(scale.shape)}, "
+                f"not {list(self.replaced.weight.shape)} and {list(expected)}."
             )
         if not scale.is_meta and not (scale.isfinite().all() and self._is_numbers()):
             raise CheckpointError(f"{path}: its weight or its scale holds NaN or infinity.")

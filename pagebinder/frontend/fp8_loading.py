@@ -59,7 +59,7 @@ def finish(model: torch.nn.Module, stored: StoredFp8) -> PassResult:
     """Put into place what is served, and say what became of each linear layer and mixture of experts.
 
     Raises:
-        CheckpointError: tensors that are no weights in fp8; names the module.
+        CheckpointError: tensors that are no weights in fp8, or are left in it without a kernel; names the module.
     """
     result = PassResult(name="stored_weights")
 
@@ -76,6 +76,15 @@ def finish(model: torch.nn.Module, stored: StoredFp8) -> PassResult:
                 refuse(path, what)
         elif isinstance(module, torch.nn.Linear):
             refuse(path, "it is stored plain")
+    for path, module in model.named_modules():
+        codes = [n for n, p in module.named_parameters(recurse=False) if p.dtype is torch.float8_e4m3fn]
+        if codes and not isinstance(module, Fp8Linear):
+            import transformers
+
+            raise CheckpointError(
+                f"{path}.{codes[0]} is stored in fp8, and transformers {transformers.__version__} leaves it so, "
+                "without its scales; transformers 5.23 expands it."
+            )
     for path in experts_modules(model):
         refuse(path, "no kernel reads codes of experts: they are expanded where they are stored in fp8")
     for name in ("hf_quantizer", "quantization_method"):

@@ -69,11 +69,18 @@ def experts(cls, dtype=torch.float32, **config):
     return module.to(dtype).eval()
 
 
+def limit_of(cls) -> float:
+    """What it clamps to: the config's limit, or its own in releases that do not read that."""
+    return getattr(cls(Config()), "limit", Config.swiglu_limit)
+
+
 def understood(module):
     return understand("experts", module, experts_forward, [])
 
 
-GPT_OSS = Gate(activation="swish", alpha=1.702, limit=1.5, up_offset=1.0, interleaved=True)
+GPT_OSS = Gate(
+    activation="swish", alpha=1.702, limit=limit_of(GptOssExperts), up_offset=1.0, interleaved=True
+)
 GATES = {
     MixtralExperts: Gate(),
     GptOssExperts: GPT_OSS,
