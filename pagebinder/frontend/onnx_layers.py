@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pagebinder.frontend.onnx_host import integers, is_host, number, operator, shortest
+from pagebinder.frontend.onnx_shapes import repeated_heads
 
 HIDDEN = float("-inf")
 
@@ -208,10 +209,8 @@ def attention(
         out = _capped(q, k, v, mask, scale, shortest(softcap))
     else:
         causal = mask is None and bool(is_causal)
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+        k, v = _repeated(q, k, v)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
     if flat:
         out = _flat(call, out)
     return out, k, v
@@ -274,17 +273,7 @@ def _with_sinks(q, k, v, mask, column, scale: float):
 def _repeated(q, k, v):
     """Keys and values, each head for its group of query heads."""
     group = q.shape[1] // k.shape[1]
-    return (k, v) if group == 1 else [_repeated_heads(x, group) for x in (k, v)]
-
-
-def _repeated_heads(x, group: int):
-    """[B, H, T, D] -> [B, group * H, T, D].
-
-    Heads are repeated within a token: where T lies within a head, torch 2.11 asks for the smaller of two strides.
-    """
-    batch, heads, tokens, width = x.shape
-    x = x.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, group, -1)
-    return x.reshape(batch, tokens, heads * group, width).transpose(1, 2)
+    return (k, v) if group == 1 else [repeated_heads(x, group) for x in (k, v)]
 
 
 def _capped(q, k, v, mask, scale: float, cap: float):

@@ -67,8 +67,10 @@ def reshape(call, x, shape, *, allowzero=0):
         target = [given[i] if isinstance(s, int) and s == 0 else s for i, s in enumerate(target)]
     if is_host(x):
         return x.reshape(target)
-    turned = _turned(call, target)
-    return x.reshape(target) if turned is None else turned
+    for form in (_turned(call, target), _grouped(call, x, target)):
+        if form is not None:
+            return form
+    return x.reshape(target)
 
 
 def _turned(call, target: list):
@@ -82,6 +84,31 @@ def _turned(call, target: list):
         return None
     wanted = [*y.shape[:-2], y.shape[-1], y.shape[-2]]
     return y.transpose(-1, -2) if str(wanted) == str(target) else None
+
+
+def _grouped(call, x, target: list):
+    """Reshape(Expand(Unsqueeze(y, 2)), [B, H * G, T, D]): every KV head for its group of query heads."""
+    made = call.maker(call.node.inputs[0], "Expand") or call.maker(call.node.inputs[0], "Tile")
+    once = None if made is None else call.value(made.inputs[0])
+    if once is None or is_host(once) or x.dim() != 5 or once.dim() != 5:
+        return None
+    batch, heads, group, tokens, width = x.shape
+    wanted = [str(s) for s in (batch, heads * group, tokens, width)]
+    if [str(s) for s in once.shape] != [str(s) for s in (batch, heads, 1, tokens, width)]:
+        return None
+    said = len(target) == 4 and all(str(t) in (s, "-1") for t, s in zip(target, wanted))
+    return repeated_heads(once.squeeze(2), group) if said else None
+
+
+def repeated_heads(x, group: int):
+    """[B, H, T, D] -> [B, H * group, T, D].
+
+    Heads are repeated within a token: where T lies within a head, torch 2.11 asks for the smaller of two strides, which
+    is a question about the number of tokens.
+    """
+    batch, heads, tokens, width = x.shape
+    x = x.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, group, -1)
+    return x.reshape(batch, tokens, heads * group, width).transpose(1, 2)
 
 
 @operator("Flatten")

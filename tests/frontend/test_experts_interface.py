@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 
@@ -131,9 +132,13 @@ def test_equals_transformers_own_function(cls, dtype):
         expected = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, x, ids, weights)
         with experts_hook(module):
             got = module(x, ids, weights)
+        in_float32 = (copy.deepcopy(module).float(), x.float(), ids, weights.float())
+        exact = ALL_EXPERTS_FUNCTIONS["grouped_mm"](*in_float32)
     assert got.dtype is dtype and expected.abs().mean() > 0.1
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    if dtype is torch.float32:
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    else:  # releases of transformers round a bias in other places
+        assert (got.float() - exact).norm() <= 1.01 * (expected.float() - exact).norm()
 
 
 def test_everything_is_put_back():
