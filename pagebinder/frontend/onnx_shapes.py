@@ -103,8 +103,8 @@ def _grouped(call, x, target: list):
 def repeated_heads(x, group: int):
     """[B, H, T, D] -> [B, H * group, T, D].
 
-    Heads are repeated within a token: where T lies within a head, torch 2.11 asks for the smaller of two strides, which
-    is a question about the number of tokens.
+    Heads are repeated within a token: where T lies within a head, torch 2.11 asks for the smaller of two strides, a
+    question about the number of tokens.
     """
     batch, heads, tokens, width = x.shape
     x = x.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, group, -1)
