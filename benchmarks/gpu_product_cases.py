@@ -25,7 +25,11 @@ LINEARS = tuple(("quantized_linear", format, "", rows) for format in FORMATS for
 )  # op, format of the weight, what shares a scale of x, rows
 NARROW_COLUMNS = 1024  # its keys
 NARROW = tuple((format, rows) for format in FORMATS for rows in (1, 64))
-EXPERTS = tuple((tokens, 128, 8, 2048, 768) for tokens in (1, 64, 4096))  # tokens, experts, K, C, I
+EXPERTS = tuple(
+    (format, tokens, 128, 8, 2048, 768)
+    for format in ("", "fp8_block", "int4_g64")
+    for tokens in (1, 64, 4096)
+)  # format of the weights, tokens, experts, K, C, I
 SAMPLINGS = tuple((draws, asked) for draws in (1, 64) for asked in ("nothing", "top_k", "top_p", "penalty"))
 VOCAB = 151_936
 
@@ -38,6 +42,13 @@ def _result(case: str, ms: float, num_bytes: int, flops: int, copy_gb_per_s: flo
     }  # fmt: skip
 
 
+def _codes(shapes, format: str, *experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A packed weight, or one for each of so many experts; exponents of about 1, whatever the format."""
+    codes, scale = ((*experts, *shape) for shape in shapes)
+    qweight = torch.randint(0x30, 0x40, codes, dtype=torch.uint8, device="cuda")
+    return qweight, torch.full(scale, 0.01, dtype=scale_dtype(format), device="cuda")
+
+
 def linear(
     copy_gb_per_s: float, name: str, format: str, granularity: str, rows: int, columns: int = COLUMNS
 ) -> dict:
@@ -48,9 +59,7 @@ def linear(
         x = op("scaled_fp8_quant")(x, granularity=granularity)
     calls = []
     for _ in range(1 + 2 * L2_BYTES // num_weight_bytes):
-        # Exponents of about 1, whatever the format.
-        qweight = torch.randint(0x30, 0x40, codes, dtype=torch.uint8, device="cuda")
-        scales = torch.full(scale, 0.01, dtype=scale_dtype(format), device="cuda")
+        qweight, scales = _codes((codes, scale), format)
         if granularity:
             options = {"format": format, "dtype": torch.bfloat16}
             calls.append(lambda w=(qweight, scales), o=options: op(name)(*x, *w, **o))
@@ -70,19 +79,29 @@ def narrow_linear(copy_gb_per_s: float, format: str, rows: int) -> dict:
     return {**linear(*given), "ms_without_parts": whole["ms"]}
 
 
-def experts(copy_gb_per_s: float, tokens: int, num_experts: int, slots: int, width: int, inner: int) -> dict:
+def experts(
+    copy_gb_per_s: float, format: str, tokens: int, num_experts: int, slots: int, width: int, inner: int
+) -> dict:
+    """`format`: of the weights, "" for bfloat16."""
     x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
     ids = torch.rand(tokens, num_experts, device="cuda").argsort(1)[:, :slots]
     weights = torch.rand(tokens, slots, device="cuda")
-    up = torch.randn(num_experts, 2 * inner, width, dtype=torch.bfloat16, device="cuda") * width**-0.5
-    down = torch.randn(num_experts, width, inner, dtype=torch.bfloat16, device="cuda") * inner**-0.5
-    gate = Gate().as_options()
-    ms = median_ms(
-        [lambda: op("moe_experts")(x, ids, weights, up, down, None, None, transposed=False, **gate)]
-    )
-    num_bytes = len(ids.unique()) * 3 * width * inner * 2 + 2 * x.nbytes
+    shapes = ((2 * inner, width), (width, inner))
+    if format:
+        stacks = [
+            part for shape in shapes for part in _codes(packed_shapes(*shape, format), format, num_experts)
+        ]
+        name, options = "quantized_moe_experts", {"format": format}
+    else:
+        stacks = [
+            torch.randn(num_experts, *s, dtype=torch.bfloat16, device="cuda") * s[1] ** -0.5 for s in shapes
+        ]
+        name, options = "moe_experts", {"transposed": False}
+    options |= Gate().as_options()
+    ms = median_ms([lambda: op(name)(x, ids, weights, *stacks, None, None, **options)])
+    num_bytes = len(ids.unique()) * sum(part[0].nbytes for part in stacks) + 2 * x.nbytes
     flops = 2 * tokens * slots * 3 * width * inner
-    return _result("moe_experts", ms, num_bytes, flops, copy_gb_per_s, tokens=tokens)
+    return _result(f"{name} {format}".rstrip(), ms, num_bytes, flops, copy_gb_per_s, tokens=tokens)
 
 
 def sampling(copy_gb_per_s: float, draws: int, asked: str) -> dict:

@@ -44,17 +44,23 @@ def moe_experts(x, expert_ids, expert_weights, up, down, up_bias, down_bias, *, 
     num_slots, ids = expert_ids.shape[1], expert_ids.contiguous()
     if ids.numel() == 0:
         return out.zero_()
-    slots, starts = _sorted(ids, num_experts)
+    slots, starts = sorted_slots(ids, num_experts)
     h = x.new_empty((len(slots), inner))
     _project(rows_of(x), slots, starts, up, up_bias, h, transposed, slots_per_row=num_slots, gate=gate)
     rows = x.new_empty((len(slots), width))
     _project(h, slots, starts, down, down_bias, rows, transposed)
+    combine(rows, ids, expert_weights, num_experts, out)
+    return out
+
+
+def combine(rows, ids, expert_weights, num_experts: int, out) -> None:
+    """rows [S, C] of slots -> out [T, C], the weighted sum over each token's slots."""
+    (num_tokens, width), num_slots = out.shape, ids.shape[1]
     block = min(MAX_BLOCK, triton.next_power_of_2(width))
-    combine_kernel[len(x), triton.cdiv(width, block)](
+    combine_kernel[num_tokens, triton.cdiv(width, block)](
         rows, ids, expert_weights.contiguous(), out, num_experts, num_slots, width, BLOCK=block,
         num_warps=warps_of(block),
     )  # fmt: skip
-    return out
 
 
 def expert_linear(x, expert_ids, weight, bias, *, transposed):
@@ -67,7 +73,7 @@ def expert_linear(x, expert_ids, weight, bias, *, transposed):
         )
     out = x.new_zeros((*expert_ids.shape, _sizes(weight, transposed)[0]))
     if out.numel():
-        slots, starts = _sorted(expert_ids.contiguous(), weight.shape[0])
+        slots, starts = sorted_slots(expert_ids.contiguous(), weight.shape[0])
         slots_per_row = expert_ids.shape[1] if x.dim() == 2 else 1
         _project(rows_of(x), slots, starts, weight, bias, out, transposed, slots_per_row=slots_per_row)
     return out
@@ -78,7 +84,7 @@ def _sizes(weight, transposed: bool) -> tuple[int, int]:
     return (weight.shape[2], weight.shape[1]) if transposed else (weight.shape[1], weight.shape[2])
 
 
-def _sorted(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sorted_slots(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(slots in the order of their experts, where each expert's begin [E + 1] int32)."""
     # A radix sort takes a pass a byte.
     narrow = torch.int16 if num_experts < 1 << 15 else torch.int32

@@ -21,6 +21,15 @@ from pagebinder.custom_ops.triton.values import SIZES, product, rounded
 
 
 @triton.jit
+def tile_of_expert(starts_ptr, tile, num_experts, BLOCK_M: tl.constexpr):
+    """(expert, where its rows of this tile begin, where its rows end), in sorted order; no rows: begin >= end."""
+    expert = request_of_tile(starts_ptr, tile, num_experts, BLOCK_M)
+    first = tl.load(starts_ptr + expert)
+    end = tl.load(starts_ptr + expert + 1, mask=expert < num_experts, other=0)
+    return expert, first + (tile - first // BLOCK_M - expert) * BLOCK_M, end
+
+
+@triton.jit
 def gated(h, up, limit, alpha, up_offset, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     """`Gate` of float32 sums; a NaN passes limits."""
     if GATED and limit is not None:
@@ -47,15 +56,10 @@ def expert_kernel(
     GATHER: the row of x is slot // slots_per_row, else its place in the sorted order; SCATTER: so is the row of out.
     GATED: the weight has two columns for each of the result; ACTIVATION "": no gate at all.
     """
-    tile = tl.program_id(0)
-    expert = request_of_tile(starts_ptr, tile, num_experts, BLOCK_M)
-    if expert == num_experts:
+    expert, begin, end = tile_of_expert(starts_ptr, tl.program_id(0), num_experts, BLOCK_M)
+    if begin >= end:
         return
-    first = tl.load(starts_ptr + expert)
-    place = first + (tile - first // BLOCK_M - expert) * BLOCK_M + tl.arange(0, BLOCK_M)
-    end = tl.load(starts_ptr + expert + 1)
-    if first + (tile - first // BLOCK_M - expert) * BLOCK_M >= end:
-        return
+    place = begin + tl.arange(0, BLOCK_M)
     is_row = place < end
     slot = place
     if GATHER or SCATTER:

@@ -1,6 +1,7 @@
-"""Kernels over packed weights of 8 or 4 bits: the linear layer, and the weight's codes in rows.
+"""Kernels over packed weights of 8 or 4 bits: the linear layer, experts, and the weight's codes in rows.
 
     packed_linear_kernel    grid [row tiles * column tiles, parts of k]: codes become operands in registers
+    packed_expert_kernel    grid [row tiles, column tiles]: the same for slots that are sorted by expert, and a gate
     sum_parts_kernel        grid [rows, column tiles]: sums over parts of k, added in their order, become results
     unpack_kernel           grid [panels, step tiles]: codes [N, K] as other libraries take them
 
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 
 from pagebinder.custom_ops.triton.e4m3 import e4m3_values
+from pagebinder.custom_ops.triton.moe_kernels import gated, tile_of_expert
 from pagebinder.custom_ops.triton.values import SIZES, product, rounded
 
 
@@ -135,35 +137,18 @@ def finished(
     return acc
 
 
-@triton.jit(do_not_specialize=SIZES)
-def packed_linear_kernel(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, stride_x, num_rows, num_panels, num_steps,
-    part_steps, row_tiles, BLOCK_M: tl.constexpr, PANELS: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr,
-    FORMAT: tl.constexpr, W_SHARES: tl.constexpr, GROUP_STEPS: tl.constexpr, X_SHARES: tl.constexpr,
-    NATIVE: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit
+def sums_of_panels(
+    row_ptrs, is_row, row, x_scale_ptr, w_ptr, w_scale_ptr, panel, first, last, num_rows, num_panels, num_steps,
+    BLOCK_M: tl.constexpr, PANELS: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr, FORMAT: tl.constexpr,
+    W_SHARES: tl.constexpr, GROUP_STEPS: tl.constexpr, X_SHARES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = (x * its scale) (codes * their scale)^T + bias.
-
-    FORMAT: "e4m3", "int8" or "int4".
-    W_SHARES: "tensor", "row", "block" of 128 x 128, or "group" of 32 GROUP_STEPS.
-    X_SHARES: "" for x of numbers; else x is of e4m3 codes, with scales of the "tensor", a "token" or a "group".
-    SUMS: a step of the loop makes so many sums, over 32 STEPS / SUMS of k each, which divide what shares a scale.
-    PARTS: of k, of `part_steps` each, a multiple of STEPS; more than one: out [PARTS, M, N] float32 are their sums.
-    Neighbouring programs take other rows of the same columns, whose weight they then find in the cache.
-    """
+    """Sums [BLOCK_M, 32 PANELS] over the steps [first, last), by the scales that change with k; see below."""
     BLOCK_N: tl.constexpr = PANELS * 32
     BLOCK_K: tl.constexpr = STEPS * 32 // SUMS
     HAS_PARTS: tl.constexpr = W_SHARES == "block" or W_SHARES == "group" or X_SHARES == "group"
-    row = (tl.program_id(0) % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    panel = (tl.program_id(0) // row_tiles) * PANELS
     column = panel * 32 + tl.arange(0, BLOCK_N)
     num_columns = num_panels * 32
-    is_row, is_column = row < num_rows, column < num_columns
-    row_ptrs = x_ptr + row.to(tl.int64) * stride_x
-    first, last = 0, num_steps
-    if PARTS > 1:
-        first = tl.program_id(1) * part_steps
-        last = tl.minimum(first + part_steps, num_steps)
     if SUMS == 1:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(first, last, STEPS):
@@ -195,6 +180,39 @@ def packed_linear_kernel(
                 num_steps, W_SHARES, GROUP_STEPS, X_SHARES,
             )  # fmt: skip
         acc = tl.sum(sums, 0)
+    return acc
+
+
+@triton.jit(do_not_specialize=SIZES)
+def packed_linear_kernel(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, stride_x, num_rows, num_panels, num_steps,
+    part_steps, row_tiles, BLOCK_M: tl.constexpr, PANELS: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr,
+    FORMAT: tl.constexpr, W_SHARES: tl.constexpr, GROUP_STEPS: tl.constexpr, X_SHARES: tl.constexpr,
+    NATIVE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = (x * its scale) (codes * their scale)^T + bias.
+
+    FORMAT: "e4m3", "int8" or "int4".
+    W_SHARES: "tensor", "row", "block" of 128 x 128, or "group" of 32 GROUP_STEPS.
+    X_SHARES: "" for x of numbers; else x is of e4m3 codes, with scales of the "tensor", a "token" or a "group".
+    SUMS: a step of the loop makes so many sums, over 32 STEPS / SUMS of k each, which divide what shares a scale.
+    PARTS: of k, of `part_steps` each, a multiple of STEPS; more than one: out [PARTS, M, N] float32 are their sums.
+    Neighbouring programs take other rows of the same columns, whose weight they then find in the cache.
+    """
+    row = (tl.program_id(0) % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    panel = (tl.program_id(0) // row_tiles) * PANELS
+    column = panel * 32 + tl.arange(0, PANELS * 32)
+    num_columns = num_panels * 32
+    is_row, is_column = row < num_rows, column < num_columns
+    row_ptrs = x_ptr + row.to(tl.int64) * stride_x
+    first, last = 0, num_steps
+    if PARTS > 1:
+        first = tl.program_id(1) * part_steps
+        last = tl.minimum(first + part_steps, num_steps)
+    acc = sums_of_panels(
+        row_ptrs, is_row, row, x_scale_ptr, w_ptr, w_scale_ptr, panel, first, last, num_rows, num_panels, num_steps,
+        BLOCK_M, PANELS, STEPS, SUMS, FORMAT, W_SHARES, GROUP_STEPS, X_SHARES, NATIVE,
+    )  # fmt: skip
     if PARTS > 1:
         out_ptr += tl.program_id(1).to(tl.int64) * num_rows * num_columns
     else:
@@ -203,6 +221,73 @@ def packed_linear_kernel(
         )
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
     tl.store(out_ptrs, rounded(acc, out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def packed_expert_kernel(
+    x_ptr, slots_ptr, starts_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, stride_x, scales_of_expert, num_experts,
+    slots_per_row, num_panels, num_steps, limit, alpha, up_offset, BLOCK_M: tl.constexpr, PANELS: tl.constexpr,
+    STEPS: tl.constexpr, SUMS: tl.constexpr, FORMAT: tl.constexpr, W_SHARES: tl.constexpr,
+    GROUP_STEPS: tl.constexpr, NATIVE: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """`expert_kernel` of moe_kernels.py over packed weights: `num_panels` of each expert, PANELS of the result.
+
+    A gate that is interleaved has both of its columns in one panel: sums of twice as many columns, which then part.
+    """
+    expert, begin, end = tile_of_expert(starts_ptr, tl.program_id(0), num_experts, BLOCK_M)
+    if begin >= end:
+        return
+    place = begin + tl.arange(0, BLOCK_M)
+    is_row = place < end
+    slot = place
+    if GATHER or SCATTER:
+        slot = tl.load(slots_ptr + place, mask=is_row, other=0).to(tl.int32)
+    row = slot // slots_per_row if GATHER else place
+    row_ptrs = x_ptr + row.to(tl.int64) * stride_x
+    BITS: tl.constexpr = 4 if FORMAT == "int4" else 8
+    w_ptr += expert.to(tl.int64) * num_panels * num_steps * 128 * BITS
+    w_scale_ptr += expert.to(tl.int64) * scales_of_expert
+    if bias_ptr is not None:
+        bias_ptr += expert.to(tl.int64) * num_panels * 32
+    SIDES: tl.constexpr = 2 if GATED and INTERLEAVED else 1  # in the panels of a sum
+    panel = tl.program_id(1) * PANELS * SIDES
+    h = expert_sums(
+        row_ptrs, is_row, w_ptr, w_scale_ptr, bias_ptr, panel, num_panels, num_steps, BLOCK_M, PANELS * SIDES, STEPS,
+        SUMS, FORMAT, W_SHARES, GROUP_STEPS, NATIVE,
+    )  # fmt: skip
+    up = h
+    num_columns = num_panels * 32
+    if GATED:
+        num_columns = num_columns // 2
+        if INTERLEAVED:
+            h, up = tl.split(tl.reshape(h, (BLOCK_M, PANELS * 32, 2)))
+        else:
+            up = expert_sums(
+                row_ptrs, is_row, w_ptr, w_scale_ptr, bias_ptr, num_panels // 2 + panel, num_panels, num_steps,
+                BLOCK_M, PANELS, STEPS, SUMS, FORMAT, W_SHARES, GROUP_STEPS, NATIVE,
+            )  # fmt: skip
+    h = gated(h, up, limit, alpha, up_offset, ACTIVATION, GATED)
+    column = tl.program_id(1) * PANELS * 32 + tl.arange(0, PANELS * 32)
+    to = slot if SCATTER else place
+    out_ptrs = out_ptr + to.to(tl.int64)[:, None] * num_columns + column[None, :]
+    mask = is_row[:, None] & (column < num_columns)[None, :]
+    tl.store(out_ptrs, rounded(h, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expert_sums(
+    row_ptrs, is_row, w_ptr, w_scale_ptr, bias_ptr, panel, num_panels, num_steps, BLOCK_M: tl.constexpr,
+    PANELS: tl.constexpr, STEPS: tl.constexpr, SUMS: tl.constexpr, FORMAT: tl.constexpr, W_SHARES: tl.constexpr,
+    GROUP_STEPS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Rows by some panels of one expert, by all scales, and the bias."""
+    row, column = tl.arange(0, BLOCK_M), panel * 32 + tl.arange(0, PANELS * 32)
+    acc = sums_of_panels(
+        row_ptrs, is_row, row, None, w_ptr, w_scale_ptr, panel, 0, num_steps, BLOCK_M, num_panels, num_steps, BLOCK_M,
+        PANELS, STEPS, SUMS, FORMAT, W_SHARES, GROUP_STEPS, "", NATIVE,
+    )  # fmt: skip
+    return finished(acc, None, w_scale_ptr, bias_ptr, row, column, BLOCK_M, num_panels * 32, W_SHARES, "")
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -31,7 +31,7 @@ from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.library import OpInfo, define_schema, library, op_info, overload
 from pagebinder.custom_ops.linear import inverse_rope_grouped, quantized
 from pagebinder.custom_ops.mla import paged_mla
-from pagebinder.custom_ops.moe import experts
+from pagebinder.custom_ops.moe import experts, quantized_experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
 from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
 from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
@@ -82,6 +82,7 @@ _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
     "quantized_linear": (quantized.QUANTIZED_LINEAR, fp8_linear.FP8_LINEAR),
     "sampling": (sample_tokens.ARGMAX_TOKENS, sample_tokens.SAMPLE_TOKENS),
     "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR),
+    "quantized_moe": (quantized_experts.QUANTIZED_MOE_EXPERTS,),
     "short_conv": (short_conv.PAGED_SHORT_CONV,),
     "delta_rule": (gated_delta_rule.PAGED_GATED_DELTA_RULE,),
     "ssd": (ssd.PAGED_SSD,),

@@ -21,6 +21,8 @@ of the product's time at 4096 rows. Speeds are not measured yet.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -46,7 +48,7 @@ W_SHARES = {"fp8": "row", "fp8_tensor": "tensor", "fp8_block": "block", "int8": 
 
 def quantized_linear(x, qweight, scale, bias=None, *, format):
     """See `quantized_linear_reference`."""
-    _check_weight(qweight, scale, bias, format)
+    check_weight(qweight, scale, bias, format)
     inner = qweight.shape[1] * STEP
     if x.shape[-1] != inner:
         raise ValueError(f"x must be [..., {inner}], not {list(x.shape)}")
@@ -60,7 +62,7 @@ def fp8_linear(x, x_scale, qweight, scale, bias=None, *, format, dtype):
     """See `fp8_linear_reference`."""
     if format not in FP8_FORMATS:
         raise ValueError(f"fp8_linear takes weights in {', '.join(FP8_FORMATS)}, not {format!r}")
-    _check_weight(qweight, scale, bias, format)
+    check_weight(qweight, scale, bias, format)
     inner = qweight.shape[1] * STEP
     if x.dtype != CODES or x.shape[-1] != inner:
         raise ValueError(f"x must be {CODES} [..., {inner}], not {x.dtype} {list(x.shape)}")
@@ -114,35 +116,55 @@ def unpacked(qweight: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-def _launch(rows, x_scale, x_shares, qweight, scale, bias, out, format) -> None:
-    fmt, (panels, steps) = weight_format(format), qweight.shape[:2]
+class Tiling(NamedTuple):
+    """How a kernel over packed weights goes through them."""
+
+    rows: int
+    panels: int
+    steps: int  # of 32 k that are taken at a time
+    warps: int
+    stages: int
+    facts: dict  # operands of the kernel that follow from the format
+
+
+def tiling(num_rows: int, dtype: torch.dtype, format: str, x_shares: str, device: torch.device) -> Tiling:
+    """Of a product of so many rows of x of that dtype; `x_shares`: see packed_linear_kernel."""
+    fmt = weight_format(format)
     w_shares = "group" if fmt.bits == 4 else W_SHARES[format]
-    if rows.dtype == torch.float32:
+    if dtype == torch.float32:
         block, at_once, taken, warps, stages = TILE_OF_FLOAT32
     else:
         block, at_once, taken, warps, stages = next(
-            t for most, *t in TILES if most is None or len(rows) <= most
+            t for most, *t in TILES if most is None or num_rows <= most
         )
     group_steps, sums = (fmt.group or GROUP) // STEP, 1
-    if rows.dtype != torch.float32 and ("group" in (w_shares, x_shares) or w_shares == "block"):
+    if dtype != torch.float32 and ("group" in (w_shares, x_shares) or w_shares == "block"):
         taken = max(group_steps, taken) if block == MIN_ROWS_OF_TILE else group_steps
         sums = taken // group_steps
     codes = "int8" if format == "int8" else {4: "int4", 8: "e4m3"}[fmt.bits]
-    row_tiles = triton.cdiv(len(rows), block)
-    programs = row_tiles * triton.cdiv(panels, at_once)
-    parts, part_tiles = parts_of(len(rows), programs, triton.cdiv(steps, taken), rows.device)
-    shares, target = {"W_SHARES": w_shares, "X_SHARES": x_shares, "PARTS": parts}, out
+    facts = {"SUMS": sums, "FORMAT": codes, "W_SHARES": w_shares, "GROUP_STEPS": group_steps}
+    return Tiling(block, at_once, taken, warps, stages, facts | {"NATIVE": has_fp8(device)})
+
+
+def _launch(rows, x_scale, x_shares, qweight, scale, bias, out, format) -> None:
+    panels, steps = qweight.shape[:2]
+    tile = tiling(len(rows), rows.dtype, format, x_shares, rows.device)
+    row_tiles = triton.cdiv(len(rows), tile.rows)
+    programs = row_tiles * triton.cdiv(panels, tile.panels)
+    parts, part_tiles = parts_of(len(rows), programs, triton.cdiv(steps, tile.steps), rows.device)
+    shares, target = {"X_SHARES": x_shares, "PARTS": parts}, out
     if parts > 1:
         target = torch.empty((parts, len(rows), panels * PANEL), dtype=torch.float32, device=out.device)
     packed_linear_kernel[programs, parts](
-        rows, x_scale, qweight, scale, bias, target, rows.stride(0), len(rows), panels, steps, part_tiles * taken,
-        row_tiles, BLOCK_M=block, PANELS=at_once, STEPS=taken, SUMS=sums, FORMAT=codes, GROUP_STEPS=group_steps,
-        NATIVE=has_fp8(rows.device), **shares, num_warps=warps, num_stages=stages,
+        rows, x_scale, qweight, scale, bias, target, rows.stride(0), len(rows), panels, steps,
+        part_tiles * tile.steps, row_tiles, BLOCK_M=tile.rows, PANELS=tile.panels, STEPS=tile.steps, **tile.facts,
+        **shares, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
         columns = panels * PANEL
         operands = (target, x_scale, scale, bias, out, len(rows), columns)
         grid = (len(rows), triton.cdiv(columns, COLUMNS_OF_SUMS))
+        shares["W_SHARES"] = tile.facts["W_SHARES"]
         sum_parts_kernel[grid](*operands, BLOCK_N=COLUMNS_OF_SUMS, **shares, num_warps=1)
 
 
@@ -153,18 +175,20 @@ def parts_of(num_rows: int, programs: int, tiles: int, device: torch.device) -> 
     return triton.cdiv(tiles, part_tiles), part_tiles
 
 
-def _check_weight(qweight, scale, bias, format) -> None:
+def check_weight(qweight, scale, bias, format) -> None:
+    """Of one layer, or of experts, whose number stands in front of each shape. Raises ValueError."""
     weight_format(format)
-    columns, inner = qweight.shape[0] * PANEL, qweight.shape[1] * STEP
-    shapes = packed_shapes(columns, inner, format)
+    experts = tuple(qweight.shape[:-4])
+    columns, inner = (s * m for s, m in zip(qweight.shape[-4:-2], (PANEL, STEP)))
+    shapes = tuple((*experts, *shape) for shape in packed_shapes(columns, inner, format))
     if (tuple(qweight.shape), tuple(scale.shape)) != shapes or qweight.dtype != torch.uint8:
         raise ValueError(
-            f"a weight [{columns}, {inner}] in {format} is uint8 {shapes[0]} with scales {shapes[1]}"
+            f"a weight {[*experts, columns, inner]} in {format} is uint8 {shapes[0]} with scales {shapes[1]}"
         )
     if not (qweight.is_contiguous() and scale.is_contiguous()):
         raise ValueError("a packed weight and its scales must be contiguous")
-    if bias is not None and (bias.shape != (columns,) or bias.stride(0) != 1):
-        raise ValueError(f"bias must be [{columns}], not {list(bias.shape)}")
+    if bias is not None and (bias.shape != (*experts, columns) or bias.stride(-1) != 1):
+        raise ValueError(f"bias must be {[*experts, columns]}, not {list(bias.shape)}")
 
 
 def _x_shares(x_scale, shape) -> str:

@@ -33,6 +33,7 @@ from pagebinder.custom_ops.triton import (
     paged_attention,
     qk_norm_rope_write,
     quantized_linear,
+    quantized_moe,
     rms_norm,
     sampling,
     unified_attention,
@@ -186,6 +187,17 @@ def mix(dtype, tokens, experts=128, slots=8, width=2048, inner=768) -> None:
     moe.moe_experts(x, ids, ids.float(), up, down, None, None, transposed=False, **gate)
 
 
+def mix_codes(dtype, tokens, format, experts=128, slots=8, width=2048, inner=768, interleaved=False) -> None:
+    """The same with weights of 8 or 4 bits."""
+    ids, x = torch.zeros(tokens, slots, dtype=torch.int64), torch.empty(tokens, width, dtype=dtype)
+    stacks = []
+    for shape in ((2 * inner, width), (width, inner)):
+        codes, scale = ((experts, *part) for part in packed_shapes(*shape, format))
+        stacks += [torch.empty(codes, dtype=torch.uint8), torch.empty(scale, dtype=scale_dtype(format))]
+    gate = Gate(interleaved=interleaved).as_options()
+    quantized_moe.quantized_moe_experts(x, ids, ids.float(), *stacks, None, None, format=format, **gate)
+
+
 def main() -> None:
     compile_instead_of_running(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
     if "--recurrent" in sys.argv:
@@ -214,6 +226,11 @@ def main() -> None:
         mix(torch.bfloat16, 4)
         mix(torch.bfloat16, 512)
         mix(torch.float32, 64)
+        for tokens in (4, 512, 4096):
+            for format in FORMATS:
+                mix_codes(torch.bfloat16, tokens, format, interleaved=tokens == 512)
+            mix_codes(torch.bfloat16, tokens, "int4_g32", interleaved=True)
+        mix_codes(torch.float32, 64, "int8")
     attend(torch.bfloat16, 128, new=1, codes="fp8_e4m3")
     attend_latent(torch.bfloat16)
     write(torch.bfloat16)
@@ -222,6 +239,8 @@ def main() -> None:
     multiply(torch.bfloat16, 256, "int4_g64")
     choose(torch.bfloat16, vocab=1000)
     mix(torch.bfloat16, 4096)
+    mix_codes(torch.bfloat16, 4, "int4_g64")
+    mix_codes(torch.bfloat16, 4096, "fp8_block", interleaved=True)
     compile_latent("--all" in sys.argv)
     compile_recurrent(everything=False)
 

@@ -31,6 +31,7 @@ KERNELS = {
     "draw_kernel",
     "choose_kernel",
     "expert_kernel",
+    "packed_expert_kernel",
     "combine_kernel",
     "sparse_kernel",
     "requantise_kernel",

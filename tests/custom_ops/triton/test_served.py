@@ -41,6 +41,12 @@ def served(model, providers, **options):
         pytest.param(one_layer, ("quantized_linear",), {"quantization": "int4_g32"}, id="int4 weights"),
         pytest.param(tiny_qwen3_moe, ("moe_experts",), {}, id="experts"),
         pytest.param(
+            lambda: tiny_qwen3_moe(moe_intermediate_size=32),
+            ("quantized_moe_experts", "quantized_linear"),
+            {"quantization": "int4_g32"},
+            id="int4 experts",
+        ),
+        pytest.param(
             lambda: one_layer().bfloat16(),
             FP8,
             {"quantization": "fp8", "activation_quantization": "fp8_per_token", "kv_dtype": "fp8_e4m3"},
