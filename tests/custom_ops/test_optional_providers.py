@@ -64,6 +64,34 @@ def test_an_adapter_gives_what_the_reference_gives(name, case, stand_ins):
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+def test_flashinfer_plans_once_for_layers_that_are_alike(stand_ins, monkeypatch):
+    plans = []
+    plan = attention_stand_ins.BatchPrefillWithPagedKVCacheWrapper.plan
+    monkeypatch.setattr(
+        attention_stand_ins.BatchPrefillWithPagedKVCacheWrapper,
+        "plan",
+        lambda *args, **options: (plans.append(options["window_left"]), plan(*args, **options)),
+    )
+    inputs = make_inputs(Case(MIXED, options={"soft_cap": 3.5}))  # of no other test
+    q, cache, table, seq_lens, *rest = inputs.operands
+
+    def layer(**options):
+        operands = (q, torch.randn_like(cache), table, seq_lens, *rest)
+        expected = PAGED_ATTENTION.reference(*operands, **inputs.options, **options)
+        got = registered_providers()["flashinfer"].paged_attention(*operands, **inputs.options, **options)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+    for _ in range(3):
+        layer()
+        layer(window=4)
+    assert plans == [-1, 3]
+    seq_lens[0] += 1  # the next step, written in place
+    layer()
+    layer(window=4)
+    layer()
+    assert plans == [-1, 3, -1, 3]
+
+
 @pytest.mark.parametrize("lengths", [MIXED, ((7, 1), (70, 1)), ((0, 0), (3, 1), (4, 2))], ids=str)
 @pytest.mark.parametrize("padding", [0, 3])
 def test_flashmla_gives_what_the_reference_gives(lengths, padding, stand_ins):

@@ -1,7 +1,8 @@
 """The `flashinfer` provider: FlashInfer's attention over pages.
 
-Its plan for a step is made on the host from lists of pages, here in every layer: lengths are read back from the
-device, so graphs are cut around it. K and V pages are two views [N, G, B, D] of our cache with equal strides ("HND").
+Its plan for a step is made on the host from lists of pages: lengths are read back from the device in each layer, so
+graphs are cut around it. Layers with the same options share a plan as long as what was read back is the same. K and V
+pages are two views [N, G, B, D] of our cache with equal strides ("HND").
 
     block_table  2 5 .    seq_lens 20, 9    B = 16        indptr 0 2 3    indices 2 5 4    last page 4 9
                  4 . .
@@ -31,15 +32,15 @@ class FlashInferProvider(AttentionLibrary):
         self, q, k_NGBD, v_NGBD, table, seq_lens, query_start_loc, *, scale, alibi_slopes, needs_lse, window, chunk,
         soft_cap, causal,
     ):  # fmt: skip
-        block_size = k_NGBD.shape[2]
-        indptr, indices, last_page = page_lists(table.cpu(), seq_lens.cpu(), block_size)
-        num_tokens = int(query_start_loc[-1])
-        wrapper = _wrapper(self.module, q.device)
-        wrapper.plan(
-            query_start_loc.cpu(), indptr, indices.to(q.device), last_page, q.shape[1], k_NGBD.shape[1], q.shape[2],
-            block_size, causal=causal, sm_scale=scale, window_left=windows(window, causal)[0],
-            logits_soft_cap=soft_cap or 0.0, q_data_type=q.dtype, kv_data_type=k_NGBD.dtype,
-        )  # fmt: skip
+        step = tuple(t.to("cpu", copy=True) for t in (table, seq_lens, query_start_loc))
+        options = {
+            "causal": causal, "sm_scale": scale, "window_left": windows(window, causal)[0],
+            "logits_soft_cap": soft_cap or 0.0, "q_data_type": q.dtype, "kv_data_type": k_NGBD.dtype,
+        }  # fmt: skip
+        sizes = (q.shape[1], k_NGBD.shape[1], q.shape[2], k_NGBD.shape[2])
+        plan = _plan(self.module, q.device, sizes, tuple(options.items()))
+        plan.follow(step, sizes, options)
+        wrapper, num_tokens = plan.wrapper, int(step[2][-1])
         real = q[:num_tokens].contiguous()
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         if not needs_lse:
@@ -63,10 +64,36 @@ def page_lists(
     return indptr.int(), indices.int(), last_page.int()
 
 
+class Plan:
+    """FlashInfer's wrapper for layers of the same sizes and options, and the step that it was planned for."""
+
+    def __init__(self, module: str, device: torch.device):
+        self.device = device
+        self.wrapper = library_function(module, "BatchPrefillWithPagedKVCacheWrapper")(
+            _workspace(device), "HND"
+        )
+        self.step: tuple[torch.Tensor, ...] = ()
+
+    def follow(self, step: tuple[torch.Tensor, ...], sizes: tuple[int, ...], options: dict) -> None:
+        """Plan for `step` (block table, lengths, where queries begin; on the host), unless it is that already."""
+        if self.step and all(map(torch.equal, self.step, step)):
+            return
+        self.step = ()
+        table, seq_lens, query_start_loc = step
+        indptr, indices, last_page = page_lists(table, seq_lens, sizes[-1])
+        self.wrapper.plan(query_start_loc, indptr, indices.to(self.device), last_page, *sizes, **options)
+        self.step = step
+
+
 @functools.cache
-def _wrapper(module: str, device: torch.device):
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return library_function(module, "BatchPrefillWithPagedKVCacheWrapper")(workspace, "HND")
+def _plan(module: str, device: torch.device, sizes: tuple[int, ...], options: tuple) -> Plan:
+    return Plan(module, device)
+
+
+@functools.cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    """Of floats; each wrapper has one of its own for the numbers of its plan."""
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 register_provider(FlashInferProvider())
