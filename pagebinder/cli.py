@@ -12,7 +12,7 @@ import typer
 
 from pagebinder.cli_bench import bench_command
 from pagebinder.cli_bisect import bisect_command
-from pagebinder.cli_compile import compile_command, print_report
+from pagebinder.cli_compile import HtmlOption, compile_command, print_report
 from pagebinder.cli_export import export_command
 from pagebinder.cli_kv import kv_picture
 from pagebinder.cli_support import (
@@ -20,6 +20,7 @@ from pagebinder.cli_support import (
     ActivationScalesOption,
     Commands,
     DtypeOption,
+    ExecutableOption,
     IndexDtypeOption,
     KvDtypeOption,
     QuantizationOption,
@@ -43,9 +44,6 @@ CheckpointArgument = Annotated[
     typer.Argument(
         metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory (config.json), or an ONNX file."
     ),
-]
-ExecutableOption = Annotated[
-    str, typer.Option(help="auto, eager or inductor; auto: inductor with a C++ compiler.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -100,7 +98,7 @@ def demo(
 @app.command()
 def explain(
     model: CheckpointArgument,
-    html: Annotated[Path | None, typer.Option(help="Write the report as one HTML page.")] = None,
+    html: HtmlOption = None,
     as_json: JsonOption = False,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,

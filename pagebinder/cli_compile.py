@@ -9,15 +9,22 @@ import typer
 from pagebinder.cli_support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
+    ExecutableOption,
     IndexDtypeOption,
     KvDtypeOption,
     QuantizationOption,
+    check_folder,
     checkpoint_dir,
     compile_dir,
     err,
+    output_file,
     show,
 )
 from pagebinder.compiled_files import check_target
+
+HtmlOption = Annotated[
+    Path | None, typer.Option(callback=output_file, help="Write the report as one HTML page.")
+]
 
 
 def compile_command(
@@ -31,7 +38,11 @@ def compile_command(
     ],
     lock: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the plan lock: what each layer was rewritten into."),
+        typer.Option(
+            metavar="FILE",
+            callback=output_file,
+            help="Write the plan lock: what each layer was rewritten into.",
+        ),
     ] = None,
     locked: Annotated[
         Path | None,
@@ -41,9 +52,7 @@ def compile_command(
         Path | None,
         typer.Option(metavar="DIR", help="Write an artefact, which starts fast: generate --model DIR."),
     ] = None,
-    executable: Annotated[
-        str, typer.Option(help="auto, eager or inductor; auto: inductor with a C++ compiler.")
-    ] = "auto",
+    executable: ExecutableOption = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; without it, the checkpoint's.")
     ] = None,
@@ -61,12 +70,13 @@ def compile_command(
     dump_graphs: Annotated[
         Path | None, typer.Option(help="Directory for the four graphs as Python text.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the report as one HTML page.")] = None,
+    html: HtmlOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compile a checkpoint with its weights and print the report."""
     if save is not None:
         check_target(save.expanduser())
+        check_folder(save.expanduser().parent, new=True)
     if dump_graphs is not None:
         dump_graphs.mkdir(parents=True, exist_ok=True)  # a bad path shows before the compilation, not after
     options = {

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import checkpoint_dir, compile_dir, err, working
+from pagebinder.cli_support import check_folder, checkpoint_dir, compile_dir, err, working
 
 
 def export_command(
@@ -40,6 +40,8 @@ def export_command(
     """Write a model for another runtime."""
     if not onnx:
         raise typer.BadParameter("say which format: --onnx.")
+    out = out.expanduser()
+    check_folder(out, new=True)
     from pagebinder.compiled_files import is_artefact
 
     # Nothing is run here, so nothing is compiled to machine code; an artefact has been.

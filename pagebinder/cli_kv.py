@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import err, working
+from pagebinder.cli_support import err, output_file, working
 
 
 def kv_picture(
@@ -13,7 +13,10 @@ def kv_picture(
         Path, typer.Argument(metavar="LOG", help="An event log: engine.record_events(), then log.save(LOG).")
     ],
     picture: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The picture to write: a .svg, .png or .pdf file.")
+        Path,
+        typer.Argument(
+            metavar="OUT", callback=output_file, help="The picture to write: a .svg, .png or .pdf file."
+        ),
     ],
 ) -> None:
     """Draw who held the KV-cache blocks over time, with hits, evictions and waste. Needs matplotlib."""

@@ -59,6 +59,12 @@ ActivationQuantizationOption = Annotated[
         help="With weights in fp8, what they multiply, too: fp8_per_token, fp8_per_group, fp8_per_tensor."
     ),
 ]
+ExecutableOption = Annotated[
+    str,
+    typer.Option(
+        help="auto, eager, native, inductor, cuda_graph or tensorrt; auto: what suits the model and the device."
+    ),
+]
 ActivationScalesOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Fixed scales for fp8_per_tensor: safetensors, LAYER.input_scale."),
@@ -121,6 +127,35 @@ def checkpoint_dir(path: Path) -> Path:
         f"{path} does not exist. Give a local checkpoint directory with a config.json; nothing is downloaded "
         "(for a model of the Hugging Face hub: hf download ORG/NAME --local-dir DIR)."
     )
+
+
+def output_file(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before the work whose result it is to hold."""
+    from pagebinder.errors import ConfigError
+
+    if path is None:
+        return None
+    path = path.expanduser()
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory: give the file to write.")
+    check_folder(path.parent)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ConfigError(f"{path} may not be written.")
+    return path
+
+
+def check_folder(path: Path, *, new: bool = False) -> None:
+    """Raises ConfigError where no file could be written. `new`: folders that are missing will be made."""
+    from pagebinder.errors import ConfigError
+
+    while new and not path.exists() and path != path.parent:
+        path = path.parent
+    if not path.is_dir():
+        raise ConfigError(
+            f"{path} is {'no directory' if path.exists() else 'a directory that does not exist'}."
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path} is a directory that may not be written to.")
 
 
 def show(renderable: RenderableType) -> None:

@@ -6,7 +6,7 @@
 
 A tensor is taken to be the checkpoint's where its values are, whatever it is called: what a pass or transformers made
 (frequencies of RoPE, masks, quantised weights), and a module that came from no checkpoint, goes to
-tensors.safetensors in the artefact. Weights packed for matrix units are stored plain, and packed again. A file is
+tensors.safetensors in the artefact. Packed weights are stored plain, and packed again. A file is
 trusted if its size and time of change are as they were; else it is read and hashed.
 """
 

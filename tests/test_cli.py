@@ -184,6 +184,24 @@ def test_errors_say_what_to_do(checkpoint, config_only, no_tokenizer, tmp_path):
     assert "No such option" in fail("generate", "--model", checkpoint, "--promt", "x")
 
 
+def test_files_that_cannot_be_written_are_named_before_any_work(config_only, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("x")
+    monkeypatch.setattr("pagebinder.compile.explain_model", None)
+    for command in (
+        ("explain", config_only, "--html"),
+        ("compile", config_only, "--lock"),
+        ("kv-picture", file),
+    ):
+        assert "is a directory: give the file" in fail(*command, tmp_path)
+        assert "none is a directory that does not exist" in fail(*command, tmp_path / "none" / "x.html")
+        assert "file is no directory" in fail(*command, file / "x.html")
+    for command in (("compile", config_only, "--save"), ("export", "--onnx", config_only)):
+        assert "file is no directory" in fail(*command, file / "new" / "folder")
+    assert "is a file" in fail("compile", config_only, "--save", file)
+    assert file.read_text() == "x" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_errors_of_the_engine(checkpoint):
     command = ("generate", "--model", checkpoint, "--executable", "eager")
     assert "out of range" in fail(*command, "--prompt-ids", "5,300")

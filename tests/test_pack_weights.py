@@ -59,7 +59,7 @@ def logits_of(compiled, ids=range(20)) -> torch.Tensor:
 
 
 def test_linear_layers_of_a_checkpoint_are_packed(packed):
-    assert packed.report.weight_layout == ["9 linear layers read weights packed for matrix units"]
+    assert packed.report.weight_layout == ["9 linear layers read packed weights"]
     assert len(weights_of(packed, True)) == 2 * 7 + 1
     assert not any("proj" in name for name in weights_of(packed, False))
 
@@ -149,7 +149,7 @@ def test_coded_weights_give_the_same_bits(packed, tmp_path):
 
 def test_sizes_that_blocks_do_not_fill_stay_packed(packed, checkpoint):
     compiled = pagebinder.compile_model(checkpoint, eager(pack_weights="coded"))
-    assert compiled.report.weight_layout == ["9 linear layers read weights packed for matrix units"]
+    assert compiled.report.weight_layout == ["9 linear layers read packed weights"]
     assert weights_of(compiled, True) == weights_of(packed, True)
 
 

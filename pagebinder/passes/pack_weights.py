@@ -110,7 +110,7 @@ def describe_packing(results: Sequence[PassResult]) -> list[str]:
     matches = sum(len(result.matches) for result in results)
     coded = sum(match.detail == "coded" for result in results for match in result.matches)
     reasons = collections.Counter(refusal.reason for result in results for refusal in result.refusals)
-    lines = [f"{matches} linear layers read weights packed for matrix units"] if matches else []
+    lines = [f"{matches} linear layers read packed weights"] if matches else []
     if coded:
         lines[0] += f", {coded} of them in about 12 of 16 bits, without loss"
     return lines + [

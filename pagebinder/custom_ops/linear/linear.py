@@ -1,7 +1,7 @@
 """The linear layer as an op of ours, so that a provider can serve it: y = x W^T + b.
 
 It stands where the weight is a parameter (passes/place_linears.py). The reference is torch's own. A weight may be
-packed for matrix units (packed_weights.py), here and in the ops of several layers.
+packed for the kernels (packed_weights.py), here and in the ops of several layers.
 """
 
 from __future__ import annotations
