@@ -31,8 +31,9 @@ def check_executable(source: ModelSource, config: CompileConfig) -> None:
         )
     needs = {"native": cpu_build.problem, "inductor": compiler.problem}
     if config.executable in needs and (problem := needs[config.executable]()) is not None:
+        instead = "eager" if config.executable == "native" or needs["native"]() is not None else "native"
         raise CompilerNotFoundError(
-            f'executable="{config.executable}" needs a C++ compiler: {problem}. Or use "eager".'
+            f'executable="{config.executable}" needs a C++ compiler: {problem}. Or use "{instead}".'
         )
 
 

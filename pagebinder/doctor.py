@@ -173,13 +173,16 @@ def _gpus() -> list[dict]:
 
 def _providers() -> list[dict]:
     """Every provider, whether this machine can use it, and per op why it cannot serve a bfloat16 layer."""
+    import torch
+
     from pagebinder.custom_ops.providers import OpNeed, available_providers, registered_providers
     from pagebinder.passes.select_providers import SELECTABLE
 
     answers = []
     for name, usable, reason in available_providers():
         provider = registered_providers()[name]
-        device = provider.devices[0] if provider.devices else "cpu"
+        devices = provider.devices or ("cpu",)
+        device = devices[0] if torch.cuda.is_available() or "cpu" not in devices else "cpu"
         ops = {
             op: provider.reasons_against(OpNeed(op=op, device=device, dtype="bfloat16", kv_dtype="bfloat16"))
             for op in SELECTABLE

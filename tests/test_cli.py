@@ -265,6 +265,8 @@ def test_doctor_as_json_without_a_compiler(monkeypatch):
     usable = {provider["name"]: provider["usable"] for provider in facts["providers"]}
     assert usable["reference"]
     assert facts["can_run"] is True
+    served = {p["name"]: [op for op, reasons in p["ops"].items() if not reasons] for p in facts["providers"]}
+    assert "paged_attention" in served["flex_attention"]
 
 
 def test_doctor_fails_where_nothing_can_run(monkeypatch):
