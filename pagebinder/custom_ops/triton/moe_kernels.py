@@ -30,6 +30,21 @@ def tile_of_expert(starts_ptr, tile, num_experts, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def rows_of_tile(
+    slots_ptr, begin, end, slots_per_row, BLOCK_M: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr
+):
+    """(which of a tile's rows there are, the rows of x, the rows of out), see expert_kernel."""
+    place = begin + tl.arange(0, BLOCK_M)
+    is_row = place < end
+    slot = place
+    if GATHER or SCATTER:
+        slot = tl.load(slots_ptr + place, mask=is_row, other=0).to(tl.int32)
+    row = slot // slots_per_row if GATHER else place
+    to = slot if SCATTER else place
+    return is_row, row, to
+
+
+@triton.jit
 def gated(h, up, limit, alpha, up_offset, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     """`Gate` of float32 sums; a NaN passes limits."""
     if GATED and limit is not None:
@@ -59,12 +74,7 @@ def expert_kernel(
     expert, begin, end = tile_of_expert(starts_ptr, tl.program_id(0), num_experts, BLOCK_M)
     if begin >= end:
         return
-    place = begin + tl.arange(0, BLOCK_M)
-    is_row = place < end
-    slot = place
-    if GATHER or SCATTER:
-        slot = tl.load(slots_ptr + place, mask=is_row, other=0).to(tl.int32)
-    row = slot // slots_per_row if GATHER else place
+    is_row, row, to = rows_of_tile(slots_ptr, begin, end, slots_per_row, BLOCK_M, GATHER, SCATTER)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < num_columns
     of_h = 2 * column if INTERLEAVED else column
@@ -89,7 +99,6 @@ def expert_kernel(
         if GATED:
             up += tl.load(bias_ptr + of_up, mask=is_column, other=0).to(tl.float32)[None, :]
     h = gated(h, up, limit, alpha, up_offset, ACTIVATION, GATED)
-    to = slot if SCATTER else place
     out_ptrs = out_ptr + to.to(tl.int64)[:, None] * num_columns + column[None, :]
     tl.store(out_ptrs, rounded(h, out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 

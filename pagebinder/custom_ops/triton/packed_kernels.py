@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from pagebinder.custom_ops.triton.e4m3 import e4m3_values
-from pagebinder.custom_ops.triton.moe_kernels import gated, tile_of_expert
+from pagebinder.custom_ops.triton.moe_kernels import gated, rows_of_tile, tile_of_expert
 from pagebinder.custom_ops.triton.values import SIZES, product, rounded
 
 
@@ -238,12 +238,7 @@ def packed_expert_kernel(
     expert, begin, end = tile_of_expert(starts_ptr, tl.program_id(0), num_experts, BLOCK_M)
     if begin >= end:
         return
-    place = begin + tl.arange(0, BLOCK_M)
-    is_row = place < end
-    slot = place
-    if GATHER or SCATTER:
-        slot = tl.load(slots_ptr + place, mask=is_row, other=0).to(tl.int32)
-    row = slot // slots_per_row if GATHER else place
+    is_row, row, to = rows_of_tile(slots_ptr, begin, end, slots_per_row, BLOCK_M, GATHER, SCATTER)
     row_ptrs = x_ptr + row.to(tl.int64) * stride_x
     BITS: tl.constexpr = 4 if FORMAT == "int4" else 8
     w_ptr += expert.to(tl.int64) * num_panels * num_steps * 128 * BITS
@@ -269,7 +264,6 @@ def packed_expert_kernel(
             )  # fmt: skip
     h = gated(h, up, limit, alpha, up_offset, ACTIVATION, GATED)
     column = tl.program_id(1) * PANELS * 32 + tl.arange(0, PANELS * 32)
-    to = slot if SCATTER else place
     out_ptrs = out_ptr + to.to(tl.int64)[:, None] * num_columns + column[None, :]
     mask = is_row[:, None] & (column < num_columns)[None, :]
     tl.store(out_ptrs, rounded(h, out_ptr.dtype.element_ty), mask=mask)
