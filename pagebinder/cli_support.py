@@ -150,10 +150,10 @@ def check_folder(path: Path, *, new: bool = False) -> None:
 
     while new and not path.exists() and path != path.parent:
         path = path.parent
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; create it first.")
     if not path.is_dir():
-        raise ConfigError(
-            f"{path} is {'no directory' if path.exists() else 'a directory that does not exist'}."
-        )
+        raise ConfigError(f"{path} is no directory.")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"{path} is a directory that may not be written to.")
 

@@ -194,7 +194,7 @@ def test_files_that_cannot_be_written_are_named_before_any_work(config_only, tmp
         ("kv-picture", file),
     ):
         assert "is a directory: give the file" in fail(*command, tmp_path)
-        assert "none is a directory that does not exist" in fail(*command, tmp_path / "none" / "x.html")
+        assert "none does not exist; create it first" in fail(*command, tmp_path / "none" / "x.html")
         assert "file is no directory" in fail(*command, file / "x.html")
     for command in (("compile", config_only, "--save"), ("export", "--onnx", config_only)):
         assert "file is no directory" in fail(*command, file / "new" / "folder")
