@@ -16,7 +16,9 @@ step_plan.json; paths are relative to the directory:
                 "cache"          a view of the span: offset_bytes, strides (in values)
                 "weight"         offset_bytes in files[file], stored_dtype and stored_shape there, to be converted
                                  to dtype. With strides (in values) it is then laid out so, with view and permute
-                                 it is brought into another order: x.view(view).permute(permute).contiguous()
+                                 it is brought into another order: x.view(view).permute(permute).contiguous().
+                                 With coded_by, an op of the libraries, it is converted to plain_dtype instead, and
+                                 op(x, memory) writes its codes into new memory of dtype and shape
 
 `examples/aot_step` is such a program.
 """
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 
 STEP_PLAN = "step_plan.json"
 STEP_PLAN_FORMAT = 1
+CODER = "pagebinder_cpu::code_linear_weight"  # in the library that has the linear op itself
 
 ROLES = {
     "input_ids": "tokens of the step, one request after the other",
@@ -246,9 +249,7 @@ class _WeightPlaces:
             "stored_shape": stored["shape"],
         }
         if record.get("packed") == "coded":
-            raise ArtefactError(
-                f"{name}: programs without Python take no coded weights; use pack_weights=True"
-            )
+            return place | {"coded_by": CODER, "plain_dtype": "bfloat16"}
         if record.get("packed"):
             return place | _packing(tensor)
         return place | ({"strides": record["strides"]} if "strides" in record else {})

@@ -75,7 +75,9 @@ def test_loaded_in_python_it_has_the_bits_of_inductor(compiled, saved, tmp_path)
         assert (tmp_path / "again" / name).read_bytes() == (saved / name).read_bytes()
 
 
-def test_a_program_without_python_generates_the_engines_tokens(compiled, saved, tmp_path):
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    """examples/aot_step, built."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     cmake = shutil.which("cmake", path=path)
     if cmake is None:
@@ -89,26 +91,50 @@ def test_a_program_without_python_generates_the_engines_tokens(compiled, saved, 
         "-DCMAKE_BUILD_TYPE=Debug",
         f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
     ]
-    source = ROOT / "examples" / "aot_step"
-    for command in ([cmake, "-S", source, "-B", tmp_path, *options], [cmake, "--build", tmp_path]):
+    source, build = ROOT / "examples" / "aot_step", tmp_path_factory.mktemp("aot_step")
+    for command in ([cmake, "-S", source, "-B", build, *options], [cmake, "--build", build]):
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    return build / "aot_step"
 
-    def run(*arguments) -> subprocess.CompletedProcess:
-        return subprocess.run([tmp_path / "aot_step", *map(str, arguments)], capture_output=True, text=True)
 
+def run(program: Path, *arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
+
+
+def check_tokens(program: Path, saved: Path, compiled) -> None:
     for prompt, expected in zip(PROMPTS, tokens(compiled)):
-        done = run(saved, NUM_TOKENS, *prompt)
+        done = run(program, saved, NUM_TOKENS, *prompt)
         assert done.returncode == 0, done.stderr
         assert done.stdout == " ".join(map(str, expected)) + "\n"
+
+
+def test_a_program_without_python_generates_the_engines_tokens(compiled, saved, program, tmp_path):
+    check_tokens(program, saved, compiled)
     for arguments, words in (
         ((tmp_path, 1, 2), "step_plan.json cannot be read"),
         ((saved, 1, 128), "token 128 is outside the vocabulary"),
         ((saved, 1, "-3"), "is no whole number"),
         ((saved, 512, 1), "more than the model's 512 tokens"),
     ):
-        bad = run(*arguments)
+        bad = run(program, *arguments)
         assert bad.returncode == 1
         assert words in bad.stderr
+
+
+def test_a_program_without_python_codes_weights_itself(program, tmp_path):
+    model = tiny_llama(hidden_size=256, intermediate_size=256, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "checkpoint")  # in float32: converted, then coded
+    config = CompileConfig(pack_weights="coded", dtype=torch.bfloat16)
+    compiled = pagebinder.compile_model(tmp_path / "checkpoint", config)
+    if not any("without loss" in line for line in compiled.report.weight_layout):
+        pytest.skip("this processor reads no packed weights")
+    compiled.save(tmp_path / "saved", executable="aot")
+    inputs = json.loads((tmp_path / "saved/step_plan.json").read_text())["programs"]["fused"]["inputs"]
+    coded = [entry for entry in inputs if "coded_by" in entry]
+    assert coded and {e["stored_dtype"] for e in coded} == {"float32"}
+    assert {e["dtype"] for e in coded} == {"uint8"}
+    assert tokens(pagebinder.load(tmp_path / "saved")) == tokens(compiled)
+    check_tokens(program, tmp_path / "saved", compiled)
 
 
 def test_the_plan_names_every_input_in_call_order(compiled, saved, plan):

@@ -8,7 +8,9 @@
 //     blocks of the cache   | 0: nobody's | group 0: 1 .. n | group 1: n + 1 .. 2 n | ...
 //     position p of group g   block 1 + g n + p / block_size, slot block * block_size + p % block_size
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/tensor.h>
@@ -77,6 +79,13 @@ at::Tensor weight(const Json& input, char* data) {
   const auto shape = integers(input["shape"]);
   at::Tensor tensor = at::from_blob(data + input["offset_bytes"].integer(), integers(input["stored_shape"]),
                                     at::TensorOptions().dtype(stored));
+  if (input.has("coded_by")) {
+    const at::Tensor codes = at::empty(shape, at::TensorOptions().dtype(dtype_named(input["dtype"].string)));
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(input["coded_by"].string.c_str(), "");
+    torch::jit::Stack arguments{tensor.to(dtype_named(input["plain_dtype"].string)), codes};
+    op.callBoxed(&arguments);
+    return codes;
+  }
   tensor = tensor.to(dtype_named(input["dtype"].string));
   if (input.has("view")) return tensor.view(integers(input["view"])).permute(integers(input["permute"])).contiguous();
   if (!input.has("strides")) return tensor;

@@ -325,3 +325,22 @@ def test_coded_weights_give_the_bits_of_packed_ones(provider, rows, inner):
     torch.testing.assert_close(y[2], y[0], rtol=2e-2, atol=2e-2)
     reference = torch.ops.pagebinder.linear(x, form[2], bias)
     torch.testing.assert_close(y[2], reference, rtol=2e-2, atol=2e-2)
+
+
+def test_a_gate_and_its_values_may_have_codes_of_different_sizes(provider):
+    kernels = coding(provider)
+    x, up, _ = operands(7, 128, 512)
+    gate = up.clone()
+    gate[0] *= torch.logspace(-20, 0, 512)  # more exponents than codes stand for
+    coded = [pack.code(gate), pack.code(up)]
+    assert coded[0].shape[2] != coded[1].shape[2]
+    plainly = kernels.gated_linear(
+        x, packed_weights.pack(gate), packed_weights.pack(up), None, None, activation="silu"
+    )
+    assert torch.equal(kernels.gated_linear(x, *coded, None, None, activation="silu"), plainly)
+    compared = torch.ops.pagebinder.gated_linear(x, *coded, None, None, activation="silu")
+    torch.testing.assert_close(compared, plainly, rtol=2e-2, atol=2e-2)
+    on_meta = torch.ops.pagebinder.gated_linear(
+        x.to("meta"), *(c.to("meta") for c in coded), activation="silu"
+    )
+    assert on_meta.shape == plainly.shape

@@ -20,7 +20,7 @@ def gated_linear_reference(x, gate, up, gate_bias=None, up_bias=None, *, activat
     """Two linear layers, then the gate.
 
     Args:
-        x: [..., K]. gate, up: [N, K], or both packed. gate_bias, up_bias: [N] or None.
+        x: [..., K]. gate, up: [N, K], or both packed, or both coded. gate_bias, up_bias: [N] or None.
     Returns:
         [..., N] in x's dtype.
     Raises:
@@ -33,7 +33,7 @@ def gated_linear_reference(x, gate, up, gate_bias=None, up_bias=None, *, activat
 
 
 def _check(gate, up):
-    if gate.shape != up.shape:
+    if gate.dim() != up.dim() or plain_shape(gate) != plain_shape(up):  # blocks of codes may differ in bytes
         raise ValueError(f"gate is {plain_shape(gate)} and up {plain_shape(up)}: they must be alike")
 
 
