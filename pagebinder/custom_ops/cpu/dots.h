@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 
 #include "attention_scores.h"
@@ -39,15 +38,26 @@ struct DotStrips {
   int64_t words() const { return rows * (inner / 2); }
   int64_t offset(int strip) const { return first_row(strip) * (inner / 2); }  // in words
 
-  // A strip of x -> its place in `to`, memory of all words.
+#if PAGEBINDER_BF16_DOT
+  // A strip of x -> its place in `to`, memory of all words: 16 pairs of k of all its rows at a time.
   void copy(const void* x, int64_t x_stride, int strip, uint32_t* to) const {
+    static_assert(W >= DOT_MOST_ROWS);
     const int count_here = rows_of(strip);
+    const __mmask16 lanes = static_cast<__mmask16>((1u << count_here) - 1);
+    const char* from[W];
+    for (int r = 0; r < W; ++r)  // lanes beyond the rows are not stored
+      from[r] = static_cast<const char*>(x) + (first_row(strip) + std::min(r, count_here - 1)) * x_stride * 2;
     to += offset(strip);
-    for (int r = 0; r < count_here; ++r) {
-      const char* from = static_cast<const char*>(x) + (first_row(strip) + r) * x_stride * 2;
-      for (int64_t pair = 0; pair < inner / 2; ++pair) std::memcpy(to + pair * count_here + r, from + pair * 4, 4);
+    for (int64_t pair = 0; pair < inner / 2; pair += W) {
+      VF line[W];
+      PB_UNROLL
+      for (int r = 0; r < W; ++r) line[r] = load<VF>(from[r] + pair * 4);
+      transpose(line);
+      PB_UNROLL
+      for (int p = 0; p < W; ++p, to += count_here) _mm512_mask_storeu_ps(to, lanes, bit_cast<__m512>(line[p]));
     }
   }
+#endif
 };
 
 // What the second cache is asked for beside a product: some lines with each pair of k, and after four pairs a jump of some
