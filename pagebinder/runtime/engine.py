@@ -8,9 +8,10 @@ add_request --> waiting --> running --> finished --> RequestOutput
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -44,10 +45,25 @@ from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.scheduler_output import SchedulerOutput
 from pagebinder.runtime.step_loop import StepLoop
 from pagebinder.runtime.step_tokens import StepTokens
+from pagebinder.runtime.turns import Turns
+
+
+def _in_turn(method: Callable) -> Callable:
+    """A method that no other thread interrupts, nor Ctrl-C."""
+
+    @functools.wraps(method)
+    def alone(self: Engine, *args, **options):
+        with deferred_interrupts(), self._turns.taken():
+            return method(self, *args, **options)
+
+    return alone
 
 
 class Engine:
-    """Serves many requests at once over one KV cache. Not thread safe: one thread steps it.
+    """Serves many requests at once over one KV cache.
+
+    Several threads may use it: they take turns, a step or a change at a time (a beam search as a whole), and whoever
+    steps computes for all.
 
     Bad requests raise before anything changes. An exception or Ctrl-C inside `generate` or `stream` aborts the
     requests of that call; the engine stays usable. Ctrl-C takes effect between steps, never inside one.
@@ -82,6 +98,7 @@ class Engine:
             ahead_flags=AHEAD,
             swap_policy=self.swap_policy,
         )
+        self._turns = Turns()
         self._live: dict[str, LiveRequest] = {}
         self.loop = StepLoop(model, self.config, self.scheduler, self.arena, self._live)
         # Outputs belong to the `stream` or `generate` call that made the request, else to `step`.
@@ -120,11 +137,11 @@ class Engine:
         tokens = decoder_prompt_ids(prompt, self.model)
         check_params(params, self.model.tokenizer, self.model.vocab_size)
         ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
-        taken = next((i for i in ids if i in self._live), None)
-        if taken is not None:
-            raise RequestError(f"Request id {taken!r} is already in use; choose another.")
-        base = params.seed if params.seed is not None else self._fresh_seed()
-        with deferred_interrupts():
+        with deferred_interrupts(), self._turns.taken():
+            taken = next((i for i in ids if i in self._live), None)
+            if taken is not None:
+                raise RequestError(f"Request id {taken!r} is already in use; choose another.")
+            base = params.seed if params.seed is not None else self._fresh_seed()
             room = max(1, self.model.max_model_len - len(tokens))
             requests = [
                 Request(
@@ -153,6 +170,7 @@ class Engine:
                 live.request.arrival = self.scheduler.next_arrival()
         self._live.update({live.request.request_id: live for live in lives})
 
+    @_in_turn
     def fork(self, request_id: str, new_request_id: str, params: SamplingParams | None = None) -> None:
         """Go on with a copy of a request besides the request itself: same tokens so far, shared cache blocks.
 
@@ -179,19 +197,18 @@ class Engine:
             raise RequestError(f"{request_id!r} kept no log-probabilities, so its fork cannot report them.")
         self.scheduler.check_fits(old.num_prompt_tokens, limit, old.num_encoder_tokens)
         seed = params.seed if params.seed is not None else self._fresh_seed()
-        with deferred_interrupts():
-            child = old.child(new_request_id, old.num_tokens, max_tokens=limit, params=params)
-            live = self._make_live(child, params, seed)
-            if live.logprobs is not None:
-                live.logprobs += parent.logprobs or ()
-            if params.stop:
-                live.text.catch_up(child.num_output_tokens)
-            live.mark()
-            self._live[new_request_id] = live
-            if request_id in self.scheduler.requests:
-                self.scheduler.fork(request_id, child)
-            else:  # a sample that waits for its prompt
-                self.scheduler.add_request(child)
+        child = old.child(new_request_id, old.num_tokens, max_tokens=limit, params=params)
+        live = self._make_live(child, params, seed)
+        if live.logprobs is not None:
+            live.logprobs += parent.logprobs or ()
+        if params.stop:
+            live.text.catch_up(child.num_output_tokens)
+        live.mark()
+        self._live[new_request_id] = live
+        if request_id in self.scheduler.requests:
+            self.scheduler.fork(request_id, child)
+        else:  # a sample that waits for its prompt
+            self.scheduler.add_request(child)
 
     def _check_new(self, request_id: str, params: SamplingParams) -> None:
         if not isinstance(request_id, str) or not request_id:
@@ -200,7 +217,7 @@ class Engine:
         if request_id in self._live:
             raise RequestError(f"Request id {request_id!r} is already in use; choose another.")
 
-    @deferred_interrupts()
+    @_in_turn
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request and free its blocks; returns what it had generated, or None if it is unknown.
 
@@ -235,12 +252,13 @@ class Engine:
         Requests of a running `stream` get theirs there. With nothing to do it returns []. If the model raises,
         no request is lost: the next step repeats the work.
         """
-        if self._live:
-            self._step()
-        outputs, self._undelivered = self._undelivered, []
+        with self._turns.taken():
+            if self._live:
+                self._step()
+            outputs, self._undelivered = self._undelivered, []
         return outputs
 
-    @deferred_interrupts()
+    @_in_turn
     def _step(self) -> None:
         output, chosen, finished = self.loop.advance()
         clock = StepClock(self.loop.seconds)
@@ -280,10 +298,12 @@ class Engine:
         An encoder-decoder needs `encoder_prompts`, as many as there are prompts; `prompts` may be left away.
         """
         done: dict[str, RequestOutput] = {}
-        ids = self._add_all(prompts, params, encoder_prompts)
-        for i in ids:
-            self._live[i].request.flags |= QUIET  # only the last output is wanted
-        for output in self._run(ids):
+        with self._turns.taken():
+            ids = self._add_all(prompts, params, encoder_prompts)
+            for i in ids:
+                self._live[i].request.flags |= QUIET  # only the last output is wanted
+            outputs = self._run(ids)
+        for output in outputs:
             done[output.request_id] = output
         return [done[i] for i in ids]
 
@@ -306,16 +326,17 @@ class Engine:
             self.scheduler, self._live, self._fresh_id(), width=beam_width, max_tokens=min(max_tokens, room),
             length_penalty=length_penalty, eos=() if ignore_eos else self.model.eos_token_ids,
         )  # fmt: skip
-        try:
-            search.start(tokens, params, **encoder)
-            while not search.done:
-                self._step()
+        with self._turns.taken():
+            try:
+                search.start(tokens, params, **encoder)
+                while not search.done:
+                    self._step()
+                    with deferred_interrupts():
+                        search.advance()
+                return search.best()
+            finally:
                 with deferred_interrupts():
-                    search.advance()
-            return search.best()
-        finally:
-            with deferred_interrupts():
-                search.close()
+                    search.close()
 
     def stream(
         self,
@@ -325,7 +346,8 @@ class Engine:
         encoder_prompts: Prompt | Sequence[Prompt] | None = None,
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields an output each time a request gets a token. Closing it aborts the rest."""
-        return self._run(self._add_all(prompts, params, encoder_prompts))
+        with self._turns.taken():
+            return self._run(self._add_all(prompts, params, encoder_prompts))
 
     def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
         mailbox: deque[RequestOutput] = deque()
@@ -338,16 +360,22 @@ class Engine:
         """Step until the requests are done; another stream that is read in between steps them too."""
         try:
             yield
-            while mailbox or any(i in self._live for i in ids):
-                if not mailbox:
-                    self._step()
+            while self._fill(mailbox, ids):
                 while mailbox:
                     yield mailbox.popleft()
         finally:
-            with deferred_interrupts():
+            with deferred_interrupts(), self._turns.taken():
                 for i in ids:
                     self._mailboxes.pop(i, None)
                     self.abort(i)
+
+    @_in_turn
+    def _fill(self, mailbox: deque[RequestOutput], ids: list[str]) -> bool:
+        """Step if the mailbox is empty. False: nothing will come any more."""
+        if not mailbox and any(i in self._live for i in ids):
+            self._step()
+            return True
+        return bool(mailbox)
 
     def _add_all(self, prompts, params, encoder_prompts) -> list[str]:
         prompts = pair_prompts(prompts, encoder_prompts)
@@ -371,11 +399,13 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and present state; cheap, may be called every step."""
-        return collect_stats(self)
+        with self._turns.taken():
+            return collect_stats(self)
 
     def check_integrity(self) -> None:
         """Raise if any block is lost, owned twice, or held by a request that is gone."""
-        self.scheduler.check_integrity()
+        with self._turns.taken():
+            self.scheduler.check_integrity()
 
     def record_events(self) -> KVEventLog:
         """Log the KV cache from now on: the log gets a record (about 1 KB) in each step; called again, the same log.
@@ -388,7 +418,8 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while requests hold blocks."""
-        return self.kv.reset_prefix_cache()
+        with self._turns.taken():
+            return self.kv.reset_prefix_cache()
 
     def _fresh_id(self) -> str:
         return next(i for i in (f"request-{n}" for n in self._ids) if i not in self._live)
