@@ -26,7 +26,8 @@ class Turns:
             yield
             return
         try:
-            with deferred_interrupts(), self._next:  # the one who comes next waits for the turn, the others behind it
+            # The one who comes next waits for the turn, the others behind it.
+            with deferred_interrupts(), self._next:
                 self._turn.acquire()
                 self._owner = me
             yield

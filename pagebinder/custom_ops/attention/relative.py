@@ -51,7 +51,7 @@ def paged_relative_attention_reference(
     Raises:
         ValueError: shapes do not fit, or a length exceeds the block table.
     """
-    _check_bias(q_THD, bias_HN, num_behind)
+    check_bias(q_THD, bias_HN, num_behind)
     head_dim, block_size = q_THD.shape[2], kv_cache_NGBE.shape[2]
     out = q_THD.new_zeros((*q_THD.shape[:2], head_dim_v))
     starts = query_start_loc.tolist()
@@ -88,7 +88,8 @@ def _attend(q, k, v, bias, p, *, scale, num_behind, causal):
     return torch.einsum("hts,shd->thd", weights, v).to(q.dtype).contiguous()
 
 
-def _check_bias(q, bias, num_behind) -> None:
+def check_bias(q, bias, num_behind) -> None:
+    """Raises ValueError."""
     if bias.dim() != 2 or bias.shape[0] != q.shape[1] or not 0 <= num_behind < bias.shape[1]:
         raise ValueError("bias must be [H, N] with num_behind one of its columns")
 
@@ -96,7 +97,7 @@ def _check_bias(q, bias, num_behind) -> None:
 def _relative_attention_fake(q, k, v, bias, *, scale, num_behind, causal=True):
     torch._check(q.dim() == 3 and k.dim() == 3 and v.dim() == 3, lambda: "attention takes [T, heads, width]")
     torch._check(q.shape[1] % k.shape[1] == 0, lambda: "query heads must be a multiple of KV heads")
-    _check_bias(q, bias, num_behind)
+    check_bias(q, bias, num_behind)
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
 
 
@@ -104,7 +105,7 @@ def _paged_relative_attention_fake(
     q, kv_cache, block_table, seq_lens, query_start_loc, bias, *, head_dim_v, scale, num_behind, causal=True
 ):
     torch._check(kv_cache.shape[3] == q.shape[2] + head_dim_v, lambda: "a cache row must be D + head_dim_v")
-    _check_bias(q, bias, num_behind)
+    check_bias(q, bias, num_behind)
     return q.new_empty((q.shape[0], q.shape[1], head_dim_v))
 
 

@@ -83,9 +83,9 @@ def cut_keys(lo, hi, begins_ptr, request, is_padding, context, CONTEXT_ONLY: tl.
 
 @triton.jit(do_not_specialize=SIZES)
 def tile_kernel(
-    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, sinks_ptr, slopes_ptr, scales_ptr, out_ptr,
-    lse_ptr, stride_qt, stride_qh, stride_r, num_tokens, num_requests, num_blocks, capacity, split_up_to, scale,
-    soft_cap,
+    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, sinks_ptr, slopes_ptr, bias_ptr, scales_ptr,
+    out_ptr, lse_ptr, stride_qt, stride_qh, stride_r, num_tokens, num_requests, num_blocks, capacity, split_up_to,
+    scale, soft_cap, behind, farthest,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -112,6 +112,7 @@ def tile_kernel(
     p = seq_len - end + token
     q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head, mask=is_row, other=0.0) * LOG2_E
+    bias_ptrs = None if bias_ptr is None else bias_ptr + tl.where(is_row, head, 0) * (farthest + 1)
     k_scale = None if scales_ptr is None else tl.load(scales_ptr + kv_head)
     v_scale = None if scales_ptr is None else tl.load(scales_ptr + tl.num_programs(1) // CHUNKS + kv_head)
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_g
@@ -129,15 +130,15 @@ def tile_kernel(
         whole = hi if not CAUSAL else tl.maximum(tl.minimum(p_first + 1, hi), 0)
         whole = whole // BLOCK_N * BLOCK_N
         acc, m, l = attend(
-            q_a, q_b, p, slope, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi, begin, whole, scale, soft_cap,
-            k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL,
-            CODES, ROW_SCALES, ALIGNED, V_IS_K, False,
+            q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi,
+            begin, whole, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N,
+            BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, V_IS_K, False,
         )  # fmt: skip
         begin = whole
     acc, m, l = attend(
-        q_a, q_b, p, slope, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi, begin, hi, scale, soft_cap, k_scale,
-        stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES,
-        ROW_SCALES, ALIGNED, V_IS_K, True,
+        q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi, begin,
+        hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW,
+        CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, V_IS_K, True,
     )  # fmt: skip
     if v_scale is not None:
         acc *= v_scale
@@ -197,8 +198,9 @@ def store_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def split_kernel(
-    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, slopes_ptr, scales_ptr, part_ptr, part_lse_ptr,
-    stride_qt, stride_qh, stride_r, num_blocks, capacity, split_up_to, row_tokens, scale, soft_cap,
+    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, slopes_ptr, bias_ptr, scales_ptr, part_ptr,
+    part_lse_ptr, stride_qt, stride_qh, stride_r, num_blocks, capacity, split_up_to, row_tokens, scale, soft_cap,
+    behind, farthest,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr,
     SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr,
@@ -221,6 +223,7 @@ def split_kernel(
     kv_head, row_token, head, has_head = rows_of_tile(tl.program_id(1), HEADS, CHUNKS, GROUP, BLOCK_M)
     num_heads = tl.num_programs(1) // CHUNKS * GROUP
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head, mask=has_head, other=0.0) * LOG2_E
+    bias_ptrs = None if bias_ptr is None else bias_ptr + tl.where(has_head, head, 0) * (farthest + 1)
     k_scale = None if scales_ptr is None else tl.load(scales_ptr + kv_head)
     v_scale = None if scales_ptr is None else tl.load(scales_ptr + tl.num_programs(1) // CHUNKS + kv_head)
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_g
@@ -244,9 +247,9 @@ def split_kernel(
             q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
             acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
             acc, m, l = attend(
-                q_a, q_b, p, slope, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi, begin, hi, scale, soft_cap,
-                k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK,
-                CAUSAL, CODES, ROW_SCALES, ALIGNED, V_IS_K, True,
+                q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi,
+                begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N,
+                BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, V_IS_K, True,
             )  # fmt: skip
             if v_scale is not None:
                 acc *= v_scale

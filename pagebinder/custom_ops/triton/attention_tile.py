@@ -73,18 +73,19 @@ def load_row_scales(scale_ptrs, mask, ALIGNED: tl.constexpr):
 
 @triton.jit
 def attend(
-    q_a, q_b, p, slope, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi, begin, end, scale, soft_cap, k_scale,
-    stride_n: tl.constexpr, stride_b: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, CAUSAL: tl.constexpr, CODES: tl.constexpr, ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr,
-    V_IS_K: tl.constexpr, MASKED: tl.constexpr,
+    q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi, begin, end,
+    scale, soft_cap, k_scale, stride_n: tl.constexpr, stride_b: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, CODES: tl.constexpr,
+    ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, V_IS_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [begin, end), cut to [lo, hi), to the running softmax (acc, m, l); scores are in bits (log2).
 
     Args:
         begin: a multiple of BLOCK_N. MASKED: False promises that every query sees all these keys.
         head_ptr: the KV head in block 0. slope: per row, in bits; None without ALiBi. soft_cap: None without.
+        bias_ptrs: per row, the bias of its head by distance; None without. behind, farthest: its columns of distance
+            0 and of the farthest keys ahead.
         k_scale: fixed scale of the codes of K, or None. ROW_SCALES: those of K and of V lie behind each row.
         V_IS_K: the value row is the first DV = CUT channels of the key row.
     """
@@ -126,6 +127,9 @@ def attend(
         s *= LOG2_E
         if slope is not None:
             s += slope[:, None] * (j[None, :] - p[:, None]).to(tl.float32)
+        if bias_ptrs is not None:
+            column = tl.minimum(tl.maximum(j[None, :] - p[:, None] + behind, 0), farthest)
+            s += tl.load(bias_ptrs[:, None] + column).to(tl.float32) * LOG2_E
         if MASKED:
             see = here[None, :] & visible(p[:, None], j[None, :], WINDOW, CHUNK, CAUSAL)
             s = tl.where(see, s, float("-inf"))

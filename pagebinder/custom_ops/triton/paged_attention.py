@@ -1,4 +1,4 @@
-"""`pagebinder_triton::paged_attention`, `paged_attention_lse` and `quantized_paged_attention`: launches.
+"""`pagebinder_triton::paged_attention`, with LSE, over codes, and with a bias by distance: launches.
 
 Shapes of launches follow from the shapes of operands alone, so a call can be captured in a CUDA graph, and nothing is
 read back from the device. What the reference checks by reading lengths and block ids is therefore not checked here:
@@ -13,7 +13,12 @@ Tiles by the bytes of a K row and a V row, padded, in place of autotuning, which
     <= 256    128 x 64,  4, 3                            128, 4, 3                        64
     <= 512    128 x 64,  8, 3                            64,  4, 3                        128
     <= 1024   64  x 64,  8, 2                            32,  4, 3                        256
-    beyond    16  x 32,  8, 2                            32,  8, 2                        latent rows; all float32
+    <= 2048   32  x 32,  8, 2                            32,  8, 2                        512; latent rows
+    beyond    16  x 32,  8, 2                            32,  8, 2                        576
+
+    float32 (no tensor cores)
+    <= 2560   16  x 32,  8, 2                            32,  8, 2                        of a head: 256; latent rows
+    beyond    16  x 16,  8, 2                            16,  8, 2                        576
 
 Compiled for compute capability 9.0 they do not spill registers (under Triton 3.6 some over codes do, 112 bytes a
 thread); a prefill program takes at most 160 KiB of shared memory and a decode program 75 KiB. What a version of
@@ -29,17 +34,24 @@ import triton
 
 from pagebinder.custom_ops.attention.paged import check_attention, check_options
 from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
+from pagebinder.custom_ops.attention.relative import check_bias
 from pagebinder.custom_ops.triton.attention_kernels import merge_kernel, split_kernel, tile_kernel
 from pagebinder.custom_ops.triton.gpu import multiprocessors
 from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
 
-# (bytes of a K and a V row at most, prefill: queries, keys, warps, stages, decode: keys, warps, stages)
-TILES = (
-    (256, (128, 64, 4, 3), (128, 4, 3)),
-    (512, (128, 64, 8, 3), (64, 4, 3)),
-    (1024, (64, 64, 8, 2), (32, 4, 3)),
-    (None, (16, 32, 8, 2), (32, 8, 2)),
-)
+# bytes of a number -> (bytes of a K and a V row at most, prefill: queries, keys, warps, stages, decode: keys, ...)
+TILES = {
+    2: (
+        (256, (128, 64, 4, 3), (128, 4, 3)),
+        (512, (128, 64, 8, 3), (64, 4, 3)),
+        (1024, (64, 64, 8, 2), (32, 4, 3)),
+        (2048, (32, 32, 8, 2), (32, 8, 2)),
+        (None, (16, 32, 8, 2), (32, 8, 2)),
+    ),
+    4: ((2560, (16, 32, 8, 2), (32, 8, 2)), (None, (16, 16, 8, 2), (16, 8, 2))),
+}
+# For heads of up to 128 channels in 16 bits: finding a bias for each score takes registers.
+PREFILL_WITH_BIAS = (64, 64, 8, 2)
 MAX_HEADS_OF_TILE = 32  # more query heads of a KV head are several programs
 PROGRAMS_PER_MULTIPROCESSOR = 32  # aimed at by splitting
 MAX_SPLITS = 64
@@ -73,8 +85,8 @@ def padded(columns: int) -> int:
 
 def tiles_of(columns: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(prefill, decode) of TILES for rows of so many columns."""
-    most = columns * dtype.itemsize if dtype.itemsize == 2 else None
-    return next(tiles for limit, *tiles in TILES if limit is None or (most is not None and most <= limit))
+    row_bytes = columns * dtype.itemsize
+    return next(tiles for most, *tiles in TILES[dtype.itemsize] if most is None or row_bytes <= most)
 
 
 def paged_attention(*operands, **options):
@@ -86,6 +98,17 @@ def paged_attention_lse(q, *operands, **options):
     """See `paged_attention_lse_reference`."""
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
     return _plain(q, *operands, lse=lse, **options), lse
+
+
+def paged_relative_attention(
+    q, kv_cache, block_table, seq_lens, query_start_loc, bias, *, head_dim_v, num_behind, **options
+):
+    """See `paged_relative_attention_reference`."""
+    step = (block_table, seq_lens, query_start_loc)
+    check_attention(q, kv_cache, *step, None, None, head_dim_v)
+    check_bias(q, bias, num_behind)
+    relative = {"bias": bias, "num_behind": num_behind}
+    return attend_paged(q, kv_cache, *step, None, None, head_dim_v=head_dim_v, **relative, **options)
 
 
 def _plain(
@@ -115,7 +138,7 @@ def quantized_paged_attention(
 def attend_paged(
     q, kv_cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, *, head_dim_v, scale, window=None,
     chunk=None, soft_cap=None, causal=True, lse=None, scales=None, codes="", v_is_k=False, out=None, key_begins=None,
-    context_only=False,
+    context_only=False, bias=None, num_behind=0, splits=None,
 ) -> torch.Tensor:  # fmt: skip
     """Attention [T, H, DV] over rows of values, or of codes (uint8); operands are checked by the callers.
 
@@ -124,11 +147,13 @@ def attend_paged(
         v_is_k: the value row is the first DV channels of the key row (latent rows).
         out: contiguous, of any float dtype, to write; None: a new one of q's dtype.
         key_begins: [R] int32, first key of each request that counts. context_only: keys of new tokens do not count.
+        bias: [H, N] by distance, or None; num_behind: its column of distance 0. splits: of contexts; None: to suit
+            the GPU.
     """
     check_options(window=window, chunk=chunk, soft_cap=soft_cap)
     (num_tokens, num_heads, head_dim), num_requests = q.shape, len(seq_lens)
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-    if not v_is_k and max(head_dim, head_dim_v) > MAX_HEAD_DIM:
+    if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
         raise ValueError(f"heads of {head_dim} and {head_dim_v} channels: at most {MAX_HEAD_DIM} are served")
     if out is None:
         out = torch.empty((num_tokens, num_heads, head_dim_v), dtype=q.dtype, device=q.device)
@@ -137,13 +162,15 @@ def attend_paged(
     widths = Widths.of(head_dim, head_dim_v, head_dim_v if v_is_k else None)
     columns = widths.D_A + widths.D_B + (0 if v_is_k else widths.BLOCK_DV)
     prefill, decode = tiles_of(columns, q.dtype)
+    if bias is not None and prefill[0] > PREFILL_WITH_BIAS[0]:
+        prefill = PREFILL_WITH_BIAS
     group = num_heads // num_kv_heads
     heads = min(group, MAX_HEADS_OF_TILE)
     chunks = triton.cdiv(group, heads)
     capacity = block_table.shape[1] * block_size
     is_decode = num_tokens <= num_requests
     rows = max(16, triton.next_power_of_2(heads))
-    splits = num_splits(num_requests * num_kv_heads * chunks, capacity, q.device)
+    splits = splits or num_splits(num_requests * num_kv_heads * chunks, capacity, q.device)
     few = 0 if splits == 1 else (num_tokens if is_decode else rows // heads)
     code_rows = codes != "" and scales is None
     options = {
@@ -154,14 +181,16 @@ def attend_paged(
     }  # fmt: skip
     options |= zip(("stride_n", "stride_g", "stride_b"), kv_cache.stride())
     strides = (*q.stride()[:2], block_table.stride(0))
+    bias = None if bias is None else bias.contiguous()
+    distances = (num_behind, 0 if bias is None else bias.shape[1] - 1)
     if splits == 1 or not is_decode:
         queries, keys, warps, stages = (rows, *decode) if is_decode else prefill
         queries = max(queries, rows)
         grid = (num_tokens // (queries // heads) + num_requests + 1, num_kv_heads * chunks)
         tile_kernel[grid](
-            q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, sinks, alibi_slopes, scales, out, lse,
-            *strides, num_tokens, num_requests, num_blocks, capacity, few, scale, soft_cap, **options,
-            BLOCK_M=queries, BLOCK_N=keys, num_warps=warps, num_stages=stages,
+            q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, sinks, alibi_slopes, bias, scales, out,
+            lse, *strides, num_tokens, num_requests, num_blocks, capacity, few, scale, soft_cap, *distances,
+            **options, BLOCK_M=queries, BLOCK_N=keys, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if splits == 1:
         return out
@@ -172,10 +201,10 @@ def attend_paged(
     keys, warps, stages = decode
     is_lone = num_requests * num_kv_heads * chunks <= multiprocessors(q.device)
     split_kernel[splits, num_kv_heads * chunks, num_requests](
-        q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, alibi_slopes, scales, parts, part_lse,
-        *strides, num_blocks, capacity, few, row_tokens, scale, soft_cap, SPLITS=splits, **options, BLOCK_M=rows,
-        BLOCK_N=keys, MIN_KEYS=MIN_KEYS_OF_LONE_SPLIT if is_lone else MIN_KEYS_OF_SPLIT, num_warps=warps,
-        num_stages=stages,
+        q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, alibi_slopes, bias, scales, parts, part_lse,
+        *strides, num_blocks, capacity, few, row_tokens, scale, soft_cap, *distances, SPLITS=splits, **options,
+        BLOCK_M=rows, BLOCK_N=keys, MIN_KEYS=MIN_KEYS_OF_LONE_SPLIT if is_lone else MIN_KEYS_OF_SPLIT,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     merge_kernel[num_requests + 1, num_heads](
         parts, part_lse, query_start_loc, sinks, out, lse, num_tokens, num_requests, few, row_tokens, SPLITS=splits,

@@ -15,10 +15,12 @@ import torch
 from pagebinder.custom_ops.activation import gated_activation
 from pagebinder.custom_ops.attention import (
     merge_states,
+    packed,
     paged,
     qk_norm_rope_quantized_write,
     qk_norm_rope_write,
     quantized_paged,
+    relative,
     unified,
 )
 from pagebinder.custom_ops.compress import paged_compress
@@ -43,7 +45,7 @@ from pagebinder.errors import ProviderError
 NAMESPACE = "pagebinder_triton"
 FLOAT_TYPES = ("float32", "bfloat16", "float16")
 MIN_CAPABILITY = (8, 0)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 
 # module beside this one -> the ops it has a function for, of the op's name
 _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
@@ -52,7 +54,9 @@ _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
         paged.PAGED_ATTENTION,
         paged.PAGED_ATTENTION_LSE,
         quantized_paged.QUANTIZED_PAGED_ATTENTION,
+        relative.PAGED_RELATIVE_ATTENTION,
     ),
+    "packed_attention": (packed.PACKED_ATTENTION, packed.PACKED_RELATIVE_ATTENTION),
     "unified_attention": (
         unified.UNIFIED_ATTENTION,
         unified.ATTENTION_PART,
@@ -101,6 +105,9 @@ _HEAD_DIM_OPS = (
     "paged_attention",
     "paged_attention_lse",
     "quantized_paged_attention",
+    "paged_relative_attention",
+    "packed_attention",
+    "packed_relative_attention",
     *(info.name for info in FP8_QUANT_FORMS.values()),
     "unified_attention",
     "attention_part",

@@ -17,6 +17,7 @@ from pagebinder.custom_ops.attention.merge_states import check_states
 from pagebinder.custom_ops.attention.paged import check_options
 from pagebinder.custom_ops.attention.unified import PARTS, check_unified
 from pagebinder.custom_ops.triton.attention_kernels import merge_kernel
+from pagebinder.custom_ops.triton.packed_attention import own_cache
 from pagebinder.custom_ops.triton.paged_attention import (
     MAX_HEADS_OF_TILE,
     MIN_KEYS_OF_SPLIT,
@@ -29,7 +30,6 @@ from pagebinder.custom_ops.triton.paged_attention import (
 from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
 from pagebinder.custom_ops.triton.unified_kernels import merge_states_kernel, shared_kernel
 
-OWN_BLOCK = 16  # tokens of a block of this step's K and V
 SHARED_ROWS = 64  # of a tile: most decodes of a group fit, and the others read the keys from the L2 cache
 
 
@@ -97,7 +97,7 @@ def _attend(
             alibi_slopes, out, lse, **options,
         )  # fmt: skip
     elif part == "c":
-        rows, table = _own_cache(k, v, query_start_loc)
+        rows, table = own_cache(k, v, query_start_loc)
         news = query_start_loc[1:] - query_start_loc[:-1]
         attend_paged(q, rows, table, news, query_start_loc, None, alibi_slopes, out=out, lse=lse, **options)
     else:
@@ -105,18 +105,6 @@ def _attend(
             q, kv_cache, block_table, seq_lens, query_start_loc, None, alibi_slopes, out=out, lse=lse,
             key_begins=shared_lens if "s" in phases else None, context_only="c" in phases, **options,
         )  # fmt: skip
-
-
-def _own_cache(k, v, query_start_loc) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows [T, G, OWN_BLOCK, D+DV], which overlap; table [R, blocks]): a block begins at every 16th token of each
-    request."""
-    (num_tokens, num_kv_heads, width), width_v = k.shape, v.shape[2]
-    rows = k.new_empty((num_tokens + OWN_BLOCK, num_kv_heads, width + width_v))
-    torch.cat([k, v], dim=-1, out=rows[:num_tokens])
-    token, head, _ = rows.stride()
-    blocks = rows.as_strided((num_tokens, num_kv_heads, OWN_BLOCK, width + width_v), (token, head, token, 1))
-    begins = torch.arange(0, max(num_tokens, 1), OWN_BLOCK, dtype=torch.int32, device=k.device)
-    return blocks, query_start_loc[:-1, None] + begins
 
 
 def _shared(

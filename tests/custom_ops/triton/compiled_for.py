@@ -30,6 +30,7 @@ from pagebinder.custom_ops.triton import (
     gpu,
     latent,
     moe,
+    packed_attention,
     paged_attention,
     qk_norm_rope_write,
     quantized_linear,
@@ -110,6 +111,18 @@ def attend(dtype, head_dim, *, new, codes="", requests=4, heads=32, kv_heads=8) 
     operands = (q, cache, *(x.int() for x in step))
     op = paged_attention.quantized_paged_attention if codes else paged_attention.paged_attention
     op(*operands, **({"codes": codes} if codes else {}), head_dim_v=head_dim, scale=0.1)
+
+
+def attend_by_distance(dtype, *, new, requests=4, heads=16, head_dim=64) -> None:
+    """T5's decoder, and its encoder."""
+    q = torch.empty(requests * new, heads, head_dim, dtype=dtype)
+    cache, bias = torch.empty(4, heads, 64, 2 * head_dim, dtype=dtype), torch.empty(heads, 128, dtype=dtype)
+    step = (torch.empty(requests, 64), torch.empty(requests), torch.empty(requests + 1))
+    options = {"scale": 1.0, "num_behind": 127}
+    block_table, seq_lens, starts = (x.int() for x in step)
+    operands = (q, cache, block_table, seq_lens, starts, bias)
+    paged_attention.paged_relative_attention(*operands, head_dim_v=head_dim, **options)
+    packed_attention.packed_relative_attention(q, q, q, starts, bias, causal=False, **options)
 
 
 def attend_latent(dtype, heads=128, latent_dim=512, rope_dim=64, nope_dim=128) -> None:
@@ -208,11 +221,14 @@ def main() -> None:
     attend_shared(torch.bfloat16, 128)
     if "--all" in sys.argv:
         attend_shared(torch.float32, 128)
-        for head_dim in (64, 96, 192, 256):
+        attend_shared(torch.bfloat16, 512)
+        for head_dim in (64, 96, 192, 256, 512, 576):
             for new in (1, 64):
                 attend(torch.bfloat16, head_dim, new=new)
         for new in (1, 64):
             attend(torch.float32, 128, new=new)
+            attend(torch.float32, 576, new=new)
+            attend(torch.bfloat16, 512, new=new, codes="fp8_e4m3")
             attend(torch.float16, 128, new=new, codes="fp8_e5m2")
             attend(torch.bfloat16, 128, new=new, codes="int8")
         for rows in (4, 64, 256):
@@ -232,6 +248,7 @@ def main() -> None:
             mix_codes(torch.bfloat16, tokens, "int4_g32", interleaved=True)
         mix_codes(torch.float32, 64, "int8")
     attend(torch.bfloat16, 128, new=1, codes="fp8_e4m3")
+    attend_by_distance(torch.bfloat16, new=64)
     attend_latent(torch.bfloat16)
     write(torch.bfloat16)
     quantise(torch.bfloat16)

@@ -52,6 +52,8 @@ FORMS = {
     "width 80": Case(((520, 1), (20, 9)), head_dim=80, head_dim_v=40),
     "width 192": Case(((520, 1), (20, 9)), head_dim=192, head_dim_v=128, num_kv_heads=1),
     "width 256": Case(((520, 1), (20, 9)), head_dim=256, head_dim_v=256, num_kv_heads=1),
+    "width 512": Case(((520, 1), (20, 9)), head_dim=512, head_dim_v=512, num_kv_heads=1),
+    "width 576": Case(((520, 1), (20, 3)), head_dim=576, head_dim_v=576, num_kv_heads=1, group=2),
     "width 7": Case(((520, 1), (20, 9)), head_dim=7, head_dim_v=3),
 }
 
@@ -82,7 +84,7 @@ def test_each_form(attention, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("name", ["decode", "mixed", "width 192"])
+@pytest.mark.parametrize("name", ["decode", "mixed", "width 192", "width 512"])
 def test_tensor_core_types(attention, name, dtype):
     check(attention, dataclasses.replace(FORMS[name], dtype=dtype))
 
@@ -94,9 +96,7 @@ def test_random_cases(attention, case):
 
 
 def narrow(case: Case) -> Case:
-    return dataclasses.replace(
-        case, head_dim=min(case.head_dim, 256), head_dim_v=min(case.head_dim_v, 256), group=min(case.group, 5)
-    )
+    return dataclasses.replace(case, group=min(case.group, 5))
 
 
 @pytest.mark.parametrize(

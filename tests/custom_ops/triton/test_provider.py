@@ -24,7 +24,7 @@ PROMPTS = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(4 + 13 * i)] for i in ra
     [
         ({"dtype": "float64"}, "dtype float64"),
         ({"kv_dtype": "float8_e4m3fn"}, "q's dtype bfloat16, not float8_e4m3fn"),
-        ({"head_dim": 576}, "heads of 576 channels: at most 256"),
+        ({"head_dim": 640}, "heads of 640 channels: at most 576"),
         ({"op": "gated_linear"}, "no kernel for gated_linear"),
         ({"op": "sparse_mla_attention", "features": frozenset({"fp4_index"})}, "no kernel for fp4_index"),
         ({"op": "indexer_score_topk", "features": frozenset({"fp8_v4"})}, "no kernel for fp8_v4"),

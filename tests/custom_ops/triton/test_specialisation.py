@@ -12,7 +12,8 @@ from pagebinder.custom_ops.triton.values import SIZES
 FIXED = {
     "block_size", "scale", "soft_cap", "eps", "norm_eps", "rope_scale", "C", "W", "num_experts", "slots_per_row",
     "scales_of_expert", "width", "num_columns", "num_panels", "num_steps", "limit", "alpha", "up_offset", "vocab",
-    "dt_min", "dt_max", "part_tokens", "part_steps",  # multiples of 64 and of a tile's step: pointers stay aligned
+    "dt_min", "dt_max", "behind", "farthest",
+    "part_tokens", "part_steps",  # multiples of 64 and of a tile's step: pointers stay aligned
 }  # fmt: skip
 STRIDES = ("stride", "window_stride_", "entry_stride_", "x_", "cos_", "sin_")
 
