@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 import pagebinder
 from pagebinder import CaptureError, CompileConfig, ConfigError
+from pagebinder.errors import ProviderError
 from tests.encoder_decoders import FAMILIES, eager_logits, eager_states, tiny, tokens
 from tests.helpers import by_day, tiny_llama
 
@@ -128,12 +129,14 @@ def test_the_shapes_of_the_source_are_kept_apart():
     assert source.encoder.decoder_start_token_id == 2
 
 
-def test_a_relative_bias_falls_back_to_the_reference_and_says_so():
+def test_a_provider_without_a_kernel_for_a_relative_bias_says_so():
     model = tiny("t5", num_layers=1, num_decoder_layers=1)
     compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
     choice = next(c for c in compiled.report.providers if c.op == "paged_relative_attention")
-    assert choice.provider == "reference" and choice.num_nodes == 1
-    assert "FALLBACK" in choice.why and "no kernel" in choice.why
+    assert choice.provider == "cpu" and choice.num_nodes == 1
+    config = CompileConfig(executable="eager", providers={"paged_relative_attention": "flex_attention"})
+    with pytest.raises(ProviderError, match="no kernel for paged_relative_attention"):
+        pagebinder.compile_model(model, config)
 
 
 def test_two_vocabularies():

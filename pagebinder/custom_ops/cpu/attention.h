@@ -42,6 +42,8 @@ struct AttentionArgs {
   const int32_t* query_start_loc; // [R+1]
   const float* sinks;             // [H] or null
   const float* alibi_slopes;      // [H] or null
+  const float* bias;              // by distance: [H, bias_columns] in log2 units, or null
+  int64_t bias_columns, num_behind;  // num_behind: the column of distance 0
   void* out;                      // [T, H, Dv] contiguous
   float* lse;                     // [H, T] or null
   float scale;

@@ -15,6 +15,8 @@ struct ScoreOptions {
   float scale;     // raw score -> log2 units, or -> argument of tanh with a soft cap
   float soft_cap;  // in log2 units, 0 = none
   bool alibi;
+  const float* bias;  // by distance, in log2 units, or null
+  int farthest;       // its last column
 };
 
 template <int STRIDE>
@@ -26,6 +28,7 @@ struct SoftmaxState {
   VI begin[VECTORS], end[VECTORS];        // keys that the row of a lane sees
   VI position[VECTORS];                   // absolute position of the query
   VF slope[VECTORS];                      // ALiBi, in log2 units
+  VI bias_row[VECTORS], bias_zero[VECTORS];  // of the head's bias: where it begins, and the column of key 0
   VI lane_key;
   KeyRange common;                        // keys that all rows see
 };
@@ -47,6 +50,13 @@ PB_INLINE void plain_maxima(float scale, int num_keys, const float* scores, VF* 
   for (int v = 0; v < State::VECTORS; ++v) top[v] = top[v] * scale;
 }
 
+// Of each lane for its key: the bias of its distance, at the ends that of all keys beyond.
+PB_INLINE VF bias_of(const ScoreOptions& options, VI row, VI column) {
+  column = column < VI{} ? VI{} : column;
+  column = column > splat_int(options.farthest) ? splat_int(options.farthest) : column;
+  return gather(options.bias, row + column);
+}
+
 template <int STRIDE>
 PB_INLINE void finish_scores(const SoftmaxState<STRIDE>& state, const ScoreOptions& options, bool masked,
                              int first_key, int num_keys, float* scores, VF* top) {
@@ -60,6 +70,7 @@ PB_INLINE void finish_scores(const SoftmaxState<STRIDE>& state, const ScoreOptio
       const VI key = splat_int(first_key + k) + state.lane_key;
       if (options.soft_cap != 0.0f) x = tanh_approx(x) * options.soft_cap;
       if (options.alibi) x += state.slope[v] * __builtin_convertvector(key - state.position[v], VF);
+      if (options.bias != nullptr) x += bias_of(options, state.bias_row[v], key + state.bias_zero[v]);
       if (masked) x = select((key >= state.begin[v]) & (key < state.end[v]), x, splat(MINUS_INFINITY));
       store(at, x);
       top[v] = max(x, top[v]);
@@ -115,7 +126,8 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
   using State = SoftmaxState<STRIDE>;
   constexpr int V = State::VECTORS;
   VF top[V], shift[V], sum[V];
-  const bool plain = !masked && !options.alibi && options.soft_cap == 0.0f && options.scale > 0.0f;
+  const bool plain =
+      !masked && !options.alibi && options.bias == nullptr && options.soft_cap == 0.0f && options.scale > 0.0f;
   const float scale = plain ? options.scale : 1.0f;
   if (plain) plain_maxima<STRIDE>(scale, num_keys, scores, top);
   else finish_scores(state, options, masked, first_key, num_keys, scores, top);

@@ -12,11 +12,6 @@ namespace {
 
 using namespace pagebinder;
 
-void attend_or_throw(ScalarType dtype, const AttentionArgs& a, const char* name) {
-  const char* error = attend(dtype, a);
-  STD_TORCH_CHECK(error == nullptr, name, ": ", error);
-}
-
 #define ATTENTION_PARAMETERS                                                                                      \
   const Tensor &q, const Tensor &kv_cache, const Tensor &block_table, const Tensor &seq_lens,                     \
       const Tensor &query_start_loc, std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes,             \
@@ -28,9 +23,7 @@ void attend_or_throw(ScalarType dtype, const AttentionArgs& a, const char* name)
 
 std::tuple<Tensor, std::optional<Tensor>> attention(ATTENTION_PARAMETERS, bool with_lse) {
   AttentionArgs a = attention_args(ATTENTION_ARGUMENTS);
-  STD_TORCH_CHECK(q.scalar_type() == kv_cache.scalar_type(), "q and kv_cache must have the same dtype");
-  STD_TORCH_CHECK(kv_cache.size(3) == q.size(2) + head_dim_v, "a kv_cache row must be D + head_dim_v wide: ",
-                  kv_cache.size(3), " is not ", q.size(2), " + ", head_dim_v);
+  check_plain_rows(q, kv_cache, head_dim_v);
   Tensor out = new_tensor({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
   a.out = data(out);
   std::optional<Tensor> lse;

@@ -76,6 +76,13 @@ inline AttentionArgs attention_args(const Tensor& q, const Tensor& kv_cache, con
   return a;
 }
 
+// Rows of K and V of q's dtype, as they are.
+inline void check_plain_rows(const Tensor& q, const Tensor& kv_cache, int64_t head_dim_v) {
+  STD_TORCH_CHECK(q.scalar_type() == kv_cache.scalar_type(), "q and kv_cache must have the same dtype");
+  STD_TORCH_CHECK(kv_cache.size(3) == q.size(2) + head_dim_v, "a kv_cache row must be D + head_dim_v wide: ",
+                  kv_cache.size(3), " is not ", q.size(2), " + ", head_dim_v);
+}
+
 // The operands of a cache write, with strides in bytes; the width of cache rows is left to the caller.
 inline CacheWriteArgs cache_write_args(const Tensor& k, const Tensor& v, const Tensor& kv_cache,
                                        const Tensor& slot_mapping) {

@@ -47,4 +47,9 @@ inline const char* attend(ScalarType type, const AttentionArgs& args) {
   return run_attention(args, index == 0 ? 4 : 2, kernel);
 }
 
+inline void attend_or_throw(ScalarType type, const AttentionArgs& args, const char* name) {
+  const char* error = attend(type, args);
+  STD_TORCH_CHECK(error == nullptr, name, ": ", error);
+}
+
 }  // namespace pagebinder

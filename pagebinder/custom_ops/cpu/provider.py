@@ -12,6 +12,7 @@ from pagebinder.custom_ops.attention import (
     qk_norm_rope_quantized_write,
     qk_norm_rope_write,
     quantized_paged,
+    relative,
     unified,
 )
 from pagebinder.custom_ops.compress import paged_compress
@@ -42,6 +43,7 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         paged.KV_CACHE_WRITE,
         paged.PAGED_ATTENTION,
         paged.PAGED_ATTENTION_LSE,
+        relative.PAGED_RELATIVE_ATTENTION,
         linear.LINEAR,
         linears.LINEARS,
         gated_linear.GATED_LINEAR,
@@ -99,7 +101,7 @@ attention_fp8.register()
 
 # op -> the parts that its kernel is made of; those after the table are put together in Python, see there.
 _PARTS_OF = {info.name: (part,) for part, infos in _PARTS.items() for info in infos}
-_PARTS_OF[packed.PACKED_ATTENTION.name] = ("core",)
+_PARTS_OF |= {info.name: ("core",) for info in (packed.PACKED_ATTENTION, packed.PACKED_RELATIVE_ATTENTION)}
 _PARTS_OF |= {fused.name: (*_PARTS_OF[info.name], "fp8") for info, fused in FP8_QUANT_FORMS.items()}
 _PARTS_OF[mla.PAGED_MLA_ATTENTION.name] = ("core", "latent")
 
@@ -110,7 +112,9 @@ _BY_ELEMENT_TYPE = {
         paged.PAGED_ATTENTION,
         paged.PAGED_ATTENTION_LSE,
         FP8_QUANT_FORMS[paged.PAGED_ATTENTION],
+        relative.PAGED_RELATIVE_ATTENTION,
         packed.PACKED_ATTENTION,
+        packed.PACKED_RELATIVE_ATTENTION,
         mla.PAGED_MLA_ATTENTION,
         unified.UNIFIED_ATTENTION,
         unified.ATTENTION_PART,

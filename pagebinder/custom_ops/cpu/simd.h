@@ -64,6 +64,17 @@ PB_INLINE VI splat_int(int32_t x) { return x - VI{}; }
 PB_INLINE VF select(VI mask, VF yes, VF no) { return mask ? yes : no; }
 PB_INLINE VF max(VF a, VF b) { return a > b ? a : b; }
 
+// base[index] of each lane.
+PB_INLINE VF gather(const float* base, VI index) {
+#if defined(__AVX512F__)
+  return bit_cast<VF>(_mm512_i32gather_ps(bit_cast<__m512i>(index), base, 4));
+#else
+  VF x;
+  for (int lane = 0; lane < W; ++lane) x[lane] = base[index[lane]];
+  return x;
+#endif
+}
+
 // Keeps a product from being merged with the addition behind it, which would round once instead of twice.
 PB_INLINE VF unfused(VF x) {
 #if defined(__x86_64__)

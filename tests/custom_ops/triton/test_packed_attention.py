@@ -5,21 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagebinder.custom_ops.attention.packed import (
-    packed_attention_reference,
-    packed_relative_attention_reference,
-)
-from pagebinder.custom_ops.attention.relative import paged_relative_attention_reference
-from tests.custom_ops.paged_cases import Case, make_inputs
+from pagebinder.custom_ops.attention.packed import packed_attention_reference
 from tests.custom_ops.test_packed_attention import OPTIONS, PADDING, operands
-from tests.custom_ops.triton.test_paged_attention import FORMS, assert_close
-
-HEADS = 4
-
-
-def bias(heads=HEADS, behind=40, ahead=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(9)
-    return 2 * torch.randn(heads, behind + 1 + ahead, generator=generator).to(dtype)
+from tests.custom_ops.test_relative_attention import (  # noqa: F401  (run here with the provider of this folder)
+    test_a_kernel_refuses_a_bias_that_does_not_fit,
+    test_the_packed_kernel_is_the_reference,
+    test_the_paged_kernel_is_the_reference,
+)
+from tests.custom_ops.triton.test_paged_attention import assert_close
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
@@ -60,33 +53,6 @@ def test_sequences_of_one_token_and_none(provider):
     assert empty.shape == (0, q.shape[1], v.shape[2])
 
 
-@pytest.mark.parametrize(("causal", "ahead"), [(True, 0), (False, 40), (False, 2)])
-def test_packed_with_a_bias_by_distance(provider, causal, ahead):
-    q, k, v, starts = operands()
-    options = {"scale": 0.2, "num_behind": 40, "causal": causal}
-    expected = packed_relative_attention_reference(q, k, v, starts, bias(ahead=ahead), **options)
-    out = provider.overload("packed_relative_attention")(q, k, v, starts, bias(ahead=ahead), **options)
-    assert_close(out, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["decode", "short decode", "mixed", "many heads"])
-def test_paged_with_a_bias_by_distance(provider, name, dtype):
-    """Contexts far longer than the distances that have a bias of their own; a bias of the model's dtype."""
-    case = FORMS[name]
-    inputs = make_inputs(
-        Case(case.lengths, dtype, num_kv_heads=case.num_kv_heads, group=case.group, padding=2)
-    )
-    q, *rest = inputs.operands[:5]
-    relative = (bias(q.shape[1], dtype=dtype),)
-    options = {"head_dim_v": inputs.options["head_dim_v"], "scale": 0.3, "num_behind": 40}
-    out = provider.overload("paged_relative_attention")(q, *rest, *relative, **options)
-    cache, *step = rest
-    expected = paged_relative_attention_reference(q.float(), cache.float(), *step, *relative, **options)
-    assert out.dtype == dtype
-    assert_close(out, expected)
-
-
 def test_operands_that_do_not_fit_are_refused(provider):
     q, k, v, starts = operands()
     packed = provider.overload("packed_attention")
@@ -97,4 +63,6 @@ def test_operands_that_do_not_fit_are_refused(provider):
     with pytest.raises(ValueError, match="must be int32"):
         packed(q, k, v, starts.long(), scale=0.2)
     with pytest.raises(ValueError, match="bias must be"):
-        provider.overload("packed_relative_attention")(q, k, v, starts, bias(3), scale=0.2, num_behind=40)
+        provider.overload("packed_relative_attention")(
+            q, k, v, starts, torch.zeros(3, 41), scale=0.2, num_behind=40
+        )
