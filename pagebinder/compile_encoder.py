@@ -30,6 +30,7 @@ from pagebinder.passes.layer_states import encoder_layer_states
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.pack_attention import pack_attention
 from pagebinder.passes.select_providers import select_providers
+from pagebinder.passes.simplify import simplify
 from pagebinder.passes.trail import ENCODER, Trail
 from pagebinder.report import CompileReport
 from pagebinder.runtime.encoder_batches import batches
@@ -76,7 +77,8 @@ def compile_encoder(
     device = torch.device("cpu") if on_meta else source.device
     with stage("pack"):
         packed = clone(semantic, "packed")
-        report.passes += run_passes(packed, (pack_attention,), after=trail.after("packed", chain=ENCODER))
+        passes = (pack_attention, simplify)
+        report.passes += run_passes(packed, passes, after=trail.after("packed", chain=ENCODER))
         report.providers = select_providers(
             packed, device=device, requested=config.providers, prepare=not on_meta
         )

@@ -1,7 +1,7 @@
-"""Removes casts and products that change nothing and views that undo each other.
+"""Removes casts, products and dropouts that change nothing and views that undo each other.
 
 Matches:
-    cast(x) to x's own dtype | alias(x) | x * 1 | x / 1.0
+    cast(x) to x's own dtype | alias(x) | x * 1 | x / 1.0 | dropout(x) outside training
     transpose(transpose(x, a, b), a, b) | select(unsqueeze(x, 0), 0, 0)
 Replaces with:
     x
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import CASTS, aten, describe, finish, is_call, val
+from pagebinder.graph_tools import CASTS, arg, aten, describe, finish, is_call, val
 from pagebinder.report import Match, PassResult
 
 PATTERN = "no_op"
@@ -48,6 +48,8 @@ def _equivalent(node: Node) -> Node | None:
         factor = node.args[1]
         same = isinstance(factor, (int, float)) and factor == 1 and val(node).dtype is val(x).dtype
         return x if same else None
+    if is_call(node, aten.dropout.default):
+        return None if arg(node, 2, "train") else x
     if is_call(node, aten.transpose.int) and is_call(x, aten.transpose.int):
         rank = val(node).dim()
         return x.args[0] if _dims(node, rank) == _dims(x, rank) else None

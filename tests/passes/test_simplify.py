@@ -26,6 +26,7 @@ REMOVED = {
     "a product with one": (lambda x, p: (x * 1.0).sin() + x, 1),
     "a product with the number one": (lambda x, p: (x * 1).sin() + x, 1),
     "a division by one": (lambda x, p: (x / 1.0).sin() + x, 1),
+    "a dropout outside training": (lambda x, p: torch.dropout(x, 0.1, False).sin() + x, 1),
     "transposes around a cast": (lambda x, p: x.transpose(1, 2).float().transpose(1, 2) * 2, 2),
 }
 
@@ -48,6 +49,7 @@ KEPT = {
     "a cast that asks for a layout": lambda x, p: x.transpose(1, 2).to(torch.float32, memory_format=CONTIGUOUS),
     "a product with almost one": lambda x, p: x * 1.0000001 * 2,
     "a product with one that makes floats of integers": lambda x, p: x.int() * 1.0 + x,
+    "a dropout in training": lambda x, p: torch.dropout(x, 0.0, True) * 2,
     "one transpose": lambda x, p: x.transpose(1, 2) * 2,
     "two different transposes": lambda x, p: x.unsqueeze(0).transpose(0, 1).transpose(0, 2),
     "select of the first of two": lambda x, p: torch.stack((x, x + 1))[0],
