@@ -49,6 +49,7 @@ def run_tests() -> dict:
 
 def run_benchmarks() -> dict:
     from gpu_async import asynchronous_steps
+    from gpu_attention_forms import runs as attention_forms
     from gpu_captured import captured_steps
     from gpu_cases import DECODES, PREFILLS, decode, elementwise, prefill
     from gpu_latent import runs as latent_runs
@@ -63,7 +64,7 @@ def run_benchmarks() -> dict:
     runs += [lambda s=shape: [prefill(*s)] for shape in PREFILLS]
     runs.append(lambda: elementwise(copy))
     runs += [lambda c=case: [c()] for case in product_cases(copy)]
-    runs += [*latent_runs(copy), *recurrent_runs(copy)]
+    runs += [*attention_forms(copy), *latent_runs(copy), *recurrent_runs(copy)]
     runs += [captured_steps, asynchronous_steps]
     for run in runs:
         try:
