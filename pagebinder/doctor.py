@@ -16,6 +16,7 @@ from rich.text import Text
 
 # First and last minor version that is tested.
 SUPPORTED = {"python": ("3.11", "3.12"), "torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
+MOST_OPS_NAMED = 8  # that a provider has no kernel for
 # Import name -> distribution, of what providers and executables may use if it is there.
 OPTIONAL = {
     "triton": "triton",
@@ -254,10 +255,16 @@ def _provider_text(provider: dict) -> Text:
     if not provider["usable"]:
         return _marked("no", provider["reason"])
     served = [op for op, reasons in provider["ops"].items() if not reasons]
-    text = Text(f"yes, {provider['reason']}: {', '.join(served) or 'no op'}")
+    named = "every op" if len(served) == len(provider["ops"]) else ", ".join(served) or "no op"
+    text = Text(f"yes, {provider['reason']}: {named}")
+    without = [op for op, reasons in provider["ops"].items() if reasons == [f"it has no kernel for {op}"]]
     for op, reasons in provider["ops"].items():
-        if reasons:
+        if reasons and op not in without:
             text.append(f"\nnot {op}: {'; '.join(reasons)}", style="yellow")
+    if without:
+        few = len(without) <= MOST_OPS_NAMED
+        which = ", ".join(without) if few else f"the other {len(without)} ops"
+        text.append(f"\nno kernel for {which}", style="yellow")
     return text
 
 

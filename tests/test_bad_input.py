@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,10 +134,20 @@ def test_a_taken_id_among_n_samples_queues_none_of_them(engine):
 def test_a_bad_priority_is_refused_before_it_is_queued(compiled, expected):
     engine = compiled.engine(EngineConfig(num_kv_blocks=40, scheduling_policy="priority"))
     engine.add_request("good", [1, 2, 3], GREEDY)
-    with pytest.raises(RequestError, match="priority=None"):
-        engine.add_request("bad", [4, 5], GREEDY, priority=None)
+    for bad in (None, 1.0, True, "1"):
+        with pytest.raises(RequestError, match=f"priority={bad!r}"):
+            engine.add_request("bad", [4, 5], GREEDY, priority=bad)
     outputs = [o for o in iter_until_done(engine) if o.finished]
     assert [o.token_ids for o in outputs] == [expected]
+
+
+def test_numbers_of_numpy_are_numbers(compiled, expected):
+    engine = compiled.engine(EngineConfig(num_kv_blocks=40, scheduling_policy="priority"))
+    prompt = np.array([1, 2, 3])
+    engine.add_request("a", list(prompt), GREEDY, priority=np.int64(2))
+    outputs = [o for o in iter_until_done(engine) if o.finished]
+    assert [o.token_ids for o in outputs] == [expected]
+    assert engine.generate(list(prompt), GREEDY)[0].token_ids == expected
 
 
 def test_generate_finds_ids_of_its_own(engine, expected):

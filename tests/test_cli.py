@@ -256,6 +256,8 @@ def test_doctor():
         "Models can run here",
     ):
         assert fact in text
+    flex = text[text.index("provider flex_attention") : text.index("provider reference")]
+    assert flex.count("\n") < 5 and "no kernel for the other" in flex
 
 
 def test_doctor_as_json_without_a_compiler(monkeypatch):

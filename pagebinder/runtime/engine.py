@@ -39,7 +39,7 @@ from pagebinder.runtime.memory_plan import plan_memory
 from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
 from pagebinder.runtime.request import Request, RequestStatus
-from pagebinder.runtime.request_checks import Prompt, check_beams, check_params
+from pagebinder.runtime.request_checks import Prompt, check_beams, check_params, whole_priority
 from pagebinder.runtime.sampler import prepare as prepare_sampling
 from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.scheduler_output import SchedulerOutput
@@ -127,8 +127,7 @@ class Engine:
             RequestError, CacheCapacityError: nothing was queued.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(priority, int):
-            raise RequestError(f"priority={priority!r}: use a whole number, smaller is served first.")
+        priority = whole_priority(priority)
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id={request_id!r}: use a non-empty string.")
         if cache_salt is not None and not isinstance(cache_salt, str):

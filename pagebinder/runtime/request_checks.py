@@ -18,7 +18,7 @@ def prompt_list(prompts) -> list:
         prompts = prompts.tolist()
     if not isinstance(prompts, (str, Sequence)):
         raise RequestError(f"Give a prompt or a list of prompts, not {type(prompts).__name__}.")
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]
     return list(prompts)
 
@@ -79,6 +79,13 @@ def check_params(params: SamplingParams, tokenizer, vocab_size: int) -> None:
     bad = [t for t in params.stop_token_ids if t >= vocab_size]
     if bad:
         raise RequestError(f"stop_token_ids {bad} are outside the vocabulary of {vocab_size}.")
+
+
+def whole_priority(priority) -> int:
+    """A request's priority; of numpy, too. Raises RequestError."""
+    if not isinstance(priority, Integral) or isinstance(priority, bool):
+        raise RequestError(f"priority={priority!r}: use a whole number, smaller is served first.")
+    return int(priority)
 
 
 def check_beams(beam_width: int, max_tokens: int, length_penalty: float) -> None:
