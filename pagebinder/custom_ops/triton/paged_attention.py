@@ -153,7 +153,7 @@ def attend_paged(
     check_options(window=window, chunk=chunk, soft_cap=soft_cap)
     (num_tokens, num_heads, head_dim), num_requests = q.shape, len(seq_lens)
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-    if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
+    if not v_is_k and max(head_dim, head_dim_v) > MAX_HEAD_DIM:
         raise ValueError(f"heads of {head_dim} and {head_dim_v} channels: at most {MAX_HEAD_DIM} are served")
     if out is None:
         out = torch.empty((num_tokens, num_heads, head_dim_v), dtype=q.dtype, device=q.device)

@@ -36,6 +36,9 @@ FORMS = {
         (0, -1, 0),
         (32,),
     ),
+    "width 512": SharedCase(
+        Case(((40, 1), (36, 3)), num_kv_heads=1, head_dim=512, head_dim_v=512), (0, 0), (32,)
+    ),
     "soft cap": SharedCase(
         Case(((18, 6), (20, 3)), num_kv_heads=1, head_dim=80, head_dim_v=40, options={"soft_cap": 3.0}),
         (0, 0),
