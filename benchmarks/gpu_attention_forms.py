@@ -5,36 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from gpu_cases import BLOCK_SIZE, L2_BYTES, op
+from gpu_cases import decode, op
 from gpu_timing import median_ms
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 WIDE = (512, 576)  # channels of a head
-WIDE_HEADS, WIDE_KV_HEADS = 16, 2
+WIDE_HEADS = (16, 2)  # of queries, of K and V
 ENCODER_HEADS, ENCODER_WIDTH = 16, 64  # of a large BERT or T5
 NUM_BEHIND = 127
-
-
-def wide_decode(copy_gb_per_s: float, width: int, requests: int = 16, context: int = 8192) -> dict:
-    """One new token a request; bytes are those of K and V, read once."""
-    blocks = context // BLOCK_SIZE
-    num_bytes = requests * context * WIDE_KV_HEADS * 4 * width
-    q = torch.randn(requests, WIDE_HEADS, width, dtype=torch.bfloat16, device="cuda")
-    lens = torch.full((requests,), context, dtype=torch.int32, device="cuda")
-    starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
-    shape = (requests * blocks, WIDE_KV_HEADS, BLOCK_SIZE, 2 * width)
-    calls = []
-    for _ in range(1 + 2 * L2_BYTES // num_bytes):
-        cache = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-        table = torch.randperm(requests * blocks, device="cuda").int().view(requests, blocks)
-        options = {"head_dim_v": width, "scale": width**-0.5}
-        calls.append(lambda c=cache, t=table, o=options: op("paged_attention")(q, c, t, lens, starts, **o))
-    ms = median_ms(calls)
-    rate = num_bytes / ms / 1e6
-    return {
-        "case": f"decode bf16, heads of {width}", "requests": requests, "context": context, "ms": ms,
-        "gb_per_s": rate, "share_of_copy": rate / copy_gb_per_s,
-    }  # fmt: skip
 
 
 def encoder(name: str, requests: int = 32, tokens: int = 512) -> dict:
@@ -62,6 +40,6 @@ def encoder(name: str, requests: int = 32, tokens: int = 512) -> dict:
 def runs(copy_gb_per_s: float) -> list[Callable[[], list[dict]]]:
     names = ("packed_attention", "packed_relative_attention")
     return [
-        *(lambda w=width: [wide_decode(copy_gb_per_s, w)] for width in WIDE),
+        *(lambda w=width: [decode(copy_gb_per_s, 16, 8192, heads=(*WIDE_HEADS, w))] for width in WIDE),
         *(lambda n=name: [encoder(n)] for name in names),
     ]

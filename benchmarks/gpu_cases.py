@@ -29,34 +29,46 @@ def op(name: str):
     return provider.overload(name)
 
 
-def decode(copy_gb_per_s: float, requests: int, context: int, codes: str = "") -> dict:
-    """One new token a request over shuffled blocks; bytes are those of K and V, read once."""
+def decode(
+    copy_gb_per_s: float,
+    requests: int,
+    context: int,
+    codes: str = "",
+    heads: tuple[int, int, int] = (H, G, D),
+) -> dict:
+    """One new token a request over shuffled blocks; bytes are those of K and V, read once.
+
+    `heads`: query heads, KV heads, their width.
+    """
+    num_heads, num_kv_heads, width = heads
     blocks = -(-context // BLOCK_SIZE)
-    row = (2 * D + 8) if codes else 4 * D
-    num_bytes = requests * context * G * row
+    row = (2 * width + 8) if codes else 4 * width
+    num_bytes = requests * context * num_kv_heads * row
     copies = 1 + min(8, 2 * L2_BYTES // num_bytes)
-    q = torch.randn(requests, H, D, dtype=torch.bfloat16, device="cuda")
+    q = torch.randn(requests, num_heads, width, dtype=torch.bfloat16, device="cuda")
     lens = torch.full((requests,), context, dtype=torch.int32, device="cuda")
     starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
-    options = {"head_dim_v": D, "scale": D**-0.5} | ({"codes": codes} if codes else {})
+    options = {"head_dim_v": width, "scale": width**-0.5} | ({"codes": codes} if codes else {})
     name = "quantized_paged_attention" if codes else "paged_attention"
     calls = []
     for _ in range(copies):
-        cache = _cache(requests * blocks, codes)
+        cache = _cache(requests * blocks, codes, num_kv_heads, width)
         table = torch.randperm(requests * blocks, device="cuda").int().view(requests, blocks)
         calls.append(lambda c=cache, t=table: op(name)(q, c, t, lens, starts, **options))
     ms = median_ms(calls)
     rate = num_bytes / ms / 1e6
+    case = f"decode {codes or 'bf16'}" + (f", heads of {width}" if width != D else "")
     return {
-        "case": f"decode {codes or 'bf16'}", "requests": requests, "context": context, "ms": ms,
+        "case": case, "requests": requests, "context": context, "ms": ms,
         "gb_per_s": rate, "share_of_copy": rate / copy_gb_per_s,
     }  # fmt: skip
 
 
-def _cache(num_blocks: int, codes: str) -> torch.Tensor:
+def _cache(num_blocks: int, codes: str, num_kv_heads: int = G, width: int = D) -> torch.Tensor:
+    shape = (num_blocks, num_kv_heads, BLOCK_SIZE, 2 * width + (8 if codes else 0))
     if not codes:
-        return torch.randn(num_blocks, G, BLOCK_SIZE, 2 * D, dtype=torch.bfloat16, device="cuda")
-    rows = torch.randint(0, 120, (num_blocks, G, BLOCK_SIZE, 2 * D + 8), dtype=torch.uint8, device="cuda")
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    rows = torch.randint(0, 120, shape, dtype=torch.uint8, device="cuda")
     rows[..., -8:] = torch.tensor([0.01, 0.01], device="cuda").view(torch.uint8)
     return rows
 
