@@ -252,12 +252,14 @@ def _cache_rows(cache: dict):
 
 
 def _provider_text(provider: dict) -> Text:
+    from pagebinder.custom_ops.providers import no_kernel_for
+
     if not provider["usable"]:
         return _marked("no", provider["reason"])
     served = [op for op, reasons in provider["ops"].items() if not reasons]
     named = "every op" if len(served) == len(provider["ops"]) else ", ".join(served) or "no op"
     text = Text(f"yes, {provider['reason']}: {named}")
-    without = [op for op, reasons in provider["ops"].items() if reasons == [f"it has no kernel for {op}"]]
+    without = [op for op, reasons in provider["ops"].items() if reasons == [no_kernel_for(op)]]
     for op, reasons in provider["ops"].items():
         if reasons and op not in without:
             text.append(f"\nnot {op}: {'; '.join(reasons)}", style="yellow")

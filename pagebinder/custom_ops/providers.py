@@ -61,6 +61,11 @@ class OpNeed:
             raise ValueError(f"unknown features {sorted(unknown)}; the known ones are {sorted(FEATURES)}")
 
 
+def no_kernel_for(op: str) -> str:
+    """The reason of a provider that lacks an op."""
+    return f"it has no kernel for {op}"
+
+
 class Provider:
     """Base class. A provider states what it serves and hands out overloads with the schema of the op.
 

@@ -47,6 +47,26 @@ def packed_relative_attention_reference(q_THD, k_TGD, v_TGD, query_start_loc, bi
     return out
 
 
+def overlapping_blocks(k_TGD, v_TGD, query_start_loc, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of packed tokens side by side, as a paged cache that needs no rounding of sequences to blocks.
+
+        block n          the rows of the tokens n .. n + block_size - 1: blocks overlap
+        block table      of a sequence from token s on: s, s + block_size, ...
+
+    The rows behind the last token exist only as addresses: a kernel that keeps to lengths does not read them.
+
+    Returns:
+        (cache [T, G, block_size, D + Dv], block table [R, blocks of T tokens] int32)
+    """
+    (num_tokens, num_kv_heads, width), width_v = k_TGD.shape, v_TGD.shape[2]
+    rows = k_TGD.new_empty((num_tokens + block_size, num_kv_heads, width + width_v))
+    torch.cat([k_TGD, v_TGD], dim=-1, out=rows[:num_tokens])
+    token, head, _ = rows.stride()
+    shape = (num_tokens, num_kv_heads, block_size, width + width_v)
+    begins = torch.arange(0, max(num_tokens, 1), block_size, dtype=torch.int32, device=k_TGD.device)
+    return rows.as_strided(shape, (token, head, token, 1)), query_start_loc[:-1, None] + begins
+
+
 def _rows_of_sequences(query_start_loc: torch.Tensor, num_tokens: int) -> Iterator[slice]:
     starts = query_start_loc.tolist()
     rises = all(a <= b for a, b in itertools.pairwise(starts))

@@ -16,7 +16,7 @@ struct ScoreOptions {
   float soft_cap;  // in log2 units, 0 = none
   bool alibi;
   const float* bias;  // by distance, in log2 units, or null
-  int farthest;       // its last column
+  int behind, farthest;  // its columns of distance 0 and of the farthest keys ahead
 };
 
 template <int STRIDE>
@@ -28,7 +28,7 @@ struct SoftmaxState {
   VI begin[VECTORS], end[VECTORS];        // keys that the row of a lane sees
   VI position[VECTORS];                   // absolute position of the query
   VF slope[VECTORS];                      // ALiBi, in log2 units
-  VI bias_row[VECTORS], bias_zero[VECTORS];  // of the head's bias: where it begins, and the column of key 0
+  VI bias_row[VECTORS];                   // where the bias of the head begins
   VI lane_key;
   KeyRange common;                        // keys that all rows see
 };
@@ -50,8 +50,9 @@ PB_INLINE void plain_maxima(float scale, int num_keys, const float* scores, VF* 
   for (int v = 0; v < State::VECTORS; ++v) top[v] = top[v] * scale;
 }
 
-// Of each lane for its key: the bias of its distance, at the ends that of all keys beyond.
-PB_INLINE VF bias_of(const ScoreOptions& options, VI row, VI column) {
+// Of each lane, whose key is so far ahead of its query: the bias, at the ends that of all keys beyond.
+PB_INLINE VF bias_of(const ScoreOptions& options, VI row, VI ahead) {
+  VI column = ahead + splat_int(options.behind);
   column = column < VI{} ? VI{} : column;
   column = column > splat_int(options.farthest) ? splat_int(options.farthest) : column;
   return gather(options.bias, row + column);
@@ -70,7 +71,7 @@ PB_INLINE void finish_scores(const SoftmaxState<STRIDE>& state, const ScoreOptio
       const VI key = splat_int(first_key + k) + state.lane_key;
       if (options.soft_cap != 0.0f) x = tanh_approx(x) * options.soft_cap;
       if (options.alibi) x += state.slope[v] * __builtin_convertvector(key - state.position[v], VF);
-      if (options.bias != nullptr) x += bias_of(options, state.bias_row[v], key + state.bias_zero[v]);
+      if (options.bias != nullptr) x += bias_of(options, state.bias_row[v], key - state.position[v]);
       if (masked) x = select((key >= state.begin[v]) & (key < state.end[v]), x, splat(MINUS_INFINITY));
       store(at, x);
       top[v] = max(x, top[v]);

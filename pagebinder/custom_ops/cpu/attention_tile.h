@@ -18,12 +18,12 @@ namespace pagebinder {
 template <class T, int STRIDE>
 void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
   constexpr int LANES = SoftmaxState<STRIDE>::VECTORS * W;
-  int32_t begin[LANES], end[LANES], position[LANES], bias_row[LANES], bias_zero[LANES], lane_key[W];
+  int32_t begin[LANES], end[LANES], position[LANES], bias_row[LANES], lane_key[W];
   float slope[LANES];
   state.common = {0, INT32_MAX};
   for (int lane = 0; lane < LANES; ++lane) {
     const int row = STRIDE < W ? lane % STRIDE : lane;
-    begin[lane] = end[lane] = position[lane] = bias_row[lane] = bias_zero[lane] = 0;
+    begin[lane] = end[lane] = position[lane] = bias_row[lane] = 0;
     slope[lane] = 0.0f;
     if (row >= c.tile.rows) continue;
     const int64_t p = c.position_of(row);
@@ -32,10 +32,7 @@ void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
     end[lane] = keys.end;
     position[lane] = static_cast<int32_t>(p);
     if (c.args.alibi_slopes != nullptr) slope[lane] = c.args.alibi_slopes[c.head_of(row)] * LOG2_E;
-    if (c.args.bias != nullptr) {
-      bias_row[lane] = static_cast<int32_t>(c.head_of(row) * c.args.bias_columns);
-      bias_zero[lane] = static_cast<int32_t>(c.args.num_behind - p);
-    }
+    bias_row[lane] = static_cast<int32_t>(c.head_of(row) * c.args.bias_columns);
     state.common.begin = std::max(state.common.begin, keys.begin);
     state.common.end = std::min(state.common.end, keys.end);
   }
@@ -49,7 +46,6 @@ void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
     state.position[v] = load<VI>(position + v * W);
     state.slope[v] = load<VF>(slope + v * W);
     state.bias_row[v] = load<VI>(bias_row + v * W);
-    state.bias_zero[v] = load<VI>(bias_zero + v * W);
   }
 }
 
@@ -88,7 +84,7 @@ int find_first_rows(const AttentionArgs& args, const Plan& plan, const Job* job,
 inline ScoreOptions score_options(const AttentionArgs& args) {
   const float cap = args.soft_cap;
   return {cap != 0.0f ? args.scale / cap : args.scale * LOG2_E, cap * LOG2_E, args.alibi_slopes != nullptr, args.bias,
-          static_cast<int>(args.bias_columns) - 1};
+          static_cast<int>(args.num_behind), static_cast<int>(args.bias_columns) - 1};
 }
 
 // Is some key of a block invisible to some row?

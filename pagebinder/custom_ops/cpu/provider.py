@@ -28,7 +28,7 @@ from pagebinder.custom_ops.library import OpInfo, define_schema, library, op_inf
 from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
 from pagebinder.custom_ops.moe import experts, quantized_experts, routed_experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
-from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
+from pagebinder.custom_ops.providers import OpNeed, Provider, no_kernel_for, register_provider
 from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
 from pagebinder.custom_ops.sampling import sample_tokens
 from pagebinder.custom_ops.sparse import indexer, sparse_mla
@@ -158,7 +158,7 @@ class CpuProvider(Provider):
     def reasons_against(self, need: OpNeed) -> list[str]:
         reasons = super().reasons_against(need)
         if need.op not in _PARTS_OF:
-            reasons.append(f"it has no kernel for {need.op}")
+            reasons.append(no_kernel_for(need.op))
         if need.dtype not in FLOAT_TYPES:
             reasons.append(f"dtype {need.dtype} is not one of {', '.join(FLOAT_TYPES)}")
         if need.kv_dtype is not None and need.kv_dtype != need.dtype:

@@ -14,7 +14,7 @@ import torch
 from pagebinder.custom_ops.library import define_schema, library, overload
 from pagebinder.custom_ops.mla.paged_mla import PAGED_MLA_ATTENTION
 from pagebinder.custom_ops.optional.library_provider import library_function, library_problem
-from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
+from pagebinder.custom_ops.providers import OpNeed, Provider, no_kernel_for, register_provider
 from pagebinder.errors import ProviderError
 
 LATENT_DIM, ROPE_DIM, PAGE_TOKENS = 512, 64, 64
@@ -35,7 +35,7 @@ class FlashMLAProvider(Provider):
     def reasons_against(self, need: OpNeed) -> list[str]:
         reasons = super().reasons_against(need)
         if need.op != PAGED_MLA_ATTENTION.name:
-            return [*reasons, f"it has no kernel for {need.op}"]
+            return [*reasons, no_kernel_for(need.op)]
         if need.dtype != "bfloat16":
             reasons.append(f"dtype {need.dtype} is not bfloat16")
         return reasons + [f"it cannot do {feature}" for feature in sorted(need.features)]

@@ -14,7 +14,7 @@ import torch
 
 from pagebinder.custom_ops.attention.paged import PAGED_ATTENTION, check_attention, check_options
 from pagebinder.custom_ops.library import define_schema, library, overload
-from pagebinder.custom_ops.providers import OpNeed, Provider
+from pagebinder.custom_ops.providers import OpNeed, Provider, no_kernel_for
 from pagebinder.errors import ProviderError
 
 
@@ -46,7 +46,7 @@ class AttentionLibrary(Provider):
         if "cpu" in self.devices and need.device == "cuda" and not torch.cuda.is_available():
             reasons.append("there is no CUDA GPU")
         if need.op != PAGED_ATTENTION.name:
-            return [*reasons, f"it has no kernel for {need.op}"]
+            return [*reasons, no_kernel_for(need.op)]
         if need.dtype not in self.dtypes:
             reasons.append(f"dtype {need.dtype} is not one of {', '.join(self.dtypes)}")
         if need.kv_dtype is not None and need.kv_dtype != need.dtype:

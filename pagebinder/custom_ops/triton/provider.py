@@ -35,7 +35,7 @@ from pagebinder.custom_ops.linear import inverse_rope_grouped, quantized
 from pagebinder.custom_ops.mla import paged_mla
 from pagebinder.custom_ops.moe import experts, quantized_experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
-from pagebinder.custom_ops.providers import OpNeed, Provider, register_provider
+from pagebinder.custom_ops.providers import OpNeed, Provider, no_kernel_for, register_provider
 from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
 from pagebinder.custom_ops.rope import rope
 from pagebinder.custom_ops.sampling import sample_tokens
@@ -152,7 +152,7 @@ class TritonProvider(Provider):
         if need.device == "cuda" and is_interpreted() and not torch.cuda.is_available():
             reasons.append("there is no CUDA GPU")
         if need.op not in _FAMILY_OF:
-            reasons.append(f"it has no kernel for {need.op}")
+            reasons.append(no_kernel_for(need.op))
         if need.dtype not in FLOAT_TYPES:
             reasons.append(f"dtype {need.dtype} is not one of {', '.join(FLOAT_TYPES)}")
         if need.kv_dtype is not None and need.kv_dtype != need.dtype:

@@ -14,10 +14,11 @@ import torch
 import triton
 
 from pagebinder.custom_ops.attention.merge_states import check_states
+from pagebinder.custom_ops.attention.packed import overlapping_blocks
 from pagebinder.custom_ops.attention.paged import check_options
 from pagebinder.custom_ops.attention.unified import PARTS, check_unified
 from pagebinder.custom_ops.triton.attention_kernels import merge_kernel
-from pagebinder.custom_ops.triton.packed_attention import own_cache
+from pagebinder.custom_ops.triton.packed_attention import BLOCK
 from pagebinder.custom_ops.triton.paged_attention import (
     MAX_HEADS_OF_TILE,
     MIN_KEYS_OF_SPLIT,
@@ -97,7 +98,7 @@ def _attend(
             alibi_slopes, out, lse, **options,
         )  # fmt: skip
     elif part == "c":
-        rows, table = own_cache(k, v, query_start_loc)
+        rows, table = overlapping_blocks(k, v, query_start_loc, BLOCK)
         news = query_start_loc[1:] - query_start_loc[:-1]
         attend_paged(q, rows, table, news, query_start_loc, None, alibi_slopes, out=out, lse=lse, **options)
     else:

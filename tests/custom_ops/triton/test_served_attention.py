@@ -1,4 +1,4 @@
-"""Models whose attention nothing but a reference served on a GPU before: encoders, T5, heads of 512 channels."""
+"""Models with other attention than a Llama's, served by kernels in Triton: encoders, T5, heads of 512 channels."""
 
 from __future__ import annotations
 
