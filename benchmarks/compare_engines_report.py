@@ -13,15 +13,17 @@ from rich.table import Table
 NAME = "compare_engines"
 
 
-def kept() -> dict:
+def kept(name: str = NAME) -> dict:
     """What the last run wrote, or nothing."""
-    path = RESULTS / f"{NAME}.json"
+    path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def keep(results: dict) -> Path:
-    """Write benchmarks/results/compare_engines.json: all that there is so far."""
-    return save(NAME, {key: value for key, value in results.items() if key != "machine"})
+    """Write benchmarks/results/compare_engines.json, or what the settings name: all that there is so far."""
+    return save(
+        results["settings"]["result"], {key: value for key, value in results.items() if key != "machine"}
+    )
 
 
 def report(results: dict) -> None:

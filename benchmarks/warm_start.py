@@ -10,7 +10,6 @@ page cache, which both have to do as well. Processor times stand beside: other p
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,22 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import typer
-from checkpoints import random_qwen3
+from checkpoints import CHECKPOINTS
 from common import save, wide_console
 from rich.table import Table
-
-from pagebinder.models import tiny_path
 
 WORKER = Path(__file__).with_name("warm_start_worker.py")
 GOAL_SECONDS = 3.0  # of a 0.6B model, beyond the time to read its weights
 
 
-def shipped(folder: Path) -> None:
-    """The shipped model, copied, so that its artefact lies beside it."""
-    shutil.copytree(tiny_path(), folder)
-
-
-MODELS: dict[str, Callable[[Path], None]] = {"tiny": shipped, "qwen3-0.6b": random_qwen3}
+MODELS = ("tiny", "qwen3-0.6b")
 
 
 def in_process(kind: str, model: Path) -> dict:
@@ -81,7 +73,7 @@ def measure(build: Callable[[Path], None], rounds: int) -> dict:
 
 
 def main(rounds: int = 5, models: list[str] | None = None) -> None:
-    results = {name: measure(MODELS[name], rounds) for name in models or MODELS}
+    results = {name: measure(CHECKPOINTS[name], rounds) for name in models or MODELS}
     table = Table(title="start to first token in seconds, the fastest (on the processor)")
     for column in (
         "model",

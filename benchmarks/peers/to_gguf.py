@@ -1,13 +1,15 @@
-"""A Qwen3 checkpoint in bf16 as a GGUF file, for llama.cpp. Runs in llama.cpp's environment.
+"""A Qwen3, Qwen3-MoE or Llama checkpoint in bf16 as a GGUF file, for llama.cpp. Runs in llama.cpp's environment.
 
 python to_gguf.py CHECKPOINT_DIR FILE.gguf
 
-Weights are written as they are; there is no tokenizer.
+Weights are written as they are, but for Llama's q and k: llama.cpp turns neighbouring channels of these, and
+transformers those of two halves. There is no tokenizer.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 from pathlib import Path
@@ -20,8 +22,10 @@ LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
 }  # fmt: skip
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+FLOAT32 = ("ffn_gate_inp",)  # of experts' routers; vectors, too
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -46,9 +50,29 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{LAYER[part]}.weight"
 
 
+def stacked(source: Path):
+    """`tensors`, with the experts of a layer as one [experts, ...] under llama.cpp's name."""
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, bits in tensors(source):
+        if match := EXPERT.fullmatch(name):
+            layer, expert, part = match[1].split(".")[2], int(match[2]), match[3]
+            experts.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})[expert] = bits
+        else:
+            yield gguf_name(name), bits
+    for name, parts in experts.items():
+        yield name, np.stack([parts[expert] for expert in sorted(parts)])
+
+
+def neighbouring(bits: np.ndarray, heads: int) -> np.ndarray:
+    """Rows [heads x 2 halves x D/2, K] of q or k with the two halves of a head in turns."""
+    return bits.reshape(heads, 2, -1, bits.shape[1]).swapaxes(1, 2).reshape(bits.shape)
+
+
 def convert(source: Path, target: Path) -> None:
     config = json.loads((source / "config.json").read_text())
-    writer = GGUFWriter(target, "qwen3")
+    kind = config["model_type"].replace("_", "")
+    heads = {"attn_q.": config["num_attention_heads"], "attn_k.": config["num_key_value_heads"]}
+    writer = GGUFWriter(target, kind)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -62,12 +86,20 @@ def convert(source: Path, target: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     writer.add_file_type(32)  # mostly bf16
-    for name, bits in tensors(source / "model.safetensors"):
-        if bits.ndim == 1:
-            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+    if kind == "llama":
+        writer.add_rope_dimension_count(config["head_dim"])
+    if kind == "qwen3moe":
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    for name, bits in stacked(source / "model.safetensors"):
+        if kind == "llama":
+            bits = next((neighbouring(bits, n) for part, n in heads.items() if part in name), bits)
+        if bits.ndim == 1 or any(part in name for part in FLOAT32):
+            writer.add_tensor(name, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             raw = np.ascontiguousarray(bits).view(np.uint8)
-            writer.add_tensor(gguf_name(name), raw, raw_dtype=GGMLQuantizationType.BF16)
+            writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
