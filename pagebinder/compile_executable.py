@@ -18,9 +18,9 @@ from pagebinder.passes.layer_blocks import place_of
 from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import Executable, NativeExecutable
 from pagebinder.runtime.executables.native import op_calls
+from pagebinder.runtime.executables.torch_share import PRODUCTS, leaves_little_to_torch
 
 aten = torch.ops.aten
-PRODUCTS = {aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default}
 
 
 def check_executable(source: ModelSource, config: CompileConfig) -> None:
@@ -39,6 +39,14 @@ def check_executable(source: ModelSource, config: CompileConfig) -> None:
 
 def executable_of(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
     """Build what `config.executable` asks for; "auto" is native or inductor where there are kernels of ours."""
+    executable = _executable_of(graph, config, report)
+    executable.limits_torch = leaves_little_to_torch(graph)
+    if executable.limits_torch:
+        report.executable_why += "; torch's own loops stay in one thread, as little is left to them"
+    return executable
+
+
+def _executable_of(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
     wanted, why = config.executable, "requested"
     if wanted in ("auto", "cuda_graph"):
         is_cpu = report.device == "cpu"

@@ -109,6 +109,7 @@ def save_compiled_ahead(
     compile_aot(gm, target)
     weights = (attribute(gm, n.target) for n in _weight_nodes(gm).values())
     kept = AOTExecutable(target, input_names(gm), weights)
+    kept.limits_torch = executable.limits_torch
     expected = executable.run(trial())
     if isinstance(executable, EagerExecutable) and expected.dtype in REDUCED:
         return kept  # eager rounds after every op: where experts or selected rows nearly tie, it takes others

@@ -124,6 +124,7 @@ def _load(path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | No
         executables[level] = _executable(
             path, level, facts, graphs, weights[level], config, report, reuse=not stale
         )
+        executables[level].limits_torch = facts.get("limits_torch", False)
     if executables[kind.main].name != report.executable:
         report.executable, report.executable_why = (
             executables[kind.main].name,

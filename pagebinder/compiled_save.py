@@ -174,6 +174,7 @@ def _save_executable(executable: Executable, compiled: Compiled, level: str, fol
         "inputs": input_names(gm),
         "weights": weight_names(gm),
         "program": program is not None or isinstance(executable, AOTExecutable),
+        "limits_torch": executable.limits_torch,
     }
 
 

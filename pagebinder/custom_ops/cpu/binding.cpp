@@ -7,6 +7,7 @@
 
 #include "binding_elements.h"
 #include "direct_calls.h"
+#include "num_threads.h"
 
 namespace {
 
@@ -74,7 +75,7 @@ void latent_attention(const Tensor& q, const Tensor& cache, const Tensor& table,
                   "table, seq_lens and query_start_loc must have at least R, R and R + 1 rows");
   STD_TORCH_CHECK(!window || *window > 0, "window must be positive");
   a.scale = static_cast<float>(scale), a.causal = true, a.window = window.value_or(NO_WINDOW);
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   a.out = out.mutable_data_ptr();
   attend_or_throw(q.scalar_type(), a, "paged_mla_attention");
 }

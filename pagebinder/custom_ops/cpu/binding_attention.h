@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "new_tensor.h"
+#include "num_threads.h"
 #include "thread_pool.h"
 
 namespace pagebinder {
@@ -72,7 +73,7 @@ inline AttentionArgs attention_args(const Tensor& q, const Tensor& kv_cache, con
   a.alibi_slopes = head_data(alibi_slopes, a.num_heads, "alibi_slopes");
   a.scale = static_cast<float>(scale), a.soft_cap = static_cast<float>(soft_cap.value_or(0.0));
   a.window = window.value_or(NO_WINDOW), a.chunk = chunk.value_or(0), a.causal = causal;
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   return a;
 }
 
@@ -105,7 +106,7 @@ inline CacheWriteArgs cache_write_args(const Tensor& k, const Tensor& v, const T
   a.element_bytes = bytes;
   a.cache_block_stride = kv_cache.stride(0) * cache_bytes, a.cache_head_stride = kv_cache.stride(1) * cache_bytes;
   a.cache_slot_stride = kv_cache.stride(2) * cache_bytes;
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   return a;
 }
 

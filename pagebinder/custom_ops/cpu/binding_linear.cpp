@@ -13,6 +13,7 @@
 #include "direct_calls.h"
 #include "linear.h"
 #include "new_tensor.h"
+#include "num_threads.h"
 #include "thread_pool.h"
 
 namespace {
@@ -28,6 +29,7 @@ using Bias = std::optional<Tensor>;
 using Kernel = void (*)(const LinearArgs&);
 
 Tensor torch_linear(const Tensor& x, const Tensor& weight, const Bias& bias) {
+  const pagebinder::AllTorchThreads all;
   std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
                                     torch::stable::detail::from(bias)};
   STD_TORCH_CHECK(aoti_torch_call_dispatcher("aten::linear", "", stack.data()) == 0, "aten::linear failed");
@@ -90,7 +92,7 @@ void for_panels(const Tensor& plain, const Tensor& packed, bool unpack) {
                   "a bf16 weight [N, K] is packed as [N / 32, K / 32, 2, 16, 16, 2]");
   const pagebinder::PackedWeight weight{plain.mutable_data_ptr(), plain.stride(0), plain.size(1),
                                         packed.mutable_data_ptr()};
-  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  const int num_threads = pagebinder::num_threads();
   pagebinder::for_ranges(packed.size(0), 1, num_threads, [&](int64_t panel, int64_t) {
     pagebinder::pack_panel(weight, panel, unpack);
   });
@@ -111,7 +113,7 @@ pagebinder::PackedWeight to_be_coded(const Tensor& weight) {
 int64_t coded_block_bytes(const Tensor& weight) {
   const pagebinder::PackedWeight plain = to_be_coded(weight);
   std::atomic<int64_t> most{0};
-  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  const int num_threads = pagebinder::num_threads();
   pagebinder::for_ranges(columns_of(weight) / pagebinder::PACKED_PANEL, 1, num_threads, [&](int64_t panel, int64_t) {
     const int64_t bytes = pagebinder::coded_bytes_of_panel(plain, panel);
     for (int64_t before = most.load(); bytes > before && !most.compare_exchange_weak(before, bytes);) {}
@@ -127,7 +129,7 @@ void code_linear_weight(const Tensor& weight, Tensor coded) {
                   "codes of [N, K] are uint8 [N / 32, K / ", pagebinder::CODED_INNER, ", coded_block_bytes]");
   uint8_t* codes = static_cast<uint8_t*>(coded.mutable_data_ptr());
   const int64_t bytes = coded.size(2), panel_bytes = coded.size(1) * bytes;
-  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  const int num_threads = pagebinder::num_threads();
   pagebinder::for_ranges(coded.size(0), 1, num_threads, [&](int64_t panel, int64_t) {
     pagebinder::code_panel(plain, panel, bytes, codes + panel * panel_bytes);
   });
@@ -139,7 +141,7 @@ Tensor decode_linear_weight(const Tensor& coded) {
   Tensor packed = pagebinder::new_tensor({coded.size(0), inner / 32, 2, 16, 16, 2}, ScalarType::BFloat16);
   uint16_t* to = static_cast<uint16_t*>(packed.mutable_data_ptr());
   const uint8_t* codes = static_cast<const uint8_t*>(coded.const_data_ptr());
-  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  const int num_threads = pagebinder::num_threads();
   pagebinder::for_ranges(coded.size(0), 1, num_threads, [&](int64_t panel, int64_t) {
     pagebinder::decode_panel(codes + panel * coded.size(1) * bytes, bytes, inner,
                              to + panel * pagebinder::PACKED_PANEL * inner);
@@ -175,7 +177,7 @@ struct Call {
   Call(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Bias>& biases) {
     if (x.dim() == 0 || !evenly_spaced_rows(x, args.rows, args.x_stride) || args.rows == 0) return;
     args.x = x.const_data_ptr(), args.inner = x.size(x.dim() - 1);
-    args.num_threads = static_cast<int>(torch::stable::get_num_threads());
+    args.num_threads = pagebinder::num_threads();
     Kernel chosen = nullptr;
     for (size_t i = 0; i < weights.size(); ++i) {
       if (!fits(x, weights[i], biases[i])) return;
@@ -243,7 +245,7 @@ template <class T>
 void gate_tensors(Activation activation, const Tensor& gate, const Tensor& up) {
   pagebinder::gate_values(activation, static_cast<T*>(gate.mutable_data_ptr()),
                           static_cast<const T*>(up.const_data_ptr()), gate.numel(),
-                          static_cast<int>(torch::stable::get_num_threads()));
+                          pagebinder::num_threads());
 }
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate, const Tensor& up, Bias gate_bias, Bias up_bias,
@@ -279,6 +281,8 @@ void stall_helpers(int64_t microseconds) {
   pagebinder::ThreadPool::instance().stall_microseconds.store(static_cast<int>(microseconds));
 }
 
+bool limit_torch_threads(bool limited) { return pagebinder::limit_torch_threads(limited); }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
@@ -296,11 +300,13 @@ STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
 // be it without tiles? thread_pool_counts: threads, jobs that were done again
 // because a thread stood still, loops that were left with one inside, bytes of weights that threads without work asked
 // for. stall_helpers: from now on threads of the pool stand still for so long before they write a result.
+// limit_torch_threads: see num_threads.h.
 STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
   m.def("has_matrix_tiles() -> bool");
   m.def("reads_packed_weights() -> bool");
   m.def("thread_pool_counts() -> int[]");
   m.def("stall_helpers(int microseconds) -> ()");
+  m.def("limit_torch_threads(bool limited) -> bool");
   m.def("pack_linear_weight(Tensor weight, Tensor(a!) packed) -> ()");
   m.def("unpack_linear_weight(Tensor packed, Tensor(a!) weight) -> ()");
   m.def("coded_block_bytes(Tensor weight) -> int");
@@ -312,4 +318,5 @@ STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CompositeExplicitAutograd, m) {
   pagebinder::implement(m, "reads_packed_weights", TORCH_BOX(&reads_packed_weights));
   pagebinder::implement(m, "thread_pool_counts", TORCH_BOX(&thread_pool_counts));
   pagebinder::implement(m, "stall_helpers", TORCH_BOX(&stall_helpers));
+  pagebinder::implement(m, "limit_torch_threads", TORCH_BOX(&limit_torch_threads));
 }

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "binding_attention.h"
+#include "num_threads.h"
 #include "qk_write.h"
 
 namespace pagebinder {
@@ -84,7 +85,7 @@ Tensor set_qk_operands(const QkOperands& o, QkWriteArgs<T>& a) {
   a.cache_block_stride = o.kv_cache.stride(0) * bytes, a.cache_head_stride = o.kv_cache.stride(1) * bytes;
   a.cache_slot_stride = o.kv_cache.stride(2) * bytes;
   a.slot_mapping = data<const int32_t>(o.slot_mapping);
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   return out;
 }
 

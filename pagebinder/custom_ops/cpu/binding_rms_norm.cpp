@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "direct_calls.h"
+#include "num_threads.h"
 #include "rms_norm.h"
 #include "row_tensors.h"
 
@@ -18,7 +19,7 @@ Tensor normed(const Tensor& x, const Tensor* residual, Tensor* total, const std:
   const bool widens = weight && tail == "cast_scale" && weight->scalar_type() != x.scalar_type();
   const std::vector<int64_t> sizes = sizes_of(x);
   const int64_t columns = sizes.back(), count = x.numel() / columns;
-  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  const int num_threads = pagebinder::num_threads();
   Tensor out = new_tensor(sizes, widens ? ScalarType::Float : x.scalar_type());
   std::vector<Tensor> kept;
   with_type_of(x, [&](auto type) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "num_threads.h"
 #include "simd.h"
 #include "thread_pool.h"
 
@@ -17,7 +18,7 @@ using torch::stable::Tensor;
 template <class Body>
 void parallel_rows(int64_t rows, int64_t vocab, int64_t tokens_at_once, Body body) {
   const int64_t grain = std::max<int64_t>(1, tokens_at_once / std::max<int64_t>(vocab, 1));
-  for_ranges(rows, grain, static_cast<int>(torch::stable::get_num_threads()), [&](int64_t row, int64_t end) {
+  for_ranges(rows, grain, pagebinder::num_threads(), [&](int64_t row, int64_t end) {
     for (; row < end; ++row) body(row);
   });
 }

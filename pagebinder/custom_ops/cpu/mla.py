@@ -17,6 +17,7 @@ import itertools
 
 import torch
 
+from pagebinder.custom_ops.cpu.torch_threads import torch_threads
 from pagebinder.custom_ops.library import define_schema, library, overload
 from pagebinder.custom_ops.mla.mla import check_mla_operands
 from pagebinder.custom_ops.mla.paged_mla import PAGED_MLA_ATTENTION, check_step, stored_rope
@@ -123,7 +124,8 @@ def _head_product(x_THI, weight, out_THO, *, dotted: bool) -> None:
     if len(x_THI) <= few and weight.shape[2] >= MIN_LATENT:
         overload(NAMESPACE, "mla_head_product")(x_THI, weight, out_THO, dotted)
     else:
-        product = torch.bmm(x_THI.transpose(0, 1), weight.transpose(1, 2) if dotted else weight)
+        with torch_threads(limited=False):
+            product = torch.bmm(x_THI.transpose(0, 1), weight.transpose(1, 2) if dotted else weight)
         out_THO.copy_(product.transpose(0, 1))
 
 
@@ -152,11 +154,12 @@ def _expanded(q_nope, q_rope, w_k, w_v, rows, out, *, scale, window) -> None:
     for first in range(0, num_heads, heads_at_once):
         heads = slice(first, first + heads_at_once)
         weight = torch.cat([w_k[heads], w_v[heads]], dim=1)
-        kv = torch.nn.functional.linear(latent, weight.flatten(0, 1)).unflatten(1, weight.shape[:2])
         expanded = q.new_empty((1, len(weight), num_rows, width + value_dim))  # one block of all rows
-        expanded[0, :, :, :nope_dim] = kv[..., :nope_dim].transpose(0, 1)
-        expanded[0, :, :, nope_dim:width] = k_rope
-        expanded[0, :, :, width:] = kv[..., nope_dim:].transpose(0, 1)
+        with torch_threads(limited=False):
+            kv = torch.nn.functional.linear(latent, weight.flatten(0, 1)).unflatten(1, weight.shape[:2])
+            expanded[0, :, :, :nope_dim] = kv[..., :nope_dim].transpose(0, 1)
+            expanded[0, :, :, nope_dim:width] = k_rope
+            expanded[0, :, :, width:] = kv[..., nope_dim:].transpose(0, 1)
         out[:, heads] = overload(NAMESPACE, "paged_attention")(
             q[:, heads], expanded, table, lens, starts, head_dim_v=value_dim, scale=scale, window=window
         )

@@ -77,6 +77,10 @@ class __attribute__((visibility("default"))) ThreadPool {
   static constexpr int MOST_READERS = 8;
   void will_read(int helper, const Reading& reading);
 
+  // How many threads a loop of the calling thread uses; 0: nobody said. See num_threads.h. False: it cannot be kept.
+  int threads_of_caller() const;
+  bool set_threads_of_caller(int count);
+
   // For tests: helpers stand still for that long where `stand_still` is called.
   std::atomic<int> stall_microseconds{0};
   // How many jobs a caller did that a helper had begun; how many loops were left with a helper inside.
@@ -143,6 +147,10 @@ class __attribute__((visibility("default"))) ThreadPool {
   std::mutex sleep_;
   std::condition_variable wake_;
   SharedReading readings_[MOST_READERS];
+#if defined(__unix__)  // a key, as libraries share this object but not thread_local variables
+  pthread_key_t threads_key_{};
+  const bool has_key_ = pthread_key_create(&threads_key_, nullptr) == 0;
+#endif
 };
 
 inline ThreadPool& ThreadPool::instance() { return *current(); }
@@ -225,6 +233,21 @@ inline void ThreadPool::add_helpers(int wanted) {
   }
 #if defined(__unix__)
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+#endif
+}
+
+inline int ThreadPool::threads_of_caller() const {
+#if defined(__unix__)
+  if (has_key_) return static_cast<int>(reinterpret_cast<intptr_t>(pthread_getspecific(threads_key_)));
+#endif
+  return 0;
+}
+
+inline bool ThreadPool::set_threads_of_caller(int count) {
+#if defined(__unix__)
+  return has_key_ && pthread_setspecific(threads_key_, reinterpret_cast<void*>(static_cast<intptr_t>(count))) == 0;
+#else
+  return count == 0;
 #endif
 }
 

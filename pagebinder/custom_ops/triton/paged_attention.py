@@ -21,9 +21,9 @@ Tiles by the bytes of a K row and a V row, padded, in place of autotuning, which
     beyond    16  x 16,  8, 2                            16,  8, 2                        576
 
 Compiled for compute capability 9.0 they do not spill registers (under Triton 3.6 some over codes do, 112 bytes a
-thread); a prefill program takes at most 160 KiB of shared memory, a decode program 75 KiB (heads of 512 channels 81, of
-576 119, in float32 137). What a version of Triton makes of them: `python -m tests.custom_ops.triton.compiled_for 90
---all`. Their speed is not measured yet.
+thread); a prefill program takes at most 160 KiB of shared memory, a decode program 75 KiB (heads of 512 channels 81,
+of 576 119, in float32 137). `python -m tests.custom_ops.triton.compiled_for 90 --all` tells what a version of Triton
+makes of them. Their speed is not measured yet.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu import compiler
 from pagebinder.errors import ArtefactError
 from pagebinder.runtime.executables.aot_ops import adapter, native_problem
+from pagebinder.runtime.executables.base import StepExecutable
 from pagebinder.runtime.executables.inductor import lift_weights
 
 LIBRARY = "model.so"
@@ -32,7 +33,7 @@ CALLS = "model.json"
 GENERATED_CALLS = "*.wrapper.json"
 
 
-class AOTExecutable:
+class AOTExecutable(StepExecutable):
     """Runs a compiled library.
 
     Args:
@@ -51,9 +52,8 @@ class AOTExecutable:
         self._weights = [w.detach() for w in weights]
         self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / LIBRARY), 1)
 
-    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self._runner.run([*(inputs[name] for name in self.input_names), *self._weights])[0]
+    def _step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self._runner.run([*(inputs[name] for name in self.input_names), *self._weights])[0]
 
     def save(self, folder: Path) -> None:
         """Copy the library to a new folder. Raises OSError."""

@@ -7,15 +7,35 @@ from typing import Protocol
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.custom_ops.cpu.torch_threads import torch_threads
+
 
 class Executable(Protocol):
-    """A graph ready to run. `name` is its name in `CompileConfig.executable`."""
+    """A graph ready to run. `name` is its name in `CompileConfig.executable`. `limits_torch`: while it runs, torch's
+    own loops stay in the thread that calls it (torch_share.py)."""
 
     name: str
+    limits_torch: bool
 
     def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Run one step: step metadata and caches by name -> logits [L, V]. Caches are updated in place."""
         ...
+
+
+class StepExecutable:
+    """Runs `_step` without gradients, and with the threads that it needs."""
+
+    limits_torch = False
+
+    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.inference_mode():
+            if not self.limits_torch:
+                return self._step(inputs)
+            with torch_threads(limited=True):
+                return self._step(inputs)
+
+    def _step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
 
 
 def input_names(gm: GraphModule) -> list[str]:

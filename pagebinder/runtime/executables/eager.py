@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.runtime.executables.base import input_names
+from pagebinder.runtime.executables.base import StepExecutable, input_names
 from pagebinder.runtime.streams import Overlap
 
 
-class EagerExecutable:
+class EagerExecutable(StepExecutable):
     """Runs the GraphModule; slow and easy to debug (breakpoints, `gm.print_readable()`).
 
     `overlap`: let branches of it run side by side (`runtime/streams`).
@@ -23,6 +23,5 @@ class EagerExecutable:
         self._run = gm if overlap is None else overlap.run_by(gm)
         self.input_names = input_names(gm)
 
-    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self._run(*(inputs[name] for name in self.input_names))
+    def _step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self._run(*(inputs[name] for name in self.input_names))

@@ -18,12 +18,12 @@ from torch.fx import GraphModule
 
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.graph_tools import attributes
-from pagebinder.runtime.executables.base import input_names
+from pagebinder.runtime.executables.base import StepExecutable, input_names
 from pagebinder.runtime.executables.piece_compiler import PieceCompiler
 from pagebinder.runtime.executables.program import Program
 
 
-class InductorExecutable:
+class InductorExecutable(StepExecutable):
     """Compiles on construction (seconds); `run` never compiles. `pieces`: compiles what its graph is cut into."""
 
     name = "inductor"
@@ -45,9 +45,8 @@ class InductorExecutable:
         """What was generated, in a form that can be kept; None where it is not a single program."""
         return Program.of_module(self._generated[0]) if len(self._generated) == 1 else None
 
-    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self._compiled(*(inputs[name] for name in self.input_names), *self._weights)[0]
+    def _step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self._compiled(*(inputs[name] for name in self.input_names), *self._weights)[0]
 
 
 def compile_lifted(lifted: GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence]:

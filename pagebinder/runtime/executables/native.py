@@ -45,11 +45,10 @@ class NativeExecutable(EagerExecutable):
         self.num_programs, self.num_native = len(runs), sum(len(op_calls(run)) for run in runs)
         self._with_programs = with_programs(gm, runs)
 
-    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if _get_current_dispatch_mode() is not None:  # a capture, for example, wants to see the ops
-            return super().run(inputs)
-        with torch.inference_mode():
-            return self._with_programs(*(inputs[name] for name in self.input_names))
+            return super()._step(inputs)
+        return self._with_programs(*(inputs[name] for name in self.input_names))
 
 
 class _ProgramCall(torch.nn.Module):

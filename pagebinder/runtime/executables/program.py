@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from pagebinder.runtime.executables.base import StepExecutable
 from pagebinder.runtime.executables.piece_compiler import PieceCompiler
 
 SOURCE_NAME = "program.py"
@@ -80,7 +81,7 @@ class Program:
         return compile(self.source, SOURCE_NAME, "exec", dont_inherit=True, optimize=1)
 
 
-class ProgramExecutable:
+class ProgramExecutable(StepExecutable):
     """Runs a kept program: what `InductorExecutable` runs, without the compiler.
 
     Args:
@@ -96,9 +97,8 @@ class ProgramExecutable:
         self._weights = tuple(w.detach() for w in weights)
         self._call = program.load()
 
-    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self._call([*(inputs[name] for name in self.input_names), *self._weights])[0]
+    def _step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self._call([*(inputs[name] for name in self.input_names), *self._weights])[0]
 
 
 def _is_kernel(value: Any) -> bool:

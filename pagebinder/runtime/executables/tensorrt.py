@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 import pagebinder.custom_ops.cpu.build as cpu_build
 from pagebinder.errors import ConfigError
 from pagebinder.graph_tools import attribute
-from pagebinder.runtime.executables.base import input_names
+from pagebinder.runtime.executables.base import StepExecutable, input_names
 from pagebinder.runtime.executables.partition import Partition, partition
 
 logger = logging.getLogger("pagebinder")
@@ -61,7 +61,7 @@ class EngineFacts:
     why_not: str | None = None
 
 
-class TensorRTExecutable:
+class TensorRTExecutable(StepExecutable):
     """Builds engines on construction, or takes them from the cache.
 
     Args:
@@ -82,9 +82,8 @@ class TensorRTExecutable:
         self.engines = [self._engine(p, builder, cache, fallback) for p in self.partitioned.candidates]
         self.num_oversized_calls = 0
 
-    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self.partitioned.module(*(inputs[name] for name in self.input_names))
+    def _step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.partitioned.module(*(inputs[name] for name in self.input_names))
 
     def describe(self) -> list[str]:
         """Lines for the report: counts, and each partition that torch has to run."""

@@ -12,6 +12,7 @@
 #include "direct_calls.h"
 #include "fp8/fp8.h"
 #include "new_tensor.h"
+#include "num_threads.h"
 #include "row_tensors.h"
 #include "thread_pool.h"
 
@@ -52,7 +53,7 @@ Quantised quantised_like(const Tensor& x, const std::optional<Tensor>& scale, co
     *out.scales = *static_cast<const float*>(scale->const_data_ptr());
     out.is_static = true;
   }
-  out.num_threads = static_cast<int>(torch::stable::get_num_threads()), out.run = run_parallel;
+  out.num_threads = pagebinder::num_threads(), out.run = run_parallel;
   return {codes, scales, out};
 }
 

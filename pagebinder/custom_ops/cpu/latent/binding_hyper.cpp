@@ -9,6 +9,7 @@
 #include "hyper.h"
 #include "linear.h"
 #include "new_tensor.h"
+#include "num_threads.h"
 #include "thread_pool.h"
 
 namespace {
@@ -20,7 +21,7 @@ using torch::stable::Tensor;
 
 template <class Args>
 void use_threads(Args& a) {
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
 }
 
 Element element_of(const Tensor& t, const char* name) {
@@ -168,7 +169,7 @@ int64_t parts_of_group(int64_t groups, int64_t columns, int num_threads) {
 Tensor tile_products(const Tensor& rows, const Tensor& weight) {
   const int64_t groups = rows.size(0), T = rows.size(1), K = rows.size(2);
   pagebinder::LinearArgs shared{};
-  const int num_threads = static_cast<int>(torch::stable::get_num_threads());
+  const int num_threads = pagebinder::num_threads();
   const int64_t parts = parts_of_group(groups, weight.size(0) / groups, num_threads), jobs = groups * parts;
   Tensor out = pagebinder::new_tensor({jobs, T, weight.size(0) / jobs}, rows.scalar_type());
   shared.rows = T, shared.inner = shared.x_stride = K, shared.num_threads = 1;

@@ -6,6 +6,7 @@
 #include "direct_calls.h"
 #include "latent.h"
 #include "latent_tensors.h"
+#include "num_threads.h"
 #include "thread_pool.h"
 
 namespace {
@@ -36,7 +37,7 @@ void write_rows(pagebinder::LatentWriteArgs a, const Tensor& rows, const Tensor&
   a.cache = latent_pages(cache, layout, rows.size(1), rope_dim);
   a.slot_mapping = integers(slot_mapping, 1, "slot_mapping");
   STD_TORCH_CHECK(slot_mapping.size(0) == a.num_tokens, "slot_mapping must have one slot a token");
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   const char* error = pagebinder::latent_cache_write(a);
   STD_TORCH_CHECK(error == nullptr, error);
 }
@@ -114,7 +115,7 @@ void compress_norm_rope_store(const Tensor& kv, const Tensor& gate, const Tensor
                   "block_table and entry_table must have at least as many rows as requests");
   STD_TORCH_CHECK(query_start_loc.size(0) == a.num_requests + 1,
                   "query_start_loc must have one entry more than seq_lens");
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   const char* error = pagebinder::compress_norm_rope_store(a);
   STD_TORCH_CHECK(error == nullptr, error);
 }

@@ -5,6 +5,7 @@
 
 #include "direct_calls.h"
 #include "mla.h"
+#include "num_threads.h"
 #include "thread_pool.h"
 
 namespace {
@@ -43,7 +44,7 @@ void mla_head_product(const Tensor& x, const Tensor& weight, const Tensor& out, 
   a.weight = weight.const_data_ptr();
   a.weight_head_stride = weight.stride(0), a.weight_row_stride = weight.stride(1);
   a.out = out.mutable_data_ptr(), a.out_token_stride = out.stride(0), a.out_head_stride = out.stride(1);
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   const char* error = pagebinder::head_product(a, element_of(x));
   STD_TORCH_CHECK(error == nullptr, "mla_head_product: ", error);
 }

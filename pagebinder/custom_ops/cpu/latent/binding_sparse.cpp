@@ -9,6 +9,7 @@
 #include "direct_calls.h"
 #include "indexer.h"
 #include "latent_tensors.h"
+#include "num_threads.h"
 #include "sparse_mla.h"
 #include "thread_pool.h"
 
@@ -60,7 +61,7 @@ void set_batch(Args& a, const Tensor& q, const Tensor& seq_lens, const Tensor& q
   a.q = q.const_data_ptr(), a.q_token_stride = q.stride(0), a.q_head_stride = q.stride(1);
   a.seq_lens = index_data(seq_lens, 1, "seq_lens");
   a.query_start_loc = index_data(query_start_loc, 1, "query_start_loc");
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
 }
 
 template <class Args>

@@ -10,6 +10,7 @@
 #include "direct_calls.h"
 #include "moe.h"
 #include "new_tensor.h"
+#include "num_threads.h"
 #include "thread_pool.h"
 
 namespace {
@@ -71,7 +72,7 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weigh
   Tensor out = pagebinder::new_tensor({x.size(0), x.size(1)}, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.mutable_data_ptr();
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   pagebinder::moe_experts(a);
   return out;
 }
@@ -100,7 +101,7 @@ Tensor expert_linear(const Tensor& x_in, const Tensor& ids_in, const Tensor& wei
   Tensor out = pagebinder::new_tensor({ids.size(0), ids.size(1), a.projection.columns}, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.mutable_data_ptr();
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   pagebinder::expert_linear(a);
   return out;
 }

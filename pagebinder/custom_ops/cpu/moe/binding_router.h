@@ -14,6 +14,7 @@
 
 #include "moe_router.h"
 #include "new_tensor.h"
+#include "num_threads.h"
 #include "thread_pool.h"
 
 namespace pagebinder::binding {
@@ -92,7 +93,7 @@ inline Chosen choose(int64_t tokens, int64_t experts, const Tensor& logits, cons
   a.best_two = group_score == "best_two", a.outside = other_groups_zero ? 0.0f : -INFINITY;
   a.ids = static_cast<int64_t*>(ids.mutable_data_ptr());
   a.chosen = static_cast<float*>(weights.mutable_data_ptr());
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   choose_experts(a);
   if (normalised == "sum") {
     divide_by_sum(weights, epsilon, scale);

@@ -8,6 +8,7 @@
 
 #include "direct_calls.h"
 #include "new_tensor.h"
+#include "num_threads.h"
 #include "small_floats.h"
 #include "weight_tensors.h"
 
@@ -62,7 +63,7 @@ Tensor fp8_linear(const Tensor& x, const Tensor& x_scale, const Tensor& qweight,
   Tensor out = new_tensor(sizes, of_out);
   a.x = numbers.const_data_ptr(), a.x_stride = a.inner;
   a.bias = added ? added->const_data_ptr() : nullptr, a.out = out.mutable_data_ptr();
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   if (a.rows > 0) (in_bf16 ? quantized_linear_in_bf16 : quantized_linear_with_vectors)({&a});
   return torch::stable::to(out, dtype);
 }

@@ -10,6 +10,7 @@
 #include "activation_names.h"
 #include "direct_calls.h"
 #include "new_tensor.h"
+#include "num_threads.h"
 #include "weight_tensors.h"
 
 namespace {
@@ -42,7 +43,7 @@ std::vector<Tensor> multiply(const Tensor& x, const std::vector<Weight>& weights
                     "a quantised linear layer's bias must be [", a.columns, "] of x's dtype");
     sizes.push_back(sizes_of_result(x, a));
     a.x_stride = a.inner;
-    a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = run_parallel;
+    a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   }
   QuantizedLayers call{layers.data(), static_cast<int>(layers.size()), gate, false};
   std::vector<Tensor> results;

@@ -11,6 +11,7 @@
 #include "moe/binding_moe.h"
 #include "moe/binding_router.h"
 #include "new_tensor.h"
+#include "num_threads.h"
 #include "quant/weight_tensors.h"
 #include "thread_pool.h"
 
@@ -68,7 +69,7 @@ Tensor quantized_moe_experts(const Tensor& x_in, const Tensor& ids_in, const Ten
   Tensor out = pagebinder::new_tensor({x.size(0), x.size(1)}, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.mutable_data_ptr();
-  a.num_threads = static_cast<int>(torch::stable::get_num_threads()), a.run = pagebinder::run_parallel;
+  a.num_threads = pagebinder::num_threads(), a.run = pagebinder::run_parallel;
   pagebinder::quantized_moe_experts(a);
   return out;
 }

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "num_threads.h"
 #include "recurrent.h"
 #include "thread_pool.h"
 
@@ -79,7 +80,7 @@ inline Step step_of(int64_t num_tokens, const Tensor& block_table, const Tensor&
                   "query_start_loc must have one entry more than seq_lens");
   s.num_tokens = num_tokens, s.num_requests = seq_lens.size(0), s.block_size = block_size;
   s.max_blocks = block_table.size(1), s.table_stride = block_table.stride(0);
-  s.num_threads = static_cast<int>(torch::stable::get_num_threads()), s.run = run_parallel;
+  s.num_threads = pagebinder::num_threads(), s.run = run_parallel;
   return s;
 }
 

@@ -8,6 +8,7 @@
 
 #include "binding_elements.h"
 #include "direct_calls.h"
+#include "num_threads.h"
 #include "unified_attention.h"
 
 namespace {
@@ -121,7 +122,7 @@ std::tuple<Tensor, Tensor> merge(std::vector<Tensor> outs, std::vector<Tensor> l
   const MergeArgs m{static_cast<int64_t>(outs.size()), num_tokens, num_heads, width, out_data.data(), lse_data.data(),
                     head_data(sinks, num_heads, "sinks"), data<float>(out), data<float>(lse)};
   constexpr int64_t GRAIN = 64;
-  for_ranges(num_tokens * num_heads, GRAIN, static_cast<int>(torch::stable::get_num_threads()),
+  for_ranges(num_tokens * num_heads, GRAIN, pagebinder::num_threads(),
              [&](int64_t begin, int64_t end) { merge_states(m, begin, end); });
   return {dtype == ScalarType::Float ? out : torch::stable::to(out, dtype), lse};
 }
