@@ -13,9 +13,10 @@ from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
 from pagebinder.compiled_files import TENSORS
 from pagebinder.custom_ops.cpu import huge_pages
 from pagebinder.custom_ops.cpu.provider import reads_packed_weights
-from pagebinder.custom_ops.linear.packed_weights import is_coded, is_packed, plain_shape
+from pagebinder.custom_ops.linear.packed_weights import is_coded, is_packed, pack, plain_shape, unpack
 from pagebinder.graph_tools import attributes
 from pagebinder.runtime.single_sequence import single_sequence_inputs
+from tests import moe_models
 from tests.helpers import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -167,3 +168,41 @@ def test_weights_stay_plain_where_memory_is_short(packed, checkpoint, monkeypatc
     assert not weights_of(compiled, True)
     (line,) = compiled.report.weight_layout
     assert line.startswith("9 linear layers read theirs as they are") and "free memory" in line
+
+
+def test_stacks_are_packed_weight_by_weight():
+    stack = torch.randn(3, 96, 64).bfloat16()
+    packed = pack(stack)
+    assert plain_shape(packed) == stack.shape and torch.equal(unpack(packed), stack)
+    assert all(torch.equal(one, pack(weight)) for one, weight in zip(packed, stack))
+
+
+def test_experts(packed, tmp_path):
+    """Of a checkpoint they are packed where dots read them, and an artefact packs them again."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "mlp_only_layers": []}
+    moe_models.tiny_qwen3_moe(**sizes).bfloat16().save_pretrained(tmp_path / "model")
+    compiled, plain = (
+        pagebinder.compile_model(tmp_path / "model", eager(pack_weights=p)) for p in (None, False)
+    )
+    experts = [name for name in weights_of(compiled, True) if "experts" in name]
+    layers = compiled.source.module.config.num_hidden_layers
+    if torch.ops.pagebinder_cpu.has_matrix_tiles():
+        assert not experts
+        assert any("mixtures of experts read theirs" in line for line in compiled.report.weight_layout)
+    else:
+        assert len(experts) == 2 * layers
+        assert f"{layers} mixtures of experts read packed weights" in compiled.report.weight_layout
+    a, b = (logits_of(c).float() for c in (compiled, plain))
+    assert (a - b).abs().max() < 0.03 * b.abs().max()
+    compiled.save(tmp_path / "artefact")
+    loaded = pagebinder.load(tmp_path / "artefact")
+    assert weights_of(loaded, True) == weights_of(compiled, True)
+    assert tokens_of(loaded) == tokens_of(compiled)
+
+
+def test_experts_in_another_order_stay(packed, tmp_path):
+    moe_models.tiny_gpt_oss_moe(hidden_size=64, intermediate_size=32).bfloat16().save_pretrained(tmp_path)
+    compiled = pagebinder.compile_model(tmp_path, eager())
+    assert not any("experts" in name for name in weights_of(compiled, True))
+    (line,) = (line for line in compiled.report.weight_layout if "mixtures" in line)
+    assert "transposed" in line or "matrix tiles" in line

@@ -1,7 +1,9 @@
-"""Weights of linear layers in the order in which matrix units read them (linear/packed_weights.py).
+"""Weights of linear layers and experts in the order in which matrix units read them (linear/packed_weights.py).
 
 Matches:
     linear(x, W, b) | linears(x, [W, ...], ...) | gated_linear(x, Wg, Wu, ...)     of the provider cpu, W [N, K] bf16
+    moe_experts(x, ids, w, up, down, ...) | moe_routed_experts(...)                where there are BF16 dots and no
+                                                                                   matrix tiles, W [E, N, K] bf16
 Replaces with:
     the same op on W packed, or packed and coded                                   W packed: of this graph alone
 
@@ -26,9 +28,10 @@ from pagebinder.custom_ops.linear.packed_weights import can_be_coded, can_be_pac
 from pagebinder.graph_tools import attach, attribute, calls, describe, fake_mode_of, finish, source_line
 from pagebinder.report import Match, PassResult, Refusal
 
-PATTERN = "packed weights"
+PATTERN, PATTERN_OF_EXPERTS = "packed weights", "packed experts"
 MOST_OF_PACKED = 0.85  # of its bytes that codes may take
-OPS = ("linear", "linears", "gated_linear")
+LINEARS = ("linear", "linears", "gated_linear")
+EXPERTS = ("moe_experts", "moe_routed_experts")
 
 
 def pack_weights(
@@ -47,7 +50,8 @@ def pack_weights(
     """
     result = PassResult(name="pack_weights")
     users = []
-    for node in calls(gm.graph, *(getattr(torch.ops.pagebinder_cpu, op).default for op in OPS)):
+    kernels = torch.ops.pagebinder_cpu
+    for node in calls(gm.graph, *(getattr(kernels, op).default for op in (*LINEARS, *EXPERTS))):
         reason = _reason_against(gm, node, keep)
         if reason is None:
             users.append(node)
@@ -71,8 +75,10 @@ def pack_weights(
     for node in users:
         for weight in dict.fromkeys(_weights(node)):
             node.replace_input_with(weight, _read(gm, names[weight.target], node))
-        detail = "coded" if _weights(node)[0].target.endswith("_coded") else ""
-        result.matches.append(Match(pattern=PATTERN, detail=detail, **describe(node)))
+        detail = (
+            "coded" if _weights(node)[0].target.endswith("_coded") else "experts" if _is_moe(node) else ""
+        )
+        result.matches.append(Match(pattern=_pattern(node), detail=detail, **describe(node)))
     result.changed = bool(users)
     finish(gm)
     return result
@@ -102,30 +108,60 @@ def _packed(weights: dict[str, torch.Tensor], pack: Callable) -> dict[str, torch
 
 
 def _refusal(node: Node, reason: str) -> Refusal:
-    return Refusal(pattern=PATTERN, reason=reason, source_line=source_line(node), **describe(node))
+    return Refusal(pattern=_pattern(node), reason=reason, source_line=source_line(node), **describe(node))
+
+
+def _is_moe(node: Node) -> bool:
+    return node.target._opname in EXPERTS
+
+
+def _pattern(node: Node) -> str:
+    return PATTERN_OF_EXPERTS if _is_moe(node) else PATTERN
 
 
 def describe_packing(results: Sequence[PassResult]) -> list[str]:
     """Lines for the report: how many layers read packed weights, and why others do not."""
-    matches = sum(len(result.matches) for result in results)
-    coded = sum(match.detail == "coded" for result in results for match in result.matches)
-    reasons = collections.Counter(refusal.reason for result in results for refusal in result.refusals)
-    lines = [f"{matches} linear layers read packed weights"] if matches else []
-    if coded:
-        lines[0] += f", {coded} of them in about 12 of 16 bits, without loss"
+    details = collections.Counter(match.detail for result in results for match in result.matches)
+    reasons = collections.Counter(
+        (refusal.pattern, refusal.reason) for result in results for refusal in result.refusals
+    )
+    lines = []
+    if layers := details[""] + details["coded"]:
+        lines.append(f"{layers} linear layers read packed weights")
+    if details["coded"]:
+        lines[0] += f", {details['coded']} of them in about 12 of 16 bits, without loss"
+    if details["experts"]:
+        lines.append(f"{details['experts']} mixtures of experts read packed weights")
+    whose = {PATTERN: "linear layers", PATTERN_OF_EXPERTS: "mixtures of experts"}
     return lines + [
-        f"{count} linear layers read theirs as they are: {reason}" for reason, count in reasons.items()
+        f"{count} {whose[pattern]} read theirs as they are: {reason}"
+        for (pattern, reason), count in reasons.items()
     ]
 
 
 def _weights(node: Node) -> list[Node]:
-    name = node.target._schema.name.split("::")[1]
+    if _is_moe(node):
+        return list(node.args[3:5])
+    name = node.target._opname
     return (
         list(node.args[1]) if name == "linears" else list(node.args[1 : 3 if name == "gated_linear" else 2])
     )
 
 
+def _reason_against_experts(node: Node) -> str | None:
+    kernels = torch.ops.pagebinder_cpu
+    if kernels.has_matrix_tiles() or not kernels.reads_packed_experts():
+        return "only a processor with BF16 dots and no matrix tiles reads packed experts"
+    if node.kwargs["transposed"]:
+        return "weights are transposed: [E, K, N]"
+    if node.kwargs["interleaved"]:
+        return "columns of gates and values take turns"
+    return None
+
+
 def _reason_against(gm: GraphModule, node: Node, keep: Collection[int]) -> str | None:
+    if _is_moe(node) and (reason := _reason_against_experts(node)):
+        return reason
     for weight in _weights(node):
         if weight.op != "get_attr":
             return "the weight is computed"
@@ -134,7 +170,7 @@ def _reason_against(gm: GraphModule, node: Node, keep: Collection[int]) -> str |
             return "the model that was given holds the weight, and would hold it twice"
         if not can_be_packed(tensor):
             return f"the weight is {tuple(tensor.shape)} of {tensor.dtype}: bf16 in multiples of 32 is packed"
-        if tensor.stride(1) != 1:
+        if tensor.stride(-1) != 1:
             return "rows of the weight are not contiguous"
     return None
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagebinder import CompileConfig, EngineConfig, SamplingParams, compile_model
+from pagebinder.custom_ops.linear.packed_weights import pack
 from pagebinder.custom_ops.moe.gates import ACTIVATIONS, Gate
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
@@ -120,6 +121,43 @@ def test_equals_one_token_and_slot_at_a_time(ops, name, transposed, bias, dtype)
             assert_close(got, expected)
         else:  # each of the two products and the gate between them is rounded to bfloat16
             torch.testing.assert_close(got.double(), expected, rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 33])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("name", ["silu", "limited silu", "not gated"])
+def test_packed_weights(ops, name, bias, num_tokens):
+    """As plain ones, be it for a strip of rows or several; a token has the same bits alone."""
+    gate = GATES[name]
+    up, down, *biases = weights(gate, bias=bias, dtype=torch.bfloat16, width=96, inner=32)
+    x = random(num_tokens, 96, dtype=torch.bfloat16)
+    ids, chosen = routing(num_tokens, 2)
+    ids[0, 1] = -1  # no expert
+    packed = run(ops, x, ids, chosen, (pack(up), pack(down), *biases), gate)
+    expected = run(
+        ops, x.float(), ids, chosen, [None if w is None else w.float() for w in (up, down, *biases)], gate
+    )
+    torch.testing.assert_close(packed.float(), expected, rtol=2e-2, atol=2e-2)
+    for t in (0, num_tokens - 1):
+        alone = run(
+            ops, x[t : t + 1], ids[t : t + 1], chosen[t : t + 1], (pack(up), pack(down), *biases), gate
+        )
+        if ops is torch.ops.pagebinder_cpu:
+            assert torch.equal(alone[0], packed[t])
+
+
+def test_packed_weights_that_cannot_be(cpu):
+    x, (ids, chosen) = random(2, 64, dtype=torch.bfloat16), routing(2, 2)
+    up, down, *biases = weights(dtype=torch.bfloat16, width=64, inner=32)
+    for operands, gate, transposed in (
+        ((pack(up), down), GATES["silu"], False),
+        ((pack(up), pack(down)), GATES["silu"], True),
+        ((pack(up), pack(down)), GATES["gpt-oss"], False),
+    ):
+        with pytest.raises(RuntimeError, match="packed"):
+            run(cpu, x, ids, chosen, (*operands, *biases), gate, transposed)
+    with pytest.raises(RuntimeError, match="differ in dtype"):
+        run(cpu, x.float(), ids, chosen, (pack(up), pack(down), *biases))
 
 
 def test_a_token_gets_the_same_whoever_shares_the_batch(ops):

@@ -10,6 +10,7 @@ import torch
 from pagebinder.custom_ops.cpu.huge_pages import MemoryFor, new_memory
 from pagebinder.custom_ops.linear.packed_weights import (
     CODED_INNER,
+    DIMS,
     PANEL,
     is_coded,
     packed_shape,
@@ -20,15 +21,16 @@ from pagebinder.custom_ops.linear.packed_weights import (
 def pack_all(
     weights: Sequence[torch.Tensor], *, memory_for: MemoryFor | None = None
 ) -> list[torch.Tensor] | None:
-    """weights [N, K] bf16 -> packed, in new memory, or what `memory_for` gives. None: it would be too much. The core
-    part is loaded."""
+    """weights [N, K] or [E, N, K] bf16 -> packed, in new memory, or what `memory_for` gives. None: it would be too
+    much. The core part is loaded."""
     places, _ = (memory_for or new_memory)([w.numel() * w.element_size() for w in weights])
     if len(places) < len(weights):
         return None
     packed = []
     for weight, place in zip(weights, places, strict=True):
         out = place.view(weight.dtype).view(packed_shape(*weight.shape))
-        torch.ops.pagebinder_cpu.pack_linear_weight(weight.detach(), out)
+        for matrix, to in zip(_matrices(weight.detach(), 2), _matrices(out, DIMS), strict=True):
+            torch.ops.pagebinder_cpu.pack_linear_weight(matrix, to)
         packed.append(out)
     return packed
 
@@ -68,9 +70,15 @@ def coded_shape(weight: torch.Tensor) -> tuple[int, int, int]:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The weight [N, K] of a packed or coded one. The core part is loaded."""
+    """The weight [N, K] of a packed or coded one, or the stack [E, N, K]. The core part is loaded."""
     if is_coded(packed):
         packed = torch.ops.pagebinder_cpu.decode_linear_weight(packed)
     plain = torch.empty(plain_shape(packed), dtype=packed.dtype)
-    torch.ops.pagebinder_cpu.unpack_linear_weight(packed, plain)
+    for matrix, to in zip(_matrices(packed, DIMS), _matrices(plain, 2), strict=True):
+        torch.ops.pagebinder_cpu.unpack_linear_weight(matrix, to)
     return plain
+
+
+def _matrices(weight: torch.Tensor, dims: int) -> Sequence[torch.Tensor]:
+    """A weight, or those of a stack, which has one dimension more."""
+    return (weight,) if weight.dim() == dims else weight.unbind()

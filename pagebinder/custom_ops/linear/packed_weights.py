@@ -6,6 +6,8 @@ A line of a tile is also one vector for BF16 dots: 16 columns of a pair of k. A 
 to its end: at few rows as a stream, which memory is fastest at, at many rows as operands that no call has to put in
 order first. linear, linears and gated_linear take weights of either form.
 
+A stack of weights [E, N, K], one for each expert, is packed weight by weight, with E in front.
+
 Coded, a packed weight takes some 12 of 16 bits, without loss: signs and fractions as they are, exponents by codes of
 4 bits (cpu/coded_weights.h has the layout):
 
@@ -18,6 +20,7 @@ import torch
 
 PANEL = 32  # columns (N), and k of a step
 DIMS = 6
+STACK_DIMS = 1 + DIMS
 CODED_DIMS = 3
 CODED_INNER = 256  # k of a block of codes
 _STEPS, _LINES = CODED_INNER // PANEL, CODED_INNER  # of a block; a line holds PANEL weights
@@ -25,7 +28,7 @@ _HEADER, _EXPONENTS = 64, 16  # bytes, exponents of a block
 
 
 def is_packed(weight: torch.Tensor) -> bool:
-    return weight.dim() == DIMS
+    return weight.dim() in (DIMS, STACK_DIMS)
 
 
 def is_coded(weight: torch.Tensor) -> bool:
@@ -37,39 +40,46 @@ def is_plain(weight: torch.Tensor) -> bool:
 
 
 def can_be_packed(weight: torch.Tensor) -> bool:
-    """Is this [N, K] of bf16, with sizes that tiles fill?"""
+    """Is this [N, K] or [E, N, K] of bf16, with sizes that tiles fill?"""
     return (
-        weight.dim() == 2
+        weight.dim() in (2, 3)
         and weight.dtype == torch.bfloat16
         and min(weight.shape) > 0
-        and not any(n % PANEL for n in weight.shape)
+        and not any(n % PANEL for n in weight.shape[-2:])
     )
 
 
 def can_be_coded(weight: torch.Tensor) -> bool:
     """Is this [N, K] of bf16, with sizes that tiles and blocks fill?"""
-    return can_be_packed(weight) and weight.shape[1] % CODED_INNER == 0
+    return weight.dim() == 2 and can_be_packed(weight) and weight.shape[1] % CODED_INNER == 0
 
 
-def packed_shape(num_columns: int, inner: int) -> tuple[int, ...]:
-    return num_columns // PANEL, inner // PANEL, 2, PANEL // 2, PANEL // 2, 2
+def packed_shape(*sizes: int) -> tuple[int, ...]:
+    """Of a weight of sizes (N, K) or (E, N, K)."""
+    *experts, num_columns, inner = sizes
+    return *experts, num_columns // PANEL, inner // PANEL, 2, PANEL // 2, PANEL // 2, 2
 
 
-def plain_shape(weight: torch.Tensor) -> tuple[int, int]:
-    """[N, K] of a weight of any form."""
+def plain_shape(weight: torch.Tensor) -> tuple[int, ...]:
+    """(N, K) of a weight of any form, (E, N, K) of a stack."""
     if is_plain(weight):
         return tuple(weight.shape)
-    return weight.shape[0] * PANEL, weight.shape[1] * (CODED_INNER if is_coded(weight) else PANEL)
+    if is_coded(weight):
+        return weight.shape[0] * PANEL, weight.shape[1] * CODED_INNER
+    *experts, panels, steps = weight.shape[: 2 - DIMS]
+    return *experts, panels * PANEL, steps * PANEL
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """weight [N, K] bf16 -> packed, in new memory or in `out`. Raises ValueError where the sizes do not fit."""
+    """weight [N, K] or [E, N, K] bf16 -> packed, in new memory or in `out`. Raises ValueError where the sizes do not
+    fit."""
     if not can_be_packed(weight):
         raise ValueError(f"{weight.dtype} {tuple(weight.shape)}: bf16 in multiples of {PANEL} is packed")
     if out is None:
         out = torch.empty(packed_shape(*weight.shape), dtype=weight.dtype, device=weight.device)
-    n, k, tiles, pairs, columns, two = out.shape
-    return out.copy_(weight.detach().view(n, tiles, columns, k, pairs, two).permute(0, 3, 1, 4, 2, 5))
+    *experts, n, k, tiles, pairs, columns, two = out.shape
+    parts = weight.detach().view(*experts, n, tiles, columns, k, pairs, two)
+    return out.copy_(parts.movedim((-3, -2), (-5, -3)))
 
 
 def in_place_of(weight: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -79,8 +89,8 @@ def in_place_of(weight: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The weight [N, K] of a packed one, in new memory."""
-    return packed.permute(0, 2, 4, 1, 3, 5).reshape(plain_shape(packed))
+    """The weight [N, K] of a packed one, or the stack [E, N, K], in new memory."""
+    return packed.movedim((-5, -3), (-3, -2)).reshape(plain_shape(packed))
 
 
 def decode(coded: torch.Tensor) -> torch.Tensor:

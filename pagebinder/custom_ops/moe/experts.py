@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from pagebinder.custom_ops.library import define_op
+from pagebinder.custom_ops.linear.packed_weights import plain, plain_shape
 from pagebinder.custom_ops.moe.gates import Gate
 
 
@@ -29,7 +30,8 @@ def moe_experts_reference(
 
     Args:
         x_TC: [T, C], of the dtype of up and down. expert_ids_TK: [T, K] int64. expert_weights_TK: [T, K].
-        up: [E, J, C], J = 2 I for gated experts, else I; [E, C, J] if `transposed`. up_bias: [E, J] or None.
+        up: [E, J, C], J = 2 I for gated experts, else I; [E, C, J] if `transposed`. up_bias: [E, J] or None. Packed,
+            and so is down, if they are not transposed (linear/packed_weights.py).
         down: [E, C, I]; [E, I, C] if `transposed`. down_bias: [E, C] or None.
         gate: the fields of `Gate`.
     Returns:
@@ -84,14 +86,14 @@ def slots_by_expert(expert_ids_TK: torch.Tensor, num_experts: int) -> Iterator[t
 
 
 def _project(rows, weight, bias, expert, transposed):
-    matrix = weight[expert].t() if transposed else weight[expert]
+    matrix = weight[expert].t() if transposed else plain(weight[expert])
     return F.linear(rows, matrix, None if bias is None else bias[expert])
 
 
 def check_experts(x, ids, weights, up, down) -> None:
     """Raises ValueError, see `moe_experts_reference`."""
     check_slots(x, ids, weights)
-    if up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
+    if len(plain_shape(up)) != 3 or up.dim() != down.dim() or up.shape[0] != down.shape[0]:
         raise ValueError("moe_experts takes the weights of all experts, [E, ., .]")
     if not x.dtype == up.dtype == down.dtype:
         raise ValueError(f"x is {x.dtype} and the experts are {up.dtype} and {down.dtype}: cast x first")
@@ -107,12 +109,11 @@ def fake_experts(x, expert_ids, expert_weights, up, down, up_bias, down_bias, *,
     torch._check(x.dim() == 2 and expert_ids.dim() == 2, lambda: "moe_experts takes x [T, C], ids [T, K]")
     torch._check(x.dtype == up.dtype == down.dtype, lambda: f"x is {x.dtype}, the experts are {up.dtype}")
     width, inner_up = (1, 2) if transposed else (2, 1)
-    inner = down.shape[width]
+    of_up, of_down = plain_shape(up), plain_shape(down)
+    inner = of_down[width]
+    torch._check(of_up[width] == x.shape[1] == of_down[inner_up], lambda: "x and the experts differ in C")
     torch._check(
-        up.shape[width] == x.shape[1] == down.shape[inner_up], lambda: "x and the experts differ in C"
-    )
-    torch._check(
-        up.shape[inner_up] == (2 if gated else 1) * inner, lambda: "up and down differ in the inner width"
+        of_up[inner_up] == (2 if gated else 1) * inner, lambda: "up and down differ in the inner width"
     )
     return x.new_empty(x.shape)
 

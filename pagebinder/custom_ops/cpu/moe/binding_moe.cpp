@@ -25,11 +25,31 @@ bool is_view_of_transposed(const Tensor& weight) {
   return weight.stride(1) == 1 && weight.size(2) > 1 && weight.stride(2) != 1;
 }
 
+constexpr int64_t PACKED_DIMS = 7;  // [E, N / 32, K / 32, 2, 16, 16, 2]
+bool is_packed(const Tensor& weight) { return weight.dim() == PACKED_DIMS; }
+
+// As stored [E, N, K], for a processor that does not read packed ones.
+Tensor unpacked(const Tensor& packed) {
+  const int64_t panels = packed.size(1), steps = packed.size(2), K = steps * 32;
+  const Tensor from = torch::stable::contiguous(packed);
+  Tensor plain = pagebinder::new_tensor({packed.size(0), panels * 32, K}, packed.scalar_type());
+  const uint32_t* pair = static_cast<const uint32_t*>(from.const_data_ptr());
+  uint32_t* to = static_cast<uint32_t*>(plain.mutable_data_ptr());
+  for (int64_t panel = 0; panel < packed.size(0) * panels; ++panel)
+    for (int64_t step = 0; step < steps; ++step)
+      for (int half = 0; half < 2; ++half)
+        for (int k = 0; k < 16; ++k)
+          for (int column = 0; column < 16; ++column, ++pair)
+            to[((panel * 32 + half * 16 + column) * K + step * 32) / 2 + k] = *pair;
+  return plain;
+}
+
 pagebinder::Projection projection(const Tensor& weight, const Bias& bias, bool transposed) {
   pagebinder::Projection p{};
   p.weight = weight.const_data_ptr();
   p.expert_stride = weight.stride(0), p.line_stride = weight.stride(1);
   p.columns = weight.size(transposed ? 2 : 1), p.inner = weight.size(transposed ? 1 : 2);
+  if (is_packed(weight)) p.packed = true, p.columns *= 32, p.inner *= 32;
   if (bias) {
     STD_TORCH_CHECK(bias->dim() == 2 && bias->size(0) == weight.size(0) && bias->size(1) == p.columns &&
                         bias->scalar_type() == weight.scalar_type(),
@@ -51,12 +71,20 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weigh
   STD_TORCH_CHECK(x_in.dim() == 2 && ids_in.dim() == 2 && weights_in.dim() == 2 && ids_in.size(0) == x_in.size(0) &&
                       weights_in.size(0) == x_in.size(0) && weights_in.size(1) == ids_in.size(1),
                   "moe_experts takes x [T, C], expert ids and weights [T, K]");
-  STD_TORCH_CHECK(up_in.dim() == 3 && down_in.dim() == 3 && up_in.size(0) == down_in.size(0),
-                  "moe_experts takes the weights of all experts, [E, ., .]");
+  const bool packed = is_packed(up_in);
+  STD_TORCH_CHECK((up_in.dim() == 3 || packed) && down_in.dim() == up_in.dim() && up_in.size(0) == down_in.size(0),
+                  "moe_experts takes the weights of all experts, [E, ., .], or both packed");
+  STD_TORCH_CHECK(!packed || (!transposed && !interleaved && up_in.scalar_type() == ScalarType::BFloat16),
+                  "packed experts are bfloat16, not transposed, with gates before values");
+  if (packed && !pagebinder::reads_packed_experts())
+    return moe_experts(x_in, ids_in, weights_in, unpacked(up_in), unpacked(down_in), up_bias, down_bias, transposed,
+                       activation, gated, interleaved, limit, alpha, up_offset, false);
   STD_TORCH_CHECK(x_in.scalar_type() == up_in.scalar_type() && x_in.scalar_type() == down_in.scalar_type(),
                   "x and the experts differ in dtype: cast x first");
-  const bool turned = is_view_of_transposed(up_in) && is_view_of_transposed(down_in);
-  const auto stored = [&](const Tensor& t) { return dense(turned ? torch::stable::transpose(t, 1, 2) : t); };
+  const bool turned = !packed && is_view_of_transposed(up_in) && is_view_of_transposed(down_in);
+  const auto stored = [&](const Tensor& t) {
+    return packed ? torch::stable::contiguous(t) : dense(turned ? torch::stable::transpose(t, 1, 2) : t);
+  };
   const Tensor up = stored(up_in), down = stored(down_in), x = dense(x_in), ids = dense_ids(ids_in);
   const Tensor weights = torch::stable::contiguous(torch::stable::to(weights_in, ScalarType::Float));
   up_bias = dense(up_bias), down_bias = dense(down_bias);
@@ -106,8 +134,14 @@ Tensor expert_linear(const Tensor& x_in, const Tensor& ids_in, const Tensor& wei
   return out;
 }
 
+bool reads_packed_experts() { return pagebinder::reads_packed_experts(); }
+
 }  // namespace
 
+STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) { m.def("reads_packed_experts() -> bool"); }
+STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CompositeExplicitAutograd, m) {
+  pagebinder::implement(m, "reads_packed_experts", TORCH_BOX(&reads_packed_experts));
+}
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
   pagebinder::implement(m, "moe_experts", TORCH_BOX(&pagebinder::binding::moe_experts));
   pagebinder::implement(m, "expert_linear", TORCH_BOX(&expert_linear));

@@ -1,10 +1,12 @@
-// Which engine serves a call: matrix tiles where type, sizes and machine suit them, vectors for the rest.
+// Which engine serves a call: dots for packed experts, matrix tiles where type, sizes and machine suit them, vectors for
+// the rest.
 #include "moe.h"
 
 namespace pagebinder {
 
 void moe_experts(const MoeArgs& a) {
-  if (tiles_suit(a.type, a.up) && tiles_suit(a.type, a.down)) moe_experts_tiles(a);
+  if (a.up.packed) moe_experts_dots(a);
+  else if (tiles_suit(a.type, a.up) && tiles_suit(a.type, a.down)) moe_experts_tiles(a);
   else if (a.type == Element::F32) moe_experts_vectors<Element::F32>(a);
   else if (a.type == Element::BF16) moe_experts_vectors<Element::BF16>(a);
   else moe_experts_vectors<Element::F16>(a);

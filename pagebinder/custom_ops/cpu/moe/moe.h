@@ -21,6 +21,7 @@ struct Projection {
   int64_t bias_stride;
   int64_t columns, inner;
   const CodedStack* codes;        // in place of a weight and its strides, or null
+  bool packed;                    // weight [E, columns / 32, inner / 32, 2, 16, 16, 2]
 };
 
 // Which expert each slot of a token goes to.
@@ -62,6 +63,10 @@ void expert_linear(const ExpertLinearArgs& args);
 bool tiles_suit(Element type, const Projection& projection);
 void moe_experts_tiles(const MoeArgs& args);
 void expert_linear_tiles(const ExpertLinearArgs& args);
+
+// On BF16 dots: packed experts alone. Does this machine have them?
+bool reads_packed_experts();
+void moe_experts_dots(const MoeArgs& args);
 
 // On vectors, for any size; one element type each.
 template <Element TYPE> void moe_experts_vectors(const MoeArgs& args);
