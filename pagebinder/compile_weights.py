@@ -7,13 +7,17 @@ import functools
 from torch.fx import GraphModule
 
 from pagebinder.config import CompileConfig
-from pagebinder.custom_ops.cpu.huge_pages import HUGE_PAGE_BYTES, MemoryAhead, move_to_huge_pages
+from pagebinder.custom_ops.cpu.huge_pages import HUGE_PAGE_BYTES, MOST_SHARE, MemoryAhead, move_to_huge_pages
 from pagebinder.custom_ops.cpu.provider import reads_packed_weights
 from pagebinder.custom_ops.linear.packed_weights import is_plain
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import attributes
 from pagebinder.passes.pack_weights import describe_packing, pack_weights
 from pagebinder.report import CompileReport
+
+# Of the free memory, for packed experts that nobody asked for: transformers makes stacks of a checkpoint's experts,
+# so those that they are packed from are no file that is only mapped.
+SHARE_FOR_EXPERTS = 0.25
 
 
 def place_weights(
@@ -33,7 +37,10 @@ def place_weights(
     if config.pack_weights is not False and reads_packed_weights():
         keep = set() if config.pack_weights else given
         coded = config.pack_weights == "coded"
-        pack = functools.partial(pack_weights, keep=keep, coded=coded, memory_for=memory.memory_for)
+        share = MOST_SHARE if config.pack_weights else SHARE_FOR_EXPERTS
+        pack = functools.partial(
+            pack_weights, keep=keep, coded=coded, share_for_experts=share, memory_for=memory.memory_for
+        )
         report.weight_layout = describe_packing([pack(g) for g in graphs])
     weights = (w for graph in graphs for w in attributes(graph).values())
     movable = (w for w in weights if w.data_ptr() not in given and is_plain(w))

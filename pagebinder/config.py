@@ -127,9 +127,10 @@ class CompileConfig:
             them into huge pages where the model runs on a CPU and twice as much memory is free: decode of one request
             reads them 15 to 20 % faster.
         pack_weights: keep weights of linear layers in bf16 in the order in which matrix units read them, where the
-            machine has such units (AMX) or dot products of bf16 pairs (AVX-512 BF16). None: those of a checkpoint
-            directory, whose files are no longer needed in memory then; True: also those of a module that was given,
-            which takes as much memory again; False: none.
+            machine has such units (AMX) or dot products of bf16 pairs (AVX-512 BF16; there experts, too). None: those
+            of a checkpoint directory, whose files are no longer needed in memory then, and its experts, which are
+            held twice, where that takes a quarter of the free memory at most; True: also those of a module that was
+            given, which takes as much memory again; False: none.
             "coded": as True, and where rows are multiples of 256 in about 12 of 16 bits without loss, so a decode
             reads a quarter less: the same tokens. Prefill decodes them again for each 512 tokens.
         verify: "full" runs the graph before and after every pass, on sequences at the edges of blocks and windows,

@@ -200,6 +200,21 @@ def test_experts(packed, tmp_path):
     assert tokens_of(loaded) == tokens_of(compiled)
 
 
+def test_experts_stay_where_they_would_be_too_much_twice(packed, tmp_path, monkeypatch):
+    """The rest is packed all the same."""
+    if torch.ops.pagebinder_cpu.has_matrix_tiles():
+        pytest.skip("matrix tiles read experts as they lie")
+    moe_models.tiny_qwen3_moe(hidden_size=64, moe_intermediate_size=32).bfloat16().save_pretrained(tmp_path)
+    stacks = 8 * 3 * 64 * 32 * 2  # bytes of the one mixture
+    monkeypatch.setattr(huge_pages, "_available_bytes", lambda: 3 * stacks)
+    compiled = pagebinder.compile_model(tmp_path, eager())
+    assert not any("experts" in name for name in weights_of(compiled, True))
+    told = compiled.report.weight_layout
+    assert "linear layers read packed weights" in told[0] and "0.25 of the free memory" in told[-1]
+    asked = pagebinder.compile_model(tmp_path, eager(pack_weights=True))
+    assert any("experts" in name for name in weights_of(asked, True))
+
+
 def test_experts_in_another_order_stay(packed, tmp_path):
     moe_models.tiny_gpt_oss_moe(hidden_size=64, intermediate_size=32).bfloat16().save_pretrained(tmp_path)
     compiled = pagebinder.compile_model(tmp_path, eager())

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.custom_ops.cpu.huge_pages import MemoryFor
+from pagebinder.custom_ops.cpu.huge_pages import MOST_SHARE, MemoryFor, has_room
 from pagebinder.custom_ops.cpu.pack import code_all, coded_shape, pack_all
 from pagebinder.custom_ops.linear.packed_weights import can_be_coded, can_be_packed, in_place_of
 from pagebinder.graph_tools import attach, attribute, calls, describe, fake_mode_of, finish, source_line
@@ -39,6 +39,7 @@ def pack_weights(
     *,
     keep: Collection[int] = (),
     coded: bool = False,
+    share_for_experts: float = MOST_SHARE,
     memory_for: MemoryFor | None = None,
 ) -> PassResult:
     """Pack the weights of a graph that runs on matrix tiles or BF16 dots; no other machine should be asked to.
@@ -46,6 +47,7 @@ def pack_weights(
     Args:
         keep: data pointers of weights that stay as they are: somebody else holds them in memory anyway.
         coded: code what can be coded, too; an op's weights all are, or none.
+        share_for_experts: how much of the free memory packed experts may take. What they were packed from stays.
         memory_for: gives the memory that they are packed into; None: new memory.
     """
     result = PassResult(name="pack_weights")
@@ -57,19 +59,25 @@ def pack_weights(
             users.append(node)
         else:
             result.refusals.append(_refusal(node, reason))
-    plain = {w.target: attribute(gm, w.target) for node in users for w in _weights(node)}
-    to_code = _to_code(gm, users) if coded else {}
-    coding = functools.partial(code_all, shapes=[*to_code.values()], memory_for=memory_for)
     packing = functools.partial(pack_all, memory_for=memory_for)
+    linears, mixtures = ([n for n in users if _is_moe(n) == is_moe] for is_moe in (False, True))
+    plain = _plain(gm, linears)
+    to_code = _to_code(gm, linears) if coded else {}
+    coding = functools.partial(code_all, shapes=[*to_code.values()], memory_for=memory_for)
     packed = _packed({name: w for name, w in plain.items() if name not in to_code}, packing)
     codes = _packed({name: plain[name] for name in to_code}, coding)
     if packed is None or codes is None:
-        result.refusals += [
-            _refusal(node, "packed weights would take more than half of the free memory") for node in users
-        ]
-        return result
-    names = {}
-    for name, tensor in (packed | codes).items():
+        packed, codes = {}, {}
+        users = _without(
+            linears, users, result, "packed weights would take more than half of the free memory"
+        )
+    of_experts = _plain(gm, mixtures)
+    stacks = _packed(of_experts, packing) if has_room(of_experts.values(), share_for_experts) else None
+    if stacks is None:
+        reason = f"packed ones beside them would take more than {share_for_experts:g} of the free memory"
+        users = _without(mixtures, users, result, reason)
+    names, plain = {}, plain | of_experts
+    for name, tensor in (packed | codes | (stacks or {})).items():
         names[name] = f"{name}_coded" if name in to_code else f"{name}_packed"
         attach(gm, names[name], in_place_of(plain[name], tensor))
     for node in users:
@@ -82,6 +90,15 @@ def pack_weights(
     result.changed = bool(users)
     finish(gm)
     return result
+
+
+def _plain(gm: GraphModule, users: Sequence[Node]) -> dict[str, torch.Tensor]:
+    return {w.target: attribute(gm, w.target) for node in users for w in _weights(node)}
+
+
+def _without(refused: Sequence[Node], users: Sequence[Node], result: PassResult, reason: str) -> list[Node]:
+    result.refusals += [_refusal(node, reason) for node in refused]
+    return [node for node in users if node not in refused]
 
 
 def _to_code(gm: GraphModule, users: Sequence[Node]) -> dict[str, tuple[int, ...]]:

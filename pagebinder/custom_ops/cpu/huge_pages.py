@@ -147,6 +147,11 @@ def new_memory(sizes: Sequence[int]) -> tuple[list[torch.Tensor], bool]:
     return _places(memory, sizes, ends), advise_huge_pages(memory)
 
 
+def has_room(tensors: Iterable[torch.Tensor], share: float) -> bool:
+    """Would a copy of all of them take at most that share of the memory that is available?"""
+    return sum(t.numel() * t.element_size() for t in tensors) <= share * _available_bytes()
+
+
 def _ends(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(size + -size % ALIGNMENT for size in sizes))
 
