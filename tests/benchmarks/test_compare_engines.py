@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.benchmarks.test_traces import BENCHMARKS
 
@@ -155,3 +156,35 @@ def test_goals_are_made_of_what_there_is(modules):
         "prefill, 1 request(s), over the best peer (vllm)": 1.25,  # 1e4 / 80 products of a token, over 100
         "decode, 32 request(s), over vLLM": 32 / (3.3 * 10.0),  # 3.3 seconds to read 100 + 32 x 10 x 10 bytes
     }
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose(modules, tmp_path):
+    """Four of 40 bytes each, one for each token, beside 60 bytes for all."""
+    from checkpoints import Costs
+
+    costs = Costs(weight_bytes=220, kv_bytes_per_token=0, expert_bytes=40, experts=4, experts_per_token=1)
+    assert costs.weight_bytes_per_token == costs.decode_flops == 100
+    assert costs.decode_bytes(1) == 100 and costs.decode_bytes(2) == 60 + 40 * (1 + 3 / 4)
+    assert 219 < costs.decode_bytes(32) < 220
+    assert Costs(weight_bytes=220, kv_bytes_per_token=0).decode_bytes(8) == 220
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
+def test_costs_of_a_checkpoint(modules, tmp_path, name):
+    """Read from its config: what its tensors say, but for its norms."""
+    import checkpoints
+    from transformers import AutoModelForCausalLM
+
+    config = getattr(checkpoints, name)()
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    num_bytes = {n: 2 * p.numel() for n, p in model.named_parameters()}
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    costs = checkpoints.costs(tmp_path)
+    of_experts = sum(size for n, size in num_bytes.items() if ".experts." in n)
+    assert costs.weight_bytes == 1000 and costs.experts * costs.expert_bytes == of_experts
+    assert 2 * costs.head_weights == num_bytes["model.embed_tokens.weight"]
+    heads = config.num_key_value_heads * config.head_dim
+    assert costs.kv_bytes_per_token == 2 * 2 * config.num_hidden_layers * heads
+    assert checkpoints.max_positions(tmp_path) == config.max_position_embeddings
