@@ -41,8 +41,6 @@ def executable_of(graph: GraphModule, config: CompileConfig, report: CompileRepo
     """Build what `config.executable` asks for; "auto" is native or inductor where there are kernels of ours."""
     executable = _executable_of(graph, config, report)
     executable.limits_torch = leaves_little_to_torch(graph)
-    if executable.limits_torch:
-        report.executable_why += "; torch's own loops stay in one thread, as little is left to them"
     return executable
 
 

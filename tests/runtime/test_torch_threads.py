@@ -68,7 +68,6 @@ def test_a_product_of_torch_uses_all_threads(three_threads):
 def test_a_step_limits_torch_and_an_error_ends_that(three_threads, executable, monkeypatch):
     compiled = pagebinder.compile_model(tiny_llama(), CompileConfig(executable=executable))
     assert compiled.executable.limits_torch
-    assert "torch's own loops stay in one thread" in compiled.report.executable_why
     step, seen = compiled.executable._step, []
 
     def watched(inputs):
