@@ -153,6 +153,7 @@ def test_packed_weights_that_cannot_be(cpu):
         ((pack(up), down), GATES["silu"], False),
         ((pack(up), pack(down)), GATES["silu"], True),
         ((pack(up), pack(down)), GATES["gpt-oss"], False),
+        ((pack(up)[..., :1], pack(down)[..., :1]), GATES["silu"], False),
     ):
         with pytest.raises(RuntimeError, match="packed"):
             run(cpu, x, ids, chosen, (*operands, *biases), gate, transposed)

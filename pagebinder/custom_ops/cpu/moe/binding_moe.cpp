@@ -27,6 +27,9 @@ bool is_view_of_transposed(const Tensor& weight) {
 
 constexpr int64_t PACKED_DIMS = 7;  // [E, N / 32, K / 32, 2, 16, 16, 2]
 bool is_packed(const Tensor& weight) { return weight.dim() == PACKED_DIMS; }
+bool has_panels(const Tensor& packed) {
+  return packed.size(3) == 2 && packed.size(4) == 16 && packed.size(5) == 16 && packed.size(6) == 2;
+}
 
 // As stored [E, N, K], for a processor that does not read packed ones.
 Tensor unpacked(const Tensor& packed) {
@@ -74,8 +77,9 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weigh
   const bool packed = is_packed(up_in);
   STD_TORCH_CHECK((up_in.dim() == 3 || packed) && down_in.dim() == up_in.dim() && up_in.size(0) == down_in.size(0),
                   "moe_experts takes the weights of all experts, [E, ., .], or both packed");
-  STD_TORCH_CHECK(!packed || (!transposed && !interleaved && up_in.scalar_type() == ScalarType::BFloat16),
-                  "packed experts are bfloat16, not transposed, with gates before values");
+  STD_TORCH_CHECK(!packed || (!transposed && !interleaved && up_in.scalar_type() == ScalarType::BFloat16 &&
+                              has_panels(up_in) && has_panels(down_in)),
+                  "packed experts are bfloat16 [E, N / 32, K / 32, 2, 16, 16, 2], not transposed, gates before values");
   if (packed && !pagebinder::reads_packed_experts())
     return moe_experts(x_in, ids_in, weights_in, unpacked(up_in), unpacked(down_in), up_bias, down_bias, transposed,
                        activation, gated, interleaved, limit, alpha, up_offset, false);
