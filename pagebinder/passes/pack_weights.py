@@ -83,9 +83,7 @@ def pack_weights(
     for node in users:
         for weight in dict.fromkeys(_weights(node)):
             node.replace_input_with(weight, _read(gm, names[weight.target], node))
-        detail = (
-            "coded" if _weights(node)[0].target.endswith("_coded") else "experts" if _is_moe(node) else ""
-        )
+        detail = "coded" if _weights(node)[0].target.endswith("_coded") else ""
         result.matches.append(Match(pattern=_pattern(node), detail=detail, **describe(node)))
     result.changed = bool(users)
     finish(gm)
@@ -138,18 +136,19 @@ def _pattern(node: Node) -> str:
 
 def describe_packing(results: Sequence[PassResult]) -> list[str]:
     """Lines for the report: how many layers read packed weights, and why others do not."""
-    details = collections.Counter(match.detail for result in results for match in result.matches)
+    matches = collections.Counter(match.pattern for result in results for match in result.matches)
+    coded = sum(match.detail == "coded" for result in results for match in result.matches)
     reasons = collections.Counter(
         (refusal.pattern, refusal.reason) for result in results for refusal in result.refusals
     )
-    lines = []
-    if layers := details[""] + details["coded"]:
-        lines.append(f"{layers} linear layers read packed weights")
-    if details["coded"]:
-        lines[0] += f", {details['coded']} of them in about 12 of 16 bits, without loss"
-    if details["experts"]:
-        lines.append(f"{details['experts']} mixtures of experts read packed weights")
     whose = {PATTERN: "linear layers", PATTERN_OF_EXPERTS: "mixtures of experts"}
+    lines = [
+        f"{matches[pattern]} {what} read packed weights"
+        for pattern, what in whose.items()
+        if matches[pattern]
+    ]
+    if coded:
+        lines[0] += f", {coded} of them in about 12 of 16 bits, without loss"
     return lines + [
         f"{count} {whose[pattern]} read theirs as they are: {reason}"
         for (pattern, reason), count in reasons.items()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from pagebinder.custom_ops.cpu.provider import NAMESPACE as CPU_NAMESPACE
 from pagebinder.custom_ops.library import NAMESPACE, op_info
 from pagebinder.graph_tools import CASTS, is_view_op, val
 
-CPU_NAMESPACE = "pagebinder_cpu"
 LITTLE = 0.1  # of the weights that products read
 aten = torch.ops.aten
 PRODUCTS = {
     aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default,
 }  # fmt: skip
-ALSO_HEAVY = {
+HEAVY = PRODUCTS | {
     aten.baddbmm.default, aten.conv1d.default, aten.convolution.default, aten.scaled_dot_product_attention.default,
 }  # fmt: skip
 
@@ -34,7 +34,7 @@ def leaves_little_to_torch(gm: GraphModule) -> bool:
                 return False
         elif namespace.startswith(NAMESPACE) and not op_info(name).transparent:
             return False
-        elif node.target in PRODUCTS | ALSO_HEAVY:
+        elif node.target in HEAVY:
             torchs += read
             if not read:
                 return False
