@@ -153,14 +153,17 @@ class Worker {
         layer);
   }
 
-  // What is asked for beside a chunk of a plain weight: the rows of the next one, one after the other.
+  // A chunk at a time is put in order; beside its product the next one is asked for, or memory would stand still. Of a
+  // plain weight that is its rows, one after the other, of a coded one what its decoder does not ask for itself.
   void stream_chunks(const Panel& panel, const char* next, int layer) {
     const int64_t jump = panel.layer->weight_stride * 2 - int64_t{DOT_JUMP_PAIRS} * PAIR_LINES * 64;
+    const bool coded = run_.form == Form::CODED;
+    const int64_t chunk_bytes = coded ? panel.layer->coded_bytes : CHUNK * PANEL * 2;
     for (int step = 0; step < run_.steps; step += CHUNK) {
       const int steps = std::min(CHUNK, run_.steps - step);
-      const char* at = step + CHUNK < run_.steps ? panel.first + (step + CHUNK) * PANEL * 2 : next;
+      const char* at = step + CHUNK < run_.steps ? panel.first + (step / CHUNK + 1) * chunk_bytes : next;
       DotAhead ahead{};
-      if (run_.form == Form::PLAIN && at != nullptr) ahead = {at - jump, PAIR_LINES, jump};
+      if (at != nullptr) ahead = coded ? DotAhead{at + CODES_AHEAD, PAIR_LINES} : DotAhead{at - jump, PAIR_LINES, jump};
       add(0, in_order(run_, panel, step, steps, ordered_), step, steps, ahead, layer);
     }
   }
