@@ -34,7 +34,7 @@ from compare_engines_goals import CODED, LLAMA, US, VLLM
 from compare_engines_report import NAME, keep, kept, report
 from compare_engines_step import step_by_op
 from compare_engines_workers import PEERS, Engine, Pool, preloaded_openmp
-from read_bandwidth import product_flops_per_second, read_bytes_per_second
+from read_bandwidth import Reader, product_flops_per_second
 
 DEFAULT = "qwen3-0.6b"
 GENERATE, GENERATE_BATCH = "transformers generate", "transformers generate_batch"
@@ -74,8 +74,10 @@ def make_checkpoint(model: Path | None, name: str, llama_python: str, folder: Pa
     return model, gguf
 
 
-def measured_limits(threads: int) -> dict[str, float]:
-    return {"read": read_bytes_per_second(threads), "product": product_flops_per_second()}
+def measured_limits(reader: Reader) -> dict[str, float]:
+    """The best of some rounds each."""
+    read = max(reader.bytes_per_second() for _ in range(8))
+    return {"read": read, "product": product_flops_per_second()}
 
 
 def batches(pool: Pool, about: Costs, o: dict) -> dict:
@@ -120,17 +122,23 @@ def context(pool: Pool, about: Costs, o: dict) -> dict:
         if name in pool.engines
     }
     kv_gib = -(-longest["max_model_len"] * about.kv_bytes_per_token >> 30)
-    with Pool(engines, {**pool.options, "max_num_seqs": 1, "kv_bytes": kv_gib << 30}, pool.folder) as own:
+    with own_pool(pool, engines, kv_gib << 30) as own:
         found = cases.context(own, list(engines), about.vocab_size, (tokens, new), o["context_rounds"])
     kv_bytes = (tokens + new // 2) * about.kv_bytes_per_token
     return found | {"context": tokens, "bytes_per_step": about.weight_bytes_per_token + kv_bytes}
+
+
+def own_pool(pool: Pool, engines: dict[str, Engine], kv_bytes: int) -> Pool:
+    """Of workers for one request."""
+    options = {**pool.options, "max_num_seqs": 1, "kv_bytes": kv_bytes}
+    return Pool(engines, options, pool.folder, pool.read_rate)
 
 
 def quantized(pool: Pool, about: Costs, o: dict) -> dict:
     """One request with weights in fewer bits, against bf16, all ours."""
     formats = {f"{US} {f}": OURS.with_options({"compile": {"quantization": f}}) for f in QUANTIZATIONS}
     engines = {US: OURS, **formats}
-    with Pool(engines, {**pool.options, "max_num_seqs": 1, "kv_bytes": 1 << 28}, pool.folder) as own:
+    with own_pool(pool, engines, 1 << 28) as own:
         return cases.batch(own, list(engines), about.vocab_size, 1, o["lengths"], o["rounds"])
 
 
@@ -145,13 +153,15 @@ OWN = {"start": start, "context": context, "quantized": quantized}
 CASES = (*SHARED, *OWN, "step")
 
 
-def run(some: dict, wanted: list[str], results: dict, limits: list[dict], about: tuple) -> None:
+def run(
+    some: dict, wanted: list[str], results: dict, limits: list[dict], reader: Reader, about: tuple
+) -> None:
     """Fill in `results` and keep them, and measure the machine's limits once more after each case."""
     for name, case in some.items():
         if name in wanted:
             results[name] = case(*about)
             keep(results)
-            limits.append(measured_limits(results["settings"]["threads"]))
+            limits.append(measured_limits(reader))
 
 
 def main(
@@ -192,7 +202,8 @@ def main(
     }  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers and files go as well
     torch.set_num_threads(threads)
-    limits = [measured_limits(threads)]
+    reader = Reader(threads)
+    limits = [measured_limits(reader)]
     with tempfile.TemporaryDirectory(prefix="compare-engines-") as made:
         folder = Path(made)
         model, gguf = make_checkpoint(model_dir, checkpoint, llama_python, folder)
@@ -206,10 +217,12 @@ def main(
         }  # fmt: skip
         results = kept(result) if add else {}
         results |= {"settings": o | {"threads": threads}, "costs": asdict(about)}
-        with Pool({n: e for n, e in engines.items() if n in (engine or names)}, options, folder) as pool:
+        chosen = {n: e for n, e in engines.items() if n in (engine or names)}
+        with Pool(chosen, options, folder, reader.bytes_per_second) as pool:
             results["versions"] = {name: e.version() for name, e in pool.engines.items()}
-            run(SHARED, wanted, results, limits, (pool, about, o))
-        run(OWN, wanted, results, limits, (pool, about, o))
+            run(SHARED, wanted, results, limits, reader, (pool, about, o))
+        run(OWN, wanted, results, limits, reader, (pool, about, o))
+        reader.close()
         best = {name: max(sample[name] for sample in limits) for name in limits[0]}
         results["limits"] = best | {"samples": limits}
         if "step" in wanted:

@@ -54,10 +54,18 @@ def medians(samples: Samples, figures: Callable[[dict], dict[str, float]]) -> di
     return result
 
 
-def token_rates(answer: dict, prompt_tokens: int) -> dict[str, float]:
+def ask_batch(pool: Pool, name: str, prompts: list[list[int]], new_tokens: int) -> dict:
+    """An engine's answer, and how fast memory was right before and after it: neighbours take of it what they like."""
+    worker, before = pool[name], pool.read_rate()
+    answer = worker.ask({"batch": {"prompts": prompts, "max_tokens": new_tokens}})
+    return answer | {"read": (before + pool.read_rate()) / 2}
+
+
+def batch_rates(answer: dict, prompt_tokens: int) -> dict[str, float]:
     return {
         "prefill_tokens_per_second": prompt_tokens / answer["prefill"],
         "decode_tokens_per_second": answer["decoded"] / answer["decode"],
+        "read_bytes_per_second": answer["read"],
     }
 
 
@@ -81,10 +89,10 @@ def batch(pool: Pool, names: Sequence[str], vocab: int, requests: int, lengths: 
     def ask(name: str, number: int) -> dict:
         # the last round's prompts are those that a slow engine had: equal_tokens compares equal work
         prompts = random_prompts(f"batch {requests} {number % rounds}", vocab, [prompt_tokens] * requests)
-        return pool[name].ask({"batch": {"prompts": prompts, "max_tokens": new_tokens}})
+        return ask_batch(pool, name, prompts, new_tokens)
 
     samples = in_turns(names, ask, rounds)
-    engines = medians(samples, lambda answer: token_rates(answer, requests * prompt_tokens))
+    engines = medians(samples, lambda answer: batch_rates(answer, requests * prompt_tokens))
     return {"engines": engines, "equal_tokens": equal_tokens(samples, "pagebinder")}
 
 
@@ -156,10 +164,10 @@ def context(pool: Pool, names: Sequence[str], vocab: int, lengths: tuple[int, in
 
     def ask(name: str, number: int) -> dict:
         prompts = random_prompts(f"context {number}", vocab, [lengths[0]])
-        return pool[name].ask({"batch": {"prompts": prompts, "max_tokens": lengths[1]}})
+        return ask_batch(pool, name, prompts, lengths[1])
 
     samples = {name: [ask(name, number) for number in range(rounds)] for name in names}
-    return {"engines": medians(samples, lambda answer: token_rates(answer, lengths[0]))}
+    return {"engines": medians(samples, lambda answer: batch_rates(answer, lengths[0]))}
 
 
 def cold_start(engine: Engine, options: dict, folder: Path, rounds: int) -> dict:

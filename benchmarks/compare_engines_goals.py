@@ -1,7 +1,8 @@
 """What the results of compare_engines.py are held against: ratios to peers, and the machine's own limits.
 
 A ratio to a peer carries `allowed`: what it would be, had ours the machine's measured read bandwidth or matrix rate
-(decode: the one that takes longer; mixed load: all its products at the matrix rate, and nothing else).
+(decode: the one that takes longer; mixed load: all its products at the matrix rate, and nothing else). What memory
+gives is measured beside each round: a machine that is shared gives twice as much at one time as at another.
 """
 
 from __future__ import annotations
@@ -20,21 +21,40 @@ QUANTIZED_GOALS = {"fp8": 1.7, "int8": 1.7, "int4_g64": 2.6}
 
 def ratio(engines: dict, key: str, peer: str, us: str = US) -> float:
     """Ours over the peer's, the median of the ratios of rounds; where one side has fewer rounds, of the medians."""
-    ours, theirs = ([row[key] for row in engines[name]["rounds"]] for name in (us, peer))
+    return median_ratio([row[key] for row in engines[us]["rounds"]], engines[peer], key)
+
+
+def median_ratio(ours: list[float], peer: dict, key: str) -> float:
+    theirs = [row[key] for row in peer["rounds"]]
     if len(ours) != len(theirs):
-        return engines[us][key] / engines[peer][key]
+        return median(ours) / peer[key]
     return median([a / b for a, b in zip(ours, theirs)])
 
 
-def decode_limit(results: dict, requests: int) -> float:
+def read_rates(engine: dict, results: dict) -> list[float]:
+    """What memory gave beside each of its rounds."""
+    return [row.get("read_bytes_per_second", results["limits"]["read"]) for row in engine["rounds"]]
+
+
+def read_share(engine: dict, step_bytes: float, results: dict) -> float:
+    """Of what memory gave, for one request."""
+    reads = read_rates(engine, results)
+    return median([row[DECODE] * step_bytes / read for row, read in zip(engine["rounds"], reads)])
+
+
+def decode_allowed(results: dict, requests: int, engines: dict, peer: str) -> float:
+    fastest = [decode_limit(results, requests, read) for read in read_rates(engines[US], results)]
+    return median_ratio(fastest, engines[peer], DECODE)
+
+
+def decode_limit(results: dict, requests: int, read: float) -> float:
     """Tokens per second, if a step took as long as its weights and K and V take to read, or the products with its
     weights (two FLOPs for the two bytes of each) at the measured matrix rate, whichever is longer."""
     costs, (prompt, new) = Costs(**results["costs"]), results["settings"]["lengths"]
     context = prompt + new / 2
     step_bytes = costs.decode_bytes(requests) + requests * context * costs.kv_bytes_per_token
     step_flops = requests * costs.decode_flops
-    limits = results["limits"]
-    return requests / max(step_bytes / limits["read"], step_flops / limits["product"])
+    return requests / max(step_bytes / read, step_flops / results["limits"]["product"])
 
 
 def goals(results: dict) -> list[dict]:
@@ -51,13 +71,12 @@ def _batch(cases: dict, results: dict) -> Iterator[dict]:
         engines, label = case["engines"], f"{requests} request(s)"
         if US not in engines:
             continue
-        fastest = decode_limit(results, int(requests))
         prefill_limit = results["limits"]["product"] * case["prompt_tokens"] / case["prefill_flops"]
         if requests == "1":
-            read = engines[US][DECODE] * Costs(**results["costs"]).weight_bytes_per_token
-            yield goal("decode, 1 request, share of read bandwidth", read / results["limits"]["read"], 0.95)
+            share = read_share(engines[US], Costs(**results["costs"]).weight_bytes_per_token, results)
+            yield goal("decode, 1 request, share of read bandwidth", share, 0.95)
             if LLAMA in engines:
-                allowed = fastest / engines[LLAMA][DECODE]
+                allowed = decode_allowed(results, 1, engines, LLAMA)
                 yield goal(
                     "decode, 1 request, over llama.cpp", ratio(engines, DECODE, LLAMA), 1.0, allowed=allowed
                 )
@@ -66,7 +85,7 @@ def _batch(cases: dict, results: dict) -> Iterator[dict]:
                     "decode, 1 request, coded, over llama.cpp", ratio(engines, DECODE, LLAMA, us=CODED), 1.1
                 )
         elif VLLM in engines:
-            allowed = fastest / engines[VLLM][DECODE]
+            allowed = decode_allowed(results, int(requests), engines, VLLM)
             yield goal(f"decode, {label}, over vLLM", ratio(engines, DECODE, VLLM), 2.0, allowed=allowed)
             if CODED in engines:
                 value = ratio(engines, DECODE, VLLM, us=CODED)
@@ -106,9 +125,8 @@ def _contention(case: dict, results: dict) -> Iterator[dict]:
 
 def _context(case: dict, results: dict) -> Iterator[dict]:
     if US in case["engines"]:
-        read = case["engines"][US][DECODE] * case["bytes_per_step"]
-        name = f"context {case['context']:,}, share of read bandwidth"
-        yield goal(name, read / results["limits"]["read"], 0.85)
+        share = read_share(case["engines"][US], case["bytes_per_step"], results)
+        yield goal(f"context {case['context']:,}, share of read bandwidth", share, 0.85)
 
 
 def _start(case: dict, results: dict) -> Iterator[dict]:

@@ -57,7 +57,7 @@ def compared(results: dict) -> dict[str, dict]:
 def table(title: str, case: dict) -> Table:
     """Each engine's figures, and ours over theirs."""
     engines, equal = case["engines"], case.get("equal_tokens", {})
-    keys = [key for key in next(iter(engines.values())) if key != "rounds"]
+    keys = [key for key in next(iter(engines.values())) if key not in ("rounds", "read_bytes_per_second")]
     columns = ("engine", *(key.replace("_", " ") for key in keys), "equal tokens")
     found = Table(*columns, title=title, caption=f"x: {US}'s figure over that engine's")
     for name, figures in engines.items():

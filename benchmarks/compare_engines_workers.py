@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -112,10 +112,14 @@ class Worker:
 
 
 class Pool:
-    """Workers with the same options, by the engine's name. A context manager: all end with it."""
+    """Workers with the same options, by the engine's name. A context manager: all end with it.
 
-    def __init__(self, engines: Mapping[str, Engine], options: dict, folder: Path) -> None:
-        self.engines, self.options, self.folder = engines, options, folder
+    `read_rate`: what memory gives now, in bytes per second."""
+
+    def __init__(
+        self, engines: Mapping[str, Engine], options: dict, folder: Path, read_rate: Callable[[], float]
+    ) -> None:
+        self.engines, self.options, self.folder, self.read_rate = engines, options, folder, read_rate
         self.workers: dict[str, Worker] = {}
         self.ready_seconds: dict[str, float] = {}  # of every worker that was started, ended ones too
 

@@ -64,7 +64,7 @@ def pool(modules, tmp_path):
     _, _, workers = modules
     path = {"PYTHONPATH": str(workers.PEERS)}
     engine = workers.Engine(sys.executable, str(script), "pagebinder", environment=path)
-    with workers.Pool({"pagebinder": engine, "peer": engine}, {"threads": 1}, tmp_path) as pool:
+    with workers.Pool({"pagebinder": engine, "peer": engine}, {"threads": 1}, tmp_path, lambda: 2.0) as pool:
         yield pool
 
 
@@ -84,6 +84,7 @@ def test_cases_have_medians_rounds_and_ratios(pool, modules):
     batch = cases.batch(pool, names, 100, 2, (4, 5), 3)
     assert batch["equal_tokens"] == {"peer": 1.0}
     assert [len(batch["engines"][name]["rounds"]) for name in names] == [3, 3]
+    assert batch["engines"]["peer"]["read_bytes_per_second"] == 2.0
     trace = cases.arrivals(100, 3, 0.001)
     assert trace == cases.arrivals(100, 3, 0.001)
     mixed = cases.mixed(pool, names, trace, 1)["engines"]["peer"]
@@ -156,6 +157,24 @@ def test_goals_are_made_of_what_there_is(modules):
         "prefill, 1 request(s), over the best peer (vllm)": 1.25,  # 1e4 / 80 products of a token, over 100
         "decode, 32 request(s), over vLLM": 32 / (3.3 * 10.0),  # 3.3 seconds to read 100 + 32 x 10 x 10 bytes
     }
+
+
+def test_reading_is_held_against_what_memory_gave_beside_it(modules):
+    """Of 100 bytes a step: twice the rate while memory gives twice as much is the same share."""
+    _, compared, _ = modules
+    rows = [
+        {"decode_tokens_per_second": rate, "read_bytes_per_second": read, "prefill_tokens_per_second": 1.0}
+        for rate, read in ((5.0, 1000.0), (10.0, 2000.0), (10.0, 2000.0))
+    ]
+    engines = {name: rows[1] | {"rounds": rows} for name in ("pagebinder", "llama.cpp")}
+    results = {
+        "costs": {"weight_bytes": 100, "kv_bytes_per_token": 0}, "limits": {"read": 4000.0, "product": 1e9},
+        "settings": {"lengths": [8, 4]},
+        "batch": {"1": {"engines": engines, "prefill_flops": 800, "prompt_tokens": 10}},
+    }  # fmt: skip
+    share, over_llama, *_ = compared.goals(results)
+    assert share["value"] == 0.5
+    assert over_llama["allowed"] == 2.0
 
 
 def test_a_step_reads_the_experts_that_its_tokens_choose(modules, tmp_path):
