@@ -9,12 +9,48 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "thread_pool.h"
 
 namespace pagebinder {
+
+// Allocates one object at a time: where the last of its type lay, if nobody is there. What a loop works on takes some KB,
+// and a step makes hundreds of them: malloc took a twelfth of a small model's step.
+template <class T>
+struct ReusedMemory {
+  using value_type = T;
+  ReusedMemory() = default;
+  template <class Other>
+  ReusedMemory(const ReusedMemory<Other>&) {}
+
+  T* allocate(std::size_t count) {
+    void* memory = count == 1 ? last().exchange(nullptr, std::memory_order_acquire) : nullptr;
+    return memory != nullptr ? static_cast<T*>(memory) : std::allocator<T>().allocate(count);
+  }
+  void deallocate(T* memory, std::size_t count) {
+    if (count == 1) memory = static_cast<T*>(last().exchange(memory, std::memory_order_acq_rel));
+    if (memory != nullptr) std::allocator<T>().deallocate(memory, count);
+  }
+  friend bool operator==(const ReusedMemory&, const ReusedMemory&) { return true; }
+  friend bool operator!=(const ReusedMemory&, const ReusedMemory&) { return false; }
+
+ private:
+  static std::atomic<void*>& last() {
+    static std::atomic<void*> memory{nullptr};
+    return memory;
+  }
+};
+
+// What a loop works on, which may be left: see run_leaving.
+template <class Run, class... Args>
+std::shared_ptr<Run> make_run(Args&&... args) {
+  return std::allocate_shared<Run>(ReusedMemory<Run>(), std::forward<Args>(args)...);
+}
 
 // Pieces of a result that are to be written once.
 class Claims {

@@ -276,7 +276,7 @@ void linear_with_tiles(const LinearArgs& args) {
   const bool serial = args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS;
   uint32_t* x = memory->at_least<uint32_t>(static_cast<size_t>(2 * row_pairs) * steps * TILE_WORDS);
   const int workers = serial ? 1 : args.num_threads;
-  const auto run = std::make_shared<Run>(args, memory, x, steps, row_pairs, panel_columns, workers);
+  const auto run = make_run<Run>(args, memory, x, steps, row_pairs, panel_columns, workers);
   if (workers <= 1 || args.rows * args.inner < SERIAL_PACKING) pack_worker(run.get(), 0);
   else run_parallel(workers, pack_worker, run.get());
   if (workers <= 1) panel_worker(run.get(), 0);

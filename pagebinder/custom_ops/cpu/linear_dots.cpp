@@ -220,11 +220,11 @@ void linear_with_dots(const LinearArgs& args, Form form) {
   const PackedShape shape = packed_shape(args, rows.most_rows, most_strips, 1);
   if (args.rows == 1) {  // lies as a strip does
     const uint32_t* x = static_cast<const uint32_t*>(args.x);
-    return run_packed(std::make_shared<Run>(args, shape, form, nullptr, x), job_worker);
+    return run_packed(make_run<Run>(args, shape, form, nullptr, x), job_worker);
   }
   const std::shared_ptr<Buffer> memory = buffer_of_a_call(last);
   const uint32_t* x = memory->at_least<uint32_t>(static_cast<size_t>(rows.words()));
-  const auto run = std::make_shared<Run>(args, shape, form, memory, x);
+  const auto run = make_run<Run>(args, shape, form, memory, x);
   if (shape.num_workers <= 1 || args.rows * args.inner < SERIAL_COPY) copy_worker(run.get(), 0);
   else run_parallel(shape.num_workers, copy_worker, run.get());
   run_packed(run, job_worker);

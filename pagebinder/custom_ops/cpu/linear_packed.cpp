@@ -433,7 +433,7 @@ void packed_linear_with_tiles(const LinearArgs& args) {
     for (int64_t r = first; r < args.rows; ++r)
       std::memcpy(rows + (r - first) * line, static_cast<const char*>(args.x) + r * line, args.inner * 2);
   }
-  run_packed(std::make_shared<Run>(args, shape, std::move(tail)), job_worker);
+  run_packed(make_run<Run>(args, shape, std::move(tail)), job_worker);
 }
 
 #else

@@ -165,7 +165,7 @@ void linear_with_vectors(const LinearArgs& args) {
       for (int64_t k = 0; k < args.inner; k += W) store(x + r * args.inner + k, load_float(from + k));
   }
   const int workers = args.rows * columns * args.inner < LINEAR_SERIAL_FLOPS ? 1 : args.num_threads;
-  const auto run = std::make_shared<Run<T>>(args, packed, x, workers);
+  const auto run = make_run<Run<T>>(args, packed, x, workers);
   if (workers <= 1) panel_worker<T>(run.get(), 0);
   else run_leaving(workers, panel_worker<T>, run);
 }
