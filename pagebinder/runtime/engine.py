@@ -251,9 +251,11 @@ class Engine:
         Requests of a running `stream` get theirs there. With nothing to do it returns []. If the model raises,
         no request is lost: the next step repeats the work.
         """
-        with self._turns.taken():
+        with deferred_interrupts() as interrupts, self._turns.taken():
             if self._live:
                 self._step()
+            if interrupts.pending:  # raised at the end of this block: the next step returns the outputs
+                return []
             outputs, self._undelivered = self._undelivered, []
         return outputs
 

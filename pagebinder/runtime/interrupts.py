@@ -5,25 +5,45 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 
 
-@contextlib.contextmanager
-def deferred_interrupts() -> Iterator[None]:
+class deferred_interrupts(contextlib.ContextDecorator):
     """SIGINT that arrives inside the block is delivered when the block is done.
 
-    Signals reach Python in the main thread only, so elsewhere there is nothing to defer. Blocks may be nested;
-    `@deferred_interrupts()` makes a whole method one.
+    Signals reach Python in the main thread only, so elsewhere there is nothing to defer. Of nested blocks the
+    outermost one does the work; `@deferred_interrupts()` makes a whole method one.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    arrived: list[tuple] = []
-    signal.signal(signal.SIGINT, lambda *args: arrived.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if arrived:
-            handler(*arrived[-1])
+
+    _depth = 0  # blocks that the main thread is in
+    _handler: Callable | None = None  # what SIGINT called before
+    _arrived: tuple | None = None
+
+    def __enter__(self) -> deferred_interrupts:
+        cls = deferred_interrupts
+        if threading.current_thread() is threading.main_thread():
+            if not cls._depth:
+                handler = signal.getsignal(signal.SIGINT)
+                cls._handler, cls._arrived = handler if callable(handler) else None, None
+                if cls._handler is not None:
+                    signal.signal(signal.SIGINT, _note)
+            cls._depth += 1  # since the line before nothing can interrupt
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        cls = deferred_interrupts
+        if threading.current_thread() is threading.main_thread():
+            cls._depth -= 1
+            if not cls._depth and cls._handler is not None:
+                signal.signal(signal.SIGINT, cls._handler)
+                if cls._arrived is not None:
+                    cls._handler(*cls._arrived)
+
+    @property
+    def pending(self) -> bool:
+        """Does the outermost block end with an interrupt?"""
+        return self._depth > 0 and self._arrived is not None
+
+
+def _note(*args: object) -> None:
+    deferred_interrupts._arrived = args

@@ -19,7 +19,7 @@
 
 namespace pagebinder {
 
-// Allocates one object at a time: where the last of its type lay, if nobody is there. What a loop works on takes some KB,
+// Allocates one object at a time: where the last of its type lay, if nobody is there. What a loop works on takes KB,
 // and a step makes hundreds of them: malloc took a twelfth of a small model's step.
 template <class T>
 struct ReusedMemory {

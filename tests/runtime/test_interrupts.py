@@ -1,0 +1,156 @@
+"""Ctrl-C in the middle of a step: books stay whole, no output is lost."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+import pagebinder
+from pagebinder import CompileConfig, EngineConfig, SamplingParams
+from pagebinder.runtime.interrupts import deferred_interrupts
+from pagebinder.runtime.turns import Turns
+from tests.helpers import tiny_llama
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_comes_at_the_end_of_the_outermost_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with deferred_interrupts() as outer:
+            with deferred_interrupts():
+                interrupt()
+                done.append("inner")
+            assert outer.pending
+            done.append("outer")
+        done.append("behind")
+    assert done == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with deferred_interrupts() as later:
+        assert not later.pending
+
+
+def test_blocks_of_another_thread_defer_nothing():
+    with pytest.raises(KeyboardInterrupt):
+        entered, over = threading.Event(), threading.Event()
+
+        def other():
+            with deferred_interrupts():
+                entered.set()
+                over.wait()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait()
+        try:
+            interrupt()
+        finally:
+            over.set()
+            thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_a_handler_that_is_not_python_s_stays():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with deferred_interrupts() as block:
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            interrupt()
+            assert not block.pending
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_error_inside_takes_the_handler_back():
+    with pytest.raises(ZeroDivisionError), deferred_interrupts():
+        1 / 0  # noqa: B018
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_method_may_be_one_block():
+    @deferred_interrupts()
+    def work(n):
+        interrupt()
+        done.append(n)
+        if n:
+            work(n - 1)
+
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        work(2)
+    assert done == [2, 1, 0]
+
+
+def test_a_turn_that_was_interrupted_is_free_again():
+    turns = Turns()
+    with pytest.raises(KeyboardInterrupt), turns.taken():
+        with turns.taken():
+            assert turns.is_mine()
+        assert turns.is_mine()
+        interrupt()
+    taken = []
+
+    def other():
+        with turns.taken():
+            taken.append(turns.is_mine())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(10)
+    assert taken == [True] and not turns.is_mine()
+
+
+def test_an_interrupt_while_one_waits_for_the_turn():
+    """It comes as the turn does; who was interrupted gives it back."""
+    turns, held, main = Turns(), threading.Event(), threading.get_ident()
+
+    def other():
+        with turns.taken():
+            held.set()
+            time.sleep(0.2)
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=other)
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+        held.wait()
+        with turns.taken():
+            pytest.fail("the interrupt is older than the turn")
+    thread.join(10)
+    assert not thread.is_alive() and turns._owner is None
+
+
+def test_outputs_of_an_interrupted_step_come_with_the_next_one(monkeypatch):
+    compiled = pagebinder.compile_model(tiny_llama(), CompileConfig(executable="eager"))
+    engine = compiled.engine(EngineConfig(num_kv_blocks=24, max_num_seqs=3, check_integrity=True))
+    for i in range(2):
+        engine.add_request(
+            f"{i}", [3 + i, 5, 7], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        )
+    real, seen, interrupts = engine.loop.advance, [], 0
+
+    def advance():
+        interrupt()
+        return real()
+
+    monkeypatch.setattr(engine.loop, "advance", advance)
+    while engine.has_unfinished:
+        try:
+            seen += engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+            if interrupts == 4:
+                monkeypatch.undo()
+    assert interrupts == 4
+    finished = {output.request_id: output.token_ids for output in seen if output.finished}
+    again = compiled.engine(EngineConfig(num_kv_blocks=24, max_num_seqs=3))
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    whole = again.generate([[3, 5, 7], [4, 5, 7]], params)
+    assert finished == {f"{i}": output.token_ids for i, output in enumerate(whole)}
+    assert len(seen) == 8
