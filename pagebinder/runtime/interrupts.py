@@ -41,8 +41,9 @@ class deferred_interrupts(contextlib.ContextDecorator):
 
     @property
     def pending(self) -> bool:
-        """Does the outermost block end with an interrupt?"""
-        return self._depth > 0 and self._arrived is not None
+        """Will an interrupt come when this thread's outermost block is done?"""
+        in_main = threading.current_thread() is threading.main_thread()
+        return in_main and self._depth > 0 and self._arrived is not None
 
 
 def _note(*args: object) -> None:

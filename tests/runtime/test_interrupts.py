@@ -54,6 +54,22 @@ def test_blocks_of_another_thread_defer_nothing():
         interrupt()
 
 
+def test_an_interrupt_of_the_main_thread_is_not_another_one_s():
+    pending = []
+
+    def other():
+        with deferred_interrupts() as block:
+            pending.append(block.pending)
+
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts() as mine:
+        interrupt()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert mine.pending
+    assert pending == [False]
+
+
 def test_a_handler_that_is_not_python_s_stays():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
