@@ -11,9 +11,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <utility>
 
 #include "attention_scores.h"
+#include "memory_streams.h"
 
 namespace pagebinder {
 
@@ -101,7 +103,38 @@ void multiply_dots(const uint32_t* x, const char* w, int steps, bool first, DotA
   }
 }
 
+// The same of a whole panel for few rows, whose lines are read strictly in the order in which they lie: the lines of a
+// half of a step wait in registers for those of the other.
+template <int ROWS>
+void multiply_dots_rising(const uint32_t* x, const char* w, int steps, float* sums) {
+  VF sum[ROWS][2] = {};
+  for (int step = 0; step < steps; ++step, w += DOT_STEP_BYTES) {
+    VU low[DOT_PAIRS];
+    PB_UNROLL
+    for (int pair = 0; pair < DOT_PAIRS; ++pair) {
+      low[pair] = load<VU>(w + pair * 64);
+      asm volatile("" : "+v"(low[pair]));  // here, not where it is used
+    }
+    PB_UNROLL
+    for (int pair = 0; pair < DOT_PAIRS; ++pair, x += ROWS) {
+      const VU high = load<VU>(w + DOT_STEP_BYTES / 2 + pair * 64);
+      PB_UNROLL
+      for (int r = 0; r < ROWS; ++r) {
+        const VU row = load<uint32_t>(x + r) - VU{};
+        sum[r][0] = PairElements::madd(sum[r][0], row, low[pair]);
+        sum[r][1] = PairElements::madd(sum[r][1], row, high);
+      }
+    }
+  }
+  PB_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    store(sums + r * DOT_PANEL, sum[r][0]);
+    store(sums + r * DOT_PANEL + W, sum[r][1]);
+  }
+}
+
 using MultiplyDots = void (*)(const uint32_t*, const char*, int, bool, DotAhead, float*);
+using MultiplyDotsRising = void (*)(const uint32_t*, const char*, int, float*);
 
 template <int... Less>
 MultiplyDots multiply_dots_of(int rows, std::integer_sequence<int, Less...>) {
@@ -110,6 +143,20 @@ MultiplyDots multiply_dots_of(int rows, std::integer_sequence<int, Less...>) {
 }
 inline MultiplyDots multiply_dots_of(int rows) {
   return multiply_dots_of(rows, std::make_integer_sequence<int, DOT_MOST_ROWS>{});
+}
+
+// sums [rows][32] of a packed panel that comes from memory. `next`: what is read behind it, or null.
+inline void stream_dots(const uint32_t* x, int rows, const char* w, int steps, const char* next, float* sums) {
+  constexpr int AHEAD_STEPS = 4, LINES = DOT_STEP_BYTES / 64 / DOT_PAIRS;
+  static constexpr MultiplyDotsRising RISING[] = {multiply_dots_rising<1>, multiply_dots_rising<2>,
+                                                  multiply_dots_rising<3>, multiply_dots_rising<4>};
+  if (prefetcher_follows_rising_lines() && rows <= static_cast<int>(std::size(RISING)))
+    return RISING[rows - 1](x, w, steps, sums);
+  const int streamed = std::max(steps - AHEAD_STEPS, 0);
+  const MultiplyDots multiply = multiply_dots_of(rows);
+  multiply(x, w, streamed, true, {w + AHEAD_STEPS * DOT_STEP_BYTES, LINES}, sums);
+  multiply(x + int64_t{streamed} * DOT_PAIRS * rows, w + int64_t{streamed} * DOT_STEP_BYTES, steps - streamed, false,
+           {next, next == nullptr ? 0 : LINES}, sums);
 }
 #endif
 

@@ -21,7 +21,6 @@ namespace {
 constexpr int HALF = PANEL / 2;                     // columns of a vector
 constexpr int64_t MOST_BLOCK = 1 << 20;             // bytes of x that each job reads
 constexpr int CHUNK = CODED_STEPS;                  // steps of a single strip that are put in order at a time
-constexpr int AHEAD_STEPS = 4;                      // of a panel that comes from memory
 constexpr int64_t CODES_AHEAD = 6144;               // bytes
 constexpr int PAIR_LINES = STEP_BYTES / 64 / DOT_PAIRS;  // of a panel, for each pair of k
 constexpr int64_t SERIAL_COPY = 1 << 15;            // elements of x
@@ -140,17 +139,10 @@ class Worker {
   void stream(const PackedJob& job, const Panel* now, const char* behind) {
     for (int i = 0; i < layers_; ++i) {
       const char* next = i + 1 < layers_ ? now[i + 1].first : behind;
-      if (run_.form == Form::PACKED) stream_packed(now[i], next, i);
+      if (run_.form == Form::PACKED) stream_dots(run_.x, run_.rows.rows_of(0), now[i].first, run_.steps, next, sums_[i]);
       else stream_chunks(now[i], next, i);
     }
     write(job, 0);
-  }
-
-  void stream_packed(const Panel& panel, const char* next, int layer) {
-    const int steps = std::max(run_.steps - AHEAD_STEPS, 0);
-    add(0, panel.first, 0, steps, {panel.first + AHEAD_STEPS * STEP_BYTES, PAIR_LINES}, layer);
-    add(0, panel.first + int64_t{steps} * STEP_BYTES, steps, run_.steps - steps, {next, next == nullptr ? 0 : PAIR_LINES},
-        layer);
   }
 
   // A chunk at a time is put in order; beside its product the next one is asked for, or memory would stand still. Of a

@@ -9,8 +9,6 @@ namespace pagebinder {
 #if PAGEBINDER_BF16_DOT
 namespace {
 
-constexpr int AHEAD_STEPS = 4;                                   // of a panel that comes from memory
-constexpr int PAIR_LINES = DOT_STEP_BYTES / 64 / DOT_PAIRS;      // of a panel, for each pair of k
 constexpr int STRIP_SUMS = DOT_MOST_ROWS * DOT_PANEL;
 
 // The columns of a job: one or two panels of 32. Of gated experts the first has gates, the second values.
@@ -74,18 +72,11 @@ struct Dots {
     const int steps = static_cast<int>(inner / DOT_PANEL);
     for (int first = 0; first < run.rows; first += GROUP) {
       const int rows = std::min(GROUP, run.rows - first);
-      const auto multiply = multiply_dots_of(rows);
       const uint32_t* strip = x + operand_size(first, inner);
       for (int p = 0; p < panel.count; ++p) {
         const char *w = panel.first[p], *behind = p + 1 < panel.count ? panel.first[p + 1] : next.first[0];
-        if (first > 0) {
-          multiply(strip, w, steps, true, {}, sums[p]);
-          continue;
-        }
-        const int streamed = std::max(steps - AHEAD_STEPS, 0);
-        multiply(strip, w, streamed, true, {w + AHEAD_STEPS * DOT_STEP_BYTES, PAIR_LINES}, sums[p]);
-        multiply(strip + int64_t{streamed} * DOT_PAIRS * rows, w + int64_t{streamed} * DOT_STEP_BYTES, steps - streamed,
-                 false, {behind, behind == nullptr ? 0 : PAIR_LINES}, sums[p]);
+        if (first > 0) multiply_dots_of(rows)(strip, w, steps, true, {}, sums[p]);
+        else stream_dots(strip, rows, w, steps, behind, sums[p]);
       }
       f(first, rows, sums);
     }
