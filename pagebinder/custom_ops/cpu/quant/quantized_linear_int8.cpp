@@ -14,6 +14,7 @@
 #include <cmath>
 
 #include "decode.h"
+#include "memory_streams.h"
 #include "quantized_jobs.h"
 
 namespace pagebinder {
@@ -142,33 +143,54 @@ PB_INLINE void add_word(const __m512i (&codes)[halves_of(ROWS)], const int32_t* 
     }
 }
 
-// One step: 32 k of the columns of some halves. Of int4 in two chains, the odd one's codes stay in their upper nibble.
+// A line of codes; of int4 in two chains, the odd ones stay in their upper nibble.
 template <Code CODE, int ROWS>
-PB_INLINE void add_step(const uint8_t* codes, const int32_t* words, Sums<ROWS>& sums) {
-  constexpr int HALVES = halves_of(ROWS), LINES = CODE == Code::INT8 ? 8 : 4, TILE = LINES * 64;
-  const __m512i sign = _mm512_set1_epi8(int8_t(0x80)), nibble = _mm512_set1_epi8(15);
-  PB_UNROLL
-  for (int line = 0; line < LINES; ++line) {
-    __m512i even[HALVES], odd[HALVES];
-    for (int half = 0; half < HALVES; ++half) {
-      const uint8_t* at = codes + half * TILE + line * 64;
-      __builtin_prefetch(at + FAR_BYTES, 0, 2);
-      __builtin_prefetch(at + NEAR_BYTES, 0, 3);
-      const __m512i both = load<__m512i>(at);
-      if constexpr (CODE == Code::INT8) {
-        even[half] = _mm512_xor_si512(both, sign);
-      } else {
-        even[half] = _mm512_and_si512(both, nibble);
-        odd[half] = chains_of(ROWS) == 2 ? _mm512_andnot_si512(nibble, both)
-                                         : _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-      }
+struct Line {
+  __m512i even[halves_of(ROWS)], odd[halves_of(ROWS)];  // odd: of int4
+
+  PB_INLINE void take(int half, __m512i codes) {
+    const __m512i sign = _mm512_set1_epi8(int8_t(0x80)), nibble = _mm512_set1_epi8(15);
+    if constexpr (CODE == Code::INT8) {
+      even[half] = _mm512_xor_si512(codes, sign);
+    } else {
+      even[half] = _mm512_and_si512(codes, nibble);
+      odd[half] = chains_of(ROWS) == 2 ? _mm512_andnot_si512(nibble, codes)
+                                       : _mm512_and_si512(_mm512_srli_epi16(codes, 4), nibble);
     }
+  }
+  PB_INLINE void add(const int32_t* words, int line, Sums<ROWS>& sums) const {
     if constexpr (CODE == Code::INT8) {
       add_word<ROWS>(even, words, line, sums);
     } else {
       add_word<ROWS>(even, words, 2 * line, sums);
       add_word<ROWS>(odd, words, 2 * line + 1, sums);
     }
+  }
+};
+
+// One step: 32 k of the columns of some halves. RISING: lines are read in the order in which they lie (memory_streams.h),
+// those of the first half wait in registers; else half by half in turns, asked for ahead.
+template <Code CODE, int ROWS, bool RISING>
+PB_INLINE void add_step(const uint8_t* codes, const int32_t* words, Sums<ROWS>& sums) {
+  constexpr int HALVES = halves_of(ROWS), LINES = CODE == Code::INT8 ? 8 : 4, TILE = LINES * 64;
+  __m512i first[LINES];
+  PB_UNROLL
+  for (int line = 0; line < LINES && RISING; ++line) {
+    first[line] = load<__m512i>(codes + line * 64);
+    asm volatile("" : "+v"(first[line]));  // here, not where it is used
+  }
+  PB_UNROLL
+  for (int line = 0; line < LINES; ++line) {
+    Line<CODE, ROWS> both;
+    for (int half = 0; half < HALVES; ++half) {
+      const uint8_t* at = codes + half * TILE + line * 64;
+      if (!RISING) {
+        __builtin_prefetch(at + FAR_BYTES, 0, 2);
+        __builtin_prefetch(at + NEAR_BYTES, 0, 3);
+      }
+      both.take(half, RISING && half == 0 ? first[line] : load<__m512i>(at));
+    }
+    both.add(words, line, sums);
   }
 }
 
@@ -181,7 +203,7 @@ PB_INLINE __m512i sum_of(const Sums<ROWS>& sums, int half, int row, int digit) {
 }
 
 // totals [row][half] of one panel.
-template <Code CODE, int ROWS>
+template <Code CODE, int ROWS, bool RISING>
 void add_panel(const QuantizedLinearArgs& a, const Digits& d, int64_t panel, VF (&totals)[ROWS][2]) {
   constexpr int HALVES = halves_of(ROWS);
   const uint8_t* codes = a.weight + panel * a.panel_bytes();
@@ -196,7 +218,8 @@ void add_panel(const QuantizedLinearArgs& a, const Digits& d, int64_t panel, VF 
       for (int i = 0; i < HALVES * ROWS * 2; ++i)
         sums[0][i / (2 * ROWS)][i / 2 % ROWS][i % 2] = _mm512_set1_epi32(d.begins[group * ROWS * 2 + i % (2 * ROWS)]);
       for (int step = begin; step < end; ++step)
-        add_step<CODE, ROWS>(codes + (2 * step + first) * tile_bytes, d.words + int64_t{step} * WORDS * ROWS * 2, sums);
+        add_step<CODE, ROWS, RISING>(codes + (2 * step + first) * tile_bytes,
+                                     d.words + int64_t{step} * WORDS * ROWS * 2, sums);
       for (int half = 0; half < HALVES; ++half) {
         const VF scale = load<VF>(scales + (first + half) * W);
         PB_UNROLL
@@ -228,8 +251,10 @@ void digits_worker(void* context, int) {
 template <Code CODE, int ROWS>
 void meet_strip(const QuantizedRun& run, const Digits& digits, const QuantizedJob& job) {
   VF totals[2][ROWS][2] = {};
-  for (int part = 0; part < run.parts; ++part)
-    add_panel<CODE, ROWS>(job.layer[part], digits, job.panel, totals[part]);
+  constexpr bool STREAMS = halves_of(ROWS) == 2;  // one half at a time is read in order anyway
+  const auto add = STREAMS && prefetcher_follows_rising_lines() ? add_panel<CODE, ROWS, STREAMS>
+                                                                : add_panel<CODE, ROWS, false>;
+  for (int part = 0; part < run.parts; ++part) add(job.layer[part], digits, job.panel, totals[part]);
   const float* const of[] = {reinterpret_cast<float*>(totals[0]), reinterpret_cast<float*>(totals[1])};
   write_panel<bf16>(run, job, of, digits.first_row, ROWS);
 }
