@@ -4,12 +4,13 @@
 //
 // Vectors run along K. An element of y is summed in the same order whatever the number of rows and threads. With one or
 // two rows W is read as one stream, which is as fast as this memory can be read; more rows need sums of two columns at
-// a time, or loading x costs more than loading W.
+// a time, or loading x costs more than loading W. Where two streams cost more than that (memory_streams.h) it stays one.
 #include <algorithm>
 
 #include "attention_scores.h"
 #include "leaving_loop.h"
 #include "linear.h"
+#include "memory_streams.h"
 #include "work_ranges.h"
 
 namespace pagebinder {
@@ -58,8 +59,8 @@ PB_INLINE VF sum_lanes_of(VF* x) {
   }
 }
 
-// sums[row * PANEL + column] of COLUMNS columns.
-template <class T, int ROWS, int COLUMNS>
+// sums[row * PANEL + column] of COLUMNS columns. ASKS: for W ahead.
+template <class T, int ROWS, int COLUMNS, bool ASKS>
 void add_columns(const Run<T>& run, const T* weight, int64_t stride, int64_t first_row, float* sums) {
   using E = typename Run<T>::Elements;
   const int64_t inner = run.args.inner;
@@ -70,7 +71,7 @@ void add_columns(const Run<T>& run, const T* weight, int64_t stride, int64_t fir
     PB_UNROLL
     for (int c = 0; c < COLUMNS; ++c) {
       const T* at = weight + c * stride + k;
-      __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD);
+      if (ASKS) __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD);
       w[c] = E::load_key(at);
     }
     PB_UNROLL
@@ -90,9 +91,13 @@ void add_columns(const Run<T>& run, const T* weight, int64_t stride, int64_t fir
 // sums[row * PANEL + column] of all columns of a panel.
 template <class T, int ROWS>
 void add_rows(const Run<T>& run, const T* weight, int64_t stride, int64_t first_row, float* sums) {
+  if (prefetcher_follows_rising_lines()) {
+    for (int c = 0; c < PANEL; ++c) add_columns<T, ROWS, 1, false>(run, weight + c * stride, stride, first_row, sums + c);
+    return;
+  }
   constexpr int COLUMNS = columns_at_once(ROWS);
   for (int c = 0; c < PANEL; c += COLUMNS)
-    add_columns<T, ROWS, COLUMNS>(run, weight + c * stride, stride, first_row, sums + c);
+    add_columns<T, ROWS, COLUMNS, true>(run, weight + c * stride, stride, first_row, sums + c);
 }
 
 // sums[row * PANEL + column] of a panel of one layer, rounded to T.
