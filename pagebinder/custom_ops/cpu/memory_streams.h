@@ -1,18 +1,26 @@
 // How a processor wants to be read from.
+//
+// AMD's Zen: its own prefetcher brings lines at the rate of memory if they are read one after the other, and at half of
+// it if two runs of lines take turns, however near; what is asked for in vain is dropped (docs/measurements.md). Intel's
+// follows several runs, and what is asked for comes earlier. Either way sums have the same bits.
 #pragma once
+
+#include <cstdlib>
 
 namespace pagebinder {
 
-// AMD's Zen: its own prefetcher brings lines at the rate of memory if they are read one after the other, and at half of
-// it if two runs of lines take turns, however near; asking for lines costs what the prefetcher would have done with them
-// (docs/measurements.md). Intel's follows several runs, and what is asked for comes earlier.
+// $PAGEBINDER_RISING_READS, 1 or 0, says otherwise: for tests, and to try it on another processor.
 inline bool prefetcher_follows_rising_lines() {
+  static const bool rising = [] {
+    const char* said = std::getenv("PAGEBINDER_RISING_READS");
+    if (said != nullptr && (said[0] == '0' || said[0] == '1') && said[1] == '\0') return said[0] == '1';
 #if defined(__x86_64__)
-  static const bool is_zen = __builtin_cpu_is("amd");
-  return is_zen;
+    return __builtin_cpu_is("amd") != 0;
 #else
-  return false;
+    return false;
 #endif
+  }();
+  return rising;
 }
 
 }  // namespace pagebinder
