@@ -5,6 +5,7 @@ Tests that nightly.txt names are left out by day.
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes of inductor that compile for GPUs only
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; Ctrl-C is what some tests are about
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NIGHTLY = [
     line
