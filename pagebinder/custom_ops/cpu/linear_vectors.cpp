@@ -4,7 +4,8 @@
 //
 // Vectors run along K. An element of y is summed in the same order whatever the number of rows and threads. With one or
 // two rows W is read as one stream, which is as fast as this memory can be read; more rows need sums of two columns at
-// a time, or loading x costs more than loading W. Where two streams cost more than that (memory_streams.h) it stays one.
+// a time, or loading x costs more than loading W. Where two streams cost more than that (memory_streams.h) it stays one,
+// as long as x is in the nearest cache.
 #include <algorithm>
 
 #include "attention_scores.h"
@@ -19,6 +20,7 @@ namespace {
 constexpr int PANEL = 16;                   // columns of one job
 constexpr int MOST_ROWS = 4;                // of x whose sums are in registers at a time
 constexpr int64_t AHEAD = 2048;             // bytes of W
+constexpr int64_t NEAR_X_BYTES = 16384;     // of x that the nearest cache holds beside a stream of W
 
 // Columns whose sums are in registers at a time.
 constexpr int columns_at_once(int rows) { return rows <= 2 ? 1 : 2; }
@@ -91,11 +93,12 @@ void add_columns(const Run<T>& run, const T* weight, int64_t stride, int64_t fir
 // sums[row * PANEL + column] of all columns of a panel.
 template <class T, int ROWS>
 void add_rows(const Run<T>& run, const T* weight, int64_t stride, int64_t first_row, float* sums) {
-  if (prefetcher_follows_rising_lines()) {
+  constexpr int COLUMNS = columns_at_once(ROWS);
+  const int64_t x_bytes = ROWS * run.args.inner * static_cast<int64_t>(sizeof(typename Run<T>::Query));
+  if (prefetcher_follows_rising_lines() && (COLUMNS == 1 || x_bytes <= NEAR_X_BYTES)) {
     for (int c = 0; c < PANEL; ++c) add_columns<T, ROWS, 1, false>(run, weight + c * stride, stride, first_row, sums + c);
     return;
   }
-  constexpr int COLUMNS = columns_at_once(ROWS);
   for (int c = 0; c < PANEL; c += COLUMNS)
     add_columns<T, ROWS, COLUMNS, true>(run, weight + c * stride, stride, first_row, sums + c);
 }
