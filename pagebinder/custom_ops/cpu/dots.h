@@ -23,6 +23,7 @@ constexpr int DOT_PANEL = 32;                            // columns, and k of a 
 constexpr int DOT_STEP_BYTES = DOT_PANEL * DOT_PANEL * 2;
 constexpr int DOT_PAIRS = DOT_PANEL / 2;                 // of k, of a step
 constexpr int DOT_MOST_ROWS = 14;                        // of a strip
+constexpr int DOT_PAIR_LINES = DOT_STEP_BYTES / 64 / DOT_PAIRS;  // of a panel, for each pair of k
 constexpr int DOT_JUMP_PAIRS = 4;
 constexpr int DOT_AHEAD = DOT_STEP_BYTES;                // bytes of W that the nearest cache is asked for
 
@@ -147,16 +148,16 @@ inline MultiplyDots multiply_dots_of(int rows) {
 
 // sums [rows][32] of a packed panel that comes from memory. `next`: what is read behind it, or null.
 inline void stream_dots(const uint32_t* x, int rows, const char* w, int steps, const char* next, float* sums) {
-  constexpr int AHEAD_STEPS = 4, LINES = DOT_STEP_BYTES / 64 / DOT_PAIRS;
+  constexpr int AHEAD_STEPS = 4;
   static constexpr MultiplyDotsRising RISING[] = {multiply_dots_rising<1>, multiply_dots_rising<2>,
                                                   multiply_dots_rising<3>, multiply_dots_rising<4>};
   if (prefetcher_follows_rising_lines() && rows <= static_cast<int>(std::size(RISING)))
     return RISING[rows - 1](x, w, steps, sums);
   const int streamed = std::max(steps - AHEAD_STEPS, 0);
   const MultiplyDots multiply = multiply_dots_of(rows);
-  multiply(x, w, streamed, true, {w + AHEAD_STEPS * DOT_STEP_BYTES, LINES}, sums);
+  multiply(x, w, streamed, true, {w + AHEAD_STEPS * DOT_STEP_BYTES, DOT_PAIR_LINES}, sums);
   multiply(x + int64_t{streamed} * DOT_PAIRS * rows, w + int64_t{streamed} * DOT_STEP_BYTES, steps - streamed, false,
-           {next, next == nullptr ? 0 : LINES}, sums);
+           {next, next == nullptr ? 0 : DOT_PAIR_LINES}, sums);
 }
 #endif
 

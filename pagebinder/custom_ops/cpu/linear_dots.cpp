@@ -4,7 +4,7 @@
 //
 // Sums of a strip and a panel stay in registers for all of K. A panel comes from memory once; of several strips each asks
 // for its share of the next panel, while the second cache keeps this one. A single strip reads a panel as a stream, asked
-// for some KB ahead.
+// for some KB ahead or, of few rows, as the processor brings it (memory_streams.h).
 //
 // Panels of coded weights are decoded, those of plain weights brought into order, in the worker's memory before rows
 // meet them: of several strips a panel at a time, of one a few steps, which the nearest cache holds.
@@ -22,7 +22,6 @@ constexpr int HALF = PANEL / 2;                     // columns of a vector
 constexpr int64_t MOST_BLOCK = 1 << 20;             // bytes of x that each job reads
 constexpr int CHUNK = CODED_STEPS;                  // steps of a single strip that are put in order at a time
 constexpr int64_t CODES_AHEAD = 6144;               // bytes
-constexpr int PAIR_LINES = STEP_BYTES / 64 / DOT_PAIRS;  // of a panel, for each pair of k
 constexpr int64_t SERIAL_COPY = 1 << 15;            // elements of x
 static_assert(PANEL == DOT_PANEL);
 
@@ -148,14 +147,15 @@ class Worker {
   // A chunk at a time is put in order; beside its product the next one is asked for, or memory would stand still. Of a
   // plain weight that is its rows, one after the other, of a coded one what its decoder does not ask for itself.
   void stream_chunks(const Panel& panel, const char* next, int layer) {
-    const int64_t jump = panel.layer->weight_stride * 2 - int64_t{DOT_JUMP_PAIRS} * PAIR_LINES * 64;
+    const int64_t jump = panel.layer->weight_stride * 2 - int64_t{DOT_JUMP_PAIRS} * DOT_PAIR_LINES * 64;
     const bool coded = run_.form == Form::CODED;
     const int64_t chunk_bytes = coded ? panel.layer->coded_bytes : CHUNK * PANEL * 2;
     for (int step = 0; step < run_.steps; step += CHUNK) {
       const int steps = std::min(CHUNK, run_.steps - step);
       const char* at = step + CHUNK < run_.steps ? panel.first + (step / CHUNK + 1) * chunk_bytes : next;
       DotAhead ahead{};
-      if (at != nullptr) ahead = coded ? DotAhead{at + CODES_AHEAD, PAIR_LINES} : DotAhead{at - jump, PAIR_LINES, jump};
+      if (at != nullptr)
+        ahead = coded ? DotAhead{at + CODES_AHEAD, DOT_PAIR_LINES} : DotAhead{at - jump, DOT_PAIR_LINES, jump};
       add(0, in_order(run_, panel, step, steps, ordered_), step, steps, ahead, layer);
     }
   }

@@ -1,8 +1,8 @@
 // How a processor wants to be read from.
 //
 // AMD's Zen: its own prefetcher brings lines at the rate of memory if they are read one after the other, and at half of
-// it if two runs of lines take turns, however near; what is asked for in vain is dropped (docs/measurements.md). Intel's
-// follows several runs, and what is asked for comes earlier. Either way sums have the same bits.
+// it if two runs of lines, 1 KB apart, take turns; what is asked for too fast seems to be dropped (docs/measurements.md).
+// Intel's follows several runs, and what is asked for comes earlier. Either way sums have the same bits.
 #pragma once
 
 #include <cstdlib>
