@@ -65,6 +65,10 @@ def asynchronous_steps(
                 "same_tokens": tokens["on"] == tokens["off"],
             }
         )
+    if not all(r["same_tokens"] for r in results):
+        results.append(
+            {"case": "asynchronous stepping", "error": "tokens differ from those of steps one by one"}
+        )
     return results
 
 

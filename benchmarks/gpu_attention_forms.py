@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from gpu_cases import decode, op
+from gpu_isolated import Case
 from gpu_timing import median_ms
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -37,9 +36,10 @@ def encoder(name: str, requests: int = 32, tokens: int = 512) -> dict:
     }  # fmt: skip
 
 
-def runs(copy_gb_per_s: float) -> list[Callable[[], list[dict]]]:
+def cases(copy_gb_per_s: float) -> list[Case]:
     names = ("packed_attention", "packed_relative_attention")
-    return [
-        *(lambda w=width: [decode(copy_gb_per_s, 16, 8192, heads=(*WIDE_HEADS, w))] for width in WIDE),
-        *(lambda n=name: [encoder(n)] for name in names),
+    wide = [
+        (f"decode, heads of {w}", lambda w=w: [decode(copy_gb_per_s, 16, 8192, heads=(*WIDE_HEADS, w))])
+        for w in WIDE
     ]
+    return [*wide, *((name, lambda n=name: [encoder(n)]) for name in names)]

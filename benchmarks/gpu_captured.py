@@ -21,7 +21,6 @@ from pagebinder.runtime.graphs.predict import predict_graphs
 CONTEXT = 1024
 REQUESTS = (1, 8, 64)
 STEPS = 50
-# The shape of Qwen3-0.6B, with random weights: launches are what costs there at batch 1.
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 4096,
@@ -30,54 +29,53 @@ SMALL = {**SHAPE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_laye
 
 
 def captured_steps(device: str = "cuda", shape: dict = SHAPE, steps: int = STEPS) -> list[dict]:
-    """One row for each number of requests: median milliseconds of a step replayed and uncaptured, and the memory."""
+    """Rows for Qwen3-0.6B's shape, where launches are what costs at batch 1."""
     with torch.device(device):
         model = Qwen3ForCausalLM(Qwen3Config(**shape)).to(torch.bfloat16).eval()
+    return captured_rows(model, REQUESTS, CONTEXT, steps, "captured decode step")
+
+
+def captured_rows(model, all_requests: tuple[int, ...], context: int, steps: int, case: str) -> list[dict]:
+    """One row for each number of requests: median milliseconds of a step replayed and uncaptured; and the memory."""
     compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", block_size=64))
-    blocks = CONTEXT // 64 + 1
+    blocks = context // 64 + 1
     graphs = compiled.capture(
-        num_kv_blocks=max(REQUESTS) * blocks + 1, max_num_seqs=max(REQUESTS), max_model_len=blocks * 64,
-        decode_sizes=REQUESTS, token_sizes=[256],
+        num_kv_blocks=max(all_requests) * blocks + 1, max_num_seqs=max(all_requests), max_model_len=blocks * 64,
+        decode_sizes=all_requests, token_sizes=[256],
     )  # fmt: skip
     predicted = predict_graphs(
         compiled.graphs["fused"], compiled.kv_spec, compiled.states, graphs.buckets, device=compiled.device,
         max_model_len=blocks * 64,
     ).memory  # fmt: skip
-    results = []
-    for num_requests in REQUESTS:
-        inputs = graphs.pack(
-            [
-                StepSequence(
-                    tokens=[i + 1], start=CONTEXT - 1, blocks=[range(1 + i * blocks, 1 + (i + 1) * blocks)]
-                )
-                for i in range(num_requests)
-            ]
-        )
-        expected = graphs.replay(inputs, captured=False).clone()
-        is_equal = torch.equal(graphs.replay(inputs), expected)
-        eager, replay = (_median_ms(graphs, inputs, captured, steps) for captured in (False, True))
-        results.append(
-            {
-                "case": "captured decode step",
-                "requests": num_requests,
-                "context": CONTEXT,
-                "replay_ms": replay,
-                "uncaptured_ms": eager,
-                "gain": eager / replay,
-                "bit_equal": is_equal,
-            }
-        )
-    results.append(
+    rows = [_step_row(graphs, n, context, steps, case) for n in all_requests]
+    are_equal = all(row["bit_equal"] for row in rows)
+    rows.append(
         {
-            "case": "memory of captured steps",
+            "case": f"memory of {case}",
             "predicted_bytes": predicted.total,
             "reserved_bytes": graphs.memory.total,
             "capture_seconds": graphs.capture_seconds,
         }
     )
-    if not all(r["bit_equal"] for r in results[:-1]):
-        raise RuntimeError("a replay differs from the same step without its graph")
-    return results
+    if not are_equal:
+        rows.append({"case": case, "error": "a replay differs from the same step without its graph"})
+    return rows
+
+
+def _step_row(graphs: StepGraphs, num_requests: int, context: int, steps: int, case: str) -> dict:
+    blocks = context // 64 + 1
+    sequences = [
+        StepSequence(tokens=[i + 1], start=context - 1, blocks=[range(1 + i * blocks, 1 + (i + 1) * blocks)])
+        for i in range(num_requests)
+    ]
+    inputs = graphs.pack(sequences)
+    expected = graphs.replay(inputs, captured=False).clone()
+    is_equal = torch.equal(graphs.replay(inputs), expected)
+    eager, replay = (_median_ms(graphs, inputs, captured, steps) for captured in (False, True))
+    return {
+        "case": case, "requests": num_requests, "context": context, "replay_ms": replay, "uncaptured_ms": eager,
+        "gain": eager / replay, "bit_equal": is_equal,
+    }  # fmt: skip
 
 
 def _median_ms(graphs: StepGraphs, inputs: dict, captured: bool, steps: int) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 
 import torch
-from gpu_timing import median_ms
+from gpu_isolated import Case
+from gpu_timing import attempted, bandwidth_row, median_ms, num_copies
 
 from pagebinder.custom_ops.providers import registered_providers
 
 H, G, D, BLOCK_SIZE = 32, 8, 128, 64  # an 8B Llama
-L2_BYTES = 64 << 20
 DECODES = (
     (64, 1024),
     (64, 4096),
@@ -44,24 +44,18 @@ def decode(
     blocks = -(-context // BLOCK_SIZE)
     row = (2 * width + 8) if codes else 4 * width
     num_bytes = requests * context * num_kv_heads * row
-    copies = 1 + min(8, 2 * L2_BYTES // num_bytes)
     q = torch.randn(requests, num_heads, width, dtype=torch.bfloat16, device="cuda")
     lens = torch.full((requests,), context, dtype=torch.int32, device="cuda")
     starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
     options = {"head_dim_v": width, "scale": width**-0.5} | ({"codes": codes} if codes else {})
     name = "quantized_paged_attention" if codes else "paged_attention"
     calls = []
-    for _ in range(copies):
+    for _ in range(num_copies(num_bytes)):
         cache = _cache(requests * blocks, codes, num_kv_heads, width)
         table = torch.randperm(requests * blocks, device="cuda").int().view(requests, blocks)
         calls.append(lambda c=cache, t=table: op(name)(q, c, t, lens, starts, **options))
-    ms = median_ms(calls)
-    rate = num_bytes / ms / 1e6
     case = f"decode {codes or 'bf16'}" + (f", heads of {width}" if width != D else "")
-    return {
-        "case": case, "requests": requests, "context": context, "ms": ms,
-        "gb_per_s": rate, "share_of_copy": rate / copy_gb_per_s,
-    }  # fmt: skip
+    return bandwidth_row(case, num_bytes, calls, copy_gb_per_s, requests=requests, context=context)
 
 
 def _cache(num_blocks: int, codes: str, num_kv_heads: int = G, width: int = D) -> torch.Tensor:
@@ -126,7 +120,7 @@ def elementwise(copy_gb_per_s: float, tokens: int = 16384, width: int = 4096) ->
     slots = torch.randperm(tokens, device="cuda").int()
     norm = {"eps": 1e-6, "tail": "cast_scale"}
     heads = (q, k, v, cos, sin, weight[:D], weight[:D], cache, slots)
-    cases = {
+    measured = {
         "rms_norm": (2 * x.nbytes, lambda: op("rms_norm")(x, weight, **norm)),
         "add_rms_norm": (4 * x.nbytes, lambda: op("add_rms_norm")(x, residual, weight, **norm)),
         "gated_activation": (
@@ -167,17 +161,17 @@ def elementwise(copy_gb_per_s: float, tokens: int = 16384, width: int = 4096) ->
             ),
         ),
     }
-    results = []
-    for name, (num_bytes, call) in cases.items():
-        ms = median_ms([call])
-        rate = num_bytes / ms / 1e6
-        results.append(
-            {
-                "case": name,
-                "tokens": tokens,
-                "ms": ms,
-                "gb_per_s": rate,
-                "share_of_copy": rate / copy_gb_per_s,
-            }
-        )
-    return results
+    return [
+        attempted(name, functools.partial(bandwidth_row, name, size, [call], copy_gb_per_s, tokens=tokens))
+        for name, (size, call) in measured.items()
+    ]
+
+
+def cases(copy_gb_per_s: float) -> list[Case]:
+    made: list[Case] = [
+        (f"decode {codes or 'bf16'} {shape}", lambda s=shape, c=codes: [decode(copy_gb_per_s, *s, c)])
+        for codes in ("", "fp8_e4m3")
+        for shape in DECODES
+    ]
+    made += [(f"prefill bf16 {shape}", lambda s=shape: [prefill(*s)]) for shape in PREFILLS]
+    return [*made, ("elementwise", lambda: elementwise(copy_gb_per_s))]

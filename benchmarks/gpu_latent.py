@@ -6,11 +6,13 @@ what is elementwise, once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
-from gpu_cases import L2_BYTES, op
-from gpu_timing import median_ms
+from gpu_cases import op
+from gpu_isolated import Case
+from gpu_timing import attempted, bandwidth_row, num_copies
 
 from pagebinder.custom_ops.latent.layouts import row_bytes, row_layout
 
@@ -20,12 +22,6 @@ ENTRIES = 64  # of a block
 DECODES = ((1, 65536), (16, 65536), (64, 16384), (256, 16384))  # requests, context
 PROMPT = 8192
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
-
-
-def measured(case: str, num_bytes: int, calls: list[Callable], copy_gb_per_s: float, **sizes) -> dict:
-    ms = median_ms(calls)
-    rate = num_bytes / ms / 1e6
-    return {"case": case, **sizes, "ms": ms, "gb_per_s": rate, "share_of_copy": rate / copy_gb_per_s}
 
 
 def int32(x: torch.Tensor) -> torch.Tensor:
@@ -54,19 +50,21 @@ def attention(copy: float, requests: int, context: int, layout: str, new: int = 
     rope_dim = 0 if layout == "plain" else ROPE
     q, sinks = torch.randn(tokens, HEADS, WIDTH, **BF16), torch.randn(HEADS, device="cuda")
     entry = 2 * WIDTH if layout == "plain" else row_bytes(layout, width=WIDTH, rope_dim=ROPE)
-    num_bytes = (tokens * TOPK + requests * (WINDOW + new - 1)) * entry + 2 * q.nbytes
+    rows = min(tokens * TOPK, requests * context // RATIO)  # of many tokens, which share most of theirs
+    num_bytes = (rows + requests * (WINDOW + new - 1)) * entry + 2 * q.nbytes
     options = {"scale": WIDTH**-0.5, "window": WINDOW, "ratio": RATIO, "head_dim_v": WIDTH}
     options |= {"layout": layout, "rope_dim": rope_dim}
-    window = paged(requests, context, layout, WIDTH, rope_dim)
-    entries, calls = paged(requests, context // RATIO, layout, WIDTH, rope_dim), []
-    for _ in range(1 + min(8, 2 * L2_BYTES // num_bytes)):
+    calls = []
+    for _ in range(num_copies(num_bytes)):
+        window = paged(requests, context, layout, WIDTH, rope_dim)
+        entries = paged(requests, context // RATIO, layout, WIDTH, rope_dim)
         scores = torch.rand(tokens, (context - new) // RATIO, device="cuda")
         lists = int32(scores.topk(TOPK).indices.sort().values)
         operands = (q, *window, *entries, lists, *batch(requests, context, new), sinks)
         calls.append(lambda o=operands: op("sparse_mla_attention")(*o, **options))
     flops = 4 * tokens * HEADS * WIDTH * (TOPK + WINDOW)
     sizes = {"requests": requests, "context": context, "new": new}
-    row = measured(f"sparse attention {layout}", num_bytes, calls, copy, **sizes)
+    row = bandwidth_row(f"sparse attention {layout}", num_bytes, calls, copy, **sizes)
     return {**row, "tflop_per_s": flops / row["ms"] / 1e9}
 
 
@@ -78,7 +76,7 @@ def indexer(copy: float, requests: int, context: int, layout: str, new: int = 1)
     num_bytes = requests * entries * key + 8 * tokens * entries + q.nbytes
     options = {"topk": TOPK, "ratio": RATIO, "scale": INDEX_WIDTH**-0.5, "layout": layout}
     calls = []
-    for _ in range(1 + min(8, 2 * L2_BYTES // num_bytes)):
+    for _ in range(num_copies(num_bytes)):
         operands = (
             q,
             weights,
@@ -88,7 +86,7 @@ def indexer(copy: float, requests: int, context: int, layout: str, new: int = 1)
         calls.append(lambda o=operands: op("indexer_score_topk")(*o, **options))
     flops = 2 * tokens * entries * HEADS * INDEX_WIDTH
     sizes = {"requests": requests, "context": context, "new": new}
-    row = measured(f"indexer {layout}", num_bytes, calls, copy, **sizes)
+    row = bandwidth_row(f"indexer {layout}", num_bytes, calls, copy, **sizes)
     return {**row, "tflop_per_s": flops / row["ms"] / 1e9}
 
 
@@ -108,10 +106,12 @@ def compressor(copy: float, ratio: int, tokens: int = PROMPT) -> dict:
     options |= {"layout": "fp8_v4", "rope_dim": ROPE}
     call = lambda: op("compress_norm_rope_store")(*operands, **options)  # noqa: E731
     num_bytes = 2 * kv.nbytes + tokens // ratio * row_bytes("fp8_v4", width=WIDTH, rope_dim=ROPE)
-    return measured(f"compress_norm_rope_store, {ratio} tokens", num_bytes, [call], copy, tokens=tokens)
+    case = f"compress_norm_rope_store, {ratio} tokens"
+    return bandwidth_row(case, num_bytes, [call], copy, tokens=tokens)
 
 
-def elementwise(copy: float, tokens: int) -> list[dict]:
+def layer_calls(tokens: int) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Bytes and call of each op of a layer that is elementwise, or a product of few columns."""
     q, kv = torch.randn(tokens, HEADS, WIDTH, **BF16), torch.randn(tokens, WIDTH, **BF16)
     cos, sin = torch.randn(2, tokens, ROPE // 2, device="cuda").unbind(0)
     cache, _ = paged(1, tokens, "fp8_v4", WIDTH, ROPE)
@@ -126,7 +126,7 @@ def elementwise(copy: float, tokens: int) -> list[dict]:
     )
     store = {"layout": "fp8_v4", "rope_dim": ROPE}
     weights = {"sinkhorn_iters": 20, "norm_eps": 1e-6, "eps": 1e-6}
-    cases = {
+    return {
         "q_norm_rope": (2 * q.nbytes, lambda: op("q_norm_rope")(q, cos, sin, eps=1e-6)),
         "kv_rope_quant_store": (
             kv.nbytes + 2 * cos.nbytes + tokens * row_bytes("fp8_v4", width=WIDTH, rope_dim=ROPE),
@@ -149,16 +149,28 @@ def elementwise(copy: float, tokens: int) -> list[dict]:
             lambda: op("hyper_mix")(streams, post, comb, update),
         ),
     }
-    return [
-        measured(name, num_bytes, [call], copy, tokens=tokens) for name, (num_bytes, call) in cases.items()
-    ]
 
 
-def runs(copy: float) -> list[Callable[[], list[dict]]]:
-    """Each gives rows of the report."""
-    sparse = [lambda s=s, l=l: [attention(copy, *s, l)] for l in ("plain", "fp8_v4") for s in DECODES]
-    sparse += [lambda l=l: [attention(copy, 1, PROMPT, l, new=2048)] for l in ("plain", "fp8_v4")]
-    keys = [lambda s=s, l=l: [indexer(copy, *s, l)] for l in ("fp8_index", "fp4_index") for s in DECODES]
-    keys += [lambda: [indexer(copy, 1, 65536, "fp8_index", new=2048)]]
-    prompts = [lambda r=r: [compressor(copy, r)] for r in (RATIO, 128)]
-    return [*sparse, *keys, *prompts, *(lambda t=t: elementwise(copy, t) for t in (64, 16384))]
+def elementwise(copy: float, tokens: int) -> list[dict]:
+    """Several layers where one would stay in the cache."""
+    layers = [layer_calls(tokens) for _ in range(9 if tokens < 1024 else 1)]
+    rows = []
+    for name, (num_bytes, _) in layers[0].items():
+        calls = [layer[name][1] for layer in layers]
+        rows.append(
+            attempted(name, functools.partial(bandwidth_row, name, num_bytes, calls, copy, tokens=tokens))
+        )
+    return rows
+
+
+def cases(copy: float) -> list[Case]:
+    made: list[Case] = []
+    for layout in ("plain", "fp8_v4"):
+        made += [(f"sparse {layout} {s}", lambda s=s, l=layout: [attention(copy, *s, l)]) for s in DECODES]
+        prompt = lambda l=layout: [attention(copy, 1, PROMPT, l, new=2048)]  # noqa: E731
+        made.append((f"sparse {layout}, a prompt", prompt))
+    for layout in ("fp8_index", "fp4_index"):
+        made += [(f"indexer {layout} {s}", lambda s=s, l=layout: [indexer(copy, *s, l)]) for s in DECODES]
+    made.append(("indexer, a prompt", lambda: [indexer(copy, 1, 65536, "fp8_index", new=2048)]))
+    made += [(f"compressor {r}", lambda r=r: [compressor(copy, r)]) for r in (RATIO, 128)]
+    return made + [(f"latent elementwise {t}", lambda t=t: elementwise(copy, t)) for t in (64, 16384)]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
-from gpu_cases import L2_BYTES, op
-from gpu_timing import median_ms
+from gpu_cases import op
+from gpu_isolated import Case
+from gpu_timing import Calls, bandwidth_row, num_copies
 
 from pagebinder.custom_ops.linear.weight_formats import packed_shapes, scale_dtype
 from pagebinder.custom_ops.moe.gates import Gate
@@ -32,14 +33,12 @@ EXPERTS = tuple(
 )  # format of the weights, tokens, experts, K, C, I
 SAMPLINGS = tuple((draws, asked) for draws in (1, 64) for asked in ("nothing", "top_k", "top_p", "penalty"))
 VOCAB = 151_936
+CHOICES = 9  # of experts
 
 
-def _result(case: str, ms: float, num_bytes: int, flops: int, copy_gb_per_s: float, **sizes) -> dict:
-    rate = num_bytes / ms / 1e6
-    return {
-        "case": case, **sizes, "ms": ms, "gb_per_s": rate, "share_of_copy": rate / copy_gb_per_s,
-        "tflop_per_s": flops / ms / 1e9,
-    }  # fmt: skip
+def _result(case: str, calls: Calls, num_bytes: int, flops: int, copy_gb_per_s: float, **sizes) -> dict:
+    row = bandwidth_row(case, num_bytes, calls, copy_gb_per_s, **sizes)
+    return {**row, "tflop_per_s": flops / row["ms"] / 1e9}
 
 
 def _codes(shapes, format: str, *experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,17 +57,17 @@ def linear(
     if granularity:
         x = op("scaled_fp8_quant")(x, granularity=granularity)
     calls = []
-    for _ in range(1 + 2 * L2_BYTES // num_weight_bytes):
+    for _ in range(num_copies(num_weight_bytes, most=100)):
         qweight, scales = _codes((codes, scale), format)
         if granularity:
             options = {"format": format, "dtype": torch.bfloat16}
             calls.append(lambda w=(qweight, scales), o=options: op(name)(*x, *w, **o))
         else:
             calls.append(lambda w=(qweight, scales): op(name)(x, *w, format=format))
-    ms = median_ms(calls)
     num_bytes = num_weight_bytes + rows * (INNER * (1 if granularity else 2) + columns * 2)
     case = f"{name} {format}" + (f", x by {granularity}" if granularity else "")
-    return _result(case, ms, num_bytes, 2 * rows * columns * INNER, copy_gb_per_s, rows=rows, columns=columns)
+    flops = 2 * rows * columns * INNER
+    return _result(case, calls, num_bytes, flops, copy_gb_per_s, rows=rows, columns=columns)
 
 
 def narrow_linear(copy_gb_per_s: float, format: str, rows: int) -> dict:
@@ -82,9 +81,9 @@ def narrow_linear(copy_gb_per_s: float, format: str, rows: int) -> dict:
 def experts(
     copy_gb_per_s: float, format: str, tokens: int, num_experts: int, slots: int, width: int, inner: int
 ) -> dict:
-    """`format`: of the weights, "" for bfloat16."""
+    """`format`: of the weights, "" for bfloat16. Each call has tokens that choose experts of their own."""
     x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
-    ids = torch.rand(tokens, num_experts, device="cuda").argsort(1)[:, :slots]
+    choices = [torch.rand(tokens, num_experts, device="cuda").argsort(1)[:, :slots] for _ in range(CHOICES)]
     weights = torch.rand(tokens, slots, device="cuda")
     shapes = ((2 * inner, width), (width, inner))
     if format:
@@ -98,29 +97,35 @@ def experts(
         ]
         name, options = "moe_experts", {"transposed": False}
     options |= Gate().as_options()
-    ms = median_ms([lambda: op(name)(x, ids, weights, *stacks, None, None, **options)])
-    num_bytes = len(ids.unique()) * sum(part[0].nbytes for part in stacks) + 2 * x.nbytes
+    calls = [lambda i=ids: op(name)(x, i, weights, *stacks, None, None, **options) for ids in choices]
+    chosen = sum(len(ids.unique()) for ids in choices) / CHOICES
+    num_bytes = round(chosen * sum(part[0].nbytes for part in stacks)) + 2 * x.nbytes
     flops = 2 * tokens * slots * 3 * width * inner
-    return _result(f"{name} {format}".rstrip(), ms, num_bytes, flops, copy_gb_per_s, tokens=tokens)
+    return _result(f"{name} {format}".rstrip(), calls, num_bytes, flops, copy_gb_per_s, tokens=tokens)
 
 
 def sampling(copy_gb_per_s: float, draws: int, asked: str) -> dict:
     """Bytes are those of the logits, read once; kernels read them three times or more."""
-    logits = 4 * torch.randn(draws, VOCAB, dtype=torch.bfloat16, device="cuda")
+    shape = (draws, VOCAB)
+    sets = [
+        4 * torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        for _ in range(num_copies(2 * draws * VOCAB))
+    ]
     rows = torch.arange(draws, device="cuda")
     limits = {"top_k": (50, 1.0), "top_p": (1 << 40, 0.9)}.get(asked, (1 << 40, 1.0))
     table = [[1.4427, *limits, float("-inf"), 1.1 if asked == "penalty" else 1.0]] * draws
     options = torch.tensor(table, dtype=torch.float64, device="cuda")
     seen = torch.randint(0, VOCAB, (1000 * draws if asked == "penalty" else 0,), device="cuda")
     starts = torch.arange(draws + 1, device="cuda") * (1000 if asked == "penalty" else 0)
-    operands = (logits, rows, torch.stack([rows, rows], 1), options, seen, starts)
-    ms = median_ms([lambda: op("sample_tokens")(*operands)])
-    return _result(f"sample_tokens, {asked}", ms, logits.nbytes, 0, copy_gb_per_s, draws=draws)
+    operands = (rows, torch.stack([rows, rows], 1), options, seen, starts)
+    calls = [lambda x=logits: op("sample_tokens")(x, *operands) for logits in sets]
+    return bandwidth_row(f"sample_tokens, {asked}", sets[0].nbytes, calls, copy_gb_per_s, draws=draws)
 
 
-def cases(copy_gb_per_s: float) -> list:
-    """Functions without arguments, one a case."""
-    made = [lambda c=case: linear(copy_gb_per_s, *c) for case in LINEARS]
-    made += [lambda c=case: narrow_linear(copy_gb_per_s, *c) for case in NARROW]
-    made += [lambda c=case: experts(copy_gb_per_s, *c) for case in EXPERTS]
-    return made + [lambda c=case: sampling(copy_gb_per_s, *c) for case in SAMPLINGS]
+def cases(copy_gb_per_s: float) -> list[Case]:
+    measured = ((linear, LINEARS), (narrow_linear, NARROW), (experts, EXPERTS), (sampling, SAMPLINGS))
+    return [
+        (f"{measure.__name__} {sizes}", lambda m=measure, s=sizes: [m(copy_gb_per_s, *s)])
+        for measure, all_sizes in measured
+        for sizes in all_sizes
+    ]

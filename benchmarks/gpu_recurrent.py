@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from gpu_cases import L2_BYTES, op
-from gpu_timing import median_ms
+from gpu_cases import op
+from gpu_isolated import Case
+from gpu_timing import bandwidth_row, num_copies
 
 BLOCK_SIZE = 256
 STEPS = ((1, 1), (64, 1), (256, 1), (1, 8192), (8, 1024))  # requests, new tokens of each
@@ -66,15 +67,11 @@ def recurrence(copy_gb_per_s: float, layer: Callable, requests: int, new: int) -
     tensors = [x for x in (*operands, out) if x is not None]
     num_bytes = 2 * requests * torch.Size(state).numel() * dtype.itemsize + sum(x.nbytes for x in tensors)
     calls = []
-    for _ in range(1 + min(8, 2 * L2_BYTES // num_bytes)):
+    for _ in range(num_copies(num_bytes)):
         given = (*operands, _cache(requests, state, dtype), *metadata)
         calls.append(lambda g=given: op(name)(*g, **options))
-    ms = median_ms(calls)
-    rate = num_bytes / ms / 1e6
-    return {
-        "case": layer.__name__, "requests": requests, "new": new, "ms": ms, "gb_per_s": rate,
-        "share_of_copy": rate / copy_gb_per_s, "us_per_token": ms * 1e3 / new,
-    }  # fmt: skip
+    row = bandwidth_row(layer.__name__, num_bytes, calls, copy_gb_per_s, requests=requests, new=new)
+    return {**row, "us_per_token": row["ms"] * 1e3 / new}
 
 
 def _cache(requests: int, state: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -84,6 +81,9 @@ def _cache(requests: int, state: tuple[int, ...], dtype: torch.dtype) -> torch.T
 LAYERS = (qwen3_next_conv, qwen3_next_delta_rule, mamba2_ssd, mamba_selective_scan, xlstm_mlstm)
 
 
-def runs(copy_gb_per_s: float) -> list[Callable[[], list[dict]]]:
-    """Each gives rows of the report."""
-    return [lambda a=layer, s=step: [recurrence(copy_gb_per_s, a, *s)] for layer in LAYERS for step in STEPS]
+def cases(copy_gb_per_s: float) -> list[Case]:
+    return [
+        (f"{layer.__name__} {step}", lambda a=layer, s=step: [recurrence(copy_gb_per_s, a, *s)])
+        for layer in LAYERS
+        for step in STEPS
+    ]

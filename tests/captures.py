@@ -54,7 +54,7 @@ def identity(source) -> str | None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(repr((name, tensor.dtype, tensor.shape, tensor.stride(), tensor.device)).encode())
         if tensor.device.type != "meta":
-            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
 
 

@@ -15,7 +15,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes of inductor that compile for GPUs only
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; Ctrl-C is what some tests are about
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # in a shell's background; Ctrl-C is what some tests are about
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NIGHTLY = [

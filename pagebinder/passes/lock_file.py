@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
 from pagebinder.errors import PlanLockError
 
 FORMAT = 1
@@ -44,6 +42,8 @@ def require_writable(path: str | Path) -> None:
 
 def lock_text(lock: Mapping[str, Any]) -> str:
     """The lock as TOML, one line for each entry, so that a change is one line of a diff."""
+    import tomlkit  # who writes no lock needs none
+
     document = tomlkit.parse(HEADER)
     for name, section in lock.items():
         tables = tomlkit.aot()
@@ -57,6 +57,8 @@ def lock_text(lock: Mapping[str, Any]) -> str:
 
 
 def _toml_table(values: Mapping[str, Any]):
+    import tomlkit
+
     table = tomlkit.table()
     for key, value in values.items():
         table.append(key, _toml_lines(value) if _is_tables(value) else value)
@@ -68,6 +70,8 @@ def _is_tables(value: Any) -> bool:
 
 
 def _toml_lines(entries: Sequence[Mapping]):
+    import tomlkit
+
     lines = tomlkit.array().multiline(True)
     for entry in entries:
         inline = tomlkit.inline_table()

@@ -25,6 +25,7 @@ from pagebinder.custom_ops.triton.values import SIZES, rounded, through
 TILE_TOKENS, MANY_TOKENS = 16, 2048
 TILE_OF_MANY = 64  # from so many tokens on that such tiles fill a GPU
 BLOCK_K = 64
+ROWS_OF_STAGES = 128  # of more, sums take the registers of more warps, and `fn` all shared memory
 MIN_CHANNELS_OF_SPLIT = 512
 MAX_SPLITS = 32
 TILE_CHANNELS = 1024
@@ -171,7 +172,8 @@ def _collapsed(streams, fn, base, scale, post, comb, iterations, norm_eps, eps) 
     squares = torch.empty((splits, num_tokens), dtype=torch.float32, device=streams.device)
     logits_kernel[tiles, splits](
         streams, fn, parts, squares, fn.stride(0), num_tokens, of_split, K=channels, M=rows, BLOCK_M=padded(rows),
-        BLOCK_T=tile, BLOCK_K=BLOCK_K, PRECISION="ieee" if streams.dtype == torch.float32 else "tf32x3", num_warps=4,
+        BLOCK_T=tile, BLOCK_K=BLOCK_K, PRECISION="ieee" if streams.dtype == torch.float32 else "tf32x3",
+        num_warps=4 if rows <= ROWS_OF_STAGES else 16, num_stages=3 if rows <= ROWS_OF_STAGES else 1,
     )  # fmt: skip
     collapse_kernel[(num_tokens,)](
         streams, parts, squares, base, scale, post, comb, out, num_tokens, norm_eps, eps, S=num_streams, C=width,

@@ -49,7 +49,7 @@ def test_without_a_gpu_or_the_interpreter_nothing_is_served(monkeypatch):
 def compiled_with(model, ops, **options):
     providers = dict.fromkeys(ops, "triton")
     config = CompileConfig(executable="eager", device=DEVICE, providers=providers, block_size=16, **options)
-    return pagebinder.compile_model(model, config)
+    return pagebinder.compile_model(model.to(DEVICE), config)
 
 
 def used(compiled) -> set[str]:

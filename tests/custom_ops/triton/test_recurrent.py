@@ -199,7 +199,7 @@ def test_an_engine_gives_the_tokens_of_the_source(build, ops):
     config = CompileConfig(
         executable="eager", device=DEVICE, max_model_len=64, providers=dict.fromkeys(ops, "triton")
     )
-    compiled = pagebinder.compile_model(build(), config)
+    compiled = pagebinder.compile_model(build().to(DEVICE), config)
     chosen = {choice.op: choice.provider for choice in compiled.report.providers}
     assert {op: chosen[op] for op in ops} == dict.fromkeys(ops, "triton")
     engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_seqs=2, max_num_batched_tokens=16))

@@ -25,7 +25,7 @@ def served(model, providers, **options):
     config = CompileConfig(
         executable="eager", device=DEVICE, providers=providers, block_size=16, fusions=True, **options
     )
-    compiled = compile_model(model, config)
+    compiled = compile_model(model.to(DEVICE), config)
     targets = (str(node.target) for node in compiled.graphs["fused"].graph.nodes)
     ops = {target.split(".")[1] for target in targets if target.startswith("pagebinder_triton")}
     engine = compiled.engine(EngineConfig(num_kv_blocks=40, max_num_batched_tokens=12))

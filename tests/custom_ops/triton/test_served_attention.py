@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("captured_once", "provider")
 def compiled_with(model, *ops, **options):
     providers = dict.fromkeys(ops, "triton")
     config = CompileConfig(executable="eager", device=DEVICE, providers=providers, **options)
-    compiled = pagebinder.compile_model(model, config)
+    compiled = pagebinder.compile_model(model.to(DEVICE), config)
     assert {choice.op: choice.provider for choice in compiled.report.providers}.items() >= providers.items()
     return compiled
 
@@ -36,7 +36,7 @@ def test_an_encoder(family, op):
 def test_an_encoder_decoder_with_a_bias_by_distance():
     model = tiny("t5")
     compiled = compiled_with(model, "paged_relative_attention", block_size=16)
-    encoder_ids, ids = tokens(7), tokens(9, seed=1)
+    encoder_ids, ids = tokens(7).to(DEVICE), tokens(9, seed=1).to(DEVICE)
     got = compiled.run_level("fused", ids, encoder_ids)
     torch.testing.assert_close(got, eager_logits(model, encoder_ids, ids), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(
@@ -47,6 +47,6 @@ def test_an_encoder_decoder_with_a_bias_by_distance():
 def test_heads_of_512_channels():
     model = tiny_qwen3(num_hidden_layers=1, head_dim=512, num_attention_heads=2, num_key_value_heads=1)
     compiled = compiled_with(model, "paged_attention", block_size=16)
-    ids = tokens(9)
+    ids = tokens(9).to(DEVICE)
     got = compiled.run_level("fused", ids)
     torch.testing.assert_close(got, model(ids[None]).logits[0], atol=1e-4, rtol=1e-4)

@@ -25,7 +25,7 @@ def test_the_tokens_of_the_source():
     config = CompileConfig(
         executable="eager", device=DEVICE, max_model_len=64, providers=dict.fromkeys(OPS, "triton")
     )
-    compiled = pagebinder.compile_model(v4_model(**options), config)
+    compiled = pagebinder.compile_model(v4_model(**options).to(DEVICE), config)
     targets = {str(node.target).split(".")[1] for node in compiled.graphs["fused"].graph.nodes
                if str(node.target).startswith("pagebinder_triton")}  # fmt: skip
     assert set(OPS) == targets
