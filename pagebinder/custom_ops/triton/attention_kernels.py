@@ -266,7 +266,10 @@ def merge_kernel(
     row_tokens, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
-    """The parts of each token and head as one softmax, with the sink; PADDING: writes padding tokens, too."""
+    """The parts of each token and head as one softmax, with the sink; PADDING: writes padding tokens, too.
+
+    Programs of the third dimension of the grid take a request's tokens in turns.
+    """
     AT_ONCE: tl.constexpr = 4
     request, head = tl.program_id(0), tl.program_id(1)
     is_padding = request == num_requests
@@ -277,7 +280,7 @@ def merge_kernel(
     if (end - first > split_up_to) & (not is_padding):
         return
     column = tl.arange(0, BLOCK_DV)
-    for i in range(end - first):
+    for i in range(tl.program_id(2), end - first, tl.num_programs(2)):
         token = first + i
         row = token if row_tokens == 0 else request * row_tokens + i
         part_row = (row.to(tl.int64) * tl.num_programs(1) + head) * SPLITS

@@ -112,7 +112,7 @@ def paged_gated_delta_rule(
     if out.numel() == 0:
         return out
     q, k, v, g, beta = (in_rows(x) for x in (q, k, v, g, beta))
-    block_k, block_v, warps = tile_of_state(width, width_v, is_decode=len(out) <= len(seq_lens))
+    block_k, block_v, warps = tile_of_state(width, width_v)
     grid = (len(seq_lens) + 1, num_heads, triton.cdiv(width_v, block_v))
     delta_rule_kernel[grid](
         q, k, v, g, beta, out, cache, *step, *cache.stride(), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],

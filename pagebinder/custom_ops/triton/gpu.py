@@ -20,6 +20,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def round_splits(splits: int) -> int:
+    """At most `splits`, and one of few numbers (1, 2, 3, 4, 6, 8, 12, ...): a kernel is compiled for each."""
+    power = 1 << (splits.bit_length() - 1)
+    return power * 3 // 2 if power > 1 and splits >= power * 3 // 2 else power
+
+
 def has_fp8(device: torch.device) -> bool:
     """Whether kernels may use the type float8e4nv."""
     return capability(device) >= FP8_CAPABILITY

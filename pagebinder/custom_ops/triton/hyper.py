@@ -18,7 +18,7 @@ import triton.language as tl
 
 from pagebinder.custom_ops.hyper.hyper import check_connection, check_head, check_mix
 from pagebinder.custom_ops.triton.attention_kernels import nonzero
-from pagebinder.custom_ops.triton.gpu import multiprocessors
+from pagebinder.custom_ops.triton.gpu import multiprocessors, round_splits
 from pagebinder.custom_ops.triton.paged_attention import padded
 from pagebinder.custom_ops.triton.values import SIZES, rounded, through
 
@@ -40,8 +40,9 @@ def logits_kernel(
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = token < num_tokens
     row = tl.arange(0, BLOCK_M)
-    begin = tl.program_id(1) * channels_of_split
-    end = tl.minimum(begin + channels_of_split, K)
+    of_split = channels_of_split // BLOCK_K * BLOCK_K  # as it is: so the compiler knows that rows are aligned
+    begin = tl.program_id(1) * of_split
+    end = tl.minimum(begin + of_split, K)
     acc = tl.zeros((BLOCK_T, BLOCK_M), tl.float32)
     square = tl.zeros((BLOCK_T,), tl.float32)
     for k in range(begin, end, BLOCK_K):
@@ -163,10 +164,10 @@ def _collapsed(streams, fn, base, scale, post, comb, iterations, norm_eps, eps) 
     streams, base, scale = (x.contiguous() for x in (streams, base, scale))
     fn = fn if fn.stride(1) == 1 else fn.contiguous()
     channels, rows = num_streams * width, len(fn)
-    tile = TILE_TOKENS if num_tokens < MANY_TOKENS else TILE_OF_MANY
+    tile = TILE_TOKENS if num_tokens < MANY_TOKENS or rows > ROWS_OF_STAGES else TILE_OF_MANY
     tiles = triton.cdiv(num_tokens, tile)
     wanted = min(2 * multiprocessors(streams.device) // tiles, channels // MIN_CHANNELS_OF_SPLIT, MAX_SPLITS)
-    of_split = triton.cdiv(triton.cdiv(channels, max(1, wanted)), BLOCK_K) * BLOCK_K
+    of_split = triton.cdiv(triton.cdiv(channels, round_splits(max(1, wanted))), BLOCK_K) * BLOCK_K
     splits = triton.cdiv(channels, of_split)
     parts = torch.empty((splits, num_tokens, rows), dtype=torch.float32, device=streams.device)
     squares = torch.empty((splits, num_tokens), dtype=torch.float32, device=streams.device)

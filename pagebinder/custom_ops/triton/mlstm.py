@@ -144,7 +144,7 @@ def paged_mlstm(
         start_kernel[len(seq_lens), num_heads](
             cache, start, *step, *cache.stride(), **widths, BLOCK_K=block_k
         )
-    block_k, block_v, warps = tile_of_state(width, width_v, is_decode=False)
+    block_k, block_v, warps = tile_of_state(width, width_v)
     mlstm_kernel[len(seq_lens) + 1, num_heads, triton.cdiv(width_v, block_v)](
         q, k, v, igate, fgate, out, cache, start, *step, *cache.stride(), *q.stride()[:2], *k.stride()[:2],
         *v.stride()[:2], igate.stride(0), fgate.stride(0), scale, eps, **widths, BLOCK_K=block_k, BLOCK_V=block_v,

@@ -26,7 +26,8 @@ def tile_of_expert(starts_ptr, tile, num_experts, BLOCK_M: tl.constexpr):
     expert = request_of_tile(starts_ptr, tile, num_experts, BLOCK_M)
     first = tl.load(starts_ptr + expert)
     end = tl.load(starts_ptr + expert + 1, mask=expert < num_experts, other=0)
-    return expert, first + (tile - first // BLOCK_M - expert) * BLOCK_M, end
+    of_expert = tile - first // BLOCK_M - expert
+    return expert, first + of_expert * BLOCK_M, tl.where(of_expert < 0, 0, end)  # before the first expert's
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from pagebinder.custom_ops.attention.paged import check_attention, check_options
 from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
 from pagebinder.custom_ops.attention.relative import check_bias
 from pagebinder.custom_ops.triton.attention_kernels import merge_kernel, split_kernel, tile_kernel
-from pagebinder.custom_ops.triton.gpu import multiprocessors
+from pagebinder.custom_ops.triton.gpu import multiprocessors, round_splits
 from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
 
 # bytes of a number -> (bytes of a K and a V row at most, prefill: queries, keys, warps, stages, decode: keys, ...)
@@ -217,7 +217,7 @@ def attend_paged(
 def num_splits(programs: int, capacity: int, device: torch.device) -> int:
     """Parts of a context of up to `capacity` keys, when `programs` would run without splitting."""
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), max(programs, 1))
-    return max(1, min(wanted, capacity // (2 * MIN_KEYS_OF_LONE_SPLIT), MAX_SPLITS))
+    return round_splits(max(1, min(wanted, capacity // (2 * MIN_KEYS_OF_LONE_SPLIT), MAX_SPLITS)))
 
 
 def _has_aligned_scales(kv_cache: torch.Tensor, scale_at: int) -> bool:

@@ -25,7 +25,7 @@ from pagebinder.custom_ops.triton.values import LOG2_E
 
 # Of a state, 64 registers a thread: where requests have one token each, what counts is how much is on its way from
 # memory. In a prompt it is how soon a token is done: half as many.
-VALUES_OF_WARP = 2048
+VALUES_OF_WARP = 1024
 LEAST_PART = 8  # 32 bytes of a row
 
 
@@ -93,9 +93,12 @@ def in_rows(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def tile_of_state(width: int, across: int, *, is_decode: bool) -> tuple[int, int, int]:
-    """(`width`, padded; how much of the other dimension a program takes; warps) for a state [width, across]."""
-    values = VALUES_OF_WARP if is_decode else VALUES_OF_WARP // 2
+def tile_of_state(width: int, across: int) -> tuple[int, int, int]:
+    """(`width`, padded; how much of the other dimension a program takes; warps) for a state [width, across].
+
+    Decodes have the tiles of prompts: a tile's layout is the order of its sums, and how a prompt is cut into steps
+    changes no bit.
+    """
     whole = triton.next_power_of_2(width)
-    part = min(triton.next_power_of_2(across), max(LEAST_PART, values // whole))
-    return whole, part, min(16, max(1, whole * part // values))
+    part = min(triton.next_power_of_2(across), max(LEAST_PART, VALUES_OF_WARP // whole))
+    return whole, part, min(16, max(1, whole * part // VALUES_OF_WARP))

@@ -99,7 +99,7 @@ def paged_selective_scan(
         return out
     x, dt, B, C, D, dt_bias = (in_rows(y) for y in (x, dt, B, C, D, dt_bias))
     # A takes as many registers as the state.
-    block_n, block_w, warps = tile_of_state(width, channels, is_decode=False)
+    block_n, block_w, warps = tile_of_state(width, channels)
     selective_scan_kernel[len(seq_lens) + 1, triton.cdiv(channels, block_w)](
         x, dt, B, C, A.contiguous(), D, dt_bias, out, cache, *step, *cache.stride(), x.stride(0), dt.stride(0),
         B.stride(0), C.stride(0), channels, N=width, BLOCK_W=block_w, BLOCK_N=block_n, SOFTPLUS=dt_softplus,

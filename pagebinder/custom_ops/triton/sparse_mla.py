@@ -27,7 +27,7 @@ import triton.language as tl
 from pagebinder.custom_ops.latent.layouts import require, rows_per_block
 from pagebinder.custom_ops.sparse.sparse_mla import check_operands
 from pagebinder.custom_ops.triton.attention_kernels import load_queries, nonzero, with_sink
-from pagebinder.custom_ops.triton.gpu import multiprocessors
+from pagebinder.custom_ops.triton.gpu import multiprocessors, round_splits
 from pagebinder.custom_ops.triton.latent_rows import (
     RowSizes,
     cache_strides,
@@ -252,4 +252,4 @@ def _tile(widths: Widths, num_heads: int, dtype: torch.dtype) -> tuple[int, int,
 def num_splits(programs: int, rows: int, device: torch.device) -> int:
     """Parts of up to `rows` rows of a query, when `programs` would run without splitting."""
     wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // max(programs, 1)
-    return max(1, min(wanted, rows // MIN_ROWS_OF_SPLIT, MAX_SPLITS))
+    return round_splits(max(1, min(wanted, rows // MIN_ROWS_OF_SPLIT, MAX_SPLITS)))

@@ -115,7 +115,7 @@ def paged_ssd(
     if out.numel() == 0:
         return out
     x, dt, A, B, C, D, dt_bias = (in_rows(y) for y in (x, dt, A, B, C, D, dt_bias))
-    block_n, block_p, warps = tile_of_state(width, head_width, is_decode=len(out) <= len(seq_lens))
+    block_n, block_p, warps = tile_of_state(width, head_width)
     grid = (len(seq_lens) + 1, num_heads, triton.cdiv(head_width, block_p))
     ssd_kernel[grid](
         x, dt, A, B, C, D, dt_bias, out, cache, *step, *cache.stride(), *x.stride()[:2], dt.stride(0),

@@ -31,6 +31,7 @@ from pagebinder.custom_ops.triton.paged_attention import (
 from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
 from pagebinder.custom_ops.triton.unified_kernels import merge_states_kernel, shared_kernel
 
+MERGES_OF_REQUEST = 64  # programs that share the tokens of a long prompt
 SHARED_ROWS = 64  # of a tile: most decodes of a group fit, and the others read the keys from the L2 cache
 
 
@@ -137,7 +138,8 @@ def _shared(
         BISECTIONS=num_requests.bit_length(), GROUP=group, HEADS=heads, CHUNKS=chunks, **vars(widths), BLOCK_M=rows,
         BLOCK_N=keys, BLOCK_SIZE=block_size, WINDOW=window or 0, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    merge_kernel[num_requests + 1, num_heads](
+    of_request = triton.cdiv(num_tokens, max(1, num_requests))
+    merge_kernel[num_requests + 1, num_heads, min(of_request, MERGES_OF_REQUEST)](
         parts, part_lse, query_start_loc, None, out, lse, num_tokens, num_requests, num_tokens, 0, SPLITS=splits,
         BLOCK_SPLITS=triton.next_power_of_2(splits), DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV, PADDING=True,
     )  # fmt: skip

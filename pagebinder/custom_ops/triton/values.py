@@ -19,6 +19,8 @@ SIZES = (
     "row_tiles", "size_b", "size_c", "columns", "state_columns", "entry_columns", "capacity", "window_capacity",
     "entry_capacity", "num_blocks", "window_blocks", "entry_blocks", "num_pages", "num_states", "split_up_to",
     "channels_of_split", "parts",
+    # of block tables, whose width is that of a step's longest request
+    "stride_r", "stride_sr", "stride_er", "window_stride_r", "entry_stride_r",
 )  # fmt: skip
 
 

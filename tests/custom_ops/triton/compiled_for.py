@@ -54,6 +54,11 @@ NAMES = {
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
+def is_specialised(parameter, value) -> bool:
+    """Is an operand an integer of which a compiled kernel knows whether it is 1, or a multiple of 16?"""
+    return not parameter.is_constexpr and type(value) is int and not parameter.do_not_specialize
+
+
 def compile_instead_of_running(capability: int) -> None:
     """Every launch from here on compiles its kernel for the arguments at hand, as the GPU's driver would."""
 
@@ -64,11 +69,13 @@ def compile_instead_of_running(capability: int) -> None:
             value = values[parameter.name]
             if isinstance(value, torch.Tensor):
                 signature[parameter.name] = "*" + NAMES[value.dtype]
-            elif parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            elif parameter.is_constexpr or value is None or (value == 1 and is_specialised(parameter, value)):
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, torch.Tensor) or (signature[parameter.name] == "i32" and value % 16 == 0):
+            if isinstance(value, torch.Tensor) or (
+                signature[parameter.name] == "i32" and is_specialised(parameter, value) and value % 16 == 0
+            ):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
         source = ASTSource(self, signature, constants, attributes)

@@ -64,10 +64,34 @@ def _once_a_kernel(patch: Callable) -> Callable:
     return patch_once
 
 
+class Moved:
+    """Operands of a call on the device, with their whole storages: views keep their strides, share what they shared,
+    and what lies between their rows is there, too."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.Tensor] = {}
+
+    def __call__(self, x):
+        if isinstance(x, (list, tuple)):
+            return [self(item) for item in x]
+        if not isinstance(x, torch.Tensor) or x.device.type == DEVICE:
+            return x
+        if not x.numel():
+            return x.to(DEVICE)
+        key = x.untyped_storage().data_ptr()
+        if key not in self._storages:
+            self._storages[key] = storage_bytes(x).to(DEVICE)
+        whole = self._storages[key]
+        elements = whole[: len(whole) // x.itemsize * x.itemsize].view(x.dtype)
+        return elements.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def storage_bytes(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
 def moved_to_device(x):
-    if isinstance(x, (list, tuple)):
-        return [moved_to_device(item) for item in x]
-    return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+    return Moved()(x)
 
 
 @dataclass(frozen=True)
@@ -82,11 +106,12 @@ class TritonOnDevice:
         overload = provider.overload(op)
 
         def call(*operands, **options):
-            moved = [moved_to_device(x) for x in operands]
-            results = overload(*moved, **options)
+            to_device = Moved()
+            moved = [to_device(x) for x in operands]
+            results = overload(*moved, **{name: to_device(x) for name, x in options.items()})
             for argument, theirs, ours in zip(overload._schema.arguments, operands, moved):
                 if argument.alias_info is not None and argument.alias_info.is_write and ours is not theirs:
-                    theirs.copy_(ours)
+                    storage_bytes(theirs).copy_(storage_bytes(ours))
             if isinstance(results, tuple):
                 return tuple(x.cpu() for x in results)
             return None if results is None else results.cpu()

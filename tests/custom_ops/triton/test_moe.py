@@ -73,6 +73,18 @@ def test_expert_linear(ops, transposed):
             torch.testing.assert_close(got.float(), expected, rtol=max(unit, 1e-5), atol=2e-5)
 
 
+@pytest.mark.parametrize("outside", [-1, NUM_EXPERTS])
+def test_whole_tiles_of_slots_without_an_expert(ops, outside):
+    """Sorted to the ends, they fill tiles of their own, which no expert takes."""
+    up, *_ = weights()
+    x, ids = random(40, WIDTH), torch.full((40, 2), outside)
+    ids[3, 1] = 2
+    expected = torch.ops.pagebinder.expert_linear(x, ids, up, None, transposed=False)
+    got = ops.expert_linear(x, ids, up, None, transposed=False)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+    assert not got.flatten(0, 1)[ids.flatten() == outside].any()
+
+
 def test_layouts(ops):
     """Views are read where they lie: transposed weights, slices, rows that are apart."""
     up, down, *_ = weights()
