@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 CAPABILITY_OF_NO_GPU = (0, 0)
@@ -29,3 +32,18 @@ def round_splits(splits: int) -> int:
 def has_fp8(device: torch.device) -> bool:
     """Whether kernels may use the type float8e4nv."""
     return capability(device) >= FP8_CAPABILITY
+
+
+def on_its_device(function: Callable) -> Callable:
+    """`function` with the GPU of its first tensor as the current one: that is where Triton launches, whatever the
+    device of operands."""
+
+    @functools.wraps(function)
+    def call(*operands, **options):
+        device = next(x.device for x in operands if isinstance(x, torch.Tensor))
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(*operands, **options)
+        with torch.cuda.device(device):
+            return function(*operands, **options)
+
+    return call

@@ -40,6 +40,7 @@ from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
 from pagebinder.custom_ops.rope import rope
 from pagebinder.custom_ops.sampling import sample_tokens
 from pagebinder.custom_ops.sparse import indexer, sparse_mla
+from pagebinder.custom_ops.triton.gpu import on_its_device
 from pagebinder.errors import ProviderError
 
 NAMESPACE = "pagebinder_triton"
@@ -176,8 +177,9 @@ class TritonProvider(Provider):
             raise problem
         module = importlib.import_module(f"pagebinder.custom_ops.triton.{family}")
         for info in _FAMILIES[family]:
+            function = on_its_device(getattr(module, info.name))
             for key in self.devices:
-                library(NAMESPACE).impl(info.name, getattr(module, info.name), key.upper())
+                library(NAMESPACE).impl(info.name, function, key.upper())
 
     def overload(self, op: str) -> torch._ops.OpOverload:
         return overload(NAMESPACE, op)

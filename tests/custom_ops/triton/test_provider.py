@@ -6,6 +6,7 @@ import torch
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.custom_ops.providers import OpNeed, registered_providers, select_provider
+from pagebinder.custom_ops.triton import gpu
 from pagebinder.errors import ProviderError
 from tests.custom_ops.triton.on_device import DEVICE
 from tests.helpers import VOCAB_SIZE, tiny_gpt_oss, tiny_qwen3
@@ -101,3 +102,28 @@ def test_ops_over_codes_are_served():
     ops = ("quantized_paged_attention", "quantized_kv_cache_write")
     compiled = compiled_with(one_layer(), ops, kv_dtype="int8", fusions=False)
     assert used(compiled) == set(ops)
+
+
+def test_kernels_are_launched_on_the_gpu_of_their_operands(monkeypatch):
+    """Two GPUs that are not there: the second holds the tensors, the first is current."""
+    seen, current = [], [0]
+
+    class Current:
+        def __init__(self, device):
+            self.index = device.index
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *error):
+            current[0] = self.before
+
+    class OnSecond(torch.Tensor):
+        device = torch.device("cuda:1")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    launch = gpu.on_its_device(lambda x, *, scale: seen.append((current[0], scale)))
+    launch(torch.ones(1).as_subclass(OnSecond), scale=2.0)
+    launch(torch.ones(1), scale=3.0)
+    assert seen == [(1, 2.0), (0, 3.0)] and current == [0]
