@@ -15,6 +15,7 @@ import hashlib, json, torch
 from pagebinder.custom_ops.cpu import pack
 from pagebinder.custom_ops.cpu.provider import reads_packed_weights
 from pagebinder.custom_ops.linear.weight_formats import quantize
+from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.custom_ops.providers import registered_providers
 
 cpu, digests = registered_providers()["cpu"], {}
@@ -42,6 +43,14 @@ for rows in (1, 2, 3, 4, 5, 8):
     note(f"linear float32 {rows}", op("linear")(x.float(), weight.float(), None))
     for name in ("fp8", "int8", "int4_g64"):
         note(f"{name} {rows}", op("quantized_linear")(x, *quantize(weight, name), None, format=name))
+# Few tokens for each expert, and widths that neither columns nor steps divide.
+gate_up, down = random(6, 2 * 45, 200), random(6, 200, 45)
+for tokens in (1, 4, 9):
+    x, weights = random(tokens, 200), torch.rand(tokens, 2, generator=generator)
+    ids = torch.rand(tokens, 6, generator=generator).argsort(1)[:, :2]
+    for dtype in (torch.bfloat16, torch.float32):
+        operands = (x.to(dtype), ids, weights, gate_up.to(dtype), down.to(dtype), None, None)
+        note(f"experts {dtype} {tokens}", op("moe_experts")(*operands, transposed=False, **Gate().as_options()))
 print(json.dumps(digests))
 """
 

@@ -20,7 +20,6 @@ namespace {
 constexpr int PANEL = 16;                   // columns of one job
 constexpr int MOST_ROWS = 4;                // of x whose sums are in registers at a time
 constexpr int64_t AHEAD = 2048;             // bytes of W
-constexpr int64_t NEAR_X_BYTES = 16384;     // of x that the nearest cache holds beside a stream of W
 
 // Columns whose sums are in registers at a time.
 constexpr int columns_at_once(int rows) { return rows <= 2 ? 1 : 2; }

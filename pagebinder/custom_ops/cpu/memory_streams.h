@@ -5,9 +5,12 @@
 // Intel's follows several runs, and what is asked for comes earlier. Either way sums have the same bits.
 #pragma once
 
+#include <cstdint>
 #include <cstdlib>
 
 namespace pagebinder {
+
+constexpr int64_t NEAR_X_BYTES = 16384;  // of x that the nearest cache holds beside a stream of weights
 
 // $PAGEBINDER_RISING_READS, 1 or 0, says otherwise: for tests, and to try it on another processor.
 inline bool prefetcher_follows_rising_lines() {

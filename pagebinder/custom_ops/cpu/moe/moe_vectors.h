@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention_scores.h"
+#include "memory_streams.h"
 #include "moe_flow.h"
 
 namespace pagebinder {
@@ -79,6 +80,32 @@ struct Vectors {
   }
 
   // ---- products ------------------------------------------------------------------------------------------------
+
+  // dot_block with the columns one after the other, for processors whose prefetcher follows nothing else; same sums.
+  template <int ROWS>
+  static void dot_block_rising(const T* first, int64_t line, int last, const Operand* x, int64_t inner, float* y) {
+    constexpr int COLUMNS = W / ROWS;
+    const int64_t row = pitch(inner), whole = inner / E::STEP * E::STEP;
+    VF sum[W] = {};
+    for (int c = 0; c < COLUMNS && c <= last; ++c) {
+      const T* column = first + c * line;
+      VF of_column[ROWS] = {};
+      const auto add = [&](typename E::Vec weights, int64_t i) {
+        PB_UNROLL for (int r = 0; r < ROWS; ++r)
+          of_column[r] = E::madd(of_column[r], weights, E::load_query(x + r * row + i));
+      };
+      for (int64_t i = 0; i < whole; i += E::STEP) add(E::load_key(column + i), i);
+      if (whole < inner) {
+        T padded[E::STEP] = {};
+        std::memcpy(padded, column + whole, (inner - whole) * sizeof(T));
+        add(E::load_key(padded), whole);
+      }
+      PB_UNROLL for (int r = 0; r < ROWS; ++r) sum[r * COLUMNS + c] = of_column[r];
+    }
+    float lanes[W];
+    store(lanes, sum_lanes(sum));
+    for (int r = 0; r < ROWS; ++r) std::memcpy(y + r * PANEL, lanes + r * COLUMNS, COLUMNS * sizeof(float));
+  }
 
   // ROWS rows and W / ROWS columns, of which the last are `last` again where there are fewer.
   template <int ROWS>
@@ -166,10 +193,16 @@ struct Vectors {
 
   static void multiply_stored(const T* first, int64_t line, int width, const T* ahead, const Operand* x, int rows,
                               int64_t inner, float* y) {
+    const int64_t x_bytes = std::min(rows, MOST_ROWS) * pitch(inner) * sizeof(Operand);
+    const bool rising = prefetcher_follows_rising_lines() && rows <= MOST_ROWS && x_bytes <= NEAR_X_BYTES;
     for (int c = 0; c < width; c += W)  // columns that stay in the cache for all rows
       for_rows(rows, [&](auto count, int r) {
         constexpr int ROWS = decltype(count)::value;
         for (int b = c; b < std::min(width, c + W); b += W / ROWS) {
+          if (rising) {
+            dot_block_rising<ROWS>(first + b * line, line, width - b - 1, x + r * pitch(inner), inner, y + r * PANEL + b);
+            continue;
+          }
           const T* following = b + W < width ? first + (b + W) * line : ahead;
           if (b + W >= width && ahead != nullptr) following += (b - c) * line;
           dot_block<ROWS>(first + b * line, line, width - b - 1, r == 0 ? following : nullptr, x + r * pitch(inner),
