@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pagebinder.runtime.graphs.cuda_backend import leave_capture_of_random_numbers
+
 WARM_MS = 30.0  # of replays before the first that counts: clocks rise with work
 REPLAY_MS = 1.5  # of one replay at least, or the launch of the graph would be much of what is measured
 MAX_CALLS = 400  # in one graph
@@ -59,6 +61,9 @@ def _captured(calls: Calls, repeats: int) -> torch.cuda.CUDAGraph:
     try:
         with torch.cuda.graph(graph):
             _run(calls, repeats)
+    except BaseException:
+        leave_capture_of_random_numbers(torch.cuda.current_device())
+        raise
     finally:
         torch.cuda.set_stream(caller)  # a capture that fails leaves its own stream behind
     return graph

@@ -106,6 +106,7 @@ class CudaGraphBackend:
         """Tell the allocator that a capture is over whose end has raised: else it goes on asking a graph that is gone
         whether memory is for its pool, and the pool is never given back."""
         device, pool = self.device.index, self._pool
+        leave_capture_of_random_numbers(device)
         try:
             torch._C._cuda_endAllocateToPool(device, pool)
         except RuntimeError:
@@ -132,6 +133,13 @@ class CudaGraphBackend:
         if self._start_bytes is not None:
             grown = torch.cuda.memory_reserved(self.device) - self._start_bytes
             self._measured_bytes = max(0, grown - self._static_bytes)
+
+
+def leave_capture_of_random_numbers(device: int) -> None:
+    """A capture whose end has raised leaves torch's generator in a state that draws for a graph only: it goes on with
+    a copy of that, which is in no capture."""
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 class _PinnedStaging:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,8 +102,15 @@ class Cuda:
         }  # fmt: skip
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.cuda, "default_generators", (self.generator(),))
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             monkeypatch.setattr(torch._C, name, self._asked(name), raising=False)
+
+    def generator(self):
+        def set_state(state: str) -> None:
+            self.log.append(f"generator goes on with {state}")
+
+        return SimpleNamespace(clone_state=lambda: "a copy", graphsafe_set_state=set_state)
 
     def _asked(self, name: str):
         return lambda device, pool: self.log.append(f"{name.removeprefix('_cuda_')} {device} {pool}")
@@ -178,7 +186,9 @@ def test_a_capture_that_fails_says_why_and_leaves_the_device_usable(cuda):
     with pytest.raises(GraphCaptureError, match='operation not permitted.*\n.*capture="never"'):
         made.capture(waits, is_opaque=True)
     assert cuda.current == "caller" and gc.isenabled()
-    assert cuda.log[-2:] == ["endAllocateToPool 0 (0, 7)", "releasePool 0 (0, 7)"]
+    assert cuda.log[-3:] == [
+        "generator goes on with a copy", "endAllocateToPool 0 (0, 7)", "releasePool 0 (0, 7)",
+    ]  # fmt: skip
     cuda.fails = False
     _, (result,) = made.capture(lambda: (torch.ones(2) + 1,), is_opaque=True)
     assert result.tolist() == [2.0, 2.0]
