@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -40,10 +40,16 @@ def on_its_device(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*operands, **options):
-        device = next(x.device for x in operands if isinstance(x, torch.Tensor))
+        device = _first_tensor(operands).device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             return function(*operands, **options)
         with torch.cuda.device(device):
             return function(*operands, **options)
 
     return call
+
+
+def _first_tensor(operands: Sequence) -> torch.Tensor:
+    """In order; operands may be lists of tensors, too."""
+    given = (x for operand in operands for x in (operand if isinstance(operand, (list, tuple)) else (operand,)))
+    return next(x for x in given if isinstance(x, torch.Tensor))

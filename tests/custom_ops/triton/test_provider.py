@@ -125,5 +125,6 @@ def test_kernels_are_launched_on_the_gpu_of_their_operands(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Current)
     launch = gpu.on_its_device(lambda x, *, scale: seen.append((current[0], scale)))
     launch(torch.ones(1).as_subclass(OnSecond), scale=2.0)
+    launch([torch.ones(1).as_subclass(OnSecond)], scale=4.0)
     launch(torch.ones(1), scale=3.0)
-    assert seen == [(1, 2.0), (0, 3.0)] and current == [0]
+    assert seen == [(1, 2.0), (1, 4.0), (0, 3.0)] and current == [0]
