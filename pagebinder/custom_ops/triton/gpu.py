@@ -51,5 +51,7 @@ def on_its_device(function: Callable) -> Callable:
 
 def _first_tensor(operands: Sequence) -> torch.Tensor:
     """In order; operands may be lists of tensors, too."""
-    given = (x for operand in operands for x in (operand if isinstance(operand, (list, tuple)) else (operand,)))
+    given = (
+        x for operand in operands for x in (operand if isinstance(operand, (list, tuple)) else (operand,))
+    )
     return next(x for x in given if isinstance(x, torch.Tensor))
