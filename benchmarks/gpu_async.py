@@ -12,6 +12,7 @@ import time
 
 import torch
 from gpu_captured import SHAPE, SMALL
+from gpu_isolated import row_text
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import pagebinder
@@ -77,4 +78,4 @@ if __name__ == "__main__":
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     for row in asynchronous_steps("cpu", SMALL, 4, 1) if options.cpu else asynchronous_steps():
-        print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+        print(row_text(row))

@@ -11,6 +11,7 @@ import statistics
 import time
 
 import torch
+from gpu_isolated import row_text
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import pagebinder
@@ -95,4 +96,4 @@ if __name__ == "__main__":
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     for row in captured_steps("cpu", SMALL, 3) if options.cpu else captured_steps():
-        print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+        print(row_text(row))

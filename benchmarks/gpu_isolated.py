@@ -26,6 +26,10 @@ def say(path: Path, **facts) -> None:
         file.write(json.dumps(facts) + "\n")
 
 
+def error_row(case: str, error: Exception) -> dict:
+    return {"case": case, "error": f"{type(error).__name__}: {error}"[:600]}
+
+
 def work(path: Path, first: int, cases: Sequence[Case], facts: dict) -> int:
     """In the worker: run cases from number `first` on, up to one that fails. Returns the exit code."""
     say(path, names=[name for name, _ in cases], facts=facts)
@@ -35,7 +39,7 @@ def work(path: Path, first: int, cases: Sequence[Case], facts: dict) -> int:
             rows = run()
         except Exception as error:
             where = "".join(traceback.format_exception(error)[-3:])[-1500:]
-            rows = [{"case": name, "error": f"{type(error).__name__}: {error}"[:600], "where": where}]
+            rows = [{**error_row(name, error), "where": where}]
         say(path, done=number, rows=rows)
         if any("error" in row for row in rows):
             return FAILED_CASE

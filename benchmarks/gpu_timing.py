@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
+from gpu_isolated import error_row
 
 from pagebinder.runtime.graphs.cuda_backend import leave_capture_of_random_numbers
 
@@ -27,9 +28,10 @@ def median_ms(calls: Calls) -> float:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         _run(calls, 1)  # kernels are compiled
-        torch.cuda.synchronize()
-        once = _elapsed_ms(lambda: _run(calls, 1))  # launched one by one: too long, if anything
     torch.cuda.current_stream().wait_stream(stream)
+    graph = _captured(calls, 1)
+    graph.replay()
+    once = _elapsed_ms(graph.replay)
     repeats = max(1, min(round(REPLAY_MS / once), MAX_CALLS // len(calls)))
     graph = _captured(calls, repeats)
     spent = 0.0
@@ -91,7 +93,7 @@ def attempted(case: str, measure: Callable[[], dict]) -> dict:
     try:
         return measure()
     except Exception as error:
-        return {"case": case, "error": f"{type(error).__name__}: {error}"[:600]}
+        return error_row(case, error)
 
 
 def copy_gb_per_s(num_bytes: int = 4 << 30) -> float:

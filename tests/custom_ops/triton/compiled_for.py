@@ -73,9 +73,7 @@ def compile_instead_of_running(capability: int) -> None:
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, torch.Tensor) or (
-                signature[parameter.name] == "i32" and is_specialised(parameter, value) and value % 16 == 0
-            ):
+            if isinstance(value, torch.Tensor) or (is_specialised(parameter, value) and value % 16 == 0):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
         source = ASTSource(self, signature, constants, attributes)

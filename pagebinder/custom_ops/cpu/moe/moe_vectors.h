@@ -81,6 +81,15 @@ struct Vectors {
 
   // ---- products ------------------------------------------------------------------------------------------------
 
+  // Vectors of sums, row after row, as numbers.
+  template <int ROWS>
+  static PB_INLINE void put_sums(VF (&sum)[W], float* y) {
+    constexpr int COLUMNS = W / ROWS;
+    float lanes[W];
+    store(lanes, sum_lanes(sum));
+    for (int r = 0; r < ROWS; ++r) std::memcpy(y + r * PANEL, lanes + r * COLUMNS, COLUMNS * sizeof(float));
+  }
+
   // dot_block with the columns one after the other, for processors whose prefetcher follows nothing else; same sums.
   template <int ROWS>
   static void dot_block_rising(const T* first, int64_t line, int last, const Operand* x, int64_t inner, float* y) {
@@ -102,9 +111,7 @@ struct Vectors {
       }
       PB_UNROLL for (int r = 0; r < ROWS; ++r) sum[r * COLUMNS + c] = of_column[r];
     }
-    float lanes[W];
-    store(lanes, sum_lanes(sum));
-    for (int r = 0; r < ROWS; ++r) std::memcpy(y + r * PANEL, lanes + r * COLUMNS, COLUMNS * sizeof(float));
+    put_sums<ROWS>(sum, y);
   }
 
   // ROWS rows and W / ROWS columns, of which the last are `last` again where there are fewer.
@@ -138,9 +145,7 @@ struct Vectors {
       }
       add(weights, whole);
     }
-    float lanes[W];
-    store(lanes, sum_lanes(sum));
-    for (int r = 0; r < ROWS; ++r) std::memcpy(y + r * PANEL, lanes + r * COLUMNS, COLUMNS * sizeof(float));
+    put_sums<ROWS>(sum, y);
   }
 
   // Adds `count` k to the sums of ROWS rows and W / ROWS vectors of columns, `width` columns at most.
