@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # many tests start processes, which should find our modules compiled
+test zoo nightly bench train: export CUDA_VISIBLE_DEVICES :=  # all that is not `make gpu` is of the CPU
 
 .PHONY: help demo test zoo nightly lint format bench gpu train minilm wheel clean
 

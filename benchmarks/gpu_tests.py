@@ -30,6 +30,7 @@ def run_tests(log: Path, seconds: float) -> dict:
     command, started = _command(), time.monotonic()
     # One line a failure, whatever the terminal is.
     environment = {
+        "CUDA_VISIBLE_DEVICES": "0",  # else tests run on the CPU
         **os.environ,
         "COLUMNS": "240",
         "OMP_NUM_THREADS": "2",

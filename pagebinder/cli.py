@@ -19,6 +19,7 @@ from pagebinder.cli_support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
     Commands,
+    DeviceOption,
     DtypeOption,
     ExecutableOption,
     IndexDtypeOption,
@@ -79,6 +80,7 @@ def common(
 @app.command()
 def demo(
     model: Annotated[str, typer.Option(help="tiny: a Llama; v4: a small DeepSeek-V4.")] = "tiny",
+    device: DeviceOption = "auto",
     executable: ExecutableOption = "auto",
     quantization: QuantizationOption = None,
     activation_quantization: ActivationQuantizationOption = None,
@@ -90,7 +92,8 @@ def demo(
     from pagebinder.cli_demo import run_demo
 
     options = {
-        "executable": executable, "quantization": quantization, "activation_quantization": activation_quantization
+        "device": device, "executable": executable, "quantization": quantization,
+        "activation_quantization": activation_quantization,
     }  # fmt: skip
     run_demo(model, options, max_tokens=max_tokens, temperature=temperature, seed=seed)
 
@@ -211,6 +214,7 @@ def generate(
         int | None, typer.Option(help="Log-probabilities per token; only with --json.")
     ] = None,
     n: Annotated[int, typer.Option("--n", help="Samples per prompt.")] = 1,
+    device: DeviceOption = "auto",
     executable: ExecutableOption = "auto",
     dtype: DtypeOption = None,
     kv_cache_mib: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
@@ -240,8 +244,9 @@ def generate(
     )  # fmt: skip
     has_text = bool(stop) or any(isinstance(p, str) for p in prompts + encoder_prompts)
     options = {
-        "executable": executable, "kv_dtype": kv_dtype, "index_dtype": index_dtype, "quantization": quantization,
-        "activation_quantization": activation_quantization, "activation_scales": activation_scales, "dtype": dtype,
+        "device": device, "executable": executable, "dtype": dtype, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
+        "quantization": quantization, "activation_quantization": activation_quantization,
+        "activation_scales": activation_scales,
     }  # fmt: skip
     compiled = compile_dir(model, options, needs_tokenizer=has_text)
     kv_cache_bytes = None if kv_cache_mib is None else kv_cache_mib << 20

@@ -19,7 +19,10 @@ def open_artefact(path: Path, config_options: dict, *, needs_tokenizer: bool):
 
         plain = CompileConfig()
         for name, value in config_options.items():
-            if value != getattr(plain, name):
+            if value != getattr(plain, name) and (name, value) != (
+                "device",
+                "cpu",
+            ):  # where all artefacts run
                 raise ConfigError(
                     f"{path} is compiled already, and {name}={str(value)!r} says how to: leave that out, or give the "
                     "checkpoint directory."

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from pagebinder.cli_support import (
     ActivationQuantizationOption,
+    DeviceOption,
     KvDtypeOption,
     QuantizationOption,
     checkpoint_dir,
@@ -53,6 +54,7 @@ def bench_command(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each batch.")] = 5,
+    device: DeviceOption = "auto",
     kv_dtype: KvDtypeOption = "auto",
     quantization: QuantizationOption = None,
     activation_quantization: ActivationQuantizationOption = None,
@@ -60,7 +62,8 @@ def bench_command(
 ) -> None:
     """Measure prefill and decode of a model on this machine, for several batch sizes."""
     options = {
-        "kv_dtype": kv_dtype, "quantization": quantization, "activation_quantization": activation_quantization
+        "device": device, "kv_dtype": kv_dtype, "quantization": quantization,
+        "activation_quantization": activation_quantization,
     }  # fmt: skip
     compiled = compile_dir(model, options)
     with working("measuring"):

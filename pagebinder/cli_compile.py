@@ -9,6 +9,7 @@ import typer
 from pagebinder.cli_support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
+    DeviceOption,
     ExecutableOption,
     IndexDtypeOption,
     KvDtypeOption,
@@ -50,8 +51,11 @@ def compile_command(
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write an artefact, which starts fast: generate --model DIR."),
+        typer.Option(
+            metavar="DIR", help="Write an artefact (of the CPU), which starts fast: generate --model DIR."
+        ),
     ] = None,
+    device: DeviceOption = "auto",
     executable: ExecutableOption = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; without it, the checkpoint's.")
@@ -77,10 +81,11 @@ def compile_command(
     if save is not None:
         check_target(save.expanduser())
         check_folder(save.expanduser().parent, new=True)
+        device = "cpu" if device == "auto" else device  # others cannot be saved
     if dump_graphs is not None:
         dump_graphs.mkdir(parents=True, exist_ok=True)  # a bad path shows before the compilation, not after
     options = {
-        "executable": executable, "dtype": dtype, "verify": verify, "max_model_len": max_model_len,
+        "device": device, "executable": executable, "dtype": dtype, "verify": verify, "max_model_len": max_model_len,
         "block_size": block_size, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
         "quantization": quantization, "activation_quantization": activation_quantization,
         "activation_scales": activation_scales, "lock": lock, "locked": locked,

@@ -37,6 +37,9 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
+DeviceOption = Annotated[
+    str, typer.Option(help="auto (the GPU if there is one), cpu or cuda, on another GPU cuda:1.")
+]
 KvDtypeOption = Annotated[
     str,
     typer.Option(

@@ -159,14 +159,22 @@ def explain_model(
 
 def load_source(model: Any, config: CompileConfig) -> ModelSource:
     """A ModelSource from whatever `compile_model` accepts, on the device that the config asks for."""
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError('device="cuda": no CUDA GPU is available here; use device="cpu".')
-    if isinstance(model, (str, Path)) and (file := onnx_file(model)) is not None:
-        return source_from_onnx(file, dtype=config.dtype, device=config.device)
+    has_gpu = torch.cuda.is_available()
+    if config.device.startswith("cuda"):
+        if not has_gpu:
+            raise ConfigError(f'device="{config.device}": no CUDA GPU is available here; use device="cpu".')
+        if (torch.device(config.device).index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f'device="{config.device}": there are {torch.cuda.device_count()} GPUs here, counted from 0.'
+            )
     if isinstance(model, (str, Path)):
-        source = source_from_dir(model, dtype=config.dtype)
-        if config.device != "auto":
-            source.module.to(config.device)
+        file = onnx_file(model)
+        source = (
+            source_from_dir(model, dtype=config.dtype)
+            if file is None
+            else source_from_onnx(file, dtype=config.dtype)
+        )
+        source.module.to(("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device)
         return source
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(
@@ -174,7 +182,9 @@ def load_source(model: Any, config: CompileConfig) -> ModelSource:
             f"not {type(model).__name__}."
         )
     source = source_from_module(model, dtype=config.dtype)
-    if config.device != "auto" and source.device.type not in ("meta", torch.device(config.device).type):
+    wanted = source.device if config.device == "auto" else torch.device(config.device)
+    is_there = source.device.type == wanted.type and wanted.index in (None, source.device.index)
+    if not is_there and source.device.type != "meta":
         raise ConfigError(
             f"The model is on {source.device} and device={config.device!r} was asked for: move it yourself "
             f"(model.to({config.device!r})), as compiling does not change the model it is given."

@@ -12,6 +12,7 @@ import difflib
 import functools
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +88,8 @@ class CompileConfig:
     """How to compile a model.
 
     Args:
-        device: "auto" (where the model is; for a checkpoint directory the GPU if there is one), "cpu", "cuda".
+        device: "auto" (where the model is; for a checkpoint directory or ONNX file the GPU if there is one), "cpu",
+            "cuda" or "cuda:N". Of a module that was given it must be where that is: it is not moved.
         dtype: weights and activations; None keeps the model's.
         kv_dtype: "auto" stores K and V in the activations' dtype. "fp8_e4m3", "fp8_e5m2" and "int8" store them in a
             byte a value, with a scale for each token and head; "fp8_e4m3_per_head", "fp8_e4m3_per_tensor" and those
@@ -225,8 +227,8 @@ class CompileConfig:
         self._check_plan_options()
         if isinstance(self.device, torch.device):
             object.__setattr__(self, "device", str(self.device))
-        device_ok = isinstance(self.device, str) and self.device.split(":")[0] in ("auto", "cpu", "cuda")
-        _require(device_ok, ConfigError, f'device={self.device!r}: use "auto", "cpu" or "cuda".')
+        device_ok = isinstance(self.device, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)
+        _require(device_ok, ConfigError, f'device={self.device!r}: use "auto", "cpu", "cuda" or "cuda:N".')
 
     def _check_activation_options(self) -> None:
         wanted, known = self.activation_quantization, ", ".join(ACTIVATION_QUANTIZATIONS)

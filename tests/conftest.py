@@ -1,4 +1,6 @@
-"""Without a GPU, Triton's interpreter runs the kernels; triton reads that as it is first imported.
+"""Tests run on the CPU, GPU or not: with CUDA_VISIBLE_DEVICES=0 those that need one run, too.
+
+Without a GPU, Triton's interpreter runs the kernels; triton reads that as it is first imported.
 
 Tests that nightly.txt names are left out by day.
 """
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # else checkpoint directories would be compiled for the GPU
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes of inductor that compile for GPUs only

@@ -188,6 +188,7 @@ BAD_CONFIGS = {
     "dtype": (CompileConfig, dict(dtype="int3"), "float32, bfloat16, float16"),
     "block size": (CompileConfig, dict(block_size=0), "block_size=0"),
     "device": (CompileConfig, dict(device="tpu"), "device='tpu'"),
+    "device, no such GPU's name": (CompileConfig, dict(device="cuda:a"), "device='cuda:a'"),
     "verify": (CompileConfig, dict(verify="always"), "verify"),
     "both sizes": (EngineConfig, dict(kv_cache_bytes=1, num_kv_blocks=1), "not both"),
     "seqs": (EngineConfig, dict(max_num_seqs=0), "max_num_seqs=0"),

@@ -47,6 +47,11 @@ def test_a_plan_that_agrees_ends_well_and_says_so(checkpoint, lock):
     assert report["notes"] == [f"the plan is the one in {lock}"] and report["executable"] == "eager"
 
 
+def test_a_gpu_that_is_not_there_is_said(checkpoint):
+    assert 'error: device="cuda": no CUDA GPU' in fail(checkpoint, "--device", "cuda")
+    assert run(checkpoint, "--device", "cpu").exit_code == 0
+
+
 def test_drift_fails_with_the_place_and_the_remedy(checkpoint, lock):
     text = fail(checkpoint, "--locked", lock, "--dtype", "bfloat16")
     assert "error: The plan differs from the lock" in text

@@ -45,6 +45,15 @@ def test_swapping_changes_no_token(compiled, caching, retention):
         assert stats.scheduled_tokens == computed  # nothing was computed twice
 
 
+def test_host_slots_may_lie_in_several_pieces(compiled, monkeypatch):
+    monkeypatch.setattr("pagebinder.runtime.arena.HOST_BYTES", 3 * compiled.kv_spec.bytes_per_block)
+    _, expected = serve(compiled, num_kv_blocks=200)
+    swap = {"swap_bytes": 10 * compiled.kv_spec.bytes_per_block, "swap_policy": "always"}
+    engine, tokens = serve(compiled, num_kv_blocks=12, prefix_caching=False, **swap)
+    assert tokens == expected and engine.stats().swaps_in > 0
+    assert [len(piece) for piece in engine.arena._host] == [3, 3, 3, 1]
+
+
 def test_rates_are_measured(compiled):
     engine, _ = serve(compiled, num_kv_blocks=12, swap_bytes=1 << 22)
     stats = engine.stats()

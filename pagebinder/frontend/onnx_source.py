@@ -66,9 +66,7 @@ def check_head(source: ModelSource, captured: GraphModule) -> None:
         )
 
 
-def source_from_onnx(
-    path: Path, *, dtype: torch.dtype | None = None, device: str = "auto", weights: bool = True
-) -> ModelSource:
+def source_from_onnx(path: Path, *, dtype: torch.dtype | None = None, weights: bool = True) -> ModelSource:
     """Read an ONNX decoder: its weights are mapped from where they lie, and the cache among its inputs disappears.
 
     Args:
@@ -94,8 +92,6 @@ def source_from_onnx(
         )
     if not weights:
         module.to("meta")
-    elif device != "auto":
-        module.to(device)
     return source
 
 

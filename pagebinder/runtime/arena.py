@@ -25,6 +25,10 @@ from pagebinder.runtime.kv.copies import BlockCopy, SwapCopy
 
 # Copied to measure the rate of swapping.
 TIMED_BYTES = 16 << 20
+# A moment: seconds of the host, or an event of the GPU's stream.
+Mark = float | torch.cuda.Event
+# Host slots lie in pieces of this size, as pinned memory comes in powers of two.
+HOST_BYTES = 256 << 20
 
 
 class KVArena:
@@ -49,7 +53,11 @@ class KVArena:
                 f"The KV cache of {num_blocks:,} blocks ({num_bytes / 2**30:,.1f} GiB) cannot be allocated on "
                 f"{device}; give fewer kv_cache_bytes or num_kv_blocks."
             ) from error
-        self.host = torch.zeros(0, dtype=torch.uint8)
+        self.num_host_slots, self._slots_each = 0, 1
+        self._host: list[torch.Tensor] = []  # [<= slots_each, bytes_per_block] each
+        self._swaps: list[
+            tuple[int, Mark, Mark]
+        ] = []  # bytes, begin and end of those that nobody has asked for
         self.caches: dict[str, torch.Tensor] = {}
         for state, page in zip(states, plan.layers, strict=True):
             offset = page.offset_bytes
@@ -71,9 +79,12 @@ class KVArena:
 
         Raises CacheCapacityError if it cannot be allocated.
         """
-        shape = (num_slots, self.bytes_per_block)
+        each = self._slots_each = max(1, HOST_BYTES // self.bytes_per_block)
+        shapes = [(min(each, num_slots - first), self.bytes_per_block) for first in range(0, num_slots, each)]
+        pinned = self.memory.is_cuda
         try:
-            self.host = torch.zeros(shape, dtype=torch.uint8, pin_memory=self.memory.is_cuda)
+            self._host = [torch.zeros(shape, dtype=torch.uint8, pin_memory=pinned) for shape in shapes]
+            self.num_host_slots = num_slots
         except (RuntimeError, MemoryError) as error:
             num_bytes = num_slots * self.bytes_per_block
             raise CacheCapacityError(
@@ -86,27 +97,50 @@ class KVArena:
         for copy in copies:
             blocks[copy.dst].copy_(blocks[copy.src])
 
-    def swap_blocks(self, copies: Iterable[SwapCopy]) -> None:
-        """Copy whole blocks to or from host slots, one after the other."""
+    def swap_blocks(self, copies: Sequence[SwapCopy]) -> None:
+        """Copy whole blocks to or from host slots, one after the other. A GPU's are not waited for: the slots are
+        read and written by its stream alone."""
         blocks = self.memory.view(self.num_blocks, self.bytes_per_block)
+        begin = self._mark()
         for copy in copies:
-            block, slot = blocks[copy.block], self.host[copy.slot]
+            part, row = divmod(copy.slot, self._slots_each)
+            block, slot = blocks[copy.block], self._host[part][row]
             if copy.to_host:
-                slot.copy_(block)
+                slot.copy_(block, non_blocking=True)
             else:
-                block.copy_(slot)
+                block.copy_(slot, non_blocking=True)
+        self._swaps.append((len(copies) * self.bytes_per_block, begin, self._mark()))
+
+    def take_swap_times(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of swaps that are done and were not taken before. On a GPU it is the time of its copies,
+        without the step that they waited for."""
+        if not self.memory.is_cuda:
+            done = [(num_bytes, end - begin) for num_bytes, begin, end in self._swaps]
+            self._swaps.clear()
+            return done
+        done = []
+        while self._swaps and self._swaps[0][2].query():
+            num_bytes, begin, end = self._swaps.pop(0)
+            done.append((num_bytes, begin.elapsed_time(end) / 1e3))
+        return done
+
+    def _mark(self) -> Mark:
+        if not self.memory.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.memory.device))
+        return event
 
     def time_copies(self) -> tuple[int, float]:
         """Copy some blocks to host slots and back; returns (bytes, seconds). Contents stay the same."""
-        count = min(self.num_blocks, len(self.host), max(1, TIMED_BYTES // self.bytes_per_block))
+        count = min(self.num_blocks, self.num_host_slots, max(1, TIMED_BYTES // self.bytes_per_block))
         there = [SwapCopy(i, i, True) for i in range(count)]
         back = [SwapCopy(i, i, False) for i in range(count)]
-        self.swap_blocks(there + back)  # touches the memory for the first time
-        start = time.perf_counter()
-        self.swap_blocks(there + back)
+        for _ in range(2):  # the first touches the memory for the first time
+            self.swap_blocks(there + back)
         if self.memory.is_cuda:
             torch.cuda.synchronize(self.memory.device)
-        return 2 * count * self.bytes_per_block, time.perf_counter() - start
+        return self.take_swap_times()[-1]
 
     @property
     def num_bytes(self) -> int:

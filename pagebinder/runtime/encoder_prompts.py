@@ -69,6 +69,11 @@ def decoder_prompt_ids(prompt: Prompt | None, model: EngineModel) -> list[int]:
             "The model's config has no decoder_start_token_id: give the decoder's prompt as token ids, beginning "
             "with the token that it starts from."
         )
+    if not 0 <= start < model.vocab_size:
+        raise RequestError(
+            f"decoder_start_token_id={start} of the config is no token: the decoder has {model.vocab_size:,} tokens; "
+            "give the decoder's prompt as token ids, beginning with the token that it starts from."
+        )
     if not prompt:
         return [start]
     ids = prompt_token_ids(

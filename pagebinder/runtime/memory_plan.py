@@ -10,6 +10,7 @@ of what is available; on a GPU always.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from pagebinder.runtime.engine_graphs import bucket_table
 from pagebinder.runtime.engine_setup import EngineModel, num_blocks
 from pagebinder.runtime.graphs.buckets import BucketTable
 from pagebinder.runtime.graphs.predict import predict_graphs
+
+logger = logging.getLogger("pagebinder")
 
 # Of what is available on a CPU: below, activations are not looked at.
 SMALL_SHARE = 0.25
@@ -112,6 +115,13 @@ def _step_bytes(model: EngineModel, config: EngineConfig) -> tuple[int | None, i
         buckets = bucket_table(config)
         return step, predict_graphs(model.graph, model.kv_plan, model.states, buckets, **options).memory.total
     except GraphCaptureError:  # said where steps are captured
+        return None, None
+    except (
+        RuntimeError,
+        ValueError,
+        NotImplementedError,
+    ) as error:  # of an op that runs, but not without memory
+        logger.warning("What a step takes is not planned, only the KV cache is: %s", error)
         return None, None
 
 

@@ -52,7 +52,7 @@ class DeviceTokens:
             self._host = torch.empty_like(on_device, device="cpu", pin_memory=True)
             self._host.copy_(on_device, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(on_device.device))
 
     def wait(self) -> np.ndarray:
         """[L] int64 on the host. Raises FloatingPointError where a row of logits was NaN."""
@@ -207,10 +207,9 @@ class StepLoop:
         """What the step's schedule needs moved, before the graph runs: swaps first, then copies on write."""
         swaps, copies = self.kv.take_swaps(), self.kv.take_copies()
         if swaps:
-            start = time.perf_counter()
             self.arena.swap_blocks(swaps)
-            num_bytes = len(swaps) * self.arena.bytes_per_block
-            self.scheduler.swap_policy.note_copy(num_bytes, time.perf_counter() - start)
+            for num_bytes, seconds in self.arena.take_swap_times():
+                self.scheduler.swap_policy.note_copy(num_bytes, seconds)
         if copies:
             self.arena.copy_blocks(copies)
             self.num_copies += len(copies)

@@ -250,7 +250,7 @@ class _Buffer:
         if self.device.type == "cpu":
             return dict(self._views)
         on_device = self._host[: self._used_bytes].to(self.device, non_blocking=True)
-        self._copied.record()
+        self._copied.record(torch.cuda.current_stream(self.device))
         return self._cut(on_device)
 
     def _cut(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pagebinder import CheckpointError, ConfigError
+from pagebinder import CheckpointError, CompileConfig, ConfigError
+from pagebinder.compile import load_source
 from pagebinder.frontend.source import DEFAULT_MAX_MODEL_LEN, source_from_dir, source_from_module
 from tests.helpers import VOCAB_SIZE, tiny_llama
 
@@ -87,6 +88,30 @@ def test_a_checkpoint_directory(checkpoint):
     expected = tiny_llama(eos_token_id=5).state_dict()
     for name, tensor in source.module.state_dict().items():
         assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "device", "there"),
+    [(True, "auto", "cuda"), (True, "cuda:1", "cuda:1"), (True, "cpu", "cpu"), (False, "auto", "cpu")],
+)
+def test_a_checkpoint_directory_goes_to_the_gpu_if_there_is_one(
+    has_gpu, device, there, checkpoint, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(nn.Module, "to", lambda self, device: asked.append(device))
+    load_source(checkpoint, CompileConfig(device=device))
+    assert asked == [there]
+
+
+def test_a_gpu_that_is_not_there_is_an_error(checkpoint, monkeypatch):
+    with pytest.raises(ConfigError, match="no CUDA GPU is available"):
+        load_source(checkpoint, CompileConfig(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="there are 2 GPUs here, counted from 0"):
+        load_source(checkpoint, CompileConfig(device="cuda:2"))
 
 
 def test_another_dtype_than_the_stored_one(checkpoint):

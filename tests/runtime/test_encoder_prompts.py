@@ -50,6 +50,8 @@ def test_a_given_decoder_prompt_is_used_as_it_is():
     for text in (None, "abc"):
         with pytest.raises(RequestError, match="decoder_start_token_id"):
             decoder_prompt_ids(text, model(start=None))
+        with pytest.raises(RequestError, match="decoder_start_token_id=20 .* the decoder has 20 tokens"):
+            decoder_prompt_ids(text, model(start=20))
 
 
 def test_the_encoder_has_its_own_vocabulary_and_length():

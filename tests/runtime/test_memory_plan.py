@@ -76,3 +76,16 @@ def test_available_memory(model, tmp_path, monkeypatch):
     assert available_bytes(model.device) == 5000 * 1024
     (tmp_path / "memory.max").write_text("2000000\n")
     assert available_bytes(model.device) == 1_400_000
+
+
+def test_an_op_that_needs_memory_leaves_the_cache_planned_and_is_told(
+    model, with_memory, monkeypatch, caplog
+):
+    def needs_memory(*args, **options):
+        raise NotImplementedError("my_op has no kernel for meta tensors")
+
+    monkeypatch.setattr(memory_plan, "predict_graphs", needs_memory)
+    with_memory(100 * model.kv_spec.bytes_per_block)
+    plan = model.engine(EngineConfig(num_kv_blocks=100, max_num_batched_tokens=64)).memory
+    assert (plan.num_blocks, plan.step, plan.captured) == (100, None, None)
+    assert "only the KV cache is: my_op has no kernel" in caplog.text

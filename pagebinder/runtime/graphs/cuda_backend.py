@@ -80,6 +80,11 @@ class CudaGraphBackend:
         enabled = gc.isenabled()
         gc.disable()
         try:
+            with torch.inference_mode(
+                False
+            ):  # torch makes the state of a graph's random numbers here: as it is made
+                # in inference mode, nobody else could capture outside of it as long as our graphs live
+                graph.register_generator_state(torch.cuda.default_generators[self.device.index])
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):

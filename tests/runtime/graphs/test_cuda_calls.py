@@ -61,6 +61,10 @@ class Cuda:
                 cuda.log.append(f"{self.name} waits for {other.name}")
 
         class CUDAGraph:
+            def register_generator_state(self, generator):
+                assert not torch.is_inference_mode_enabled() and generator is torch.cuda.default_generators[0]
+                self.has_random_numbers = True
+
             def replay(self):
                 cuda.log.append(f"replay on {cuda.current}")
                 self.launched.run()
@@ -79,7 +83,7 @@ class Cuda:
                 cuda.log.append(f"capture on {stream.name} into {pool}, {capture_error_mode}")
 
             def __enter__(self):
-                assert not gc.isenabled()
+                assert not gc.isenabled() and self.graph.has_random_numbers
                 self.before, cuda.current = cuda.current, self.stream.name
                 self.graph.launched = Launched()
                 self.graph.launched.__enter__()
