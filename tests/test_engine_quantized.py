@@ -46,7 +46,7 @@ def with_values_of_codes(model, name):
     with torch.no_grad():
         for path, layer in model.named_modules():
             if isinstance(layer, torch.nn.Linear):
-                own = "int8" if path == "lm_head" and name.startswith("int4") else name
+                own = "int4_g32" if path == "lm_head" and name.startswith("int4") else name
                 layer.weight.copy_(dequantize(*quantize(layer.weight, own), own))
     return model
 
@@ -97,7 +97,7 @@ def test_a_fault_behind_the_change_is_found(llama, verify, monkeypatch):
 def test_the_lock_and_the_report_show_it(llama, tmp_path):
     model = compiled(llama, "int4_g64", lock=tmp_path / "plan.lock")
     text = (tmp_path / "plan.lock").read_text()
-    assert 'quantization = "int4_g64"' in text and 'by = "quantize_weights"' in text and '"int8"' in text
+    assert 'quantization = "int4_g64"' in text and 'by = "quantize_weights"' in text and '"int4_g32"' in text
     assert compiled(llama, "int4_g64", locked=tmp_path / "plan.lock")
     with pytest.raises(pagebinder.PlanDriftError):
         compiled(llama, "int8", locked=tmp_path / "plan.lock")
