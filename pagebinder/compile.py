@@ -72,6 +72,7 @@ from pagebinder.passes.page_compressed import page_compressed
 from pagebinder.passes.page_cross_attention import page_cross_attention
 from pagebinder.passes.page_mla import page_mla
 from pagebinder.passes.page_recurrent import page_recurrent
+from pagebinder.passes.place_constants import place_constants
 from pagebinder.passes.place_linears import place_linears
 from pagebinder.passes.quantize_activations import quantize_activations
 from pagebinder.passes.quantize_kv import quantize_kv
@@ -295,11 +296,12 @@ def _fuse_passes(config: CompileConfig) -> tuple:
     quantization = _quantization(config)
     cascade = (cascade_attention,) if config.cascade else ()
     if not config.fusions:
-        return (*quantization, *cascade)
+        return (place_constants, *quantization, *cascade)
     around_rope = (fuse_kv_rope_store, fuse_q_norm_rope, fuse_inverse_rope_linear, fuse_qk_norm_rope_write)
     around_linears = (place_linears, fuse_gated_linear, merge_linears)
     routing = functools.partial(fuse_moe_routing, requested=config.providers)
-    fusions = (*around_rope, fuse_add_rms_norm, simplify, *quantization, *around_linears, routing, *cascade)
+    cleaning = (fuse_add_rms_norm, place_constants, simplify)
+    fusions = (*around_rope, *cleaning, *quantization, *around_linears, routing, *cascade)
     # Last, as fusions look through views, and through the last layer, as the model wrote them.
     return (*fusions, narrow_rows, simplify_views)
 

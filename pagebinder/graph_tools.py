@@ -47,6 +47,18 @@ def val(node: Node) -> torch.Tensor:
     return node.meta["val"]
 
 
+def tensors(value) -> list[torch.Tensor]:
+    """The fake tensors a node stands for: one, several, or none (a size, a write)."""
+    found = value.meta.get("val") if isinstance(value, Node) else None
+    items = found if isinstance(found, (list, tuple)) else [found]
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def devices(node: Node) -> set[torch.device]:
+    """Where the operands and results of a node lie."""
+    return {t.device for n in (node, *node.all_input_nodes) for t in tensors(n)}
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """The dtype by its name in a LayerState, "float32" for example."""
     return str(tensor.dtype).removeprefix("torch.")
@@ -162,6 +174,12 @@ def fake_mode_of(graph: torch.fx.Graph):
         if node.op == "placeholder":
             return getattr(node.meta.get("val"), "fake_mode", None)
     return None
+
+
+def device_of(graph: torch.fx.Graph) -> torch.device | None:
+    """The device of the graph's inputs, which is the model's; None: they have no metadata."""
+    inputs = (n for n in graph.nodes if n.op == "placeholder")
+    return next((t.device for n in inputs for t in tensors(n)), None)
 
 
 def finish(gm: GraphModule) -> None:

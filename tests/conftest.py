@@ -11,6 +11,8 @@ import signal
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` has it: more threads sum in other orders
 import torch
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # else checkpoint directories would be compiled for the GPU

@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS, TOKENS
-from pagebinder.graph_tools import CASTS, aten, is_view_op
+from pagebinder.graph_tools import CASTS, aten, is_view_op, tensors
 
 CONTEXT = sympy.Symbol("S", integer=True, nonnegative=True)
 NEW_ENCODER_TOKENS = sympy.Symbol("N", integer=True, positive=True)
@@ -162,13 +162,6 @@ class CostModel:
         return sum((math.prod(self._dims(t), start=t.dtype.itemsize) for t in tensors(value)), ZERO)
 
     out_bytes = bytes_of
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    """The fake tensors a node stands for: one, several, or none (a size, a write)."""
-    found = value.meta.get("val") if isinstance(value, Node) else None
-    items = found if isinstance(found, (list, tuple)) else [found]
-    return [item for item in items if isinstance(item, torch.Tensor)]
 
 
 def _our_name(target: Any) -> str:

@@ -12,8 +12,9 @@ import sympy
 from torch.fx import Node
 
 from pagebinder.custom_ops.latent.layouts import row_bytes
+from pagebinder.graph_tools import tensors
 from pagebinder.passes.lock_facts import operand
-from pagebinder.passes.op_costs import CONTEXT, ZERO, CostModel, OpCost, tensors
+from pagebinder.passes.op_costs import CONTEXT, ZERO, CostModel, OpCost
 from pagebinder.passes.op_costs_ours import rows_read, visible_pairs
 
 COMPRESS_FLOPS = 8  # per value: bias, two exponentials, maximum, two rescaled sums

@@ -13,9 +13,9 @@ from torch.fx import GraphModule, Node
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS
 from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP
 from pagebinder.custom_ops.recurrent.define import RECURRENCES, Recurrence
-from pagebinder.graph_tools import val
+from pagebinder.graph_tools import tensors, val
 from pagebinder.passes.lock_facts import operand
-from pagebinder.passes.op_costs import CONTEXT, ZERO, CostModel, OpCost, tensors
+from pagebinder.passes.op_costs import CONTEXT, ZERO, CostModel, OpCost
 
 GATED_DELTA_FLOPS = 7  # per state value and token: decay 1, S^T k 2, rank-one update 2, S^T q 2
 SSD_FLOPS = 5  # decay 1, rank-one update 2, read-out 2

@@ -36,6 +36,7 @@ OF_THIS_MACHINE = ("place_linears",)  # follow from the kernels that are here; [
 NOT_REWRITES = (
     "simplify",
     "simplify_views",
+    "place_constants",
     "audit",
     *OF_THIS_MACHINE,
 )  # a dropped no-op and a proof change nothing that a layer computes

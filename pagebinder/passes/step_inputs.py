@@ -7,7 +7,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from pagebinder.graph_tools import fake_mode_of, val
+from pagebinder.graph_tools import device_of, fake_mode_of, val
 
 EXAMPLE_SIZES = {
     "num_tokens": 40,
@@ -56,14 +56,14 @@ def _fake_input(gm: GraphModule, name: str, shape, dtype: torch.dtype, strides) 
         example = [_example_size(s) if isinstance(s, str) else s for s in shape]
         dynamic = [DimDynamic.DYNAMIC if s in missing else DimDynamic.STATIC for s in shape]
         context = StatelessSymbolicContext(dynamic_sizes=dynamic, constraint_sizes=[None] * len(shape))
-        real = torch.empty(example, dtype=dtype, device=_device(gm))
+        real = torch.empty(example, dtype=dtype, device=device_of(gm.graph))
         symbolic = mode.from_tensor(real, source=ConstantSource(name), symbolic_context=context)
         known.update({s: symbolic.shape[d] for d, s in enumerate(shape) if s in missing})
     sizes = [known.get(s, s) for s in shape]
     with mode:
         if strides is not None:
-            return torch.empty_strided(sizes, strides, dtype=dtype, device=_device(gm))
-        return torch.empty(sizes, dtype=dtype, device=_device(gm))
+            return torch.empty_strided(sizes, strides, dtype=dtype, device=device_of(gm.graph))
+        return torch.empty(sizes, dtype=dtype, device=device_of(gm.graph))
 
 
 def _example_size(name: str) -> int:
@@ -85,7 +85,3 @@ def _known_sizes(gm: GraphModule) -> dict[str, torch.SymInt]:
             if isinstance(size, str):
                 known.setdefault(size, symbol)
     return known
-
-
-def _device(gm: GraphModule) -> torch.device:
-    return next(val(n).device for n in gm.graph.nodes if n.op == "placeholder")

@@ -174,7 +174,9 @@ class CarriedValues:
         self._free, self._taken = list(range(len(self._buffers))), set()
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """A contiguous static tensor of this shape and dtype."""
+        """A contiguous static tensor of this shape and dtype, on this tensor's device."""
+        if like.device != self._backend.device:  # between two calls: no graph reads it
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
         fits = [i for i in self._free if self._buffers[i].numel() >= like.nbytes]
         if fits:
             index = min(fits, key=lambda i: self._buffers[i].numel())

@@ -3,11 +3,12 @@
     norm  qkv  rope | attention | proj  norm  mlp  norm  qkv  rope | attention | proj ...
     `--- captured --'  `- called -'  `--------- captured ----------'
 
-A node is a *break* where its launches depend on values that only the host knows. That is a property of the op as it
-is registered, never a name:
+A node is a *break* where its launches depend on values that only the host knows, or where it is not the device that
+computes. That is a property of the op as it is registered, and of the tensors it is for, never a name:
 
     ours       `OpInfo.capture` of a reference, `Provider.capture_of` of a provider's overload
     anybody's  torch.Tag.cudagraph_unsafe, data_dependent_output; a result whose size is only known at run time
+    tensors    an operand or a result elsewhere than the graph's inputs are; a mask among the indices of a lookup
 
 "uniform_decode" ops break mixed steps alone. A graph without a break is one piece: the whole step is captured.
 """
@@ -24,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from pagebinder.custom_ops.library import NAMESPACE, op_info
 from pagebinder.custom_ops.providers import registered_providers
+from pagebinder.graph_tools import device_of, devices, tensors
 from pagebinder.runtime.graphs.buckets import DECODE
 
 UNSAFE_TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output)
@@ -81,26 +83,57 @@ def _providers_by_namespace() -> dict:
 def find_breaks(gm: GraphModule, kind: str) -> list[Break]:
     """Nodes of a graph that cannot be captured for steps of a kind, in order."""
     found = []
-    level_of = functools.cache(capture_level)
+    level_of, device = functools.cache(capture_level), device_of(gm.graph)
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
         level, reason = level_of(node.target)
-        if level != "always" and not (level == "uniform_decode" and kind == DECODE):
+        if level == "always" or (level == "uniform_decode" and kind == DECODE):
+            reason = _why_for_its_tensors(node, device)
+        if reason:
             found.append(Break(node.name, str(node.target), reason))
-        elif torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) and _has_unknown_size(node):
-            found.append(
-                Break(node.name, str(node.target), "the size of its result is known at run time only")
-            )
     return found
+
+
+def _why_for_its_tensors(node: Node, device: torch.device | None) -> str:
+    """Why a call cannot be captured on a device for the tensors it is for, "" if it can be.
+
+    What lies elsewhere is never captured: a copy from or to ordinary memory of the host is an error there, what the
+    CPU computes would be computed once, and a number that a kernel is given from the CPU would stay what it was.
+    """
+    if device is not None and (elsewhere := devices(node) - {device}):
+        return f"it has data on {', '.join(sorted(map(str, elsewhere)))}, where the model is not"
+    if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) and _has_unknown_size(node):
+        return "the size of its result is known at run time only"
+    return "the host waits for the number of entries that its mask has" if _counts_mask(node) else ""
+
+
+def _counts_mask(node: Node) -> bool:
+    """Is a mask among the indices of a call (a list of tensors that may be left out, as ATen's schemas say it)?
+
+    ATen turns a mask into places first, by `nonzero`. It does not where one number of the host's is put at the places
+    of one mask and not added: that is `masked_fill`.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    arguments = node.target._schema.arguments
+    given = dict(zip((a.name for a in arguments), node.args)) | node.kwargs
+    lists = (given.get(a.name) or () for a in arguments if str(a.type) == "List[Optional[Tensor]]")
+    indices = [tensor for index in lists for one in index for tensor in tensors(one)]
+    if not any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return False
+    is_fill = len(indices) == 1 and any(map(_is_host_number, tensors(given.get("values"))))
+    return not is_fill or bool(given.get("accumulate"))
+
+
+def _is_host_number(value: torch.Tensor) -> bool:
+    return value.device.type == "cpu" and all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _has_unknown_size(node: Node) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # imports compilers
 
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(v, torch.Tensor) and free_unbacked_symbols(v) for v in values)
+    return any(free_unbacked_symbols(value) for value in tensors(node))
 
 
 def split_at_breaks(gm: GraphModule, breaks: Sequence[Break]) -> list[Piece]:

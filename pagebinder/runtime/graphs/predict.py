@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
+from torch.fx.node import map_aggregate
 
 from pagebinder.custom_ops.layer_state import LayerState
 from pagebinder.graph_tools import attributes
@@ -95,11 +96,20 @@ def _holds(large: Bucket, small: Bucket) -> bool:
 
 
 def _without_memory(graph: GraphModule) -> GraphModule:
+    """The graph over tensors without memory, and with no other device in its calls."""
     weights = {
         name: torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=META)
         for name, w in attributes(graph).items()
     }
-    return GraphModule(weights, graph.graph)
+    without_device, copies = Graph(), {}
+    for node in graph.graph.nodes:
+        copies[node] = copy = without_device.node_copy(node, copies.__getitem__)
+        copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), _on_meta)
+    return GraphModule(weights, without_device)
+
+
+def _on_meta(value):
+    return META if isinstance(value, torch.device) else value
 
 
 def _caches(plan: KVPlan, states: Sequence[LayerState]) -> Mapping[str, torch.Tensor]:

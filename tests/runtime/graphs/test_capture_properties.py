@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter
 
 import pagebinder
@@ -11,9 +14,13 @@ from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.custom_ops import library, providers
 from pagebinder.custom_ops.library import op_info
 from pagebinder.custom_ops.providers import Provider, register_provider
+from pagebinder.graph_tools import devices, set_val
+from pagebinder.runtime.engine_graphs import bucket_table
 from pagebinder.runtime.graphs.buckets import DECODE, MIXED
-from pagebinder.runtime.graphs.cpu_backend import Recorder
+from pagebinder.runtime.graphs.capture import CarriedValues
+from pagebinder.runtime.graphs.cpu_backend import CpuGraphBackend, Recorder
 from pagebinder.runtime.graphs.pieces import capture_level, find_breaks, split_at_breaks
+from pagebinder.runtime.graphs.predict import predict_graphs
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 from tests.helpers import tiny_llama
 
@@ -104,6 +111,144 @@ def test_a_piece_that_launches_nothing_is_not_captured():
     gm = GraphModule(torch.nn.Module(), graph)
     pieces = split_at_breaks(gm, find_breaks(gm, MIXED))
     assert [p.is_captured for p in pieces] == [False, True, False, True]
+
+
+aten = torch.ops.aten
+GPU, CPU = "cuda:0", "cpu"
+
+
+def traced(calls, *, device: str) -> GraphModule:
+    """A graph of x [T=6, C=4], its ids [6], places in it [3] and a mask of its rows on a device; `calls` adds calls
+    with `call` and returns the last. Its tensors have no values, so no GPU is needed."""
+    graph, mode = Graph(), FakeTensorMode()
+
+    def given(name: str, shape: tuple[int, ...], dtype: torch.dtype, where: str = device):
+        node = graph.placeholder(name)
+        with mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=where)
+        return node
+
+    def call(target, *args, **kwargs):
+        node = graph.call_function(target, args, kwargs)
+        set_val(node)
+        return node
+
+    x = given("x", (6, 4), torch.float32)
+    inputs = SimpleNamespace(
+        x=x, ids=given("ids", (6,), torch.int64), places=given("places", (3,), torch.int64),
+        mask=given("mask", (6,), torch.bool), number=given("number", (), torch.float32, CPU),
+    )  # fmt: skip
+    graph.output((calls(call, inputs),))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def table_of_the_host(call, given):
+    table = call(aten.arange.start_step, 0, 16, 4, dtype=torch.float32, device=torch.device(CPU))
+    there = call(aten.to.device, call(aten.div.Tensor, table, 16), given.x.meta["val"].device, torch.float32)
+    return call(aten.mul.Tensor, call(aten.relu.default, given.x), there)
+
+
+BREAKS = {
+    "made on the CPU and copied": (table_of_the_host, ["arange", "div", "to"]),
+    "copied to the CPU and back": (
+        lambda call, g: call(
+            aten._to_copy.default,
+            call(aten.sin.default, call(aten._to_copy.default, call(aten.exp.default, g.x), device=CPU)),
+            device=GPU,
+        ),
+        ["_to_copy", "sin", "_to_copy"],
+    ),
+    "a number of the CPU's": (lambda call, g: call(aten.mul.Tensor, g.x, g.number), ["mul"]),
+    "all on the device": (lambda call, g: call(aten.mul.Tensor, g.x, call(aten.exp.default, g.x)), []),
+    "made on the device": (
+        lambda call, g: call(aten.add.Tensor, g.x, call(aten.arange.default, 4, device=GPU)), []
+    ),
+    "rows of a mask are written": (
+        lambda call, g: call(aten.index_put.default, g.x, [g.mask], call(aten.sum.default, g.x)), ["index_put"]
+    ),
+    "rows of places are written": (
+        lambda call, g: call(aten.index_put.default, g.x, [g.places], call(aten.sum.default, g.x)), []
+    ),
+    "rows of places are read": (lambda call, g: call(aten.index.Tensor, g.x, [None, g.places]), []),
+    "entries of a mask are filled": (
+        lambda call, g: call(aten.masked_fill.Scalar, g.x, call(aten.gt.Scalar, g.x, 0), 0.0), []
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_a_gpu_does_not_do_alone_is_cut_out(name):
+    calls, expected = BREAKS[name]
+    gm = traced(calls, device=GPU)
+    found = find_breaks(gm, DECODE)
+    names = {n.name: n.target._opname for n in gm.graph.nodes if n.op == "call_function"}
+    assert [names[one.node] for one in found] == expected
+    assert all(b.reason == "it has data on cpu, where the model is not" or "mask" in b.reason for b in found)
+    pieces = split_at_breaks(gm, found)
+    where = {n.name: devices(n) for n in gm.graph.nodes}
+    for piece in pieces:
+        captured = (
+            [n.name for n in piece.gm.graph.nodes if n.op == "call_function"] if piece.is_captured else []
+        )
+        assert all(where[node] == {torch.device(GPU)} for node in captured)
+
+
+MASKS = {
+    "one number of the CPU's is put": ({}, []),
+    "and added": ({"accumulate": True}, ["index_put"]),
+    "at the places of a mask and a list": ({"places": True}, ["index_put"]),
+    "several numbers are put": ({"values": "x"}, ["index_put"]),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_counted_unless_torch_makes_a_fill_of_it(name):
+    """On a CPU graphs are cut where a GPU's are."""
+    options, expected = MASKS[name]
+
+    def calls(call, g):
+        mask = call(aten.gt.Scalar, call(aten.slice.Tensor, g.x, 0, 0, 3), 0) if "places" in options else None
+        indices = [g.mask] if mask is None else [g.places, call(aten.select.int, mask, 0, 0)]
+        values = g.x if options.get("values") else g.number
+        return call(aten.index_put.default, g.x, indices, values, options.get("accumulate", False))
+
+    found = find_breaks(traced(calls, device=CPU), MIXED)
+    assert [b.op for b in found] == [f"aten.{name}.default" for name in expected]
+    assert all("number of entries that its mask has" in b.reason for b in found)
+
+
+class ByTheHost(torch.nn.Module):
+    """A norm of values to which the CPU adds something."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x + x[..., :1].cpu().sin().to(x.device))
+
+
+def test_memory_is_predicted_for_steps_that_the_host_takes_part_in():
+    source = tiny_llama().to("meta")
+    source.model.norm = ByTheHost(source.model.norm)
+    model = pagebinder.compile_model(source, CompileConfig(executable="eager"))
+    predicted = predict_graphs(
+        model.graphs["fused"], model.kv_spec, model.states, bucket_table(EngineConfig()),
+        device=torch.device("cpu"), max_model_len=64,
+    )  # fmt: skip
+    for kind in (DECODE, MIXED):
+        assert [b.reason for b in predicted.breaks[kind]] == [
+            "it has data on cpu, where the model is not"
+        ] * 3
+    assert predicted.memory.intermediate > 0 and predicted.memory.carried > 0
+
+
+def test_values_of_the_host_are_carried_where_they_are():
+    backend = CpuGraphBackend(torch.device("meta"))
+    carried = CarriedValues(backend)
+    kept = carried.take(torch.ones(3, 2).t())
+    assert kept.device.type == "cpu" and kept.is_contiguous() and carried.num_bytes == 0
+    assert carried.take(torch.ones(4, device="meta")).is_meta and carried.num_bytes == 16
 
 
 class _RunsReferences(Interpreter):
