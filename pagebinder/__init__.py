@@ -6,6 +6,7 @@ The public names are imported on first use, so that `pagebinder --help` need not
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pagebinder.collector import collector_paused
 from pagebinder.errors import (
     ArtefactError,
     CacheCapacityError,
@@ -84,8 +85,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
+    with collector_paused():  # torch's objects would be looked through again and again, 0.1 s each time
+        home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    globals()[name] = value = getattr(home, name)
     return value
 
 

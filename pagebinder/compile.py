@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.collector import collector_paused
 from pagebinder.compile_checks import unexplained
 from pagebinder.compile_executable import check_executable, executable_of
 from pagebinder.compile_lock import expected_plan, settle_lock
@@ -217,7 +218,7 @@ def compile_source(
         for part in _kernel_parts(source, config):  # on first use: it takes seconds, and so does the capture
             cpu_build.start_build(part)
     memory = MemoryAhead(placed_bytes(source, config))
-    with stage("capture"):
+    with stage("capture"), collector_paused():
         captured, encoder = _capture(source, report)
         check_head(source, captured)
         max_model_len = bounded(max_model_len, captured, config, report)

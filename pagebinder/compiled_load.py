@@ -27,7 +27,7 @@ from pagebinder.compiled_weights import checkpoint_of, load_weights
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu import compiler
-from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
+from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages, read_whole
 from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.custom_ops.linear.packed_weights import is_plain
 from pagebinder.custom_ops.providers import registered_providers
@@ -111,8 +111,10 @@ def _load(path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | No
     weights = load_weights(table, path, checkpoint=checkpoint, verify=verify)
     config = _value(path, manifest, "config")
     if not config.map_weights:
-        executed = (w for level in manifest["executables"] for w in weights[level].values())
-        move_to_huge_pages(w for w in executed if is_plain(w))
+        executed = (
+            (weights[level], facts.get("looked_up", ())) for level, facts in manifest["executables"].items()
+        )
+        move_to_huge_pages(w for w in read_whole(executed) if is_plain(w))
     graphs = SavedGraphs(path, weights)
     report: CompileReport = _value(path, manifest, "report")
     if kind is DECODER:

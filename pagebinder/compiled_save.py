@@ -37,7 +37,7 @@ from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.provider import NAMESPACE as CPU_NAMESPACE
 from pagebinder.custom_ops.cpu.provider import parts_of
 from pagebinder.errors import ArtefactError, ConfigError
-from pagebinder.graph_tools import attribute, dtype_name, val
+from pagebinder.graph_tools import attribute, dtype_name, looked_up, val
 from pagebinder.runtime.executables import AOTExecutable, Executable, InductorExecutable, ProgramExecutable
 from pagebinder.runtime.executables.base import input_names
 from pagebinder.runtime.executables.program import Program
@@ -173,6 +173,7 @@ def _save_executable(executable: Executable, compiled: Compiled, level: str, fol
         "kind": executable.name,
         "inputs": input_names(gm),
         "weights": weight_names(gm),
+        "looked_up": looked_up(gm),
         "program": program is not None or isinstance(executable, AOTExecutable),
         "limits_torch": executable.limits_torch,
     }

@@ -123,6 +123,20 @@ def attributes(gm: GraphModule) -> dict[str, torch.Tensor]:
     return {name: attribute(gm, name) for name in names}
 
 
+def looked_up(gm: GraphModule) -> list[str]:
+    """Names of the tensors of which a graph only takes rows: tables of embeddings."""
+    others = {
+        node.target
+        for node in gm.graph.nodes
+        if node.op == "get_attr" and not all(_takes_rows(user, node) for user in node.users)
+    }
+    return [name for name in attributes(gm) if name not in others]
+
+
+def _takes_rows(user: Node, table: Node) -> bool:
+    return is_call(user, aten.embedding.default) and table not in user.args[1:]
+
+
 def graph_module(root: torch.nn.Module, graph: torch.fx.Graph, class_name: str) -> GraphModule:
     """A GraphModule whose Python code is written when it is first called or read, not after each pass: a compilation
     makes dozens of graphs and calls few of them."""

@@ -1,11 +1,11 @@
-"""A graph of ours writes its Python code when it is called, and is what the graph says then."""
+"""Graphs of ours: code that is written when it is called, weights of which only rows are taken."""
 
 from __future__ import annotations
 
 import torch
 from torch.fx import Graph
 
-from pagebinder.graph_tools import aten, finish, graph_module
+from pagebinder.graph_tools import aten, finish, graph_module, looked_up
 
 
 def test_code_is_written_when_it_is_called(monkeypatch):
@@ -25,3 +25,18 @@ def test_code_is_written_when_it_is_called(monkeypatch):
     result.args = (x, 5)
     finish(gm)
     assert gm(torch.ones(1)).item() == 6.0 and len(written) == 2
+
+
+def test_tables_of_which_rows_are_taken():
+    graph, root = Graph(), torch.nn.Module()
+    ids = graph.placeholder("ids")
+    for name in ("table", "tied", "lookup"):
+        root.register_buffer(name, torch.ones(4, 4))
+    rows = graph.call_function(aten.embedding.default, (graph.get_attr("table"), ids))
+    again = graph.call_function(aten.embedding.default, (graph.get_attr("tied"), ids))
+    indirect = graph.call_function(
+        aten.embedding.default, (graph.get_attr("table"), graph.get_attr("lookup"))
+    )
+    product = graph.call_function(aten.linear.default, (rows, graph.get_attr("tied")))
+    graph.output((again, indirect, product))
+    assert looked_up(graph_module(root, graph, "Tables")) == ["table"]

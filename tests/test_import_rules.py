@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "export": {"custom_ops"},
 }
 LEAVES = {
+    "collector",
     "config",
     "errors",
     "report",

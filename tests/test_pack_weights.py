@@ -17,7 +17,7 @@ from pagebinder.custom_ops.linear.packed_weights import is_coded, is_packed, pac
 from pagebinder.graph_tools import attributes
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 from tests import moe_models
-from tests.helpers import tiny_llama
+from tests.helpers import VOCAB_SIZE, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 
@@ -43,6 +43,26 @@ def packed(checkpoint):
     if not reads_packed_weights():
         pytest.skip("this machine has neither matrix tiles nor BF16 dots: nothing is packed")
     return compiled
+
+
+def test_the_table_of_an_embedding_stays_mapped(checkpoint, tmp_path, monkeypatch):
+    moved = []
+
+    def note(weights, *memory):
+        moved.append({(tuple(w.shape), w.dtype) for w in weights})
+
+    monkeypatch.setattr("pagebinder.compile_weights.move_to_huge_pages", note)
+    monkeypatch.setattr("pagebinder.compiled_load.move_to_huge_pages", note)
+    compiled = pagebinder.compile_model(checkpoint, eager())
+    compiled.save(tmp_path / "artefact")
+    loaded = pagebinder.load(tmp_path / "artefact")
+    table = ((VOCAB_SIZE, compiled.source.config.hidden_size), torch.bfloat16)
+    norm = ((compiled.source.config.hidden_size,), torch.bfloat16)
+    has_own_head = reads_packed_weights()  # a copy of the tied table in another order
+    assert (
+        all(norm in weights and (table in weights) != has_own_head for weights in moved) and len(moved) == 2
+    )
+    assert tokens_of(loaded) == tokens_of(compiled)
 
 
 def weights_of(compiled, packed: bool) -> list[str]:

@@ -12,6 +12,7 @@ from pagebinder.custom_ops.cpu.huge_pages import (
     advise_huge_pages,
     make_pages,
     move_to_huge_pages,
+    read_whole,
     untouched_zeros,
 )
 
@@ -95,3 +96,10 @@ def test_no_memory_ahead_where_there_is_none(monkeypatch):
     for ahead in (MemoryAhead(2**22 + 1), MemoryAhead(0)):
         assert ahead.memory_for([2**22 + 1]) == ([], False)
         ahead.close()
+
+
+def test_what_all_graphs_take_rows_of_is_not_read_whole():
+    table, shared, weight = (torch.ones(2) for _ in range(3))
+    encoder = {"table": shared, "weight": weight}, ["table"]
+    decoder = {"embed": table, "head": shared, "norm": weight}, ["embed"]
+    assert [id(w) for w in read_whole([encoder, decoder])] == [id(weight), id(shared)]

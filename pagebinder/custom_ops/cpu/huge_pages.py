@@ -14,7 +14,7 @@ import itertools
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -133,6 +133,15 @@ def move_to_huge_pages(tensors: Iterable[torch.Tensor], memory_for: MemoryFor | 
         for tensor in same:
             tensor.data = place.view(tensor.dtype).view(tensor.shape)
     return sum(place.numel() for place in places)
+
+
+def read_whole(
+    graphs: Iterable[tuple[Mapping[str, torch.Tensor], Collection[str]]],
+) -> list[torch.Tensor]:
+    """The weights of graphs, each given with the names of those that it only takes rows of, without those that all
+    graphs take rows of."""
+    read = [weight for weights, rows in graphs for name, weight in weights.items() if name not in rows]
+    return list({id(weight): weight for weight in read}.values())
 
 
 def new_memory(sizes: Sequence[int]) -> tuple[list[torch.Tensor], bool]:

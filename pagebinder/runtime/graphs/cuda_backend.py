@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from pagebinder.collector import collector_paused
 from pagebinder.errors import CacheCapacityError, GraphCaptureError
 from pagebinder.runtime.graphs.backend import Tensors
 
@@ -75,18 +76,18 @@ class CudaGraphBackend:
 
     def _capture(self, call: Callable[[], Tensors]):
         graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        # The collector must not free anything in the middle of a capture: what it finds may be another graph, or an
-        # event, which cannot be destroyed then.
-        enabled = gc.isenabled()
-        gc.disable()
+        with torch.inference_mode(False):
+            # Makes the state of random numbers that all graphs share: were it made in inference mode, nobody else
+            # could capture outside of it for as long as our graphs live.
+            graph.register_generator_state(torch.cuda.default_generators[self.device.index])
         try:
-            with torch.inference_mode(
-                False
-            ):  # torch makes the state of a graph's random numbers here: as it is made
-                # in inference mode, nobody else could capture outside of it as long as our graphs live
-                graph.register_generator_state(torch.cuda.default_generators[self.device.index])
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            # The collector must not free anything in the middle of a capture: what it finds may be another graph, or
+            # an event, which cannot be destroyed then.
+            with (
+                collector_paused(),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
             ):
                 outputs = tuple(call())
         except torch.OutOfMemoryError:
@@ -103,8 +104,6 @@ class CudaGraphBackend:
             ) from error
         finally:
             torch.cuda.set_stream(caller)  # a capture whose end raises leaves its own stream behind
-            if enabled:
-                gc.enable()
         return graph, outputs
 
     def _give_up_capture(self) -> None:

@@ -9,8 +9,9 @@ allocates list nodes. `head` and `tail` are sentinels that are never handed out.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Sequence
+
+from pagebinder.collector import collector_paused
 
 
 class KVCacheBlock:
@@ -48,13 +49,8 @@ def make_blocks(num_blocks: int) -> list[KVCacheBlock]:
     The cyclic collector would rescan the growing list over and over (three quarters of the time for 10^6
     blocks), so it is paused meanwhile.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_paused():
         return list(map(KVCacheBlock, range(num_blocks)))
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class FreeBlockQueue:
