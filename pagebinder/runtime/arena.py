@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages, untouched_zeros
+from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages, make_pages, untouched_zeros
 from pagebinder.custom_ops.layer_state import CacheTensor, LayerState
 from pagebinder.errors import CacheCapacityError
 from pagebinder.runtime.kv import KVPlan
@@ -45,7 +45,9 @@ class KVArena:
             if device.type == "cpu":
                 self.memory = untouched_zeros(num_bytes)
                 advise_huge_pages(self.memory)
-                self.memory.zero_()  # its pages are made now, not in the steps of the first requests
+                # Pages are made now, the first ones first, and not all in the steps of the first requests.
+                if make_pages(self.memory) is None:
+                    self.memory.zero_()
             else:
                 self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError, OSError, OverflowError) as error:
