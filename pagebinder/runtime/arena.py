@@ -82,13 +82,19 @@ class KVArena:
         Raises CacheCapacityError if it cannot be allocated.
         """
         each = self._slots_each = max(1, HOST_BYTES // self.bytes_per_block)
-        shapes = [(min(each, num_slots - first), self.bytes_per_block) for first in range(0, num_slots, each)]
-        pinned = self.memory.is_cuda
+        num_bytes, pinned = num_slots * self.bytes_per_block, self.memory.is_cuda
         try:
-            self._host = [torch.zeros(shape, dtype=torch.uint8, pin_memory=pinned) for shape in shapes]
+            torch.empty(
+                num_bytes, dtype=torch.uint8
+            )  # what nobody can have is told before a part of it is taken
+            self._host = [
+                torch.zeros(
+                    (min(each, num_slots - first), self.bytes_per_block), dtype=torch.uint8, pin_memory=pinned
+                )
+                for first in range(0, num_slots, each)
+            ]
             self.num_host_slots = num_slots
         except (RuntimeError, MemoryError) as error:
-            num_bytes = num_slots * self.bytes_per_block
             raise CacheCapacityError(
                 f"Swap space of {num_bytes / 2**30:,.1f} GiB cannot be allocated; give less swap_bytes."
             ) from error
