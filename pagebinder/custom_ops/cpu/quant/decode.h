@@ -56,6 +56,13 @@ inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step,
   for (int i = 0; i < QUANT_PANEL; i += W) store(to + i, splat(static_cast<const float*>(a.scale)[at]));
 }
 
+// Asks memory for the scales that scales_of reads: a line for each group, in a stream beside that of the codes.
+inline void ask_for_scales(const QuantizedLinearArgs& a, int64_t panel, int64_t step) {
+  const int64_t at = panel / a.scale_panels * a.scale_panel_stride +
+                     step * QUANT_STEP / a.scale_group * a.scale_group_stride;
+  __builtin_prefetch(static_cast<const char*>(a.scale) + at * (a.scale_is_bf16 ? 2 : 4), 0, 2);
+}
+
 // ---- bf16 pairs ------------------------------------------------------------------------------------------------
 
 #if PAGEBINDER_BF16_DOT

@@ -168,6 +168,10 @@ struct Line {
   }
 };
 
+// A prefetcher that follows rising lines is not far enough ahead where a line takes long.
+template <Code CODE, int ROWS>
+constexpr bool ASKS_FOR_RISING = CODE == Code::INT4 || ROWS > 2;
+
 // One step: 32 k of the columns of some halves. RISING: lines are read in the order in which they lie (memory_streams.h),
 // those of the first half wait in registers; else half by half in turns, asked for ahead.
 template <Code CODE, int ROWS, bool RISING>
@@ -176,6 +180,8 @@ PB_INLINE void add_step(const uint8_t* codes, const int32_t* words, Sums<ROWS>& 
   __m512i first[LINES];
   PB_UNROLL
   for (int line = 0; line < LINES && RISING; ++line) {
+    for (int half = 0; half < HALVES && ASKS_FOR_RISING<CODE, ROWS>; ++half)
+      __builtin_prefetch(codes + half * TILE + line * 64 + FAR_BYTES, 0, 2);
     first[line] = load<__m512i>(codes + line * 64);
     asm volatile("" : "+v"(first[line]));  // here, not where it is used
   }
@@ -212,6 +218,7 @@ void add_panel(const QuantizedLinearArgs& a, const Digits& d, int64_t panel, VF 
     const int begin = group * d.span, end = std::min(begin + d.span, d.steps);
     alignas(64) float scales[QUANT_PANEL];
     scales_of(a, panel, begin, scales);
+    if (RISING) ask_for_scales(a, panel + 1, begin);
     for (int first = 0; first < 2; first += HALVES) {
       Sums<ROWS> sums = {};
       PB_UNROLL
