@@ -57,9 +57,8 @@ class KVArena:
             ) from error
         self.num_host_slots, self._slots_each = 0, 1
         self._host: list[torch.Tensor] = []  # [<= slots_each, bytes_per_block] each
-        self._swaps: list[
-            tuple[int, Mark, Mark]
-        ] = []  # bytes, begin and end of those that nobody has asked for
+        # Bytes, begin and end of those that nobody has asked for.
+        self._swaps: list[tuple[int, Mark, Mark]] = []
         self.caches: dict[str, torch.Tensor] = {}
         for state, page in zip(states, plan.layers, strict=True):
             offset = page.offset_bytes
@@ -84,9 +83,8 @@ class KVArena:
         each = self._slots_each = max(1, HOST_BYTES // self.bytes_per_block)
         num_bytes, pinned = num_slots * self.bytes_per_block, self.memory.is_cuda
         try:
-            torch.empty(
-                num_bytes, dtype=torch.uint8
-            )  # what nobody can have is told before a part of it is taken
+            # What nobody can have fails here, before parts of it are taken.
+            torch.empty(num_bytes, dtype=torch.uint8)
             self._host = [
                 torch.zeros(
                     (min(each, num_slots - first), self.bytes_per_block), dtype=torch.uint8, pin_memory=pinned

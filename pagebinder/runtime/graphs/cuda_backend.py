@@ -80,16 +80,17 @@ class CudaGraphBackend:
             # Makes the state of random numbers that all graphs share: were it made in inference mode, nobody else
             # could capture outside of it for as long as our graphs live.
             graph.register_generator_state(torch.cuda.default_generators[self.device.index])
+        # The collector must not free anything in the middle of a capture: what it finds may be another graph, or an
+        # event, which cannot be destroyed then.
+        with collector_paused():
+            return graph, self._record(graph, call, caller)
+
+    def _record(self, graph, call: Callable[[], Tensors], caller) -> Tensors:
         try:
-            # The collector must not free anything in the middle of a capture: what it finds may be another graph, or
-            # an event, which cannot be destroyed then.
-            with (
-                collector_paused(),
-                torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-                ),
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
-                outputs = tuple(call())
+                return tuple(call())
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -104,7 +105,6 @@ class CudaGraphBackend:
             ) from error
         finally:
             torch.cuda.set_stream(caller)  # a capture whose end raises leaves its own stream behind
-        return graph, outputs
 
     def _give_up_capture(self) -> None:
         """Tell the allocator that a capture is over whose end has raised: else it goes on asking a graph that is gone
