@@ -70,7 +70,7 @@ def with_values_of_codes(model, name):
     with torch.no_grad():
         for path, module in model.named_modules():
             if isinstance(module, nn.Linear) and module.weight.shape[0] % 32 == 0:
-                own = "int8" if path == "lm_head" and name.startswith("int4") else name
+                own = "int4_g32" if path == "lm_head" and name.startswith("int4") else name
                 module.weight.copy_(dequantize(*quantize(module.weight, own), own))
             for weight in module.parameters(recurse=False):
                 if weight.dim() == 3:
