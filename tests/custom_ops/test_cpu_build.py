@@ -248,11 +248,12 @@ def test_narrower_instruction_sets_pass_the_numerics(march):
     if NEEDED_FLAG[march] not in flags:
         pytest.skip(f"no {NEEDED_FLAG[march]} here")
     code = """
-import os
 import torch
 from hypothesis import given, settings
 from pagebinder.custom_ops.cpu import build
 from pagebinder.custom_ops.cpu.provider import CpuProvider
+from pagebinder.custom_ops.linear import packed_weights
+from tests.custom_ops import test_linear as t_linear
 from tests.custom_ops import test_paged_attention as t
 from tests.custom_ops.paged_cases import Case, cases
 build.load()
@@ -267,7 +268,14 @@ def check_random_cases(case):
     t.check(attention, case)
 check_random_cases()
 assert not torch.ops.pagebinder_cpu.has_matrix_tiles()
-assert torch.ops.pagebinder_cpu.reads_packed_weights() == ("cooperlake" == os.environ["PAGEBINDER_CPU_MARCH"])
+assert torch.ops.pagebinder_cpu.reads_packed_weights()
+kernels = torch.ops.pagebinder_cpu
+x, weight, bias = t_linear.operands(40, 96, 1056)
+packed = packed_weights.pack(weight)
+for rows in (1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 40):
+    t_linear.check(lambda x, w, b: kernels.linear(x, packed, b), x[:rows], weight, bias)
+    assert torch.equal(kernels.linear(x[:rows], packed, bias), kernels.linear(x, packed, bias)[:rows])
+    assert rows <= 4 or torch.equal(kernels.linear(x[:rows], weight, bias), kernels.linear(x[:rows], packed, bias))
 print("passed")
 """
     assert "passed" in run_python(code, PAGEBINDER_CPU_MARCH=march)

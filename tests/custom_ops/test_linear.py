@@ -126,14 +126,13 @@ def test_bad_sizes_raise(linear):
 
 
 def test_same_bits_with_any_number_of_rows_and_threads():
-    """Promised up to 4 rows, which are summed on vectors, and from 5 to 128, on matrix tiles or BF16 dots; without
-    either torch's linear serves from 9 rows on, which promises nothing."""
+    """Promised up to 4 rows, which are summed on vectors, and from 5 to 128, on matrix tiles or dots."""
     chosen = registered_providers()["cpu"]
     if chosen.problem() is not None:
         pytest.skip(str(chosen.problem()))
     chosen.prepare("linear")
     if not torch.ops.pagebinder_cpu.reads_packed_weights():
-        pytest.skip("this machine has neither matrix tiles nor BF16 dots")
+        pytest.skip("torch serves this machine, which promises nothing")
     linear = chosen.overload("linear")
     x, weight, bias = operands(128, 320, 1056)
     threads = torch.get_num_threads()
@@ -209,7 +208,7 @@ def test_packed_siblings_and_gates(provider, rows):
 
 def test_packed_weights_give_the_same_bits_with_any_number_of_rows_and_threads(provider):
     if provider.name != "cpu" or not torch.ops.pagebinder_cpu.reads_packed_weights():
-        pytest.skip("promised of the kernels on matrix tiles and BF16 dots")
+        pytest.skip("promised of the kernels on matrix tiles and dots")
     linear = provider.overload("linear")
     x, weight, bias = operands(600, 320, 1056)
     packed, threads = packed_weights.pack(weight), torch.get_num_threads()
@@ -227,7 +226,7 @@ def test_on_dots_a_weight_of_either_form_gives_the_same_bits(provider, columns, 
     """Without matrix tiles one kernel serves both; rows of a plain weight may lie further apart."""
     kernels = torch.ops.pagebinder_cpu
     if provider.name != "cpu" or kernels.has_matrix_tiles() or not kernels.reads_packed_weights():
-        pytest.skip("promised of the kernel on BF16 dots")
+        pytest.skip("promised of the kernel on dots")
     x, weight, bias = operands(300, columns, inner)
     packed, apart = packed_weights.pack(weight), torch.nn.functional.pad(weight, (0, 7))[:, :inner]
     for rows in (5, 14, 15, 300):

@@ -63,7 +63,7 @@ bool reads_packed_weights() { return packed_kernel() != nullptr; }
 Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner) {
   const bool whole = columns % pagebinder::LINEAR_GRAIN == 0 && inner % pagebinder::LINEAR_GRAIN == 0 && inner > 0;
   if (!whole) return nullptr;
-  if (type == ScalarType::BFloat16 && !(PAGEBINDER_BF16_DOT && rows <= pagebinder::LINEAR_STREAM_ROWS)) {
+  if (type == ScalarType::BFloat16 && rows > pagebinder::LINEAR_STREAM_ROWS) {
     if (pagebinder::linear_suits_tiles(rows, columns, inner)) return pagebinder::linear_with_tiles;
     if (!has_matrix_tiles() && has_dots()) return pagebinder::linear_with_dots;
   }

@@ -1,6 +1,6 @@
-// Linear layers on BF16 dots (AVX-512 BF16), for machines without matrix tiles; see linear.h.
+// Linear layers in bf16 for machines without matrix tiles, on BF16 dots or on floats; see linear.h.
 //
-//     x   in strips of up to 14 rows, copied in each call     W   packed as 16 columns of a pair of k in a line: dots.h
+//     x   in strips of some rows, copied in each call     W   packed as 16 columns of a pair of k in a line: dots.h
 //
 // Sums of a strip and a panel stay in registers for all of K. A panel comes from memory once; of several strips each asks
 // for its share of the next panel, while the second cache keeps this one. A single strip reads a panel as a stream, asked
@@ -15,10 +15,9 @@
 #include "packed_jobs.h"
 
 namespace pagebinder {
-#if PAGEBINDER_BF16_DOT
 namespace {
 
-constexpr int HALF = PANEL / 2;                     // columns of a vector
+constexpr int HALF = PANEL / 2;                     // columns of a line
 constexpr int64_t MOST_BLOCK = 1 << 20;             // bytes of x that each job reads
 constexpr int CHUNK = CODED_STEPS;                  // steps of a single strip that are put in order at a time
 constexpr int64_t CODES_AHEAD = 6144;               // bytes
@@ -31,16 +30,16 @@ struct Run : PackedRun {
   const Form form;
   const DotStrips rows{args.rows, args.inner};
   const std::shared_ptr<Buffer> memory;  // of x, if it was copied
-  const uint32_t* const x;
+  const DotPair* const x;
   std::atomic<int> next_strip{0};
 
-  Run(const LinearArgs& a, const PackedShape& shape, Form f, std::shared_ptr<Buffer> buffer, const uint32_t* words)
-      : PackedRun(a, shape), form(f), memory(std::move(buffer)), x(words) {}
+  Run(const LinearArgs& a, const PackedShape& shape, Form f, std::shared_ptr<Buffer> buffer, const DotPair* pairs)
+      : PackedRun(a, shape), form(f), memory(std::move(buffer)), x(pairs) {}
 };
 
 void copy_worker(void* context, int) {
   Run& run = *static_cast<Run*>(context);
-  uint32_t* to = run.memory->at_least<uint32_t>(0);
+  DotPair* to = run.memory->at_least<DotPair>(0);
   for (int strip; (strip = run.next_strip.fetch_add(1, std::memory_order_relaxed)) < run.strips;)
     run.rows.copy(run.args.x, run.args.x_stride, strip, to);
 }
@@ -62,12 +61,17 @@ Panel panel_of(const Run& run, const PackedJob& job, int which) {
 
 // 16 columns of a plain weight, 32 k of each -> half a step.
 PB_INLINE void order_half(const char* from, int64_t stride, char* to) {
-  VF line[W];
   PB_UNROLL
-  for (int c = 0; c < W; ++c) line[c] = load<VF>(from + c * stride);
-  transpose(line);
-  PB_UNROLL
-  for (int pair = 0; pair < W; ++pair) store(to + pair * 64, line[pair]);
+  for (int column = 0; column < HALF; column += W)
+    PB_UNROLL
+    for (int pair = 0; pair < DOT_PAIRS; pair += W) {
+      VF line[W];
+      PB_UNROLL
+      for (int c = 0; c < W; ++c) line[c] = load<VF>(from + (column + c) * stride + pair * 4);
+      transpose(line);
+      PB_UNROLL
+      for (int p = 0; p < W; ++p) store(to + (pair + p) * 64 + column * 4, line[p]);
+    }
 }
 
 // Steps of a panel as products read them: where they lie, or in `memory`.
@@ -99,14 +103,14 @@ PB_INLINE VF bias_of(const LinearLayer& layer, int64_t column) {
 void write_rows(const Run& run, const LinearLayer* layer, int64_t column, const float* const* sums, int64_t row,
                 int rows) {
   const Activation gate = run.args.gate;
-  for (int half = 0; half < PANEL; half += HALF) {
-    const VF bias = bias_of(*layer, column + half);
-    const VF other = run.gated() ? bias_of(layer[1], column + half) : VF{};
-    bf16* out = static_cast<bf16*>(layer->out) + row * layer->columns + column + half;
+  for (int c = 0; c < PANEL; c += W) {
+    const VF bias = bias_of(*layer, column + c);
+    const VF other = run.gated() ? bias_of(layer[1], column + c) : VF{};
+    bf16* out = static_cast<bf16*>(layer->out) + row * layer->columns + column + c;
     for (int r = 0; r < rows; ++r, out += layer->columns) {
-      const VF sum = load<VF>(sums[0] + r * PANEL + half) + bias;
+      const VF sum = load<VF>(sums[0] + r * PANEL + c) + bias;
       if (run.gated()) {
-        const VF up = load<VF>(sums[1] + r * PANEL + half) + other;
+        const VF up = load<VF>(sums[1] + r * PANEL + c) + other;
         store_gated(gate, bit_cast<VF>(round_to_bf16(sum)), bit_cast<VF>(round_to_bf16(up)), out);
       } else {
         store_float(out, sum);
@@ -147,7 +151,7 @@ class Worker {
   // A chunk at a time is put in order; beside its product the next one is asked for, or memory would stand still. Of a
   // plain weight that is its rows, one after the other, of a coded one what its decoder does not ask for itself.
   void stream_chunks(const Panel& panel, const char* next, int layer) {
-    const int64_t jump = panel.layer->weight_stride * 2 - int64_t{DOT_JUMP_PAIRS} * DOT_PAIR_LINES * 64;
+    const int64_t jump = panel.layer->weight_stride * 2 - int64_t{DOT_JUMP_LINES} * 64;
     const bool coded = run_.form == Form::CODED;
     const int64_t chunk_bytes = coded ? panel.layer->coded_bytes : CHUNK * PANEL * 2;
     for (int step = 0; step < run_.steps; step += CHUNK) {
@@ -180,7 +184,7 @@ class Worker {
 
   void add(int strip, const char* w, int first_step, int steps, const DotAhead& ahead, int layer) {
     const int rows = run_.rows.rows_of(strip);
-    const uint32_t* x = run_.x + run_.rows.offset(strip) + int64_t{first_step} * DOT_PAIRS * rows;
+    const DotPair* x = run_.x + run_.rows.offset(strip) + int64_t{first_step} * DOT_PAIRS * rows;
     multiply_dots_of(rows)(x, w, steps, first_step == 0, ahead, sums_[layer]);
   }
 
@@ -210,12 +214,12 @@ void linear_with_dots(const LinearArgs& args, Form form) {
   const DotStrips rows(args.rows, args.inner);
   const int most_strips = static_cast<int>(std::max<int64_t>(MOST_BLOCK / (rows.most_rows * args.inner * 2), 1));
   const PackedShape shape = packed_shape(args, rows.most_rows, most_strips, 1);
-  if (args.rows == 1) {  // lies as a strip does
-    const uint32_t* x = static_cast<const uint32_t*>(args.x);
+  if (PAGEBINDER_BF16_DOT && args.rows == 1) {  // lies as a strip does
+    const DotPair* x = static_cast<const DotPair*>(args.x);
     return run_packed(make_run<Run>(args, shape, form, nullptr, x), job_worker);
   }
   const std::shared_ptr<Buffer> memory = buffer_of_a_call(last);
-  const uint32_t* x = memory->at_least<uint32_t>(static_cast<size_t>(rows.words()));
+  const DotPair* x = memory->at_least<DotPair>(static_cast<size_t>(rows.pairs()));
   const auto run = make_run<Run>(args, shape, form, memory, x);
   if (shape.num_workers <= 1 || args.rows * args.inner < SERIAL_COPY) copy_worker(run.get(), 0);
   else run_parallel(shape.num_workers, copy_worker, run.get());
@@ -225,18 +229,11 @@ void linear_with_dots(const LinearArgs& args, Form form) {
 }  // namespace
 
 bool linear_suits_dots(int64_t columns, int64_t inner) {
-  return columns % LINEAR_GRAIN == 0 && inner % LINEAR_GRAIN == 0 && inner > 0;
+  return DOTS_PAY && columns % LINEAR_GRAIN == 0 && inner % LINEAR_GRAIN == 0 && inner > 0;
 }
 void linear_with_dots(const LinearArgs& args) { linear_with_dots(args, Form::PLAIN); }
 void packed_linear_with_dots(const LinearArgs& args) {
   linear_with_dots(args, args.layers[0].coded_bytes > 0 ? Form::CODED : Form::PACKED);
 }
 
-#else
-
-bool linear_suits_dots(int64_t, int64_t) { return false; }
-void linear_with_dots(const LinearArgs&) {}
-void packed_linear_with_dots(const LinearArgs&) {}
-
-#endif
 }  // namespace pagebinder

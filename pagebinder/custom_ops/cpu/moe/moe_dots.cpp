@@ -1,12 +1,11 @@
-// Experts whose weights are packed (linear/packed_weights.py), on BF16 dots: a panel of 32 columns is a stream of memory
-// that up to 14 rows meet at once; more rows meet it again from the second cache.
+// Experts whose weights are packed (linear/packed_weights.py), on BF16 dots or floats: a panel of 32 columns is a stream
+// of memory that a strip of rows meets at once; more rows meet it again from the second cache.
 //
-//     x, hidden   [strip of up to 14 rows of an expert][pair of k][row][2]            see dots.h
+//     x, hidden   [strip of rows of an expert][pair of k][row][2]            see dots.h
 #include "dots.h"
 #include "moe_flow.h"
 
 namespace pagebinder {
-#if PAGEBINDER_BF16_DOT
 namespace {
 
 constexpr int STRIP_SUMS = DOT_MOST_ROWS * DOT_PANEL;
@@ -20,28 +19,18 @@ struct DotPanel {
 
 struct Dots {
   using Element = bf16;
-  using Operand = uint32_t;
+  using Operand = DotPair;
   using Setup = NoSetup;
   using Panel = DotPanel;
-  static constexpr int GROUP = DOT_MOST_ROWS, PANEL = 2 * DOT_PANEL;
+  static constexpr int GROUP = DOT_MOST_ROWS, PANEL = 2 * DOT_PANEL, VECTORS = DOT_PANEL / W;
 
   static int64_t operand_size(int64_t positions, int64_t inner) { return positions * (inner / 2); }
 
-  // Lines of 16 words, a line for each row -> [word][row], 16 words of all rows.
-  static PB_INLINE void put_words(VF* line, int rows, uint32_t* to) {
-    const __mmask16 lanes = static_cast<__mmask16>((1u << rows) - 1);
-    transpose(line);
-    PB_UNROLL
-    for (int p = 0; p < W; ++p) _mm512_mask_storeu_ps(to + p * rows, lanes, bit_cast<__m512>(line[p]));
-  }
-
-  static void pack(const Run&, const bf16* const* rows, int count, int64_t inner, uint32_t* to) {
-    static_assert(W >= GROUP);
-    for (int64_t pair = 0; pair < inner / 2; pair += W, to += W * count) {
-      VF line[W];
-      PB_UNROLL
-      for (int r = 0; r < W; ++r) line[r] = load<VF>(reinterpret_cast<const char*>(rows[std::min(r, count - 1)] + 2 * pair));
-      put_words(line, count, to);
+  static void pack(const Run&, const bf16* const* rows, int count, int64_t inner, DotPair* to) {
+    for (int64_t k = 0; k < inner; k += 2 * DOT_PAIRS, to += DOT_PAIRS * count) {
+      const bf16* from[GROUP];
+      for (int r = 0; r < count; ++r) from[r] = rows[r] + k;
+      put_pairs(from, count, to);
     }
   }
 
@@ -66,13 +55,13 @@ struct Dots {
   // Calls f(first row, rows, sums [panel][row][32]) for each strip. The first reads panels from memory and asks for what
   // it reads next.
   template <class F>
-  static void for_strips(const Run& run, const Panel& panel, const Panel& next, const uint32_t* x, int64_t inner,
+  static void for_strips(const Run& run, const Panel& panel, const Panel& next, const DotPair* x, int64_t inner,
                          const F& f) {
     alignas(64) float sums[2][STRIP_SUMS];
     const int steps = static_cast<int>(inner / DOT_PANEL);
     for (int first = 0; first < run.rows; first += GROUP) {
       const int rows = std::min(GROUP, run.rows - first);
-      const uint32_t* strip = x + operand_size(first, inner);
+      const DotPair* strip = x + operand_size(first, inner);
       for (int p = 0; p < panel.count; ++p) {
         const char *w = panel.first[p], *behind = p + 1 < panel.count ? panel.first[p + 1] : next.first[0];
         if (first > 0) multiply_dots_of(rows)(strip, w, steps, true, {}, sums[p]);
@@ -86,33 +75,32 @@ struct Dots {
     return p.bias == nullptr ? VF{} : load_float(static_cast<const bf16*>(p.bias) + expert * p.bias_stride + column);
   }
 
-  static void hidden(const MoeArgs& a, const Run& run, const uint32_t* x, const Panel& panel, const Panel& next,
-                     uint32_t* to) {
+  static void hidden(const MoeArgs& a, const Run& run, const DotPair* x, const Panel& panel, const Panel& next,
+                     DotPair* to) {
     const int64_t I = a.down.inner;
     for_strips(run, panel, next, x, a.up.inner, [&](int first, int rows, const float (*sums)[STRIP_SUMS]) {
-      uint32_t* strip = to + operand_size(first, I);
+      DotPair* strip = to + operand_size(first, I);
       for (int p = 0; p < (a.gate.gated ? 1 : panel.count); ++p) {
         const int64_t column = panel.column + p * DOT_PANEL;
-        VF line[W];
-        for (int r = 0; r < W; ++r) {
-          const int row = std::min(r, rows - 1);
-          VF gate[2], up[2];
-          for (int half = 0; half < 2; ++half) {
-            const int64_t at = row * DOT_PANEL + half * W;
-            gate[half] = load<VF>(sums[p] + at) + bias_of(a.up, run.expert, column + half * W);
-            up[half] = a.gate.gated ? load<VF>(sums[1] + at) + bias_of(a.up, run.expert, I + column + half * W) : VF{};
+        alignas(64) bf16 rounded[GROUP][DOT_PANEL];
+        const bf16* of_row[GROUP];
+        for (int r = 0; r < rows; ++r) {
+          VF gate[VECTORS], up[VECTORS];
+          for (int v = 0; v < VECTORS; ++v) {
+            const int64_t at = r * DOT_PANEL + v * W;
+            gate[v] = load<VF>(sums[p] + at) + bias_of(a.up, run.expert, column + v * W);
+            up[v] = a.gate.gated ? load<VF>(sums[1] + at) + bias_of(a.up, run.expert, I + column + v * W) : VF{};
           }
-          if (r < rows) apply_gate(a.gate, gate, up, 2);
-          alignas(64) bf16 rounded[2 * W];
-          store_float(rounded, gate[0]), store_float(rounded + W, gate[1]);
-          line[r] = load<VF>(reinterpret_cast<const char*>(rounded));
+          apply_gate(a.gate, gate, up, VECTORS);
+          for (int v = 0; v < VECTORS; ++v) store_float(rounded[r] + v * W, gate[v]);
+          of_row[r] = rounded[r];
         }
-        put_words(line, rows, strip + column / 2 * rows);
+        put_pairs(of_row, rows, strip + column / 2 * rows);
       }
     });
   }
 
-  static void products(const Projection& p, const Run& run, const uint32_t* x, const Panel& panel, const Panel& next,
+  static void products(const Projection& p, const Run& run, const DotPair* x, const Panel& panel, const Panel& next,
                        float* y) {
     for_strips(run, panel, next, x, p.inner, [&](int first, int rows, const float (*sums)[STRIP_SUMS]) {
       for (int c = 0; c < panel.count * DOT_PANEL; c += W) {
@@ -126,13 +114,7 @@ struct Dots {
 
 }  // namespace
 
-bool reads_packed_experts() { return true; }
+bool reads_packed_experts() { return DOTS_PAY; }
 void moe_experts_dots(const MoeArgs& a) { in_pieces<bf16>(a, moe_pass<Dots>); }
 
-#else
-
-bool reads_packed_experts() { return false; }
-void moe_experts_dots(const MoeArgs&) {}
-
-#endif
 }  // namespace pagebinder

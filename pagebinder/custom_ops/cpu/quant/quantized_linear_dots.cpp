@@ -66,10 +66,10 @@ constexpr int64_t SERIAL_COPY = 1 << 15;    // elements of x
 
 struct StripRun : QuantizedRun {
   const DotStrips strips{args.rows, args.inner};
-  uint32_t* const x;  // in strips
+  DotPair* const x;  // in strips
   std::atomic<int> next_strip{0};
 
-  StripRun(const QuantizedLayers& c, uint32_t* memory) : QuantizedRun(c), x(memory) {}
+  StripRun(const QuantizedLayers& c, DotPair* memory) : QuantizedRun(c), x(memory) {}
 };
 
 void copy_worker(void* context, int) {
@@ -116,7 +116,7 @@ Worker worker_of(Code code, int64_t rows) {
 void run_strips(const QuantizedLayers& call) {
   static thread_local Buffer memory;
   const QuantizedLinearArgs& a = call.first();
-  StripRun run(call, memory.at_least<uint32_t>(static_cast<size_t>(a.rows * a.inner / 2)));
+  StripRun run(call, memory.at_least<DotPair>(static_cast<size_t>(a.rows * a.inner / 2)));
   tell_next_weights(run);
   run.in_workers(a.rows * a.inner < SERIAL_COPY, copy_worker);
   run.in_workers(false, worker_of(a.code, 0));
