@@ -21,7 +21,10 @@ constexpr int64_t SERIAL_BYTES = 96 * 1024;
 
 int stride_for(int rows, bool dot) {
   if (dot) return rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8;
-  return rows <= W ? W : rows <= 2 * W ? 2 * W : 4 * W;
+  // Not one of those of dots: such tiles have several heads in a job.
+  for (const int stride : {W, 2 * W})
+    if (stride > DOT_ROWS && rows <= stride) return stride;
+  return TILE_ROWS;
 }
 
 void split_keys(Tile& tile, bool may_split, bool dot) {

@@ -44,7 +44,7 @@ def cache_root() -> Path:
 
 def build_key(part: str = "core") -> str:
     """A digest of all that a part's library depends on: machine, compiler, flags, torch and sources."""
-    all_flags = " ".join((*compiler.flags(), *compiler.BINDING_FLAGS))
+    all_flags = " ".join((*compiler.flags(), *compiler.BINDING_FLAGS, *compiler.FUSED_FLAGS))
     texts = [part, compiler.version(), all_flags, torch.__version__, compiler.cpu_features()]
     return hashlib.sha256("\0".join([*texts, *source_texts(part)]).encode()).hexdigest()[:20]
 

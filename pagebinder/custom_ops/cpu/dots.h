@@ -178,15 +178,6 @@ void multiply_dots_rising(const DotPair* x, const char* w, int steps, float* sum
 constexpr int HALF_VECTORS = 16 / W;  // of a line
 constexpr int FLOAT_CHUNK = 8;        // steps of a strip, and of half a panel, that the nearest cache holds
 
-// sum += a * b where sum is: all registers are taken, and compilers that move sums about spill some.
-PB_INLINE void add_product(VF& sum, VF a, VF b) {
-#if defined(__FMA__) && defined(__AVX2__) && !defined(__AVX512F__)
-  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
-#else
-  sum += a * b;
-#endif
-}
-
 // sums [row][vector] += one k of each row, a pair apart, times a line of weights.
 template <int ROWS>
 PB_INLINE void add_k(const float* x, const VF (&w)[HALF_VECTORS], VF (&sum)[ROWS][HALF_VECTORS]) {

@@ -81,7 +81,7 @@ def find() -> tuple[Prebuilt | None, str]:
 
 def key(part: str, level: Level, sources: str) -> str:
     """A digest of all that a prebuilt library depends on; `sources`: the digest of those."""
-    texts = (part, *level.flags, *compiler.BINDING_FLAGS, torch_release(), sources)
+    texts = (part, *level.flags, *compiler.BINDING_FLAGS, *compiler.FUSED_FLAGS, torch_release(), sources)
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
 
 

@@ -87,6 +87,15 @@ PB_INLINE VF unfused(VF x) {
   return x;
 }
 
+// sum += a * b, where sum is: if sums take nearly all registers, compilers that move them about spill some.
+PB_INLINE void add_product(VF& sum, VF a, VF b) {
+#if defined(__FMA__) && defined(__AVX2__) && !defined(__AVX512F__)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+  sum += a * b;
+#endif
+}
+
 // Asks for the cache lines of `count` elements.
 template <class T>
 PB_INLINE void prefetch(const T* p, int count) {

@@ -62,7 +62,10 @@ std::vector<Tensor> multiply(const Tensor& x, const std::vector<Weight>& weights
     call.rounds = type != dtype;
     return layers[0].rows == 0 || call.num_panels() == 0 || run(call);
   };
-  if (dtype == ScalarType::BFloat16 && run_in(dtype, quantized_linear_in_bf16)) return results;
+  if (dtype == ScalarType::BFloat16) {
+    run_in(dtype, quantized_linear_in_bf16);
+    return results;
+  }
   run_in(ScalarType::Float, quantized_linear_with_vectors);
   for (Tensor& result : results) result = torch::stable::to(result, dtype);
   return results;

@@ -14,32 +14,39 @@ constexpr int TILE_COLUMNS = 16;
 
 // ---- floats ----------------------------------------------------------------------------------------------------
 
+// Codes of a lane, and lines of a tile.
 template <Code CODE>
-PB_INLINE VF decode_lanes(VU codes) {
-  if constexpr (CODE == Code::FP8) {
-    const VU magnitude = codes & 0x7fu;
-    const VU bits = (magnitude << 20) + (120u << 23);
-    return bit_cast<VF>((magnitude != 0 ? bits : VU{}) | ((codes & 0x80u) << 24));
-  } else if constexpr (CODE == Code::INT8) {
-    return __builtin_convertvector(bit_cast<VI>(codes << 24) >> 24, VF);
+constexpr int IN_LANE = CODE == Code::INT4 ? 8 : 4;
+template <Code CODE>
+constexpr int TILE_LINES_OF = QUANT_STEP / IN_LANE<CODE>;
+
+// Floats are the codes' values over this. The largest FP8 code, 448, would leave sums of large x no room.
+template <Code CODE>
+constexpr float FLOAT_UNIT = CODE == Code::FP8 ? 256.0f : 1.0f;
+
+// Code `i` of each lane, in the order of k.
+template <Code CODE>
+PB_INLINE VF decode_lanes(VU lanes, int i) {
+  if constexpr (CODE == Code::INT4) {
+    const VU codes = lanes >> (i % 2 * 16 + i / 2 * 4) & 15u;
+    return __builtin_convertvector(bit_cast<VI>(codes) - 8, VF);
   } else {
-    return __builtin_convertvector(bit_cast<VI>(codes & 15u) - 8, VF);
+    const VI top = bit_cast<VI>(lanes << (24 - (i % 2 * 16 + i / 2 * 8)));
+    if constexpr (CODE == Code::INT8) return __builtin_convertvector(top >> 24, VF);
+    // Where bits belong: the exponent's bias is 7 instead of 127, and zero stays zero.
+    return bit_cast<VF>(bit_cast<VU>(top >> 4) & 0x87f00000u) * (0x1p120f / FLOAT_UNIT<CODE>);
   }
 }
 
 // A tile -> floats [32 k][16 columns].
 template <Code CODE>
 PB_INLINE void decode_tile_to_floats(const uint8_t* from, float* to) {
-  constexpr int BITS = CODE == Code::INT4 ? 4 : 8, IN_LANE = 32 / BITS;
-  for (int line = 0; line < 32 / IN_LANE; ++line)
+  for (int line = 0; line < TILE_LINES_OF<CODE>; ++line)
     for (int column = 0; column < TILE_COLUMNS; column += W) {
       const VU lanes = load<VU>(from + line * 64 + column * 4);
       PB_UNROLL
-      for (int i = 0; i < IN_LANE; ++i) {
-        const int k = CODE == Code::INT4 ? (i % 4) * 2 + i / 4 : (i & 1) * 2 + i / 2;
-        const VU codes = (lanes >> (i * BITS)) & ((1u << BITS) - 1);
-        store(to + (line * IN_LANE + k) * TILE_COLUMNS + column, decode_lanes<CODE>(codes));
-      }
+      for (int i = 0; i < IN_LANE<CODE>; ++i)
+        store(to + (line * IN_LANE<CODE> + i) * TILE_COLUMNS + column, decode_lanes<CODE>(lanes, i));
     }
 }
 

@@ -83,10 +83,15 @@ bool quantized_linear_with_dots(const QuantizedLayers& call);
 // bf16 and codes of int8 or int4 with integer dot products; false, and nothing was done, where the machine has none, for
 // other codes, where tiles serve the rows (as above), and where digits cannot hold x (see there).
 bool quantized_linear_with_int8_dots(const QuantizedLayers& call);
-inline bool quantized_linear_in_bf16(const QuantizedLayers& call) {
-  return quantized_linear_with_int8_dots(call) || quantized_linear_with_dots(call) || quantized_linear_with_tiles(call);
-}
-// float32 with vectors of any width; true.
+// The same with products of 16 bits (AVX2), where there are no integer dot products.
+bool quantized_linear_with_int16_products(const QuantizedLayers& call);
+// float32 with vectors of any width; true. Of x in bf16: sums are in float32, too.
 bool quantized_linear_with_vectors(const QuantizedLayers& call);
+bool quantized_linear_in_bf16_with_vectors(const QuantizedLayers& call);
+inline bool quantized_linear_in_bf16(const QuantizedLayers& call) {
+  return quantized_linear_with_int8_dots(call) || quantized_linear_with_int16_products(call) ||
+         quantized_linear_with_dots(call) || quantized_linear_with_tiles(call) ||
+         quantized_linear_in_bf16_with_vectors(call);
+}
 
 }  // namespace pagebinder
