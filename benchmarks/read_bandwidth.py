@@ -50,8 +50,8 @@ class Reader:
 
 
 def product_flops_per_second(rounds: int = 20) -> float:
-    """The best of `rounds` products of PRODUCT's shape by torch, with its threads, in bf16 or float32: without AVX-512
-    torch has no bf16 products to speak of."""
+    """The best of `rounds` products of PRODUCT's shape by torch, with its threads, in bf16 or float32: without
+    AVX-512 torch has no bf16 products to speak of."""
     rows, inner, columns = PRODUCT
     best = max(_product_rate(dtype, rounds) for dtype in (torch.bfloat16, torch.float32))
     return 2 * rows * inner * columns * best

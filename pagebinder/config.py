@@ -128,8 +128,8 @@ class CompileConfig:
         map_weights: leave a checkpoint's weights mapped from their files, shared between processes. False copies
             them into huge pages where the model runs on a CPU and twice as much memory is free: decode of one request
             reads them 15 to 20 % faster. Tables of embeddings, of which a step reads some rows, stay mapped.
-        pack_weights: keep weights of linear layers in bf16 in the order in which matrix units read them, where the
-            machine has such units (AMX) or dot products of bf16 pairs (AVX-512 BF16; there experts, too). None: those
+        pack_weights: keep weights of linear layers in bf16 (without matrix units experts, too) in the order in which
+            kernels for x86 processors read them: AMX, dot products of bf16 pairs, AVX2. None: those
             of a checkpoint directory, whose files are no longer needed in memory then, and its experts, which are
             held twice, where that takes a quarter of the free memory at most; True: also those of a module that was
             given, which takes as much memory again; False: none.

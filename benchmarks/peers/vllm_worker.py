@@ -21,7 +21,7 @@ class Vllm:
         self.params = SamplingParams
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
-                model=o["model"], skip_tokenizer_init=True, dtype="bfloat16", max_model_len=o["max_model_len"],
+                model=o["model"], skip_tokenizer_init=True, dtype=o["dtype"], max_model_len=o["max_model_len"],
                 max_num_batched_tokens=o["max_num_batched_tokens"], max_num_seqs=o["max_num_seqs"],
                 enable_prefix_caching=False, disable_log_stats=True,
             )

@@ -2,8 +2,8 @@
 
 Matches:
     linear(x, W, b) | linears(x, [W, ...], ...) | gated_linear(x, Wg, Wu, ...)     of the provider cpu, W [N, K] bf16
-    moe_experts(x, ids, w, up, down, ...) | moe_routed_experts(...)                where there are BF16 dots and no
-                                                                                   matrix tiles, W [E, N, K] bf16
+    moe_experts(x, ids, w, up, down, ...) | moe_routed_experts(...)                where there are no matrix tiles,
+                                                                                   W [E, N, K] bf16
 Replaces with:
     the same op on W packed, or packed and coded                                   W packed: of this graph alone
 
@@ -42,7 +42,7 @@ def pack_weights(
     share_for_experts: float = MOST_SHARE,
     memory_for: MemoryFor | None = None,
 ) -> PassResult:
-    """Pack the weights of a graph that runs on matrix tiles or BF16 dots; no other machine should be asked to.
+    """Pack the weights of a graph that runs on kernels for x86 processors; no other machine should be asked to.
 
     Args:
         keep: data pointers of weights that stay as they are: somebody else holds them in memory anyway.
@@ -167,7 +167,7 @@ def _weights(node: Node) -> list[Node]:
 def _reason_against_experts(node: Node) -> str | None:
     kernels = torch.ops.pagebinder_cpu
     if kernels.has_matrix_tiles() or not kernels.reads_packed_experts():
-        return "only a processor with BF16 dots and no matrix tiles reads packed experts"
+        return "only an x86 processor without matrix tiles reads packed experts"
     if node.kwargs["transposed"]:
         return "weights are transposed: [E, K, N]"
     if node.kwargs["interleaved"]:

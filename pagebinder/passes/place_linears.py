@@ -1,14 +1,16 @@
 """Linear layers that a kernel of ours can serve become an op of ours.
 
 Matches:
-    aten.linear(x [..., K], W [N, K], b)        bf16 or float32 on the CPU, W a parameter, N and K multiples of 32
+    aten.linear(x [..., K], W [N, K], b)        bf16, float32 or float16 on the CPU, W a parameter, N and K
+                                                multiples of 32
 Replaces with:
     pagebinder.linear(x, W, b)                  same arguments; a provider is chosen for it afterwards
 
 Decodes and short prefill chunks are bound by reading weights, and torch's bf16 linear brings a weight into another
-order on every call; in float32 it is slow at 3 to 8 rows. The `cpu` kernels read a weight as it lies, so there is one
-copy of it in memory. Results differ from torch's in the order of summation only. On matrix tiles (AMX) it does not
-depend on the number of rows up to 128, on BF16 dots (AVX-512 BF16) from 5 on; elsewhere torch takes over at 9 rows.
+order on every call; in float32 it is slow at 3 to 8 rows, in float16, and in bf16 without AVX-512, at any number.
+The `cpu` kernels read a weight as it lies, so there is one copy of it in memory. Results differ from torch's in the
+order of summation only. In bf16 that does not depend on the number of rows up to 128 on matrix tiles (AMX), from 5
+on elsewhere on x86; in float32 torch takes over at 9 rows.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ def _reason_against(node: Node) -> str | None:
     if any(size % GRAIN for size in sizes):
         return f"the weight's sizes {sizes} are not multiples of {GRAIN}"
     dtypes = {val(n).dtype for n in (node.args[0], weight, bias) if n is not None}
-    if dtypes not in ({torch.bfloat16}, {torch.float32}):
-        return "it is neither all bfloat16 nor all float32: torch's linear serves it as well"
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float32, torch.float16}:
+        return "it is not all bfloat16, all float32 or all float16"
     device = val(weight).device.type
     need = OpNeed(op="linear", device="cpu" if device == "meta" else device, dtype=dtype_name(val(weight)))
     reasons = registered_providers()["cpu"].reasons_against(need)

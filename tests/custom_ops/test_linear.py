@@ -51,7 +51,7 @@ def test_against_float64(linear, rows, columns, inner):
     check(linear, x, weight, bias)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 9])
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 9, 40, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_types(linear, rows, dtype):
     check(linear, *operands(rows, 64, 96, dtype))

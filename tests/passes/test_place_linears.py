@@ -66,15 +66,15 @@ def test_on_a_gpu_torchs_own_linear_is_no_fallback():
     assert choice.rejected["triton"][-1] == "it has no kernel for linear"
 
 
-def test_the_chosen_provider_agrees():
-    before, after, _ = placed(Chain())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_chosen_provider_agrees(dtype):
+    before, after, _ = placed(Chain(), dtype)
     (choice,) = select_providers(after, device=torch.device("cpu"), requested={})
     assert (choice.op, choice.provider, choice.num_nodes) == ("linear", "cpu", 2)
-    tolerance = TOLERANCES[torch.bfloat16]
     for num_tokens in (1, 9, 140):
         expected, actual = run(before, num_tokens), run(after, num_tokens)
         torch.testing.assert_close(
-            actual.float(), expected.float(), rtol=tolerance.rtol, atol=2 * tolerance.atol
+            actual.float(), expected.float(), rtol=TOLERANCES[dtype].rtol, atol=2 * torch.finfo(dtype).eps
         )
 
 
@@ -82,10 +82,10 @@ def test_the_chosen_provider_agrees():
     ("body", "dtype", "reason"),
     [
         (Chain(middle=72), torch.bfloat16, "not multiples of 32"),
-        (Chain(), torch.float16, "neither all bfloat16 nor all float32"),
+        (Chain(), torch.float64, "not all bfloat16, all float32 or all float16"),
         (Computed(), torch.bfloat16, "computed"),
     ],
-    ids=["odd sizes", "float16", "computed weight"],
+    ids=["odd sizes", "float64", "computed weight"],
 )
 def test_near_misses_are_refused(body, dtype, reason):
     before, after, result = placed(body, dtype)

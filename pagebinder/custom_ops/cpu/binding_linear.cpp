@@ -21,6 +21,7 @@ namespace {
 using pagebinder::Activation;
 using pagebinder::activation_named;
 using pagebinder::bf16;
+using pagebinder::f16;
 using pagebinder::LinearArgs;
 using pagebinder::LinearLayer;
 using torch::headeronly::ScalarType;
@@ -60,6 +61,16 @@ Kernel packed_kernel() {
 }
 bool reads_packed_weights() { return packed_kernel() != nullptr; }
 
+// Has torch no products of float16 here? oneDNN has those of AVX-512 FP16, which all processors with matrix tiles have,
+// and of ARM.
+bool torch_lacks_float16() {
+#if defined(__x86_64__) && !defined(__AVX512FP16__)
+  return !has_matrix_tiles();
+#else
+  return false;
+#endif
+}
+
 Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner) {
   const bool whole = columns % pagebinder::LINEAR_GRAIN == 0 && inner % pagebinder::LINEAR_GRAIN == 0 && inner > 0;
   if (!whole) return nullptr;
@@ -67,7 +78,10 @@ Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner)
     if (pagebinder::linear_suits_tiles(rows, columns, inner)) return pagebinder::linear_with_tiles;
     if (!has_matrix_tiles() && has_dots()) return pagebinder::linear_with_dots;
   }
-  if (rows > pagebinder::LINEAR_MOST_VECTOR_ROWS) return nullptr;
+  const bool few = rows <= pagebinder::LINEAR_MOST_VECTOR_ROWS;
+  if (type == ScalarType::Half && torch_lacks_float16())
+    return few ? pagebinder::linear_with_vectors<f16> : pagebinder::linear_with_floats<f16>;
+  if (!few) return nullptr;
   if (type == ScalarType::Float) return pagebinder::linear_with_vectors<float>;
   return type == ScalarType::BFloat16 ? pagebinder::linear_with_vectors<bf16> : nullptr;
 }

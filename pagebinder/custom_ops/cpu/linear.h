@@ -6,6 +6,7 @@
 //   packed    bf16 on matrix tiles, W packed as tiles beforehand (linear/packed_weights.py), any number of rows; or W
 //             packed and coded in some 12 bits (coded_weights.h): the same sums of fewer bytes
 //   dots      bf16 where there are no tiles: W in any of these forms, any number of rows
+//   floats    float16, more rows than vectors take
 //
 // Weights that were not packed are taken as they lie, so no second copy of one exists. Layers that read the same x are
 // one call: threads take panels of columns from all of them, each from a run of its own (work_ranges.h). A thread that
@@ -117,5 +118,8 @@ void packed_linear_with_tiles(const LinearArgs& args);
 bool linear_suits_dots(int64_t columns, int64_t inner);
 void linear_with_dots(const LinearArgs& args);
 void packed_linear_with_dots(const LinearArgs& args);
+
+// In float32, of weights that are widened on the way.
+template <class T> void linear_with_floats(const LinearArgs& args);
 
 }  // namespace pagebinder

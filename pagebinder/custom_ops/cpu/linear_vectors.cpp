@@ -1,4 +1,4 @@
-// Linear layers of few rows on vectors, see linear.h: one or two rows of bf16, float32, machines without matrix tiles.
+// Linear layers of few rows on vectors, see linear.h: few rows of bf16, and float32 and float16.
 //
 //     COLUMNS rows of W, read once   x   ROWS rows of x, in the nearest cache   ->   COLUMNS x ROWS sums in registers
 //
@@ -190,6 +190,7 @@ void gate_values(Activation activation, T* gate, const T* up, int64_t count, int
 }
 
 template void linear_with_vectors<bf16>(const LinearArgs&);
+template void linear_with_vectors<f16>(const LinearArgs&);
 template void linear_with_vectors<float>(const LinearArgs&);
 template void gate_values(Activation, bf16*, const bf16*, int64_t, int);
 template void gate_values(Activation, f16*, const f16*, int64_t, int);

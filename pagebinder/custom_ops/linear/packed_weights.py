@@ -2,9 +2,9 @@
 
     [N, K] bf16  ->  [N/32 panels, K/32 steps, 2 tiles, 16 pairs of k, 16 columns, 2]        K ->  8 4 2 ... a tile is
                                                                                                     1 KB in one piece
-A line of a tile is also one vector for BF16 dots: 16 columns of a pair of k. A product reads a panel from its begin
-to its end: at few rows as a stream, which memory is fastest at, at many rows as operands that no call has to put in
-order first. linear, linears and gated_linear take weights of either form.
+A line of a tile is also 16 columns of a pair of k: one vector of BF16 dots, or two floats of each. A product reads a
+panel from its begin to its end: at few rows as a stream, which memory is fastest at, at many rows as operands that no
+call has to put in order first. linear, linears and gated_linear take weights of either form.
 
 A stack of weights [E, N, K], one for each expert, is packed weight by weight, with E in front.
 
