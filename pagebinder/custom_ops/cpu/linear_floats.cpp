@@ -184,6 +184,5 @@ void linear_with_floats(const LinearArgs& args) {
 }
 
 template void linear_with_floats<f16>(const LinearArgs&);
-template void linear_with_floats<float>(const LinearArgs&);
 
 }  // namespace pagebinder

@@ -23,13 +23,15 @@ constexpr int TILE_VECTORS = TILE_COLUMNS / W;
 template <Code CODE, int ROWS>
 PB_INLINE void add_scaled(const QuantizedLinearArgs& a, int64_t row, int step, const float* scales,
                           const VF (&sum)[ROWS][TILE_VECTORS], float* sums) {
-  for (int r = 0; r < ROWS; ++r) {
-    const float of_row = a.x_scale_at(row + r, step) * FLOAT_UNIT<CODE>;
+  float of_row[ROWS];
+  for (int r = 0; r < ROWS; ++r) of_row[r] = a.x_scale_at(row + r, step) * FLOAT_UNIT<CODE>;
+  PB_UNROLL  // or sums would have to be in memory all the time
+  for (int r = 0; r < ROWS; ++r)
+    PB_UNROLL
     for (int v = 0; v < TILE_VECTORS; ++v) {
       float* at = sums + (row + r) * QUANT_PANEL + v * W;
-      store(at, load<VF>(at) + sum[r][v] * (of_row * load<VF>(scales + v * W)));
+      store(at, load<VF>(at) + sum[r][v] * (of_row[r] * load<VF>(scales + v * W)));
     }
-  }
 }
 
 // ---- few rows --------------------------------------------------------------------------------------------------
@@ -63,13 +65,15 @@ void few_rows_in_floats(const QuantizedLinearArgs& a, int64_t panel, int block, 
   const uint8_t* tile = a.weight + panel * a.panel_bytes();
   const int steps = static_cast<int>(a.inner / QUANT_STEP);
   for (int step = 0; step < steps; step += block) {
-    VF sum[2][ROWS][TILE_VECTORS] = {};
-    for (int i = step; i < std::min(step + block, steps); ++i)
-      for (int half = 0; half < 2; ++half, tile += a.tile_bytes())
-        add_tile<CODE, ROWS>(tile, static_cast<const float*>(a.x) + i * QUANT_STEP, a.x_stride, sum[half]);
+    VF low[ROWS][TILE_VECTORS] = {}, high[ROWS][TILE_VECTORS] = {};
+    for (int i = step; i < std::min(step + block, steps); ++i, tile += 2 * a.tile_bytes()) {
+      const float* x = static_cast<const float*>(a.x) + i * QUANT_STEP;
+      add_tile<CODE, ROWS>(tile, x, a.x_stride, low);
+      add_tile<CODE, ROWS>(tile + a.tile_bytes(), x, a.x_stride, high);
+    }
     scales_of(a, panel, step, scales);
-    for (int half = 0; half < 2; ++half)
-      add_scaled<CODE, ROWS>(a, 0, step, scales + half * TILE_COLUMNS, sum[half], sums + half * TILE_COLUMNS);
+    add_scaled<CODE, ROWS>(a, 0, step, scales, low, sums);
+    add_scaled<CODE, ROWS>(a, 0, step, scales + TILE_COLUMNS, high, sums + TILE_COLUMNS);
   }
 }
 

@@ -12,6 +12,8 @@
 namespace pagebinder {
 namespace {
 
+constexpr int64_t APART = 16;  // floats between rows: those that are a power of two apart would share places of a cache
+
 template <class Out>
 void worker(void* context, int index) {
   static thread_local Buffer buffer;
@@ -42,12 +44,13 @@ bool quantized_linear_with_vectors(const QuantizedLayers& call) { return run_pan
 bool quantized_linear_in_bf16_with_vectors(const QuantizedLayers& call) {
   static thread_local Buffer buffer;
   const QuantizedLinearArgs& a = call.first();
-  float* x = buffer.at_least<float>(static_cast<size_t>(a.rows * a.inner));
+  const int64_t stride = a.inner + APART;
+  float* x = buffer.at_least<float>(static_cast<size_t>(a.rows * stride));
   for (int64_t r = 0; r < a.rows; ++r)
     for (int64_t k = 0; k < a.inner; k += W)
-      store(x + r * a.inner + k, load_float(static_cast<const bf16*>(a.x) + r * a.x_stride + k));
+      store(x + r * stride + k, load_float(static_cast<const bf16*>(a.x) + r * a.x_stride + k));
   std::vector<QuantizedLinearArgs> layers(call.layers, call.layers + call.num_layers);
-  for (QuantizedLinearArgs& layer : layers) layer.x = x, layer.x_stride = a.inner;
+  for (QuantizedLinearArgs& layer : layers) layer.x = x, layer.x_stride = stride;
   QuantizedLayers widened = call;
   widened.layers = layers.data();
   return a.wide_out ? run_panels<float>(widened) : run_panels<bf16>(widened);
