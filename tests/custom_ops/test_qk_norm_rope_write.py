@@ -49,7 +49,8 @@ def assert_near(actual: torch.Tensor, exact: torch.Tensor) -> None:
     """A norm's sum in the order of this machine's lanes may turn a rounding to 16 bits on the way to a result, by a
     unit of what is rounded there: seen once in some thousand values."""
     if actual.dtype is torch.float32:
-        return assert_close(actual, exact.double())
+        assert_close(actual, exact.double())
+        return
     difference = (actual.double() - exact.double()).abs()
     tolerance = TOLERANCES[actual.dtype]
     turned = difference > tolerance.atol + tolerance.rtol * exact.double().abs()
