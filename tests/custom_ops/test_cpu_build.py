@@ -255,6 +255,7 @@ from pagebinder.custom_ops.cpu.provider import CpuProvider
 from pagebinder.custom_ops.linear import packed_weights
 from tests.custom_ops import test_linear as t_linear
 from tests.custom_ops import test_paged_attention as t
+from tests.custom_ops import test_quantized_linear as t_quantized
 from tests.custom_ops.paged_cases import Case, cases
 build.load()
 attention = CpuProvider().overload("paged_attention_lse")
@@ -278,6 +279,13 @@ for rows in (1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 40):
     t_linear.check(lambda x, w, b: kernels.linear(x, packed, b), x[:rows], weight, bias)
     assert torch.equal(kernels.linear(x[:rows], packed, bias), kernels.linear(x, packed, bias)[:rows])
     assert rows <= 4 or torch.equal(kernels.linear(x[:rows], weight, bias), kernels.linear(x[:rows], packed, bias))
+CpuProvider().prepare("quantized_linear")
+linear = CpuProvider().overload("quantized_linear")
+for name in t_quantized.FORMATS:
+    weight = t_quantized.weight_of(96, 320)
+    x, bias = t_quantized.operands(13, 96, 320)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13):
+        t_quantized.check(linear, x[:rows], weight, name, bias)
 print("passed")
 """
     assert "passed" in run_python(code, PAGEBINDER_CPU_MARCH=march)
