@@ -32,7 +32,7 @@ constexpr int DOT_PAIR_LINES = DOT_STEP_BYTES / 64 / DOT_PAIRS;  // of a panel, 
 constexpr int DOT_JUMP_LINES = 8;
 constexpr int DOT_AHEAD = DOT_STEP_BYTES;                // bytes of W that the nearest cache is asked for
 
-// Elsewhere (ARM) torch's own layers have instructions that these do not use.
+// On x86 alone: on ARM torch's own layers have instructions that these do not use.
 #if defined(__x86_64__)
 constexpr bool DOTS_PAY = true;
 #else
@@ -45,16 +45,8 @@ using DotPair = uint32_t;                                // two bf16
 struct DotPair { float even, odd; };
 #endif
 
-#if defined(__AVX512F__)
-constexpr int DOT_MOST_ROWS = 14;                        // of a strip
-constexpr int DOT_MOST_RISING_ROWS = 4;                  // of those that meet both halves of a panel at once
-#elif defined(__AVX2__)
-constexpr int DOT_MOST_ROWS = 6;
-constexpr int DOT_MOST_RISING_ROWS = 3;
-#else
-constexpr int DOT_MOST_ROWS = 3;
-constexpr int DOT_MOST_RISING_ROWS = 1;
-#endif
+constexpr int DOT_MOST_ROWS = W == 16 ? 14 : W == 8 ? 6 : 3;        // of a strip
+constexpr int DOT_MOST_RISING_ROWS = W == 16 ? 4 : W == 8 ? 3 : 1;  // of those that meet both halves of a panel at once
 
 // 16 pairs of k of each of some rows -> [16][rows]
 inline void put_pairs(const bf16* const* rows, int count, DotPair* to) {

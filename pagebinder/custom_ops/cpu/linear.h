@@ -1,7 +1,7 @@
 // Linear layers y = x W^T (+ bias).
 //
 //   tiles     bf16 on matrix tiles (AMX):  y^T [column][row]  =  W [column][K]  x  x pairs [K/2][row]
-//   vectors   bf16 and float32: every row of W is read once and meets a few rows of x
+//   vectors   bf16, float32, float16: every row of W is read once and meets a few rows of x
 //
 //   packed    bf16 on matrix tiles, W packed as tiles beforehand (linear/packed_weights.py), any number of rows; or W
 //             packed and coded in some 12 bits (coded_weights.h): the same sums of fewer bytes
@@ -114,7 +114,7 @@ void decode_panel(const uint8_t* codes, int64_t block_bytes, int64_t inner, uint
 void pack_panel(const PackedWeight& weight, int64_t panel, bool unpack);
 void packed_linear_with_tiles(const LinearArgs& args);
 
-// On BF16 dots, of weights as they lie and packed ones: the same bits.
+// On BF16 dots or floats, of weights as they lie and packed ones: the same bits.
 bool linear_suits_dots(int64_t columns, int64_t inner);
 void linear_with_dots(const LinearArgs& args);
 void packed_linear_with_dots(const LinearArgs& args);
