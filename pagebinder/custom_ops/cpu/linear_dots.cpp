@@ -212,7 +212,8 @@ void job_worker(void* context, int number) {
 void linear_with_dots(const LinearArgs& args, Form form) {
   static thread_local std::shared_ptr<Buffer> last;
   const DotStrips rows(args.rows, args.inner);
-  const int most_strips = static_cast<int>(std::max<int64_t>(MOST_BLOCK / (rows.most_rows * args.inner / 2 * sizeof(DotPair)), 1));
+  const int64_t strip_bytes = rows.most_rows * args.inner / 2 * static_cast<int64_t>(sizeof(DotPair));
+  const int most_strips = static_cast<int>(std::max<int64_t>(MOST_BLOCK / strip_bytes, 1));
   const PackedShape shape = packed_shape(args, rows.most_rows, most_strips, 1);
   if (PAGEBINDER_BF16_DOT && args.rows == 1) {  // lies as a strip does
     const DotPair* x = static_cast<const DotPair*>(args.x);
