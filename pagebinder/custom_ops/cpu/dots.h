@@ -16,10 +16,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
-#include <utility>
 
 #include "attention_scores.h"
+#include "by_count.h"
 #include "memory_streams.h"
 
 namespace pagebinder {
@@ -254,25 +253,11 @@ void multiply_dots_rising(const DotPair* x, const char* w, int steps, float* sum
 }
 #endif
 
-using MultiplyDots = void (*)(const DotPair*, const char*, int, bool, DotAhead, float*);
-using MultiplyDotsRising = void (*)(const DotPair*, const char*, int, float*);
-
-template <int... Less>
-MultiplyDots multiply_dots_of(int rows, std::integer_sequence<int, Less...>) {
-  static constexpr MultiplyDots OF[] = {multiply_dots<Less + 1>...};
-  return OF[rows - 1];
+inline auto multiply_dots_of(int rows) {
+  return by_count<DOT_MOST_ROWS>(rows, [](auto count) { return multiply_dots<decltype(count)::value>; });
 }
-inline MultiplyDots multiply_dots_of(int rows) {
-  return multiply_dots_of(rows, std::make_integer_sequence<int, DOT_MOST_ROWS>{});
-}
-
-template <int... Less>
-MultiplyDotsRising multiply_dots_rising_of(int rows, std::integer_sequence<int, Less...>) {
-  static constexpr MultiplyDotsRising OF[] = {multiply_dots_rising<Less + 1>...};
-  return OF[rows - 1];
-}
-inline MultiplyDotsRising multiply_dots_rising_of(int rows) {
-  return multiply_dots_rising_of(rows, std::make_integer_sequence<int, DOT_MOST_RISING_ROWS>{});
+inline auto multiply_dots_rising_of(int rows) {
+  return by_count<DOT_MOST_RISING_ROWS>(rows, [](auto count) { return multiply_dots_rising<decltype(count)::value>; });
 }
 
 // sums [rows][32] of a packed panel that comes from memory. `next`: what is read behind it, or null.
@@ -281,7 +266,7 @@ inline void stream_dots(const DotPair* x, int rows, const char* w, int steps, co
   if (prefetcher_follows_rising_lines() && rows <= DOT_MOST_RISING_ROWS)
     return multiply_dots_rising_of(rows)(x, w, steps, sums);
   const int streamed = std::max(steps - AHEAD_STEPS, 0);
-  const MultiplyDots multiply = multiply_dots_of(rows);
+  const auto multiply = multiply_dots_of(rows);
   multiply(x, w, streamed, true, {w + AHEAD_STEPS * DOT_STEP_BYTES, DOT_PAIR_LINES}, sums);
   multiply(x + int64_t{streamed} * DOT_PAIRS * rows, w + int64_t{streamed} * DOT_STEP_BYTES, steps - streamed,
            streamed == 0, {next, next == nullptr ? 0 : DOT_PAIR_LINES}, sums);

@@ -86,14 +86,6 @@ __attribute__((noinline)) void multiply_half(const float* x, const float* w, int
     for (int v = 0; v < VECTORS; ++v) store(sums + r * PANEL + v * W, sum[r][v]);
 }
 
-using MultiplyHalf = void (*)(const float*, const float*, int, bool, float*);
-
-template <int... Less>
-MultiplyHalf multiply_half_of(int rows, std::integer_sequence<int, Less...>) {
-  static constexpr MultiplyHalf OF[] = {multiply_half<Less + 1>...};
-  return OF[rows - 1];
-}
-
 template <class T>
 class Worker {
  public:
@@ -120,7 +112,7 @@ class Worker {
 
   void add(int strip, const float* w, float* sums) const {
     const int rows = run_.rows.rows_of(strip);
-    const MultiplyHalf multiply = multiply_half_of(rows, std::make_integer_sequence<int, MOST_ROWS>{});
+    const auto multiply = by_count<MOST_ROWS>(rows, [](auto count) { return multiply_half<decltype(count)::value>; });
     for (int step = 0; step < run_.steps; step += CHUNK)
       for (int half = 0; half < 2; ++half)
         multiply(run_.strip(strip) + int64_t{step} * PANEL * rows, w + step * STEP_FLOATS + half * (STEP_FLOATS / 2),

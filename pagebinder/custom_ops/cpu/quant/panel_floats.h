@@ -6,9 +6,8 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
-#include <utility>
 
+#include "by_count.h"
 #include "decode.h"
 
 namespace pagebinder {
@@ -99,16 +98,8 @@ void add_rows(const QuantizedLinearArgs& a, int64_t row, int step, const float* 
   add_scaled<CODE, ROWS>(a, row, step, scales, sum, sums);
 }
 
-using AddRows = void (*)(const QuantizedLinearArgs&, int64_t, int, const float*, int, const float*, float*);
-
-template <Code CODE, int... Less>
-constexpr std::array<AddRows, sizeof...(Less)> add_rows_by_count(std::integer_sequence<int, Less...>) {
-  return {add_rows<CODE, Less + 1>...};
-}
-
 template <Code CODE>
 void more_rows_in_floats(const QuantizedLinearArgs& a, int64_t panel, int block, float* sums) {
-  static constexpr auto ADD_ROWS = add_rows_by_count<CODE>(std::make_integer_sequence<int, FLOAT_ROWS>{});
   alignas(64) float codes[2][FLOAT_BLOCK_STEPS * QUANT_STEP * TILE_COLUMNS];
   alignas(64) float scales[QUANT_PANEL];
   const uint8_t* from = a.weight + panel * a.panel_bytes();
@@ -119,9 +110,11 @@ void more_rows_in_floats(const QuantizedLinearArgs& a, int64_t panel, int block,
       decode_tile_to_floats<CODE>(from, codes[i % 2] + i / 2 * QUANT_STEP * TILE_COLUMNS);
     scales_of(a, panel, step, scales);
     for (int half = 0; half < 2; ++half)
-      for (int64_t row = 0; row < a.rows; row += FLOAT_ROWS)
-        ADD_ROWS[std::min<int64_t>(FLOAT_ROWS, a.rows - row) - 1](a, row, step, codes[half], count * QUANT_STEP,
-                                                                  scales + half * TILE_COLUMNS, sums + half * TILE_COLUMNS);
+      for (int64_t row = 0; row < a.rows; row += FLOAT_ROWS) {
+        const int rows = static_cast<int>(std::min<int64_t>(FLOAT_ROWS, a.rows - row));
+        const auto add = by_count<FLOAT_ROWS>(rows, [](auto number) { return add_rows<CODE, decltype(number)::value>; });
+        add(a, row, step, codes[half], count * QUANT_STEP, scales + half * TILE_COLUMNS, sums + half * TILE_COLUMNS);
+      }
   }
 }
 
@@ -130,13 +123,11 @@ template <Code CODE>
 void panel_in_floats(const QuantizedLinearArgs& a, int64_t panel, float* sums) {
   const int block = static_cast<int>(std::min<int64_t>(FLOAT_BLOCK_STEPS, a.scaled_steps()));
   std::fill(sums, sums + a.rows * QUANT_PANEL, 0.0f);
-  switch (a.rows <= FLOAT_FEW_ROWS ? a.rows : 0) {
-    case 1: return few_rows_in_floats<CODE, 1>(a, panel, block, sums);
-    case 2: return few_rows_in_floats<CODE, std::min(2, FLOAT_FEW_ROWS)>(a, panel, block, sums);
-    case 3: return few_rows_in_floats<CODE, std::min(3, FLOAT_FEW_ROWS)>(a, panel, block, sums);
-    case 4: return few_rows_in_floats<CODE, std::min(4, FLOAT_FEW_ROWS)>(a, panel, block, sums);
-    default: more_rows_in_floats<CODE>(a, panel, block, sums);
-  }
+  if (a.rows == 0) return;
+  if (a.rows > FLOAT_FEW_ROWS) return more_rows_in_floats<CODE>(a, panel, block, sums);
+  const auto few = by_count<FLOAT_FEW_ROWS>(static_cast<int>(a.rows),
+                                            [](auto number) { return few_rows_in_floats<CODE, decltype(number)::value>; });
+  few(a, panel, block, sums);
 }
 
 using PanelSums = void (*)(const QuantizedLinearArgs&, int64_t panel, float* sums);

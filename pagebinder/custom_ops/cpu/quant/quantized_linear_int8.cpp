@@ -10,59 +10,23 @@
 // A group is at most 128 k, and at most what shares a scale of the weight. What its digits leave out is below 1 / 128 of
 // what bf16 had left out of the group's largest x. Up to eight rows, a strip, meet codes at a time. An element of y has the
 // same bits for any number of rows and threads.
-#include <atomic>
-#include <cmath>
-
 #include "decode.h"
+#include "integer_strips.h"
 #include "memory_streams.h"
-#include "quantized_jobs.h"
 
 namespace pagebinder {
 #if defined(__AVX512VNNI__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 namespace {
 
-constexpr int MOST_ROWS = 8;                    // of a strip
-constexpr int GROUP_STEPS = 4;
 constexpr int WORDS = QUANT_STEP / 4;           // of four digits, of a step
 constexpr int FAR_BYTES = 8192, NEAR_BYTES = 1024;  // that the second cache and the nearest one are asked for ahead
-constexpr int64_t SERIAL_DIGITS = 1 << 15;
-constexpr float LARGEST = 32512.0f;             // of both digits together
-constexpr float LEAST = 1e-30f;                 // of a group's largest x, unless that is zero
 
 // ---- x ---------------------------------------------------------------------------------------------------------
 
-// Of a strip: words [step][word][row][high, low]; factors [group][row]; where sums begin [group][row][high, low], less
-// what the offset of the codes adds.
-struct Digits {
-  int64_t first_row;
-  int rows, steps, span;
-  int32_t* words;
-  float* factors;
-  int32_t* begins;
-
-  int groups() const { return (steps + span - 1) / span; }
-};
-
-// Strips of the same length; the last may be shorter.
-struct Strips {
-  int64_t rows;
-  int steps, span;
-  int count = static_cast<int>((rows + MOST_ROWS - 1) / MOST_ROWS);
-  int most_rows = static_cast<int>((rows + count - 1) / std::max(count, 1));
-  int32_t* memory = nullptr;
-
-  int64_t words_of_row() const { return int64_t{steps} * WORDS * 2; }
-  int64_t groups() const { return (steps + span - 1) / span; }
-  int64_t words() const { return rows * (words_of_row() + 3 * groups()); }  // of everything
-  Digits operator[](int strip) const {
-    const int64_t first = int64_t{strip} * most_rows;
-    int32_t* begins = memory + rows * words_of_row();
-    int32_t* factors = begins + rows * groups() * 2;
-    return {first, static_cast<int>(std::min<int64_t>(most_rows, rows - first)), steps, span,
-            memory + first * words_of_row(), reinterpret_cast<float*>(factors + first * groups()),
-            begins + first * groups() * 2};
-  }
-};
+// Words of a strip: [step][word][row][high, low]. Sums begin [group][row][high, low] with what takes off that the offset of
+// the codes adds.
+using Digits = IntegerStrip;
+static_assert(2 * WORDS == INTEGER_WORDS);
 
 typedef int8_t Bytes __attribute__((vector_size(QUANT_STEP)));
 
@@ -80,17 +44,14 @@ PB_INLINE Bytes in_order(Bytes x) {
 template <Code CODE>
 constexpr int OFFSET = CODE == Code::INT8 ? 128 : 8;  // of codes that are taken as unsigned
 
-// False: x has a group that digits cannot hold.
 template <Code CODE>
 bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
   for (int row = 0; row < d.rows; ++row) {
     const bf16* x = static_cast<const bf16*>(a.x) + (d.first_row + row) * a.x_stride;
     for (int group = 0; group < d.groups(); ++group) {
       const int begin = group * d.span, end = std::min(begin + d.span, d.steps);
-      const int64_t at_group = begin * QUANT_STEP, size = (end - begin) * QUANT_STEP;
-      const float largest = bit_cast<float>(largest_magnitude(x + at_group, size));
-      if (!std::isfinite(largest) || (largest > 0 && largest < LEAST)) return false;
-      const float factor = largest > 0 ? LARGEST / largest : 0.0f;
+      const float largest = largest_of_group(x, begin, end), factor = to_integers(largest);
+      if (!integers_hold(largest)) return false;
       __m512i sum_high{}, sum_low{};
       for (int step = begin; step < end; ++step) {
         Bytes high, low;
@@ -110,7 +71,7 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
         for (int i = 0; i < WORDS; ++i, to += 2 * d.rows) to[0] = words[0][i], to[1] = words[1][i];
       }
       const int at = group * d.rows + row;
-      d.factors[at] = largest / LARGEST;
+      d.factors[at] = largest / LARGEST_INTEGER;
       d.begins[2 * at] = -OFFSET<CODE> * _mm512_reduce_add_epi32(sum_high);
       d.begins[2 * at + 1] = -OFFSET<CODE> * _mm512_reduce_add_epi32(sum_low);
     }
@@ -240,67 +201,29 @@ void add_panel(const QuantizedLinearArgs& a, const Digits& d, int64_t panel, VF 
   }
 }
 
-struct Run : QuantizedRun {
-  const Strips strips;
-  std::atomic<int> next_strip{0};
-  std::atomic<bool> fits{true};
+struct Int8Dots {
+  static constexpr int MOST_ROWS = 8, BEGINS = 2;
 
-  Run(const QuantizedLayers& c, const Strips& s) : QuantizedRun(c), strips(s) {}
+  template <Code CODE>
+  static bool make(const QuantizedLinearArgs& layer, const Digits& to) { return make_digits<CODE>(layer, to); }
+
+  template <Code CODE, int ROWS>
+  static void meet(const QuantizedRun& run, const Digits& digits, const QuantizedJob& job, bool) {
+    VF totals[2][ROWS][2] = {};
+    constexpr bool STREAMS = halves_of(ROWS) == 2;  // one half at a time is read in order anyway
+    const auto add = STREAMS && prefetcher_follows_rising_lines() ? add_panel<CODE, ROWS, STREAMS>
+                                                                  : add_panel<CODE, ROWS, false>;
+    for (int part = 0; part < run.parts; ++part) add(job.layer[part], digits, job.panel, totals[part]);
+    const float* const of[] = {reinterpret_cast<float*>(totals[0]), reinterpret_cast<float*>(totals[1])};
+    write_panel<bf16>(run, job, of, digits.first_row, ROWS);
+  }
 };
-
-template <Code CODE>
-void digits_worker(void* context, int) {
-  Run& run = static_cast<Run&>(*static_cast<QuantizedRun*>(context));
-  for (int strip; (strip = run.next_strip.fetch_add(1, std::memory_order_relaxed)) < run.strips.count;)
-    if (!make_digits<CODE>(run.args, run.strips[strip])) run.fits.store(false, std::memory_order_relaxed);
-}
-
-template <Code CODE, int ROWS>
-void meet_strip(const QuantizedRun& run, const Digits& digits, const QuantizedJob& job) {
-  VF totals[2][ROWS][2] = {};
-  constexpr bool STREAMS = halves_of(ROWS) == 2;  // one half at a time is read in order anyway
-  const auto add = STREAMS && prefetcher_follows_rising_lines() ? add_panel<CODE, ROWS, STREAMS>
-                                                                : add_panel<CODE, ROWS, false>;
-  for (int part = 0; part < run.parts; ++part) add(job.layer[part], digits, job.panel, totals[part]);
-  const float* const of[] = {reinterpret_cast<float*>(totals[0]), reinterpret_cast<float*>(totals[1])};
-  write_panel<bf16>(run, job, of, digits.first_row, ROWS);
-}
-
-using MeetStrip = void (*)(const QuantizedRun&, const Digits&, const QuantizedJob&);
-
-template <Code CODE, int... Less>
-MeetStrip meet_strip_of(int rows, std::integer_sequence<int, Less...>) {
-  static constexpr MeetStrip OF[] = {meet_strip<CODE, Less + 1>...};
-  return OF[rows - 1];
-}
-
-template <Code CODE>
-void panel_worker(void* context, int index) {
-  Run& run = static_cast<Run&>(*static_cast<QuantizedRun*>(context));
-  for (int i; (i = run.work.take(index)) < run.num_jobs;)
-    for (int strip = 0; strip < run.strips.count; ++strip) {
-      const Digits digits = run.strips[strip];
-      meet_strip_of<CODE>(digits.rows, std::make_integer_sequence<int, MOST_ROWS>{})(run, digits, run.job(i));
-    }
-}
 
 }  // namespace
 
 bool quantized_linear_with_int8_dots(const QuantizedLayers& call) {
-  static thread_local Buffer memory;
-  const QuantizedLinearArgs& a = call.first();
-  const bool served = a.rows <= QUANT_MOST_DOT_ROWS || !quantized_linear_has_tiles();
-  if (!served || a.code == Code::FP8 || a.x_scale != nullptr || a.wide_out) return false;
-  const int steps = static_cast<int>(a.inner / QUANT_STEP);
-  Strips strips{a.rows, steps, static_cast<int>(std::min<int64_t>(a.scaled_steps(), GROUP_STEPS))};
-  strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
-  Run run(call, strips);
-  const bool is_int8 = a.code == Code::INT8;
-  run.in_workers(a.rows * a.inner < SERIAL_DIGITS, is_int8 ? digits_worker<Code::INT8> : digits_worker<Code::INT4>);
-  if (!run.fits.load()) return false;
-  tell_next_weights(run);
-  run.in_workers(false, is_int8 ? panel_worker<Code::INT8> : panel_worker<Code::INT4>);
-  return true;
+  const bool served = call.first().rows <= QUANT_MOST_DOT_ROWS || !quantized_linear_has_tiles();
+  return served && multiply_integers<Int8Dots>(call);
 }
 
 #else

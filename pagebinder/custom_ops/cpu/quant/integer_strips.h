@@ -1,0 +1,117 @@
+// What kernels on integer products have in common (quantized_linear_int8.cpp, quantized_linear_int16.cpp): x as integers
+// of 16 bits, in strips of rows and in groups of k that share a scale, and the jobs in which strips meet panels.
+//
+//     x [row][group of k]   =   factor * integer          to 1 / 65,024 of the group's largest
+//
+// A group is at most 128 k, and at most what shares a scale of the weight. A kernel is a struct with
+//
+//     MOST_ROWS, BEGINS                          rows of a strip; sums that each of them begins
+//     make<CODE>(layer, strip)                   fills in a strip; false: x has a group that integers cannot hold
+//     meet<CODE, ROWS>(run, strip, job, first)   a strip's rows times a job's panels, written. first: of the job
+#pragma once
+
+#include <atomic>
+#include <cmath>
+
+#include "by_count.h"
+#include "quantized_jobs.h"
+
+namespace pagebinder {
+
+constexpr int INTEGER_GROUP_STEPS = 4;
+constexpr int INTEGER_WORDS = QUANT_STEP / 2;    // of 32 bits, of a row and a step
+constexpr int64_t SERIAL_INTEGERS = 1 << 15;     // elements of x
+constexpr float LARGEST_INTEGER = 32512.0f;
+constexpr float LEAST_LARGEST = 1e-30f;          // of a group's largest x, unless that is zero
+
+// Words [step][word][row], in the kernel's order within a step; factors [group][row]; begins [group][row][BEGINS].
+struct IntegerStrip {
+  int64_t first_row;
+  int rows, steps, span;
+  int32_t* words;
+  float* factors;
+  int32_t* begins;
+
+  int groups() const { return (steps + span - 1) / span; }
+};
+
+// Strips of the same length; the last may be shorter.
+template <class Kernel>
+struct IntegerStrips {
+  int64_t rows;
+  int steps, span;
+  int count = static_cast<int>((rows + Kernel::MOST_ROWS - 1) / Kernel::MOST_ROWS);
+  int most_rows = static_cast<int>((rows + count - 1) / std::max(count, 1));
+  int32_t* memory = nullptr;
+
+  int64_t words_of_row() const { return int64_t{steps} * INTEGER_WORDS; }
+  int64_t groups() const { return (steps + span - 1) / span; }
+  int64_t words() const { return rows * (words_of_row() + (Kernel::BEGINS + 1) * groups()); }  // of everything
+  IntegerStrip operator[](int strip) const {
+    const int64_t first = int64_t{strip} * most_rows;
+    int32_t* begins = memory + rows * words_of_row();
+    int32_t* factors = begins + rows * groups() * Kernel::BEGINS;
+    return {first, static_cast<int>(std::min<int64_t>(most_rows, rows - first)), steps, span,
+            memory + first * words_of_row(), reinterpret_cast<float*>(factors + first * groups()),
+            begins + first * groups() * Kernel::BEGINS};
+  }
+};
+
+// The largest magnitude of the steps [begin, end) of a row of x, and whether integers can stand for them.
+inline float largest_of_group(const bf16* x, int begin, int end) {
+  return bit_cast<float>(largest_magnitude(x + int64_t{begin} * QUANT_STEP, int64_t{end - begin} * QUANT_STEP));
+}
+inline bool integers_hold(float largest) {
+  return std::isfinite(largest) && (largest == 0 || largest >= LEAST_LARGEST);
+}
+inline float to_integers(float largest) { return largest > 0 ? LARGEST_INTEGER / largest : 0.0f; }
+
+template <class Kernel>
+struct IntegerRun : QuantizedRun {
+  const IntegerStrips<Kernel> strips;
+  std::atomic<int> next_strip{0};
+  std::atomic<bool> fits{true};
+
+  IntegerRun(const QuantizedLayers& c, const IntegerStrips<Kernel>& s) : QuantizedRun(c), strips(s) {}
+};
+
+template <class Kernel, Code CODE>
+void make_integers_worker(void* context, int) {
+  auto& run = static_cast<IntegerRun<Kernel>&>(*static_cast<QuantizedRun*>(context));
+  for (int strip; (strip = run.next_strip.fetch_add(1, std::memory_order_relaxed)) < run.strips.count;)
+    if (!Kernel::template make<CODE>(run.args, run.strips[strip])) run.fits.store(false, std::memory_order_relaxed);
+}
+
+template <class Kernel, Code CODE>
+void integer_panels_worker(void* context, int index) {
+  auto& run = static_cast<IntegerRun<Kernel>&>(*static_cast<QuantizedRun*>(context));
+  for (int i; (i = run.work.take(index)) < run.num_jobs;)
+    for (int strip = 0; strip < run.strips.count; ++strip) {
+      const IntegerStrip x = run.strips[strip];
+      const auto meet = by_count<Kernel::MOST_ROWS>(
+          x.rows, [](auto rows) { return &Kernel::template meet<CODE, decltype(rows)::value>; });
+      meet(run, x, run.job(i), strip == 0);
+    }
+}
+
+// False, and nothing was done: other codes, rows with scales or wide results, an x that integers cannot hold.
+template <class Kernel>
+bool multiply_integers(const QuantizedLayers& call) {
+  static thread_local Buffer memory;
+  const QuantizedLinearArgs& a = call.first();
+  if (a.code == Code::FP8 || a.x_scale != nullptr || a.wide_out) return false;
+  const int steps = static_cast<int>(a.inner / QUANT_STEP);
+  const int span = static_cast<int>(std::min<int64_t>(a.scaled_steps(), INTEGER_GROUP_STEPS));
+  IntegerStrips<Kernel> strips{a.rows, steps, span};
+  strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
+  IntegerRun<Kernel> run(call, strips);
+  const bool is_int8 = a.code == Code::INT8;
+  run.in_workers(a.rows * a.inner < SERIAL_INTEGERS, is_int8 ? make_integers_worker<Kernel, Code::INT8>
+                                                             : make_integers_worker<Kernel, Code::INT4>);
+  if (!run.fits.load()) return false;
+  tell_next_weights(run);
+  run.in_workers(false, is_int8 ? integer_panels_worker<Kernel, Code::INT8> : integer_panels_worker<Kernel, Code::INT4>);
+  return true;
+}
+
+}  // namespace pagebinder
