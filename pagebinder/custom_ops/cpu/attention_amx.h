@@ -244,7 +244,7 @@ bool attend_with_tiles(BlockContext<bf16>& c, int padded, TileRun* runs, int num
     const BlockKeys keys = block_keys(all, at, TILE_BLOCK_KEYS, TILE_STEP);
     const int num_keys = keys.to - keys.from;
     if (!find_rows(c.args, c.tile, c.kv_head, keys, rows, TILE_BLOCK_KEYS)) return false;
-    take_rows(c, Rows<S>{rows, 0}, Rows<S>{rows, 0}, num_keys, decoded_rows, TILE_BLOCK_KEYS);
+    take_rows(c, Rows<S>{rows, 0}, Rows<S>{}, 0, num_keys, decoded_rows, TILE_BLOCK_KEYS);
     const uint32_t* packed = pack_values(c, num_keys, W, TILE_BLOCK_KEYS / 2 * W);
     for (int i = 0; i < num_runs; ++i) {
       if (runs[i].part.end <= keys.begin || runs[i].part.begin >= keys.end) continue;

@@ -20,7 +20,7 @@ struct Scores {
 #if PAGEBINDER_BF16_DOT
   using Plain = std::conditional_t<PAIRED<R>, PairElements, FloatElements<R>>;
 #else
-  using Plain = FloatElements<R>;
+  using Plain = std::conditional_t<std::is_same_v<R, bf16>, ApartElements, FloatElements<R>>;
 #endif
   using Direct = std::conditional_t<QUANTISED<R>, CodeElements<R>, Plain>;
   using Staged = FloatElements<float>;
@@ -57,7 +57,7 @@ struct Scores {
     }
   }
 
-  static void compute(const BlockContext<T, R>& c, int num_keys) {
+  static void compute(BlockContext<T, R>& c, int num_keys) {
     if (!staged(c.width)) {
       if constexpr (DOT)
         dot_scores<Direct, STRIDE>(c.rows, c.ahead, num_keys, query<Direct>(c), c.width, c.scratch.scores);
@@ -69,8 +69,9 @@ struct Scores {
     stage_rows(c.rows, num_keys, c.width, c.scratch.staged_k, k_rows);
     for (int k = num_keys; k < ROW_BUFFER; ++k) k_rows[k] = k_rows[num_keys - 1];
     const Rows<float> keys{k_rows, 0};
+    AheadLines<float> nothing;
     if constexpr (DOT)
-      dot_scores<Staged, STRIDE>(keys, {}, num_keys, query<Staged>(c), padded(c.width), c.scratch.scores);
+      dot_scores<Staged, STRIDE>(keys, nothing, num_keys, query<Staged>(c), padded(c.width), c.scratch.scores);
     else lane_scores<Staged, STRIDE / W>(keys, num_keys, query<Staged>(c), c.width, c.scratch.scores);
   }
 };
@@ -101,7 +102,7 @@ inline const uint32_t* pack_values(const BlockContext<bf16>& c, int num_keys, in
 #endif
 
 template <class T, class R, int STRIDE>
-void values(const BlockContext<T, R>& c, const ValueBlock& block) {
+void values(BlockContext<T, R>& c, const ValueBlock& block) {
 #if PAGEBINDER_BF16_DOT
   if constexpr (PAIR_WEIGHTS<R, STRIDE>) {
     const uint32_t* packed = pack_values(c, block.num_keys, c.vectors_v * W, W);
@@ -115,7 +116,8 @@ void values(const BlockContext<T, R>& c, const ValueBlock& block) {
   if (CONVERT_ONCE || narrow) {
     const float* v_rows[ROW_BUFFER];
     stage_rows(rows, block.num_keys, c.width_v, c.scratch.staged_v, v_rows);
-    add_values<STRIDE>(block, Rows<float>{v_rows, 0}, {}, c.tile.rows, c.vectors_v * W);
+    AheadLines<float> nothing;
+    add_values<STRIDE>(block, Rows<float>{v_rows, 0}, nothing, c.tile.rows, c.vectors_v * W);
   } else if constexpr (!CONVERT_ONCE) {
     add_values<STRIDE>(block, rows, c.ahead, c.tile.rows, c.width_v);
   }

@@ -76,7 +76,7 @@ struct TileContext {
 template <class T, class R = T>
 struct BlockContext : TileContext<T> {
   Rows<R> rows;         // of these keys: K, then V
-  AheadRows<R> ahead;   // of those read after them
+  AheadLines<R> ahead;  // of those read after them
   int64_t row_stride;   // of rows that are neighbours
 };
 

@@ -6,6 +6,8 @@
 // Both read K through row pointers, so any block size and layout costs the same as contiguous memory.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace pagebinder {
@@ -21,22 +23,39 @@ struct Rows {
   PB_INLINE Rows after(int64_t elements) const { return {rows, offset + elements}; }
 };
 
-// Rows of `length` elements that are read after those at hand: the second cache is asked for them now, so that memory and
-// arithmetic overlap (the nearest one would lose what is at hand). Half by half in the order in which they lie, or the
-// processor's own prefetcher does not follow. Of rows at hand the nearest cache is asked for those some keys further on;
-// as with all keys that forms compute beyond the last, there are pointers for MAX_KEYS_AT_ONCE more.
+// The lines of rows that are read after those at hand: the second cache is asked for one of them whenever a line at hand is
+// read, so that memory is busy all the time (the nearest cache would lose what is at hand). In the order in which they lie,
+// or neither memory nor the processor's own prefetcher is at its fastest. Of rows at hand the nearest cache is asked for
+// those some keys further on; as with all keys that forms compute beyond the last, there are pointers for
+// MAX_KEYS_AT_ONCE more.
 template <class T>
-struct AheadRows {
-  Rows<T> rows;
-  int length = 0;  // 0: nothing comes from memory
-  // Lines of a half row.
-  int lines() const { return (length / 2 * static_cast<int>(sizeof(T)) + 63) / 64; }
-  PB_INLINE void ask(int half) const { ask(half, 0, lines()); }
-  PB_INLINE void ask(int half, int first_line, int lines) const {
-    if (lines == 0) return;
-    const char* at = reinterpret_cast<const char*>(rows[half / 2] + half % 2 * (length / 2)) + first_line * 64;
-    for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * 64, 0, 2);
+class AheadLines {
+ public:
+  AheadLines() = default;  // nothing comes from memory
+  AheadLines(Rows<T> rows, int num_rows, int length) : rows_(rows), left_(num_rows), row_bytes_(length * sizeof(T)) {
+    if (left_ > 0) begin_row();
   }
+  bool any() const { return left_ > 0; }
+  PB_INLINE void ask() {
+    if (left_ == 0) return;
+    __builtin_prefetch(at_, 0, 2);
+    at_ += 64;
+    if (at_ >= end_ && --left_ > 0) ++rows_.rows, begin_row();
+  }
+  void ask_for_rest() {
+    while (left_ > 0) ask();
+  }
+
+ private:
+  PB_INLINE void begin_row() {
+    at_ = reinterpret_cast<const char*>(rows_[0]);
+    end_ = at_ + row_bytes_;
+  }
+
+  Rows<T> rows_{};
+  int left_ = 0;
+  int64_t row_bytes_ = 0;
+  const char *at_ = nullptr, *end_ = nullptr;
 };
 
 // How a form reads elements. `Key` in the cache, `Query` as packed; `STEP` elements make one multiply-add.
@@ -51,6 +70,21 @@ struct FloatElements {
   static PB_INLINE Vec load_query(const Query* p) { return load<VF>(p); }
   static PB_INLINE Vec splat_key(const Key* p) { return splat(*p); }
   static PB_INLINE VF madd(VF sum, Vec a, Vec b) { return sum + a * b; }
+};
+
+// bf16 become floats by one instruction each if those at even places are in one vector and those at odd ones in another.
+struct ApartElements {
+  using Key = bf16;
+  using Query = float;  // in that order, too
+  static constexpr int STEP = 2 * W;
+  static constexpr int PER_LANE = 1;
+  using Vec = Pair;
+  static PB_INLINE Vec load_key(const Key* p) {
+    const VU both = load<VU>(p);
+    return {bit_cast<VF>(both << 16), bit_cast<VF>(both & 0xffff0000u)};
+  }
+  static PB_INLINE Vec load_query(const Query* p) { return {load<VF>(p), load<VF>(p + W)}; }
+  static PB_INLINE VF madd(VF sum, Vec a, Vec b) { return sum + a.first * b.first + a.second * b.second; }
 };
 
 #if PAGEBINDER_BF16_DOT
@@ -90,19 +124,25 @@ void pack_dot_queries(const T* const* q_rows, int rows, int width, typename E::Q
         float lanes[E::STEP];
         for (int e = 0; e < E::STEP; e += W) store(lanes + e, load_float(q_rows[r] + offset + e));
         for (int e = begin - offset; e < E::STEP; ++e) to[e] = lanes[e];
+        if constexpr (std::is_same_v<E, ApartElements>) {
+          VF even = load<VF>(to), odd = load<VF>(to + W);
+          take_apart(even, odd);
+          store(to, even), store(to + W, odd);
+        }
       }
     }
   }
 }
 
-// Asks for the first half of the rows `ahead`.
 template <class E, int ROWS>
-void dot_scores(Rows<typename E::Key> k_rows, AheadRows<typename E::Key> ahead, int num_keys,
+void dot_scores(Rows<typename E::Key> k_rows, AheadLines<typename E::Key>& ahead, int num_keys,
                 const typename E::Query* q, int width, float* scores) {
   constexpr int KEYS = W > ROWS ? W / ROWS : 1;  // keys whose sums fill whole vectors
   constexpr int SUB = KEYS < 8 ? KEYS : 8;       // keys in flight
+  constexpr int STEP_BYTES = E::STEP * static_cast<int>(sizeof(typename E::Key));
+  constexpr int LINE_STEPS = STEP_BYTES < 64 ? 64 / STEP_BYTES : 1;
   const int steps = (width + E::STEP - 1) / E::STEP, last = width - E::STEP;
-  const int lines = (ahead.lines() + steps - 1) / steps;  // of a half row, asked for in a step
+  const bool from_memory = ahead.any();
   for (int k = 0; k < num_keys; k += KEYS) {
     VF sum[KEYS * ROWS] = {};
     PB_UNROLL
@@ -111,10 +151,10 @@ void dot_scores(Rows<typename E::Key> k_rows, AheadRows<typename E::Key> ahead, 
       PB_UNROLL
       for (int j = 0; j < SUB; ++j) {
         key[j] = k_rows[k + sub + j];
-        near[j] = lines > 0 ? k_rows[k + sub + j + SUB] : key[j];
+        near[j] = from_memory ? k_rows[k + sub + j + SUB] : key[j];
       }
       const typename E::Query* packed = q;
-      for (int i = 0; i < steps; ++i, packed += ROWS * E::STEP) {
+      const auto step = [&](int i) __attribute__((always_inline)) {
         const int offset = i * E::STEP < last ? i * E::STEP : last;
         typename E::Vec query[ROWS];
         PB_UNROLL
@@ -122,11 +162,23 @@ void dot_scores(Rows<typename E::Key> k_rows, AheadRows<typename E::Key> ahead, 
         PB_UNROLL
         for (int j = 0; j < SUB; ++j) {
           typename E::Vec x = E::load_key(key[j] + offset);
-          __builtin_prefetch(near[j] + offset);
-          ahead.ask(k + sub + j, i * lines, lines);
           PB_UNROLL
           for (int r = 0; r < ROWS; ++r)
             sum[(sub + j) * ROWS + r] = E::madd(sum[(sub + j) * ROWS + r], x, query[r]);
+        }
+        packed += ROWS * E::STEP;
+      };
+      for (int i = 0; i < steps; i += LINE_STEPS) {  // line by line of K
+        PB_UNROLL
+        for (int j = 0; j < SUB; ++j) {
+          __builtin_prefetch(near[j] + i * E::STEP);
+          ahead.ask();
+        }
+        if (i + LINE_STEPS <= steps) {
+          PB_UNROLL
+          for (int s = 0; s < LINE_STEPS; ++s) step(i + s);
+        } else {
+          for (int s = i; s < steps; ++s) step(s);
         }
       }
     }

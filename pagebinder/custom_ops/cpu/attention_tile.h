@@ -104,7 +104,7 @@ void softmax_keys(const BlockContext<T, R>& c, SoftmaxState<STRIDE>& state, cons
 
 // One head's attention to a block of keys.
 template <bool SCALED, class T, class R, int STRIDE>
-void attend_block(const BlockContext<T, R>& c, SoftmaxState<STRIDE>& state, const BlockKeys& keys, float* out,
+void attend_block(BlockContext<T, R>& c, SoftmaxState<STRIDE>& state, const BlockKeys& keys, float* out,
                   bool first) {
   using State = SoftmaxState<STRIDE>;
   const int num_keys = keys.to - keys.from;
@@ -122,8 +122,8 @@ using RowsRead = std::conditional_t<QUANTISED<S> && (STRIDE > DOT_ROWS), T, S>;
 
 // Turns to one head's rows of a block: `stored`, and `ahead` those to be read next.
 template <class T, class R, class S>
-void take_rows(BlockContext<T, R>& c, Rows<S> stored, Rows<S> ahead, int num_keys, const R** decoded_rows,
-               int capacity = ROW_BUFFER) {
+void take_rows(BlockContext<T, R>& c, Rows<S> stored, Rows<S> ahead, int num_ahead, int num_keys,
+               const R** decoded_rows, int capacity = ROW_BUFFER) {
   if constexpr (QUANTISED<S>) {
     const AttentionArgs& a = c.args;
     const int width = c.width + c.width_v;
@@ -138,8 +138,10 @@ void take_rows(BlockContext<T, R>& c, Rows<S> stored, Rows<S> ahead, int num_key
       c.rows = {decoded_rows, 0}, c.ahead = {};
     }
   }
-  if constexpr (std::is_same<R, S>::value)
-    c.rows = stored, c.ahead = {ahead, std::max(c.width, static_cast<int>(c.args.value_offset) + c.width_v)};
+  if constexpr (std::is_same<R, S>::value) {
+    c.rows = stored;
+    c.ahead = {ahead, num_ahead, std::max(c.width, static_cast<int>(c.args.value_offset) + c.width_v)};
+  }
 }
 
 // Block by block, and within a block head by head: memory is read in the order in which it lies.
@@ -174,11 +176,10 @@ bool attend(BlockContext<T, R>& c, const Plan& plan, const Job& job, const Job* 
         Scores<T, R, STRIDE>::pack(c);
       }
       const bool last = h + 1 == job.num_heads;
-      const Rows<S> ahead = last ? Rows<S>{num_next > 0 ? next_rows : rows, 0} : Rows<S>{rows, (h + 1) * head_stride};
-      take_rows(c, Rows<S>{rows, h * head_stride}, ahead, num_keys, decoded_rows);
+      const Rows<S> ahead = last ? Rows<S>{next_rows, 0} : Rows<S>{rows, (h + 1) * head_stride};
+      take_rows(c, Rows<S>{rows, h * head_stride}, ahead, last ? num_next : num_keys, num_keys, decoded_rows);
       attend_block<QUANTISED<S>>(c, states[h], keys, c.scratch.out + h * c.scratch.out_floats, first);
-      if (last && STRIDE <= DOT_ROWS)  // a short block asked for as many rows only as it has
-        for (int half = 2 * num_keys; half < 2 * num_next; ++half) c.ahead.ask(half);
+      if (STRIDE <= DOT_ROWS) c.ahead.ask_for_rest();  // a short block asked for few
     }
   }
   return true;

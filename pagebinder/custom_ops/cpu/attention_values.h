@@ -67,17 +67,21 @@ constexpr int NEAR_KEYS = 8;
 static_assert(NEAR_KEYS <= MAX_KEYS_AT_ONCE);
 
 // Rows [row, row + ROWS) and vectors [column, column + COLUMNS), which start at element `offset` of a V row. The first
-// of few rows asks for the second half of the rows `ahead`, and for V some keys further on.
+// of few rows asks for lines `ahead`, and for V some keys further on.
 template <int STRIDE, int ROWS, int COLUMNS, class T>
-PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, AheadRows<T> ahead, int row, int column, int offset) {
+PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, AheadLines<T>& ahead, int row, int column, int offset) {
+  constexpr int LINES = (COLUMNS * W * static_cast<int>(sizeof(T)) + 63) / 64;
   VF sum[ROWS][COLUMNS];
   begin_block<T>(b, row, column, sum);
   const float* weight = b.weights + row;
   v_rows = v_rows.after(offset);
+  const bool from_memory = STRIDE <= 8 && row == 0 && ahead.any();
   for (int k = 0; k < b.num_keys; ++k, weight += STRIDE) {
     const T* from = v_rows[k];
-    if (STRIDE <= 8 && row == 0 && column == 0) ahead.ask(b.num_keys + k);
-    if (STRIDE <= 8 && row == 0 && ahead.length > 0) prefetch(v_rows[k + NEAR_KEYS], COLUMNS * W);
+    if (from_memory) {
+      for (int i = 0; i < LINES; ++i) ahead.ask();
+      prefetch(v_rows[k + NEAR_KEYS], COLUMNS * W);
+    }
     VF v[COLUMNS];
     load_floats(from, v);
     PB_UNROLL
@@ -92,7 +96,7 @@ PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, AheadRows<T> ahe
 
 // All columns of some rows: as many vectors at a time as registers allow, then halves of that.
 template <int STRIDE, int ROWS, int COLUMNS, class T>
-PB_INLINE void value_columns(const ValueBlock& b, Rows<T> v_rows, AheadRows<T> ahead, int row, int column, int width) {
+PB_INLINE void value_columns(const ValueBlock& b, Rows<T> v_rows, AheadLines<T>& ahead, int row, int column, int width) {
   const int full = width / W;
   for (; column + COLUMNS <= full; column += COLUMNS)
     value_block<STRIDE, ROWS, COLUMNS>(b, v_rows, ahead, row, column, column * W);
@@ -101,7 +105,7 @@ PB_INLINE void value_columns(const ValueBlock& b, Rows<T> v_rows, AheadRows<T> a
 }
 
 template <int STRIDE, class T>
-void add_values(const ValueBlock& block, Rows<T> v_rows, AheadRows<T> ahead, int rows, int width) {
+void add_values(const ValueBlock& block, Rows<T> v_rows, AheadLines<T>& ahead, int rows, int width) {
   constexpr int ROWS = STRIDE < 8 ? STRIDE : W == 16 ? 8 : 4;
   constexpr int SUMS = W == 16 ? 16 : 8;
   constexpr int COLUMNS = SUMS / ROWS < 8 ? SUMS / ROWS : 8;

@@ -29,7 +29,6 @@ constexpr float UNIT = std::is_same<S, f8e4m3>::value ? 256.0f : 1.0f;
 // Two vectors of codes, in neighbouring lanes of 16 bits while they are moved about.
 typedef int8_t VS2 __attribute__((vector_size(W * 2)));
 typedef int16_t VSH2 __attribute__((vector_size(W * 4)));
-struct Pair { VF first, second; };
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 PB_INLINE VSH2 widen_signed(VS2 x) { return bit_cast<VSH2>(_mm512_cvtepi8_epi16(bit_cast<__m256i>(x))); }

@@ -59,6 +59,8 @@ PB_INLINE void store(P* address, V value) {
   std::memcpy(address, &value, sizeof(value));
 }
 
+struct Pair { VF first, second; };
+
 PB_INLINE VF splat(float x) { return x - VF{}; }
 PB_INLINE VI splat_int(int32_t x) { return x - VI{}; }
 PB_INLINE VF select(VI mask, VF yes, VF no) { return mask ? yes : no; }
@@ -106,10 +108,16 @@ PB_INLINE void prefetch(const T* p, int count) {
 
 // ---- conversions -----------------------------------------------------------------------------------------
 
-// The generic conversion of 16 lanes takes three instructions instead of one with some compilers.
+// The generic conversions take several instructions with some compilers. Words to be narrowed have no bits above 16.
 #if defined(__AVX512F__)
 PB_INLINE VU widen(VH x) { return bit_cast<VU>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(x))); }
 PB_INLINE VH narrow(VU x) { return bit_cast<VH>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(x))); }
+#elif defined(__AVX2__)
+PB_INLINE VU widen(VH x) { return bit_cast<VU>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(x))); }
+PB_INLINE VH narrow(VU x) {
+  const __m256i wide = bit_cast<__m256i>(x);
+  return bit_cast<VH>(_mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
+}
 #else
 PB_INLINE VU widen(VH x) { return __builtin_convertvector(x, VU); }
 PB_INLINE VH narrow(VU x) { return __builtin_convertvector(x, VH); }

@@ -59,7 +59,8 @@ void add_rows(const HeadProductArgs& a, int64_t head, int64_t token, int count, 
     }
   }
   const Rows<T> rows{weight_rows<T>(a, head, work), 0};
-  add_values<TOKENS>({weights, inner, nullptr, sums, stride, true}, rows, {}, count, outer);
+  AheadLines<T> nothing;
+  add_values<TOKENS>({weights, inner, nullptr, sums, stride, true}, rows, nothing, count, outer);
   for (int t = 0; t < count; ++t) {
     T* to = out_row<T>(a, token + t, head);
     for (int i = 0; i < vectors; ++i)
@@ -84,7 +85,8 @@ void dot_rows(const HeadProductArgs& a, int64_t head, int64_t token, int count, 
   auto* queries = reinterpret_cast<typename E::Query*>(packed);
   pack_dot_queries<E, TOKENS>(x, count, inner, queries);
   const Rows<T> rows{weight_rows<T>(a, head, work), 0};
-  dot_scores<E, TOKENS>(rows, {}, outer, queries, inner, dots);
+  AheadLines<T> nothing;
+  dot_scores<E, TOKENS>(rows, nothing, outer, queries, inner, dots);
   for (int t = 0; t < count; ++t) {
     T* to = out_row<T>(a, token + t, head);
     for (int i = 0; i < outer; i += W) {

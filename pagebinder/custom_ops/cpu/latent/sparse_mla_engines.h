@@ -48,7 +48,8 @@ struct FloatEngine {
 
   static void values(const SparseContext& c, const float* const* v_rows, int rows, ValueBlock block) {
     const Rows<float> v{v_rows, 0};
-    add_values<STRIDE>(block, v, {}, rows, c.vectors_v * W);
+    AheadLines<float> nothing;
+    add_values<STRIDE>(block, v, nothing, rows, c.vectors_v * W);
   }
 };
 
