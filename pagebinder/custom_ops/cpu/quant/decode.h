@@ -38,6 +38,23 @@ PB_INLINE VF decode_lanes(VU lanes, int i) {
   }
 }
 
+// The codes of each lane, in the order of k; those of FP8 times 2^-120, as they are only placed, two at a time.
+template <Code CODE>
+PB_INLINE void place_lanes(VU lanes, VF (&codes)[IN_LANE<CODE>]) {
+  if constexpr (CODE == Code::FP8) {
+    typedef int16_t Words __attribute__((vector_size(W * 4)));
+    const Words upper = bit_cast<Words>(lanes), both[] = {upper << 8, upper};
+    PB_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const VU placed = bit_cast<VU>((both[i] >> 4) & static_cast<int16_t>(0x87f0));
+      codes[2 * i] = bit_cast<VF>(placed << 16), codes[2 * i + 1] = bit_cast<VF>(placed & 0xffff0000u);
+    }
+  } else {
+    PB_UNROLL
+    for (int i = 0; i < IN_LANE<CODE>; ++i) codes[i] = decode_lanes<CODE>(lanes, i);
+  }
+}
+
 // A tile -> floats [32 k][16 columns].
 template <Code CODE>
 PB_INLINE void decode_tile_to_floats(const uint8_t* from, float* to) {

@@ -14,6 +14,7 @@
 #include <cmath>
 
 #include "by_count.h"
+#include "lifted_rows.h"
 #include "quantized_jobs.h"
 
 namespace pagebinder {
@@ -59,7 +60,7 @@ struct IntegerStrips {
 
 // The largest magnitude of the steps [begin, end) of a row of x, and whether integers can stand for them.
 inline float largest_of_group(const bf16* x, int begin, int end) {
-  return bit_cast<float>(largest_magnitude(x + int64_t{begin} * QUANT_STEP, int64_t{end - begin} * QUANT_STEP));
+  return bit_cast<float>(largest_bits(x + int64_t{begin} * QUANT_STEP, int64_t{end - begin} * QUANT_STEP));
 }
 inline bool integers_hold(float largest) {
   return std::isfinite(largest) && (largest == 0 || largest >= LEAST_LARGEST);

@@ -2,13 +2,15 @@
 //
 // Of few rows codes become floats in registers and are used there: codes are read once and in order. More rows meet
 // blocks of steps that were decoded into the nearest cache, some rows at a time. An element is summed in the same order
-// whatever the number of rows: the k of a block from zero on, then the blocks.
+// whatever the number of rows: those of even k of a block from zero on, those of odd k, as a sum waits for the one
+// before, and then the blocks.
 #pragma once
 
 #include <algorithm>
 
 #include "by_count.h"
 #include "decode.h"
+#include "lifted_rows.h"
 
 namespace pagebinder {
 
@@ -35,27 +37,41 @@ PB_INLINE void add_scaled(const QuantizedLinearArgs& a, int64_t row, int step, c
 
 // ---- few rows --------------------------------------------------------------------------------------------------
 
-// sum [row][16 columns] += x [row][32 k] times a tile.
+// Do codes meet rows that were lifted?
+inline bool meets_lifted_rows(Code code, int64_t rows) { return code == Code::FP8 && rows <= FLOAT_FEW_ROWS; }
+
+// Rows that are `stride` apart, lifted where codes meet such rows. lowering: [FLOAT_FEW_ROWS], of those
+// (QuantizedLinearArgs).
+template <class T>
+void rows_for_codes(Code code, const T* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t stride, float* to,
+                    float* lowering) {
+  for (int64_t r = 0; r < rows; ++r, x += x_stride, to += stride) {
+    if (meets_lifted_rows(code, rows)) lowering[r] = power_of_two(120 - lift_row(x, inner, to)) / FLOAT_UNIT<Code::FP8>;
+    else for (int64_t k = 0; k < inner; k += W) store(to + k, load_float(x + k));
+  }
+}
+
+// Sums of half a panel: of even k, of odd k.
+template <int ROWS>
+struct TileSums { VF of[2][ROWS][TILE_VECTORS]; };
+
+// sums += x [row][32 k] times a tile of 16 columns.
 template <Code CODE, int ROWS>
-PB_INLINE void add_tile(const uint8_t* tile, const float* x, int64_t x_stride, VF (&sum)[ROWS][TILE_VECTORS]) {
+PB_INLINE void add_tile(const uint8_t* tile, const float* x, int64_t x_stride, TileSums<ROWS>& sums) {
+  TileSums<ROWS> own = sums;  // in registers
   for (int line = 0; line < TILE_LINES_OF<CODE>; ++line, tile += 64, x += IN_LANE<CODE>) {
     __builtin_prefetch(tile + FLOAT_AHEAD);
-    VU lanes[TILE_VECTORS];
     PB_UNROLL
-    for (int v = 0; v < TILE_VECTORS; ++v) lanes[v] = load<VU>(tile + v * W * 4);
-    PB_UNROLL
-    for (int i = 0; i < IN_LANE<CODE>; ++i) {
-      VF codes[TILE_VECTORS];
+    for (int v = 0; v < TILE_VECTORS; ++v) {
+      VF codes[IN_LANE<CODE>];
+      place_lanes<CODE>(load<VU>(tile + v * W * 4), codes);
       PB_UNROLL
-      for (int v = 0; v < TILE_VECTORS; ++v) codes[v] = decode_lanes<CODE>(lanes[v], i);
-      PB_UNROLL
-      for (int r = 0; r < ROWS; ++r) {
-        const VF value = splat(x[r * x_stride + i]);
+      for (int i = 0; i < IN_LANE<CODE>; ++i)
         PB_UNROLL
-        for (int v = 0; v < TILE_VECTORS; ++v) add_product(sum[r][v], value, codes[v]);
-      }
+        for (int r = 0; r < ROWS; ++r) own.of[i % 2][r][v] += splat(x[r * x_stride + i]) * codes[i];
     }
   }
+  sums = own;
 }
 
 template <Code CODE, int ROWS>
@@ -64,37 +80,57 @@ void few_rows_in_floats(const QuantizedLinearArgs& a, int64_t panel, int block, 
   const uint8_t* tile = a.weight + panel * a.panel_bytes();
   const int steps = static_cast<int>(a.inner / QUANT_STEP);
   for (int step = 0; step < steps; step += block) {
-    VF low[ROWS][TILE_VECTORS] = {}, high[ROWS][TILE_VECTORS] = {};
-    for (int i = step; i < std::min(step + block, steps); ++i, tile += 2 * a.tile_bytes()) {
-      const float* x = static_cast<const float*>(a.x) + i * QUANT_STEP;
-      add_tile<CODE, ROWS>(tile, x, a.x_stride, low);
-      add_tile<CODE, ROWS>(tile + a.tile_bytes(), x, a.x_stride, high);
-    }
+    TileSums<ROWS> halves[2] = {};
+    for (int i = step; i < std::min(step + block, steps); ++i)
+      for (TileSums<ROWS>& half : halves) {
+        add_tile<CODE, ROWS>(tile, static_cast<const float*>(a.x) + i * QUANT_STEP, a.x_stride, half);
+        tile += a.tile_bytes();
+      }
     scales_of(a, panel, step, scales);
-    add_scaled<CODE, ROWS>(a, 0, step, scales, low, sums);
-    add_scaled<CODE, ROWS>(a, 0, step, scales + TILE_COLUMNS, high, sums + TILE_COLUMNS);
+    for (int half = 0; half < 2; ++half) {
+      auto& [sum, odd] = halves[half].of;
+      for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < TILE_VECTORS; ++v) {
+          sum[r][v] += odd[r][v];
+          if (CODE == Code::FP8) sum[r][v] *= a.lowering[r];
+        }
+      add_scaled<CODE, ROWS>(a, 0, step, scales + half * TILE_COLUMNS, sum, sums + half * TILE_COLUMNS);
+    }
   }
 }
 
 // ---- more rows -------------------------------------------------------------------------------------------------
+
+// sum [row][16 columns] = x [row][k] times codes [k][16], of every second k.
+template <int ROWS>
+PB_INLINE void add_every_second(const float* x, int64_t x_stride, const float* codes, int inner,
+                                VF (&sum)[ROWS][TILE_VECTORS]) {
+  for (int k = 0; k < inner; k += 2, codes += 2 * TILE_COLUMNS) {
+    VF code[TILE_VECTORS];
+    PB_UNROLL
+    for (int v = 0; v < TILE_VECTORS; ++v) code[v] = load<VF>(codes + v * W);
+    PB_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      const VF value = splat(x[r * x_stride + k]);
+      PB_UNROLL
+      for (int v = 0; v < TILE_VECTORS; ++v) add_product(sum[r][v], value, code[v]);
+    }
+  }
+}
 
 // sums [rows][16 of 32] += scale * (x [rows][k] codes [k][16]) for one half of a panel, the k from `step` on.
 template <Code CODE, int ROWS>
 void add_rows(const QuantizedLinearArgs& a, int64_t row, int step, const float* codes, int inner, const float* scales,
               float* sums) {
   const float* x = static_cast<const float*>(a.x) + row * a.x_stride + step * QUANT_STEP;
+  alignas(64) float even[ROWS][TILE_COLUMNS];
   VF sum[ROWS][TILE_VECTORS] = {};
-  for (int k = 0; k < inner; ++k, codes += TILE_COLUMNS) {
-    VF code[TILE_VECTORS];
-    PB_UNROLL
-    for (int v = 0; v < TILE_VECTORS; ++v) code[v] = load<VF>(codes + v * W);
-    PB_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-      const VF value = splat(x[r * a.x_stride + k]);
-      PB_UNROLL
-      for (int v = 0; v < TILE_VECTORS; ++v) add_product(sum[r][v], value, code[v]);
-    }
-  }
+  add_every_second<ROWS>(x, a.x_stride, codes, inner, sum);
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < TILE_VECTORS; ++v) store(even[r] + v * W, sum[r][v]), sum[r][v] = VF{};
+  add_every_second<ROWS>(x + 1, a.x_stride, codes + TILE_COLUMNS, inner, sum);
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < TILE_VECTORS; ++v) sum[r][v] = load<VF>(even[r] + v * W) + sum[r][v];
   add_scaled<CODE, ROWS>(a, row, step, scales, sum, sums);
 }
 

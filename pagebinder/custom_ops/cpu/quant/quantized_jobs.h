@@ -44,18 +44,6 @@ struct QuantizedRun {
   }
 };
 
-// The bits of the largest magnitude of `count` numbers, a multiple of W; NaN counts as larger than all others.
-inline uint32_t largest_magnitude(const bf16* x, int64_t count) {
-  VU most{};
-  for (int64_t i = 0; i < count; i += W) {
-    const VU magnitude = bit_cast<VU>(load_float(x + i)) & 0x7fffffffu;
-    most = magnitude > most ? magnitude : most;
-  }
-  uint32_t largest = 0;
-  for (int i = 0; i < W; ++i) largest = std::max<uint32_t>(largest, most[i]);
-  return largest;
-}
-
 // A run begins whose workers take jobs.
 inline void tell_next_weights(const QuantizedRun& run) {
   static thread_local NextWeights next;

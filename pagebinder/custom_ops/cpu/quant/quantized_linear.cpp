@@ -37,23 +37,31 @@ bool run_panels(const QuantizedLayers& call) {
   return true;
 }
 
-}  // namespace
-
-bool quantized_linear_with_vectors(const QuantizedLayers& call) { return run_panels<float>(call); }
-
-bool quantized_linear_in_bf16_with_vectors(const QuantizedLayers& call) {
+// The call with rows of x of type T as codes meet them.
+template <class T>
+bool run_on_copies(const QuantizedLayers& call, bool (*run)(const QuantizedLayers&)) {
   static thread_local Buffer buffer;
   const QuantizedLinearArgs& a = call.first();
   const int64_t stride = a.inner + APART;
   float* x = buffer.at_least<float>(static_cast<size_t>(a.rows * stride));
-  for (int64_t r = 0; r < a.rows; ++r)
-    for (int64_t k = 0; k < a.inner; k += W)
-      store(x + r * stride + k, load_float(static_cast<const bf16*>(a.x) + r * a.x_stride + k));
+  float lowering[FLOAT_FEW_ROWS];
+  rows_for_codes(a.code, static_cast<const T*>(a.x), a.x_stride, a.rows, a.inner, stride, x, lowering);
   std::vector<QuantizedLinearArgs> layers(call.layers, call.layers + call.num_layers);
-  for (QuantizedLinearArgs& layer : layers) layer.x = x, layer.x_stride = stride;
-  QuantizedLayers widened = call;
-  widened.layers = layers.data();
-  return a.wide_out ? run_panels<float>(widened) : run_panels<bf16>(widened);
+  for (QuantizedLinearArgs& layer : layers) layer.x = x, layer.x_stride = stride, layer.lowering = lowering;
+  QuantizedLayers copied = call;
+  copied.layers = layers.data();
+  return run(copied);
+}
+
+}  // namespace
+
+bool quantized_linear_with_vectors(const QuantizedLayers& call) {
+  const QuantizedLinearArgs& a = call.first();
+  return meets_lifted_rows(a.code, a.rows) ? run_on_copies<float>(call, run_panels<float>) : run_panels<float>(call);
+}
+
+bool quantized_linear_in_bf16_with_vectors(const QuantizedLayers& call) {
+  return run_on_copies<bf16>(call, call.first().wide_out ? run_panels<float> : run_panels<bf16>);
 }
 
 }  // namespace pagebinder

@@ -28,6 +28,7 @@ struct QuantizedLinearArgs {
   int64_t rows, columns, inner;
   const void* x;             // [rows, inner] bf16, or float32 without tiles
   int64_t x_stride;
+  const float* lowering;     // what sums of rows of x that were lifted (panel_floats.h) are times, or null
   const uint8_t* weight;     // packed
   const void* scale;         // see scales_of
   bool scale_is_bf16;

@@ -6,6 +6,7 @@
 // tiles while memory is the limit. Without tiles more rows are taken in strips of up to 14.
 //
 // An element of y is summed in one order for up to two rows, in another for any number of more.
+#include "lifted_rows.h"
 #include "panel_dots.h"
 #include "quantized_jobs.h"
 
@@ -15,8 +16,6 @@ namespace {
 
 // ---- one or two rows -------------------------------------------------------------------------------------------
 
-// x for codes of FP8 that are only placed: each row times a power of two that lifts its largest number to 2^120, or all
-// numbers beyond 2. So products with numbers of 2^-126 and more are normal, but for those that others exceed 2^100 times.
 struct FewRows : QuantizedRun {
   const bf16* x = static_cast<const bf16*>(args.x);
   int64_t x_stride = args.x_stride;
@@ -24,20 +23,12 @@ struct FewRows : QuantizedRun {
 
   explicit FewRows(const QuantizedLayers& c) : QuantizedRun(c) {}
 
-  // to: [rows, inner]
+  // For codes of FP8 that are only placed. to: [rows, inner]
   void lift(bf16* to) {
-    for (int64_t row = 0; row < args.rows; ++row) {
-      const bf16* from = x + row * x_stride;
-      const int exponent = static_cast<int>(largest_magnitude(from, args.inner) >> 23) - 127;
-      const int up = std::min(120 - exponent, 127);
-      for (int64_t k = 0; k < args.inner; k += W)
-        store_float(to + row * args.inner + k, load_float(from + k) * power_of_two(up));
-      factors[row] = power_of_two(120 - up);
-    }
+    for (int64_t row = 0; row < args.rows; ++row)
+      factors[row] = power_of_two(120 - lift_row(x + row * x_stride, args.inner, to + row * args.inner));
     x = to, x_stride = args.inner;
   }
-
-  static float power_of_two(int exponent) { return bit_cast<float>(static_cast<uint32_t>(exponent + 127) << 23); }
 };
 
 template <Code CODE, int ROWS>

@@ -26,7 +26,14 @@ struct FloatRows {
   }
 
   static void meet(QuantizedLinearArgs weight, const float* x, int rows, int64_t panel, float* sums) {
+    static thread_local Buffer buffer;
+    float lowering[FLOAT_FEW_ROWS];
     weight.x = x, weight.rows = rows, weight.x_stride = weight.inner;
+    if (meets_lifted_rows(weight.code, rows)) {
+      float* lifted = buffer.at_least<float>(static_cast<size_t>(rows * weight.inner));
+      rows_for_codes(weight.code, x, weight.inner, rows, weight.inner, weight.inner, lifted, lowering);
+      weight.x = lifted, weight.lowering = lowering;
+    }
     panel_in_floats_of(weight.code)(weight, panel, sums);
   }
 };
