@@ -33,6 +33,7 @@ from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
 from pagebinder.describe import fill_report
 from pagebinder.errors import ConfigError
+from pagebinder.forks import use_threads
 from pagebinder.frontend.attention_interface import hooked_attention
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder, states_of
@@ -119,11 +120,13 @@ def compile_model(
     Raises:
         CaptureError: the model cannot be traced, or an attention layer cannot be explained (strict).
         VerificationError: with `verify`, a step of the compilation changes what the model computes.
-        CheckpointError, ConfigError, ProviderError, PlanLockError, PlanDriftError: see their messages.
+        CheckpointError, ConfigError, ForkedProcessError, ProviderError, PlanLockError, PlanDriftError: see their
+            messages.
     """
     config = config or CompileConfig()
     if not isinstance(config, CompileConfig):
         raise ConfigError(f"compile_model takes a CompileConfig, not {type(config).__name__}.")
+    use_threads("compile_model")
     report = CompileReport()
     stage = _StageTimer(report.stage_seconds, on_stage)
     with stage("load"):

@@ -32,6 +32,7 @@ from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.custom_ops.linear.packed_weights import is_plain
 from pagebinder.custom_ops.providers import registered_providers
 from pagebinder.errors import ArtefactError, CompilerNotFoundError
+from pagebinder.forks import use_threads
 from pagebinder.frontend.source import ModelSource
 from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import (
@@ -67,6 +68,7 @@ def load(
         ArtefactError: no artefact, a file is damaged or missing, the graphs do not fit this version; says what to do.
         CompilerNotFoundError, ProviderError: the code has to be made again, and cannot be.
     """
+    use_threads("load")
     path = Path(path).expanduser().absolute()
     check_files(path)
     manifest = read_json(path / MANIFEST)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.errors import CaptureError, ConfigError
+from pagebinder.forks import use_threads
 from pagebinder.frontend.source import ModelSource
 from pagebinder.report import CompileReport
 from pagebinder.runtime.engine import Engine, EngineModel
@@ -141,6 +142,7 @@ class CompiledModel:
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"engine() takes an EngineConfig, not {type(config).__name__}.")
         self._check_runs()
+        use_threads("a new engine")
         model = EngineModel(
             executable=self.executable,
             kv_plan=self.kv_spec,

@@ -21,6 +21,10 @@ class UnsupportedLayerError(CaptureError):
     """A layer was understood, but nothing here can serve it."""
 
 
+class ForkedProcessError(PagebinderError):
+    """A process made by fork() would wait for threads that only its parent has."""
+
+
 class ProviderError(PagebinderError):
     """No provider (or not the requested one) can serve an op. The message lists the reasons."""
 

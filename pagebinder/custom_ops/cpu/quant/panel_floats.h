@@ -103,8 +103,12 @@ void few_rows_in_floats(const QuantizedLinearArgs& a, int64_t panel, int block, 
 
 // sum [row][16 columns] = x [row][k] times codes [k][16], of every second k.
 template <int ROWS>
-PB_INLINE void add_every_second(const float* x, int64_t x_stride, const float* codes, int inner,
-                                VF (&sum)[ROWS][TILE_VECTORS]) {
+PB_INLINE void every_second(const float* x, int64_t x_stride, const float* codes, int inner,
+                            VF (&sum)[ROWS][TILE_VECTORS]) {
+  PB_UNROLL  // or sums would have to be in memory all the time, here and below
+  for (int r = 0; r < ROWS; ++r)
+    PB_UNROLL
+    for (int v = 0; v < TILE_VECTORS; ++v) sum[r][v] = VF{};
   for (int k = 0; k < inner; k += 2, codes += 2 * TILE_COLUMNS) {
     VF code[TILE_VECTORS];
     PB_UNROLL
@@ -124,12 +128,16 @@ void add_rows(const QuantizedLinearArgs& a, int64_t row, int step, const float* 
               float* sums) {
   const float* x = static_cast<const float*>(a.x) + row * a.x_stride + step * QUANT_STEP;
   alignas(64) float even[ROWS][TILE_COLUMNS];
-  VF sum[ROWS][TILE_VECTORS] = {};
-  add_every_second<ROWS>(x, a.x_stride, codes, inner, sum);
+  VF sum[ROWS][TILE_VECTORS];
+  every_second<ROWS>(x, a.x_stride, codes, inner, sum);
+  PB_UNROLL
   for (int r = 0; r < ROWS; ++r)
-    for (int v = 0; v < TILE_VECTORS; ++v) store(even[r] + v * W, sum[r][v]), sum[r][v] = VF{};
-  add_every_second<ROWS>(x + 1, a.x_stride, codes + TILE_COLUMNS, inner, sum);
+    PB_UNROLL
+    for (int v = 0; v < TILE_VECTORS; ++v) store(even[r] + v * W, sum[r][v]);
+  every_second<ROWS>(x + 1, a.x_stride, codes + TILE_COLUMNS, inner, sum);
+  PB_UNROLL
   for (int r = 0; r < ROWS; ++r)
+    PB_UNROLL
     for (int v = 0; v < TILE_VECTORS; ++v) sum[r][v] = load<VF>(even[r] + v * W) + sum[r][v];
   add_scaled<CODE, ROWS>(a, row, step, scales, sum, sums);
 }

@@ -1,0 +1,39 @@
+"""Threads of torch's that a process made by fork() does not have, and would wait for without an end.
+
+torch's own ops share their work among threads of OpenMP. Once a process has used them, OpenMP in a child made by fork()
+takes them for there. Our threads begin anew in a child, so an engine made before goes on in it; a compilation and a
+new engine run torch's ops.
+"""
+
+import os
+
+import torch
+
+from pagebinder.errors import ForkedProcessError
+
+_used = False  # by this process or one that it was forked from
+_are_the_parents = False
+
+
+def use_threads(what: str) -> None:
+    """`what` begins, which runs torch's ops on several threads.
+
+    Raises:
+        ForkedProcessError: they are those of the process that this one was forked from.
+    """
+    global _used
+    if _are_the_parents and torch.get_num_threads() > 1:
+        raise ForkedProcessError(
+            f"{what} in a process made by fork() would hang, as torch's threads stayed with its parent, which used "
+            'them. Start the process with multiprocessing.get_context("spawn"), or call torch.set_num_threads(1) in it.'
+        )
+    _used = True
+
+
+def _in_child() -> None:
+    global _are_the_parents
+    _are_the_parents = _used
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
