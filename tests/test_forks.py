@@ -9,61 +9,46 @@ import pytest
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
 PROGRAM = """
-import os, sys
+import os
 import torch
 import pagebinder
 from pagebinder.models import tiny_path
 
 torch.set_num_threads(2)
-sampling = pagebinder.SamplingParams(max_tokens=8, temperature=0.0)
 config = pagebinder.EngineConfig(num_kv_blocks=64)
-if {before}:
-    compiled = pagebinder.compile_model(tiny_path())
-    engine = compiled.engine(config)
-    expected = engine.generate(["The open function"], sampling)[0].text
 
-def child():
-    {child}
+def compiled():
+    return pagebinder.compile_model(tiny_path())
 
-if not (pid := os.fork()):
-    code = 1
-    try:
-        child()
-        code = 0
-    except pagebinder.ForkedProcessError as error:
-        print(error, flush=True)
-        code = 3
-    finally:
-        os._exit(code)
-print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+def text(engine):
+    return engine.generate(["The open function"], pagebinder.SamplingParams(max_tokens=8, temperature=0.0))[0].text
+
+def in_child(name, body):
+    if not (pid := os.fork()):
+        try:
+            print(name, repr(body()), flush=True)
+        except pagebinder.ForkedProcessError as error:
+            print(name, error, flush=True)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+in_child("before:", lambda: text(compiled().engine(config)))
+ours = compiled()
+engine = ours.engine(config)
+print("parent:", repr(text(engine)), flush=True)
+in_child("inherited:", lambda: text(engine))
+in_child("engine:", lambda: ours.engine(config))
+in_child("compile:", compiled)
+in_child("one thread:", lambda: torch.set_num_threads(1) or text(ours.engine(config)))
 """
 
 
-def run(child: str, before: bool = True) -> list[str]:
-    program = PROGRAM.format(before=before, child="\n    ".join(child.splitlines()))
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+def test_what_would_hang_in_a_child_is_an_error_and_the_rest_works():
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
-
-
-def test_an_inherited_engine_goes_on():
-    assert run('assert engine.generate(["The open function"], sampling)[0].text == expected') == ["child 0"]
-
-
-@pytest.mark.parametrize("what", ["pagebinder.compile_model(tiny_path())", "compiled.engine(config)"])
-def test_what_would_hang_is_an_error(what):
-    said, ended = run(what)
-    assert ended == "child 3"
-    assert "fork()" in said and "spawn" in said and "set_num_threads(1)" in said
-
-
-def test_one_thread_waits_for_none():
-    child = """torch.set_num_threads(1)
-other = pagebinder.compile_model(tiny_path()).engine(config)
-assert other.generate(["The open function"], sampling)[0].text == expected"""
-    assert run(child) == ["child 0"]
-
-
-def test_a_parent_without_threads_leaves_none_behind():
-    child = 'pagebinder.compile_model(tiny_path()).engine(config).generate(["The open function"], sampling)'
-    assert run(child, before=False) == ["child 0"]
+    said = dict(line.split(": ", 1) for line in result.stdout.splitlines())
+    assert said["before"] == said["inherited"] == said["one thread"] == said["parent"] != ""
+    for what, begins in (("engine", "a new engine in"), ("compile", "compile_model in")):
+        assert said[what].startswith(begins)
+        assert "fork()" in said[what] and "spawn" in said[what] and "set_num_threads(1)" in said[what]

@@ -27,6 +27,7 @@ LEAVES = {
     "collector",
     "config",
     "errors",
+    "forks",
     "report",
     "graph_tools",
     "explain",
