@@ -1,8 +1,8 @@
 """Threads of torch's that a process made by fork() does not have, and would wait for without an end.
 
-torch's own ops share their work among threads of OpenMP. Once a process has used them, OpenMP in a child made by fork()
-takes them for there. Our threads begin anew in a child, so an engine made before goes on in it; a compilation and a
-new engine run torch's ops.
+torch's own ops share their work among threads of OpenMP. Once a process has used them, OpenMP in a child made by
+fork() takes them for there. Our threads begin anew in a child, so an engine made before goes on in it; a compilation
+and a new engine run torch's ops.
 """
 
 import os
@@ -25,7 +25,8 @@ def use_threads(what: str) -> None:
     if _are_the_parents and torch.get_num_threads() > 1:
         raise ForkedProcessError(
             f"{what} in a process made by fork() would hang, as torch's threads stayed with its parent, which used "
-            'them. Start the process with multiprocessing.get_context("spawn"), or call torch.set_num_threads(1) in it.'
+            'them. Start the process with multiprocessing.get_context("spawn"), or call torch.set_num_threads(1) in '
+            "it."
         )
     _used = True
 
