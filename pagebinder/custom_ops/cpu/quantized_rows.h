@@ -37,6 +37,13 @@ PB_INLINE Pair halves_to_floats(VSH2 x) {
   return {bit_cast<VF>(_mm512_cvtph_ps(_mm512_castsi512_si256(bits))),
           bit_cast<VF>(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)))};
 }
+#elif defined(__AVX2__) && defined(__F16C__)
+PB_INLINE VSH2 widen_signed(VS2 x) { return bit_cast<VSH2>(_mm256_cvtepi8_epi16(bit_cast<__m128i>(x))); }
+PB_INLINE Pair halves_to_floats(VSH2 x) {
+  const __m256i bits = bit_cast<__m256i>(x);
+  return {bit_cast<VF>(_mm256_cvtph_ps(_mm256_castsi256_si128(bits))),
+          bit_cast<VF>(_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1)))};
+}
 #else
 PB_INLINE VSH2 widen_signed(VS2 x) { return __builtin_convertvector(x, VSH2); }
 PB_INLINE Pair halves_to_floats(VSH2 x) {
@@ -50,6 +57,11 @@ PB_INLINE Pair halves_to_floats(VSH2 x) {
 PB_INLINE Pair decode(f8e4m3, VS2 codes) { return halves_to_floats((widen_signed(codes) << 7) & int16_t(0xbf80)); }
 PB_INLINE Pair decode(f8e5m2, VS2 codes) { return halves_to_floats(widen_signed(codes) << 8); }
 PB_INLINE Pair decode(i8, VS2 codes) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m128i bytes = bit_cast<__m128i>(codes);
+  return {bit_cast<VF>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))),
+          bit_cast<VF>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))))};
+#else
   typedef int8_t VS __attribute__((vector_size(W)));
   VS halves[2];
   std::memcpy(halves, &codes, sizeof(codes));
@@ -58,6 +70,7 @@ PB_INLINE Pair decode(i8, VS2 codes) {
           bit_cast<VF>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bit_cast<__m128i>(halves[1]))))};
 #else
   return {__builtin_convertvector(halves[0], VF), __builtin_convertvector(halves[1], VF)};
+#endif
 #endif
 }
 
