@@ -67,6 +67,7 @@ def load(
     Raises:
         ArtefactError: no artefact, a file is damaged or missing, the graphs do not fit this version; says what to do.
         CompilerNotFoundError, ProviderError: the code has to be made again, and cannot be.
+        ForkedProcessError: in a process made by fork(), it would hang.
     """
     use_threads("load")
     path = Path(path).expanduser().absolute()

@@ -138,7 +138,10 @@ class CompiledModel:
         return {level: executable for level, executable in found.items() if executable is not None}
 
     def engine(self, config: EngineConfig | None = None) -> Engine:
-        """A continuous-batching engine with its own KV cache. Engines share the weights and the executable."""
+        """A continuous-batching engine with its own KV cache. Engines share the weights and the executable.
+
+        Raises ConfigError for bad options, ForkedProcessError where it would hang in a process made by fork().
+        """
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"engine() takes an EngineConfig, not {type(config).__name__}.")
         self._check_runs()

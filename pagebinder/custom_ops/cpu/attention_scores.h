@@ -72,19 +72,20 @@ struct FloatElements {
   static PB_INLINE VF madd(VF sum, Vec a, Vec b) { return sum + a * b; }
 };
 
-// bf16 become floats by one instruction each if those at even places are in one vector and those at odd ones in another.
-struct ApartElements {
-  using Key = bf16;
-  using Query = float;  // in that order, too
+// Elements that are read two vectors at a time.
+struct PairedFloats {
+  using Query = float;
   static constexpr int STEP = 2 * W;
   static constexpr int PER_LANE = 1;
   using Vec = Pair;
-  static PB_INLINE Vec load_key(const Key* p) {
-    const VU both = load<VU>(p);
-    return {bit_cast<VF>(both << 16), bit_cast<VF>(both & 0xffff0000u)};
-  }
   static PB_INLINE Vec load_query(const Query* p) { return {load<VF>(p), load<VF>(p + W)}; }
   static PB_INLINE VF madd(VF sum, Vec a, Vec b) { return sum + a.first * b.first + a.second * b.second; }
+};
+
+// bf16, queries packed in the same order.
+struct ApartElements : PairedFloats {
+  using Key = bf16;
+  static PB_INLINE Vec load_key(const Key* p) { return apart(load<VU>(p)); }
 };
 
 #if PAGEBINDER_BF16_DOT

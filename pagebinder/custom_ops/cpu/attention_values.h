@@ -32,8 +32,8 @@ PB_INLINE void load_floats(const T* p, VF (&x)[COUNT]) {
     if constexpr (!APART<T, COUNT>) {
       x[i] = load_float(p + i * W);
     } else if (i % 2 == 0) {
-      const VU both = load<VU>(p + i * W);
-      x[i] = bit_cast<VF>(both << 16), x[i + 1] = bit_cast<VF>(both & 0xffff0000u);
+      const Pair both = apart(load<VU>(p + i * W));
+      x[i] = both.first, x[i + 1] = both.second;
     }
   }
 }

@@ -97,15 +97,9 @@ template <int COUNT> PB_INLINE void load_floats(const i8* p, VF (&x)[COUNT]) { l
 
 // How dots read codes, see FloatElements.
 template <class S>
-struct CodeElements {
+struct CodeElements : PairedFloats {
   using Key = S;
-  using Query = float;
-  static constexpr int STEP = 2 * W;
-  static constexpr int PER_LANE = 1;
-  using Vec = Pair;
-  static PB_INLINE Vec load_key(const Key* p) { return decode(S{}, load<VS2>(p)); }
-  static PB_INLINE Vec load_query(const Query* p) { return {load<VF>(p), load<VF>(p + W)}; }
-  static PB_INLINE VF madd(VF sum, Vec a, Vec b) { return sum + a.first * b.first + a.second * b.second; }
+  static PB_INLINE Pair load_key(const Key* p) { return decode(S{}, load<VS2>(p)); }
 };
 
 // Codes have at most 8 significant bits: nothing is lost.

@@ -179,6 +179,9 @@ PB_INLINE VF load_float(const f16* p) {
 #endif
 }
 
+// Pairs of bf16 as floats, an instruction each: those at even places apart from those at odd ones.
+PB_INLINE Pair apart(VU pairs) { return {bit_cast<VF>(pairs << 16), bit_cast<VF>(pairs & 0xffff0000u)}; }
+
 PB_INLINE void store_float(float* p, VF x) { store(p, x); }
 PB_INLINE void store_float(bf16* p, VF x) { store(p, narrow(round_to_bf16(x) >> 16)); }
 PB_INLINE void store_float(f16* p, VF x) {

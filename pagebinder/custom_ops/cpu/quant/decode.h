@@ -46,8 +46,8 @@ PB_INLINE void place_lanes(VU lanes, VF (&codes)[IN_LANE<CODE>]) {
     const Words upper = bit_cast<Words>(lanes), both[] = {upper << 8, upper};
     PB_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const VU placed = bit_cast<VU>((both[i] >> 4) & static_cast<int16_t>(0x87f0));
-      codes[2 * i] = bit_cast<VF>(placed << 16), codes[2 * i + 1] = bit_cast<VF>(placed & 0xffff0000u);
+      const Pair placed = apart(bit_cast<VU>((both[i] >> 4) & static_cast<int16_t>(0x87f0)));
+      codes[2 * i] = placed.first, codes[2 * i + 1] = placed.second;
     }
   } else {
     PB_UNROLL

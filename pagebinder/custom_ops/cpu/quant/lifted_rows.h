@@ -22,13 +22,13 @@ uint32_t largest_bits(const T* x, int64_t count) {
   return largest;
 }
 
-// A row times 2^up, which lifts its largest number to 2^120, or all numbers beyond 2; returns `up`. So products with
-// numbers of 2^-126 and more are normal, but for those that others exceed 2^100 times.
+// A row times a power of two, which lifts its largest number to 2^120, or all numbers beyond 2; returns what sums are times.
+// So products with numbers of 2^-126 and more are normal, but for those that others exceed 2^100 times.
 template <class From, class To>
-int lift_row(const From* from, int64_t count, To* to) {
+float lift_row(const From* from, int64_t count, To* to) {
   const int exponent = static_cast<int>(largest_bits(from, count) >> 23) - 127, up = std::min(120 - exponent, 127);
   for (int64_t k = 0; k < count; k += W) store_float(to + k, load_float(from + k) * power_of_two(up));
-  return up;
+  return power_of_two(120 - up);
 }
 
 }  // namespace pagebinder

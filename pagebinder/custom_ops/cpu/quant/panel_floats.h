@@ -46,7 +46,7 @@ template <class T>
 void rows_for_codes(Code code, const T* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t stride, float* to,
                     float* lowering) {
   for (int64_t r = 0; r < rows; ++r, x += x_stride, to += stride) {
-    if (meets_lifted_rows(code, rows)) lowering[r] = power_of_two(120 - lift_row(x, inner, to)) / FLOAT_UNIT<Code::FP8>;
+    if (meets_lifted_rows(code, rows)) lowering[r] = lift_row(x, inner, to) / FLOAT_UNIT<Code::FP8>;
     else for (int64_t k = 0; k < inner; k += W) store(to + k, load_float(x + k));
   }
 }

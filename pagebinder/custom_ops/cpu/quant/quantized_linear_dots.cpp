@@ -26,7 +26,7 @@ struct FewRows : QuantizedRun {
   // For codes of FP8 that are only placed. to: [rows, inner]
   void lift(bf16* to) {
     for (int64_t row = 0; row < args.rows; ++row)
-      factors[row] = power_of_two(120 - lift_row(x + row * x_stride, args.inner, to + row * args.inner));
+      factors[row] = lift_row(x + row * x_stride, args.inner, to + row * args.inner);
     x = to, x_stride = args.inner;
   }
 };
