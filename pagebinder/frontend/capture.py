@@ -10,11 +10,13 @@ they have in the source model, shared with it and not copied.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import itertools
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +30,11 @@ from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import attention_hook
 from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
+from pagebinder.frontend.layer_observer import LENGTHS, Layer
 from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.numbering import numbering
+from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
 from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.tidy import tidy
 from pagebinder.frontend.unpadded import said_for_unpadded
@@ -124,9 +128,6 @@ def trace(
     if source.is_transformers:
         refuse_unsupported(source.module)
     program, route, max_tokens = _export(source, wrapper, inputs, hook)
-    if any(_is_mutating(n) for n in program.graph.nodes):
-        program = program.run_decompositions({})
-        route += ", functionalised"
     gm = _unlift(program, list(inputs))
     tidy(gm)
     if max_tokens is not None:
@@ -149,26 +150,56 @@ def _export(
     experts = experts_hook(source.module)
     with hook, experts, leaves, _evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), quiet:
         warnings.simplefilter("ignore")
-        for strict in (False, True):
+        same = repeated_layers(source.module, wrapper, _shorter_and_longer(source, inputs))
+        for strict, repeated in (
+            ((False, same), (False, []), (True, [])) if same else ((False, []), (True, []))
+        ):
             try:
-                with _use_lazy_graph_module(not strict):  # what is made on the way is called by strict alone
+                # Graphs on the way are called by strict alone.
+                with _use_lazy_graph_module(not strict), traced_once(repeated):
                     program = torch.export.export(
                         wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict
                     )
+                program, functionalised = _functional(program)
+                expand(program.graph)
             except CaptureError:
                 raise
             except Exception as error:
-                failures.append(f"  strict={strict}: {type(error).__name__}: {_first_lines(error)}")
+                if not repeated:
+                    failures.append(f"  strict={strict}: {type(error).__name__}: {_first_lines(error)}")
                 continue
             _check_range(program)
-            return program, "export strict" if strict else "export", None
+            return program, _route(strict, repeated) + functionalised, None
         limited = _export_limited(wrapper, inputs)
         if limited is not None:
-            return limited[0], f"export up to {limited[1]} tokens", limited[1]
+            program, functionalised = _functional(limited[0])
+            return program, f"export up to {limited[1]} tokens{functionalised}", limited[1]
     raise CaptureError(
         f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens:\n"
         + "\n".join(failures)
     )
+
+
+def _route(strict: bool, repeated: list[tuple[Layer, Layer]]) -> str:
+    if not repeated:
+        return "export strict" if strict else "export"
+    leaders = {leader.path for _, leader in repeated}
+    return f"export, {len(repeated)} layers as copies of {len(leaders)}"
+
+
+def _shorter_and_longer(
+    source: ModelSource, inputs: dict[str, TracedInput]
+) -> list[Callable[[torch.device], tuple]]:
+    """Make inputs of two lengths that the model takes."""
+    names = list(dict.fromkeys(i.size_name for i in inputs.values()))
+
+    def make(length: int, device: torch.device) -> tuple:
+        sizes = {name: length - n for n, name in enumerate(names)}
+        examples = ((sizes[i.size_name], i.example) for i in inputs.values())
+        return tuple(torch.empty((n, *x.shape[1:]), dtype=x.dtype, device=device) for n, x in examples)
+
+    lengths = sorted({min(length, source.max_model_len) for length in LENGTHS})
+    return [functools.partial(make, length) for length in lengths]
 
 
 def _export_limited(
@@ -255,6 +286,13 @@ def _sizes_from_data(program: ExportedProgram) -> set:
     )
     sizes = itertools.chain.from_iterable(v.shape for v in values if isinstance(v, torch.Tensor))
     return {s for size in sizes if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
+
+
+def _functional(program: ExportedProgram) -> tuple[ExportedProgram, str]:
+    """The program without writes into tensors, and what that adds to its route."""
+    if not any(_is_mutating(n) for n in program.graph.nodes):
+        return program, ""
+    return program.run_decompositions({}), ", functionalised"
 
 
 def _is_mutating(node: torch.fx.Node) -> bool:

@@ -9,7 +9,7 @@ import torch
 from transformers.models.mamba2 import modeling_mamba2
 
 import pagebinder.compile as compiler
-from pagebinder.frontend import attention_interface
+from pagebinder.frontend import attention_interface, layer_observer, repeated_layers
 from pagebinder.frontend import capture as capturing
 from pagebinder.frontend.leaves.short_convolution import SHORT_CONVOLUTION
 from pagebinder.frontend.mask_proof import MaskFacts
@@ -173,6 +173,15 @@ def embedding_unscaled(meanwhile, model) -> None:
     meanwhile.setitem(model.model.embed_tokens._buffers, "embed_scale", torch.tensor(1.0))
 
 
+def all_layers_alike(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(layer_observer, "_alike", lambda a, b: type(a[0].module) is type(b[0].module))
+
+
+def weights_of_the_first_layer(patch: pytest.MonkeyPatch) -> None:
+    weights = repeated_layers._weights
+    patch.setattr(repeated_layers, "_weights", lambda layer, leader: weights(leader, leader))
+
+
 def fault(name: str, imitates: str, base: str, inject=None, says: str = "", **options) -> Fault:
     options = {"net": AUDIT, "recapture": True, **options}
     return Fault(name=name, imitates=imitates, base=base, inject=inject, says=says, **options)
@@ -220,4 +229,8 @@ CAPTURE_FAULTS = [
           "captured level", net=VERIFIER),
     fault("embedding not scaled", "Gemma without its sqrt(width)", "gemma2", while_captured(embedding_unscaled),
           "captured level", net=VERIFIER),
+    fault("layers taken for the same that are not", "one layer captured for all of a hybrid model", "gemma2",
+          all_layers_alike, "captured level", net=VERIFIER),
+    fault("weights of the first layer in every copy", "a layer copied with what it reads", "mistral",
+          weights_of_the_first_layer, "captured level", net=VERIFIER),
 ]  # fmt: skip

@@ -1,0 +1,379 @@
+"""Which layers of a model do the same? They are run once on tensors without values, and every op is noted.
+
+    candidates      children of a ModuleList or Sequential that is in no other one, called once
+    noted           each aten op and op of ours within a layer, with its options, and where its operands come from:
+                    the layer's arguments, its weights, its own results, small constants
+    the same        modules that hold the same (layer_facts.py), called alike, with the same notes at two lengths
+
+A layer is only compared if all that goes in or out is an argument, a weight or a result: one that reads a tensor of
+another layer's from elsewhere, leaves one for another layer, or writes into an argument is traced by itself.
+Running a layer on tensors of known sizes takes a thirtieth of the time that torch.export needs for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from pagebinder.frontend.layer_facts import SMALL, layout, same_facts
+
+MAX_OPS = 50_000  # a model that needs more for one call writes loops out
+LENGTHS = (40, 4099)  # in tokens: what code decides by a length should show between them
+
+
+@dataclass(eq=False)
+class Layer:
+    """A candidate, and what its call was seen to do."""
+
+    path: str
+    place: int
+    module: torch.nn.Module
+    weights: dict[int, str]  # id -> name
+    num_calls: int = 0
+    is_closed: bool = True  # nothing but arguments and weights goes in, nothing but results out
+    arguments: dict[int, int] = field(default_factory=dict)  # id -> number
+    storages: set[int] = field(default_factory=set)  # of arguments and weights
+    results: set[int] = field(default_factory=set)  # numbers of its own tensors that it returns
+    used: dict[str, None] = field(default_factory=dict)  # names of the weights that it read, in order
+    notes: list[tuple] = field(default_factory=list)
+    num_made: int = 0
+
+
+def candidates(model: torch.nn.Module) -> list[tuple[str, int, torch.nn.Module]]:
+    """(path, place, module) of modules of which several of one class are in one list."""
+    times: dict[int, int] = {}
+    for _, module in model.named_modules(remove_duplicate=False):
+        times[id(module)] = times.get(id(module), 0) + 1
+    found, inside = [], ""
+    for path, module in model.named_modules():
+        if inside and path.startswith(inside):
+            continue
+        if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) or len(module) < 2:
+            continue
+        inside = f"{path}." if path else ""
+        children = [(f"{inside}{name}", i, m) for i, (name, m) in enumerate(module.named_children())]
+        classes = [type(m) for _, _, m in children]
+        found += [c for c in children if classes.count(type(c[2])) > 1 and times[id(c[2])] == 1]
+    return found
+
+
+def same_layers(
+    model: torch.nn.Module, call: torch.nn.Module, examples: Sequence[Callable[[torch.device], tuple]]
+) -> list[tuple[Layer, Layer]]:
+    """(layer, the first layer that does the same), for layers that are not the first.
+
+    Args:
+        model: holds the layers.
+        call: the module that is traced; calls `model`.
+        examples: make arguments of `call` on a device, of several lengths; their values are not read.
+    Raises:
+        RuntimeError: a call keeps something in the model, or runs too many ops; whatever the model's code raises
+            where tensors have no values.
+    """
+    found = candidates(model)
+    if not found:
+        return []
+    try:
+        runs = [_observe(found, call, example, _on_meta) for example in examples]
+    except Exception:  # some code mixes its tensors with new ones on the CPU
+        return _same([_observe(found, call, example, _on_fake) for example in examples])
+    same = _same(runs)
+    if all(layer.is_closed for layer in runs[0]):
+        return same
+    with contextlib.suppress(Exception):  # on the meta device constants have no values, and none are the same
+        closer = _same([_observe(found, call, example, _on_fake) for example in examples])
+        return max(same, closer, key=len)
+    return same
+
+
+def _same(runs: list[list[Layer]]) -> list[tuple[Layer, Layer]]:
+    others = [{layer.path: layer for layer in run} for run in runs[1:]]
+    leaders: list[list[Layer]] = []
+    same = []
+    for layer in runs[0]:
+        seen = [layer, *(run[layer.path] for run in others if layer.path in run)]
+        if len(seen) < len(runs) or not all(s.num_calls == 1 and s.is_closed for s in seen):
+            continue
+        leader = next((lead for lead in leaders if _alike(lead, seen)), None)
+        if leader is None:
+            leaders.append(seen)
+        else:
+            same.append((layer, leader[0]))
+    return same
+
+
+def _alike(a: list[Layer], b: list[Layer]) -> bool:
+    """Two layers, each as it was seen at every length."""
+    if any(x.notes != y.notes for x, y in zip(a, b)):
+        return False
+    return same_facts(a[0].module, b[0].module, (a[0].place, b[0].place))
+
+
+def _observe(
+    found: list[tuple[str, int, torch.nn.Module]], call: torch.nn.Module, example: Callable, without_values
+) -> list[Layer]:
+    """The layers in the order of their calls, with what was noted."""
+    called: list[Layer] = []
+    observer = _Observer()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_kept_as_it_is(call))
+        device = stack.enter_context(without_values(call))
+        for path, place, module in found:
+            layer = Layer(path, place, module, _weights(module))
+            stack.enter_context(replaced_forward(layer.module, observer.forward_of(layer, called)))
+        stack.enter_context(_as_in_export())
+        arguments = example(device)
+        stack.enter_context(observer)
+        call(*arguments)
+    return called
+
+
+@contextlib.contextmanager
+def _kept_as_it_is(model: torch.nn.Module) -> Iterator[None]:
+    """What modules hold is put back, if a call leaves something there: a table for longer prompts, a counter.
+
+    Raises:
+        RuntimeError: it did.
+    """
+    before = [(held, held.copy()) for module in model.modules() for held in _containers(module)]
+    try:
+        yield
+    finally:
+        changed = [(held, content) for held, content in before if not _same_items(held, content)]
+        for held, content in changed:
+            held.clear()
+            (held.extend if isinstance(held, list) else held.update)(content)
+    if changed:
+        raise RuntimeError("the model keeps something of its call")
+
+
+def _containers(module: torch.nn.Module) -> list:
+    values = module.__dict__.values()
+    return [module.__dict__, *(v for v in values if isinstance(v, dict | list | set) and hasattr(v, "copy"))]
+
+
+def _same_items(a, b) -> bool:
+    """The same objects; tensors are not compared by their values."""
+    if isinstance(a, set):
+        return a == b
+    if isinstance(a, dict):
+        return list(a) == list(b) and _same_items(list(a.values()), list(b.values()))
+    return len(a) == len(b) and all(x is y or _equal_numbers(x, y) for x, y in zip(a, b))
+
+
+def _equal_numbers(x, y) -> bool:
+    return isinstance(x, int | float | str) and type(x) is type(y) and x == y
+
+
+@contextlib.contextmanager
+def _on_meta(module: torch.nn.Module) -> Iterator[torch.device]:
+    """The module with weights on the meta device: fastest."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    on_meta = {
+        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        for name, t in tensors.items()
+    }
+    with _reparametrize_module(module, on_meta, tie_weights=True):
+        yield torch.device("meta")
+
+
+@contextlib.contextmanager
+def _on_fake(module: torch.nn.Module) -> Iterator[torch.device]:
+    """Tensors without values that say they are on the module's device: what is made of constants is known."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _weights(module: torch.nn.Module) -> dict[int, str]:
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {id(tensor): name for name, tensor in named}
+
+
+@contextlib.contextmanager
+def replaced_forward(module: torch.nn.Module, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """`module.forward` is `make(forward)` for the duration.
+
+    By a class of its own: torch.export calls modules through proxies that know their paths, and `self` is one.
+    """
+    own = module.__dict__.get("forward")
+    if own is not None:
+        module.forward = functools.wraps(own)(make(own))
+        try:
+            yield
+        finally:
+            module.forward = own
+        return
+    base = type(module)
+
+    # By another name: torch notes the frames of functions that are called forward as the model's own.
+    @functools.wraps(base.forward)
+    def replacement(self, *args, **kwargs):
+        return make(functools.partial(base.forward, self))(*args, **kwargs)
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "forward": replacement}
+    module.__class__ = type(base.__name__, (base,), names)
+    try:
+        yield
+    finally:
+        module.__class__ = base
+
+
+@contextlib.contextmanager
+def _as_in_export() -> Iterator[None]:
+    """Code that asks whether it is exported takes the way that it will take then."""
+    flags = [f for f in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, f)]
+    before = [getattr(torch.compiler, flag) for flag in flags]
+    for flag in flags:
+        setattr(torch.compiler, flag, True)
+    try:
+        yield
+    finally:
+        for flag, value in zip(flags, before):
+            setattr(torch.compiler, flag, value)
+
+
+class _Observer(TorchDispatchMode):
+    """Notes what each layer does while it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Layer | None = None
+        self.made: dict[int, tuple[Layer | None, int]] = {}  # id of a tensor -> who made it, its number
+        self.kept: list = []  # so that no id is used again
+        self.num_ops = 0
+
+    def forward_of(self, layer: Layer, called: list[Layer]):
+        def make(forward):
+            def observed(*args, **kwargs):
+                layer.num_calls += 1
+                if self.layer is not None or layer.num_calls > 1:
+                    layer.is_closed = False
+                    return forward(*args, **kwargs)
+                called.append(layer)
+                self._enter(layer, args, kwargs)
+                try:
+                    out = forward(*args, **kwargs)
+                finally:
+                    self.layer = None
+                self._leave(layer, out)
+                return out
+
+            return observed
+
+        return make
+
+    def _enter(self, layer: Layer, args: tuple, kwargs: dict) -> None:
+        leaves, spec = tree_flatten((args, kwargs))
+        note = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                self._origin(leaf)
+                number = layer.arguments.setdefault(id(leaf), len(layer.arguments))
+                layer.storages.add(_storage(leaf))
+                note.append((number, layout(leaf)))
+                self.kept.append(leaf)
+            else:
+                note.append(_constant(leaf))
+        layer.notes.append(("call", spec, tuple(note)))
+        for tensor in (*layer.module.parameters(), *layer.module.buffers()):
+            layer.storages.add(_storage(tensor))
+        self.layer = layer
+
+    def _leave(self, layer: Layer, out) -> None:
+        leaves, spec = tree_flatten(out)
+        note = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                note.append(_constant(leaf))
+                continue
+            maker, number = self.made.get(id(leaf), (None, -1))
+            if maker is layer:
+                layer.results.add(number)
+                note.append(("made", number))
+            elif id(leaf) in layer.arguments:
+                note.append(("argument", layer.arguments[id(leaf)]))
+            else:
+                layer.is_closed = False
+        layer.notes.append(("return", spec, tuple(note)))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.num_ops += 1
+        if self.num_ops > MAX_OPS:
+            raise RuntimeError(f"more than {MAX_OPS} ops")
+        out = func(*args, **kwargs)
+        layer = self.layer
+        leaves, spec = tree_flatten((args, kwargs))
+        operands = tuple(self._operand(x) if isinstance(x, torch.Tensor) else _constant(x) for x in leaves)
+        if layer is not None:
+            layer.notes.append((func, spec, operands))
+            if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+                self._note_writes(layer, func, args, kwargs)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and not self._is_known(tensor):
+                self.made[id(tensor)] = layer, 0 if layer is None else layer.num_made
+                self.kept.append(tensor)
+                if layer is not None:
+                    layer.num_made += 1
+        return out
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Does an op return one of its operands?"""
+        layer = self.layer
+        is_given = layer is not None and (id(tensor) in layer.arguments or id(tensor) in layer.weights)
+        return is_given or id(tensor) in self.made
+
+    def _origin(self, tensor: torch.Tensor) -> tuple[Layer | None, int] | None:
+        """Who made a tensor; None: it was there before. One that a layer made and did not return makes that unfit."""
+        origin = self.made.get(id(tensor))
+        if origin is not None and origin[0] not in (None, self.layer) and origin[1] not in origin[0].results:
+            origin[0].is_closed = False
+        return origin
+
+    def _operand(self, tensor: torch.Tensor) -> tuple:
+        origin, layer = self._origin(tensor), self.layer
+        if layer is None:
+            return ()
+        if id(tensor) in layer.arguments:
+            return "argument", layer.arguments[id(tensor)]
+        if id(tensor) in layer.weights:
+            name = layer.weights[id(tensor)]
+            layer.used[name] = None
+            return "weight", name
+        if origin is not None and origin[0] is layer:
+            return "made", origin[1]
+        has_values = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+        if origin is None and has_values and tensor.numel() <= SMALL:
+            with _disable_current_modes():
+                values = tuple(tensor.reshape(-1).tolist())
+            layer.storages.add(_storage(tensor))
+            return "constant", layout(tensor), values
+        layer.is_closed = False
+        return ("foreign",)
+
+    def _note_writes(self, layer: Layer, func, args: tuple, kwargs: dict) -> None:
+        """A layer may write into what it made itself."""
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            for tensor in tree_leaves(given):
+                if isinstance(tensor, torch.Tensor) and _storage(tensor) in layer.storages:
+                    layer.is_closed = False
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _constant(value) -> tuple:
+    """For comparison: 1, True and 1.0 are not the same."""
+    return type(value), repr(value) if isinstance(value, float) else value
