@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx import Graph, Node
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from pagebinder.frontend.layer_observer import Layer, replaced_forward, same_layers
 
@@ -261,13 +262,22 @@ def _is_size(node: Node) -> bool:
 
 
 def _moved(meta: dict, leader: str, layer: str) -> dict:
-    """What is noted at a node, with the module paths of another layer."""
+    """What is noted at a node, with the module paths of another layer, and a value of its own: values that are the
+    same object tell the verifier which nodes replace one another."""
     meta = copy.copy(meta)
+    meta["val"] = tree_map_only(FakeTensor, _alias, meta.get("val"))
     if stack := meta.get("nn_module_stack"):
         path = re.compile(rf"(?<![^.]){re.escape(leader)}(?![^.])")
         moved = {path.sub(layer, k): (path.sub(layer, v[0]), *v[1:]) for k, v in stack.items()}
         meta["nn_module_stack"] = moved
     return meta
+
+
+def _alias(value: FakeTensor) -> FakeTensor:
+    """Another object; a new tensor of symbolic sizes takes four times as long."""
+    device = value.device  # within, all are on the meta device
+    with in_kernel_invocation_manager(value.fake_mode):
+        return FakeTensor(value.fake_mode, torch.ops.aten.alias.default(value), device)
 
 
 def _dissolve(graph: Graph, node: Node, parts: dict[int, Node]) -> None:
