@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from pagebinder.collector import collector_paused
 from pagebinder.compile_checks import unexplained
 from pagebinder.compile_executable import check_executable, executable_of
+from pagebinder.compile_kernels import start_by_config, start_by_source
 from pagebinder.compile_lock import expected_plan, settle_lock
 from pagebinder.compile_tensorrt import check_can_build, note_partitions
 from pagebinder.compile_verify import check_can_verify, verify
@@ -27,9 +28,7 @@ from pagebinder.compile_weights import place_weights, placed_bytes
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
-from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.huge_pages import MemoryAhead
-from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
 from pagebinder.describe import fill_report
 from pagebinder.errors import ConfigError
@@ -97,10 +96,6 @@ RECOGNISERS = (
 )
 PAGE_PASSES = (page_attention, page_cross_attention, page_compressed, page_mla, page_recurrent)
 FP8_QUANT_FUSIONS = (fuse_rms_norm_fp8_quant, fuse_gated_activation_fp8_quant, fuse_attention_fp8_quant)
-LATENT_ATTENTION = {
-    torch.ops.pagebinder.mla_attention.default,
-    torch.ops.pagebinder.compressed_attention.default,
-}
 INDEX_LAYOUTS = {"fp8_index", "fp4_index"}
 
 
@@ -130,6 +125,8 @@ def compile_model(
     report = CompileReport()
     stage = _StageTimer(report.stage_seconds, on_stage)
     with stage("load"):
+        if isinstance(model, (str, Path)):
+            start_by_config(Path(model), config)
         source = load_source(model, config)
         source.tokenizer()  # a broken one is told now, not after the compilation
     return compile_source(source, config, report, stage)
@@ -218,8 +215,7 @@ def compile_source(
     check_executable(source, config)
     check_can_build(source, config)
     if source.device.type == "cpu":
-        for part in _kernel_parts(source, config):  # on first use: it takes seconds, and so does the capture
-            cpu_build.start_build(part)
+        start_by_source(source, config)
     memory = MemoryAhead(placed_bytes(source, config))
     with stage("capture"), collector_paused():
         captured, encoder = _capture(source, report)
@@ -328,20 +324,6 @@ def _of_encoder(result: PassResult) -> PassResult:
     """The result, under a name that says whose graph it is about."""
     result.name = f"encoder.{result.name}"
     return result
-
-
-def _kernel_parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]:
-    """Parts of the CPU kernels that the graph will ask for, as far as that shows before it is there."""
-    emitted = {op for leaf in LEAVES if leaf.applies(source.module) for op in leaf.emits}
-    dtype = str(source.dtype).removeprefix("torch.")
-    attends = source.num_attention_layers != 0 and not _quantizes_kv(config)
-    attention = (dtype,) if attends and dtype in ELEMENT_PARTS else ()  # first: it takes longest
-    unified = ("unified",) if config.cascade else ()
-    latent = ("latent",) if emitted & LATENT_ATTENTION else ()
-    quantized_kv = ("quantized_kv",) if _quantizes_kv(config) else ()
-    weights = ("quant",) if config.quantization or source.stored_weights is not None else ()
-    activations = ("fp8",) if config.activation_quantization else ()
-    return (*attention, "core", *latent, *quantized_kv, *weights, *activations, *unified, "sampling")
 
 
 def _quantizes_kv(config: CompileConfig) -> bool:

@@ -143,7 +143,7 @@ def _kept_as_it_is(model: torch.nn.Module) -> Iterator[None]:
     Raises:
         RuntimeError: it did.
     """
-    before = [(held, held.copy()) for module in model.modules() for held in _containers(module)]
+    before = [(held, held.copy() if held else ()) for m in model.modules() for held in _containers(m)]
     try:
         yield
     finally:
@@ -162,11 +162,13 @@ def _containers(module: torch.nn.Module) -> list:
 
 def _same_items(a, b) -> bool:
     """The same objects; tensors are not compared by their values."""
+    if len(a) != len(b) or not a:
+        return len(a) == len(b)
     if isinstance(a, set):
         return a == b
     if isinstance(a, dict):
         return list(a) == list(b) and _same_items(list(a.values()), list(b.values()))
-    return len(a) == len(b) and all(x is y or _equal_numbers(x, y) for x, y in zip(a, b))
+    return all(x is y or _equal_numbers(x, y) for x, y in zip(a, b))
 
 
 def _equal_numbers(x, y) -> bool:
@@ -249,6 +251,7 @@ class _Observer(TorchDispatchMode):
         self.made: dict[int, tuple[Layer | None, int]] = {}  # id of a tensor -> who made it, its number
         self.kept: list = []  # so that no id is used again
         self.num_ops = 0
+        self.layouts: dict[tuple, list[tuple]] = {}  # of results, by `_key`
 
     def forward_of(self, layer: Layer, called: list[Layer]):
         def make(forward):
@@ -309,9 +312,9 @@ class _Observer(TorchDispatchMode):
         self.num_ops += 1
         if self.num_ops > MAX_OPS:
             raise RuntimeError(f"more than {MAX_OPS} ops")
-        out = func(*args, **kwargs)
         layer = self.layer
         leaves, spec = tree_flatten((args, kwargs))
+        out = self._result(func, args, kwargs, leaves)
         operands = tuple(self._operand(x) if isinstance(x, torch.Tensor) else _constant(x) for x in leaves)
         if layer is not None:
             layer.notes.append((func, spec, operands))
@@ -323,6 +326,19 @@ class _Observer(TorchDispatchMode):
                 self.kept.append(tensor)
                 if layer is not None:
                     layer.num_made += 1
+        return out
+
+    def _result(self, func, args: tuple, kwargs: dict, leaves: list):
+        """What the op returns. On the meta device that follows from the layouts of its operands, and is remembered:
+        some ops take a hundred times as long to find it out."""
+        key = _key(func, args, kwargs, leaves) if _makes_new_tensors(func) else None
+        if key is not None and (layouts := self.layouts.get(key)) is not None:
+            tensors = [torch.empty_strided(n, by, dtype=dtype, device=on) for _, n, by, dtype, on in layouts]
+            return tensors[0] if len(func._schema.returns) == 1 else tuple(tensors)
+        out = func(*args, **kwargs)
+        made = [out] if isinstance(out, torch.Tensor) else out
+        if key is not None and all(type(t) is torch.Tensor and t.device.type == "meta" for t in made):
+            self.layouts[key] = [layout(t) for t in made]
         return out
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
@@ -368,6 +384,27 @@ class _Observer(TorchDispatchMode):
             for tensor in tree_leaves(given):
                 if isinstance(tensor, torch.Tensor) and _storage(tensor) in layer.storages:
                     layer.is_closed = False
+
+
+@functools.cache
+def _makes_new_tensors(func) -> bool:
+    """Are the results of an op tensors of their own, and each in a place of the schema?"""
+    schema = getattr(func, "_schema", None)
+    if schema is None or any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):
+        return False
+    return len(schema.returns) > 0 and all(str(r.type) == "Tensor" for r in schema.returns)
+
+
+def _key(func, args: tuple, kwargs: dict, leaves: list) -> tuple | None:
+    """Equal for calls with operands of equal layouts; None: it cannot be told."""
+    lengths = tuple(len(a) if isinstance(a, list | tuple) else -1 for a in (*args, *kwargs.values()))
+    facts = tuple(layout(x) if isinstance(x, torch.Tensor) else _constant(x) for x in leaves)
+    key = func, lengths, tuple(kwargs), facts
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,0 +1,61 @@
+"""Which CPU kernels a compilation will ask for: they are built on first use beside the reading and the capture.
+
+A build takes seconds of both cores where nothing is cached. What shows in config.json is begun before the weights are
+read, the rest once the model is there; a part that is begun twice is built once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from pagebinder.config import CompileConfig
+from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
+from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
+from pagebinder.frontend.leaves import LEAVES
+from pagebinder.frontend.source import ModelSource
+
+LATENT_ATTENTION = {
+    torch.ops.pagebinder.mla_attention.default,
+    torch.ops.pagebinder.compressed_attention.default,
+}
+
+
+def start_by_config(directory: Path, config: CompileConfig) -> None:
+    """Begin what a checkpoint directory's model will need on a CPU, as far as its config.json says."""
+    if (config.device == "auto" and torch.cuda.is_available()) or config.device.startswith("cuda"):
+        return
+    try:
+        stored = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return  # loading the model will say what is wrong
+    if not isinstance(stored, dict):
+        return
+    named = config.dtype or stored.get("dtype") or stored.get("torch_dtype")
+    dtype = str(named).removeprefix("torch.")
+    if dtype in ELEMENT_PARTS and "num_attention_heads" in stored and config.kv_dtype not in KV_FORMATS:
+        cpu_build.start_build(dtype)  # first: it takes longest
+    cpu_build.start_build("core")
+
+
+def start_by_source(source: ModelSource, config: CompileConfig) -> None:
+    """Begin all that the graph will ask for, as far as that shows before it is there."""
+    for part in _parts(source, config):
+        cpu_build.start_build(part)
+
+
+def _parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]:
+    emitted = {op for leaf in LEAVES if leaf.applies(source.module) for op in leaf.emits}
+    dtype = str(source.dtype).removeprefix("torch.")
+    quantizes_kv = config.kv_dtype in KV_FORMATS
+    attends = source.num_attention_layers != 0 and not quantizes_kv
+    attention = (dtype,) if attends and dtype in ELEMENT_PARTS else ()  # first: it takes longest
+    unified = ("unified",) if config.cascade else ()
+    latent = ("latent",) if emitted & LATENT_ATTENTION else ()
+    quantized_kv = ("quantized_kv",) if quantizes_kv else ()
+    weights = ("quant",) if config.quantization or source.stored_weights is not None else ()
+    activations = ("fp8",) if config.activation_quantization else ()
+    return (*attention, "core", *latent, *quantized_kv, *weights, *activations, *unified, "sampling")
