@@ -187,16 +187,14 @@ def _route(strict: bool, repeated: list[tuple[Layer, Layer]]) -> str:
     return f"export, {len(repeated)} layers as copies of {len(leaders)}"
 
 
-def _shorter_and_longer(
-    source: ModelSource, inputs: dict[str, TracedInput]
-) -> list[Callable[[torch.device], tuple]]:
-    """Make inputs of two lengths that the model takes."""
+def _shorter_and_longer(source: ModelSource, inputs: dict[str, TracedInput]) -> list[Callable[[], tuple]]:
+    """Make inputs of two lengths that the model takes, on the meta device."""
     names = list(dict.fromkeys(i.size_name for i in inputs.values()))
 
-    def make(length: int, device: torch.device) -> tuple:
+    def make(length: int) -> tuple:
         sizes = {name: length - n for n, name in enumerate(names)}
         examples = ((sizes[i.size_name], i.example) for i in inputs.values())
-        return tuple(torch.empty((n, *x.shape[1:]), dtype=x.dtype, device=device) for n, x in examples)
+        return tuple(torch.empty((n, *x.shape[1:]), dtype=x.dtype, device="meta") for n, x in examples)
 
     lengths = sorted({min(length, source.max_model_len) for length in LENGTHS})
     return [functools.partial(make, length) for length in lengths]

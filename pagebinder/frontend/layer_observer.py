@@ -1,12 +1,14 @@
 """Which layers of a model do the same? They are run once on tensors without values, and every op is noted.
 
-    candidates      children of a ModuleList or Sequential that is in no other one, called once
+    candidates      children of a ModuleList or Sequential that is in no other one, called once, of transformers' code
     noted           each aten op and op of ours within a layer, with its options, and where its operands come from:
                     the layer's arguments, its weights, its own results, small constants
     the same        modules that hold the same (layer_facts.py), called alike, with the same notes at two lengths
 
 A layer is only compared if all that goes in or out is an argument, a weight or a result: one that reads a tensor of
 another layer's from elsewhere, leaves one for another layer, or writes into an argument is traced by itself.
+What a layer does beside its tensors is not seen: counts on an object, lists that are read later, a look at its own
+class. No layer of transformers does that (`make zoo` compares all architectures); other code may, and is not copied.
 Running a layer on tensors of known sizes takes a thirtieth of the time that torch.export needs for it.
 """
 
@@ -18,13 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from pagebinder.frontend.layer_facts import SMALL, layout, same_facts
+from pagebinder.frontend.layer_facts import SMALL, layout, same_facts, values_of
 
+KNOWN = {"pagebinder", "torch", "transformers"}  # packages
+MAX_NUMBERS = (
+    1 << 22
+)  # in a tensor that is really made: what code makes on the CPU, whatever its arguments are on
 MAX_OPS = 50_000  # a model that needs more for one call writes loops out
 LENGTHS = (40, 4099)  # in tokens: what code decides by a length should show between them
 
@@ -49,6 +55,8 @@ class Layer:
 
 def candidates(model: torch.nn.Module) -> list[tuple[str, int, torch.nn.Module]]:
     """(path, place, module) of modules of which several of one class are in one list."""
+    if _global_forward_hooks or _global_forward_pre_hooks:
+        return []
     times: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         times[id(module)] = times.get(id(module), 0) + 1
@@ -61,19 +69,31 @@ def candidates(model: torch.nn.Module) -> list[tuple[str, int, torch.nn.Module]]
         inside = f"{path}." if path else ""
         children = [(f"{inside}{name}", i, m) for i, (name, m) in enumerate(module.named_children())]
         classes = [type(m) for _, _, m in children]
-        found += [c for c in children if classes.count(type(c[2])) > 1 and times[id(c[2])] == 1]
+        several = [c for c in children if classes.count(type(c[2])) > 1 and times[id(c[2])] == 1]
+        found += [c for c in several if is_known(c[2])]
     return found
 
 
+def is_known(module: torch.nn.Module) -> bool:
+    """Is all of a module's code that of transformers or torch, or of a leaf of ours?"""
+    return all(_is_of_known(type(m)) and _is_of_known(m.forward) for m in module.modules())
+
+
+def _is_of_known(code) -> bool:
+    while isinstance(code, functools.partial):
+        code = code.func
+    return str(getattr(code, "__module__", "")).split(".")[0] in KNOWN
+
+
 def same_layers(
-    model: torch.nn.Module, call: torch.nn.Module, examples: Sequence[Callable[[torch.device], tuple]]
+    model: torch.nn.Module, call: torch.nn.Module, examples: Sequence[Callable[[], tuple]]
 ) -> list[tuple[Layer, Layer]]:
     """(layer, the first layer that does the same), for layers that are not the first.
 
     Args:
         model: holds the layers.
         call: the module that is traced; calls `model`.
-        examples: make arguments of `call` on a device, of several lengths; their values are not read.
+        examples: make arguments of `call` on the meta device, of several lengths.
     Raises:
         RuntimeError: a call keeps something in the model, or runs too many ops; whatever the model's code raises
             where tensors have no values.
@@ -81,17 +101,7 @@ def same_layers(
     found = candidates(model)
     if not found:
         return []
-    try:
-        runs = [_observe(found, call, example, _on_meta) for example in examples]
-    except Exception:  # some code mixes its tensors with new ones on the CPU
-        return _same([_observe(found, call, example, _on_fake) for example in examples])
-    same = _same(runs)
-    if all(layer.is_closed for layer in runs[0]):
-        return same
-    with contextlib.suppress(Exception):  # on the meta device constants have no values, and none are the same
-        closer = _same([_observe(found, call, example, _on_fake) for example in examples])
-        return max(same, closer, key=len)
-    return same
+    return _same([_observe(found, call, example) for example in examples])
 
 
 def _same(runs: list[list[Layer]]) -> list[tuple[Layer, Layer]]:
@@ -118,19 +128,20 @@ def _alike(a: list[Layer], b: list[Layer]) -> bool:
 
 
 def _observe(
-    found: list[tuple[str, int, torch.nn.Module]], call: torch.nn.Module, example: Callable, without_values
+    found: list[tuple[str, int, torch.nn.Module]], call: torch.nn.Module, example: Callable[[], tuple]
 ) -> list[Layer]:
     """The layers in the order of their calls, with what was noted."""
     called: list[Layer] = []
     observer = _Observer()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_kept_as_it_is(call))
-        device = stack.enter_context(without_values(call))
+        stack.enter_context(_on_meta(call))
         for path, place, module in found:
             layer = Layer(path, place, module, _weights(module))
             stack.enter_context(replaced_forward(layer.module, observer.forward_of(layer, called)))
         stack.enter_context(_as_in_export())
-        arguments = example(device)
+        stack.enter_context(torch.device("meta"))
+        arguments = example()
         stack.enter_context(observer)
         call(*arguments)
     return called
@@ -176,22 +187,15 @@ def _equal_numbers(x, y) -> bool:
 
 
 @contextlib.contextmanager
-def _on_meta(module: torch.nn.Module) -> Iterator[torch.device]:
-    """The module with weights on the meta device: fastest."""
+def _on_meta(module: torch.nn.Module) -> Iterator[None]:
+    """The module with weights that have no values."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     on_meta = {
         name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
         for name, t in tensors.items()
     }
     with _reparametrize_module(module, on_meta, tie_weights=True):
-        yield torch.device("meta")
-
-
-@contextlib.contextmanager
-def _on_fake(module: torch.nn.Module) -> Iterator[torch.device]:
-    """Tensors without values that say they are on the module's device: what is made of constants is known."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield next((p.device for p in module.parameters()), torch.device("cpu"))
+        yield
 
 
 def _weights(module: torch.nn.Module) -> dict[int, str]:
@@ -292,11 +296,14 @@ class _Observer(TorchDispatchMode):
 
     def _leave(self, layer: Layer, out) -> None:
         leaves, spec = tree_flatten(out)
-        note = []
+        note, storages = [], set(layer.storages)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 note.append(_constant(leaf))
                 continue
+            if id(leaf) not in layer.arguments:  # a view, into which the caller might write
+                layer.is_closed = layer.is_closed and _storage(leaf) not in storages
+                storages.add(_storage(leaf))
             maker, number = self.made.get(id(leaf), (None, -1))
             if maker is layer:
                 layer.results.add(number)
@@ -335,7 +342,10 @@ class _Observer(TorchDispatchMode):
         if key is not None and (layouts := self.layouts.get(key)) is not None:
             tensors = [torch.empty_strided(n, by, dtype=dtype, device=on) for _, n, by, dtype, on in layouts]
             return tensors[0] if len(func._schema.returns) == 1 else tuple(tensors)
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+            _refuse_real(tensor for tensor in _written(func, args, kwargs))
         out = func(*args, **kwargs)
+        _refuse_real(t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel() > MAX_NUMBERS)
         made = [out] if isinstance(out, torch.Tensor) else out
         if key is not None and all(type(t) is torch.Tensor and t.device.type == "meta" for t in made):
             self.layouts[key] = [layout(t) for t in made]
@@ -366,24 +376,31 @@ class _Observer(TorchDispatchMode):
             return "weight", name
         if origin is not None and origin[0] is layer:
             return "made", origin[1]
-        has_values = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
-        if origin is None and has_values and tensor.numel() <= SMALL:
-            with _disable_current_modes():
-                values = tuple(tensor.reshape(-1).tolist())
+        if origin is None and tensor.device.type != "meta" and tensor.numel() <= SMALL:
             layer.storages.add(_storage(tensor))
-            return "constant", layout(tensor), values
+            with _disable_current_modes():
+                return "constant", layout(tensor), values_of(tensor)
         layer.is_closed = False
         return ("foreign",)
 
     def _note_writes(self, layer: Layer, func, args: tuple, kwargs: dict) -> None:
         """A layer may write into what it made itself."""
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
+        if any(_storage(tensor) in layer.storages for tensor in _written(func, args, kwargs)):
+            layer.is_closed = False
+
+
+def _written(func, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
+    """The operands that an op writes into."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
-            for tensor in tree_leaves(given):
-                if isinstance(tensor, torch.Tensor) and _storage(tensor) in layer.storages:
-                    layer.is_closed = False
+            yield from (t for t in tree_leaves(given) if isinstance(t, torch.Tensor))
+
+
+def _refuse_real(tensors: Iterator[torch.Tensor]) -> None:
+    """Raises RuntimeError if one of them has values: nothing of the model's is written, nothing large computed."""
+    if any(t.device.type != "meta" for t in tensors):
+        raise RuntimeError("the model writes into a tensor that it keeps, or makes a large one on the CPU")
 
 
 @functools.cache

@@ -37,6 +37,10 @@ BEGIN, END, AGAIN = OPS.layer_begin.default, OPS.layer_end.default, OPS.layer_ag
 
 _traced = threading.local()  # .results: path -> what a layer returned, of those that the last trace has met
 
+PLAIN_SIZES = {
+    torch.ops.aten.sym_size.int, operator.neg, operator.add, operator.sub, operator.mul,
+}  # fmt: skip
+
 
 class CannotRepeat(Exception):
     """The trace does not show what a layer's copies would be."""
@@ -77,7 +81,7 @@ class _Call:
 
 
 def repeated_layers(
-    model: torch.nn.Module, call: torch.nn.Module, examples: Sequence[Callable[[torch.device], tuple]]
+    model: torch.nn.Module, call: torch.nn.Module, examples: Sequence[Callable[[], tuple]]
 ) -> list[tuple[Layer, Layer]]:
     """`same_layers`; none where the model cannot be run without values: then every layer is traced."""
     try:
@@ -189,7 +193,7 @@ def _equal(x, y) -> bool:
     if isinstance(x, torch.SymInt) or isinstance(y, torch.SymInt):
         both = isinstance(x, torch.SymInt) and isinstance(y, torch.SymInt)
         return both and bool(x.node.expr == y.node.expr)
-    return type(x) is type(y) and bool(x == y)
+    return type(x) is type(y) and (repr(x) == repr(y) if isinstance(x, float) else bool(x == y))
 
 
 def expand(graph: Graph) -> None:
@@ -205,6 +209,7 @@ def expand(graph: Graph) -> None:
         if leader not in begins or leader not in ends:
             raise CannotRepeat(f"{leader} left no marks")
         region = _between(nodes, begins[leader], ends[leader])
+        _require_plain_sizes(region)
         for call in (n for n in again if n.args[3] == leader):
             _copy(graph, region, begins[leader], ends[leader], call)
     for node in (*begins.values(), *ends.values()):
@@ -259,6 +264,13 @@ def _is_for_all(node: Node) -> bool:
 def _is_size(node: Node) -> bool:
     """A number: layers that are called alike have the same ones, and torch keeps one node for each."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
+def _require_plain_sizes(region: list[Node]) -> None:
+    """Sums and products of sizes that are equal at two lengths are equal at all; quotients need not be."""
+    used = {n for node in region for n in (node, *node.all_input_nodes) if _is_size(n)}
+    if odd := [n for n in used if n.op == "call_function" and n.target not in PLAIN_SIZES]:
+        raise CannotRepeat(f"a layer computes {odd[0].target} of sizes")
 
 
 def _moved(meta: dict, leader: str, layer: str) -> dict:
