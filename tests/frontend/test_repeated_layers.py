@@ -14,8 +14,8 @@ from pagebinder.frontend import layer_observer
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.source import source_from_module
 from tests.graphs import VOCAB_SIZE, WIDTH
-from tests.helpers import by_day, tiny_gemma3, tiny_gpt_oss, tiny_qwen3, tiny_qwen3_next
-from tests.moe_models import tiny_deepseek_v3, tiny_qwen3_moe
+from tests.helpers import by_day, tiny_gemma3, tiny_qwen3, tiny_qwen3_next
+from tests.moe_models import tiny_deepseek_v3, tiny_gpt_oss_moe, tiny_qwen3_moe
 
 
 def form(gm: torch.fx.GraphModule) -> list[tuple]:
@@ -59,7 +59,12 @@ MODELS = {
     "windows and full": (tiny_gemma3, "2 layers as copies of 2"),
     "experts": (lambda: tiny_qwen3_moe(num_hidden_layers=3), "1 layers as copies of 1, functionalised"),
     "latents": (lambda: tiny_deepseek_v3(num_hidden_layers=4), "copies of"),
-    "sinks": (tiny_gpt_oss, "2 layers as copies of 2"),
+    "sinks": (
+        lambda: tiny_gpt_oss_moe(
+            num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
+        ),
+        "2 layers as copies of 2",
+    ),
     "recurrences": (lambda: tiny_qwen3_next(num_hidden_layers=4), "2 layers as copies of 1"),
 }
 
