@@ -35,10 +35,8 @@ def start_by_config(directory: Path, config: CompileConfig) -> None:
     if not isinstance(stored, dict):
         return
     named = config.dtype or stored.get("dtype") or stored.get("torch_dtype")
-    dtype = str(named).removeprefix("torch.")
-    if dtype in ELEMENT_PARTS and "num_attention_heads" in stored and config.kv_dtype not in KV_FORMATS:
-        cpu_build.start_build(dtype)  # first: it takes longest
-    cpu_build.start_build("core")
+    for part in (*_attention_parts(named, "num_attention_heads" in stored, config), "core"):
+        cpu_build.start_build(part)
 
 
 def start_by_source(source: ModelSource, config: CompileConfig) -> None:
@@ -47,15 +45,18 @@ def start_by_source(source: ModelSource, config: CompileConfig) -> None:
         cpu_build.start_build(part)
 
 
+def _attention_parts(dtype, attends: bool, config: CompileConfig) -> tuple[str, ...]:
+    """To be begun first: it takes longest."""
+    part = str(dtype).removeprefix("torch.")
+    return (part,) if attends and part in ELEMENT_PARTS and config.kv_dtype not in KV_FORMATS else ()
+
+
 def _parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]:
     emitted = {op for leaf in LEAVES if leaf.applies(source.module) for op in leaf.emits}
-    dtype = str(source.dtype).removeprefix("torch.")
-    quantizes_kv = config.kv_dtype in KV_FORMATS
-    attends = source.num_attention_layers != 0 and not quantizes_kv
-    attention = (dtype,) if attends and dtype in ELEMENT_PARTS else ()  # first: it takes longest
+    attention = _attention_parts(source.dtype, source.num_attention_layers != 0, config)
     unified = ("unified",) if config.cascade else ()
     latent = ("latent",) if emitted & LATENT_ATTENTION else ()
-    quantized_kv = ("quantized_kv",) if quantizes_kv else ()
+    quantized_kv = ("quantized_kv",) if config.kv_dtype in KV_FORMATS else ()
     weights = ("quant",) if config.quantization or source.stored_weights is not None else ()
     activations = ("fp8",) if config.activation_quantization else ()
     return (*attention, "core", *latent, *quantized_kv, *weights, *activations, *unified, "sampling")

@@ -151,9 +151,8 @@ def _export(
     with hook, experts, leaves, _evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), quiet:
         warnings.simplefilter("ignore")
         same = repeated_layers(source.module, wrapper, _shorter_and_longer(source, inputs))
-        for strict, repeated in (
-            ((False, same), (False, []), (True, [])) if same else ((False, []), (True, []))
-        ):
+        attempts = [(False, []), (True, [])]  # strict, layers to copy
+        for strict, repeated in [(False, same), *attempts] if same else attempts:
             try:
                 # Graphs on the way are called by strict alone.
                 with _use_lazy_graph_module(not strict), traced_once(repeated):
@@ -161,7 +160,8 @@ def _export(
                         wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict
                     )
                 program, functionalised = _functional(program)
-                expand(program.graph)
+                if repeated:
+                    expand(program.graph)
             except CaptureError:
                 raise
             except Exception as error:

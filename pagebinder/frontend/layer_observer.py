@@ -325,10 +325,10 @@ class _Observer(TorchDispatchMode):
         operands = tuple(self._operand(x) if isinstance(x, torch.Tensor) else _constant(x) for x in leaves)
         if layer is not None:
             layer.notes.append((func, spec, operands))
-            if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
-                self._note_writes(layer, func, args, kwargs)
+            if any(_storage(tensor) in layer.storages for tensor in _written(func, args, kwargs)):
+                layer.is_closed = False  # it may write into what it made itself
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and not self._is_known(tensor):
+            if isinstance(tensor, torch.Tensor) and not self._was_there(tensor):
                 self.made[id(tensor)] = layer, 0 if layer is None else layer.num_made
                 self.kept.append(tensor)
                 if layer is not None:
@@ -342,8 +342,7 @@ class _Observer(TorchDispatchMode):
         if key is not None and (layouts := self.layouts.get(key)) is not None:
             tensors = [torch.empty_strided(n, by, dtype=dtype, device=on) for _, n, by, dtype, on in layouts]
             return tensors[0] if len(func._schema.returns) == 1 else tuple(tensors)
-        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
-            _refuse_real(tensor for tensor in _written(func, args, kwargs))
+        _refuse_real(_written(func, args, kwargs))
         out = func(*args, **kwargs)
         _refuse_real(t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel() > MAX_NUMBERS)
         made = [out] if isinstance(out, torch.Tensor) else out
@@ -351,7 +350,7 @@ class _Observer(TorchDispatchMode):
             self.layouts[key] = [layout(t) for t in made]
         return out
 
-    def _is_known(self, tensor: torch.Tensor) -> bool:
+    def _was_there(self, tensor: torch.Tensor) -> bool:
         """Does an op return one of its operands?"""
         layer = self.layer
         is_given = layer is not None and (id(tensor) in layer.arguments or id(tensor) in layer.weights)
@@ -383,14 +382,11 @@ class _Observer(TorchDispatchMode):
         layer.is_closed = False
         return ("foreign",)
 
-    def _note_writes(self, layer: Layer, func, args: tuple, kwargs: dict) -> None:
-        """A layer may write into what it made itself."""
-        if any(_storage(tensor) in layer.storages for tensor in _written(func, args, kwargs)):
-            layer.is_closed = False
-
 
 def _written(func, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
     """The operands that an op writes into."""
+    if not getattr(getattr(func, "_schema", None), "is_mutable", False):
+        return
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)

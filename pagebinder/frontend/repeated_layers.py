@@ -110,11 +110,14 @@ def _first(layer: Layer, calls: dict[str, _Call], forward: Callable) -> Callable
         leaves, spec = tree_flatten((args, kwargs))
         tensors = _tensors(leaves)
         inner = OPS.layer_begin(tensors, _weights(layer, layer), layer.path)
-        args, kwargs = tree_unflatten(_exchanged(leaves, tensors, inner), spec)
+        exchanged = dict(zip(map(id, tensors), inner, strict=True))
+        args, kwargs = tree_unflatten([exchanged.get(id(x), x) for x in leaves], spec)
         out, out_spec = tree_flatten(forward(*args, **kwargs))
-        results = [t for t in _tensors(out) if not _is_in(t, inner)]
+        places = {id(t): ("argument", i) for i, t in enumerate(inner)}
+        results = [t for t in _tensors(out) if id(t) not in places]
+        places |= {id(t): ("result", i) for i, t in enumerate(results)}
         ended = OPS.layer_end(results, layer.path)
-        form = [_placed(x, inner, results) for x in out]
+        form = [places.get(id(x), x) for x in out]
         calls[layer.path] = _Call(leaves, spec, form, out_spec)
         return tree_unflatten(_filled(form, tensors, ended), out_spec)
 
@@ -142,25 +145,6 @@ def _tensors(leaves: Sequence) -> list[torch.Tensor]:
 def _weights(layer: Layer, leader: Layer) -> list[torch.Tensor]:
     """What the trace sees as the weights that the leader was seen to read."""
     return [functools.reduce(getattr, name.split("."), layer.module) for name in leader.used]
-
-
-def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    return any(tensor is t for t in tensors)
-
-
-def _index(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> int:
-    return next(i for i, t in enumerate(tensors) if t is tensor)
-
-
-def _exchanged(leaves: list, old: list[torch.Tensor], new: list[torch.Tensor]) -> list:
-    return [new[_index(x, old)] if isinstance(x, torch.Tensor) else x for x in leaves]
-
-
-def _placed(leaf, arguments: list[torch.Tensor], results: list[torch.Tensor]):
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    is_argument = _is_in(leaf, arguments)
-    return ("argument", _index(leaf, arguments)) if is_argument else ("result", _index(leaf, results))
 
 
 def _filled(form: list, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> list:
@@ -233,6 +217,7 @@ def _is_part(node: Node, of: Node) -> bool:
 
 def _copy(graph: Graph, region: list[Node], begin: Node, end: Node, call: Node) -> None:
     to: dict[Node, Node] = {}
+    path = re.compile(rf"(?<![^.]){re.escape(call.args[3])}(?![^.])")
     for node in begin.users:
         to[node] = call.args[0][node.args[1]]
     for weight, own in zip(begin.args[1], call.args[1], strict=True):
@@ -250,7 +235,7 @@ def _copy(graph: Graph, region: list[Node], begin: Node, end: Node, call: Node) 
                 to[node] = node
                 continue
             to[node] = graph.node_copy(node, operand)
-            to[node].meta = _moved(node.meta, call.args[3], call.args[2])
+            to[node].meta = _moved(node.meta, path, call.args[2])
     _dissolve(graph, call, {i: to[node] for i, node in enumerate(end.args[0])})
 
 
@@ -273,13 +258,12 @@ def _require_plain_sizes(region: list[Node]) -> None:
         raise CannotRepeat(f"a layer computes {odd[0].target} of sizes")
 
 
-def _moved(meta: dict, leader: str, layer: str) -> dict:
+def _moved(meta: dict, path: re.Pattern, layer: str) -> dict:
     """What is noted at a node, with the module paths of another layer, and a value of its own: values that are the
     same object tell the verifier which nodes replace one another."""
     meta = copy.copy(meta)
     meta["val"] = tree_map_only(FakeTensor, _alias, meta.get("val"))
     if stack := meta.get("nn_module_stack"):
-        path = re.compile(rf"(?<![^.]){re.escape(leader)}(?![^.])")
         moved = {path.sub(layer, k): (path.sub(layer, v[0]), *v[1:]) for k, v in stack.items()}
         meta["nn_module_stack"] = moved
     return meta
