@@ -197,7 +197,7 @@ def device_of(graph: torch.fx.Graph) -> torch.device | None:
 
 
 def finish(gm: GraphModule) -> None:
-    """Dead-code elimination, lint and recompile: the last line of every pass that changed something."""
+    """Lint (elimination begins with it), dead-code elimination, recompile: the last line of every pass that changed
+    something."""
     gm.graph.eliminate_dead_code()
-    gm.graph.lint()
     gm.recompile()

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from pagebinder.custom_ops.cpu import build, compiler, parts
+from pagebinder.custom_ops.cpu.provider import parts_of
 from pagebinder.errors import CompilerNotFoundError, ProviderError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -127,7 +129,7 @@ def test_bindings_are_one_source(tiny_build, monkeypatch):
         answer = f'extern "C" __attribute__((visibility("default"))) int pagebinder_{name}()'
         (tiny_build / f"binding_{name}.cpp").write_text(f"{answer} {{ return 1; }}\n")
     run, commands = compiler._run_all, []
-    monkeypatch.setattr(compiler, "_run_all", lambda some: (commands.extend(some), run(some)))
+    monkeypatch.setattr(compiler, "_run_all", lambda some, rank: (commands.extend(some), run(some, rank)))
     library = ctypes.CDLL(str(build.build()))
     assert library.pagebinder_first() == library.pagebinder_second() == 1
     lower = set(compiler.BINDING_FLAGS)
@@ -135,16 +137,57 @@ def test_bindings_are_one_source(tiny_build, monkeypatch):
     assert compiled == {"bindings.cpp": True, "tiny.cpp": False}
 
 
+def test_small_kernels_are_one_source(tiny_build):
+    """Their headers take longer to read than they to be compiled; names that two of them have are an error."""
+    for name in ("rms_norm", "argmax"):
+        (tiny_build / f"{name}.cpp").write_text(f"namespace {{ int of_{name} = 1; }}\n")
+    units = dict(parts.units("core"))
+    assert {source.name for source in units["small_kernels"]} == {"rms_norm.cpp", "argmax.cpp"}
+    assert [source.name for source in units["tiny"]] == ["tiny.cpp"] and len(units) == 2
+    build.build()
+    (tiny_build / "argmax.cpp").write_text("namespace { int of_rms_norm = 1; }\n")
+    with pytest.raises(ProviderError, match="redefinition"):
+        build.build()
+
+
+def test_what_nobody_waits_for_is_compiled_last():
+    slots, order = compiler.Slots(1), []
+
+    def work(rank, name):
+        with slots.taken(rank):
+            order.append(name)
+
+    with slots.taken(0):
+        threads = []
+        for rank, name in ((1, "late"), (0, "first"), (1, "later"), (0, "second")):
+            threads.append(threading.Thread(target=work, args=(rank, name)))
+            threads[-1].start()
+            while len(slots._waiting) < len(threads):
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    assert order == ["first", "second", "late", "later"]
+    assert parts.RANKS["sampling"] > parts.RANKS.get("core", 0)
+
+
+def test_a_failure_gives_its_slot_back():
+    slots = compiler.Slots(1)
+    with pytest.raises(ZeroDivisionError), slots.taken(0):
+        1 / 0
+    with slots.taken(0):
+        pass
+
+
 def test_parts_share_the_processors(tiny_build, monkeypatch, tmp_path):
-    """However many parts are built at a time, no more compilers run than there are processors."""
+    """However many parts are built at a time, no more compilers run than there are processors; linking is quick."""
     script, log = tmp_path / "compiler", tmp_path / "log"
     script.write_text(
-        f"#!/bin/sh\n[ $1 = --version ] && exit\necho 1 >> {log}\nsleep 0.1\necho -1 >> {log}\n"
-        'while [ "$1" != -o ]; do shift; done\ntouch $2\n'
+        f'#!/bin/sh\ncase " $* " in *" -c "*) echo 1 >> {log}; sleep 0.1; echo -1 >> {log};; esac\n'
+        'while [ $# != 0 -a "$1" != -o ]; do shift; done\n[ $# = 0 ] || touch $2\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
-    monkeypatch.setattr(compiler, "_slots", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(compiler, "_slots", compiler.Slots(2))
     for name in ("one", "two", "three"):
         (tiny_build / f"{name}.cpp").touch()
         monkeypatch.setitem(parts.PARTS, name, (".", ()))
@@ -154,11 +197,12 @@ def test_parts_share_the_processors(tiny_build, monkeypatch, tmp_path):
     for thread in threads:
         thread.join()
     changes = [int(line) for line in log.read_text().split()]
-    assert len(changes) == 2 * 3 * (4 + 1) and max(itertools.accumulate(changes)) == 2
+    assert len(changes) == 2 * 3 * 4 and max(itertools.accumulate(changes)) == 2
 
 
 def test_a_call_builds_the_kernels_of_its_element_type(tmp_path):
     """Kernels of a type are a library of their own: a first call loads them, or says why it cannot."""
+    assert parts_of("linear", "float16") == ("core", "float16") and parts_of("linear", "bfloat16") == ("core",)
     code = """
 import os
 import torch
@@ -170,17 +214,26 @@ index = lambda *values: torch.tensor(values, dtype=torch.int32)
 def call(op, dtype):
     q, cache = torch.ones(1, 2, 16, dtype=dtype), torch.ones(2, 1, 4, 32, dtype=dtype)
     return op(q, cache, index(1)[None], index(3), index(0, 1), head_dim_v=16, scale=0.25)
+def gate_in_float16():
+    x, weight = torch.ones(2, 31, dtype=torch.float16), torch.ones(8, 31, dtype=torch.float16)
+    return torch.ops.pagebinder_cpu.gated_linear(x, weight, weight, activation="silu")
 call(attention, torch.bfloat16)
 torch.testing.assert_close(*(call(op, torch.float32) for op in (attention, torch.ops.pagebinder.paged_attention)))
 assert sorted(build._loaded) == ["bfloat16", "core", "float32"], build._loaded
+x, weight = torch.ones(2, 32), torch.ones(32, 32)
+for dtype in (torch.bfloat16, torch.float32):
+    torch.ops.pagebinder_cpu.linear(x.to(dtype), weight.to(dtype), None)
+    torch.ops.pagebinder_cpu.gated_linear(x.to(dtype), weight.to(dtype), weight.to(dtype), activation="silu")
+assert "float16" not in build._loaded
 os.environ["PAGEBINDER_CPU_MARCH"] = "no-such-machine"
 for _ in range(2):
-    try:
-        call(attention, torch.float16)
-    except RuntimeError as error:
-        assert "float16 are not loaded" in str(error) and "no-such-machine" in str(error), error
-    else:
-        raise SystemExit("no error")
+    for refused in (lambda: call(attention, torch.float16), gate_in_float16):
+        try:
+            refused()
+        except RuntimeError as error:
+            assert "float16 are not loaded" in str(error) and "no-such-machine" in str(error), error
+        else:
+            raise SystemExit("no error")
 print("passed")
 """
     assert "passed" in run_python(code)

@@ -6,7 +6,8 @@
 #include <string>
 #include <utility>
 
-#include "activations.h"
+#include "activation.h"
+#include "checks.h"
 
 namespace pagebinder {
 
@@ -16,7 +17,7 @@ inline Activation activation_named(const std::string& name) {
       {"relu", Activation::RELU}, {"relu2", Activation::RELU2}, {"sigmoid", Activation::SIGMOID}};
   for (const auto& [known, activation] : NAMES)
     if (name == known) return activation;
-  STD_TORCH_CHECK(false, "unknown activation \"", name, "\"");
+  PB_CHECK(false, "unknown activation \"", name, "\"");
   return Activation::NONE;
 }
 

@@ -1,11 +1,10 @@
 // Activations of gated layers on vectors, in float32: activation/gated_activation.py.
 #pragma once
 
+#include "activation.h"
 #include "simd.h"
 
 namespace pagebinder {
-
-enum class Activation { NONE, SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID };
 
 PB_INLINE VF sigmoid(VF x) {
   const VF power = x * -1.44269504f;

@@ -8,13 +8,10 @@
 
 #include "simd.h"
 
-#if PAGEBINDER_BF16_DOT && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#define PAGEBINDER_AMX 1
+#if PAGEBINDER_AMX
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#else
-#define PAGEBINDER_AMX 0
 #endif
 
 #if PAGEBINDER_AMX

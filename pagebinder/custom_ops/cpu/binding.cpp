@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "binding_elements.h"
+#include "checks.h"
 #include "direct_calls.h"
 #include "num_threads.h"
 
@@ -45,24 +46,24 @@ std::tuple<Tensor, Tensor> paged_attention_lse(ATTENTION_PARAMETERS) {
 
 void write_cache(const Tensor& k, const Tensor& v, const Tensor& kv_cache, const Tensor& slot_mapping) {
   const CacheWriteArgs a = cache_write_args(k, v, kv_cache, slot_mapping);
-  STD_TORCH_CHECK(k.scalar_type() == kv_cache.scalar_type(), "k, v and kv_cache must have the same dtype");
-  STD_TORCH_CHECK(kv_cache.size(3) == a.head_dim + a.head_dim_v, "a kv_cache row must hold one K and one V row");
+  PB_CHECK(k.scalar_type() == kv_cache.scalar_type(), "k, v and kv_cache must have the same dtype");
+  PB_CHECK(kv_cache.size(3) == a.head_dim + a.head_dim_v, "a kv_cache row must hold one K and one V row");
   const char* error = kv_cache_write(a);
-  STD_TORCH_CHECK(error == nullptr, "kv_cache_write: ", error);
+  PB_CHECK(error == nullptr, "kv_cache_write: ", error);
 }
 
 // Attention of all heads to the same rows [N, B, D], whose leading part is the value: q [T, H, D] -> out [T, H, Dv].
 void latent_attention(const Tensor& q, const Tensor& cache, const Tensor& table, const Tensor& seq_lens,
                       const Tensor& query_start_loc, const Tensor& out, double scale, std::optional<int64_t> window) {
-  STD_TORCH_CHECK(q.dim() == 3 && cache.dim() == 3 && out.dim() == 3 && q.size(2) == cache.size(2),
-                  "q must be [T, H, D], cache [N, B, D] and out [T, H, Dv]");
-  STD_TORCH_CHECK(q.scalar_type() == cache.scalar_type() && out.scalar_type() == q.scalar_type(),
-                  "q, cache and out must have the same dtype");
-  STD_TORCH_CHECK(last_is_dense(q) && last_is_dense(cache), "the last strides of q and cache must be 1");
-  STD_TORCH_CHECK(out.size(0) == q.size(0) && out.size(1) == q.size(1) && out.size(2) <= q.size(2) &&
-                      last_is_dense(out) && out.stride(1) == out.size(2) &&
-                      (out.size(0) <= 1 || out.stride(0) == out.size(1) * out.size(2)),
-                  "out must be contiguous [T, H, Dv] with Dv <= D");
+  PB_CHECK(q.dim() == 3 && cache.dim() == 3 && out.dim() == 3 && q.size(2) == cache.size(2),
+           "q must be [T, H, D], cache [N, B, D] and out [T, H, Dv]");
+  PB_CHECK(q.scalar_type() == cache.scalar_type() && out.scalar_type() == q.scalar_type(),
+           "q, cache and out must have the same dtype");
+  PB_CHECK(last_is_dense(q) && last_is_dense(cache), "the last strides of q and cache must be 1");
+  PB_CHECK(out.size(0) == q.size(0) && out.size(1) == q.size(1) && out.size(2) <= q.size(2) &&
+               last_is_dense(out) && out.stride(1) == out.size(2) &&
+               (out.size(0) <= 1 || out.stride(0) == out.size(1) * out.size(2)),
+           "out must be contiguous [T, H, Dv] with Dv <= D");
   AttentionArgs a{};
   a.num_tokens = q.size(0), a.num_heads = q.size(1), a.head_dim = q.size(2), a.head_dim_v = out.size(2);
   a.num_blocks = cache.size(0), a.num_kv_heads = 1, a.block_size = cache.size(1), a.value_offset = 0;
@@ -71,9 +72,9 @@ void latent_attention(const Tensor& q, const Tensor& cache, const Tensor& table,
   a.block_table = index_data(table, 2, "table"), a.block_table_stride = table.stride(0), a.max_blocks = table.size(1);
   a.seq_lens = index_data(seq_lens, 1, "seq_lens"), a.num_requests = seq_lens.size(0);
   a.query_start_loc = index_data(query_start_loc, 1, "query_start_loc");
-  STD_TORCH_CHECK(table.size(0) >= a.num_requests && query_start_loc.size(0) == a.num_requests + 1,
-                  "table, seq_lens and query_start_loc must have at least R, R and R + 1 rows");
-  STD_TORCH_CHECK(!window || *window > 0, "window must be positive");
+  PB_CHECK(table.size(0) >= a.num_requests && query_start_loc.size(0) == a.num_requests + 1,
+           "table, seq_lens and query_start_loc must have at least R, R and R + 1 rows");
+  PB_CHECK(!window || *window > 0, "window must be positive");
   a.scale = static_cast<float>(scale), a.causal = true, a.window = window.value_or(NO_WINDOW);
   a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   a.out = out.mutable_data_ptr();

@@ -1,8 +1,8 @@
 // Registers the likeliest tokens of rows of logits under `pagebinder_cpu`; the schema comes from Python.
 #include <torch/csrc/stable/library.h>
 
+#include "argmax.h"
 #include "direct_calls.h"
-#include "logit_rows.h"
 #include "logit_tensors.h"
 #include "new_tensor.h"
 

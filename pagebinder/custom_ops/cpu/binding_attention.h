@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "checks.h"
 #include "new_tensor.h"
 #include "num_threads.h"
 #include "thread_pool.h"
@@ -24,16 +25,16 @@ T* data(const Tensor& t) {
 }
 
 inline const int32_t* index_data(const Tensor& t, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == dim, name, " must be int32 with ", dim, " dims");
-  STD_TORCH_CHECK(t.numel() == 0 || t.size(dim - 1) == 1 || t.stride(dim - 1) == 1, name, " must have last stride 1");
+  PB_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == dim, name, " must be int32 with ", dim, " dims");
+  PB_CHECK(t.numel() == 0 || t.size(dim - 1) == 1 || t.stride(dim - 1) == 1, name, " must have last stride 1");
   return data<const int32_t>(t);
 }
 
 inline const float* head_data(const std::optional<Tensor>& t, int64_t num_heads, const char* name) {
   if (!t.has_value()) return nullptr;
-  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && t->dim() == 1 && t->size(0) == num_heads &&
-                      (num_heads == 1 || t->stride(0) == 1),
-                  name, " must be float32 [H], contiguous");
+  PB_CHECK(t->scalar_type() == ScalarType::Float && t->dim() == 1 && t->size(0) == num_heads &&
+               (num_heads == 1 || t->stride(0) == 1),
+           name, " must be float32 [H], contiguous");
   return data<const float>(*t);
 }
 
@@ -47,12 +48,12 @@ inline AttentionArgs attention_args(const Tensor& q, const Tensor& kv_cache, con
                                     const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes,
                                     int64_t head_dim_v, double scale, std::optional<int64_t> window,
                                     std::optional<int64_t> chunk, std::optional<double> soft_cap, bool causal) {
-  STD_TORCH_CHECK(q.dim() == 3 && kv_cache.dim() == 4, "q must be [T, H, D] and kv_cache [N, G, B, row]");
-  STD_TORCH_CHECK(kv_cache.size(1) > 0 && q.size(1) % kv_cache.size(1) == 0,
-                  "query heads must be a multiple of KV heads: ", q.size(1), " and ", kv_cache.size(1));
-  STD_TORCH_CHECK(head_dim_v > 0 && q.size(2) > 0, "heads must have a width");
-  STD_TORCH_CHECK(kv_cache.stride(3) == 1 && (q.size(2) == 1 || q.stride(2) == 1),
-                  "the last strides of q and kv_cache must be 1");
+  PB_CHECK(q.dim() == 3 && kv_cache.dim() == 4, "q must be [T, H, D] and kv_cache [N, G, B, row]");
+  PB_CHECK(kv_cache.size(1) > 0 && q.size(1) % kv_cache.size(1) == 0,
+           "query heads must be a multiple of KV heads: ", q.size(1), " and ", kv_cache.size(1));
+  PB_CHECK(head_dim_v > 0 && q.size(2) > 0, "heads must have a width");
+  PB_CHECK(kv_cache.stride(3) == 1 && (q.size(2) == 1 || q.stride(2) == 1),
+           "the last strides of q and kv_cache must be 1");
   AttentionArgs a{};
   a.num_tokens = q.size(0), a.num_heads = q.size(1), a.head_dim = q.size(2), a.head_dim_v = head_dim_v;
   a.num_blocks = kv_cache.size(0), a.num_kv_heads = kv_cache.size(1), a.block_size = kv_cache.size(2);
@@ -60,11 +61,11 @@ inline AttentionArgs attention_args(const Tensor& q, const Tensor& kv_cache, con
   a.seq_lens = index_data(seq_lens, 1, "seq_lens");
   a.query_start_loc = index_data(query_start_loc, 1, "query_start_loc");
   a.num_requests = seq_lens.size(0), a.max_blocks = block_table.size(1);
-  STD_TORCH_CHECK(block_table.size(0) >= a.num_requests && query_start_loc.size(0) == a.num_requests + 1,
-                  "block_table, seq_lens and query_start_loc must have at least R, R and R + 1 rows");
-  STD_TORCH_CHECK(!window || *window > 0, "window must be positive");
-  STD_TORCH_CHECK(!chunk || *chunk > 0, "chunk must be positive");
-  STD_TORCH_CHECK(!soft_cap || *soft_cap > 0, "soft_cap must be positive");
+  PB_CHECK(block_table.size(0) >= a.num_requests && query_start_loc.size(0) == a.num_requests + 1,
+           "block_table, seq_lens and query_start_loc must have at least R, R and R + 1 rows");
+  PB_CHECK(!window || *window > 0, "window must be positive");
+  PB_CHECK(!chunk || *chunk > 0, "chunk must be positive");
+  PB_CHECK(!soft_cap || *soft_cap > 0, "soft_cap must be positive");
   a.q = data<const void>(q), a.q_token_stride = q.stride(0), a.q_head_stride = q.stride(1);
   a.cache = data<const void>(kv_cache), a.block_table_stride = block_table.stride(0);
   a.cache_block_stride = kv_cache.stride(0), a.cache_head_stride = kv_cache.stride(1);
@@ -79,26 +80,26 @@ inline AttentionArgs attention_args(const Tensor& q, const Tensor& kv_cache, con
 
 // Rows of K and V of q's dtype, as they are.
 inline void check_plain_rows(const Tensor& q, const Tensor& kv_cache, int64_t head_dim_v) {
-  STD_TORCH_CHECK(q.scalar_type() == kv_cache.scalar_type(), "q and kv_cache must have the same dtype");
-  STD_TORCH_CHECK(kv_cache.size(3) == q.size(2) + head_dim_v, "a kv_cache row must be D + head_dim_v wide: ",
-                  kv_cache.size(3), " is not ", q.size(2), " + ", head_dim_v);
+  PB_CHECK(q.scalar_type() == kv_cache.scalar_type(), "q and kv_cache must have the same dtype");
+  PB_CHECK(kv_cache.size(3) == q.size(2) + head_dim_v, "a kv_cache row must be D + head_dim_v wide: ",
+           kv_cache.size(3), " is not ", q.size(2), " + ", head_dim_v);
 }
 
 // The operands of a cache write, with strides in bytes; the width of cache rows is left to the caller.
 inline CacheWriteArgs cache_write_args(const Tensor& k, const Tensor& v, const Tensor& kv_cache,
                                        const Tensor& slot_mapping) {
-  STD_TORCH_CHECK(k.dim() == 3 && v.dim() == 3 && kv_cache.dim() == 4, "k, v must be [T, G, width], kv_cache 4-D");
-  STD_TORCH_CHECK(k.scalar_type() == v.scalar_type(), "k and v must have the same dtype");
+  PB_CHECK(k.dim() == 3 && v.dim() == 3 && kv_cache.dim() == 4, "k, v must be [T, G, width], kv_cache 4-D");
+  PB_CHECK(k.scalar_type() == v.scalar_type(), "k and v must have the same dtype");
   CacheWriteArgs a{};
   a.num_tokens = k.size(0), a.num_kv_heads = k.size(1), a.head_dim = k.size(2), a.head_dim_v = v.size(2);
   a.num_blocks = kv_cache.size(0), a.block_size = kv_cache.size(2);
-  STD_TORCH_CHECK(v.size(0) == a.num_tokens && v.size(1) == a.num_kv_heads && kv_cache.size(1) == a.num_kv_heads,
-                  "k, v and kv_cache must agree in tokens and KV heads");
-  STD_TORCH_CHECK(kv_cache.stride(3) == 1, "the last stride of kv_cache must be 1");
-  STD_TORCH_CHECK(k.numel() == 0 || (k.size(2) == 1 || k.stride(2) == 1), "the last stride of k must be 1");
-  STD_TORCH_CHECK(v.numel() == 0 || (v.size(2) == 1 || v.stride(2) == 1), "the last stride of v must be 1");
+  PB_CHECK(v.size(0) == a.num_tokens && v.size(1) == a.num_kv_heads && kv_cache.size(1) == a.num_kv_heads,
+           "k, v and kv_cache must agree in tokens and KV heads");
+  PB_CHECK(kv_cache.stride(3) == 1, "the last stride of kv_cache must be 1");
+  PB_CHECK(k.numel() == 0 || (k.size(2) == 1 || k.stride(2) == 1), "the last stride of k must be 1");
+  PB_CHECK(v.numel() == 0 || (v.size(2) == 1 || v.stride(2) == 1), "the last stride of v must be 1");
   a.slot_mapping = index_data(slot_mapping, 1, "slot_mapping");
-  STD_TORCH_CHECK(slot_mapping.size(0) == a.num_tokens, "slot_mapping must have one slot a token");
+  PB_CHECK(slot_mapping.size(0) == a.num_tokens, "slot_mapping must have one slot a token");
   const int64_t bytes = static_cast<int64_t>(k.element_size()), cache_bytes = kv_cache.element_size();
   a.k = data<const char>(k), a.v = data<const char>(v), a.cache = data<char>(kv_cache);
   a.k_token_stride = k.stride(0) * bytes, a.k_head_stride = k.stride(1) * bytes;

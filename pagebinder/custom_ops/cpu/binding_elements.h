@@ -11,6 +11,7 @@
 #include <string>
 
 #include "binding_attention.h"
+#include "checks.h"
 #include "element_kernels.h"
 
 namespace pagebinder {
@@ -18,19 +19,31 @@ namespace pagebinder {
 // The address of an exported function, or null.
 inline void* exported(const std::string& name) { return dlsym(RTLD_DEFAULT, name.c_str()); }
 
-inline JobKernel load_attention(const char* type) {
-  const std::string name = std::string("pagebinder_attention_") + type;
-  void* kernel = exported(name);
-  if (kernel == nullptr) {
+// What pagebinder_<kernels>_<type>() returns.
+template <class Kernels>
+Kernels load_kernels(const char* kernels, const char* type) {
+  const std::string name = std::string("pagebinder_") + kernels + "_" + type;
+  void* function = exported(name);
+  if (function == nullptr) {
     StableIValue stack = torch::stable::detail::from(std::string(type));
     const bool called = aoti_torch_call_dispatcher("pagebinder_cpu::load_part", "", &stack) == 0;
     std::string problem = "there is no Python to build them";
     if (called) problem = torch::stable::detail::to<std::string>(stack);
-    kernel = exported(name);
-    STD_TORCH_CHECK(kernel != nullptr, "the kernels of attention for ", type, " are not loaded (", problem,
-                    "); a program without Python loads kernels/", type, ".so of its artefact with RTLD_GLOBAL");
+    function = exported(name);
+    PB_CHECK(function != nullptr, "the kernels of ", kernels, " for ", type, " are not loaded (", problem,
+             "); a program without Python loads kernels/", type, ".so of its artefact with RTLD_GLOBAL");
   }
-  return reinterpret_cast<JobKernel (*)()>(kernel)();
+  return reinterpret_cast<Kernels (*)()>(function)();
+}
+
+inline const Float16Linear& float16_linear() {
+  static std::atomic<const Float16Linear*> found;
+  const Float16Linear* kernels = found.load(std::memory_order_acquire);
+  if (kernels == nullptr) {
+    kernels = load_kernels<const Float16Linear*>("linear", "float16");
+    found.store(kernels, std::memory_order_release);
+  }
+  return *kernels;
 }
 
 // Paged attention of q's element type; null or what is wrong with the arguments.
@@ -41,7 +54,7 @@ inline const char* attend(ScalarType type, const AttentionArgs& args) {
   JobKernel kernel = kernels[index].load(std::memory_order_acquire);
   if (kernel == nullptr) {
     constexpr const char* NAMES[] = {"float32", "bfloat16", "float16"};
-    kernel = load_attention(NAMES[index]);
+    kernel = load_kernels<JobKernel>("attention", NAMES[index]);
     kernels[index].store(kernel, std::memory_order_release);
   }
   return run_attention(args, index == 0 ? 4 : 2, kernel);
@@ -49,7 +62,7 @@ inline const char* attend(ScalarType type, const AttentionArgs& args) {
 
 inline void attend_or_throw(ScalarType type, const AttentionArgs& args, const char* name) {
   const char* error = attend(type, args);
-  STD_TORCH_CHECK(error == nullptr, name, ": ", error);
+  PB_CHECK(error == nullptr, name, ": ", error);
 }
 
 }  // namespace pagebinder

@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "activation_names.h"
+#include "binding_elements.h"
+#include "checks.h"
 #include "direct_calls.h"
 #include "linear.h"
 #include "new_tensor.h"
@@ -21,7 +23,6 @@ namespace {
 using pagebinder::Activation;
 using pagebinder::activation_named;
 using pagebinder::bf16;
-using pagebinder::f16;
 using pagebinder::LinearArgs;
 using pagebinder::LinearLayer;
 using torch::headeronly::ScalarType;
@@ -33,7 +34,7 @@ Tensor torch_linear(const Tensor& x, const Tensor& weight, const Bias& bias) {
   const pagebinder::AllTorchThreads all;
   std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
                                     torch::stable::detail::from(bias)};
-  STD_TORCH_CHECK(aoti_torch_call_dispatcher("aten::linear", "", stack.data()) == 0, "aten::linear failed");
+  PB_CHECK(aoti_torch_call_dispatcher("aten::linear", "", stack.data()) == 0, "aten::linear failed");
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -80,7 +81,7 @@ Kernel kernel_for(ScalarType type, int64_t rows, int64_t columns, int64_t inner)
   }
   const bool few = rows <= pagebinder::LINEAR_MOST_VECTOR_ROWS;
   if (type == ScalarType::Half && torch_lacks_float16())
-    return few ? pagebinder::linear_with_vectors<f16> : pagebinder::linear_with_floats<f16>;
+    return few ? pagebinder::float16_linear().few_rows : pagebinder::float16_linear().many_rows;
   if (!few) return nullptr;
   if (type == ScalarType::Float) return pagebinder::linear_with_vectors<float>;
   return type == ScalarType::BFloat16 ? pagebinder::linear_with_vectors<bf16> : nullptr;
@@ -100,10 +101,10 @@ int64_t columns_of(const Tensor& weight) {
 }
 
 void for_panels(const Tensor& plain, const Tensor& packed, bool unpack) {
-  STD_TORCH_CHECK(plain.scalar_type() == ScalarType::BFloat16 && packed.scalar_type() == ScalarType::BFloat16 &&
-                      plain.dim() == 2 && plain.stride(1) == 1 && is_packed(packed) && packed.is_contiguous() &&
-                      plain.numel() == packed.numel() && packed.size(0) * pagebinder::PACKED_PANEL == plain.size(0),
-                  "a bf16 weight [N, K] is packed as [N / 32, K / 32, 2, 16, 16, 2]");
+  PB_CHECK(plain.scalar_type() == ScalarType::BFloat16 && packed.scalar_type() == ScalarType::BFloat16 &&
+               plain.dim() == 2 && plain.stride(1) == 1 && is_packed(packed) && packed.is_contiguous() &&
+               plain.numel() == packed.numel() && packed.size(0) * pagebinder::PACKED_PANEL == plain.size(0),
+           "a bf16 weight [N, K] is packed as [N / 32, K / 32, 2, 16, 16, 2]");
   const pagebinder::PackedWeight weight{plain.mutable_data_ptr(), plain.stride(0), plain.size(1),
                                         packed.mutable_data_ptr()};
   const int num_threads = pagebinder::num_threads();
@@ -118,9 +119,9 @@ void unpack_linear_weight(const Tensor& packed, Tensor weight) { for_panels(weig
 // ---- coded weights ---------------------------------------------------------------------------------------------
 
 pagebinder::PackedWeight to_be_coded(const Tensor& weight) {
-  STD_TORCH_CHECK(weight.scalar_type() == ScalarType::BFloat16 && weight.dim() == 2 && weight.stride(1) == 1 &&
-                      weight.size(0) % pagebinder::PACKED_PANEL == 0 && weight.size(1) % pagebinder::CODED_INNER == 0,
-                  "a bf16 weight [N, K] is coded, N a multiple of 32 and K of ", pagebinder::CODED_INNER);
+  PB_CHECK(weight.scalar_type() == ScalarType::BFloat16 && weight.dim() == 2 && weight.stride(1) == 1 &&
+               weight.size(0) % pagebinder::PACKED_PANEL == 0 && weight.size(1) % pagebinder::CODED_INNER == 0,
+           "a bf16 weight [N, K] is coded, N a multiple of 32 and K of ", pagebinder::CODED_INNER);
   return {weight.mutable_data_ptr(), weight.stride(0), weight.size(1), nullptr};
 }
 
@@ -137,10 +138,10 @@ int64_t coded_block_bytes(const Tensor& weight) {
 
 void code_linear_weight(const Tensor& weight, Tensor coded) {
   const pagebinder::PackedWeight plain = to_be_coded(weight);
-  STD_TORCH_CHECK(is_coded(coded) && coded.is_contiguous() && columns_of(coded) == weight.size(0) &&
-                      coded.size(1) * pagebinder::CODED_INNER == weight.size(1) &&
-                      coded.size(2) >= coded_block_bytes(weight),
-                  "codes of [N, K] are uint8 [N / 32, K / ", pagebinder::CODED_INNER, ", coded_block_bytes]");
+  PB_CHECK(is_coded(coded) && coded.is_contiguous() && columns_of(coded) == weight.size(0) &&
+               coded.size(1) * pagebinder::CODED_INNER == weight.size(1) &&
+               coded.size(2) >= coded_block_bytes(weight),
+           "codes of [N, K] are uint8 [N / 32, K / ", pagebinder::CODED_INNER, ", coded_block_bytes]");
   uint8_t* codes = static_cast<uint8_t*>(coded.mutable_data_ptr());
   const int64_t bytes = coded.size(2), panel_bytes = coded.size(1) * bytes;
   const int num_threads = pagebinder::num_threads();
@@ -150,7 +151,7 @@ void code_linear_weight(const Tensor& weight, Tensor coded) {
 }
 
 Tensor decode_linear_weight(const Tensor& coded) {
-  STD_TORCH_CHECK(is_coded(coded) && coded.is_contiguous(), "codes are uint8 [N / 32, K / 256, bytes], contiguous");
+  PB_CHECK(is_coded(coded) && coded.is_contiguous(), "codes are uint8 [N / 32, K / 256, bytes], contiguous");
   const int64_t inner = coded.size(1) * pagebinder::CODED_INNER, bytes = coded.size(2);
   Tensor packed = pagebinder::new_tensor({coded.size(0), inner / 32, 2, 16, 16, 2}, ScalarType::BFloat16);
   uint16_t* to = static_cast<uint16_t*>(packed.mutable_data_ptr());
@@ -229,8 +230,8 @@ Tensor new_result(const Tensor& x, int64_t columns) {
 }
 
 std::vector<Tensor> linears(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> given_biases) {
-  STD_TORCH_CHECK(given_biases.empty() || given_biases.size() == weights.size(),
-                  "linears needs a bias for every weight, or none");
+  PB_CHECK(given_biases.empty() || given_biases.size() == weights.size(),
+           "linears needs a bias for every weight, or none");
   std::vector<Bias> biases(given_biases.begin(), given_biases.end());
   biases.resize(weights.size());
   std::vector<Tensor> results;
@@ -256,16 +257,16 @@ Tensor linear(const Tensor& x, const Tensor& weight, Bias bias) {
 // ---- gated layers ----------------------------------------------------------------------------------------------
 
 template <class T>
-void gate_tensors(Activation activation, const Tensor& gate, const Tensor& up) {
-  pagebinder::gate_values(activation, static_cast<T*>(gate.mutable_data_ptr()),
-                          static_cast<const T*>(up.const_data_ptr()), gate.numel(),
-                          pagebinder::num_threads());
+void gate_tensors(void (*gate_values)(Activation, T*, const T*, int64_t, int), Activation activation, const Tensor& gate,
+                  const Tensor& up) {
+  gate_values(activation, static_cast<T*>(gate.mutable_data_ptr()), static_cast<const T*>(up.const_data_ptr()),
+              gate.numel(), pagebinder::num_threads());
 }
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate, const Tensor& up, Bias gate_bias, Bias up_bias,
                     std::string activation) {
-  STD_TORCH_CHECK((gate.dim() == 2 || !is_plain(gate)) && up.dim() == gate.dim() && gate.size(0) == up.size(0),
-                  "gate and up must be [N, K] alike");
+  PB_CHECK((gate.dim() == 2 || !is_plain(gate)) && up.dim() == gate.dim() && gate.size(0) == up.size(0),
+           "gate and up must be [N, K] alike");
   const Activation kind = activation_named(activation);
   Call call(x, {gate, up}, {gate_bias, up_bias});
   if (call.kernel) {
@@ -276,10 +277,10 @@ Tensor gated_linear(const Tensor& x, const Tensor& gate, const Tensor& up, Bias 
   }
   const Tensor out = torch_linear(x, plain(gate), gate_bias), other = torch_linear(x, plain(up), up_bias);
   switch (out.scalar_type()) {
-    case ScalarType::Float: gate_tensors<float>(kind, out, other); break;
-    case ScalarType::BFloat16: gate_tensors<bf16>(kind, out, other); break;
-    case ScalarType::Half: gate_tensors<pagebinder::f16>(kind, out, other); break;
-    default: STD_TORCH_CHECK(false, "gated_linear serves float32, bfloat16 and float16");
+    case ScalarType::Float: gate_tensors(pagebinder::gate_values<float>, kind, out, other); break;
+    case ScalarType::BFloat16: gate_tensors(pagebinder::gate_values<bf16>, kind, out, other); break;
+    case ScalarType::Half: gate_tensors(pagebinder::float16_linear().gate_values, kind, out, other); break;
+    default: PB_CHECK(false, "gated_linear serves float32, bfloat16 and float16");
   }
   return out;
 }

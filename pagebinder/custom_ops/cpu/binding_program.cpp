@@ -6,6 +6,7 @@
 //     call         op <name> <overload, or -> <"list" or "values"> <count> <slots...> <count> <operands...>
 //     operand      T<slot> L<slot> K<constant> N<number> V<place of a size> F<real> B<0 or 1> Y<dtype> - ? <operand>
 //                  [<count> <operands...>  |  S<bytes> <the text>
+#include "checks.h"
 #include "program.h"
 
 #include <algorithm>
@@ -207,9 +208,9 @@ Program::Program(const std::string& text, std::vector<Tensor> constants) : const
 
 std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes,
                                  bool direct) const {
-  STD_TORCH_CHECK(static_cast<int64_t>(inputs.size()) == num_inputs_ && static_cast<int64_t>(sizes.size()) == num_sizes_,
-                  "a native program takes ", num_inputs_, " tensors and ", num_sizes_, " sizes, not ", inputs.size(),
-                  " and ", sizes.size());
+  PB_CHECK(static_cast<int64_t>(inputs.size()) == num_inputs_ && static_cast<int64_t>(sizes.size()) == num_sizes_,
+           "a native program takes ", num_inputs_, " tensors and ", num_sizes_, " sizes, not ", inputs.size(),
+           " and ", sizes.size());
   Slots slots(num_slots_, sizes, constants_);
   for (size_t i = 0; i < inputs.size(); ++i)
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(inputs[i].get(), &slots.tensors[i]));
@@ -302,7 +303,7 @@ std::vector<Tensor> run_program(int64_t number, const std::vector<Tensor>& input
   {
     const std::lock_guard guard(programs_lock);
     const auto found = programs.find(number);
-    STD_TORCH_CHECK(found != programs.end(), "there is no native program ", number);
+    PB_CHECK(found != programs.end(), "there is no native program ", number);
     program = found->second;
   }
   return program->run(inputs, sizes, direct);

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "binding_qk_write.h"
+#include "checks.h"
 #include "direct_calls.h"
 
 namespace {
@@ -13,13 +14,13 @@ Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
                 const Tensor& slot_mapping, double eps, std::string tail, std::string style) {
   const QkOperands operands{q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, eps, tail, style};
   check_qk_operands(operands);
-  STD_TORCH_CHECK(kv_cache.scalar_type() == q.scalar_type(), "kv_cache must have q's dtype");
-  STD_TORCH_CHECK(kv_cache.size(3) == k.size(2) + v.size(2), "a kv_cache row must hold a key and a value");
+  PB_CHECK(kv_cache.scalar_type() == q.scalar_type(), "kv_cache must have q's dtype");
+  PB_CHECK(kv_cache.size(3) == k.size(2) + v.size(2), "a kv_cache row must hold a key and a value");
   return by_element_type(q, [&](auto element) {
     QkWriteArgs<decltype(element)> args{};
     Tensor out = set_qk_operands(operands, args);
     const char* error = qk_norm_rope_write(args);
-    STD_TORCH_CHECK(error == nullptr, "qk_norm_rope_write: ", error);
+    PB_CHECK(error == nullptr, "qk_norm_rope_write: ", error);
     return out;
   });
 }

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "binding_attention.h"
+#include "checks.h"
 #include "num_threads.h"
 #include "qk_write.h"
 
@@ -25,7 +26,7 @@ inline NormTail head_tail_named(const std::string& name) {
                                                         {"none", NormTail::PLAIN}};
   for (const auto& [known, tail] : NAMES)
     if (name == known) return tail;
-  STD_TORCH_CHECK(false, "unknown RMSNorm tail \"", name, "\"");
+  PB_CHECK(false, "unknown RMSNorm tail \"", name, "\"");
   return NormTail::ABSENT;
 }
 
@@ -33,35 +34,35 @@ inline NormTail head_tail_named(const std::string& name) {
 inline void check_qk_operands(const QkOperands& o) {
   const ScalarType type = o.q.scalar_type();
   const int64_t T = o.q.size(0), D = o.q.size(o.q.dim() - 1), columns = o.style == "half" ? D : D / 2;
-  STD_TORCH_CHECK(o.style == "half" || o.style == "chunked", "style must be half or chunked, not ", o.style);
-  STD_TORCH_CHECK(o.q.dim() == 3 && o.k.dim() == 3 && o.v.dim() == 3 && o.kv_cache.dim() == 4 && D % 2 == 0,
-                  "q, k, v must be [T, heads, width], the width of q even, and kv_cache 4-D");
-  STD_TORCH_CHECK(o.k.scalar_type() == type && o.v.scalar_type() == type, "q, k and v must have the same dtype");
-  STD_TORCH_CHECK(o.k.size(0) == T && o.v.size(0) == T && o.k.size(2) == D && o.v.size(1) == o.k.size(1) &&
-                      o.kv_cache.size(1) == o.k.size(1),
-                  "q, k, v and kv_cache must agree in tokens, heads and widths");
-  STD_TORCH_CHECK(last_is_dense(o.q) && last_is_dense(o.k) && last_is_dense(o.v) && o.kv_cache.stride(3) == 1,
-                  "the last strides of q, k, v and kv_cache must be 1");
-  STD_TORCH_CHECK(o.cos.dim() == 2 && o.sin.dim() == 2 && o.cos.size(0) == T && o.sin.size(0) == T &&
-                      o.cos.size(1) == columns && o.sin.size(1) == columns && last_is_dense(o.cos) &&
-                      last_is_dense(o.sin),
-                  "cos and sin must be [T, ", columns, "], their last stride 1");
-  STD_TORCH_CHECK(o.cos.scalar_type() == o.sin.scalar_type() &&
-                      (o.cos.scalar_type() == type || o.cos.scalar_type() == ScalarType::Float),
-                  "cos and sin must have q's dtype or float32");
-  STD_TORCH_CHECK(o.slot_mapping.dim() == 1 && o.slot_mapping.size(0) == T &&
-                      o.slot_mapping.scalar_type() == ScalarType::Int && last_is_dense(o.slot_mapping),
-                  "slot_mapping must be [T] int32");
+  PB_CHECK(o.style == "half" || o.style == "chunked", "style must be half or chunked, not ", o.style);
+  PB_CHECK(o.q.dim() == 3 && o.k.dim() == 3 && o.v.dim() == 3 && o.kv_cache.dim() == 4 && D % 2 == 0,
+           "q, k, v must be [T, heads, width], the width of q even, and kv_cache 4-D");
+  PB_CHECK(o.k.scalar_type() == type && o.v.scalar_type() == type, "q, k and v must have the same dtype");
+  PB_CHECK(o.k.size(0) == T && o.v.size(0) == T && o.k.size(2) == D && o.v.size(1) == o.k.size(1) &&
+               o.kv_cache.size(1) == o.k.size(1),
+           "q, k, v and kv_cache must agree in tokens, heads and widths");
+  PB_CHECK(last_is_dense(o.q) && last_is_dense(o.k) && last_is_dense(o.v) && o.kv_cache.stride(3) == 1,
+           "the last strides of q, k, v and kv_cache must be 1");
+  PB_CHECK(o.cos.dim() == 2 && o.sin.dim() == 2 && o.cos.size(0) == T && o.sin.size(0) == T &&
+               o.cos.size(1) == columns && o.sin.size(1) == columns && last_is_dense(o.cos) &&
+               last_is_dense(o.sin),
+           "cos and sin must be [T, ", columns, "], their last stride 1");
+  PB_CHECK(o.cos.scalar_type() == o.sin.scalar_type() &&
+               (o.cos.scalar_type() == type || o.cos.scalar_type() == ScalarType::Float),
+           "cos and sin must have q's dtype or float32");
+  PB_CHECK(o.slot_mapping.dim() == 1 && o.slot_mapping.size(0) == T &&
+               o.slot_mapping.scalar_type() == ScalarType::Int && last_is_dense(o.slot_mapping),
+           "slot_mapping must be [T] int32");
 }
 
 template <class T>
 const T* norm_weight(const std::optional<Tensor>& weight, const Tensor& q, NormTail tail) {
   const bool wanted = tail != NormTail::ABSENT && tail != NormTail::PLAIN;
-  STD_TORCH_CHECK(weight.has_value() == wanted, "a norm whose tail has a weight needs one, and no other");
+  PB_CHECK(weight.has_value() == wanted, "a norm whose tail has a weight needs one, and no other");
   if (!weight) return nullptr;
-  STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == q.size(2) && weight->scalar_type() == q.scalar_type() &&
-                      last_is_dense(*weight),
-                  "the norms' weights must be [D] in q's dtype");
+  PB_CHECK(weight->dim() == 1 && weight->size(0) == q.size(2) && weight->scalar_type() == q.scalar_type() &&
+               last_is_dense(*weight),
+           "the norms' weights must be [D] in q's dtype");
   return data<const T>(*weight);
 }
 
@@ -94,7 +95,7 @@ template <class Serve>
 Tensor by_element_type(const Tensor& q, Serve serve) {
   if (q.scalar_type() == ScalarType::Float) return serve(float{});
   if (q.scalar_type() == ScalarType::BFloat16) return serve(bf16{});
-  STD_TORCH_CHECK(q.scalar_type() == ScalarType::Half, "q must be float32, bfloat16 or float16");
+  PB_CHECK(q.scalar_type() == ScalarType::Half, "q must be float32, bfloat16 or float16");
   return serve(f16{});
 }
 

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "binding_elements.h"
+#include "checks.h"
 #include "direct_calls.h"
 
 namespace {
@@ -31,7 +32,7 @@ const float* log2_bias(const Tensor& bias) {
     case ScalarType::Float: scale_rows<float>(bias, to); break;
     case ScalarType::BFloat16: scale_rows<c10::BFloat16>(bias, to); break;
     case ScalarType::Half: scale_rows<c10::Half>(bias, to); break;
-    default: STD_TORCH_CHECK(false, "bias must be float32, bfloat16 or float16");
+    default: PB_CHECK(false, "bias must be float32, bfloat16 or float16");
   }
   return to;
 }
@@ -42,9 +43,9 @@ Tensor paged_relative_attention(const Tensor& q, const Tensor& kv_cache, const T
   AttentionArgs a = attention_args(q, kv_cache, block_table, seq_lens, query_start_loc, std::nullopt, std::nullopt,
                                    head_dim_v, scale, std::nullopt, std::nullopt, std::nullopt, causal);
   check_plain_rows(q, kv_cache, head_dim_v);
-  STD_TORCH_CHECK(bias.dim() == 2 && bias.size(0) == a.num_heads && num_behind >= 0 && num_behind < bias.size(1),
-                  "bias must be [H, N] with num_behind one of its columns");
-  STD_TORCH_CHECK(bias.size(0) * bias.size(1) <= std::numeric_limits<int32_t>::max(), "bias is too large");
+  PB_CHECK(bias.dim() == 2 && bias.size(0) == a.num_heads && num_behind >= 0 && num_behind < bias.size(1),
+           "bias must be [H, N] with num_behind one of its columns");
+  PB_CHECK(bias.size(0) * bias.size(1) <= std::numeric_limits<int32_t>::max(), "bias is too large");
   a.bias = log2_bias(bias), a.bias_columns = bias.size(1), a.num_behind = num_behind;
   Tensor out = new_tensor({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
   a.out = data(out);

@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "checks.h"
 #include "direct_calls.h"
 #include "num_threads.h"
 #include "rms_norm.h"
@@ -15,7 +16,7 @@ using namespace pagebinder;
 // RMSNorm of x, or of x + residual, which becomes `total`.
 Tensor normed(const Tensor& x, const Tensor* residual, Tensor* total, const std::optional<Tensor>& weight, double eps,
               const std::string& tail) {
-  STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x must be [..., C]");
+  PB_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x must be [..., C]");
   const bool widens = weight && tail == "cast_scale" && weight->scalar_type() != x.scalar_type();
   const std::vector<int64_t> sizes = sizes_of(x);
   const int64_t columns = sizes.back(), count = x.numel() / columns;
@@ -41,7 +42,7 @@ Tensor rms_norm_op(const Tensor& x, std::optional<Tensor> weight, double eps, st
 
 std::tuple<Tensor, Tensor> add_rms_norm_op(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
                                            double eps, std::string tail) {
-  STD_TORCH_CHECK(alike(x, residual), "x and residual must have the same shape and dtype");
+  PB_CHECK(alike(x, residual), "x and residual must have the same shape and dtype");
   Tensor total = new_tensor(sizes_of(x), x.scalar_type());
   Tensor out = normed(x, &residual, &total, weight, eps, tail);
   return {out, total};

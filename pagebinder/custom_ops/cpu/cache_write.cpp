@@ -7,7 +7,7 @@
 namespace pagebinder {
 namespace {
 
-constexpr int64_t SERIAL_BYTES = 1 << 20;
+constexpr int64_t SERIAL_ROWS_BYTES = 1 << 20;
 constexpr int64_t TOKENS_AT_ONCE = 16;
 
 void copy_token(const CacheWriteArgs& a, int64_t token, char* to) {
@@ -18,14 +18,14 @@ void copy_token(const CacheWriteArgs& a, int64_t token, char* to) {
   }
 }
 
-struct Run {
+struct WriteRun {
   const CacheWriteArgs& args;
   TokenWriter writer;
   std::atomic<int64_t> next{0};
 };
 
-void worker(void* context, int) {
-  Run& run = *static_cast<Run*>(context);
+void write_worker(void* context, int) {
+  WriteRun& run = *static_cast<WriteRun*>(context);
   const CacheWriteArgs& a = run.args;
   for (int64_t t; (t = run.next.fetch_add(TOKENS_AT_ONCE, std::memory_order_relaxed)) < a.num_tokens;)
     for (int64_t i = t; i < a.num_tokens && i < t + TOKENS_AT_ONCE; ++i) {
@@ -40,10 +40,10 @@ const char* write_tokens(const CacheWriteArgs& args, TokenWriter writer) {
   const int64_t num_slots = args.num_blocks * args.block_size;
   for (int64_t t = 0; t < args.num_tokens; ++t)
     if (args.slot_mapping[t] >= num_slots) return "a slot in slot_mapping lies outside kv_cache";
-  Run run{args, writer};
+  WriteRun run{args, writer};
   const int64_t row_bytes = (args.head_dim + args.head_dim_v) * args.num_kv_heads * args.element_bytes;
-  if (args.num_threads <= 1 || args.num_tokens * row_bytes < SERIAL_BYTES) worker(&run, 0);
-  else args.run(args.num_threads, worker, &run);
+  if (args.num_threads <= 1 || args.num_tokens * row_bytes < SERIAL_ROWS_BYTES) write_worker(&run, 0);
+  else args.run(args.num_threads, write_worker, &run);
   return nullptr;
 }
 

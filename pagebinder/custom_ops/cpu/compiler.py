@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
+import itertools
 import logging
 import os
 import platform
@@ -44,7 +46,34 @@ FUSED_FLAGS = ("--param", "avoid-fma-max-bits=0")
 CANDIDATES = ("c++", "g++", "clang++")
 MARCH = "PAGEBINDER_CPU_MARCH"
 
-_slots = threading.BoundedSemaphore(os.cpu_count() or 1)  # of compilers that run at a time, for whatever part
+
+class Slots:
+    """Lets so many callers in at a time; of those that wait the ones first whose rank is lowest, then who came first."""
+
+    def __init__(self, count: int):
+        self._free = count
+        self._waiting: list[tuple[int, int]] = []  # (rank, arrival), a heap
+        self._arrivals = itertools.count()
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, rank: int):
+        with self._changed:
+            ticket = (rank, next(self._arrivals))
+            heapq.heappush(self._waiting, ticket)
+            self._changed.wait_for(lambda: self._free > 0 and self._waiting[0] == ticket)
+            heapq.heappop(self._waiting)
+            self._free -= 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
+
+
+_slots = Slots(os.cpu_count() or 1)  # of compilers that run at a time, for whatever part
 
 
 def find_compiler() -> list[str]:
@@ -114,37 +143,33 @@ def compile_part(part: str, machine_flags: Sequence[str], library: Path) -> None
         includes = [f"-I{torch_root / 'include'}", f"-I{parts.SOURCE_DIR}"]
         fused = FUSED_FLAGS if accepts(FUSED_FLAGS) else ()
         command = [*compiler, *machine_flags, *fused, *includes]
-        kernels = [source for source in parts.sources(part) if not parts.is_binding(source)]
-        units = [*((s, BINDING_FLAGS) for s in _merged_bindings(part, folder)), *((s, ()) for s in kernels)]
-        objects = [str(folder / f"{source.stem}.o") for source, _ in units]
-        commands = [
-            [*command, *extra, "-c", str(s), "-o", o] for (s, extra), o in zip(units, objects, strict=True)
-        ]
-        _run_all(commands)
+        commands, objects = [], []
+        for unit, sources in parts.units(part):
+            extra = BINDING_FLAGS if parts.is_binding(sources[0]) else ()
+            objects.append(str(folder / f"{unit}.o"))
+            commands.append([*command, *extra, "-c", str(_one_file(unit, sources, folder)), "-o", objects[-1]])
+        _run_all(commands, parts.RANKS.get(part, 0))
         made = folder / library.name
         link = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-o", str(made)]
         # Of an inline function that several objects hold the first is linked: a kernel's, not a binding's.
-        _run_all([[*compiler, "-shared", *objects[::-1], *link]])
+        _run([*compiler, "-shared", *objects[::-1], *link])
         os.replace(made, library)
     seconds = time.perf_counter() - started
     logger.info("built the CPU kernels %s in %.1f s (%s)", part, seconds, " ".join(compiler))
 
 
-def _run_all(commands: list[list[str]]) -> None:
-    """Run commands, the first ones first; of all parts together as many at a time as there are processors."""
-    problems: list[str] = []
+def _run_all(commands: list[list[str]], rank: int) -> None:
+    """Run a part's commands, the first ones first; of all parts together as many at a time as there are processors."""
+    problems: list[ProviderError] = []
 
     def work(command: list[str]) -> None:
-        with _slots:
+        with _slots.taken(rank):
             if problems:
                 return
             try:
-                subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
-            except subprocess.CalledProcessError as error:
-                errors = "\n".join(error.stderr.strip().splitlines()[-15:])
-                problems.append(f"{shlex.join(command)}\n{errors}")
-            except OSError as error:
-                problems.append(f"{shlex.join(command)}: {error}")
+                _run(command)
+            except ProviderError as error:
+                problems.append(error)
 
     threads = [threading.Thread(target=work, args=(command,), daemon=True) for command in commands]
     for thread in threads:
@@ -152,15 +177,28 @@ def _run_all(commands: list[list[str]]) -> None:
     for thread in threads:
         thread.join()
     if problems:
-        raise ProviderError(f"compiling the CPU kernels failed: {problems[0]}")
+        raise problems[0]
 
 
-def _merged_bindings(part: str, folder: Path) -> list[Path]:
-    """A source in `folder` that is all bindings of a part, if it has some: torch's headers are read once."""
-    bindings = [source for source in parts.sources(part) if parts.is_binding(source)]
-    merged = folder / "bindings.cpp"
-    merged.write_text("".join(f'#include "{source}"\n' for source in bindings))
-    return [merged] if bindings else []
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
+    except subprocess.CalledProcessError as error:
+        problem = "\n" + "\n".join(error.stderr.strip().splitlines()[-15:])
+    except OSError as error:
+        problem = f": {error}"
+    else:
+        return
+    raise ProviderError(f"compiling the CPU kernels failed: {shlex.join(command)}{problem}")
+
+
+def _one_file(unit: str, sources: list[Path], folder: Path) -> Path:
+    """The source of a unit, or one in `folder` that is all of them: their headers are read once."""
+    if len(sources) == 1:
+        return sources[0]
+    merged = folder / f"{unit}.cpp"
+    merged.write_text("".join(f'#include "{source}"\n' for source in sources))
+    return merged
 
 
 @functools.cache

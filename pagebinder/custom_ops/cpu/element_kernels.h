@@ -2,12 +2,24 @@
 // model waits for types that it does not use. Others find them by name, see binding_elements.h.
 #pragma once
 
-#include "attention.h"
+#include "linear.h"
+
+namespace pagebinder {
+
+// Linear layers in float16, which few models are in.
+struct Float16Linear {
+  void (*few_rows)(const LinearArgs&);   // up to LINEAR_MOST_VECTOR_ROWS
+  void (*many_rows)(const LinearArgs&);
+  void (*gate_values)(Activation, f16* gate, const f16* up, int64_t count, int num_threads);
+};
+
+}  // namespace pagebinder
 
 #define PAGEBINDER_EXPORT extern "C" __attribute__((visibility("default")))
 
 PAGEBINDER_EXPORT pagebinder::JobKernel pagebinder_attention_float32();
 PAGEBINDER_EXPORT pagebinder::JobKernel pagebinder_attention_bfloat16();
 PAGEBINDER_EXPORT pagebinder::JobKernel pagebinder_attention_float16();
+PAGEBINDER_EXPORT const pagebinder::Float16Linear* pagebinder_linear_float16();
 
 #undef PAGEBINDER_EXPORT

@@ -12,12 +12,15 @@
 // An element of y is summed in the same order whatever the number of rows and threads.
 #include "linear.h"
 
+#if PAGEBINDER_AMX
 #include <algorithm>
 
+#include "activations.h"
 #include "amx.h"
 #include "attention_scores.h"
 #include "leaving_loop.h"
 #include "work_ranges.h"
+#endif
 
 namespace pagebinder {
 #if PAGEBINDER_AMX

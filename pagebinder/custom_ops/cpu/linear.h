@@ -16,8 +16,9 @@
 #include <memory>
 #include <vector>
 
-#include "activations.h"
+#include "activation.h"
 #include "attention.h"
+#include "elements.h"
 
 namespace pagebinder {
 

@@ -10,6 +10,7 @@
 // meet them: of several strips a panel at a time, of one a few steps, which the nearest cache holds.
 //
 // An element of y is summed in the same order whatever the form of W and the number of rows and threads.
+#include "activations.h"
 #include "coded_weights.h"
 #include "dots.h"
 #include "packed_jobs.h"

@@ -16,12 +16,17 @@
 // too: a worker copies a block of rows while its first panel meets it.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
+#include "linear.h"
+
+#if PAGEBINDER_AMX
 #include <algorithm>
 #include <optional>
 
+#include "activations.h"
 #include "amx.h"
 #include "coded_weights.h"
 #include "packed_jobs.h"
+#endif
 
 namespace pagebinder {
 #if PAGEBINDER_AMX

@@ -3,12 +3,10 @@
 
 #include <limits>
 
+#include "argmax.h"
 #include "simd.h"
 
 namespace pagebinder {
-
-// The first of the largest of x [vocab]; -1 if there is a NaN.
-template <class T> int64_t first_largest(const T* x, int64_t vocab);
 
 constexpr int AT_ONCE = 4;  // vectors, as each step of a sum waits for the one before
 constexpr float INFINITE = std::numeric_limits<float>::infinity();

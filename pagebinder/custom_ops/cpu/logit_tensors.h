@@ -6,8 +6,9 @@
 
 #include <algorithm>
 
+#include "checks.h"
 #include "num_threads.h"
-#include "simd.h"
+#include "elements.h"
 #include "thread_pool.h"
 
 namespace pagebinder {
@@ -24,9 +25,9 @@ void parallel_rows(int64_t rows, int64_t vocab, int64_t tokens_at_once, Body bod
 }
 
 inline void check_logits(const Tensor& logits) {
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && (logits.size(1) == 1 || logits.stride(1) == 1),
-                  "logits must be [L, V], their last stride 1");
-  STD_TORCH_CHECK(logits.size(1) < INT32_MAX, "a vocabulary has less than 2^31 tokens");
+  PB_CHECK(logits.dim() == 2 && logits.size(1) > 0 && (logits.size(1) == 1 || logits.stride(1) == 1),
+           "logits must be [L, V], their last stride 1");
+  PB_CHECK(logits.size(1) < INT32_MAX, "a vocabulary has less than 2^31 tokens");
 }
 
 // body(data) with the logits' type.
@@ -37,7 +38,7 @@ void with_data(const Tensor& logits, Body body) {
     case ScalarType::Float: return body(static_cast<const float*>(data));
     case ScalarType::BFloat16: return body(static_cast<const bf16*>(data));
     case ScalarType::Half: return body(static_cast<const f16*>(data));
-    default: STD_TORCH_CHECK(false, "logits must be float32, bfloat16 or float16");
+    default: PB_CHECK(false, "logits must be float32, bfloat16 or float16");
   }
 }
 

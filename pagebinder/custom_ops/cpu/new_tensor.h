@@ -6,17 +6,19 @@
 #include <initializer_list>
 #include <vector>
 
+#include "checks.h"
+
 namespace pagebinder {
 
 inline torch::stable::Tensor new_tensor(const int64_t* sizes, size_t dims, torch::headeronly::ScalarType dtype) {
   constexpr size_t MOST_DIMS = 64;  // of any tensor
   int64_t strides[MOST_DIMS], stride = 1;
-  STD_TORCH_CHECK(dims <= MOST_DIMS, "a tensor of ", dims, " dims");
+  PB_CHECK(dims <= MOST_DIMS, "a tensor of ", dims, " dims");
   for (size_t d = dims; d-- > 0; stride *= sizes[d] > 1 ? sizes[d] : 1) strides[d] = stride;
   AtenTensorHandle handle;
-  STD_TORCH_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(dims), sizes, strides, static_cast<int32_t>(dtype),
-                                           aoti_torch_device_type_cpu(), 0, &handle) == 0,
-                  "cannot allocate the output");
+  PB_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(dims), sizes, strides, static_cast<int32_t>(dtype),
+                                    aoti_torch_device_type_cpu(), 0, &handle) == 0,
+           "cannot allocate the output");
   return torch::stable::Tensor(handle);
 }
 

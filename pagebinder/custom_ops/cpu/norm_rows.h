@@ -4,32 +4,11 @@
 #include <cmath>
 #include <type_traits>
 
-#include "attention.h"
-#include "qk_write.h"
+#include "rms_norm.h"
 #include "simd.h"
 #include "small_floats.h"
 
 namespace pagebinder {
-
-// A tensor [rows, columns] whose rows are `stride` elements apart.
-template <class T>
-struct RowsOf {
-  const T* data;
-  int64_t stride;
-  const T* operator[](int64_t row) const { return data + row * stride; }
-};
-
-template <class T>
-struct NormRows {
-  RowsOf<T> x, residual;  // residual.data: null if nothing is added
-  T* total;               // [rows, columns], of x + residual
-  NormTail tail;
-  const void* weight;     // [columns] or null
-  bool wide_weight;       // it is float32, else T
-  float eps;
-};
-
-// ---- rows in float32 -------------------------------------------------------------------------------------------
 
 template <class T>
 PB_INLINE VF rounded(VF x) {

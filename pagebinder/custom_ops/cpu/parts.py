@@ -12,22 +12,39 @@ import hashlib
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
+POOL = "thread_pool.cpp"  # of all libraries whose kernels use threads
 # part -> (folder of its sources, sources of other folders that it is linked with)
 PARTS = {
     "bfloat16": ("bfloat16", ()),
     "core": (".", ()),
-    "float16": ("float16", ()),
+    "float16": ("float16", (POOL,)),
     "float32": ("float32", ()),
-    "fp8": ("fp8", ()),
-    "latent": ("latent", ("linear.cpp",)),
-    "moe": ("moe", ()),
-    "quant": ("quant", ()),
-    "quantized_kv": ("quantized_kv", ("attention_plan.cpp", "cache_write.cpp", "qk_write.cpp")),
-    "quantized_moe": ("quantized_moe", ("moe/moe_router.cpp",)),
-    "recurrent": ("recurrent", ()),
-    "sampling": ("sampling", ("argmax.cpp",)),
-    "unified": ("unified", ("attention_plan.cpp",)),
+    "fp8": ("fp8", (POOL,)),
+    "latent": ("latent", (POOL, "linear.cpp")),
+    "moe": ("moe", (POOL,)),
+    "quant": ("quant", (POOL,)),
+    "quantized_kv": ("quantized_kv", (POOL, "attention_plan.cpp", "cache_write.cpp", "qk_write.cpp")),
+    "quantized_moe": ("quantized_moe", (POOL, "moe/moe_router.cpp")),
+    "recurrent": ("recurrent", (POOL,)),
+    "sampling": ("sampling", (POOL, "argmax.cpp")),
+    "unified": ("unified", (POOL, "attention_plan.cpp")),
 }
+# Kernels that are compiled together, as the headers take longer to read than they to be compiled. What is local to one
+# has a name that the others do not have.
+SMALL_KERNELS = frozenset(
+    f"{name}.cpp"
+    for name in (
+        "argmax",
+        "attention_plan",
+        "cache_write",
+        "linear_vectors",
+        "qk_write",
+        "rms_norm",
+        "weight_packing",
+    )
+)
+# part -> how late it is compiled where processors are few: greedy requests need no "sampling"
+RANKS = {"sampling": 1}
 # part -> folders whose headers it includes, beside its own and this one
 HEADERS_OF = {"quantized_moe": ("moe", "quant")}
 ELEMENT_PARTS = ("bfloat16", "float16", "float32")
@@ -38,6 +55,20 @@ def sources(part: str) -> list[Path]:
     folder, shared = PARTS[part]
     paths = [*(SOURCE_DIR / folder).glob("*.cpp"), *(SOURCE_DIR / name for name in shared)]
     return sorted(paths, key=lambda path: (-path.stat().st_size, path.name))
+
+
+def units(part: str) -> list[tuple[str, list[Path]]]:
+    """The sources of a part as they are compiled: what takes longest first; a name, and what is one unit."""
+    merged = {"bindings": [], "small_kernels": []}
+    alone = []
+    for source in sources(part):
+        if is_binding(source):
+            merged["bindings"].append(source)
+        elif source.name in SMALL_KERNELS:
+            merged["small_kernels"].append(source)
+        else:
+            alone.append((source.stem, [source]))
+    return [*((name, paths) for name, paths in merged.items() if paths), *alone]
 
 
 def is_binding(source: Path) -> bool:

@@ -120,6 +120,8 @@ _BY_ELEMENT_TYPE = {
         unified.ATTENTION_PART,
     )
 }
+# ops that also call kernels of linear layers in float16, which its part holds
+_LINEAR = {linear.LINEAR.name, linears.LINEARS.name, gated_linear.GATED_LINEAR.name}
 
 
 def _load_part(part: str) -> str:
@@ -138,11 +140,12 @@ library(NAMESPACE).impl("load_part", _load_part, "CompositeExplicitAutograd")
 def parts_of(op: str, dtype: str | None = None) -> tuple[str, ...]:
     """The parts of the kernels (parts.PARTS) that serve an op; none for an op without a kernel.
 
-    `dtype`: of its queries ("bfloat16"), if it has some; without it the parts of element types are left out, which
+    `dtype`: of its operands ("bfloat16"), if it is known; without it the parts of element types are left out, which
     are loaded by the first call that needs them.
     """
     parts = _PARTS_OF.get(op, ())
-    return (*parts, dtype) if op in _BY_ELEMENT_TYPE and dtype in ELEMENT_PARTS else parts
+    calls_more = op in _BY_ELEMENT_TYPE or (op in _LINEAR and dtype == "float16")
+    return (*parts, dtype) if calls_more and dtype in ELEMENT_PARTS else parts
 
 
 class CpuProvider(Provider):

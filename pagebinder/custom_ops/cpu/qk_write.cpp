@@ -5,20 +5,13 @@
 
 #include <cmath>
 
+#include "norm_rows.h"
+
 namespace pagebinder {
 namespace {
 
 constexpr int64_t SERIAL_CHANNELS = 1 << 14;
-constexpr int64_t TOKENS_AT_ONCE = 4;
-
-template <class T>
-PB_INLINE VF rounded(VF x) {
-  T narrow[W];
-  store_float(narrow, x);
-  return load_float(narrow);
-}
-template <> PB_INLINE VF rounded<float>(VF x) { return x; }
-template <> PB_INLINE VF rounded<bf16>(VF x) { return bit_cast<VF>(round_to_bf16(x)); }
+constexpr int64_t TOKENS_A_TURN = 4;
 
 int64_t whole_vectors(int64_t count) { return (count + W - 1) / W * W; }
 
@@ -143,18 +136,18 @@ class Heads {
 };
 
 template <class T>
-struct Run {
+struct HeadsRun {
   const QkWriteArgs<T>& args;
   std::atomic<int64_t> next{0};
 };
 
 template <class T>
-void worker(void* context, int) {
+void heads_worker(void* context, int) {
   static thread_local Buffer buffer;
-  Run<T>& run = *static_cast<Run<T>*>(context);
+  HeadsRun<T>& run = *static_cast<HeadsRun<T>*>(context);
   const Heads<T> heads(run.args, buffer);
-  for (int64_t t; (t = run.next.fetch_add(TOKENS_AT_ONCE, std::memory_order_relaxed)) < run.args.num_tokens;)
-    for (int64_t i = t; i < run.args.num_tokens && i < t + TOKENS_AT_ONCE; ++i) heads.token(i);
+  for (int64_t t; (t = run.next.fetch_add(TOKENS_A_TURN, std::memory_order_relaxed)) < run.args.num_tokens;)
+    for (int64_t i = t; i < run.args.num_tokens && i < t + TOKENS_A_TURN; ++i) heads.token(i);
 }
 
 }  // namespace
@@ -164,10 +157,10 @@ const char* qk_norm_rope_write(const QkWriteArgs<T>& args) {
   const int64_t num_slots = args.num_blocks * args.block_size;
   for (int64_t t = 0; t < args.num_tokens; ++t)
     if (args.slot_mapping[t] >= num_slots) return "a slot in slot_mapping lies outside kv_cache";
-  Run<T> run{args};
+  HeadsRun<T> run{args};
   const int64_t channels = args.num_tokens * (args.num_heads + args.num_kv_heads) * args.head_dim;
-  if (args.num_threads <= 1 || channels < SERIAL_CHANNELS) worker<T>(&run, 0);
-  else args.run(args.num_threads, worker<T>, &run);
+  if (args.num_threads <= 1 || channels < SERIAL_CHANNELS) heads_worker<T>(&run, 0);
+  else args.run(args.num_threads, heads_worker<T>, &run);
   return nullptr;
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "simd.h"
+#include "elements.h"
 
 namespace pagebinder {
 

@@ -1,6 +1,5 @@
 // (Residual add and) RMSNorm of rows; one thread below SERIAL_VALUES, so a decode step of few requests wakes nobody.
-#include "rms_norm.h"
-
+#include "norm_rows.h"
 #include "thread_pool.h"
 
 namespace pagebinder {

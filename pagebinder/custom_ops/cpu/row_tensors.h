@@ -8,8 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "checks.h"
 #include "new_tensor.h"
-#include "norm_rows.h"
+#include "rms_norm.h"
 
 namespace pagebinder {
 
@@ -20,7 +21,7 @@ inline NormTail tail_named(const std::string& name) {
   if (name == "cast_scale") return NormTail::CAST_SCALE;
   if (name == "scale_cast") return NormTail::SCALE_CAST;
   if (name == "offset") return NormTail::OFFSET;
-  STD_TORCH_CHECK(name == "none", "unknown RMSNorm tail ", name);
+  PB_CHECK(name == "none", "unknown RMSNorm tail ", name);
   return NormTail::PLAIN;
 }
 
@@ -58,7 +59,7 @@ void with_type_of(const Tensor& x, Use use) {
   switch (x.scalar_type()) {
     case ScalarType::Float: return use(float{});
     case ScalarType::BFloat16: return use(bf16{});
-    default: STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, "values must be float32, bfloat16 or float16");
+    default: PB_CHECK(x.scalar_type() == ScalarType::Half, "values must be float32, bfloat16 or float16");
   }
   use(f16{});
 }
@@ -72,9 +73,9 @@ NormRows<T> norm_of(const Tensor& x, const std::optional<Tensor>& weight, double
                     std::vector<Tensor>& kept) {
   NormRows<T> rows{};
   rows.x = rows_of<T>(x, kept), rows.tail = tail_named(tail), rows.eps = static_cast<float>(eps);
-  STD_TORCH_CHECK(weight.has_value() == (rows.tail != NormTail::PLAIN), "a tail other than none needs a weight");
+  PB_CHECK(weight.has_value() == (rows.tail != NormTail::PLAIN), "a tail other than none needs a weight");
   if (!weight) return rows;
-  STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == x.size(x.dim() - 1), "weight must be [C]");
+  PB_CHECK(weight->dim() == 1 && weight->size(0) == x.size(x.dim() - 1), "weight must be [C]");
   rows.wide_weight = weight->scalar_type() != x.scalar_type() || weight->scalar_type() == ScalarType::Float;
   const bool is_other = rows.wide_weight && weight->scalar_type() != ScalarType::Float;
   const Tensor values = is_other ? torch::stable::to(*weight, ScalarType::Float) : *weight;

@@ -12,6 +12,8 @@
 #include <immintrin.h>
 #endif
 
+#include "elements.h"
+
 namespace pagebinder {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -22,12 +24,6 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-#define PAGEBINDER_BF16_DOT 1
-#else
-#define PAGEBINDER_BF16_DOT 0
-#endif
-
 typedef float VF __attribute__((vector_size(W * 4)));
 typedef int32_t VI __attribute__((vector_size(W * 4)));
 typedef uint32_t VU __attribute__((vector_size(W * 4)));
@@ -35,9 +31,6 @@ typedef uint16_t VH __attribute__((vector_size(W * 2)));
 
 #define PB_UNROLL _Pragma("GCC unroll 16")
 #define PB_INLINE inline __attribute__((always_inline))
-
-struct bf16 { uint16_t bits; };
-struct f16 { uint16_t bits; };
 
 template <class To, class From>
 PB_INLINE To bit_cast(From from) {

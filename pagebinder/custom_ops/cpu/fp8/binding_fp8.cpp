@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "activation_names.h"
+#include "checks.h"
 #include "direct_calls.h"
 #include "fp8/fp8.h"
 #include "new_tensor.h"
@@ -25,7 +26,7 @@ using torch::stable::Tensor;
 Granularity granularity_named(const std::string& name) {
   if (name == "tensor") return Granularity::TENSOR;
   if (name == "token") return Granularity::TOKEN;
-  STD_TORCH_CHECK(name == "group", "granularity must be tensor, token or group, not ", name);
+  PB_CHECK(name == "group", "granularity must be tensor, token or group, not ", name);
   return Granularity::GROUP;
 }
 
@@ -36,7 +37,7 @@ struct Quantised {
 
 // Results for values of x's shape.
 Quantised quantised_like(const Tensor& x, const std::optional<Tensor>& scale, const std::string& name) {
-  STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x must be [..., K]");
+  PB_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x must be [..., K]");
   Fp8Output out{};
   out.granularity = granularity_named(name), out.columns = x.size(x.dim() - 1), out.rows = x.numel() / out.columns;
   std::vector<int64_t> sizes = sizes_of(x);
@@ -47,9 +48,9 @@ Quantised quantised_like(const Tensor& x, const std::optional<Tensor>& scale, co
   out.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
   out.scales = static_cast<float*>(scales.mutable_data_ptr());
   if (scale) {
-    STD_TORCH_CHECK(out.granularity == Granularity::TENSOR, "a static scale is one of the whole tensor");
-    STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float && scale->dim() == 1 && scale->size(0) == 1,
-                    "a static scale must be [1] float32");
+    PB_CHECK(out.granularity == Granularity::TENSOR, "a static scale is one of the whole tensor");
+    PB_CHECK(scale->scalar_type() == ScalarType::Float && scale->dim() == 1 && scale->size(0) == 1,
+             "a static scale must be [1] float32");
     *out.scales = *static_cast<const float*>(scale->const_data_ptr());
     out.is_static = true;
   }
@@ -66,7 +67,7 @@ std::tuple<Tensor, Tensor> scaled_fp8_quant(const Tensor& x, std::optional<Tenso
 
 std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate, const Tensor& up, std::optional<Tensor> scale,
                                             std::string activation, std::string granularity) {
-  STD_TORCH_CHECK(alike(gate, up), "gate and up must have the same shape and dtype");
+  PB_CHECK(alike(gate, up), "gate and up must have the same shape and dtype");
   const Quantised to = quantised_like(gate, scale, granularity);
   std::vector<Tensor> kept;
   with_type_of(gate, [&](auto type) {
@@ -76,7 +77,7 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate, const Tensor& up
   return {to.codes, to.scales};
 }
 
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> scale,
+std::tuple<Tensor, Tensor> rms_norm_op(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> scale,
                                     double eps, std::string tail, std::string granularity) {
   const Quantised to = quantised_like(x, scale, granularity);
   std::vector<Tensor> kept;
@@ -84,10 +85,10 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, std::optional<Tensor> weigh
   return {to.codes, to.scales};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
                                                 std::optional<Tensor> scale, double eps, std::string tail,
                                                 std::string granularity) {
-  STD_TORCH_CHECK(alike(x, residual), "x and residual must have the same shape and dtype");
+  PB_CHECK(alike(x, residual), "x and residual must have the same shape and dtype");
   const Quantised to = quantised_like(x, scale, granularity);
   Tensor total = new_tensor(sizes_of(x), x.scalar_type());
   std::vector<Tensor> kept;
@@ -105,6 +106,6 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& r
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
   pagebinder::implement(m, "scaled_fp8_quant", TORCH_BOX(&scaled_fp8_quant));
   pagebinder::implement(m, "gated_activation_fp8_quant", TORCH_BOX(&gated_activation));
-  pagebinder::implement(m, "rms_norm_fp8_quant", TORCH_BOX(&rms_norm));
-  pagebinder::implement(m, "add_rms_norm_fp8_quant", TORCH_BOX(&add_rms_norm));
+  pagebinder::implement(m, "rms_norm_fp8_quant", TORCH_BOX(&rms_norm_op));
+  pagebinder::implement(m, "add_rms_norm_fp8_quant", TORCH_BOX(&add_rms_norm_op));
 }

@@ -5,6 +5,7 @@
 
 #include <tuple>
 
+#include "checks.h"
 #include "direct_calls.h"
 #include "hyper.h"
 #include "linear.h"
@@ -26,8 +27,8 @@ void use_threads(Args& a) {
 
 Element element_of(const Tensor& t, const char* name) {
   const ScalarType type = t.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
-                  " must be float32, bfloat16 or float16");
+  PB_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+           " must be float32, bfloat16 or float16");
   return type == ScalarType::Float ? Element::F32 : type == ScalarType::BFloat16 ? Element::BF16 : Element::F16;
 }
 
@@ -44,9 +45,9 @@ Tensor contiguous_f32(const Tensor& t) {
 // ---- hyper-connections -----------------------------------------------------------------------------------------
 
 void check_streams(const Tensor& streams) {
-  STD_TORCH_CHECK(streams.dim() == 3, "streams must be [T, S, C]");
-  STD_TORCH_CHECK(streams.size(1) > 0 && streams.size(1) <= pagebinder::MAX_STREAMS, "streams must be 1 to ",
-                  pagebinder::MAX_STREAMS, ", not ", streams.size(1));
+  PB_CHECK(streams.dim() == 3, "streams must be [T, S, C]");
+  PB_CHECK(streams.size(1) > 0 && streams.size(1) <= pagebinder::MAX_STREAMS, "streams must be 1 to ",
+           pagebinder::MAX_STREAMS, ", not ", streams.size(1));
 }
 
 // Fills what both collapses need and runs the kernel. `post` and `comb` are null for the head.
@@ -54,10 +55,10 @@ Tensor collapse(const Tensor& streams_in, const Tensor& fn_in, const Tensor& bas
                 int64_t rows, int64_t iterations, double norm_eps, double eps, Tensor* post, Tensor* comb) {
   const int64_t T = streams_in.size(0), S = streams_in.size(1), C = streams_in.size(2);
   const int64_t num_scales = post == nullptr ? 1 : 3;
-  STD_TORCH_CHECK(fn_in.dim() == 2 && fn_in.size(0) == rows && fn_in.size(1) == S * C, "fn must be [", rows, ", ",
-                  S * C, "]");
-  STD_TORCH_CHECK(base_in.dim() == 1 && base_in.size(0) == rows, "base must be [", rows, "]");
-  STD_TORCH_CHECK(scale_in.dim() == 1 && scale_in.size(0) == num_scales, "scale must be [", num_scales, "]");
+  PB_CHECK(fn_in.dim() == 2 && fn_in.size(0) == rows && fn_in.size(1) == S * C, "fn must be [", rows, ", ",
+           S * C, "]");
+  PB_CHECK(base_in.dim() == 1 && base_in.size(0) == rows, "base must be [", rows, "]");
+  PB_CHECK(scale_in.dim() == 1 && scale_in.size(0) == num_scales, "scale must be [", num_scales, "]");
   const Tensor streams = adjacent(streams_in), fn = adjacent(fn_in);
   const Tensor base = contiguous_f32(base_in), scale = contiguous_f32(scale_in);
   Tensor out = pagebinder::new_tensor({T, C}, streams.scalar_type());
@@ -83,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const
                                                     const Tensor& scale, int64_t sinkhorn_iters, double norm_eps,
                                                     double eps) {
   check_streams(streams);
-  STD_TORCH_CHECK(sinkhorn_iters > 0, "sinkhorn_iters must be 1 or more, not ", sinkhorn_iters);
+  PB_CHECK(sinkhorn_iters > 0, "sinkhorn_iters must be 1 or more, not ", sinkhorn_iters);
   const int64_t T = streams.size(0), S = streams.size(1);
   Tensor post = pagebinder::new_tensor({T, S}, ScalarType::Float);
   Tensor comb = pagebinder::new_tensor({T, S, S}, ScalarType::Float);
@@ -100,13 +101,13 @@ Tensor hyper_head(const Tensor& streams, const Tensor& fn, const Tensor& base, c
 Tensor hyper_mix(const Tensor& streams_in, const Tensor& post_in, const Tensor& comb_in, const Tensor& update_in) {
   check_streams(streams_in);
   const int64_t T = streams_in.size(0), S = streams_in.size(1), C = streams_in.size(2);
-  STD_TORCH_CHECK(update_in.dim() == 2 && update_in.size(0) == T && update_in.size(1) == C &&
-                      update_in.scalar_type() == streams_in.scalar_type(),
-                  "update must be [", T, ", ", C, "] of the streams' dtype");
-  STD_TORCH_CHECK(post_in.dim() == 2 && post_in.size(0) == T && post_in.size(1) == S, "post must be [", T, ", ", S,
-                  "]");
-  STD_TORCH_CHECK(comb_in.dim() == 3 && comb_in.size(0) == T && comb_in.size(1) == S && comb_in.size(2) == S,
-                  "comb must be [", T, ", ", S, ", ", S, "]");
+  PB_CHECK(update_in.dim() == 2 && update_in.size(0) == T && update_in.size(1) == C &&
+               update_in.scalar_type() == streams_in.scalar_type(),
+           "update must be [", T, ", ", C, "] of the streams' dtype");
+  PB_CHECK(post_in.dim() == 2 && post_in.size(0) == T && post_in.size(1) == S, "post must be [", T, ", ", S,
+           "]");
+  PB_CHECK(comb_in.dim() == 3 && comb_in.size(0) == T && comb_in.size(1) == S && comb_in.size(2) == S,
+           "comb must be [", T, ", ", S, ", ", S, "]");
   const Tensor streams = adjacent(streams_in), update = adjacent(update_in);
   const Tensor post = contiguous_f32(post_in), comb = contiguous_f32(comb_in);
   Tensor out = pagebinder::new_tensor({T, S, C}, streams.scalar_type());
@@ -138,12 +139,12 @@ pagebinder::HeadsArgs heads_args(const Tensor& x, const Tensor& cos, const Tenso
 }
 
 void check_heads(const Tensor& x, const Tensor& cos, const Tensor& sin) {
-  STD_TORCH_CHECK(x.dim() == 3, "heads must be [T, H, D]");
-  STD_TORCH_CHECK(cos.dim() == 2 && sin.dim() == 2 && cos.size(0) == x.size(0) && sin.size(0) == x.size(0) &&
-                      cos.size(1) == sin.size(1),
-                  "cos and sin must be [", x.size(0), ", P]");
-  STD_TORCH_CHECK(2 * cos.size(1) <= x.size(2), cos.size(1), " pairs do not fit into the ", x.size(2),
-                  " channels of a head");
+  PB_CHECK(x.dim() == 3, "heads must be [T, H, D]");
+  PB_CHECK(cos.dim() == 2 && sin.dim() == 2 && cos.size(0) == x.size(0) && sin.size(0) == x.size(0) &&
+               cos.size(1) == sin.size(1),
+           "cos and sin must be [", x.size(0), ", P]");
+  PB_CHECK(2 * cos.size(1) <= x.size(2), cos.size(1), " pairs do not fit into the ", x.size(2),
+           " channels of a head");
 }
 
 Tensor q_norm_rope(const Tensor& q_in, const Tensor& cos_in, const Tensor& sin_in, double eps) {
@@ -201,12 +202,12 @@ Tensor inverse_rope_grouped_linear(const Tensor& x_in, const Tensor& cos_in, con
                                    int64_t groups, bool fp8) {
   check_heads(x_in, cos_in, sin_in);
   const int64_t T = x_in.size(0), H = x_in.size(1), D = x_in.size(2);
-  STD_TORCH_CHECK(groups > 0 && H % groups == 0, H, " heads do not divide into ", groups, " groups");
+  PB_CHECK(groups > 0 && H % groups == 0, H, " heads do not divide into ", groups, " groups");
   const int64_t K = H * D / groups;
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == K && weight.size(0) % groups == 0 &&
-                      weight.scalar_type() == x_in.scalar_type(),
-                  "weight must be [", groups, " * r, ", K, "] of x's dtype");
-  STD_TORCH_CHECK(!fp8 || K % 128 == 0, "fp8 needs a multiple of 128 channels in a group, not ", K);
+  PB_CHECK(weight.dim() == 2 && weight.size(1) == K && weight.size(0) % groups == 0 &&
+               weight.scalar_type() == x_in.scalar_type(),
+           "weight must be [", groups, " * r, ", K, "] of x's dtype");
+  PB_CHECK(!fp8 || K % 128 == 0, "fp8 needs a multiple of 128 channels in a group, not ", K);
   if (T == 0 || K == 0 || weight.size(0) == 0) return torch::stable::new_zeros(x_in, {T, weight.size(0)});
   const Tensor x = adjacent(x_in), cos = adjacent(cos_in), sin = adjacent(sin_in);
   Tensor rows = pagebinder::new_tensor({groups, T, K}, x.scalar_type());

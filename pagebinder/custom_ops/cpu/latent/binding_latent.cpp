@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "checks.h"
 #include "direct_calls.h"
 #include "latent.h"
 #include "latent_tensors.h"
@@ -20,13 +21,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 FloatData elements(const Tensor& t, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(t.dim() == dim && has_dense_rows(t), name, " must have ", dim, " dims and last stride 1");
+  PB_CHECK(t.dim() == dim && has_dense_rows(t), name, " must have ", dim, " dims and last stride 1");
   return {float_kind(t, name), t.const_data_ptr()};
 }
 
 const int32_t* integers(const Tensor& t, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == dim, name, " must be int32 with ", dim, " dims");
-  STD_TORCH_CHECK(has_dense_rows(t), name, " must have last stride 1");
+  PB_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == dim, name, " must be int32 with ", dim, " dims");
+  PB_CHECK(has_dense_rows(t), name, " must have last stride 1");
   return static_cast<const int32_t*>(t.const_data_ptr());
 }
 
@@ -36,10 +37,10 @@ void write_rows(pagebinder::LatentWriteArgs a, const Tensor& rows, const Tensor&
   a.num_tokens = rows.size(0), a.row_stride = rows.stride(0);
   a.cache = latent_pages(cache, layout, rows.size(1), rope_dim);
   a.slot_mapping = integers(slot_mapping, 1, "slot_mapping");
-  STD_TORCH_CHECK(slot_mapping.size(0) == a.num_tokens, "slot_mapping must have one slot a token");
+  PB_CHECK(slot_mapping.size(0) == a.num_tokens, "slot_mapping must have one slot a token");
   a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   const char* error = pagebinder::latent_cache_write(a);
-  STD_TORCH_CHECK(error == nullptr, error);
+  PB_CHECK(error == nullptr, error);
 }
 
 void latent_cache_write(const Tensor& rows, const Tensor& cache, const Tensor& slot_mapping, std::string layout,
@@ -51,10 +52,10 @@ void kv_rope_quant_store(const Tensor& kv, const Tensor& cos, const Tensor& sin,
                          const Tensor& slot_mapping, std::string layout, int64_t rope_dim) {
   pagebinder::LatentWriteArgs a{};
   a.cos = elements(cos, 2, "cos"), a.sin = elements(sin, 2, "sin");
-  STD_TORCH_CHECK(cos.size(0) == sin.size(0) && cos.size(1) == sin.size(1), "cos and sin are [T, pairs]");
-  STD_TORCH_CHECK(a.cos.type == a.sin.type, "cos and sin must have one float type");
-  STD_TORCH_CHECK(kv.dim() == 2 && cos.size(0) == kv.size(0), "cos and sin must have one row a token");
-  STD_TORCH_CHECK(2 * cos.size(1) <= kv.size(1), "cos and sin rotate more channels than a row has");
+  PB_CHECK(cos.size(0) == sin.size(0) && cos.size(1) == sin.size(1), "cos and sin are [T, pairs]");
+  PB_CHECK(a.cos.type == a.sin.type, "cos and sin must have one float type");
+  PB_CHECK(kv.dim() == 2 && cos.size(0) == kv.size(0), "cos and sin must have one row a token");
+  PB_CHECK(2 * cos.size(1) <= kv.size(1), "cos and sin rotate more channels than a row has");
   a.pairs = static_cast<int>(cos.size(1)), a.cos_stride = cos.stride(0), a.sin_stride = sin.stride(0);
   write_rows(a, kv, cache, slot_mapping, layout, rope_dim);
 }
@@ -62,21 +63,21 @@ void kv_rope_quant_store(const Tensor& kv, const Tensor& cos, const Tensor& sin,
 // The operands that say what an entry is.
 void describe_entries(pagebinder::CompressArgs& a, const Tensor& kv, const Tensor& gate, const Tensor& position_bias,
                       const Tensor& norm_weight, const Tensor& inv_freq, int64_t ratio, bool overlap) {
-  STD_TORCH_CHECK(ratio > 0, "ratio must be positive");
+  PB_CHECK(ratio > 0, "ratio must be positive");
   const FloatData tokens = elements(kv, 2, "kv"), gates = elements(gate, 2, "gate");
-  STD_TORCH_CHECK(kv.size(0) == gate.size(0) && kv.size(1) == gate.size(1), "kv and gate are [T, c * d]");
-  STD_TORCH_CHECK(tokens.type == gates.type, "kv and gate must have one float type");
+  PB_CHECK(kv.size(0) == gate.size(0) && kv.size(1) == gate.size(1), "kv and gate are [T, c * d]");
+  PB_CHECK(tokens.type == gates.type, "kv and gate must have one float type");
   a.norm_weight = elements(norm_weight, 1, "norm_weight");
   a.width = static_cast<int>(norm_weight.size(0)), a.slots = overlap ? 2 : 1, a.ratio = static_cast<int>(ratio);
-  STD_TORCH_CHECK(a.width > 0 && kv.size(1) == a.width * a.slots, "kv must be d wide, 2 * d with overlap");
+  PB_CHECK(a.width > 0 && kv.size(1) == a.width * a.slots, "kv must be d wide, 2 * d with overlap");
   a.position_bias = elements(position_bias, 2, "position_bias");
-  STD_TORCH_CHECK(position_bias.size(0) == ratio && position_bias.size(1) == kv.size(1),
-                  "position_bias is [ratio, c * d]");
-  STD_TORCH_CHECK(a.position_bias.type == pagebinder::RowKind::F32 || a.position_bias.type == tokens.type,
-                  "position_bias must be float32 or of kv's dtype");
-  STD_TORCH_CHECK(inv_freq.dim() == 1 && inv_freq.scalar_type() == ScalarType::Float && has_dense_rows(inv_freq),
-                  "inv_freq is [pairs] float32");
-  STD_TORCH_CHECK(2 * inv_freq.size(0) <= a.width, "inv_freq rotates more channels than an entry has");
+  PB_CHECK(position_bias.size(0) == ratio && position_bias.size(1) == kv.size(1),
+           "position_bias is [ratio, c * d]");
+  PB_CHECK(a.position_bias.type == pagebinder::RowKind::F32 || a.position_bias.type == tokens.type,
+           "position_bias must be float32 or of kv's dtype");
+  PB_CHECK(inv_freq.dim() == 1 && inv_freq.scalar_type() == ScalarType::Float && has_dense_rows(inv_freq),
+           "inv_freq is [pairs] float32");
+  PB_CHECK(2 * inv_freq.size(0) <= a.width, "inv_freq rotates more channels than an entry has");
   a.num_tokens = kv.size(0), a.type = tokens.type, a.kv = tokens.base, a.gate = gates.base;
   a.kv_stride = kv.stride(0), a.gate_stride = gate.stride(0), a.bias_stride = position_bias.stride(0);
   a.inv_freq = static_cast<const float*>(inv_freq.const_data_ptr()), a.pairs = static_cast<int>(inv_freq.size(0));
@@ -84,11 +85,11 @@ void describe_entries(pagebinder::CompressArgs& a, const Tensor& kv, const Tenso
 
 void describe_states(pagebinder::CompressArgs& a, const Tensor& state_cache, const Tensor& state_table,
                      int64_t block_size) {
-  STD_TORCH_CHECK(state_cache.scalar_type() == ScalarType::Float && state_cache.dim() == 4 &&
-                      state_cache.size(1) == a.slots && state_cache.size(2) == 3 && state_cache.size(3) == a.width &&
-                      has_dense_rows(state_cache),
-                  "state_cache is [N, c, 3, d] float32, last stride 1");
-  STD_TORCH_CHECK(block_size > 0, "block_size must be positive");
+  PB_CHECK(state_cache.scalar_type() == ScalarType::Float && state_cache.dim() == 4 &&
+               state_cache.size(1) == a.slots && state_cache.size(2) == 3 && state_cache.size(3) == a.width &&
+               has_dense_rows(state_cache),
+           "state_cache is [N, c, 3, d] float32, last stride 1");
+  PB_CHECK(block_size > 0, "block_size must be positive");
   a.state = static_cast<float*>(state_cache.mutable_data_ptr());
   a.num_state_blocks = state_cache.size(0), a.state_block_stride = state_cache.stride(0);
   a.state_slot_stride = state_cache.stride(1), a.state_part_stride = state_cache.stride(2);
@@ -111,13 +112,13 @@ void compress_norm_rope_store(const Tensor& kv, const Tensor& gate, const Tensor
   a.max_entry_blocks = entry_table.size(1);
   a.seq_lens = integers(seq_lens, 1, "seq_lens"), a.num_requests = seq_lens.size(0);
   a.query_start_loc = integers(query_start_loc, 1, "query_start_loc");
-  STD_TORCH_CHECK(state_table.size(0) >= a.num_requests && entry_table.size(0) >= a.num_requests,
-                  "block_table and entry_table must have at least as many rows as requests");
-  STD_TORCH_CHECK(query_start_loc.size(0) == a.num_requests + 1,
-                  "query_start_loc must have one entry more than seq_lens");
+  PB_CHECK(state_table.size(0) >= a.num_requests && entry_table.size(0) >= a.num_requests,
+           "block_table and entry_table must have at least as many rows as requests");
+  PB_CHECK(query_start_loc.size(0) == a.num_requests + 1,
+           "query_start_loc must have one entry more than seq_lens");
   a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   const char* error = pagebinder::compress_norm_rope_store(a);
-  STD_TORCH_CHECK(error == nullptr, error);
+  PB_CHECK(error == nullptr, error);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "checks.h"
 #include "direct_calls.h"
 #include "mla.h"
 #include "num_threads.h"
@@ -20,8 +21,8 @@ bool last_is_dense(const Tensor& t) {
 
 pagebinder::Element element_of(const Tensor& t) {
   const ScalarType dtype = t.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
-                  "latent attention takes float32, bfloat16 and float16");
+  PB_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
+           "latent attention takes float32, bfloat16 and float16");
   return dtype == ScalarType::Float ? pagebinder::Element::F32
          : dtype == ScalarType::BFloat16 ? pagebinder::Element::BF16
                                          : pagebinder::Element::F16;
@@ -29,24 +30,24 @@ pagebinder::Element element_of(const Tensor& t) {
 
 // x [T, H, I], weight [H, I, O] or, dotted, [H, O, I] -> out[:, :, :O] of [T, H, >= O]
 void mla_head_product(const Tensor& x, const Tensor& weight, const Tensor& out, bool dotted) {
-  STD_TORCH_CHECK(x.dim() == 3 && weight.dim() == 3 && out.dim() == 3, "x, weight and out must be 3-D");
+  PB_CHECK(x.dim() == 3 && weight.dim() == 3 && out.dim() == 3, "x, weight and out must be 3-D");
   pagebinder::HeadProductArgs a{};
   a.num_tokens = x.size(0), a.num_heads = x.size(1), a.width_in = x.size(2), a.dotted = dotted;
   a.width_out = weight.size(dotted ? 1 : 2);
-  STD_TORCH_CHECK(weight.size(0) == a.num_heads && weight.size(dotted ? 2 : 1) == a.width_in,
-                  "weight does not fit x [T, ", a.num_heads, ", ", a.width_in, "]");
-  STD_TORCH_CHECK(out.size(0) == a.num_tokens && out.size(1) == a.num_heads && out.size(2) >= a.width_out,
-                  "out must be [T, H, at least ", a.width_out, "]");
-  STD_TORCH_CHECK(weight.scalar_type() == x.scalar_type() && out.scalar_type() == x.scalar_type(),
-                  "x, weight and out must have the same dtype");
-  STD_TORCH_CHECK(last_is_dense(x) && last_is_dense(weight) && last_is_dense(out), "last strides must be 1");
+  PB_CHECK(weight.size(0) == a.num_heads && weight.size(dotted ? 2 : 1) == a.width_in,
+           "weight does not fit x [T, ", a.num_heads, ", ", a.width_in, "]");
+  PB_CHECK(out.size(0) == a.num_tokens && out.size(1) == a.num_heads && out.size(2) >= a.width_out,
+           "out must be [T, H, at least ", a.width_out, "]");
+  PB_CHECK(weight.scalar_type() == x.scalar_type() && out.scalar_type() == x.scalar_type(),
+           "x, weight and out must have the same dtype");
+  PB_CHECK(last_is_dense(x) && last_is_dense(weight) && last_is_dense(out), "last strides must be 1");
   a.x = x.const_data_ptr(), a.x_token_stride = x.stride(0), a.x_head_stride = x.stride(1);
   a.weight = weight.const_data_ptr();
   a.weight_head_stride = weight.stride(0), a.weight_row_stride = weight.stride(1);
   a.out = out.mutable_data_ptr(), a.out_token_stride = out.stride(0), a.out_head_stride = out.stride(1);
   a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   const char* error = pagebinder::head_product(a, element_of(x));
-  STD_TORCH_CHECK(error == nullptr, "mla_head_product: ", error);
+  PB_CHECK(error == nullptr, "mla_head_product: ", error);
 }
 
 }  // namespace

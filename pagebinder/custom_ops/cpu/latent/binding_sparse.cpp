@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "checks.h"
 #include "direct_calls.h"
 #include "indexer.h"
 #include "latent_tensors.h"
@@ -26,8 +27,8 @@ bool unit_last_stride(const Tensor& t) {
 }
 
 const int32_t* index_data(const Tensor& t, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == dim, name, " must be int32 with ", dim, " dims");
-  STD_TORCH_CHECK(unit_last_stride(t), name, " must have last stride 1");
+  PB_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == dim, name, " must be int32 with ", dim, " dims");
+  PB_CHECK(unit_last_stride(t), name, " must have last stride 1");
   return static_cast<const int32_t*>(t.const_data_ptr());
 }
 
@@ -35,12 +36,12 @@ const int32_t* index_data(const Tensor& t, int64_t dim, const char* name) {
 PagedRows paged_rows(const Tensor& q, const Tensor& cache, const Tensor& table, int64_t num_requests,
                      const std::string& layout, int64_t rope_dim, const std::string& cache_name) {
   const std::string table_name = cache_name.substr(0, cache_name.find('_')) + "_table";
-  STD_TORCH_CHECK(layout != "plain" || cache.scalar_type() == q.scalar_type(), "q and ", cache_name,
-                  " must have the same dtype");
+  PB_CHECK(layout != "plain" || cache.scalar_type() == q.scalar_type(), "q and ", cache_name,
+           " must have the same dtype");
   PagedRows rows{};
   rows.pages = pagebinder::latent_pages(cache, layout, q.size(2), rope_dim);
   rows.table = index_data(table, 2, table_name.c_str());
-  STD_TORCH_CHECK(table.size(0) >= num_requests, table_name, " must have at least one row a request");
+  PB_CHECK(table.size(0) >= num_requests, table_name, " must have at least one row a request");
   rows.table_stride = table.stride(0), rows.max_blocks = table.size(1);
   return rows;
 }
@@ -48,14 +49,14 @@ PagedRows paged_rows(const Tensor& q, const Tensor& cache, const Tensor& table, 
 void check_lengths(const Tensor& seq_lens, const Tensor& query_start_loc) {
   index_data(seq_lens, 1, "seq_lens");
   index_data(query_start_loc, 1, "query_start_loc");
-  STD_TORCH_CHECK(query_start_loc.size(0) == seq_lens.size(0) + 1,
-                  "query_start_loc must have one entry more than seq_lens");
+  PB_CHECK(query_start_loc.size(0) == seq_lens.size(0) + 1,
+           "query_start_loc must have one entry more than seq_lens");
 }
 
 template <class Args>
 void set_batch(Args& a, const Tensor& q, const Tensor& seq_lens, const Tensor& query_start_loc) {
-  STD_TORCH_CHECK(q.dim() == 3 && q.size(1) > 0 && q.size(2) > 0, "q must be [T, heads, width]");
-  STD_TORCH_CHECK(q.size(2) == 1 || q.stride(2) == 1, "the last stride of q must be 1");
+  PB_CHECK(q.dim() == 3 && q.size(1) > 0 && q.size(2) > 0, "q must be [T, heads, width]");
+  PB_CHECK(q.size(2) == 1 || q.stride(2) == 1, "the last stride of q must be 1");
   check_lengths(seq_lens, query_start_loc);
   a.num_tokens = q.size(0), a.num_heads = q.size(1), a.width = q.size(2), a.num_requests = seq_lens.size(0);
   a.q = q.const_data_ptr(), a.q_token_stride = q.stride(0), a.q_head_stride = q.stride(1);
@@ -79,9 +80,9 @@ Tensor empty_contiguous(std::initializer_list<int64_t> sizes, ScalarType type) {
   int64_t strides[3] = {1, 1, 1};
   for (int i = static_cast<int>(sizes.size()) - 2; i >= 0; --i) strides[i] = strides[i + 1] * sizes.begin()[i + 1];
   AtenTensorHandle handle;
-  STD_TORCH_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides, static_cast<int32_t>(type),
-                                           aoti_torch_device_type_cpu(), 0, &handle) == 0,
-                  "cannot allocate the output");
+  PB_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides, static_cast<int32_t>(type),
+                                    aoti_torch_device_type_cpu(), 0, &handle) == 0,
+           "cannot allocate the output");
   return Tensor(handle);
 }
 
@@ -92,25 +93,25 @@ Tensor sparse_mla_attention(const Tensor& q, std::optional<Tensor> window_cache,
                             int64_t head_dim_v, std::string layout, int64_t rope_dim) {
   pagebinder::SparseMlaArgs a{};
   set_batch(a, q, seq_lens, query_start_loc);
-  STD_TORCH_CHECK(head_dim_v > 0 && head_dim_v <= a.width, "head_dim_v must be between 1 and D");
-  STD_TORCH_CHECK(window >= 0 && ratio > 0, "window must not be negative, ratio must be positive");
-  STD_TORCH_CHECK(window == 0 || window_cache, "a window needs window_cache");
-  STD_TORCH_CHECK(window_cache.has_value() == window_table.has_value(), "window_cache and window_table go together");
-  STD_TORCH_CHECK(entry_cache.has_value() == entry_table.has_value(), "entry_cache and entry_table go together");
-  STD_TORCH_CHECK(!indices || entry_cache, "indices without entry_cache");
+  PB_CHECK(head_dim_v > 0 && head_dim_v <= a.width, "head_dim_v must be between 1 and D");
+  PB_CHECK(window >= 0 && ratio > 0, "window must not be negative, ratio must be positive");
+  PB_CHECK(window == 0 || window_cache, "a window needs window_cache");
+  PB_CHECK(window_cache.has_value() == window_table.has_value(), "window_cache and window_table go together");
+  PB_CHECK(entry_cache.has_value() == entry_table.has_value(), "entry_cache and entry_table go together");
+  PB_CHECK(!indices || entry_cache, "indices without entry_cache");
   if (window_cache)
     a.window_rows = paged_rows(q, *window_cache, *window_table, a.num_requests, layout, rope_dim, "window_cache");
   if (entry_cache)
     a.entry_rows = paged_rows(q, *entry_cache, *entry_table, a.num_requests, layout, rope_dim, "entry_cache");
   if (indices) {
     a.indices = index_data(*indices, 2, "indices");
-    STD_TORCH_CHECK(indices->size(0) == a.num_tokens, "indices must be int32 [T, K]");
+    PB_CHECK(indices->size(0) == a.num_tokens, "indices must be int32 [T, K]");
     a.indices_stride = indices->stride(0), a.num_indices = indices->size(1);
   }
   if (sinks) {
-    STD_TORCH_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->dim() == 1 && sinks->size(0) == a.num_heads &&
-                        unit_last_stride(*sinks),
-                    "sinks must be float32 [H], contiguous");
+    PB_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->dim() == 1 && sinks->size(0) == a.num_heads &&
+                 unit_last_stride(*sinks),
+             "sinks must be float32 [H], contiguous");
     a.sinks = static_cast<const float*>(sinks->const_data_ptr());
   }
   a.width_v = head_dim_v, a.window = window, a.ratio = ratio, a.scale = static_cast<float>(scale);
@@ -118,7 +119,7 @@ Tensor sparse_mla_attention(const Tensor& q, std::optional<Tensor> window_cache,
   a.out = out.mutable_data_ptr();
   using namespace pagebinder;
   const char* error = by_type<SparseMlaArgs>(q, a, sparse_mla_f32, sparse_mla_bf16, sparse_mla_f16);
-  STD_TORCH_CHECK(error == nullptr, "sparse_mla_attention: ", error);
+  PB_CHECK(error == nullptr, "sparse_mla_attention: ", error);
   return out;
 }
 
@@ -127,23 +128,23 @@ Tensor indexer_score_topk(const Tensor& q, const Tensor& weights, const Tensor& 
                           double scale, std::string layout) {
   pagebinder::IndexerArgs a{};
   set_batch(a, q, seq_lens, query_start_loc);
-  STD_TORCH_CHECK(topk > 0 && ratio > 0, "topk and ratio must be positive");
-  STD_TORCH_CHECK(weights.dim() == 2 && weights.size(0) == a.num_tokens && weights.size(1) == a.num_heads,
-                  "weights must be [T, Hi]");
+  PB_CHECK(topk > 0 && ratio > 0, "topk and ratio must be positive");
+  PB_CHECK(weights.dim() == 2 && weights.size(0) == a.num_tokens && weights.size(1) == a.num_heads,
+           "weights must be [T, Hi]");
   a.float_weights = weights.scalar_type() == ScalarType::Float;
-  STD_TORCH_CHECK(a.float_weights || weights.scalar_type() == q.scalar_type(),
-                  "weights must be float32 or of q's dtype");
+  PB_CHECK(a.float_weights || weights.scalar_type() == q.scalar_type(),
+           "weights must be float32 or of q's dtype");
   a.weights = weights.const_data_ptr();
   a.weight_token_stride = weights.stride(0), a.weight_head_stride = weights.stride(1);
-  STD_TORCH_CHECK(layout == "plain" || layout == "fp8_index" || layout == "fp4_index", "layout ", layout,
-                  " is not one of plain, fp8_index, fp4_index");
+  PB_CHECK(layout == "plain" || layout == "fp8_index" || layout == "fp4_index", "layout ", layout,
+           " is not one of plain, fp8_index, fp4_index");
   a.keys = paged_rows(q, k_cache, k_table, a.num_requests, layout, 0, "k_cache");
   a.topk = topk, a.ratio = ratio, a.scale = static_cast<float>(scale);
   Tensor out = empty_contiguous({a.num_tokens, topk}, ScalarType::Int);
   a.out = static_cast<int32_t*>(out.mutable_data_ptr());
   using namespace pagebinder;
   const char* error = by_type<IndexerArgs>(q, a, indexer_f32, indexer_bf16, indexer_f16);
-  STD_TORCH_CHECK(error == nullptr, "indexer_score_topk: ", error);
+  PB_CHECK(error == nullptr, "indexer_score_topk: ", error);
   return out;
 }
 

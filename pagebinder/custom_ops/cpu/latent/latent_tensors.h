@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "checks.h"
 #include "latent_rows.h"
 
 namespace pagebinder {
@@ -13,7 +14,7 @@ inline RowKind float_kind(const torch::stable::Tensor& t, const char* name) {
   using torch::headeronly::ScalarType;
   if (t.scalar_type() == ScalarType::Float) return RowKind::F32;
   if (t.scalar_type() == ScalarType::BFloat16) return RowKind::BF16;
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Half, name, " must be float32, bfloat16 or float16");
+  PB_CHECK(t.scalar_type() == ScalarType::Half, name, " must be float32, bfloat16 or float16");
   return RowKind::F16;
 }
 
@@ -25,7 +26,7 @@ inline RowKind layout_kind(const std::string& layout) {
   if (layout == "fp8_v4") return RowKind::FP8_V4;
   if (layout == "fp8_v32") return RowKind::FP8_V32;
   if (layout == "fp8_index") return RowKind::FP8_INDEX;
-  STD_TORCH_CHECK(layout == "fp4_index", "unknown layout ", layout);
+  PB_CHECK(layout == "fp4_index", "unknown layout ", layout);
   return RowKind::FP4_INDEX;
 }
 
@@ -33,23 +34,23 @@ inline RowKind layout_kind(const std::string& layout) {
 inline LatentPages latent_pages(const torch::stable::Tensor& cache, const std::string& layout, int64_t width,
                             int64_t rope_dim) {
   LatentPages pages{};
-  STD_TORCH_CHECK(cache.dim() >= 2 && has_dense_rows(cache), "the last stride of cache must be 1");
+  PB_CHECK(cache.dim() >= 2 && has_dense_rows(cache), "the last stride of cache must be 1");
   if (layout == "plain") {
-    STD_TORCH_CHECK(cache.dim() == 3, "a plain cache is [N, n, D] of a float type");
-    STD_TORCH_CHECK(cache.size(2) == width, "a cache row is ", cache.size(2), " wide, not ", width);
+    PB_CHECK(cache.dim() == 3, "a plain cache is [N, n, D] of a float type");
+    PB_CHECK(cache.size(2) == width, "a cache row is ", cache.size(2), " wide, not ", width);
     const RowKind kind = float_kind(cache, "a plain cache");
     const int64_t element_bytes = static_cast<int64_t>(cache.element_size());
     pages.rows = plain_rows(kind, static_cast<int>(width), cache.size(1), cache.stride(1) * element_bytes);
     pages.block_bytes = cache.stride(0) * element_bytes;
   } else {
     const RowKind kind = layout_kind(layout);
-    STD_TORCH_CHECK(cache.dim() == 2 && cache.scalar_type() == torch::headeronly::ScalarType::Byte, "an ", layout,
-                    " cache is [N, page bytes] uint8");
+    PB_CHECK(cache.dim() == 2 && cache.scalar_type() == torch::headeronly::ScalarType::Byte, "an ", layout,
+             " cache is [N, page bytes] uint8");
     pages.rows = quantised_rows(kind, static_cast<int>(width), static_cast<int>(rope_dim), cache.size(1));
     pages.block_bytes = cache.stride(0);
   }
   const char* problem = pages.rows.problem();
-  STD_TORCH_CHECK(problem == nullptr, problem);
+  PB_CHECK(problem == nullptr, problem);
   pages.base = static_cast<uint8_t*>(cache.mutable_data_ptr());
   pages.num_blocks = cache.size(0);
   return pages;

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "binding_moe.h"
+#include "checks.h"
 #include "direct_calls.h"
 #include "moe.h"
 #include "new_tensor.h"
@@ -54,9 +55,9 @@ pagebinder::Projection projection(const Tensor& weight, const Bias& bias, bool t
   p.columns = weight.size(transposed ? 2 : 1), p.inner = weight.size(transposed ? 1 : 2);
   if (is_packed(weight)) p.packed = true, p.columns *= 32, p.inner *= 32;
   if (bias) {
-    STD_TORCH_CHECK(bias->dim() == 2 && bias->size(0) == weight.size(0) && bias->size(1) == p.columns &&
-                        bias->scalar_type() == weight.scalar_type(),
-                    "a bias of experts must be [", weight.size(0), ", ", p.columns, "] of their dtype");
+    PB_CHECK(bias->dim() == 2 && bias->size(0) == weight.size(0) && bias->size(1) == p.columns &&
+                 bias->scalar_type() == weight.scalar_type(),
+             "a bias of experts must be [", weight.size(0), ", ", p.columns, "] of their dtype");
     p.bias = bias->const_data_ptr(), p.bias_stride = bias->stride(0);
   }
   return p;
@@ -71,20 +72,20 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weigh
                    const Tensor& down_in, Bias up_bias, Bias down_bias, bool transposed, std::string activation,
                    bool gated, bool interleaved, std::optional<double> limit, std::optional<double> alpha,
                    double up_offset, bool) {
-  STD_TORCH_CHECK(x_in.dim() == 2 && ids_in.dim() == 2 && weights_in.dim() == 2 && ids_in.size(0) == x_in.size(0) &&
-                      weights_in.size(0) == x_in.size(0) && weights_in.size(1) == ids_in.size(1),
-                  "moe_experts takes x [T, C], expert ids and weights [T, K]");
+  PB_CHECK(x_in.dim() == 2 && ids_in.dim() == 2 && weights_in.dim() == 2 && ids_in.size(0) == x_in.size(0) &&
+               weights_in.size(0) == x_in.size(0) && weights_in.size(1) == ids_in.size(1),
+           "moe_experts takes x [T, C], expert ids and weights [T, K]");
   const bool packed = is_packed(up_in);
-  STD_TORCH_CHECK((up_in.dim() == 3 || packed) && down_in.dim() == up_in.dim() && up_in.size(0) == down_in.size(0),
-                  "moe_experts takes the weights of all experts, [E, ., .], or both packed");
-  STD_TORCH_CHECK(!packed || (!transposed && !interleaved && up_in.scalar_type() == ScalarType::BFloat16 &&
-                              has_panels(up_in) && has_panels(down_in)),
-                  "packed experts are bfloat16 [E, N / 32, K / 32, 2, 16, 16, 2], not transposed, gates before values");
+  PB_CHECK((up_in.dim() == 3 || packed) && down_in.dim() == up_in.dim() && up_in.size(0) == down_in.size(0),
+           "moe_experts takes the weights of all experts, [E, ., .], or both packed");
+  PB_CHECK(!packed || (!transposed && !interleaved && up_in.scalar_type() == ScalarType::BFloat16 &&
+                       has_panels(up_in) && has_panels(down_in)),
+           "packed experts are bfloat16 [E, N / 32, K / 32, 2, 16, 16, 2], not transposed, gates before values");
   if (packed && !pagebinder::reads_packed_experts())
     return moe_experts(x_in, ids_in, weights_in, unpacked(up_in), unpacked(down_in), up_bias, down_bias, transposed,
                        activation, gated, interleaved, limit, alpha, up_offset, false);
-  STD_TORCH_CHECK(x_in.scalar_type() == up_in.scalar_type() && x_in.scalar_type() == down_in.scalar_type(),
-                  "x and the experts differ in dtype: cast x first");
+  PB_CHECK(x_in.scalar_type() == up_in.scalar_type() && x_in.scalar_type() == down_in.scalar_type(),
+           "x and the experts differ in dtype: cast x first");
   const bool turned = !packed && is_view_of_transposed(up_in) && is_view_of_transposed(down_in);
   const auto stored = [&](const Tensor& t) {
     return packed ? torch::stable::contiguous(t) : dense(turned ? torch::stable::transpose(t, 1, 2) : t);
@@ -99,8 +100,8 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weigh
   a.weights = static_cast<const float*>(weights.const_data_ptr());
   a.up = projection(up, up_bias, a.transposed), a.down = projection(down, down_bias, a.transposed);
   a.gate = gate(activation, gated, interleaved, limit, alpha, up_offset);
-  STD_TORCH_CHECK(a.up.inner == x.size(1) && a.down.columns == x.size(1), "x and the experts differ in C");
-  STD_TORCH_CHECK(a.up.columns == (gated ? 2 : 1) * a.down.inner, "up and down differ in the inner width");
+  PB_CHECK(a.up.inner == x.size(1) && a.down.columns == x.size(1), "x and the experts differ in C");
+  PB_CHECK(a.up.columns == (gated ? 2 : 1) * a.down.inner, "up and down differ in the inner width");
   Tensor out = pagebinder::new_tensor({x.size(0), x.size(1)}, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.mutable_data_ptr();
@@ -114,11 +115,11 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weigh
 namespace {
 
 Tensor expert_linear(const Tensor& x_in, const Tensor& ids_in, const Tensor& weight_in, Bias bias, bool transposed) {
-  STD_TORCH_CHECK((x_in.dim() == 2 || x_in.dim() == 3) && ids_in.dim() == 2 && x_in.size(0) == ids_in.size(0) &&
-                      (x_in.dim() == 2 || x_in.size(1) == ids_in.size(1)),
-                  "expert_linear takes x [T, C] or [T, K, C] and ids [T, K]");
-  STD_TORCH_CHECK(weight_in.dim() == 3, "expert_linear takes the weights of all experts, [E, ., .]");
-  STD_TORCH_CHECK(x_in.scalar_type() == weight_in.scalar_type(), "x and the experts differ in dtype: cast x first");
+  PB_CHECK((x_in.dim() == 2 || x_in.dim() == 3) && ids_in.dim() == 2 && x_in.size(0) == ids_in.size(0) &&
+               (x_in.dim() == 2 || x_in.size(1) == ids_in.size(1)),
+           "expert_linear takes x [T, C] or [T, K, C] and ids [T, K]");
+  PB_CHECK(weight_in.dim() == 3, "expert_linear takes the weights of all experts, [E, ., .]");
+  PB_CHECK(x_in.scalar_type() == weight_in.scalar_type(), "x and the experts differ in dtype: cast x first");
   const bool turned = is_view_of_transposed(weight_in);
   const Tensor weight = dense(turned ? torch::stable::transpose(weight_in, 1, 2) : weight_in);
   const bool row_per_slot = x_in.dim() == 3;
@@ -129,7 +130,7 @@ Tensor expert_linear(const Tensor& x_in, const Tensor& ids_in, const Tensor& wei
   a.type = element_of(x), a.transposed = transposed != turned;
   a.x = x.const_data_ptr(), a.x_stride = x.stride(x.dim() - 2), a.row_per_slot = row_per_slot;
   a.projection = projection(weight, bias, a.transposed);
-  STD_TORCH_CHECK(a.projection.inner == x.size(x.dim() - 1), "x and the experts differ in C");
+  PB_CHECK(a.projection.inner == x.size(x.dim() - 1), "x and the experts differ in C");
   Tensor out = pagebinder::new_tensor({ids.size(0), ids.size(1), a.projection.columns}, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.mutable_data_ptr();

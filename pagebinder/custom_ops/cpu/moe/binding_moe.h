@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "checks.h"
 #include "moe.h"
 
 namespace pagebinder::binding {
@@ -19,8 +20,8 @@ using Bias = std::optional<Tensor>;
 
 inline Element element_of(const Tensor& t) {
   const ScalarType type = t.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-                  "experts must be float32, bfloat16 or float16");
+  PB_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+           "experts must be float32, bfloat16 or float16");
   return type == ScalarType::Float ? Element::F32 : type == ScalarType::BFloat16 ? Element::BF16 : Element::F16;
 }
 
@@ -35,7 +36,7 @@ inline Choice choice(const Tensor& ids, int64_t experts) {
 }
 
 inline Tensor dense_ids(const Tensor& ids) {
-  STD_TORCH_CHECK(ids.dim() == 2 && ids.scalar_type() == ScalarType::Long, "expert ids must be [T, K] int64");
+  PB_CHECK(ids.dim() == 2 && ids.scalar_type() == ScalarType::Long, "expert ids must be [T, K] int64");
   return torch::stable::contiguous(ids);
 }
 
@@ -50,7 +51,7 @@ inline Gate gate(const std::string& activation, bool gated, bool interleaved, st
                                                                            {"relu2", Activation::RELU2},
                                                                            {"sigmoid", Activation::SIGMOID},
                                                                            {"swish", Activation::SILU}}};
-  STD_TORCH_CHECK((activation == "swish") == alpha.has_value(), "alpha belongs to the activation \"swish\"");
+  PB_CHECK((activation == "swish") == alpha.has_value(), "alpha belongs to the activation \"swish\"");
   for (const auto& [name, kind] : names)
     if (activation == name)
       return {kind,
@@ -60,7 +61,7 @@ inline Gate gate(const std::string& activation, bool gated, bool interleaved, st
               static_cast<float>(limit.value_or(0)),
               static_cast<float>(up_offset),
               static_cast<float>(alpha.value_or(1))};
-  STD_TORCH_CHECK(false, "unknown activation ", activation);
+  PB_CHECK(false, "unknown activation ", activation);
 }
 
 // moe_experts of custom_ops/moe/experts.py.

@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 
+#include "checks.h"
 #include "moe_router.h"
 #include "new_tensor.h"
 #include "num_threads.h"
@@ -28,13 +29,13 @@ inline Tensor cast(const Tensor& t, ScalarType type) { return t.scalar_type() ==
 inline Tensor softmax(const Tensor& t) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(t), torch::stable::detail::from(int64_t{-1}),
                                     torch::stable::detail::from(std::nullopt)};
-  STD_TORCH_CHECK(aoti_torch_call_dispatcher("aten::softmax", "int", stack.data()) == 0, "aten::softmax failed");
+  PB_CHECK(aoti_torch_call_dispatcher("aten::softmax", "int", stack.data()) == 0, "aten::softmax failed");
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 inline Tensor sigmoid(const Tensor& t) {
   std::array<StableIValue, 1> stack{torch::stable::detail::from(t)};
-  STD_TORCH_CHECK(aoti_torch_call_dispatcher("aten::sigmoid", "", stack.data()) == 0, "aten::sigmoid failed");
+  PB_CHECK(aoti_torch_call_dispatcher("aten::sigmoid", "", stack.data()) == 0, "aten::sigmoid failed");
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -42,7 +43,7 @@ inline Tensor scores_of(const Tensor& logits, const std::string& score) {
   const Tensor wide = cast(logits, ScalarType::Float);
   if (score == "softmax") return softmax(wide);
   if (score == "sigmoid") return sigmoid(wide);
-  STD_TORCH_CHECK(score == "logits", "unknown score ", score);
+  PB_CHECK(score == "logits", "unknown score ", score);
   return wide;
 }
 
@@ -72,13 +73,13 @@ inline Chosen choose(int64_t tokens, int64_t experts, const Tensor& logits, cons
                      int64_t top_groups, const std::string& group_score, bool other_groups_zero, bool weigh_rated,
                      const std::string& normalised, double epsilon, std::optional<ScalarType> softmax_dtype,
                      double scale, std::optional<ScalarType> weight_dtype) {
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(0) == tokens && logits.size(1) == experts,
-                  "moe_routed_experts takes logits [T, E] of the experts whose weights it is given");
-  STD_TORCH_CHECK(!choice_bias || (choice_bias->dim() == 1 && choice_bias->size(0) == experts),
-                  "moe_routed_experts takes a bias [E], one value an expert, or none");
-  STD_TORCH_CHECK(top_k >= 1 && top_k <= experts && num_groups >= 1 && experts % num_groups == 0 &&
-                      top_groups >= 1 && top_groups <= num_groups,
-                  experts, " experts do not give ", top_k, " in ", num_groups, " groups");
+  PB_CHECK(logits.dim() == 2 && logits.size(0) == tokens && logits.size(1) == experts,
+           "moe_routed_experts takes logits [T, E] of the experts whose weights it is given");
+  PB_CHECK(!choice_bias || (choice_bias->dim() == 1 && choice_bias->size(0) == experts),
+           "moe_routed_experts takes a bias [E], one value an expert, or none");
+  PB_CHECK(top_k >= 1 && top_k <= experts && num_groups >= 1 && experts % num_groups == 0 &&
+               top_groups >= 1 && top_groups <= num_groups,
+           experts, " experts do not give ", top_k, " in ", num_groups, " groups");
   const Tensor scores = torch::stable::contiguous(scores_of(logits, score));
   const MaybeTensor bias =
       choice_bias ? MaybeTensor(torch::stable::contiguous(cast(*choice_bias, ScalarType::Float))) : std::nullopt;

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "checks.h"
 #include "direct_calls.h"
 #include "new_tensor.h"
 #include "num_threads.h"
@@ -36,8 +37,8 @@ void describe_x_scale(const Tensor& scale, QuantizedLinearArgs& a) {
   const bool is_one = scale.dim() == 1 && scale.size(0) == 1;
   const bool fits = is_one || (last >= 0 && scale.numel() == a.rows * scale.size(last) &&
                                (scale.size(last) == 1 || scale.size(last) == groups));
-  STD_TORCH_CHECK(fits && scale.scalar_type() == ScalarType::Float && scale.is_contiguous(),
-                  "x_scale must be contiguous float32 [1], [..., 1] or [..., ", groups, "]");
+  PB_CHECK(fits && scale.scalar_type() == ScalarType::Float && scale.is_contiguous(),
+           "x_scale must be contiguous float32 [1], [..., 1] or [..., ", groups, "]");
   a.x_scale = static_cast<const float*>(scale.const_data_ptr());
   a.x_scale_stride = is_one ? 0 : scale.size(last);
   a.x_group = is_one || scale.size(last) == 1 ? std::max<int64_t>(a.inner, X_GROUP) : X_GROUP;
@@ -45,13 +46,13 @@ void describe_x_scale(const Tensor& scale, QuantizedLinearArgs& a) {
 
 Tensor fp8_linear(const Tensor& x, const Tensor& x_scale, const Tensor& qweight, const Tensor& scale,
                   std::optional<Tensor> bias, std::string format, ScalarType dtype) {
-  STD_TORCH_CHECK(starts_with(format, "fp8"), "fp8_linear takes weights in fp8, fp8_tensor, fp8_block, not ", format);
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float8_e4m3fn, "x must be float8_e4m3fn");
+  PB_CHECK(starts_with(format, "fp8"), "fp8_linear takes weights in fp8, fp8_tensor, fp8_block, not ", format);
+  PB_CHECK(x.scalar_type() == ScalarType::Float8_e4m3fn, "x must be float8_e4m3fn");
   QuantizedLinearArgs a{};
   describe_weight(qweight, scale, format, a);
   const std::vector<int64_t> sizes = sizes_of_result(x, a);
   describe_x_scale(x_scale, a);
-  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == a.columns), "bias must be [", a.columns, "]");
+  PB_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == a.columns), "bias must be [", a.columns, "]");
   const bool in_bf16 = PAGEBINDER_BF16_DOT;
   a.wide_out = !in_bf16 || dtype != ScalarType::BFloat16;
   const ScalarType of_out = a.wide_out ? ScalarType::Float : ScalarType::BFloat16;

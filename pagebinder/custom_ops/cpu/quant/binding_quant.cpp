@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "activation_names.h"
+#include "checks.h"
 #include "direct_calls.h"
 #include "new_tensor.h"
 #include "num_threads.h"
@@ -31,16 +32,16 @@ struct Weight {
 std::vector<Tensor> multiply(const Tensor& x, const std::vector<Weight>& weights, const std::string& format,
                              Activation gate = Activation::NONE) {
   const ScalarType dtype = x.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
-                  "quantised linear layers take float32, bfloat16 and float16");
+  PB_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
+           "quantised linear layers take float32, bfloat16 and float16");
   std::vector<QuantizedLinearArgs> layers(weights.size());
   std::vector<std::vector<int64_t>> sizes;
   for (size_t i = 0; i < weights.size(); ++i) {
     QuantizedLinearArgs& a = layers[i];
     describe_weight(weights[i].codes, weights[i].scale, format, a);
     const Bias& bias = weights[i].bias;
-    STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == a.columns && bias->scalar_type() == dtype),
-                    "a quantised linear layer's bias must be [", a.columns, "] of x's dtype");
+    PB_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == a.columns && bias->scalar_type() == dtype),
+             "a quantised linear layer's bias must be [", a.columns, "] of x's dtype");
     sizes.push_back(sizes_of_result(x, a));
     a.x_stride = a.inner;
     a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
@@ -77,9 +78,9 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
 
 std::vector<Tensor> quantized_linears(const Tensor& x, std::vector<Tensor> qweights, std::vector<Tensor> scales,
                                       std::vector<Tensor> given_biases, std::string format) {
-  STD_TORCH_CHECK(!qweights.empty() && scales.size() == qweights.size() &&
-                      (given_biases.empty() || given_biases.size() == qweights.size()),
-                  "quantized_linears needs a scale for every weight, and a bias for every weight or none");
+  PB_CHECK(!qweights.empty() && scales.size() == qweights.size() &&
+               (given_biases.empty() || given_biases.size() == qweights.size()),
+           "quantized_linears needs a scale for every weight, and a bias for every weight or none");
   std::vector<Bias> biases(given_biases.begin(), given_biases.end());
   biases.resize(qweights.size());
   std::vector<Weight> weights;
@@ -90,8 +91,8 @@ std::vector<Tensor> quantized_linears(const Tensor& x, std::vector<Tensor> qweig
 Tensor quantized_gated_linear(const Tensor& x, const Tensor& gate, const Tensor& gate_scale, const Tensor& up,
                               const Tensor& up_scale, Bias gate_bias, Bias up_bias, std::string format,
                               std::string activation) {
-  STD_TORCH_CHECK(x.scalar_type() != ScalarType::Half, "quantized_gated_linear takes float32 and bfloat16");
-  STD_TORCH_CHECK(gate.dim() == 4 && up.dim() == 4 && gate.size(0) == up.size(0), "gate and up must be [N, K] alike");
+  PB_CHECK(x.scalar_type() != ScalarType::Half, "quantized_gated_linear takes float32 and bfloat16");
+  PB_CHECK(gate.dim() == 4 && up.dim() == 4 && gate.size(0) == up.size(0), "gate and up must be [N, K] alike");
   return multiply(x, {{gate, gate_scale, gate_bias}, {up, up_scale, up_bias}}, format, activation_named(activation))[0];
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "checks.h"
 #include "quantized_linear.h"
 #include "thread_pool.h"
 
@@ -25,11 +26,11 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
                             QuantizedLinearArgs& a, int64_t stacked = 0) {
   const bool known = format == "fp8" || format == "fp8_tensor" || format == "fp8_block" || format == "int8" ||
                      format == "int4_g32" || format == "int4_g64";
-  STD_TORCH_CHECK(known, "unknown format ", format);
+  PB_CHECK(known, "unknown format ", format);
   a.code = starts_with(format, "fp8") ? Code::FP8 : format == "int8" ? Code::INT8 : Code::INT4;
-  STD_TORCH_CHECK(qweight.scalar_type() == ScalarType::Byte && qweight.dim() == stacked + 4 && qweight.is_contiguous() &&
-                      qweight.size(stacked + 2) == 2 && qweight.size(stacked + 3) == a.tile_bytes(),
-                  "qweight must be contiguous uint8 [N / 32, K / 32, 2, ", a.tile_bytes(), "]");
+  PB_CHECK(qweight.scalar_type() == ScalarType::Byte && qweight.dim() == stacked + 4 && qweight.is_contiguous() &&
+               qweight.size(stacked + 2) == 2 && qweight.size(stacked + 3) == a.tile_bytes(),
+           "qweight must be contiguous uint8 [N / 32, K / 32, 2, ", a.tile_bytes(), "]");
   const int64_t panels = qweight.size(stacked);
   a.columns = panels * QUANT_PANEL, a.inner = qweight.size(stacked + 1) * QUANT_STEP;
   a.weight = static_cast<const uint8_t*>(qweight.const_data_ptr());
@@ -45,7 +46,7 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
     a.scale_panel_stride = sizes[1], a.scale_group_stride = 1;
   } else if (a.code == Code::INT4) {
     a.scale_group = format == "int4_g32" ? 32 : 64;
-    STD_TORCH_CHECK(a.inner % a.scale_group == 0, "K must be a multiple of ", a.scale_group);
+    PB_CHECK(a.inner % a.scale_group == 0, "K must be a multiple of ", a.scale_group);
     sizes = {panels, a.inner / a.scale_group, QUANT_PANEL};
     a.scale_is_vector = true;
     a.scale_panel_stride = sizes[1] * QUANT_PANEL, a.scale_group_stride = QUANT_PANEL;
@@ -56,13 +57,13 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
   bool fits = scale.dim() == stacked + static_cast<int64_t>(sizes.size()) && scale.is_contiguous() &&
               (stacked == 0 || scale.size(0) == qweight.size(0));
   for (size_t i = 0; fits && i < sizes.size(); ++i) fits = scale.size(stacked + i) == sizes[i];
-  STD_TORCH_CHECK(fits && (scale.scalar_type() == ScalarType::Float || (a.scale_is_bf16 && a.code == Code::INT4)),
-                  "scale is not that of a weight [", a.columns, ", ", a.inner, "] in ", format);
+  PB_CHECK(fits && (scale.scalar_type() == ScalarType::Float || (a.scale_is_bf16 && a.code == Code::INT4)),
+           "scale is not that of a weight [", a.columns, ", ", a.inner, "] in ", format);
 }
 
 // The sizes of y for x [..., K], and the number of rows of both.
 inline std::vector<int64_t> sizes_of_result(const Tensor& x, QuantizedLinearArgs& a) {
-  STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) == a.inner, "x must be [..., ", a.inner, "]");
+  PB_CHECK(x.dim() > 0 && x.size(x.dim() - 1) == a.inner, "x must be [..., ", a.inner, "]");
   std::vector<int64_t> sizes;
   a.rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) {

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "binding_qk_write.h"
+#include "checks.h"
 #include "direct_calls.h"
 #include "quantized_kv.h"
 
@@ -14,27 +15,27 @@ using namespace pagebinder;
 Codes codes_named(const std::string& name) {
   if (name == "fp8_e4m3") return Codes::E4M3;
   if (name == "fp8_e5m2") return Codes::E5M2;
-  STD_TORCH_CHECK(name == "int8", "codes must be fp8_e4m3, fp8_e5m2 or int8, not ", name);
+  PB_CHECK(name == "int8", "codes must be fp8_e4m3, fp8_e5m2 or int8, not ", name);
   return Codes::INT8;
 }
 
 FloatType float_type(const Tensor& t, const char* name) {
   if (t.scalar_type() == ScalarType::Float) return FloatType::F32;
   if (t.scalar_type() == ScalarType::BFloat16) return FloatType::BF16;
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Half, name, " must be float32, bfloat16 or float16");
+  PB_CHECK(t.scalar_type() == ScalarType::Half, name, " must be float32, bfloat16 or float16");
   return FloatType::F16;
 }
 
 // [2, G] or null where rows have their own; checks that a cache row [.., D + Dv (+ two floats)] is that of the codes.
 const float* scale_data(const std::optional<Tensor>& scales, const Tensor& kv_cache, int64_t row_values) {
-  STD_TORCH_CHECK(kv_cache.scalar_type() == ScalarType::Byte, "a quantised kv_cache must be uint8");
+  PB_CHECK(kv_cache.scalar_type() == ScalarType::Byte, "a quantised kv_cache must be uint8");
   const int64_t row_bytes = row_values + (scales ? 0 : 2 * static_cast<int64_t>(sizeof(float)));
-  STD_TORCH_CHECK(kv_cache.size(3) == row_bytes, "a kv_cache row must have ", row_bytes, " bytes, not ",
-                  kv_cache.size(3));
+  PB_CHECK(kv_cache.size(3) == row_bytes, "a kv_cache row must have ", row_bytes, " bytes, not ",
+           kv_cache.size(3));
   if (!scales) return nullptr;
-  STD_TORCH_CHECK(scales->scalar_type() == ScalarType::Float && scales->dim() == 2 && scales->size(0) == 2 &&
-                      scales->size(1) == kv_cache.size(1) && scales->is_contiguous(),
-                  "scales must be float32 [2, G], contiguous");
+  PB_CHECK(scales->scalar_type() == ScalarType::Float && scales->dim() == 2 && scales->size(0) == 2 &&
+               scales->size(1) == kv_cache.size(1) && scales->is_contiguous(),
+           "scales must be float32 [2, G], contiguous");
   return data<const float>(*scales);
 }
 
@@ -44,7 +45,7 @@ void write_cache(const Tensor& k, const Tensor& v, const Tensor& kv_cache, const
   QuantizedWriteArgs a{plain, codes_named(codes), float_type(k, "k"), nullptr};
   a.kv_scales = scale_data(scales, kv_cache, a.head_dim + a.head_dim_v);
   const char* error = quantized_kv_cache_write(a);
-  STD_TORCH_CHECK(error == nullptr, "quantized_kv_cache_write: ", error);
+  PB_CHECK(error == nullptr, "quantized_kv_cache_write: ", error);
 }
 
 Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
@@ -59,7 +60,7 @@ Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
     Tensor out = set_qk_operands(operands, args);
     args.kv_scales = scale_data(scales, kv_cache, args.head_dim + args.head_dim_v);
     const char* error = qk_norm_rope_quantized_write(args, code);
-    STD_TORCH_CHECK(error == nullptr, "qk_norm_rope_quantized_write: ", error);
+    PB_CHECK(error == nullptr, "qk_norm_rope_quantized_write: ", error);
     return out;
   });
 }
@@ -81,7 +82,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
     case FloatType::BF16: error = quantized_attention_bf16(a, code); break;
     case FloatType::F16: error = quantized_attention_f16(a, code); break;
   }
-  STD_TORCH_CHECK(error == nullptr, "quantized_paged_attention: ", error);
+  PB_CHECK(error == nullptr, "quantized_paged_attention: ", error);
   return out;
 }
 

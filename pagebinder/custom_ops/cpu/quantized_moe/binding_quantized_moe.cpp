@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "checks.h"
 #include "coded_stack.h"
 #include "direct_calls.h"
 #include "moe/binding_moe.h"
@@ -21,7 +22,7 @@ using namespace pagebinder::binding;
 using pagebinder::CodedStack;
 
 CodedStack stack_of(const Tensor& codes, const Tensor& scale, const std::string& format) {
-  STD_TORCH_CHECK(codes.dim() == 5, "quantized_moe_experts takes the codes of all experts, [E, ., ., 2, .]");
+  PB_CHECK(codes.dim() == 5, "quantized_moe_experts takes the codes of all experts, [E, ., ., 2, .]");
   CodedStack stack{};
   pagebinder::describe_weight(codes, scale, format, stack.first, 1);
   const int64_t experts = codes.size(0);
@@ -36,9 +37,9 @@ pagebinder::Projection projection_of(const CodedStack& stack, const Bias& bias, 
   p.codes = &stack;
   p.columns = stack.first.columns, p.inner = stack.first.inner;
   if (bias) {
-    STD_TORCH_CHECK(bias->dim() == 2 && bias->size(0) == experts && bias->size(1) == p.columns &&
-                        bias->scalar_type() == x.scalar_type(),
-                    "a bias of experts must be [", experts, ", ", p.columns, "] of x's dtype");
+    PB_CHECK(bias->dim() == 2 && bias->size(0) == experts && bias->size(1) == p.columns &&
+                 bias->scalar_type() == x.scalar_type(),
+             "a bias of experts must be [", experts, ", ", p.columns, "] of x's dtype");
     p.bias = bias->const_data_ptr(), p.bias_stride = bias->stride(0);
   }
   return p;
@@ -48,11 +49,11 @@ Tensor quantized_moe_experts(const Tensor& x_in, const Tensor& ids_in, const Ten
                              const Tensor& up_scale, const Tensor& down, const Tensor& down_scale, Bias up_bias,
                              Bias down_bias, std::string format, std::string activation, bool gated, bool interleaved,
                              std::optional<double> limit, std::optional<double> alpha, double up_offset, bool) {
-  STD_TORCH_CHECK(x_in.dim() == 2 && ids_in.dim() == 2 && weights_in.dim() == 2 && ids_in.size(0) == x_in.size(0) &&
-                      weights_in.size(0) == x_in.size(0) && weights_in.size(1) == ids_in.size(1),
-                  "quantized_moe_experts takes x [T, C], expert ids and weights [T, K]");
+  PB_CHECK(x_in.dim() == 2 && ids_in.dim() == 2 && weights_in.dim() == 2 && ids_in.size(0) == x_in.size(0) &&
+               weights_in.size(0) == x_in.size(0) && weights_in.size(1) == ids_in.size(1),
+           "quantized_moe_experts takes x [T, C], expert ids and weights [T, K]");
   const CodedStack up_stack = stack_of(up, up_scale, format), down_stack = stack_of(down, down_scale, format);
-  STD_TORCH_CHECK(up.size(0) == down.size(0), "up and down have different numbers of experts");
+  PB_CHECK(up.size(0) == down.size(0), "up and down have different numbers of experts");
   const Tensor x = dense(x_in), ids = dense_ids(ids_in);
   const Tensor weights = torch::stable::contiguous(cast(weights_in, ScalarType::Float));
   up_bias = dense(up_bias), down_bias = dense(down_bias);
@@ -64,8 +65,8 @@ Tensor quantized_moe_experts(const Tensor& x_in, const Tensor& ids_in, const Ten
   a.up = projection_of(up_stack, up_bias, up.size(0), x);
   a.down = projection_of(down_stack, down_bias, up.size(0), x);
   a.gate = gate(activation, gated, interleaved, limit, alpha, up_offset);
-  STD_TORCH_CHECK(a.up.inner == x.size(1) && a.down.columns == x.size(1), "x and the experts differ in C");
-  STD_TORCH_CHECK(a.up.columns == (gated ? 2 : 1) * a.down.inner, "up and down differ in the inner width");
+  PB_CHECK(a.up.inner == x.size(1) && a.down.columns == x.size(1), "x and the experts differ in C");
+  PB_CHECK(a.up.columns == (gated ? 2 : 1) * a.down.inner, "up and down differ in the inner width");
   Tensor out = pagebinder::new_tensor({x.size(0), x.size(1)}, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.mutable_data_ptr();

@@ -4,6 +4,7 @@
 #include <limits>
 #include <string>
 
+#include "checks.h"
 #include "direct_calls.h"
 #include "new_tensor.h"
 #include "recurrent_tensors.h"
@@ -17,11 +18,11 @@ using namespace pagebinder;
 Tensor paged_short_conv(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, const Tensor& cache,
                         const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc,
                         int64_t block_size, std::optional<std::string> activation) {
-  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(0) && weight.size(1) >= 2,
-                  "short_conv takes x [T, C] and weight [C, K] with at least 2 taps");
-  STD_TORCH_CHECK(!activation || *activation == "silu", "activation='", activation.value_or(""),
-                  "': use one of None, 'silu'");
-  STD_TORCH_CHECK(!bias || has_shape(*bias, {x.size(1)}), "bias is [C]");
+  PB_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(0) && weight.size(1) >= 2,
+           "short_conv takes x [T, C] and weight [C, K] with at least 2 taps");
+  PB_CHECK(!activation || *activation == "silu", "activation='", activation.value_or(""),
+           "': use one of None, 'silu'");
+  PB_CHECK(!bias || has_shape(*bias, {x.size(1)}), "bias is [C]");
   ShortConvArgs a{};
   a.channels = x.size(1), a.taps = weight.size(1), a.silu = activation.has_value();
   a.cache = cache_of(cache, {a.channels, a.taps - 1}, x.scalar_type(),
@@ -37,8 +38,8 @@ Tensor paged_short_conv(const Tensor& x, const Tensor& weight, std::optional<Ten
 
 Tensor paged_linear_recurrence(const Tensor& x, const Tensor& decay, const Tensor& cache, const Tensor& block_table,
                                const Tensor& seq_lens, const Tensor& query_start_loc, int64_t block_size) {
-  STD_TORCH_CHECK(x.dim() == 2 && has_shape(decay, {x.size(0), x.size(1)}),
-                  "linear_recurrence takes x and decay [T, W]");
+  PB_CHECK(x.dim() == 2 && has_shape(decay, {x.size(0), x.size(1)}),
+           "linear_recurrence takes x and decay [T, W]");
   LinearRecurrenceArgs a{};
   a.channels = x.size(1);
   a.cache = cache_of(cache, {a.channels}, ScalarType::Float, "the cache of a linear_recurrence is [N, W] float32");
@@ -55,14 +56,14 @@ Tensor paged_selective_scan(const Tensor& x, const Tensor& dt, const Tensor& b, 
                             std::optional<Tensor> D, std::optional<Tensor> dt_bias, const Tensor& cache,
                             const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc,
                             int64_t block_size, bool dt_softplus) {
-  STD_TORCH_CHECK(x.dim() == 2 && has_shape(dt, {x.size(0), x.size(1)}), "selective_scan takes x and dt [T, W]");
-  STD_TORCH_CHECK(b.dim() == 2 && b.size(0) == x.size(0) && has_shape(c, {b.size(0), b.size(1)}),
-                  "selective_scan takes B and C [T, N]");
+  PB_CHECK(x.dim() == 2 && has_shape(dt, {x.size(0), x.size(1)}), "selective_scan takes x and dt [T, W]");
+  PB_CHECK(b.dim() == 2 && b.size(0) == x.size(0) && has_shape(c, {b.size(0), b.size(1)}),
+           "selective_scan takes B and C [T, N]");
   SelectiveScanArgs a{};
   a.channels = x.size(1), a.width = b.size(1), a.dt_softplus = dt_softplus;
-  STD_TORCH_CHECK(has_shape(A, {a.channels, a.width}), "A is [W, N]");
-  STD_TORCH_CHECK(!D || has_shape(*D, {a.channels}), "D is [W]");
-  STD_TORCH_CHECK(!dt_bias || has_shape(*dt_bias, {a.channels}), "dt_bias is [W]");
+  PB_CHECK(has_shape(A, {a.channels, a.width}), "A is [W, N]");
+  PB_CHECK(!D || has_shape(*D, {a.channels}), "D is [W]");
+  PB_CHECK(!dt_bias || has_shape(*dt_bias, {a.channels}), "dt_bias is [W]");
   a.cache = cache_of(cache, {a.channels, a.width}, ScalarType::Float,
                      "the cache of a selective_scan is [blocks, W, N] float32");
   a.step = step_of(x.size(0), block_table, seq_lens, query_start_loc, block_size);
@@ -78,8 +79,8 @@ Tensor paged_selective_scan(const Tensor& x, const Tensor& dt, const Tensor& b, 
 Tensor paged_wkv(const Tensor& k, const Tensor& v, const Tensor& decay, const Tensor& first, const Tensor& cache,
                  const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc,
                  int64_t block_size) {
-  STD_TORCH_CHECK(k.dim() == 2 && has_shape(v, {k.size(0), k.size(1)}), "wkv takes k and v [T, W]");
-  STD_TORCH_CHECK(has_shape(decay, {k.size(1)}) && has_shape(first, {k.size(1)}), "decay and first are [W]");
+  PB_CHECK(k.dim() == 2 && has_shape(v, {k.size(0), k.size(1)}), "wkv takes k and v [T, W]");
+  PB_CHECK(has_shape(decay, {k.size(1)}) && has_shape(first, {k.size(1)}), "decay and first are [W]");
   WkvArgs a{};
   a.channels = k.size(1);
   a.cache = cache_of(cache, {3, a.channels}, ScalarType::Float, "the cache of a wkv is [N, 3, W] float32");
@@ -98,17 +99,17 @@ Tensor paged_gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
                               const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
                               const Tensor& query_start_loc, int64_t block_size, double scale,
                               std::optional<double> l2norm_eps) {
-  STD_TORCH_CHECK(q.dim() == 3 && v.dim() == 3 && has_shape(k, {q.size(0), q.size(1), q.size(2)}) &&
-                      q.size(0) == v.size(0),
-                  "gated_delta_rule takes q and k [T, G, Dk] and v [T, H, Dv]");
+  PB_CHECK(q.dim() == 3 && v.dim() == 3 && has_shape(k, {q.size(0), q.size(1), q.size(2)}) &&
+               q.size(0) == v.size(0),
+           "gated_delta_rule takes q and k [T, G, Dk] and v [T, H, Dv]");
   GatedDeltaRuleArgs a{};
   const int64_t T = q.size(0);
   a.heads = v.size(1), a.key_width = q.size(2), a.value_width = v.size(2), a.row_decay = g.dim() == 3;
-  STD_TORCH_CHECK(q.size(1) > 0 && a.heads % q.size(1) == 0, "value heads must be a multiple of key heads");
+  PB_CHECK(q.size(1) > 0 && a.heads % q.size(1) == 0, "value heads must be a multiple of key heads");
   a.group = a.heads / q.size(1);
-  STD_TORCH_CHECK((has_shape(g, {T, a.heads}) || has_shape(g, {T, a.heads, a.key_width})) &&
-                      has_shape(beta, {T, a.heads}),
-                  "g and beta are [T, H], or g is [T, H, Dk]");
+  PB_CHECK((has_shape(g, {T, a.heads}) || has_shape(g, {T, a.heads, a.key_width})) &&
+               has_shape(beta, {T, a.heads}),
+           "g and beta are [T, H], or g is [T, H, Dk]");
   a.cache = cache_of(cache, {a.heads, a.key_width, a.value_width}, ScalarType::Float,
                      "the cache of a gated delta rule is [N, H, Dk, Dv] float32");
   a.step = step_of(T, block_table, seq_lens, query_start_loc, block_size);
@@ -126,12 +127,12 @@ Tensor paged_gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
 Tensor paged_mlstm(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& igate, const Tensor& fgate,
                    const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
                    const Tensor& query_start_loc, int64_t block_size, double scale, double eps) {
-  STD_TORCH_CHECK(q.dim() == 3 && has_shape(k, {q.size(0), q.size(1), q.size(2)}), "mlstm takes q and k [T, H, Dk]");
-  STD_TORCH_CHECK(v.dim() == 3 && v.size(0) == q.size(0) && v.size(1) == q.size(1), "v is [T, H, Dv]");
+  PB_CHECK(q.dim() == 3 && has_shape(k, {q.size(0), q.size(1), q.size(2)}), "mlstm takes q and k [T, H, Dk]");
+  PB_CHECK(v.dim() == 3 && v.size(0) == q.size(0) && v.size(1) == q.size(1), "v is [T, H, Dv]");
   MlstmArgs a{};
   const int64_t T = q.size(0);
   a.heads = q.size(1), a.key_width = q.size(2), a.value_width = v.size(2);
-  STD_TORCH_CHECK(has_shape(igate, {T, a.heads}) && has_shape(fgate, {T, a.heads}), "igate and fgate are [T, H]");
+  PB_CHECK(has_shape(igate, {T, a.heads}) && has_shape(fgate, {T, a.heads}), "igate and fgate are [T, H]");
   a.cache = cache_of(cache, {a.heads, a.key_width + 1, a.value_width + 1}, ScalarType::Float,
                      "the cache of a mlstm is [N, H, Dk + 1, Dv + 1] float32");
   a.step = step_of(T, block_table, seq_lens, query_start_loc, block_size);
@@ -149,17 +150,17 @@ Tensor paged_ssd(const Tensor& x, const Tensor& dt, const Tensor& A, const Tenso
                  std::optional<Tensor> D, std::optional<Tensor> dt_bias, const Tensor& cache,
                  const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc,
                  int64_t block_size, bool dt_softplus, double dt_min, std::optional<double> dt_max) {
-  STD_TORCH_CHECK(x.dim() == 3 && b.dim() == 3 && b.size(0) == x.size(0) &&
-                      has_shape(c, {b.size(0), b.size(1), b.size(2)}),
-                  "ssd takes x [T, H, P] and B and C [T, G, N]");
+  PB_CHECK(x.dim() == 3 && b.dim() == 3 && b.size(0) == x.size(0) &&
+               has_shape(c, {b.size(0), b.size(1), b.size(2)}),
+           "ssd takes x [T, H, P] and B and C [T, G, N]");
   SsdArgs a{};
   const int64_t T = x.size(0);
   a.heads = x.size(1), a.head_width = x.size(2), a.width = b.size(2);
-  STD_TORCH_CHECK(b.size(1) > 0 && a.heads % b.size(1) == 0, "heads must be a multiple of the groups of B and C");
+  PB_CHECK(b.size(1) > 0 && a.heads % b.size(1) == 0, "heads must be a multiple of the groups of B and C");
   a.group = a.heads / b.size(1);
-  STD_TORCH_CHECK(has_shape(dt, {T, a.heads}) && has_shape(A, {a.heads}), "dt is [T, H] and A is [H]");
-  STD_TORCH_CHECK((!D || has_shape(*D, {a.heads})) && (!dt_bias || has_shape(*dt_bias, {a.heads})),
-                  "D and dt_bias are [H]");
+  PB_CHECK(has_shape(dt, {T, a.heads}) && has_shape(A, {a.heads}), "dt is [T, H] and A is [H]");
+  PB_CHECK((!D || has_shape(*D, {a.heads})) && (!dt_bias || has_shape(*dt_bias, {a.heads})),
+           "D and dt_bias are [H]");
   a.cache = cache_of(cache, {a.heads, a.head_width, a.width}, ScalarType::Float,
                      "the cache of a state space layer is [blocks, H, P, N] float32");
   a.step = step_of(T, block_table, seq_lens, query_start_loc, block_size);

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "checks.h"
 #include "num_threads.h"
 #include "recurrent.h"
 #include "thread_pool.h"
@@ -22,7 +23,7 @@ inline bool is_element(ScalarType type) {
 }
 
 inline Element element_of(ScalarType type, const char* name) {
-  STD_TORCH_CHECK(is_element(type), name, " must be float32, bfloat16 or float16");
+  PB_CHECK(is_element(type), name, " must be float32, bfloat16 or float16");
   return type == ScalarType::Float ? Element::F32 : type == ScalarType::BFloat16 ? Element::BF16 : Element::F16;
 }
 
@@ -62,9 +63,9 @@ class Operands {
 };
 
 inline const int32_t* integers(const Tensor& t, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int, name, " must be int32");
-  STD_TORCH_CHECK(t.dim() == dim, name, " must have ", dim, " dims");
-  STD_TORCH_CHECK(t.numel() == 0 || t.size(dim - 1) == 1 || t.stride(dim - 1) == 1, name, " must have last stride 1");
+  PB_CHECK(t.scalar_type() == ScalarType::Int, name, " must be int32");
+  PB_CHECK(t.dim() == dim, name, " must have ", dim, " dims");
+  PB_CHECK(t.numel() == 0 || t.size(dim - 1) == 1 || t.stride(dim - 1) == 1, name, " must have last stride 1");
   return static_cast<const int32_t*>(t.const_data_ptr());
 }
 
@@ -73,11 +74,11 @@ inline Step step_of(int64_t num_tokens, const Tensor& block_table, const Tensor&
   Step s{};
   s.block_table = integers(block_table, 2, "block_table"), s.seq_lens = integers(seq_lens, 1, "seq_lens");
   s.query_start_loc = integers(query_start_loc, 1, "query_start_loc");
-  STD_TORCH_CHECK(block_size > 0, "block_size must be positive");
-  STD_TORCH_CHECK(seq_lens.size(0) <= block_table.size(0),
-                  "seq_lens must have one entry a request, and block_table at least as many rows");
-  STD_TORCH_CHECK(query_start_loc.size(0) == seq_lens.size(0) + 1,
-                  "query_start_loc must have one entry more than seq_lens");
+  PB_CHECK(block_size > 0, "block_size must be positive");
+  PB_CHECK(seq_lens.size(0) <= block_table.size(0),
+           "seq_lens must have one entry a request, and block_table at least as many rows");
+  PB_CHECK(query_start_loc.size(0) == seq_lens.size(0) + 1,
+           "query_start_loc must have one entry more than seq_lens");
   s.num_tokens = num_tokens, s.num_requests = seq_lens.size(0), s.block_size = block_size;
   s.max_blocks = block_table.size(1), s.table_stride = block_table.stride(0);
   s.num_threads = pagebinder::num_threads(), s.run = run_parallel;
@@ -89,7 +90,7 @@ inline StateCache cache_of(const Tensor& cache, std::initializer_list<int64_t> s
                            const char* message) {
   bool fits = cache.dim() == static_cast<int64_t>(shape.size()) + 1 && cache.scalar_type() == type;
   for (size_t d = 0; fits && d < shape.size(); ++d) fits = cache.size(d + 1) == shape.begin()[d];
-  STD_TORCH_CHECK(fits, message);
+  PB_CHECK(fits, message);
   StateCache c{cache.mutable_data_ptr(), element_of(type, "the cache"), cache.size(0), cache.stride(0), {}};
   for (size_t d = 0; d < shape.size(); ++d) c.strides[d] = cache.stride(d + 1);
   return c;
@@ -102,6 +103,6 @@ inline Result result_of(const Tensor& out) {
           out.size(last)};
 }
 
-inline void check(const char* error) { STD_TORCH_CHECK(error == nullptr, error); }
+inline void check(const char* error) { PB_CHECK(error == nullptr, error); }
 
 }  // namespace pagebinder

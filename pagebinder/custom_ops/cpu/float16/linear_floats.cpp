@@ -5,6 +5,7 @@
 //     W   [step of 32 k][2][32 k][16 columns]   a panel of 32 columns, widened and put in this order once for a block of x
 //
 // An element of y is summed in the order of k whatever the number of rows and threads.
+#include "activations.h"
 #include "dots.h"
 #include "packed_jobs.h"
 
