@@ -172,8 +172,8 @@ def test_what_nobody_waits_for_is_compiled_last():
 
 def test_a_failure_gives_its_slot_back():
     slots = compiler.Slots(1)
-    with pytest.raises(ZeroDivisionError), slots.taken(0):
-        1 / 0
+    with pytest.raises(KeyError), slots.taken(0):
+        raise KeyError
     with slots.taken(0):
         pass
 
@@ -202,7 +202,9 @@ def test_parts_share_the_processors(tiny_build, monkeypatch, tmp_path):
 
 def test_a_call_builds_the_kernels_of_its_element_type(tmp_path):
     """Kernels of a type are a library of their own: a first call loads them, or says why it cannot."""
-    assert parts_of("linear", "float16") == ("core", "float16") and parts_of("linear", "bfloat16") == ("core",)
+    assert parts_of("linear", "float16") == ("core", "float16") and parts_of("linear", "bfloat16") == (
+        "core",
+    )
     code = """
 import os
 import torch

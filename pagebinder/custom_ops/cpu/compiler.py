@@ -48,7 +48,7 @@ MARCH = "PAGEBINDER_CPU_MARCH"
 
 
 class Slots:
-    """Lets so many callers in at a time; of those that wait the ones first whose rank is lowest, then who came first."""
+    """Lets so many callers in at a time; of those that wait the lowest ranks first, then who came first."""
 
     def __init__(self, count: int):
         self._free = count
@@ -147,7 +147,9 @@ def compile_part(part: str, machine_flags: Sequence[str], library: Path) -> None
         for unit, sources in parts.units(part):
             extra = BINDING_FLAGS if parts.is_binding(sources[0]) else ()
             objects.append(str(folder / f"{unit}.o"))
-            commands.append([*command, *extra, "-c", str(_one_file(unit, sources, folder)), "-o", objects[-1]])
+            commands.append(
+                [*command, *extra, "-c", str(_one_file(unit, sources, folder)), "-o", objects[-1]]
+            )
         _run_all(commands, parts.RANKS.get(part, 0))
         made = folder / library.name
         link = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-o", str(made)]
@@ -159,7 +161,7 @@ def compile_part(part: str, machine_flags: Sequence[str], library: Path) -> None
 
 
 def _run_all(commands: list[list[str]], rank: int) -> None:
-    """Run a part's commands, the first ones first; of all parts together as many at a time as there are processors."""
+    """Run a part's commands in order; of all parts together as many at a time as there are processors."""
     problems: list[ProviderError] = []
 
     def work(command: list[str]) -> None:

@@ -29,8 +29,8 @@ PARTS = {
     "sampling": ("sampling", (POOL, "argmax.cpp")),
     "unified": ("unified", (POOL, "attention_plan.cpp")),
 }
-# Kernels that are compiled together, as the headers take longer to read than they to be compiled. What is local to one
-# has a name that the others do not have.
+# Kernels that are compiled together, as the headers take longer to read than they to be compiled. What is local to
+# one has a name that the others do not have.
 SMALL_KERNELS = frozenset(
     f"{name}.cpp"
     for name in (
