@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
@@ -53,6 +52,8 @@ def _fake_input(gm: GraphModule, name: str, shape, dtype: torch.dtype, strides) 
     mode = fake_mode_of(gm.graph)
     missing = [s for s in shape if isinstance(s, str) and s not in known]
     if missing:
+        from torch._dynamo.source import ConstantSource  # imports compilers, a second before kernels begin to build
+
         example = [_example_size(s) if isinstance(s, str) else s for s in shape]
         dynamic = [DimDynamic.DYNAMIC if s in missing else DimDynamic.STATIC for s in shape]
         context = StatelessSymbolicContext(dynamic_sizes=dynamic, constraint_sizes=[None] * len(shape))

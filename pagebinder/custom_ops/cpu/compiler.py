@@ -169,7 +169,7 @@ def _run_all(commands: list[list[str]], rank: int) -> None:
             if problems:
                 return
             try:
-                _run(command)
+                _run([*_modestly(), *command] if rank > 0 else command)
             except ProviderError as error:
                 problems.append(error)
 
@@ -180,6 +180,12 @@ def _run_all(commands: list[list[str]], rank: int) -> None:
         thread.join()
     if problems:
         raise problems[0]
+
+
+@functools.cache
+def _modestly() -> tuple[str, ...]:
+    """Begins the command of what nobody waits for yet, beside a first step; it is still done when somebody does."""
+    return ("nice", "-n", "5") if shutil.which("nice") is not None else ()
 
 
 def _run(command: list[str]) -> None:

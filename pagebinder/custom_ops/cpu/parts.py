@@ -40,6 +40,7 @@ SMALL_KERNELS = frozenset(
         "linear_vectors",
         "qk_write",
         "rms_norm",
+        "thread_pool",
         "weight_packing",
     )
 )
