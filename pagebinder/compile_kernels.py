@@ -16,6 +16,7 @@ from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.frontend.leaves import LEAVES
+from pagebinder.frontend.position_bias import is_known as has_distance_bias
 from pagebinder.frontend.source import ModelSource
 
 LATENT_ATTENTION = {
@@ -56,7 +57,18 @@ def _parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]:
     attention = _attention_parts(source.dtype, source.num_attention_layers != 0, config)
     unified = ("unified",) if config.cascade else ()
     latent = ("latent",) if emitted & LATENT_ATTENTION else ()
+    relative = ("relative",) if any(map(has_distance_bias, source.module.modules())) else ()
     quantized_kv = ("quantized_kv",) if config.kv_dtype in KV_FORMATS else ()
     weights = ("quant",) if config.quantization or source.stored_weights is not None else ()
     activations = ("fp8",) if config.activation_quantization else ()
-    return (*attention, "core", *latent, *quantized_kv, *weights, *activations, *unified, "sampling")
+    return (
+        *attention,
+        "core",
+        *latent,
+        *relative,
+        *quantized_kv,
+        *weights,
+        *activations,
+        *unified,
+        "sampling",
+    )

@@ -52,7 +52,7 @@ def _fake_input(gm: GraphModule, name: str, shape, dtype: torch.dtype, strides) 
     mode = fake_mode_of(gm.graph)
     missing = [s for s in shape if isinstance(s, str) and s not in known]
     if missing:
-        from torch._dynamo.source import ConstantSource  # imports compilers, a second before kernels begin to build
+        from torch._dynamo.source import ConstantSource  # imports compilers: a second
 
         example = [_example_size(s) if isinstance(s, str) else s for s in shape]
         dynamic = [DimDynamic.DYNAMIC if s in missing else DimDynamic.STATIC for s in shape]

@@ -10,7 +10,7 @@
 // what memory and its prefetcher are fastest at.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
-#include "linear.h"
+#include "elements.h"
 
 #if PAGEBINDER_AMX
 #include <algorithm>
@@ -19,11 +19,10 @@
 #include "amx.h"
 #include "attention_scores.h"
 #include "leaving_loop.h"
+#include "linear.h"
 #include "work_ranges.h"
-#endif
 
 namespace pagebinder {
-#if PAGEBINDER_AMX
 namespace {
 
 constexpr int MOST_PANEL = 64, DIRECT_PANEL = 32;        // columns of a panel, with and without a copy
@@ -286,10 +285,16 @@ void linear_with_tiles(const LinearArgs& args) {
   else run_leaving(workers, panel_worker, run);
 }
 
+}  // namespace pagebinder
+
 #else
 
+namespace pagebinder {
+
+struct LinearArgs;
 bool linear_suits_tiles(int64_t, int64_t, int64_t) { return false; }
 void linear_with_tiles(const LinearArgs&) {}
 
-#endif
 }  // namespace pagebinder
+
+#endif

@@ -16,7 +16,7 @@
 // too: a worker copies a block of rows while its first panel meets it.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
-#include "linear.h"
+#include "elements.h"
 
 #if PAGEBINDER_AMX
 #include <algorithm>
@@ -26,10 +26,8 @@
 #include "amx.h"
 #include "coded_weights.h"
 #include "packed_jobs.h"
-#endif
 
 namespace pagebinder {
-#if PAGEBINDER_AMX
 namespace {
 
 constexpr int HALF = PANEL / 2;                           // columns of a tile
@@ -441,9 +439,15 @@ void packed_linear_with_tiles(const LinearArgs& args) {
   run_packed(make_run<Run>(args, shape, std::move(tail)), job_worker);
 }
 
+}  // namespace pagebinder
+
 #else
 
+namespace pagebinder {
+
+struct LinearArgs;
 void packed_linear_with_tiles(const LinearArgs&) {}
 
-#endif
 }  // namespace pagebinder
+
+#endif

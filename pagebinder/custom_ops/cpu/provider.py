@@ -43,7 +43,6 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         paged.KV_CACHE_WRITE,
         paged.PAGED_ATTENTION,
         paged.PAGED_ATTENTION_LSE,
-        relative.PAGED_RELATIVE_ATTENTION,
         linear.LINEAR,
         linears.LINEARS,
         gated_linear.GATED_LINEAR,
@@ -92,6 +91,7 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         quantized_experts.QUANTIZED_MOE_EXPERTS,
         quantized_experts.QUANTIZED_MOE_ROUTED_EXPERTS,
     ),
+    "relative": (relative.PAGED_RELATIVE_ATTENTION,),
     "sampling": (sample_tokens.SAMPLE_TOKENS,),
     "unified": (unified.UNIFIED_ATTENTION, unified.ATTENTION_PART, merge_states.MERGE_ATTENTION_STATES),
 }
@@ -101,7 +101,8 @@ attention_fp8.register()
 
 # op -> the parts that its kernel is made of; those after the table are put together in Python, see there.
 _PARTS_OF = {info.name: (part,) for part, infos in _PARTS.items() for info in infos}
-_PARTS_OF |= {info.name: ("core",) for info in (packed.PACKED_ATTENTION, packed.PACKED_RELATIVE_ATTENTION)}
+_PARTS_OF[packed.PACKED_ATTENTION.name] = ("core",)
+_PARTS_OF[packed.PACKED_RELATIVE_ATTENTION.name] = ("relative",)
 _PARTS_OF |= {fused.name: (*_PARTS_OF[info.name], "fp8") for info, fused in FP8_QUANT_FORMS.items()}
 _PARTS_OF[mla.PAGED_MLA_ATTENTION.name] = ("core", "latent")
 
