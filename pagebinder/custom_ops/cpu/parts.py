@@ -2,8 +2,8 @@
 
 A model waits for no kernels that it does not use: "core" is the sources in this folder, "latent" those in latent/
 (latent rows, DeepSeek) and what they need of the core. Kernels of attention are many for each element type:
-"bfloat16", "float16" (its linear layers, too) and "float32" hold those of one type, which the other parts find by name;
-a call that misses one loads it (`load_part`, provider.py).
+"bfloat16", "float16" (its linear layers, too) and "float32" hold those of one type, which the other parts find by
+name; a call that misses one loads it (`load_part`, provider.py).
 """
 
 from __future__ import annotations
