@@ -24,9 +24,11 @@ class Chains:
         self.env = mode.shape_env
         self.memory = self.input("memory", mode.from_tensor(torch.arange(MEMORY, dtype=torch.float32)))
         self.sizes: dict[str, Node] = {}
+        self.symbols = {}
         for name, size in SIZES.items():
             context = StatelessSymbolicContext([DimDynamic.DYNAMIC])
             vector = self.input(name, mode.from_tensor(torch.zeros(size), symbolic_context=context))
+            self.symbols[name] = vector.meta["val"].shape[0].node.expr
             self.sizes[name] = self.call(aten.sym_size.int, vector, 0)
 
     def input(self, name: str, value: torch.Tensor) -> Node:
@@ -66,6 +68,11 @@ class Chains:
     def chain(self, base: Node, *calls) -> Node:
         """(op, arguments ...) on the result of the one before."""
         return functools.reduce(lambda x, call: self.call(call[0], x, *call[1:]), calls, base)
+
+    def hold_for(self, **sizes: int) -> bool:
+        """May the graph be run with these sizes? An op may have been captured for some alone: torch's guards."""
+        values = {symbol: sizes.get(name, SIZES[name]) for name, symbol in self.symbols.items()}
+        return all(bool(guard.expr.subs(values)) for guard in self.env.guards)
 
     def module(self, *results: Node) -> GraphModule:
         self.graph.output(results)
