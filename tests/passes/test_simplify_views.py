@@ -259,7 +259,7 @@ def possible(x) -> list[tuple]:
 
 
 def test_a_graph_holds_for_the_sizes_that_it_was_captured_for():
-    """Torch takes this view only where T is 6, as a guard of its says; with 1 it would run, too."""
+    """Torch takes this view only where T is 6, as one of its guards says; with 1 it would run, too."""
     chains = Chains()
     assert chains.hold_for(T=1) and chains.hold_for(U=3)
     chains.chain(chains.base(("T", 1, 2, 3)), (UNSQUEEZE, 0), (VIEW, [1, 1, 2, 3, -1]))

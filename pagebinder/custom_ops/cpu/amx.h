@@ -12,9 +12,7 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
-#if PAGEBINDER_AMX
 namespace pagebinder {
 
 constexpr int TILE_LINES = 16;  // rows of a tile, and columns of C

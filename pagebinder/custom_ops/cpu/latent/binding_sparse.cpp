@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "binding_attention.h"
 #include "checks.h"
 #include "direct_calls.h"
 #include "indexer.h"
@@ -16,21 +17,12 @@
 
 namespace {
 
+using pagebinder::index_data;
+using pagebinder::new_tensor;
 using pagebinder::PagedRows;
 using pagebinder::run_parallel;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-bool unit_last_stride(const Tensor& t) {
-  const int64_t last = t.dim() - 1;
-  return t.numel() == 0 || t.size(last) == 1 || t.stride(last) == 1;
-}
-
-const int32_t* index_data(const Tensor& t, int64_t dim, const char* name) {
-  PB_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == dim, name, " must be int32 with ", dim, " dims");
-  PB_CHECK(unit_last_stride(t), name, " must have last stride 1");
-  return static_cast<const int32_t*>(t.const_data_ptr());
-}
 
 // Are a cache of rows as wide as q's and its table as they must be?
 PagedRows paged_rows(const Tensor& q, const Tensor& cache, const Tensor& table, int64_t num_requests,
@@ -76,16 +68,6 @@ const char* by_type(const Tensor& q, const Args& args, const char* (*f32)(const 
   }
 }
 
-Tensor empty_contiguous(std::initializer_list<int64_t> sizes, ScalarType type) {
-  int64_t strides[3] = {1, 1, 1};
-  for (int i = static_cast<int>(sizes.size()) - 2; i >= 0; --i) strides[i] = strides[i + 1] * sizes.begin()[i + 1];
-  AtenTensorHandle handle;
-  PB_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides, static_cast<int32_t>(type),
-                                    aoti_torch_device_type_cpu(), 0, &handle) == 0,
-           "cannot allocate the output");
-  return Tensor(handle);
-}
-
 Tensor sparse_mla_attention(const Tensor& q, std::optional<Tensor> window_cache, std::optional<Tensor> window_table,
                             std::optional<Tensor> entry_cache, std::optional<Tensor> entry_table,
                             std::optional<Tensor> indices, const Tensor& seq_lens, const Tensor& query_start_loc,
@@ -110,12 +92,12 @@ Tensor sparse_mla_attention(const Tensor& q, std::optional<Tensor> window_cache,
   }
   if (sinks) {
     PB_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->dim() == 1 && sinks->size(0) == a.num_heads &&
-                 unit_last_stride(*sinks),
+                 pagebinder::last_is_dense(*sinks),
              "sinks must be float32 [H], contiguous");
     a.sinks = static_cast<const float*>(sinks->const_data_ptr());
   }
   a.width_v = head_dim_v, a.window = window, a.ratio = ratio, a.scale = static_cast<float>(scale);
-  Tensor out = empty_contiguous({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
+  Tensor out = new_tensor({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
   a.out = out.mutable_data_ptr();
   using namespace pagebinder;
   const char* error = by_type<SparseMlaArgs>(q, a, sparse_mla_f32, sparse_mla_bf16, sparse_mla_f16);
@@ -140,7 +122,7 @@ Tensor indexer_score_topk(const Tensor& q, const Tensor& weights, const Tensor& 
            " is not one of plain, fp8_index, fp4_index");
   a.keys = paged_rows(q, k_cache, k_table, a.num_requests, layout, 0, "k_cache");
   a.topk = topk, a.ratio = ratio, a.scale = static_cast<float>(scale);
-  Tensor out = empty_contiguous({a.num_tokens, topk}, ScalarType::Int);
+  Tensor out = new_tensor({a.num_tokens, topk}, ScalarType::Int);
   a.out = static_cast<int32_t*>(out.mutable_data_ptr());
   using namespace pagebinder;
   const char* error = by_type<IndexerArgs>(q, a, indexer_f32, indexer_bf16, indexer_f16);
