@@ -52,7 +52,17 @@ def run_tests(log: Path, seconds: float) -> dict:
 
 
 def _command() -> list[str]:
-    command = [sys.executable, "-m", "pytest", *GPU_TESTS, "--tb=short", "-rfE", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *GPU_TESTS,
+        "-vv",
+        "--tb=short",
+        "-rfE",
+        "-p",
+        "no:cacheprovider",
+    ]
     command.append(f"--ignore={NOT_HERE}")
     processes = min(MAX_PROCESSES, (os.cpu_count() or 1) - 2)
     if processes > 1 and importlib.util.find_spec("xdist"):

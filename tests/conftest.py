@@ -8,6 +8,7 @@ Tests that nightly.txt names are left out by day.
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ def pytest_collection_finish():
     """What was imported stays to the end: no collection needs to look at it."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
+
+
+def pytest_runtest_logfinish():
+    """Behind an illegal access nothing works in this process any more: xdist starts another for the tests to come."""
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"this process gives up its tests: {error}", file=sys.__stderr__, flush=True)
+            os._exit(1)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -28,7 +28,7 @@ def test_the_tokens_of_the_source():
     compiled = pagebinder.compile_model(v4_model(**options).to(DEVICE), config)
     targets = {str(node.target).split(".")[1] for node in compiled.graphs["fused"].graph.nodes
                if str(node.target).startswith("pagebinder_triton")}  # fmt: skip
-    assert set(OPS) == targets
+    assert set(OPS) <= targets
     engine = compiled.engine(EngineConfig(num_kv_blocks=80, max_num_batched_tokens=24))
     (output,) = engine.generate([PROMPT], SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0))
     source, expected = v4_model(**options).to(DEVICE), list(PROMPT)
