@@ -154,11 +154,7 @@ def _check_pair(q: Turned, k: Turned, write: Node) -> None:
     require(q.norm_options() == k.norm_options(), "q and k are normed differently")
     cache, dtype, cos = val(write.args[2]), val(q.source).dtype, val(q.rope.args[1])
     require(val(k.source).dtype is dtype, "q and k differ in dtype")
-    if "codes" in write.kwargs:
-        require(
-            cache.device.type != "cuda", "heads on their way to codes have a fused kernel on the CPU only"
-        )
-    else:
+    if "codes" not in write.kwargs:
         require(cache.dtype is dtype, "the cache has another dtype than the heads")
     require(cos.dtype in (dtype, torch.float32), f"the angles are {cos.dtype}")
     computed = {val(heads.rope).dtype for heads in (q, k)}
