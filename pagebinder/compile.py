@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from pagebinder.collector import collector_paused
 from pagebinder.compile_checks import unexplained
-from pagebinder.compile_executable import check_executable, executable_of
+from pagebinder.compile_executable import check_executable, executable_of, is_compiled
 from pagebinder.compile_kernels import start_by_config, start_by_source
 from pagebinder.compile_lock import expected_plan, settle_lock
 from pagebinder.compile_tensorrt import check_can_build, note_partitions
@@ -256,7 +256,9 @@ def compile_source(
             report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
         device = torch.device("cpu") if source.device.type == "meta" else source.device
         prepare = source.device.type != "meta"
-        report.providers = select_providers(fused, device=device, requested=config.providers, prepare=prepare)
+        report.providers = select_providers(
+            fused, device=device, requested=config.providers, prepare=prepare, is_compiled=is_compiled(config)
+        )
         trail.add("fused", "select_providers", fused)
     if config.verify != "off":
         with stage("verify"):

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from pagebinder.compile import RECOGNISERS, bounded, clone
 from pagebinder.compile_checks import unexplained
-from pagebinder.compile_executable import check_executable, executable_of
+from pagebinder.compile_executable import check_executable, executable_of, is_compiled
 from pagebinder.compile_verify_encoder import verify_encoder
 from pagebinder.compiled_encoder import CompiledEncoder
 from pagebinder.config import CompileConfig
@@ -80,7 +80,11 @@ def compile_encoder(
         passes = (pack_attention, simplify)
         report.passes += run_passes(packed, passes, after=trail.after("packed", chain=ENCODER))
         report.providers = select_providers(
-            packed, device=device, requested=config.providers, prepare=not on_meta
+            packed,
+            device=device,
+            requested=config.providers,
+            prepare=not on_meta,
+            is_compiled=is_compiled(config),
         )
         trail.add("packed", "select_providers", packed, chain=ENCODER)
     graphs = {"captured": captured, "semantic": semantic, "packed": packed}

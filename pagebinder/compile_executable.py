@@ -37,6 +37,13 @@ def check_executable(source: ModelSource, config: CompileConfig) -> None:
         )
 
 
+def is_compiled(config: CompileConfig) -> bool:
+    """Will a compiler fuse ops of torch, where there is a choice? False: each of them is a launch."""
+    if config.executable in ("auto", "cuda_graph"):
+        return config.streams != "on" and cpu_build.problem() is None and compiler.problem() is None
+    return config.executable != "eager"
+
+
 def executable_of(graph: GraphModule, config: CompileConfig, report: CompileReport) -> Executable:
     """Build what `config.executable` asks for; "auto" is native or inductor where there are kernels of ours."""
     executable = _executable_of(graph, config, report)

@@ -1,8 +1,8 @@
 """Linear layers that a kernel of ours can serve become an op of ours.
 
 Matches:
-    aten.linear(x [..., K], W [N, K], b)        bf16, float32 or float16 on the CPU, W a parameter, N and K
-                                                multiples of 32
+    aten.linear(x [..., K], W [N, K], b)        bf16, float32 or float16 on the CPU, bf16 or float16 on a GPU; W a
+                                                parameter, N and K multiples of 32
 Replaces with:
     pagebinder.linear(x, W, b)                  same arguments; a provider is chosen for it afterwards
 
@@ -11,6 +11,8 @@ order on every call; in float32 it is slow at 3 to 8 rows, in float16, and in bf
 The `cpu` kernels read a weight as it lies, so there is one copy of it in memory. Results differ from torch's in the
 order of summation only. In bf16 that does not depend on the number of rows up to 128 on matrix tiles (AMX), from 5
 on elsewhere on x86; in float32 torch takes over at 9 rows.
+
+On a GPU the `triton` kernels serve few rows, and the library's product the others (triton/linear.py).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "linear"
 GRAIN = 32  # the kernel's LINEAR_GRAIN
+PROVIDERS = {"cuda": "triton"}  # elsewhere cpu
 
 
 def place_linears(gm: GraphModule) -> PassResult:
@@ -56,5 +59,5 @@ def _reason_against(node: Node) -> str | None:
         return "it is not all bfloat16, all float32 or all float16"
     device = val(weight).device.type
     need = OpNeed(op="linear", device="cpu" if device == "meta" else device, dtype=dtype_name(val(weight)))
-    reasons = registered_providers()["cpu"].reasons_against(need)
+    reasons = registered_providers()[PROVIDERS.get(device, "cpu")].reasons_against(need)
     return f"no kernel of ours: {'; '.join(reasons)}" if reasons else None

@@ -59,8 +59,9 @@ PLAIN_OPS = (
 )
 # Of activations in e4m3, whose dtype is that of the result.
 FP8_OPS = ("fp8_linear",)
-# A compiler fuses their references with what stands around them; a provider gets them only if it is asked for. On a
-# CPU norms are ops of their own: a compiler's loops wait for threads of theirs, see cpu/thread_pool.h.
+# A compiler fuses their references with what stands around them; a provider gets them only if it is asked for, or if
+# ops run one by one on a GPU, where each reference is several launches. On a CPU norms are ops of their own: a
+# compiler's loops wait for threads of theirs, see cpu/thread_pool.h.
 ON_REQUEST = ("rms_norm", "add_rms_norm", "rope", "gated_activation")
 ALWAYS_ON_CPU = ("rms_norm", "add_rms_norm")
 SELECTABLE = (
@@ -84,13 +85,15 @@ SELECTABLE = (
 
 
 def select_providers(
-    gm: GraphModule, *, device: torch.device, requested: dict[str, str], prepare: bool = True
-) -> list[ProviderChoice]:
+    gm: GraphModule, *, device: torch.device, requested: dict[str, str], prepare: bool = True,
+    is_compiled: bool = True,
+) -> list[ProviderChoice]:  # fmt: skip
     """Rewrite the targets of ops that have providers.
 
     Args:
         requested: op name -> provider name, from CompileConfig.providers.
         prepare: False only plans, and builds or loads nothing (for `explain`).
+        is_compiled: does a compiler fuse what has no provider?
     Raises:
         ConfigError: `requested` names an op that has no providers.
         ProviderError: a requested provider cannot serve; the message lists the reasons.
@@ -101,7 +104,7 @@ def select_providers(
         raise ConfigError(f"providers: no op {sorted(unknown)}; ops with providers: {known}.")
     choices: dict[OpNeed, ProviderChoice] = {}
     selections = {}
-    always = ALWAYS_ON_CPU if device.type == "cpu" else ()
+    always = ALWAYS_ON_CPU if device.type == "cpu" else () if is_compiled else ON_REQUEST
     for name in (*SELECTABLE, *(op for op in ON_REQUEST if op in requested or op in always)):
         may_stay = name in ON_REQUEST and name not in requested  # with the compiler
         for node in calls(gm.graph, getattr(torch.ops.pagebinder, name).default):

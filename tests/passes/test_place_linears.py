@@ -63,7 +63,7 @@ def test_on_a_gpu_torchs_own_linear_is_no_fallback():
     (choice,) = select_providers(after, device=torch.device("cuda"), requested={}, prepare=False)
     assert (choice.op, choice.provider, choice.num_nodes) == ("linear", "reference", 2)
     assert "cuBLAS" in choice.why and "FALLBACK" not in choice.why
-    assert choice.rejected["triton"][-1] == "it has no kernel for linear"
+    assert "there is no CUDA GPU" in choice.rejected["triton"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -26,19 +26,20 @@ def gated_linear_reference(x, gate, up, gate_bias=None, up_bias=None, *, activat
     Raises:
         ValueError: weights of different shapes, or an unknown activation.
     """
-    _check(gate, up)
+    check_alike(gate, up)
     return gated_activation_reference(
         linear_reference(x, gate, gate_bias), linear_reference(x, up, up_bias), activation=activation
     )
 
 
-def _check(gate, up):
+def check_alike(gate, up):
+    """Raises ValueError where the shapes of two weights, packed or not, differ."""
     if gate.dim() != up.dim() or plain_shape(gate) != plain_shape(up):  # blocks of codes may differ in bytes
         raise ValueError(f"gate is {plain_shape(gate)} and up {plain_shape(up)}: they must be alike")
 
 
 def _gated_linear_fake(x, gate, up, gate_bias=None, up_bias=None, *, activation):
-    _check(gate, up)
+    check_alike(gate, up)
     return x.new_empty((*x.shape[:-1], plain_shape(gate)[0]))
 
 

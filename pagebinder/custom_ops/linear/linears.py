@@ -24,10 +24,11 @@ def linears_reference(x, weights, biases):
     Raises:
         ValueError: some weights have a bias and others not.
     """
-    return [linear_reference(x, w, b) for w, b in zip(weights, _bias_of_each(weights, biases))]
+    return [linear_reference(x, w, b) for w, b in zip(weights, bias_of_each(weights, biases))]
 
 
-def _bias_of_each(weights, biases):
+def bias_of_each(weights, biases):
+    """A bias or None for each weight. Raises ValueError where some have one and others not."""
     if biases and len(biases) != len(weights):
         raise ValueError(f"linears needs a bias for each of its {len(weights)} weights, or none at all")
     return biases or [None] * len(weights)
@@ -36,7 +37,7 @@ def _bias_of_each(weights, biases):
 def _linears_fake(x, weights, biases):
     return [
         x.new_empty((*x.shape[:-1], plain_shape(w)[0]))
-        for w, _ in zip(weights, _bias_of_each(weights, biases))
+        for w, _ in zip(weights, bias_of_each(weights, biases))
     ]
 
 

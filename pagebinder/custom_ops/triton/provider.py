@@ -31,7 +31,7 @@ from pagebinder.custom_ops.fp8.attention import FP8_QUANT_FORMS
 from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.library import OpInfo, define_schema, library, op_info, overload
-from pagebinder.custom_ops.linear import inverse_rope_grouped, quantized
+from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
 from pagebinder.custom_ops.mla import paged_mla
 from pagebinder.custom_ops.moe import experts, quantized_experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
@@ -84,6 +84,7 @@ _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
         fp8_fused.GATED_ACTIVATION_FP8_QUANT,
     ),
     "attention_fp8": tuple(FP8_QUANT_FORMS.values()),
+    "linear": (linear.LINEAR, linears.LINEARS, gated_linear.GATED_LINEAR),
     "quantized_linear": (quantized.QUANTIZED_LINEAR, fp8_linear.FP8_LINEAR),
     "sampling": (sample_tokens.ARGMAX_TOKENS, sample_tokens.SAMPLE_TOKENS),
     "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR),
@@ -113,6 +114,8 @@ _HEAD_DIM_OPS = (
     "unified_attention",
     "attention_part",
 )
+
+_LINEAR_OPS = ("linear", "linears", "gated_linear")
 
 for _infos in _FAMILIES.values():
     for _info in _infos:
@@ -161,6 +164,8 @@ class TritonProvider(Provider):
         widest = max(need.head_dim or 0, need.head_dim_v or 0)
         if need.op in _HEAD_DIM_OPS and widest > MAX_HEAD_DIM:
             reasons.append(f"heads of {widest} channels: at most {MAX_HEAD_DIM} are served")
+        if need.op in _LINEAR_OPS and need.dtype == "float32":
+            reasons.append("products in float32 are the library's")
         unserved = need.features & _NO_KERNEL_FOR.get(need.op, frozenset())
         reasons += [f"it has no kernel for {feature}" for feature in sorted(unserved)]
         return reasons

@@ -112,8 +112,8 @@ class TritonOnDevice:
             for argument, theirs, ours in zip(overload._schema.arguments, operands, moved):
                 if argument.alias_info is not None and argument.alias_info.is_write and ours is not theirs:
                     storage_bytes(theirs).copy_(storage_bytes(ours))
-            if isinstance(results, tuple):
-                return tuple(x.cpu() for x in results)
+            if isinstance(results, (tuple, list)):
+                return type(results)(x.cpu() for x in results)
             return None if results is None else results.cpu()
 
         return call

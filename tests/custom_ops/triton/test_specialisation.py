@@ -12,7 +12,9 @@ from pagebinder.custom_ops.triton.values import SIZES
 # Numbers that a model, or the memory of an engine, fixes.
 FIXED = {
     "block_size", "scale", "soft_cap", "eps", "norm_eps", "rope_scale", "C", "W", "num_experts", "slots_per_row",
-    "scales_of_expert", "width", "num_columns", "num_panels", "num_steps", "limit", "alpha", "up_offset", "vocab",
+    "scales_of_expert", "width", "num_columns", "num_panels", "num_steps", "N", "K",
+    "N_0", "N_1", "N_2",  # columns of linear layers
+    "limit", "alpha", "up_offset", "vocab",
     "dt_min", "dt_max", "behind", "farthest",
     "part_tokens", "part_steps",  # multiples of 64 and of a tile's step: pointers stay aligned
 }  # fmt: skip
