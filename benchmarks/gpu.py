@@ -51,8 +51,12 @@ def work_on_cases(wanted: str, first: int, path: Path) -> int:
     copy = copy_gb_per_s()
     facts = {"copy_gb_per_s": copy, "matmul_bf16_tflop_per_s": matmul_tflop_per_s()}
     torch.cuda.empty_cache()
-    cases = [(name, _and_empty_cache(run)) for name, run in all_cases(copy) if wanted in name]
+    cases = [(name, _and_empty_cache(run)) for name, run in all_cases(copy) if _is_wanted(name, wanted)]
     return work(path, first, cases, facts)
+
+
+def _is_wanted(name: str, wanted: str) -> bool:
+    return any(text in name for text in wanted.split("|"))
 
 
 def _and_empty_cache(run):
@@ -70,7 +74,7 @@ def arguments() -> argparse.Namespace:
     only.add_argument("--tests-only", action="store_true")
     only.add_argument("--benchmarks-only", action="store_true")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/<gpu>.json")
-    parser.add_argument("--cases", default="", help="only benchmarks whose name has this in it")
+    parser.add_argument("--cases", default="", help="only those whose name has this in it; A|B: either")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything, at most")
     parser.add_argument("--worker", nargs=2, metavar=("FIRST", "FILE"), help=argparse.SUPPRESS)
     return parser.parse_args()

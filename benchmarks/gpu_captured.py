@@ -12,6 +12,7 @@ import time
 
 import torch
 from gpu_isolated import row_text
+from gpu_timing import attempted, kernel_us
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import pagebinder
@@ -50,6 +51,8 @@ def captured_rows(model, all_requests: tuple[int, ...], context: int, steps: int
     ).memory  # fmt: skip
     rows = [_step_row(graphs, n, context, steps, case) for n in all_requests]
     are_equal = all(row["bit_equal"] for row in rows)
+    if graphs.device.type == "cuda":
+        rows.append(attempted(f"kernels of {case}", lambda: _kernels_row(graphs, context, case)))
     rows.append(
         {
             "case": f"memory of {case}",
@@ -63,13 +66,23 @@ def captured_rows(model, all_requests: tuple[int, ...], context: int, steps: int
     return rows
 
 
-def _step_row(graphs: StepGraphs, num_requests: int, context: int, steps: int, case: str) -> dict:
+def _inputs(graphs: StepGraphs, num_requests: int, context: int) -> dict:
     blocks = context // 64 + 1
     sequences = [
         StepSequence(tokens=[i + 1], start=context - 1, blocks=[range(1 + i * blocks, 1 + (i + 1) * blocks)])
         for i in range(num_requests)
     ]
-    inputs = graphs.pack(sequences)
+    return graphs.pack(sequences)
+
+
+def _kernels_row(graphs: StepGraphs, context: int, case: str) -> dict:
+    """Where the time of a replayed step of one request goes."""
+    inputs = _inputs(graphs, 1, context)
+    return {"case": f"kernels of {case}", "kernels": kernel_us(lambda: graphs.replay(inputs))}
+
+
+def _step_row(graphs: StepGraphs, num_requests: int, context: int, steps: int, case: str) -> dict:
+    inputs = _inputs(graphs, num_requests, context)
     expected = graphs.replay(inputs, captured=False).clone()
     is_equal = torch.equal(graphs.replay(inputs), expected)
     eager, replay = (_median_ms(graphs, inputs, captured, steps) for captured in (False, True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -72,8 +73,13 @@ def many_requests(
     )
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     generation = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    block = (
+        "block_size"
+        if "block_size" in inspect.signature(ContinuousBatchingConfig).parameters
+        else "page_size"
+    )
     batching = ContinuousBatchingConfig(
-        page_size=PAGE, num_blocks=requests * -(-(PROMPT_TOKENS + new_tokens) // PAGE), max_batch_tokens=2048,
+        **{block: PAGE}, num_blocks=requests * -(-(PROMPT_TOKENS + new_tokens) // PAGE), max_batch_tokens=2048,
         max_requests_per_batch=requests, allow_block_sharing=False,
     )  # fmt: skip
     peers = {

@@ -96,11 +96,29 @@ def attempted(case: str, measure: Callable[[], dict]) -> dict:
         return error_row(case, error)
 
 
+def kernel_us(run: Callable[[], object], repeats: int = 5, shown: int = 16) -> dict[str, list[float]]:
+    """What a call launches, of the longest: kernel -> [launches, microseconds] of one call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    events = sorted(seen.key_averages(), key=lambda event: -event.device_time_total)
+    return {
+        event.key[:90]: [event.count / repeats, event.device_time_total / repeats] for event in events[:shown]
+    }
+
+
 def copy_gb_per_s(num_bytes: int = 4 << 30) -> float:
-    """Rate of a large device-to-device copy: bytes read plus bytes written."""
+    """Rate of a large device-to-device copy, bytes read plus bytes written: the faster of the driver's copy (which is
+    slow as a node of a graph) and of a kernel that reads and writes."""
     source = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
-    return 2 * num_bytes / median_ms([lambda: target.copy_(source)]) / 1e6
+    copies = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    return max(2 * num_bytes / median_ms([copy]) / 1e6 for copy in copies)
 
 
 def matmul_tflop_per_s(size: int = 8192) -> float:
