@@ -24,6 +24,8 @@ import triton.language as tl
 from pagebinder.custom_ops.triton.attention_tile import attend, key_range, load_columns
 from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, SIZES, rounded
 
+VALUES_OF_MERGE = tl.constexpr(4096)  # of parts that a program holds at a time
+
 
 @triton.jit
 def request_of_tile(starts_ptr, tile, num_requests, BLOCK_Q: tl.constexpr):
@@ -90,8 +92,8 @@ def tile_kernel(
     GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
-    CODES: tl.constexpr, ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, V_IS_K: tl.constexpr,
-    CONTEXT_ONLY: tl.constexpr,
+    CODES: tl.constexpr, ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr,
+    V_IS_K: tl.constexpr, CONTEXT_ONLY: tl.constexpr,
 ):  # fmt: skip
     """Requests of more than split_up_to new tokens, and padding; the others are left to `split_kernel`."""
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
@@ -132,13 +134,13 @@ def tile_kernel(
         acc, m, l = attend(
             q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi,
             begin, whole, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N,
-            BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, V_IS_K, False,
+            BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, False,
         )  # fmt: skip
         begin = whole
     acc, m, l = attend(
         q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi, begin,
         hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW,
-        CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, V_IS_K, True,
+        CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, True,
     )  # fmt: skip
     if v_scale is not None:
         acc *= v_scale
@@ -206,7 +208,7 @@ def split_kernel(
     BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, CAUSAL: tl.constexpr, CODES: tl.constexpr, ROW_SCALES: tl.constexpr,
-    ALIGNED: tl.constexpr, V_IS_K: tl.constexpr, CONTEXT_ONLY: tl.constexpr,
+    ALIGNED: tl.constexpr, NATIVE: tl.constexpr, V_IS_K: tl.constexpr, CONTEXT_ONLY: tl.constexpr,
 ):  # fmt: skip
     """Part `split` of the keys of requests of up to split_up_to new tokens: normalised rows and their LSE in bits.
 
@@ -249,7 +251,7 @@ def split_kernel(
             acc, m, l = attend(
                 q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi,
                 begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N,
-                BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, V_IS_K, True,
+                BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, True,
             )  # fmt: skip
             if v_scale is not None:
                 acc *= v_scale
@@ -268,9 +270,11 @@ def merge_kernel(
 ):  # fmt: skip
     """The parts of each token and head as one softmax, with the sink; PADDING: writes padding tokens, too.
 
-    Programs of the third dimension of the grid take a request's tokens in turns.
+    Programs of the third dimension of the grid take a request's tokens in turns. A few values of a thread at once:
+    parts that are read one behind the other are waited for one behind the other.
     """
-    AT_ONCE: tl.constexpr = 4
+    FIT: tl.constexpr = VALUES_OF_MERGE // BLOCK_DV if BLOCK_DV < VALUES_OF_MERGE // 4 else 4
+    AT_ONCE: tl.constexpr = FIT if FIT < BLOCK_SPLITS else BLOCK_SPLITS
     request, head = tl.program_id(0), tl.program_id(1)
     is_padding = request == num_requests
     if is_padding & (not PADDING):

@@ -77,7 +77,8 @@ def attend(
     scale, soft_cap, k_scale, stride_n: tl.constexpr, stride_b: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, CODES: tl.constexpr,
-    ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, V_IS_K: tl.constexpr, MASKED: tl.constexpr,
+    ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, V_IS_K: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [begin, end), cut to [lo, hi), to the running softmax (acc, m, l); scores are in bits (log2).
 
@@ -86,10 +87,14 @@ def attend(
         head_ptr: the KV head in block 0. slope: per row, in bits; None without ALiBi. soft_cap: None without.
         bias_ptrs: per row, the bias of its head by distance; None without. behind, farthest: its columns of distance
             0 and of the farthest keys ahead.
-        k_scale: fixed scale of the codes of K, or None. ROW_SCALES: those of K and of V lie behind each row.
+        scale: positive. k_scale: fixed scale of the codes of K, or None. ROW_SCALES: those of K and of V lie behind
+            each row.
         V_IS_K: the value row is the first DV = CUT channels of the key row.
     """
+    # Codes are decoded in place where that spills no registers.
     dtype: tl.constexpr = q_a.dtype
+    # Scores stay as the product made them; `factor`, which is positive, turns them into bits.
+    FOLDED: tl.constexpr = soft_cap is None and slope is None and bias_ptrs is None
     for j0 in range(begin, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)
         here = (j >= lo) & (j < hi)
@@ -103,28 +108,31 @@ def attend(
             here &= (block >= 0) & (block < num_blocks)
             row_ptrs = head_ptr + block.to(tl.int64) * stride_n + (j % BLOCK_SIZE).to(tl.int64) * stride_b
         k_a = load_columns(row_ptrs, here, 0, CUT, D_A)
-        k_a_values = k_a if CODES == "" else decoded(k_a, CODES, dtype)
+        k_a_values = k_a if CODES == "" else decoded(k_a, CODES, dtype, NATIVE, D_A <= 128)
         s = product(q_a, tl.trans(k_a_values), tl.zeros((q_a.shape[0], BLOCK_N), tl.float32))
         if D_B > 0:
             k_b = load_columns(row_ptrs, here, CUT, D, D_B)
             if CODES != "":
-                k_b = decoded(k_b, CODES, dtype)
+                k_b = decoded(k_b, CODES, dtype, NATIVE, D_A <= 128)
             s = product(q_b, tl.trans(k_b), s)
         if V_IS_K:
             v = k_a_values
         else:
             v = load_columns(row_ptrs + D, here, 0, DV, BLOCK_DV)
             if CODES != "":
-                v = decoded(v, CODES, dtype)
+                v = decoded(v, CODES, dtype, NATIVE, BLOCK_DV <= 512)
         if ROW_SCALES:
             s *= load_row_scales(row_ptrs + D + DV, here, ALIGNED)[None, :]
             v_row_scale = load_row_scales(row_ptrs + D + DV + 4, here, ALIGNED)
         if k_scale is not None:
             s *= k_scale
-        s *= scale
-        if soft_cap is not None:
-            s = soft_cap * tanh(s / soft_cap)
-        s *= LOG2_E
+        factor = scale * LOG2_E
+        if not FOLDED:
+            if soft_cap is not None:
+                s = soft_cap * LOG2_E * tanh(s * (factor / LOG2_E / soft_cap))
+            else:
+                s *= factor
+            factor = 1.0
         if slope is not None:
             s += slope[:, None] * (j[None, :] - p[:, None]).to(tl.float32)
         if bias_ptrs is not None:
@@ -133,9 +141,9 @@ def attend(
         if MASKED:
             see = here[None, :] & visible(p[:, None], j[None, :], WINDOW, CHUNK, CAUSAL)
             s = tl.where(see, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weights = tl.exp2(s - shift[:, None])
+        weights = tl.exp2(s * factor - shift[:, None])  # one instruction for both, and the exponential
         keep = tl.exp2(m - shift)
         m = m_new
         l = l * keep + tl.sum(weights, 1)

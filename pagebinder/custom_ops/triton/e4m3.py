@@ -21,7 +21,7 @@ def e4m3_codes(x, NATIVE: tl.constexpr):
         x = tl.where(x > E4M3_MAX, E4M3_MAX, tl.where(x < -E4M3_MAX, -E4M3_MAX, x))
         code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        code = tl.where(x != x, tl.full(x.shape, 0x7F, tl.uint8), encoded(x, "fp8_e4m3", E4M3_MAX))
+        code = tl.where(x != x, tl.full(x.shape, 0x7F, tl.uint8), encoded(x, "fp8_e4m3", E4M3_MAX, NATIVE))
     return code
 
 

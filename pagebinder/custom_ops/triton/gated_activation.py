@@ -35,8 +35,8 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_activation_kernel(
-    gate_ptr, up_ptr, out_ptr, stride_gate, stride_up, C, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
-):
+    gate_ptr, up_ptr, out_ptr, stride_gate, stride_up, C, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < C
@@ -59,6 +59,6 @@ def gated_activation(gate, up, *, activation):
     gates, ups = rows_of(gate), rows_of(up)
     block = min(MAX_BLOCK, triton.next_power_of_2(gates.shape[1]))
     gated_activation_kernel[len(gates), triton.cdiv(gates.shape[1], block)](
-        gates, ups, out, gates.stride(0), ups.stride(0), gates.shape[1], BLOCK=block, ACTIVATION=activation
-    )
+        gates, ups, out, gates.stride(0), ups.stride(0), gates.shape[1], BLOCK=block, ACTIVATION=activation,
+    )  # fmt: skip
     return out

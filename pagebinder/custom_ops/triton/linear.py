@@ -1,16 +1,19 @@
-"""`pagebinder_triton::linear`, `linears`, `gated_linear`: for few rows our kernels, beyond them the library's product.
+"""`pagebinder_triton::linear`, `linears`, `gated_linear`: kernels for few rows; beyond them the library's product.
 
 A decode's products are bound by reading weights. A program streams rows of one weight past all rows of x, so layers
 that read the same x are one launch, which fills the GPU where the smallest of them would not, and a gate needs no
-launch of its own. On Hopper the first bytes of a program's weight are on their way before the kernel that makes x has
-ended: weights are nobody's result.
+launch of its own.
 
     rows of x    by                                      tiles: weight rows x k, warps, stages
-    1            sums in registers, of 16 bytes a load   ONE_ROW
-    <= 16        tensor cores, x padded to 16 rows       FEW_ROWS
+    1            sums in registers                       ONE_ROW, GATED_ONE_ROW
+    <= 16        tensor cores, x padded to 16 rows       FEW_ROWS, GATED_FEW_ROWS
     beyond       torch (cuBLAS), each layer by itself
 
 float32 is the library's at any number of rows: its products need exact sums, which tensor cores do not make.
+
+Tiles are the best of some 30 on an H200 with the layers of a Llama of 8B, see docs/measurements.md. Launches that
+come before the one in front has ended (programmatic dependent launch), with first lines of weights asked for ahead,
+gained nothing there.
 """
 
 from __future__ import annotations
@@ -25,14 +28,12 @@ from pagebinder.custom_ops.activation.gated_activation import ACTIVATIONS
 from pagebinder.custom_ops.linear.gated_linear import check_alike
 from pagebinder.custom_ops.linear.linears import bias_of_each
 from pagebinder.custom_ops.triton.gated_activation import activated, gated_activation
-from pagebinder.custom_ops.triton.gpu import early_launch
 from pagebinder.custom_ops.triton.rms_norm import rows_of
-from pagebinder.custom_ops.triton.values import SIZES, enter, product, rounded, through
+from pagebinder.custom_ops.triton.values import SIZES, product, rounded, through
 
 MAX_ROWS = 16  # of x
 GRAIN = 16  # of k: rows of weights begin at multiples of 32 bytes, so loads are wide
 AT_ONCE = 3  # layers of a launch
-LINE = tl.constexpr(64)  # values of 16 bits that one prefetch brings
 
 
 class Tile(NamedTuple):
@@ -40,21 +41,10 @@ class Tile(NamedTuple):
     inner: int
     warps: int
     stages: int
-    lines: int  # of each row that are asked for ahead
 
 
-ONE_ROW, FEW_ROWS = Tile(8, 512, 4, 1, 4), Tile(16, 256, 4, 4, 4)
-GATED_ONE_ROW, GATED_FEW_ROWS = Tile(8, 512, 4, 1, 4), Tile(32, 128, 4, 4, 4)
-
-
-@triton.jit
-def ask_for(w_ptr, stride_w, first, N, LINES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first lines of a program's rows of a weight on their way to the second cache."""
-    n = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
-    ptrs = w_ptr + n[:, None].to(tl.int64) * stride_w + tl.arange(0, LINES)[None, :] * LINE
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
-    )
+ONE_ROW, FEW_ROWS = Tile(8, 512, 4, 3), Tile(32, 256, 4, 4)
+GATED_ONE_ROW, GATED_FEW_ROWS = Tile(4, 1024, 4, 3), Tile(32, 128, 4, 6)
 
 
 @triton.jit
@@ -64,21 +54,23 @@ def products(
 ):  # fmt: skip
     """[BLOCK_N, BLOCK_M] float32: rows `first` and on of a weight [N, K] times all rows of x; and of a second weight,
     if there is one, in the same loop, so that rows of both are on their way from memory. BLOCK_M of 1: one row of x.
+    EVEN: tiles have neither rows nor k beyond the end.
     """
     n, m, k = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + n[:, None].to(tl.int64) * stride_w + k[None, :]
     up_ptrs = w_ptrs if up_ptr is None else up_ptr + n[:, None].to(tl.int64) * stride_up + k[None, :]
-    is_row, is_token = (n < N)[:, None], (m < num_rows)[None, :]
+    is_token = (m < num_rows)[None, :]
     COLUMNS: tl.constexpr = BLOCK_K if BLOCK_M == 1 else BLOCK_M
     acc = tl.zeros((BLOCK_N, COLUMNS), tl.float32)
     acc_up = tl.zeros((BLOCK_N, COLUMNS), tl.float32)
     for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         exists = k0 + k < K
-        mask = is_row if EVEN else is_row & exists[None, :]
-        w = tl.load(w_ptrs + k0, mask=mask, other=0)
-        up = w if up_ptr is None else tl.load(up_ptrs + k0, mask=mask, other=0)
+        mask = None if EVEN else (n < N)[:, None] & exists[None, :]
+        nothing = None if EVEN else 0
+        w = tl.load(w_ptrs + k0, mask=mask, other=nothing)
+        up = w if up_ptr is None else tl.load(up_ptrs + k0, mask=mask, other=nothing)
         if BLOCK_M == 1:
-            x = tl.load(x_ptr + k0 + k, mask=None if EVEN else exists, other=None if EVEN else 0)
+            x = tl.load(x_ptr + k0 + k, mask=None if EVEN else exists, other=nothing)
             acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
             if up_ptr is not None:
                 acc_up += up.to(tl.float32) * x.to(tl.float32)[None, :]
@@ -113,7 +105,7 @@ def store_columns(out_ptr, y, first, N, num_rows, BLOCK_M: tl.constexpr, BLOCK_N
 def linears_kernel(
     x_ptr, w_0_ptr, w_1_ptr, w_2_ptr, bias_0_ptr, bias_1_ptr, bias_2_ptr, out_0_ptr, out_1_ptr, out_2_ptr, stride_x,
     num_rows, N_0, N_1, N_2, K, stride_w0, stride_w1, stride_w2, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Programs take the rows of the weights one after the other; a weight that is not there has no rows."""
     tile = tl.program_id(0)
@@ -128,9 +120,6 @@ def linears_kernel(
         w_ptr, bias_ptr, out_ptr, N, stride_w = w_2_ptr, bias_2_ptr, out_2_ptr, N_2, stride_w2
         tile -= tiles_0 + tiles_1
     first = tile * BLOCK_N
-    if EARLY:
-        ask_for(w_ptr, stride_w, first, N, LINES, BLOCK_N)
-    enter(EARLY)
     y, _ = products(
         x_ptr,
         w_ptr,
@@ -155,13 +144,9 @@ def linears_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def linear_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, stride_x, num_rows, N, K, stride_w, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
-    if EARLY:
-        ask_for(w_ptr, stride_w, first, N, LINES, BLOCK_N)
-    enter(EARLY)
     y, _ = products(
         x_ptr,
         w_ptr,
@@ -186,14 +171,10 @@ def linear_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def gated_linear_kernel(
     x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, stride_x, num_rows, N, K, stride_gate, stride_up,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
-    EVEN: tl.constexpr, EARLY: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
-    if EARLY:
-        ask_for(gate_ptr, stride_gate, first, N, LINES, BLOCK_N)
-        ask_for(up_ptr, stride_up, first, N, LINES, BLOCK_N)
-    enter(EARLY)
     gate, up = products(
         x_ptr, gate_ptr, up_ptr, stride_x, stride_gate, stride_up, num_rows, first, N, K, BLOCK_M, BLOCK_N, BLOCK_K,
         STAGES, EVEN,
@@ -246,7 +227,7 @@ def _launch_linears(rows, weights, biases, outs) -> None:
     weights, biases, outs = (list(part) + list(part[:1]) * missing for part in (weights, biases, outs))
     linears_kernel[(sum(triton.cdiv(n, tile.rows) for n in sizes),)](
         rows, *weights, *biases, *outs, rows.stride(0), len(rows), *sizes, *(0,) * missing, rows.shape[1],
-        *(w.stride(0) for w in weights), **_options(rows, tile),
+        *(w.stride(0) for w in weights), **_options(rows, tile, *sizes),
     )  # fmt: skip
 
 
@@ -263,19 +244,18 @@ def gated_linear(x, gate, up, gate_bias=None, up_bias=None, *, activation):
     tile = GATED_ONE_ROW if len(rows) == 1 else GATED_FEW_ROWS
     gated_linear_kernel[(triton.cdiv(columns, tile.rows),)](
         rows, gate, up, gate_bias, up_bias, out, rows.stride(0), len(rows), columns, inner, gate.stride(0),
-        up.stride(0), **_options(rows, tile), ACTIVATION=activation,
+        up.stride(0), **_options(rows, tile, columns), ACTIVATION=activation,
     )  # fmt: skip
     return out
 
 
-def _options(rows: torch.Tensor, tile: Tile) -> dict:
-    """Of a launch."""
-    (num_rows, inner), early = rows.shape, early_launch(rows.device)
-    lines = min(tile.lines, 1 << (max(1, inner // LINE.value).bit_length() - 1))
+def _options(rows: torch.Tensor, tile: Tile, *columns: int) -> dict:
+    """Of a launch over weights of so many columns of results."""
+    num_rows, inner = rows.shape
     return {
         "BLOCK_M": 1 if num_rows == 1 else max(16, triton.next_power_of_2(num_rows)), "BLOCK_N": tile.rows,
-        "BLOCK_K": tile.inner, "STAGES": tile.stages, "LINES": lines, "EVEN": inner % tile.inner == 0,
-        "num_warps": tile.warps, **early,
+        "BLOCK_K": tile.inner, "STAGES": tile.stages,
+        "EVEN": inner % tile.inner == 0 and not any(n % tile.rows for n in columns), "num_warps": tile.warps,
     }  # fmt: skip
 
 

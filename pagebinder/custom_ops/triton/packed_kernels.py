@@ -23,14 +23,72 @@ import triton.language as tl
 
 from pagebinder.custom_ops.triton.e4m3 import e4m3_values
 from pagebinder.custom_ops.triton.moe_kernels import gated, rows_of_tile, tile_of_expert
-from pagebinder.custom_ops.triton.values import SIZES, product, rounded
+from pagebinder.custom_ops.triton.values import SIZES, decoded, product, rounded
+
+# Four bytes -> the integers of their lower, or upper, halves less 8: (128 + code) - 136, or (1024 + code) - 1032.
+LOW_TO_BF16 = tl.constexpr("""{
+.reg .b32 a, l, h, o, m;
+and.b32 a, $2, 0x0F0F0F0F;
+prmt.b32 l, a, 0x43434343, 0x4140;
+prmt.b32 h, a, 0x43434343, 0x4342;
+mov.b32 o, 0x3F803F80;
+mov.b32 m, 0xC308C308;
+fma.rn.bf16x2 $0, l, o, m;
+fma.rn.bf16x2 $1, h, o, m;
+}""")
+HIGH_TO_BF16 = tl.constexpr("""{
+.reg .b32 a, l, h, o, m;
+shr.b32 a, $2, 4;
+and.b32 a, a, 0x0F0F0F0F;
+prmt.b32 l, a, 0x43434343, 0x4140;
+prmt.b32 h, a, 0x43434343, 0x4342;
+mov.b32 o, 0x3F803F80;
+mov.b32 m, 0xC308C308;
+fma.rn.bf16x2 $0, l, o, m;
+fma.rn.bf16x2 $1, h, o, m;
+}""")
+LOW_TO_F16 = tl.constexpr("""{
+.reg .b32 a, l, h, m;
+and.b32 a, $2, 0x0F0F0F0F;
+prmt.b32 l, a, 0x64646464, 0x4140;
+prmt.b32 h, a, 0x64646464, 0x4342;
+mov.b32 m, 0x64086408;
+sub.rn.f16x2 $0, l, m;
+sub.rn.f16x2 $1, h, m;
+}""")
+HIGH_TO_F16 = tl.constexpr("""{
+.reg .b32 a, l, h, m;
+shr.b32 a, $2, 4;
+and.b32 a, a, 0x0F0F0F0F;
+prmt.b32 l, a, 0x64646464, 0x4140;
+prmt.b32 h, a, 0x64646464, 0x4342;
+mov.b32 m, 0x64086408;
+sub.rn.f16x2 $0, l, m;
+sub.rn.f16x2 $1, h, m;
+}""")
+
+
+@triton.jit
+def nibbles(both, dtype: tl.constexpr):
+    """uint8, a code of 4 bits in each half -> (lower, upper) as numbers of bfloat16 or float16."""
+    if dtype == tl.bfloat16:
+        low = tl.inline_asm_elementwise(LOW_TO_BF16, "=r,=r,r", [both], tl.bfloat16, is_pure=True, pack=4)
+        high = tl.inline_asm_elementwise(HIGH_TO_BF16, "=r,=r,r", [both], tl.bfloat16, is_pure=True, pack=4)
+    else:
+        low = tl.inline_asm_elementwise(LOW_TO_F16, "=r,=r,r", [both], tl.float16, is_pure=True, pack=4)
+        high = tl.inline_asm_elementwise(HIGH_TO_F16, "=r,=r,r", [both], tl.float16, is_pure=True, pack=4)
+    return low, high
 
 
 @triton.jit
 def load_codes(
-    w_ptr, panel, step, num_panels, num_steps, PANELS: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr
-):
-    """Codes [32 STEPS, 32 PANELS] uint8 (k by column) from a panel and a step on, 0 where there are none."""
+    w_ptr, panel, step, num_panels, num_steps, PANELS: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr,
+    VALUES: tl.constexpr = None,
+):  # fmt: skip
+    """Codes [32 STEPS, 32 PANELS] uint8 (k by column) from a panel and a step on, 0 where there are none.
+
+    VALUES: instead of codes of 4 bits what `nibbles` makes of them.
+    """
     STEP_BYTES: tl.constexpr = 128 * BITS
     number = panel + tl.arange(0, PANELS)
     byte = step * STEP_BYTES + tl.arange(0, STEPS * STEP_BYTES)
@@ -42,14 +100,20 @@ def load_codes(
         tile = tl.permute(tl.reshape(flat, (PANELS, STEPS, 2, 8, 16, 2, 2)), (1, 3, 6, 5, 0, 2, 4))
     else:
         both = tl.reshape(flat, (PANELS, STEPS, 2, 4, 16, 2, 2))
-        tile = tl.permute(tl.join(both & 15, both >> 4), (1, 3, 6, 7, 5, 0, 2, 4))
+        if VALUES is None:
+            low, high = both & 15, both >> 4
+        else:
+            low, high = nibbles(both, VALUES)
+        tile = tl.permute(tl.join(low, high), (1, 3, 6, 7, 5, 0, 2, 4))
     return tl.reshape(tile, (STEPS * 32, PANELS * 32))
 
 
 @triton.jit
 def weight_values(codes, FORMAT: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr):
     """uint8 codes -> numbers of `dtype`: integers as the low bits of 2^23, e4m3 as it is."""
-    if FORMAT == "int4":
+    if NATIVE and FORMAT != "int4" and dtype != tl.float32:
+        value = decoded(codes, "int8" if FORMAT == "int8" else "fp8_e4m3", dtype, NATIVE, False)
+    elif FORMAT == "int4":
         value = rounded((codes.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0, dtype)
     elif FORMAT == "int8":
         moved = (codes.to(tl.uint32) ^ 0x80) | 0x4B000000
@@ -114,8 +178,12 @@ def load_operands(
     x = tl.load(row_ptrs + k, mask=is_row & (k < num_steps * 32), other=0)
     if X_SHARES != "":
         x = e4m3_values(x, dtype, NATIVE, True)
-    codes = load_codes(w_ptr, panel, step, num_panels, num_steps, PANELS, STEPS, BITS)
-    return x, weight_values(codes, FORMAT, dtype, NATIVE)
+    if NATIVE and FORMAT == "int4" and dtype != tl.float32:
+        w = load_codes(w_ptr, panel, step, num_panels, num_steps, PANELS, STEPS, BITS, dtype)
+    else:
+        codes = load_codes(w_ptr, panel, step, num_panels, num_steps, PANELS, STEPS, BITS)
+        w = weight_values(codes, FORMAT, dtype, NATIVE)
+    return x, w
 
 
 @triton.jit

@@ -11,7 +11,7 @@ Tiles by the bytes of a K row and a V row, padded, in place of autotuning, which
 
     bytes     prefill: queries x keys, warps, stages     decode: keys, warps, stages      of a head in 16 bits
     <= 256    128 x 64,  4, 3                            128, 4, 3                        64
-    <= 512    128 x 64,  8, 3                            64,  4, 3                        128
+    <= 512    128 x 32,  8, 4                            64,  4, 3                        128
     <= 1024   64  x 64,  8, 2                            32,  4, 3                        256
     <= 2048   32  x 32,  8, 2                            32,  8, 2                        512; latent rows
     beyond    16  x 32,  8, 2                            32,  8, 2                        576
@@ -20,14 +20,16 @@ Tiles by the bytes of a K row and a V row, padded, in place of autotuning, which
     <= 2560   16  x 32,  8, 2                            32,  8, 2                        of a head: 256; latent rows
     beyond    16  x 16,  8, 2                            16,  8, 2                        576
 
-Compiled for compute capability 9.0 they do not spill registers (under Triton 3.6 some over codes do, 112 bytes a
-thread); a prefill program takes at most 160 KiB of shared memory, a decode program 75 KiB (heads of 512 channels 81,
-of 576 119, in float32 137). `python -m tests.custom_ops.triton.compiled_for 90 --all` tells what a version of Triton
-makes of them. Their speed is not measured yet.
+Compiled for compute capability 9.0 they do not spill registers (under Triton 3.6 some over codes do, up to 208 bytes
+a thread); a prefill program takes at most 160 KiB of shared memory, a decode program 75 KiB (heads of 512 channels
+81, of 576 119, in float32 137). `python -m tests.custom_ops.triton.compiled_for 90 --all` tells what a version of
+Triton makes of them. Heads of 128 channels were tuned on an H200: two prefill programs share a multiprocessor, one
+multiplies while the other takes exponentials. The other sizes are as they were thought out.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,14 +39,14 @@ from pagebinder.custom_ops.attention.paged import check_attention, check_options
 from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
 from pagebinder.custom_ops.attention.relative import check_bias
 from pagebinder.custom_ops.triton.attention_kernels import merge_kernel, split_kernel, tile_kernel
-from pagebinder.custom_ops.triton.gpu import multiprocessors, round_splits
+from pagebinder.custom_ops.triton.gpu import has_fp8, multiprocessors
 from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
 
 # bytes of a number -> (bytes of a K and a V row at most, prefill: queries, keys, warps, stages, decode: keys, ...)
 TILES = {
     2: (
         (256, (128, 64, 4, 3), (128, 4, 3)),
-        (512, (128, 64, 8, 3), (64, 4, 3)),
+        (512, (128, 32, 8, 4), (64, 4, 3)),
         (1024, (64, 64, 8, 2), (32, 4, 3)),
         (2048, (32, 32, 8, 2), (32, 8, 2)),
         (None, (16, 32, 8, 2), (32, 8, 2)),
@@ -53,11 +55,15 @@ TILES = {
 }
 # For heads of up to 128 channels in 16 bits: finding a bias for each score takes registers.
 PREFILL_WITH_BIAS = (64, 64, 8, 2)
+# Of rows that are values: with 16 of 16 bits Triton 3.6 makes products for Hopper that read beyond shared memory.
+MIN_COLUMNS = 32
 MAX_HEADS_OF_TILE = 32  # more query heads of a KV head are several programs
-PROGRAMS_PER_MULTIPROCESSOR = 32  # aimed at by splitting
-MAX_SPLITS = 64
-MIN_KEYS_OF_SPLIT = 512  # parts smaller than this cost more in merging than they gain, ...
-MIN_KEYS_OF_LONE_SPLIT = 128  # ... unless most of the GPU would be idle
+PROGRAMS_PER_MULTIPROCESSOR = 32  # at most, by splitting
+PROGRAMS_AT_ONCE = 3  # that a multiprocessor holds, of a decode
+FULL = 0.95  # of a wave
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # few numbers: a kernel is compiled for each
+MIN_KEYS_OF_SPLIT = 256  # parts smaller than this cost more in merging than they gain, ...
+MIN_KEYS_OF_LONE_SPLIT = 64  # ... unless most of the GPU would be idle
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,9 @@ class Widths:
     def of(cls, head_dim: int, head_dim_v: int, cut: int | None = None) -> Widths:
         """`cut`: where to cut K rows; None: at the largest power of two."""
         cut = min(head_dim, cut or max(16, 1 << (head_dim.bit_length() - 1)))
-        second = padded(head_dim - cut) if head_dim > cut else 0
-        return cls(head_dim, head_dim_v, cut, padded(cut), second, padded(head_dim_v))
+        second = head_dim - cut
+        parts = (max(MIN_COLUMNS, padded(n)) if n else 0 for n in (cut, second, head_dim_v))
+        return cls(head_dim, head_dim_v, cut, *parts)
 
 
 def padded(columns: int) -> int:
@@ -154,6 +161,7 @@ def attend_paged(
     check_options(window=window, chunk=chunk, soft_cap=soft_cap)
     (num_tokens, num_heads, head_dim), num_requests = q.shape, len(seq_lens)
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    q, scale = with_positive_scale(q, scale)
     if not v_is_k and max(head_dim, head_dim_v) > MAX_HEAD_DIM:
         raise ValueError(f"heads of {head_dim} and {head_dim_v} channels: at most {MAX_HEAD_DIM} are served")
     if out is None:
@@ -171,14 +179,15 @@ def attend_paged(
     capacity = block_table.shape[1] * block_size
     is_decode = num_tokens <= num_requests
     rows = max(16, triton.next_power_of_2(heads))
-    splits = splits or num_splits(num_requests * num_kv_heads * chunks, capacity, q.device)
+    programs = num_requests * num_kv_heads * chunks
+    splits = splits or num_splits(programs, capacity, q.device)
     few = 0 if splits == 1 else (num_tokens if is_decode else rows // heads)
     code_rows = codes != "" and scales is None
     options = {
         "GROUP": group, "HEADS": heads, "CHUNKS": chunks, **vars(widths), "BLOCK_SIZE": block_size,
         "WINDOW": window or 0, "CHUNK": chunk or 0, "CAUSAL": causal, "CODES": codes, "ROW_SCALES": code_rows,
         "ALIGNED": code_rows and _has_aligned_scales(kv_cache, head_dim + head_dim_v), "V_IS_K": v_is_k,
-        "CONTEXT_ONLY": context_only,
+        "NATIVE": has_fp8(q.device), "CONTEXT_ONLY": context_only,
     }  # fmt: skip
     options |= zip(("stride_n", "stride_g", "stride_b"), kv_cache.stride())
     strides = (*q.stride()[:2], block_table.stride(0))
@@ -200,12 +209,11 @@ def attend_paged(
     parts = torch.empty((num_rows, num_heads, splits, head_dim_v), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=q.device)
     keys, warps, stages = decode
-    is_lone = num_requests * num_kv_heads * chunks <= multiprocessors(q.device)
     split_kernel[splits, num_kv_heads * chunks, num_requests](
         q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, alibi_slopes, bias, scales, parts, part_lse,
         *strides, num_blocks, capacity, few, row_tokens, scale, soft_cap, *distances, SPLITS=splits, **options,
-        BLOCK_M=rows, BLOCK_N=keys, MIN_KEYS=MIN_KEYS_OF_LONE_SPLIT if is_lone else MIN_KEYS_OF_SPLIT,
-        num_warps=warps, num_stages=stages,
+        BLOCK_M=rows, BLOCK_N=keys, MIN_KEYS=min_keys_of_split(programs, q.device),
+        num_warps=warps, num_stages=stages, **_registers(codes, widths, q.dtype),
     )  # fmt: skip
     merge_kernel[num_requests + 1, num_heads](
         parts, part_lse, query_start_loc, sinks, out, lse, num_tokens, num_requests, few, row_tokens, SPLITS=splits,
@@ -214,10 +222,31 @@ def attend_paged(
     return out
 
 
+def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """The same scores with a scale above 0: kernels take the largest of them before they are scaled."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+
+
 def num_splits(programs: int, capacity: int, device: torch.device) -> int:
-    """Parts of a context of up to `capacity` keys, when `programs` would run without splitting."""
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), max(programs, 1))
-    return round_splits(max(1, min(wanted, capacity // (2 * MIN_KEYS_OF_LONE_SPLIT), MAX_SPLITS)))
+    """Parts of a context of up to `capacity` keys, when `programs` would run without splitting: many, as one request
+    may be longer than all others, but of those that fill their waves of programs, the last one, too."""
+    at_once, programs = PROGRAMS_AT_ONCE * multiprocessors(device), max(programs, 1)
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), programs)
+    most = max(1, min(wanted, capacity // min_keys_of_split(programs, device)))
+    shares = {n: programs * n / at_once / math.ceil(programs * n / at_once) for n in SPLITS if n <= most}
+    return max(shares, key=lambda n: (min(shares[n], FULL), n))
+
+
+def min_keys_of_split(programs: int, device: torch.device) -> int:
+    return MIN_KEYS_OF_LONE_SPLIT if programs <= multiprocessors(device) else MIN_KEYS_OF_SPLIT
+
+
+def _registers(codes: str, widths: Widths, dtype: torch.dtype) -> dict:
+    """With so many a thread three programs over codes share a multiprocessor, and none are spilled; otherwise two."""
+    fits = dtype.itemsize == 2 and (widths.D_A, widths.D_B, widths.BLOCK_DV) == (128, 0, 128)
+    return {"maxnreg": 168} if codes and fits else {}
 
 
 def _has_aligned_scales(kv_cache: torch.Tensor, scale_at: int) -> bool:

@@ -13,17 +13,18 @@ import triton.language as tl
 
 from pagebinder.custom_ops.attention.paged import check_write
 from pagebinder.custom_ops.attention.qk_norm_rope_write import check_operands
-from pagebinder.custom_ops.attention.quantized_cache import LARGEST_CODE
 from pagebinder.custom_ops.norm.rms_norm import TAILS
 from pagebinder.custom_ops.triton.cache_write import (
     check_quantized_write,
+    code_facts,
     load_rows,
     row_scale,
+    scale_of_largest,
     slot_row,
-    store_codes,
     store_encoded,
-    store_scale,
+    store_scales,
 )
+from pagebinder.custom_ops.triton.e4m3 import magnitude_bits
 from pagebinder.custom_ops.triton.rms_norm import scaled, warps_of
 from pagebinder.custom_ops.triton.rope import turned
 from pagebinder.custom_ops.triton.values import SIZES, rounded, through
@@ -67,10 +68,11 @@ def normed_and_turned(
 @triton.jit(do_not_specialize=SIZES)
 def qk_norm_rope_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, slots_ptr, scales_ptr, out_ptr,
-    stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_n, stride_g, stride_b, num_slots, eps,
+    stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg,
+    stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr, num_slots, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
-    CODES: tl.constexpr, LARGEST: tl.constexpr,
+    CODES: tl.constexpr, LARGEST: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     Q_GROUPS: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -100,19 +102,19 @@ def qk_norm_rope_write_kernel(
             tl.store(row_ptrs[:, None] + D + v_column, v, mask=v_mask & is_slot)
         else:
             keep = is_slot & (head < G)
-            k_1, k_2 = first.to(tl.float32), second.to(tl.float32)
-            if scales_ptr is None:
-                k_scale = row_scale(tl.reshape(tl.join(k_1, k_2), (HEADS, 2 * BLOCK)), LARGEST)
-                store_scale(k_scale, row_ptrs + D + DV, keep)
-                v_scale = None
+            k_1, k_2, v = first.to(tl.float32), second.to(tl.float32), v.to(tl.float32)
+            ROW_SCALES: tl.constexpr = scales_ptr is None
+            if ROW_SCALES:
+                k_largest = tl.max(tl.maximum(magnitude_bits(k_1), magnitude_bits(k_2)), 1)
+                k_scale, v_scale = scale_of_largest(k_largest, LARGEST), row_scale(v, LARGEST)
+                store_scales(k_scale, v_scale, row_ptrs + D + DV, keep, ALIGNED)
             else:
                 k_scale = tl.load(scales_ptr + head, mask=head < G, other=1.0)
                 v_scale = tl.load(scales_ptr + G + head, mask=head < G, other=1.0)
-            store_encoded(k_1, k_scale, row_ptrs[:, None] + column, mask & is_slot, CODES, LARGEST)
-            store_encoded(k_2, k_scale, row_ptrs[:, None] + HALF + column, mask & is_slot, CODES, LARGEST)
-            store_codes(
-                v, row_ptrs + D, v_column, v_mask, row_ptrs + D + DV + 4, v_scale, CODES, LARGEST, keep
-            )
+            k_ptrs, v_ptrs = row_ptrs[:, None] + column, row_ptrs[:, None] + D + v_column
+            store_encoded(k_1, k_scale, k_ptrs, mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
+            store_encoded(k_2, k_scale, k_ptrs + HALF, mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
+            store_encoded(v, v_scale, v_ptrs, v_mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
 
 
 def qk_norm_rope_write(
@@ -148,6 +150,8 @@ def _launch(q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scale
     if num_tokens == 0:
         return out
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    plain = {"CODES": "", "LARGEST": 0.0, "ALIGNED": False, "NATIVE": False}
+    facts = code_facts(kv_cache, k, v, codes) if codes else plain
     block = triton.next_power_of_2(width // 2)
     heads = triton.next_power_of_2(min(num_heads, max(1, TILE_VALUES // (2 * block))))
     groups = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
@@ -156,7 +160,7 @@ def _launch(q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scale
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3],
         kv_cache.shape[0] * kv_cache.shape[2], eps, H=num_heads, G=num_kv_heads, D=width, DV=v.shape[2], HEADS=heads,
         BLOCK=block, BLOCK_DV=triton.next_power_of_2(v.shape[2]), BLOCK_SIZE=kv_cache.shape[2], TAIL=tail,
-        HAS_WIDE_TABLES=style == "half", CODES=codes, LARGEST=LARGEST_CODE.get(codes, 0.0),
+        HAS_WIDE_TABLES=style == "half", **facts,
         num_warps=warps_of(2 * block * heads), enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -4,6 +4,7 @@ Tiles by the number of rows, in place of autotuning:
 
     rows       rows x columns x k, warps, stages       bound by
     <= 16      16  x 32  x 256, 4, 4                   reading the weight: a program streams one panel
+               16  x 32  x 128, 4, 7                   ... with scales of 128 k
     <= 64      64  x 64  x 128, 4, 3
     beyond     128 x 128 x 64,  8, 3                   arithmetic
     float32    32  x 32  x 32,  4, 2                   arithmetic, without tensor cores
@@ -11,8 +12,9 @@ Tiles by the number of rows, in place of autotuning:
 Where tiles of up to 64 rows are too few for the multiprocessors, programs take parts of k: their sums go to memory,
 and a second kernel adds them in their order. One program keeps a multiprocessor busy: there are no more of them.
 
-Where scales change with k, each sum is over the k of one scale. The smallest tile makes several sums at a time, so
-that as many bytes are on their way from memory as without; the others make one.
+Where scales change with k, each sum is over the k of one scale. The smallest tile over codes of 4 bits makes several
+sums at a time, one a warp, so that as many bytes are on their way from memory as without; the others make one. Of 8
+bits that would be two sums, each made twice by four warps: there more stages have as many bytes on their way.
 
 From 512 rows on, activations in e4m3 go to the library's own e4m3 product (`torch._scaled_mm`) where that takes their
 scales. The weight is put in rows for each such call: a byte read and one written a weight, which by count is a tenth
@@ -36,6 +38,7 @@ from pagebinder.custom_ops.triton.rms_norm import rows_of
 # (rows at most, rows, panels of 32 columns, steps of 32 k, warps, stages)
 TILES = ((16, 16, 1, 8, 4, 4), (64, 64, 2, 4, 4, 3), (None, 128, 4, 2, 8, 3))
 MIN_ROWS_OF_TILE = 16
+STAGES_OF_SCALED_STEPS = 7  # of the smallest tile, over codes of 8 bits whose scales change with k
 TILE_OF_FLOAT32 = (32, 1, 1, 4, 2)
 MIN_ROWS_OF_LIBRARY = 512
 MAX_ROWS_OF_PARTS = 64
@@ -139,7 +142,9 @@ def tiling(num_rows: int, dtype: torch.dtype, format: str, x_shares: str, device
         )
     group_steps, sums = (fmt.group or GROUP) // STEP, 1
     if dtype != torch.float32 and ("group" in (w_shares, x_shares) or w_shares == "block"):
-        taken = max(group_steps, taken) if block == MIN_ROWS_OF_TILE else group_steps
+        if block == MIN_ROWS_OF_TILE and fmt.bits == 8:
+            stages = STAGES_OF_SCALED_STEPS
+        taken = max(group_steps, taken) if block == MIN_ROWS_OF_TILE and fmt.bits == 4 else group_steps
         sums = taken // group_steps
     codes = "int8" if format == "int8" else {4: "int4", 8: "e4m3"}[fmt.bits]
     facts = {"SUMS": sums, "FORMAT": codes, "W_SHARES": w_shares, "GROUP_STEPS": group_steps}

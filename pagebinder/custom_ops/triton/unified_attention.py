@@ -27,6 +27,7 @@ from pagebinder.custom_ops.triton.paged_attention import (
     num_splits,
     padded,
     tiles_of,
+    with_positive_scale,
 )
 from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
 from pagebinder.custom_ops.triton.unified_kernels import merge_states_kernel, shared_kernel
@@ -118,6 +119,7 @@ def _shared(
         out.zero_(), lse.fill_(float("-inf"))
         return
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    q, scale = with_positive_scale(q, scale)
     widths = Widths.of(head_dim, head_dim_v)
     (queries, *prefill), _ = tiles_of(widths.D_A + widths.D_B + widths.BLOCK_DV, q.dtype)
     keys, warps, stages = prefill

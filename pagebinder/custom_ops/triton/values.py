@@ -61,12 +61,98 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.2, near, far)
 
 
+# Four codes in a register -> four 16-bit values in two, in PTX; (l, h): lower and upper bytes of the values.
+# e4m3: the bits, moved to those of a bfloat16, are one that is 2^120 too small; products are exact, subnormals too.
+E4M3_TO_BF16 = tl.constexpr("""{
+.reg .b32 l, h, s, z;
+shr.b32 h, $2, 4;
+and.b32 h, h, 0x07070707;
+and.b32 s, $2, 0x80808080;
+or.b32 h, h, s;
+shl.b32 l, $2, 4;
+and.b32 l, l, 0xF0F0F0F0;
+prmt.b32 s, l, h, 0x5140;
+prmt.b32 h, l, h, 0x7362;
+mov.b32 l, s;
+mov.b32 s, 0x7B807B80;
+mov.b32 z, 0x80008000;
+fma.rn.bf16x2 $0, l, s, z;
+fma.rn.bf16x2 $1, h, s, z;
+}""")
+E4M3_TO_F16 = tl.constexpr("""{
+.reg .b16 l, h;
+mov.b32 {l, h}, $2;
+cvt.rn.f16x2.e4m3x2 $0, l;
+cvt.rn.f16x2.e4m3x2 $1, h;
+}""")
+E5M2_TO_BF16 = tl.constexpr("""{
+.reg .b32 l, h;
+.reg .b16 a, b, c, d;
+.reg .f32 e, f, g, i;
+prmt.b32 l, $2, 0, 0x1404;
+prmt.b32 h, $2, 0, 0x3424;
+mov.b32 {a, b}, l;
+mov.b32 {c, d}, h;
+cvt.f32.f16 e, a;
+cvt.f32.f16 f, b;
+cvt.f32.f16 g, c;
+cvt.f32.f16 i, d;
+cvt.rn.bf16x2.f32 $0, f, e;
+cvt.rn.bf16x2.f32 $1, i, g;
+}""")
+E5M2_TO_F16 = tl.constexpr("""{
+prmt.b32 $0, $2, 0, 0x1404;
+prmt.b32 $1, $2, 0, 0x3424;
+}""")
+# int8: (128 + its low 7 bits) - (128, or 256 where it is negative).
+INT8_TO_BF16 = tl.constexpr("""{
+.reg .b32 l, h, a, b, m;
+prmt.b32 l, $2, 0x43434343, 0x4140;
+prmt.b32 h, $2, 0x43434343, 0x4342;
+and.b32 a, l, 0xFF7FFF7F;
+and.b32 l, l, 0xFF80FF80;
+and.b32 b, h, 0xFF7FFF7F;
+and.b32 h, h, 0xFF80FF80;
+mov.b32 m, 0xBF80BF80;
+fma.rn.bf16x2 $0, l, m, a;
+fma.rn.bf16x2 $1, h, m, b;
+}""")
+# int8: 1024 + 128 + the integer, less that.
+INT8_TO_F16 = tl.constexpr("""{
+.reg .b32 l, h, a;
+xor.b32 a, $2, 0x80808080;
+prmt.b32 l, a, 0x64646464, 0x4140;
+prmt.b32 h, a, 0x64646464, 0x4342;
+mov.b32 a, 0x64806480;
+sub.rn.f16x2 $0, l, a;
+sub.rn.f16x2 $1, h, a;
+}""")
+
+
 @triton.jit
-def decoded(codes, CODES: tl.constexpr, dtype: tl.constexpr):
+def decoded(codes, CODES: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr, IN_PLACE: tl.constexpr):
     """uint8 codes -> their values in `dtype`, without the scale; exact in each float type, on every GPU.
 
-    The bits of e5m2 are the upper half of a float16; those of e4m3, moved, are one that is 2^8 too small.
+    NATIVE: the GPU has e4m3 (see `gpu.has_fp8`): four codes at a time, codes that `encoded` makes to the same values.
+    IN_PLACE: where codes were loaded. Triton moves what is "pure" behind the way to a product's operand, on which the
+    codes of V, which are transposed there, would go byte by byte; those of packed weights lie as they are wanted.
     """
+    if NATIVE and dtype == tl.bfloat16:
+        OF_FP8: tl.constexpr = E4M3_TO_BF16 if CODES == "fp8_e4m3" else E5M2_TO_BF16
+        PTX: tl.constexpr = INT8_TO_BF16 if CODES == "int8" else OF_FP8
+        value = tl.inline_asm_elementwise(PTX, "=r,=r,r", [codes], tl.bfloat16, is_pure=not IN_PLACE, pack=4)
+    elif NATIVE and dtype == tl.float16:
+        OF_FP8: tl.constexpr = E4M3_TO_F16 if CODES == "fp8_e4m3" else E5M2_TO_F16
+        PTX: tl.constexpr = INT8_TO_F16 if CODES == "int8" else OF_FP8
+        value = tl.inline_asm_elementwise(PTX, "=r,=r,r", [codes], tl.float16, is_pure=not IN_PLACE, pack=4)
+    else:
+        value = decoded_by_bits(codes, CODES, dtype)
+    return value
+
+
+@triton.jit
+def decoded_by_bits(codes, CODES: tl.constexpr, dtype: tl.constexpr):
+    """The bits of e5m2 are the upper half of a float16; those of e4m3, moved, are one that is 2^8 too small."""
     if CODES == "int8":
         value = codes.to(tl.int8, bitcast=True).to(tl.float32)
     elif CODES == "fp8_e5m2":
@@ -84,9 +170,72 @@ def nearest_integer(x):
     return (x + 12582912.0) - 12582912.0
 
 
+# Four float32 -> four codes. `min` takes the other operand of a NaN; conversions to fp8 saturate.
+TO_E4M3 = tl.constexpr("""{
+.reg .f32 a, b, c, d;
+.reg .b16 l, h;
+min.f32 a, $1, 0f43E00000;
+min.f32 b, $2, 0f43E00000;
+min.f32 c, $3, 0f43E00000;
+min.f32 d, $4, 0f43E00000;
+cvt.rn.satfinite.e4m3x2.f32 l, b, a;
+cvt.rn.satfinite.e4m3x2.f32 h, d, c;
+mov.b32 $0, {l, h};
+}""")
+TO_E5M2 = tl.constexpr("""{
+.reg .f32 a, b, c, d;
+.reg .b16 l, h;
+min.f32 a, $1, 0f47600000;
+min.f32 b, $2, 0f47600000;
+min.f32 c, $3, 0f47600000;
+min.f32 d, $4, 0f47600000;
+cvt.rn.satfinite.e5m2x2.f32 l, b, a;
+cvt.rn.satfinite.e5m2x2.f32 h, d, c;
+mov.b32 $0, {l, h};
+}""")
+# The low bytes of 1.5 * 2^23 + x: see nearest_integer.
+TO_INT8 = tl.constexpr("""{
+.reg .f32 a, b, c, d;
+.reg .b32 i, j, k, l;
+min.f32 a, $1, 0f42FE0000;
+min.f32 b, $2, 0f42FE0000;
+min.f32 c, $3, 0f42FE0000;
+min.f32 d, $4, 0f42FE0000;
+max.f32 a, a, 0fC2FE0000;
+max.f32 b, b, 0fC2FE0000;
+max.f32 c, c, 0fC2FE0000;
+max.f32 d, d, 0fC2FE0000;
+add.rn.f32 a, a, 0f4B400000;
+add.rn.f32 b, b, 0f4B400000;
+add.rn.f32 c, c, 0f4B400000;
+add.rn.f32 d, d, 0f4B400000;
+mov.b32 i, a;
+mov.b32 j, b;
+mov.b32 k, c;
+mov.b32 l, d;
+prmt.b32 i, i, j, 0x0040;
+prmt.b32 k, k, l, 0x0040;
+prmt.b32 $0, i, k, 0x5410;
+}""")
+
+
 @triton.jit
-def encoded(x, CODES: tl.constexpr, LARGEST: tl.constexpr):
-    """Values that are divided by their scale -> uint8 codes: nearest even, saturating; a NaN becomes the largest."""
+def encoded(x, CODES: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
+    """Values that are divided by their scale -> uint8 codes: nearest even, saturating; a NaN becomes the largest.
+
+    NATIVE: see `decoded`; the same codes.
+    """
+    if NATIVE:
+        OF_FP8: tl.constexpr = TO_E4M3 if CODES == "fp8_e4m3" else TO_E5M2
+        PTX: tl.constexpr = TO_INT8 if CODES == "int8" else OF_FP8
+        code = tl.inline_asm_elementwise(PTX, "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4)
+    else:
+        code = encoded_by_bits(x, CODES, LARGEST)
+    return code
+
+
+@triton.jit
+def encoded_by_bits(x, CODES: tl.constexpr, LARGEST: tl.constexpr):
     x = tl.where(x != x, LARGEST, tl.minimum(tl.maximum(x, -LARGEST), LARGEST))
     if CODES == "int8":
         code = nearest_integer(x).to(tl.int32) & 0xFF

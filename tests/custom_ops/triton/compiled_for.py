@@ -29,6 +29,7 @@ from pagebinder.custom_ops.triton import (
     fp8_quant,
     gpu,
     latent,
+    linear,
     moe,
     packed_attention,
     paged_attention,
@@ -187,6 +188,14 @@ def multiply(dtype, rows, format, inner=4096, columns=4096, x_shares="") -> None
     quantized_linear.fp8_linear(x, scales, *weight, format=format, dtype=dtype)
 
 
+def project(dtype, rows, inner=4096, columns=1024) -> None:
+    """Linear layers of few rows: alone, three that read one x, and a gate."""
+    x, weight = torch.empty(rows, inner, dtype=dtype), torch.empty(columns, inner, dtype=dtype)
+    linear.linear(x, weight)
+    linear.linears(x, [weight] * 3, [])
+    linear.gated_linear(x, weight, weight, activation="silu")
+
+
 def choose(dtype, draws=8, vocab=128_000) -> None:
     """Sampling, with tokens that were seen."""
     logits, whole = torch.empty(draws, vocab, dtype=dtype), torch.zeros(draws + 1, dtype=torch.int64)
@@ -257,6 +266,8 @@ def main() -> None:
     attend_latent(torch.bfloat16)
     write(torch.bfloat16)
     quantise(torch.bfloat16)
+    project(torch.bfloat16, rows=1)
+    project(torch.bfloat16, rows=8)
     multiply(torch.bfloat16, 4, "fp8_block", x_shares="group", columns=1024)
     multiply(torch.bfloat16, 256, "int4_g64")
     choose(torch.bfloat16, vocab=1000)

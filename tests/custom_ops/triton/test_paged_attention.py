@@ -89,6 +89,17 @@ def test_tensor_core_types(attention, name, dtype):
     check(attention, dataclasses.replace(FORMS[name], dtype=dtype))
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive(attention, scale):
+    """They turn the largest score into the smallest, or all into one."""
+    inputs = make_inputs(FORMS["mixed"])
+    inputs.options["scale"] = scale
+    out, lse = inputs.run(attention)
+    expected, expected_lse = inputs.run(paged_attention_lse_reference)
+    assert_close(out, expected)
+    assert_lse_close(lse, expected_lse)
+
+
 @settings(relaxed, max_examples=6)
 @given(case=cases(max_context=60, max_new=9, max_requests=3))
 def test_random_cases(attention, case):
