@@ -28,7 +28,7 @@ SHOWN = 40  # failures
 
 
 def all_cases(copy: float) -> list[Case]:
-    """(name, what gives its rows) of each; engines first, as they tell most."""
+    """(name, what gives its rows) of each; what tells most first, as time may be up before the last."""
     from gpu_async import asynchronous_steps
     from gpu_attention_forms import cases as attention_forms
     from gpu_captured import captured_steps
@@ -38,9 +38,12 @@ def all_cases(copy: float) -> list[Case]:
     from gpu_product_cases import cases as products
     from gpu_recurrent import cases as recurrences
 
-    engines = [*llama(copy), ("captured steps", captured_steps), ("asynchronous steps", asynchronous_steps)]
-    forms = (paged_attention, products, attention_forms, latents, recurrences)
-    return engines + [case for form in forms for case in form(copy)]
+    one, many, by_transformers = llama(copy)
+    engines = [one, many, ("captured steps", captured_steps)]
+    later = [("asynchronous steps", asynchronous_steps), by_transformers]
+    first, last = (paged_attention, latents), (attention_forms, recurrences, products)
+    of_first, of_last = ([case for form in forms for case in form(copy)] for forms in (first, last))
+    return [*engines, *of_first, *later, *of_last]
 
 
 def work_on_cases(wanted: str, first: int, path: Path) -> int:

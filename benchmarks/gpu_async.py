@@ -19,7 +19,7 @@ import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
 
 REQUESTS = (1, 8, 64)
-PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 128, 128, 5
+PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 128, 128, 3
 
 
 def asynchronous_steps(

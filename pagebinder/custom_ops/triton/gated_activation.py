@@ -53,7 +53,11 @@ def gated_activation(gate, up, *, activation):
         raise ValueError(f"unknown activation {activation!r}; one of {', '.join(ACTIVATIONS)}")
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError("gate and up must have one shape and dtype")
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    return gate_into(torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), gate, up, activation)
+
+
+def gate_into(out, gate, up, activation) -> torch.Tensor:
+    """`out`: contiguous; it may be `gate` or `up`, as each value is read by the thread that writes it."""
     if gate.numel() == 0:
         return out
     gates, ups = rows_of(gate), rows_of(up)

@@ -27,7 +27,7 @@ import triton.language as tl
 from pagebinder.custom_ops.activation.gated_activation import ACTIVATIONS
 from pagebinder.custom_ops.linear.gated_linear import check_alike
 from pagebinder.custom_ops.linear.linears import bias_of_each
-from pagebinder.custom_ops.triton.gated_activation import activated, gated_activation
+from pagebinder.custom_ops.triton.gated_activation import activated, gate_into
 from pagebinder.custom_ops.triton.rms_norm import rows_of
 from pagebinder.custom_ops.triton.values import SIZES, product, rounded, through
 
@@ -237,8 +237,8 @@ def gated_linear(x, gate, up, gate_bias=None, up_bias=None, *, activation):
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; one of {', '.join(ACTIVATIONS)}")
     if not _is_ours(x, [gate, up], [gate_bias, up_bias]):
-        parts = (torch.nn.functional.linear(x, w, b) for w, b in ((gate, gate_bias), (up, up_bias)))
-        return gated_activation(*parts, activation=activation)
+        parts = [torch.nn.functional.linear(x, w, b) for w, b in ((gate, gate_bias), (up, up_bias))]
+        return gate_into(parts[0], *parts, activation)
     (out,) = _outputs(x, [gate])
     rows, (columns, inner) = rows_of(x), gate.shape
     tile = GATED_ONE_ROW if len(rows) == 1 else GATED_FEW_ROWS

@@ -102,13 +102,12 @@ class Recorder(TorchDispatchMode):
     Raises GraphCaptureError for an op whose result depends on values that the host reads.
     """
 
-    def __init__(self, granularity: int = 1, device: torch.device | None = None) -> None:
-        """`granularity`: allocations are rounded up to so many bytes. `device`: where ops are made to work."""
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: where ops are made to work."""
         super().__init__()
         self._device = device
         self.calls: list[tuple] = []  # (op, flat operands, their tree, flat results as Slot or None)
         self.num_slots = 0
-        self._granularity = granularity
         self._storage_of: list[int] = []  # by slot
         self._num_bytes: list[int] = []  # by storage
         self._stream_of: list[int] = []
@@ -190,7 +189,7 @@ class Recorder(TorchDispatchMode):
             size = (
                 value.untyped_storage().nbytes() if base is None else 0
             )  # a view of what is not ours is free
-            self._num_bytes.append(-(-size // self._granularity) * self._granularity)
+            self._num_bytes.append(size)
             self._stream_of.append(self._stream)
             self._first.append(self._now)
             self._last.append(self._now)
@@ -204,6 +203,18 @@ class Recorder(TorchDispatchMode):
 
     def peaks(self, outputs: Sequence[torch.Tensor] = ()) -> dict[int, int]:
         """The same by stream, as each has memory of its own."""
+        found = {}
+        for stream, lives in self.lives(outputs).items():
+            changes = [0] * (len(self._places) + 2)
+            for num_bytes, first, last in lives:
+                changes[first] += num_bytes
+                changes[last + 1] -= num_bytes
+            found[stream] = max(itertools.accumulate(changes))
+        return found
+
+    def lives(self, outputs: Sequence[torch.Tensor] = ()) -> dict[int, list[tuple[int, int, int]]]:
+        """By stream what is in use when: (bytes, number of the call that makes it, that of the last that needs it);
+        outputs last beyond all calls."""
         order = sorted((place, number) for number, place in enumerate(self._places))
         rank = {call: i for i, call in enumerate(order)}
         last = [rank[call] for call in self._last]
@@ -213,14 +224,10 @@ class Recorder(TorchDispatchMode):
             slot = self._slot_of(value)
             if isinstance(slot, Slot):
                 last[self._storage_of[slot.number]] = len(order)
-        found = {}
-        for stream in {MAIN, *self._stream_of}:
-            changes = [0] * (len(order) + 2)
-            for storage, size in enumerate(self._num_bytes):
-                if self._stream_of[storage] == stream:
-                    changes[rank[self._first[storage]]] += size
-                    changes[last[storage] + 1] -= size
-            found[stream] = max(itertools.accumulate(changes))
+        found = {stream: [] for stream in (MAIN, *self._stream_of)}
+        for storage, num_bytes in enumerate(self._num_bytes):
+            life = (num_bytes, rank[self._first[storage]], last[storage])
+            found[self._stream_of[storage]].append(life)
         return found
 
 

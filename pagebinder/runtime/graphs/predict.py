@@ -2,7 +2,8 @@
 
 `StepGraphs` is made on the meta device, for the largest bucket of each kind: the smaller ones use its memory
 again. So on a CPU, where graphs run op by op, the prediction is exact, on one stream and on two; of compiled code it
-is an upper bound, as fused ops keep less.
+is an upper bound, as fused ops keep less. On a GPU it counts the segments that torch's allocator takes for what ops
+return (cuda_memory.py), and not what ops take and give back while they run.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from pagebinder.runtime.executables.eager import EagerExecutable
 from pagebinder.runtime.graphs.backend import Staging, Tensors
 from pagebinder.runtime.graphs.buckets import Bucket, BucketTable
 from pagebinder.runtime.graphs.cpu_backend import CpuGraphBackend, Recorder
+from pagebinder.runtime.graphs.cuda_memory import SegmentPool
 from pagebinder.runtime.graphs.pieces import Break, find_breaks
 from pagebinder.runtime.graphs.step_graphs import GraphMemory, StepGraphs
 from pagebinder.runtime.kv import KVPlan
 from pagebinder.runtime.streams import Overlap
+from pagebinder.runtime.streams.branches import MAIN
 
 META = torch.device("meta")
-CUDA_GRANULARITY = 512  # of torch's allocator
 NUM_BLOCKS = 2  # of the caches that are planned with: their size changes nothing
 
 
@@ -48,14 +50,14 @@ def predict_graphs(
         GraphCaptureError: an op cannot be captured though it is registered so. CaptureError: steps of this model
         are not captured.
     """
-    granularity = CUDA_GRANULARITY if device.type == "cuda" else 1
     without_memory = _without_memory(graph)
     kinds = dict.fromkeys(bucket.kind for bucket in buckets.buckets)
     breaks = {kind: find_breaks(graph, kind) for kind in kinds}
     executable = EagerExecutable(without_memory, overlap and overlap.simulated())
     graphs = StepGraphs(
         executable, without_memory, plan, _caches(plan, states), _largest(buckets, breaks),
-        device=META, max_model_len=max_model_len, widths=widths, backend=PredictingBackend(granularity),
+        device=META, max_model_len=max_model_len, widths=widths,
+        backend=PredictingBackend(in_segments=device.type == "cuda"),
     )  # fmt: skip
     return PredictedGraphs(graphs.memory, breaks)
 
@@ -65,19 +67,44 @@ class PredictingBackend(CpuGraphBackend):
 
     name = "prediction"
 
-    def __init__(self, granularity: int) -> None:
+    def __init__(self, in_segments: bool) -> None:
         super().__init__(META)
-        self._granularity = granularity
+        self._pools: dict[int, SegmentPool] | None = {} if in_segments else None  # by stream
 
     def upload(self, staging: Staging, static: torch.Tensor, num_bytes: int) -> None:
         pass
 
     def capture(self, call: Callable[[], Tensors], *, is_opaque: bool, held_bytes: int = 0):
-        recorder = Recorder(self._granularity, META)
+        recorder = Recorder(device=META)
         with recorder:
             outputs = tuple(call())
-        self._count(recorder, outputs, held_bytes)
+        if self._pools is None:
+            self._count(recorder, outputs, held_bytes)
+        else:
+            self._allocate(recorder, outputs, held_bytes)
         return None, outputs
+
+    def measured_bytes(self) -> int | None:
+        if self._pools is None:
+            return super().measured_bytes()
+        return sum(pool.num_bytes for pool in self._pools.values())
+
+    def _allocate(self, recorder: Recorder, outputs: Tensors, held_bytes: int) -> None:
+        """A capture takes blocks of a pool that all captures share, and gives them back."""
+        for stream, lives in recorder.lives(outputs).items():
+            pool = self._pools.setdefault(stream, SegmentPool())
+            held = pool.take(held_bytes if stream == MAIN else 0)
+            events = [(first, 1, i) for i, (_, first, _) in enumerate(lives)]
+            events += [
+                (last + 1, 0, i) for i, (_, _, last) in enumerate(lives)
+            ]  # before what the next call takes
+            blocks = {}
+            for _, takes, i in sorted(events):
+                if takes:
+                    blocks[i] = pool.take(lives[i][0])
+                else:
+                    pool.give_back(blocks.pop(i))
+            pool.give_back(held)
 
 
 def _largest(buckets: BucketTable, breaks: dict[str, list[Break]]) -> BucketTable:
