@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -140,9 +140,7 @@ def split_at_breaks(gm: GraphModule, breaks: Sequence[Break]) -> list[Piece]:
     """Cut a graph into pieces, in order. They share its weights; running them one after the other is running it."""
     by_name = {one.node: one for one in breaks}
     segments: list[tuple[list[Node], list[Break]]] = []
-    for node in gm.graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node in _picked_where_made(gm.graph):
         found = by_name.get(node.name)
         if found is not None:
             if not segments or not segments[-1][1]:
@@ -154,6 +152,25 @@ def split_at_breaks(gm: GraphModule, breaks: Sequence[Break]) -> list[Piece]:
     segments = _without_empty_captures(segments)
     segment_of = {node: i for i, (nodes, _) in enumerate(segments) for node in nodes}
     return [_piece(gm, i, nodes, found, segment_of) for i, (nodes, found) in enumerate(segments)]
+
+
+def _picked_where_made(graph: Graph) -> Iterator[Node]:
+    """All calls, each with what is picked of its results right behind it: several results in one tuple or list have no
+    address, so none may pass to another piece, where a capture would keep those of its first run."""
+    for node in graph.nodes:
+        if node.op == "call_function" and not _is_picked(node):
+            yield from _with_picked(node)
+
+
+def _with_picked(node: Node) -> Iterator[Node]:
+    yield node
+    for user in node.users:
+        if _is_picked(user):
+            yield from _with_picked(user)
+
+
+def _is_picked(node: Node) -> bool:
+    return node.target is operator.getitem and node.args[0].op == "call_function"
 
 
 def _belongs_to(node: Node, nodes: Sequence[Node]) -> bool:

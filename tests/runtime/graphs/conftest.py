@@ -5,7 +5,7 @@ import torch
 
 import pagebinder
 from pagebinder import CompileConfig
-from tests.helpers import tiny_gemma3, tiny_llama, tiny_mamba2, tiny_qwen3_next
+from tests.helpers import tiny_gemma3, tiny_llama, tiny_mamba2, tiny_qwen3, tiny_qwen3_next
 
 _WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 _RECURRENT = {
@@ -16,6 +16,15 @@ _RECURRENT = {
 MODELS = {
     "llama": (tiny_llama, {}),
     "reference attention": (tiny_llama, {"providers": {"paged_attention": "reference"}}),
+    "codes of reference attention": (
+        lambda: tiny_qwen3(num_hidden_layers=1).bfloat16(),
+        {
+            "providers": {"quantized_paged_attention_fp8_quant": "reference"},
+            "kv_dtype": "fp8_e4m3",
+            "quantization": "fp8",
+            "activation_quantization": "fp8_per_token",
+        },
+    ),
     "windows": (lambda: tiny_gemma3(**_WINDOWS), {}),
     "mamba2": (tiny_mamba2, {}),
     "qwen3 next": (lambda: tiny_qwen3_next(**_RECURRENT), {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from pagebinder.runtime.engine_graphs import bucket_table
 from pagebinder.runtime.graphs.buckets import DECODE, MIXED
 from pagebinder.runtime.graphs.capture import CarriedValues
 from pagebinder.runtime.graphs.cpu_backend import CpuGraphBackend, Recorder
-from pagebinder.runtime.graphs.pieces import capture_level, find_breaks, split_at_breaks
+from pagebinder.runtime.graphs.pieces import Break, capture_level, find_breaks, split_at_breaks
 from pagebinder.runtime.graphs.predict import predict_graphs
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 from tests.helpers import tiny_llama
@@ -96,6 +97,21 @@ def test_an_op_of_ones_own_is_cut_out_by_its_tag(waits):
     for piece in pieces:
         values |= zip(piece.outputs, piece.gm(*(values[name] for name in piece.inputs)))
     assert torch.equal(values["relu_default"], gm(values["x"])[0])
+
+
+def test_results_are_picked_where_they_were_made():
+    """Wherever the graph picks them: a tuple has no address that a capture could keep."""
+    graph, ops = Graph(), torch.ops.aten
+    x = graph.placeholder("x")
+    both = graph.call_function(ops.aminmax.default, (x,))
+    first = graph.call_function(operator.getitem, (both, 0))
+    doubled = graph.call_function(ops.mul.Tensor, (first, 2.0))
+    second = graph.call_function(operator.getitem, (both, 1))
+    graph.output((graph.call_function(ops.add.Tensor, (doubled, second)),))
+    gm = GraphModule(torch.nn.Module(), graph)
+    pieces = split_at_breaks(gm, [Break(both.name, "aminmax", "it waits")])
+    assert [p.is_captured for p in pieces] == [False, True]
+    assert pieces[1].inputs == (first.name, second.name)
 
 
 def test_a_piece_that_launches_nothing_is_not_captured():
