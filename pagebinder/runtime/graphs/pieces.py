@@ -155,7 +155,7 @@ def split_at_breaks(gm: GraphModule, breaks: Sequence[Break]) -> list[Piece]:
 
 
 def _picked_where_made(graph: Graph) -> Iterator[Node]:
-    """All calls, each with what is picked of its results right behind it: several results in one tuple or list have no
+    """All calls, each with what is picked of its results right behind it: several results in a tuple or list have no
     address, so none may pass to another piece, where a capture would keep those of its first run."""
     for node in graph.nodes:
         if node.op == "call_function" and not _is_picked(node):
