@@ -112,6 +112,10 @@ class Provider:
     def overload(self, op: str) -> torch._ops.OpOverload:
         raise NotImplementedError
 
+    def rehearse(self, op: str, device: torch.device, operands: tuple, options: dict):
+        """Results of an op over tensors without memory as if on `device`, with all that serving it would allocate; or
+        None: nobody knows, and the op is taken to allocate its results alone."""
+
 
 class ReferenceProvider(Provider):
     """The plain PyTorch reference of every registered op, on any device."""

@@ -1,9 +1,14 @@
-"""What the GPU of a tensor can do; of tensors of the CPU: what the interpreter or a mere compiler assumes."""
+"""What the GPU of a tensor can do; of tensors of the CPU: what the interpreter or a mere compiler assumes.
+
+Functions of kernels can run over tensors without memory, with no launch, to see what they allocate (`rehearsal`).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -11,15 +16,19 @@ CAPABILITY_OF_NO_GPU = (0, 0)
 MULTIPROCESSORS_OF_NO_GPU = 1
 FP8_CAPABILITY = (8, 9)  # converts e4m3 in one instruction, and multiplies it
 HOPPER = (9, 0)
+HOPPERS_MULTIPROCESSORS = 132
+_rehearsed = threading.local()  # `gpu`: (capability, multiprocessors) in a rehearsal of this thread
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else CAPABILITY_OF_NO_GPU
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return getattr(_rehearsed, "gpu", (CAPABILITY_OF_NO_GPU, 0))[0]
 
 
 def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return MULTIPROCESSORS_OF_NO_GPU
+        return getattr(_rehearsed, "gpu", ((), MULTIPROCESSORS_OF_NO_GPU))[1]
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -32,6 +41,34 @@ def round_splits(splits: int) -> int:
 def has_fp8(device: torch.device) -> bool:
     """Whether kernels may use the type float8e4nv."""
     return capability(device) >= FP8_CAPABILITY
+
+
+@contextmanager
+def rehearsal(device: torch.device) -> Iterator[None]:
+    """Here no kernel is launched by this thread, and tensors of other devices are taken for those of a GPU: of
+    `device` if it is there, else of a Hopper."""
+    there = device.type == "cuda" and torch.cuda.is_available()
+    _rehearsed.gpu = (
+        (capability(device), multiprocessors(device)) if there else (HOPPER, HOPPERS_MULTIPROCESSORS)
+    )
+    try:
+        yield
+    finally:
+        del _rehearsed.gpu
+
+
+def leave_out_in_rehearsals(kernel) -> None:
+    """A kernel in Triton, whose launches a rehearsal leaves out."""
+    run = kernel.run
+    if getattr(run, "is_left_out", False):
+        return
+
+    @functools.wraps(run)
+    def run_unless_rehearsed(*operands, **options):
+        return None if hasattr(_rehearsed, "gpu") else run(*operands, **options)
+
+    run_unless_rehearsed.is_left_out = True
+    kernel.run = run_unless_rehearsed
 
 
 def on_its_device(function: Callable) -> Callable:

@@ -6,9 +6,11 @@ slow, for tests and for looking into a kernel. They are served there only to tho
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
+import sys
 
 import torch
 
@@ -40,10 +42,11 @@ from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
 from pagebinder.custom_ops.rope import rope
 from pagebinder.custom_ops.sampling import sample_tokens
 from pagebinder.custom_ops.sparse import indexer, sparse_mla
-from pagebinder.custom_ops.triton.gpu import on_its_device
+from pagebinder.custom_ops.triton.gpu import leave_out_in_rehearsals, on_its_device, rehearsal
 from pagebinder.errors import ProviderError
 
 NAMESPACE = "pagebinder_triton"
+PACKAGE = "pagebinder.custom_ops.triton"
 FLOAT_TYPES = ("float32", "bfloat16", "float16")
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM = 576
@@ -180,7 +183,7 @@ class TritonProvider(Provider):
         problem = self.problem()
         if problem is not None:
             raise problem
-        module = importlib.import_module(f"pagebinder.custom_ops.triton.{family}")
+        module = _module(family)
         for info in _FAMILIES[family]:
             function = on_its_device(getattr(module, info.name))
             for key in self.devices:
@@ -188,6 +191,28 @@ class TritonProvider(Provider):
 
     def overload(self, op: str) -> torch._ops.OpOverload:
         return overload(NAMESPACE, op)
+
+    def rehearse(self, op: str, device: torch.device, operands: tuple, options: dict):
+        """See `Provider.rehearse`: the function that serves an op runs without its launches, so what it allocates can
+        be seen. None where kernels cannot run."""
+        if self.problem() is not None:
+            return None
+        with rehearsal(device):
+            return getattr(_module(_FAMILY_OF[op]), op)(*operands, **options)
+
+
+@functools.cache
+def _module(family: str):
+    from triton.runtime import KernelInterface
+
+    module = importlib.import_module(f"{PACKAGE}.{family}")
+    for name in [
+        name for name in sys.modules if name.startswith(f"{PACKAGE}.")
+    ]:  # it calls functions of others
+        for kernel in vars(sys.modules[name]).values():
+            if isinstance(kernel, KernelInterface):
+                leave_out_in_rehearsals(kernel)
+    return module
 
 
 register_provider(TritonProvider())

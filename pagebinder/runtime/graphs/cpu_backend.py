@@ -102,10 +102,11 @@ class Recorder(TorchDispatchMode):
     Raises GraphCaptureError for an op whose result depends on values that the host reads.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: where ops are made to work."""
+    def __init__(self, device: torch.device | None = None, inside: Callable | None = None) -> None:
+        """`device`: where ops are made to work. `inside(op, operands, options)`: results of an op by the ops that it
+        consists of, which are recorded in its place; or None."""
         super().__init__()
-        self._device = device
+        self._device, self._inside = device, inside
         self.calls: list[tuple] = []  # (op, flat operands, their tree, flat results as Slot or None)
         self.num_slots = 0
         self._storage_of: list[int] = []  # by slot
@@ -139,6 +140,11 @@ class Recorder(TorchDispatchMode):
             )
         if self._device is not None:
             args, kwargs = self._moved(func, args, kwargs or {})
+        if self._inside is not None:
+            with self:
+                result = self._inside(func, args, kwargs or {})
+            if result is not None:
+                return result
         flat, tree = tree_flatten((args, kwargs or {}))
         if torch.Tag.dynamic_output_shape in func.tags and not _has_fixed_size(flat):
             raise GraphCaptureError(

@@ -69,14 +69,14 @@ def capture_level(target) -> tuple[str, str]:
     if target.namespace == NAMESPACE:
         level = op_info(target._opname).capture
         return level, f"the reference of {target._opname} is registered with capture={level!r}"
-    provider = _providers_by_namespace().get(target.namespace)
+    provider = providers_by_namespace().get(target.namespace)
     if provider is None:
         return "always", ""
     level = provider.capture_of(target._opname)
     return level, f"provider {provider.name} serves {target._opname} with graph_capture={level!r}"
 
 
-def _providers_by_namespace() -> dict:
+def providers_by_namespace() -> dict:
     return {provider.namespace: provider for provider in registered_providers().values()}
 
 

@@ -2,8 +2,8 @@
 
 `StepGraphs` is made on the meta device, for the largest bucket of each kind: the smaller ones use its memory
 again. So on a CPU, where graphs run op by op, the prediction is exact, on one stream and on two; of compiled code it
-is an upper bound, as fused ops keep less. On a GPU it counts the segments that torch's allocator takes for what ops
-return (cuda_memory.py), and not what ops take and give back while they run.
+is an upper bound, as fused ops keep less. On a GPU it counts the segments that torch's allocator takes
+(cuda_memory.py), for what ops of a provider allocate while they run, too, where it can tell (`Provider.rehearse`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagebinder.runtime.graphs.backend import Staging, Tensors
 from pagebinder.runtime.graphs.buckets import Bucket, BucketTable
 from pagebinder.runtime.graphs.cpu_backend import CpuGraphBackend, Recorder
 from pagebinder.runtime.graphs.cuda_memory import SegmentPool
-from pagebinder.runtime.graphs.pieces import Break, find_breaks
+from pagebinder.runtime.graphs.pieces import Break, find_breaks, providers_by_namespace
 from pagebinder.runtime.graphs.step_graphs import GraphMemory, StepGraphs
 from pagebinder.runtime.kv import KVPlan
 from pagebinder.runtime.streams import Overlap
@@ -57,7 +57,7 @@ def predict_graphs(
     graphs = StepGraphs(
         executable, without_memory, plan, _caches(plan, states), _largest(buckets, breaks),
         device=META, max_model_len=max_model_len, widths=widths,
-        backend=PredictingBackend(in_segments=device.type == "cuda"),
+        backend=PredictingBackend(device),
     )  # fmt: skip
     return PredictedGraphs(graphs.memory, breaks)
 
@@ -67,15 +67,16 @@ class PredictingBackend(CpuGraphBackend):
 
     name = "prediction"
 
-    def __init__(self, in_segments: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(META)
-        self._pools: dict[int, SegmentPool] | None = {} if in_segments else None  # by stream
+        self._planned = device
+        self._pools: dict[int, SegmentPool] | None = {} if device.type == "cuda" else None  # by stream
 
     def upload(self, staging: Staging, static: torch.Tensor, num_bytes: int) -> None:
         pass
 
     def capture(self, call: Callable[[], Tensors], *, is_opaque: bool, held_bytes: int = 0):
-        recorder = Recorder(device=META)
+        recorder = Recorder(META, self._inside if self._planned.type == "cuda" else None)
         with recorder:
             outputs = tuple(call())
         if self._pools is None:
@@ -83,6 +84,10 @@ class PredictingBackend(CpuGraphBackend):
         else:
             self._allocate(recorder, outputs, held_bytes)
         return None, outputs
+
+    def _inside(self, op, operands, options):
+        provider = providers_by_namespace().get(op.namespace)
+        return None if provider is None else provider.rehearse(op._opname, self._planned, operands, options)
 
     def measured_bytes(self) -> int | None:
         if self._pools is None:

@@ -1,5 +1,7 @@
 """When the triton provider serves, what it refuses and why, and models served by its kernels."""
 
+import threading
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.custom_ops.providers import OpNeed, registered_providers, select_provider
 from pagebinder.custom_ops.triton import gpu
 from pagebinder.errors import ProviderError
+from pagebinder.runtime.graphs.cpu_backend import Recorder
 from tests.custom_ops.triton.on_device import DEVICE
 from tests.helpers import VOCAB_SIZE, tiny_gpt_oss, tiny_qwen3
 
@@ -129,3 +132,43 @@ def test_kernels_are_launched_on_the_gpu_of_their_operands(monkeypatch):
     launch([torch.ones(1).as_subclass(OnSecond)], scale=4.0)
     launch(torch.ones(1), scale=3.0)
     assert seen == [(1, 2.0), (1, 4.0), (0, 3.0)] and current == [0]
+
+
+def test_a_rehearsal_shows_what_an_op_allocates(provider):
+    """Both products of a gated layer of many rows are there at once; a context in parts has sums of each part."""
+    triton, cuda = registered_providers()["triton"], torch.device("cuda", 0)
+    bf16 = {"dtype": torch.bfloat16, "device": "meta"}
+
+    def rehearsed(op, *operands, **options):
+        with Recorder() as recorder:
+            results = triton.rehearse(op, cuda, operands, options)
+        (lives,) = recorder.lives().values()
+        return results, sorted(num_bytes for num_bytes, *_ in lives if num_bytes)
+
+    x, weight = torch.empty(64, 256, **bf16), torch.empty(1024, 256, **bf16)
+    out, taken = rehearsed("gated_linear", x, weight, weight, activation="silu")
+    assert out.device.type == "meta" and out.shape == (64, 1024) and taken == [2 * 64 * 1024] * 2
+
+    q, cache = torch.empty(2, 8, 128, **bf16), torch.empty(9, 2, 64, 256, **bf16)
+    step = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2, 16), (2,), (3,))]
+    out, taken = rehearsed("paged_attention", q, cache, *step, head_dim_v=128, scale=0.1)
+    assert out.shape == q.shape and len(taken) == 3 and taken[-1] == 128 * min(taken)
+
+
+def test_a_rehearsal_is_of_one_thread(provider):
+    triton, seen = registered_providers()["triton"], []
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+
+    def norm_elsewhere():
+        seen.append(provider.overload("rms_norm")(x, None, eps=1e-6, tail="none"))
+
+    with gpu.rehearsal(torch.device("cuda")):
+        thread = threading.Thread(target=norm_elsewhere)
+        thread.start()
+        thread.join()
+        assert gpu.capability(torch.device("meta")) >= (8, 0)
+    assert torch.equal(seen[0], x) and gpu.capability(torch.device("cpu")) == gpu.CAPABILITY_OF_NO_GPU
+    with pytest.raises(ValueError, match="tail"):
+        triton.rehearse("rms_norm", torch.device("cuda"), (x,), {"eps": 0.0, "tail": "none so far"})
+    norm_elsewhere()
+    assert torch.equal(seen[1], x)
