@@ -71,6 +71,29 @@ def leave_out_in_rehearsals(kernel) -> None:
     kernel.run = run_unless_rehearsed
 
 
+def settle_key(function) -> None:
+    """A function in Triton, or a kernel: the key of what is compiled of it, for the cache on disk, once and for all.
+
+    Triton's key (3.6, 3.7) is another where the keys of functions that are called were asked for before. Asked for
+    from the bottom up they are the same in every process, and nothing is compiled twice.
+    """
+    if id(function) in _settled or not hasattr(
+        type(function), "cache_key"
+    ):  # of itself: that would ask for it
+        return
+    import triton.language
+
+    _settled.add(id(function))
+    names, known = function.fn.__code__.co_names, function.fn.__globals__
+    for name in names:
+        settle_key(known.get(name))
+        settle_key(getattr(triton.language, name, None))
+    function.cache_key  # noqa: B018  (computed, and kept)
+
+
+_settled: set[int] = set()
+
+
 def on_its_device(function: Callable) -> Callable:
     """`function` with the GPU of its first tensor as the current one: that is where Triton launches, whatever the
     device of operands."""

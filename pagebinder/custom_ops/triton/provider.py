@@ -42,7 +42,7 @@ from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
 from pagebinder.custom_ops.rope import rope
 from pagebinder.custom_ops.sampling import sample_tokens
 from pagebinder.custom_ops.sparse import indexer, sparse_mla
-from pagebinder.custom_ops.triton.gpu import leave_out_in_rehearsals, on_its_device, rehearsal
+from pagebinder.custom_ops.triton.gpu import leave_out_in_rehearsals, on_its_device, rehearsal, settle_key
 from pagebinder.errors import ProviderError
 
 NAMESPACE = "pagebinder_triton"
@@ -206,12 +206,13 @@ def _module(family: str):
     from triton.runtime import KernelInterface
 
     module = importlib.import_module(f"{PACKAGE}.{family}")
-    for name in [
-        name for name in sys.modules if name.startswith(f"{PACKAGE}.")
-    ]:  # it calls functions of others
-        for kernel in vars(sys.modules[name]).values():
-            if isinstance(kernel, KernelInterface):
-                leave_out_in_rehearsals(kernel)
+    with_others = [
+        m for name, m in sys.modules.items() if name.startswith(f"{PACKAGE}.")
+    ]  # whose functions it calls
+    for kernel in [value for m in with_others for value in vars(m).values()]:
+        if isinstance(kernel, KernelInterface):
+            settle_key(kernel)
+            leave_out_in_rehearsals(kernel)
     return module
 
 

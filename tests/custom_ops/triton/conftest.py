@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.custom_ops.triton.addresses import check_addresses
 from tests.custom_ops.triton.on_device import TritonOnDevice, quicken_interpreter
 
 
@@ -9,4 +10,5 @@ from tests.custom_ops.triton.on_device import TritonOnDevice, quicken_interprete
 def provider():
     pytest.importorskip("triton")
     quicken_interpreter()
+    check_addresses()
     return TritonOnDevice()
