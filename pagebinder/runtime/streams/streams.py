@@ -52,7 +52,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """CUDA's streams. Written without a GPU at hand: `make gpu` runs its tests on one.
+    """CUDA's streams; `make gpu` runs their tests.
 
     MAIN is the stream that is current when a graph is called. In a capture that is the capturing one: the side's
     first wait makes it part of the capture, the join at the end brings it back, and memory of both comes from the
