@@ -121,49 +121,8 @@ def linears_kernel(
         tile -= tiles_0 + tiles_1
     first = tile * BLOCK_N
     y, _ = products(
-        x_ptr,
-        w_ptr,
-        None,
-        stride_x,
-        stride_w,
-        0,
-        num_rows,
-        first,
-        N,
-        K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        STAGES,
-        EVEN,
-    )
-    y = with_bias(y, bias_ptr, first, N, BLOCK_N)
-    store_columns(out_ptr, y, first, N, num_rows, BLOCK_M, BLOCK_N)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def linear_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, stride_x, num_rows, N, K, stride_w, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    first = tl.program_id(0) * BLOCK_N
-    y, _ = products(
-        x_ptr,
-        w_ptr,
-        None,
-        stride_x,
-        stride_w,
-        0,
-        num_rows,
-        first,
-        N,
-        K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        STAGES,
-        EVEN,
-    )
+        x_ptr, w_ptr, None, stride_x, stride_w, 0, num_rows, first, N, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, EVEN
+    )  # fmt: skip
     y = with_bias(y, bias_ptr, first, N, BLOCK_N)
     store_columns(out_ptr, y, first, N, num_rows, BLOCK_M, BLOCK_N)
 
@@ -179,10 +138,8 @@ def gated_linear_kernel(
         x_ptr, gate_ptr, up_ptr, stride_x, stride_gate, stride_up, num_rows, first, N, K, BLOCK_M, BLOCK_N, BLOCK_K,
         STAGES, EVEN,
     )  # fmt: skip
-    gate, up = (
-        with_bias(gate, gate_bias_ptr, first, N, BLOCK_N),
-        with_bias(up, up_bias_ptr, first, N, BLOCK_N),
-    )
+    gate = with_bias(gate, gate_bias_ptr, first, N, BLOCK_N)
+    up = with_bias(up, up_bias_ptr, first, N, BLOCK_N)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     y = through(activated(through(gate, dtype), ACTIVATION), dtype) * through(up, dtype)
     store_columns(out_ptr, y, first, N, num_rows, BLOCK_M, BLOCK_N)
@@ -193,20 +150,7 @@ def linear(x, weight, bias=None):
     if not _is_ours(x, [weight], [bias]):
         return torch.nn.functional.linear(x, weight, bias)
     (out,) = _outputs(x, [weight])
-    rows, (columns, inner) = rows_of(x), weight.shape
-    tile = ONE_ROW if len(rows) == 1 else FEW_ROWS
-    linear_kernel[(triton.cdiv(columns, tile.rows),)](
-        rows,
-        weight,
-        bias,
-        out,
-        rows.stride(0),
-        len(rows),
-        columns,
-        inner,
-        weight.stride(0),
-        **_options(rows, tile),
-    )
+    _launch_linears(rows_of(x), [weight], [bias], [out])
     return out
 
 

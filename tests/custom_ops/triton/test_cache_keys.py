@@ -10,7 +10,7 @@ KERNELS = (
     "rms_norm.rms_norm_kernel",
     "attention_kernels.split_kernel",
     "fp8_quant.quantise_kernel",
-    "linear.linear_kernel",
+    "linear.linears_kernel",
 )
 KEYS = """
 import importlib, sys

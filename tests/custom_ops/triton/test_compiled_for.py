@@ -22,7 +22,6 @@ KERNELS = {
     "norm_quantise_kernel",
     "gate_quantise_kernel",
     "quantise_kernel",
-    "linear_kernel",
     "linears_kernel",
     "gated_linear_kernel",
     "packed_linear_kernel",
