@@ -18,6 +18,7 @@ FP8_CAPABILITY = (8, 9)  # converts e4m3 in one instruction, and multiplies it
 HOPPER = (9, 0)
 HOPPERS_MULTIPROCESSORS = 132
 _rehearsed = threading.local()  # `gpu`: (capability, multiprocessors) in a rehearsal of this thread
+_settled: set[int] = set()  # see settle_key
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -77,9 +78,8 @@ def settle_key(function) -> None:
     Triton's key (3.6, 3.7) is another where the keys of functions that are called were asked for before. Asked for
     from the bottom up they are the same in every process, and nothing is compiled twice.
     """
-    if id(function) in _settled or not hasattr(
-        type(function), "cache_key"
-    ):  # of itself: that would ask for it
+    has_key = hasattr(type(function), "cache_key")  # of the function itself: that would ask for it
+    if not has_key or id(function) in _settled:
         return
     import triton.language
 
@@ -89,9 +89,6 @@ def settle_key(function) -> None:
         settle_key(known.get(name))
         settle_key(getattr(triton.language, name, None))
     function.cache_key  # noqa: B018  (computed, and kept)
-
-
-_settled: set[int] = set()
 
 
 def on_its_device(function: Callable) -> Callable:

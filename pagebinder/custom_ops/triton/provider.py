@@ -6,6 +6,7 @@ slow, for tests and for looking into a kernel. They are served there only to tho
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -194,11 +195,13 @@ class TritonProvider(Provider):
 
     def rehearse(self, op: str, device: torch.device, operands: tuple, options: dict):
         """See `Provider.rehearse`: the function that serves an op runs without its launches, so what it allocates can
-        be seen. None where kernels cannot run."""
+        be seen. None where kernels cannot run, and for operands that the function refuses or torch has no meta form
+        of: a prediction is no place to fail."""
         if self.problem() is not None:
             return None
-        with rehearsal(device):
+        with rehearsal(device), contextlib.suppress(Exception):
             return getattr(_module(_FAMILY_OF[op]), op)(*operands, **options)
+        return None
 
 
 @functools.cache
@@ -206,9 +209,8 @@ def _module(family: str):
     from triton.runtime import KernelInterface
 
     module = importlib.import_module(f"{PACKAGE}.{family}")
-    with_others = [
-        m for name, m in sys.modules.items() if name.startswith(f"{PACKAGE}.")
-    ]  # whose functions it calls
+    # It calls functions of others, too.
+    with_others = [m for name, m in sys.modules.items() if name.startswith(f"{PACKAGE}.")]
     for kernel in [value for m in with_others for value in vars(m).values()]:
         if isinstance(kernel, KernelInterface):
             settle_key(kernel)

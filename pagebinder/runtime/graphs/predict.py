@@ -100,9 +100,8 @@ class PredictingBackend(CpuGraphBackend):
             pool = self._pools.setdefault(stream, SegmentPool())
             held = pool.take(held_bytes if stream == MAIN else 0)
             events = [(first, 1, i) for i, (_, first, _) in enumerate(lives)]
-            events += [
-                (last + 1, 0, i) for i, (_, _, last) in enumerate(lives)
-            ]  # before what the next call takes
+            # What a call was the last to need goes back before the next one takes anything.
+            events += [(last + 1, 0, i) for i, (_, _, last) in enumerate(lives)]
             blocks = {}
             for _, takes, i in sorted(events):
                 if takes:
