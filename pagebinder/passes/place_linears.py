@@ -20,13 +20,12 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.custom_ops.providers import OpNeed, registered_providers
+from pagebinder.custom_ops.providers import AUTO_ORDER, OpNeed, registered_providers
 from pagebinder.graph_tools import arg, aten, calls, describe, dtype_name, finish, source_line, val
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "linear"
 GRAIN = 32  # the kernel's LINEAR_GRAIN
-PROVIDERS = {"cuda": "triton"}  # elsewhere cpu
 
 
 def place_linears(gm: GraphModule) -> PassResult:
@@ -59,5 +58,6 @@ def _reason_against(node: Node) -> str | None:
         return "it is not all bfloat16, all float32 or all float16"
     device = val(weight).device.type
     need = OpNeed(op="linear", device="cpu" if device == "meta" else device, dtype=dtype_name(val(weight)))
-    reasons = registered_providers()[PROVIDERS.get(device, "cpu")].reasons_against(need)
+    first, *_ = AUTO_ORDER.get(need.device, AUTO_ORDER["cpu"])
+    reasons = registered_providers()[first].reasons_against(need)
     return f"no kernel of ours: {'; '.join(reasons)}" if reasons else None

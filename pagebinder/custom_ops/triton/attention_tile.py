@@ -129,7 +129,7 @@ def attend(
         factor = scale * LOG2_E
         if not FOLDED:
             if soft_cap is not None:
-                s = soft_cap * LOG2_E * tanh(s * (factor / LOG2_E / soft_cap))
+                s = soft_cap * LOG2_E * tanh(s * (scale / soft_cap))
             else:
                 s *= factor
             factor = 1.0

@@ -35,8 +35,8 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_activation_kernel(
-    gate_ptr, up_ptr, out_ptr, stride_gate, stride_up, C, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
+    gate_ptr, up_ptr, out_ptr, stride_gate, stride_up, C, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < C
@@ -63,6 +63,6 @@ def gate_into(out, gate, up, activation) -> torch.Tensor:
     gates, ups = rows_of(gate), rows_of(up)
     block = min(MAX_BLOCK, triton.next_power_of_2(gates.shape[1]))
     gated_activation_kernel[len(gates), triton.cdiv(gates.shape[1], block)](
-        gates, ups, out, gates.stride(0), ups.stride(0), gates.shape[1], BLOCK=block, ACTIVATION=activation,
-    )  # fmt: skip
+        gates, ups, out, gates.stride(0), ups.stride(0), gates.shape[1], BLOCK=block, ACTIVATION=activation
+    )
     return out

@@ -25,21 +25,10 @@ from pagebinder.custom_ops.triton.e4m3 import e4m3_values
 from pagebinder.custom_ops.triton.moe_kernels import gated, rows_of_tile, tile_of_expert
 from pagebinder.custom_ops.triton.values import SIZES, decoded, product, rounded
 
-# Four bytes -> the integers of their lower, or upper, halves less 8: (128 + code) - 136, or (1024 + code) - 1032.
+# Four bytes -> the integers of their lower halves less 8: (128 + code) - 136, or (1024 + code) - 1032.
 LOW_TO_BF16 = tl.constexpr("""{
 .reg .b32 a, l, h, o, m;
 and.b32 a, $2, 0x0F0F0F0F;
-prmt.b32 l, a, 0x43434343, 0x4140;
-prmt.b32 h, a, 0x43434343, 0x4342;
-mov.b32 o, 0x3F803F80;
-mov.b32 m, 0xC308C308;
-fma.rn.bf16x2 $0, l, o, m;
-fma.rn.bf16x2 $1, h, o, m;
-}""")
-HIGH_TO_BF16 = tl.constexpr("""{
-.reg .b32 a, l, h, o, m;
-shr.b32 a, $2, 4;
-and.b32 a, a, 0x0F0F0F0F;
 prmt.b32 l, a, 0x43434343, 0x4140;
 prmt.b32 h, a, 0x43434343, 0x4342;
 mov.b32 o, 0x3F803F80;
@@ -56,16 +45,10 @@ mov.b32 m, 0x64086408;
 sub.rn.f16x2 $0, l, m;
 sub.rn.f16x2 $1, h, m;
 }""")
-HIGH_TO_F16 = tl.constexpr("""{
-.reg .b32 a, l, h, m;
-shr.b32 a, $2, 4;
-and.b32 a, a, 0x0F0F0F0F;
-prmt.b32 l, a, 0x64646464, 0x4140;
-prmt.b32 h, a, 0x64646464, 0x4342;
-mov.b32 m, 0x64086408;
-sub.rn.f16x2 $0, l, m;
-sub.rn.f16x2 $1, h, m;
-}""")
+HIGH_TO_BF16, HIGH_TO_F16 = (  # the same of their upper halves
+    tl.constexpr(low.value.replace("and.b32 a, $2,", "shr.b32 a, $2, 4;\nand.b32 a, a,"))
+    for low in (LOW_TO_BF16, LOW_TO_F16)
+)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from pagebinder.custom_ops.attention.paged import check_attention, check_options
 from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
 from pagebinder.custom_ops.attention.relative import check_bias
 from pagebinder.custom_ops.triton.attention_kernels import merge_kernel, split_kernel, tile_kernel
-from pagebinder.custom_ops.triton.gpu import has_fp8, multiprocessors
+from pagebinder.custom_ops.triton.gpu import has_fp8, multiprocessors, round_splits
 from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
 
 # bytes of a number -> (bytes of a K and a V row at most, prefill: queries, keys, warps, stages, decode: keys, ...)
@@ -61,7 +61,7 @@ MAX_HEADS_OF_TILE = 32  # more query heads of a KV head are several programs
 PROGRAMS_PER_MULTIPROCESSOR = 32  # at most, by splitting
 PROGRAMS_AT_ONCE = 3  # that a multiprocessor holds, of a decode
 FULL = 0.95  # of a wave
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # few numbers: a kernel is compiled for each
+SPLITS = sorted({round_splits(n) for n in range(1, 65)})
 MIN_KEYS_OF_SPLIT = 256  # parts smaller than this cost more in merging than they gain, ...
 MIN_KEYS_OF_LONE_SPLIT = 64  # ... unless most of the GPU would be idle
 

@@ -91,7 +91,7 @@ def compile_instead_of_running(capability: int) -> None:
         print(json.dumps(facts), flush=True)
 
     JITFunction.run = run
-    gpu.MULTIPROCESSORS_OF_NO_GPU = 132
+    gpu.MULTIPROCESSORS_OF_NO_GPU = gpu.HOPPERS_MULTIPROCESSORS
     gpu.CAPABILITY_OF_NO_GPU = divmod(capability, 10)
 
 
