@@ -1,4 +1,4 @@
-"""The `pagebinder` command: demo, generate, explain, compile, export, bench, doctor, bisect, kv-picture.
+"""The `pagebinder` command: demo, generate, serve, explain, compile, export, bench, doctor, bisect, kv-picture.
 
 torch and transformers take seconds to import, so only the commands that need them do it.
 """
@@ -15,6 +15,7 @@ from pagebinder.cli_bisect import bisect_command
 from pagebinder.cli_compile import HtmlOption, compile_command, print_report
 from pagebinder.cli_export import export_command
 from pagebinder.cli_kv import kv_picture
+from pagebinder.cli_serve import serve_command
 from pagebinder.cli_support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
@@ -257,6 +258,7 @@ def generate(
     print_outputs(engine, prompts, encoder_prompts, params, as_json=as_json)
 
 
+app.command("serve")(serve_command)
 app.command("bench")(bench_command)
 app.command("compile")(compile_command)
 app.command("bisect")(bisect_command)

@@ -155,7 +155,7 @@ class CompiledEncoder:
         Raises:
             ConfigError: an unknown pooling, or "auto" without a directory that says it; a model with a head.
         """
-        how = self._pooling(pooling)
+        how = self.pooling(pooling)
         if normalize is None:
             normalize = self.recipe is not None and self.recipe.normalize
         vectors = [
@@ -186,11 +186,12 @@ class CompiledEncoder:
             raise ConfigError(
                 f"max_num_batched_tokens={max_num_batched_tokens!r}: use a whole number, at least 1."
             )
-        sequences = self._all_token_ids(inputs, truncate)
+        sequences = self.token_ids(inputs, truncate=truncate)
         for batch in batches(sequences, max_num_batched_tokens, self.device):
             yield batch, self.executable.run(batch.inputs)
 
-    def _pooling(self, pooling: str) -> str:
+    def pooling(self, pooling: str = "auto") -> str:
+        """How `embed` pools rows that was told `pooling`. Raises ConfigError: it cannot."""
         if self.has_head:
             raise ConfigError(
                 f"{self.report.model_class} returns logits, not hidden states: compile its base model (AutoModel) "
@@ -207,7 +208,10 @@ class CompiledEncoder:
             )
         return self.recipe.pooling
 
-    def _all_token_ids(self, inputs, truncate: bool) -> list[Sequence[int]]:
+    def token_ids(
+        self, inputs: Sequence[str | Sequence[int]], *, truncate: bool = False
+    ) -> list[Sequence[int]]:
+        """What the model computes for each input: of a text with special tokens. Raises as `encode_batch`."""
         if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sequence):
             raise RequestError("Give a list of texts or of token ids; one text is a list of one.")
         if not inputs:

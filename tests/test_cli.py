@@ -88,7 +88,7 @@ def generate(model, *args, **kwargs) -> str:
 
 def test_help_names_the_commands():
     text = succeed("--help")
-    for command in ("demo", "generate", "explain", "compile", "doctor"):
+    for command in ("demo", "generate", "serve", "explain", "compile", "doctor"):
         assert command in text
     assert "--repetition-penalty" in succeed("generate", "--help")
 

@@ -14,7 +14,7 @@ import pagebinder
 PACKAGE = Path(pagebinder.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-ROOMS = {"frontend", "passes", "custom_ops", "runtime", "models", "export"}
+ROOMS = {"frontend", "passes", "custom_ops", "runtime", "models", "export", "server"}
 MAY_IMPORT = {
     "custom_ops": set(),
     "models": {"custom_ops"},
@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "passes": {"custom_ops"},
     "runtime": {"custom_ops"},
     "export": {"custom_ops"},
+    "server": {"runtime"},
 }
 LEAVES = {
     "collector",

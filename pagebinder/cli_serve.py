@@ -1,0 +1,113 @@
+"""`pagebinder serve`: a model behind an OpenAI-compatible HTTP server."""
+
+import contextlib
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagebinder.cli_support import (
+    ActivationQuantizationOption,
+    ActivationScalesOption,
+    DeviceOption,
+    DtypeOption,
+    ExecutableOption,
+    IndexDtypeOption,
+    KvDtypeOption,
+    QuantizationOption,
+    checkpoint_dir,
+    compile_dir,
+    err,
+    working,
+)
+
+BACKLOG = 2048  # connections that wait to be taken
+
+
+def serve_command(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            callback=checkpoint_dir,
+            help="A checkpoint directory with weights, an ONNX file, or an artefact.",
+        ),
+    ],
+    host: Annotated[str, typer.Option(help="0.0.0.0: reachable from other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model; else its directory's.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="PAGEBINDER_API_KEY", help="Clients must bring it as a bearer token."),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A Jinja file, in place of the checkpoint's template.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once; others wait.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
+    kv_cache_mib: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the state of equal prefixes.")] = True,
+    pooling: Annotated[str, typer.Option(help="Of an encoder: auto, mean, max, cls or lasttoken.")] = "auto",
+    shutdown_seconds: Annotated[
+        int, typer.Option(min=0, help="How long running requests may go on after Ctrl-C.")
+    ] = 5,
+    device: DeviceOption = "auto",
+    executable: ExecutableOption = "auto",
+    dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = "auto",
+    index_dtype: IndexDtypeOption = "auto",
+    quantization: QuantizationOption = None,
+    activation_quantization: ActivationQuantizationOption = None,
+    activation_scales: ActivationScalesOption = None,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does: completions, chat, embeddings of encoders, with streaming."""
+    with working("importing the server"):
+        from pagebinder.server import create_app
+    template = None if chat_template is None else chat_template.expanduser().read_text(encoding="utf-8")
+    listening = _listen(host, port)  # said before the seconds of compilation
+    options = {
+        "device": device, "executable": executable, "dtype": dtype, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
+        "quantization": quantization, "activation_quantization": activation_quantization,
+        "activation_scales": activation_scales, "max_model_len": max_model_len,
+    }  # fmt: skip
+    compiled = compile_dir(model, options)
+    with working("making room for the KV cache"):
+        from pagebinder.config import EngineConfig
+
+        config = EngineConfig(
+            kv_cache_bytes=None if kv_cache_mib is None else kv_cache_mib << 20, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, prefix_caching=prefix_caching,
+        )  # fmt: skip
+        app = create_app(
+            compiled, None if hasattr(compiled, "embed") else config,
+            model_name=name or model.resolve().name, api_key=api_key, chat_template=template, pooling=pooling,
+        )  # fmt: skip
+    _run(app, listening, shutdown_seconds)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises OSError: the address is not ours, or taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise OSError(f"{host}:{port} cannot be listened on: {error.strerror or error}.") from error
+
+
+def _run(app, listening: socket.socket, shutdown_seconds: int) -> None:
+    """Serve until Ctrl-C or SIGTERM, which let running requests go on for a while."""
+    import uvicorn
+
+    host, port = listening.getsockname()[:2]
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    err.print(
+        f"serving {app.state.model_name} at {where}/v1 (API: {where}/docs); Ctrl-C stops", soft_wrap=True
+    )
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=shutdown_seconds)
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
+        uvicorn.Server(config).run(sockets=[listening])
+    err.print("stopped")

@@ -1,0 +1,68 @@
+"""Conversations become prompts by the checkpoint's chat template, which transformers renders."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from pagebinder.errors import RequestError
+from pagebinder.runtime.saved_tokenizer import SavedTokenizer
+from pagebinder.server.protocol import Message
+
+
+class ChatTemplate:
+    """The template of a tokenizer (transformers', or a saved one with its files beside it), or `text` instead."""
+
+    def __init__(self, tokenizer: Any, text: str | None = None) -> None:
+        self._tokenizer, self._text = tokenizer, text
+
+    @functools.cached_property
+    def _renderer(self) -> Any:
+        if not isinstance(self._tokenizer, SavedTokenizer):
+            return self._tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(
+            str(self._tokenizer.path.parent), local_files_only=True
+        )
+
+    def problem(self) -> str | None:
+        """Why conversations cannot be served; None: they can."""
+        if self._tokenizer is None:
+            return "The model has no tokenizer, so there are no conversations: use /v1/completions with token ids."
+        if self._text is None and not self._renderer.chat_template:
+            return (
+                "The model's directory has no chat template, so conversations cannot be served: use "
+                "/v1/completions, or start the server with --chat-template FILE (Jinja)."
+            )
+        return None
+
+    def token_ids(self, messages: Sequence[Message], variables: dict[str, Any]) -> list[int]:
+        """The prompt that asks for the assistant's answer. Raises RequestError: there is no such prompt."""
+        problem = self.problem()
+        if problem is not None:
+            raise RequestError(problem)
+        conversation = [_plain(number, message) for number, message in enumerate(messages)]
+        try:
+            text = self._renderer.apply_chat_template(
+                conversation, chat_template=self._text,
+                **{"add_generation_prompt": True} | variables | {"tokenize": False},
+            )  # fmt: skip
+        except Exception as error:  # whatever a template does with a conversation it was not written for
+            raise RequestError(f"The chat template does not take this conversation: {error}") from error
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _plain(number: int, message: Message) -> dict[str, Any]:
+    """A message with its content as one text. Raises RequestError: it has other parts."""
+    fields = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        kinds = {str(part.get("type")) for part in message.content} - {"text"}
+        if kinds or not all(isinstance(part.get("text"), str) for part in message.content):
+            raise RequestError(
+                f"messages[{number}] has parts that are no text ({', '.join(sorted(kinds)) or 'text'}): "
+                "only text is served."
+            )
+        fields["content"] = "".join(part["text"] for part in message.content)
+    return fields

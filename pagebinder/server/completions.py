@@ -1,0 +1,137 @@
+"""Requests for continuations: bodies become engine requests, and outputs become one answer or a stream of pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from pagebinder.config import SamplingParams
+from pagebinder.errors import RequestError
+from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, pair_prompts
+from pagebinder.runtime.outputs import RequestOutput
+from pagebinder.server.answers import Answer, ChatAnswer, CompletionAnswer, Progress
+from pagebinder.server.chat import ChatTemplate
+from pagebinder.server.engine_worker import EngineStoppedError, EngineWorker, NewRequest
+from pagebinder.server.feeds import Feed
+from pagebinder.server.protocol import MOST_PROMPTS, ChatBody, CompletionBody, Sampling
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+Result = TypeVar("Result")
+
+
+class Completions:
+    """Serves /v1/completions and /v1/chat/completions with one engine, under the name `model`."""
+
+    def __init__(self, worker: EngineWorker, model: str, chat_template: ChatTemplate) -> None:
+        self.worker, self.model, self.chat_template = worker, model, chat_template
+        self.tokenizer = worker.engine.model.tokenizer
+        # Of one thread: a tokenizer must not be changed by one while another uses it.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="pagebinder-tokenizer")
+
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
+        new = await self._tokenize(lambda: self._new_requests(body, params))
+        return await self._answer(new, CompletionAnswer(self.model, self.tokenizer, body), body, request)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        if body.top_logprobs is not None and logprobs is None:
+            raise RequestError("top_logprobs needs logprobs=true.")
+        limits = {body.max_tokens, body.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise RequestError("max_tokens and max_completion_tokens differ: give one of them.")
+        params = body.sampling_params(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
+        ids = await self._tokenize(
+            lambda: self.chat_template.token_ids(body.messages, body.chat_template_kwargs)
+        )
+        new = [NewRequest(prompt=ids, params=params, priority=body.priority, cache_salt=body.cache_salt)]
+        return await self._answer(new, ChatAnswer(self.model, self.tokenizer, body), body, request)
+
+    async def _tokenize(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+    def _new_requests(self, body: CompletionBody, params: SamplingParams) -> list[NewRequest]:
+        """Of several prompts and a seed, prompt i draws from seed + i n: equal noise would make them alike."""
+        if body.prompt is None and body.encoder_prompt is None:
+            raise RequestError("Give a prompt.")
+        pairs = pair_prompts(body.prompt, body.encoder_prompt)
+        if not 1 <= len(pairs) <= MOST_PROMPTS:
+            raise RequestError(f"{len(pairs)} prompts: give 1 to {MOST_PROMPTS}.")
+        requests = []
+        for index, (prompt, encoder_prompt) in enumerate(pairs):
+            seed = None if params.seed is None else params.seed + index * params.n
+            requests.append(
+                NewRequest(
+                    prompt=decoder_prompt_ids(prompt, self.worker.engine.model),
+                    params=dataclasses.replace(params, seed=seed), encoder_prompt=encoder_prompt,
+                    priority=body.priority, cache_salt=body.cache_salt,
+                )
+            )  # fmt: skip
+        return requests
+
+    async def _answer(
+        self, new: Sequence[NewRequest], answer: Answer, body: Sampling, request: Request
+    ) -> Response:
+        feed = await self.worker.submit(new, every_step=bool(body.stream))
+        if body.stream:
+            return StreamingResponse(self._events(answer, feed), media_type="text/event-stream")
+        async with self._aborted_if_left(feed, request):
+            return JSONResponse(answer.whole(await feed.last_outputs()))
+
+    @contextlib.asynccontextmanager
+    async def _aborted_if_left(self, feed: Feed, request: Request) -> AsyncIterator[None]:
+        """A client that goes away takes its requests along."""
+        watch = asyncio.ensure_future(_disconnected(request))
+        watch.add_done_callback(lambda task: task.cancelled() or self.worker.abort(feed))
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.worker.abort(feed)
+            raise
+        finally:
+            watch.cancel()
+
+    async def _events(self, answer: Answer, feed: Feed) -> AsyncIterator[str]:
+        """Server-sent events. The server closes this when the client is gone, at whatever point it is."""
+        progress = [Progress() for _ in feed.places]
+        last: dict[int, RequestOutput] = {}
+        ended = False
+        try:
+            for event in answer.opening(len(progress)):
+                yield _event(event)
+            async for place, output in feed.outputs():
+                last[place] = output
+                piece = progress[place].take(output)
+                if (event := answer.piece(place, piece)) is not None:
+                    yield _event(event)
+            ended = True
+            for event in answer.closing([last[place] for place in range(len(progress))]):
+                yield _event(event)
+            yield "data: [DONE]\n\n"
+        except EngineStoppedError as error:
+            yield _event(error_json(str(error), "server_error"))
+        finally:
+            if not ended:
+                self.worker.abort(feed)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def error_json(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,204 @@
+"""What goes wrong with requests, clients and steps: clear errors, nothing left behind, and the server goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+
+import openai
+import pytest
+
+import pagebinder
+from pagebinder import CompileConfig, EngineConfig
+from pagebinder.errors import ConfigError
+from pagebinder.models import tiny_path
+from pagebinder.server import create_app
+from tests.server.serving import eventually, serving
+
+pytestmark = pytest.mark.usefixtures("captured_once")
+
+CONFIG = EngineConfig(num_kv_blocks=64, max_num_seqs=2, check_integrity=True)
+LONG = {"prompt": "The open function", "max_tokens": 900, "ignore_eos": True}
+USER = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return pagebinder.compile_model(tiny_path(), CompileConfig(executable="eager"))
+
+
+@pytest.fixture
+def engines(compiled, monkeypatch):
+    """The engines that are made from here on."""
+    made, make = [], type(compiled).engine
+    monkeypatch.setattr(
+        type(compiled), "engine", lambda self, config=None: made.append(make(self, config)) or made[-1]
+    )
+    return made
+
+
+@pytest.fixture
+def server(compiled, engines):
+    with serving(create_app(compiled, CONFIG)) as server:
+        yield server
+    for engine in engines:
+        assert not engine.has_unfinished
+        engine.check_integrity()
+
+
+BAD = [
+    ({"tempature": 0}, "no field 'tempature'; did you mean 'temperature'?"),
+    ({"temperature": -1}, "temperature=-1.0"),
+    ({"temperature": "0.5"}, "temperature: "),
+    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": 2.5}, "max_tokens: "),
+    ({"max_tokens": True}, "max_tokens: "),
+    ({"top_p": 0}, "top_p=0.0"),
+    ({"n": 0}, "n=0"),
+    ({"n": 100_000}, "n=100000: use 128 at most"),
+    ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not supported"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty=0.5 is not supported"),
+    ({"echo": True}, "echo=True is not supported"),
+    ({"stop_token_ids": [99_999]}, "outside the vocabulary"),
+    ({"stop": [""]}, "use non-empty strings"),
+    ({"prompt": ""}, "The prompt is empty"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": None}, "Give a prompt"),
+    ({"prompt": [99_999]}, "out of range"),
+    ({"prompt": ["x", ""]}, "The prompt is empty"),
+    ({"prompt": ["x"] * 3000}, "3000 prompts: give 1 to 2048"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": "a b " * 5000}, "tokens"),
+    ({"encoder_prompt": ["y"]}, "no encoder"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD, ids=[str(list(fields)) for fields, _ in BAD])
+def test_bad_requests_say_what_is_wrong(server, fields, message):
+    status, answer = server.post("/v1/completions", {"prompt": "x"} | fields)
+    assert status == 400 and message in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+BAD_CHATS = [
+    ({"messages": []}, "messages: "),
+    ({"messages": [{"content": "x"}]}, "messages.0.role: "),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0] has parts that are no text"),
+    ({"tools": [{"type": "function"}]}, "tools="),
+    ({"response_format": {"type": "json_object"}}, "response_format="),
+    ({"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "differ"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_CHATS, ids=[str(list(fields)) for fields, _ in BAD_CHATS])
+def test_bad_conversations_say_what_is_wrong(compiled, fields, message):
+    with serving(create_app(compiled, CONFIG, chat_template="{{ messages[0].content }}")) as server:
+        status, answer = server.post("/v1/chat/completions", {"messages": USER} | fields)
+        assert status == 400 and message in answer["error"]["message"]
+
+
+def test_conversations_need_a_template_that_takes_them(compiled, server):
+    with pytest.raises(openai.BadRequestError, match="no chat template.*--chat-template FILE"):
+        server.client().chat.completions.create(model="tiny", messages=USER)
+    template = "{{ raise_exception('roles must alternate') }}"
+    with serving(create_app(compiled, CONFIG, chat_template=template)) as other:
+        status, answer = other.post("/v1/chat/completions", {"messages": USER})
+        assert status == 400 and "roles must alternate" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"{bad", b"", b"[1]", b"\xff\xfe", b"null"])
+def test_what_is_no_json_object(server, body):
+    status, text = server.send("POST", "/v1/completions", body)
+    assert status == 400 and json.loads(text)["error"]["message"]
+
+
+def test_no_such_place(server):
+    for method, path, expected in (
+        ("GET", "/v2", 404),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/v1/models/x", 404),
+    ):
+        status, text = server.send(method, path)
+        assert status == expected and json.loads(text)["error"]["message"]
+
+
+def test_fields_that_ask_for_nothing_are_taken(server):
+    fields = {"user": "me", "metadata": {"a": "b"}, "presence_penalty": 0, "logit_bias": {}, "suffix": None}
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1} | fields)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_takes_its_request_along(server, engines, stream):
+    connection = server.connect()
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": stream}), headers)
+    eventually(lambda: engines[0].stats().running)
+    connection.close()
+    eventually(lambda: not engines[0].has_unfinished)
+    assert engines[0].generated_tokens < 900
+
+
+def test_clients_that_leave_while_they_wait_are_forgotten(server, engines):
+    connections = [server.connect() for _ in range(6)]
+    for connection in connections:
+        connection.request("POST", "/v1/completions", json.dumps(LONG), {"content-type": "application/json"})
+    eventually(lambda: engines[0].stats().running == 2 and engines[0].stats().waiting == 4)
+    for connection in reversed(connections):
+        connection.close()
+    eventually(lambda: not engines[0].has_unfinished)
+
+
+def test_a_step_that_fails_ends_its_requests_and_not_the_server(server, engines, monkeypatch):
+    engine = engines[0]
+
+    def fail():
+        raise RuntimeError("the kernel is gone")
+
+    monkeypatch.setattr(engine, "step", fail)
+    status, answer = server.post("/v1/completions", LONG)
+    assert status == 503 and "the kernel is gone" in answer["error"]["message"]
+    _, events = server.send("POST", "/v1/completions", LONG | {"stream": True})
+    assert "the kernel is gone" in events
+    monkeypatch.undo()
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+def test_the_end_of_the_server_is_the_end_of_its_requests(compiled, engines):
+    with contextlib.suppress(ConnectionError), serving(create_app(compiled, CONFIG)) as server:
+        connection = server.connect()
+        body = json.dumps(LONG | {"stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        assert connection.getresponse().status == 200
+        started = time.monotonic()
+    assert time.monotonic() - started < 30 and not engines[0].has_unfinished
+    engines[0].check_integrity()
+
+
+def test_the_api_key(compiled):
+    with serving(create_app(compiled, CONFIG, api_key="secret")) as server:
+        assert server.client("secret").models.list().data
+        with pytest.raises(openai.AuthenticationError, match="bearer token"):
+            server.client("other").models.list()
+        assert server.send("POST", "/v1/completions", b"{}")[0] == 401
+        assert server.send("GET", "/health")[0] == 200
+
+
+def test_metrics_count(server):
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "ignore_eos": True})[0] == 200
+    status, text = server.send("GET", "/metrics")
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert status == 200 and float(values["pagebinder_generated_tokens_total"]) == 3
+    assert float(values["pagebinder_time_to_first_token_seconds_count"]) == 1
+    assert float(values['pagebinder_finished_requests_total{reason="length"}']) == 1
+    assert float(values["pagebinder_running"]) == 0
+
+
+def test_an_encoders_options_are_not_a_decoders(compiled):
+    class Encoder:
+        source, embed = compiled.source, None
+
+    with pytest.raises(ConfigError, match="no engine and no chat template"):
+        create_app(Encoder(), CONFIG)
