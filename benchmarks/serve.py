@@ -25,6 +25,7 @@ from pagebinder import EngineConfig, SamplingParams, compile_model
 from pagebinder.models import tiny_path
 
 PROMPT_TOKENS = 32
+SHIPPED = Path(tiny_path())
 
 
 def prompts_of(requests: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -36,8 +37,8 @@ async def ask(port: int, body: dict) -> int:
     """Sends one request and reads its answer to the end; returns its bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
-    writer.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + data)
+    head = ("POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", "connection: close")
+    writer.write("\r\n".join([*head, f"content-length: {len(data)}", "", ""]).encode() + data)
     answer = await reader.read()
     writer.close()
     assert answer.startswith(b"HTTP/1.1 200"), answer[:300]
@@ -58,7 +59,7 @@ def start_server(model: Path) -> tuple[subprocess.Popen, int]:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Default: the shipped one.")] = Path(tiny_path()),
+    model: Annotated[Path, typer.Option(help="Default: the shipped one.")] = SHIPPED,
     requests: Annotated[list[int], typer.Option(help="At once; may be repeated.")] = [1, 8, 32],  # noqa: B006
     tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 64,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
@@ -91,7 +92,9 @@ def main(
     finally:
         process.terminate()
         process.wait()
-    table = Table("requests", "engine, tokens/s", "whole answers", "streams", title=f"{model.name}, over HTTP")
+    table = Table(
+        "requests", "engine, tokens/s", "whole answers", "streams", title=f"{model.name}, over HTTP"
+    )
     for row in rows:
         rate, share = row["tokens_per_second"], row["share_of_engine"]
         cells = (f"{rate[name]:.0f} ({share[name]:.2f})" for name in share)
