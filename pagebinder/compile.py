@@ -83,6 +83,7 @@ from pagebinder.passes.simplify import simplify
 from pagebinder.passes.simplify_views import simplify_views
 from pagebinder.passes.trail import ENCODER, Trail
 from pagebinder.report import CompileReport, PassResult
+from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.kv import plan_kv_cache
 
 RECOGNISERS = (
@@ -207,13 +208,7 @@ def compile_source(
 
         return compile_encoder(source, config, report, stage, trail)
     max_model_len, expected = _max_model_len(source, config), expected_plan(config)
-    if config.executable == "cuda_graph" and source.device.type == "cpu":
-        raise ConfigError(
-            'executable="cuda_graph" needs a CUDA GPU, and the model is on the CPU. There EngineConfig(capture="on") '
-            "replays recorded steps."
-        )
-    check_executable(source, config)
-    check_can_build(source, config)
+    _check_options(source, config)
     if source.device.type == "cpu":
         start_by_source(source, config)
     memory = MemoryAhead(placed_bytes(source, config))
@@ -226,19 +221,11 @@ def compile_source(
             trail.add("encoder", "capture", encoder, chain=ENCODER)
         trail.add("captured", "capture", captured)
     with stage("recognise"):
-        semantic = clone(captured, "semantic")
-        report.passes += run_passes(semantic, RECOGNISERS, after=trail.after("semantic"))
-        if encoder is not None:
-            of_encoder = run_passes(encoder, RECOGNISERS, after=trail.after("encoder", chain=ENCODER))
-            report.passes += [_of_encoder(result) for result in of_encoder]
+        semantic = _recognise(captured, encoder, report, trail)
     with stage("audit"):
         refused = unexplained(semantic, encoder, source, config, report)
     with stage("plan"):
-        stored = clone(semantic, "stored") if _quantizes_kv(config) else semantic
-        if stored is not semantic:
-            scales = _scales_file("kv_scales", config.kv_scales)
-            quantize = functools.partial(quantize_kv, format=config.kv_dtype, scales=scales)
-            report.passes += run_passes(stored, (quantize,), after=trail.after("stored"))
+        stored = _store_kv(semantic, config, report, trail)
         states = _states(stored, max_model_len, config)
         plan = plan_kv_cache(
             states, block_size=config.block_size, max_model_len=max_model_len,
@@ -249,17 +236,9 @@ def compile_source(
         paging = Paging.by_plan(states, plan)
         page_passes = tuple(functools.partial(page, paging=paging) for page in PAGE_PASSES)
         report.passes += run_passes(paged, (*page_passes, gather_logits), after=trail.after("paged"))
+    device = torch.device("cpu") if source.device.type == "meta" else source.device
     with stage("fuse"):
-        fused = clone(paged, "fused")
-        report.passes += run_passes(fused, _fuse_passes(config), after=trail.after("fused"))
-        if config.quantization is not None and encoder is not None:
-            report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
-        device = torch.device("cpu") if source.device.type == "meta" else source.device
-        prepare = source.device.type != "meta"
-        report.providers = select_providers(
-            fused, device=device, requested=config.providers, prepare=prepare, is_compiled=is_compiled(config)
-        )
-        trail.add("fused", "select_providers", fused)
+        fused = _fuse(paged, source, device, config, report, trail)
     if config.verify != "off":
         with stage("verify"):
             verify(trail, source, plan, states, config, report, refused)
@@ -269,14 +248,8 @@ def compile_source(
     encoder_layers = [] if encoder is None else encoder_layer_states(encoder)
     fill_report(report, source, graphs, states, plan, device, encoder_layers=encoder_layers)
     settle_lock(expected, source, config, plan, report, graphs)
-    executable = encoder_executable = None
     with stage("executable"):
-        if source.device.type == "meta":
-            note_partitions(fused, config, report)
-        else:
-            place_weights(source, config, report, memory, *(g for g in (fused, encoder) if g is not None))
-            executable = executable_of(fused, config, report)
-            encoder_executable = None if encoder is None else executable_of(encoder, config, report)
+        executable, encoder_executable = _executables(source, fused, encoder, config, report, memory)
     return CompiledModel(
         source=source,
         config=config,
@@ -291,6 +264,72 @@ def compile_source(
         uncounted_id=numbering(source.module).uncounted_id,
         _refused=refused,
     )
+
+
+def _check_options(source: ModelSource, config: CompileConfig) -> None:
+    """What cannot be compiled so, said before the seconds of capturing. Raises ConfigError."""
+    if config.executable == "cuda_graph" and source.device.type == "cpu":
+        raise ConfigError(
+            'executable="cuda_graph" needs a CUDA GPU, and the model is on the CPU. There EngineConfig(capture="on") '
+            "replays recorded steps."
+        )
+    check_executable(source, config)
+    check_can_build(source, config)
+
+
+def _recognise(
+    captured: GraphModule, encoder: GraphModule | None, report: CompileReport, trail: Trail
+) -> GraphModule:
+    """The semantic graph; the encoder's becomes one in place."""
+    semantic = clone(captured, "semantic")
+    report.passes += run_passes(semantic, RECOGNISERS, after=trail.after("semantic"))
+    if encoder is not None:
+        of_encoder = run_passes(encoder, RECOGNISERS, after=trail.after("encoder", chain=ENCODER))
+        report.passes += [_of_encoder(result) for result in of_encoder]
+    return semantic
+
+
+def _store_kv(
+    semantic: GraphModule, config: CompileConfig, report: CompileReport, trail: Trail
+) -> GraphModule:
+    """The semantic graph with K and V as a quantised cache gives them back, or as it is."""
+    if not _quantizes_kv(config):
+        return semantic
+    stored = clone(semantic, "stored")
+    scales = _scales_file("kv_scales", config.kv_scales)
+    quantize = functools.partial(quantize_kv, format=config.kv_dtype, scales=scales)
+    report.passes += run_passes(stored, (quantize,), after=trail.after("stored"))
+    return stored
+
+
+def _fuse(
+    paged: GraphModule, source: ModelSource, device: torch.device, config: CompileConfig, report: CompileReport,
+    trail: Trail,
+) -> GraphModule:  # fmt: skip
+    """The fused graph, each op of ours with a provider that serves it on `device`."""
+    fused = clone(paged, "fused")
+    report.passes += run_passes(fused, _fuse_passes(config), after=trail.after("fused"))
+    if config.quantization is not None and source.encoder is not None:
+        report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
+    report.providers = select_providers(
+        fused, device=device, requested=config.providers, prepare=source.device.type != "meta",
+        is_compiled=is_compiled(config),
+    )  # fmt: skip
+    trail.add("fused", "select_providers", fused)
+    return fused
+
+
+def _executables(
+    source: ModelSource, fused: GraphModule, encoder: GraphModule | None, config: CompileConfig,
+    report: CompileReport, memory: MemoryAhead,
+) -> tuple[Executable | None, Executable | None]:  # fmt: skip
+    """What runs the fused graph and the encoder's, over weights where reading is fastest; none on the meta device."""
+    if source.device.type == "meta":
+        note_partitions(fused, config, report)
+        return None, None
+    place_weights(source, config, report, memory, *(g for g in (fused, encoder) if g is not None))
+    executable = executable_of(fused, config, report)
+    return executable, None if encoder is None else executable_of(encoder, config, report)
 
 
 def _fuse_passes(config: CompileConfig) -> tuple:
