@@ -13,7 +13,7 @@ leaves room for the last, partly empty tile of every request, so the request of 
 
 Padding tokens count as one more request that sees no key. Strides of the cache are constants of a kernel: of other
 integers the compiler only knows whether they are multiples of 16, and would load rows of 264 bytes byte by byte. See
-`attention_tile` for rows, widths and options.
+`attention_tile` for rows, widths and options; PAIRS, for decodes over most codes: `attention_pairs` in its place.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagebinder.custom_ops.triton.attention_pairs import attend_pairs
 from pagebinder.custom_ops.triton.attention_tile import attend, key_range, load_columns
 from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, SIZES, rounded
 
@@ -93,7 +94,7 @@ def tile_kernel(
     DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
     CODES: tl.constexpr, ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr,
-    V_IS_K: tl.constexpr, CONTEXT_ONLY: tl.constexpr,
+    V_IS_K: tl.constexpr, CONTEXT_ONLY: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Requests of more than split_up_to new tokens, and padding; the others are left to `split_kernel`."""
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
@@ -112,7 +113,8 @@ def tile_kernel(
     is_row &= (token < BLOCK_Q) & (start + token < end)
     token += start
     p = seq_len - end + token
-    q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
+    if not PAIRS:
+        q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head, mask=is_row, other=0.0) * LOG2_E
     bias_ptrs = None if bias_ptr is None else bias_ptr + tl.where(is_row, head, 0) * (farthest + 1)
     k_scale = None if scales_ptr is None else tl.load(scales_ptr + kv_head)
@@ -124,24 +126,32 @@ def tile_kernel(
     lo, hi = key_range(p_first, p_last, seq_len, WINDOW, CHUNK, CAUSAL)
     lo, hi = cut_keys(lo, hi, begins_ptr, request, is_padding, seq_len - end + first, CONTEXT_ONLY)
     begin = lo // BLOCK_N * BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l = tl.zeros((BLOCK_M,), tl.float32)
-    # All keys before the first query's are seen by every query.
-    if WINDOW == 0 and CHUNK == 0 and begins_ptr is None:
-        whole = hi if not CAUSAL else tl.maximum(tl.minimum(p_first + 1, hi), 0)
-        whole = whole // BLOCK_N * BLOCK_N
+    if PAIRS:
+        q_ptrs = q_ptr + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+        acc, m, l = attend_pairs(
+            q_ptrs, is_row, p, slope, bias_ptrs, behind, farthest, head_ptr, table_ptr, num_blocks, lo, hi, begin,
+            scale, soft_cap, k_scale, stride_n, stride_b, D, DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL,
+            CODES, ROW_SCALES, NATIVE,
+        )  # fmt: skip
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l = tl.zeros((BLOCK_M,), tl.float32)
+        # All keys before the first query's are seen by every query.
+        if WINDOW == 0 and CHUNK == 0 and begins_ptr is None:
+            whole = hi if not CAUSAL else tl.maximum(tl.minimum(p_first + 1, hi), 0)
+            whole = whole // BLOCK_N * BLOCK_N
+            acc, m, l = attend(
+                q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi,
+                begin, whole, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N,
+                BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, False,
+            )  # fmt: skip
+            begin = whole
         acc, m, l = attend(
             q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi,
-            begin, whole, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N,
-            BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, False,
+            begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N,
+            BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, True,
         )  # fmt: skip
-        begin = whole
-    acc, m, l = attend(
-        q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi, begin,
-        hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW,
-        CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, True,
-    )  # fmt: skip
     if v_scale is not None:
         acc *= v_scale
     total, weight = with_sink(l, m, sinks_ptr, head, is_row)
@@ -209,6 +219,7 @@ def split_kernel(
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, CAUSAL: tl.constexpr, CODES: tl.constexpr, ROW_SCALES: tl.constexpr,
     ALIGNED: tl.constexpr, NATIVE: tl.constexpr, V_IS_K: tl.constexpr, CONTEXT_ONLY: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Part `split` of the keys of requests of up to split_up_to new tokens: normalised rows and their LSE in bits.
 
@@ -246,13 +257,21 @@ def split_kernel(
         row = token if row_tokens == 0 else request * row_tokens + token - first
         part_row = (row.to(tl.int64) * num_heads + head) * SPLITS + split
         if begin < hi:
-            q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
-            acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-            acc, m, l = attend(
-                q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi,
-                begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N,
-                BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, True,
-            )  # fmt: skip
+            if PAIRS:
+                q_ptrs = q_ptr + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+                acc, m, l = attend_pairs(
+                    q_ptrs, is_row, p, slope, bias_ptrs, behind, farthest, head_ptr, table_ptr, num_blocks, lo, hi,
+                    begin, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, WINDOW,
+                    CHUNK, CAUSAL, CODES, ROW_SCALES, NATIVE,
+                )  # fmt: skip
+            else:
+                q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
+                acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+                acc, m, l = attend(
+                    q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo,
+                    hi, begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV,
+                    BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, True,
+                )  # fmt: skip
             if v_scale is not None:
                 acc *= v_scale
             column = tl.arange(0, BLOCK_DV)

@@ -20,6 +20,9 @@ Tiles by the bytes of a K row and a V row, padded, in place of autotuning, which
     <= 2560   16  x 32,  8, 2                            32,  8, 2                        of a head: 256; latent rows
     beyond    16  x 16,  8, 2                            16,  8, 2                        576
 
+Decodes over codes whose rows are powers of two wide have tiles of their own (PAIR_TILES) and another inner loop, see
+`attention_pairs`: up to 16 heads of 32 to 128 channels of a KV head, up to 8 of 256.
+
 Compiled for compute capability 9.0 they do not spill registers (under Triton 3.6 some over codes do, up to 208 bytes
 a thread); a prefill program takes at most 160 KiB of shared memory, a decode program 75 KiB (heads of 512 channels
 81, of 576 119, in float32 137). `python -m tests.custom_ops.triton.compiled_for 90 --all` tells what a version of
@@ -30,7 +33,7 @@ multiplies while the other takes exponentials. The other sizes are as they were 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -57,13 +60,42 @@ TILES = {
 PREFILL_WITH_BIAS = (64, 64, 8, 2)
 # Of rows that are values: with 16 of 16 bits Triton 3.6 makes products for Hopper that read beyond shared memory.
 MIN_COLUMNS = 32
+MIN_KEYS_OF_TILE = 16
 MAX_HEADS_OF_TILE = 32  # more query heads of a KV head are several programs
 PROGRAMS_PER_MULTIPROCESSOR = 32  # at most, by splitting
 PROGRAMS_AT_ONCE = 3  # that a multiprocessor holds, of a decode
 FULL = 0.95  # of a wave
-SPLITS = sorted({round_splits(n) for n in range(1, 65)})
+SPLITS = sorted({round_splits(n) for n in range(1, 129)})
+MOST_SPLITS = 64
 MIN_KEYS_OF_SPLIT = 256  # parts smaller than this cost more in merging than they gain, ...
 MIN_KEYS_OF_LONE_SPLIT = 64  # ... unless most of the GPU would be idle
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """Keys, warps and stages of a decode; how many programs a multiprocessor holds, of at most so many registers a
+    thread (None: any); how many parts of a context are made at most."""
+
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    at_once: int = PROGRAMS_AT_ONCE
+    most_splits: int = MOST_SPLITS
+
+    @property
+    def limits(self) -> dict:
+        return {"maxnreg": self.registers} if self.registers else {}
+
+
+# Over codes that are read in pairs (see `attention_pairs`): (queries, channels of a row) at most -> tile. A lone warp
+# waits for no other, and many of them share a multiprocessor.
+PAIR_TILES = (
+    ((8, 64), DecodeTile(32, 1, 3, registers=128, at_once=16, most_splits=128)),
+    ((8, 128), DecodeTile(32, 1, 3, registers=184, at_once=11, most_splits=128)),
+    ((8, 256), DecodeTile(32, 2, 3, registers=184, at_once=5, most_splits=128)),
+    ((16, 128), DecodeTile(32, 1, 3, at_once=8, most_splits=128)),
+)
 
 
 @dataclass(frozen=True)
@@ -179,8 +211,15 @@ def attend_paged(
     capacity = block_table.shape[1] * block_size
     is_decode = num_tokens <= num_requests
     rows = max(16, triton.next_power_of_2(heads))
+    decode = DecodeTile(*decode, registers=_registers(codes, widths, q.dtype))
+    pairs = None
+    if codes and not v_is_k and q.dtype.itemsize == 2:
+        rows_of_pairs = max(8, triton.next_power_of_2(heads)) if is_decode else rows
+        pairs = pair_tile(kv_cache, widths, rows_of_pairs)
+    if pairs:
+        rows, decode = rows_of_pairs, pairs
     programs = num_requests * num_kv_heads * chunks
-    splits = splits or num_splits(programs, capacity, q.device)
+    splits = splits or num_splits(programs, capacity, q.device, decode)
     few = 0 if splits == 1 else (num_tokens if is_decode else rows // heads)
     code_rows = codes != "" and scales is None
     options = {
@@ -194,13 +233,18 @@ def attend_paged(
     bias = None if bias is None else bias.contiguous()
     distances = (num_behind, 0 if bias is None else bias.shape[1] - 1)
     if splits == 1 or not is_decode:
-        queries, keys, warps, stages = (rows, *decode) if is_decode else prefill
+        queries, keys, warps, stages = prefill
+        registers = {}
+        if is_decode:
+            queries, keys, warps, stages = rows, decode.keys, decode.warps, decode.stages
+            registers = decode.limits if pairs else {}
         queries = max(queries, rows)
         grid = (num_tokens // (queries // heads) + num_requests + 1, num_kv_heads * chunks)
         tile_kernel[grid](
             q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, sinks, alibi_slopes, bias, scales, out,
             lse, *strides, num_tokens, num_requests, num_blocks, capacity, few, scale, soft_cap, *distances,
-            **options, BLOCK_M=queries, BLOCK_N=keys, num_warps=warps, num_stages=stages,
+            **options, PAIRS=is_decode and pairs is not None, BLOCK_M=queries, BLOCK_N=keys, num_warps=warps,
+            num_stages=stages, **registers,
         )  # fmt: skip
     if splits == 1:
         return out
@@ -208,12 +252,11 @@ def attend_paged(
     num_rows = num_tokens if is_decode else num_requests * few
     parts = torch.empty((num_rows, num_heads, splits, head_dim_v), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=q.device)
-    keys, warps, stages = decode
     split_kernel[splits, num_kv_heads * chunks, num_requests](
         q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, alibi_slopes, bias, scales, parts, part_lse,
         *strides, num_blocks, capacity, few, row_tokens, scale, soft_cap, *distances, SPLITS=splits, **options,
-        BLOCK_M=rows, BLOCK_N=keys, MIN_KEYS=min_keys_of_split(programs, q.device),
-        num_warps=warps, num_stages=stages, **_registers(codes, widths, q.dtype),
+        BLOCK_M=rows, BLOCK_N=decode.keys, MIN_KEYS=min_keys_of_split(programs, q.device), PAIRS=pairs is not None,
+        num_warps=decode.warps, num_stages=decode.stages, **decode.limits,
     )  # fmt: skip
     merge_kernel[num_requests + 1, num_heads](
         parts, part_lse, query_start_loc, sinks, out, lse, num_tokens, num_requests, few, row_tokens, SPLITS=splits,
@@ -229,12 +272,28 @@ def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, fl
     return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
 
 
-def num_splits(programs: int, capacity: int, device: torch.device) -> int:
+def pair_tile(kv_cache: torch.Tensor, widths: Widths, rows: int) -> DecodeTile | None:
+    """How a decode reads these codes in pairs; None where it cannot, by width, rows or alignment."""
+    whole = (widths.D_A, widths.D_B, widths.BLOCK_DV) == (widths.D, 0, widths.DV)
+    if not whole or not _has_aligned_scales(kv_cache, widths.D + widths.DV):
+        return None
+    most, block_size = max(widths.D, widths.DV), kv_cache.shape[2]
+    tile = next((tile for (m, channels), tile in PAIR_TILES if rows <= m and most <= channels), None)
+    if tile and block_size % tile.keys and block_size % MIN_KEYS_OF_TILE == 0:
+        return replace(
+            tile, keys=MIN_KEYS_OF_TILE
+        )  # keys of one block are found at once, and asked for earlier
+    return tile
+
+
+def num_splits(programs: int, capacity: int, device: torch.device, tile: DecodeTile | None = None) -> int:
     """Parts of a context of up to `capacity` keys, when `programs` would run without splitting: many, as one request
     may be longer than all others, but of those that fill their waves of programs, the last one, too."""
-    at_once, programs = PROGRAMS_AT_ONCE * multiprocessors(device), max(programs, 1)
+    at_once = (tile.at_once if tile else PROGRAMS_AT_ONCE) * multiprocessors(device)
+    programs = max(programs, 1)
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), programs)
-    most = max(1, min(wanted, capacity // min_keys_of_split(programs, device)))
+    most_splits = tile.most_splits if tile else MOST_SPLITS
+    most = max(1, min(wanted, most_splits, capacity // min_keys_of_split(programs, device)))
     shares = {n: programs * n / at_once / math.ceil(programs * n / at_once) for n in SPLITS if n <= most}
     return max(shares, key=lambda n: (min(shares[n], FULL), n))
 
@@ -243,10 +302,10 @@ def min_keys_of_split(programs: int, device: torch.device) -> int:
     return MIN_KEYS_OF_LONE_SPLIT if programs <= multiprocessors(device) else MIN_KEYS_OF_SPLIT
 
 
-def _registers(codes: str, widths: Widths, dtype: torch.dtype) -> dict:
+def _registers(codes: str, widths: Widths, dtype: torch.dtype) -> int | None:
     """With so many a thread three programs over codes share a multiprocessor, and none are spilled; otherwise two."""
     fits = dtype.itemsize == 2 and (widths.D_A, widths.D_B, widths.BLOCK_DV) == (128, 0, 128)
-    return {"maxnreg": 168} if codes and fits else {}
+    return 168 if codes and fits else None
 
 
 def _has_aligned_scales(kv_cache: torch.Tensor, scale_at: int) -> bool:

@@ -63,7 +63,9 @@ def is_specialised(parameter, value) -> bool:
 def compile_instead_of_running(capability: int) -> None:
     """Every launch from here on compiles its kernel for the arguments at hand, as the GPU's driver would."""
 
-    def run(self, *args, grid, warmup, num_warps=4, num_stages=3, enable_fp_fusion=True, **kwargs):
+    def run(
+        self, *args, grid, warmup, num_warps=4, num_stages=3, maxnreg=None, enable_fp_fusion=True, **kwargs
+    ):
         values = dict(zip(self.arg_names, args)) | kwargs
         signature, constants, attributes = {}, {}, {}
         for i, parameter in enumerate(self.params):
@@ -76,7 +78,8 @@ def compile_instead_of_running(capability: int) -> None:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, torch.Tensor) or (is_specialised(parameter, value) and value % 16 == 0):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        options["enable_fp_fusion"] = enable_fp_fusion
         source = ASTSource(self, signature, constants, attributes)
         kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         sizes = {name: constants[name] for name in ("D", "CODES", "BLOCK_M", "BLOCK_N") if name in constants}
@@ -245,6 +248,9 @@ def main() -> None:
             attend(torch.bfloat16, 512, new=new, codes="fp8_e4m3")
             attend(torch.float16, 128, new=new, codes="fp8_e5m2")
             attend(torch.bfloat16, 128, new=new, codes="int8")
+            attend(torch.bfloat16, 128, new=new, codes="fp8_e4m3", heads=128)
+        for head_dim in (64, 256):
+            attend(torch.bfloat16, head_dim, new=1, codes="fp8_e4m3")
         for rows in (4, 64, 256):
             for format in FORMATS:
                 multiply(torch.bfloat16, rows, format)

@@ -54,6 +54,18 @@ FORMS = {
     "width 256": Case(((520, 1), (20, 9)), head_dim=256, head_dim_v=256, num_kv_heads=1),
     "width 512": Case(((520, 1), (20, 9)), head_dim=512, head_dim_v=512, num_kv_heads=1),
     "width 576": Case(((520, 1), (20, 3)), head_dim=576, head_dim_v=576, num_kv_heads=1, group=2),
+    "pairs": Case(
+        ((300, 1), (63, 1), (0, 1)),
+        head_dim=64,
+        head_dim_v=32,
+        block_size=64,
+        group=3,
+        sinks="finite",
+        alibi=True,
+    ),
+    "pairs in a window": Case(((560, 1), (300, 1)), block_size=64, group=9, options={"window": 40}),
+    "pairs in chunks": Case(((560, 1), (300, 2)), block_size=32, options={"chunk": 48, "soft_cap": 5.0}),
+    "pairs of both sides": Case(((130, 1), (90, 1)), block_size=24, options={"causal": False, "window": 33}),
     "width 7": Case(((520, 1), (20, 9)), head_dim=7, head_dim_v=3),
 }
 
@@ -119,6 +131,14 @@ def narrow(case: Case) -> Case:
         ("blocks of three", "fp8_e5m2", torch.bfloat16, False),
         ("window", "int8", torch.float16, False),
         ("decode", "int8", torch.bfloat16, True),
+        ("short decode", "fp8_e4m3", torch.bfloat16, False),
+        ("pairs", "fp8_e4m3", torch.bfloat16, False),
+        ("pairs", "fp8_e5m2", torch.float16, False),
+        ("pairs", "int8", torch.float16, True),
+        ("pairs in a window", "fp8_e4m3", torch.float16, False),
+        ("pairs in chunks", "int8", torch.bfloat16, False),
+        ("pairs of both sides", "fp8_e4m3", torch.bfloat16, True),
+        ("width 256", "fp8_e4m3", torch.bfloat16, False),
     ],
 )
 def test_codes(provider, name, codes, dtype, fixed):
@@ -129,6 +149,20 @@ def test_codes(provider, name, codes, dtype, fixed):
     expected = quantized_paged_attention_reference(q.float(), *rest, **inputs.options)
     assert out.dtype == dtype and out.is_contiguous()
     assert_close(out, expected)
+
+
+@pytest.mark.parametrize("codes", ["fp8_e4m3", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_queries_that_no_float16_holds(provider, size, codes):
+    """With a channel that is 10^4 times the others, where they say something; operands of products are float16."""
+    inputs = quantised(dataclasses.replace(FORMS["pairs"], dtype=torch.bfloat16, alibi=False), codes, False)
+    q, *rest = inputs.operands
+    q = q * size
+    if size <= 1:
+        q[..., 5] *= 1e4
+    options = {**inputs.options, "scale": 0.02 / size if size < 1 else 0.02}
+    out = provider.overload("quantized_paged_attention")(q, *rest, **options)
+    assert_close(out, quantized_paged_attention_reference(q.float(), *rest, **options))
 
 
 @pytest.mark.parametrize("scale", [1e-7, 300.0])
