@@ -34,7 +34,7 @@ from pagebinder.custom_ops.triton.latent_rows import (
     scaled_codes,
 )
 from pagebinder.custom_ops.triton.paged_attention import padded
-from pagebinder.custom_ops.triton.sparse_mla import position_of
+from pagebinder.custom_ops.triton.sparse_rows import position_of
 from pagebinder.custom_ops.triton.values import SIZES, product, rounded, through
 
 SCORE_BYTES = 256 << 20  # of one launch

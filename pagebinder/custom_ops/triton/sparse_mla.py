@@ -33,105 +33,91 @@ from pagebinder.custom_ops.triton.latent_rows import (
     RowSizes,
     cache_strides,
     is_aligned,
-    load_row_part,
     offsets_in_block,
 )
 from pagebinder.custom_ops.triton.paged_attention import Widths, padded
+from pagebinder.custom_ops.triton.sparse_rows import (
+    list_rows_kernel,
+    position_of,
+    rows_of_tile,
+    tiles_of_query,
+)
+from pagebinder.custom_ops.triton.stored_rows import fetch_row_part, row_part
 from pagebinder.custom_ops.triton.unified_kernels import merge_states_kernel
 from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, SIZES, product, rounded
 
 # (bytes of a padded row at most, heads, rows, warps, stages)
-TILES = ((256, 64, 64, 4, 3), (1024 + 128, 64, 32, 8, 3), (None, 16, 32, 8, 2))
+TILES = ((256, 64, 64, 4, 3), (1024, 64, 64, 8, 2), (1024 + 128, 64, 32, 8, 3), (None, 16, 32, 8, 2))
 LAYOUTS = ("plain", "fp8_v4", "fp8_v32")
 PROGRAMS_PER_MULTIPROCESSOR = 2  # aimed at by splitting
 MIN_ROWS_OF_SPLIT = 64
 MAX_SPLITS = 64
+ROWS_OF_PROGRAM = 1024  # that `list_rows_kernel` looks up
 
 
 @triton.jit
-def request_of_token(starts_ptr, token, num_requests):
-    """The last r in [0, num_requests] that begins at or before a token; num_requests is padding."""
-    first, last = 0, num_requests
-    while first < last:
-        middle = (first + last + 1) // 2
-        if tl.load(starts_ptr + middle) <= token:
-            first = middle
-        else:
-            last = middle - 1
-    return first
-
-
-@triton.jit
-def position_of(starts_ptr, lens_ptr, token, num_requests):
-    """(request of a token or num_requests, its position; below 0 for padding)."""
-    request = request_of_token(starts_ptr, token, num_requests)
-    is_token = request < num_requests
-    end = tl.load(starts_ptr + request + 1, mask=is_token, other=0)
-    p = tl.load(lens_ptr + request, mask=is_token, other=0) - end + token
-    return request, tl.where(is_token, tl.maximum(p, -1), -1)
+def scores(q_a, q_b, k_a, k_b, here, scale, D_B: tl.constexpr):
+    """[heads, rows] in bits (log2)."""
+    zeros = tl.zeros((q_a.shape[0], here.shape[0]), tl.float32)
+    s = product(q_a, tl.trans(k_a), zeros) * (scale * LOG2_E)
+    if D_B > 0:  # added as it is scaled: what is added as it is would make a chain of the products
+        s += product(q_b, tl.trans(k_b), zeros) * (scale * LOG2_E)
+    return tl.where(here[None, :], s, float("-inf"))
 
 
 @triton.jit
 def add_rows(
-    q_a, q_b, acc_a, acc_b, m, l, row_ptrs, scale_ptrs, here, scale, D: tl.constexpr, DV: tl.constexpr,
-    CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, LAYOUT: tl.constexpr, NOPE: tl.constexpr,
-    QUANT: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr,
+    q_a, q_b, k_a, k_b, here, acc_a, acc_b, m, l, scale, is_apart, DV: tl.constexpr, CUT: tl.constexpr,
+    D_B: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows joins the running softmax; scores are in bits (log2)."""
-    dtype: tl.constexpr = q_a.dtype
-    BLOCK_N: tl.constexpr = here.shape[0]
-    k_a = load_row_part(row_ptrs, scale_ptrs, here, dtype, 0, CUT, D_A, LAYOUT, NOPE, QUANT, NATIVE, ALIGNED)
-    s = product(q_a, tl.trans(k_a), tl.zeros((q_a.shape[0], BLOCK_N), tl.float32))
-    k_b = k_a
-    if D_B > 0:
-        k_b = load_row_part(
-            row_ptrs, scale_ptrs, here, dtype, CUT, D, D_B, LAYOUT, NOPE, QUANT, NATIVE, ALIGNED
-        )
-        s = product(q_b, tl.trans(k_b), s)
-    s = tl.where(here[None, :], s * (scale * LOG2_E), float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    weights = tl.exp2(s - shift[:, None])
-    keep = tl.exp2(m - shift)
-    l = l * keep + tl.sum(weights, 1)
-    weights = rounded(weights, dtype)
+    """A tile of rows joins the running softmax. is_apart: True, which only the caller knows.
+
+    Where Triton sees that a product leads to another one in its block, all warps compute all scores of 64 heads, twice
+    as many as there are, in instructions half as wide. So scores are made in a block of their own.
+    """
+    weights = tl.zeros((q_a.shape[0], here.shape[0]), q_a.dtype)
+    keep = tl.zeros(m.shape, tl.float32)
+    if is_apart:
+        s = scores(q_a, q_b, k_a, k_b, here, scale, D_B)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        exponentials = tl.exp2(s - shift[:, None])
+        keep = tl.exp2(m - shift)
+        l = l * keep + tl.sum(exponentials, 1)
+        m = m_new
+        weights = rounded(exponentials, q_a.dtype)
     acc_a = product(weights, k_a, acc_a * keep[:, None])
     if DV > CUT:
         acc_b = product(weights, k_b, acc_b * keep[:, None])
-    return acc_a, acc_b, m_new, l
+    return acc_a, acc_b, m, l
 
 
 @triton.jit(do_not_specialize=SIZES)
 def sparse_kernel(
-    q_ptr, window_ptr, window_table_ptr, entry_ptr, entry_table_ptr, indices_ptr, lens_ptr, starts_ptr, sinks_ptr,
-    out_ptr, lse_ptr, stride_qt, stride_qh, window_stride_r, entry_stride_r, stride_k, num_tokens, num_requests,
-    window_blocks, window_capacity, entry_blocks, entry_capacity, scale, window_stride_n: tl.constexpr,
+    q_ptr, window_ptr, window_table_ptr, entry_ptr, entry_table_ptr, rows_ptr, lens_ptr, starts_ptr, sinks_ptr,
+    out_ptr, lse_ptr, stride_qt, stride_qh, window_stride_r, entry_stride_r, num_tokens, num_requests, window_blocks,
+    window_capacity, entry_blocks, entry_capacity, scale, window_stride_n: tl.constexpr,
     window_stride_b: tl.constexpr, entry_stride_n: tl.constexpr, entry_stride_b: tl.constexpr,
     WINDOW_N: tl.constexpr, ENTRY_N: tl.constexpr, WINDOW: tl.constexpr, ENTRY_WINDOW: tl.constexpr,
-    RATIO: tl.constexpr, LISTED: tl.constexpr,
+    RATIO: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr,
     SPLITS: tl.constexpr, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr,
     LAYOUT: tl.constexpr, NOPE: tl.constexpr, QUANT: tl.constexpr, ROW_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr,
+    SCALE_BYTES: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out [T, H, DV] with the sink; of several splits out [SPLITS, T, H, DV] float32 and lse [SPLITS, H, T], without.
 
-    Splits without rows only get an LSE of -inf, and zeros.
+    Splits without rows only get an LSE of -inf, and zeros. rows: of `list_rows_kernel`, if entries are listed.
     """
     token = tl.num_programs(0) - 1 - tl.program_id(0)  # long contexts first
     split = tl.program_id(1) % SPLITS
     head = tl.program_id(1) // SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
     has_head = head < H
     request, p = position_of(starts_ptr, lens_ptr, token, num_requests)
-    lowest = tl.maximum(p - WINDOW + 1, 0)
-    num_window = tl.maximum(tl.minimum(p + 1, window_capacity) - lowest, 0)
-    num_visible = tl.minimum((p + 1) // RATIO, entry_capacity)
-    num_entries = num_visible if indices_ptr is None else tl.where(num_visible > 0, LISTED, 0)
-    window_tiles = tl.cdiv(num_window, BLOCK_N)
-    num_tiles = window_tiles + tl.cdiv(num_entries, BLOCK_N)
+    window_tiles, num_tiles = tiles_of_query(
+        p, window_capacity, entry_capacity, WINDOW, RATIO, LISTED, BLOCK_N
+    )
     of_split = tl.cdiv(num_tiles, SPLITS)
-    first = split * of_split
-    last = tl.minimum(first + of_split, num_tiles)
     q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, has_head, D, CUT, D_A, D_B)
     acc_a = tl.zeros((BLOCK_M, D_A), tl.float32)
     BLOCK_B: tl.constexpr = D_B if DV > CUT else 16
@@ -140,33 +126,45 @@ def sparse_kernel(
     l = tl.zeros((BLOCK_M,), tl.float32)
     window_table_ptr += request.to(tl.int64) * window_stride_r
     entry_table_ptr += request.to(tl.int64) * entry_stride_r
-    for tile in range(first, last):  # one loop over both: the accumulators do not move between two
+    if LISTED is not None:
+        rows_ptr += token.to(tl.int64) * ROWS
+    # One loop over both caches: the accumulators do not move between two. Products are in a block of their own, which
+    # Triton's pipeline puts behind the loads of the next tile.
+    for tile in tl.range(split * of_split, (split + 1) * of_split, num_stages=STAGES, disable_licm=True):
+        is_tile = tile < num_tiles
         of_window = tile < window_tiles
-        j = lowest + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        w = (tile - window_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-        if indices_ptr is not None:
-            is_listed = (w >= 0) & (w < LISTED)
-            w = tl.load(indices_ptr + token.to(tl.int64) * stride_k + w, mask=is_listed, other=-1)
-        is_seen = (w >= 0) & (w < num_visible)
-        if ENTRY_WINDOW > 0:
-            is_seen &= w > p - ENTRY_WINDOW
-        here = tl.where(of_window, j < lowest + num_window, is_seen)
-        table_ptr = tl.where(of_window, window_table_ptr, entry_table_ptr)
-        block = tl.load(table_ptr + tl.where(of_window, j // WINDOW_N, w // ENTRY_N), mask=here, other=-1)
-        here &= (block >= 0) & (block < tl.where(of_window, window_blocks, entry_blocks))
+        if LISTED is None:
+            block, x, here = rows_of_tile(
+                tile, window_tiles, p, window_table_ptr, entry_table_ptr, window_blocks, window_capacity,
+                entry_blocks, entry_capacity, WINDOW_N, ENTRY_N, WINDOW, ENTRY_WINDOW, RATIO, BLOCK_N,
+            )  # fmt: skip
+        else:
+            row = tl.load(rows_ptr + tile * BLOCK_N + tl.arange(0, BLOCK_N), mask=is_tile, other=-1)
+            x, here = row.to(tl.uint32), row >= 0
+            block = x // WINDOW_N if WINDOW_N == ENTRY_N else tl.where(of_window, x // WINDOW_N, x // ENTRY_N)
         stride_n = tl.where(of_window, window_stride_n, entry_stride_n)
         block_ptrs = tl.where(of_window, window_ptr, entry_ptr) + block.to(tl.int64) * stride_n
-        w_at, w_scales_at = offsets_in_block(
-            w % ENTRY_N, entry_stride_b, ENTRY_N, LAYOUT, ROW_BYTES, SCALE_BYTES
-        )
         at, scales_at = offsets_in_block(
-            j % WINDOW_N, window_stride_b, WINDOW_N, LAYOUT, ROW_BYTES, SCALE_BYTES
+            x % WINDOW_N, window_stride_b, WINDOW_N, LAYOUT, ROW_BYTES, SCALE_BYTES
         )
-        at, scales_at = tl.where(of_window, at, w_at), tl.where(of_window, scales_at, w_scales_at)
-        acc_a, acc_b, m, l = add_rows(
-            q_a, q_b, acc_a, acc_b, m, l, block_ptrs + at, block_ptrs + scales_at, here, scale, D, DV, CUT, D_A, D_B,
-            LAYOUT, NOPE, QUANT, NATIVE, ALIGNED,
-        )  # fmt: skip
+        w_at, w_scales_at = offsets_in_block(
+            x % ENTRY_N, entry_stride_b, ENTRY_N, LAYOUT, ROW_BYTES, SCALE_BYTES
+        )
+        row_ptrs = block_ptrs + tl.where(of_window, at, w_at)
+        scale_ptrs = block_ptrs + tl.where(of_window, scales_at, w_scales_at)
+        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        stored_a = fetch_row_part(row_ptrs, scale_ptrs, here, 0, CUT, D_A, LAYOUT, NOPE, QUANT, ALIGNED)
+        stored_b = stored_a
+        if D_B > 0:
+            stored_b = fetch_row_part(row_ptrs, scale_ptrs, here, CUT, D, D_B, LAYOUT, NOPE, QUANT, ALIGNED)
+        if is_tile:
+            k_a = row_part(stored_a, dtype, 0, CUT, D_A, LAYOUT, NOPE, QUANT, NATIVE)
+            k_b = k_a
+            if D_B > 0:
+                k_b = row_part(stored_b, dtype, CUT, D, D_B, LAYOUT, NOPE, QUANT, NATIVE)
+            acc_a, acc_b, m, l = add_rows(
+                q_a, q_b, k_a, k_b, here, acc_a, acc_b, m, l, scale, num_tiles > 0, DV, CUT, D_B
+            )
     if SPLITS > 1:
         factor = 1.0 / nonzero(l)
         out_ptr += split.to(tl.int64) * num_tokens * H * DV
@@ -202,10 +200,12 @@ def sparse_mla_attention(
         return out
     if indices is not None and indices.stride(1) != 1:
         indices = indices.contiguous()
-    widths = Widths.of(width, head_dim_v)
+    sizes_of_row = RowSizes.of(layout, width, rope_dim, q.device)
+    # What is rotated is one group of channels among the others, or a part of its own.
+    widths = Widths.of(width, head_dim_v, sizes_of_row.NOPE if rope_dim > sizes_of_row.QUANT > 1 else None)
     heads, rows, warps, stages = _tile(widths, num_heads, q.dtype)
     groups = triton.cdiv(num_heads, heads)
-    listed = 0 if indices is None else indices.shape[1]
+    listed = None if indices is None else indices.shape[1]
     # A cache that is not there is the other one, of which no row counts.
     window_rows = (window_cache, window_table) if window > 0 else (entry_cache, entry_table)
     entry_rows = window_rows if entry_cache is None else (entry_cache, entry_table)
@@ -225,14 +225,24 @@ def sparse_mla_attention(
     if splits > 1:
         out = torch.empty((splits, num_tokens, num_heads, head_dim_v), dtype=torch.float32, device=q.device)
         lses = torch.empty((splits, num_heads, num_tokens), dtype=torch.float32, device=q.device)
-    strides = (window_rows[1].stride(0), entry_rows[1].stride(0), 0 if indices is None else indices.stride(0))
+    strides = (window_rows[1].stride(0), entry_rows[1].stride(0))
+    bounds = (len(window_rows[0]), capacities[0], len(entry_rows[0]), capacities[1])
+    masks = {"WINDOW": window, "ENTRY_WINDOW": entry_window, "RATIO": ratio, "LISTED": listed, "BLOCK_N": rows}
+    num_rows, row_list = 0, None
+    if indices is not None:
+        num_rows = (triton.cdiv(min(window, capacities[0]), rows) + triton.cdiv(listed, rows)) * rows
+        row_list = torch.empty((num_tokens, num_rows), dtype=torch.int32, device=q.device)
+        list_rows_kernel[num_tokens, triton.cdiv(num_rows, ROWS_OF_PROGRAM)](
+            window_rows[1], entry_rows[1], indices, seq_lens, query_start_loc, row_list, *strides, indices.stride(0),
+            len(seq_lens), *bounds, WINDOW_N=sizes["WINDOW_N"], ENTRY_N=sizes["ENTRY_N"], ROWS=num_rows,
+            PART=ROWS_OF_PROGRAM, **masks,
+        )  # fmt: skip
     sparse_kernel[num_tokens, groups * splits](
-        q, *window_rows, *entry_rows, indices, seq_lens, query_start_loc, None if splits > 1 else sinks, out, lses,
-        *q.stride()[:2], *strides, num_tokens, len(seq_lens), len(window_rows[0]), capacities[0], len(entry_rows[0]),
-        capacities[1], scale, **sizes, WINDOW=window, ENTRY_WINDOW=entry_window, RATIO=ratio, LISTED=listed,
-        SPLITS=splits, H=num_heads, BLOCK_M=heads, BLOCK_N=rows, **vars(widths),
-        **vars(RowSizes.of(layout, width, rope_dim, q.device)), ALIGNED=is_aligned(window_rows[0], entry_rows[0]),
-        num_warps=warps, num_stages=stages,
+        q, *window_rows, *entry_rows, row_list, seq_lens, query_start_loc, None if splits > 1 else sinks, out, lses,
+        *q.stride()[:2], *strides, num_tokens, len(seq_lens), *bounds, scale, **sizes, **masks, ROWS=num_rows,
+        SPLITS=splits, H=num_heads, BLOCK_M=heads, **vars(widths),
+        **vars(sizes_of_row), ALIGNED=is_aligned(window_rows[0], entry_rows[0]),
+        STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if splits > 1:
         merge_states_kernel[num_tokens, num_heads](

@@ -52,6 +52,12 @@ def test_each_form(attention, name):
     check(attention, FORMS[name])
 
 
+@pytest.mark.parametrize("width, rope_dim", [(128, 64), (256, 64), (464, 16), (192, 128)])
+def test_what_is_rotated_is_a_group_or_a_part(attention, width, rope_dim):
+    sizes = {"layout": "fp8_v4", "width": width, "rope_dim": rope_dim, "dtype": torch.bfloat16}
+    check(attention, dataclasses.replace(FORMS["listed"], **sizes))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(attention, layout, dtype):
