@@ -29,7 +29,7 @@ from pagebinder.custom_ops.triton.latent_rows import (
     e2m1_values,
     from_ue8m0,
     is_aligned,
-    load_row_part,
+    load_rows,
     offsets_in_block,
     scaled_codes,
 )
@@ -87,9 +87,8 @@ def score_kernel(
             here = (block >= 0) & (block < num_blocks)
             block_ptrs = cache_ptr + block.to(tl.int64) * stride_n
             at, scales_at = offsets_in_block(w % N, stride_b, N, LAYOUT, ROW_BYTES, SCALE_BYTES)
-            k = load_row_part(
-                block_ptrs + at, block_ptrs + scales_at, here, dtype, 0, D, BLOCK_D, LAYOUT, NOPE, QUANT, NATIVE,
-                ALIGNED,
+            k = load_rows(
+                block_ptrs + at, block_ptrs + scales_at, here, dtype, D, BLOCK_D, LAYOUT, QUANT, NATIVE, ALIGNED
             )  # fmt: skip
             q_t = q_ptr + token.to(tl.int64) * stride_qt
             weights_t = weights_ptr + token.to(tl.int64) * stride_wt

@@ -4,7 +4,7 @@
     of bytes   page of N rows: row e at e * ROW_BYTES, its scales at N * ROW_BYTES + e * SCALE_BYTES
 
     a row of bytes     | QUANT codes | QUANT codes | ... NOPE | (fp8_v32: a float32 scale each) | bf16 .. D |
-    a tile of it       [rows, BLOCK] columns FIRST .. END of the channels, whatever bytes they lie in
+    a tile of it       [rows, BLOCK] channels, whatever bytes they lie in; of attention's rows see `stored_rows`
 
 What is stored has the bytes of the reference; what is loaded has its values. Scales that are powers of two come from
 bits. Caches that begin at odd addresses are read and written byte by byte.
@@ -203,48 +203,35 @@ def offsets_in_block(
 
 
 @triton.jit
-def load_row_part(
-    row_ptrs, scale_ptrs, here, dtype: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
-    LAYOUT: tl.constexpr, NOPE: tl.constexpr, QUANT: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr,
+def load_rows(
+    row_ptrs, scale_ptrs, here, dtype: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+    QUANT: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Channels [FIRST, END) of rows as [rows, BLOCK] of `dtype`, zeros where there are none; decoded to bfloat16."""
+    """Rows, plain or of an index, as [rows, BLOCK] of `dtype`, zeros where there are none; decoded to bfloat16."""
     if LAYOUT == "plain":
-        values = load_columns(row_ptrs, here, FIRST, END, BLOCK)
+        values = load_columns(row_ptrs, here, 0, D, BLOCK)
     else:
-        if FIRST < NOPE:
-            x = load_codes(
-                row_ptrs, scale_ptrs, here, FIRST, END, BLOCK, LAYOUT, NOPE, QUANT, NATIVE, ALIGNED
-            )
-        if END > NOPE:
-            column = FIRST + tl.arange(0, BLOCK)[None, :]
-            ROPE_AT: tl.constexpr = NOPE + NOPE // QUANT * 4 if LAYOUT == "fp8_v32" else NOPE
-            mask = here[:, None] & (column >= NOPE) & (column < END)
-            rope = load_wide((row_ptrs + ROPE_AT)[:, None], column - NOPE, mask, tl.bfloat16, ALIGNED)
-            rope = rope.to(tl.float32)
-            x = tl.where(column < NOPE, x, rope) if FIRST < NOPE else rope
+        x = load_codes(row_ptrs, scale_ptrs, here, D, BLOCK, LAYOUT, QUANT, NATIVE, ALIGNED)
         values = rounded(x, tl.bfloat16) if dtype == tl.bfloat16 else rounded(through(x, tl.bfloat16), dtype)
     return values
 
 
 @triton.jit
 def load_codes(
-    row_ptrs, scale_ptrs, here, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    NOPE: tl.constexpr, QUANT: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr,
+    row_ptrs, scale_ptrs, here, D: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr, QUANT: tl.constexpr,
+    NATIVE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The channels before NOPE of a part of rows, float32."""
+    """Rows of codes, float32."""
     ROWS: tl.constexpr = row_ptrs.shape[0]
     GROUPS: tl.constexpr = BLOCK // QUANT
-    LAST: tl.constexpr = NOPE if END > NOPE else END
     if LAYOUT == "fp4_index":
-        pair = load_columns(row_ptrs, here, FIRST // 2, LAST // 2, BLOCK // 2).to(tl.int32)
+        pair = load_columns(row_ptrs, here, 0, D // 2, BLOCK // 2).to(tl.int32)
         x = tl.reshape(tl.join(e2m1_values(pair & 15), e2m1_values(pair >> 4)), (ROWS, BLOCK))
     else:
-        x = code_values(load_columns(row_ptrs, here, FIRST, LAST, BLOCK), NATIVE)
-    group = FIRST // QUANT + tl.arange(0, GROUPS)[None, :]
-    mask = here[:, None] & (group * QUANT < LAST)
-    if LAYOUT == "fp8_v32":
-        scale = load_wide((row_ptrs + NOPE)[:, None], group, mask, tl.float32, ALIGNED)
-    elif LAYOUT == "fp8_index":
+        x = code_values(load_columns(row_ptrs, here, 0, D, BLOCK), NATIVE)
+    group = tl.arange(0, GROUPS)[None, :]
+    mask = here[:, None] & (group * QUANT < D)
+    if LAYOUT == "fp8_index":
         scale = load_wide(scale_ptrs[:, None], group, mask, tl.float32, ALIGNED)
     else:
         scale = from_ue8m0(tl.load(scale_ptrs[:, None] + group, mask=mask, other=127))

@@ -11,12 +11,15 @@ both products. Launches follow from shapes: lists are walked to their end, and r
 The reference's checks of lengths and block ids, which would wait for the device, are not made; what is out of range
 is left out. With float16 queries, rows of bytes are taken as float16.
 
-    heads x rows, warps, stages by the bytes of a row, padded     <= 256: 64 x 64, 4, 3     <= 1152: 64 x 32, 8, 3
-                                                                  beyond, and float32: 16 x 32, 8, 2
+    a tile's turn      wait for its rows | start the copies of the next tile's | (decode) | scores | softmax | values
 
-Compiled for compute capability 9.0 a program takes 145 KiB of shared memory over rows of bytes, and up to 48 bytes a
-thread of registers are spilled (two loops, one for each cache, spill 800). On an H200 256
-requests of 64 heads of 512 run at 131 TFLOP/s over bf16 rows, at 93 over 584-byte rows: far from what it could do.
+    heads x rows, warps, stages by the bytes of a row, padded     <= 256: 64 x 64, 4, 3     <= 1024: 64 x 64, 8, 2
+                                                                  <= 1152: 64 x 32, 8, 3    float32: 16 x 32, 8, 2
+
+Compiled for compute capability 9.0 (Triton 3.6), 64 heads of 512, a tile of 64 rows takes a warp 831 instructions
+over bf16 rows and 1,445 over 584-byte rows, a program 201 and 218 KiB of shared memory; nothing is spilled. Not timed
+yet: its forerunner (2 x 1,188 and 2 x 1,501 instructions, scores computed twice in products 16 wide, copies waited
+for) ran 256 requests at 131 and 93 TFLOP/s on an H200.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, SIZES, product, ro
 # (bytes of a padded row at most, heads, rows, warps, stages)
 TILES = ((256, 64, 64, 4, 3), (1024, 64, 64, 8, 2), (1024 + 128, 64, 32, 8, 3), (None, 16, 32, 8, 2))
 LAYOUTS = ("plain", "fp8_v4", "fp8_v32")
-PROGRAMS_PER_MULTIPROCESSOR = 2  # aimed at by splitting
+PROGRAMS_PER_MULTIPROCESSOR = 2  # of 4 warps, aimed at by splitting; 8 warps have all of its registers
 MIN_ROWS_OF_SPLIT = 64
 MAX_SPLITS = 64
 ROWS_OF_PROGRAM = 1024  # that `list_rows_kernel` looks up
@@ -72,8 +75,8 @@ def add_rows(
 ):  # fmt: skip
     """A tile of rows joins the running softmax. is_apart: True, which only the caller knows.
 
-    Where Triton sees that a product leads to another one in its block, all warps compute all scores of 64 heads, twice
-    as many as there are, in instructions half as wide. So scores are made in a block of their own.
+    Where Triton sees that one product leads to another, each group of four warps computes all scores of 64 heads. A
+    block of their own hides that from it: of 8 warps each half computes half of the scores.
     """
     weights = tl.zeros((q_a.shape[0], here.shape[0]), q_a.dtype)
     keep = tl.zeros(m.shape, tl.float32)
@@ -94,9 +97,9 @@ def add_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def sparse_kernel(
-    q_ptr, window_ptr, window_table_ptr, entry_ptr, entry_table_ptr, rows_ptr, lens_ptr, starts_ptr, sinks_ptr,
-    out_ptr, lse_ptr, stride_qt, stride_qh, window_stride_r, entry_stride_r, num_tokens, num_requests, window_blocks,
-    window_capacity, entry_blocks, entry_capacity, scale, window_stride_n: tl.constexpr,
+    q_ptr, window_ptr, window_table_ptr, entry_ptr, entry_table_ptr, rows_ptr, positions_ptr, lens_ptr, starts_ptr,
+    sinks_ptr, out_ptr, lse_ptr, stride_qt, stride_qh, window_stride_r, entry_stride_r, num_tokens, num_requests,
+    window_blocks, window_capacity, entry_blocks, entry_capacity, scale, window_stride_n: tl.constexpr,
     window_stride_b: tl.constexpr, entry_stride_n: tl.constexpr, entry_stride_b: tl.constexpr,
     WINDOW_N: tl.constexpr, ENTRY_N: tl.constexpr, WINDOW: tl.constexpr, ENTRY_WINDOW: tl.constexpr,
     RATIO: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr,
@@ -107,13 +110,20 @@ def sparse_kernel(
 ):  # fmt: skip
     """out [T, H, DV] with the sink; of several splits out [SPLITS, T, H, DV] float32 and lse [SPLITS, H, T], without.
 
-    Splits without rows only get an LSE of -inf, and zeros. rows: of `list_rows_kernel`, if entries are listed.
+    Splits without rows only get an LSE of -inf, and zeros. rows, positions: of `list_rows_kernel`, if entries
+    are listed.
     """
     token = tl.num_programs(0) - 1 - tl.program_id(0)  # long contexts first
     split = tl.program_id(1) % SPLITS
     head = tl.program_id(1) // SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
     has_head = head < H
-    request, p = position_of(starts_ptr, lens_ptr, token, num_requests)
+    if LISTED is None:
+        request, p = position_of(starts_ptr, lens_ptr, token, num_requests)
+        window_table_ptr += request.to(tl.int64) * window_stride_r
+        entry_table_ptr += request.to(tl.int64) * entry_stride_r
+    else:
+        p = tl.load(positions_ptr + token)
+        rows_ptr += token.to(tl.int64) * ROWS
     window_tiles, num_tiles = tiles_of_query(
         p, window_capacity, entry_capacity, WINDOW, RATIO, LISTED, BLOCK_N
     )
@@ -124,12 +134,8 @@ def sparse_kernel(
     acc_b = tl.zeros((BLOCK_M, BLOCK_B), tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
-    window_table_ptr += request.to(tl.int64) * window_stride_r
-    entry_table_ptr += request.to(tl.int64) * entry_stride_r
-    if LISTED is not None:
-        rows_ptr += token.to(tl.int64) * ROWS
-    # One loop over both caches: the accumulators do not move between two. Products are in a block of their own, which
-    # Triton's pipeline puts behind the loads of the next tile.
+    # One loop over both caches: the accumulators do not move between two. What is done with a tile is a block, which
+    # Triton's pipeline puts behind the loads of the next one. What is hoisted out of the loop would be spilled.
     for tile in tl.range(split * of_split, (split + 1) * of_split, num_stages=STAGES, disable_licm=True):
         is_tile = tile < num_tiles
         of_window = tile < window_tiles
@@ -220,29 +226,29 @@ def sparse_mla_attention(
         capacities.append(table.shape[1] * n)
     capacities[1] *= entry_cache is not None
     most = min(window, capacities[0]) + (capacities[1] if indices is None else listed)
-    splits = num_splits(num_tokens * groups, most, q.device)
+    splits = num_splits(num_tokens * groups, most, warps, q.device)
     result, lses = out, None
     if splits > 1:
         out = torch.empty((splits, num_tokens, num_heads, head_dim_v), dtype=torch.float32, device=q.device)
         lses = torch.empty((splits, num_heads, num_tokens), dtype=torch.float32, device=q.device)
     strides = (window_rows[1].stride(0), entry_rows[1].stride(0))
     bounds = (len(window_rows[0]), capacities[0], len(entry_rows[0]), capacities[1])
-    masks = {"WINDOW": window, "ENTRY_WINDOW": entry_window, "RATIO": ratio, "LISTED": listed, "BLOCK_N": rows}
-    num_rows, row_list = 0, None
+    masks = dict(WINDOW=window, ENTRY_WINDOW=entry_window, RATIO=ratio, LISTED=listed, BLOCK_N=rows)
+    num_rows = (triton.cdiv(min(window, capacities[0]), rows) + triton.cdiv(listed or 0, rows)) * rows
+    row_list, positions = None, None
     if indices is not None:
-        num_rows = (triton.cdiv(min(window, capacities[0]), rows) + triton.cdiv(listed, rows)) * rows
         row_list = torch.empty((num_tokens, num_rows), dtype=torch.int32, device=q.device)
+        positions = torch.empty(num_tokens, dtype=torch.int32, device=q.device)
         list_rows_kernel[num_tokens, triton.cdiv(num_rows, ROWS_OF_PROGRAM)](
-            window_rows[1], entry_rows[1], indices, seq_lens, query_start_loc, row_list, *strides, indices.stride(0),
-            len(seq_lens), *bounds, WINDOW_N=sizes["WINDOW_N"], ENTRY_N=sizes["ENTRY_N"], ROWS=num_rows,
-            PART=ROWS_OF_PROGRAM, **masks,
+            window_rows[1], entry_rows[1], indices, seq_lens, query_start_loc, row_list, positions, *strides,
+            indices.stride(0), len(seq_lens), *bounds, WINDOW_N=sizes["WINDOW_N"], ENTRY_N=sizes["ENTRY_N"],
+            ROWS=num_rows, PART=ROWS_OF_PROGRAM, **masks,
         )  # fmt: skip
     sparse_kernel[num_tokens, groups * splits](
-        q, *window_rows, *entry_rows, row_list, seq_lens, query_start_loc, None if splits > 1 else sinks, out, lses,
-        *q.stride()[:2], *strides, num_tokens, len(seq_lens), *bounds, scale, **sizes, **masks, ROWS=num_rows,
-        SPLITS=splits, H=num_heads, BLOCK_M=heads, **vars(widths),
-        **vars(sizes_of_row), ALIGNED=is_aligned(window_rows[0], entry_rows[0]),
-        STAGES=stages, num_warps=warps,
+        q, *window_rows, *entry_rows, row_list, positions, seq_lens, query_start_loc, None if splits > 1 else sinks,
+        out, lses, *q.stride()[:2], *strides, num_tokens, len(seq_lens), *bounds, scale, **sizes, **masks,
+        ROWS=num_rows, SPLITS=splits, H=num_heads, BLOCK_M=heads, **vars(widths), **vars(sizes_of_row),
+        ALIGNED=is_aligned(window_rows[0], entry_rows[0]), STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if splits > 1:
         merge_states_kernel[num_tokens, num_heads](
@@ -260,7 +266,7 @@ def _tile(widths: Widths, num_heads: int, dtype: torch.dtype) -> tuple[int, int,
     return (min(heads, padded(num_heads)), *others)
 
 
-def num_splits(programs: int, rows: int, device: torch.device) -> int:
+def num_splits(programs: int, rows: int, warps: int, device: torch.device) -> int:
     """Parts of up to `rows` rows of a query, when `programs` would run without splitting."""
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // max(programs, 1)
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * 4 * multiprocessors(device) // (warps * max(programs, 1))
     return round_splits(max(1, min(wanted, rows // MIN_ROWS_OF_SPLIT, MAX_SPLITS)))

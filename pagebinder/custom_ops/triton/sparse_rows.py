@@ -15,18 +15,22 @@ import triton.language as tl
 
 from pagebinder.custom_ops.triton.values import SIZES
 
+REQUESTS_AT_ONCE = tl.constexpr(256)
+
 
 @triton.jit
 def request_of_token(starts_ptr, token, num_requests):
-    """The last r in [0, num_requests] that begins at or before a token; num_requests is padding."""
-    first, last = 0, num_requests
-    while first < last:
-        middle = (first + last + 1) // 2
-        if tl.load(starts_ptr + middle) <= token:
-            first = middle
-        else:
-            last = middle - 1
-    return first
+    """The last r in [0, num_requests] that begins at or before a token; num_requests is padding.
+
+    Counted: a bisection would wait for one start after the other.
+    """
+    request = 0
+    for first in range(0, num_requests, REQUESTS_AT_ONCE):
+        r = first + tl.arange(0, REQUESTS_AT_ONCE)
+        mask = r < num_requests
+        start = tl.load(starts_ptr + 1 + r, mask=mask, other=0)
+        request += tl.sum((mask & (start <= token)).to(tl.int32), 0)
+    return request
 
 
 @triton.jit
@@ -79,12 +83,12 @@ def rows_of_tile(
 
 @triton.jit(do_not_specialize=SIZES)
 def list_rows_kernel(
-    window_table_ptr, entry_table_ptr, indices_ptr, lens_ptr, starts_ptr, rows_ptr, window_stride_r, entry_stride_r,
-    stride_k, num_requests, window_blocks, window_capacity, entry_blocks, entry_capacity, WINDOW_N: tl.constexpr,
-    ENTRY_N: tl.constexpr, WINDOW: tl.constexpr, ENTRY_WINDOW: tl.constexpr, RATIO: tl.constexpr,
-    LISTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+    window_table_ptr, entry_table_ptr, indices_ptr, lens_ptr, starts_ptr, rows_ptr, positions_ptr, window_stride_r,
+    entry_stride_r, stride_k, num_requests, window_blocks, window_capacity, entry_blocks, entry_capacity,
+    WINDOW_N: tl.constexpr, ENTRY_N: tl.constexpr, WINDOW: tl.constexpr, ENTRY_WINDOW: tl.constexpr,
+    RATIO: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """rows [T, ROWS] int32: all rows of every query."""
+    """rows [T, ROWS] int32: all rows of every query; positions [T] int32: theirs, below 0 for padding."""
     token = tl.program_id(0)
     k = tl.program_id(1) * PART + tl.arange(0, PART)
     request, p = position_of(starts_ptr, lens_ptr, token, num_requests)
@@ -103,4 +107,6 @@ def list_rows_kernel(
     block = tl.load(tl.where(of_window, window_ptrs, entry_ptrs), mask=here, other=-1)
     here &= (block >= 0) & (block < tl.where(of_window, window_blocks, entry_blocks))
     row = tl.where(of_window, block * WINDOW_N + j % WINDOW_N, block * ENTRY_N + w % ENTRY_N)
+    if tl.program_id(1) == 0:
+        tl.store(positions_ptr + token, p)
     tl.store(rows_ptr + token.to(tl.int64) * ROWS + k, tl.where(here, row, -1), mask=k < ROWS)

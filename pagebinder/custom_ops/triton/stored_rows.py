@@ -12,7 +12,7 @@ import triton.language as tl
 
 from pagebinder.custom_ops.triton.attention_tile import load_columns
 from pagebinder.custom_ops.triton.latent_rows import code_values, from_ue8m0, load_wide
-from pagebinder.custom_ops.triton.values import rounded, through
+from pagebinder.custom_ops.triton.values import rounded
 
 
 @triton.jit
@@ -32,12 +32,13 @@ def fetch_row_part(
             scales = fetch_scales(
                 row_ptrs, scale_ptrs, here, FIRST, LAST, BLOCK // QUANT, LAYOUT, NOPE, QUANT, ALIGNED
             )
-    rope = stored if LAST > FIRST else 0
-    if LAST < END:
+    if LAST == END:
+        rope = stored
+    else:
         ROPE_AT: tl.constexpr = NOPE + NOPE // QUANT * 4 if LAYOUT == "fp8_v32" else NOPE
         # They are one group of channels, or a part of their own.
         COLUMNS: tl.constexpr = QUANT if LAST > FIRST else BLOCK
-        column = (FIRST - LAST if LAST < FIRST else 0) + tl.arange(0, COLUMNS)[None, :]
+        column = tl.arange(0, COLUMNS)[None, :]
         mask = here[:, None] & (column < END - NOPE)
         rope = load_wide((row_ptrs + ROPE_AT)[:, None], column, mask, tl.bfloat16, ALIGNED)
         if LAST <= FIRST:
@@ -59,14 +60,15 @@ def fetch_scales(
     elif LAYOUT == "fp8_v4" and ALIGNED and GROUPS % 4 == 0:  # Triton's pipeline takes no single bytes
         word = FIRST // QUANT // 4 + tl.arange(0, GROUPS // 4)[None, :]
         mask = here[:, None] & (word * 4 * QUANT < LAST)
-        scales = tl.load(scale_ptrs.to(tl.pointer_type(tl.int32))[:, None] + word, mask=mask, other=0x7F7F7F7F)
+        words = scale_ptrs.to(tl.pointer_type(tl.int32))
+        scales = tl.load(words[:, None] + word, mask=mask, other=0x7F7F7F7F)
     else:
         scales = tl.load(scale_ptrs[:, None] + group, mask=mask, other=127)
     return scales
 
 
-# Four codes * their scales (bfloat16) -> bfloat16; plus four bfloat16 values, where scales are negative. The conversion
-# to halves knows NaN; products by powers of two are exact, subnormals too.
+# Four codes * their scales (bfloat16) -> bfloat16; plus four bfloat16 values, where scales are negative. Conversion
+# to halves knows NaN; products with powers of two are exact, subnormals too.
 DECODED_OR_OTHER = tl.constexpr("""{
 .reg .b16 a, b, c, d;
 .reg .b32 l, h, m, n;
@@ -122,10 +124,9 @@ def row_part(
                 if END > NOPE:
                     x = tl.where(of_rope[:, :, None], rope.to(tl.float32)[:, None, :], x)
             x = tl.reshape(x, (ROWS, BLOCK))
-        if x.dtype == tl.bfloat16:
-            values = x if dtype == tl.bfloat16 else rounded(x.to(tl.float32), dtype)
-        else:
-            values = rounded(x, tl.bfloat16) if dtype == tl.bfloat16 else rounded(through(x, tl.bfloat16), dtype)
+        if x.dtype == tl.float32:
+            x = rounded(x, tl.bfloat16)
+        values = x if dtype == tl.bfloat16 else rounded(x.to(tl.float32), dtype)
     return values
 
 
