@@ -15,6 +15,7 @@ is left out. With float16 queries, rows of bytes are taken as float16.
 
     heads x rows, warps, stages by the bytes of a row, padded     <= 256: 64 x 64, 4, 3     <= 1024: 64 x 64, 8, 2
                                                                   <= 1152: 64 x 32, 8, 3    float32: 16 x 32, 8, 2
+    before Hopper, where these do not fit                         64 x 16, 8, 2
 
 Compiled for compute capability 9.0 (Triton 3.6), 64 heads of 512, a tile of 64 rows takes a warp 831 instructions
 over bf16 rows and 1,445 over 584-byte rows, a program 201 and 218 KiB of shared memory; nothing is spilled. Not timed
@@ -31,7 +32,7 @@ import triton.language as tl
 from pagebinder.custom_ops.latent.layouts import require, rows_per_block
 from pagebinder.custom_ops.sparse.sparse_mla import check_operands
 from pagebinder.custom_ops.triton.attention_kernels import load_queries, nonzero, with_sink
-from pagebinder.custom_ops.triton.gpu import multiprocessors, round_splits
+from pagebinder.custom_ops.triton.gpu import HOPPER, capability, multiprocessors, round_splits
 from pagebinder.custom_ops.triton.latent_rows import (
     RowSizes,
     cache_strides,
@@ -51,6 +52,7 @@ from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, SIZES, product, ro
 
 # (bytes of a padded row at most, heads, rows, warps, stages)
 TILES = ((256, 64, 64, 4, 3), (1024, 64, 64, 8, 2), (1024 + 128, 64, 32, 8, 3), (None, 16, 32, 8, 2))
+ROWS_BEFORE_HOPPER, STAGES_BEFORE_HOPPER = 16, 2  # of the tiles of 8 warps in 16 bits
 LAYOUTS = ("plain", "fp8_v4", "fp8_v32")
 PROGRAMS_PER_MULTIPROCESSOR = 2  # of 4 warps, aimed at by splitting; 8 warps have all of its registers
 MIN_ROWS_OF_SPLIT = 64
@@ -209,7 +211,7 @@ def sparse_mla_attention(
     sizes_of_row = RowSizes.of(layout, width, rope_dim, q.device)
     # What is rotated is one group of channels among the others, or a part of its own.
     widths = Widths.of(width, head_dim_v, sizes_of_row.NOPE if rope_dim > sizes_of_row.QUANT > 1 else None)
-    heads, rows, warps, stages = _tile(widths, num_heads, q.dtype)
+    heads, rows, warps, stages = _tile(widths, num_heads, q.dtype, q.device)
     groups = triton.cdiv(num_heads, heads)
     listed = None if indices is None else indices.shape[1]
     # A cache that is not there is the other one, of which no row counts.
@@ -258,12 +260,16 @@ def sparse_mla_attention(
     return result
 
 
-def _tile(widths: Widths, num_heads: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def _tile(
+    widths: Widths, num_heads: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, int, int, int]:
     """(heads, rows, warps, stages) of TILES; no more heads than there are."""
     row = (widths.D_A + widths.D_B) * dtype.itemsize if dtype.itemsize == 2 else None
     limit_of = (tile for limit, *tile in TILES if limit is None or (row is not None and row <= limit))
-    heads, *others = next(limit_of)
-    return (min(heads, padded(num_heads)), *others)
+    heads, rows, warps, stages = next(limit_of)
+    if row is not None and warps == 8 and 0 < capability(device)[0] < HOPPER[0]:
+        rows, stages = ROWS_BEFORE_HOPPER, STAGES_BEFORE_HOPPER
+    return min(heads, padded(num_heads)), rows, warps, stages
 
 
 def num_splits(programs: int, rows: int, warps: int, device: torch.device) -> int:
