@@ -1,6 +1,6 @@
 """`pagebinder serve`: a model behind an OpenAI-compatible HTTP server."""
 
-import contextlib
+import secrets
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -47,10 +47,17 @@ def serve_command(
         Path | None, typer.Option(metavar="FILE", help="A Jinja file, in place of the checkpoint's template.")
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once; others wait.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Requests that run at once (64); others wait.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a step at most (2,048).")
+    ] = None,
     kv_cache_mib: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the state of equal prefixes.")] = True,
+    seed: Annotated[
+        int | None, typer.Option(help="Of requests that bring none; else other tokens at each start.")
+    ] = None,
     pooling: Annotated[str, typer.Option(help="Of an encoder: auto, mean, max, cls or lasttoken.")] = "auto",
     shutdown_seconds: Annotated[
         int, typer.Option(min=0, help="How long running requests may go on after Ctrl-C.")
@@ -67,7 +74,7 @@ def serve_command(
     """Serve a model over HTTP as OpenAI's API does: completions, chat, embeddings of encoders, with streaming."""
     with working("importing the server"):
         from pagebinder.server import create_app
-    template = None if chat_template is None else chat_template.expanduser().read_text(encoding="utf-8")
+    template = None if chat_template is None else _read(chat_template)
     listening = _listen(host, port)  # said before the seconds of compilation
     options = {
         "device": device, "executable": executable, "dtype": dtype, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
@@ -78,12 +85,18 @@ def serve_command(
     with working("making room for the KV cache"):
         from pagebinder.config import EngineConfig
 
-        config = EngineConfig(
-            kv_cache_bytes=None if kv_cache_mib is None else kv_cache_mib << 20, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, prefix_caching=prefix_caching,
-        )  # fmt: skip
+        given = {
+            "kv_cache_bytes": None if kv_cache_mib is None else kv_cache_mib << 20, "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens, "prefix_caching": None if prefix_caching else False,
+            "seed": seed,
+        }  # fmt: skip
+        given = {name: value for name, value in given.items() if value is not None}
+        if hasattr(compiled, "embed"):
+            config = EngineConfig(**given) if given else None  # which is refused
+        else:
+            config = EngineConfig(**{"seed": secrets.randbits(31)} | given)
         app = create_app(
-            compiled, None if hasattr(compiled, "embed") else config,
+            compiled, config,
             model_name=name or model.resolve().name, api_key=api_key, chat_template=template, pooling=pooling,
         )  # fmt: skip
     _run(app, listening, shutdown_seconds)
@@ -98,16 +111,24 @@ def _listen(host: str, port: int) -> socket.socket:
         raise OSError(f"{host}:{port} cannot be listened on: {error.strerror or error}.") from error
 
 
+def _read(path: Path) -> str:
+    """Raises ConfigError, OSError: it cannot be read."""
+    from pagebinder.errors import ConfigError
+
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}.") from error
+
+
 def _run(app, listening: socket.socket, shutdown_seconds: int) -> None:
-    """Serve until Ctrl-C or SIGTERM, which let running requests go on for a while."""
-    import uvicorn
+    """Serve until Ctrl-C or SIGTERM, which let running requests go on for a while; a second one ends them."""
+    from pagebinder.server.patient_server import PatientServer
 
     host, port = listening.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     err.print(
         f"serving {app.state.model_name} at {where}/v1 (API: {where}/docs); Ctrl-C stops", soft_wrap=True
     )
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=shutdown_seconds)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
-        uvicorn.Server(config).run(sockets=[listening])
+    PatientServer(app, shutdown_seconds).run(sockets=[listening])
     err.print("stopped")

@@ -38,6 +38,12 @@ class OutputText:
         for token in self._request.all_token_ids[first + len(self._ends) - 1 : first + num_tokens]:
             self.append(token)
 
+    def offsets(self, num_tokens: int) -> list[int]:
+        """How many characters may be shown before each of the first `num_tokens` tokens."""
+        shown = num_tokens if self.limit is None else min(num_tokens, self.limit)
+        self.catch_up(shown)
+        return [self._ends[min(i, shown)] for i in range(num_tokens)]
+
     def after(self, num_tokens: int, finished: bool) -> str:
         """The text that `num_tokens` tokens show; with `finished`, what was held back too."""
         num_tokens = num_tokens if self.limit is None else min(num_tokens, self.limit)

@@ -80,6 +80,16 @@ class RequestOutput:
         return None if self._text is None else self._text.after(self.num_tokens, self.finished)
 
     @property
+    def text_offsets(self) -> list[int] | None:
+        """How many characters of `text` were shown before each generated token came; None without a tokenizer."""
+        return None if self._text is None else self._text.offsets(self.num_tokens)
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Of an encoder-decoder's encoder prompt."""
+        return self._request.num_encoder_tokens
+
+    @property
     def logprobs(self) -> list[dict[int, float]] | None:
         return None if self._logprobs is None else self._logprobs[: self.num_tokens]
 

@@ -7,7 +7,10 @@
     app.py            the application: routes, errors, API key       protocol.py     what requests may say
     completions.py    texts and token ids -> continuations           answers.py      what they get back
     chat.py           messages -> prompt by the chat template        embeddings.py   texts -> vectors, of encoders
+    prompt_limits.py  what is too large to be looked at
+    token_texts.py    tokens as log-probabilities name them
     metrics.py        counters and latencies for Prometheus
+    patient_server.py uvicorn, whose end running requests are told of
 
 Needs the extra `serve` (FastAPI, uvicorn, prometheus-client).
 """

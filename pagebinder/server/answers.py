@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pagebinder.runtime.outputs import RequestOutput
-from pagebinder.server.protocol import Sampling
+from pagebinder.server.protocol import ChatBody, Sampling
+from pagebinder.server.token_texts import TokenTexts
 
 Json = dict[str, Any]
 FINISH_REASONS = {"abort": "stop"}  # the protocol has no word for the others
@@ -20,12 +21,12 @@ FINISH_REASONS = {"abort": "stop"}  # the protocol has no word for the others
 
 @dataclass(frozen=True)
 class Piece:
-    """What came since the last piece. `first_token`: how many tokens there were before; `offset`: characters."""
+    """What came since the last piece. `logprobs` and `offsets` are of each token, if they were asked for."""
 
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None
-    first_token: int
+    offsets: list[int] | None
     finish_reason: str | None
 
 
@@ -40,8 +41,11 @@ class Progress:
         chars, tokens = self.num_chars, self.num_tokens
         text, token_ids = output.text or "", output.token_ids
         self.num_chars, self.num_tokens = len(text), len(token_ids)
-        logprobs = None if output.logprobs is None else output.logprobs[tokens:]
-        return Piece(text[chars:], token_ids[tokens:], logprobs, tokens, finish_reason_of(output))
+        logprobs = offsets = None
+        if (values := output.logprobs) is not None:
+            logprobs = values[tokens:]
+            offsets = (output.text_offsets or [0] * len(token_ids))[tokens:]
+        return Piece(text[chars:], token_ids[tokens:], logprobs, offsets, finish_reason_of(output))
 
 
 def finish_reason_of(output: RequestOutput) -> str | None:
@@ -56,7 +60,7 @@ class Answer:
     piece_object: ClassVar[str]
 
     def __init__(self, model: str, tokenizer: Any, body: Sampling) -> None:
-        self.tokenizer = tokenizer
+        self.tokens = TokenTexts(tokenizer)
         self.num_samples = body.n or 1
         self.shows_ids = body.return_token_ids or tokenizer is None
         self.shows_usage = body.includes_usage
@@ -100,7 +104,7 @@ class Answer:
     def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
         """The samples of a prompt share it: it counts once."""
         firsts = outputs[:: self.num_samples]
-        prompt = sum(len(output.prompt_token_ids) for output in firsts)
+        prompt = sum(len(output.prompt_token_ids) + output.num_encoder_tokens for output in firsts)
         completion = sum(output.num_tokens for output in outputs)
         return {
             "prompt_tokens": prompt,
@@ -109,41 +113,41 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in firsts)},
         }
 
-    def _token(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.decode([token_id])
-
 
 class CompletionAnswer(Answer):
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Any, body: Sampling) -> None:
-        super().__init__(model, tokenizer, body)
-        self._offsets: dict[int, int] = {}  # where the next token of a choice begins, in characters
-
     def _choice(self, place: int, piece: Piece) -> Json:
         return {
-            "index": place, "text": piece.text, "logprobs": self._logprobs(place, piece),
+            "index": place, "text": piece.text, "logprobs": self._logprobs(piece),
             "finish_reason": piece.finish_reason, **self._ids(piece),
         }  # fmt: skip
 
     _piece_choice = _choice
 
-    def _logprobs(self, place: int, piece: Piece) -> Json | None:
+    def _logprobs(self, piece: Piece) -> Json | None:
         if piece.logprobs is None:
             return None
-        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token_id, values in zip(piece.token_ids, piece.logprobs):
-            token, offset = self._token(token_id), self._offsets.get(place, 0)
-            self._offsets[place] = offset + len(token)
-            found["tokens"].append(token)
-            found["token_logprobs"].append(values[token_id])
-            found["top_logprobs"].append({self._token(i): value for i, value in values.items()})
-            found["text_offset"].append(offset)
-        return found
+        by_token = list(zip(piece.token_ids, piece.logprobs))
+        return {
+            "tokens": [self.tokens.text(i) for i in piece.token_ids],
+            "token_logprobs": [values[i] for i, values in by_token],
+            "top_logprobs": [self._top(values) for values in piece.logprobs],
+            "text_offset": piece.offsets,
+        }
+
+    def _top(self, values: dict[int, float]) -> dict[str, float]:
+        """By text; of tokens with the same text the likeliest."""
+        rising = sorted(values.items(), key=lambda item: item[1])
+        return {self.tokens.text(i): value for i, value in rising}
 
 
 class ChatAnswer(Answer):
     prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, tokenizer: Any, body: ChatBody) -> None:
+        super().__init__(model, tokenizer, body)
+        self.num_top = body.top_logprobs or 0
 
     def opening(self, num_choices: int) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -168,10 +172,14 @@ class ChatAnswer(Answer):
             return None
         entries = []
         for token_id, values in zip(piece.token_ids, piece.logprobs):
-            top = [self._entry(i, value) for i, value in sorted(values.items(), key=lambda x: -x[1])]
+            falling = sorted(values.items(), key=lambda item: -item[1])
+            top = [self._entry(i, value) for i, value in falling[: self.num_top]]
             entries.append({**self._entry(token_id, values[token_id]), "top_logprobs": top})
         return {"content": entries}
 
     def _entry(self, token_id: int, logprob: float) -> Json:
-        token = self._token(token_id)
-        return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+        return {
+            "token": self.tokens.text(token_id),
+            "logprob": logprob,
+            "bytes": self.tokens.bytes(token_id),
+        }

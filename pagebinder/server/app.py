@@ -1,6 +1,7 @@
 """The ASGI application: routes, errors as OpenAI's API has them, and the API key.
 
-GET   /v1/models  /health  /metrics             what is served, whether, and how it does
+GET   /v1/models  /health                       what is served, and whether
+      /metrics                                  how the engine does, of decoders and encoder-decoders
 POST  /v1/completions  /v1/chat/completions     of decoders and encoder-decoders
 POST  /v1/embeddings                            of encoders
 """
@@ -26,7 +27,10 @@ from pagebinder.server.completions import Completions, error_json
 from pagebinder.server.embeddings import Embeddings
 from pagebinder.server.engine_worker import EngineStoppedError, EngineWorker
 from pagebinder.server.metrics import exposition
+from pagebinder.server.prompt_limits import BodyLimit, body_limit
 from pagebinder.server.protocol import ChatBody, CompletionBody, EmbeddingBody
+
+SEVERAL = ("prompt", "encoder_prompt", "input")  # fields that take a text or token ids, or some of either
 
 
 def create_app(
@@ -41,21 +45,32 @@ def create_app(
         model_name: what clients call it; None: the name of its directory. api_key: clients of /v1 must bring it as a
             bearer token. chat_template: Jinja text to use in place of the checkpoint's.
     Raises:
-        ConfigError: options that do not fit; and as `compiled.engine`.
+        ConfigError: options that do not fit, a chat template that is none; and as `compiled.engine`.
     """
+    if api_key is not None and not (api_key.strip() and api_key.isascii()):
+        raise ConfigError("The API key must be ASCII characters, not none: clients could not bring it.")
     name = model_name or Path(compiled.source.name).name
     if hasattr(compiled, "embed"):
         if engine_config is not None or chat_template is not None:
-            raise ConfigError(f"{name} is an encoder: it has no engine and no chat template.")
+            raise ConfigError(
+                f"{name} is an encoder: it has no engine (sizes, seeds, prefix caching) and no chat template."
+            )
         app = FastAPI(title="Pagebinder")
+        app.state.end_requests = lambda: None
+        limit = body_limit(compiled.max_tokens)
         _add_embeddings(app, Embeddings(compiled, name, compiled.pooling(pooling)))
     else:
+        if pooling != "auto":
+            raise ConfigError(f"{name} is no encoder: leave the pooling out.")
         worker = EngineWorker(compiled.engine(engine_config))
         app = FastAPI(title="Pagebinder", lifespan=_running(worker))
+        app.state.end_requests = worker.end_requests
+        limit = body_limit(max(compiled.max_model_len, worker.engine.kv.max_encoder_tokens))
         template = ChatTemplate(worker.engine.model.tokenizer, chat_template)
         _add_completions(app, worker, Completions(worker, name, template))
     _add_models(app, name)
     _handle_errors(app)
+    app.add_middleware(BodyLimit, limit=limit)
     if api_key is not None:
         _require_key(app, api_key)
     return app
@@ -100,7 +115,7 @@ def _add_completions(app: FastAPI, worker: EngineWorker, completions: Completion
         _check_model(app, body.model)
         return await completions.chat(body, request)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return Response(status_code=200 if worker.is_running else 503)
 
@@ -118,7 +133,7 @@ def _add_embeddings(app: FastAPI, embeddings: Embeddings) -> None:
         _check_model(app, body.model)
         return await embeddings.embed(body)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return Response(status_code=200)
 
@@ -129,15 +144,30 @@ def _check_model(app: FastAPI, model: str | None) -> None:
 
 
 def _require_key(app: FastAPI, api_key: str) -> None:
-    expected = f"Bearer {api_key}".encode()
+    expected = api_key.strip().encode()
 
     @app.middleware("http")
     async def check(request: Request, call_next) -> Response:
-        given = request.headers.get("authorization", "").encode()
-        if request.url.path.startswith("/v1") and not hmac.compare_digest(given, expected):
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        is_right = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), expected)
+        if request.url.path.startswith("/v1") and not is_right:
             message = "Bring the server's API key as a bearer token (Authorization: Bearer KEY)."
             return JSONResponse(error_json(message, "authentication_error", "invalid_api_key"), 401)
         return await call_next(request)
+
+
+def _what_is_wrong(error: dict[str, Any]) -> tuple[str, str | None]:
+    """(what a client should read, the field it is about) of an error of pydantic's."""
+    fields = [str(part) for part in error["loc"] if part != "body"]
+    if error["type"] == "json_invalid":
+        return f"The body is no JSON: {error.get('ctx', {}).get('error', error['msg'])}.", None
+    if not fields and error["type"] != "value_error":
+        return 'Send a JSON object, with the header "Content-Type: application/json".', None
+    if fields and fields[0] in SEVERAL:
+        return f"{fields[0]}: use a text, a list of token ids, or a list of several of either.", fields[0]
+    message = error["msg"].removeprefix("Value error, ")
+    where = ".".join(fields)
+    return (f"{where}: {message}" if where and error["type"] != "value_error" else message), where or None
 
 
 def _handle_errors(app: FastAPI) -> None:
@@ -149,11 +179,12 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def bad_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = first["msg"].removeprefix("Value error, ")
-        text = f"{where}: {message}" if where and first["type"] != "value_error" else message
-        return JSONResponse(error_json(text, "invalid_request_error", param=where or None), 400)
+        text, where = _what_is_wrong(error.errors()[0])
+        return JSONResponse(error_json(text, "invalid_request_error", param=where), 400)
+
+    @app.exception_handler(Exception)
+    async def failure(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_json(f"The server failed: {error}", "server_error"), 500)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -6,16 +6,51 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from pagebinder.errors import RequestError
+from jinja2 import TemplateSyntaxError
+
+from pagebinder.errors import ConfigError, RequestError
 from pagebinder.runtime.saved_tokenizer import SavedTokenizer
+from pagebinder.server.prompt_limits import check_text
 from pagebinder.server.protocol import Message
+
+OURS = {
+    "conversation",
+    "messages",
+    "chat_template",
+    "tokenize",
+    "tools",
+    "documents",
+    "return_dict",
+    "return_tensors",
+}
 
 
 class ChatTemplate:
-    """The template of a tokenizer (transformers', or a saved one with its files beside it), or `text` instead."""
+    """The template of a tokenizer (transformers', or a saved one with its files beside it), or `text` instead.
+
+    Raises ConfigError: `text` is no Jinja template.
+    """
 
     def __init__(self, tokenizer: Any, text: str | None = None) -> None:
         self._tokenizer, self._text = tokenizer, text
+        if text is not None and tokenizer is not None:
+            self._check_syntax()
+
+    def _check_syntax(self) -> None:
+        try:
+            self._render([{"role": "user", "content": "x"}], {})
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"The chat template is wrong in line {error.lineno}: {error.message}"
+            ) from error
+        except Exception:  # it may want other conversations
+            return
+
+    def _render(self, conversation: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        options = {"add_generation_prompt": True} | variables
+        return self._renderer.apply_chat_template(
+            conversation, chat_template=self._text, tokenize=False, **options
+        )
 
     @functools.cached_property
     def _renderer(self) -> Any:
@@ -38,19 +73,22 @@ class ChatTemplate:
             )
         return None
 
-    def token_ids(self, messages: Sequence[Message], variables: dict[str, Any]) -> list[int]:
-        """The prompt that asks for the assistant's answer. Raises RequestError: there is no such prompt."""
+    def token_ids(
+        self, messages: Sequence[Message], variables: dict[str, Any], limit: int | None = None
+    ) -> list[int]:
+        """The prompt that asks for the assistant's answer, if it has `limit` characters at most. Raises RequestError:
+        there is no such prompt."""
         problem = self.problem()
         if problem is not None:
             raise RequestError(problem)
         conversation = [_plain(number, message) for number, message in enumerate(messages)]
+        if taken := sorted(OURS & variables.keys()):
+            raise RequestError(f"chat_template_kwargs may not hold {', '.join(taken)}.")
         try:
-            text = self._renderer.apply_chat_template(
-                conversation, chat_template=self._text,
-                **{"add_generation_prompt": True} | variables | {"tokenize": False},
-            )  # fmt: skip
+            text = self._render(conversation, variables)
         except Exception as error:  # whatever a template does with a conversation it was not written for
             raise RequestError(f"The chat template does not take this conversation: {error}") from error
+        check_text(text, "conversation", limit)
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -12,16 +12,25 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
 from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, pair_prompts
 from pagebinder.runtime.outputs import RequestOutput
+from pagebinder.runtime.request_checks import Prompt
 from pagebinder.server.answers import Answer, ChatAnswer, CompletionAnswer, Progress
 from pagebinder.server.chat import ChatTemplate
 from pagebinder.server.engine_worker import EngineStoppedError, EngineWorker, NewRequest
 from pagebinder.server.feeds import Feed
-from pagebinder.server.protocol import MOST_PROMPTS, ChatBody, CompletionBody, Sampling
+from pagebinder.server.prompt_limits import check_text, text_limit
+from pagebinder.server.protocol import (
+    MOST_PROMPTS,
+    MOST_SAMPLES_OF_ALL,
+    ChatBody,
+    CompletionBody,
+    Sampling,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 Result = TypeVar("Result")
@@ -32,7 +41,11 @@ class Completions:
 
     def __init__(self, worker: EngineWorker, model: str, chat_template: ChatTemplate) -> None:
         self.worker, self.model, self.chat_template = worker, model, chat_template
-        self.tokenizer = worker.engine.model.tokenizer
+        engine = worker.engine
+        self.tokenizer = engine.model.tokenizer
+        self._text_limit = text_limit(self.tokenizer, engine.model.max_model_len)
+        encoder_tokens = engine.kv.max_encoder_tokens  # 0 where there is no encoder, which the engine says
+        self._encoder_text_limit = text_limit(self.tokenizer, encoder_tokens) if encoder_tokens else None
         # Of one thread: a tokenizer must not be changed by one while another uses it.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="pagebinder-tokenizer")
 
@@ -43,6 +56,8 @@ class Completions:
         return await self._answer(new, CompletionAnswer(self.model, self.tokenizer, body), body, request)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
+        if self.worker.engine.model.encoder is not None:
+            raise RequestError("The model is an encoder-decoder: use /v1/completions with encoder_prompt.")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and logprobs is None:
             raise RequestError("top_logprobs needs logprobs=true.")
@@ -51,7 +66,7 @@ class Completions:
             raise RequestError("max_tokens and max_completion_tokens differ: give one of them.")
         params = body.sampling_params(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
         ids = await self._tokenize(
-            lambda: self.chat_template.token_ids(body.messages, body.chat_template_kwargs)
+            lambda: self.chat_template.token_ids(body.messages, body.chat_template_kwargs, self._text_limit)
         )
         new = [NewRequest(prompt=ids, params=params, priority=body.priority, cache_salt=body.cache_salt)]
         return await self._answer(new, ChatAnswer(self.model, self.tokenizer, body), body, request)
@@ -66,8 +81,14 @@ class Completions:
         pairs = pair_prompts(body.prompt, body.encoder_prompt)
         if not 1 <= len(pairs) <= MOST_PROMPTS:
             raise RequestError(f"{len(pairs)} prompts: give 1 to {MOST_PROMPTS}.")
+        if len(pairs) * params.n > MOST_SAMPLES_OF_ALL:
+            raise RequestError(
+                f"{len(pairs)} prompts with n={params.n}: give {MOST_SAMPLES_OF_ALL} samples at most."
+            )
         requests = []
         for index, (prompt, encoder_prompt) in enumerate(pairs):
+            self._check_prompt(prompt, "prompt", self._text_limit)
+            self._check_prompt(encoder_prompt, "encoder prompt", self._encoder_text_limit)
             seed = None if params.seed is None else params.seed + index * params.n
             requests.append(
                 NewRequest(
@@ -78,12 +99,20 @@ class Completions:
             )  # fmt: skip
         return requests
 
+    def _check_prompt(self, prompt: Prompt | None, name: str, limit: int | None) -> None:
+        """Raises RequestError: it is too long to be looked at."""
+        most = max(self.worker.engine.model.max_model_len, self.worker.engine.kv.max_encoder_tokens)
+        if isinstance(prompt, str):
+            check_text(prompt, name, limit)
+        elif prompt is not None and len(prompt) > most:
+            raise RequestError(f"The {name} has {len(prompt):,} tokens, but at most {most:,} are allowed.")
+
     async def _answer(
         self, new: Sequence[NewRequest], answer: Answer, body: Sampling, request: Request
     ) -> Response:
         feed = await self.worker.submit(new, every_step=bool(body.stream))
         if body.stream:
-            return StreamingResponse(self._events(answer, feed), media_type="text/event-stream")
+            return _Stream(self._events(answer, feed), lambda: self.worker.abort(feed))
         async with self._aborted_if_left(feed, request):
             return JSONResponse(answer.whole(await feed.last_outputs()))
 
@@ -101,10 +130,9 @@ class Completions:
             watch.cancel()
 
     async def _events(self, answer: Answer, feed: Feed) -> AsyncIterator[str]:
-        """Server-sent events. The server closes this when the client is gone, at whatever point it is."""
+        """Server-sent events."""
         progress = [Progress() for _ in feed.places]
         last: dict[int, RequestOutput] = {}
-        ended = False
         try:
             for event in answer.opening(len(progress)):
                 yield _event(event)
@@ -113,15 +141,26 @@ class Completions:
                 piece = progress[place].take(output)
                 if (event := answer.piece(place, piece)) is not None:
                     yield _event(event)
-            ended = True
             for event in answer.closing([last[place] for place in range(len(progress))]):
                 yield _event(event)
             yield "data: [DONE]\n\n"
         except EngineStoppedError as error:
             yield _event(error_json(str(error), "server_error"))
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; `ended` is called when they have all been sent, and when the client is gone, also before
+    the first."""
+
+    def __init__(self, events: AsyncIterator[str], ended: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
         finally:
-            if not ended:
-                self.worker.abort(feed)
+            self._ended()
 
 
 async def _disconnected(request: Request) -> None:
@@ -134,4 +173,5 @@ def _event(data: dict[str, Any]) -> str:
 
 
 def error_json(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    readable = message.encode("utf-8", "replace").decode()  # it may quote halves of surrogate pairs
+    return {"error": {"message": readable, "type": kind, "param": param, "code": code}}

@@ -26,6 +26,7 @@ from pagebinder.runtime.request_checks import Prompt
 from pagebinder.server.feeds import Feed
 from pagebinder.server.metrics import Latencies
 
+SHUTTING_DOWN = "The server is shutting down."
 logger = logging.getLogger("pagebinder.server")
 Result = TypeVar("Result")
 
@@ -64,7 +65,7 @@ class EngineWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Abort what runs, and end the thread after the step that it is in."""
+        """Fail what runs, and end the thread after the step that it is in."""
         self._stopping = True
         self._post(lambda: None)
         self._thread.join()
@@ -76,7 +77,7 @@ class EngineWorker:
     async def call(self, function: Callable[[], Result]) -> Result:
         """What `function` returns or raises, run between two steps."""
         if not self.is_running:
-            raise EngineStoppedError("The server is shutting down.")
+            raise EngineStoppedError(SHUTTING_DOWN)
         return await asyncio.wrap_future(self._post(function))
 
     async def submit(self, requests: Sequence[NewRequest], *, every_step: bool) -> Feed:
@@ -97,6 +98,10 @@ class EngineWorker:
         """Stop what is left of a feed's requests, soon; its reader gets outputs that are finished by "abort"."""
         self._post(lambda: self._abort(list(feed.places)))
 
+    def end_requests(self) -> None:
+        """Answer all requests that there are with an error, soon: the server is shutting down."""
+        self._post(lambda: self._fail_all(EngineStoppedError(SHUTTING_DOWN)))
+
     def _post(self, function: Callable[[], Any]) -> Future:
         future: Future = Future()
         self._inbox.put((future, function))
@@ -109,7 +114,7 @@ class EngineWorker:
             self._take_messages(wait=not self.engine.has_unfinished)
             if not self._stopping and self.engine.has_unfinished:
                 self._step()
-        self._abort(list(self._feeds))
+        self._fail_all(EngineStoppedError(SHUTTING_DOWN))
         self._take_messages(wait=False)
 
     def _take_messages(self, *, wait: bool) -> None:

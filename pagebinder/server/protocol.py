@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
 
-MOST_PROMPTS, MOST_SAMPLES = 2048, 128  # of one HTTP request
+# Of one HTTP request: prompts, samples of each, samples of all, log-probabilities of a token.
+MOST_PROMPTS, MOST_SAMPLES, MOST_SAMPLES_OF_ALL, MOST_LOGPROBS = 2048, 128, 4096, 20
 Ids = list[StrictInt]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
@@ -79,6 +80,8 @@ class Sampling(Body):
         n = 1 if self.n is None else self.n
         if n > MOST_SAMPLES:
             raise RequestError(f"n={n}: use {MOST_SAMPLES} at most.")
+        if logprobs is not None and logprobs > MOST_LOGPROBS:
+            raise RequestError(f"{logprobs} log-probabilities a token: ask for {MOST_LOGPROBS} at most.")
         return SamplingParams(
             max_tokens=max_tokens, temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p, top_k=self.top_k, min_p=self.min_p,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -50,8 +52,44 @@ def test_a_server_from_its_first_line_to_its_last(artefact, how):
         assert answer["model"] == "talker" and answer["usage"]["completion_tokens"] <= 3
         process.send_signal(how)
         _, rest = process.communicate(timeout=60)
-        assert process.returncode == (0 if how == signal.SIGINT else -signal.SIGTERM)
-        assert "Traceback" not in rest and (how != signal.SIGINT or rest == "stopped\n")
+        assert process.returncode == 0 and rest == "stopped\n"
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(("seconds", "signals"), [(0, 1), (600, 2)])
+def test_requests_that_run_at_the_end_are_told_so(artefact, seconds, signals):
+    """After the seconds that they are given, or at once at the second signal."""
+    command = [
+        *SERVE,
+        str(artefact),
+        "--port",
+        "0",
+        "--shutdown-seconds",
+        str(seconds),
+        "--max-num-seqs",
+        "1",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        port = int(process.stderr.readline().split("/v1")[0].rsplit(":", 1)[1])
+        body = {"prompt": ["x"] * 50, "max_tokens": 900, "ignore_eos": True}
+        connections = []
+        for stream in (True, False):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            data = json.dumps(body | {"stream": stream})
+            connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
+            connections.append(connection)
+        first = connections[0].getresponse()
+        first.readline()
+        for _ in range(signals):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        assert "The server is shutting down." in first.read().decode()
+        second = connections[1].getresponse()
+        assert second.status == 503 and "shutting down" in json.load(second)["error"]["message"]
+        _, rest = process.communicate(timeout=60)
+        assert process.returncode == 0 and rest == "stopped\n"
     finally:
         process.kill()
 
@@ -68,6 +106,8 @@ def test_what_cannot_be_served_is_said_at_once(tmp_path):
         assert f"127.0.0.1:{port} cannot be listened on" in fails(tiny_path(), "--port", port)
     assert "does not exist" in fails(tmp_path / "nothing")
     assert "No such file" in fails(tiny_path(), "--chat-template", tmp_path / "nothing.jinja")
+    (tmp_path / "bad.jinja").write_bytes(b"\xff\xfe")
+    assert "is not UTF-8" in fails(tiny_path(), "--chat-template", tmp_path / "bad.jinja")
 
 
 def test_a_saved_tokenizer_knows_its_chat_template(artefact):

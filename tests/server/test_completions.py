@@ -12,6 +12,7 @@ import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.models import tiny_path
 from pagebinder.server import create_app
+from pagebinder.server.token_texts import BYTES, TokenTexts
 from tests.encoder_decoders import tiny
 from tests.helpers import tiny_llama
 from tests.server.serving import serving
@@ -128,8 +129,8 @@ def test_log_probabilities_of_completions(client, expected):
         [values[token] for token, values in zip(output.token_ids, output.logprobs)]
     )
     assert all(len(top) == 3 for top in found.top_logprobs)
-    lengths = [len(token) for token in found.tokens]
-    assert found.text_offset == [sum(lengths[:i]) for i in range(6)]
+    for offset, token in zip(found.text_offset, found.tokens):
+        assert answer.choices[0].text[offset:].startswith(token)
 
 
 def _decoded(token: int) -> str:
@@ -183,6 +184,17 @@ def test_log_probabilities_of_conversations(client):
     for entry in content:
         assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
         assert bytes(entry.bytes).decode() == entry.token and len(entry.top_logprobs) == 2
+
+
+def test_tokens_that_are_parts_of_characters(client, compiled):
+    """Their bytes add up to those of the text."""
+    prompt = "Ein Caf\u00e9 und ein \U0001f600"
+    tokenizer = compiled.source.tokenizer()
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert bytes(byte for i in ids for byte in texts.bytes(i)).decode() == prompt
+    assert any(texts.text(i).startswith("bytes:\\x") for i in ids)
+    assert len(BYTES) == 256 and len(set(BYTES.values())) == 256
 
 
 def test_without_a_limit_a_conversation_goes_up_to_the_models_length():
@@ -254,5 +266,8 @@ def test_an_encoder_decoder_takes_an_encoder_prompt():
         status, answer = server.post("/v1/completions", {"encoder_prompt": sources, **params})
         assert status == 200
         assert [c["token_ids"] for c in answer["choices"]] == [o.token_ids for o in outputs]
+        assert answer["usage"]["prompt_tokens"] == 4 + 3 + sum(len(o.prompt_token_ids) for o in outputs)
         status, error = server.post("/v1/completions", {"prompt": [1, 2], **params})
         assert status == 400 and "encoder_prompt" in error["error"]["message"]
+        status, error = server.post("/v1/chat/completions", {"messages": CONVERSATION})
+        assert status == 400 and "use /v1/completions with encoder_prompt" in error["error"]["message"]

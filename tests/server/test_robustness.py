@@ -71,6 +71,12 @@ BAD = [
     ({"prompt": 5}, "prompt"),
     ({"prompt": "a b " * 5000}, "tokens"),
     ({"encoder_prompt": ["y"]}, "no encoder"),
+    ({"prompt": "a" * 100_000}, "100,000 characters: more tokens than the model takes"),
+    ({"prompt": [5] * 100_000}, "100,000 tokens, but at most"),
+    ({"prompt": "a\ud800"}, "half of a surrogate pair"),
+    ({"prompt": [1.5]}, "prompt: use a text, a list of token ids, or a list of several of either"),
+    ({"logprobs": 21}, "20 at most"),
+    ({"prompt": ["x"] * 2000, "n": 100}, "give 4096 samples at most"),
 ]
 
 
@@ -90,6 +96,9 @@ BAD_CHATS = [
     ({"response_format": {"type": "json_object"}}, "response_format="),
     ({"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "differ"),
+    ({"messages": [{"role": "user", "content": "a\ud800"}]}, "half of a surrogate pair"),
+    ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "more tokens than the model takes"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "may not hold chat_template"),
 ]  # fmt: skip
 
 
@@ -107,6 +116,29 @@ def test_conversations_need_a_template_that_takes_them(compiled, server):
     with serving(create_app(compiled, CONFIG, chat_template=template)) as other:
         status, answer = other.post("/v1/chat/completions", {"messages": USER})
         assert status == 400 and "roles must alternate" in answer["error"]["message"]
+
+
+def test_templates_that_are_none(compiled):
+    with pytest.raises(ConfigError, match="wrong in line 2"):
+        create_app(compiled, CONFIG, chat_template="\n{% if %}")
+
+
+def test_errors_that_quote_halves_of_surrogate_pairs_can_be_sent(compiled):
+    with serving(
+        create_app(compiled, CONFIG, chat_template="{{ raise_exception(messages[0].role) }}")
+    ) as server:
+        body = {"messages": [{"role": "\ud800", "content": "x"}]}
+        status, answer = server.post("/v1/chat/completions", body)
+        assert status == 400 and "does not take this conversation: ?" in answer["error"]["message"]
+
+
+def test_bodies_that_are_too_large(server):
+    status, answer = server.post("/v1/completions", {"prompt": "x", "user": "x" * (5 << 20)})
+    assert status == 413 and "bytes" in answer["error"]["message"]
+    with contextlib.closing(server.connect()) as connection:
+        parts = (b"x" * (1 << 20) for _ in range(5))  # of unknown length
+        connection.request("POST", "/v1/completions", parts, {"content-type": "application/json"})
+        assert connection.getresponse().status == 413
 
 
 @pytest.mark.parametrize("body", [b"{bad", b"", b"[1]", b"\xff\xfe", b"null"])
@@ -183,7 +215,14 @@ def test_the_api_key(compiled):
         with pytest.raises(openai.AuthenticationError, match="bearer token"):
             server.client("other").models.list()
         assert server.send("POST", "/v1/completions", b"{}")[0] == 401
+        assert server.send("GET", "/v1/models", authorization="bearer  secret ")[0] == 200
         assert server.send("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize("key", ["", " ", "schl\u00fcssel"])
+def test_keys_that_nobody_could_bring(compiled, key):
+    with pytest.raises(ConfigError, match="API key"):
+        create_app(compiled, CONFIG, api_key=key)
 
 
 def test_metrics_count(server):
@@ -200,5 +239,7 @@ def test_an_encoders_options_are_not_a_decoders(compiled):
     class Encoder:
         source, embed = compiled.source, None
 
-    with pytest.raises(ConfigError, match="no engine and no chat template"):
+    with pytest.raises(ConfigError, match="no engine .* and no chat template"):
         create_app(Encoder(), CONFIG)
+    with pytest.raises(ConfigError, match="no encoder"):
+        create_app(compiled, CONFIG, pooling="mean")
