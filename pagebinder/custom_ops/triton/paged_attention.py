@@ -212,12 +212,9 @@ def attend_paged(
     is_decode = num_tokens <= num_requests
     rows = max(16, triton.next_power_of_2(heads))
     decode = DecodeTile(*decode, registers=_registers(codes, widths, q.dtype))
-    pairs = None
+    in_pairs = False
     if codes and not v_is_k and q.dtype.itemsize == 2:
-        rows_of_pairs = max(8, triton.next_power_of_2(heads)) if is_decode else rows
-        pairs = pair_tile(kv_cache, widths, rows_of_pairs)
-    if pairs:
-        rows, decode = rows_of_pairs, pairs
+        rows, decode, in_pairs = _in_pairs(kv_cache, widths, heads, rows, decode, is_decode)
     programs = num_requests * num_kv_heads * chunks
     splits = splits or num_splits(programs, capacity, q.device, decode)
     few = 0 if splits == 1 else (num_tokens if is_decode else rows // heads)
@@ -233,18 +230,13 @@ def attend_paged(
     bias = None if bias is None else bias.contiguous()
     distances = (num_behind, 0 if bias is None else bias.shape[1] - 1)
     if splits == 1 or not is_decode:
-        queries, keys, warps, stages = prefill
-        registers = {}
-        if is_decode:
-            queries, keys, warps, stages = rows, decode.keys, decode.warps, decode.stages
-            registers = decode.limits if pairs else {}
-        queries = max(queries, rows)
+        queries, tile = (rows, decode) if is_decode else (max(prefill[0], rows), DecodeTile(*prefill[1:]))
         grid = (num_tokens // (queries // heads) + num_requests + 1, num_kv_heads * chunks)
         tile_kernel[grid](
             q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, sinks, alibi_slopes, bias, scales, out,
             lse, *strides, num_tokens, num_requests, num_blocks, capacity, few, scale, soft_cap, *distances,
-            **options, PAIRS=is_decode and pairs is not None, BLOCK_M=queries, BLOCK_N=keys, num_warps=warps,
-            num_stages=stages, **registers,
+            **options, PAIRS=is_decode and in_pairs, BLOCK_M=queries, BLOCK_N=tile.keys, num_warps=tile.warps,
+            num_stages=tile.stages, **(tile.limits if in_pairs else {}),
         )  # fmt: skip
     if splits == 1:
         return out
@@ -255,7 +247,7 @@ def attend_paged(
     split_kernel[splits, num_kv_heads * chunks, num_requests](
         q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, alibi_slopes, bias, scales, parts, part_lse,
         *strides, num_blocks, capacity, few, row_tokens, scale, soft_cap, *distances, SPLITS=splits, **options,
-        BLOCK_M=rows, BLOCK_N=decode.keys, MIN_KEYS=min_keys_of_split(programs, q.device), PAIRS=pairs is not None,
+        BLOCK_M=rows, BLOCK_N=decode.keys, MIN_KEYS=min_keys_of_split(programs, q.device), PAIRS=in_pairs,
         num_warps=decode.warps, num_stages=decode.stages, **decode.limits,
     )  # fmt: skip
     merge_kernel[num_requests + 1, num_heads](
@@ -272,6 +264,15 @@ def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, fl
     return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
 
 
+def _in_pairs(
+    kv_cache: torch.Tensor, widths: Widths, heads: int, rows: int, decode: DecodeTile, is_decode: bool
+) -> tuple[int, DecodeTile, bool]:
+    """(rows of a tile, its keys and so on, True) where codes are read in pairs; else what was given, and False."""
+    fewer = max(8, triton.next_power_of_2(heads)) if is_decode else rows
+    tile = pair_tile(kv_cache, widths, fewer)
+    return (rows, decode, False) if tile is None else (fewer, tile, True)
+
+
 def pair_tile(kv_cache: torch.Tensor, widths: Widths, rows: int) -> DecodeTile | None:
     """How a decode reads these codes in pairs; None where it cannot, by width, rows or alignment."""
     whole = (widths.D_A, widths.D_B, widths.BLOCK_DV) == (widths.D, 0, widths.DV)
@@ -282,7 +283,7 @@ def pair_tile(kv_cache: torch.Tensor, widths: Widths, rows: int) -> DecodeTile |
     if tile and block_size % tile.keys and block_size % MIN_KEYS_OF_TILE == 0:
         return replace(
             tile, keys=MIN_KEYS_OF_TILE
-        )  # keys of one block are found at once, and asked for earlier
+        )  # of one block, which is found at once and asked for earlier
     return tile
 
 
