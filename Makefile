@@ -66,6 +66,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/moe.py
 	$(BIN)/python benchmarks/recurrent.py
 	$(BIN)/python benchmarks/warm_start.py
+	$(BIN)/python benchmarks/serve.py
 
 # A GPU machine brings torch and triton, and may have no internet: its own python runs this, GPU_PYTHON=... another.
 GPU_PYTHON ?= $(PYTHON)
