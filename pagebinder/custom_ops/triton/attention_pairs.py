@@ -58,26 +58,18 @@ sub.rn.f16x2 $0, t, u;
 
 
 @triton.jit
-def low(pairs, CODES: tl.constexpr, NATIVE: tl.constexpr):
-    """uint16 pairs -> the values of their first codes, float16. NATIVE: see `values.decoded`."""
+def half(pairs, UPPER: tl.constexpr, CODES: tl.constexpr, NATIVE: tl.constexpr):
+    """uint16 pairs -> the values of their first codes, or their second ones, float16. NATIVE: see `values.decoded`."""
     if NATIVE:
-        OF_FP8: tl.constexpr = LOW_E4M3 if CODES == "fp8_e4m3" else LOW_E5M2
-        PTX: tl.constexpr = LOW_INT8 if CODES == "int8" else OF_FP8
+        OF_E4M3: tl.constexpr = HIGH_E4M3 if UPPER else LOW_E4M3
+        OF_E5M2: tl.constexpr = HIGH_E5M2 if UPPER else LOW_E5M2
+        OF_INT8: tl.constexpr = HIGH_INT8 if UPPER else LOW_INT8
+        OF_FP8: tl.constexpr = OF_E4M3 if CODES == "fp8_e4m3" else OF_E5M2
+        PTX: tl.constexpr = OF_INT8 if CODES == "int8" else OF_FP8
         value = tl.inline_asm_elementwise(PTX, "=r,r", [pairs], tl.float16, is_pure=True, pack=2)
     else:
-        value = decoded_by_bits((pairs & 0xFF).to(tl.uint8), CODES, tl.float16)
-    return value
-
-
-@triton.jit
-def high(pairs, CODES: tl.constexpr, NATIVE: tl.constexpr):
-    """uint16 pairs -> the values of their second codes, float16."""
-    if NATIVE:
-        OF_FP8: tl.constexpr = HIGH_E4M3 if CODES == "fp8_e4m3" else HIGH_E5M2
-        PTX: tl.constexpr = HIGH_INT8 if CODES == "int8" else OF_FP8
-        value = tl.inline_asm_elementwise(PTX, "=r,r", [pairs], tl.float16, is_pure=True, pack=2)
-    else:
-        value = decoded_by_bits((pairs >> 8).to(tl.uint8), CODES, tl.float16)
+        code = pairs >> 8 if UPPER else pairs & 0xFF
+        value = decoded_by_bits(code.to(tl.uint8), CODES, tl.float16)
     return value
 
 
@@ -152,8 +144,8 @@ def attend_pairs(
         pair_ptr = base.to(tl.pointer_type(tl.uint16))
         k = tl.load((pair_ptr + pair_k)[None, :] + (offset // 2)[:, None], mask=by_row, other=0)
         v = tl.load((pair_ptr + D // 2 + pair_v)[:, None] + (offset // 2)[None, :], mask=by_column, other=0)
-        s = product(low(k, CODES, NATIVE), q_even, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
-        s = product(high(k, CODES, NATIVE), q_odd, s)
+        s = product(half(k, False, CODES, NATIVE), q_even, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+        s = product(half(k, True, CODES, NATIVE), q_odd, s)
         if ROW_SCALES:
             scale_ptrs = (base + D + DV).to(tl.pointer_type(tl.float32)) + offset // 4
             s *= tl.load(scale_ptrs, mask=exists, other=0.0)[:, None]
@@ -182,8 +174,8 @@ def attend_pairs(
             weights *= (v_row_scale * units)[:, None]
             unit = larger
         weights = rounded(weights, tl.float16)
-        even = product(low(v, CODES, NATIVE), weights, even * keep[None, :])
-        odd = product(high(v, CODES, NATIVE), weights, odd * keep[None, :])
+        even = product(half(v, False, CODES, NATIVE), weights, even * keep[None, :])
+        odd = product(half(v, True, CODES, NATIVE), weights, odd * keep[None, :])
     acc = tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2)), (BLOCK_M, DV))
     return acc * unit if ROW_SCALES else acc, m, tl.sum(l, 0)
 
