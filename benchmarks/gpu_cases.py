@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import torch
 from gpu_isolated import Case
@@ -20,6 +21,7 @@ DECODES = (
     (1, 8192),
     (1, 131072),
 )  # requests, context
+NOT_IN_PAIRS = ((64, 1024), (8, 65536), (1, 8192))
 PREFILLS = ((8, 1024), (2, 4096), (1, 16384))  # requests, tokens
 
 
@@ -56,6 +58,15 @@ def decode(
         calls.append(lambda c=cache, t=table: op(name)(q, c, t, lens, starts, **options))
     case = f"decode {codes or 'bf16'}" + (f", heads of {width}" if width != D else "")
     return bandwidth_row(case, num_bytes, calls, copy_gb_per_s, requests=requests, context=context)
+
+
+def decode_not_in_pairs(copy_gb_per_s: float, requests: int, context: int, codes: str) -> dict:
+    """The same by the loop that rows of other widths go through, to compare the two on one GPU."""
+    from pagebinder.custom_ops.triton import paged_attention
+
+    with mock.patch.object(paged_attention, "PAIR_TILES", ()):
+        row = decode(copy_gb_per_s, requests, context, codes)
+    return {**row, "case": f"{row['case']}, not in pairs"}
 
 
 def _cache(num_blocks: int, codes: str, num_kv_heads: int = G, width: int = D) -> torch.Tensor:
@@ -172,6 +183,10 @@ def cases(copy_gb_per_s: float) -> list[Case]:
         (f"decode {codes or 'bf16'} {shape}", lambda s=shape, c=codes: [decode(copy_gb_per_s, *s, c)])
         for codes in ("", "fp8_e4m3")
         for shape in DECODES
+    ]
+    made += [
+        (f"decode not in pairs {shape}", lambda s=shape: [decode_not_in_pairs(copy_gb_per_s, *s, "fp8_e4m3")])
+        for shape in NOT_IN_PAIRS
     ]
     made += [(f"prefill bf16 {shape}", lambda s=shape: [prefill(*s)]) for shape in PREFILLS]
     return [*made, ("elementwise", lambda: elementwise(copy_gb_per_s))]

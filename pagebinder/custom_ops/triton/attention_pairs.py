@@ -59,7 +59,7 @@ sub.rn.f16x2 $0, t, u;
 
 @triton.jit
 def half(pairs, UPPER: tl.constexpr, CODES: tl.constexpr, NATIVE: tl.constexpr):
-    """uint16 pairs -> the values of their first codes, or their second ones, float16. NATIVE: see `values.decoded`."""
+    """uint16 pairs -> values of their first codes, or their second ones, float16. NATIVE: see `values.decoded`."""
     if NATIVE:
         OF_E4M3: tl.constexpr = HIGH_E4M3 if UPPER else LOW_E4M3
         OF_E5M2: tl.constexpr = HIGH_E5M2 if UPPER else LOW_E5M2
