@@ -4,7 +4,7 @@
                        ^                      |  a thread of its own: the event loop never waits for a step
                        +--- feeds.py <--------+  outputs, one wake-up a step
 
-    app.py            the application: routes, errors, API key       protocol.py     what requests may say
+    app.py, api_key.py  the application: routes, errors, API key     protocol.py     what requests may say
     completions.py    texts and token ids -> continuations           answers.py      what they get back
     chat.py           messages -> prompt by the chat template        embeddings.py   texts -> vectors, of encoders
     prompt_limits.py  what is too large to be looked at

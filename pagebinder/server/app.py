@@ -9,7 +9,6 @@ POST  /v1/embeddings                            of encoders
 from __future__ import annotations
 
 import contextlib
-import hmac
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from starlette.exceptions import HTTPException
 
 from pagebinder.config import EngineConfig
 from pagebinder.errors import ConfigError, PagebinderError
+from pagebinder.server.api_key import ApiKey, check_key
 from pagebinder.server.chat import ChatTemplate
 from pagebinder.server.completions import Completions, error_json
 from pagebinder.server.embeddings import Embeddings
@@ -47,8 +47,8 @@ def create_app(
     Raises:
         ConfigError: options that do not fit, a chat template that is none; and as `compiled.engine`.
     """
-    if api_key is not None and not (api_key.strip() and api_key.isascii()):
-        raise ConfigError("The API key must be ASCII characters, not none: clients could not bring it.")
+    if api_key is not None:
+        check_key(api_key)
     name = model_name or Path(compiled.source.name).name
     if hasattr(compiled, "embed"):
         if engine_config is not None or chat_template is not None:
@@ -72,7 +72,7 @@ def create_app(
     _handle_errors(app)
     app.add_middleware(BodyLimit, limit=limit)
     if api_key is not None:
-        _require_key(app, api_key)
+        app.add_middleware(ApiKey, key=api_key)
     return app
 
 
@@ -141,19 +141,6 @@ def _add_embeddings(app: FastAPI, embeddings: Embeddings) -> None:
 def _check_model(app: FastAPI, model: str | None) -> None:
     if model not in (None, app.state.model_name):
         raise HTTPException(404, f"The model {model!r} is not served here; {app.state.model_name!r} is.")
-
-
-def _require_key(app: FastAPI, api_key: str) -> None:
-    expected = api_key.strip().encode()
-
-    @app.middleware("http")
-    async def check(request: Request, call_next) -> Response:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        is_right = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), expected)
-        if request.url.path.startswith("/v1") and not is_right:
-            message = "Bring the server's API key as a bearer token (Authorization: Bearer KEY)."
-            return JSONResponse(error_json(message, "authentication_error", "invalid_api_key"), 401)
-        return await call_next(request)
 
 
 def _what_is_wrong(error: dict[str, Any]) -> tuple[str, str | None]:

@@ -163,9 +163,14 @@ def test_fields_that_ask_for_nothing_are_taken(server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_takes_its_request_along(server, engines, stream):
+def test_a_client_that_goes_away_takes_its_request_along(compiled, engines, stream):
+    with serving(create_app(compiled, CONFIG, api_key="secret")) as server:
+        leave(server, engines, stream)
+
+
+def leave(server, engines, stream: bool) -> None:
     connection = server.connect()
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
     connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": stream}), headers)
     eventually(lambda: engines[0].stats().running)
     connection.close()
