@@ -48,6 +48,10 @@ from pagebinder.runtime.step_tokens import StepTokens
 from pagebinder.runtime.turns import Turns
 
 
+def _as_utf8(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
 def _in_turn(method: Callable) -> Callable:
     """A method that no other thread interrupts, nor Ctrl-C."""
 
@@ -132,6 +136,10 @@ class Engine:
             raise RequestError(f"request_id={request_id!r}: use a non-empty string.")
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt={cache_salt!r}: use a string, or None.")
+        if cache_salt is not None and cache_salt != _as_utf8(cache_salt):
+            raise RequestError(
+                f"cache_salt={cache_salt!r} is no Unicode text: it holds half of a surrogate pair."
+            )
         encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens, cache_salt)
         tokens = decoder_prompt_ids(prompt, self.model)
         check_params(params, self.model.tokenizer, self.model.vocab_size)

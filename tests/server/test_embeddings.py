@@ -39,6 +39,7 @@ def test_bad_inputs_say_what_is_wrong(checkpoint):  # noqa: F811
         for fields, message in (
             ({"input": []}, "empty"),
             ({"input": [""]}, ""),
+            ({"input": ["x", "\ud83d"]}, "half of a surrogate pair"),
             ({"input": "many " * 5000}, "tokens; this model takes"),
             ({"input": "x", "dimensions": 4}, "dimensions=4 is not supported"),
             ({"input": "x", "encoding_format": "int8"}, "use one of float, base64"),

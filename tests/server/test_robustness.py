@@ -75,6 +75,7 @@ BAD = [
     ({"prompt": [5] * 100_000}, "100,000 tokens, but at most"),
     ({"prompt": "a\ud800"}, "half of a surrogate pair"),
     ({"prompt": [1.5]}, "prompt: use a text, a list of token ids, or a list of several of either"),
+    ({"prompt": "The open function " * 20, "cache_salt": "\ud83d"}, "half of a surrogate pair"),
     ({"logprobs": 21}, "20 at most"),
     ({"prompt": ["x"] * 2000, "n": 100}, "give 4096 samples at most"),
 ]
