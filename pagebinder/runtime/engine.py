@@ -39,17 +39,19 @@ from pagebinder.runtime.memory_plan import plan_memory
 from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
 from pagebinder.runtime.request import Request, RequestStatus
-from pagebinder.runtime.request_checks import Prompt, check_beams, check_params, whole_priority
+from pagebinder.runtime.request_checks import (
+    Prompt,
+    check_beams,
+    check_params,
+    check_unicode,
+    whole_priority,
+)
 from pagebinder.runtime.sampler import prepare as prepare_sampling
 from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.scheduler_output import SchedulerOutput
 from pagebinder.runtime.step_loop import StepLoop
 from pagebinder.runtime.step_tokens import StepTokens
 from pagebinder.runtime.turns import Turns
-
-
-def _as_utf8(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
 
 
 def _in_turn(method: Callable) -> Callable:
@@ -136,10 +138,8 @@ class Engine:
             raise RequestError(f"request_id={request_id!r}: use a non-empty string.")
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt={cache_salt!r}: use a string, or None.")
-        if cache_salt is not None and cache_salt != _as_utf8(cache_salt):
-            raise RequestError(
-                f"cache_salt={cache_salt!r} is no Unicode text: it holds half of a surrogate pair."
-            )
+        if cache_salt is not None:
+            check_unicode(cache_salt, "cache_salt")
         encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens, cache_salt)
         tokens = decoder_prompt_ids(prompt, self.model)
         check_params(params, self.model.tokenizer, self.model.vocab_size)

@@ -70,6 +70,16 @@ def prompt_token_ids(
     return [int(token) for token in prompt]
 
 
+def check_unicode(text: str, name: str) -> None:
+    """Raises RequestError: `text` cannot be encoded, so neither tokenised nor hashed."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"The {name} is no Unicode text: character {error.start} is half of a surrogate pair."
+        ) from error
+
+
 def check_params(params: SamplingParams, tokenizer, vocab_size: int) -> None:
     """Raise RequestError if sampling parameters ask for what this model cannot do."""
     if not isinstance(params, SamplingParams):

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pagebinder.errors import RequestError
-from pagebinder.runtime.request_checks import prompt_list
-from pagebinder.server.prompt_limits import check_text
+from pagebinder.runtime.request_checks import check_unicode, prompt_list
 from pagebinder.server.protocol import MOST_PROMPTS, EmbeddingBody
 
 FORMATS = ("float", "base64")
@@ -33,7 +32,7 @@ class Embeddings:
             raise RequestError(f"{len(inputs)} inputs: give {MOST_PROMPTS} at most.")
         for number, text in enumerate(inputs):
             if isinstance(text, str):
-                check_text(text, f"input {number}", None)
+                check_unicode(text, f"input {number}")
         ids = self.encoder.token_ids(inputs, truncate=body.truncate)
         vectors = self.encoder.embed(ids, pooling=self.pooling).float().cpu().numpy()
         if body.encoding_format == "base64":  # of float32, little endian

@@ -11,6 +11,7 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagebinder.errors import RequestError
+from pagebinder.runtime.request_checks import check_unicode
 
 LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN = 4 << 20, 32
 
@@ -34,12 +35,7 @@ def check_text(text: str, name: str, limit: int | None) -> None:
         raise RequestError(
             f"The {name} has {len(text):,} characters: more tokens than the model takes; shorten it."
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"The {name} is no Unicode text: character {error.start} is half of a surrogate pair."
-        ) from error
+    check_unicode(text, name)
 
 
 class BodyLimit:

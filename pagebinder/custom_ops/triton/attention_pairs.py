@@ -25,20 +25,15 @@ LEAST_EXPONENT = tl.constexpr(24)  # of a query's power of two, biased: no produ
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 # Two pairs in a register -> the lower, or the upper code of each as float16 (see `values` for four codes).
-LOW_E4M3 = tl.constexpr("""{
+HALF_OF_E4M3 = """{
 .reg .b32 t;
 .reg .b16 l, h;
 prmt.b32 t, $1, 0, 0x3120;
 mov.b32 {l, h}, t;
-cvt.rn.f16x2.e4m3x2 $0, l;
-}""")
-HIGH_E4M3 = tl.constexpr("""{
-.reg .b32 t;
-.reg .b16 l, h;
-prmt.b32 t, $1, 0, 0x3120;
-mov.b32 {l, h}, t;
-cvt.rn.f16x2.e4m3x2 $0, h;
-}""")
+cvt.rn.f16x2.e4m3x2 $0, HALF;
+}"""
+LOW_E4M3 = tl.constexpr(HALF_OF_E4M3.replace("HALF", "l"))
+HIGH_E4M3 = tl.constexpr(HALF_OF_E4M3.replace("HALF", "h"))
 LOW_E5M2 = tl.constexpr("prmt.b32 $0, $1, 0, 0x2404;")
 HIGH_E5M2 = tl.constexpr("and.b32 $0, $1, 0xFF00FF00;")
 # int8: 1024 + 128 + the integer, less that.
