@@ -124,11 +124,19 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
             f"{name} attends to {key.shape[2]} keys from {query.shape[2]} queries during capture."
         )
     if chosen is not None:
-        options = {"a window": window, "chunks": chunk, "a soft cap": soft_cap, "sinks": sinks, "a bias": bias}
+        options = {
+            "a window": window,
+            "chunks": chunk,
+            "a soft cap": soft_cap,
+            "sinks": sinks,
+            "a bias": bias,
+        }
         unread = [what for what, value in options.items() if value is not None]
         if unread or is_latent or not causal:
             unread += ["latents"] * is_latent + ["no causality"] * (not causal)
-            raise CaptureError(f"{name} attends to chosen keys with {', '.join(unread)}; not known here together.")
+            raise CaptureError(
+                f"{name} attends to chosen keys with {', '.join(unread)}; not known here together."
+            )
         out = torch.ops.pagebinder.indexed_attention(
             q_THD, k_TGD, v_TGD, chosen.indices[0], scale=scale, ratio=chosen.ratio
         )

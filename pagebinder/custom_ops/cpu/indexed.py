@@ -29,11 +29,13 @@ def paged_indexed_attention(
     starts = query_start_loc.tolist()
     if starts[0] != 0 or starts[-1] > len(q) or starts != sorted(starts):
         raise ValueError("query_start_loc must rise from 0 to at most T")
+    out = q.new_zeros((*q.shape[:2], head_dim_v))
+    if len(seq_lens) == 0:
+        return out
     request, p = positions_of(seq_lens, query_start_loc, len(q))
     entries, num_seen = seen_entries(indices, p, ratio)
     lists_all = (num_seen == num_visible(p, ratio)).tolist()
     whole = [all(lists_all[a:b]) for a, b in itertools.pairwise(starts)]
-    out = q.new_zeros((*q.shape[:2], head_dim_v))
     attend = overload(NAMESPACE, "paged_attention")
     for is_whole, group in itertools.groupby(range(len(whole)), key=whole.__getitem__):
         first, *_, last = (*group,) * 2

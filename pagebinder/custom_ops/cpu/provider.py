@@ -7,7 +7,6 @@ import itertools
 import torch
 
 from pagebinder.custom_ops.attention import (
-    indexed,
     merge_states,
     paged,
     qk_norm_rope_quantized_write,
@@ -17,8 +16,7 @@ from pagebinder.custom_ops.attention import (
     unified,
 )
 from pagebinder.custom_ops.compress import paged_compress
-from pagebinder.custom_ops.cpu import attention_fp8, build, mla, packed
-from pagebinder.custom_ops.cpu import indexed as cpu_indexed
+from pagebinder.custom_ops.cpu import attention_fp8, build, indexed, mla, packed
 from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS, PARTS
 from pagebinder.custom_ops.fp8 import fused as fp8_fused
 from pagebinder.custom_ops.fp8 import linear as fp8_linear

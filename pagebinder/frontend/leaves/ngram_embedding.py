@@ -87,7 +87,9 @@ class ProvenLeaf(Leaf):
         x = self.probe(module).to(tensor.device)
         with torch.no_grad():
             expected, got = theirs(module, x, None), ours(module, x, None)
-        if not torch.allclose(expected.float(), got.float(), atol=1e-2 if tensor.dtype.itemsize < 4 else 1e-4):
+        if not torch.allclose(
+            expected.float(), got.float(), atol=1e-2 if tensor.dtype.itemsize < 4 else 1e-4
+        ):
             raise CaptureError(self._changed(f"{path} computes something else"))
 
     def probe(self, module: torch.nn.Module) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Leaf: Qwen4's sparse attention (QSA), where an indexer chooses groups of keys by the mean of their index keys.
 
-    source    for every query, one after the other: means of `ratio` raw keys -> norm -> RoPE -> scores -> top-k -> mask
+    source    for every query by itself: means of `ratio` raw keys -> norm -> RoPE -> scores -> top-k -> mask
     here      compress (equal weights: a mean), index_topk, and an attention that is told the chosen groups
 
     index keys   | raw raw raw raw | raw raw raw raw | raw raw       ratio = 4; the tail is seen by all that follows
@@ -72,7 +72,9 @@ def index_operands(self, rotary, hidden_states, position_embeddings):
 def choose(self, rotary, hidden_states, position_embeddings, attention_mask, past_key_values) -> ChosenKeys:
     """Qwen4ExpTextQSAIndexer.forward."""
     if past_key_values is not None or not isinstance(attention_mask, CausalMask):
-        raise CaptureError(f"{type(self).__name__} is given a cache, or a mask, which says more than causality.")
+        raise CaptureError(
+            f"{type(self).__name__} is given a cache, or a mask, which says more than causality."
+        )
     operands = index_operands(self, rotary, hidden_states, position_embeddings)
     indices = ops.index_topk(
         *operands, topk=self.block_topk, ratio=self.compress_ratio, scale=self.index_head_dim**-0.5
@@ -104,7 +106,9 @@ class QsaIndexer(Leaf):
         """What rotates queries and keys of this model."""
         found = [m for m in model.modules() if type(m).__name__ == ROTARY]
         if len(found) != 1:
-            raise CaptureError(self._changed(f"the model has {len(found)} modules of the class {ROTARY}, not one"))
+            raise CaptureError(
+                self._changed(f"the model has {len(found)} modules of the class {ROTARY}, not one")
+            )
         if found[0].rope_type not in ROPE_TYPES:
             raise CaptureError(
                 f"rope_type={found[0].rope_type!r}: frequencies that depend on the length are not understood for "
@@ -130,7 +134,9 @@ class QsaIndexer(Leaf):
         causal = (p <= p[:, None])[None, None]
         with torch.no_grad():
             position_embeddings = rotary(hidden, p.view(1, 1, -1))
-            theirs = type(indexer).forward(small, hidden, position_embeddings, causal, None)[0, 0] & causal[0, 0]
+            theirs = (
+                type(indexer).forward(small, hidden, position_embeddings, causal, None)[0, 0] & causal[0, 0]
+            )
             q, entries, weights = (x[0] for x in index_operands(small, rotary, hidden, position_embeddings))
             chosen = choose(small, rotary, hidden, position_embeddings, CausalMask(), None)
             ours = visible_tokens(p, num_tokens, chosen.indices[0], ratio)
