@@ -28,6 +28,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import attention_hook
+from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.layer_observer import LENGTHS, Layer
@@ -130,6 +131,7 @@ def trace(
     program, route, max_tokens = _export(source, wrapper, inputs, hook)
     gm = _unlift(program, list(inputs))
     tidy(gm)
+    merge_equal_rows(gm)
     if max_tokens is not None:
         next(n for n in gm.graph.nodes if n.target == "input_ids").meta["max_tokens"] = max_tokens
     finish(gm)
