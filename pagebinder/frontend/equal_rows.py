@@ -4,7 +4,7 @@
     cos[0, .., 1::3] = cos[1, .., 1::3]                                     writes what is there already
 
 So the rows of a value that is the same along its first dimension are one row, and what writes a part of it over
-itself is the value. Nothing else of multimodal RoPE is left then, and the recogniser of RoPE finds cosines of positions.
+itself is the value. Nothing else of multimodal RoPE is left, and the recogniser of RoPE finds cosines of positions.
 """
 
 from __future__ import annotations
