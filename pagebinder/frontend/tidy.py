@@ -2,6 +2,7 @@
 
 _assert_tensor_metadata, _assert_scalar   gone: users that break matching, or read values of the ids
 cat([tensor([]), x])                      x: what a cache that was empty makes of keys and values
+cat([x, y]), y without channels           x: what is not turned, of heads that turn as a whole
 type_as(x, y)                             to(x, y's dtype): y is no longer used by it
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import aten, insert_call, is_call, val
+from pagebinder.graph_tools import arg, aten, insert_call, is_call, val
 
 ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 
@@ -27,9 +28,14 @@ def tidy(gm: GraphModule) -> None:
 
 
 def _without_empty_parts(gm: GraphModule, node: Node) -> None:
-    parts = [n for n in node.args[0] if val(n).shape != (0,)]
+    dim = arg(node, 1, "dim", 0)
+    parts = [n for n in node.args[0] if val(n).shape != (0,) and not _is_zero(val(n).shape[dim])]
     if len(parts) == 1 < len(node.args[0]) and val(parts[0]).dtype is val(node).dtype:
         _replace(gm, node, parts[0])
+
+
+def _is_zero(size) -> bool:
+    return isinstance(size, int) and size == 0
 
 
 def _replace(gm: GraphModule, node: Node, by: Node) -> None:

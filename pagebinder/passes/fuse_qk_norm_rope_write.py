@@ -4,7 +4,9 @@ Matches:
     q' = rope(rms_norm(q), cos, sin);  k' = rope(rms_norm(k), cos, sin)      norms of both or of none; nothing
     kv_cache_write(k', v, cache, slots)                                      else reads what lies between
     paged_attention(q', cache, ...)                 q', k' [T, heads, D] by transpositions and views of rope's result
+    or paged_indexed_attention(q', cache, ...)
     or quantized_kv_cache_write(k', v, cache, slots, scales, codes), quantized_paged_attention(q', cache, ...)
+    where rope(x) may be cat(rope(x[..., :C]), x[..., C:]), of heads whose leading channels turn
 Replaces with:
     q' = qk_norm_rope_write(q [T, H, D], k [T, G, D], v, cos [T, C], sin, norms' weights, cache, slots)
     or qk_norm_rope_quantized_write(..., scales, codes)
@@ -27,11 +29,14 @@ from pagebinder.report import Match, PassResult
 
 PATTERN = "qk_norm_rope_write"
 OURS = torch.ops.pagebinder
-# write -> (what reads its cache, the fused op)
+# write -> (what may read its cache, the fused op)
 WRITES = {
-    OURS.kv_cache_write.default: (OURS.paged_attention.default, OURS.qk_norm_rope_write.default),
+    OURS.kv_cache_write.default: (
+        (OURS.paged_attention.default, OURS.paged_indexed_attention.default),
+        OURS.qk_norm_rope_write.default,
+    ),
     OURS.quantized_kv_cache_write.default: (
-        OURS.quantized_paged_attention.default,
+        (OURS.quantized_paged_attention.default,),
         OURS.qk_norm_rope_quantized_write.default,
     ),
 }
@@ -62,7 +67,8 @@ def fuse_qk_norm_rope_write(gm: GraphModule) -> PassResult:
 
 @dataclass(frozen=True)
 class Turned:
-    """Heads that are turned: `source`, whose dimensions are `dims`, goes through `norm` (or none) and `rope`."""
+    """Heads that are turned: `source`, whose dimensions are `dims`, goes through `norm` (or none) and `rope`, which takes
+    all channels or the leading ones."""
 
     source: Node
     dims: Dims
@@ -78,25 +84,22 @@ class Turned:
 
 def _attention_of(write: Node) -> Node:
     readers = [user for user in write.args[2].users if user is not write]
-    attention = WRITES[write.target][0]
-    is_alone = len(readers) == 1 and is_call(readers[0], attention)
-    require(is_alone, f"its cache is not read by one {attention._opname} alone")
+    attentions = WRITES[write.target][0]
+    is_alone = len(readers) == 1 and is_call(readers[0], *attentions)
+    require(is_alone, f"its cache is not read by one {attentions[0]._opname} alone")
     return readers[0]
 
 
 def _turned(rows: Node, reader: Node) -> Turned:
-    """What rows [T, heads, D] are made of, followed upwards: views, rope, views, norm.
+    """What rows [T, heads, D] are made of, followed upwards: views, rope of some channels or all, views, norm.
 
     Raises:
         NotThisRope: something else is on the way, or what is on the way is read elsewhere.
     """
     dtype = val(rows).dtype
-    rope, dims = _up(rows, reader, [TOKENS, HEADS, CHANNELS])
-    require(is_call(rope, ROPE), "the heads are not turned")
-    require(rope.kwargs["style"] in STYLES, f"the rotation has style {rope.kwargs['style']}")
-    for table in rope.args[1:3]:
-        _require_by_token(table, dims)
-    x, dims = _up(rope.args[0], rope, dims)
+    top, dims = _up(rows, {reader}, [TOKENS, HEADS, CHANNELS])
+    rope, x, readers, dims = _of_parts(top, dims) if is_call(top, aten.cat.default) else _of_rope(top, dims)
+    x, dims = _up(x, readers, dims)
     norm = None
     if is_call(x, NORM):
         norm, x = x, x.args[0]
@@ -113,11 +116,57 @@ def _turned(rows: Node, reader: Node) -> Turned:
     return Turned(x, dims, norm, rope)
 
 
-def _up(node: Node, reader: Node, dims: Dims) -> tuple[Node, Dims]:
+Found = tuple[
+    Node, Node, set[Node], Dims
+]  # rope, what it turns, who reads that, and what its dimensions stand for
+
+
+def _of_rope(rope: Node, dims: Dims) -> Found:
+    require(is_call(rope, ROPE), "the heads are not turned")
+    require(rope.kwargs["style"] in STYLES, f"the rotation has style {rope.kwargs['style']}")
+    for table in rope.args[1:3]:
+        _require_by_token(table, dims)
+    return rope, rope.args[0], {rope}, dims
+
+
+def _of_parts(joined: Node, dims: Dims) -> Found:
+    """Of cat(rope(x[..., :C]), x[..., C:]), x."""
+    is_pair = len(joined.args[0]) == 2 and arg(joined, 1, "dim", 0) in (-1, len(dims) - 1)
+    require(is_pair, "the heads are not turned")
+    turned, kept = joined.args[0]
+    rope, dims_of_rope = _up(turned, {joined}, dims)
+    _, low, readers, dims_of_rope = _of_rope(rope, dims_of_rope)
+    low, dims_of_low = _up(low, readers, dims_of_rope)
+    high, dims_of_high = _up(kept, {joined}, dims)
+    require(
+        is_call(low, aten.slice.Tensor) and is_call(high, aten.slice.Tensor) and low.args[0] is high.args[0],
+        "what turns and what does not are not parts of the same heads",
+    )
+    width, whole = val(low).shape[-1], val(low.args[0]).shape[-1]
+    places = [_channels(part, len(dims_of_low)) for part in (low, high)]
+    require(
+        dims_of_low == dims_of_high and places == [(0, width), (width, whole)],
+        "what turns are not the leading channels, and what does not the others",
+    )
+    return rope, low.args[0], {low, high}, dims_of_low
+
+
+def _channels(part: Node, rank: int) -> tuple[int, int] | None:
+    """The range of the last dimension that a slice takes."""
+    dim, start, end, step = (
+        arg(part, i, name) for i, name in enumerate(("dim", "start", "end", "step"), start=1)
+    )
+    if (dim or 0) % rank != rank - 1 or step not in (None, 1):
+        return None
+    width = val(part.args[0]).shape[-1]
+    return start or 0, width if end is None else min(end, width)
+
+
+def _up(node: Node, readers: set[Node], dims: Dims) -> tuple[Node, Dims]:
     """The value that `node` is a view of, and what its dimensions stand for."""
     dims = list(dims)
     while True:
-        require(set(node.users) == {reader}, "heads on the way to the attention are read elsewhere, too")
+        require(set(node.users) == readers, "heads on the way to the attention are read elsewhere, too")
         if is_call(node, *CASTS):
             kinds = {val(node).dtype, val(node.args[0]).dtype}
             require(
@@ -135,7 +184,7 @@ def _up(node: Node, reader: Node, dims: Dims) -> tuple[Node, Dims]:
         require(
             dims[-1] == CHANNELS and {TOKENS, HEADS} <= set(dims), "its channels are not the last dimension"
         )
-        node, reader = node.args[0], node
+        node, readers = node.args[0], {node}
 
 
 def _require_by_token(table: Node, dims: Dims) -> None:
@@ -159,9 +208,10 @@ def _check_pair(q: Turned, k: Turned, write: Node) -> None:
     require(cos.dtype in (dtype, torch.float32), f"the angles are {cos.dtype}")
     computed = {val(heads.rope).dtype for heads in (q, k)}
     require(computed == {torch.promote_types(dtype, cos.dtype)}, "the rotation is computed in another dtype")
-    width = val(q.source).shape[-1]
+    width = val(q.rope.args[0]).shape[-1]
     columns = width if q.rope.kwargs["style"] == "half" else width // 2
-    require(cos.shape[-1] == columns == val(q.rope.args[2]).shape[-1], "not all channels of a head turn")
+    require(cos.shape[-1] == columns == val(q.rope.args[2]).shape[-1], "not all channels of a rotation turn")
+    require(val(k.rope.args[0]).shape[-1] == width, "q and k turn in different numbers of channels")
 
 
 def _rewrite(graph: Graph, write: Node, attention: Node, q: Turned, k: Turned) -> Node:

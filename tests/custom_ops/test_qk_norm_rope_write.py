@@ -27,14 +27,14 @@ def kernel():
     return provider.overload("qk_norm_rope_write")
 
 
-def operands(dtype, *, style="half", tail="cast_scale", wide=False, width=24):
-    """Positional and named operands; `wide`: angles in float32."""
+def operands(dtype, *, style="half", tail="cast_scale", wide=False, width=24, turned=None):
+    """Positional and named operands; `wide`: angles in float32; `turned`: channels of a head that turn, None: all."""
     generator = torch.Generator().manual_seed(width)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator)
 
-    angles = normal(T, width // 2)
+    angles = normal(T, (turned or width) // 2)
     angles = torch.cat((angles, angles), -1) if style == "half" else angles
     tables = [table.to(torch.float32 if wide else dtype) for table in (angles.cos(), angles.sin())]
     weighted = tail not in ("", "none")
@@ -59,12 +59,12 @@ def assert_near(actual: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [24, 64])
-def test_against_the_separate_ops(kernel, dtype, width):
+@pytest.mark.parametrize(("width", "turned"), [(24, None), (64, None), (64, 16), (24, 22), (40, 6)])
+def test_against_the_separate_ops(kernel, dtype, width, turned):
     """Without a norm nothing is summed, so the bits are theirs."""
     for style, tail, wide in FORMS:
-        ours, options = operands(dtype, style=style, tail=tail, wide=wide, width=width)
-        theirs, _ = operands(dtype, style=style, tail=tail, wide=wide, width=width)
+        form = {"style": style, "tail": tail, "wide": wide, "width": width, "turned": turned}
+        (ours, options), (theirs, _) = operands(dtype, **form), operands(dtype, **form)
         out = kernel(*ours, **options)
         expected = torch.ops.pagebinder.qk_norm_rope_write(*theirs, **options)
         assert out.is_contiguous()
@@ -79,7 +79,9 @@ def test_bad_operands_raise(kernel):
         cases = {
             "slot": ((q, k, v, cos, sin, *rest, cache, slots + 1), options),
             "style": ((q, k, v, cos, sin, *rest, cache, slots), {**options, "style": "interleaved"}),
-            "cos and sin": ((q, k, v, cos[:, :12], sin[:, :12], *rest, cache, slots), options),
+            "cos and sin": ((q, k, v, cos[:, :11], sin[:, :11], *rest, cache, slots), options),
+            "cos and sin must": ((q, k, v, cos.repeat(1, 2), sin.repeat(1, 2), *rest, cache, slots), options),
+            "cos and sin must be": ((q, k, v, cos[:, :12], sin, *rest, cache, slots), options),
         }
         for message, (args, named) in cases.items():
             with pytest.raises((RuntimeError, ValueError), match=message):
@@ -89,3 +91,16 @@ def test_bad_operands_raise(kernel):
 def test_opcheck(kernel):
     args, options = operands(torch.bfloat16)
     torch.library.opcheck(kernel, args, options)
+
+
+@pytest.mark.parametrize(("style", "turned"), [("half", 8), ("chunked", 12)])
+def test_channels_behind_those_that_turn_are_normed_and_kept(style, turned):
+    (q, k, v, *rest), options = operands(torch.float32, style=style, turned=turned)
+    out = torch.ops.pagebinder.qk_norm_rope_write(q, k, v, *rest, **options)
+    cos, sin, weight, cache = rest[0], rest[1], rest[2], rest[4]
+    normed = torch.nn.functional.rms_norm(q, q.shape[-1:], weight, options["eps"])
+    assert_close(out[..., turned:], normed[..., turned:].double())
+    low, high = normed[..., : turned // 2], normed[..., turned // 2 : turned]
+    first = low * cos[:, None, : turned // 2] - high * sin[:, None, : turned // 2]
+    assert_close(out[..., : turned // 2], first.double())
+    assert torch.equal(cache[0, :, 3, 24:], v[0])

@@ -5,7 +5,8 @@
                                       +-- [k | v] ----> kv_cache [N, G, B, D + Dv], at slot_mapping [T]
     v [T, G, Dv] ---------------------+
 
-The norms are optional (Qwen3 has them, Llama has not). It rounds where the separate ops round: after the norm as its
+The norms are optional (Qwen3 has them, Llama has not). Tables of fewer columns turn the leading C channels of a head
+and leave the others (Qwen3.5, Phi). It rounds where the separate ops round: after the norm as its
 tail says, and after the rotation's products and their sum in the type that q and cos promote to.
 """
 
@@ -18,7 +19,7 @@ from pagebinder.custom_ops.library import define_op
 from pagebinder.custom_ops.norm.rms_norm import rms_norm_reference
 from pagebinder.custom_ops.rope.rope import rope_reference
 
-STYLES = ("half", "chunked")  # of rope: channel i turns with channel i + D / 2
+STYLES = ("half", "chunked")  # of rope: channel i turns with channel i + C / 2
 
 
 def qk_norm_rope_write_reference(
@@ -28,7 +29,7 @@ def qk_norm_rope_write_reference(
 
     Args:
         q: [T, H, D]. k: [T, G, D]. v: [T, G, Dv], in the cache's dtype.
-        cos, sin: [T, D] (style "half") or [T, D / 2] ("chunked"), in q's dtype or float32.
+        cos, sin: [T, C] (style "half") or [T, C / 2] ("chunked"), C at most D and even, in q's dtype or float32.
         q_weight, k_weight: [D] of the norms, or None (tail "none").
         kv_cache: [N, G, B, D + Dv], written in place. slot_mapping: [T] int32; negative: not written.
         tail: as in `rms_norm`, or "" for no norms; eps is theirs.
@@ -48,8 +49,16 @@ def turned_heads(q, k, cos, sin, q_weight, k_weight, *, eps, tail, style):
     if tail:
         q = rms_norm_reference(q, q_weight, eps=eps, tail=tail).to(q.dtype)
         k = rms_norm_reference(k, k_weight, eps=eps, tail=tail).to(k.dtype)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return [rope_reference(x, cos, sin, style=style).to(x.dtype) for x in (q, k)]
+    cos, sin, width = cos.unsqueeze(1), sin.unsqueeze(1), turned_channels(cos, style)
+    return [
+        torch.cat([rope_reference(x[..., :width], cos, sin, style=style).to(x.dtype), x[..., width:]], dim=-1)
+        for x in (q, k)
+    ]
+
+
+def turned_channels(cos, style: str) -> int:
+    """How many leading channels of a head turn, from a table [T, columns]."""
+    return cos.shape[-1] if style == "half" else 2 * cos.shape[-1]
 
 
 def check_operands(q, k, cos, sin, style):
@@ -57,13 +66,17 @@ def check_operands(q, k, cos, sin, style):
         raise ValueError(f"style must be one of {', '.join(STYLES)}, not {style!r}")
     if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[2] % 2:
         raise ValueError(f"q and k must be [T, heads, D], D even, not {tuple(q.shape)}, {tuple(k.shape)}")
-    columns = q.shape[2] if style == "half" else q.shape[2] // 2
-    if any(
-        tuple(t.shape) != (q.shape[0], columns) or t.dtype not in (q.dtype, torch.float32) for t in (cos, sin)
+    fits = cos.dim() == 2 and cos.shape == sin.shape and cos.shape[0] == q.shape[0]
+    width = turned_channels(cos, style) if fits else 0
+    if (
+        not 0 < width <= q.shape[2]
+        or width % 2
+        or any(t.dtype not in (q.dtype, torch.float32) for t in (cos, sin))
     ):
+        columns = q.shape[2] if style == "half" else q.shape[2] // 2
         raise ValueError(
-            f"cos and sin must be [{q.shape[0]}, {columns}] in {q.dtype} or float32, not {cos.dtype} "
-            f"{tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
+            f"cos and sin must be [{q.shape[0]}, {columns}] in {q.dtype} or float32, or of fewer columns, for an even "
+            f"number of channels, not {cos.dtype} {tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
         )
 
 

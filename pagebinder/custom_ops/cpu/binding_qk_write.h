@@ -30,10 +30,16 @@ inline NormTail head_tail_named(const std::string& name) {
   return NormTail::ABSENT;
 }
 
+// Leading channels of a head that turn.
+inline int64_t turned_channels(const QkOperands& o) {
+  return o.style == "half" ? o.cos.size(1) : 2 * o.cos.size(1);
+}
+
 // All but the cache's dtype and the width of its rows.
 inline void check_qk_operands(const QkOperands& o) {
   const ScalarType type = o.q.scalar_type();
   const int64_t T = o.q.size(0), D = o.q.size(o.q.dim() - 1), columns = o.style == "half" ? D : D / 2;
+  const bool has_rows = o.cos.dim() == 2 && o.sin.dim() == 2 && o.cos.size(0) == T && o.sin.size(0) == T;
   PB_CHECK(o.style == "half" || o.style == "chunked", "style must be half or chunked, not ", o.style);
   PB_CHECK(o.q.dim() == 3 && o.k.dim() == 3 && o.v.dim() == 3 && o.kv_cache.dim() == 4 && D % 2 == 0,
            "q, k, v must be [T, heads, width], the width of q even, and kv_cache 4-D");
@@ -43,10 +49,10 @@ inline void check_qk_operands(const QkOperands& o) {
            "q, k, v and kv_cache must agree in tokens, heads and widths");
   PB_CHECK(last_is_dense(o.q) && last_is_dense(o.k) && last_is_dense(o.v) && o.kv_cache.stride(3) == 1,
            "the last strides of q, k, v and kv_cache must be 1");
-  PB_CHECK(o.cos.dim() == 2 && o.sin.dim() == 2 && o.cos.size(0) == T && o.sin.size(0) == T &&
-               o.cos.size(1) == columns && o.sin.size(1) == columns && last_is_dense(o.cos) &&
-               last_is_dense(o.sin),
-           "cos and sin must be [T, ", columns, "], their last stride 1");
+  PB_CHECK(has_rows && o.cos.size(1) == o.sin.size(1) && o.cos.size(1) > 0 && o.cos.size(1) <= columns &&
+               turned_channels(o) % 2 == 0 && last_is_dense(o.cos) && last_is_dense(o.sin),
+           "cos and sin must be [T, ", columns, "] or of fewer columns, for an even number of channels, their last "
+           "stride 1");
   PB_CHECK(o.cos.scalar_type() == o.sin.scalar_type() &&
                (o.cos.scalar_type() == type || o.cos.scalar_type() == ScalarType::Float),
            "cos and sin must have q's dtype or float32");
@@ -74,7 +80,7 @@ Tensor set_qk_operands(const QkOperands& o, QkWriteArgs<T>& a) {
   a.q = data<const T>(o.q), a.q_token_stride = o.q.stride(0), a.q_head_stride = o.q.stride(1);
   a.k = data<const T>(o.k), a.k_token_stride = o.k.stride(0), a.k_head_stride = o.k.stride(1);
   a.v = data<const T>(o.v), a.v_token_stride = o.v.stride(0), a.v_head_stride = o.v.stride(1);
-  a.cos = data<const void>(o.cos), a.sin = data<const void>(o.sin);
+  a.turned = turned_channels(o), a.cos = data<const void>(o.cos), a.sin = data<const void>(o.sin);
   a.cos_stride = o.cos.stride(0), a.sin_stride = o.sin.stride(0);
   a.wide_angles = o.cos.scalar_type() == ScalarType::Float, a.column_per_pair = o.style == "chunked";
   a.tail = head_tail_named(o.tail), a.eps = static_cast<float>(o.eps);

@@ -30,7 +30,8 @@ void narrow(const float* from, int64_t count, T* to) {
   if (i < count) store_float_part(to + i, load<VF>(from + i), static_cast<int>(count - i));
 }
 
-// What one token's heads have in common, as float32: [first half | second half], each filled up to whole vectors.
+// What one token's heads have in common, as float32: [first half | second half] of the channels that turn, each filled
+// up to whole vectors. A head and the weights of its norm have the other channels behind them.
 struct Angles {
   const float* cos[2];
   const float* sin[2];
@@ -53,9 +54,10 @@ template <class T>
 class Heads {
  public:
   Heads(const QkWriteArgs<T>& args, Buffer& buffer)
-      : a_(args), half_(args.head_dim / 2), padded_(whole_vectors(half_)), scratch_(buffer, 2 * padded_) {
-    if (a_.q_weight != nullptr) widen_halves(a_.q_weight, scratch_.q_weight);
-    if (a_.k_weight != nullptr) widen_halves(a_.k_weight, scratch_.k_weight);
+      : a_(args), half_(args.turned / 2), rest_(args.head_dim - args.turned), padded_(whole_vectors(half_)),
+        all_(2 * padded_ + whole_vectors(rest_)), scratch_(buffer, all_) {
+    if (a_.q_weight != nullptr) widen_head(a_.q_weight, scratch_.q_weight);
+    if (a_.k_weight != nullptr) widen_head(a_.k_weight, scratch_.k_weight);
   }
 
   void token(int64_t t) const {
@@ -78,10 +80,10 @@ class Heads {
   }
 
  private:
-  template <class From>
-  void widen_halves(const From* from, float* to) const {
+  void widen_head(const T* from, float* to) const {
     widen(from, half_, to);
     widen(from + half_, half_, to + padded_);
+    widen(from + 2 * half_, rest_, to + 2 * padded_);
   }
 
   void widen_angles(const void* table, int64_t stride, int64_t t, float* to) const {
@@ -96,7 +98,7 @@ class Heads {
   // One head: x normed and turned.
   void turn(const T* from, const float* weight, const Angles& angles, T* to) const {
     float* x = scratch_.head;
-    widen_halves(from, x);
+    widen_head(from, x);
     if (a_.tail != NormTail::ABSENT) norm(x, weight);
     for (int64_t i = 0; i < padded_; i += W) {
       const VF first = load<VF>(x + i), second = load<VF>(x + padded_ + i);
@@ -105,6 +107,7 @@ class Heads {
     }
     narrow(x, half_, to);
     narrow(x + padded_, half_, to + half_);
+    narrow(x + 2 * padded_, rest_, to + 2 * half_);
   }
 
   PB_INLINE VF product(VF x, const float* angles) const {
@@ -114,11 +117,11 @@ class Heads {
 
   void norm(float* x, const float* weight) const {
     VF squares = {};
-    for (int64_t i = 0; i < 2 * padded_; i += W) squares += load<VF>(x + i) * load<VF>(x + i);
+    for (int64_t i = 0; i < all_; i += W) squares += load<VF>(x + i) * load<VF>(x + i);
     float sum = 0;
     for (int i = 0; i < W; ++i) sum += squares[i];
     const float scale = 1.0f / std::sqrt(sum / static_cast<float>(a_.head_dim) + a_.eps);
-    for (int64_t i = 0; i < 2 * padded_; i += W) store(x + i, tail_of(load<VF>(x + i) * scale, weight + i));
+    for (int64_t i = 0; i < all_; i += W) store(x + i, tail_of(load<VF>(x + i) * scale, weight + i));
   }
 
   PB_INLINE VF tail_of(VF normed, const float* weight) const {
@@ -131,7 +134,7 @@ class Heads {
   }
 
   const QkWriteArgs<T>& a_;
-  const int64_t half_, padded_;
+  const int64_t half_, rest_, padded_, all_;
   const Scratch<T> scratch_;
 };
 

@@ -14,7 +14,8 @@ struct QkWriteArgs {
   int64_t num_tokens, num_heads, num_kv_heads, head_dim, head_dim_v;
   const T *q, *k, *v;
   int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
-  const void *cos, *sin;          // [T, head_dim], or [T, head_dim / 2] if `columns_per_pair`
+  int64_t turned;                 // leading channels of a head that turn
+  const void *cos, *sin;          // [T, turned], or [T, turned / 2] if `columns_per_pair`
   bool wide_angles;               // they are float32, else T
   bool column_per_pair;
   int64_t cos_stride, sin_stride;

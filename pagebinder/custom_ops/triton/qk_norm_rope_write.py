@@ -2,7 +2,8 @@
 
     grid [T, groups of q heads + groups of KV heads]      q: to the result      k, v: to the token's slot, or as codes
 
-A program holds up to HEADS heads, as two halves of their channels: "half" and "chunked" pair i with i + D / 2.
+A program holds up to HEADS heads, as two halves of the C channels that turn ("half" and "chunked" pair i with i + C / 2)
+and the others, if there are any.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pagebinder.custom_ops.attention.paged import check_write
-from pagebinder.custom_ops.attention.qk_norm_rope_write import check_operands
+from pagebinder.custom_ops.attention.qk_norm_rope_write import check_operands, turned_channels
 from pagebinder.custom_ops.norm.rms_norm import TAILS
 from pagebinder.custom_ops.triton.cache_write import (
     check_quantized_write,
@@ -35,16 +36,27 @@ TILE_VALUES = 2048
 @triton.jit
 def normed_and_turned(
     x_ptr, stride_t, stride_h, cos_ptr, sin_ptr, w_ptr, token, head, eps, NUM_HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
 ):  # fmt: skip
-    """(first half, second half [HEADS, BLOCK] of the heads' type, columns, which exist)."""
-    HALF: tl.constexpr = D // 2
+    """(first half, second half [HEADS, BLOCK], the rest [HEADS, BLOCK_REST] of the heads' type, columns of a half, which
+    exist, those of the rest, which exist); without a rest it is the first half."""
+    HALF: tl.constexpr = C // 2
+    REST: tl.constexpr = D - C
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     first, column, mask = load_rows(x_ptr, stride_t, stride_h, token, head, HALF, BLOCK, NUM_HEADS)
     second, _, _ = load_rows(x_ptr + HALF, stride_t, stride_h, token, head, HALF, BLOCK, NUM_HEADS)
     first, second = first.to(tl.float32), second.to(tl.float32)
+    rest, rest_column, rest_mask = first, column, mask
+    if REST > 0:
+        rest, rest_column, rest_mask = load_rows(
+            x_ptr + C, stride_t, stride_h, token, head, REST, BLOCK_REST, NUM_HEADS
+        )
+        rest = rest.to(tl.float32)
     if TAIL != "":
-        root = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, 1)
+        root = tl.rsqrt(squares / D + eps)[:, None]
         w_1 = first
         w_2 = second
         if w_ptr is not None:
@@ -52,7 +64,12 @@ def normed_and_turned(
             w_2 = tl.load(w_ptr + HALF + column, mask=column < HALF, other=0).to(tl.float32)
         first = through(scaled(first, root, w_1, dtype, TAIL), dtype)
         second = through(scaled(second, root, w_2, dtype, TAIL), dtype)
-    COLUMNS: tl.constexpr = D if HAS_WIDE_TABLES else HALF
+        if REST > 0:
+            w_rest = rest
+            if w_ptr is not None:
+                w_rest = tl.load(w_ptr + C + rest_column, mask=rest_column < REST, other=0).to(tl.float32)
+            rest = through(scaled(rest, root, w_rest, dtype, TAIL), dtype)
+    COLUMNS: tl.constexpr = C if HAS_WIDE_TABLES else HALF
     SECOND: tl.constexpr = HALF if HAS_WIDE_TABLES else 0
     table = token.to(tl.int64) * COLUMNS + column
     cos_1 = tl.load(cos_ptr + table, mask=column < HALF, other=0).to(tl.float32)
@@ -62,7 +79,15 @@ def normed_and_turned(
     # The wider of the heads' type and the tables'.
     steps: tl.constexpr = dtype if cos_ptr.dtype.element_ty == dtype else tl.float32
     y_1, y_2 = turned(first, second, cos_1, sin_1, cos_2, sin_2, steps)
-    return rounded(y_1, dtype), rounded(y_2, dtype), column, mask
+    return (
+        rounded(y_1, dtype),
+        rounded(y_2, dtype),
+        rounded(rest, dtype),
+        column,
+        mask,
+        rest_column,
+        rest_mask,
+    )
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -70,35 +95,40 @@ def qk_norm_rope_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, slots_ptr, scales_ptr, out_ptr,
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr, num_slots, eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
     CODES: tl.constexpr, LARGEST: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = D // 2
+    HALF: tl.constexpr = C // 2
+    REST: tl.constexpr = D - C
     Q_GROUPS: tl.constexpr = (H + HEADS - 1) // HEADS
     token, group = tl.program_id(0), tl.program_id(1)
     if group < Q_GROUPS:
         head = group * HEADS + tl.arange(0, HEADS)
-        first, second, column, mask = normed_and_turned(
-            q_ptr, stride_qt, stride_qh, cos_ptr, sin_ptr, q_weight_ptr, token, head, eps, H, D, BLOCK, TAIL,
-            HAS_WIDE_TABLES,
+        first, second, rest, column, mask, rest_column, rest_mask = normed_and_turned(
+            q_ptr, stride_qt, stride_qh, cos_ptr, sin_ptr, q_weight_ptr, token, head, eps, H, D, C, BLOCK, BLOCK_REST,
+            TAIL, HAS_WIDE_TABLES,
         )  # fmt: skip
         out_ptrs = out_ptr + (token.to(tl.int64) * H + head) * D
         tl.store(out_ptrs[:, None] + column, first, mask=mask)
         tl.store(out_ptrs[:, None] + HALF + column, second, mask=mask)
+        if REST > 0:
+            tl.store(out_ptrs[:, None] + C + rest_column, rest, mask=rest_mask)
     else:
         head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
         row_ptrs, is_slot = slot_row(
             cache_ptr, slots_ptr, token, head, stride_n, stride_g, stride_b, num_slots, BLOCK_SIZE
         )
-        first, second, column, mask = normed_and_turned(
-            k_ptr, stride_kt, stride_kg, cos_ptr, sin_ptr, k_weight_ptr, token, head, eps, G, D, BLOCK, TAIL,
-            HAS_WIDE_TABLES,
+        first, second, rest, column, mask, rest_column, rest_mask = normed_and_turned(
+            k_ptr, stride_kt, stride_kg, cos_ptr, sin_ptr, k_weight_ptr, token, head, eps, G, D, C, BLOCK, BLOCK_REST,
+            TAIL, HAS_WIDE_TABLES,
         )  # fmt: skip
         v, v_column, v_mask = load_rows(v_ptr, stride_vt, stride_vg, token, head, DV, BLOCK_DV, G)
         if CODES == "":
             tl.store(row_ptrs[:, None] + column, first, mask=mask & is_slot)
             tl.store(row_ptrs[:, None] + HALF + column, second, mask=mask & is_slot)
+            if REST > 0:
+                tl.store(row_ptrs[:, None] + C + rest_column, rest, mask=rest_mask & is_slot)
             tl.store(row_ptrs[:, None] + D + v_column, v, mask=v_mask & is_slot)
         else:
             keep = is_slot & (head < G)
@@ -106,6 +136,8 @@ def qk_norm_rope_write_kernel(
             ROW_SCALES: tl.constexpr = scales_ptr is None
             if ROW_SCALES:
                 k_largest = tl.max(tl.maximum(magnitude_bits(k_1), magnitude_bits(k_2)), 1)
+                if REST > 0:
+                    k_largest = tl.maximum(k_largest, tl.max(magnitude_bits(rest.to(tl.float32)), 1))
                 k_scale, v_scale = scale_of_largest(k_largest, LARGEST), row_scale(v, LARGEST)
                 store_scales(k_scale, v_scale, row_ptrs + D + DV, keep, ALIGNED)
             else:
@@ -114,6 +146,18 @@ def qk_norm_rope_write_kernel(
             k_ptrs, v_ptrs = row_ptrs[:, None] + column, row_ptrs[:, None] + D + v_column
             store_encoded(k_1, k_scale, k_ptrs, mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
             store_encoded(k_2, k_scale, k_ptrs + HALF, mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
+            if REST > 0:
+                rest_ptrs = row_ptrs[:, None] + C + rest_column
+                store_encoded(
+                    rest.to(tl.float32),
+                    k_scale,
+                    rest_ptrs,
+                    rest_mask & is_slot,
+                    CODES,
+                    LARGEST,
+                    ROW_SCALES,
+                    NATIVE,
+                )
             store_encoded(v, v_scale, v_ptrs, v_mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
 
 
@@ -152,15 +196,17 @@ def _launch(q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scale
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     plain = {"CODES": "", "LARGEST": 0.0, "ALIGNED": False, "NATIVE": False}
     facts = code_facts(kv_cache, k, v, codes) if codes else plain
-    block = triton.next_power_of_2(width // 2)
-    heads = triton.next_power_of_2(min(num_heads, max(1, TILE_VALUES // (2 * block))))
+    turned_width = turned_channels(cos, style)
+    block, block_rest = (triton.next_power_of_2(max(n, 1)) for n in (turned_width // 2, width - turned_width))
+    values = 2 * block + (block_rest if turned_width < width else 0)
+    heads = triton.next_power_of_2(min(num_heads, max(1, TILE_VALUES // values)))
     groups = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
     qk_norm_rope_write_kernel[num_tokens, groups](
         q, k, v, cos.contiguous(), sin.contiguous(), q_weight, k_weight, kv_cache, slot_mapping, scales, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3],
-        kv_cache.shape[0] * kv_cache.shape[2], eps, H=num_heads, G=num_kv_heads, D=width, DV=v.shape[2], HEADS=heads,
-        BLOCK=block, BLOCK_DV=triton.next_power_of_2(v.shape[2]), BLOCK_SIZE=kv_cache.shape[2], TAIL=tail,
+        kv_cache.shape[0] * kv_cache.shape[2], eps, H=num_heads, G=num_kv_heads, D=width, C=turned_width, DV=v.shape[2],
+        HEADS=heads, BLOCK=block, BLOCK_REST=block_rest, BLOCK_DV=triton.next_power_of_2(v.shape[2]), BLOCK_SIZE=kv_cache.shape[2], TAIL=tail,
         HAS_WIDE_TABLES=style == "half", **facts,
-        num_warps=warps_of(2 * block * heads), enable_fp_fusion=False,
+        num_warps=warps_of(values * heads), enable_fp_fusion=False,
     )  # fmt: skip
     return out
