@@ -22,6 +22,7 @@ INDEX_IN_LEAF = (
     "DeepseekV4CSACompressor",
     "Dots3NoteTextAttention",
     "GlmMoeDsaAttention",
+    "HYV4Attention",
 )
 
 
