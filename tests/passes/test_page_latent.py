@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from pagebinder.custom_ops.layer_state import CacheFormats
-from pagebinder.errors import UnsupportedLayerError
+from pagebinder.errors import ProviderError, UnsupportedLayerError
 from pagebinder.passes.latent_states import COMPRESS, COMPRESSED_ATTENTION, INDEX_TOPK
 from pagebinder.passes.layer_states import Paging, layer_states
 from pagebinder.passes.page_compressed import page_compressed
 from pagebinder.passes.page_mla import page_mla
+from pagebinder.passes.select_providers import select_providers
 from pagebinder.runtime.kv import plan_kv_cache
 from tests.graphs import VOCAB_SIZE, assert_metadata_kept, captured, clone, count, run_in_steps
 
@@ -150,6 +151,13 @@ def test_structure_and_values(name, number):
         want = before(ids, torch.arange(45))
     got = run_in_steps(after, plan, states, ids, (3, 4, 5, 23, 45), num_blocks=40)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_a_provider_without_sinks_is_refused():
+    _, after, *_ = paged(Layers(Latent(True, True)))
+    requested = {"paged_mla_attention": "flashmla"}
+    with pytest.raises(ProviderError, match="cannot do indices.*cannot do sinks"):
+        select_providers(after, device=torch.device("cpu"), requested=requested, prepare=False)
 
 
 def test_layouts_go_by_reader():
