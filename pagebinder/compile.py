@@ -407,7 +407,7 @@ def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) ->
     states = tuple(layer_states(semantic, max_model_len=max_model_len, formats=formats))
     layouts = {getattr(state, "layout", "plain") for state in states} - {"plain"}
     quantized = _quantizes_kv(config)
-    what_of_kv = "attention with K and V of its own" if quantized else "latent rows (MLA)"
+    what_of_kv = "attention whose K and V can be kept in codes" if quantized else "latent rows (MLA)"
     of_kv = layouts & KV_FORMATS.keys() if quantized else layouts - INDEX_LAYOUTS
     for option, wanted, kept, what in (
         ("kv_dtype", is_fp8 or quantized, of_kv, what_of_kv),

@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.cross import CROSS_ATTENTION
+from pagebinder.custom_ops.attention.indexed import INDEXED_ATTENTION
 from pagebinder.custom_ops.attention.relative import RELATIVE_ATTENTION
 from pagebinder.custom_ops.attention.semantic import ATTENTION
 from pagebinder.custom_ops.library import OpInfo
@@ -21,7 +22,13 @@ from pagebinder.passes.page_recurrent import PAGED as RECURRENT_OPS
 from pagebinder.report import CompileReport, PassResult
 
 MAX_PROBLEMS_SHOWN = 8
-DECODER_ATTENTION = (ATTENTION, RELATIVE_ATTENTION, MLA_ATTENTION, COMPRESSED_ATTENTION)
+DECODER_ATTENTION = (
+    ATTENTION,
+    RELATIVE_ATTENTION,
+    INDEXED_ATTENTION,
+    MLA_ATTENTION,
+    COMPRESSED_ATTENTION,
+)
 
 
 def unexplained(

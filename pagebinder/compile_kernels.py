@@ -19,7 +19,8 @@ from pagebinder.frontend.leaves import LEAVES
 from pagebinder.frontend.position_bias import is_known as has_distance_bias
 from pagebinder.frontend.source import ModelSource
 
-LATENT_ATTENTION = {
+LATENT_OPS = {
+    torch.ops.pagebinder.compress.default,
     torch.ops.pagebinder.mla_attention.default,
     torch.ops.pagebinder.compressed_attention.default,
 }
@@ -56,7 +57,7 @@ def _parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]:
     emitted = {op for leaf in LEAVES if leaf.applies(source.module) for op in leaf.emits}
     attention = _attention_parts(source.dtype, source.num_attention_layers != 0, config)
     unified = ("unified",) if config.cascade else ()
-    latent = ("latent",) if emitted & LATENT_ATTENTION else ()
+    latent = ("latent",) if emitted & LATENT_OPS else ()
     relative = ("relative",) if any(map(has_distance_bias, source.module.modules())) else ()
     quantized_kv = ("quantized_kv",) if config.kv_dtype in KV_FORMATS else ()
     weights = ("quant",) if config.quantization or source.stored_weights is not None else ()

@@ -3,6 +3,7 @@
 from pagebinder.custom_ops.activation import gated_activation
 from pagebinder.custom_ops.attention import (
     cross,
+    indexed,
     merge_states,
     packed,
     paged,
@@ -43,6 +44,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_linear",
     "hyper",
+    "indexed",
     "indexer",
     "inverse_rope_grouped",
     "linear",

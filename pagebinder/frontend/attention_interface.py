@@ -61,6 +61,16 @@ class CausalMask:
     def __invert__(self) -> CausalMask:
         return self
 
+    def __and__(self, other: ChosenKeys) -> ChosenKeys:
+        return other if isinstance(other, ChosenKeys) else NotImplemented
+
+
+class ChosenKeys(CausalMask):
+    """A causal mask that leaves some groups of `ratio` keys: indices [1, T, K] as `index_topk` gives them."""
+
+    def __init__(self, indices: torch.Tensor, ratio: int) -> None:
+        self.indices, self.ratio = indices, ratio
+
 
 def attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     """transformers' attention function: q [1, H, T, D], k [1, G, T, D], v [1, G, T, Dv] -> ([1, T, H, Dv], None).
@@ -69,6 +79,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         CaptureError: an argument or a module trait that changes the result in a way not known here.
     """
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    chosen = attention_mask if isinstance(attention_mask, ChosenKeys) else None
     attention_mask = None if isinstance(attention_mask, CausalMask) else attention_mask
     is_of_padding = type(module).__name__ in MASK_OF_PADDING and attention_mask is not None
     if attention_mask is not None and not (is_of_padding and attention_mask.shape[2] == 1):
@@ -112,6 +123,24 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         raise CaptureError(
             f"{name} attends to {key.shape[2]} keys from {query.shape[2]} queries during capture."
         )
+    if chosen is not None:
+        options = {
+            "a window": window,
+            "chunks": chunk,
+            "a soft cap": soft_cap,
+            "sinks": sinks,
+            "a bias": bias,
+        }
+        unread = [what for what, value in options.items() if value is not None]
+        if unread or is_latent or not causal:
+            unread += ["latents"] * is_latent + ["no causality"] * (not causal)
+            raise CaptureError(
+                f"{name} attends to chosen keys with {', '.join(unread)}; not known here together."
+            )
+        out = torch.ops.pagebinder.indexed_attention(
+            q_THD, k_TGD, v_TGD, chosen.indices[0], scale=scale, ratio=chosen.ratio
+        )
+        return out.unsqueeze(0), None
     if bias is not None:
         options = {"a window": window, "chunks": chunk, "a soft cap": soft_cap, "sinks": sinks}
         unread = [what for what, value in options.items() if value is not None]
@@ -150,7 +179,7 @@ def hooked_attention(captured: torch.fx.GraphModule) -> PassResult:
     result = PassResult(
         name="attention_hook", num_ops_before=num_ops(captured), num_ops_after=num_ops(captured)
     )
-    names = ("attention", "cross_attention", "relative_attention", "mla_attention")
+    names = ("attention", "cross_attention", "relative_attention", "indexed_attention", "mla_attention")
     for node in calls(captured.graph, *(getattr(torch.ops.pagebinder, name).default for name in names)):
         options = {
             k: v for k, v in node.kwargs.items() if k in ("window", "chunk", "soft_cap") and v is not None

@@ -1,7 +1,8 @@
 """Rules of the token-mixing audit for ops over latent rows, and for the streams of hyper-connections.
 
-compress, index_topk, compressed_attention, mla_attention   relate tokens as their paged forms do: rows are positions
-hyper_connection, hyper_mix, hyper_head                     every token alone
+compress, index_topk, compressed_attention,
+indexed_attention, mla_attention              relate tokens as their paged forms do: rows are positions
+hyper_connection, hyper_mix, hyper_head       every token alone
 
 All take operands [tokens, ...], rows of the same tokens, and weights that depend on no token.
 """
@@ -20,6 +21,7 @@ LATENT = {
     OPS.compress.default: ((0, 1), (2, 3, 4)),
     OPS.index_topk.default: ((0, 1, 2), ()),
     OPS.compressed_attention.default: ((0, 1, 2, 3), (4,)),
+    OPS.indexed_attention.default: ((0, 1, 2, 3), ()),
     OPS.mla_attention.default: ((0, 1, 2, 3, 6), (4, 5, 7)),
     OPS.hyper_connection.default: ((0,), (1, 2, 3)),
     OPS.hyper_mix.default: ((0, 1, 2, 3), ()),

@@ -69,6 +69,33 @@ def _sparse_mla(model: CostModel, node: Node) -> OpCost:
     )
 
 
+def _indexed_pairs(model: CostModel, node: Node, context):
+    """As `_attended`, for groups of `ratio` tokens and the tail behind them, half a group for most queries."""
+    tokens, ratio = model.shape(operand(node, "q"))[0], operand(node, "ratio")
+    topk = _chosen(model, operand(node, "indices"))
+    pairs, rows = _attended(tokens, 0, ratio, topk, context=context)
+    tail = sympy.Rational(ratio - 1, 2)
+    return ratio * pairs + tokens * tail, ratio * rows + tail
+
+
+def _indexed_attention(model: CostModel, node: Node) -> OpCost:
+    _, heads, width = model.shape(operand(node, "q"))
+    pairs, _ = _indexed_pairs(model, node, ZERO)
+    return model.moved(node, flops=2 * heads * (width + model.shape(operand(node, "v"))[2]) * pairs)
+
+
+def _paged_indexed_attention(model: CostModel, node: Node) -> OpCost:
+    q, cache, indices = (operand(node, name) for name in ("q", "kv_cache", "indices"))
+    _, heads, width = model.shape(q)
+    pairs, rows = _indexed_pairs(model, node, CONTEXT)
+    _, kv_heads, _, row = model.shape(cache)
+    return OpCost(
+        flops=2 * heads * (width + operand(node, "head_dim_v")) * pairs,
+        activation_bytes=model.bytes_of(q) + model.bytes_of(indices) + model.out_bytes(node),
+        cache_bytes=rows * kv_heads * row * tensors(cache)[0].dtype.itemsize,
+    )
+
+
 def _index_topk(model: CostModel, node: Node) -> OpCost:
     tokens, heads, width = model.shape(operand(node, "q"))
     pairs = visible_pairs(tokens, ZERO) / operand(node, "ratio")
@@ -164,6 +191,8 @@ def _inverse_rope_grouped_linear(model: CostModel, node: Node) -> OpCost:
 RULES = {
     "compressed_attention": _compressed_attention,
     "sparse_mla_attention": _sparse_mla,
+    "indexed_attention": _indexed_attention,
+    "paged_indexed_attention": _paged_indexed_attention,
     "index_topk": _index_topk,
     "indexer_score_topk": _indexer,
     "mla_attention": _mla,

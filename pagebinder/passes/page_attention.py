@@ -17,6 +17,11 @@ Matches:
 Replaces with:
     the same write, and paged_relative_attention(q, kv_cache_i, block_table_g, seq_lens, query_start_loc, bias, ...)
 
+Matches:
+    out = indexed_attention(q, k, v, indices, scale, ratio)
+Replaces with:
+    the same write, and paged_indexed_attention(q, kv_cache_i, block_table_g, seq_lens, query_start_loc, indices, ...)
+
 i is the layer's number, g its KV group: layers of a group share one block table and one slot mapping.
 """
 
@@ -43,6 +48,7 @@ ours = torch.ops.pagebinder
 PAGED_FORMS = {
     ours.attention.default: ours.paged_attention.default,
     ours.relative_attention.default: ours.paged_relative_attention.default,
+    ours.indexed_attention.default: ours.paged_indexed_attention.default,
 }
 NUM_OPTIONAL = 2  # operands of attention after q, k and v
 

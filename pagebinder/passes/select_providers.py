@@ -68,6 +68,7 @@ SELECTABLE = (
     "paged_attention",
     "paged_attention_fp8_quant",
     "paged_relative_attention",
+    "paged_indexed_attention",
     "unified_attention",
     "kv_cache_write",
     "quantized_paged_attention",

@@ -70,12 +70,18 @@ OVERRIDES: dict[str, dict] = {
     "qwen3_asr": _ANY_SPECIAL,
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 16},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4,
+        "indexer_n_heads": 16,  # no two scores tie at zero
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
         "hc_lowrank": 8,
+        "ple_layer_ids": [1, 3],
+        "ple_embed_dim": 32,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 60,
+        "split_ngram_parts": 1,
+        "eos_token_id": 5,
     },
     "reformer": {
         "axial_pos_shape": (16, 32),

@@ -16,7 +16,7 @@ from pagebinder.custom_ops.attention import (
     unified,
 )
 from pagebinder.custom_ops.compress import paged_compress
-from pagebinder.custom_ops.cpu import attention_fp8, build, mla, packed
+from pagebinder.custom_ops.cpu import attention_fp8, build, indexed, mla, packed
 from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS, PARTS
 from pagebinder.custom_ops.fp8 import fused as fp8_fused
 from pagebinder.custom_ops.fp8 import linear as fp8_linear
@@ -105,6 +105,7 @@ _PARTS_OF[packed.PACKED_ATTENTION.name] = ("core",)
 _PARTS_OF[packed.PACKED_RELATIVE_ATTENTION.name] = ("relative",)
 _PARTS_OF |= {fused.name: (*_PARTS_OF[info.name], "fp8") for info, fused in FP8_QUANT_FORMS.items()}
 _PARTS_OF[mla.PAGED_MLA_ATTENTION.name] = ("core", "latent")
+_PARTS_OF[indexed.PAGED_INDEXED_ATTENTION.name] = ("core",)
 
 # ops that also call the kernels of q's element type, a part each
 _BY_ELEMENT_TYPE = {
@@ -117,6 +118,7 @@ _BY_ELEMENT_TYPE = {
         packed.PACKED_ATTENTION,
         packed.PACKED_RELATIVE_ATTENTION,
         mla.PAGED_MLA_ATTENTION,
+        indexed.PAGED_INDEXED_ATTENTION,
         unified.UNIFIED_ATTENTION,
         unified.ATTENTION_PART,
     )

@@ -17,6 +17,7 @@ import torch
 
 from pagebinder.custom_ops.activation import gated_activation
 from pagebinder.custom_ops.attention import (
+    indexed,
     merge_states,
     packed,
     paged,
@@ -61,6 +62,7 @@ _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
         quantized_paged.QUANTIZED_PAGED_ATTENTION,
         relative.PAGED_RELATIVE_ATTENTION,
     ),
+    "indexed_attention": (indexed.PAGED_INDEXED_ATTENTION,),
     "packed_attention": (packed.PACKED_ATTENTION, packed.PACKED_RELATIVE_ATTENTION),
     "unified_attention": (
         unified.UNIFIED_ATTENTION,
@@ -112,6 +114,7 @@ _HEAD_DIM_OPS = (
     "paged_attention_lse",
     "quantized_paged_attention",
     "paged_relative_attention",
+    "paged_indexed_attention",
     "packed_attention",
     "packed_relative_attention",
     *(info.name for info in FP8_QUANT_FORMS.values()),

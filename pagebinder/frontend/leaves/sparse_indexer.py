@@ -134,7 +134,7 @@ class SparseIndexer(Leaf):
     def patched(self, model: torch.nn.Module) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
             for attention in self._attentions(model):
-                hook = attention.register_forward_pre_hook(_with_mask, with_kwargs=True)
+                hook = attention.register_forward_pre_hook(with_mask, with_kwargs=True)
                 undo.callback(hook.remove)
                 if attention.indexer is not None:
                     self._patch(attention.indexer, undo)
@@ -151,7 +151,7 @@ class SparseIndexer(Leaf):
 
     def _patch(self, indexer: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         self._require_function(type(indexer).__module__, "forward", indexer.forward, _taken)
-        undo.callback(_restore_forward, indexer, indexer.__dict__.get("forward"))
+        undo.callback(restore_forward, indexer, indexer.__dict__.get("forward"))
         indexer.forward = partial(self._index, indexer.forward)
 
     def _index(self, forward, *args, **kwargs):
@@ -160,7 +160,7 @@ class SparseIndexer(Leaf):
             return forward(*args, **{**kwargs, "past_key_values": taker})
 
 
-def _restore_forward(module: torch.nn.Module, before) -> None:
+def restore_forward(module: torch.nn.Module, before) -> None:
     """`before` None: the class's own, found again when ours is gone."""
     if before is None:
         del module.forward
@@ -168,7 +168,7 @@ def _restore_forward(module: torch.nn.Module, before) -> None:
         module.forward = before
 
 
-def _with_mask(module, args, kwargs):
+def with_mask(module, args, kwargs):
     """attention_mask=CausalMask(), where the model made none: no mask function is registered for ours."""
     if kwargs.get("attention_mask") is not None:
         return None
