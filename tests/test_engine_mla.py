@@ -29,6 +29,7 @@ FAMILIES = {
     "deepseek_v3": ["mla_latent"] * 2,
     "deepseek_v32": ["mla_latent"] * 4,
     "glm_moe_dsa": ["mla_latent"] * 6,  # every second layer shares an indexer
+    "hy_v4": ["mla_latent"] * 6,  # and so here; with sinks
 }
 
 

@@ -25,7 +25,7 @@ from pagebinder.custom_ops.rope.rope import rope_reference
 from pagebinder.export import onnx_recurrent, onnx_sparse
 from pagebinder.export.onnx_contrib import group_query_attention
 from pagebinder.export.onnx_experts import expert_rows
-from pagebinder.export.onnx_step import NEGATIVE, Step, attend, onnx_op
+from pagebinder.export.onnx_step import NEGATIVE, Step, attend, onnx_op, with_sinks
 
 
 def attention(
@@ -42,7 +42,7 @@ def attention(
     soft_cap=None,
     causal=True,
 ):
-    """ALiBi is added to the mask; a sink is one more key of zeros, whose score is its entry of the mask."""
+    """ALiBi is added to the mask, and so are sinks."""
     if step.contrib:
         return group_query_attention(step, q, k, v, sinks, scale=scale, window=window, soft_cap=soft_cap)
     k, v = step.keys(k), step.keys(v)
@@ -51,12 +51,7 @@ def attention(
         bias = alibi_slopes.float()[:, None, None] * step.distances()[:, None]
         mask = torch.where(mask, bias.to(q.dtype), NEGATIVE)
     if sinks is not None:
-        if mask.dtype is torch.bool:
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, NEGATIVE)
-        batch, _, length, slots = mask.shape
-        mask = mask.expand(batch, len(sinks), length, slots)
-        sink = sinks.to(q.dtype)[:, None, None].expand(batch, len(sinks), length, 1)
-        mask = torch.cat([mask, sink], dim=-1)
+        mask = with_sinks(mask, sinks, q.dtype)
         k, v = (torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2) for x in (k, v))
     return _attend(step, q, k, v, mask, scale, soft_cap)
 

@@ -30,7 +30,7 @@ from pagebinder.custom_ops.hyper.hyper import (
 from pagebinder.custom_ops.sparse.semantic import num_visible
 from pagebinder.errors import ExportError
 from pagebinder.export.onnx_functions import local_function
-from pagebinder.export.onnx_step import NEGATIVE, attend, onnx_op
+from pagebinder.export.onnx_step import NEGATIVE, attend, onnx_op, with_sinks
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def compressed_attention(step, q, kv, entries, indices, sinks, *, scale, window,
 def _compressed_attention(
     q_BLHD, latents_BSD, position_ids, sinks, entries_BED, indices_BLK, *, scale, window, ratio
 ):
-    """One softmax over tokens in the window, complete (and listed) entries, and the sink: a key of zeros."""
+    """One softmax over tokens in the window, complete (and listed) entries, and the sink."""
     p = position_ids[..., None]
     rows, seen = latents_BSD, visible_keys(p, torch.arange(latents_BSD.shape[1]), window=window)
     if entries_BED is not None:
@@ -151,14 +151,14 @@ def _compressed_attention(
         rows, seen = torch.cat([rows, entries_BED.to(rows.dtype)], dim=1), torch.cat([seen, complete], dim=-1)
     mask = torch.zeros_like(seen, dtype=q_BLHD.dtype).masked_fill(~seen, NEGATIVE)[:, None]
     if sinks is not None:
-        batch, _, length, num_rows = mask.shape
-        sink = sinks.to(q_BLHD.dtype)[:, None, None].expand(batch, -1, length, 1)
-        mask = torch.cat([mask.expand(batch, sinks.shape[0], length, num_rows), sink], dim=-1)
+        mask = with_sinks(mask, sinks, q_BLHD.dtype)
         rows = torch.cat([rows, torch.zeros_like(rows[:, :1])], dim=1)
     return attend(q_BLHD.transpose(1, 2), rows[:, None], rows[:, None], mask, scale).transpose(1, 2)
 
 
-def mla_attention(step, q_nope, q_rope, latent, k_rope, w_k, w_v, indices=None, *, scale, window=None):
+def mla_attention(
+    step, q_nope, q_rope, latent, k_rope, w_k, w_v, indices=None, sinks=None, *, scale, window=None
+):
     """Absorbed: queries become as wide as a cached row, and w_v follows the sum."""
     rows = step.latents(torch.cat([latent, k_rope], dim=-1))[:, None]
     q_THL = torch.einsum("thn,hnl->thl", q_nope, w_k)
@@ -166,6 +166,11 @@ def mla_attention(step, q_nope, q_rope, latent, k_rope, w_k, w_v, indices=None, 
     mask = step.mask(window=window, chunk=None, causal=True)
     if indices is not None:
         mask = mask & listed(step.rows(indices), step.num_slots)[:, None]
+    if sinks is not None:
+        mask, rows = (
+            with_sinks(mask, sinks, q.dtype),
+            torch.cat([rows, torch.zeros_like(rows[:, :, :1])], dim=2),
+        )
     out = attend(q, rows, rows[..., : latent.shape[1]], mask, scale)
     return torch.einsum("thl,hvl->thv", step.flat(out.transpose(1, 2), q_nope), w_v).contiguous()
 

@@ -22,7 +22,7 @@ LATENT = {
     OPS.index_topk.default: ((0, 1, 2), ()),
     OPS.compressed_attention.default: ((0, 1, 2, 3), (4,)),
     OPS.indexed_attention.default: ((0, 1, 2, 3), ()),
-    OPS.mla_attention.default: ((0, 1, 2, 3, 6), (4, 5)),
+    OPS.mla_attention.default: ((0, 1, 2, 3, 6), (4, 5, 7)),
     OPS.hyper_connection.default: ((0,), (1, 2, 3)),
     OPS.hyper_mix.default: ((0, 1, 2, 3), ()),
     OPS.hyper_head.default: ((0,), (1, 2, 3)),

@@ -22,6 +22,7 @@ INDEX_IN_LEAF = (
     "DeepseekV4CSACompressor",
     "Dots3NoteTextAttention",
     "GlmMoeDsaAttention",
+    "HYV4Attention",
     "Qwen4ExpTextAttention",
 )
 
@@ -51,7 +52,7 @@ def _has_submodule(name: str) -> Callable[[torch.nn.Module], bool]:
 TRAITS = (
     Trait(
         lambda module: _has_submodule("indexer")(module) and not _is(*INDEX_IN_LEAF)(module),
-        "selects the keys that each query sees by a learned index (top-k): no paged op for sparse attention yet",
+        "selects the keys that each query sees by a learned index (top-k) of a kind that is not known here",
     ),
     Trait(
         _has_submodule("rel_logits_proj"),

@@ -136,7 +136,7 @@ def _paged_mla(model: CostModel, node: Node) -> OpCost:
     new = sum(model.bytes_of(x) for x in (q_nope, q_rope))
     return OpCost(
         flops=absorbed + 2 * heads * (2 * latent + rope) * pairs,
-        weight_bytes=sum(model.bytes_of(operand(node, name)) for name in ("w_k", "w_v")),
+        weight_bytes=sum(model.bytes_of(operand(node, name)) for name in ("w_k", "w_v", "sinks")),
         activation_bytes=new + model.out_bytes(node),
         cache_bytes=rows * _row_bytes(node, cache, latent + rope),
     )

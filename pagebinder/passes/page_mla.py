@@ -1,10 +1,11 @@
 """Latent attention without a cache -> write of the latent rows + paged latent attention, and the same for indexers.
 
 Matches:
-    out = mla_attention(q_nope [T, H, N], q_rope, latent [T, L], k_rope [T, P], w_k, w_v, indices?)
+    out = mla_attention(q_nope [T, H, N], q_rope, latent [T, L], k_rope [T, P], w_k, w_v, indices?, sinks?)
 Replaces with:
     latent_cache_write(cat(latent, k_rope), kv_cache_i, slot_mapping_g)
-    out = paged_mla_attention(q_nope, q_rope, w_k, w_v, kv_cache_i, block_table_g, seq_lens, query_start_loc, indices)
+    out = paged_mla_attention(q_nope, q_rope, w_k, w_v, kv_cache_i, block_table_g, seq_lens, query_start_loc, indices,
+                              sinks)
 
 Matches:
     indices = index_topk(q [T, Hi, d], k [T, d], weights [T, Hi], topk, ratio=1)         keys of single tokens
@@ -59,9 +60,11 @@ def _page_attention(gm: GraphModule, node: Node, paging: Paging) -> Node:
     q_nope, q_rope, latent, k_rope, w_k, w_v = node.args[:6]
     rows = insert_call(gm.graph, node, aten.cat.default, ([latent, k_rope], -1))
     cache, table, layout = _write(gm, node, rows, paging, rope_dim=int(val(k_rope).shape[-1]))
-    args = (q_nope, q_rope, w_k, w_v, cache, table, *add_request_lengths(gm), arg(node, 6, "indices"))
+    optional = [arg(node, 6, "indices"), arg(node, 7, "sinks")]
+    args = (q_nope, q_rope, w_k, w_v, cache, table, *add_request_lengths(gm), *optional)
     options = {**node.kwargs, "layout": layout}
-    options.pop("indices", None)
+    for name in ("indices", "sinks"):
+        options.pop(name, None)
     return insert_call(gm.graph, node, torch.ops.pagebinder.paged_mla_attention.default, args, options)
 
 

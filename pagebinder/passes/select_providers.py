@@ -137,8 +137,9 @@ def _need(name: str, node: Node, device: torch.device) -> OpNeed:
     if name in (*LATENT_OPS, *RECURRENT_OPS, *EXPERT_OPS, *PLAIN_OPS, *ON_REQUEST):
         layout = node.kwargs.get("layout", "plain")
         features = frozenset() if layout == "plain" else frozenset((layout,))
-        if name == "paged_mla_attention" and arg(node, 8, "indices") is not None:
-            features |= {"indices"}
+        if name == "paged_mla_attention":
+            optional = {"indices": 8, "sinks": 9}
+            features |= {of for of, place in optional.items() if arg(node, place, of) is not None}
         dtype = dtype_name(val(node.args[0]))
         return OpNeed(op=name, device=device.type, dtype=dtype, features=features)
     if name.startswith("packed_"):

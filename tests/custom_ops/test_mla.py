@@ -16,6 +16,7 @@ from pagebinder.custom_ops.latent.layouts import row_layout, store_rows
 from tests.tolerances import TOLERANCES, assert_close
 
 PROVIDERS = ("pagebinder", "pagebinder_cpu")
+SINKS = ("none", "finite", "some -inf")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Case:
     topk: int | None = None
     strided: bool = False
     layout: str = "plain"
+    sinks: str = "none"
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         store_rows(randn(seq_lens[r], case.latent + case.rope), cache, slots, case.layout, rope)
     lens, starts = (torch.tensor(x, dtype=torch.int32) for x in (seq_lens, starts))
     indices = _indices(case, num_tokens, generator) if case.topk else None
-    operands = (*q.split((case.nope, case.rope), dim=-1), w_k, w_v, cache, table, lens, starts, indices)
+    optional = (indices, _sinks(case, generator))
+    operands = (*q.split((case.nope, case.rope), dim=-1), w_k, w_v, cache, table, lens, starts, *optional)
     scale = (case.nope + case.rope) ** -0.5
     return Inputs(operands, {"scale": scale, "window": case.window, "layout": case.layout})
 
@@ -107,6 +110,15 @@ def _indices(case: Case, num_tokens: int, generator) -> torch.Tensor:
                 indices[token, : len(chosen)] = chosen.int()
             token += 1
     return indices
+
+
+def _sinks(case: Case, generator) -> torch.Tensor | None:
+    if case.sinks == "none":
+        return None
+    sinks = torch.randn(case.heads, generator=generator) * 2
+    if case.sinks == "some -inf":
+        sinks[::2] = float("-inf")
+    return sinks
 
 
 MIXED = ((30, 1), (0, 9), (17, 5), (3, 1), (8, 8), (40, 2))
@@ -150,9 +162,10 @@ def assert_mla_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("sinks", SINKS)
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_providers_agree_with_the_reference(provider, name, dtype):
-    case = replace(CASES[name], dtype=dtype)
+def test_providers_agree_with_the_reference(provider, sinks, name, dtype):
+    case = replace(CASES[name], dtype=dtype, sinks=sinks)
     inputs = make_inputs(case)
     expected = inputs.wide().run("pagebinder")
     actual = inputs.run(provider)
@@ -177,9 +190,10 @@ def test_deepseek_prefers_the_expanded_form_from_a_few_hundred_tokens_on():
     assert not is_expanded_cheaper(1, 8192, 512, *sizes)
 
 
-def test_the_semantic_op_is_expanded_attention():
-    case = Case(((0, 30),))
-    q_nope, q_rope, w_k, w_v, cache, table, *_ = make_inputs(case).operands
+@pytest.mark.parametrize("sinks", SINKS)
+def test_the_semantic_op_is_expanded_attention(sinks):
+    case = Case(((0, 30),), sinks=sinks)
+    q_nope, q_rope, w_k, w_v, cache, table, *_, sinks = make_inputs(case).operands
     rows = cache[table[0, :4].long()].flatten(0, 1)[:30]
     latent, k_rope = rows.split((case.latent, case.rope), dim=1)
     k = torch.cat(
@@ -187,36 +201,48 @@ def test_the_semantic_op_is_expanded_attention():
     )
     v = torch.einsum("tl,hvl->thv", latent, w_v)
     for window in (None, 7):
-        expected = attention_reference(torch.cat([q_nope, q_rope], -1), k, v, scale=0.2, window=window)
+        expected = attention_reference(torch.cat([q_nope, q_rope], -1), k, v, sinks, scale=0.2, window=window)
         actual = torch.ops.pagebinder.mla_attention(
-            q_nope, q_rope, latent, k_rope, w_k, w_v, scale=0.2, window=window
+            q_nope, q_rope, latent, k_rope, w_k, w_v, None, sinks, scale=0.2, window=window
         )
         assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("sinks", SINKS)
 @pytest.mark.parametrize("topk", [None, 5])
-def test_the_semantic_op_equals_the_paged_reference(topk):
-    case = Case(((0, 30),), topk=topk)
+def test_the_semantic_op_equals_the_paged_reference(topk, sinks):
+    case = Case(((0, 30),), topk=topk, sinks=sinks)
     inputs = make_inputs(case)
-    q_nope, q_rope, w_k, w_v, cache, table, _, _, indices = inputs.operands
+    q_nope, q_rope, w_k, w_v, cache, table, _, _, *optional = inputs.operands
     latent, k_rope = cache[table[0, :4].long()].flatten(0, 1)[:30].split((case.latent, case.rope), dim=1)
     actual = torch.ops.pagebinder.mla_attention(
-        q_nope, q_rope, latent, k_rope, w_k, w_v, indices, scale=inputs.options["scale"]
+        q_nope, q_rope, latent, k_rope, w_k, w_v, *optional, scale=inputs.options["scale"]
     )
     assert_close(actual, inputs.run("pagebinder"))
 
 
+@pytest.mark.parametrize("sinks", ["none", "finite"])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_query_that_sees_no_key_gets_zeros(provider, sinks):
+    """Whatever its sink: a sink has no value."""
+    case = replace(CASES["indices"], sinks=sinks)
+    without = make_inputs(case).operands[8].amax(1) < 0
+    assert without.sum() > 2
+    assert not make_inputs(case).run(provider)[without].any()
+
+
+@pytest.mark.parametrize("sinks", ["none", "finite"])
 @pytest.mark.parametrize("name", ["mixed", "long", "indices"])
-def test_a_request_has_the_same_bits_alone_and_among_others(name):
-    inputs = make_inputs(CASES[name])
+def test_a_request_has_the_same_bits_alone_and_among_others(name, sinks):
+    inputs = make_inputs(replace(CASES[name], sinks=sinks))
     together = inputs.run("pagebinder_cpu")
-    q_nope, q_rope, w_k, w_v, cache, table, lens, starts, indices = inputs.operands
+    q_nope, q_rope, w_k, w_v, cache, table, lens, starts, indices, sinks = inputs.operands
     for r in range(len(lens)):
         step = slice(int(starts[r]), int(starts[r + 1]))
         alone = torch.ops.pagebinder_cpu.paged_mla_attention(
             q_nope[step], q_rope[step], w_k, w_v, cache, table[r : r + 1], lens[r : r + 1],
             torch.tensor([0, step.stop - step.start], dtype=torch.int32),
-            None if indices is None else indices[step], **inputs.options,
+            None if indices is None else indices[step], sinks, **inputs.options,
         )  # fmt: skip
         assert torch.equal(alone, together[step])
 
@@ -230,6 +256,8 @@ BAD = {
     "exceeds its block table": lambda o: (*o[:6], o[6] + 1000, *o[7:]),
     "query_start_loc must rise": lambda o: (*o[:7], o[7].flip(0), *o[8:]),
     "indices must be int32": lambda o: (*o[:8], torch.zeros(3, 2)),
+    "sinks must be float32": lambda o: (*o[:9], torch.zeros(len(o[2]), dtype=torch.float64)),
+    r"sinks must be float32 \[H\]": lambda o: (*o[:9], torch.zeros(len(o[2]) + 1)),
 }
 
 

@@ -107,8 +107,9 @@ def test_flashmla_gives_what_the_reference_gives(lengths, padding, stand_ins):
     expected = PAGED_MLA_ATTENTION.reference(*operands, scale=0.05)
     got = registered_providers()["flashmla"].paged_mla_attention(*operands, scale=0.05)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"latents of 512 \+ 64 in blocks of 64 tokens"):
-        registered_providers()["flashmla"].paged_mla_attention(*operands, scale=0.05, window=4)
+    for unserved in ({"window": 4}, {"sinks": torch.zeros(num_heads)}):
+        with pytest.raises(ValueError, match=r"latents of 512 \+ 64 in blocks of 64 tokens"):
+            registered_providers()["flashmla"].paged_mla_attention(*operands, scale=0.05, **unserved)
 
 
 def test_lists_of_pages():
@@ -133,6 +134,7 @@ REFUSALS = [
     ("flex_attention", {"op": "rope"}, "no kernel for rope"),
     ("flashmla", {"op": "paged_mla_attention", "dtype": "float16"}, "not bfloat16"),
     ("flashmla", {"op": "paged_mla_attention", "features": frozenset({"indices"})}, "cannot do indices"),
+    ("flashmla", {"op": "paged_mla_attention", "features": frozenset({"sinks"})}, "cannot do sinks"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
@@ -91,7 +92,7 @@ def test_deepseek_v4_in_steps(monkeypatch):
 
 
 class Latent(torch.nn.Module):
-    """MLA: plain, in a window, and to the keys that an indexer over tokens lists."""
+    """MLA: plain, in a window, and to the keys that an indexer over tokens lists; each without and with sinks."""
 
     def __init__(self):
         super().__init__()
@@ -99,14 +100,15 @@ class Latent(torch.nn.Module):
             torch.nn.Parameter(torch.randn(2, 5, 6)),
             torch.nn.Parameter(torch.randn(2, 3, 6)),
         )
+        self.sinks = torch.nn.Parameter(torch.tensor([1.5, float("-inf")]))
 
     def forward(self, x, positions):
         q, latent, k_rope = x[0].view(-1, 2, 8), x[0, :, :6], x[0, :, 6:9]
         # No score is zero: which of equal ones torch's topk takes is not said, and ONNX's TopK is not run here.
         best = ops.index_topk(q.abs(), x[0, :, 8:].abs(), x[0, :, :2].abs(), topk=3, ratio=1, scale=0.5)
         operands = (q[..., :5], q[..., 5:], latent, k_rope, self.w_k, self.w_v)
-        forms = ((None, None), (None, 4), (best, None))
-        outs = (ops.mla_attention(*operands, indices, scale=0.4, window=w) for indices, w in forms)
+        forms = itertools.product(((None, None), (None, 4), (best, None)), (None, self.sinks))
+        outs = (ops.mla_attention(*operands, indices, s, scale=0.4, window=w) for (indices, w), s in forms)
         return torch.cat([out.flatten(1) for out in outs], dim=-1)[None]
 
 
@@ -127,7 +129,16 @@ def test_entries_that_something_else_reads_are_refused():
 
 
 WHOLE = {"qwen3_next": tiny_qwen3_next, "mamba2": tiny_mamba2, "deepseek_v4": v4_model}
-FAMILIES = ("deepseek_v3", "deepseek_v32", "kimi_linear", "jamba", "recurrent_gemma", "rwkv", "xlstm")
+FAMILIES = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "hy_v4",
+    "kimi_linear",
+    "jamba",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+)
 
 
 @nightly

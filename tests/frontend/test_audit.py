@@ -57,6 +57,12 @@ def rms_over_tokens(x):
     return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)).mT
 
 
+def latent_attention(x, positions):
+    q, weight = x[0].view(-1, 2, WIDTH // 2), torch.ones(2, 4, WIDTH)
+    operands = (q[..., :4], q[..., 4:], x[0], x[0, :, : WIDTH // 2 - 4], weight, weight)
+    return torch.ops.pagebinder.mla_attention(*operands, None, x[0, :, 0], scale=0.5).flatten(1)[None]
+
+
 MIXES_TOKENS = {
     "cumsum": (lambda x, p: x.cumsum(1), "along the token dimension"),
     "softmax": (lambda x, p: x.softmax(1), "along the token dimension"),
@@ -134,6 +140,7 @@ MIXES_TOKENS = {
         lambda x, p: F.scaled_dot_product_attention(*[x.view(1, -1, 4, 4)] * 3, is_causal=True).flatten(2),
         "not known",
     ),
+    "sinks of tokens": (latent_attention, "weights depend on tokens"),
 }
 
 

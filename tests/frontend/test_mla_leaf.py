@@ -22,7 +22,7 @@ from tests.zoo.architectures import architectures
 from tests.zoo.tiny_configs import telling_weights, tiny_config, tiny_model
 
 OPS = torch.ops.pagebinder
-# family -> (latent attentions, indexers); GLM's "shared" layers take the tokens that an earlier layer chose.
+# family -> (latent attentions, indexers); GLM's and HYV4's "shared" layers take what an earlier one chose.
 FAMILIES = {
     "deepseek_v2": (2, 0),
     "deepseek_v3": (2, 0),
@@ -32,6 +32,7 @@ FAMILIES = {
     "glm_moe_dsa": (4, 2),
     "axk2": (4, 4),
     "dots3_note_text": (4, 2),
+    "hy_v4": (4, 2),
 }
 TOLERANCE = 1e-5
 
@@ -130,9 +131,7 @@ def test_a_projection_with_a_bias_is_cached_expanded_and_said():
     assert float((gm(ids, torch.arange(30)) - expected).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "option", [{"sinks": torch.zeros(4)}, {"chunk": 8}, {"soft_cap": 5.0}, {"causal": False}]
-)
+@pytest.mark.parametrize("option", [{"chunk": 8}, {"soft_cap": 5.0}, {"causal": False}])
 def test_attention_with_more_than_the_op_knows_is_refused(option):
     module = built("deepseek_v3").model.layers[0].self_attn
     plain = {"sinks": None, "scale": 1.0, "window": None, "chunk": None, "soft_cap": None, "causal": True}
@@ -170,10 +169,31 @@ def test_a_first_product_of_something_else_is_told():
         leaf_call(forward, torch.randn(1, 5, 5))
 
 
-def test_other_indexers_are_refused():
-    model = built("hy_v4")
-    with pytest.raises(CaptureError, match="learned index"):
+def test_other_indexers_are_refused(monkeypatch):
+    model = built("glm_moe_dsa")
+    attention = model.model.layers[0].self_attn
+    monkeypatch.setattr(attention, "__class__", type("OtherAttention", (type(attention),), {}))
+    with pytest.raises(CaptureError, match="OtherAttention .* learned index"):
         capture(source_from_module(model))
+
+
+def test_every_layer_has_its_own_sinks_and_the_keys_of_its_own_or_an_earlier_indexer():
+    gm = captured("hy_v4")
+    attentions, indexers = (list(calls(gm.graph, op.default)) for op in (OPS.mla_attention, OPS.index_topk))
+    chosen = [_made_of(node.args[6]) for node in attentions]
+    assert chosen == [indexers[0], indexers[0], indexers[1], indexers[1]]
+    for i, node in enumerate(attentions):
+        sinks = gm.get_parameter(f"model.layers.{i}.self_attn.sinks")
+        operand = node.args[7]
+        assert operand.op == "get_attr" and torch.equal(gm.get_parameter(operand.target), sinks)
+        assert operand.meta["val"].dtype == torch.float32
+
+
+def _made_of(indices: torch.fx.Node) -> torch.fx.Node:
+    """The indexer whose list this is, through views and casts."""
+    while indices.target is not OPS.index_topk.default:
+        (indices,) = indices.all_input_nodes
+    return indices
 
 
 def test_index_options_are_those_of_the_model():

@@ -171,6 +171,29 @@ def test_attention_without_a_cache_and_across():
     assert cost_of(ours.cross_attention.default, *across, out=t(3, 2, 6), scale=1.0).flops == 2 * 2 * 10 * 15
 
 
+def test_latent_attention():
+    """2 heads of 5 + 3, values of 4, latents of 6: absorbed, 3 queries after 10 tokens see 11 + 12 + 13 rows of 9."""
+    weights = (t(2, 5, 6), t(2, 4, 6))
+    operands = (t(3, 2, 5), t(3, 2, 3), *weights, t(7, 16, 9), *[torch.zeros(1, dtype=torch.int32)] * 3)
+    plain, with_sinks = (
+        cost_of(
+            ours.paged_mla_attention.default,
+            *operands,
+            None,
+            sinks,
+            out=t(3, 2, 4),
+            weights=(2, 3, 9),
+            scale=1.0,
+        )
+        for sinks in (None, t(2))
+    )
+    assert plain.counted and plain.weight_bytes == 4 * 2 * (5 + 4) * 6
+    assert plain.flops.subs({CONTEXT: 10}) == 2 * 3 * 2 * (5 + 4) * 6 + 2 * 2 * (2 * 6 + 3) * 36
+    assert plain.cache_bytes.subs({CONTEXT: 10}) == 13 * 9 * 4
+    assert with_sinks.weight_bytes == plain.weight_bytes + 4 * 2
+    assert (with_sinks.flops, with_sinks.cache_bytes) == (plain.flops, plain.cache_bytes)
+
+
 def test_cache_write():
     slots = torch.zeros(3, dtype=torch.int32)
     cost = cost_of(ours.kv_cache_write.default, t(3, 1, 4), t(3, 1, 6), t(7, 1, 16, 10), slots, out=None)

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from pagebinder.custom_ops.layer_state import CacheFormats
-from pagebinder.errors import UnsupportedLayerError
+from pagebinder.errors import ProviderError, UnsupportedLayerError
 from pagebinder.passes.latent_states import COMPRESS, COMPRESSED_ATTENTION, INDEX_TOPK
 from pagebinder.passes.layer_states import Paging, layer_states
 from pagebinder.passes.page_compressed import page_compressed
 from pagebinder.passes.page_mla import page_mla
+from pagebinder.passes.select_providers import select_providers
 from pagebinder.runtime.kv import plan_kv_cache
 from tests.graphs import VOCAB_SIZE, assert_metadata_kept, captured, clone, count, run_in_steps
 
@@ -73,11 +74,12 @@ class Attention(nn.Module):
 
 
 class Latent(nn.Module):
-    """MLA; with keys of an indexer, over the tokens that it chooses."""
+    """MLA; with keys of an indexer, over the tokens that it chooses; with sinks."""
 
-    def __init__(self, indexed: bool):
+    def __init__(self, indexed: bool, sinks: bool = False):
         super().__init__()
         self.indexed = indexed
+        self.sinks = nn.Parameter(torch.randn(HEADS) * 2) if sinks else None
         self.q, self.key = nn.Linear(WIDTH, HEADS * 24), nn.Linear(WIDTH, 32)
         self.w_k, self.w_v = (nn.Parameter(torch.randn(HEADS, n, WIDTH) / 9) for n in (8, 40))
 
@@ -87,7 +89,8 @@ class Latent(nn.Module):
         if self.indexed:
             heads = q.repeat_interleave(2, dim=1)[..., :16]
             indices = OPS.index_topk(heads, k[:, 16:], heads[..., 0], topk=TOPK, ratio=1, scale=0.2)
-        out = OPS.mla_attention(q[..., :8], q[..., 8:], x, k[:, :16], self.w_k, self.w_v, indices, scale=0.2)
+        operands = (q[..., :8], q[..., 8:], x, k[:, :16], self.w_k, self.w_v, indices, self.sinks)
+        out = OPS.mla_attention(*operands, scale=0.2)
         return (x + out.flatten(1))[None]
 
 
@@ -126,14 +129,18 @@ MODELS = {
     ),
     "mla": ((Latent, False), ["paged_mla_attention"], [ROWS]),
     "indexed mla": ((Latent, True), ["indexer_score_topk", "paged_mla_attention"], [ROWS, ROWS]),
+    "mla with sinks": ((Latent, False, True), ["paged_mla_attention"], [ROWS]),
+    "indexed mla with sinks": (
+        (Latent, True, True), ["indexer_score_topk", "paged_mla_attention"], [ROWS, ROWS],
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["one site", "a chain"])
 @pytest.mark.parametrize("name", MODELS)
 def test_structure_and_values(name, number):
-    (kind, argument), patterns, kinds = MODELS[name]
-    before, after, matched, states, plan = paged(Layers(*(kind(argument) for _ in range(number))))
+    (kind, *arguments), patterns, kinds = MODELS[name]
+    before, after, matched, states, plan = paged(Layers(*(kind(*arguments) for _ in range(number))))
     assert sorted(matched) == sorted(patterns * number)
     assert [state.kind for state in states] == kinds * number
     assert count(after, COMPRESS, INDEX_TOPK, COMPRESSED_ATTENTION, OPS.mla_attention.default) == 0
@@ -144,6 +151,13 @@ def test_structure_and_values(name, number):
         want = before(ids, torch.arange(45))
     got = run_in_steps(after, plan, states, ids, (3, 4, 5, 23, 45), num_blocks=40)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_a_provider_without_sinks_is_refused():
+    _, after, *_ = paged(Layers(Latent(True, True)))
+    requested = {"paged_mla_attention": "flashmla"}
+    with pytest.raises(ProviderError, match="cannot do indices.*cannot do sinks"):
+        select_providers(after, device=torch.device("cpu"), requested=requested, prepare=False)
 
 
 def test_layouts_go_by_reader():

@@ -35,11 +35,11 @@ EXPANDED_FROM_TOKENS = 16
 
 
 def paged_mla_attention(
-    q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, *, scale, window=None,
-    layout="plain",
+    q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, sinks=None, *, scale,
+    window=None, layout="plain",
 ):  # fmt: skip
     """See `paged_mla_attention_reference`; float32, bfloat16 or float16."""
-    check_mla_operands(q_nope, q_rope, w_k, w_v, indices)
+    check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks)
     block_size, starts, lens = check_step(
         q_nope, q_rope, w_k, cache, table, seq_lens, query_start_loc, layout
     )
@@ -48,7 +48,7 @@ def paged_mla_attention(
     long = [indices is None and is_expanded_cheaper(n, s, window, *sizes) for n, s in zip(news, lens)]
     out = q_nope.new_empty((*q_nope.shape[:2], w_v.shape[1]))
     out[starts[-1] :] = 0
-    options = {"scale": scale, "window": window}
+    options = {"sinks": sinks, "scale": scale, "window": window}
     for first, last in _runs(long):
         step = slice(starts[first], starts[last])
         operands = (q_nope[step], q_rope[step], w_k, w_v)
@@ -97,8 +97,9 @@ def _runs(long: list[bool]) -> list[tuple[int, int]]:
 
 
 def _absorbed(
-    q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices, out, *, scale, window, layout
-) -> None:
+    q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices, out, *, sinks, scale, window,
+    layout,
+) -> None:  # fmt: skip
     num_tokens, num_heads, _ = q_nope.shape
     latent_dim, rope_dim = w_k.shape[2], q_rope.shape[2]
     q = q_nope.new_empty((num_tokens, num_heads, latent_dim + rope_dim))
@@ -107,12 +108,12 @@ def _absorbed(
     if layout == "plain" and indices is None:
         attended = q_nope.new_empty((num_tokens, num_heads, latent_dim))
         attend = overload(NAMESPACE, "latent_attention")
-        attend(q, cache, table, seq_lens, query_start_loc, attended, scale=scale, window=window)
+        attend(q, cache, table, seq_lens, query_start_loc, sinks, attended, scale=scale, window=window)
     else:
         paged, nothing = (cache, table), (None, None)
         of_window, of_all = (nothing, paged) if window is None else (paged, nothing)
         attended = overload(NAMESPACE, "sparse_mla_attention")(
-            q, *of_window, *of_all, indices, seq_lens, query_start_loc, None, scale=scale, window=window or 0,
+            q, *of_window, *of_all, indices, seq_lens, query_start_loc, sinks, scale=scale, window=window or 0,
             ratio=1, head_dim_v=latent_dim, layout=layout, rope_dim=stored_rope(layout, rope_dim),
         )  # fmt: skip
     _head_product(attended, w_v, out, dotted=True)
@@ -142,7 +143,7 @@ def _rows(cache, blocks, begin, end, block_size, layout, latent_dim, rope_dim):
     return cache.index_select(0, ids).flatten(0, 1)[begin % block_size :][: end - begin]
 
 
-def _expanded(q_nope, q_rope, w_k, w_v, rows, out, *, scale, window) -> None:
+def _expanded(q_nope, q_rope, w_k, w_v, rows, out, *, sinks, scale, window) -> None:
     latent_dim, nope_dim, value_dim = w_k.shape[2], w_k.shape[1], w_v.shape[1]
     q = torch.cat([q_nope, q_rope], dim=-1)
     (num_tokens, num_heads, width), num_rows = q.shape, len(rows)
@@ -161,8 +162,9 @@ def _expanded(q_nope, q_rope, w_k, w_v, rows, out, *, scale, window) -> None:
             expanded[0, :, :, nope_dim:width] = k_rope
             expanded[0, :, :, width:] = kv[..., nope_dim:].transpose(0, 1)
         out[:, heads] = overload(NAMESPACE, "paged_attention")(
-            q[:, heads], expanded, table, lens, starts, head_dim_v=value_dim, scale=scale, window=window
-        )
+            q[:, heads], expanded, table, lens, starts, None if sinks is None else sinks[heads],
+            head_dim_v=value_dim, scale=scale, window=window,
+        )  # fmt: skip
 
 
 define_schema(NAMESPACE, PAGED_MLA_ATTENTION)

@@ -8,8 +8,8 @@ RoPE (`nope`), V width of a head's values, K listed keys a query.
     v_h =   w_v_h c                     w_v [H, V, L]
 
 Two forms give the same result. *Expanded*: as written. *Absorbed*: q_h.(w_k_h c) = (q_h w_k_h).c, so queries become
-L + P wide, all heads share one key row [ c | k_rope ] whose leading part is the value, and w_v follows the sum.
-(DeepSeek-V2, arXiv 2405.04434, section 2.1.)
+L + P wide, all heads share one key row [ c | k_rope ] whose leading part is the value, and w_v follows the sum. A
+head's sink is a score by itself, the same in both. (DeepSeek-V2, arXiv 2405.04434, section 2.1.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pagebinder.custom_ops.attention.semantic import visible_keys
 from pagebinder.custom_ops.library import define_op
 
 
-def mla_attention_reference(q_nope, q_rope, latent, k_rope, w_k, w_v, indices=None, *, scale, window=None):
+def mla_attention_reference(
+    q_nope, q_rope, latent, k_rope, w_k, w_v, indices=None, sinks=None, *, scale, window=None
+):
     """Causal MLA of one sequence in its expanded form, computed in float32 and returned in q's dtype.
 
     Args:
@@ -28,13 +30,14 @@ def mla_attention_reference(q_nope, q_rope, latent, k_rope, w_k, w_v, indices=No
         w_k: [H, N, L]. w_v: [H, V, L]; any strides.
         indices: [T, K] int32, the keys (positions) that each query sees, -1 = none; None = all. What causality or
             the window hides stays hidden.
+        sinks: [H] float32 logit that joins the softmax without a value.
         window: key j is seen from p iff p - window < j.
     Returns:
         [T, H, V] in q's dtype. A query that sees no key gets zeros.
     Raises:
         ValueError: shapes do not fit, or an index is not a position.
     """
-    check_mla_operands(q_nope, q_rope, w_k, w_v, indices)
+    check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks)
     num_tokens = q_nope.shape[0]
     if latent.shape != (num_tokens, w_k.shape[2]) or k_rope.shape != (num_tokens, q_rope.shape[2]):
         raise ValueError("latent must be [T, L] and k_rope [T, P]")
@@ -42,17 +45,20 @@ def mla_attention_reference(q_nope, q_rope, latent, k_rope, w_k, w_v, indices=No
     visible = visible_keys(position[:, None], position[None], window=window)
     if indices is not None:
         visible = visible & listed_keys(indices, num_tokens)
-    return attend_expanded(q_nope, q_rope, latent, k_rope, w_k, w_v, visible, scale)
+    return attend_expanded(q_nope, q_rope, latent, k_rope, w_k, w_v, visible, scale, sinks)
 
 
-def attend_expanded(q_nope, q_rope, latent_SL, k_rope_SP, w_k, w_v, visible_TS, scale):
+def attend_expanded(q_nope, q_rope, latent_SL, k_rope_SP, w_k, w_v, visible_TS, scale, sinks=None):
     """Attention of T queries to S keys, in float32: -> [T, H, V] in q's dtype."""
     latent, k_rope = latent_SL.float(), k_rope_SP.float()
     k_SHN = torch.einsum("sl,hnl->shn", latent, w_k.float())
     v_SHV = torch.einsum("sl,hvl->shv", latent, w_v.float())
     scores = torch.einsum("thn,shn->hts", q_nope.float(), k_SHN)
     scores = (scores + torch.einsum("thp,sp->hts", q_rope.float(), k_rope)) * scale
-    weights = torch.softmax(scores.masked_fill(~visible_TS, float("-inf")), dim=-1).nan_to_num(0.0)
+    scores = scores.masked_fill(~visible_TS, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:2], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., : len(latent)]
     return torch.einsum("hts,shv->thv", weights, v_SHV).to(q_nope.dtype).contiguous()
 
 
@@ -65,8 +71,8 @@ def listed_keys(indices_TK, num_keys):
     return listed.scatter_(1, columns, True)[:, :num_keys]
 
 
-def check_mla_operands(q_nope, q_rope, w_k, w_v, indices) -> None:
-    """Raises ValueError: queries, weights and indices do not fit each other."""
+def check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks) -> None:
+    """Raises ValueError: queries, weights, indices and sinks do not fit each other."""
     num_tokens, num_heads, width = q_nope.shape
     if q_rope.dim() != 3 or q_rope.shape[:2] != q_nope.shape[:2]:
         raise ValueError("q_nope and q_rope must be [T, H, N] and [T, H, P]")
@@ -76,9 +82,13 @@ def check_mla_operands(q_nope, q_rope, w_k, w_v, indices) -> None:
         raise ValueError("w_v must be [H, V, L]")
     if indices is not None and (indices.dtype != torch.int32 or indices.shape[:1] != (num_tokens,)):
         raise ValueError("indices must be int32 [T, K]")
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (num_heads,)):
+        raise ValueError("sinks must be float32 [H]")
 
 
-def _mla_attention_fake(q_nope, q_rope, latent, k_rope, w_k, w_v, indices=None, *, scale, window=None):
+def _mla_attention_fake(
+    q_nope, q_rope, latent, k_rope, w_k, w_v, indices=None, sinks=None, *, scale, window=None
+):
     torch._check(q_nope.dim() == 3 and q_rope.dim() == 3, lambda: "mla_attention takes q [T, heads, width]")
     torch._check(latent.dim() == 2 and k_rope.dim() == 2, lambda: "mla_attention takes latents [T, width]")
     torch._check(w_k.shape[0] == q_nope.shape[1], lambda: "w_k must have one matrix a head")
@@ -87,8 +97,8 @@ def _mla_attention_fake(q_nope, q_rope, latent, k_rope, w_k, w_v, indices=None, 
 
 MLA_ATTENTION = define_op(
     "mla_attention",
-    "(Tensor q_nope, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor w_k, Tensor w_v, Tensor? indices=None, *, "
-    "float scale, int? window=None) -> Tensor",
+    "(Tensor q_nope, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor w_k, Tensor w_v, Tensor? indices=None, "
+    "Tensor? sinks=None, *, float scale, int? window=None) -> Tensor",
     reference=mla_attention_reference,
     fake=_mla_attention_fake,
 )

@@ -34,6 +34,7 @@ def paged_mla_attention_reference(
     seq_lens,
     query_start_loc,
     indices=None,
+    sinks=None,
     *,
     scale,
     window=None,
@@ -47,13 +48,14 @@ def paged_mla_attention_reference(
             of another layout of `latent.layouts`.
         table: [R or more, M] int32. seq_lens: [R] int32, with the new tokens. query_start_loc: [R + 1] int32.
         indices: [T, K] int32, positions in the request that each query sees, -1 = none; None = all.
+        sinks: [H] float32 logit that joins the softmax without a value.
         scale: of the scores. window: key j is seen from p iff p - window < j.
     Returns:
         [T, H, V] in q's dtype, zeros for padding and for a query that sees no key.
     Raises:
         ValueError: shapes or dtypes do not fit, a length exceeds the table, or an index or block id is not valid.
     """
-    check_mla_operands(q_nope, q_rope, w_k, w_v, indices)
+    check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks)
     out = q_nope.new_zeros((*q_nope.shape[:2], w_v.shape[1]))
     _, starts, lens = check_step(q_nope, q_rope, w_k, cache, table, seq_lens, query_start_loc, layout)
     latent_dim, rope_dim = w_k.shape[2], q_rope.shape[2]
@@ -67,7 +69,8 @@ def paged_mla_attention_reference(
         j, visible = j[visible.any(0)], visible[:, visible.any(0)]
         rows = gather_rows(cache, table[r], j, layout, stored_rope(layout, rope_dim), latent_dim + rope_dim)
         latent, k_rope = rows.split((latent_dim, rope_dim), dim=1)
-        out[step] = attend_expanded(q_nope[step], q_rope[step], latent, k_rope, w_k, w_v, visible, scale)
+        operands = (q_nope[step], q_rope[step], latent, k_rope, w_k, w_v)
+        out[step] = attend_expanded(*operands, visible, scale, sinks)
     return out
 
 
@@ -102,7 +105,7 @@ def check_step(q_nope, q_rope, w_k, cache, table, seq_lens, query_start_loc, lay
 
 
 def _paged_mla_attention_fake(
-    q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, **_
+    q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, sinks=None, **_
 ):
     torch._check(q_nope.dim() == 3 and q_rope.dim() == 3, lambda: "queries are [T, heads, width]")
     return q_nope.new_empty((q_nope.shape[0], q_nope.shape[1], w_v.shape[1]))
@@ -111,7 +114,8 @@ def _paged_mla_attention_fake(
 PAGED_MLA_ATTENTION = define_op(
     "paged_mla_attention",
     "(Tensor q_nope, Tensor q_rope, Tensor w_k, Tensor w_v, Tensor cache, Tensor table, Tensor seq_lens, "
-    "Tensor query_start_loc, Tensor? indices=None, *, float scale, int? window=None, str layout='plain') -> Tensor",
+    "Tensor query_start_loc, Tensor? indices=None, Tensor? sinks=None, *, float scale, int? window=None, "
+    "str layout='plain') -> Tensor",
     reference=paged_mla_attention_reference,
     fake=_paged_mla_attention_fake,
 )

@@ -52,15 +52,17 @@ class FlashMLAProvider(Provider):
         return overload(self.namespace, op)
 
     def paged_mla_attention(
-        self, q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, *, scale, window=None,
-        layout="plain",
+        self, q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, sinks=None, *, scale,
+        window=None, layout="plain",
     ) -> torch.Tensor:  # fmt: skip
-        """See `paged_mla_attention_reference`. Raises ValueError for sizes that FlashMLA does not have."""
+        """See `paged_mla_attention_reference`. Raises ValueError for what FlashMLA does not have."""
         sizes = (w_k.shape[2], q_rope.shape[2], cache.shape[1])
-        if sizes != (LATENT_DIM, ROPE_DIM, PAGE_TOKENS) or window is not None or indices is not None:
+        unserved = any(option is not None for option in (window, indices, sinks))
+        if sizes != (LATENT_DIM, ROPE_DIM, PAGE_TOKENS) or unserved:
             raise ValueError(
                 f"flashmla serves latents of {LATENT_DIM} + {ROPE_DIM} in blocks of {PAGE_TOKENS} tokens without "
-                f"window or indices, not {sizes[0]} + {sizes[1]} in blocks of {sizes[2]}: choose another provider"
+                f"window, indices or sinks, not {sizes[0]} + {sizes[1]} in blocks of {sizes[2]}: choose another "
+                "provider"
             )
         num_tokens, num_heads, num_reqs = len(q_nope), q_nope.shape[1], len(seq_lens)
         q_THD = torch.cat([torch.einsum("thn,hnl->thl", q_nope, w_k), q_rope], dim=2)

@@ -37,11 +37,11 @@ def latent_cache_write(rows, cache, slot_mapping, *, layout="plain", rope_dim=0)
 
 
 def paged_mla_attention(
-    q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, *, scale, window=None,
-    layout="plain",
+    q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, sinks=None, *, scale,
+    window=None, layout="plain",
 ):  # fmt: skip
     """See `paged_mla_attention_reference`."""
-    check_mla_operands(q_nope, q_rope, w_k, w_v, indices)
+    check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks)
     (num_tokens, num_heads, _), latent_dim = q_nope.shape, w_k.shape[2]
     require(latent_dim <= MAX_LATENT_DIM, f"latent rows of {latent_dim} channels: at most {MAX_LATENT_DIM}")
     require(layout != "plain" or cache.dtype == q_nope.dtype, "q and cache must have the same dtype")
@@ -59,7 +59,7 @@ def paged_mla_attention(
     q[..., latent_dim:] = q_rope
     if layout == "plain" and indices is None:
         attended = attend_paged(
-            q, cache.unsqueeze(1), table, seq_lens, query_start_loc, None, None, head_dim_v=latent_dim, scale=scale,
+            q, cache.unsqueeze(1), table, seq_lens, query_start_loc, sinks, None, head_dim_v=latent_dim, scale=scale,
             window=window, v_is_k=True,
         )  # fmt: skip
     else:
@@ -67,7 +67,7 @@ def paged_mla_attention(
         in_window = indices is None and window is not None
         of_window, of_all = (paged, nothing) if in_window else (nothing, paged)
         attended = sparse_mla_attention(
-            q, *of_window, *of_all, indices, seq_lens, query_start_loc, None, scale=scale, ratio=1,
+            q, *of_window, *of_all, indices, seq_lens, query_start_loc, sinks, scale=scale, ratio=1,
             window=window if in_window else 0, entry_window=0 if in_window else window or 0,
             head_dim_v=latent_dim, layout=layout, rope_dim=rope_dim,
         )  # fmt: skip

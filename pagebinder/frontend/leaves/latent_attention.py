@@ -4,7 +4,7 @@
     here      expand_kv passes both on as they are          mla_attention(q_nope, q_rot, latent, k_rot, w_k, w_v)
 
 w_k and w_v are the rows of `kv_b_proj.weight` [H * (N + V), L], head by head: views, no copies. What a layer keeps of
-a token is then L + P values and not H * (N + P + V).
+a token is then L + P values and not H * (N + P + V). Lists of keys and sinks go on to the op as they come.
 
 All MLA families of transformers have the method `expand_kv(kv_nope, k_rot)`. One whose projection is not a plain
 weight is traced expanded (`latent_expansion.py`), and the report says why.
@@ -51,11 +51,10 @@ def split_weight(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 def latent_attention(
     module, q_THD, latent_T1L, k_rope_T1P, sinks, *, scale, window, chunk, soft_cap, causal, indices=None
 ):  # fmt: skip
-    """What a patched module's attention becomes: [T, H, V]. indices: [1, T, K] int32 or None."""
+    """What a patched module's attention becomes: [T, H, V]. sinks: [H] or None. indices: [1, T, K] int32 or None."""
     options = {
         "chunks": chunk,
         "a soft cap": soft_cap,
-        "sinks": sinks,
         "no causality": None if causal else True,
     }
     unread = [what for what, value in options.items() if value is not None]
@@ -67,7 +66,7 @@ def latent_attention(
     w_k, w_v = split_weight(module)
     return torch.ops.pagebinder.mla_attention(
         q_nope, q_rope, latent_T1L[:, 0], k_rope_T1P[:, 0], w_k, w_v, None if indices is None else indices[0],
-        scale=scale, window=window,
+        sinks, scale=scale, window=window,
     )  # fmt: skip
 
 

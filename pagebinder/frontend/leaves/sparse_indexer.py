@@ -28,13 +28,14 @@ from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import IMPLEMENTATION, CausalMask
 from pagebinder.frontend.leaves.base import Leaf
 
-# Seen to compute the above. Attention modules with other indexers (of pooled keys, beside sinks) are refused, see
+# Seen to compute the above. Attention modules with other indexers (of pooled keys) are refused, see
 # `unsupported.py`.
 INDEXERS = (
     "AXK2Indexer",
     "DeepseekV32Indexer",
     "Dots3NoteTextIndexer",
     "GlmMoeDsaIndexer",
+    "HYV4Indexer",
 )
 
 

@@ -134,13 +134,13 @@ def attend_by_distance(dtype, *, new, requests=4, heads=16, head_dim=64) -> None
     packed_attention.packed_relative_attention(q, q, q, starts, bias, causal=False, **options)
 
 
-def attend_latent(dtype, heads=128, latent_dim=512, rope_dim=64, nope_dim=128) -> None:
+def attend_latent(dtype, heads=128, latent_dim=512, rope_dim=64, nope_dim=128, sinks=None) -> None:
     q = torch.empty(4, heads, nope_dim + rope_dim, dtype=dtype)
     w = torch.empty(heads, nope_dim, latent_dim, dtype=dtype)
     step = (torch.empty(4, 64), torch.empty(4), torch.empty(5))
     cache = torch.empty(4, 64, latent_dim + rope_dim, dtype=dtype)
     q_parts = q.split((nope_dim, rope_dim), -1)
-    latent.paged_mla_attention(*q_parts, w, w, cache, *(x.int() for x in step), scale=0.1)
+    latent.paged_mla_attention(*q_parts, w, w, cache, *(x.int() for x in step), None, sinks, scale=0.1)
 
 
 def attend_shared(dtype, head_dim, requests=32, heads=32, kv_heads=8) -> None:
@@ -251,6 +251,7 @@ def main() -> None:
             attend(torch.bfloat16, 128, new=new, codes="fp8_e4m3", heads=128)
         for head_dim in (64, 256):
             attend(torch.bfloat16, head_dim, new=1, codes="fp8_e4m3")
+        attend_latent(torch.bfloat16, heads=32, nope_dim=192, sinks=torch.empty(32))
         for rows in (4, 64, 256):
             for format in FORMATS:
                 multiply(torch.bfloat16, rows, format)

@@ -37,11 +37,13 @@ def attend_sparse(dtype, layout: str, tokens: int, topk: int | None = 512) -> No
     )  # fmt: skip
 
 
-def attend_listed_latents(dtype, layout: str = "fp8_v32", tokens: int = 512, heads: int = 128) -> None:
-    """DeepSeek-V3.2: values without what is rotated."""
+def attend_listed_latents(
+    dtype, layout: str = "fp8_v32", tokens: int = 512, heads: int = 128, sinks: torch.Tensor | None = None
+) -> None:
+    """DeepSeek-V3.2, and HYV4 with sinks: values without what is rotated."""
     q, cache = torch.empty(tokens, heads, 576, dtype=dtype), cache_of(layout, dtype, 576, 64)
     sparse_mla.sparse_mla_attention(
-        q, None, None, cache, int32(4, 64), int32(tokens, 2048), int32(4), int32(5), None, scale=0.1, window=0,
+        q, None, None, cache, int32(4, 64), int32(tokens, 2048), int32(4), int32(5), sinks, scale=0.1, window=0,
         ratio=1, head_dim_v=512, layout=layout, rope_dim=0 if layout == "plain" else 64,
     )  # fmt: skip
 
@@ -97,6 +99,8 @@ def compile_latent(every: bool) -> None:
     attend_sparse(torch.float32, "plain", 4)
     attend_sparse(torch.float16, "fp8_v4", 512)
     attend_listed_latents(dtype, "plain")
+    for tokens in (4, 512):
+        attend_listed_latents(dtype, "plain", tokens, sinks=torch.empty(128))
     for layout in ("plain", "fp4_index"):
         score(dtype, layout, 4)
         score(dtype, layout, 512)

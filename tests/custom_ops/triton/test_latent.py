@@ -18,7 +18,7 @@ from tests.custom_ops.test_latent_write import (  # noqa: F401  (one is run here
     make_slots,
     test_nan_stays_in_its_block,
 )
-from tests.custom_ops.test_mla import CASES, assert_mla_close, make_inputs
+from tests.custom_ops.test_mla import CASES, SINKS, assert_mla_close, make_inputs
 from tests.custom_ops.triton.on_device import DEVICE, OF_A_KERNEL
 
 PLAIN = ["decode", "mixed", "window", "no multiples", "narrow latent", "many heads"]
@@ -33,27 +33,30 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize("sinks", SINKS)
 @pytest.mark.parametrize("name", PLAIN)
-def test_paged_mla_attention(provider, name):
+def test_paged_mla_attention(provider, name, sinks):
     for dtype in (torch.float32, torch.bfloat16) if name in ("decode", "mixed") else (torch.float32,):
-        inputs = make_inputs(dataclasses.replace(CASES[name], dtype=dtype))
+        inputs = make_inputs(dataclasses.replace(CASES[name], dtype=dtype, sinks=sinks))
         options = inputs.options
         out = provider.overload("paged_mla_attention")(*inputs.operands, **options)
         assert out.dtype == dtype and out.is_contiguous()
         assert_mla_close(out, inputs.wide().run("pagebinder"))
 
 
-def test_a_long_context_is_split(provider):
-    inputs = make_inputs(dataclasses.replace(CASES["split"], lengths=((700, 1), (600, 3))))
+@pytest.mark.parametrize("sinks", SINKS)
+def test_a_long_context_is_split(provider, sinks):
+    inputs = make_inputs(dataclasses.replace(CASES["split"], lengths=((700, 1), (600, 3)), sinks=sinks))
     out = provider.overload("paged_mla_attention")(*inputs.operands, **inputs.options)
     assert_mla_close(out, inputs.run("pagebinder"))
 
 
+@pytest.mark.parametrize("sinks", SINKS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_lists_and_rows_of_bytes(provider, name):
+def test_lists_and_rows_of_bytes(provider, name, sinks):
     """At once values of 1 and their rounding: absorbed queries, too, are those of a narrower type."""
     for dtype in (torch.float32, torch.bfloat16) if name == "fp8 with indices" else (torch.float32,):
-        inputs = make_inputs(dataclasses.replace(OTHERS[name], dtype=dtype))
+        inputs = make_inputs(dataclasses.replace(OTHERS[name], dtype=dtype, sinks=sinks))
         out = provider.overload("paged_mla_attention")(*inputs.operands, **inputs.options)
         assert out.dtype == dtype and out.is_contiguous()
         assert_mla_close(out, inputs.wide().run("pagebinder"))

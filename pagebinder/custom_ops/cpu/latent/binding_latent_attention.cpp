@@ -14,7 +14,8 @@ using namespace pagebinder;
 
 // Attention of all heads to the same rows [N, B, D], whose leading part is the value: q [T, H, D] -> out [T, H, Dv].
 void latent_attention(const Tensor& q, const Tensor& cache, const Tensor& table, const Tensor& seq_lens,
-                      const Tensor& query_start_loc, const Tensor& out, double scale, std::optional<int64_t> window) {
+                      const Tensor& query_start_loc, std::optional<Tensor> sinks, const Tensor& out, double scale,
+                      std::optional<int64_t> window) {
   PB_CHECK(q.dim() == 3 && cache.dim() == 3 && out.dim() == 3 && q.size(2) == cache.size(2),
            "q must be [T, H, D], cache [N, B, D] and out [T, H, Dv]");
   PB_CHECK(q.scalar_type() == cache.scalar_type() && out.scalar_type() == q.scalar_type(),
@@ -35,6 +36,7 @@ void latent_attention(const Tensor& q, const Tensor& cache, const Tensor& table,
   PB_CHECK(table.size(0) >= a.num_requests && query_start_loc.size(0) == a.num_requests + 1,
            "table, seq_lens and query_start_loc must have at least R, R and R + 1 rows");
   PB_CHECK(!window || *window > 0, "window must be positive");
+  a.sinks = head_data(sinks, a.num_heads, "sinks");
   a.scale = static_cast<float>(scale), a.causal = true, a.window = window.value_or(NO_WINDOW);
   a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   a.out = out.mutable_data_ptr();
@@ -45,7 +47,7 @@ void latent_attention(const Tensor& q, const Tensor& cache, const Tensor& table,
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {  // a part of paged_mla_attention, see mla.py
   m.def("latent_attention(Tensor q, Tensor cache, Tensor table, Tensor seq_lens, Tensor query_start_loc, "
-        "Tensor(a!) out, *, float scale, int? window) -> ()");
+        "Tensor? sinks, Tensor(a!) out, *, float scale, int? window) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CPU, m) {
   pagebinder::implement(m, "latent_attention", TORCH_BOX(&latent_attention));
