@@ -67,8 +67,8 @@ def fuse_qk_norm_rope_write(gm: GraphModule) -> PassResult:
 
 @dataclass(frozen=True)
 class Turned:
-    """Heads that are turned: `source`, whose dimensions are `dims`, goes through `norm` (or none) and `rope`, which takes
-    all channels or the leading ones."""
+    """Heads that are turned: `source`, whose dimensions are `dims`, goes through `norm` (or none) and `rope`, which
+    takes all channels or the leading ones."""
 
     source: Node
     dims: Dims

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -37,8 +39,8 @@ def quantized(dtype, codes, *, fixed=False, **form):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bits_are_those_of_the_separate_ops(kernel, dtype, codes, fixed):
     """Heads by the fused kernel of plain caches, codes by the kernel that only writes."""
-    for style, tail, wide in FORMS:
-        form = {"style": style, "tail": tail, "wide": wide, "width": 40}
+    for (style, tail, wide), turned in itertools.product(FORMS, (None, 10)):
+        form = {"style": style, "tail": tail, "wide": wide, "width": 40, "turned": turned}
         ours, options = quantized(dtype, codes, fixed=fixed, **form)
         theirs, _ = quantized(dtype, codes, fixed=fixed, **form)
         (*heads, plain_cache, slots), plain_options = operands(dtype, **form)

@@ -7,10 +7,12 @@ import torch
 
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
-from pagebinder.graph_tools import aten, calls, insert_call
+from pagebinder.graph_tools import aten, calls, insert_call, is_call
 from pagebinder.passes.fuse_qk_norm_rope_write import fuse_qk_norm_rope_write
 from tests.graphs import clone, count
 from tests.helpers import by_day, tiny_llama, tiny_qwen3
+from tests.zoo.architectures import architectures
+from tests.zoo.tiny_configs import tiny_model
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 
@@ -89,6 +91,58 @@ def test_near_misses_are_refused(paged, change, reason):
     result = fuse_qk_norm_rope_write(gm)
     assert len(result.matches) == len(writes) - 1
     assert reason in result.refusals[0].reason and result.refusals[0].module_path
+
+
+# family -> channels of its tiny heads that turn, how many there are
+PARTIAL = {"phi": (8, 16), "glm4_moe": (8, 16), "qwen3_5_text": (4, 16)}
+
+
+def partial_graph(name):
+    architecture = next((a for a in architectures("causal") if a.name == name), None)
+    if architecture is None:
+        pytest.skip(f"this release of transformers has no {name}")
+    config = CompileConfig(executable="eager", fusions=False)
+    return clone(pagebinder.compile_model(tiny_model(architecture), config).graphs["paged"])
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_heads_that_turn_in_part_are_fused(name):
+    gm = partial_graph(name)
+    layers = count(gm, OURS.kv_cache_write.default)
+    result = fuse_qk_norm_rope_write(gm)
+    assert len(result.matches) == layers > 0 and not result.refusals
+    for node in calls(gm.graph, OURS.qk_norm_rope_write.default):
+        q, cos = node.args[0].meta["val"], node.args[3].meta["val"]
+        assert (cos.shape[-1], q.shape[-1]) == PARTIAL[name]
+
+
+def parts_of_heads(gm):
+    """(the slice that turns, the other one) of the first heads that turn in part."""
+    joined = next(n for n in calls(gm.graph, aten.cat.default) if is_call(n.args[0][1], aten.slice.Tensor))
+    turned, kept = joined.args[0]
+    return next(n for n in turned.all_input_nodes if is_call(n, aten.slice.Tensor)), kept
+
+
+def others_first(gm):
+    _, kept = parts_of_heads(gm)
+    kept.args = (*kept.args[:2], 0, 8)
+
+
+def of_other_heads(gm):
+    low, kept = parts_of_heads(gm)
+    doubled = insert_call(gm.graph, kept, aten.mul.Tensor, (low.args[0], 2.0))
+    kept.replace_input_with(low.args[0], doubled)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(others_first, "not the leading channels"), (of_other_heads, "not parts of the same heads")],
+)
+def test_other_parts_of_heads_are_refused(change, reason):
+    gm = partial_graph("phi")
+    change(gm)
+    result = fuse_qk_norm_rope_write(gm)
+    assert len(result.refusals) == 1 and reason in result.refusals[0].reason
 
 
 def test_a_bf16_model_keeps_its_tokens_and_verifies():

@@ -75,8 +75,8 @@ def check_operands(q, k, cos, sin, style):
     ):
         columns = q.shape[2] if style == "half" else q.shape[2] // 2
         raise ValueError(
-            f"cos and sin must be [{q.shape[0]}, {columns}] in {q.dtype} or float32, or of fewer columns, for an even "
-            f"number of channels, not {cos.dtype} {tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
+            f"cos and sin must be [{q.shape[0]}, {columns}] in {q.dtype} or float32, or of fewer columns, for an "
+            f"even number of channels, not {cos.dtype} {tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
         )
 
 

@@ -2,8 +2,8 @@
 
     grid [T, groups of q heads + groups of KV heads]      q: to the result      k, v: to the token's slot, or as codes
 
-A program holds up to HEADS heads, as two halves of the C channels that turn ("half" and "chunked" pair i with i + C / 2)
-and the others, if there are any.
+A program holds up to HEADS heads, as two halves of the C channels that turn and, if there are any, the others: "half"
+and "chunked" pair i with i + C / 2.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def normed_and_turned(
     x_ptr, stride_t, stride_h, cos_ptr, sin_ptr, w_ptr, token, head, eps, NUM_HEADS: tl.constexpr, D: tl.constexpr,
     C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
 ):  # fmt: skip
-    """(first half, second half [HEADS, BLOCK], the rest [HEADS, BLOCK_REST] of the heads' type, columns of a half, which
-    exist, those of the rest, which exist); without a rest it is the first half."""
+    """(first half, second half [HEADS, BLOCK], the rest [HEADS, BLOCK_REST] of the heads' type, columns of a half,
+    which exist, those of the rest, which exist); without a rest it is the first half."""
     HALF: tl.constexpr = C // 2
     REST: tl.constexpr = D - C
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -96,7 +96,8 @@ def qk_norm_rope_write_kernel(
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr, num_slots, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
     CODES: tl.constexpr, LARGEST: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = C // 2
@@ -204,9 +205,9 @@ def _launch(q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scale
     qk_norm_rope_write_kernel[num_tokens, groups](
         q, k, v, cos.contiguous(), sin.contiguous(), q_weight, k_weight, kv_cache, slot_mapping, scales, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3],
-        kv_cache.shape[0] * kv_cache.shape[2], eps, H=num_heads, G=num_kv_heads, D=width, C=turned_width, DV=v.shape[2],
-        HEADS=heads, BLOCK=block, BLOCK_REST=block_rest, BLOCK_DV=triton.next_power_of_2(v.shape[2]), BLOCK_SIZE=kv_cache.shape[2], TAIL=tail,
-        HAS_WIDE_TABLES=style == "half", **facts,
+        kv_cache.shape[0] * kv_cache.shape[2], eps, H=num_heads, G=num_kv_heads, D=width, C=turned_width,
+        DV=v.shape[2], HEADS=heads, BLOCK=block, BLOCK_REST=block_rest, BLOCK_DV=triton.next_power_of_2(v.shape[2]),
+        BLOCK_SIZE=kv_cache.shape[2], TAIL=tail, HAS_WIDE_TABLES=style == "half", **facts,
         num_warps=warps_of(values * heads), enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -68,11 +68,13 @@ def test_gated_activation(provider, activation):
 def test_qk_norm_rope_write(provider):
     """Without a norm nothing is summed, so the bits are those of the separate ops."""
     write = provider.overload("qk_norm_rope_write")
-    for (style, tail, wide), dtype, width in zip(
-        FORMS[::2] + FORMS[1::4], itertools.cycle(DTYPES), itertools.cycle((24, 64))
+    for (style, tail, wide), dtype, (width, turned) in zip(
+        FORMS[::2] + FORMS[1::4],
+        itertools.cycle(DTYPES),
+        itertools.cycle(((24, None), (64, None), (64, 16), (40, 6))),
     ):
-        ours, options = operands(dtype, style=style, tail=tail, wide=wide, width=width)
-        theirs, _ = operands(dtype, style=style, tail=tail, wide=wide, width=width)
+        form = {"style": style, "tail": tail, "wide": wide, "width": width, "turned": turned}
+        (ours, options), (theirs, _) = operands(dtype, **form), operands(dtype, **form)
         out = write(*ours, **options)
         expected = torch.ops.pagebinder.qk_norm_rope_write(*theirs, **options)
         for actual, exact in ((out, expected), (ours[7], theirs[7])):

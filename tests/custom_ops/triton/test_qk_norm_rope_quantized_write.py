@@ -22,6 +22,7 @@ def test_bits_are_those_of_the_separate_ops(ops, codes, fixed):
     fused, plain, write = ops
     for i, (style, tail, wide) in enumerate(FORMS[::7]):
         dtype, form = DTYPES[i % 3], {"style": style, "tail": tail, "wide": wide, "width": (24, 40)[i % 2]}
+        form["turned"] = (None, 16, 6)[i % 3]
         ours, options = quantized(dtype, codes, fixed=fixed, **form)
         theirs, _ = quantized(dtype, codes, fixed=fixed, **form)
         (*heads, cache, slots), plain_options = operands(dtype, **form)
