@@ -105,8 +105,8 @@ class Scheduler:
         """Put a new request in line. Raises RequestError for an id in use, and what `check_fits` raises."""
         self._check_id(request)
         self.check_fits(request.num_tokens, request.max_tokens, request.num_encoder_tokens)
+        self.kv.extend_hashes(request)  # first, as what raises here must not leave a request that nobody runs
         self._enlist(request)
-        self.kv.extend_hashes(request)
         self.waiting.push(self._key(request), request)
 
     def next_arrival(self) -> int:

@@ -49,7 +49,8 @@ class BodyLimit:
 
         async def counted() -> Message:
             nonlocal taken
-            message = await receive()
+            # Before it is asked for: a client that expects "100 Continue" is not told to go on.
+            message = await receive() if said <= self.limit else {}
             taken += len(message.get("body", b""))
             if max(taken, said) > self.limit:
                 raise HTTPException(

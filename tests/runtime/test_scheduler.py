@@ -63,6 +63,16 @@ def test_a_request_from_prompt_to_last_token():
     assert scheduler.schedule().scheduled == ()
 
 
+def test_a_request_that_cannot_be_hashed_leaves_nothing(monkeypatch):
+    scheduler = make()
+    with monkeypatch.context() as patch, pytest.raises(UnicodeError):
+        patch.setattr(scheduler.kv, "extend_hashes", lambda request: "\ud800".encode())
+        add(scheduler, "a", 5)
+    assert not scheduler.has_unfinished and not scheduler.requests
+    add(scheduler, "a", 5)
+    run_all(scheduler)
+
+
 def test_long_prompts_are_chunked_and_batches_are_mixed():
     scheduler = make(budget=10)
     add(scheduler, "a", 3)

@@ -142,6 +142,21 @@ def test_bodies_that_are_too_large(server):
         assert connection.getresponse().status == 413
 
 
+def test_a_body_that_is_too_large_is_refused_before_it_is_sent(server):
+    """A client that says "Expect: 100-continue" is not told to go on."""
+    with contextlib.closing(server.connect()) as connection:
+        connection.putrequest("POST", "/v1/completions")
+        for header in (
+            ("content-type", "application/json"),
+            ("content-length", str(1 << 30)),
+            ("expect", "100-continue"),
+        ):
+            connection.putheader(*header)
+        connection.endheaders()
+        connection.sock.settimeout(10)
+        assert connection.sock.recv(12) == b"HTTP/1.1 413"
+
+
 @pytest.mark.parametrize("body", [b"{bad", b"", b"[1]", b"\xff\xfe", b"null"])
 def test_what_is_no_json_object(server, body):
     status, text = server.send("POST", "/v1/completions", body)
