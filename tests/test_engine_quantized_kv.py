@@ -108,7 +108,7 @@ def test_only_attention_is_quantised_in_a_model_with_states():
 def test_a_model_without_such_attention_is_told():
     from tests.test_engine_mla import source
 
-    with pytest.raises(ConfigError, match=r"kv_dtype='fp8_e4m3'.*no attention with K and V"):
+    with pytest.raises(ConfigError, match=r"kv_dtype='fp8_e4m3'.*no attention whose K and V"):
         model = source("deepseek_v3", num_hidden_layers=1)
         pagebinder.compile_model(model, CompileConfig(executable="eager", kv_dtype="fp8_e4m3"))
 

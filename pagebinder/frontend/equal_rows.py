@@ -2,6 +2,7 @@
 
     positions [T] -> expand [3, 1, T] -> angles -> cos [3, 1, T, d]        three equal rows
     cos[0, .., 1::3] = cos[1, .., 1::3]                                     writes what is there already
+    or cat([part[i] for i, part in enumerate(cos.split(sections, -1))])     joins what was one row
 
 So the rows of a value that is the same along its first dimension are one row, and what writes a part of it over
 itself is the value. Nothing else of multimodal RoPE is left, and the recogniser of RoPE finds cosines of positions.
@@ -9,26 +10,35 @@ itself is the value. Nothing else of multimodal RoPE is left, and the recogniser
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, calls, is_call, val
+from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, calls, insert_call, is_call, val
 
 _KEPT = (*CASTS, *IDENTITIES)
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
+_SPLITS = (aten.split_with_sizes.default, aten.split.Tensor)
 _SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default)
 
 
 def merge_equal_rows(gm: GraphModule) -> None:
     """In place; dead nodes are left for `finish`."""
-    if not any(calls(gm.graph, aten.select_scatter.default)):
+    if not calls(gm.graph, aten.select_scatter.default, *_SPLITS):
         return
     equal: dict[Node, bool] = {}
     rows: dict[Node, Node] = {}
     for node in list(gm.graph.nodes):
         equal[node] = _are_rows_equal(node, equal)
-        same = _row_of(node, equal, rows) if is_call(node, aten.select.int) else _written_over(node, equal)
+        if is_call(node, aten.select.int):
+            same = _row_of(node, equal, rows)
+        elif is_call(node, aten.cat.default):
+            same = _joined_again(gm, node, equal)
+        else:
+            same = _written_over(node, equal)
         if same is not None:
+            equal.setdefault(same, False)
             node.replace_all_uses_with(same)
             gm.graph.erase_node(node)
 
@@ -46,6 +56,8 @@ def _are_rows_equal(node: Node, equal: dict[Node, bool]) -> bool:
         return equal[x] and node.args[1] % rank > 0
     if is_call(node, aten.transpose.int):
         return equal[x] and all(dim % rank > 0 for dim in node.args[1:])
+    if is_call(node, aten.cat.default):
+        return all(equal[part] for part in x) and arg(node, 1, "dim", 0) % rank > 0
     if is_call(node, *_PRODUCTS):
         return rank > 2 and all(_adds_no_rows(other, rank, equal) for other in node.args)
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
@@ -65,6 +77,22 @@ def _row_of(node: Node, equal: dict[Node, bool], rows: dict[Node, Node]) -> Node
         return None
     first = rows.setdefault(x, node)
     return None if first is node else first
+
+
+def _joined_again(gm: GraphModule, node: Node, equal: dict[Node, bool]) -> Node | None:
+    """A row of a value, of rows of all of whose parts `node` is made in their order."""
+    rows, dim = node.args[0], arg(node, 1, "dim", 0)
+    if not all(is_call(row, aten.select.int) and is_call(row.args[0], operator.getitem) for row in rows):
+        return None
+    split = rows[0].args[0].args[0]
+    if not is_call(split, *_SPLITS) or not equal[split.args[0]]:
+        return None
+    x, along, rank = split.args[0], arg(split, 2, "dim", 0), val(split.args[0]).dim()
+    parts = [row.args[0].args for row in rows]
+    is_whole = parts == [(split, i) for i in range(len(split.meta["val"]))]
+    if not is_whole or any(row.args[1] % rank for row in rows) or dim % (rank - 1) != along % rank - 1:
+        return None
+    return insert_call(gm.graph, node, aten.select.int, (x, 0, 0))
 
 
 def _written_over(node: Node, equal: dict[Node, bool]) -> Node | None:

@@ -2,6 +2,9 @@
 
 transformers' own tables say it: a model type that has a class for masked language models is an encoder, unless its
 config turns it into a decoder (`is_decoder`). Only classes whose output has one row for each token count.
+
+A model of text and images or audio is the decoder of its text. Where transformers has no class for that alone, it is the
+class for all of them, called with token ids only.
 """
 
 from __future__ import annotations
@@ -30,10 +33,33 @@ def auto_class(config, path: Path | None = None):
     (wanted,) = (getattr(config, "architectures", None) or [""])[:1]
     classes = _encoder_classes(getattr(config, "model_type", None))
     if wanted not in classes or getattr(config, "is_decoder", False):
-        return AutoModelForCausalLM
+        return _of_several_inputs(config) or AutoModelForCausalLM
     has_head = wanted == _tables()[0].get(config.model_type)
     pooled = path is not None and (path / SENTENCE_MODULES).exists()
     return AutoModelForMaskedLM if has_head and not pooled else AutoModel
+
+
+def parts_beside_text(config) -> list[str]:
+    """The configs that a multimodal config holds beside that of its text ("vision_config")."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if text is config:
+        return []
+    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
+    return [name for name, part in parts.items() if part is not None and part is not text]
+
+
+def _of_several_inputs(config):
+    """The factory of multimodal models, for a config that none of text alone takes; else None."""
+    import transformers
+    from transformers.models.auto import modeling_auto as tables
+
+    if type(config) in tables.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    for kind in ("MultimodalLM", "ImageTextToText"):  # 5.17 has the second alone
+        factory = getattr(transformers, f"AutoModelFor{kind}", None)
+        if factory is not None and type(config) in factory._model_mapping:
+            return factory
+    return None
 
 
 def _tables() -> tuple[dict, ...]:

@@ -23,6 +23,7 @@ INDEX_IN_LEAF = (
     "Dots3NoteTextAttention",
     "GlmMoeDsaAttention",
     "HYV4Attention",
+    "MistralLarge4TextAttention",
     "Qwen4ExpTextAttention",
 )
 

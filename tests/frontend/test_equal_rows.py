@@ -33,6 +33,18 @@ def by_a_product(x, positions):
     return x * rows[0]
 
 
+def by_sections(x, positions):
+    """As Qwen2-VL takes a section of each row."""
+    rows = angles(positions.expand(3, -1, -1), x.shape[-1]).cos()
+    joined = torch.cat([part[i % 3] for i, part in enumerate(rows.split([4, 6, 2, 4], dim=-1))], dim=-1)
+    return x * joined.unsqueeze(1).squeeze(1)
+
+
+def other_order(x, positions):
+    rows = angles(positions.expand(3, -1, -1), x.shape[-1]).cos()
+    return x * torch.cat([part[0] for part in rows.split([8, 8], dim=-1)][::-1], dim=-1)
+
+
 def other_rows(x, positions):
     rows = angles(torch.stack([positions, positions + 1, positions]), x.shape[-1]).cos()
     rows[0][..., 1::3] = rows[1][..., 1::3]
@@ -71,6 +83,8 @@ def into_another_row(x, positions):
     [
         (equal_rows, True),
         (by_a_product, True),
+        (by_sections, True),
+        (other_order, False),
         (other_rows, False),
         (another_place, False),
         (another_value, False),
@@ -81,7 +95,7 @@ def into_another_row(x, positions):
 def test_only_equal_rows_are_merged_and_no_number_changes(body, merged):
     model = Embedded(body).eval()
     gm = captured_model(model)
-    assert (count(gm, *SCATTERS) == 0) == merged
+    assert (count(gm, *SCATTERS, aten.cat.default) == 0) == merged
     ids = torch.arange(11)
     with torch.no_grad():
         assert torch.equal(gm(ids, torch.arange(11)), model(ids[None], torch.arange(11)[None])[0])

@@ -15,6 +15,12 @@ FAMILIES = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "encoder": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    # Models of images and text that have no class for text alone: their text is served.
+    "image-text": {
+        name: class_name
+        for name, class_name in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+        if name not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    },
 }
 
 # (family, name) -> why it is not a text decoder (or text encoder) at all.

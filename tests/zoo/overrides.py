@@ -104,6 +104,28 @@ _PADDED = (
 for _name in _PADDED.split():
     OVERRIDES.setdefault(_name, {})["pad_token_id"] = 1
 
+# The sections of rotated channels that stand for time, height and width.
+_SECTIONS_OF_8 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+_SECTIONS_OF_4 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+OVERRIDES |= dict.fromkeys(
+    "glm46v_text glm4v_text glm_ocr_text paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text".split(),
+    _SECTIONS_OF_8,
+)
+OVERRIDES |= {
+    "cosmos3_edge_text": _SECTIONS_OF_8,
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
+    "glm4v_moe_text": _SECTIONS_OF_4,
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "granite_docling_vision": {"out_hidden_size": 64},
+    # Layers with and without RoPE, of which two read the latents of an earlier one.
+    "mistral_large4_text": {"no_rope_layers": [1, 0] * 2, "kv_source_layers": [0, 1] * 2},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "muse_spark_audio": {"num_hidden_layers": "default"},
+    "muse_spark_vision": {"num_hidden_layers": "default"},
+    "qwen3_omni_moe_text": {"sliding_window": "default"},
+    "radio": {"video_temporal_patch_size": 2},
+    "step3p5": {"pad_token_id": 0},
+}
 # Of one family's list only: a BERT is a decoder when its config says so.
 FAMILY_OVERRIDES: dict[tuple[str, str], dict] = {
     ("causal", "xlm"): {"causal": True},

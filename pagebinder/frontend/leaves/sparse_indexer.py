@@ -36,6 +36,7 @@ INDEXERS = (
     "Dots3NoteTextIndexer",
     "GlmMoeDsaIndexer",
     "HYV4Indexer",
+    "MistralLarge4TextIndexer",
 )
 
 
