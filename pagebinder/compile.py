@@ -39,6 +39,7 @@ from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder
 from pagebinder.frontend.experts_interface import hooked_experts
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
 from pagebinder.frontend.mask_proof import max_tokens
+from pagebinder.frontend.model_kinds import parts_beside_text
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
 from pagebinder.frontend.recognise import (
@@ -203,6 +204,10 @@ def compile_source(
     trail = trail or Trail(config.verify)
     if source.stored_weights is not None:
         report.passes.append(source.stored_weights)
+    if source.is_transformers and (unread := parts_beside_text(source.config)):
+        report.notes.append(
+            f"Text alone is served: nothing reads the parts that {', '.join(unread)} describe."
+        )
     if source.encoder_only:
         from pagebinder.compile_encoder import compile_encoder
 

@@ -3,8 +3,8 @@
 transformers' own tables say it: a model type that has a class for masked language models is an encoder, unless its
 config turns it into a decoder (`is_decoder`). Only classes whose output has one row for each token count.
 
-A model of text and images or audio is the decoder of its text. Where transformers has no class for that alone, it is the
-class for all of them, called with token ids only.
+A model of text and images or audio is the decoder of its text. Where transformers has no class for that alone, it is
+the class for all of them, called with token ids only.
 """
 
 from __future__ import annotations

@@ -139,8 +139,14 @@ def refuse_unsupported(model: torch.nn.Module) -> None:
     """Nothing, for a model without any of the traits.
 
     Raises:
-        CaptureError: with the module and what it does.
+        CaptureError: with the module and what it does; or the model has no forward at all.
     """
+    if type(model).forward is torch.nn.Module.forward:
+        parts = ", ".join(name for name, _ in model.named_children())
+        raise CaptureError(
+            f"{type(model).__name__} cannot be called: it has no forward, only parts ({parts}). Compile the one that "
+            "writes text, for example compile_model(model.thinker)."
+        )
     modules = list(model.named_modules())
     for trait in TRAITS:
         for path, module in modules:

@@ -11,27 +11,43 @@ from dataclasses import dataclass
 import transformers
 from transformers.models.auto import modeling_auto
 
+# Models of text and images or audio without a class for text alone, and without one in the other lists: their text.
+_LISTED = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    | modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+)
+_OF_SEVERAL_INPUTS = getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {})  # not in 5.17
+_OF_SEVERAL_INPUTS = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | _OF_SEVERAL_INPUTS
+_MULTIMODAL = {name: class_name for name, class_name in _OF_SEVERAL_INPUTS.items() if name not in _LISTED}
+
 FAMILIES = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "encoder": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    # Models of images and text that have no class for text alone: their text is served.
-    "image-text": {
-        name: class_name
-        for name, class_name in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
-        if name not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    },
+    "multimodal": _MULTIMODAL,
 }
 
 # (family, name) -> why it is not a text decoder (or text encoder) at all.
 _DRAFTER = "drafts tokens from another model's hidden states, keys and values: it has no prompt of its own"
 _AUDIO_CODES = "its tokens are four parallel codebooks of audio, not one sequence of text"
+_WITH_IMAGES = (
+    "blip blip-2 idefics instructblip instructblipvideo kosmos-2 kosmos-2.5 pi0 pix2struct pp_formulanet udop "
+    "vision-encoder-decoder"
+)
+_OTHER_INPUTS = {
+    **dict.fromkeys(_WITH_IMAGES.split(), "every prompt needs an image: there is no prompt of text alone"),
+    "diffusion_gemma": "fills blocks of tokens by diffusion, not one token after the other",
+    "evolla": "every prompt needs a protein",
+}
 NOT_TEXT: dict[tuple[str, str], str] = {
     ("causal", "gemma4_assistant"): _DRAFTER,
     ("causal", "gemma4_unified_assistant"): _DRAFTER,
     ("causal", "musicgen"): _AUDIO_CODES,
     ("causal", "musicgen_melody"): _AUDIO_CODES,
     ("seq2seq", "voxtral_realtime"): "every step needs a piece of audio beside the text token",
+    **{
+        ("multimodal", name): reason for name, reason in _OTHER_INPUTS.items() if name in _MULTIMODAL
+    },  # not in 5.17
 }
 
 

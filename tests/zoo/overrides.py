@@ -107,10 +107,8 @@ for _name in _PADDED.split():
 # The sections of rotated channels that stand for time, height and width.
 _SECTIONS_OF_8 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
 _SECTIONS_OF_4 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-OVERRIDES |= dict.fromkeys(
-    "glm46v_text glm4v_text glm_ocr_text paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text".split(),
-    _SECTIONS_OF_8,
-)
+_BY_SECTIONS = "glm46v glm4v glm_ocr hunyuan_vl paddleocr_vl qwen2_5_omni qwen2_5_vl qwen2_vl"
+OVERRIDES |= {f"{name}_text": _SECTIONS_OF_8 for name in _BY_SECTIONS.split()}
 OVERRIDES |= {
     "cosmos3_edge_text": _SECTIONS_OF_8,
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},

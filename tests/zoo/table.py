@@ -24,6 +24,7 @@ TITLES = {
     "causal": "Decoders (transformers' causal language models)",
     "seq2seq": "Encoder-decoders (transformers' sequence-to-sequence language models)",
     "encoder": "Encoders (transformers' masked language models)",
+    "multimodal": "Text of multimodal models (of which transformers has no class for text alone)",
 }
 MEANINGS = {
     "exact": "compiled strictly and served; every token, and its log-probability, is the source model's",
@@ -40,7 +41,8 @@ with random weights is made from its config class (kinds of layers mixed, window
 `compile_model` and served: eight requests that come one by one and are prefilled in chunks beside decodes, prompts
 whose beginning is cached, and a cache so small that requests are preempted. Each result is compared with runs of the
 source model over the whole sequence, without a cache. Encoders compute sequences of mixed lengths in one batch, and
-their rows are compared. One architecture again, with the whole message: `python -m tests.zoo.run NAME`.
+their rows are compared. Of models of text and images or audio the text is served: prompts are token ids alone. One
+architecture again, with the whole message: `python -m tests.zoo.run NAME`.
 """
 
 
@@ -60,7 +62,12 @@ def page(records: Sequence[Record]) -> str:
 
 def _counts(records: Sequence[Record]) -> str:
     families = [family for family in TITLES if any(r.family == family for r in records)]
-    names = {"causal": "decoders", "seq2seq": "encoder-decoders", "encoder": "encoders"}
+    names = {
+        "causal": "decoders",
+        "seq2seq": "encoder-decoders",
+        "encoder": "encoders",
+        "multimodal": "multimodal",
+    }
     lines = [
         "| result | " + " | ".join(names[f] for f in families) + " | meaning |",
         "|---|" + "---|" * (len(families) + 1),
