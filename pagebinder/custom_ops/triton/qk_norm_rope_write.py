@@ -199,7 +199,7 @@ def _launch(q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scale
     facts = code_facts(kv_cache, k, v, codes) if codes else plain
     turned_width = turned_channels(cos, style)
     block, block_rest = (triton.next_power_of_2(max(n, 1)) for n in (turned_width // 2, width - turned_width))
-    values = 2 * block + (block_rest if turned_width < width else 0)
+    values = triton.next_power_of_2(2 * block + (block_rest if turned_width < width else 0))
     heads = triton.next_power_of_2(min(num_heads, max(1, TILE_VALUES // values)))
     groups = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
     qk_norm_rope_write_kernel[num_tokens, groups](

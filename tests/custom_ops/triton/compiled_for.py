@@ -28,6 +28,7 @@ from pagebinder.custom_ops.triton import (
     cache_write,
     fp8_quant,
     gpu,
+    indexed_attention,
     latent,
     linear,
     moe,
@@ -134,6 +135,17 @@ def attend_by_distance(dtype, *, new, requests=4, heads=16, head_dim=64) -> None
     packed_attention.packed_relative_attention(q, q, q, starts, bias, causal=False, **options)
 
 
+def attend_to_groups(dtype, *, new, ratio, requests=4, heads=16, kv_heads=2, head_dim=256) -> None:
+    """Groups of `ratio` keys that each query chooses: every query is a request of small blocks."""
+    q = torch.empty(requests * new, heads, head_dim, dtype=dtype)
+    cache = torch.empty(4, kv_heads, 64, 2 * head_dim, dtype=dtype)
+    starts = torch.arange(requests + 1).int() * new
+    step = (torch.zeros(requests, 64).int(), torch.full((requests,), new).int(), starts)
+    indices = torch.zeros(len(q), 2048 // ratio).int()
+    options = {"head_dim_v": head_dim, "scale": 0.1, "ratio": ratio}
+    indexed_attention.paged_indexed_attention(q, cache, *step, indices, **options)
+
+
 def attend_latent(dtype, heads=128, latent_dim=512, rope_dim=64, nope_dim=128, sinks=None) -> None:
     q = torch.empty(4, heads, nope_dim + rope_dim, dtype=dtype)
     w = torch.empty(heads, nope_dim, latent_dim, dtype=dtype)
@@ -164,8 +176,9 @@ def write(dtype, tokens=4, heads=32, kv_heads=8, head_dim=128) -> None:
     qk_norm_rope_write.qk_norm_rope_write(
         q, k, v, cos, cos, weight, weight, cache, slots, style="half", **options
     )
-    heads = (q, k, v, cos, cos, weight, weight, codes, slots)
-    qk_norm_rope_write.qk_norm_rope_quantized_write(*heads, codes="fp8_e4m3", style="half", **options)
+    for table in (cos, cos[:, : head_dim // 4].contiguous()):  # all channels turn, or a quarter of them
+        heads = (q, k, v, table, table, weight, weight, codes, slots)
+        qk_norm_rope_write.qk_norm_rope_quantized_write(*heads, codes="fp8_e4m3", style="half", **options)
     cache_write.quantized_kv_cache_write(k, v, codes, slots, codes="fp8_e4m3")
     x = torch.empty(tokens, 4096, dtype=dtype)
     rms_norm.add_rms_norm(x, x, x[0], **options)
@@ -270,6 +283,8 @@ def main() -> None:
         mix_codes(torch.float32, 64, "int8")
     attend(torch.bfloat16, 128, new=1, codes="fp8_e4m3")
     attend_by_distance(torch.bfloat16, new=64)
+    attend_to_groups(torch.bfloat16, new=1, ratio=16)
+    attend_to_groups(torch.bfloat16, new=128, ratio=4)
     attend_latent(torch.bfloat16)
     write(torch.bfloat16)
     quantise(torch.bfloat16)
