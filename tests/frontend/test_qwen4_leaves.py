@@ -151,6 +151,16 @@ def test_another_indexer_convolution_or_embedding_is_refused(monkeypatch):
             capture(source_from_module(built()))
 
 
+def test_a_bf16_model_is_no_other_model():
+    """Its own roundings, of large values here, are not taken for another formula."""
+    model = copy.deepcopy(built())
+    with torch.no_grad():
+        model.model.layers[0].ple.conv1d.weight.mul_(30.0)
+    for leaf in LEAVES:
+        with leaf.patched(model.bfloat16()):
+            pass
+
+
 def test_more_tokens_than_float32_tells_apart_are_refused():
     module = copy.copy(built().model.layers[0].ple.ple_embedding)
     module.unigram_vocab_size = (1 << 24) + 1
