@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from pagebinder.compile_streams import eager_executable, inductor_executable
 from pagebinder.compile_tensorrt import tensorrt_executable
@@ -15,12 +15,21 @@ from pagebinder.errors import CompilerNotFoundError, ConfigError
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import CASTS, is_view_op, module_path
 from pagebinder.passes.layer_blocks import place_of
+from pagebinder.passes.op_costs import scenario
+from pagebinder.passes.op_costs_ours import cost_model
 from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import Executable, NativeExecutable
 from pagebinder.runtime.executables.native import op_calls
 from pagebinder.runtime.executables.torch_share import PRODUCTS, leaves_little_to_torch
 
 aten = torch.ops.aten
+# Of torch, without sums over a row: few and small ones take as long one by one as fused (docs/measurements.md).
+LIGHT = (
+    *CASTS, aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.neg.default, aten.exp.default,
+    aten.sigmoid.default, aten.silu.default, aten.softplus.default, aten.clone.default, aten._unsafe_view.default,
+    torch.ops.pagebinder.gated_activation.default,
+)  # fmt: skip
+MOST_SHARE = 2e-3  # see share_of_light_loops
 
 
 def check_executable(source: ModelSource, config: CompileConfig) -> None:
@@ -62,6 +71,9 @@ def _executable_of(graph: GraphModule, config: CompileConfig, report: CompileRep
             wanted, why = "eager", f"nothing else can be used: {no_kernels or problem}"
         elif is_cpu and not loops:
             wanted, why = "native", "the layers are ops of ours: nothing is left to fuse"
+        elif is_cpu and (share := share_of_light_loops(graph)) is not None and share <= MOST_SHARE:
+            wanted = "native"
+            why = f"what layers compute by ops of torch moves {share:.2%} of their weights' bytes: {', '.join(loops)}"
         elif problem is not None:
             wanted, why = "native", f"kernels are here, but nothing that fuses {', '.join(loops)}: {problem}"
         else:
@@ -87,8 +99,24 @@ def _executable_of(graph: GraphModule, config: CompileConfig, report: CompileRep
 def loops_of_layers(gm: GraphModule) -> list[str]:
     """What layers compute by ops of torch, by name, and by ours that dissolve into such: what inductor could fuse.
     Views, sizes, products and a selection of rows (passes/narrow_rows.py) are no loops."""
-    of_layers = (n for n in op_calls(gm.graph.nodes) if place_of(module_path(n)).index is not None)
-    return sorted({str(n.target) for n in of_layers if _is_loop(n.target)})
+    return sorted({str(n.target) for n in _ops_of_layers(gm) if _is_loop(n.target)})
+
+
+def share_of_light_loops(gm: GraphModule) -> float | None:
+    """Bytes that loops of layers move for one token over those of the layers' weights; None: some are not light."""
+    ops = _ops_of_layers(gm)
+    loops = [n for n in ops if _is_loop(n.target)]
+    if not all(n.target in LIGHT for n in loops):
+        return None
+    model, step = cost_model(gm), scenario(tokens=1, context=1)
+    costs = {n: model.cost(n) for n in ops}
+    moved = sum(float(costs[n].activation_bytes.subs(step)) for n in loops)
+    weights = sum(float(cost.weight_bytes.subs(step)) for cost in costs.values())
+    return moved / weights if weights else None
+
+
+def _ops_of_layers(gm: GraphModule) -> list[Node]:
+    return [n for n in op_calls(gm.graph.nodes) if place_of(module_path(n)).index is not None]
 
 
 def _is_loop(op: torch._ops.OpOverload) -> bool:

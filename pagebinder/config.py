@@ -101,8 +101,9 @@ class CompileConfig:
         index_dtype: of the keys of an indexer: "auto" (like kv_dtype), "fp8" (132 bytes a key of 128), "mxfp4" (68).
         executable: "auto", "eager", "native", "inductor", "cuda_graph" or "tensorrt". "native" (CPU) calls the
             graph's ops from C++: nothing is compiled, a call costs a few us, the bits are those of eager. "auto" is
-            native on a CPU where the layers are ops of ours, so that nothing is left to fuse; else inductor where a
-            C++ compiler is, else eager. On a GPU engines capture the steps of each of them where they can; with
+            native on a CPU where the layers are ops of ours, so that nothing is left to fuse, or only what is little
+            and light (the report says how little); else inductor where a C++ compiler is, else eager. On a GPU
+            engines capture the steps of each of them where they can; with
             "cuda_graph" it is an error if they cannot. "tensorrt" needs torch_tensorrt and an NVIDIA GPU: dense parts
             of the graph are its engines, paged and sparse ops stay in torch.
         streams: run branches of a layer that do not need each other side by side, on a second stream: "auto" (on a

@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 import pagebinder
-from pagebinder import CompileConfig, EngineConfig, SamplingParams
-from pagebinder.compile_executable import check_executable, loops_of_layers
+from pagebinder import CompileConfig, EngineConfig, SamplingParams, compile_executable
+from pagebinder.compile_executable import check_executable, loops_of_layers, share_of_light_loops
 from pagebinder.errors import ConfigError
 from pagebinder.graph_tools import attach
 from pagebinder.models import tiny_path, tiny_v4_path
@@ -33,6 +33,8 @@ from tests.helpers import (
     tiny_qwen3_next,
 )
 from tests.test_engine_mla import source
+from tests.zoo.architectures import architectures
+from tests.zoo.tiny_configs import tiny_model
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 
@@ -110,6 +112,19 @@ def test_auto_is_native_where_layers_are_ops_of_ours():
     apart = pagebinder.compile_model(tiny_llama(), CompileConfig(block_size=16, fusions=False))
     assert apart.report.executable == "inductor" and "aten.add.Tensor" in apart.report.executable_why
     assert any(op.startswith("aten.add") for op in loops_of_layers(compiled("llama").graphs["paged"]))
+
+
+def test_auto_is_native_where_little_and_light_is_left(monkeypatch):
+    """A gate of LFM2's convolutions is a product of torch's; its share decides."""
+    model = tiny_model(next(a for a in architectures("causal") if a.name == "lfm2"))
+    config = CompileConfig(block_size=16)
+    share = share_of_light_loops(pagebinder.compile_model(model, config).graphs["fused"])
+    assert 0 < share < 1
+    for most, executable in ((share * 1.01, "native"), (share * 0.99, "inductor")):
+        monkeypatch.setattr(compile_executable, "MOST_SHARE", most)
+        report = pagebinder.compile_model(model, config).report
+        assert report.executable == executable and "aten.mul.Tensor" in report.executable_why
+    assert share_of_light_loops(compiled("llama").graphs["paged"]) is None
 
 
 def test_a_gpu_is_refused():
