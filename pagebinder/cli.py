@@ -53,7 +53,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def main() -> None:
     """Entry point of the installed command."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+        if hasattr(stream, "reconfigure"):  # not so where somebody put another object in its place
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
     app(prog_name="pagebinder")
 
 

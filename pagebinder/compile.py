@@ -35,6 +35,7 @@ from pagebinder.errors import ConfigError
 from pagebinder.forks import use_threads
 from pagebinder.frontend.attention_interface import hooked_attention
 from pagebinder.frontend.capture import capture
+from pagebinder.frontend.checkpoint_tensors import check_absent
 from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder, states_of
 from pagebinder.frontend.experts_interface import hooked_experts
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
@@ -205,9 +206,9 @@ def compile_source(
     if source.stored_weights is not None:
         report.passes.append(source.stored_weights)
     if source.is_transformers and (unread := parts_beside_text(source.config)):
-        report.notes.append(
-            f"Text alone is served: nothing reads the parts that {', '.join(unread)} describe."
-        )
+        report.notes.append(f"Text alone is served; nothing reads what belongs to {', '.join(unread)}.")
+    if note := source.tensors.note():
+        report.notes.append(note)
     if source.encoder_only:
         from pagebinder.compile_encoder import compile_encoder
 
@@ -220,6 +221,7 @@ def compile_source(
     with stage("capture"), collector_paused():
         captured, encoder = _capture(source, report)
         check_head(source, captured)
+        check_absent(source.tensors.absent, captured, source.path)
         max_model_len = bounded(max_model_len, captured, config, report)
         report.passes.append(captured_leaves(LEAVES, source.module, captured))
         if encoder is not None:

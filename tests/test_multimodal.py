@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import pagebinder
-from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams
+from pagebinder import CaptureError, CheckpointError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import explain_model
 from pagebinder.frontend.model_kinds import auto_class, parts_beside_text
+from pagebinder.frontend.unsupported import refuse_unsupported
 from tests.helpers import tiny_llama
 from tests.zoo.tiny_configs import telling_weights
 
@@ -64,9 +68,36 @@ def test_a_directory_is_served_as_text(checkpoint):
     with torch.no_grad():
         best = model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1].argmax(-1)
     assert list(output.token_ids) == best.tolist()
-    assert "Text alone is served: nothing reads the parts that vision_config describe" in compiled.explain()
+    assert "Text alone is served; nothing reads what belongs to vision_config" in compiled.explain()
     fused = next(p for p in compiled.report.passes if p.name == "fuse_qk_norm_rope_write")
     assert len(fused.matches) == TEXT["num_hidden_layers"]
+
+
+def edited(path, to, change):
+    """A copy of a checkpoint with other tensors."""
+    shutil.copytree(path, to, dirs_exist_ok=True)
+    tensors = change(load_file(path / "model.safetensors"))
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_weights_that_nothing_reads_may_be_missing(checkpoint, tmp_path):
+    config = CompileConfig(executable="eager")
+    text = edited(checkpoint[0], tmp_path, lambda t: {k: v for k, v in t.items() if "visual" not in k})
+    assert pagebinder.compile_model(text, config).report.notes
+    without = edited(
+        checkpoint[0], tmp_path, lambda t: {k: v for k, v in t.items() if "layers.1.mlp.up" not in k}
+    )
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors.*layers\.1\.mlp\.up_proj"):
+        pagebinder.compile_model(without, config)
+
+
+def test_tensors_that_are_left_over_are_told(checkpoint, tmp_path):
+    more = {"model.language_model.layers.7.mlp.up_proj.weight": torch.zeros(2, 2)}
+    compiled = pagebinder.compile_model(
+        edited(checkpoint[0], tmp_path, lambda t: t | more), CompileConfig(executable="eager")
+    )
+    assert any("1 tensors of the checkpoint are no part" in note for note in compiled.report.notes)
 
 
 def test_explain_needs_no_weights(checkpoint, tmp_path):
@@ -84,6 +115,15 @@ def test_kinds_of_models():
     assert auto_class(transformers.Gemma3Config()) is transformers.AutoModelForCausalLM
     assert parts_beside_text(qwen3_vl_config()) == ["vision_config"]
     assert parts_beside_text(tiny_llama().config) == []
+
+
+def test_a_model_that_needs_an_image_is_refused():
+    class Captioner(torch.nn.Module):
+        def forward(self, pixel_values, input_ids, position_ids=None):
+            return input_ids
+
+    with pytest.raises(CaptureError, match=r"takes pixel_values with every call"):
+        refuse_unsupported(Captioner())
 
 
 def test_a_model_that_is_only_a_holder_of_parts_is_refused():

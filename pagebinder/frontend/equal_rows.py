@@ -67,7 +67,10 @@ def _are_rows_equal(node: Node, equal: dict[Node, bool]) -> bool:
 
 def _adds_no_rows(operand, rank: int, equal: dict[Node, bool]) -> bool:
     """Is an operand of an op that broadcasts the same for each index of the result's first dimension?"""
-    return val(operand).dim() < rank or val(operand).shape[0] == 1 or equal[operand]
+    value = val(operand)
+    if not isinstance(value, torch.Tensor):  # a number made of sizes
+        return True
+    return value.dim() < rank or value.shape[0] == 1 or equal[operand]
 
 
 def _row_of(node: Node, equal: dict[Node, bool], rows: dict[Node, Node]) -> Node | None:

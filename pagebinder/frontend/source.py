@@ -15,6 +15,7 @@ import torch
 
 from pagebinder.errors import CheckpointError, ConfigError
 from pagebinder.frontend import fp8_loading
+from pagebinder.frontend.checkpoint_tensors import CheckpointTensors, compared
 from pagebinder.frontend.fp8_format import stored_fp8
 from pagebinder.frontend.model_kinds import auto_class, is_encoder_only
 from pagebinder.report import PassResult
@@ -51,7 +52,8 @@ class ModelSource:
     """A decoder ready to be captured. `is_transformers` models are called by keyword and return `.logits`.
 
     Of an encoder-decoder, `encoder` holds the encoder's facts, and the other fields mean its decoder.
-    `stored_weights`: of a checkpoint in fp8, which layers keep its codes, for the report.
+    `stored_weights`: of a checkpoint in fp8, which layers keep its codes, for the report. `tensors`: what a
+    checkpoint lacks, and what it has beyond the model.
     """
 
     module: torch.nn.Module
@@ -67,6 +69,7 @@ class ModelSource:
     path: Path | None = None
     config: Any = None
     stored_weights: PassResult | None = None
+    tensors: CheckpointTensors = field(default_factory=CheckpointTensors)
     _tokenizer: Any = field(default=None, repr=False)
 
     @property
@@ -138,7 +141,7 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
             f"{config_path} holds a {type(config_dict).__name__}, not the options of a model."
         )
     eos, bos = generation_tokens(path)
-    module, stored_weights = _build(path, config_dict, dtype, weights)
+    module, stored_weights, tensors = _build(path, config_dict, dtype, weights)
     facts = _facts(module.config, module)
     if eos:
         facts["eos_token_ids"] = frozenset(t for t in eos if 0 <= t < facts["vocab_size"])
@@ -146,7 +149,7 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         facts["bos_token_id"] = bos
     return ModelSource(
         module=module, name=str(path), is_transformers=True, path=path, config=module.config,
-        stored_weights=stored_weights, **facts,
+        stored_weights=stored_weights, tensors=tensors, **facts,
     )  # fmt: skip
 
 
@@ -175,8 +178,8 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
 
 def _build(
     path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bool
-) -> tuple[torch.nn.Module, PassResult | None]:
-    """The model, and what became of weights that are stored in fp8."""
+) -> tuple[torch.nn.Module, PassResult | None, CheckpointTensors]:
+    """The model, what became of weights that are stored in fp8, and tensors that are not those of the model."""
     from transformers import AutoConfig
 
     stored = stored_fp8(config_dict, f"{path}/config.json")
@@ -189,7 +192,11 @@ def _build(
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if not weights:
         module = source_from_config(config, dtype=dtype).module
-        return module, None if stored is None else fp8_loading.replaced_on_meta(module, stored)
+        return (
+            module,
+            None if stored is None else fp8_loading.replaced_on_meta(module, stored),
+            CheckpointTensors(),
+        )
     if not any(list(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise CheckpointError(
             f"{path} has no *.safetensors file. Save the weights as safetensors "
@@ -206,23 +213,17 @@ def _build(
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `compared` names them
             **options,
         )
     except Exception as error:
         raise CheckpointError(f"The weights in {path} cannot be loaded: {error}") from error
     if stored is not None:
         fp8_loading.check_scales(stored, info.get("unexpected_keys", ()), path)
-    missing = sorted(str(key) for key in info.get("missing_keys", ()) if not _is_unused(module, str(key)))
-    if missing:
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} tensors that its config asks for, for example {missing[:3]}."
-        )
-    return module.eval(), None if stored is None else fp8_loading.finish(module, stored)
-
-
-def _is_unused(module: torch.nn.Module, key: str) -> bool:
-    """A bare encoder's pooler works on the hidden states that we return; many checkpoints come without one."""
-    return key.split(".")[0] == "pooler" and is_encoder_only(module)
+    tensors = compared(module, info, path)
+    if stored is None:
+        return module.eval(), None, tensors
+    return module.eval(), fp8_loading.finish(module, stored), CheckpointTensors(tensors.absent)
 
 
 def _is_transformers(module: torch.nn.Module) -> bool:

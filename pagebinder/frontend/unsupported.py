@@ -7,6 +7,7 @@ its reason is what the module's forward does, in transformers 5.23. A model with
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -135,6 +136,13 @@ TRAITS = (
 )  # fmt: skip
 
 
+def _required_inputs(model: torch.nn.Module) -> set[str]:
+    """What a model cannot be called without, beside token ids."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    required = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    return required - {"self", "input_ids", "position_ids"}
+
+
 def refuse_unsupported(model: torch.nn.Module) -> None:
     """Nothing, for a model without any of the traits.
 
@@ -146,6 +154,11 @@ def refuse_unsupported(model: torch.nn.Module) -> None:
         raise CaptureError(
             f"{type(model).__name__} cannot be called: it has no forward, only parts ({parts}). Compile the one that "
             "writes text, for example compile_model(model.thinker)."
+        )
+    if needed := sorted(_required_inputs(model)):
+        raise CaptureError(
+            f"{type(model).__name__} is not served: it takes {', '.join(needed)} with every call, so there is no "
+            "prompt of text alone."
         )
     modules = list(model.named_modules())
     for trait in TRAITS:

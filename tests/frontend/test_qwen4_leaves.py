@@ -117,6 +117,13 @@ def with_option(**options) -> torch.nn.Module:
     return architecture().model_class(config).eval()
 
 
+@pytest.mark.parametrize("ratio", [1, 2, 5])
+def test_groups_of_any_size_are_proven(ratio):
+    model = with_option(indexer_compress_ratio=ratio, indexer_budget=4 * ratio)
+    with QSA_INDEXER.patched(model):
+        pass
+
+
 def test_frequencies_that_depend_on_the_length_are_refused():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(CaptureError, match="depend on the length"):

@@ -160,7 +160,10 @@ BROKEN = {
     "truncated safetensors": (truncate, "cannot be loaded"),
     "empty safetensors": (lambda d: (d / "model.safetensors").write_bytes(b""), "cannot be loaded"),
     "missing tensors": (drop_a_tensor, "lacks 1 tensors.*q_proj"),
-    "other shapes": (lambda d: edit_config(d, intermediate_size=64), "cannot be loaded"),
+    "other shapes": (
+        lambda d: edit_config(d, intermediate_size=64),
+        "_proj.weight has the shape .* and the model",
+    ),
     "broken generation config": (lambda d: (d / "generation_config.json").write_text("{"), "not valid JSON"),
     "generation config that is no dict": (
         lambda d: (d / "generation_config.json").write_text("7"),

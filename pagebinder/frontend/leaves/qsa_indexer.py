@@ -141,7 +141,7 @@ class QsaIndexer(Leaf):
             chosen = choose(small, rotary, hidden, position_embeddings, CausalMask(), None)
             ours = visible_tokens(p, num_tokens, chosen.indices[0], ratio)
             scores = index_scores(q, aligned_entries(entries, ratio), weights, 1.0)
-        visible = torch.arange(PROBED_GROUPS, device=device) < num_visible(p, ratio)[:, None]
+        visible = torch.arange(scores.shape[1], device=device) < num_visible(p, ratio)[:, None]
         tied = ((scores <= 0) & visible).sum(1) > 1  # the source takes any of them
         if not torch.equal(theirs[~tied], ours[~tied]):
             raise CaptureError(self._changed("it chooses other keys than its formula says"))

@@ -1,0 +1,72 @@
+"""What a checkpoint holds, beside what its model has: tensors that are missing, left over, or of another shape.
+
+A tensor that nothing reads may be missing: of a multimodal model whose text is served, those of its other parts.
+Which these are is known once the graph is there (`check_absent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.errors import CheckpointError
+from pagebinder.frontend.model_kinds import is_encoder_only, parts_beside_text
+
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """`absent`: parameters that the checkpoint lacks, by name. `left_over`: its tensors that the model has not."""
+
+    absent: frozenset[str] = frozenset()
+    left_over: tuple[str, ...] = ()
+
+    def note(self) -> str | None:
+        """What the report says of them."""
+        if not self.left_over:
+            return None
+        return (
+            f"{len(self.left_over)} tensors of the checkpoint are no part of the model that its config describes, "
+            f"for example {', '.join(self.left_over[:SHOWN])}."
+        )
+
+
+def compared(module: torch.nn.Module, info: Mapping[str, Collection], path: Path) -> CheckpointTensors:
+    """From what transformers says of a checkpoint that it has loaded.
+
+    Raises:
+        CheckpointError: a tensor has another shape than the model's, or is missing where all are read.
+    """
+    if wrong := sorted(map(tuple, info.get("mismatched_keys", ()))):
+        name, found, wanted = wrong[0]
+        raise CheckpointError(
+            f"{path}: {name} has the shape {tuple(found)}, and the model of config.json {tuple(wanted)} "
+            f"({len(wrong)} such tensors): the weights and the config do not belong together."
+        )
+    missing = sorted(str(key) for key in info.get("missing_keys", ()) if not _is_unused(module, str(key)))
+    if missing and not parts_beside_text(module.config):
+        _raise_missing(path, missing)
+    return CheckpointTensors(frozenset(missing), tuple(sorted(map(str, info.get("unexpected_keys", ())))))
+
+
+def check_absent(absent: Collection[str], gm: GraphModule, path: Path | None) -> None:
+    """Raises CheckpointError: the graph reads a tensor that the checkpoint lacks."""
+    read = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}
+    if missing := sorted(read & set(absent)):
+        _raise_missing(path, missing)
+
+
+def _raise_missing(path: Path | None, missing: list[str]) -> None:
+    raise CheckpointError(
+        f"{path} lacks {len(missing)} tensors that its config asks for, for example {missing[:SHOWN]}."
+    )
+
+
+def _is_unused(module: torch.nn.Module, key: str) -> bool:
+    """A bare encoder's pooler works on the hidden states that we return; many checkpoints come without one."""
+    return key.split(".")[0] == "pooler" and is_encoder_only(module)
