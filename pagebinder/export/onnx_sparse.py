@@ -71,7 +71,7 @@ def _compress(
     window, entries, kv, gate, position_ids, position_bias, norm_weight, inv_freq, *, ratio, overlap, eps, rope_scale
 ):  # fmt: skip
     """Writes every entry that the new tokens touch; one that is not complete is seen by none and written again."""
-    behind, length, width = window.shape[2], kv.shape[1], norm_weight.shape[0]
+    behind, length, width = window.shape[2], kv.shape[1], entries.shape[2]
     rows_B2SC = torch.cat(
         [window, torch.stack([kv, gate], dim=1)], dim=2
     )  # row i is of position first - behind + i

@@ -155,7 +155,7 @@ def _compress(model: CostModel, node: Node) -> OpCost:
     flops = COMPRESS_FLOPS * model.numel(kv)
     if cache is None:
         return model.moved(node, flops=flops)
-    state, width = operand(node, "state_cache"), model.shape(operand(node, "norm_weight"))[0]
+    state, width = operand(node, "state_cache"), model.shape(operand(node, "state_cache"))[-1]
     entries = model.shape(kv)[0] / sympy.Integer(operand(node, "ratio")) * _row_bytes(node, cache, width)
     return OpCost(
         flops=flops,

@@ -41,7 +41,10 @@ def equal_in_steps(graph, model, num_tokens: int, ends, rows: int = 2) -> None:
 
 
 class Sparse(torch.nn.Module):
-    """Two compressors, an indexer over the entries of one, attention to those of the other; streams around them."""
+    """Two compressors, attention to the entries of one, an indexer over those of the other, which are not normed.
+
+    Streams around them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -49,6 +52,7 @@ class Sparse(torch.nn.Module):
         self.norm = torch.nn.Parameter(torch.rand(8) + 0.5)
         self.sinks = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
         self.register_buffer("inv_freq", torch.tensor([1.0, 0.1]))
+        self.register_buffer("no_freq", torch.empty(0))
         self.fn, self.base = torch.nn.Parameter(torch.randn(8, 16)), torch.nn.Parameter(torch.randn(8))
         self.scale = torch.nn.Parameter(torch.tensor([0.5, 1.0, 0.7]))
 
@@ -59,7 +63,7 @@ class Sparse(torch.nn.Module):
         )
         made, options = (self.bias, self.norm, self.inv_freq), {"ratio": 4, "overlap": True, "eps": 1e-6}
         entries = ops.compress(x[0], x[0].flip(1), *made, **options)
-        keys = ops.compress(x[0].flip(1), x[0], *made, **options)
+        keys = ops.compress(x[0].flip(1), x[0], self.bias, None, self.no_freq, **options)
         best = ops.index_topk(q, keys, x[0, :, :2].abs(), topk=2, ratio=4, scale=0.3)
         near = ops.compressed_attention(q, collapsed, entries, best, self.sinks, scale=0.3, window=3, ratio=4)
         mixed = ops.hyper_mix(streams, post, comb, near.mean(1))
@@ -74,7 +78,7 @@ def test_onnx_runtime_agrees_with_sparse_attention(tmp_path):
     equal_in_steps(graph, session(path), 23, (2, 3, 9, 10, 20, 23))
     model = onnx.load(path)
     assert sorted(f.name for f in model.functions) == [
-        "Compress", "CompressedAttention", "HyperConnection", "HyperHead", "HyperMix", "IndexTopK"
+        "Compress", "Compress_2", "CompressedAttention", "HyperConnection", "HyperHead", "HyperMix", "IndexTopK"
     ]  # fmt: skip
     assert {node.domain for f in model.functions for node in f.node} == {""}, (
         "functions of standard operators"

@@ -54,14 +54,16 @@ def score(dtype, layout: str, tokens: int) -> None:
     indexer.indexer_score_topk(q, weights, cache, *step, topk=512, ratio=4, scale=0.1, layout=layout)
 
 
-def compress_tokens(dtype, layout: str, ratio: int, width: int, rope_dim: int = 0) -> None:
+def compress_tokens(
+    dtype, layout: str, ratio: int, width: int, rope_dim: int = 0, normed: bool = True
+) -> None:
     c = 2 if ratio == 4 else 1
     kv, weights = torch.empty(64, c * width, dtype=dtype), torch.empty(ratio, c * width)
     states = torch.empty(4, c, 3, width)
     compress.compress_norm_rope_store(
-        kv, kv, weights, weights[0, :width].to(dtype), torch.empty(32), states, int32(4, 64),
-        cache_of(layout, dtype, width, rope_dim), int32(4, 64), int32(4), int32(5), ratio=ratio, overlap=c == 2,
-        eps=1e-6, rope_scale=1.0, block_size=64, layout=layout, rope_dim=rope_dim,
+        kv, kv, weights, weights[0, :width].to(dtype) if normed else None, torch.empty(32 if normed else 0), states,
+        int32(4, 64), cache_of(layout, dtype, width, rope_dim), int32(4, 64), int32(4), int32(5), ratio=ratio,
+        overlap=c == 2, eps=1e-6, rope_scale=1.0, block_size=64, layout=layout, rope_dim=rope_dim,
     )  # fmt: skip
 
 
@@ -108,6 +110,7 @@ def compile_latent(every: bool) -> None:
     compress_tokens(dtype, "plain", 128, WIDTH)
     compress_tokens(dtype, "fp8_index", 4, 128)
     compress_tokens(dtype, "fp4_index", 4, 128)
+    compress_tokens(dtype, "plain", 16, 128, normed=False)
     for other in (torch.float32, torch.float16):
         turn(other)
         connect(other)
