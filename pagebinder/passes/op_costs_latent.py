@@ -69,9 +69,9 @@ def _sparse_mla(model: CostModel, node: Node) -> OpCost:
     )
 
 
-def _indexed_pairs(model: CostModel, node: Node, context):
+def _indexed_pairs(model: CostModel, node: Node, context, q: str = "q"):
     """As `_attended`, for groups of `ratio` tokens and the tail behind them, half a group for most queries."""
-    tokens, ratio = model.shape(operand(node, "q"))[0], operand(node, "ratio")
+    tokens, ratio = model.shape(operand(node, q))[0], operand(node, "ratio") or 1
     topk = _chosen(model, operand(node, "indices"))
     pairs, rows = _attended(tokens, 0, ratio, topk, context=context)
     tail = sympy.Rational(ratio - 1, 2)
@@ -127,11 +127,10 @@ def _paged_mla(model: CostModel, node: Node) -> OpCost:
     q_nope, q_rope, cache = (operand(node, name) for name in ("q_nope", "q_rope", "cache"))
     (tokens, heads, nope), (*_, rope) = model.shape(q_nope), model.shape(q_rope)
     (_, value, latent) = model.shape(operand(node, "w_v"))
-    topk = _chosen(model, operand(node, "indices"))
     window = operand(node, "window")
     pairs, rows = visible_pairs(tokens, CONTEXT, window=window), rows_read(tokens, CONTEXT, window=window)
-    if topk is not None:
-        pairs, rows = _attended(tokens, 0, 1, topk)
+    if operand(node, "indices") is not None:
+        pairs, rows = _indexed_pairs(model, node, CONTEXT, q="q_nope")
     absorbed = 2 * tokens * heads * (nope + value) * latent
     new = sum(model.bytes_of(x) for x in (q_nope, q_rope))
     return OpCost(

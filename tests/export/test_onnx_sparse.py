@@ -96,7 +96,7 @@ def test_deepseek_v4_in_steps(monkeypatch):
 
 
 class Latent(torch.nn.Module):
-    """MLA: plain, in a window, and to the keys that an indexer over tokens lists; each without and with sinks."""
+    """MLA: plain, in a window, and to keys, or groups of keys, that indexers list; each without and with sinks."""
 
     def __init__(self):
         super().__init__()
@@ -111,8 +111,18 @@ class Latent(torch.nn.Module):
         # No score is zero: which of equal ones torch's topk takes is not said, and ONNX's TopK is not run here.
         best = ops.index_topk(q.abs(), x[0, :, 8:].abs(), x[0, :, :2].abs(), topk=3, ratio=1, scale=0.5)
         operands = (q[..., :5], q[..., 5:], latent, k_rope, self.w_k, self.w_v)
-        forms = itertools.product(((None, None), (None, 4), (best, None)), (None, self.sinks))
-        outs = (ops.mla_attention(*operands, indices, s, scale=0.4, window=w) for (indices, w), s in forms)
+        bias = torch.zeros(3, 8)
+        keys = ops.compress(
+            x[0, :, 8:], x[0, :, :8], bias, None, bias[0, :0], ratio=3, overlap=False, eps=0.0
+        )
+        groups = ops.index_topk(q, keys, x[0, :, :2], topk=2, ratio=3, scale=0.5)
+        forms = itertools.product(
+            ((None, None, 1), (None, 4, 1), (best, None, 1), (groups, None, 3)), (None, self.sinks)
+        )
+        outs = (
+            ops.mla_attention(*operands, indices, s, scale=0.4, window=w, ratio=ratio)
+            for (indices, w, ratio), s in forms
+        )
         return torch.cat([out.flatten(1) for out in outs], dim=-1)[None]
 
 
