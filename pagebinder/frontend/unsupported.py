@@ -21,6 +21,7 @@ INDEX_IN_LEAF = (
     "DeepseekV32Attention",
     "DeepseekV4CSACompressor",
     "Dots3NoteTextAttention",
+    "Glm5NextTextAttention",
     "GlmMoeDsaAttention",
     "HYV4Attention",
     "MistralLarge4TextAttention",
