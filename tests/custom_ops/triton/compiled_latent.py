@@ -10,6 +10,7 @@ from pagebinder.custom_ops.triton import (
     hyper,
     indexer,
     inverse_rope_grouped,
+    latent,
     norm_rope,
     sparse_mla,
 )
@@ -46,6 +47,23 @@ def attend_listed_latents(
         q, None, None, cache, int32(4, 64), int32(tokens, 2048), int32(4), int32(5), sinks, scale=0.1, window=0,
         ratio=1, head_dim_v=512, layout=layout, rope_dim=0 if layout == "plain" else 64,
     )  # fmt: skip
+
+
+def attend_to_pools(dtype, tokens: int, heads: int = 64, ratio: int = 16) -> None:
+    """GLM-5.3: groups of latents without RoPE."""
+    q, w = torch.empty(tokens, heads, 256, dtype=dtype), torch.empty(heads, 256, 512, dtype=dtype)
+    starts = torch.arange(tokens + 1).int()
+    step = (torch.zeros(tokens, 64).int(), torch.full((tokens,), 100).int(), starts)
+    operands = (
+        q,
+        q[..., :0],
+        w,
+        w,
+        cache_of("plain", dtype, 512, 0),
+        *step,
+        torch.zeros(tokens, 2048 // ratio).int(),
+    )
+    latent.paged_mla_attention(*operands, scale=0.1, ratio=ratio)
 
 
 def score(dtype, layout: str, tokens: int) -> None:
@@ -103,6 +121,7 @@ def compile_latent(every: bool) -> None:
     attend_listed_latents(dtype, "plain")
     for tokens in (4, 512):
         attend_listed_latents(dtype, "plain", tokens, sinks=torch.empty(128))
+        attend_to_pools(dtype, tokens)
     for layout in ("plain", "fp4_index"):
         score(dtype, layout, 4)
         score(dtype, layout, 512)
