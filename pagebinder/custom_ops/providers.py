@@ -23,7 +23,7 @@ FEATURES = frozenset(
     {"window", "chunk", "soft_cap", "sinks", "alibi", "lse", "bidirectional", "split_kv", "cross_attention"}
     | {"fp8_v4", "fp8_v32", "fp8_index", "fp4_index"}  # layouts of latent rows
     | {"fp8_e4m3", "fp8_e5m2", "int8"}  # codes of K and V
-    | {"indices"}  # lists of the latent rows that a query sees
+    | {"indices", "groups"}  # lists of the latent rows that a query sees, and of groups of them
 )
 AUTO_ORDER = {"cpu": ("cpu",), "cuda": ("triton", "flash_attn", "flashinfer", "flex_attention", "flashmla")}
 BUILTIN_MODULES = (

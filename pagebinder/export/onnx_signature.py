@@ -104,9 +104,9 @@ def carried_by(node: Node) -> Iterator[Carried]:
     elif name == "pagebinder::index_topk" and op_name(node.args[1]) != "pagebinder::compress":
         yield "latent", (CAPACITY, int(operands[1].shape[1])), operands[1].dtype
     elif name == "pagebinder::compress":
-        kv, norm_weight, ratio = operands[0], operands[3], node.kwargs["ratio"]
+        kv, ratio = operands[0], node.kwargs["ratio"]
         kept = tokens_kept(ratio, node.kwargs["overlap"])
         yield "state", (2, kept, int(kv.shape[1])), kv.dtype
-        yield "entries", (f"entries_{ratio}", int(norm_weight.shape[0])), kv.dtype
+        yield "entries", (f"entries_{ratio}", int(val(node).shape[1])), kv.dtype
     elif (state := state_of(name, operands)) is not None:
         yield "state", tuple(int(size) for size in state[0]), state[1]

@@ -71,7 +71,7 @@ def _compress(
     window, entries, kv, gate, position_ids, position_bias, norm_weight, inv_freq, *, ratio, overlap, eps, rope_scale
 ):  # fmt: skip
     """Writes every entry that the new tokens touch; one that is not complete is seen by none and written again."""
-    behind, length, width = window.shape[2], kv.shape[1], norm_weight.shape[0]
+    behind, length, width = window.shape[2], kv.shape[1], entries.shape[2]
     rows_B2SC = torch.cat(
         [window, torch.stack([kv, gate], dim=1)], dim=2
     )  # row i is of position first - behind + i
@@ -157,7 +157,7 @@ def _compressed_attention(
 
 
 def mla_attention(
-    step, q_nope, q_rope, latent, k_rope, w_k, w_v, indices=None, sinks=None, *, scale, window=None
+    step, q_nope, q_rope, latent, k_rope, w_k, w_v, indices=None, sinks=None, *, scale, window=None, ratio=1
 ):
     """Absorbed: queries become as wide as a cached row, and w_v follows the sum."""
     rows = step.latents(torch.cat([latent, k_rope], dim=-1))[:, None]
@@ -165,7 +165,7 @@ def mla_attention(
     q = step.heads(torch.cat([q_THL, q_rope], dim=-1))
     mask = step.mask(window=window, chunk=None, causal=True)
     if indices is not None:
-        mask = mask & listed(step.rows(indices), step.num_slots)[:, None]
+        mask = mask & listed_tokens(step, step.rows(indices), ratio)[:, None]
     if sinks is not None:
         mask, rows = (
             with_sinks(mask, sinks, q.dtype),
@@ -173,6 +173,16 @@ def mla_attention(
         )
     out = attend(q, rows, rows[..., : latent.shape[1]], mask, scale)
     return torch.einsum("thl,hvl->thv", step.flat(out.transpose(1, 2), q_nope), w_v).contiguous()
+
+
+def listed_tokens(step, indices_BLK, ratio):
+    """[b, L, S] bool: is slot j among a query's indices, by itself or by its complete group, or of its tail?"""
+    if ratio == 1:
+        return listed(indices_BLK, step.num_slots)
+    group = torch.arange(step.num_slots) // ratio
+    complete = group < num_visible(step.position_ids, ratio)[..., None]
+    found = listed(indices_BLK, step.num_slots // ratio + 1)[..., group]
+    return found | ~complete
 
 
 def listed(indices_BLK, num_rows):

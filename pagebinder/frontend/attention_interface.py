@@ -46,7 +46,7 @@ WINDOW_OF_THE_MASK = {"PhimoeAttention", "Qwen2MoeAttention"}
 # and the window only bounds the cache that transformers makes by itself.
 WINDOW_UNUSED = {"MoshiAttention"}
 # Attention modules that a leaf makes pass latents as keys and values, while it traces them -> what emits their op:
-# f(q [T, H, D], latent [T, 1, L], k_rope [T, 1, P], sinks, indices=..., and the options of `attention`).
+# f(q [T, H, D], latent [T, 1, L], k_rope [T, 1, P], sinks, indices=..., ratio=..., and the options of `attention`).
 LATENT_ATTENTIONS: dict[torch.nn.Module, Callable] = {}
 
 
@@ -123,7 +123,11 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         raise CaptureError(
             f"{name} attends to {key.shape[2]} keys from {query.shape[2]} queries during capture."
         )
-    if chosen is not None:
+    if chosen is not None and is_latent:
+        if bias is not None or indexed:
+            raise CaptureError(f"{name} attends to chosen latents with a bias, or with a list of others.")
+        indexed = {"indices": chosen.indices, "ratio": chosen.ratio}
+    elif chosen is not None:
         options = {
             "a window": window,
             "chunks": chunk,
@@ -132,8 +136,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
             "a bias": bias,
         }
         unread = [what for what, value in options.items() if value is not None]
-        if unread or is_latent or not causal:
-            unread += ["latents"] * is_latent + ["no causality"] * (not causal)
+        if unread or not causal:
+            unread += ["no causality"] * (not causal)
             raise CaptureError(
                 f"{name} attends to chosen keys with {', '.join(unread)}; not known here together."
             )

@@ -22,6 +22,7 @@ INDEX_IN_LEAF = (
     "DeepseekV32Attention",
     "DeepseekV4CSACompressor",
     "Dots3NoteTextAttention",
+    "Glm5NextTextAttention",
     "GlmMoeDsaAttention",
     "HYV4Attention",
     "MistralLarge4TextAttention",

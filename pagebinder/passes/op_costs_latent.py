@@ -69,9 +69,9 @@ def _sparse_mla(model: CostModel, node: Node) -> OpCost:
     )
 
 
-def _indexed_pairs(model: CostModel, node: Node, context):
+def _indexed_pairs(model: CostModel, node: Node, context, q: str = "q"):
     """As `_attended`, for groups of `ratio` tokens and the tail behind them, half a group for most queries."""
-    tokens, ratio = model.shape(operand(node, "q"))[0], operand(node, "ratio")
+    tokens, ratio = model.shape(operand(node, q))[0], operand(node, "ratio") or 1
     topk = _chosen(model, operand(node, "indices"))
     pairs, rows = _attended(tokens, 0, ratio, topk, context=context)
     tail = sympy.Rational(ratio - 1, 2)
@@ -127,11 +127,10 @@ def _paged_mla(model: CostModel, node: Node) -> OpCost:
     q_nope, q_rope, cache = (operand(node, name) for name in ("q_nope", "q_rope", "cache"))
     (tokens, heads, nope), (*_, rope) = model.shape(q_nope), model.shape(q_rope)
     (_, value, latent) = model.shape(operand(node, "w_v"))
-    topk = _chosen(model, operand(node, "indices"))
     window = operand(node, "window")
     pairs, rows = visible_pairs(tokens, CONTEXT, window=window), rows_read(tokens, CONTEXT, window=window)
-    if topk is not None:
-        pairs, rows = _attended(tokens, 0, 1, topk)
+    if operand(node, "indices") is not None:
+        pairs, rows = _indexed_pairs(model, node, CONTEXT, q="q_nope")
     absorbed = 2 * tokens * heads * (nope + value) * latent
     new = sum(model.bytes_of(x) for x in (q_nope, q_rope))
     return OpCost(
@@ -155,7 +154,7 @@ def _compress(model: CostModel, node: Node) -> OpCost:
     flops = COMPRESS_FLOPS * model.numel(kv)
     if cache is None:
         return model.moved(node, flops=flops)
-    state, width = operand(node, "state_cache"), model.shape(operand(node, "norm_weight"))[0]
+    state, width = operand(node, "state_cache"), model.shape(operand(node, "state_cache"))[-1]
     entries = model.shape(kv)[0] / sympy.Integer(operand(node, "ratio")) * _row_bytes(node, cache, width)
     return OpCost(
         flops=flops,

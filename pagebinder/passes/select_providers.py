@@ -140,6 +140,7 @@ def _need(name: str, node: Node, device: torch.device) -> OpNeed:
         if name == "paged_mla_attention":
             optional = {"indices": 8, "sinks": 9}
             features |= {of for of, place in optional.items() if arg(node, place, of) is not None}
+            features |= {"groups"} if node.kwargs.get("ratio", 1) > 1 else set()
         dtype = dtype_name(val(node.args[0]))
         return OpNeed(op=name, device=device.type, dtype=dtype, features=features)
     if name.startswith("packed_"):

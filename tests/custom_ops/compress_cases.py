@@ -13,7 +13,7 @@ from pagebinder.custom_ops.latent.layouts import load_rows, row_layout
 
 @dataclass(frozen=True)
 class Compressor:
-    """ratio tokens per entry of `width` channels, the trailing 2 * `pairs` of them rotated."""
+    """ratio tokens per entry of `width` channels, normed or not, the trailing 2 * `pairs` of them rotated."""
 
     ratio: int
     overlap: bool
@@ -23,6 +23,7 @@ class Compressor:
     bias_dtype: torch.dtype = torch.float32
     rope_scale: float = 1.0
     spread: float = 1.0  # of gates
+    normed: bool = True
 
     eps = 1e-6
 
@@ -39,10 +40,10 @@ class Compressor:
         return both[:, :channels], both[:, channels : 2 * channels]
 
     @property
-    def weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         generator = torch.Generator().manual_seed(5)
         bias = torch.randn(self.ratio, self.slots * self.width, generator=generator).to(self.bias_dtype)
-        norm = (torch.rand(self.width, generator=generator) + 0.5).to(self.dtype)
+        norm = (torch.rand(self.width, generator=generator) + 0.5).to(self.dtype) if self.normed else None
         return bias, norm, 100.0 ** (-torch.arange(self.pairs) / max(self.pairs, 1))
 
     @property
@@ -71,7 +72,8 @@ class Compressor:
         for w in range(len(kv) // self.ratio):
             z, values = self.gathered(kv, gate, w, len(kv))
             x = (torch.softmax(z, 0) * values).sum(0)
-            x = x * torch.rsqrt(x.square().mean() + self.eps) * norm.double()
+            if norm is not None:
+                x = x * torch.rsqrt(x.square().mean() + self.eps) * norm.double()
             pairs = torch.view_as_complex(x[self.width - 2 * self.pairs :].view(-1, 2).clone())
             angle = (torch.tensor(float(w * self.ratio)) * inv_freq).double()
             rotated = torch.view_as_real(pairs * torch.polar(torch.full_like(angle, self.rope_scale), angle))

@@ -25,6 +25,8 @@ COMPRESSORS = {
     "hca_128": Compressor(128, False, width=80, pairs=8),
     "hca_1": Compressor(1, False, width=16, pairs=8),
     "hca_sharp": Compressor(8, False, spread=200.0),
+    "pool": Compressor(4, False, width=32, pairs=0, normed=False),
+    "pool_rotated": Compressor(3, True, width=14, pairs=2, normed=False),
 }
 
 
@@ -91,7 +93,7 @@ def test_cuts_change_no_bit_and_agree_with_the_semantic_op(store, name, block_si
         assert all(torch.equal(a, b) for a, b in zip(arrays, whole))
 
 
-@pytest.mark.parametrize("name", ["csa", "hca", "csa_odd"])
+@pytest.mark.parametrize("name", ["csa", "hca", "csa_odd", "pool"])
 @settings(max_examples=15 if NIGHTLY else 5, deadline=None)
 @given(data=st.data())
 def test_any_chunking_of_any_batch(store, name, data):

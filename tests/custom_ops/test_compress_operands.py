@@ -35,6 +35,7 @@ BAD = [
     ("kv and gate are", {"gate": torch.randn(8, 47)}),
     ("one float type", {"gate": torch.randn(8, 48).half()}),
     ("with overlap", {"overlap": False}),
+    ("with overlap, as norm_weight", {"norm_weight": torch.ones(20)}),
     ("position_bias is", {"position_bias": torch.zeros(3, 48)}),
     ("position_bias must be", {"position_bias": torch.zeros(4, 48).half()}),
     ("ratio must be positive", {"ratio": 0}),
@@ -80,7 +81,7 @@ def test_good_operands(store):  # noqa: F811
 
 
 def test_semantic_operands():
-    for message, change in BAD[:8]:
+    for message, change in BAD[:9]:
         arguments = operands() | OPTIONS | change
         options = {name: arguments[name] for name in ("ratio", "overlap", "eps", "rope_scale")}
         with pytest.raises(ValueError, match=message):
@@ -95,6 +96,9 @@ def test_opcheck(store):  # noqa: F811
     torch.library.opcheck(store, tuple(paged.values()), {**OPTIONS, "layout": "fp8_index"})
     options = {name: OPTIONS[name] for name in ("ratio", "overlap", "eps")}
     torch.library.opcheck(OPS.compress.default, tuple(operands().values())[:5], options)
+    unnormed = operands() | {"norm_weight": None, "inv_freq": torch.empty(0)}
+    torch.library.opcheck(store, tuple(unnormed.values()), OPTIONS)
+    torch.library.opcheck(OPS.compress.default, tuple(unnormed.values())[:5], options)
 
 
 def test_a_step_without_requests_or_tokens(store):  # noqa: F811

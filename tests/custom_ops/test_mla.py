@@ -34,6 +34,7 @@ class Case:
     padding: int = 0
     window: int | None = None
     topk: int | None = None
+    ratio: int = 1
     strided: bool = False
     layout: str = "plain"
     sinks: str = "none"
@@ -85,7 +86,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     optional = (indices, _sinks(case, generator))
     operands = (*q.split((case.nope, case.rope), dim=-1), w_k, w_v, cache, table, lens, starts, *optional)
     scale = (case.nope + case.rope) ** -0.5
-    return Inputs(operands, {"scale": scale, "window": case.window, "layout": case.layout})
+    options = {"scale": scale, "window": case.window, "layout": case.layout, "ratio": case.ratio}
+    return Inputs(operands, options)
 
 
 def _empty_cache(case: Case, num_blocks: int) -> torch.Tensor:
@@ -100,12 +102,17 @@ def _empty_cache(case: Case, num_blocks: int) -> torch.Tensor:
 
 
 def _indices(case: Case, num_tokens: int, generator) -> torch.Tensor:
-    """Ascending positions that a query sees, then -1; every seventh query has none."""
+    """Ascending positions that a query sees, then -1; every seventh query has none.
+
+    With a ratio: groups in any order, and one that the query does not see among them.
+    """
     indices = torch.full((num_tokens, case.topk), -1, dtype=torch.int32)
     token = 0
     for context, new in case.lengths:
         for p in range(context, context + new):
-            chosen = torch.randperm(p + 1, generator=generator)[: case.topk].sort().values
+            number = p + 1 if case.ratio == 1 else (p + 1) // case.ratio + 1
+            chosen = torch.randperm(number, generator=generator)[: case.topk]
+            chosen = chosen.sort().values if case.ratio == 1 else chosen
             if token % 7 != 3:
                 indices[token, : len(chosen)] = chosen.int()
             token += 1
@@ -137,11 +144,17 @@ CASES = {
     "strided": Case(MIXED + LONG, strided=True),
     "indices": Case(MIXED, topk=6, padding=1),
     "many indices": Case(LONG, topk=33),
+    "indices in a window": Case(MIXED, topk=6, window=9),
+    "groups": Case(MIXED, topk=3, ratio=4, padding=1),
+    "all groups": Case((*LONG, (100, 2)), topk=23, ratio=4, padding=2),
+    "groups in a window": Case(LONG, topk=5, ratio=3, window=20),
+    "groups without RoPE": Case(LONG, topk=5, ratio=16, rope=0),
     "no multiples": Case(MIXED + LONG, latent=72, rope=6, nope=10, value=7, heads=3),
     "narrow latent": Case(MIXED, latent=20, rope=4, nope=8, value=8),
     "many heads": Case(MIXED, heads=40),
     "fp8": Case(MIXED + LONG, latent=128, layout="fp8_v32"),
     "fp8 with indices": Case(LONG, latent=128, topk=20, layout="fp8_v32"),
+    "fp8 with groups": Case(LONG, latent=128, topk=6, ratio=5, layout="fp8_v32"),
     "fp8 with a window": Case(LONG, latent=128, window=20, layout="fp8_v32"),
 }
 
@@ -209,16 +222,48 @@ def test_the_semantic_op_is_expanded_attention(sinks):
 
 
 @pytest.mark.parametrize("sinks", SINKS)
-@pytest.mark.parametrize("topk", [None, 5])
-def test_the_semantic_op_equals_the_paged_reference(topk, sinks):
-    case = Case(((0, 30),), topk=topk, sinks=sinks)
+@pytest.mark.parametrize(("topk", "ratio"), [(None, 1), (5, 1), (3, 4)])
+def test_the_semantic_op_equals_the_paged_reference(topk, ratio, sinks):
+    case = Case(((0, 30),), topk=topk, ratio=ratio, sinks=sinks)
     inputs = make_inputs(case)
     q_nope, q_rope, w_k, w_v, cache, table, _, _, *optional = inputs.operands
     latent, k_rope = cache[table[0, :4].long()].flatten(0, 1)[:30].split((case.latent, case.rope), dim=1)
     actual = torch.ops.pagebinder.mla_attention(
-        q_nope, q_rope, latent, k_rope, w_k, w_v, *optional, scale=inputs.options["scale"]
+        q_nope, q_rope, latent, k_rope, w_k, w_v, *optional, scale=inputs.options["scale"], ratio=ratio
     )
     assert_close(actual, inputs.run("pagebinder"))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_groups_are_the_tokens_that_they_stand_for(provider):
+    """Query by query, spelt out: complete groups that are listed, and the tail."""
+    case = Case(((13, 30), (0, 9)), topk=3, ratio=4)
+    inputs = make_inputs(case)
+    *operands, indices, sinks = inputs.operands
+    listed = torch.full((len(indices), 48), -1, dtype=torch.int32)
+    positions = [*range(13, 43), *range(9)]
+    for row, p, groups in zip(listed, positions, indices.tolist()):
+        seen = [j for j in range(p + 1) if j // 4 in groups or j // 4 == (p + 1) // 4]
+        row[: len(seen)] = torch.tensor(seen)
+    single = Inputs((*operands, listed, sinks), {**inputs.options, "ratio": 1})
+    assert_mla_close(inputs.run(provider), single.run("pagebinder"))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_groups_without_indices_are_told(provider):
+    inputs = make_inputs(CASES["mixed"])
+    for ratio in (4, 0):
+        with pytest.raises(ValueError, match="ratio is that of indices"):
+            Inputs(inputs.operands, {**inputs.options, "ratio": ratio}).run(provider)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_groups_of_a_step_without_requests(provider):
+    case = replace(CASES["groups"], lengths=((3, 0),), padding=2)
+    inputs = make_inputs(case)
+    *operands, lens, starts, indices, sinks = inputs.operands
+    empty = Inputs((*operands, lens[:0], starts[:1], indices, sinks), inputs.options)
+    assert not inputs.run(provider).any() and not empty.run(provider).any()
 
 
 @pytest.mark.parametrize("sinks", ["none", "finite"])
@@ -232,7 +277,7 @@ def test_a_query_that_sees_no_key_gets_zeros(provider, sinks):
 
 
 @pytest.mark.parametrize("sinks", ["none", "finite"])
-@pytest.mark.parametrize("name", ["mixed", "long", "indices"])
+@pytest.mark.parametrize("name", ["mixed", "long", "indices", "all groups"])
 def test_a_request_has_the_same_bits_alone_and_among_others(name, sinks):
     inputs = make_inputs(replace(CASES[name], sinks=sinks))
     together = inputs.run("pagebinder_cpu")

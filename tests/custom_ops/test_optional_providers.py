@@ -135,6 +135,7 @@ REFUSALS = [
     ("flashmla", {"op": "paged_mla_attention", "dtype": "float16"}, "not bfloat16"),
     ("flashmla", {"op": "paged_mla_attention", "features": frozenset({"indices"})}, "cannot do indices"),
     ("flashmla", {"op": "paged_mla_attention", "features": frozenset({"sinks"})}, "cannot do sinks"),
+    ("flashmla", {"op": "paged_mla_attention", "features": frozenset({"groups"})}, "cannot do groups"),
 ]
 
 

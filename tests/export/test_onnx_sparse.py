@@ -41,7 +41,10 @@ def equal_in_steps(graph, model, num_tokens: int, ends, rows: int = 2) -> None:
 
 
 class Sparse(torch.nn.Module):
-    """Two compressors, an indexer over the entries of one, attention to those of the other; streams around them."""
+    """Two compressors, attention to the entries of one, an indexer over those of the other, which are not normed.
+
+    Streams around them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -49,6 +52,7 @@ class Sparse(torch.nn.Module):
         self.norm = torch.nn.Parameter(torch.rand(8) + 0.5)
         self.sinks = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
         self.register_buffer("inv_freq", torch.tensor([1.0, 0.1]))
+        self.register_buffer("no_freq", torch.empty(0))
         self.fn, self.base = torch.nn.Parameter(torch.randn(8, 16)), torch.nn.Parameter(torch.randn(8))
         self.scale = torch.nn.Parameter(torch.tensor([0.5, 1.0, 0.7]))
 
@@ -59,7 +63,7 @@ class Sparse(torch.nn.Module):
         )
         made, options = (self.bias, self.norm, self.inv_freq), {"ratio": 4, "overlap": True, "eps": 1e-6}
         entries = ops.compress(x[0], x[0].flip(1), *made, **options)
-        keys = ops.compress(x[0].flip(1), x[0], *made, **options)
+        keys = ops.compress(x[0].flip(1), x[0], self.bias, None, self.no_freq, **options)
         best = ops.index_topk(q, keys, x[0, :, :2].abs(), topk=2, ratio=4, scale=0.3)
         near = ops.compressed_attention(q, collapsed, entries, best, self.sinks, scale=0.3, window=3, ratio=4)
         mixed = ops.hyper_mix(streams, post, comb, near.mean(1))
@@ -74,7 +78,7 @@ def test_onnx_runtime_agrees_with_sparse_attention(tmp_path):
     equal_in_steps(graph, session(path), 23, (2, 3, 9, 10, 20, 23))
     model = onnx.load(path)
     assert sorted(f.name for f in model.functions) == [
-        "Compress", "CompressedAttention", "HyperConnection", "HyperHead", "HyperMix", "IndexTopK"
+        "Compress", "Compress_2", "CompressedAttention", "HyperConnection", "HyperHead", "HyperMix", "IndexTopK"
     ]  # fmt: skip
     assert {node.domain for f in model.functions for node in f.node} == {""}, (
         "functions of standard operators"
@@ -92,7 +96,7 @@ def test_deepseek_v4_in_steps(monkeypatch):
 
 
 class Latent(torch.nn.Module):
-    """MLA: plain, in a window, and to the keys that an indexer over tokens lists; each without and with sinks."""
+    """MLA: plain, in a window, and to keys, or groups of keys, that indexers list; each without and with sinks."""
 
     def __init__(self):
         super().__init__()
@@ -107,8 +111,18 @@ class Latent(torch.nn.Module):
         # No score is zero: which of equal ones torch's topk takes is not said, and ONNX's TopK is not run here.
         best = ops.index_topk(q.abs(), x[0, :, 8:].abs(), x[0, :, :2].abs(), topk=3, ratio=1, scale=0.5)
         operands = (q[..., :5], q[..., 5:], latent, k_rope, self.w_k, self.w_v)
-        forms = itertools.product(((None, None), (None, 4), (best, None)), (None, self.sinks))
-        outs = (ops.mla_attention(*operands, indices, s, scale=0.4, window=w) for (indices, w), s in forms)
+        bias = torch.zeros(3, 8)
+        keys = ops.compress(
+            x[0, :, 8:], x[0, :, :8], bias, None, bias[0, :0], ratio=3, overlap=False, eps=0.0
+        )
+        groups = ops.index_topk(q, keys, x[0, :, :2], topk=2, ratio=3, scale=0.5)
+        forms = itertools.product(
+            ((None, None, 1), (None, 4, 1), (best, None, 1), (groups, None, 3)), (None, self.sinks)
+        )
+        outs = (
+            ops.mla_attention(*operands, indices, s, scale=0.4, window=w, ratio=ratio)
+            for (indices, w, ratio), s in forms
+        )
         return torch.cat([out.flatten(1) for out in outs], dim=-1)[None]
 
 
@@ -138,6 +152,7 @@ FAMILIES = (
     "recurrent_gemma",
     "rwkv",
     "xlstm",
+    "glm5_next",
 )
 
 
@@ -161,7 +176,8 @@ def test_a_decode_loop_gives_the_engines_tokens(name, tmp_path):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_of_latent_and_recurrent_families_in_onnx_runtime(name, tmp_path):
     compiled = pagebinder.compile_model(
-        tiny_model(architecture("causal", name)), CompileConfig(executable="eager")
+        tiny_model(architecture("multimodal" if name == "glm5_next" else "causal", name)),
+        CompileConfig(executable="eager"),
     )
     model = session(compiled.export_onnx(tmp_path)[0])
     ids = np.array([tokens(25, seed=1)])

@@ -51,6 +51,7 @@ SERVED = {
     ),
     "encoder": ("bert", "mpnet", "deberta", "modernbert", "tapas"),
     "seq2seq": ("bart", "t5", "m2m_100", "nllb-moe"),
+    "multimodal": ("glm5_next",),
 }
 
 

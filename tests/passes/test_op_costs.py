@@ -194,6 +194,19 @@ def test_latent_attention():
     assert (with_sinks.flops, with_sinks.cache_bytes) == (plain.flops, plain.cache_bytes)
 
 
+def test_latent_attention_to_groups():
+    """3 queries of 2 heads see 2 groups of 4 and half a group of tail; together they read everything."""
+    operands = (t(3, 2, 5), t(3, 2, 0), t(2, 5, 6), t(2, 4, 6), t(7, 16, 6))
+    step, indices = [torch.zeros(1, dtype=torch.int32)] * 3, torch.zeros(3, 2, dtype=torch.int32)
+    groups = cost_of(
+        ours.paged_mla_attention.default, *operands, *step, indices, out=t(3, 2, 4), weights=(2, 3), scale=1.0,
+        ratio=4,
+    )  # fmt: skip
+    assert groups.counted
+    assert groups.flops.subs({CONTEXT: 10}) == 2 * 3 * 2 * (5 + 4) * 6 + 2 * (2 * 6) * 3 * (2 * 2 * 4 + 3)
+    assert groups.cache_bytes.subs({CONTEXT: 10}) == (2 * 13 + 3) * 6 * 2
+
+
 def test_cache_write():
     slots = torch.zeros(3, dtype=torch.int32)
     cost = cost_of(ours.kv_cache_write.default, t(3, 1, 4), t(3, 1, 6), t(7, 1, 16, 10), slots, out=None)

@@ -94,6 +94,30 @@ class Latent(nn.Module):
         return (x + out.flatten(1))[None]
 
 
+class PooledLatent(nn.Module):
+    """MLA to the groups of tokens that an indexer of pooled keys chooses: no norm, no RoPE. `shared`: twice."""
+
+    def __init__(self, shared: bool = False):
+        super().__init__()
+        self.shared, self.pool, self.q = shared, nn.Linear(WIDTH, 2 * 16), nn.Linear(WIDTH, HEADS * 24)
+        self.bias = nn.Parameter(torch.randn(RATIO, 16))
+        self.register_buffer("inv_freq", torch.empty(0))
+        self.w_k, self.w_v = (nn.Parameter(torch.randn(HEADS, n, WIDTH) / 9) for n in (24, 40))
+
+    def forward(self, x):
+        x, options = x[0], {"ratio": RATIO, "overlap": False, "eps": 0.0}
+        kv, gate = self.pool(x).split(16, dim=-1)
+        keys = OPS.compress(kv, gate, self.bias, None, self.inv_freq, **options)
+        q = self.q(x).view(-1, HEADS, 24)
+        heads = q.unflatten(1, (-1, 2))[:, :, 0].repeat_interleave(16, dim=1)[..., :16]
+        heads = heads + torch.arange(16)[None, :, None] / 16 - 0.5
+        groups = OPS.index_topk(heads, keys, heads[..., 0].abs(), topk=TOPK, ratio=RATIO, scale=0.2)
+        for _ in range(1 + self.shared):
+            operands = (q, q[..., :0], x, x[:, :0], self.w_k, self.w_v, groups)
+            x = x + OPS.mla_attention(*operands, scale=0.2, ratio=RATIO).flatten(1)
+        return x[None]
+
+
 class Layers(nn.Module):
     def __init__(self, *layers):
         super().__init__()
@@ -130,6 +154,15 @@ MODELS = {
     "mla": ((Latent, False), ["paged_mla_attention"], [ROWS]),
     "indexed mla": ((Latent, True), ["indexer_score_topk", "paged_mla_attention"], [ROWS, ROWS]),
     "mla with sinks": ((Latent, False, True), ["paged_mla_attention"], [ROWS]),
+    "pooled mla": (
+        (PooledLatent,), ["compress_norm_rope_store", "indexer_score_topk", "paged_mla_attention"],
+        [SUMS, ENTRIES, ROWS],
+    ),
+    "pooled mla shared": (
+        (PooledLatent, True),
+        ["compress_norm_rope_store", "indexer_score_topk", *["paged_mla_attention"] * 2],
+        [SUMS, ENTRIES, ROWS, ROWS],
+    ),
     "indexed mla with sinks": (
         (Latent, True, True), ["indexer_score_topk", "paged_mla_attention"], [ROWS, ROWS],
     ),
@@ -157,6 +190,16 @@ def test_a_provider_without_sinks_is_refused():
     _, after, *_ = paged(Layers(Latent(True, True)))
     requested = {"paged_mla_attention": "flashmla"}
     with pytest.raises(ProviderError, match="cannot do indices.*cannot do sinks"):
+        select_providers(after, device=torch.device("cpu"), requested=requested, prepare=False)
+
+
+def test_a_provider_without_groups_is_refused():
+    _, after, *_ = paged(Layers(PooledLatent()))
+    assert [n.kwargs["ratio"] for n in after.graph.nodes if n.target is OPS.paged_mla_attention.default] == [
+        RATIO
+    ]
+    requested = {"paged_mla_attention": "flashmla"}
+    with pytest.raises(ProviderError, match="cannot do groups"):
         select_providers(after, device=torch.device("cpu"), requested=requested, prepare=False)
 
 

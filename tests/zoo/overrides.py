@@ -113,7 +113,18 @@ OVERRIDES |= {
     "cosmos3_edge_text": _SECTIONS_OF_8,
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
     "glm4v_moe_text": _SECTIONS_OF_4,
-    "glm5_next_text": {"qk_rope_head_dim": 0},
+    # A layer that takes what the one before it chose; two pools of 4 tokens, no two of whose scores tie at zero.
+    "glm5_next_text": {
+        "qk_rope_head_dim": 0,
+        "num_hidden_layers": 5,
+        "layer_types": [
+            f"{kind}_attention" for kind in ("linear", "indexed", "indexed", "linear", "indexed")
+        ],
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "dense"],
+        "indexer_types": ["full", "full", "shared", "full", "full"],
+        "index_topk": 8,
+        "index_kpool": 4,
+    },
     "granite_docling_vision": {"out_hidden_size": 64},
     # Layers with and without RoPE, of which two read the latents of an earlier one.
     "mistral_large4_text": {"no_rope_layers": [1, 0] * 2, "kv_source_layers": [0, 1] * 2},

@@ -3,7 +3,7 @@
     ratio = 4, overlap:     a halves of window w - 1       b halves of window w
                                a a a a                         b b b b
                                \\______ softmax per channel over z ______/
-                                   sum of weight * kv -> RMSNorm -> RoPE at 4w -> entry w
+                                   sum of weight * kv -> RMSNorm? -> RoPE at 4w -> entry w
 
     tokens (p)    0 1 2 3 | 4 5 6 7 | 8 9 ..      c = 2 if overlap (kv and z rows are [a | b]), else 1
     entry               0         1               there once its last token is computed: w < (p + 1) // ratio
@@ -30,7 +30,8 @@ def compress_reference(
 
     Args:
         kv_TC, gate_TC: [T, c * d] of one float type; z = gate + position_bias[p % ratio].
-        position_bias: [ratio, c * d] in float32 or kv's type. norm_weight: [d]. inv_freq: [pairs] float32.
+        position_bias: [ratio, c * d] in float32 or kv's type. norm_weight: [d]; None: no norm.
+        inv_freq: [pairs] float32; without pairs nothing is rotated.
         ratio: tokens per entry. overlap: an entry also weighs the window before its own.
         rope_scale: factor on cos and sin.
     Returns:
@@ -56,8 +57,15 @@ def compress_reference(
 
 
 def norm_and_rotate(entries_Ed, norm_weight, inv_freq, positions_E, eps: float, rope_scale: float):
-    """RMSNorm, then interleaved RoPE of the trailing channels at `positions_E`; float32 [E, d] throughout."""
-    normed = entries_Ed * torch.rsqrt(entries_Ed.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
+    """RMSNorm (unless norm_weight is None), then interleaved RoPE of the trailing channels at `positions_E`.
+
+    float32 [E, d] throughout.
+    """
+    normed = entries_Ed
+    if norm_weight is not None:
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
+    if len(inv_freq) == 0:
+        return normed
     angles = positions_E.float()[:, None] * inv_freq
     return rotate_trailing(normed, angles.cos() * rope_scale, angles.sin() * rope_scale)
 
@@ -67,9 +75,12 @@ def check_compress(kv, gate, position_bias, norm_weight, inv_freq, ratio: int, o
     require(ratio > 0, "ratio must be positive")
     require(kv.dim() == 2 and kv.shape == gate.shape, "kv and gate are [T, c * d]")
     require(kv.is_floating_point() and kv.dtype == gate.dtype, "kv and gate must have one float type")
-    require(norm_weight.dim() == 1 and norm_weight.is_floating_point(), "norm_weight is [d] of a float type")
-    width = len(norm_weight)
+    width = entry_width(kv, overlap)
     require(kv.shape[1] == width * (2 if overlap else 1), "kv must be d wide, 2 * d with overlap")
+    if norm_weight is not None:
+        fits = norm_weight.dim() == 1 and norm_weight.is_floating_point()
+        require(fits, "norm_weight is [d] of a float type")
+        require(len(norm_weight) == width, "kv must be d wide, 2 * d with overlap, as norm_weight is")
     require(position_bias.shape == (ratio, kv.shape[1]), "position_bias is [ratio, c * d]")
     require(
         position_bias.dtype in (torch.float32, kv.dtype), "position_bias must be float32 or of kv's dtype"
@@ -79,19 +90,32 @@ def check_compress(kv, gate, position_bias, norm_weight, inv_freq, ratio: int, o
     return width
 
 
+def entry_width(kv, overlap: bool) -> int:
+    """Channels of an entry, of kv [T, c * d]."""
+    return kv.shape[1] // (2 if overlap else 1)
+
+
 def _previous(windows: torch.Tensor, before_first: float) -> torch.Tensor:
     """Each window's predecessor; the first has none."""
     return torch.cat([torch.full_like(windows[:1], before_first), windows[:-1]])
 
 
-def _fake(kv, gate, position_bias, norm_weight, inv_freq, **options):
-    torch._check(kv.dim() == 2 and norm_weight.dim() == 1, lambda: "kv is [T, c * d], norm_weight [d]")
-    return kv.new_empty((kv.shape[0], norm_weight.shape[0]))
+def check_fake(kv, norm_weight, overlap: bool) -> int:
+    """The width of an entry, of tensors without values."""
+    torch._check(kv.dim() == 2, lambda: "kv is [T, c * d]")
+    width = entry_width(kv, overlap)
+    fits = norm_weight is None or (norm_weight.dim() == 1 and norm_weight.shape[0] == width)
+    torch._check(fits, lambda: "norm_weight is [d]")
+    return width
+
+
+def _fake(kv, gate, position_bias, norm_weight, inv_freq, *, overlap, **options):
+    return kv.new_empty((kv.shape[0], check_fake(kv, norm_weight, overlap)))
 
 
 COMPRESS = define_op(
     "compress",
-    "(Tensor kv, Tensor gate, Tensor position_bias, Tensor norm_weight, Tensor inv_freq, *, int ratio, "
+    "(Tensor kv, Tensor gate, Tensor position_bias, Tensor? norm_weight, Tensor inv_freq, *, int ratio, "
     "bool overlap, float eps, float rope_scale=1.0) -> Tensor",
     reference=compress_reference,
     fake=_fake,

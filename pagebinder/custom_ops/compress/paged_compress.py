@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from pagebinder.custom_ops.compress.compress import check_compress, norm_and_rotate
+from pagebinder.custom_ops.compress.compress import check_compress, check_fake, norm_and_rotate
 from pagebinder.custom_ops.latent.layouts import require, row_layout, rows_per_block, store_rows
 from pagebinder.custom_ops.library import define_op
 from pagebinder.custom_ops.recurrent.checkpoints import check_metadata, scan_requests
@@ -137,15 +137,15 @@ def entry_slots(entry_cache, entry_table, requests_E, entries_E, layout, width, 
 def _fake(
     kv, gate, position_bias, norm_weight, inv_freq, state_cache, state_table, entry_cache, *_, **options
 ):
-    torch._check(kv.dim() == 2 and norm_weight.dim() == 1, lambda: "kv is [T, c * d], norm_weight [d]")
+    width = check_fake(kv, norm_weight, options["overlap"])
     torch._check(state_cache.dim() == 4, lambda: "state_cache is [N, c, 3, d]")
     if options.get("layout", "plain") != "plain":
-        row_layout(options["layout"], norm_weight.shape[0], options.get("rope_dim", 0))
+        row_layout(options["layout"], width, options.get("rope_dim", 0))
 
 
 COMPRESS_NORM_ROPE_STORE = define_op(
     "compress_norm_rope_store",
-    "(Tensor kv, Tensor gate, Tensor position_bias, Tensor norm_weight, Tensor inv_freq, Tensor(a!) state_cache, "
+    "(Tensor kv, Tensor gate, Tensor position_bias, Tensor? norm_weight, Tensor inv_freq, Tensor(a!) state_cache, "
     "Tensor state_table, Tensor(b!) entry_cache, Tensor entry_table, Tensor seq_lens, Tensor query_start_loc, *, "
     "int ratio, bool overlap, float eps, float rope_scale, int block_size, "
     'str layout="plain", int rope_dim=0) -> ()',

@@ -8,7 +8,8 @@ Legend of `custom_ops/mla/mla.py`. Per head, for n new tokens that see S rows in
     tokens     | d | d | d | d | prefill chunk ......... | d | padding |
     runs       [ absorbed      ][ expanded, alone        ][ab.]           one call of the attention kernel each
 
-Neighbours that are absorbed are one run. The form of a request depends on that request alone.
+Neighbours that are absorbed are one run. The form of a request depends on that request alone. Lists of groups become
+lists of tokens first; a request whose queries list all groups that they see needs none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from pagebinder.custom_ops.cpu.torch_threads import torch_threads
 from pagebinder.custom_ops.library import define_schema, library, overload
+from pagebinder.custom_ops.mla.groups import listed_tokens
 from pagebinder.custom_ops.mla.mla import check_mla_operands
 from pagebinder.custom_ops.mla.paged_mla import PAGED_MLA_ATTENTION, check_step, stored_rope
 from pagebinder.custom_ops.sparse.sparse_mla import gather_rows
@@ -36,20 +38,25 @@ EXPANDED_FROM_TOKENS = 16
 
 def paged_mla_attention(
     q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, sinks=None, *, scale,
-    window=None, layout="plain",
+    window=None, layout="plain", ratio=1,
 ):  # fmt: skip
     """See `paged_mla_attention_reference`; float32, bfloat16 or float16."""
-    check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks)
+    check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks, ratio)
     block_size, starts, lens = check_step(
         q_nope, q_rope, w_k, cache, table, seq_lens, query_start_loc, layout
     )
     news = [end - start for start, end in itertools.pairwise(starts)]
     sizes = (w_k.shape[2], q_rope.shape[2], q_nope.shape[2], w_v.shape[1])
-    long = [indices is None and is_expanded_cheaper(n, s, window, *sizes) for n, s in zip(news, lens)]
+    sees_all = [indices is None] * len(lens)
+    if indices is not None and (ratio > 1 or window is not None):
+        indices, lists_all = listed_tokens(indices, seq_lens, query_start_loc, ratio, window)
+        if ratio > 1:  # else an index may be there twice
+            sees_all = [bool(lists_all[start:end].all()) for start, end in itertools.pairwise(starts)]
+    long = [a and is_expanded_cheaper(n, s, window, *sizes) for a, n, s in zip(sees_all, news, lens)]
     out = q_nope.new_empty((*q_nope.shape[:2], w_v.shape[1]))
     out[starts[-1] :] = 0
-    options = {"sinks": sinks, "scale": scale, "window": window}
-    for first, last in _runs(long):
+    for first, last in _runs(long, sees_all):
+        options = {"sinks": sinks, "scale": scale, "window": window if sees_all[first] else None}
         step = slice(starts[first], starts[last])
         operands = (q_nope[step], q_rope[step], w_k, w_v)
         if long[first]:
@@ -62,7 +69,7 @@ def paged_mla_attention(
                 seq_lens[first:last],
                 query_start_loc[first : last + 1] - starts[first],
             )
-            listed = None if indices is None else indices[step]
+            listed = None if sees_all[first] else indices[step]
             _absorbed(*operands, cache, *of_run, listed, out[step], layout=layout, **options)
     return out
 
@@ -84,10 +91,10 @@ def first_seen(num_new, seq_len, window) -> int:
     return 0 if window is None else max(0, seq_len - num_new - window + 1)
 
 
-def _runs(long: list[bool]) -> list[tuple[int, int]]:
-    """Half-open ranges of requests: one for every long one, one for neighbours that are not."""
-    runs = []
-    for is_long, requests in itertools.groupby(range(len(long)), key=long.__getitem__):
+def _runs(long: list[bool], sees_all: list[bool]) -> list[tuple[int, int]]:
+    """Half-open ranges of requests: one for every long one, one for neighbours that are not and are as listed."""
+    runs, kinds = [], list(zip(long, sees_all))
+    for (is_long, _), requests in itertools.groupby(range(len(long)), key=kinds.__getitem__):
         requests = list(requests)
         runs += [(r, r + 1) for r in requests] if is_long else [(requests[0], requests[-1] + 1)]
     return runs

@@ -39,6 +39,7 @@ def paged_mla_attention_reference(
     scale,
     window=None,
     layout="plain",
+    ratio=1,
 ):
     """MLA of a mixed batch (prefill chunks, decodes, extends) over rows that already hold the new tokens'.
 
@@ -47,7 +48,8 @@ def paged_mla_attention_reference(
         cache: [blocks, B, L + P] of q's dtype (layout "plain", last stride 1, otherwise any strides), or the bytes
             of another layout of `latent.layouts`.
         table: [R or more, M] int32. seq_lens: [R] int32, with the new tokens. query_start_loc: [R + 1] int32.
-        indices: [T, K] int32, positions in the request that each query sees, -1 = none; None = all.
+        indices: [T, K] int32, positions in the request that each query sees, -1 = none; None = all. With a ratio
+            above 1: groups of `ratio` tokens, as in `mla_attention`.
         sinks: [H] float32 logit that joins the softmax without a value.
         scale: of the scores. window: key j is seen from p iff p - window < j.
     Returns:
@@ -55,7 +57,7 @@ def paged_mla_attention_reference(
     Raises:
         ValueError: shapes or dtypes do not fit, a length exceeds the table, or an index or block id is not valid.
     """
-    check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks)
+    check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks, ratio)
     out = q_nope.new_zeros((*q_nope.shape[:2], w_v.shape[1]))
     _, starts, lens = check_step(q_nope, q_rope, w_k, cache, table, seq_lens, query_start_loc, layout)
     latent_dim, rope_dim = w_k.shape[2], q_rope.shape[2]
@@ -65,7 +67,7 @@ def paged_mla_attention_reference(
         j = torch.arange(seq_len, device=q_nope.device)
         visible = visible_keys(p[:, None], j[None], window=window)
         if indices is not None:
-            visible = visible & listed_keys(indices[step], seq_len)
+            visible = visible & listed_keys(indices[step], seq_len, p, ratio)
         j, visible = j[visible.any(0)], visible[:, visible.any(0)]
         rows = gather_rows(cache, table[r], j, layout, stored_rope(layout, rope_dim), latent_dim + rope_dim)
         latent, k_rope = rows.split((latent_dim, rope_dim), dim=1)
@@ -115,7 +117,7 @@ PAGED_MLA_ATTENTION = define_op(
     "paged_mla_attention",
     "(Tensor q_nope, Tensor q_rope, Tensor w_k, Tensor w_v, Tensor cache, Tensor table, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor? indices=None, Tensor? sinks=None, *, float scale, int? window=None, "
-    "str layout='plain') -> Tensor",
+    "str layout='plain', int ratio=1) -> Tensor",
     reference=paged_mla_attention_reference,
     fake=_paged_mla_attention_fake,
 )

@@ -53,11 +53,11 @@ class FlashMLAProvider(Provider):
 
     def paged_mla_attention(
         self, q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, sinks=None, *, scale,
-        window=None, layout="plain",
+        window=None, layout="plain", ratio=1,
     ) -> torch.Tensor:  # fmt: skip
         """See `paged_mla_attention_reference`. Raises ValueError for what FlashMLA does not have."""
         sizes = (w_k.shape[2], q_rope.shape[2], cache.shape[1])
-        unserved = any(option is not None for option in (window, indices, sinks))
+        unserved = any(option is not None for option in (window, indices, sinks)) or ratio > 1
         if sizes != (LATENT_DIM, ROPE_DIM, PAGE_TOKENS) or unserved:
             raise ValueError(
                 f"flashmla serves latents of {LATENT_DIM} + {ROPE_DIM} in blocks of {PAGE_TOKENS} tokens without "

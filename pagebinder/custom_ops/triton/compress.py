@@ -118,8 +118,9 @@ def compress_kernel(
     lens_ptr, starts_ptr, stride_kv, stride_gate, stride_sn, stride_ss, stride_sp, stride_sr, stride_er, num_requests,
     num_states, state_columns, num_pages, entry_columns, block_size, eps, rope_scale, stride_n: tl.constexpr,
     stride_b: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr, NOPE: tl.constexpr, QUANT: tl.constexpr,
-    ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr,
+    PAIRS: tl.constexpr, NORMED: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr, NOPE: tl.constexpr,
+    QUANT: tl.constexpr, ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, NATIVE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     SLOTS: tl.constexpr = 2 if OVERLAP else 1
     WIDE: tl.constexpr = SLOTS * D
@@ -188,8 +189,10 @@ def compress_kernel(
         entry_table_ptr + request.to(tl.int64) * stride_er + w // N + row, mask=w // N + row < entry_columns, other=0
     )  # fmt: skip
     raw = tl.where(mask, s_0 / l_0, 0.0)
-    weight = tl.load(norm_ptr + column, mask=mask, other=0).to(tl.float32)
-    y = (raw * tl.rsqrt(tl.sum(raw * raw, 0) / D + eps) * weight)[None, :]
+    if NORMED:
+        weight = tl.load(norm_ptr + column, mask=mask, other=0).to(tl.float32)
+        raw = raw * tl.rsqrt(tl.sum(raw * raw, 0) / D + eps) * weight
+    y = raw[None, :]
     if PAIRS > 0:
         pair = tl.arange(0, BLOCK // 2)[None, :] - (REST + 1) // 2
         is_pair = (pair >= 0) & (pair < PAIRS)
@@ -219,7 +222,8 @@ def compress_norm_rope_store(
     if num_requests == 0 or len(kv) == 0:
         return
     kv, gate = (x if x.stride(1) == 1 else x.contiguous() for x in (kv, gate))
-    weights = [x.contiguous() for x in (position_bias, norm_weight, inv_freq)]
+    norm = position_bias if norm_weight is None else norm_weight  # unread where there is none
+    weights = [x.contiguous() for x in (position_bias, norm, inv_freq)]
     block, _ = block_of(width, len(inv_freq))
     starts = torch.empty((num_requests, slots, 3, width), dtype=torch.float32, device=kv.device)
     start_states_kernel[num_requests, 3 * slots](
@@ -231,7 +235,7 @@ def compress_norm_rope_store(
         kv, gate, *weights, starts, state_cache, state_table, entry_cache, entry_table, seq_lens, query_start_loc,
         kv.stride(0), gate.stride(0), *state_cache.stride()[:3], state_table.stride(0), entry_table.stride(0),
         num_requests, len(state_cache), state_table.shape[1], len(entry_cache), entry_table.shape[1], block_size, eps,
-        rope_scale, **options, N=n, RATIO=ratio, OVERLAP=overlap, D=width, PAIRS=len(inv_freq), BLOCK=block,
-        **vars(RowSizes.of(layout, width, rope_dim, kv.device)), ALIGNED=is_aligned(entry_cache),
-        num_warps=min(4, max(1, block // 128)), enable_fp_fusion=False,
+        rope_scale, **options, N=n, RATIO=ratio, OVERLAP=overlap, D=width, PAIRS=len(inv_freq),
+        NORMED=norm_weight is not None, BLOCK=block, **vars(RowSizes.of(layout, width, rope_dim, kv.device)),
+        ALIGNED=is_aligned(entry_cache), num_warps=min(4, max(1, block // 128)), enable_fp_fusion=False,
     )  # fmt: skip

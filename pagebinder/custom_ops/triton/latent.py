@@ -3,7 +3,8 @@
     q_nope [T, H, N] -- w_k --> q [T, H, L | P] --attend, K = V = latent rows--> [T, H, L] -- w_v --> [T, H, V]
 
     rows          all of a request's, plain        lists of rows, and rows of bytes
-    attention     kernels of `paged_attention`     kernel of `sparse_mla`, a query token at a time
+    attention     kernels of `paged_attention`     kernel of `sparse_mla`, a query token at a time; groups are listed
+                                                   token by token first
 
 The absorbed form for every request: rows are read once for all heads of a program, as K and, their first L channels,
 as V. The products with w_k and w_v are batched ones of the library. Prefill would take less arithmetic with expanded
@@ -16,6 +17,7 @@ import torch
 
 from pagebinder.custom_ops.latent.layouts import require, rows_per_block
 from pagebinder.custom_ops.latent.write import check_rows
+from pagebinder.custom_ops.mla.groups import listed_tokens
 from pagebinder.custom_ops.mla.mla import check_mla_operands
 from pagebinder.custom_ops.mla.paged_mla import stored_rope
 from pagebinder.custom_ops.triton.cache_write import kv_cache_write
@@ -38,10 +40,10 @@ def latent_cache_write(rows, cache, slot_mapping, *, layout="plain", rope_dim=0)
 
 def paged_mla_attention(
     q_nope, q_rope, w_k, w_v, cache, table, seq_lens, query_start_loc, indices=None, sinks=None, *, scale,
-    window=None, layout="plain",
+    window=None, layout="plain", ratio=1,
 ):  # fmt: skip
     """See `paged_mla_attention_reference`."""
-    check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks)
+    check_mla_operands(q_nope, q_rope, w_k, w_v, indices, sinks, ratio)
     (num_tokens, num_heads, _), latent_dim = q_nope.shape, w_k.shape[2]
     require(latent_dim <= MAX_LATENT_DIM, f"latent rows of {latent_dim} channels: at most {MAX_LATENT_DIM}")
     require(layout != "plain" or cache.dtype == q_nope.dtype, "q and cache must have the same dtype")
@@ -54,6 +56,9 @@ def paged_mla_attention(
         require(fits, f"{name} must be int32 with {dims} dimension(s)")
     fits = len(seq_lens) <= len(table) and len(query_start_loc) == len(seq_lens) + 1
     require(fits, "table, seq_lens and query_start_loc must have at least R, R and R + 1 rows")
+    if ratio > 1:
+        indices, _ = listed_tokens(indices, seq_lens, query_start_loc, ratio, window)
+        window = None
     q = q_nope.new_empty((num_tokens, num_heads, latent_dim + q_rope.shape[2]))
     q[..., :latent_dim] = torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1)
     q[..., latent_dim:] = q_rope

@@ -13,6 +13,7 @@ from pagebinder.frontend.leaves.minimax import LIGHTNING_ATTENTION
 from pagebinder.frontend.leaves.moe import MOE_LEAVES
 from pagebinder.frontend.leaves.mpnet import MPNET
 from pagebinder.frontend.leaves.ngram_embedding import NGRAM_EMBEDDING, PLE_CONVOLUTION
+from pagebinder.frontend.leaves.pool_indexer import POOL_INDEXER
 from pagebinder.frontend.leaves.qsa_indexer import QSA_INDEXER
 from pagebinder.frontend.leaves.recurrent_gemma import RECURRENT_GEMMA_CONVOLUTION, RG_LRU
 from pagebinder.frontend.leaves.rwkv import RWKV_ATTENTION, RWKV_SHIFT
@@ -45,6 +46,7 @@ LEAVES: tuple[Leaf, ...] = (
     LATENT_EXPANSION,
     SPARSE_INDEXER,
     QSA_INDEXER,
+    POOL_INDEXER,
     NGRAM_EMBEDDING,
     PLE_CONVOLUTION,
     MPT_ALIBI,

@@ -49,9 +49,12 @@ def split_weight(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def latent_attention(
-    module, q_THD, latent_T1L, k_rope_T1P, sinks, *, scale, window, chunk, soft_cap, causal, indices=None
+    module, q_THD, latent_T1L, k_rope_T1P, sinks, *, scale, window, chunk, soft_cap, causal, indices=None, ratio=1
 ):  # fmt: skip
-    """What a patched module's attention becomes: [T, H, V]. sinks: [H] or None. indices: [1, T, K] int32 or None."""
+    """What a patched module's attention becomes: [T, H, V].
+
+    sinks: [H] or None. indices: [1, T, K] int32 or None, of groups of `ratio` tokens.
+    """
     options = {
         "chunks": chunk,
         "a soft cap": soft_cap,
@@ -66,7 +69,7 @@ def latent_attention(
     w_k, w_v = split_weight(module)
     return torch.ops.pagebinder.mla_attention(
         q_nope, q_rope, latent_T1L[:, 0], k_rope_T1P[:, 0], w_k, w_v, None if indices is None else indices[0],
-        sinks, scale=scale, window=window,
+        sinks, scale=scale, window=window, ratio=ratio,
     )  # fmt: skip
 
 

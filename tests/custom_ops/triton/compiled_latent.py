@@ -10,6 +10,7 @@ from pagebinder.custom_ops.triton import (
     hyper,
     indexer,
     inverse_rope_grouped,
+    latent,
     norm_rope,
     sparse_mla,
 )
@@ -48,20 +49,39 @@ def attend_listed_latents(
     )  # fmt: skip
 
 
+def attend_to_pools(dtype, tokens: int, heads: int = 64, ratio: int = 16) -> None:
+    """GLM-5.3: groups of latents without RoPE."""
+    q, w = torch.empty(tokens, heads, 256, dtype=dtype), torch.empty(heads, 256, 512, dtype=dtype)
+    starts = torch.arange(tokens + 1).int()
+    step = (torch.zeros(tokens, 64).int(), torch.full((tokens,), 100).int(), starts)
+    operands = (
+        q,
+        q[..., :0],
+        w,
+        w,
+        cache_of("plain", dtype, 512, 0),
+        *step,
+        torch.zeros(tokens, 2048 // ratio).int(),
+    )
+    latent.paged_mla_attention(*operands, scale=0.1, ratio=ratio)
+
+
 def score(dtype, layout: str, tokens: int) -> None:
     q, weights = torch.empty(tokens, HEADS, 128, dtype=dtype), torch.empty(tokens, HEADS)
     cache, step = cache_of(layout, dtype, 128, 0), (int32(4, 4096), int32(4), int32(5))
     indexer.indexer_score_topk(q, weights, cache, *step, topk=512, ratio=4, scale=0.1, layout=layout)
 
 
-def compress_tokens(dtype, layout: str, ratio: int, width: int, rope_dim: int = 0) -> None:
+def compress_tokens(
+    dtype, layout: str, ratio: int, width: int, rope_dim: int = 0, normed: bool = True
+) -> None:
     c = 2 if ratio == 4 else 1
     kv, weights = torch.empty(64, c * width, dtype=dtype), torch.empty(ratio, c * width)
     states = torch.empty(4, c, 3, width)
     compress.compress_norm_rope_store(
-        kv, kv, weights, weights[0, :width].to(dtype), torch.empty(32), states, int32(4, 64),
-        cache_of(layout, dtype, width, rope_dim), int32(4, 64), int32(4), int32(5), ratio=ratio, overlap=c == 2,
-        eps=1e-6, rope_scale=1.0, block_size=64, layout=layout, rope_dim=rope_dim,
+        kv, kv, weights, weights[0, :width].to(dtype) if normed else None, torch.empty(32 if normed else 0), states,
+        int32(4, 64), cache_of(layout, dtype, width, rope_dim), int32(4, 64), int32(4), int32(5), ratio=ratio,
+        overlap=c == 2, eps=1e-6, rope_scale=1.0, block_size=64, layout=layout, rope_dim=rope_dim,
     )  # fmt: skip
 
 
@@ -101,6 +121,7 @@ def compile_latent(every: bool) -> None:
     attend_listed_latents(dtype, "plain")
     for tokens in (4, 512):
         attend_listed_latents(dtype, "plain", tokens, sinks=torch.empty(128))
+        attend_to_pools(dtype, tokens)
     for layout in ("plain", "fp4_index"):
         score(dtype, layout, 4)
         score(dtype, layout, 512)
@@ -108,6 +129,7 @@ def compile_latent(every: bool) -> None:
     compress_tokens(dtype, "plain", 128, WIDTH)
     compress_tokens(dtype, "fp8_index", 4, 128)
     compress_tokens(dtype, "fp4_index", 4, 128)
+    compress_tokens(dtype, "plain", 16, 128, normed=False)
     for other in (torch.float32, torch.float16):
         turn(other)
         connect(other)

@@ -35,7 +35,9 @@ def store(provider):
     return provider.overload("compress_norm_rope_store")
 
 
-@pytest.mark.parametrize(("name", "block_size"), [("csa", 8), ("csa_odd", 7), ("hca", 10)])
+@pytest.mark.parametrize(
+    ("name", "block_size"), [("csa", 8), ("csa_odd", 7), ("hca", 10), ("pool", 8), ("pool_rotated", 7)]
+)
 def test_cuts_change_no_bit(store, name, block_size, cuts_of_14=([14], [5, 1, 8])):
     c, whole = COMPRESSORS[name], None
     for cuts in cuts_of_14:

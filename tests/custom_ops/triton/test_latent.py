@@ -26,6 +26,9 @@ SMALL = ((9, 1), (0, 6), (17, 3), (40, 1))
 OTHERS = {
     "indices": dataclasses.replace(CASES["indices"], lengths=SMALL),
     "indices in a window": dataclasses.replace(CASES["indices"], lengths=SMALL, window=9),
+    "groups": dataclasses.replace(CASES["groups"], lengths=SMALL),
+    "groups in a window": dataclasses.replace(CASES["groups in a window"], lengths=SMALL, window=11),
+    "groups without RoPE": dataclasses.replace(CASES["groups without RoPE"], lengths=SMALL),
     "fp8": dataclasses.replace(CASES["fp8"], lengths=SMALL, padding=2),
     "fp8 with indices": dataclasses.replace(CASES["fp8 with indices"], lengths=SMALL),
     "fp8 with a window": dataclasses.replace(CASES["fp8 with a window"], lengths=SMALL, window=7),

@@ -62,14 +62,19 @@ void kv_rope_quant_store(const Tensor& kv, const Tensor& cos, const Tensor& sin,
 
 // The operands that say what an entry is.
 void describe_entries(pagebinder::CompressArgs& a, const Tensor& kv, const Tensor& gate, const Tensor& position_bias,
-                      const Tensor& norm_weight, const Tensor& inv_freq, int64_t ratio, bool overlap) {
+                      const std::optional<Tensor>& norm_weight, const Tensor& inv_freq, int64_t ratio,
+                      bool overlap) {
   PB_CHECK(ratio > 0, "ratio must be positive");
   const FloatData tokens = elements(kv, 2, "kv"), gates = elements(gate, 2, "gate");
   PB_CHECK(kv.size(0) == gate.size(0) && kv.size(1) == gate.size(1), "kv and gate are [T, c * d]");
   PB_CHECK(tokens.type == gates.type, "kv and gate must have one float type");
-  a.norm_weight = elements(norm_weight, 1, "norm_weight");
-  a.width = static_cast<int>(norm_weight.size(0)), a.slots = overlap ? 2 : 1, a.ratio = static_cast<int>(ratio);
+  a.slots = overlap ? 2 : 1, a.ratio = static_cast<int>(ratio), a.width = static_cast<int>(kv.size(1) / a.slots);
   PB_CHECK(a.width > 0 && kv.size(1) == a.width * a.slots, "kv must be d wide, 2 * d with overlap");
+  a.norm_weight = {};
+  if (norm_weight.has_value()) {
+    a.norm_weight = elements(*norm_weight, 1, "norm_weight");
+    PB_CHECK(norm_weight->size(0) == a.width, "kv must be d wide, 2 * d with overlap, as norm_weight is");
+  }
   a.position_bias = elements(position_bias, 2, "position_bias");
   PB_CHECK(position_bias.size(0) == ratio && position_bias.size(1) == kv.size(1),
            "position_bias is [ratio, c * d]");
@@ -98,7 +103,8 @@ void describe_states(pagebinder::CompressArgs& a, const Tensor& state_cache, con
 }
 
 void compress_norm_rope_store(const Tensor& kv, const Tensor& gate, const Tensor& position_bias,
-                              const Tensor& norm_weight, const Tensor& inv_freq, const Tensor& state_cache,
+                              const std::optional<Tensor>& norm_weight, const Tensor& inv_freq,
+                              const Tensor& state_cache,
                               const Tensor& state_table, const Tensor& entry_cache, const Tensor& entry_table,
                               const Tensor& seq_lens, const Tensor& query_start_loc, int64_t ratio, bool overlap,
                               double eps, double rope_scale, int64_t block_size, std::string layout,

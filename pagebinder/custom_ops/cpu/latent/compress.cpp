@@ -76,7 +76,7 @@ struct EntryScratch {
   float *weight, *row, *cos, *sin;
 };
 
-// The finished window in `s` -> norm -> RoPE at its first token -> the cache. Block 0 takes no entry.
+// The finished window in `s` -> norm, if there is one -> RoPE at its first token -> the cache. Block 0 takes no entry.
 void store_entry(const CompressArgs& a, int64_t request, int64_t entry, const CompressSlot& s, const EntryScratch& e) {
   const RowLayout& rows = a.entries.rows;
   const int64_t block = a.entry_table[request * a.entry_table_stride + entry / rows.entries];
@@ -91,8 +91,10 @@ void store_entry(const CompressArgs& a, int64_t request, int64_t entry, const Co
   }
   float sum = 0.0f;
   for (int lane = 0; lane < W; ++lane) sum += squares[lane];
-  const float factor = 1.0f / std::sqrt(sum / static_cast<float>(a.width) + a.eps);
-  for (int i = 0; i < a.width; i += W) store(e.row + i, load<VF>(e.row + i) * factor * load<VF>(e.weight + i));
+  if (a.norm_weight.base != nullptr) {
+    const float factor = 1.0f / std::sqrt(sum / static_cast<float>(a.width) + a.eps);
+    for (int i = 0; i < a.width; i += W) store(e.row + i, load<VF>(e.row + i) * factor * load<VF>(e.weight + i));
+  }
   const float position = static_cast<float>(entry * a.ratio);
   for (int i = 0; i < a.pairs; ++i) {
     const float angle = rounded(position * a.inv_freq[i]);
@@ -153,7 +155,7 @@ void worker(void* context, int) {
   EntryScratch entry{floats + CompressState::floats(a), nullptr, nullptr, nullptr};
   entry.row = entry.weight + row, entry.cos = entry.row + row, entry.sin = entry.cos + whole_vectors(a.pairs);
   std::fill_n(entry.weight, row, 0.0f);
-  a.norm_weight.to_float(0, a.width, entry.weight);
+  if (a.norm_weight.base != nullptr) a.norm_weight.to_float(0, a.width, entry.weight);
   for (size_t i; (i = run.next.fetch_add(1, std::memory_order_relaxed)) < run.jobs.size();)
     run_job(run, run.jobs[i], floats, entry);
 }

@@ -29,7 +29,7 @@ struct CompressArgs {
   int64_t kv_stride, gate_stride;
   FloatData position_bias;        // [ratio, c * d], float32 or of kv's type
   int64_t bias_stride;
-  FloatData norm_weight;          // [d]
+  FloatData norm_weight;          // [d]; base null: no norm
   const float* inv_freq;         // [pairs]
   int pairs;
   float eps, rope_scale;
