@@ -61,6 +61,9 @@ class CausalMask:
     def __invert__(self) -> CausalMask:
         return self
 
+    def is_floating_point(self) -> bool:
+        return False
+
     def __and__(self, other: ChosenKeys) -> ChosenKeys:
         return other if isinstance(other, ChosenKeys) else NotImplemented
 
