@@ -51,16 +51,31 @@ def attention(
         bias = alibi_slopes.float()[:, None, None] * step.distances()[:, None]
         mask = torch.where(mask, bias.to(q.dtype), NEGATIVE)
     if sinks is not None:
-        mask = with_sinks(mask, sinks, q.dtype)
-        k, v = (torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2) for x in (k, v))
+        mask, k, v = _with_sinks(step, mask, sinks, k, v)
     return _attend(step, q, k, v, mask, scale, soft_cap)
 
 
-def relative_attention(step, q, k, v, bias, *, scale, num_behind, causal=True):
+def relative_attention(step, q, k, v, bias, sinks=None, *, scale, num_behind, window=None, causal=True):
+    """The bias of each query and key is looked up and added to the mask, and so are sinks."""
     k, v = step.keys(k), step.keys(v)
-    column = (step.distances() + num_behind).clamp(0, bias.shape[1] - 1)
-    bias = bias.to(q.dtype)[:, column].transpose(0, 1)
-    return _attend(step, q, k, v, torch.where(step.mask(causal=causal), bias, NEGATIVE), scale)
+    column = (step.distances() + num_behind).clamp(0, bias.shape[-1] - 1)
+    if bias.dim() == 2:
+        bias = bias.to(q.dtype)[:, column].transpose(0, 1)
+    else:
+        bias = step.heads(bias.to(q.dtype))
+        bias = bias.gather(-1, column[:, None].expand(-1, bias.shape[1], -1, -1))
+    mask = torch.where(step.mask(window=window, causal=causal), bias, NEGATIVE)
+    if sinks is not None:
+        mask, k, v = _with_sinks(step, mask, sinks, k, v)
+    return _attend(step, q, k, v, mask, scale)
+
+
+def _with_sinks(step, mask, sinks, k, v):
+    """The mask, keys and values with one more key for sinks [H] or [T, H]."""
+    if sinks.dim() == 2:
+        sinks = step.heads(sinks[..., None])  # [b, H, L, 1]
+    k, v = (torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2) for x in (k, v))
+    return with_sinks(mask, sinks, k.dtype), k, v
 
 
 def cross_attention(step, q, k, v, *, scale):

@@ -46,15 +46,16 @@ def attend(q_BHLD, k, v, mask, scale, soft_cap=None):
 
 
 def with_sinks(mask, sinks, dtype):
-    """mask [b, 1 or H, L, S] bool or added, sinks [H] -> added [b, H, L, S + 1].
+    """mask [b, 1 or H, L, S] bool or added, sinks [H] or [b, H, L, 1] -> added [b, H, L, S + 1].
 
     A sink is one more key, of zeros, whose score is its entry of the mask.
     """
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, NEGATIVE)
     batch, _, length, num_keys = mask.shape
-    sink = sinks.to(dtype)[:, None, None].expand(batch, sinks.shape[0], length, 1)
-    return torch.cat([mask.expand(batch, sinks.shape[0], length, num_keys), sink], dim=-1)
+    if sinks.dim() == 1:
+        sinks = sinks[:, None, None].expand(batch, sinks.shape[0], length, 1)
+    return torch.cat([mask.expand(batch, sinks.shape[1], length, num_keys), sinks.to(dtype)], dim=-1)
 
 
 @dataclass

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.position_bias import read_bias
+from pagebinder.frontend.position_bias import has_bias_by_query, read_bias
 from pagebinder.graph_tools import calls, describe, num_ops
 from pagebinder.report import Match, PassResult
 
 IMPLEMENTATION = "pagebinder"
+ours = torch.ops.pagebinder
 
 # Arguments that carry nothing for us: caches are ours, positions reach RoPE by themselves.
 IGNORED = {
@@ -48,6 +49,14 @@ WINDOW_UNUSED = {"MoshiAttention"}
 # Attention modules that a leaf makes pass latents as keys and values, while it traces them -> what emits their op:
 # f(q [T, H, D], latent [T, 1, L], k_rope [T, 1, P], sinks, indices=..., ratio=..., and the options of `attention`).
 LATENT_ATTENTIONS: dict[torch.nn.Module, Callable] = {}
+# Options in words of refusals.
+WORDS = {
+    "window": "a window",
+    "chunk": "chunks",
+    "soft_cap": "a soft cap",
+    "bias": "a bias",
+    "indices": "a list of others",
+}
 
 
 class CausalMask:
@@ -87,92 +96,93 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     is_of_padding = type(module).__name__ in MASK_OF_PADDING and attention_mask is not None
     if attention_mask is not None and not (is_of_padding and attention_mask.shape[2] == 1):
         raise CaptureError(f"{name} passes an attention mask of its own; its meaning is not proven here.")
-    window = kwargs.pop("sliding_window", None)
-    if window is None and type(module).__name__ in WINDOW_OF_THE_MASK and _may_have_window(module):
-        window = module.config.sliding_window
-    soft_cap = kwargs.pop("softcap", None)
-    sinks = kwargs.pop("s_aux", None)
-    sinks = sinks.float() if sinks is not None else None  # they join float32 scores; widening is exact
-    causal = kwargs.pop("is_causal", None)
     is_latent = isinstance(module, torch.nn.Module) and module in LATENT_ATTENTIONS
     indexed = {"indices": kwargs.pop("indices")} if is_latent and "indices" in kwargs else {}
     is_cross = _is_of_another_sequence(query, key)
     bias = read_bias(module, kwargs.pop("position_bias", None), is_cross)
-    unknown = {k: v for k, v in kwargs.items() if k not in IGNORED and v is not None and v is not False}
-    if unknown:
-        raise CaptureError(
-            f"{name} passes {sorted(unknown)} to its attention function, which is not understood here; "
-            "ignoring it could change the result."
-        )
-    chunk = _configured_chunk(module, name)
-    _require_window_as_configured(module, window)
-    if type(module).__name__ in CAUSAL_BY_MASK and not is_cross and getattr(module, "is_decoder", False):
-        causal = True
-    if causal is None:
-        causal = False if is_of_padding else getattr(module, "is_causal", None)
-    if causal is None:
-        raise CaptureError(f"{name} does not say whether it is causal (is_causal); it cannot be assumed.")
+    options = _told_options(module, name, kwargs)
+    causal = _told_causality(module, name, kwargs.pop("is_causal", None), is_cross, is_of_padding)
+    _require_all_understood(name, kwargs)
     if dropout and module.training:
         raise CaptureError(f"{name} applies dropout: call model.eval() before compiling.")
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    q_k_v = [x[0].transpose(0, 1) for x in (query, key, value)]
     if is_cross:
-        options = {"a window": window, "chunks": chunk, "a soft cap": soft_cap, "sinks": sinks}
-        unread = [what for what, value in options.items() if value is not None] + ["causality"] * bool(causal)
-        if unread:
-            raise CaptureError(f"{name} reads another sequence with {', '.join(unread)}; not known here.")
-        return torch.ops.pagebinder.cross_attention(q_THD, k_TGD, v_TGD, scale=scale).unsqueeze(0), None
+        _require_absent(name, "reads another sequence", {**options, "causality": causal or None})
+        return ours.cross_attention(*q_k_v, scale=scale).unsqueeze(0), None
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise CaptureError(
             f"{name} attends to {key.shape[2]} keys from {query.shape[2]} queries during capture."
         )
     if chosen is not None and is_latent:
-        if bias is not None or indexed:
-            raise CaptureError(f"{name} attends to chosen latents with a bias, or with a list of others.")
+        _require_absent(name, "attends to chosen latents", {"bias": bias, "indices": indexed or None})
         indexed = {"indices": chosen.indices, "ratio": chosen.ratio}
     elif chosen is not None:
-        options = {
-            "a window": window,
-            "chunks": chunk,
-            "a soft cap": soft_cap,
-            "sinks": sinks,
-            "a bias": bias,
-        }
-        unread = [what for what, value in options.items() if value is not None]
-        if unread or not causal:
-            unread += ["no causality"] * (not causal)
-            raise CaptureError(
-                f"{name} attends to chosen keys with {', '.join(unread)}; not known here together."
-            )
-        out = torch.ops.pagebinder.indexed_attention(
-            q_THD, k_TGD, v_TGD, chosen.indices[0], scale=scale, ratio=chosen.ratio
-        )
+        unread = {**options, "bias": bias, "no causality": None if causal else True}
+        _require_absent(name, "attends to chosen keys", unread)
+        out = ours.indexed_attention(*q_k_v, chosen.indices[0], scale=scale, ratio=chosen.ratio)
         return out.unsqueeze(0), None
+    sinks = options.pop("sinks")
     if bias is not None:
-        options = {"a window": window, "chunks": chunk, "a soft cap": soft_cap, "sinks": sinks}
-        unread = [what for what, value in options.items() if value is not None]
-        if unread:
-            raise CaptureError(
-                f"{name} has a relative bias and {', '.join(unread)}; not known here together."
-            )
-        out = torch.ops.pagebinder.relative_attention(
-            q_THD, k_TGD, v_TGD, bias[0], scale=scale, num_behind=bias[1], causal=bool(causal)
+        unread = {option: options.pop(option) for option in ("chunk", "soft_cap")}
+        _require_absent(name, "has a relative bias", unread)
+        bias, num_behind = bias
+        out = ours.relative_attention(
+            *q_k_v, bias, sinks, scale=scale, num_behind=num_behind, causal=causal, **options
         )
         return out.unsqueeze(0), None
-    attend = LATENT_ATTENTIONS[module] if is_latent else torch.ops.pagebinder.attention
-    out = attend(
-        q_THD,
-        k_TGD,
-        v_TGD,
-        sinks,
-        scale=scale,
-        window=int(window) if window is not None else None,
-        chunk=chunk,
-        soft_cap=float(soft_cap) if soft_cap is not None else None,
-        causal=bool(causal),
-        **indexed,
-    )
-    return out.unsqueeze(0), None
+    attend = LATENT_ATTENTIONS[module] if is_latent else ours.attention
+    return attend(*q_k_v, sinks, scale=scale, causal=causal, **options, **indexed).unsqueeze(0), None
+
+
+def _told_options(module, name: str, kwargs: dict) -> dict:
+    """window, chunk, soft_cap and sinks of a layer, None where it has none; taken out of `kwargs`.
+
+    Raises:
+        CaptureError: the config says something of a window or of chunks that does not arrive here.
+    """
+    chunk = _configured_chunk(module, name)
+    window = kwargs.pop("sliding_window", None)
+    if window is None and type(module).__name__ in WINDOW_OF_THE_MASK and _may_have_window(module):
+        window = module.config.sliding_window
+    _require_window_as_configured(module, window)
+    soft_cap = kwargs.pop("softcap", None)
+    sinks = kwargs.pop("s_aux", None)
+    if sinks is None and has_bias_by_query(module) and kwargs.get("sinks") is not None:
+        sinks = kwargs.pop("sinks")[0, ..., 0].transpose(0, 1)  # [1, H, T, 1] -> [T, H]
+    return {
+        "window": None if window is None else int(window),
+        "chunk": chunk,
+        "soft_cap": None if soft_cap is None else float(soft_cap),
+        "sinks": None if sinks is None else sinks.float(),  # they join float32 scores; widening is exact
+    }
+
+
+def _told_causality(module, name: str, told: bool | None, is_cross: bool, is_of_padding: bool) -> bool:
+    """Raises CaptureError: nothing says it."""
+    if type(module).__name__ in CAUSAL_BY_MASK and not is_cross and getattr(module, "is_decoder", False):
+        return True
+    if told is None:
+        told = False if is_of_padding else getattr(module, "is_causal", None)
+    if told is None:
+        raise CaptureError(f"{name} does not say whether it is causal (is_causal); it cannot be assumed.")
+    return bool(told)
+
+
+def _require_all_understood(name: str, kwargs: dict) -> None:
+    unknown = {k for k, v in kwargs.items() if k not in IGNORED and v is not None and v is not False}
+    if unknown:
+        raise CaptureError(
+            f"{name} passes {sorted(unknown)} to its attention function, which is not understood here; "
+            "ignoring it could change the result."
+        )
+
+
+def _require_absent(name: str, what: str, options: dict) -> None:
+    """Raises CaptureError: `what` the layer does is not known here together with one of these."""
+    found = [WORDS.get(option, option) for option, value in options.items() if value is not None]
+    if found:
+        raise CaptureError(f"{name} {what} with {', '.join(found)}; not known here together.")
 
 
 def _is_of_another_sequence(query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -187,7 +197,7 @@ def hooked_attention(captured: torch.fx.GraphModule) -> PassResult:
         name="attention_hook", num_ops_before=num_ops(captured), num_ops_after=num_ops(captured)
     )
     names = ("attention", "cross_attention", "relative_attention", "indexed_attention", "mla_attention")
-    for node in calls(captured.graph, *(getattr(torch.ops.pagebinder, name).default for name in names)):
+    for node in calls(captured.graph, *(getattr(ours, name).default for name in names)):
         options = {
             k: v for k, v in node.kwargs.items() if k in ("window", "chunk", "soft_cap") and v is not None
         }

@@ -60,7 +60,7 @@ _REPEATS = {aten.expand.default, aten.expand_as.default, aten.repeat.default}
 _ALONG_DIM = {
     aten.softmax.int: 1, aten._softmax.default: 1, aten.log_softmax.int: 1, aten._log_softmax.default: 1,
     aten.mean.dim: 1, aten.sum.dim_IntList: 1, aten.amax.default: 1, aten.amin.default: 1, aten.var.correction: 1,
-    aten.var.dim: 1,
+    aten.var.dim: 1, aten.logsumexp.default: 1,
     aten.max.dim: 1, aten.min.dim: 1, aten.argmax.default: 1, aten.topk.default: 2, aten.sort.default: 1,
     aten.cumsum.default: 1, aten.cat.default: 1, aten.concat.default: 1, aten.concatenate.default: 1,
     aten.slice.Tensor: 1, aten.select.int: 1,
@@ -80,7 +80,7 @@ _ELEMENTWISE = {
     aten.where.Scalar, aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor, aten.multiply.Tensor,
     aten.multiply.Scalar, aten.divide.Tensor, aten.divide.Scalar, aten.true_divide.Tensor, aten.subtract.Tensor,
     aten.negative.default, aten.absolute.default, aten.square.default, aten.isin.Tensor_Scalar,
-    aten.floor_divide.default, aten.floor_divide.Scalar,
+    aten.floor_divide.default, aten.floor_divide.Scalar, aten.log_sigmoid.default,
 }  # fmt: skip
 # op -> position of the first of the two factors
 _CONTRACTIONS = {
@@ -226,8 +226,10 @@ def _reason_against_ours(
     """Our ops are sound only on operands laid out as they expect."""
     target = node.target
     if target in (torch.ops.pagebinder.attention.default, torch.ops.pagebinder.relative_attention.default):
-        extra = [n for n in node.args[3:] if isinstance(n, Node)]
-        if [token_dims(n) for n in node.args[:3]] != [[0]] * 3 or any(token_dims(n) for n in extra):
+        by_token = target is torch.ops.pagebinder.relative_attention.default  # its bias and sinks may be
+        extra = [token_dims(n) for n in node.args[3:] if isinstance(n, Node)]
+        extra = [dims for dims in extra if not (by_token and dims == [0])]
+        if [token_dims(n) for n in node.args[:3]] != [[0]] * 3 or any(extra):
             return "attention takes [tokens, heads, width], and sinks, slopes and biases of heads"
         if not node.kwargs.get("causal", True) and not bidirectional:
             return "it attends to later tokens (not causal), which a decoder with a cache cannot do"

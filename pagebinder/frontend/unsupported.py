@@ -58,11 +58,6 @@ TRAITS = (
         "selects the keys that each query sees by a learned index (top-k) of a kind that is not known here",
     ),
     Trait(
-        _has_submodule("rel_logits_proj"),
-        "adds a relative bias to the scores that depends on the query and not on the distance alone: paged attention "
-        "has no such bias",
-    ),
-    Trait(
         _has("patch_reduce"),
         "is part of a model that reduces bytes to patches whose lengths it finds in the bytes themselves: a graph "
         "over tokens has no rows for them",

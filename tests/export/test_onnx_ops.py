@@ -62,6 +62,10 @@ class AllForms(nn.Module):
         q, kv = x.view(-1, 4, 4), self.kv(x).view(-1, 2, 7)
         k, v = kv[..., :4], kv[..., 4:]
         yield ops.relative_attention(q, k, v, self.bias, scale=1.0, num_behind=8).flatten(1)
+        options = {"scale": 1.0, "num_behind": 8, "window": 6}
+        yield ops.relative_attention(q, k, v, self.bias, self.sinks, **options).flatten(1)
+        of_query = self.bias * x[:, :4, None], self.sinks + x[:, 4:8]
+        yield ops.relative_attention(q, k, v, *of_query, **options).flatten(1)
         yield ops.attention(q, k, v, self.sinks, None, scale=0.7, window=4, soft_cap=0.5).flatten(1)
         yield ops.attention(q, k, v, None, self.slopes, scale=0.7, chunk=5).flatten(1)
         yield ops.attention(q, k, v, self.sinks, self.slopes, scale=0.7).flatten(1)

@@ -170,7 +170,10 @@ REFUSALS = {
         lambda x, p: merge(sdpa(*qkv(x), causal_mask(p) & ~((p.mT == 40) & (p == 2)))),
         "none of",
     ),
-    "heads for tokens": (lambda x, p: sdpa(*(y.transpose(1, 2) for y in qkv(x))).flatten(2), "heads, tokens"),
+    "heads for tokens": (
+        lambda x, p: sdpa(*(y.transpose(1, 2) for y in qkv(x)), is_causal=True).flatten(2),
+        "heads, tokens",
+    ),
     "three dimensions": (lambda x, p: sdpa(x, x, x, is_causal=True), "heads, tokens"),
     "fixed keys": (lambda x, p: merge(sdpa(heads(x, HEADS), MEMORY, MEMORY)), "heads, tokens"),
     "more keys than queries": (
@@ -188,6 +191,23 @@ def test_attention_that_is_not_understood_is_refused_with_the_reason(name):
     (refusal,) = result.refusals
     assert reason in refusal.reason
     assert refusal.module_path == "body" and "graphs.py:" in refusal.source_line
+
+
+WITHIN_TOKENS = {
+    "heads of a token": lambda x, p: sdpa(*(y.transpose(1, 2) for y in qkv(x)), scale=0.3).flatten(2),
+    "learned queries": lambda x, p: sdpa(
+        MEMORY[:, 0, None, :3].expand(1, x.shape[1], 3, HEAD_DIM), *(y.transpose(1, 2) for y in qkv(x)[1:])
+    ).flatten(2),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN_TOKENS)
+def test_attention_within_each_token_becomes_products(name):
+    before, after, result = recognised(WITHIN_TOKENS[name])
+    assert count(after, ATTENTION) == 0 and count(after, SDPA) == 0
+    assert [m.detail for m in result.matches] == ["within each token"] and not result.refusals
+    assert_metadata_kept(after, aten.softmax.int)
+    assert_close(before, after)
 
 
 class Projections(nn.Module):

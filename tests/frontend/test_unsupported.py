@@ -15,8 +15,6 @@ REASONS = {
     ("causal", "blt"): "reduces bytes to patches",
     ("causal", "cpmant"): "prompt tokens in front",
     ("causal", "doge"): "dynamic mask",
-    ("causal", "inkling_text"): "depends on the query",
-    ("causal", "inkling2_text"): "depends on the query",
     ("causal", "prophetnet"): "a stream of queries for each of the next tokens",
     ("causal", "reformer"): "within chunks of the whole padded sequence",
     ("causal", "xlnet"): "embeddings of the distance",

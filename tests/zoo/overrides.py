@@ -8,6 +8,15 @@ _MIXED = {"num_hidden_layers": 4, "sliding_window": 16, "layer_types": _WINDOW_A
 _SWITCHED_ON = {**_MIXED, "use_sliding_window": True}
 _ANY_SPECIAL = {"bos_token_id": "default", "eos_token_id": "default", "pad_token_id": 0}
 _BLT_PART = {"hidden_size_global": 64, "num_key_value_heads": 4}
+# Biases that end within a prompt, and long contexts from 8 tokens on.
+_INKLING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    "sliding_window_size": 12,
+    "rel_extent": 10,
+    "log_scaling_n_floor": 8,
+    "log_scaling_alpha": 0.3,
+}
 
 OVERRIDES: dict[str, dict] = {
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
@@ -46,7 +55,12 @@ OVERRIDES: dict[str, dict] = {
     "gemma4_unified_text": {"pad_token_id": 0},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": _STATE_AND_FULL},
-    "inkling_text": {"logits_mup_width_multiplier": 1.0},
+    "inkling_text": {
+        **_INKLING,
+        "logits_mup_width_multiplier": 1.0,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+    },
+    "inkling2_text": _INKLING,
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": _MIXED,
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},

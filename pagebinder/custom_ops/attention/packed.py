@@ -39,11 +39,15 @@ def packed_attention_reference(
     return out
 
 
-def packed_relative_attention_reference(q_THD, k_TGD, v_TGD, query_start_loc, bias_HN, **options):
-    """`relative_attention` of each sequence by itself; shapes, padding and errors as above, bias [H, N]."""
+def packed_relative_attention_reference(q_THD, k_TGD, v_TGD, query_start_loc, bias, sinks=None, **options):
+    """`relative_attention` of each sequence by itself; padding and errors as above, bias and sinks as there."""
     out = q_THD.new_zeros((*q_THD.shape[:2], v_TGD.shape[2]))
     for rows in _rows_of_sequences(query_start_loc, len(q_THD)):
-        out[rows] = relative_attention_reference(q_THD[rows], k_TGD[rows], v_TGD[rows], bias_HN, **options)
+        of_rows = (
+            bias[rows] if bias.dim() == 3 else bias,
+            sinks[rows] if sinks is not None and sinks.dim() == 2 else sinks,
+        )
+        out[rows] = relative_attention_reference(q_THD[rows], k_TGD[rows], v_TGD[rows], *of_rows, **options)
     return out
 
 
@@ -92,8 +96,8 @@ PACKED_ATTENTION = define_op(
 
 PACKED_RELATIVE_ATTENTION = define_op(
     "packed_relative_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor bias, *, float scale, int num_behind, "
-    "bool causal=True) -> Tensor",
+    "(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor bias, Tensor? sinks=None, *, float scale, "
+    "int num_behind, int? window=None, bool causal=True) -> Tensor",
     reference=packed_relative_attention_reference,
     fake=_packed_attention_fake,
 )

@@ -1,13 +1,14 @@
-"""`pagebinder::relative_attention` and `paged_relative_attention`: scores with a bias by distance (T5).
+"""`pagebinder::relative_attention` and `paged_relative_attention`: scores with a bias by distance (T5, Inkling).
 
     score of key j for a query at p  =  scale * q . k  +  bias[h, c],    c = j - p + num_behind, kept in 0 .. N-1
 
     bias [H, N]     | far behind | ... | -1 | j = p | +1 | ... | far ahead |
     column            0                       num_behind           N - 1        the ends stand for all beyond them
 
-The bias depends on weights alone, so it is the same for every step and request. T tokens, R requests, H query heads,
-G KV heads, D head width (Dv of values), N distances. Cache and metadata are those of `paged.py`. Method: T5,
-"Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section 2.1.
+A bias [H, N] depends on weights alone, so it is the same for every step and request (T5); a bias [T, H, N] has a row
+of its own for every query (Inkling). T tokens, R requests, H query heads, G KV heads, D head width (Dv of values), N
+distances. Cache and metadata are those of `paged.py`. Method: T5, "Exploring the Limits of Transfer Learning with a
+Unified Text-to-Text Transformer", section 2.1.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from pagebinder.custom_ops.attention.semantic import visible_keys
 from pagebinder.custom_ops.library import define_op
 
 
-def relative_attention_reference(q_THD, k_TGD, v_TGD, bias_HN, *, scale, num_behind, causal=True):
+def relative_attention_reference(
+    q_THD, k_TGD, v_TGD, bias, sinks=None, *, scale, num_behind, window=None, causal=True
+):
     """Attention of one sequence with a bias by distance, computed in float32 and returned in q's dtype.
 
     Args:
         q_THD: queries [T, H, D]. k_TGD: keys [T, G, D]. v_TGD: values [T, G, Dv]; H is a multiple of G.
-        bias_HN: [H, N] float; num_behind: its column of distance 0.
+        bias: [H, N] or [T, H, N] float; num_behind: its column of distance 0.
+        sinks: [H] or [T, H] float32, a logit that joins the softmax without a value row. None: no sink.
+        window: key j is visible from query p iff p - window < j (and j < p + window if not causal).
     Returns:
         [T, H, Dv] in q's dtype.
     """
     p = torch.arange(q_THD.shape[0], device=q_THD.device)
-    return _attend(q_THD, k_TGD, v_TGD, bias_HN, p, scale=scale, num_behind=num_behind, causal=causal)
+    options = {"scale": scale, "num_behind": num_behind, "window": window, "causal": causal}
+    return _attend(q_THD, k_TGD, v_TGD, bias, sinks, p, **options)
 
 
 def paged_relative_attention_reference(
@@ -37,11 +43,13 @@ def paged_relative_attention_reference(
     block_table_RM,
     seq_lens_R,
     query_start_loc,
-    bias_HN,
+    bias,
+    sinks=None,
     *,
     head_dim_v,
     scale,
     num_behind,
+    window=None,
     causal=True,
 ):
     """The same over a paged cache; operands as in `paged_attention`.
@@ -51,7 +59,8 @@ def paged_relative_attention_reference(
     Raises:
         ValueError: shapes do not fit, or a length exceeds the block table.
     """
-    check_bias(q_THD, bias_HN, num_behind)
+    check_bias(q_THD, bias, num_behind)
+    check_sinks(q_THD, sinks)
     head_dim, block_size = q_THD.shape[2], kv_cache_NGBE.shape[2]
     out = q_THD.new_zeros((*q_THD.shape[:2], head_dim_v))
     starts = query_start_loc.tolist()
@@ -61,65 +70,101 @@ def paged_relative_attention_reference(
             continue
         if seq_len > block_table_RM.shape[1] * block_size:
             raise ValueError("a seq_len exceeds its block table")
-        j = torch.arange(seq_len, device=q_THD.device)
+        first_query = seq_len - (end - start)
+        first_key = 0 if window is None else max(0, first_query - window + 1)  # blocks before it may be gone
+        j = torch.arange(first_key, seq_len, device=q_THD.device)
         kv = kv_cache_NGBE[block_table_RM[r].long()[j // block_size], :, j % block_size]
         out[start:end] = _attend(
             q_THD[start:end],
             kv[..., :head_dim],
             kv[..., head_dim:],
-            bias_HN,
-            j[seq_len - (end - start) :],
+            bias[start:end] if bias.dim() == 3 else bias,
+            sinks[start:end] if sinks is not None and sinks.dim() == 2 else sinks,
+            torch.arange(first_query, seq_len, device=q_THD.device),
+            first_key,
             scale=scale,
             num_behind=num_behind,
+            window=window,
             causal=causal,
         )
     return out
 
 
-def _attend(q, k, v, bias, p, *, scale, num_behind, causal):
-    """Queries at positions p [Q] over keys at 0 .. K-1."""
+def _attend(q, k, v, bias, sinks, p, first_key=0, *, scale, num_behind, window, causal):
+    """Queries at positions p [Q] over keys at first_key .. first_key + K - 1."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    j = torch.arange(k.shape[0], device=q.device)
-    column = (j[None] - p[:, None] + num_behind).clamp(0, bias.shape[1] - 1)
-    scores = torch.einsum("thd,shd->hts", q.float(), k) * scale + bias.float()[:, column]
-    visible = visible_keys(p[:, None], j[None], causal=causal)
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    j = first_key + torch.arange(k.shape[0], device=q.device)
+    column = (j[None] - p[:, None] + num_behind).clamp(0, bias.shape[-1] - 1)
+    if bias.dim() == 2:
+        bias_HQK = bias.float()[:, column]
+    else:
+        rows_HQN = bias.float().transpose(0, 1)
+        bias_HQK = rows_HQN.gather(2, column.expand(len(rows_HQN), -1, -1))
+    scores = torch.einsum("thd,shd->hts", q.float(), k) * scale + bias_HQK
+    visible = visible_keys(p[:, None], j[None], window=window, causal=causal)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sinks_HQ = sinks.float().expand(len(q), -1).T
+        scores = torch.cat([scores, sinks_HQ[..., None]], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(k)]
     return torch.einsum("hts,shd->thd", weights, v).to(q.dtype).contiguous()
 
 
 def check_bias(q, bias, num_behind) -> None:
     """Raises ValueError."""
-    if bias.dim() != 2 or bias.shape[0] != q.shape[1] or not 0 <= num_behind < bias.shape[1]:
-        raise ValueError("bias must be [H, N] with num_behind one of its columns")
+    by_token = bias.dim() == 3 and bias.shape[0] == q.shape[0]
+    if (
+        not (by_token or bias.dim() == 2)
+        or bias.shape[-2] != q.shape[1]
+        or not 0 <= num_behind < bias.shape[-1]
+    ):
+        raise ValueError("bias must be [H, N] or [T, H, N] with num_behind one of its columns")
 
 
-def _relative_attention_fake(q, k, v, bias, *, scale, num_behind, causal=True):
+def check_sinks(q, sinks) -> None:
+    """Raises ValueError."""
+    if sinks is None:
+        return
+    by_token = sinks.dim() == 2 and sinks.shape[0] == q.shape[0]
+    fits = (by_token or sinks.dim() == 1) and sinks.shape[-1] == q.shape[1]
+    if not fits or sinks.dtype is not torch.float32:
+        raise ValueError(
+            f"sinks must be float32 [H] or [T, H], not {str(sinks.dtype).removeprefix('torch.')} {list(sinks.shape)}"
+        )
+
+
+def _relative_attention_fake(q, k, v, bias, sinks=None, *, scale, num_behind, window=None, causal=True):
     torch._check(q.dim() == 3 and k.dim() == 3 and v.dim() == 3, lambda: "attention takes [T, heads, width]")
     torch._check(q.shape[1] % k.shape[1] == 0, lambda: "query heads must be a multiple of KV heads")
     check_bias(q, bias, num_behind)
+    check_sinks(q, sinks)
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
 
 
 def _paged_relative_attention_fake(
-    q, kv_cache, block_table, seq_lens, query_start_loc, bias, *, head_dim_v, scale, num_behind, causal=True
-):
+    q, kv_cache, block_table, seq_lens, query_start_loc, bias, sinks=None, *, head_dim_v, scale, num_behind,
+    window=None, causal=True,
+):  # fmt: skip
     torch._check(kv_cache.shape[3] == q.shape[2] + head_dim_v, lambda: "a cache row must be D + head_dim_v")
     check_bias(q, bias, num_behind)
+    check_sinks(q, sinks)
     return q.new_empty((q.shape[0], q.shape[1], head_dim_v))
 
 
 RELATIVE_ATTENTION = define_op(
     "relative_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor bias, *, float scale, int num_behind, bool causal=True) -> Tensor",
+    "(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? sinks=None, *, float scale, int num_behind, "
+    "int? window=None, bool causal=True) -> Tensor",
     reference=relative_attention_reference,
     fake=_relative_attention_fake,
 )
 
 PAGED_RELATIVE_ATTENTION = define_op(
     "paged_relative_attention",
-    "(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor bias, *, "
-    "int head_dim_v, float scale, int num_behind, bool causal=True) -> Tensor",
+    "(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor bias, "
+    "Tensor? sinks=None, *, int head_dim_v, float scale, int num_behind, int? window=None, bool causal=True) "
+    "-> Tensor",
     reference=paged_relative_attention_reference,
     fake=_paged_relative_attention_fake,
 )

@@ -40,10 +40,12 @@ struct AttentionArgs {
   int64_t block_table_stride;
   const int32_t* seq_lens;        // [R]
   const int32_t* query_start_loc; // [R+1]
-  const float* sinks;             // [H] or null
+  const float* sinks;             // [H], or a row of H for each token; or null
+  int64_t sinks_token_stride;     // 0: the same for all tokens
   const float* alibi_slopes;      // [H] or null
-  const float* bias;              // by distance: [H, bias_columns] in log2 units, or null
+  const float* bias;              // by distance: [H, bias_columns] in log2 units, for each token or once; or null
   int64_t bias_columns, num_behind;  // num_behind: the column of distance 0
+  int64_t bias_token_stride;      // 0: the same for all tokens
   void* out;                      // [T, H, Dv] contiguous
   float* lse;                     // [H, T] or null
   float scale;

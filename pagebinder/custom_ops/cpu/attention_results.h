@@ -62,8 +62,9 @@ void write_rows(const TileContext<T>& c, RowResults& results, bool last_overlaps
     }
     const float top = results.top[r], sum = results.sum[r];
     float shift = top, total = sum;
-    if (c.args.sinks != nullptr && c.args.sinks[head] != MINUS_INFINITY) {
-      const float sink = c.args.sinks[head] * LOG2_E;
+    const float* sinks = c.args.sinks == nullptr ? nullptr : c.args.sinks + token * c.args.sinks_token_stride;
+    if (sinks != nullptr && sinks[head] != MINUS_INFINITY) {
+      const float sink = sinks[head] * LOG2_E;
       shift = std::max(top, sink);
       total = sum * std::exp2(top - shift) + std::exp2(sink - shift);
     }

@@ -28,7 +28,7 @@ struct SoftmaxState {
   VI begin[VECTORS], end[VECTORS];        // keys that the row of a lane sees
   VI position[VECTORS];                   // absolute position of the query
   VF slope[VECTORS];                      // ALiBi, in log2 units
-  VI bias_row[VECTORS];                   // where the bias of the head begins
+  VI bias_row[VECTORS];                   // where the bias of the query and head begins
   VI lane_key;
   KeyRange common;                        // keys that all rows see
 };

@@ -32,7 +32,8 @@ void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
     end[lane] = keys.end;
     position[lane] = static_cast<int32_t>(p);
     if (c.args.alibi_slopes != nullptr) slope[lane] = c.args.alibi_slopes[c.head_of(row)] * LOG2_E;
-    bias_row[lane] = static_cast<int32_t>(c.head_of(row) * c.args.bias_columns);
+    bias_row[lane] =
+        static_cast<int32_t>(c.token_of(row) * c.args.bias_token_stride + c.head_of(row) * c.args.bias_columns);
     state.common.begin = std::max(state.common.begin, keys.begin);
     state.common.end = std::min(state.common.end, keys.end);
   }

@@ -38,6 +38,18 @@ inline const float* head_data(const std::optional<Tensor>& t, int64_t num_heads,
   return data<const float>(*t);
 }
 
+// As `head_data`, or a row of its own for every token.
+inline const float* head_or_token_data(const std::optional<Tensor>& t, int64_t num_tokens, int64_t num_heads,
+                                       int64_t& token_stride, const char* name) {
+  token_stride = 0;
+  if (!t.has_value() || t->dim() == 1) return head_data(t, num_heads, name);
+  PB_CHECK(t->scalar_type() == ScalarType::Float && t->dim() == 2 && t->size(0) == num_tokens &&
+               t->size(1) == num_heads && (num_heads == 1 || t->stride(1) == 1),
+           name, " must be float32 [H] or [T, H], with last stride 1");
+  token_stride = t->stride(0);
+  return data<const float>(*t);
+}
+
 inline bool last_is_dense(const Tensor& t) {
   return t.numel() == 0 || t.size(t.dim() - 1) == 1 || t.stride(t.dim() - 1) == 1;
 }

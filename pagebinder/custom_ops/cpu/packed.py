@@ -20,10 +20,10 @@ def packed_attention(q, k, v, query_start_loc, *optional, **options):
     return kernel(*_paged(q, k, v, query_start_loc), *optional, head_dim_v=v.shape[2], **options)
 
 
-def packed_relative_attention(q, k, v, query_start_loc, bias, **options):
+def packed_relative_attention(q, k, v, query_start_loc, bias, sinks=None, **options):
     """See `packed_relative_attention_reference`; q, k, v of float32, bfloat16 or float16."""
     kernel = overload(NAMESPACE, "paged_relative_attention")
-    return kernel(*_paged(q, k, v, query_start_loc), bias, head_dim_v=v.shape[2], **options)
+    return kernel(*_paged(q, k, v, query_start_loc), bias, sinks, head_dim_v=v.shape[2], **options)
 
 
 def _paged(q, k, v, query_start_loc) -> tuple[torch.Tensor, ...]:

@@ -87,8 +87,8 @@ def cut_keys(lo, hi, begins_ptr, request, is_padding, context, CONTEXT_ONLY: tl.
 @triton.jit(do_not_specialize=SIZES)
 def tile_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, sinks_ptr, slopes_ptr, bias_ptr, scales_ptr,
-    out_ptr, lse_ptr, stride_qt, stride_qh, stride_r, num_tokens, num_requests, num_blocks, capacity, split_up_to,
-    scale, soft_cap, behind, farthest,
+    out_ptr, lse_ptr, stride_qt, stride_qh, stride_r, stride_bias, stride_sink, num_tokens, num_requests, num_blocks,
+    capacity, split_up_to, scale, soft_cap, behind, farthest,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -116,7 +116,7 @@ def tile_kernel(
     if not PAIRS:
         q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head, mask=is_row, other=0.0) * LOG2_E
-    bias_ptrs = None if bias_ptr is None else bias_ptr + tl.where(is_row, head, 0) * (farthest + 1)
+    bias_ptrs = None if bias_ptr is None else bias_of(bias_ptr, stride_bias, token, head, is_row, farthest)
     k_scale = None if scales_ptr is None else tl.load(scales_ptr + kv_head)
     v_scale = None if scales_ptr is None else tl.load(scales_ptr + tl.num_programs(1) // CHUNKS + kv_head)
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_g
@@ -154,7 +154,7 @@ def tile_kernel(
         )  # fmt: skip
     if v_scale is not None:
         acc *= v_scale
-    total, weight = with_sink(l, m, sinks_ptr, head, is_row)
+    total, weight = with_sink(l, m, sinks_ptr, token.to(tl.int64) * stride_sink + head, is_row)
     acc *= (weight / nonzero(total))[:, None]
     store_rows(
         out_ptr,
@@ -173,13 +173,20 @@ def tile_kernel(
 
 
 @triton.jit
-def with_sink(l, m, sinks_ptr, head, is_row):
+def bias_of(bias_ptr, stride_bias, token, head, is_row, farthest):
+    """Where the biases by distance of each row begin; stride_bias: from token to token, 0 if they are the same."""
+    token, head = tl.where(is_row, token, 0), tl.where(is_row, head, 0)
+    return bias_ptr + token.to(tl.int64) * stride_bias + head * (farthest + 1)
+
+
+@triton.jit
+def with_sink(l, m, sinks_ptr, sink_at, is_row):
     """(sum of weights with the sink, factor of those without it), per row; 0 weights where no key is seen."""
     if sinks_ptr is None:
         weight = tl.full(m.shape, 1.0, tl.float32)
         total = l
     else:
-        sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf")) * LOG2_E
+        sink = tl.load(sinks_ptr + sink_at, mask=is_row, other=float("-inf")) * LOG2_E
         top = tl.maximum(m, sink)
         shift = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp2(m - shift)
@@ -211,8 +218,8 @@ def store_rows(
 @triton.jit(do_not_specialize=SIZES)
 def split_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, slopes_ptr, bias_ptr, scales_ptr, part_ptr,
-    part_lse_ptr, stride_qt, stride_qh, stride_r, num_blocks, capacity, split_up_to, row_tokens, scale, soft_cap,
-    behind, farthest,
+    part_lse_ptr, stride_qt, stride_qh, stride_r, stride_bias, num_blocks, capacity, split_up_to, row_tokens, scale,
+    soft_cap, behind, farthest,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr,
     SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr,
@@ -236,7 +243,6 @@ def split_kernel(
     kv_head, row_token, head, has_head = rows_of_tile(tl.program_id(1), HEADS, CHUNKS, GROUP, BLOCK_M)
     num_heads = tl.num_programs(1) // CHUNKS * GROUP
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head, mask=has_head, other=0.0) * LOG2_E
-    bias_ptrs = None if bias_ptr is None else bias_ptr + tl.where(has_head, head, 0) * (farthest + 1)
     k_scale = None if scales_ptr is None else tl.load(scales_ptr + kv_head)
     v_scale = None if scales_ptr is None else tl.load(scales_ptr + tl.num_programs(1) // CHUNKS + kv_head)
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_g
@@ -245,6 +251,9 @@ def split_kernel(
         is_row = has_head & (row_token < BLOCK_Q) & (start + row_token < end)
         token = start + row_token
         p = seq_len - end + token
+        bias_ptrs = (
+            None if bias_ptr is None else bias_of(bias_ptr, stride_bias, token, head, is_row, farthest)
+        )
         p_last = seq_len - end + tl.minimum(start + BLOCK_Q, end) - 1
         lo, hi = key_range(seq_len - end + start, p_last, seq_len, WINDOW, CHUNK, CAUSAL)
         lo, hi = cut_keys(lo, hi, begins_ptr, request, False, seq_len - end + first, CONTEXT_ONLY)
@@ -283,9 +292,9 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def merge_kernel(
-    part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, num_tokens, num_requests, split_up_to,
-    row_tokens, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PADDING: tl.constexpr,
+    part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, stride_sink, num_tokens, num_requests,
+    split_up_to, row_tokens, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """The parts of each token and head as one softmax, with the sink; PADDING: writes padding tokens, too.
 
@@ -325,7 +334,7 @@ def merge_kernel(
             acc += tl.sum(part * tl.exp2(part_lse - base)[:, None], 0)
         lse = m + tl.log2(nonzero(l))
         if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head) * LOG2_E
+            sink = tl.load(sinks_ptr + token.to(tl.int64) * stride_sink + head) * LOG2_E
             top = tl.maximum(m, sink)
             shift = tl.where(top == float("-inf"), 0.0, top)
             acc *= tl.exp2(m - shift)

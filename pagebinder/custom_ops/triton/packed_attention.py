@@ -9,7 +9,7 @@ import torch
 
 from pagebinder.custom_ops.attention.packed import overlapping_blocks
 from pagebinder.custom_ops.attention.paged import check_attention
-from pagebinder.custom_ops.attention.relative import check_bias
+from pagebinder.custom_ops.attention.relative import check_bias, check_sinks
 from pagebinder.custom_ops.triton.paged_attention import attend_paged
 
 BLOCK = 16  # tokens
@@ -17,13 +17,16 @@ BLOCK = 16  # tokens
 
 def packed_attention(q, k, v, query_start_loc, sinks=None, alibi_slopes=None, **options):
     """See `packed_attention_reference`."""
+    if sinks is not None and sinks.dim() != 1:
+        raise ValueError("sinks must be float32 [H]")
     return _attend(q, k, v, query_start_loc, sinks, alibi_slopes, **options)
 
 
-def packed_relative_attention(q, k, v, query_start_loc, bias, *, num_behind, **options):
+def packed_relative_attention(q, k, v, query_start_loc, bias, sinks=None, *, num_behind, **options):
     """See `packed_relative_attention_reference`."""
     check_bias(q, bias, num_behind)
-    return _attend(q, k, v, query_start_loc, None, None, bias=bias, num_behind=num_behind, **options)
+    check_sinks(q, sinks)
+    return _attend(q, k, v, query_start_loc, sinks, None, bias=bias, num_behind=num_behind, **options)
 
 
 def _attend(q, k, v, query_start_loc, sinks, alibi_slopes, **options) -> torch.Tensor:
@@ -33,6 +36,9 @@ def _attend(q, k, v, query_start_loc, sinks, alibi_slopes, **options) -> torch.T
         raise ValueError("k and v must have as many heads as each other, and q, k and v one dtype")
     q = q if q.stride(2) == 1 else q.contiguous()
     rows, table = overlapping_blocks(k, v, query_start_loc, BLOCK)
-    operands = (q, rows, table, query_start_loc.diff(), query_start_loc, sinks, alibi_slopes)
-    check_attention(*operands, v.shape[2])
-    return attend_paged(*operands, head_dim_v=v.shape[2], splits=1, **options)
+    operands = (q, rows, table, query_start_loc.diff(), query_start_loc)
+    of_heads = (
+        None if sinks is None or sinks.dim() == 2 else sinks
+    )  # [T, H]: of a caller that has checked them
+    check_attention(*operands, of_heads, alibi_slopes, v.shape[2])
+    return attend_paged(*operands, sinks, alibi_slopes, head_dim_v=v.shape[2], splits=1, **options)

@@ -40,7 +40,7 @@ import triton
 
 from pagebinder.custom_ops.attention.paged import check_attention, check_options
 from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
-from pagebinder.custom_ops.attention.relative import check_bias
+from pagebinder.custom_ops.attention.relative import check_bias, check_sinks
 from pagebinder.custom_ops.triton.attention_kernels import merge_kernel, split_kernel, tile_kernel
 from pagebinder.custom_ops.triton.gpu import has_fp8, multiprocessors, round_splits
 from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
@@ -141,14 +141,25 @@ def paged_attention_lse(q, *operands, **options):
 
 
 def paged_relative_attention(
-    q, kv_cache, block_table, seq_lens, query_start_loc, bias, *, head_dim_v, num_behind, **options
+    q,
+    kv_cache,
+    block_table,
+    seq_lens,
+    query_start_loc,
+    bias,
+    sinks=None,
+    *,
+    head_dim_v,
+    num_behind,
+    **options,
 ):
     """See `paged_relative_attention_reference`."""
     step = (block_table, seq_lens, query_start_loc)
     check_attention(q, kv_cache, *step, None, None, head_dim_v)
     check_bias(q, bias, num_behind)
+    check_sinks(q, sinks)
     relative = {"bias": bias, "num_behind": num_behind}
-    return attend_paged(q, kv_cache, *step, None, None, head_dim_v=head_dim_v, **relative, **options)
+    return attend_paged(q, kv_cache, *step, sinks, None, head_dim_v=head_dim_v, **relative, **options)
 
 
 def _plain(
@@ -187,8 +198,8 @@ def attend_paged(
         v_is_k: the value row is the first DV channels of the key row (latent rows).
         out: contiguous, of any float dtype, to write; None: a new one of q's dtype.
         key_begins: [R] int32, first key of each request that counts. context_only: keys of new tokens do not count.
-        bias: [H, N] by distance, or None; num_behind: its column of distance 0. splits: of contexts; None: to suit
-            the GPU.
+        sinks: [H], or [T, H]. bias: [H, N] or [T, H, N] by distance, or None; num_behind: its column of distance 0.
+        splits: of contexts; None: to suit the GPU.
     """
     check_options(window=window, chunk=chunk, soft_cap=soft_cap)
     (num_tokens, num_heads, head_dim), num_requests = q.shape, len(seq_lens)
@@ -228,15 +239,18 @@ def attend_paged(
     options |= zip(("stride_n", "stride_g", "stride_b"), kv_cache.stride())
     strides = (*q.stride()[:2], block_table.stride(0))
     bias = None if bias is None else bias.contiguous()
-    distances = (num_behind, 0 if bias is None else bias.shape[1] - 1)
+    distances = (num_behind, 0 if bias is None else bias.shape[-1] - 1)
+    bias_stride = bias.stride(0) if bias is not None and bias.dim() == 3 else 0
+    sinks = None if sinks is None else sinks.contiguous()
+    sink_stride = sinks.stride(0) if sinks is not None and sinks.dim() == 2 else 0
     if splits == 1 or not is_decode:
         queries, tile = (rows, decode) if is_decode else (max(prefill[0], rows), DecodeTile(*prefill[1:]))
         grid = (num_tokens // (queries // heads) + num_requests + 1, num_kv_heads * chunks)
         tile_kernel[grid](
             q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, sinks, alibi_slopes, bias, scales, out,
-            lse, *strides, num_tokens, num_requests, num_blocks, capacity, few, scale, soft_cap, *distances,
-            **options, PAIRS=is_decode and in_pairs, BLOCK_M=queries, BLOCK_N=tile.keys, num_warps=tile.warps,
-            num_stages=tile.stages, **(tile.limits if in_pairs else {}),
+            lse, *strides, bias_stride, sink_stride, num_tokens, num_requests, num_blocks, capacity, few, scale,
+            soft_cap, *distances, **options, PAIRS=is_decode and in_pairs, BLOCK_M=queries, BLOCK_N=tile.keys,
+            num_warps=tile.warps, num_stages=tile.stages, **(tile.limits if in_pairs else {}),
         )  # fmt: skip
     if splits == 1:
         return out
@@ -246,13 +260,14 @@ def attend_paged(
     part_lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=q.device)
     split_kernel[splits, num_kv_heads * chunks, num_requests](
         q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, alibi_slopes, bias, scales, parts, part_lse,
-        *strides, num_blocks, capacity, few, row_tokens, scale, soft_cap, *distances, SPLITS=splits, **options,
-        BLOCK_M=rows, BLOCK_N=decode.keys, MIN_KEYS=min_keys_of_split(programs, q.device), PAIRS=in_pairs,
+        *strides, bias_stride, num_blocks, capacity, few, row_tokens, scale, soft_cap, *distances, SPLITS=splits,
+        **options, BLOCK_M=rows, BLOCK_N=decode.keys, MIN_KEYS=min_keys_of_split(programs, q.device), PAIRS=in_pairs,
         num_warps=decode.warps, num_stages=decode.stages, **decode.limits,
     )  # fmt: skip
     merge_kernel[num_requests + 1, num_heads](
-        parts, part_lse, query_start_loc, sinks, out, lse, num_tokens, num_requests, few, row_tokens, SPLITS=splits,
-        BLOCK_SPLITS=triton.next_power_of_2(splits), DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV, PADDING=is_decode,
+        parts, part_lse, query_start_loc, sinks, out, lse, sink_stride, num_tokens, num_requests, few, row_tokens,
+        SPLITS=splits, BLOCK_SPLITS=triton.next_power_of_2(splits), DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV,
+        PADDING=is_decode,
     )  # fmt: skip
     return out
 

@@ -15,10 +15,12 @@ from pagebinder.frontend.leaves.mpnet import MPNET
 from pagebinder.frontend.leaves.ngram_embedding import NGRAM_EMBEDDING, PLE_CONVOLUTION
 from pagebinder.frontend.leaves.pool_indexer import POOL_INDEXER
 from pagebinder.frontend.leaves.qsa_indexer import QSA_INDEXER
+from pagebinder.frontend.leaves.query_bias import INKLING, INKLING_2
 from pagebinder.frontend.leaves.recurrent_gemma import RECURRENT_GEMMA_CONVOLUTION, RG_LRU
 from pagebinder.frontend.leaves.rwkv import RWKV_ATTENTION, RWKV_SHIFT
 from pagebinder.frontend.leaves.short_convolution import SHORT_CONVOLUTION
 from pagebinder.frontend.leaves.sparse_indexer import SPARSE_INDEXER
+from pagebinder.frontend.leaves.token_convolution import TOKEN_CONVOLUTION
 from pagebinder.frontend.leaves.xlstm import MLSTM
 from pagebinder.frontend.leaves.xmod import XMOD_ADAPTERS
 from pagebinder.frontend.leaves.zaya import ZAYA
@@ -53,6 +55,9 @@ LEAVES: tuple[Leaf, ...] = (
     MPNET,
     XMOD_ADAPTERS,
     ZAYA,
+    INKLING,
+    INKLING_2,
+    TOKEN_CONVOLUTION,
     *MOE_LEAVES,
 )
 

@@ -162,6 +162,14 @@ def swapped(module, name: str, ours: Callable) -> Iterator[None]:
         setattr(module, name, before)
 
 
+def restore_forward(module: torch.nn.Module, before) -> None:
+    """`before` None: the class's own, found again when ours is gone."""
+    if before is None:
+        del module.forward
+    else:
+        module.forward = before
+
+
 def _named_parameters(function: Callable) -> list[str]:
     parameters = inspect.signature(function).parameters.items()
     return [name for name, p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

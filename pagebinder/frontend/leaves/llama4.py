@@ -2,12 +2,7 @@
 
 The source scales queries by a function of `torch.arange(tokens)` plus what its own cache holds. Captured without
 that cache, row i of any step would count as position i. While capturing, `torch.arange` inside these layers'
-forward answers the positions of the call instead. For the whole sequence that the source is defined on it is the
-same tensor, and the formula stays the source's own.
-
-    row of a step      0   1   2   3         chunked prefill of positions 40 to 43
-    torch.arange       0   1   2   3         wrong from the second step on, and in every batch
-    positions         40  41  42  43         what the source computes with its cache
+forward answers the positions of the call instead.
 """
 
 from __future__ import annotations
@@ -17,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.base import Leaf, restore_forward
+from pagebinder.frontend.leaves.positions_for_arange import PositionsForArange
 
 DECODER_LAYER = "Llama4TextDecoderLayer"
 
@@ -65,50 +60,17 @@ class QueryTemperature(Leaf):
             kept["positions"] = kwargs.get("position_ids")
 
         def forward_with_positions(hidden_states, *args, **kwargs):
-            mode = _PositionsForArange(self, kept.pop("positions", None), hidden_states.shape[1])
+            positions = kept.pop("positions", None)
+            mode = PositionsForArange(self, positions, hidden_states.shape[1], DECODER_LAYER)
             with mode:
                 out = forward(hidden_states, *args, **kwargs)
-            if mode.num_answered != 1:
-                raise CaptureError(self._changed(f"it numbers its rows {mode.num_answered} times, not once"))
+            mode.require_answered(1)
             return out
 
         undo.callback(layer.register_forward_pre_hook(keep_positions, with_kwargs=True).remove)
         before = attention.__dict__.get("forward")  # None: the class's own, found again when ours is gone
         attention.forward = forward_with_positions
-        undo.callback(_restore_forward, attention, before)
-
-
-class _PositionsForArange(TorchFunctionMode):
-    """`torch.arange(num_tokens)` answers the positions [1, num_tokens] of the call as [num_tokens]."""
-
-    def __init__(self, leaf: Leaf, positions: torch.Tensor | None, num_tokens) -> None:
-        super().__init__()
-        self.leaf = leaf
-        self.positions = positions
-        self.num_tokens = num_tokens
-        self.num_answered = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is not torch.arange:
-            return func(*args, **kwargs)
-        if len(args) != 1 or set(kwargs) - {"device"} or args[0] != self.num_tokens:
-            raise CaptureError(
-                self.leaf._changed("it takes an arange that does not number the rows of the call")
-            )
-        if self.positions is None or self.positions.shape[0] != 1:
-            raise CaptureError(
-                self.leaf._changed(f"{DECODER_LAYER} is not told the positions of one sequence")
-            )
-        self.num_answered += 1
-        return self.positions[0]
-
-
-def _restore_forward(module: torch.nn.Module, before) -> None:
-    if before is None:
-        del module.forward
-    else:
-        module.forward = before
+        undo.callback(restore_forward, attention, before)
 
 
 QUERY_TEMPERATURE = QueryTemperature(

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 import pagebinder.custom_ops.sparse.semantic  # noqa: F401  (registers the op)
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import IMPLEMENTATION, CausalMask
-from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.base import Leaf, restore_forward
 
 # Seen to compute the above. Attention modules with other indexers (of pooled keys) are refused, see
 # `unsupported.py`.
@@ -159,14 +159,6 @@ class SparseIndexer(Leaf):
         taker = KeyTaker()
         with _Scoring(self, taker):
             return forward(*args, **{**kwargs, "past_key_values": taker})
-
-
-def restore_forward(module: torch.nn.Module, before) -> None:
-    """`before` None: the class's own, found again when ours is gone."""
-    if before is None:
-        del module.forward
-    else:
-        module.forward = before
 
 
 def with_mask(module, args, kwargs):

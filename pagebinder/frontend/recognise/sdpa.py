@@ -5,6 +5,11 @@ Matches:
 Replaces with:
     pagebinder.attention(q [T, H, D], k [T, G, D], v [T, G, Dv], None, alibi_slopes, scale, window, causal)
 
+Matches:
+    sdpa(q [.., T, .., M, D], k [.., T, .., N, D], v, no mask)    each token attends to things of its own
+Replaces with:
+    softmax(q k' scale) v, as matmul and softmax
+
 Keys that were repeated for grouped heads are unwrapped, so that the cache stores each KV head once.
 """
 
@@ -19,6 +24,7 @@ from pagebinder.frontend.alibi_proof import classify_bias, prove_alibi
 from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask, prove_terms
 from pagebinder.frontend.recognise.operands import Operand, flat_heads, from_flat_heads, stripped, unrepeated
 from pagebinder.frontend.recognise.slopes import SlopeConstants
+from pagebinder.frontend.token_dims import token_dims
 from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, source_line, val
 from pagebinder.report import Match, PassResult, Refusal
 
@@ -35,8 +41,11 @@ def recognise_sdpa(gm: GraphModule) -> PassResult:
     constants = SlopeConstants(gm)
     for sdpa in calls(gm.graph, aten.scaled_dot_product_attention.default):
         try:
-            facts, slopes = _mask_of(sdpa, proofs)
-            match = _rewrite(gm, sdpa, facts, slopes, constants)
+            if _is_within_tokens(sdpa):
+                match = _rewrite_within_tokens(gm, sdpa)
+            else:
+                facts, slopes = _mask_of(sdpa, proofs)
+                match = _rewrite(gm, sdpa, facts, slopes, constants)
         except MaskNotProven as miss:
             result.refusals.append(
                 Refusal(pattern=PATTERN, reason=str(miss), source_line=source_line(sdpa), **describe(sdpa))
@@ -115,6 +124,31 @@ def _rewrite(
     gm.graph.erase_node(sdpa)  # it may use dropout, so dead-code elimination takes it for impure
     detail = facts.describe() + ("" if slopes is None else ", ALiBi")
     return Match(pattern=PATTERN, detail=detail, **describe(op))
+
+
+def _is_within_tokens(sdpa: Node) -> bool:
+    """Are the tokens a dimension before queries and keys, which are then of one token, all of them seen?"""
+    dims = [token_dims(x) for x in sdpa.args[:3]]
+    before = dims[0] and dims[0] == dims[1] == dims[2] and max(dims[0]) < val(sdpa.args[0]).dim() - 2
+    masked = arg(sdpa, 3, "attn_mask") is not None or arg(sdpa, 5, "is_causal", False)
+    dropped, grouped = arg(sdpa, 4, "dropout_p", 0.0), arg(sdpa, 7, "enable_gqa", False)
+    return bool(before and len({val(x).dim() for x in sdpa.args[:3]}) == 1) and not (
+        masked or dropped or grouped
+    )
+
+
+def _rewrite_within_tokens(gm: GraphModule, sdpa: Node) -> Match:
+    q, k, v = sdpa.args[:3]
+    scale = arg(sdpa, 6, "scale")
+    scale = val(q).shape[-1] ** -0.5 if scale is None else float(scale)
+    across = insert_call(gm.graph, sdpa, aten.transpose.int, (k, -2, -1))
+    scores = insert_call(gm.graph, sdpa, aten.matmul.default, (q, across))
+    scores = insert_call(gm.graph, sdpa, aten.mul.Tensor, (scores, scale))
+    weights = insert_call(gm.graph, sdpa, aten.softmax.int, (scores, -1))
+    out = insert_call(gm.graph, sdpa, aten.matmul.default, (weights, v))
+    sdpa.replace_all_uses_with(out)
+    gm.graph.erase_node(sdpa)
+    return Match(pattern=PATTERN, detail="within each token", **describe(out))
 
 
 def _is_heads_by_tokens(x: torch.Tensor) -> bool:

@@ -135,6 +135,17 @@ def attend_by_distance(dtype, *, new, requests=4, heads=16, head_dim=64) -> None
     packed_attention.packed_relative_attention(q, q, q, starts, bias, causal=False, **options)
 
 
+def attend_by_query(dtype, *, new, requests=4, heads=64, kv_heads=8, head_dim=128, extent=1024) -> None:
+    """Inkling: a bias and sinks of every query's own, in a window."""
+    q = torch.empty(requests * new, heads, head_dim, dtype=dtype)
+    cache = torch.empty(4, kv_heads, 64, 2 * head_dim, dtype=dtype)
+    bias, sinks = torch.empty(len(q), heads, extent + 1, dtype=dtype), torch.empty(len(q), heads)
+    step = (torch.empty(requests, 64), torch.empty(requests), torch.empty(requests + 1))
+    options = {"scale": 1.0, "num_behind": extent, "window": 512}
+    operands = (q, cache, *(x.int() for x in step), bias, sinks)
+    paged_attention.paged_relative_attention(*operands, head_dim_v=head_dim, **options)
+
+
 def attend_to_groups(dtype, *, new, ratio, requests=4, heads=16, kv_heads=2, head_dim=256) -> None:
     """Groups of `ratio` keys that each query chooses: every query is a request of small blocks."""
     q = torch.empty(requests * new, heads, head_dim, dtype=dtype)
@@ -283,6 +294,8 @@ def main() -> None:
         mix_codes(torch.float32, 64, "int8")
     attend(torch.bfloat16, 128, new=1, codes="fp8_e4m3")
     attend_by_distance(torch.bfloat16, new=64)
+    attend_by_query(torch.bfloat16, new=1)
+    attend_by_query(torch.bfloat16, new=64)
     attend_to_groups(torch.bfloat16, new=1, ratio=16)
     attend_to_groups(torch.bfloat16, new=128, ratio=4)
     attend_latent(torch.bfloat16)

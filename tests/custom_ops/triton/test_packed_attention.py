@@ -9,7 +9,9 @@ from pagebinder.custom_ops.attention.packed import packed_attention_reference
 from tests.custom_ops.test_packed_attention import OPTIONS, PADDING, operands
 from tests.custom_ops.test_relative_attention import (  # noqa: F401  (run here with the provider of this folder)
     test_a_kernel_refuses_a_bias_that_does_not_fit,
+    test_a_kernel_refuses_sinks_that_do_not_fit,
     test_the_packed_kernel_is_the_reference,
+    test_the_paged_kernel_in_every_form,
     test_the_paged_kernel_is_the_reference,
 )
 from tests.custom_ops.triton.test_paged_attention import assert_close

@@ -15,38 +15,71 @@ namespace {
 using namespace pagebinder;
 
 constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr int64_t MIN_SHARED = 1 << 15;  // numbers that are worth waking threads for
+
+// A bias [H, N], or [T, H, N], in log2 units.
+struct Widening {
+  const Tensor& bias;
+  float* to;
+  int num_workers;
+};
 
 template <class T>
-void scale_rows(const Tensor& from, float* to) {
-  const T* rows = static_cast<const T*>(from.const_data_ptr());
-  for (int64_t row = 0; row < from.size(0); ++row)
-    for (int64_t column = 0; column < from.size(1); ++column)
-      *to++ = static_cast<float>(rows[row * from.stride(0) + column * from.stride(1)]) * LOG2_E;
+void widen(const Widening& w, int worker) {
+  const bool by_token = w.bias.dim() == 3;
+  const int64_t heads = w.bias.size(by_token), columns = w.bias.size(by_token + 1);
+  const int64_t rows = (by_token ? w.bias.size(0) : 1) * heads;
+  const int64_t token_stride = by_token ? w.bias.stride(0) : 0, head_stride = w.bias.stride(by_token);
+  const int64_t stride = w.bias.stride(by_token + 1);
+  const T* from = static_cast<const T*>(w.bias.const_data_ptr());
+  for (int64_t row = rows * worker / w.num_workers; row < rows * (worker + 1) / w.num_workers; ++row) {
+    const T* at = from + row / heads * token_stride + row % heads * head_stride;
+    float* to = w.to + row * columns;
+    if (stride == 1) {
+      for (int64_t i = 0; i < columns; ++i) to[i] = static_cast<float>(at[i]) * LOG2_E;
+    } else {
+      for (int64_t i = 0; i < columns; ++i) to[i] = static_cast<float>(at[i * stride]) * LOG2_E;
+    }
+  }
 }
 
-// A bias [H, N] in log2 units, in memory of this thread that the next call writes again.
-const float* log2_bias(const Tensor& bias) {
-  static thread_local Buffer buffer;
-  float* to = buffer.at_least<float>(bias.size(0) * bias.size(1));
-  switch (bias.scalar_type()) {
-    case ScalarType::Float: scale_rows<float>(bias, to); break;
-    case ScalarType::BFloat16: scale_rows<c10::BFloat16>(bias, to); break;
-    case ScalarType::Half: scale_rows<c10::Half>(bias, to); break;
-    default: PB_CHECK(false, "bias must be float32, bfloat16 or float16");
+void widen_part(void* context, int worker) {
+  const Widening& w = *static_cast<const Widening*>(context);
+  switch (w.bias.scalar_type()) {
+    case ScalarType::Float: return widen<float>(w, worker);
+    case ScalarType::BFloat16: return widen<c10::BFloat16>(w, worker);
+    default: return widen<c10::Half>(w, worker);
   }
-  return to;
+}
+
+// In memory of this thread that the next call writes again.
+const float* log2_bias(const Tensor& bias, const AttentionArgs& a) {
+  static thread_local Buffer buffer;
+  const ScalarType type = bias.scalar_type();
+  PB_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+           "bias must be float32, bfloat16 or float16");
+  PB_CHECK(bias.numel() <= std::numeric_limits<int32_t>::max(), "bias is too large");
+  const bool alone = bias.numel() < MIN_SHARED;
+  Widening w{bias, buffer.at_least<float>(bias.numel()), alone ? 1 : a.num_threads};
+  if (alone) widen_part(&w, 0);
+  else a.run(w.num_workers, widen_part, &w);
+  return w.to;
 }
 
 Tensor paged_relative_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
                                 const Tensor& seq_lens, const Tensor& query_start_loc, const Tensor& bias,
-                                int64_t head_dim_v, double scale, int64_t num_behind, bool causal) {
+                                std::optional<Tensor> sinks, int64_t head_dim_v, double scale, int64_t num_behind,
+                                std::optional<int64_t> window, bool causal) {
   AttentionArgs a = attention_args(q, kv_cache, block_table, seq_lens, query_start_loc, std::nullopt, std::nullopt,
-                                   head_dim_v, scale, std::nullopt, std::nullopt, std::nullopt, causal);
+                                   head_dim_v, scale, window, std::nullopt, std::nullopt, causal);
   check_plain_rows(q, kv_cache, head_dim_v);
-  PB_CHECK(bias.dim() == 2 && bias.size(0) == a.num_heads && num_behind >= 0 && num_behind < bias.size(1),
-           "bias must be [H, N] with num_behind one of its columns");
-  PB_CHECK(bias.size(0) * bias.size(1) <= std::numeric_limits<int32_t>::max(), "bias is too large");
-  a.bias = log2_bias(bias), a.bias_columns = bias.size(1), a.num_behind = num_behind;
+  const bool by_token = bias.dim() == 3;
+  PB_CHECK((bias.dim() == 2 || (by_token && bias.size(0) == a.num_tokens)) && bias.size(by_token) == a.num_heads &&
+               num_behind >= 0 && num_behind < bias.size(by_token + 1),
+           "bias must be [H, N] or [T, H, N] with num_behind one of its columns");
+  a.sinks = head_or_token_data(sinks, a.num_tokens, a.num_heads, a.sinks_token_stride, "sinks");
+  a.bias = log2_bias(bias, a), a.bias_columns = bias.size(by_token + 1), a.num_behind = num_behind;
+  a.bias_token_stride = by_token ? a.num_heads * a.bias_columns : 0;
   Tensor out = new_tensor({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
   a.out = data(out);
   attend_or_throw(q.scalar_type(), a, "paged_relative_attention");

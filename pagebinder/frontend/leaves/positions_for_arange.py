@@ -1,0 +1,53 @@
+"""Positions of the call, for layers that number their rows by `torch.arange` while they are traced.
+
+    row of a step      0   1   2   3         chunked prefill of positions 40 to 43
+    torch.arange       0   1   2   3         wrong from the second step on, and in every batch
+    positions         40  41  42  43         what the source computes with its cache
+
+For the whole sequence that the source is defined on it is the same tensor, and the formula stays the source's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pagebinder.errors import CaptureError
+from pagebinder.frontend.leaves.base import Leaf
+
+
+class PositionsForArange(TorchFunctionMode):
+    """`torch.arange(num_tokens)` answers the positions [1, num_tokens] of the call as [num_tokens].
+
+    giver: the class that should have told the positions, for errors. num_answered: how often it was asked.
+
+    Raises:
+        CaptureError: an arange of something else, or no positions of one sequence.
+    """
+
+    def __init__(self, leaf: Leaf, positions: torch.Tensor | None, num_tokens, giver: str) -> None:
+        super().__init__()
+        self.leaf = leaf
+        self.positions = positions
+        self.num_tokens = num_tokens
+        self.giver = giver
+        self.num_answered = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.arange:
+            return func(*args, **kwargs)
+        if len(args) != 1 or set(kwargs) - {"device"} or args[0] != self.num_tokens:
+            raise CaptureError(
+                self.leaf._changed("it takes an arange that does not number the rows of the call")
+            )
+        if self.positions is None or self.positions.shape[0] != 1:
+            raise CaptureError(self.leaf._changed(f"{self.giver} is not told the positions of one sequence"))
+        self.num_answered += 1
+        return self.positions[0]
+
+    def require_answered(self, times: int) -> None:
+        """Raises CaptureError: it was asked more or fewer times."""
+        if self.num_answered != times:
+            what = f"it numbers its rows {self.num_answered} times, not {times}"
+            raise CaptureError(self.leaf._changed(what))

@@ -1,0 +1,108 @@
+"""Leaf: Inkling's relative bias, by distance and by query.
+
+    source    rel_logits [T, H, E] = relative states . profiles,  gathered to [T, H, keys], 0 from distance E on
+    here      bias [T, H, E + 1] by distance, which `relative_attention` looks up for each key
+
+    distance     E and beyond   E-1    ..    1    0        E: how far back there is a bias
+    bias         0              profiles, mixed by the query's relative states
+    column       0              1      ..   E-1   E = num_behind
+
+The source's positions of queries and keys are its row numbers: the bias needs none, and Inkling's scaling of long
+contexts is given the positions of the call. The module that makes the bias runs beside ours before the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn.functional import pad
+
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
+from pagebinder.errors import CaptureError
+from pagebinder.frontend.leaves.base import Leaf, restore_forward
+from pagebinder.frontend.leaves.positions_for_arange import PositionsForArange
+from pagebinder.frontend.position_bias import BY_QUERY
+
+BIAS_MODULE = "rel_logits_proj"
+PROBED_TOKENS, PROBED_HEADS, PROBED_EXTENT = 11, 2, 5
+ARANGES = 2  # of queries and of keys
+
+
+def bias_by_distance(self, relative_states, query_positions, key_positions):
+    """InklingRelativeLogits.forward: [1, T, H, d] -> [1, H, T, E + 1], as the head of this file says."""
+    return (relative_states @ pad(self.proj.flip(-1), (1, 0))).transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryBias(Leaf):
+    """For the attention modules; text_model: the class that is told the positions."""
+
+    text_model: str
+
+    @contextlib.contextmanager
+    def patched(self, model: torch.nn.Module) -> Iterator[None]:
+        """Raises CaptureError: the bias is another one, or (while tracing) rows are numbered otherwise."""
+        kept: dict[str, torch.Tensor | None] = {}
+
+        def keep_positions(module, args, kwargs):
+            kept["positions"] = kwargs.get("position_ids")
+
+        with contextlib.ExitStack() as undo:
+            for module in self.modules(model).values():
+                bias = getattr(module, BIAS_MODULE)
+                self._prove(bias)
+                undo.callback(BY_QUERY.pop, module)
+                BY_QUERY[module] = bias.rel_extent
+                undo.callback(restore_forward, module, module.__dict__.get("forward"))
+                module.forward = partial(self._with_positions, module.forward, kept)
+            for module in model.modules():
+                if type(module).__name__ == self.text_model:
+                    undo.callback(module.register_forward_pre_hook(keep_positions, with_kwargs=True).remove)
+            undo.enter_context(Leaf.patched(self, model))
+            yield
+
+    def _with_positions(self, forward, kept: dict, *args, hidden_states, **kwargs):
+        mode = PositionsForArange(self, kept.get("positions"), hidden_states.shape[1], self.text_model)
+        with mode:
+            out = forward(*args, hidden_states=hidden_states, **kwargs)
+        mode.require_answered(ARANGES)
+        return out
+
+    def _prove(self, module: torch.nn.Module) -> None:
+        """Does a module of this class with random profiles give what ours does?"""
+        with torch.device("cpu"):
+            small = type(module)(module.proj.shape[0], PROBED_EXTENT)
+        generator = torch.Generator().manual_seed(0)
+        p = torch.arange(PROBED_TOKENS)
+        with torch.no_grad():
+            small.float().proj.copy_(torch.randn(small.proj.shape, generator=generator))
+            states = torch.randn(1, len(p), PROBED_HEADS, small.proj.shape[0], generator=generator)
+            theirs = small(states, p, p)
+            ours = bias_by_distance(small, states, p, p)
+        column = (p[None] - p[:, None] + PROBED_EXTENT).clamp(0, PROBED_EXTENT)
+        ours = ours.gather(-1, column.expand_as(theirs))
+        seen = p[None] <= p[:, None]
+        if not torch.allclose(theirs[..., seen], ours[..., seen], atol=1e-5):
+            raise CaptureError(self._changed(f"{type(module).__name__} computes something else"))
+
+
+INKLING = QueryBias(
+    name="bias by query",
+    classes=("InklingAttention",),
+    text_model="InklingTextModel",
+    functions={"InklingRelativeLogits.forward": bias_by_distance},
+    emits=(torch.ops.pagebinder.relative_attention.default,),
+    seen_on=("5.17", "5.23"),
+)
+INKLING_2 = QueryBias(
+    name="bias by query",
+    classes=("Inkling2SlidingAttention", "Inkling2FullAttention"),
+    text_model="Inkling2TextModel",
+    functions={"Inkling2RelativeLogits.forward": bias_by_distance},
+    emits=(torch.ops.pagebinder.relative_attention.default,),
+    seen_on=("5.23",),
+)
