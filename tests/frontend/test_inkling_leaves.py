@@ -1,0 +1,128 @@
+"""Leaves of Inkling and Inkling 2: biases by query, positions, convolutions by taps of each token."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from pagebinder import CaptureError, compile_model
+from pagebinder.frontend.capture import capture
+from pagebinder.frontend.leaves.query_bias import INKLING, INKLING_2
+from pagebinder.frontend.leaves.token_convolution import TOKEN_CONVOLUTION, rows_back
+from pagebinder.frontend.source import source_from_module
+from pagebinder.graph_tools import calls
+from tests.graphs import count
+from tests.helpers import assert_serves_as_source
+from tests.zoo.architectures import architectures
+from tests.zoo.tiny_configs import tiny_config, tiny_model
+
+OPS = torch.ops.pagebinder
+NAMES = ("inkling_text", "inkling2_text")
+LEAVES = {"inkling_text": (INKLING,), "inkling2_text": (INKLING_2, TOKEN_CONVOLUTION)}
+CONVOLUTIONS = {
+    "inkling_text": 16,
+    "inkling2_text": 12 + 4 * 3,
+}  # of 4 layers; 3 for each of taps of a token's own
+
+
+def architecture(name):
+    found = next((a for a in architectures("causal") if a.name == name), None)
+    if found is None:
+        pytest.skip(f"this release of transformers has no {name}")
+    return found
+
+
+@functools.cache
+def built(name: str) -> torch.nn.Module:
+    """A tiny model in which no parameter is left at 0, as some are where models are made."""
+    model, generator = tiny_model(architecture(name)), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def ids_of(length: int) -> torch.Tensor:
+    return torch.randint(6, 120, (length,), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_captured_graph_has_the_ops_and_equals_the_source(name):
+    model = built(name)
+    gm = capture(source_from_module(model))[0]
+    nodes = list(calls(gm.graph, OPS.relative_attention.default))
+    windows = [node.kwargs.get("window") for node in nodes]
+    assert windows == [12, None, 12, None] and not count(gm, OPS.attention.default)
+    assert [node.kwargs["num_behind"] for node in nodes] == [12, 10, 12, 10]
+    assert [node.args[4] is not None for node in nodes] == [name == "inkling2_text"] * 4  # sinks
+    assert count(gm, OPS.short_conv.default) == CONVOLUTIONS[name]
+    for length in (2, 11, 47):
+        ids = ids_of(length)
+        with torch.no_grad():
+            expected = model(input_ids=ids[None], use_cache=False).logits[0]
+        assert float((gm(ids, torch.arange(length)) - expected).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_contexts_are_scaled_by_position(name):
+    """From 8 tokens on: the same tokens later in a sequence get other logits."""
+    gm = capture(source_from_module(built(name)))[0]
+    assert not count(gm, torch.ops.aten.arange.default)
+    with torch.no_grad():
+        first, later = (gm(ids_of(9), torch.arange(begin, begin + 9)) for begin in (0, 500))
+    assert (later - first).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_patched_is_put_back(name):
+    before = [dict(m.__dict__) for m in built(name).modules()]
+    for leaf in LEAVES[name]:
+        with leaf.patched(built(name)):
+            pass
+    assert [dict(m.__dict__) for m in built(name).modules()] == before
+
+
+@pytest.mark.parametrize("executable", ["eager", "inductor"])
+@pytest.mark.parametrize("name", NAMES)
+def test_served_tokens_are_the_source_models(name, executable):
+    assert_serves_as_source(built(name), ids_of, executable)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_bias_or_convolution_is_refused_even_without_weights(name, monkeypatch):
+    """Each leaf runs the source's own method beside its own."""
+    with torch.device("meta"):
+        model = architecture(name).model_class(tiny_config(architecture(name))).eval()
+    attention = model.model.layers[1].self_attn  # of all tokens
+    parts = [attention.rel_logits_proj] + [attention.k_sconv] * (name == "inkling2_text")
+    for leaf, part in zip(LEAVES[name], parts, strict=True):
+        forward = type(part).forward
+        with monkeypatch.context() as patch:
+            patch.setattr(type(part), "forward", lambda *args, forward=forward: 1.5 * forward(*args))
+            with pytest.raises(CaptureError, match="computes something else"), leaf.patched(model):
+                pass
+        with leaf.patched(model):
+            pass
+
+
+def test_rows_that_are_numbered_more_often_are_refused(monkeypatch):
+    attention = type(built(NAMES[0]).model.layers[0].self_attn)
+    forward = attention.forward
+
+    def numbers_thrice(self, hidden_states, **kwargs):
+        torch.arange(hidden_states.shape[1])
+        return forward(self, hidden_states, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", numbers_thrice)
+    with pytest.raises(CaptureError, match="numbers its rows 3 times, not 2"):
+        compile_model(built(NAMES[0]))
+
+
+def test_rows_back_are_exact():
+    x = torch.randn(9, 5)
+    for lag in range(4):
+        expected = torch.cat([torch.zeros(lag, 5), x[: 9 - lag]])
+        assert torch.equal(rows_back(x, lag), expected)
