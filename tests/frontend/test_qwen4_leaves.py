@@ -8,12 +8,13 @@ import functools
 import pytest
 import torch
 
-from pagebinder import CaptureError, CompileConfig, ConfigError, EngineConfig, SamplingParams, compile_model
+from pagebinder import CaptureError, CompileConfig, ConfigError, compile_model
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.leaves.ngram_embedding import NGRAM_EMBEDDING, PLE_CONVOLUTION, earlier_tokens
 from pagebinder.frontend.leaves.qsa_indexer import QSA_INDEXER, pairs_last
 from pagebinder.frontend.source import source_from_module
 from tests.graphs import count
+from tests.helpers import assert_serves_as_source
 from tests.zoo.architectures import architectures
 from tests.zoo.tiny_configs import tiny_config, tiny_model
 
@@ -64,36 +65,10 @@ def test_what_is_patched_is_put_back():
     assert "modeling_qwen4_exp" in type(built().model.layers[0].ple)._short_conv.__module__
 
 
-def assert_greedy(prompts, outputs) -> None:
-    for ids, output in zip(prompts, outputs, strict=True):
-        whole = torch.tensor([ids + list(output.token_ids)])
-        with torch.no_grad():
-            best = built()(input_ids=whole, use_cache=False).logits[0, len(ids) - 1 : -1].argmax(-1)
-        assert list(output.token_ids) == best.tolist()
-
-
 @pytest.mark.parametrize("executable", ["eager", "inductor"])
 def test_served_tokens_are_the_source_models(executable):
-    """Chunks, a cached prefix, ends of text in prompts; then a cache so small that requests are preempted."""
-    compiled = compile_model(built(), CompileConfig(executable=executable))
-    roomy = compiled.engine(EngineConfig(num_kv_blocks=200, max_num_batched_tokens=24, check_integrity=True))
-    prompts = [ids_with_ends(n).tolist() for n in (150, 9, 1)]
-    prompts.append(prompts[0] + prompts[1])
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    for _ in range(2):
-        assert_greedy(prompts, roomy.generate(prompts, params))
-    assert roomy.stats().prefix_hit_tokens
-    tight = compiled.engine(
-        EngineConfig(
-            num_kv_blocks=compiled.kv_spec.min_blocks(200, 16) + 3,
-            max_num_batched_tokens=16,
-            check_integrity=True,
-        )
-    )
-    crowd = [ids_with_ends(n).tolist() for n in (100, 50, 60, 61)]
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    assert_greedy(crowd, tight.generate(crowd, params))
-    assert tight.stats().preemptions
+    """Of prompts with ends of text."""
+    assert_serves_as_source(built(), ids_with_ends, executable)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
