@@ -1,8 +1,9 @@
-"""Tiny models whose weights make errors visible, shared by the tests."""
+"""Tiny models whose weights make errors visible, and what their engines must serve; shared by the tests."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+
+from pagebinder import CompileConfig, EngineConfig, SamplingParams, compile_model
 
 VOCAB_SIZE = 128
 
@@ -176,3 +179,40 @@ def tiny_lfm2(**overrides) -> PreTrainedModel:
     """Short convolutions of three taps between attention layers."""
     options = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False}
     return scale_weights(Lfm2ForCausalLM(Lfm2Config(**{**_MIXED, **options, **overrides})))
+
+
+# ---- served tokens beside the source's -------------------------------------------------------------------------
+
+
+def assert_source_chooses(model: PreTrainedModel, prompts: list[list[int]], outputs) -> None:
+    """Every served token is the first of the source's largest logits, given all before it; one run a sequence."""
+    for ids, output in zip(prompts, outputs, strict=True):
+        whole = torch.tensor([ids + list(output.token_ids)])
+        with torch.no_grad():
+            best = model(input_ids=whole, use_cache=False).logits[0, len(ids) - 1 : -1].argmax(-1)
+        assert list(output.token_ids) == best.tolist()
+
+
+def assert_serves_as_source(
+    model: PreTrainedModel, ids_of: Callable[[int], torch.Tensor], executable: str
+) -> None:
+    """In chunks and from a cached prefix; then with a cache so small that requests are preempted.
+
+    ids_of: length -> token ids of a prompt.
+    """
+    compiled = compile_model(model, CompileConfig(executable=executable))
+    roomy = compiled.engine(EngineConfig(num_kv_blocks=200, max_num_batched_tokens=24, check_integrity=True))
+    prompts = [ids_of(n).tolist() for n in (150, 9, 1)]
+    prompts.append(prompts[0] + prompts[1])
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    for _ in range(2):
+        assert_source_chooses(model, prompts, roomy.generate(prompts, params))
+    assert roomy.stats().prefix_hit_tokens
+    blocks = compiled.kv_spec.min_blocks(200, 16) + 3
+    tight = compiled.engine(
+        EngineConfig(num_kv_blocks=blocks, max_num_batched_tokens=16, check_integrity=True)
+    )
+    crowd = [ids_of(n).tolist() for n in (100, 50, 60, 61)]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    assert_source_chooses(model, crowd, tight.generate(crowd, params))
+    assert tight.stats().preemptions

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.custom_ops.attention.qk_norm_rope_write import STYLES
+from pagebinder.custom_ops.attention.qk_norm_rope_write import STYLES, turned_channels
 from pagebinder.graph_tools import CASTS, arg, aten, calls, describe, finish, insert_call, is_call, val
 from pagebinder.passes.trailing_rope import NotThisRope, refusal, require, table_rows
 from pagebinder.report import Match, PassResult
@@ -208,9 +208,9 @@ def _check_pair(q: Turned, k: Turned, write: Node) -> None:
     require(cos.dtype in (dtype, torch.float32), f"the angles are {cos.dtype}")
     computed = {val(heads.rope).dtype for heads in (q, k)}
     require(computed == {torch.promote_types(dtype, cos.dtype)}, "the rotation is computed in another dtype")
-    width = val(q.rope.args[0]).shape[-1]
-    columns = width if q.rope.kwargs["style"] == "half" else width // 2
-    require(cos.shape[-1] == columns == val(q.rope.args[2]).shape[-1], "not all channels of a rotation turn")
+    width, num_turned = val(q.rope.args[0]).shape[-1], turned_channels(cos, q.rope.kwargs["style"])
+    is_whole = num_turned == width and val(q.rope.args[2]).shape[-1] == cos.shape[-1]
+    require(is_whole, "not all channels of a rotation turn")
     require(val(k.rope.args[0]).shape[-1] == width, "q and k turn in different numbers of channels")
 
 

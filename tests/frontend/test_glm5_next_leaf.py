@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams, compile_model
+from pagebinder import CaptureError
 from pagebinder.frontend.attention_interface import (
     LATENT_ATTENTIONS,
     CausalMask,
@@ -23,7 +23,7 @@ from pagebinder.frontend.leaves.pool_indexer import POOL_INDEXER, choose, chosen
 from pagebinder.frontend.source import source_from_module
 from pagebinder.graph_tools import calls
 from tests.graphs import count
-from tests.helpers import by_day
+from tests.helpers import assert_serves_as_source, by_day
 from tests.zoo.architectures import architectures
 from tests.zoo.tiny_configs import telling_weights, tiny_config, tiny_model
 
@@ -143,31 +143,9 @@ def test_without_our_attention_function_nothing_is_patched():
         assert not any(m._forward_pre_hooks for m in built().modules())
 
 
-def assert_greedy(prompts, outputs) -> None:
-    for ids, output in zip(prompts, outputs, strict=True):
-        best = logits(built(), torch.tensor(ids + list(output.token_ids)))[len(ids) - 1 : -1].argmax(-1)
-        assert list(output.token_ids) == best.tolist()
-
-
 @pytest.mark.parametrize("executable", by_day(["eager", "inductor"], ["eager"]))
 def test_served_tokens_are_the_source_models(executable):
-    """Chunks, a cached prefix; then a cache so small that requests are preempted."""
-    compiled = compile_model(built(), CompileConfig(executable=executable))
-    roomy = compiled.engine(EngineConfig(num_kv_blocks=200, max_num_batched_tokens=24, check_integrity=True))
-    prompts = [ids_of(n).tolist() for n in (150, 9, 1)]
-    prompts.append(prompts[0] + prompts[1])
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    for _ in range(2):
-        assert_greedy(prompts, roomy.generate(prompts, params))
-    assert roomy.stats().prefix_hit_tokens
-    blocks = compiled.kv_spec.min_blocks(200, 16) + 3
-    tight = compiled.engine(
-        EngineConfig(num_kv_blocks=blocks, max_num_batched_tokens=16, check_integrity=True)
-    )
-    crowd = [ids_of(n).tolist() for n in (100, 50, 60, 61)]
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    assert_greedy(crowd, tight.generate(crowd, params))
-    assert tight.stats().preemptions
+    assert_serves_as_source(built(), ids_of, executable)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------

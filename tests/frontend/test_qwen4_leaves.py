@@ -8,12 +8,13 @@ import functools
 import pytest
 import torch
 
-from pagebinder import CaptureError, CompileConfig, ConfigError, EngineConfig, SamplingParams, compile_model
+from pagebinder import CaptureError, CompileConfig, ConfigError, compile_model
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.leaves.ngram_embedding import NGRAM_EMBEDDING, PLE_CONVOLUTION, earlier_tokens
 from pagebinder.frontend.leaves.qsa_indexer import QSA_INDEXER, pairs_last
-from pagebinder.frontend.source import source_from_module
+from pagebinder.frontend.source import source_from_config, source_from_module
 from tests.graphs import count
+from tests.helpers import assert_serves_as_source
 from tests.zoo.architectures import architectures
 from tests.zoo.tiny_configs import tiny_config, tiny_model
 
@@ -64,36 +65,10 @@ def test_what_is_patched_is_put_back():
     assert "modeling_qwen4_exp" in type(built().model.layers[0].ple)._short_conv.__module__
 
 
-def assert_greedy(prompts, outputs) -> None:
-    for ids, output in zip(prompts, outputs, strict=True):
-        whole = torch.tensor([ids + list(output.token_ids)])
-        with torch.no_grad():
-            best = built()(input_ids=whole, use_cache=False).logits[0, len(ids) - 1 : -1].argmax(-1)
-        assert list(output.token_ids) == best.tolist()
-
-
 @pytest.mark.parametrize("executable", ["eager", "inductor"])
 def test_served_tokens_are_the_source_models(executable):
-    """Chunks, a cached prefix, ends of text in prompts; then a cache so small that requests are preempted."""
-    compiled = compile_model(built(), CompileConfig(executable=executable))
-    roomy = compiled.engine(EngineConfig(num_kv_blocks=200, max_num_batched_tokens=24, check_integrity=True))
-    prompts = [ids_with_ends(n).tolist() for n in (150, 9, 1)]
-    prompts.append(prompts[0] + prompts[1])
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    for _ in range(2):
-        assert_greedy(prompts, roomy.generate(prompts, params))
-    assert roomy.stats().prefix_hit_tokens
-    tight = compiled.engine(
-        EngineConfig(
-            num_kv_blocks=compiled.kv_spec.min_blocks(200, 16) + 3,
-            max_num_batched_tokens=16,
-            check_integrity=True,
-        )
-    )
-    crowd = [ids_with_ends(n).tolist() for n in (100, 50, 60, 61)]
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    assert_greedy(crowd, tight.generate(crowd, params))
-    assert tight.stats().preemptions
+    """Of prompts with ends of text."""
+    assert_serves_as_source(built(), ids_with_ends, executable)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -130,16 +105,58 @@ def test_frequencies_that_depend_on_the_length_are_refused():
         compile_model(with_option(rope_parameters=rope))
 
 
-def test_another_indexer_convolution_or_embedding_is_refused(monkeypatch):
-    """Each leaf runs the source's own method beside its own."""
-    indexer, ple = built().model.layers[1].self_attn.indexer, built().model.layers[0].ple
-    forward = type(indexer).forward
-
+def with_one_group_less(forward):
     def chooses_fewer(self, hidden_states, position_embeddings, attention_mask, past_key_values):
         self.block_topk -= 1
         mask = forward(self, hidden_states, position_embeddings, attention_mask, past_key_values)
         self.block_topk += 1
         return mask
+
+    return chooses_fewer
+
+
+def of_reversed_rows(forward):
+    def chooses_others(self, hidden_states, position_embeddings, attention_mask, past_key_values):
+        return forward(self, hidden_states.flip(1), position_embeddings, attention_mask, past_key_values)
+
+    return chooses_others
+
+
+def without_rotation(forward):
+    def chooses_others(self, hidden_states, position_embeddings, attention_mask, past_key_values):
+        cos, sin = position_embeddings
+        angles = torch.ones_like(cos), torch.zeros_like(sin)
+        return forward(self, hidden_states, angles, attention_mask, past_key_values)
+
+    return chooses_others
+
+
+def test_the_indexers_of_a_model_without_weights_are_proven():
+    model = source_from_config(tiny_config(architecture())).module
+    with QSA_INDEXER.patched(model):
+        indexers = list(QSA_INDEXER.modules(model).values())
+        assert indexers and all(m.index_qk_proj.weight.is_meta and "forward" in m.__dict__ for m in indexers)
+
+
+@pytest.mark.parametrize("other", [with_one_group_less, of_reversed_rows, without_rotation])
+def test_another_indexer_is_refused_for_a_model_without_weights(monkeypatch, other):
+    """The proof needs none of them."""
+    owner = type(built().model.layers[1].self_attn.indexer)
+    monkeypatch.setattr(owner, "forward", other(owner.forward))
+    with pytest.raises(CaptureError, match="chooses other keys"):
+        capture(source_from_config(tiny_config(architecture())))
+
+
+def test_the_proof_takes_no_random_numbers_of_others():
+    before = torch.get_rng_state()
+    with QSA_INDEXER.patched(built()):
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_another_indexer_convolution_or_embedding_is_refused(monkeypatch):
+    """Each leaf runs the source's own method beside its own."""
+    indexer, ple = built().model.layers[1].self_attn.indexer, built().model.layers[0].ple
 
     def twice(self, x, past_key_values):
         return 2 * convolve(self, x, past_key_values)
@@ -149,7 +166,7 @@ def test_another_indexer_convolution_or_embedding_is_refused(monkeypatch):
 
     convolve, embed = type(ple)._short_conv, type(ple.ple_embedding).forward
     for owner, name, other, message in (
-        (type(indexer), "forward", chooses_fewer, "chooses other keys"),
+        (type(indexer), "forward", with_one_group_less(type(indexer).forward), "chooses other keys"),
         (type(ple), "_short_conv", twice, "computes something else"),
         (type(ple.ple_embedding), "forward", shifted, "computes something else"),
     ):

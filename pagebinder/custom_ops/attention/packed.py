@@ -17,6 +17,7 @@ import torch
 from pagebinder.custom_ops.attention.relative import relative_attention_reference
 from pagebinder.custom_ops.attention.semantic import attention_reference
 from pagebinder.custom_ops.library import define_op
+from pagebinder.custom_ops.query_starts import query_starts
 
 
 def packed_attention_reference(
@@ -72,10 +73,7 @@ def overlapping_blocks(k_TGD, v_TGD, query_start_loc, block_size: int) -> tuple[
 
 
 def _rows_of_sequences(query_start_loc: torch.Tensor, num_tokens: int) -> Iterator[slice]:
-    starts = query_start_loc.tolist()
-    rises = all(a <= b for a, b in itertools.pairwise(starts))
-    if not (rises and starts[0] == 0 and starts[-1] <= num_tokens):
-        raise ValueError("query_start_loc must rise from 0 to at most T")
+    starts = query_starts(query_start_loc, num_tokens)
     return (slice(begin, end) for begin, end in itertools.pairwise(starts) if begin < end)
 
 

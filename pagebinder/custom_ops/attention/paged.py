@@ -17,12 +17,11 @@ position p = seq_len - query_len + i. Tokens from `query_start_loc[R]` on are pa
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 from pagebinder.custom_ops.attention.semantic import visible_keys
 from pagebinder.custom_ops.library import define_op
+from pagebinder.custom_ops.query_starts import query_starts
 
 
 def kv_cache_write_reference(k_TGD, v_TGD, kv_cache_NGBE, slot_mapping_T):
@@ -92,8 +91,7 @@ def paged_attention_lse_reference(
     group = num_heads // num_kv_heads
     out = q_THD.new_zeros((num_tokens, num_heads, head_dim_v))
     lse = torch.full((num_heads, num_tokens), float("-inf"), device=q_THD.device)
-    starts = query_start_loc.tolist()
-    _require(_is_partition(starts, num_tokens), "query_start_loc must rise from 0 to at most T")
+    starts = query_starts(query_start_loc, num_tokens)
     for r, seq_len in enumerate(seq_lens_R.tolist()):
         start, end = starts[r], starts[r + 1]
         _require(0 <= seq_len <= block_table_RM.shape[1] * block_size, "a seq_len exceeds its block table")
@@ -136,10 +134,6 @@ def paged_attention_reference(
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def _is_partition(starts: list[int], num_tokens: int) -> bool:
-    return starts[0] == 0 and starts[-1] <= num_tokens and all(a <= b for a, b in itertools.pairwise(starts))
 
 
 def check_write(k, v, kv_cache, slot_mapping) -> None:

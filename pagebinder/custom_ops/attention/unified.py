@@ -24,6 +24,7 @@ from pagebinder.custom_ops.attention.merge_states import merge_attention_states_
 from pagebinder.custom_ops.attention.paged import check_attention, check_options
 from pagebinder.custom_ops.attention.semantic import visible_keys
 from pagebinder.custom_ops.library import define_op
+from pagebinder.custom_ops.query_starts import query_starts
 
 PARTS = "csu"
 
@@ -165,13 +166,8 @@ def check_shared(
     phases, block_table, seq_lens, query_start_loc, shared_lens, shared_leaders, shared_tokens, kv_cache
 ) -> None:
     """What the operands of the shared part say."""
-    starts, lens, capacity = (
-        query_start_loc.tolist(),
-        seq_lens.tolist(),
-        block_table.shape[1] * kv_cache.shape[2],
-    )
-    rises = starts[0] == 0 and all(a <= b for a, b in itertools.pairwise(starts))
-    _require(rises and starts[-1] <= len(shared_tokens), "query_start_loc must rise from 0 to at most T")
+    starts = query_starts(query_start_loc, len(shared_tokens))
+    lens, capacity = seq_lens.tolist(), block_table.shape[1] * kv_cache.shape[2]
     _require(all(0 <= n <= capacity for n in lens), "a seq_len exceeds its block table")
     if "s" not in phases:
         return

@@ -16,6 +16,7 @@ import torch
 from pagebinder.custom_ops.attention.indexed import PAGED_INDEXED_ATTENTION, check_paged
 from pagebinder.custom_ops.attention.indexed_requests import as_requests, positions_of, seen_entries
 from pagebinder.custom_ops.library import define_schema, library, overload
+from pagebinder.custom_ops.query_starts import query_starts
 from pagebinder.custom_ops.sparse.semantic import num_visible
 
 NAMESPACE = "pagebinder_cpu"
@@ -26,9 +27,7 @@ def paged_indexed_attention(
 ):
     """See `paged_indexed_attention_reference`; float32, bfloat16 or float16."""
     check_paged(q, kv_cache, block_table, seq_lens, query_start_loc, indices, head_dim_v, ratio)
-    starts = query_start_loc.tolist()
-    if starts[0] != 0 or starts[-1] > len(q) or starts != sorted(starts):
-        raise ValueError("query_start_loc must rise from 0 to at most T")
+    starts = query_starts(query_start_loc, len(q))
     out = q.new_zeros((*q.shape[:2], head_dim_v))
     if len(seq_lens) == 0:
         return out

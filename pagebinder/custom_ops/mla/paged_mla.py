@@ -21,6 +21,7 @@ from pagebinder.custom_ops.attention.semantic import visible_keys
 from pagebinder.custom_ops.latent.layouts import rows_per_block
 from pagebinder.custom_ops.library import define_op
 from pagebinder.custom_ops.mla.mla import attend_expanded, check_mla_operands, listed_keys
+from pagebinder.custom_ops.query_starts import query_starts
 from pagebinder.custom_ops.sparse.sparse_mla import gather_rows
 
 
@@ -98,9 +99,7 @@ def check_step(q_nope, q_rope, w_k, cache, table, seq_lens, query_start_loc, lay
         raise ValueError("q and cache must have the same dtype")
     width, rope_dim = w_k.shape[2] + q_rope.shape[2], q_rope.shape[2]
     block_size = rows_per_block(cache, layout, width, stored_rope(layout, rope_dim))
-    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    if starts[0] != 0 or starts[-1] > len(q_nope) or starts != sorted(starts):
-        raise ValueError("query_start_loc must rise from 0 to at most T")
+    starts, lens = query_starts(query_start_loc, len(q_nope)), seq_lens.tolist()
     if lens and not 0 <= min(lens) <= max(lens) <= table.shape[1] * block_size:
         raise ValueError("a seq_len exceeds its block table")
     return block_size, starts, lens

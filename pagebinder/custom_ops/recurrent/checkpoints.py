@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pagebinder.custom_ops.query_starts import query_starts
+
 # Tokens that a scan takes at once: the work inside a chunk grows with its square, the number of chunks shrinks.
 CHUNK_TOKENS = 64
 
@@ -160,13 +162,8 @@ def check_metadata_shapes(block_table, seq_lens, query_start_loc, block_size: in
 def check_metadata(num_tokens: int, block_table, seq_lens, query_start_loc, block_size: int) -> None:
     """Raise ValueError where the metadata of a step contradict each other."""
     check_metadata_shapes(block_table, seq_lens, query_start_loc, block_size)
+    query_starts(query_start_loc, num_tokens)  # raises
     lengths = query_start_loc.diff()
-    _require(
-        int(query_start_loc[0]) == 0
-        and bool((lengths >= 0).all())
-        and int(query_start_loc[-1]) <= num_tokens,
-        "query_start_loc must rise from 0 to at most T",
-    )
     computes = lengths > 0
     _require(bool((seq_lens >= lengths)[computes].all()), "a seq_len is smaller than its new tokens")
     _require(

@@ -19,13 +19,12 @@ M blocks per request at most.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 from pagebinder.custom_ops.attention.semantic import visible_keys
 from pagebinder.custom_ops.latent.layouts import load_rows, require, rows_per_block
 from pagebinder.custom_ops.library import define_op
+from pagebinder.custom_ops.query_starts import query_starts
 from pagebinder.custom_ops.sparse.semantic import attend_to_rows, visible_entries
 
 
@@ -44,11 +43,7 @@ def gather_rows(cache, blocks, rows_R, layout: str, rope_dim: int, width: int) -
 
 def requests_of(seq_lens_R, query_start_loc, num_tokens: int):
     """For every request with new tokens: (r, slice of its tokens, their absolute positions)."""
-    starts = query_start_loc.tolist()
-    rises = all(a <= b for a, b in itertools.pairwise(starts))
-    require(
-        starts[0] == 0 and starts[-1] <= num_tokens and rises, "query_start_loc must rise from 0 to at most T"
-    )
+    starts = query_starts(query_start_loc, num_tokens)
     for r, seq_len in enumerate(seq_lens_R.tolist()):
         num_new = starts[r + 1] - starts[r]
         require(seq_len >= 0, "seq_lens must not be negative")

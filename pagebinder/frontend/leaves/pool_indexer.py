@@ -6,9 +6,9 @@
     keys      | k k k k | k k k k | k k       ratio = 4; the tail is seen by all that follows
                \\_ pool _/ \\_ pool _/  tail
 
-The indexer's own code, and what makes a mask of its choice, run beside ours before the capture, on random rows of
-which it must leave some out. A layer without an indexer is given what the layer before it chose. The model makes no
-mask: it is given one for each type of layer, and that of indexers says causality alone.
+The indexer's own code, and what makes a mask of its choice, run beside ours before the capture (`indexer_proof.py`).
+A layer without an indexer is given what the layer before it chose. The model makes no mask: it is given one for each
+type of layer, and that of indexers says causality alone.
 
 T tokens, Hi index heads, d their width.
 """
@@ -23,17 +23,20 @@ from functools import partial
 import torch
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.custom_ops.attention.indexed import visible_tokens
-from pagebinder.custom_ops.sparse.semantic import aligned_entries, index_scores, num_visible
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import IMPLEMENTATION, CausalMask, ChosenKeys
 from pagebinder.frontend.leaves import latent_ops as ops
 from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.indexer_proof import (
+    PROBED_TOPK,
+    chooses_alike,
+    fresh,
+    proof_key,
+    random_rows,
+)
 from pagebinder.frontend.leaves.sparse_indexer import restore_forward
 
 MASK_METHOD = "build_attention_mask_from_topk"
-PROBED_POOLS, PROBED_TOPK = 12, 2
-CLEAR = 1e-4  # of the largest score: what is nearer is not told apart in float32
 
 
 def index_operands(self, hidden_states, q_resid):
@@ -119,27 +122,22 @@ class PoolIndexer(Leaf):
                 "index_kpool_always_select_tail=False: queries that do not see the tokens behind the last complete "
                 "pool, not even their own, are not served."
             )
-        options = (type(indexer), *sorted(_options(indexer).items()))
-        if options not in proven:
+        if proof_key(indexer) not in proven:
             self._prove(attention)
-            proven.add(options)
+            proven.add(proof_key(indexer))
         undo.callback(restore_forward, indexer, indexer.__dict__.get("forward"))
         indexer.forward = partial(choose, indexer)
 
     def _prove(self, attention: torch.nn.Module) -> None:
-        """Do the source's own code and ours see the same? With random weights and a small budget, in float32.
+        """Do the source's own code and ours see the same?
 
         Raises:
             CaptureError: they do not.
         """
         indexer, pool = attention.indexer, attention.indexer.index_kpool
-        small, generator = _with_random_weights(indexer), torch.Generator().manual_seed(0)
-        num_tokens = PROBED_POOLS * pool + pool // 2
-        hidden, q_resid = (
-            torch.randn(1, num_tokens, width, generator=generator)
-            for width in (indexer.hidden_size, indexer.q_lora_rank)
-        )
-        p = torch.arange(num_tokens)
+        small = fresh(indexer, indexer.config, indexer.layer_idx, index_topk=PROBED_TOPK * pool)
+        hidden, q_resid = random_rows(pool, indexer.hidden_size, indexer.q_lora_rank)
+        num_tokens = hidden.shape[1]
         with torch.no_grad():
             everything = torch.ones(1, num_tokens, dtype=torch.bool)
             listed = type(indexer).forward(small, hidden, q_resid, everything, None)
@@ -147,41 +145,9 @@ class PoolIndexer(Leaf):
             mask = method(attention, listed, query_states=hidden[:, None], kv_length=num_tokens)[0, 0]
             theirs = mask if mask.dtype is torch.bool else mask == 0
             chosen = choose(small, hidden, q_resid, CausalMask(), None)
-            ours = visible_tokens(p, num_tokens, chosen.indices[0], pool)
-            q, entries, weights = (x[0] for x in index_operands(small, hidden, q_resid))
-            scores = index_scores(q, aligned_entries(entries, pool), weights, small.softmax_scale)
-        clear, cut = _clear(scores, num_visible(p, pool))
-        if not bool((clear & cut).any()) or not torch.equal(theirs[clear], ours[clear]):
+            operands = index_operands(small, hidden, q_resid)
+        if not chooses_alike(theirs, chosen, operands, small.softmax_scale):
             raise CaptureError(self._changed("it chooses other keys than its formula says"))
-
-
-def _options(indexer: torch.nn.Module) -> dict:
-    """Numbers that its code reads."""
-    found = {name: value for name, value in vars(indexer).items() if isinstance(value, (int, float))}
-    return {name: value for name, value in found.items() if name not in ("training", "layer_idx")}
-
-
-def _with_random_weights(indexer: torch.nn.Module) -> torch.nn.Module:
-    """An indexer of the same class and options, but for a small budget, on the CPU in float32."""
-    with torch.device("cpu"):
-        small = type(indexer)(indexer.config, indexer.layer_idx).float().eval()
-    vars(small).update(_options(indexer), index_topk=PROBED_TOPK * indexer.index_kpool)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in small.named_parameters():
-            is_matrix = parameter.dim() == 2 and not name.endswith("ape")
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if is_matrix else noise)
-    return small
-
-
-def _clear(scores_TN, num_visible_T) -> tuple[torch.Tensor, torch.Tensor]:
-    """(is the last chosen score clearly above the first that is left out? is one left out?) of each query."""
-    hidden = torch.arange(scores_TN.shape[1]) >= num_visible_T[:, None]
-    best = scores_TN.masked_fill(hidden, float("-inf")).topk(PROBED_TOPK + 1).values
-    cut = num_visible_T > PROBED_TOPK
-    gap = best[:, PROBED_TOPK - 1] - best[:, PROBED_TOPK]
-    return ~cut | (gap > CLEAR * scores_TN.abs().max()), cut
 
 
 def _taken(hidden_states, q_resid, attention_mask, past_key_values):

@@ -9,7 +9,7 @@
 
 `compress` rotates the trailing channels in pairs, the source the leading ones in halves: channels of queries and keys
 are brought into the other order, which changes no product. The indexer's own code runs beside ours before the
-capture, on random rows of which it must leave some out.
+capture (`indexer_proof.py`).
 
 T tokens, Hi index heads, d their width.
 """
@@ -17,7 +17,6 @@ T tokens, Hi index heads, d their width.
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,17 +25,21 @@ from functools import partial
 import torch
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.custom_ops.attention.indexed import visible_tokens
-from pagebinder.custom_ops.sparse.semantic import aligned_entries, index_scores, num_visible
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import CausalMask, ChosenKeys
 from pagebinder.frontend.leaves import latent_ops as ops
 from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.indexer_proof import (
+    PROBED_TOPK,
+    chooses_alike,
+    fresh,
+    proof_key,
+    random_rows,
+)
 from pagebinder.frontend.leaves.sparse_indexer import restore_forward, with_mask
 
 ROTARY = "Qwen4ExpTextRotaryEmbedding"
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # whose frequencies do not depend on the length
-PROBED_GROUPS, PROBED_TOPK = 5, 2
 
 
 def pairs_last(x: torch.Tensor, rotated: int) -> torch.Tensor:
@@ -88,14 +91,16 @@ class QsaIndexer(Leaf):
 
     @contextlib.contextmanager
     def patched(self, model: torch.nn.Module) -> Iterator[None]:
-        rotary = self._rotary(model)
+        rotary, proven = self._rotary(model), set()
         with contextlib.ExitStack() as undo:
             for attention in model.modules():
                 indexer = attention._modules.get("indexer")
                 if type(indexer).__name__ not in self.classes:
                     continue
                 self._require_function(type(indexer).__module__, "forward", indexer.forward, _taken)
-                self._prove(indexer, rotary)
+                if proof_key(indexer) not in proven:
+                    self._prove(attention, rotary)
+                    proven.add(proof_key(indexer))
                 hook = attention.register_forward_pre_hook(with_mask, with_kwargs=True)
                 undo.callback(hook.remove)
                 undo.callback(restore_forward, indexer, indexer.__dict__.get("forward"))
@@ -116,34 +121,25 @@ class QsaIndexer(Leaf):
             )
         return found[0]
 
-    def _prove(self, indexer: torch.nn.Module, rotary: torch.nn.Module) -> None:
-        """Do the indexer's own code and ours choose the same? On a copy with a small budget, in float32.
+    def _prove(self, attention: torch.nn.Module, rotary: torch.nn.Module) -> None:
+        """Do the indexer's own code and ours choose the same?
 
         Raises:
             CaptureError: they do not.
         """
-        if indexer.index_qk_proj.weight.is_meta:
-            return
-        ratio = indexer.compress_ratio
-        small = copy.deepcopy(indexer).float()
-        small.block_topk, small.token_budget = PROBED_TOPK, PROBED_TOPK * ratio
-        num_tokens = PROBED_GROUPS * ratio + 1
-        device, generator = indexer.index_qk_proj.weight.device, torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, num_tokens, indexer.index_qk_proj.in_features, generator=generator).to(device)
-        p = torch.arange(num_tokens, device=device)
-        causal = (p <= p[:, None])[None, None]
+        indexer, ratio = attention.indexer, attention.indexer.compress_ratio
+        budget = {"block_topk": PROBED_TOPK, "token_budget": PROBED_TOPK * ratio}
+        small = fresh(indexer, attention.config, indexer.layer_idx, **budget)
+        rotary = fresh(rotary, rotary.config)  # the model's frequencies may be on meta
+        (hidden,) = random_rows(ratio, small.index_qk_proj.in_features)
+        p = torch.arange(hidden.shape[1])
+        causal = p <= p[:, None]
         with torch.no_grad():
-            position_embeddings = rotary(hidden, p.view(1, 1, -1))
-            theirs = (
-                type(indexer).forward(small, hidden, position_embeddings, causal, None)[0, 0] & causal[0, 0]
-            )
-            q, entries, weights = (x[0] for x in index_operands(small, rotary, hidden, position_embeddings))
-            chosen = choose(small, rotary, hidden, position_embeddings, CausalMask(), None)
-            ours = visible_tokens(p, num_tokens, chosen.indices[0], ratio)
-            scores = index_scores(q, aligned_entries(entries, ratio), weights, 1.0)
-        visible = torch.arange(scores.shape[1], device=device) < num_visible(p, ratio)[:, None]
-        tied = ((scores <= 0) & visible).sum(1) > 1  # the source takes any of them
-        if not torch.equal(theirs[~tied], ours[~tied]):
+            operands = hidden, rotary(hidden, p.view(1, 1, -1))
+            theirs = type(indexer).forward(small, *operands, causal[None, None], None)[0, 0] & causal
+            chosen = choose(small, rotary, *operands, CausalMask(), None)
+            scored = index_operands(small, rotary, *operands)
+        if not chooses_alike(theirs, chosen, scored, small.index_head_dim**-0.5):
             raise CaptureError(self._changed("it chooses other keys than its formula says"))
 
 
