@@ -57,13 +57,14 @@ def test_the_captured_graph_has_the_ops_and_equals_the_source(name):
     windows = [node.kwargs.get("window") for node in nodes]
     assert windows == [12, None, 12, None] and not count(gm, OPS.attention.default)
     assert [node.kwargs["num_behind"] for node in nodes] == [12, 10, 12, 10]
-    assert [node.args[4] is not None for node in nodes] == [name == "inkling2_text"] * 4  # sinks
+    assert [len(node.args) > 4 for node in nodes] == [name == "inkling2_text"] * 4  # sinks
     assert count(gm, OPS.short_conv.default) == CONVOLUTIONS[name]
     for length in (2, 11, 47):
         ids = ids_of(length)
         with torch.no_grad():
             expected = model(input_ids=ids[None], use_cache=False).logits[0]
-        assert float((gm(ids, torch.arange(length)) - expected).abs().max()) <= 1e-5
+            got = gm(ids, torch.arange(length))
+        assert float((got - expected).abs().max()) <= 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,7 +26,7 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import IMPLEMENTATION, CausalMask, ChosenKeys
 from pagebinder.frontend.leaves import latent_ops as ops
-from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.base import Leaf, restore_forward
 from pagebinder.frontend.leaves.indexer_proof import (
     PROBED_TOPK,
     chooses_alike,
@@ -34,7 +34,6 @@ from pagebinder.frontend.leaves.indexer_proof import (
     proof_key,
     random_rows,
 )
-from pagebinder.frontend.leaves.sparse_indexer import restore_forward
 
 MASK_METHOD = "build_attention_mask_from_topk"
 

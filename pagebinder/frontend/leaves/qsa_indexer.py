@@ -28,7 +28,7 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import CausalMask, ChosenKeys
 from pagebinder.frontend.leaves import latent_ops as ops
-from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.base import Leaf, restore_forward
 from pagebinder.frontend.leaves.indexer_proof import (
     PROBED_TOPK,
     chooses_alike,
@@ -36,7 +36,7 @@ from pagebinder.frontend.leaves.indexer_proof import (
     proof_key,
     random_rows,
 )
-from pagebinder.frontend.leaves.sparse_indexer import restore_forward, with_mask
+from pagebinder.frontend.leaves.sparse_indexer import with_mask
 
 ROTARY = "Qwen4ExpTextRotaryEmbedding"
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # whose frequencies do not depend on the length
