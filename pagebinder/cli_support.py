@@ -53,7 +53,7 @@ IndexDtypeOption = Annotated[
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; else the checkpoint's.")]
 QuantizationOption = Annotated[
     str | None,
-    typer.Option(help="Weights in fewer bits: fp8, fp8_tensor, fp8_block, int8, int4_g64, int4_g32."),
+    typer.Option(help="Weights in fewer bits: fp8, fp8_tensor, fp8_block, int8, int4_g64, int4_g32, mxfp4."),
 ]
 
 ActivationQuantizationOption = Annotated[

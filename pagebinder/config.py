@@ -78,7 +78,7 @@ KV_DTYPES = (
     *("fp8_e4m3_per_head", "fp8_e4m3_per_tensor", "fp8_e5m2_per_head", "fp8_e5m2_per_tensor"),
 )
 INDEX_DTYPES = ("auto", "fp8", "mxfp4")
-QUANTIZATIONS = ("fp8", "fp8_tensor", "fp8_block", "int8", "int4_g64", "int4_g32")
+QUANTIZATIONS = ("fp8", "fp8_tensor", "fp8_block", "int8", "int4_g64", "int4_g32", "mxfp4")
 ACTIVATION_QUANTIZATIONS = ("fp8_per_token", "fp8_per_group", "fp8_per_tensor")
 
 

@@ -16,7 +16,7 @@ from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams,
 from pagebinder.compile import explain_model
 from pagebinder.config import QUANTIZATIONS
 from pagebinder.custom_ops.cpu import build
-from pagebinder.custom_ops.linear.weight_formats import dequantize, quantize
+from pagebinder.custom_ops.linear.weight_formats import FORMATS, dequantize, quantize
 from pagebinder.models import tiny_path
 from tests.broken_passes import break_pass, ops, with_option
 from tests.helpers import VOCAB_SIZE, tiny_llama
@@ -46,7 +46,7 @@ def with_values_of_codes(model, name):
     with torch.no_grad():
         for path, layer in model.named_modules():
             if isinstance(layer, torch.nn.Linear):
-                own = "int4_g32" if path == "lm_head" and name.startswith("int4") else name
+                own = "int4_g32" if path == "lm_head" and FORMATS[name].bits == 4 else name
                 layer.weight.copy_(dequantize(*quantize(layer.weight, own), own))
     return model
 

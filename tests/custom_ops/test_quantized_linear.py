@@ -9,6 +9,7 @@ from pagebinder.config import QUANTIZATIONS
 from pagebinder.custom_ops.activation.gated_activation import gated_activation_reference
 from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.linear.weight_formats import (
+    E2M1,
     FORMATS,
     dequantize,
     error_bound,
@@ -28,6 +29,7 @@ ERRORS = {
     "int8": 0.009,
     "int4_g64": 0.1,
     "int4_g32": 0.09,
+    "mxfp4": 0.125,
 }
 
 
@@ -51,6 +53,27 @@ def ops(request):
     for name in names:
         chosen.prepare(name)
     return tuple(map(chosen.overload, names))
+
+
+def test_weights_that_were_stored_in_mxfp4_are_packed_without_loss():
+    """Any codes and exponents, also groups whose largest number is small, or zero."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([*E2M1, *(-x for x in E2M1)])
+    codes = torch.randint(0, 16, (96, 256), generator=generator)
+    codes[::3] = codes[::3] % 3 + 8 * (codes[::3] > 7)  # 0, 0.5 and 1
+    codes[5] = 0
+    exponents = torch.randint(-100, 100, (96, 8), generator=generator)
+    weight = torch.ldexp(values[codes], exponents.repeat_interleave(32, dim=1))
+    for stored in (weight, weight.bfloat16()):
+        assert torch.equal(dequantize(*quantize(stored, "mxfp4"), "mxfp4"), weight)
+
+
+def test_mxfp4_rounds_to_nearest():
+    """Ties to even codes; what is beyond the largest number becomes that one, or the exponent rises."""
+    group = torch.zeros(32, 32)
+    group[0, :10] = torch.tensor([0.24, 0.25, 0.26, 0.75, 1.25, 2.5, 3.5, 5.0, -5.1, 6.0])
+    got = dequantize(*quantize(group, "mxfp4"), "mxfp4")[0, :10]
+    assert got.tolist() == [0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 4.0, 4.0, -6.0, 6.0]
 
 
 def weight_of(columns: int, inner: int, seed: int = 0) -> torch.Tensor:

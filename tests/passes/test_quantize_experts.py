@@ -70,7 +70,7 @@ def with_values_of_codes(model, name):
     with torch.no_grad():
         for path, module in model.named_modules():
             if isinstance(module, nn.Linear) and module.weight.shape[0] % 32 == 0:
-                own = "int4_g32" if path == "lm_head" and name.startswith("int4") else name
+                own = "int4_g32" if path == "lm_head" and FORMATS[name].bits == 4 else name
                 module.weight.copy_(dequantize(*quantize(module.weight, own), own))
             for weight in module.parameters(recurse=False):
                 if weight.dim() == 3:
@@ -126,7 +126,8 @@ def test_structure_and_values(name, transposed):
     for num_tokens in (1, 9):
         assert_close(run(fused, num_tokens), run(after, num_tokens))
     exact, rounded = run(before, 9), run(after, 9)
-    assert 0 < (exact - rounded).norm() / exact.norm() < (0.2 if name.startswith("int4") else 0.06)
+    most = 0.25 if name == "mxfp4" else 0.2 if FORMATS[name].bits == 4 else 0.06
+    assert 0 < (exact - rounded).norm() / exact.norm() < most
 
 
 @pytest.mark.parametrize("name", ["int8", "int4_g32"])

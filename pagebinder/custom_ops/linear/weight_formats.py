@@ -7,6 +7,10 @@
     int8         -127 ... 127       a row                          [N] float32             8
     int4_g64     -8 ... 7           64 neighbours of a row         [N/32, K/64, 32] bf16   4.25
     int4_g32     -8 ... 7           32 neighbours of a row         [N/32, K/32, 32] bf16   4.5
+    mxfp4        e2m1               32 neighbours of a row, 2^e    [N/32, K/32, 32] bf16   4.5
+
+e2m1 is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6; with powers of two as scales it is OCP's MXFP4 ("OCP
+Microscaling Formats (MX) Specification", version 1.0), so weights that were stored so are packed without loss.
 
 A weight [N, K] is its codes times their scales. Only e4m3 codes that are zero or normal numbers are used: what is
 below 2^-6 of the scale, 0.003 % of the largest weight, becomes 0 or 2^-6. So moving a code's bits makes it bfloat16.
@@ -14,7 +18,8 @@ below 2^-6 of the scale, 0.003 % of the largest weight, becomes 0 or 2^-6. So mo
 Codes are packed as [N/32 panels, K/32 steps, 2, bytes], tiles of 32 k x 16 columns in lines of 64 bytes:
 
     8 bits   lane n of line L (4 bytes):     k = 4L + 0, 2, 1, 3 of column n
-    4 bits   lane n of line L (8 nibbles):   k = 8L + 0, 2, 4, 6, 1, 3, 5, 7 of column n; a nibble is the code + 8
+    4 bits   lane n of line L (8 nibbles):   k = 8L + 0, 2, 4, 6, 1, 3, 5, 7 of column n; a nibble is the code + 8,
+                                             or e2m1 as it is
 """
 
 from __future__ import annotations
@@ -32,15 +37,20 @@ E4M3_MAX, E4M3_SMALLEST_NORMAL = 448.0, 2.0**-6
 SLICE_ELEMENTS = 1 << 24  # of a weight that are quantised at once: what its float32 copies may hold
 # Scales tried for a group of int4, in parts of the one that reaches its largest weight.
 INT4_SHRINKS = (1.0, 0.93, 0.86, 0.79)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # where rounding goes to the next one
+LEAST_EXPONENT = -126  # of a scale: bf16's smallest normal number
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """`bits`: of a code. `group`: weights of a row that share a scale, None = all."""
+    """`bits`: of a code. `group`: weights of a row that share a scale, None = all. `is_float`: codes are numbers with
+    an exponent of their own."""
 
     name: str
     bits: int
     group: int | None = None
+    is_float: bool = False
 
     @property
     def multiple_of(self) -> int:
@@ -51,12 +61,13 @@ class WeightFormat:
 FORMATS = {
     f.name: f
     for f in (
-        WeightFormat("fp8", 8),
-        WeightFormat("fp8_tensor", 8),
-        WeightFormat("fp8_block", 8, BLOCK),
+        WeightFormat("fp8", 8, is_float=True),
+        WeightFormat("fp8_tensor", 8, is_float=True),
+        WeightFormat("fp8_block", 8, BLOCK, is_float=True),
         WeightFormat("int8", 8),
         WeightFormat("int4_g64", 4, 64),
         WeightFormat("int4_g32", 4, 32),
+        WeightFormat("mxfp4", 4, 32, is_float=True),
     )
 }
 
@@ -124,7 +135,9 @@ def dequantize(qweight: torch.Tensor, scale: torch.Tensor, name: str) -> torch.T
     """(packed codes, scale) -> the weight [N, K] that they stand for, in float32, exactly."""
     fmt = weight_format(name)
     if fmt.bits == 4:
-        return (_unpack_4(qweight).float() - 8) * _of_groups(scale, fmt.group)
+        codes = _unpack_4(qweight)
+        values = _e2m1_values(codes) if fmt.is_float else codes.float() - 8
+        return values * _of_groups(scale, fmt.group)
     codes = _unpack_8(qweight)
     values = codes.view(torch.int8 if name == "int8" else torch.float8_e4m3fn).float()
     return values * scale_of_each(scale, values.shape)
@@ -156,11 +169,11 @@ def scale_of_each(scale: torch.Tensor, shape) -> torch.Tensor:
 
 
 def error_bound(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """How far each weight [N, K] may be from its code times its scale: half a step, and for int4 what is cut off."""
+    """How far each weight [N, K] may be from its code times its scale: half a step, and what 4 bits cut off."""
     fmt, size = weight_format(name), weight.float().abs()
     if fmt.bits == 4:
         shared = size.unflatten(1, (-1, fmt.group)).amax(2).repeat_interleave(fmt.group, dim=1)
-        return shared * (1.01 - min(INT4_SHRINKS))
+        return shared * (0.26 if fmt.is_float else 1.01 - min(INT4_SHRINKS))
     if name == "int8":
         return size.amax(1, keepdim=True) / 253
     return size / 15.9 + size.max() * (E4M3_SMALLEST_NORMAL / E4M3_MAX)
@@ -173,7 +186,7 @@ def _quantize_slice(w: torch.Tensor, name: str, whole: torch.Tensor | None):
     """w [n, K] float32 -> (packed codes, scale) of these rows; `whole`: the one scale of fp8_tensor."""
     fmt = weight_format(name)
     if fmt.bits == 4:
-        codes, scale = _int4(w.unflatten(1, (-1, fmt.group)))
+        codes, scale = (_mxfp4 if fmt.is_float else _int4)(w.unflatten(1, (-1, fmt.group)))
         return _pack_4(codes.flatten(1)), _packed_groups(scale)
     if name == "int8":
         scale = _scale_to(w.abs().amax(1), 127)
@@ -226,6 +239,43 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _int4_codes(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (groups / scale).round_().clamp_(-8, 7)
+
+
+def _mxfp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """groups [n, G, g] float32 -> (e2m1 codes uint8, scale [n, G] bf16, a power of two) of least squared error.
+
+    The largest weight becomes 4 to 8 (of which 6 is the most there is), as the specification has it, or half of that.
+    Numbers that are e2m1 times a power of two are met exactly.
+    """
+    largest = groups.abs().amax(2, keepdim=True)
+    exponent = torch.frexp(largest).exponent - 3  # of 0: one that does not matter
+    best_error = best = None
+    for higher in (0, 1):
+        scale = torch.ldexp(torch.ones_like(largest), (exponent + higher).clamp(min=LEAST_EXPONENT))
+        codes = _e2m1_codes(groups / scale)
+        error = (_e2m1_values(codes) * scale - groups).square_().sum(2, keepdim=True)
+        if best is None:
+            best_error, best = error, (codes, scale)
+            continue
+        better = error < best_error
+        best = tuple(torch.where(better, new, old) for new, old in zip((codes, scale), best))
+    return best[0], best[1].squeeze(2).bfloat16()
+
+
+def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
+    """float32 -> the codes of the nearest e2m1 numbers, ties to even codes, saturating."""
+    between = x.new_tensor(E2M1_BETWEEN)
+    size = x.abs().contiguous()
+    up = torch.bucketize(size, between)  # a tie is not above the value between
+    tie = size == between[up.clamp(max=len(E2M1_BETWEEN) - 1)]
+    up = up + (tie & (up % 2 == 1))
+    return (up + 8 * torch.signbit(x)).to(torch.uint8)
+
+
+def _e2m1_values(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of any integer type, below 16 -> float32."""
+    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
+    return values[codes.long()]
 
 
 # ---- order in memory -------------------------------------------------------------------------------------------

@@ -93,8 +93,12 @@ def load_codes(
 
 @triton.jit
 def weight_values(codes, FORMAT: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """uint8 codes -> numbers of `dtype`: integers as the low bits of 2^23, e4m3 as it is."""
-    if NATIVE and FORMAT != "int4" and dtype != tl.float32:
+    """uint8 codes -> numbers of `dtype`: integers as the low bits of 2^23, e4m3 as it is, e2m1 from its halves."""
+    if FORMAT == "e2m1":
+        size = codes & 7  # 0, 0.5, 1, 1.5, then in steps of 1, then of 2
+        halves = tl.where(size < 4, size, tl.where(size < 6, 2 * size - 4, 4 * size - 16)).to(tl.float32)
+        value = rounded(tl.where(codes < 8, 0.5, -0.5) * halves, dtype)
+    elif NATIVE and FORMAT != "int4" and dtype != tl.float32:
         value = decoded(codes, "int8" if FORMAT == "int8" else "fp8_e4m3", dtype, NATIVE, False)
     elif FORMAT == "int4":
         value = rounded((codes.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0, dtype)
@@ -156,7 +160,7 @@ def load_operands(
     FORMAT: tl.constexpr, X_SHARES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """(x, w [32 STEPS, 32 PANELS]) of the type that products are made of."""
-    BITS: tl.constexpr = 4 if FORMAT == "int4" else 8
+    BITS: tl.constexpr = 4 if FORMAT == "int4" or FORMAT == "e2m1" else 8
     dtype: tl.constexpr = row_ptrs.dtype.element_ty if X_SHARES == "" else tl.float16
     x = tl.load(row_ptrs + k, mask=is_row & (k < num_steps * 32), other=0)
     if X_SHARES != "":
@@ -243,7 +247,7 @@ def packed_linear_kernel(
 ):  # fmt: skip
     """out [M, N] = (x * its scale) (codes * their scale)^T + bias.
 
-    FORMAT: "e4m3", "int8" or "int4".
+    FORMAT: "e4m3", "int8", "int4" or "e2m1".
     W_SHARES: "tensor", "row", "block" of 128 x 128, or "group" of 32 GROUP_STEPS.
     X_SHARES: "" for x of numbers; else x is of e4m3 codes, with scales of the "tensor", a "token" or a "group".
     SUMS: a step of the loop makes so many sums, over 32 STEPS / SUMS of k each, which divide what shares a scale.
@@ -291,7 +295,7 @@ def packed_expert_kernel(
         return
     is_row, row, to = rows_of_tile(slots_ptr, begin, end, slots_per_row, BLOCK_M, GATHER, SCATTER)
     row_ptrs = x_ptr + row.to(tl.int64) * stride_x
-    BITS: tl.constexpr = 4 if FORMAT == "int4" else 8
+    BITS: tl.constexpr = 4 if FORMAT == "int4" or FORMAT == "e2m1" else 8
     w_ptr += expert.to(tl.int64) * num_panels * num_steps * 128 * BITS
     w_scale_ptr += expert.to(tl.int64) * scales_of_expert
     if bias_ptr is not None:

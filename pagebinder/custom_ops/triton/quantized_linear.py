@@ -147,7 +147,9 @@ def tiling(num_rows: int, dtype: torch.dtype, format: str, x_shares: str, device
             stages = STAGES_OF_SCALED_STEPS
         taken = max(group_steps, taken) if block == MIN_ROWS_OF_TILE and fmt.bits == 4 else group_steps
         sums = taken // group_steps
-    codes = "int8" if format == "int8" else {4: "int4", 8: "e4m3"}[fmt.bits]
+    codes = {(4, False): "int4", (4, True): "e2m1", (8, False): "int8", (8, True): "e4m3"}[
+        fmt.bits, fmt.is_float
+    ]
     facts = {"SUMS": sums, "FORMAT": codes, "W_SHARES": w_shares, "GROUP_STEPS": group_steps}
     return Tiling(block, at_once, taken, warps, stages, facts | {"NATIVE": has_fp8(device)})
 

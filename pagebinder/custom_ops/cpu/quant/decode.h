@@ -3,6 +3,7 @@
 //     FP8   e4m3 without subnormals (they are never stored), so a number is its bits moved into place
 //     INT8  two's complement
 //     INT4  value + 8
+//     FP4   e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 #pragma once
 
 #include "amx.h"
@@ -16,7 +17,7 @@ constexpr int TILE_COLUMNS = 16;
 
 // Codes of a lane, and lines of a tile.
 template <Code CODE>
-constexpr int IN_LANE = CODE == Code::INT4 ? 8 : 4;
+constexpr int IN_LANE = has_4_bits(CODE) ? 8 : 4;
 template <Code CODE>
 constexpr int TILE_LINES_OF = QUANT_STEP / IN_LANE<CODE>;
 
@@ -24,12 +25,17 @@ constexpr int TILE_LINES_OF = QUANT_STEP / IN_LANE<CODE>;
 template <Code CODE>
 constexpr float FLOAT_UNIT = CODE == Code::FP8 ? 256.0f : 1.0f;
 
+alignas(32) constexpr float E2M1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+
 // Code `i` of each lane, in the order of k.
 template <Code CODE>
 PB_INLINE VF decode_lanes(VU lanes, int i) {
   if constexpr (CODE == Code::INT4) {
     const VU codes = lanes >> (i % 2 * 16 + i / 2 * 4) & 15u;
     return __builtin_convertvector(bit_cast<VI>(codes) - 8, VF);
+  } else if constexpr (CODE == Code::FP4) {
+    const VU codes = lanes >> (i % 2 * 16 + i / 2 * 4);
+    return bit_cast<VF>(bit_cast<VU>(one_of_8(E2M1, bit_cast<VI>(codes & 7u))) | (codes & 8u) << 28);
   } else {
     const VI top = bit_cast<VI>(lanes << (24 - (i % 2 * 16 + i / 2 * 8)));
     if constexpr (CODE == Code::INT8) return __builtin_convertvector(top >> 24, VF);
@@ -140,9 +146,11 @@ PB_INLINE void decode_tile(const uint8_t* from, const Visit& visit) {
     }
   } else {
     // A permutation looks at the lower 5 bits of a word: of two equal halves of a table, bit 4 does not matter.
-    const VH value = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const __m512i table = _mm512_broadcast_i64x4(bit_cast<__m256i>(value));
+    const VH integers = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                         0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const VH e2m1 = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                     0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    const __m512i table = _mm512_broadcast_i64x4(bit_cast<__m256i>(CODE == Code::INT4 ? integers : e2m1));
     PB_UNROLL
     for (int line = 0; line < 4; ++line) {
       __builtin_prefetch(from + AHEAD + line * 64, 0, 3);

@@ -100,7 +100,8 @@ template <class Kernel>
 bool multiply_integers(const QuantizedLayers& call) {
   static thread_local Buffer memory;
   const QuantizedLinearArgs& a = call.first();
-  if (a.code == Code::FP8 || a.x_scale != nullptr || a.wide_out) return false;
+  const bool is_integer = a.code == Code::INT8 || a.code == Code::INT4;
+  if (!is_integer || a.x_scale != nullptr || a.wide_out) return false;
   const int steps = static_cast<int>(a.inner / QUANT_STEP);
   const int span = static_cast<int>(std::min<int64_t>(a.scaled_steps(), INTEGER_GROUP_STEPS));
   IntegerStrips<Kernel> strips{a.rows, steps, span};

@@ -17,7 +17,7 @@ static_assert(QUANT_PANEL == DOT_PANEL && QUANT_STEP == DOT_PANEL);
 
 // Lines of pairs that a line of codes becomes.
 template <Code CODE>
-constexpr int CODE_LINES = CODE == Code::INT4 ? 4 : 2;
+constexpr int CODE_LINES = has_4_bits(CODE) ? 4 : 2;
 
 // ---- one or two rows -------------------------------------------------------------------------------------------
 

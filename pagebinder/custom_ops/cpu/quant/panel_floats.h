@@ -177,9 +177,7 @@ void panel_in_floats(const QuantizedLinearArgs& a, int64_t panel, float* sums) {
 using PanelSums = void (*)(const QuantizedLinearArgs&, int64_t panel, float* sums);
 
 inline PanelSums panel_in_floats_of(Code code) {
-  return code == Code::FP8 ? panel_in_floats<Code::FP8>
-         : code == Code::INT8 ? panel_in_floats<Code::INT8>
-                              : panel_in_floats<Code::INT4>;
+  return with_code(code, [](auto constant) -> PanelSums { return panel_in_floats<decltype(constant)::value>; });
 }
 
 }  // namespace pagebinder

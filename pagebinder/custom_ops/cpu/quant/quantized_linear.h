@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "activations.h"
 #include "attention.h"
@@ -21,7 +22,20 @@ constexpr int QUANT_PANEL = 32;  // columns of a panel
 constexpr int QUANT_STEP = 32;   // k of a step
 constexpr int64_t QUANT_MOST_DOT_ROWS = 2;  // that meet codes in registers
 
-enum class Code { FP8, INT8, INT4 };
+enum class Code { FP8, INT8, INT4, FP4 };
+constexpr bool has_4_bits(Code code) { return code == Code::INT4 || code == Code::FP4; }
+constexpr int tile_bytes_of(Code code) { return has_4_bits(code) ? 256 : 512; }
+
+// The function object `body` called with a code as a constant: body(std::integral_constant<Code, ...>).
+template <class Body>
+auto with_code(Code code, const Body& body) {
+  switch (code) {
+    case Code::FP8: return body(std::integral_constant<Code, Code::FP8>());
+    case Code::INT8: return body(std::integral_constant<Code, Code::INT8>());
+    case Code::INT4: return body(std::integral_constant<Code, Code::INT4>());
+    default: return body(std::integral_constant<Code, Code::FP4>());
+  }
+}
 
 struct QuantizedLinearArgs {
   Code code;
@@ -45,7 +59,7 @@ struct QuantizedLinearArgs {
   int num_threads;
   ParallelRun run;
 
-  int64_t tile_bytes() const { return code == Code::INT4 ? 256 : 512; }
+  int64_t tile_bytes() const { return tile_bytes_of(code); }
   int64_t panel_bytes() const { return inner / QUANT_STEP * 2 * tile_bytes(); }
   // k that share a scale of the weight and one of x, in steps.
   int64_t scaled_steps() const {

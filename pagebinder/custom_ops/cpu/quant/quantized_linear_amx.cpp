@@ -100,7 +100,7 @@ PB_INLINE void multiply_step(const Panel& p, int tile, int step, int at, float f
 // Decodes steps [step, step + count) of a panel while its first rows meet them.
 template <Code CODE, int ROW_TILES>
 void decode_and_multiply(const Panel& p, const uint8_t* codes, int step, int count) {
-  constexpr int CODE_BYTES = CODE == Code::INT4 ? 256 : 512;
+  constexpr int CODE_BYTES = tile_bytes_of(CODE);
   constexpr float FACTOR = 1.0f / PAIR_FACTOR<CODE>;
   for (int i = 0; i < count; ++i) {
     for (int half = 0; half < 2; ++half) {
@@ -168,9 +168,8 @@ bool quantized_linear_with_tiles(const QuantizedLayers& call) {
   if (!tiles_usable()) return false;
   Run run(call);
   tell_next_weights(run);
-  run.in_workers(false, run.args.code == Code::FP8 ? worker<Code::FP8>
-                        : run.args.code == Code::INT8 ? worker<Code::INT8>
-                                                      : worker<Code::INT4>);
+  using Body = void (*)(void*, int);
+  run.in_workers(false, with_code(run.args.code, [](auto constant) -> Body { return worker<decltype(constant)::value>; }));
   return true;
 }
 

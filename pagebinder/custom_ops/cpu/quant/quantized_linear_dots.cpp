@@ -97,11 +97,7 @@ Worker worker_of(int64_t rows) {
 
 // rows: 0 for strips of any number.
 Worker worker_of(Code code, int64_t rows) {
-  switch (code) {
-    case Code::FP8: return worker_of<Code::FP8>(rows);
-    case Code::INT8: return worker_of<Code::INT8>(rows);
-    default: return worker_of<Code::INT4>(rows);
-  }
+  return with_code(code, [rows](auto constant) { return worker_of<decltype(constant)::value>(rows); });
 }
 
 void run_strips(const QuantizedLayers& call) {

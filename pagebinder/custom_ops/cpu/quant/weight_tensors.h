@@ -25,9 +25,12 @@ inline bool starts_with(const std::string& text, const char* prefix) { return te
 inline void describe_weight(const Tensor& qweight, const Tensor& scale, const std::string& format,
                             QuantizedLinearArgs& a, int64_t stacked = 0) {
   const bool known = format == "fp8" || format == "fp8_tensor" || format == "fp8_block" || format == "int8" ||
-                     format == "int4_g32" || format == "int4_g64";
+                     format == "int4_g32" || format == "int4_g64" || format == "mxfp4";
   PB_CHECK(known, "unknown format ", format);
-  a.code = starts_with(format, "fp8") ? Code::FP8 : format == "int8" ? Code::INT8 : Code::INT4;
+  a.code = starts_with(format, "fp8") ? Code::FP8
+           : format == "int8"         ? Code::INT8
+           : format == "mxfp4"        ? Code::FP4
+                                      : Code::INT4;
   PB_CHECK(qweight.scalar_type() == ScalarType::Byte && qweight.dim() == stacked + 4 && qweight.is_contiguous() &&
                qweight.size(stacked + 2) == 2 && qweight.size(stacked + 3) == a.tile_bytes(),
            "qweight must be contiguous uint8 [N / 32, K / 32, 2, ", a.tile_bytes(), "]");
@@ -44,8 +47,8 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
     sizes = {(a.columns + FP8_BLOCK - 1) / FP8_BLOCK, (a.inner + FP8_BLOCK - 1) / FP8_BLOCK};
     a.scale_group = FP8_BLOCK, a.scale_panels = FP8_BLOCK / QUANT_PANEL;
     a.scale_panel_stride = sizes[1], a.scale_group_stride = 1;
-  } else if (a.code == Code::INT4) {
-    a.scale_group = format == "int4_g32" ? 32 : 64;
+  } else if (has_4_bits(a.code)) {
+    a.scale_group = format == "int4_g64" ? 64 : 32;
     PB_CHECK(a.inner % a.scale_group == 0, "K must be a multiple of ", a.scale_group);
     sizes = {panels, a.inner / a.scale_group, QUANT_PANEL};
     a.scale_is_vector = true;
@@ -57,7 +60,7 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
   bool fits = scale.dim() == stacked + static_cast<int64_t>(sizes.size()) && scale.is_contiguous() &&
               (stacked == 0 || scale.size(0) == qweight.size(0));
   for (size_t i = 0; fits && i < sizes.size(); ++i) fits = scale.size(stacked + i) == sizes[i];
-  PB_CHECK(fits && (scale.scalar_type() == ScalarType::Float || (a.scale_is_bf16 && a.code == Code::INT4)),
+  PB_CHECK(fits && (scale.scalar_type() == ScalarType::Float || (a.scale_is_bf16 && has_4_bits(a.code))),
            "scale is not that of a weight [", a.columns, ", ", a.inner, "] in ", format);
 }
 

@@ -56,10 +56,9 @@ struct DotRows {
   }
 
   static void meet(QuantizedLinearArgs weight, const bf16* x, int rows, int64_t panel, float* sums) {
-    const auto body = weight.code == Code::FP8 ? meet_code<Code::FP8>
-                      : weight.code == Code::INT8 ? meet_code<Code::INT8>
-                                                  : meet_code<Code::INT4>;
-    body(weight, x, rows, panel, sums);
+    with_code(weight.code, [&](auto constant) {
+      meet_code<decltype(constant)::value>(weight, x, rows, panel, sums);
+    });
   }
 };
 
