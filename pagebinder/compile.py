@@ -66,6 +66,7 @@ from pagebinder.passes.fuse_qk_norm_rope_write import fuse_qk_norm_rope_write
 from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear
 from pagebinder.passes.fuse_rms_norm_fp8_quant import fuse_rms_norm_fp8_quant
 from pagebinder.passes.gather_logits import gather_logits
+from pagebinder.passes.keep_stored_codes import keep_stored_codes
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.merge_linears import merge_linears
@@ -315,7 +316,7 @@ def _fuse(
 ) -> GraphModule:  # fmt: skip
     """The fused graph, each op of ours with a provider that serves it on `device`."""
     fused = clone(paged, "fused")
-    report.passes += run_passes(fused, _fuse_passes(config), after=trail.after("fused"))
+    report.passes += run_passes(fused, _fuse_passes(config, source), after=trail.after("fused"))
     if config.quantization is not None and source.encoder is not None:
         report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
     report.providers = select_providers(
@@ -339,9 +340,9 @@ def _executables(
     return executable, None if encoder is None else executable_of(encoder, config, report)
 
 
-def _fuse_passes(config: CompileConfig) -> tuple:
+def _fuse_passes(config: CompileConfig, source: ModelSource) -> tuple:
     """The passes from the paged graph to the fused one, in their order."""
-    quantization = _quantization(config)
+    quantization = _quantization(config, source)
     cascade = (cascade_attention,) if config.cascade else ()
     if not config.fusions:
         return (place_constants, *quantization, *cascade)
@@ -391,10 +392,14 @@ def _scales_file(option: str, path: str | os.PathLike | None) -> dict[str, torch
         raise ConfigError(f"{option}={str(path)!r} cannot be read: {error}") from error
 
 
-def _quantization(config: CompileConfig) -> tuple:
-    """The passes that make weights smaller, and activations, if that was asked for."""
+def _quantization(config: CompileConfig, source: ModelSource) -> tuple:
+    """The passes that make weights smaller, and activations, if that was asked for or the checkpoint has them so."""
     if config.quantization is None:
-        return ()
+        if "mxfp4" not in getattr(source, "stored_formats", {}).values():
+            return ()
+        return functools.partial(
+            keep_stored_codes, stored=getattr(source, "stored_formats", {})
+        ), fuse_quantized_linear
     weights = functools.partial(quantize_weights, format=config.quantization), fuse_quantized_linear
     if config.activation_quantization is None:
         return weights

@@ -84,26 +84,44 @@ def quantize_weights(gm: GraphModule, *, format: str) -> PassResult:
     for node in calls(gm.graph, *LINEARS, EXPERTS, *OTHERS):
         own = format_of_head if node is head else format
         pattern = "moe_experts" if node.target is EXPERTS else PATTERN
-        reason = OTHERS.get(node.target) or _reason_against(node, own)
+        reason = OTHERS.get(node.target) or reason_against(node, own)
         if reason:
             where = {"source_line": source_line(node), **describe(node)}
             result.refusals.append(Refusal(pattern=pattern, reason=reason, **where))
             continue
-        transposed = node.kwargs.get("transposed", False)
-        for position in _weight_positions(node):
-            weight = node.args[position]
-            key = id(attribute(gm, weight.target)), own, transposed
-            if key not in made:
-                made[key] = _quantized(gm, weight, node, own, transposed)
-            options = {"format": own, "dtype": val(weight).dtype}
-            values = insert_call(gm.graph, node, ours.dequantize_weight.default, made[key], options)
-            node.update_arg(position, values)
-        if transposed:
-            node.update_kwarg("transposed", False)
+        read_from_codes(gm, node, own, made)
         result.matches.append(Match(pattern=pattern, detail=own, **describe(node)))
     result.changed = bool(result.matches)
     finish(gm)
     return result
+
+
+def packed_parts(weight: torch.Tensor, format: str, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scale) of a weight or a stack of them; of one on the meta device, there."""
+    if not weight.is_meta:
+        return quantize_stack(weight.detach(), format, transposed)
+    shapes = packed_parts_shapes(weight, format, transposed)
+    dtypes = (torch.uint8, scale_dtype(format))
+    return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes))
+
+
+def read_from_codes(gm: GraphModule, node: Node, format: str, made: dict, pack=packed_parts) -> None:
+    """The weights of a linear layer or of experts as values of codes.
+
+    made: of weights that were met before. pack: see packed_parts.
+    """
+    transposed = node.kwargs.get("transposed", False)
+    for position in weight_positions(node):
+        weight = node.args[position]
+        key = id(attribute(gm, weight.target)), format, transposed
+        if key not in made:
+            parts = pack(attribute(gm, weight.target), format, transposed)
+            made[key] = _attached(gm, weight, node, parts, format, transposed)
+        options = {"format": format, "dtype": val(weight).dtype}
+        values = insert_call(gm.graph, node, ours.dequantize_weight.default, made[key], options)
+        node.update_arg(position, values)
+    if transposed:
+        node.update_kwarg("transposed", False)
 
 
 def lm_head(graph: torch.fx.Graph, *linears) -> Node | None:
@@ -120,14 +138,14 @@ def lm_head(graph: torch.fx.Graph, *linears) -> Node | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _weight_positions(node: Node) -> tuple[int, ...]:
+def weight_positions(node: Node) -> tuple[int, ...]:
     return (3, 4) if node.target is EXPERTS else (1,)
 
 
-def _reason_against(node: Node, format: str) -> str | None:
+def reason_against(node: Node, format: str) -> str | None:
     if node.target is not EXPERTS and _chooses(node):
         return "it chooses experts: another choice costs more than its few bytes"
-    reasons = (_reason_against_weight(node, node.args[i], format) for i in _weight_positions(node))
+    reasons = (_reason_against_weight(node, node.args[i], format) for i in weight_positions(node))
     return next(filter(None, reasons), None)
 
 
@@ -156,17 +174,10 @@ def _chooses(node: Node) -> bool:
     return False
 
 
-def _quantized(
-    gm: GraphModule, weight: Node, before: Node, format: str, transposed: bool
+def _attached(
+    gm: GraphModule, weight: Node, before: Node, parts: tuple, format: str, transposed: bool
 ) -> tuple[Node, Node]:
     """get_attr nodes of the codes and the scale of a weight, ahead of `before`."""
-    tensor = attribute(gm, weight.target)
-    shapes = packed_parts_shapes(tensor, format, transposed)
-    dtypes = (torch.uint8, scale_dtype(format))
-    if tensor.is_meta:
-        parts = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes)]
-    else:
-        parts = quantize_stack(tensor.detach(), format, transposed)
     nodes = []
     for index, (kind, part) in enumerate(zip(("codes", "scale"), parts)):
         name = f"{weight.target}_{format}_{kind}"
@@ -205,7 +216,7 @@ def certify_weights(before: GraphModule, after: GraphModule, result: PassResult)
     codes = {n.target: n for n in _parts(after) if n.meta[META].part == 0}
     for name, node in codes.items():
         part = node.meta[META]
-        for weight, errors in _errors(before, after, name, part):
+        for weight, errors in errors_of(before, after, name, part):
             if not (errors <= weight_formats.error_bound(weight, part.format)).all():
                 raise VerificationError(
                     f"{result.name}: {part.format} of {part.weight} is off by {float(errors.max()):.3g}, more than "
@@ -230,7 +241,7 @@ def certify_weights(before: GraphModule, after: GraphModule, result: PassResult)
     ]
 
 
-def _errors(before: GraphModule, after: GraphModule, name: str, part: QuantizedPart):
+def errors_of(before: GraphModule, after: GraphModule, name: str, part: QuantizedPart):
     """(weight [N, K] in float32, how far each value of its codes is off), of each expert if there are some."""
     weights = matrices(attribute(before, part.weight).detach(), part.transposed)
     codes, scale = attribute(after, name), attribute(after, name.removesuffix("_codes") + "_scale")
