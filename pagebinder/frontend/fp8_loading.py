@@ -27,6 +27,7 @@ from pagebinder.report import Match, PassResult, Refusal
 
 METHOD = "pagebinder_fp8"
 PATTERN = "quantized_linear"
+CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 # Scales for activations of fp8 kernels: here activations keep their dtype.
 OF_ACTIVATIONS = ("activation_scale", "input_scale")
 
@@ -100,13 +101,13 @@ def finish(model: torch.nn.Module, stored: StoredFp8) -> tuple[PassResult, dict[
 def _check_left(model: torch.nn.Module) -> None:
     """Raises CheckpointError: codes are left where weights belong."""
     for path, module in model.named_modules():
-        codes = [n for n, p in module.named_parameters(recurse=False) if p.dtype is torch.float8_e4m3fn]
+        codes = [n for n, p in module.named_parameters(recurse=False) if p.dtype in CODES]
         if codes and not isinstance(module, Fp8Linear):
             import transformers
 
             raise CheckpointError(
-                f"{path}.{codes[0]} is stored in fp8, and transformers {transformers.__version__} leaves it so, "
-                "without its scales; transformers 5.23 expands it."
+                f"{path}.{codes[0]} is stored in fp8 or fp4, and transformers {transformers.__version__} leaves it "
+                "so, without its scales; transformers 5.23 expands what the config describes."
             )
 
 
