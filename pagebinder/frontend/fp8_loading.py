@@ -54,9 +54,12 @@ def check_scales(stored: StoredFp8, unexpected, path: Path) -> None:
     endings = (f".{stored.scale_name}",) + ((f"proj{stored.scale_suffix}",) if stored.experts else ())
     lost = sorted(key for key in map(str, unexpected) if key.endswith(endings))
     if lost:
+        import transformers
+
         raise CheckpointError(
             f"{path} holds scales of {len(lost)} weights that its config says are stored plain, for example "
-            f"{lost[0]}: its list of modules that are not quantised is wrong."
+            f"{lost[0]}: its list of modules that are not quantised is wrong, or transformers "
+            f"{transformers.__version__} does not expand these."
         )
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import explain_model
+from pagebinder.frontend import fp8_loading
 from pagebinder.frontend.fp8_linear import Fp8Linear
 from pagebinder.frontend.mx_numbers import E2M1, times_scale
 from pagebinder.frontend.source import source_from_dir
@@ -236,20 +237,60 @@ def test_deepseek_v4_keeps_the_codes_of_its_blocks(beside, tmp_path):
         assert tokens == served(tmp_path / "plain", providers={"linear": "reference"})[1]
 
 
-def test_a_model_that_transformers_knows_to_be_quantised(tmp_path, monkeypatch):
-    """Inkling 2 is published without a quantization_config."""
-    save_both(inkling_2(), tmp_path, inkling_2_layout)
-    from transformers import AutoConfig
+def test_inkling_2_as_it_is_published(tmp_path):
+    """With a tower for images, and without a quantization_config: transformers knows of its experts."""
+    text, sizes = (
+        inkling_2().config,
+        {"hidden_size": 32, "num_attention_heads": 2, "projection_hidden_dim": 32},
+    )
+    images = {
+        **sizes,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "patch_size": 4,
+        "posemb_grid_size": 4,
+    }
+    images["text_hidden_size"] = text.hidden_size
+    config = transformers.Inkling2Config(text_config=text.to_dict(), vision_config=images)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config).bfloat16()
+    save_both(model, tmp_path, inkling_2_layout)
+    file = tmp_path / "stored" / "config.json"
+    options = json.loads(file.read_text())
+    del options["transformers_version"]
+    file.write_text(json.dumps(options))
+    source = source_from_dir(tmp_path / "stored")
+    assert_same_weights(source, source_from_dir(tmp_path / "plain"))
+    formats = {f"model.language_model.layers.{i}.mlp.experts": "mxfp8" for i in range(4)}
+    assert source.stored_formats == formats
+    assert source_from_dir(tmp_path / "stored", weights=False).stored_formats == formats
 
-    read = AutoConfig.from_pretrained
 
-    def with_it(*args, **options):
-        config = read(*args, **options)
-        config.quantization_config = dict(INKLING_2)
-        return config
+def test_experts_that_are_stored_plain(tmp_path):
+    """Of a model of which other experts are not."""
 
-    monkeypatch.setattr(AutoConfig, "from_pretrained", with_it)
-    assert set(source_from_dir(tmp_path / "stored").stored_formats.values()) == {"mxfp8"}
+    def layout(name, tensor):
+        return gpt_oss_layout(name, tensor) if "layers.1" in name else ({name: tensor}, tensor)
+
+    kept = MXFP4 | {"modules_to_not_convert": ["model.layers.0", "lm_head"]}
+    save_both(gpt_oss(), tmp_path, layout, quantization_config=kept)
+    source = source_from_dir(tmp_path / "stored")
+    assert_same_weights(source, source_from_dir(tmp_path / "plain"))
+    assert source.stored_formats == {"model.layers.1.mlp.experts": "mxfp4"}
+    reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
+    assert reasons["model.layers.0.mlp.experts"] == "they are stored plain"
+
+
+def test_experts_that_are_not_known_as_such(tmp_path, monkeypatch):
+    """They are expanded before transformers merges them, where it does."""
+    both("mxfp8", tmp_path)
+    monkeypatch.setattr(fp8_loading, "experts_modules", lambda model: {})
+    try:
+        source = source_from_dir(tmp_path / "stored")
+    except CheckpointError as error:
+        assert "does not expand these" in str(error)
+        pytest.skip("transformers 5.17 does not expand experts, which is said")
+    assert_same_weights(source, source_from_dir(tmp_path / "plain"))
 
 
 def test_gpt_oss_is_what_transformers_makes_of_it(tmp_path):
@@ -273,6 +314,30 @@ def test_all_codes_times_all_scales(dtype):
     got = times_scale(codes, scale, dtype)
     assert got.dtype is dtype and torch.equal(got.double(), expected)
     assert torch.equal(times_scale(codes.view(torch.int8), scale.view(torch.float8_e8m0fnu), dtype), got)
+    scale = scale.where(scale > 2, 3)[:240]
+    codes = codes.where(codes & 0x7F != 0x7F, 0)[:240].view(torch.float8_e4m3fn)
+    expected = codes.double() * 2.0 ** (scale[:, :8].double() - 127).repeat_interleave(GROUP, 1)
+    assert torch.equal(times_scale(codes, scale[:, :8], dtype).double(), expected)
+
+
+@pytest.mark.parametrize(
+    "codes, scale, message",
+    [
+        (torch.full((2, 32), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn), 127, "NaN"),
+        (torch.full((2, 16), 0x77, dtype=torch.uint8), 253, "too large for torch.bfloat16"),
+        (torch.zeros(2, 16, dtype=torch.uint8), 255, "NaN"),
+        (torch.zeros(2, 32), 127, "codes are torch.float32"),
+        (
+            torch.zeros(2, 32, dtype=torch.uint8),
+            127,
+            r"the scale of \[2, 64\] weights is \[2, 1\], not \[2, 2\]",
+        ),
+        (torch.zeros(2, 8, dtype=torch.uint8), 127, "rows of 16 weights"),
+    ],
+)
+def test_numbers_that_are_none(codes, scale, message):
+    with pytest.raises(CheckpointError, match=message):
+        times_scale(codes, torch.full((2, 1), scale, dtype=torch.uint8), torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", by_day([*FORMATS, "deepseek-v4"], ["gpt-oss", "deepseek-v4"]))
