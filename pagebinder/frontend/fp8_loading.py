@@ -49,9 +49,17 @@ def loading_options(stored: StoredFp8, path: Path) -> dict[str, Any]:
     return {"quant_method": METHOD, "stored": stored}
 
 
-def check_scales(stored: StoredFp8, unexpected, path: Path) -> None:
-    """Raises CheckpointError: among tensors without a place is a scale, so a weight was read without its scale."""
+def check_scales(stored: StoredFp8, unexpected, missing, path: Path) -> None:
+    """Raises CheckpointError: a weight is without its scale, which is missing, or has no place in the model."""
     endings = (f".{stored.scale_name}",) + ((f"proj{stored.scale_suffix}",) if stored.experts else ())
+    scales = (key for key in map(str, missing) if key.endswith(endings))
+    bare = sorted(
+        key for key in scales if key.removesuffix(stored.scale_suffix) + stored.codes_suffix not in missing
+    )
+    if bare:
+        raise CheckpointError(
+            f"{path} lacks {len(bare)} tensors that its config asks for, for example the scale {bare[0]}."
+        )
     lost = sorted(key for key in map(str, unexpected) if key.endswith(endings))
     if lost:
         import transformers

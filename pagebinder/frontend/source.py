@@ -219,12 +219,13 @@ def _build(
     except Exception as error:
         raise CheckpointError(f"The weights in {path} cannot be loaded: {error}") from error
     if stored is not None:
-        fp8_loading.check_scales(stored, info.get("unexpected_keys", ()), path)
+        fp8_loading.check_scales(stored, info.get("unexpected_keys", ()), info.get("missing_keys", ()), path)
     tensors = compared(module, info, path)
     if stored is None:
         return module.eval(), {"tensors": tensors}
     of_weights = _of_weights(*fp8_loading.finish(module, stored))
-    return module.eval(), of_weights | {"tensors": CheckpointTensors(tensors.absent)}
+    absent = tensors.absent | {f"{name.removesuffix('.weight')}.codes" for name in tensors.absent}
+    return module.eval(), of_weights | {"tensors": CheckpointTensors(absent)}
 
 
 def _of_weights(result: PassResult, formats: dict[str, str]) -> dict[str, Any]:

@@ -264,6 +264,14 @@ def test_inkling_2_as_it_is_published(tmp_path):
     formats = {f"model.language_model.layers.{i}.mlp.experts": "mxfp8" for i in range(4)}
     assert source.stored_formats == formats
     assert source_from_dir(tmp_path / "stored", weights=False).stored_formats == formats
+    # other tensors of a multimodal model may be missing
+    tensors = load_file(tmp_path / "stored" / "model.safetensors")
+    del tensors["model.llm.layers.2.mlp.experts.w2_weight_scale"]
+    save_file(tensors, tmp_path / "stored" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"lacks 1 tensors .*layers\.2\.mlp\.experts\.down_proj_scale_inv"
+    ):
+        source_from_dir(tmp_path / "stored")
 
 
 def test_experts_that_are_stored_plain(tmp_path):
