@@ -18,7 +18,8 @@ from pagebinder.custom_ops.linear.weight_formats import (
     size_problem,
 )
 from pagebinder.errors import CheckpointError
-from pagebinder.frontend.fp8_format import StoredFp8
+from pagebinder.frontend.fp8_format import GROUPED, StoredFp8
+from pagebinder.frontend.mx_numbers import SCALE_DTYPES, scale_values, times_scale
 
 # Modules whose weight is read as a matrix, not applied: latent attention splits it and multiplies queries with it.
 READ_AS_MATRIX = ("kv_b_proj",)
@@ -78,7 +79,7 @@ class LoadedFp8Linear(torch.nn.Module):
         reason = self._reason_against_codes(path)
         scale = self._scale(path)
         if reason is not None:
-            self.replaced.weight = torch.nn.Parameter(self._plain(scale), requires_grad=False)
+            self.replaced.weight = torch.nn.Parameter(self._plain(path, scale), requires_grad=False)
             self.replaced.bias = self.bias
             return self.replaced, reason
         if self.weight.is_meta:
@@ -91,6 +92,8 @@ class LoadedFp8Linear(torch.nn.Module):
 
     def _reason_against_codes(self, path: str) -> str | None:
         name = path.rpartition(".")[2]
+        if self.stored.granularity == GROUPED:
+            return "no kernel reads codes with a scale for 32 columns: it is stored in mxfp8 and expanded"
         if name in READ_AS_MATRIX:
             return "latent attention reads its weight as a matrix: it is expanded"
         if type(self.replaced) is not torch.nn.Linear:
@@ -101,6 +104,7 @@ class LoadedFp8Linear(torch.nn.Module):
     def _scale(self, path: str) -> torch.Tensor:
         """In the shape of `weight_formats`."""
         scale = getattr(self, self.stored.scale_name).detach()
+        scale = scale_values(scale) if scale.dtype in SCALE_DTYPES else scale
         if self.weight.dtype is not torch.float8_e4m3fn or scale.dtype is not torch.float32:
             raise CheckpointError(
                 f"{path}: its weight is stored as {self.weight.dtype} and its scale as {scale.dtype}; e4m3 and "
@@ -114,14 +118,22 @@ class LoadedFp8Linear(torch.nn.Module):
             )
         if not scale.is_meta and not (scale.isfinite().all() and self._is_numbers()):
             raise CheckpointError(f"{path}: its weight or its scale holds NaN or infinity.")
-        return scale.clone() if self.stored.granularity == "block" else scale.reshape(-1).clone()
+        return scale.clone() if self.stored.granularity in ("block", GROUPED) else scale.reshape(-1).clone()
 
     def _is_numbers(self) -> bool:
         return bool(((self.weight.detach().view(torch.uint8) & 0x7F) != 0x7F).all())
 
-    def _plain(self, scale: torch.Tensor) -> torch.Tensor:
+    def _plain(self, path: str, scale: torch.Tensor) -> torch.Tensor:
         """The weight in the dtype of the module that stood there."""
-        return expanded(self.weight.detach(), scale, self.replaced.weight.dtype)
+        dtype = self.replaced.weight.dtype
+        if self.weight.is_meta:
+            return torch.empty_like(self.weight, dtype=dtype)
+        if self.stored.granularity != GROUPED:
+            return expanded(self.weight.detach(), scale, dtype)
+        try:
+            return times_scale(self.weight.detach(), scale, dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
 
 
 def expanded(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

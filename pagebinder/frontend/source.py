@@ -52,8 +52,9 @@ class ModelSource:
     """A decoder ready to be captured. `is_transformers` models are called by keyword and return `.logits`.
 
     Of an encoder-decoder, `encoder` holds the encoder's facts, and the other fields mean its decoder.
-    `stored_weights`: of a checkpoint in fp8, which layers keep its codes, for the report. `tensors`: what a
-    checkpoint lacks, and what it has beyond the model.
+    `stored_weights`: of a checkpoint in 8 or 4 bits, which layers keep its codes, for the report. `stored_formats`:
+    modules whose weights it has in a microscaled format and which are expanded: path -> "mxfp4" or "mxfp8".
+    `tensors`: what a checkpoint lacks, and what it has beyond the model.
     """
 
     module: torch.nn.Module
@@ -69,6 +70,7 @@ class ModelSource:
     path: Path | None = None
     config: Any = None
     stored_weights: PassResult | None = None
+    stored_formats: dict[str, str] = field(default_factory=dict)
     tensors: CheckpointTensors = field(default_factory=CheckpointTensors)
     _tokenizer: Any = field(default=None, repr=False)
 
@@ -141,15 +143,14 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
             f"{config_path} holds a {type(config_dict).__name__}, not the options of a model."
         )
     eos, bos = generation_tokens(path)
-    module, stored_weights, tensors = _build(path, config_dict, dtype, weights)
+    module, of_weights = _build(path, config_dict, dtype, weights)
     facts = _facts(module.config, module)
     if eos:
         facts["eos_token_ids"] = frozenset(t for t in eos if 0 <= t < facts["vocab_size"])
     if bos is not None:
         facts["bos_token_id"] = bos
     return ModelSource(
-        module=module, name=str(path), is_transformers=True, path=path, config=module.config,
-        stored_weights=stored_weights, tensors=tensors, **facts,
+        module=module, name=str(path), is_transformers=True, path=path, config=module.config, **of_weights, **facts,
     )  # fmt: skip
 
 
@@ -178,8 +179,8 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
 
 def _build(
     path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bool
-) -> tuple[torch.nn.Module, PassResult | None, CheckpointTensors]:
-    """The model, what became of weights that are stored in fp8, and tensors that are not those of the model."""
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The model, and the fields of its source that are about weights."""
     from transformers import AutoConfig
 
     stored = stored_fp8(config_dict, f"{path}/config.json")
@@ -189,14 +190,13 @@ def _build(
         kind = config_dict.get("model_type")
         reason = str(error).split("\n\n")[0]  # transformers adds paragraphs of advice on installing it
         raise CheckpointError(f"{path}/config.json (model_type {kind!r}) cannot be read: {reason}") from error
+    if stored is None and isinstance(getattr(config, "quantization_config", None), dict):
+        # transformers knows it of the model (Inkling 2)
+        stored = stored_fp8({"quantization_config": config.quantization_config}, f"{path}/config.json")
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if not weights:
         module = source_from_config(config, dtype=dtype).module
-        return (
-            module,
-            None if stored is None else fp8_loading.replaced_on_meta(module, stored),
-            CheckpointTensors(),
-        )
+        return module, {} if stored is None else _of_weights(*fp8_loading.replaced_on_meta(module, stored))
     if not any(list(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise CheckpointError(
             f"{path} has no *.safetensors file. Save the weights as safetensors "
@@ -219,11 +219,17 @@ def _build(
     except Exception as error:
         raise CheckpointError(f"The weights in {path} cannot be loaded: {error}") from error
     if stored is not None:
-        fp8_loading.check_scales(stored, info.get("unexpected_keys", ()), path)
+        fp8_loading.check_scales(stored, info.get("unexpected_keys", ()), info.get("missing_keys", ()), path)
     tensors = compared(module, info, path)
     if stored is None:
-        return module.eval(), None, tensors
-    return module.eval(), fp8_loading.finish(module, stored), CheckpointTensors(tensors.absent)
+        return module.eval(), {"tensors": tensors}
+    of_weights = _of_weights(*fp8_loading.finish(module, stored))
+    absent = tensors.absent | {f"{name.removesuffix('.weight')}.codes" for name in tensors.absent}
+    return module.eval(), of_weights | {"tensors": CheckpointTensors(absent)}
+
+
+def _of_weights(result: PassResult, formats: dict[str, str]) -> dict[str, Any]:
+    return {"stored_weights": result, "stored_formats": formats}
 
 
 def _is_transformers(module: torch.nn.Module) -> bool:

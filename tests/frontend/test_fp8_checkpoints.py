@@ -214,7 +214,7 @@ REFUSED = {
     "awq": ({"quant_method": "awq", "bits": 4}, "'awq'"),
     "blocks of another size": (DEEPSEEK | {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
     "e5m2": (DEEPSEEK | {"fmt": "e5m2"}, "fmt 'e5m2'"),
-    "fp4 experts": (DEEPSEEK | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+    "int4 experts": (DEEPSEEK | {"expert_dtype": "int4"}, "expert_dtype 'int4'"),
     "int4 weights": (
         COMPRESSED
         | {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}},
