@@ -395,11 +395,9 @@ def _scales_file(option: str, path: str | os.PathLike | None) -> dict[str, torch
 def _quantization(config: CompileConfig, source: ModelSource) -> tuple:
     """The passes that make weights smaller, and activations, if that was asked for or the checkpoint has them so."""
     if config.quantization is None:
-        if "mxfp4" not in getattr(source, "stored_formats", {}).values():
+        if "mxfp4" not in source.stored_formats.values():
             return ()
-        return functools.partial(
-            keep_stored_codes, stored=getattr(source, "stored_formats", {})
-        ), fuse_quantized_linear
+        return functools.partial(keep_stored_codes, stored=source.stored_formats), fuse_quantized_linear
     weights = functools.partial(quantize_weights, format=config.quantization), fuse_quantized_linear
     if config.activation_quantization is None:
         return weights
