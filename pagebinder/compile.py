@@ -206,7 +206,7 @@ def compile_source(
     trail = trail or Trail(config.verify)
     if source.stored_weights is not None:
         report.passes.append(source.stored_weights)
-    if source.is_transformers and (unread := parts_beside_text(source.config)):
+    if source.is_transformers and (unread := [*parts_beside_text(source.config), *source.other_parts]):
         report.notes.append(f"Text alone is served; nothing reads what belongs to {', '.join(unread)}.")
     if note := source.tensors.note():
         report.notes.append(note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -12,10 +13,15 @@ from safetensors.torch import load_file, save_file
 import pagebinder
 from pagebinder import CaptureError, CheckpointError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import explain_model
+from pagebinder.frontend.capture import capture
+from pagebinder.frontend.experts_interface import experts_modules, hooked_experts
 from pagebinder.frontend.model_kinds import auto_class, parts_beside_text
+from pagebinder.frontend.source import source_from_module
 from pagebinder.frontend.unsupported import refuse_unsupported
-from tests.helpers import assert_source_chooses, tiny_llama
-from tests.zoo.tiny_configs import telling_weights
+from tests.helpers import assert_source_chooses, by_day, tiny_llama
+from tests.zoo.architectures import architectures
+from tests.zoo.reference import source_logits, tokens
+from tests.zoo.tiny_configs import telling_weights, tiny_model
 
 TEXT = {
     "vocab_size": 128,
@@ -95,6 +101,102 @@ def test_tensors_that_are_left_over_are_told(checkpoint, tmp_path):
         edited(checkpoint[0], tmp_path, lambda t: t | more), CompileConfig(executable="eager")
     )
     assert any("1 tensors of the checkpoint are no part" in note for note in compiled.report.notes)
+
+
+def in_zoo(name):
+    """The zoo's tiny model of a type."""
+    return tiny_model(next(a for a in architectures("multimodal") if a.name == name))
+
+
+def greedy(source, prompts, encoder_prompt=None):
+    """(compiled, its outputs): 8 tokens for each prompt."""
+    compiled = pagebinder.compile_model(source, CompileConfig(executable="eager"))
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64))
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    more = {} if encoder_prompt is None else {"encoder_prompt": encoder_prompt}
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params, **more)
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {int(o.request_id): o for o in engine.step() if o.finished}
+    return compiled, [outputs[i] for i in range(len(prompts))]
+
+
+OMNI = ["qwen2_5_omni", "qwen3_omni_moe"]
+
+
+@pytest.mark.parametrize("name", by_day(OMNI, OMNI[1:]))
+def test_of_a_holder_of_parts_the_thinker_is_served(name, tmp_path):
+    model, prompts = in_zoo(name), [tokens(20), tokens(5)]
+    parts = [child for child, _ in model.named_children() if child != "thinker"]
+    assert len(parts) == 2, "a talker, and what makes sounds of its codes"
+    compiled, outputs = greedy(model, prompts)
+    assert_source_chooses(model.thinker, prompts, outputs)
+    model.save_pretrained(tmp_path)
+    loaded, from_directory = greedy(tmp_path, prompts)
+    assert [o.token_ids for o in from_directory] == [o.token_ids for o in outputs]
+    for served in (compiled, loaded, explain_model(tmp_path)):
+        assert ", ".join(f"{part}_config" for part in parts) in served.explain()
+        assert served.report.model_class == type(model.thinker).__name__
+    assert not any("are no part of the model" in note for note in loaded.report.notes)
+
+
+def test_a_holder_in_fp8_is_refused(tmp_path):
+    in_zoo("qwen3_omni_moe").config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | fp8))
+    with pytest.raises(CheckpointError, match="qwen3_omni_moe in fp8"):
+        explain_model(tmp_path)
+
+
+def test_a_holder_in_another_dtype_stays_as_it_is():
+    model = in_zoo("qwen3_omni_moe")
+    source = source_from_module(model, dtype=torch.bfloat16)
+    assert source.dtype is torch.bfloat16 and source.module is not model.thinker
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["chameleon", "ernie4_5_vl_moe"])
+def test_other_directories_are_served_as_text(name, tmp_path):
+    model, prompts = in_zoo(name), [tokens(20), tokens(5)]
+    model.save_pretrained(tmp_path)
+    assert_source_chooses(model, prompts, greedy(tmp_path, prompts)[1])
+
+
+def test_an_encoder_decoder_is_served_from_its_directory(tmp_path):
+    model, prompts, encoder_ids = in_zoo("florence2"), [tokens(6), tokens(1)], tokens(9)
+    model.save_pretrained(tmp_path)
+    _, outputs = greedy(tmp_path, prompts, encoder_ids)
+    for ids, output in zip(prompts, outputs, strict=True):
+        logits = source_logits(model, ids + list(output.token_ids), encoder_ids)[len(ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(output.token_ids)
+
+
+def test_experts_for_images_alone_need_not_be_in_the_graph():
+    model = in_zoo("ernie4_5_vl_moe")
+    gm, _ = capture(source_from_module(model))
+    experts = experts_modules(model)
+    of_text = [path for path in experts if "text_moe" in path]
+    for_images = [path for path in experts if "vision_moe" in path]
+    assert len(of_text) == len(for_images) > 0
+    assert [m.module_path for m in hooked_experts(model, gm).matches] == of_text
+    first = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_before(first):
+        gm.graph.create_node("get_attr", f"{for_images[0]}.down_proj")
+    with pytest.raises(CaptureError, match="vision_moe"):
+        hooked_experts(model, gm)
+
+
+def test_what_a_config_class_says_of_weights_is_heard(tmp_path):
+    """Inkling 2 is published without a word on its weights in blocks of 32 in config.json."""
+    if not hasattr(transformers, "Inkling2Config"):
+        pytest.skip("this transformers has no Inkling 2")
+    config = in_zoo("inkling2").config.to_dict()
+    config.pop("transformers_version")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"Inkling2Config.*weight_block_size \[1, 32\]"):
+        explain_model(tmp_path)
 
 
 def test_explain_needs_no_weights(checkpoint, tmp_path):

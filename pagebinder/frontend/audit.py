@@ -25,7 +25,7 @@ from pagebinder.frontend.audit_latent import LATENT, reason_against_latent
 from pagebinder.frontend.audit_lookups import (
     TABLE_LOOKUPS,
     reason_against_lookup,
-    reason_against_masked_write,
+    reason_against_write,
 )
 from pagebinder.frontend.token_dims import (
     misaligned,
@@ -299,7 +299,7 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
     if target in TABLE_LOOKUPS:
         return reason_against_lookup(node)
     if target is aten.index_put.default:
-        return reason_against_masked_write(node)
+        return reason_against_write(node)
     return "this op is not known to keep tokens apart"
 
 

@@ -1,4 +1,4 @@
-"""Rules of the token-mixing audit for look-ups: rows of a table, entries of every token's values, masked writes."""
+"""Rules of the token-mixing audit for look-ups: rows of a table, entries of every token's values, writes to some."""
 
 from __future__ import annotations
 
@@ -40,12 +40,20 @@ def _reason_against_pick(values: Node, indices) -> str | None:
     return "it picks tokens" if dim in token_dims(values) else None
 
 
-def reason_against_masked_write(node: Node) -> str | None:
-    """values[mask] = scalar, mask of the values' own tokens: every entry decides for itself."""
+def reason_against_write(node: Node) -> str | None:
+    """values[mask] = scalar, mask of the values' own tokens, or values[..., [2, 0]] = scalar: the same of each."""
     values, indices, new = node.args[:3]
-    mask = indices[0] if len(indices) == 1 else None
-    if mask is None or mask.meta["val"].dtype != torch.bool or new.meta["val"].numel() != 1:
+    places = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(places) != 1 or new.meta["val"].numel() != 1:
         return "it writes to entries that other values choose"
-    if token_dims(mask) != token_dims(values) or arg(node, 3, "accumulate", False):
+    dim, index = places[0]
+    if index.meta["val"].dtype != torch.bool:
+        if token_dims(index) or dim in token_dims(values):
+            return "it writes to entries that other values choose"
+    elif len(indices) > 1:
+        return "it writes to entries that other values choose"
+    elif token_dims(index) != token_dims(values):
         return "it writes to the entries of other tokens"
+    if arg(node, 3, "accumulate", False):
+        return "it adds to entries as often as they are named"
     return "it writes a value of tokens" if token_dims(new) else None

@@ -88,12 +88,20 @@ def states_of(encoder: GraphModule) -> torch.Tensor:
     return val(output.args[0])
 
 
+def _decoder_of(module: torch.nn.Module) -> torch.nn.Module:
+    """The decoder alone: of a model of text and images, transformers says its whole encoder-decoder."""
+    encoder, decoder = module.get_encoder(), module.get_decoder()
+    while any(part is encoder for part in decoder.modules()) and decoder.get_decoder() is not decoder:
+        decoder = decoder.get_decoder()
+    return decoder
+
+
 def capture_decoder(source: ModelSource, states: torch.Tensor) -> tuple[GraphModule, str]:
     """The decoder as a graph that takes encoder states of the width and dtype of `states`; errors as `capture`."""
     inputs = token_inputs(source)
     num_encoder_tokens = len(inputs["positions"].example) + 7  # another size, so that the two are told apart
     example = torch.zeros(num_encoder_tokens, int(states.shape[1]), dtype=states.dtype, device=source.device)
     inputs[ENCODER_STATES] = TracedInput(example, NUM_ENCODER_TOKENS)
-    decoder = source.module.get_decoder()
+    decoder = _decoder_of(source.module)
     with given_positions(decoder) as given, bias_by_distance(decoder):
         return trace(source, FlatDecoder(source.module, given), inputs)

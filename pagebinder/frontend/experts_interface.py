@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.experts_proof import KEPT_AS, Experts, code_between, understand, weights_of
+from pagebinder.frontend.model_kinds import parts_beside_text
 from pagebinder.graph_tools import calls, describe, module_path, num_ops
 from pagebinder.report import Match, PassResult
 
@@ -99,11 +100,13 @@ def hooked_experts(model: torch.nn.Module, *graphs: GraphModule) -> PassResult:
     """What the hook put into the captured graphs of a model, as matches for the report.
 
     Raises:
-        CaptureError: a module did not emit its ops exactly once.
+        CaptureError: a module did not emit its ops exactly once, and is none of experts for images that text alone
+            does not reach: one that nothing reads, in a model that takes more than text.
     """
     size = sum(map(num_ops, graphs))
     result = PassResult(name="experts_hook", num_ops_before=size, num_ops_after=size)
     modules, emitted = experts_modules(model), Counter()
+    read = {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "get_attr"}
     ops = [getattr(torch.ops.pagebinder, name).default for name in ("moe_experts", "expert_linear")]
     for graph in graphs:
         for node in calls(graph.graph, *ops):
@@ -115,12 +118,20 @@ def hooked_experts(model: torch.nn.Module, *graphs: GraphModule) -> PassResult:
                 )
     for path in modules:
         counts = [emitted[path, op] for op in ops]
+        unread = counts == [0, 0] and not any(name.startswith(f"{path}.") for name in read)
+        if unread and _takes_more_than_text(model):
+            continue
         if counts not in ([1, 0], [0, 2]):
             raise CaptureError(
                 f"{path} ({type(modules[path]).__name__}) was traced as {counts[0]} moe_experts and {counts[1]} "
                 "expert_linear, not as one mixture of experts: it was called several times, or not at all."
             )
     return result
+
+
+def _takes_more_than_text(model: torch.nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return config is not None and bool(parts_beside_text(config))
 
 
 def _detail(node) -> str:

@@ -29,7 +29,7 @@ def auto_class(config, path: Path | None = None):
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     if getattr(config, "is_encoder_decoder", False):
-        return AutoModelForSeq2SeqLM
+        return _of_several_inputs(config) or AutoModelForSeq2SeqLM
     (wanted,) = (getattr(config, "architectures", None) or [""])[:1]
     classes = _encoder_classes(getattr(config, "model_type", None))
     if wanted not in classes or getattr(config, "is_decoder", False):
@@ -53,7 +53,8 @@ def _of_several_inputs(config):
     import transformers
     from transformers.models.auto import modeling_auto as tables
 
-    if type(config) in tables.MODEL_FOR_CAUSAL_LM_MAPPING:
+    of_text = (tables.MODEL_FOR_CAUSAL_LM_MAPPING, tables.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+    if any(type(config) in mapping for mapping in of_text):
         return None
     for kind in ("MultimodalLM", "ImageTextToText"):  # 5.17 has the second alone
         factory = getattr(transformers, f"AutoModelFor{kind}", None)

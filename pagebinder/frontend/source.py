@@ -7,7 +7,7 @@ Both become a `ModelSource`: the module to trace, how to call it, and the facts 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pagebinder.frontend import fp8_loading
 from pagebinder.frontend.checkpoint_tensors import CheckpointTensors, compared
 from pagebinder.frontend.fp8_format import stored_fp8
 from pagebinder.frontend.model_kinds import auto_class, is_encoder_only
+from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
 from pagebinder.report import PassResult
 
 DEFAULT_MAX_MODEL_LEN = 2048
@@ -54,7 +55,8 @@ class ModelSource:
     Of an encoder-decoder, `encoder` holds the encoder's facts, and the other fields mean its decoder.
     `stored_weights`: of a checkpoint in 8 or 4 bits, which layers keep its codes, for the report. `stored_formats`:
     modules whose weights it has in a microscaled format and which are expanded: path -> "mxfp4" or "mxfp8".
-    `tensors`: what a checkpoint lacks, and what it has beyond the model.
+    `tensors`: what a checkpoint lacks, and what it has beyond the model. `other_parts`: configs beside the module's,
+    of a model that only holds it and parts that write no text.
     """
 
     module: torch.nn.Module
@@ -72,6 +74,7 @@ class ModelSource:
     stored_weights: PassResult | None = None
     stored_formats: dict[str, str] = field(default_factory=dict)
     tensors: CheckpointTensors = field(default_factory=CheckpointTensors)
+    other_parts: tuple[str, ...] = ()
     _tokenizer: Any = field(default=None, repr=False)
 
     @property
@@ -105,6 +108,8 @@ class ModelSource:
 
 def source_from_module(module: torch.nn.Module, *, dtype: torch.dtype | None = None) -> ModelSource:
     """Describe a module that the user built. With `dtype`, a converted copy is compiled; theirs stays as it is."""
+    beside = other_parts(getattr(module, "config", None))
+    module = writer_of(module)
     if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
         import copy
 
@@ -113,8 +118,9 @@ def source_from_module(module: torch.nn.Module, *, dtype: torch.dtype | None = N
     is_transformers = _is_transformers(module)
     facts = _facts(config, module)
     return ModelSource(
-        module=module, name=type(module).__name__, is_transformers=is_transformers, config=config, **facts
-    )
+        module=module, name=type(module).__name__, is_transformers=is_transformers, config=config,
+        other_parts=beside, **facts,
+    )  # fmt: skip
 
 
 def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = True) -> ModelSource:
@@ -143,14 +149,16 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
             f"{config_path} holds a {type(config_dict).__name__}, not the options of a model."
         )
     eos, bos = generation_tokens(path)
-    module, of_weights = _build(path, config_dict, dtype, weights)
+    config = _read_config(path, config_dict)
+    module, of_weights = _build(path, config, config_dict, dtype, weights)
     facts = _facts(module.config, module)
     if eos:
         facts["eos_token_ids"] = frozenset(t for t in eos if 0 <= t < facts["vocab_size"])
     if bos is not None:
         facts["bos_token_id"] = bos
     return ModelSource(
-        module=module, name=str(path), is_transformers=True, path=path, config=module.config, **of_weights, **facts,
+        module=module, name=str(path), is_transformers=True, path=path, config=module.config,
+        other_parts=other_parts(config), **of_weights, **facts,
     )  # fmt: skip
 
 
@@ -164,7 +172,8 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
         )
     try:
         with torch.device("meta"):
-            module = auto_class(config).from_config(config, dtype=dtype or config.dtype or torch.float32)
+            writer = writer_config(config)
+            module = auto_class(writer).from_config(writer, dtype=dtype or config.dtype or torch.float32)
     except ValueError as error:
         raise ConfigError(
             f"transformers has no language model for {type(config).__name__}: {error}"
@@ -174,25 +183,38 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
             f"transformers cannot build a model from this {type(config).__name__}; its sizes may contradict each "
             f"other: {str(error).splitlines()[0]}"
         ) from error
-    return source_from_module(module.eval())
+    return replace(source_from_module(module.eval()), other_parts=other_parts(config))
 
 
-def _build(
-    path: Path, config_dict: dict, dtype: torch.dtype | None, weights: bool
-) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """The model, and the fields of its source that are about weights."""
+def _read_config(path: Path, config_dict: dict):
     from transformers import AutoConfig
 
-    stored = stored_fp8(config_dict, f"{path}/config.json")
     try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        return AutoConfig.from_pretrained(str(path), local_files_only=True)
     except Exception as error:
         kind = config_dict.get("model_type")
         reason = str(error).split("\n\n")[0]  # transformers adds paragraphs of advice on installing it
         raise CheckpointError(f"{path}/config.json (model_type {kind!r}) cannot be read: {reason}") from error
-    if stored is None and isinstance(getattr(config, "quantization_config", None), dict):
-        # transformers knows it of the model (Inkling 2)
-        stored = stored_fp8({"quantization_config": config.quantization_config}, f"{path}/config.json")
+
+
+def _stored_by_class(config, path: Path):
+    """What the class of a config adds to a config.json that is silent: Inkling 2 is published so."""
+    added = getattr(config, "quantization_config", None)
+    options = added if isinstance(added, dict) or added is None else added.to_dict()
+    return stored_fp8({"quantization_config": options}, f"{path}/config.json ({type(config).__name__})")
+
+
+def _build(
+    path: Path, config, config_dict: dict, dtype: torch.dtype | None, weights: bool
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The model, and the fields of its source that are about weights."""
+    stored = stored_fp8(config_dict, f"{path}/config.json") or _stored_by_class(config, path)
+    writer = writer_config(config)
+    if stored is not None and writer is not config:
+        raise CheckpointError(
+            f"{path} keeps weights of a {config.model_type} in 8 or 4 bits; of a model that is made of parts, plain "
+            "weights are read."
+        )
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if not weights:
         module = source_from_config(config, dtype=dtype).module
@@ -202,12 +224,12 @@ def _build(
             f"{path} has no *.safetensors file. Save the weights as safetensors "
             "(transformers: model.save_pretrained(dir)), or use `pagebinder explain`, which needs no weights."
         )
-    options = {}
+    options = {} if writer is config else {"config": writer, "key_mapping": KEY_MAPPING}
     if stored is not None:
         config.quantization_config = fp8_loading.loading_options(stored, path)
         options = {"config": config}
     try:
-        module, info = auto_class(config, path).from_pretrained(
+        module, info = auto_class(writer, path).from_pretrained(
             str(path),
             dtype=dtype,
             local_files_only=True,

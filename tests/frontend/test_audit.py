@@ -90,6 +90,18 @@ MIXES_TOKENS = {
         lambda x, p: x[0].index_put([p[0] // 2], torch.zeros(()))[None],
         "other values choose",
     ),
+    "write to a token": (
+        lambda x, p: x[0].index_put([torch.tensor([1])], torch.zeros(()))[None],
+        "other values choose",
+    ),
+    "write to a channel of a token's choice": (
+        lambda x, p: torch.ops.aten.index_put(x[0], [None, p[0] % 4], torch.zeros(()))[None],
+        "other values choose",
+    ),
+    "added to some channels": (
+        lambda x, p: torch.ops.aten.index_put(x, [None, None, torch.tensor([1, 1])], torch.ones(()), True),
+        "as often as they are named",
+    ),
     "addmm over tokens": (
         lambda x, p: x + torch.addmm(torch.zeros(WIDTH, WIDTH), x[0].mT, x[0]).sum(0),
         "reduces over the tokens",
@@ -200,6 +212,9 @@ KEEPS_TOKENS_APART = {
     "softmax over channels": lambda x, p: x.softmax(-1) + x.cumsum(-1) + x.flip(-1) + x.roll(1, -1),
     "sort of channels": lambda x, p: x.sort(-1).values + x.topk(1, -1).values + x.argmax(-1, keepdim=True),
     "masked write": lambda x, p: x.index_put([p > 2], torch.zeros(())) + x.index_put([x > 0], torch.ones(())),
+    "write to some channels": lambda x, p: torch.ops.aten.index_put(
+        x, [None, None, torch.tensor([2, 0])], torch.ones(())
+    ),
     "aliases": lambda x, p: torch.where(
         (x > 0) | (x < -1), 0.0, torch.divide(torch.multiply(x, x), torch.absolute(x))
     ),

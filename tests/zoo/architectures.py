@@ -38,6 +38,7 @@ _OTHER_INPUTS = {
     **dict.fromkeys(_WITH_IMAGES.split(), "every prompt needs an image: there is no prompt of text alone"),
     "diffusion_gemma": "fills blocks of tokens by diffusion, not one token after the other",
     "evolla": "every prompt needs a protein",
+    "kyutai_speech_to_text": "every step needs codes of audio beside the text token",
 }
 NOT_TEXT: dict[tuple[str, str], str] = {
     ("causal", "gemma4_assistant"): _DRAFTER,

@@ -124,8 +124,22 @@ _SECTIONS_OF_4 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
 _BY_SECTIONS = "glm46v glm4v glm_ocr hunyuan_vl paddleocr_vl qwen2_5_omni qwen2_5_vl qwen2_vl"
 OVERRIDES |= {f"{name}_text": _SECTIONS_OF_8 for name in _BY_SECTIONS.split()}
 OVERRIDES |= {
+    # Two tokens that stand for pieces of an image, and whose logits are the least there is.
+    "chameleon": {"vocabulary_map": {"<image>": 3, "IMGIMGAZ": 100, "IMGIMGBZ": 101}},
     "cosmos3_edge_text": _SECTIONS_OF_8,
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [32, 32],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]},
+    },
+    "florence_vision": {
+        "depths": (1,) * 4,
+        "embed_dim": (32,) * 4,
+        "num_groups": (4,) * 4,
+        "num_heads": (4,) * 4,
+        "projection_dim": 64,
+    },
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "glm4v_moe_text": _SECTIONS_OF_4,
     # A layer that takes what the one before it chose; two pools of 4 tokens, no two of whose scores tie at zero.
     "glm5_next_text": {
@@ -139,12 +153,28 @@ OVERRIDES |= {
         "index_topk": 8,
         "index_kpool": 4,
     },
+    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "1/2"},
     "granite_docling_vision": {"out_hidden_size": 64},
     # Layers with and without RoPE, of which two read the latents of an earlier one.
     "mistral_large4_text": {"no_rope_layers": [1, 0] * 2, "kv_source_layers": [0, 1] * 2},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
-    "muse_spark_audio": {"num_hidden_layers": "default"},
-    "muse_spark_vision": {"num_hidden_layers": "default"},
+    "inkling2_vision": {"text_hidden_size": 64},
+    "muse_spark": {"out_hidden_size": 256, "projector_hidden_size": 64},
+    "muse_spark_audio": {"num_hidden_layers": "default", "hidden_sizes": (8,) * 4, "out_hidden_size": 64},
+    # Scores of a natural size: the shipped factor of 5.5 makes every error of rounding that much larger, the source's
+    # own, too.
+    "muse_spark_text": {
+        "moe_hidden_size": 32,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "qk_scale_factor": 1.5,
+    },
+    "parakeet_encoder": {"projection_hidden_size": 64, "projection_bias": False},
+    "qwen2_5_omni_bigvgan": {"upsample_initial_channel": 64},
+    "qwen3_omni_moe": {
+        "code2wav_config": {"decoder_dim": 64},
+        "talker_config": {"spatial_merge_size": 2},
+    },
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},
     "qwen3_omni_moe_text": {"sliding_window": "default"},
     "radio": {"video_temporal_patch_size": 2},
     "step3p5": {"pad_token_id": 0},

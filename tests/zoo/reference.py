@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pagebinder.frontend.text_writer import writer_of
 from tests.zoo.tiny_configs import VOCAB_SIZE
 
 # How far below the best logit a chosen one may be, in units of the logits' spread (at least 1): rounding decides
@@ -37,7 +38,7 @@ def source_logits(model, ids: list[int], encoder_ids: list[int] | None = None) -
     if encoder_ids is not None:
         inputs = {"input_ids": torch.tensor([encoder_ids]), "decoder_input_ids": torch.tensor([ids])}
     with torch.no_grad():
-        return model(**inputs, use_cache=False).logits[0].float()
+        return writer_of(model)(**inputs, use_cache=False).logits[0].float()
 
 
 class Reference:

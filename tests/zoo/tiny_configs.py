@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from pagebinder.frontend.text_writer import writer_of
 from tests.zoo.architectures import Architecture
 from tests.zoo.overrides import FAMILY_OVERRIDES, OVERRIDES
 
@@ -77,12 +78,12 @@ def options_of(config_class: type, *, family: str = "", model_type: str | None =
             "num_attention_heads"
         ]  # latent attention expands to all heads
     options |= mixed_layers(config_class, fields)
-    for name, part in parts_of(config_class).items():
-        if name in fields:
-            options[name] = {"model_type": part.model_type, **options_of(part)}
+    parts = {name: part for name, part in parts_of(config_class).items() if name in fields}
+    options |= {name: {"model_type": part.model_type, **options_of(part)} for name, part in parts.items()}
     own_type = getattr(config_class, "model_type", None)
     for key in dict.fromkeys((own_type, model_type)):
-        options |= OVERRIDES.get(key, {})
+        for name, value in OVERRIDES.get(key, {}).items():
+            options[name] = options[name] | value if name in parts and isinstance(value, dict) else value
     options |= FAMILY_OVERRIDES.get((family, model_type or own_type), {})
     return {name: value for name, value in options.items() if value != "default"}
 
@@ -137,11 +138,11 @@ def telling_weights(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 def audible(model: torch.nn.Module) -> torch.nn.Module:
     """Families that scale their logits down (T5) get a larger output matrix, so that logits spread by about one."""
-    head = model.get_output_embeddings()
+    head = writer_of(model).get_output_embeddings()
     ids = torch.arange(4, 24)[None]
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
     with torch.no_grad():
-        spread = model(**inputs, use_cache=False).logits.std()
+        spread = writer_of(model)(**inputs, use_cache=False).logits.std()
         if head is not None and 0 < spread < MIN_LOGIT_SPREAD:
             head.weight.mul_(1 / spread)
     return model
