@@ -1,8 +1,8 @@
 """Threads of torch's that a process made by fork() does not have, and would wait for without an end.
 
 torch's own ops share their work among threads of OpenMP. Once a process has used them, OpenMP in a child made by
-fork() takes them for there. Our threads begin anew in a child, so an engine made before goes on in it; a compilation
-and a new engine run torch's ops.
+fork() takes them for there. Our threads begin anew in a child, so an engine made before goes on in it if its graph
+leaves little to torch (runtime/executables/torch_share.py); a compilation and a new engine run torch's ops.
 """
 
 import os

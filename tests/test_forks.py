@@ -17,8 +17,8 @@ from pagebinder.models import tiny_path
 torch.set_num_threads(2)
 config = pagebinder.EngineConfig(num_kv_blocks=64)
 
-def compiled():
-    return pagebinder.compile_model(tiny_path())
+def compiled(**options):
+    return pagebinder.compile_model(tiny_path(), pagebinder.CompileConfig(**options))
 
 def text(engine):
     return engine.generate(["The open function"], pagebinder.SamplingParams(max_tokens=8, temperature=0.0))[0].text
@@ -38,6 +38,11 @@ ours = compiled()
 engine = ours.engine(config)
 print("parent:", repr(text(engine)), flush=True)
 in_child("inherited:", lambda: text(engine))
+unused = ours.engine(config)
+in_child("unused:", lambda: text(unused))
+by_torch = compiled(providers={"paged_attention": "reference"}).engine(config)
+in_child("by torch:", lambda: text(by_torch))
+in_child("one thread by torch:", lambda: torch.set_num_threads(1) or text(by_torch))
 in_child("engine:", lambda: ours.engine(config))
 in_child("compile:", compiled)
 in_child("one thread:", lambda: torch.set_num_threads(1) or text(ours.engine(config)))
@@ -48,7 +53,9 @@ def test_what_would_hang_in_a_child_is_an_error_and_the_rest_works():
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     said = dict(line.split(": ", 1) for line in result.stdout.splitlines())
-    assert said["before"] == said["inherited"] == said["one thread"] == said["parent"] != ""
-    for what, begins in (("engine", "a new engine in"), ("compile", "compile_model in")):
+    assert said["before"] == said["inherited"] == said["unused"] == said["one thread"] == said["parent"] != ""
+    assert said["one thread by torch"] == said["parent"]
+    refused = {"by torch": "a step of a model", "engine": "a new engine in", "compile": "compile_model in"}
+    for what, begins in refused.items():
         assert said[what].startswith(begins)
         assert "fork()" in said[what] and "spawn" in said[what] and "set_num_threads(1)" in said[what]

@@ -235,9 +235,9 @@ class _Buffer:
         self._used_bytes = offset
         if offset > self._host.numel():
             pinned = self.device.type == "cuda"
-            self._host = torch.zeros(
-                max(2 * offset, INITIAL_BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned
-            )
+            size = max(2 * offset, INITIAL_BUFFER_BYTES)
+            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._host.numpy().fill(0)  # torch.zeros would wait for threads in a child of fork(): forks.py
         raw = self._host.numpy()
         self.arrays = {
             name: raw[start : start + size].view(dtype).reshape(shape)

@@ -11,6 +11,7 @@ import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.custom_ops.cpu import build
 from pagebinder.custom_ops.cpu.torch_threads import torch_threads
+from pagebinder.runtime.executables.torch_share import PRODUCTS
 from tests.helpers import tiny_llama
 
 pytestmark = [
@@ -91,6 +92,29 @@ def test_what_torch_multiplies_keeps_its_threads():
         (tiny_llama(), CompileConfig(executable="eager", providers={"paged_attention": "reference"})),
     ):
         assert not pagebinder.compile_model(model, config).executable.limits_torch
+
+
+class AnglesByAProduct(torch.nn.Module):
+    """RoPE's angles as transformers 5.17 computes them: a product that sums over one element."""
+
+    def __init__(self, inv_freq: torch.Tensor, scale: float):
+        super().__init__()
+        self.register_buffer("inv_freq", inv_freq)
+        self.scale = scale
+
+    def forward(self, x, position_ids):
+        angles = (self.inv_freq[None, :, None] @ position_ids[:, None, :].float()).transpose(1, 2)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self.scale).to(x.dtype), (angles.sin() * self.scale).to(x.dtype)
+
+
+def test_a_product_that_sums_over_one_element_is_a_loop():
+    model = tiny_llama()
+    rope = model.model.rotary_emb
+    model.model.rotary_emb = AnglesByAProduct(rope.inv_freq, rope.attention_scaling)
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
+    assert sum(n.target in PRODUCTS for n in compiled.graphs["fused"].graph.nodes) == 1
+    assert compiled.executable.limits_torch
 
 
 def test_an_artefact_remembers(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.custom_ops.cpu.torch_threads import torch_threads
+from pagebinder.forks import use_threads
 
 
 class Executable(Protocol):
@@ -18,7 +19,9 @@ class Executable(Protocol):
     limits_torch: bool
 
     def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Run one step: step metadata and caches by name -> logits [L, V]. Caches are updated in place."""
+        """Run one step: step metadata and caches by name -> logits [L, V]. Caches are updated in place.
+
+        Raises ForkedProcessError where torch's threads would be waited for: pagebinder/forks.py."""
         ...
 
 
@@ -30,6 +33,7 @@ class StepExecutable:
     def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.inference_mode():
             if not self.limits_torch:
+                use_threads("a step of a model that leaves much to torch's own ops")
                 return self._step(inputs)
             with torch_threads(limited=True):
                 return self._step(inputs)

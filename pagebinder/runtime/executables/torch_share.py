@@ -14,6 +14,7 @@ aten = torch.ops.aten
 PRODUCTS = {
     aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default,
 }  # fmt: skip
+OUTER = {aten.matmul.default, aten.mm.default, aten.bmm.default}  # where one dimension of 1 is summed over
 HEAVY = PRODUCTS | {
     aten.baddbmm.default, aten.conv1d.default, aten.convolution.default, aten.scaled_dot_product_attention.default,
 }  # fmt: skip
@@ -34,11 +35,19 @@ def leaves_little_to_torch(gm: GraphModule) -> bool:
                 return False
         elif namespace.startswith(NAMESPACE) and not op_info(name).transparent:
             return False
-        elif node.target in HEAVY:
+        elif node.target in HEAVY and not _is_outer_product(node):
             torchs += read
             if not read:
                 return False
     return ours > 0 and torchs <= LITTLE * ours
+
+
+def _is_outer_product(node: Node) -> bool:
+    """One multiplication an element, however it is written: the angles of RoPE in transformers 5.17."""
+    if node.target not in OUTER:
+        return False
+    contracted = val(node.args[0]).shape[-1]
+    return isinstance(contracted, int) and contracted == 1
 
 
 def _weights(node: Node) -> int:
