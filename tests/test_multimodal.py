@@ -146,7 +146,7 @@ def test_a_holder_in_fp8_is_refused(tmp_path):
     file = tmp_path / "config.json"
     fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     file.write_text(json.dumps(json.loads(file.read_text()) | fp8))
-    with pytest.raises(CheckpointError, match="qwen3_omni_moe in fp8"):
+    with pytest.raises(CheckpointError, match="qwen3_omni_moe in 8 or 4 bits"):
         explain_model(tmp_path)
 
 
@@ -195,8 +195,7 @@ def test_what_a_config_class_says_of_weights_is_heard(tmp_path):
     config = in_zoo("inkling2").config.to_dict()
     config.pop("transformers_version")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"Inkling2Config.*weight_block_size \[1, 32\]"):
-        explain_model(tmp_path)
+    assert "stored in mxfp8" in explain_model(tmp_path).explain()
 
 
 def test_explain_needs_no_weights(checkpoint, tmp_path):

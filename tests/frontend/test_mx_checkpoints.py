@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 
@@ -137,7 +138,7 @@ def qwen3_moe(**options):
 
 def inkling_2():
     architecture("inkling2_text")
-    return built("inkling2_text").bfloat16()
+    return copy.deepcopy(built("inkling2_text")).bfloat16()
 
 
 # name: (model, layout, what config.json says, format of the experts)
