@@ -123,6 +123,8 @@ def _check_left(model: torch.nn.Module) -> None:
 
 
 def _of_experts(stored: StoredFp8, format: str | None) -> str:
+    if format == "mxfp4":
+        return "they are stored in mxfp4 and expanded; keep_stored_codes packs those that a kernel reads"
     if format is not None:
         return f"no kernel reads codes of experts: they are stored in {format} and expanded"
     if stored.experts is not None:

@@ -17,17 +17,18 @@ from collections.abc import Mapping
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.custom_ops.linear.weight_formats import dequantize
-from pagebinder.custom_ops.linear.weight_stacks import matrices
+from pagebinder.custom_ops.linear.weight_formats import dequantize, size_problem
+from pagebinder.custom_ops.linear.weight_stacks import dequantize_stack, matrices, quantize_stack, sizes_of
 from pagebinder.graph_tools import attribute, calls, describe, finish, source_line
 from pagebinder.passes.quantize_weights import (
     EXPERTS,
+    certify_weights,
     packed_parts,
     read_from_codes,
     reason_against,
     weight_positions,
 )
-from pagebinder.report import Match, PassResult, Refusal
+from pagebinder.report import Certificate, Match, PassResult, Refusal
 
 FORMAT = "mxfp4"
 PATTERN = "moe_experts"
@@ -69,3 +70,20 @@ def _pack(gm: GraphModule, node: Node, packed: dict[int, tuple]) -> str | None:
             if not torch.equal(dequantize(*parts, FORMAT), matrix.float()):
                 return f"its weights are not numbers of {FORMAT}"
     return None
+
+
+def certify_stored(before: GraphModule, after: GraphModule, result: PassResult) -> list[Certificate]:
+    """That no number is another. Raises VerificationError: one is."""
+    return certify_weights(before, after, result, bound=lambda weight, format: torch.zeros(()))
+
+
+def round_as_stored(model: torch.nn.Module, stored: Mapping[str, str]) -> None:
+    """Weights that were made at random become numbers of the format that the checkpoint's are of, in place."""
+    for path, format in stored.items():
+        module = model.get_submodule(path)
+        transposed = getattr(module, "is_transposed", False)
+        for weight in (p for p in module.parameters(recurse=False) if p.dim() == 3):
+            if format != FORMAT or size_problem(*sizes_of(weight, transposed), FORMAT):
+                continue
+            values = dequantize_stack(*quantize_stack(weight.detach(), FORMAT, transposed), FORMAT)
+            weight.data.copy_(values.mT if transposed else values)

@@ -203,8 +203,12 @@ def add_quantized(gm: GraphModule, weights: MutableMapping[str, torch.Tensor]) -
             weights[node.target] = made[part.part]
 
 
-def certify_weights(before: GraphModule, after: GraphModule, result: PassResult) -> list[Certificate]:
+def certify_weights(
+    before: GraphModule, after: GraphModule, result: PassResult, bound=weight_formats.error_bound
+) -> list[Certificate]:
     """One certificate for all weights: each within what its format promises of the weight it stands for.
+
+    bound: f(weight [N, K], format) -> how far each of its numbers may be off.
 
     This takes the place of a comparison of both sides, which differ on purpose; `max_rel_error` is the largest error
     of a whole weight, relative to it (root mean square).
@@ -217,7 +221,7 @@ def certify_weights(before: GraphModule, after: GraphModule, result: PassResult)
     for name, node in codes.items():
         part = node.meta[META]
         for weight, errors in errors_of(before, after, name, part):
-            if not (errors <= weight_formats.error_bound(weight, part.format)).all():
+            if not (errors <= bound(weight, part.format)).all():
                 raise VerificationError(
                     f"{result.name}: {part.format} of {part.weight} is off by {float(errors.max()):.3g}, more than "
                     "the format explains.",

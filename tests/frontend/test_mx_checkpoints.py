@@ -206,6 +206,21 @@ def test_the_tokens_are_those_of_the_plain_weights(name, tmp_path):
     assert f"stored in {FORMATS[name][-1]} and expanded" in str(compiled.report.to_dict())
 
 
+def test_experts_in_mxfp4_are_served_from_their_codes(tmp_path):
+    """Packed without loss, verified with random weights, too, and kept by an artefact."""
+    both("gpt-oss", tmp_path)
+    compiled, tokens = served(tmp_path / "stored", verify="full")
+    kept = next(p for p in compiled.report.passes if p.name == "keep_stored_codes")
+    assert [m.detail for m in kept.matches] == ["mxfp4 as stored"] * 2 and not kept.refusals
+    (certificate,) = kept.certificates
+    assert certificate.count == 2 and certificate.max_abs_error == 0
+    assert sum("quantized_moe" in str(n.target) for n in compiled.graphs["fused"].graph.nodes) == 2
+    compiled.save(tmp_path / "artefact")
+    engine = pagebinder.load(tmp_path / "artefact").engine(EngineConfig(num_kv_blocks=64))
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert engine.generate([[1, 2, 3]], params)[0].token_ids == tokens[0]
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_deepseek_v4_keeps_the_codes_of_its_blocks(beside, tmp_path):
     """`expert_dtype` stands beside the quantization_config (V4), or in it (V4.1)."""
