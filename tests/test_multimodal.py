@@ -104,8 +104,11 @@ def test_tensors_that_are_left_over_are_told(checkpoint, tmp_path):
 
 
 def in_zoo(name):
-    """The zoo's tiny model of a type."""
-    return tiny_model(next(a for a in architectures("multimodal") if a.name == name))
+    """The zoo's tiny model of a type; skips where this transformers has none."""
+    found = [a for a in architectures("multimodal") if a.name == name]
+    if not found:
+        pytest.skip(f"this transformers has no {name}")
+    return tiny_model(found[0])
 
 
 def greedy(source, prompts, encoder_prompt=None):
@@ -190,8 +193,6 @@ def test_experts_for_images_alone_need_not_be_in_the_graph():
 
 def test_what_a_config_class_says_of_weights_is_heard(tmp_path):
     """Inkling 2 is published without a word on its weights in blocks of 32 in config.json."""
-    if not hasattr(transformers, "Inkling2Config"):
-        pytest.skip("this transformers has no Inkling 2")
     config = in_zoo("inkling2").config.to_dict()
     config.pop("transformers_version")
     (tmp_path / "config.json").write_text(json.dumps(config))
