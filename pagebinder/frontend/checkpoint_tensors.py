@@ -36,9 +36,13 @@ class CheckpointTensors:
         )
 
 
-def compared(module: torch.nn.Module, info: Mapping[str, Collection], path: Path) -> CheckpointTensors:
+def compared(
+    module: torch.nn.Module, info: Mapping[str, Collection], path: Path, other_parts: Collection[str] = ()
+) -> CheckpointTensors:
     """From what transformers says of a checkpoint that it has loaded.
 
+    Args:
+        other_parts: configs of parts that the checkpoint holds beside the model: their tensors are not left over.
     Raises:
         CheckpointError: a tensor has another shape than the model's, or is missing where all are read.
     """
@@ -51,7 +55,11 @@ def compared(module: torch.nn.Module, info: Mapping[str, Collection], path: Path
     missing = sorted(str(key) for key in info.get("missing_keys", ()) if not _is_unused(module, str(key)))
     if missing and not parts_beside_text(module.config):
         _raise_missing(path, missing)
-    return CheckpointTensors(frozenset(missing), tuple(sorted(map(str, info.get("unexpected_keys", ())))))
+    of_others = tuple(f"{part.removesuffix('_config')}." for part in other_parts)
+    left_over = (str(key) for key in info.get("unexpected_keys", ()))
+    return CheckpointTensors(
+        frozenset(missing), tuple(sorted(key for key in left_over if not key.startswith(of_others)))
+    )
 
 
 def check_absent(absent: Collection[str], gm: GraphModule, path: Path | None) -> None:

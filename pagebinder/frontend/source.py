@@ -242,7 +242,7 @@ def _build(
         raise CheckpointError(f"The weights in {path} cannot be loaded: {error}") from error
     if stored is not None:
         fp8_loading.check_scales(stored, info.get("unexpected_keys", ()), info.get("missing_keys", ()), path)
-    tensors = compared(module, info, path)
+    tensors = compared(module, info, path, other_parts(config))
     if stored is None:
         return module.eval(), {"tensors": tensors}
     of_weights = _of_weights(*fp8_loading.finish(module, stored))
