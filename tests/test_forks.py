@@ -40,6 +40,12 @@ print("parent:", repr(text(engine)), flush=True)
 in_child("inherited:", lambda: text(engine))
 unused = ours.engine(config)
 in_child("unused:", lambda: text(unused))
+floats = compiled(dtype=torch.float32).engine(pagebinder.EngineConfig(num_kv_blocks=512))
+prompts = [list(range(5 + i, 205 + i)) for i in range(24)]  # products of many rows in float32 are torch's
+few = pagebinder.SamplingParams(max_tokens=2, temperature=0.0)
+wide = lambda: [output.token_ids for output in floats.generate(prompts, few)]
+print("wide parent:", wide(), flush=True)
+in_child("wide:", wide)
 by_torch = compiled(providers={"paged_attention": "reference"}).engine(config)
 in_child("by torch:", lambda: text(by_torch))
 in_child("one thread by torch:", lambda: torch.set_num_threads(1) or text(by_torch))
@@ -55,6 +61,7 @@ def test_what_would_hang_in_a_child_is_an_error_and_the_rest_works():
     said = dict(line.split(": ", 1) for line in result.stdout.splitlines())
     assert said["before"] == said["inherited"] == said["unused"] == said["one thread"] == said["parent"] != ""
     assert said["one thread by torch"] == said["parent"]
+    assert said["wide"] == said["wide parent"] != ""
     refused = {"by torch": "a step of a model", "engine": "a new engine in", "compile": "compile_model in"}
     for what, begins in refused.items():
         assert said[what].startswith(begins)

@@ -37,15 +37,19 @@ inline bool limit_torch_threads(bool limited) {
   return !limited;
 }
 
-// While it lives, torch uses all threads: for products that are torch's.
+// While it lives, torch uses all threads: for products that are torch's. Not in a process that was made by fork(), where
+// it would wait without an end for threads that stayed with the parent.
 class AllTorchThreads {
  public:
   AllTorchThreads() = default;
   AllTorchThreads(const AllTorchThreads&) = delete;
-  ~AllTorchThreads() { limit_torch_threads(before_); }
+  ~AllTorchThreads() {
+    if (are_there_) limit_torch_threads(before_);
+  }
 
  private:
-  const bool before_ = limit_torch_threads(false);
+  const bool are_there_ = !ThreadPool::instance().is_in_child();
+  const bool before_ = are_there_ && limit_torch_threads(false);
 };
 
 }  // namespace pagebinder

@@ -73,6 +73,9 @@ class __attribute__((visibility("default"))) ThreadPool {
 
   int num_helpers() const;
 
+  // Was this process made by fork() from one that had a pool? OpenMP's threads stayed there.
+  bool is_in_child() const { return is_in_child_; }
+
   // What a helper asks for from now on while it has no work. A caller's; helpers count from 0, those beyond
   // MOST_READERS read nothing.
   static constexpr int MOST_READERS = 8;
@@ -96,6 +99,7 @@ class __attribute__((visibility("default"))) ThreadPool {
   static ThreadPool*& current();
 
   Helpers& helpers_;  // as long as the process
+  bool is_in_child_ = false;
 };
 
 inline ThreadPool& ThreadPool::instance() { return *current(); }
@@ -103,7 +107,10 @@ inline ThreadPool& ThreadPool::instance() { return *current(); }
 inline ThreadPool*& ThreadPool::current() {
   static ThreadPool* pool = [] {
 #if defined(__unix__)
-    pthread_atfork(nullptr, nullptr, [] { current() = new ThreadPool; });
+    pthread_atfork(nullptr, nullptr, [] {
+      current() = new ThreadPool;
+      current()->is_in_child_ = true;
+    });
 #endif
     return new ThreadPool;
   }();
