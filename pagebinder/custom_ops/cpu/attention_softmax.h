@@ -15,8 +15,7 @@ struct ScoreOptions {
   float scale;     // raw score -> log2 units, or -> argument of tanh with a soft cap
   float soft_cap;  // in log2 units, 0 = none
   bool alibi;
-  const float* bias;  // by distance, in log2 units, or null
-  int behind, farthest;  // its columns of distance 0 and of the farthest keys ahead
+  const float* bias;  // of each score, laid out as scores are, in log2 units; or null
 };
 
 template <int STRIDE>
@@ -28,7 +27,7 @@ struct SoftmaxState {
   VI begin[VECTORS], end[VECTORS];        // keys that the row of a lane sees
   VI position[VECTORS];                   // absolute position of the query
   VF slope[VECTORS];                      // ALiBi, in log2 units
-  VI bias_row[VECTORS];                   // where the bias of the query and head begins
+  VI bias_at[VECTORS];                    // where the bias of the query and head begins
   VI lane_key;
   KeyRange common;                        // keys that all rows see
 };
@@ -50,14 +49,6 @@ PB_INLINE void plain_maxima(float scale, int num_keys, const float* scores, VF* 
   for (int v = 0; v < State::VECTORS; ++v) top[v] = top[v] * scale;
 }
 
-// Of each lane, whose key is so far ahead of its query: the bias, at the ends that of all keys beyond.
-PB_INLINE VF bias_of(const ScoreOptions& options, VI row, VI ahead) {
-  VI column = ahead + splat_int(options.behind);
-  column = column < VI{} ? VI{} : column;
-  column = column > splat_int(options.farthest) ? splat_int(options.farthest) : column;
-  return gather(options.bias, row + column);
-}
-
 template <int STRIDE>
 PB_INLINE void finish_scores(const SoftmaxState<STRIDE>& state, const ScoreOptions& options, bool masked,
                              int first_key, int num_keys, float* scores, VF* top) {
@@ -71,7 +62,7 @@ PB_INLINE void finish_scores(const SoftmaxState<STRIDE>& state, const ScoreOptio
       const VI key = splat_int(first_key + k) + state.lane_key;
       if (options.soft_cap != 0.0f) x = tanh_approx(x) * options.soft_cap;
       if (options.alibi) x += state.slope[v] * __builtin_convertvector(key - state.position[v], VF);
-      if (options.bias != nullptr) x += bias_of(options, state.bias_row[v], key - state.position[v]);
+      if (options.bias != nullptr) x += load<VF>(options.bias + k * STRIDE + v * W);
       if (masked) x = select((key >= state.begin[v]) & (key < state.end[v]), x, splat(MINUS_INFINITY));
       store(at, x);
       top[v] = max(x, top[v]);

@@ -18,12 +18,12 @@ namespace pagebinder {
 template <class T, int STRIDE>
 void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
   constexpr int LANES = SoftmaxState<STRIDE>::VECTORS * W;
-  int32_t begin[LANES], end[LANES], position[LANES], bias_row[LANES], lane_key[W];
+  int32_t begin[LANES], end[LANES], position[LANES], bias_at[LANES], lane_key[W];
   float slope[LANES];
   state.common = {0, INT32_MAX};
   for (int lane = 0; lane < LANES; ++lane) {
     const int row = STRIDE < W ? lane % STRIDE : lane;
-    begin[lane] = end[lane] = position[lane] = bias_row[lane] = 0;
+    begin[lane] = end[lane] = position[lane] = bias_at[lane] = 0;
     slope[lane] = 0.0f;
     if (row >= c.tile.rows) continue;
     const int64_t p = c.position_of(row);
@@ -32,8 +32,8 @@ void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
     end[lane] = keys.end;
     position[lane] = static_cast<int32_t>(p);
     if (c.args.alibi_slopes != nullptr) slope[lane] = c.args.alibi_slopes[c.head_of(row)] * LOG2_E;
-    bias_row[lane] =
-        static_cast<int32_t>(c.token_of(row) * c.args.bias_token_stride + c.head_of(row) * c.args.bias_columns);
+    bias_at[lane] =
+        static_cast<int32_t>(c.token_of(row) * c.args.bias_token_stride + c.head_of(row) * c.args.bias_head_stride);
     state.common.begin = std::max(state.common.begin, keys.begin);
     state.common.end = std::min(state.common.end, keys.end);
   }
@@ -46,7 +46,7 @@ void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
     state.end[v] = load<VI>(end + v * W);
     state.position[v] = load<VI>(position + v * W);
     state.slope[v] = load<VF>(slope + v * W);
-    state.bias_row[v] = load<VI>(bias_row + v * W);
+    state.bias_at[v] = load<VI>(bias_at + v * W);
   }
 }
 
@@ -84,8 +84,64 @@ int find_first_rows(const AttentionArgs& args, const Plan& plan, const Job* job,
 
 inline ScoreOptions score_options(const AttentionArgs& args) {
   const float cap = args.soft_cap;
-  return {cap != 0.0f ? args.scale / cap : args.scale * LOG2_E, cap * LOG2_E, args.alibi_slopes != nullptr, args.bias,
-          static_cast<int>(args.num_behind), static_cast<int>(args.bias_columns) - 1};
+  return {cap != 0.0f ? args.scale / cap : args.scale * LOG2_E, cap * LOG2_E, args.alibi_slopes != nullptr, nullptr};
+}
+
+// The biases by distance of one query and head, from the column of some key on: those of all keys beyond stand at the ends.
+template <class B>
+struct BiasRow {
+  const B* columns;
+  int64_t first, last;  // columns: of the key at hand, and the last there is
+
+  // Of W keys from `key` on.
+  PB_INLINE VF take(int key) const {
+    const int64_t at = first + key;
+    if (at >= 0 && at + W - 1 <= last) return load_float(columns + at);
+    if (at + W - 1 <= 0 || at >= last) return splat(of(at));
+    float values[W];
+    for (int lane = 0; lane < W; ++lane) values[lane] = of(at + lane);
+    return load<VF>(values);
+  }
+  PB_INLINE float of(int64_t at) const { return load_float_part(columns + std::clamp<int64_t>(at, 0, last), 1)[0]; }
+};
+
+// Biases of a block of keys, laid out as its scores are.
+template <class B, int STRIDE>
+void lay_out_bias(const AttentionArgs& args, const SoftmaxState<STRIDE>& state, int rows, const BlockKeys& keys, float* to) {
+  constexpr int LANES = SoftmaxState<STRIDE>::VECTORS * W;
+  int32_t at[LANES], position[LANES];
+  for (int v = 0; v < SoftmaxState<STRIDE>::VECTORS; ++v)
+    store(at + v * W, state.bias_at[v]), store(position + v * W, state.position[v]);
+  const auto row_of = [&](int row) -> BiasRow<B> {
+    return {static_cast<const B*>(args.bias) + at[row], keys.from - position[row] + args.num_behind, args.bias_columns - 1};
+  };
+  const int num_keys = keys.to - keys.from;
+  if constexpr (STRIDE >= W) {
+    for (int first = 0; first < STRIDE; first += W)
+      for (int k = 0; k < num_keys; k += W) {
+        VF x[W];
+        for (int i = 0; i < W; ++i) x[i] = first + i < rows ? row_of(first + i).take(k) * LOG2_E : VF{};
+        transpose(x);
+        for (int i = 0; i < W; ++i) store(to + (k + i) * STRIDE + first, x[i]);
+      }
+  } else {
+    for (int row = 0; row < STRIDE; ++row)
+      for (int k = 0; k < num_keys; k += W) {
+        const VF x = row < rows ? row_of(row).take(k) * LOG2_E : VF{};
+        for (int i = 0; i < W; ++i) to[(k + i) * STRIDE + row] = x[i];
+      }
+  }
+}
+
+// Into the scratch memory for weights, which are made later; null without biases.
+template <class T, class R, int STRIDE>
+const float* bias_of_block(const BlockContext<T, R>& c, const SoftmaxState<STRIDE>& state, const BlockKeys& keys) {
+  if (c.args.bias == nullptr) return nullptr;
+  const auto lay_out = c.args.bias_type == BiasType::FLOAT  ? lay_out_bias<float, STRIDE>
+                       : c.args.bias_type == BiasType::BF16 ? lay_out_bias<bf16, STRIDE>
+                                                            : lay_out_bias<f16, STRIDE>;
+  lay_out(c.args, state, c.tile.rows, keys, c.scratch.weights);
+  return c.scratch.weights;
 }
 
 // Is some key of a block invisible to some row?
@@ -99,8 +155,10 @@ template <bool PAIRS, bool SCALED, class T, class R, int STRIDE>
 void softmax_keys(const BlockContext<T, R>& c, SoftmaxState<STRIDE>& state, const BlockKeys& keys) {
   const int num_keys = keys.to - keys.from;
   if (SCALED) scale_scores<STRIDE>(c.scratch.key_scales, num_keys, c.scratch.scores);
-  softmax_block<PAIRS, SCALED>(state, score_options(c.args), hides_keys(state, keys), keys.from, num_keys,
-                               c.scratch.scores, c.scratch.value_scales);
+  ScoreOptions options = score_options(c.args);
+  options.bias = bias_of_block(c, state, keys);
+  softmax_block<PAIRS, SCALED>(state, options, hides_keys(state, keys), keys.from, num_keys, c.scratch.scores,
+                               c.scratch.value_scales);
 }
 
 // One head's attention to a block of keys.

@@ -14,10 +14,9 @@ namespace {
 
 using namespace pagebinder;
 
-constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr int64_t MIN_SHARED = 1 << 15;  // numbers that are worth waking threads for
 
-// A bias [H, N], or [T, H, N], in log2 units.
+// A bias [H, N], or [T, H, N], whose columns do not lie side by side.
 struct Widening {
   const Tensor& bias;
   float* to;
@@ -35,11 +34,7 @@ void widen(const Widening& w, int worker) {
   for (int64_t row = rows * worker / w.num_workers; row < rows * (worker + 1) / w.num_workers; ++row) {
     const T* at = from + row / heads * token_stride + row % heads * head_stride;
     float* to = w.to + row * columns;
-    if (stride == 1) {
-      for (int64_t i = 0; i < columns; ++i) to[i] = static_cast<float>(at[i]) * LOG2_E;
-    } else {
-      for (int64_t i = 0; i < columns; ++i) to[i] = static_cast<float>(at[i * stride]) * LOG2_E;
-    }
+    for (int64_t i = 0; i < columns; ++i) to[i] = static_cast<float>(at[i * stride]);
   }
 }
 
@@ -52,18 +47,30 @@ void widen_part(void* context, int worker) {
   }
 }
 
-// In memory of this thread that the next call writes again.
-const float* log2_bias(const Tensor& bias, const AttentionArgs& a) {
+// Describes the bias as the kernels want it: as it lies, or else as floats in memory of this thread that the next call
+// writes again.
+void take_bias(const Tensor& bias, AttentionArgs& a) {
   static thread_local Buffer buffer;
   const ScalarType type = bias.scalar_type();
   PB_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
            "bias must be float32, bfloat16 or float16");
-  PB_CHECK(bias.numel() <= std::numeric_limits<int32_t>::max(), "bias is too large");
-  const bool alone = bias.numel() < MIN_SHARED;
-  Widening w{bias, buffer.at_least<float>(bias.numel()), alone ? 1 : a.num_threads};
-  if (alone) widen_part(&w, 0);
-  else a.run(w.num_workers, widen_part, &w);
-  return w.to;
+  const bool by_token = bias.dim() == 3;
+  a.bias_columns = bias.size(by_token + 1);
+  int64_t end = bias.numel();
+  if (a.bias_columns == 1 || bias.stride(by_token + 1) == 1) {
+    a.bias = data<const void>(bias);
+    a.bias_type = type == ScalarType::Float ? BiasType::FLOAT : type == ScalarType::BFloat16 ? BiasType::BF16 : BiasType::HALF;
+    a.bias_token_stride = by_token ? bias.stride(0) : 0, a.bias_head_stride = bias.stride(by_token);
+    end = std::max<int64_t>(a.num_tokens - 1, 0) * a.bias_token_stride + a.num_heads * a.bias_head_stride;
+  } else {
+    const bool alone = bias.numel() < MIN_SHARED;
+    Widening w{bias, buffer.at_least<float>(bias.numel()), alone ? 1 : a.num_threads};
+    if (alone) widen_part(&w, 0);
+    else a.run(w.num_workers, widen_part, &w);
+    a.bias = w.to, a.bias_type = BiasType::FLOAT;
+    a.bias_token_stride = by_token ? a.num_heads * a.bias_columns : 0, a.bias_head_stride = a.bias_columns;
+  }
+  PB_CHECK(end <= std::numeric_limits<int32_t>::max(), "bias is too large");
 }
 
 Tensor paged_relative_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
@@ -78,8 +85,7 @@ Tensor paged_relative_attention(const Tensor& q, const Tensor& kv_cache, const T
                num_behind >= 0 && num_behind < bias.size(by_token + 1),
            "bias must be [H, N] or [T, H, N] with num_behind one of its columns");
   a.sinks = head_or_token_data(sinks, a.num_tokens, a.num_heads, a.sinks_token_stride, "sinks");
-  a.bias = log2_bias(bias, a), a.bias_columns = bias.size(by_token + 1), a.num_behind = num_behind;
-  a.bias_token_stride = by_token ? a.num_heads * a.bias_columns : 0;
+  take_bias(bias, a), a.num_behind = num_behind;
   Tensor out = new_tensor({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
   a.out = data(out);
   attend_or_throw(q.scalar_type(), a, "paged_relative_attention");
