@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from gpu_cases import decode, op
+from gpu_cases import BLOCK_SIZE, decode, op
 from gpu_isolated import Case
 from gpu_timing import median_ms
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -12,6 +12,8 @@ WIDE = (512, 576)  # channels of a head
 WIDE_HEADS = (16, 2)  # of queries, of K and V
 ENCODER_HEADS, ENCODER_WIDTH = 16, 64  # of a large BERT or T5
 NUM_BEHIND = 127
+INKLING_HEADS, EXTENT = (64, 8, 128), 1024  # of queries, of K and V, channels; how far back there is a bias
+BY_QUERY = ((32, 1, 8192), (1, 2048, 0))  # requests, new tokens of each, context
 
 
 def encoder(name: str, requests: int = 32, tokens: int = 512) -> dict:
@@ -36,10 +38,31 @@ def encoder(name: str, requests: int = 32, tokens: int = 512) -> dict:
     }  # fmt: skip
 
 
+def by_query(requests: int, new: int, context: int) -> dict:
+    """A bias of every query's own over pages, beside the same attention without one."""
+    heads, kv_heads, width = INKLING_HEADS
+    blocks = -(-(context + new) // BLOCK_SIZE)
+    shapes = (requests * new, heads, width), (requests * blocks, kv_heads, BLOCK_SIZE, 2 * width)
+    q, cache = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+    table = torch.randperm(requests * blocks, device="cuda").int().view(requests, blocks)
+    lens = torch.full((requests,), context + new, dtype=torch.int32, device="cuda")
+    starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * new
+    bias = torch.randn(len(q), heads, EXTENT + 1, dtype=torch.bfloat16, device="cuda")
+    operands, options = (q, cache, table, lens, starts), {"head_dim_v": width, "scale": 1 / width}
+    relative = {**options, "num_behind": EXTENT}
+    ms = median_ms([lambda: op("paged_relative_attention")(*operands, bias, **relative)])
+    plain_ms = median_ms([lambda: op("paged_attention")(*operands, **options)])
+    return {
+        "case": "a bias by query", "requests": requests, "new_tokens": new, "context": context, "ms": ms,
+        "times_as_long_as_without": ms / plain_ms,
+    }  # fmt: skip
+
+
 def cases(copy_gb_per_s: float) -> list[Case]:
     names = ("packed_attention", "packed_relative_attention")
     wide = [
         (f"decode, heads of {w}", lambda w=w: [decode(copy_gb_per_s, 16, 8192, heads=(*WIDE_HEADS, w))])
         for w in WIDE
     ]
-    return [*wide, *((name, lambda n=name: [encoder(n)]) for name in names)]
+    inkling = [(f"a bias by query {i}", lambda c=case: [by_query(*c)]) for i, case in enumerate(BY_QUERY)]
+    return [*wide, *((name, lambda n=name: [encoder(n)]) for name in names), *inkling]

@@ -116,7 +116,8 @@ def tile_kernel(
     if not PAIRS:
         q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head, mask=is_row, other=0.0) * LOG2_E
-    bias_ptrs = None if bias_ptr is None else bias_of(bias_ptr, stride_bias, token, head, is_row, farthest)
+    bias_ptrs = None if bias_ptr is None else bias_ptr + tl.where(is_row, head, 0) * (farthest + 1)
+    bias_ptrs = of_queries(bias_ptrs, stride_bias, token, is_row)
     k_scale = None if scales_ptr is None else tl.load(scales_ptr + kv_head)
     v_scale = None if scales_ptr is None else tl.load(scales_ptr + tl.num_programs(1) // CHUNKS + kv_head)
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_g
@@ -154,7 +155,7 @@ def tile_kernel(
         )  # fmt: skip
     if v_scale is not None:
         acc *= v_scale
-    total, weight = with_sink(l, m, sinks_ptr, token.to(tl.int64) * stride_sink + head, is_row)
+    total, weight = with_sink(l, m, of_queries(sinks_ptr, stride_sink, token, is_row), head, is_row)
     acc *= (weight / nonzero(total))[:, None]
     store_rows(
         out_ptr,
@@ -173,20 +174,19 @@ def tile_kernel(
 
 
 @triton.jit
-def bias_of(bias_ptr, stride_bias, token, head, is_row, farthest):
-    """Where the biases by distance of each row begin; stride_bias: from token to token, 0 if they are the same."""
-    token, head = tl.where(is_row, token, 0), tl.where(is_row, head, 0)
-    return bias_ptr + token.to(tl.int64) * stride_bias + head * (farthest + 1)
+def of_queries(ptrs, stride, token, is_row):
+    """What belongs to each row's token; stride: from token to token, None if all share it."""
+    return ptrs if stride is None else ptrs + tl.where(is_row, token, 0).to(tl.int64) * stride
 
 
 @triton.jit
-def with_sink(l, m, sinks_ptr, sink_at, is_row):
+def with_sink(l, m, sinks_ptr, head, is_row):
     """(sum of weights with the sink, factor of those without it), per row; 0 weights where no key is seen."""
     if sinks_ptr is None:
         weight = tl.full(m.shape, 1.0, tl.float32)
         total = l
     else:
-        sink = tl.load(sinks_ptr + sink_at, mask=is_row, other=float("-inf")) * LOG2_E
+        sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf")) * LOG2_E
         top = tl.maximum(m, sink)
         shift = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp2(m - shift)
@@ -243,6 +243,7 @@ def split_kernel(
     kv_head, row_token, head, has_head = rows_of_tile(tl.program_id(1), HEADS, CHUNKS, GROUP, BLOCK_M)
     num_heads = tl.num_programs(1) // CHUNKS * GROUP
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head, mask=has_head, other=0.0) * LOG2_E
+    bias_of_heads = None if bias_ptr is None else bias_ptr + tl.where(has_head, head, 0) * (farthest + 1)
     k_scale = None if scales_ptr is None else tl.load(scales_ptr + kv_head)
     v_scale = None if scales_ptr is None else tl.load(scales_ptr + tl.num_programs(1) // CHUNKS + kv_head)
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_g
@@ -251,9 +252,7 @@ def split_kernel(
         is_row = has_head & (row_token < BLOCK_Q) & (start + row_token < end)
         token = start + row_token
         p = seq_len - end + token
-        bias_ptrs = (
-            None if bias_ptr is None else bias_of(bias_ptr, stride_bias, token, head, is_row, farthest)
-        )
+        bias_ptrs = of_queries(bias_of_heads, stride_bias, token, is_row)
         p_last = seq_len - end + tl.minimum(start + BLOCK_Q, end) - 1
         lo, hi = key_range(seq_len - end + start, p_last, seq_len, WINDOW, CHUNK, CAUSAL)
         lo, hi = cut_keys(lo, hi, begins_ptr, request, False, seq_len - end + first, CONTEXT_ONLY)
@@ -334,7 +333,7 @@ def merge_kernel(
             acc += tl.sum(part * tl.exp2(part_lse - base)[:, None], 0)
         lse = m + tl.log2(nonzero(l))
         if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + token.to(tl.int64) * stride_sink + head) * LOG2_E
+            sink = tl.load(of_queries(sinks_ptr, stride_sink, token, token >= 0) + head) * LOG2_E
             top = tl.maximum(m, sink)
             shift = tl.where(top == float("-inf"), 0.0, top)
             acc *= tl.exp2(m - shift)

@@ -240,9 +240,9 @@ def attend_paged(
     strides = (*q.stride()[:2], block_table.stride(0))
     bias = None if bias is None else bias.contiguous()
     distances = (num_behind, 0 if bias is None else bias.shape[-1] - 1)
-    bias_stride = bias.stride(0) if bias is not None and bias.dim() == 3 else 0
+    bias_stride = bias.stride(0) if bias is not None and bias.dim() == 3 else None
     sinks = None if sinks is None else sinks.contiguous()
-    sink_stride = sinks.stride(0) if sinks is not None and sinks.dim() == 2 else 0
+    sink_stride = sinks.stride(0) if sinks is not None and sinks.dim() == 2 else None
     if splits == 1 or not is_decode:
         queries, tile = (rows, decode) if is_decode else (max(prefill[0], rows), DecodeTile(*prefill[1:]))
         grid = (num_tokens // (queries // heads) + num_requests + 1, num_kv_heads * chunks)

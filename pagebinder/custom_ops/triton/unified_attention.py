@@ -142,8 +142,9 @@ def _shared(
     )  # fmt: skip
     of_request = triton.cdiv(num_tokens, max(1, num_requests))
     merge_kernel[num_requests + 1, num_heads, min(of_request, MERGES_OF_REQUEST)](
-        parts, part_lse, query_start_loc, None, out, lse, 0, num_tokens, num_requests, num_tokens, 0, SPLITS=splits,
-        BLOCK_SPLITS=triton.next_power_of_2(splits), DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV, PADDING=True,
+        parts, part_lse, query_start_loc, None, out, lse, None, num_tokens, num_requests, num_tokens, 0,
+        SPLITS=splits, BLOCK_SPLITS=triton.next_power_of_2(splits), DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV,
+        PADDING=True,
     )  # fmt: skip
 
 
