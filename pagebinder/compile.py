@@ -52,7 +52,7 @@ from pagebinder.frontend.recognise import (
     recognise_sdpa,
 )
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
-from pagebinder.graph_tools import graph_module
+from pagebinder.graph_tools import calls, graph_module
 from pagebinder.passes.cascade_attention import cascade_attention
 from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from pagebinder.passes.fuse_attention_fp8_quant import fuse_attention_fp8_quant
@@ -79,7 +79,7 @@ from pagebinder.passes.page_recurrent import page_recurrent
 from pagebinder.passes.place_constants import place_constants
 from pagebinder.passes.place_linears import place_linears
 from pagebinder.passes.quantize_activations import quantize_activations
-from pagebinder.passes.quantize_kv import quantize_kv
+from pagebinder.passes.quantize_kv import REFUSED, quantize_kv
 from pagebinder.passes.quantize_weights import quantize_weights
 from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
@@ -424,8 +424,11 @@ def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) ->
         ("index_dtype", config.index_dtype != "auto", layouts & INDEX_LAYOUTS, "indexer"),
     ):
         if wanted and not kept:
+            kept_plain = {reason for name, reason in REFUSED.items() if list(calls(semantic.graph, name))}
+            why = f" ({'; '.join(sorted(kept_plain))})" if quantized and kept_plain else ""
             raise ConfigError(
-                f'{option}={getattr(config, option)!r}: this model has no {what}, which that is for; use "auto".'
+                f"{option}={getattr(config, option)!r}: this model has no {what}, which that is for{why}; use "
+                '"auto".'
             )
     return states
 

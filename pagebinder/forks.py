@@ -1,8 +1,8 @@
 """Threads of torch's that a process made by fork() does not have, and would wait for without an end.
 
 torch's own ops share their work among threads of OpenMP. Once a process has used them, OpenMP in a child made by
-fork() takes them for there. Our threads begin anew in a child, so an engine made before goes on in it if its graph
-leaves little to torch (runtime/executables/torch_share.py); a compilation and a new engine run torch's ops.
+fork() takes them for there. Our threads begin anew in a child, so an engine made before goes on in it, with torch's
+ops in one thread (runtime/turns.py). A compilation, a new engine and steps without an engine run torch's ops as ever.
 """
 
 import os
@@ -29,6 +29,11 @@ def use_threads(what: str) -> None:
             "it."
         )
     _used = True
+
+
+def threads_are_the_parents() -> bool:
+    """Would torch's ops wait for threads that stayed with the parent?"""
+    return _are_the_parents
 
 
 def _in_child() -> None:

@@ -48,7 +48,14 @@ print("wide parent:", wide(), flush=True)
 in_child("wide:", wide)
 by_torch = compiled(providers={"paged_attention": "reference"}).engine(config)
 in_child("by torch:", lambda: text(by_torch))
-in_child("one thread by torch:", lambda: torch.set_num_threads(1) or text(by_torch))
+many = pagebinder.SamplingParams(max_tokens=8, temperature=0.0, n=3)
+long = [list(range(5, 205))]  # its last block is shared, and copied
+copied = lambda: [list(output.token_ids) for output in engine.generate(long, many)]
+print("copied parent:", copied(), flush=True)
+in_child("copied:", copied)
+beams = lambda: [list(beam.token_ids) for beam in engine.beam_search(long[0], beam_width=4, max_tokens=6)]
+print("beams parent:", beams(), flush=True)
+in_child("beams:", beams)
 in_child("engine:", lambda: ours.engine(config))
 in_child("compile:", compiled)
 in_child("one thread:", lambda: torch.set_num_threads(1) or text(ours.engine(config)))
@@ -59,10 +66,11 @@ def test_what_would_hang_in_a_child_is_an_error_and_the_rest_works():
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     said = dict(line.split(": ", 1) for line in result.stdout.splitlines())
-    assert said["before"] == said["inherited"] == said["unused"] == said["one thread"] == said["parent"] != ""
-    assert said["one thread by torch"] == said["parent"]
-    assert said["wide"] == said["wide parent"] != ""
-    refused = {"by torch": "a step of a model", "engine": "a new engine in", "compile": "compile_model in"}
+    served = ("before", "inherited", "unused", "by torch", "one thread")
+    assert {said[who] for who in served} == {said["parent"]} != {""}
+    for what in ("wide", "copied", "beams"):
+        assert said[what] == said[f"{what} parent"] != ""
+    refused = {"engine": "a new engine in", "compile": "compile_model in"}
     for what, begins in refused.items():
         assert said[what].startswith(begins)
         assert "fork()" in said[what] and "spawn" in said[what] and "set_num_threads(1)" in said[what]

@@ -70,8 +70,9 @@ def check_absent(absent: Collection[str], gm: GraphModule, path: Path | None) ->
 
 
 def _raise_missing(path: Path | None, missing: list[str]) -> None:
+    tensors = "tensor" if len(missing) == 1 else "tensors"
     raise CheckpointError(
-        f"{path} lacks {len(missing)} tensors that its config asks for, for example {missing[:SHOWN]}."
+        f"{path} lacks {len(missing)} {tensors} that its config asks for, for example {missing[:SHOWN]}."
     )
 
 

@@ -36,16 +36,19 @@ def loading_options(stored: StoredFp8, path: Path) -> dict[str, Any]:
     """What a transformers config must say as `quantization_config` for its model to be loaded by this file.
 
     Raises:
-        CheckpointError: a file holds weights in e5m2, which a loader would round to e4m3.
+        CheckpointError: a file cannot be read, or holds weights in e5m2, which a loader would round to e4m3.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     _register()
     for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (it is no dict)
-                if tensors.get_slice(name).get_dtype() == "F8_E5M2":
-                    raise CheckpointError(f"{file}: {name} is stored in e5m2; e4m3 is served.")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if name := next((name for name, dtype in dtypes.items() if dtype == "F8_E5M2"), None):
+            raise CheckpointError(f"{file}: {name} is stored in e5m2; e4m3 is served.")
     return {"quant_method": METHOD, "stored": stored}
 
 

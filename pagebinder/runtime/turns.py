@@ -1,9 +1,17 @@
-"""Threads that use one engine take turns: a step or a change at a time."""
+"""Threads that use one engine take turns: a step or a change at a time.
+
+In a process that was made by fork(), whose parent kept torch's threads, torch's ops of a turn stay in its thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
+import torch
+
+from pagebinder.custom_ops.cpu.torch_threads import torch_threads
+from pagebinder.forks import threads_are_the_parents
 from pagebinder.runtime.interrupts import deferred_interrupts
 
 
@@ -41,6 +49,7 @@ class _Turn:
 
     def __init__(self, turns: Turns) -> None:
         self._turns, self._nested = turns, turns.is_mine()
+        self._alone: contextlib.AbstractContextManager | None = None
 
     def __enter__(self) -> None:
         if not self._nested:
@@ -49,11 +58,31 @@ class _Turn:
             except BaseException:  # Ctrl-C while it waited
                 self._leave()
                 raise
+            if threads_are_the_parents():
+                self._alone = _torch_in_this_thread()
+                self._alone.__enter__()
 
     def __exit__(self, *error: object) -> None:
         if not self._nested:
+            if self._alone is not None:
+                self._alone.__exit__(None, None, None)
             self._leave()
 
     def _leave(self) -> None:
         if self._turns.is_mine():
             self._turns.give_back()
+
+
+@contextlib.contextmanager
+def _torch_in_this_thread():
+    """Kernels of ours go on using all threads, if they are there."""
+    if hasattr(torch.ops.pagebinder_cpu, "limit_torch_threads"):
+        with torch_threads(limited=True):
+            yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

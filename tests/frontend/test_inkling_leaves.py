@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from pagebinder import CaptureError, compile_model
+from pagebinder import CaptureError, CompileConfig, ConfigError, compile_model
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.leaves.query_bias import INKLING, INKLING_2
 from pagebinder.frontend.leaves.token_convolution import TOKEN_CONVOLUTION, rows_back
@@ -16,7 +16,7 @@ from pagebinder.graph_tools import calls
 from tests.graphs import count
 from tests.helpers import assert_serves_as_source
 from tests.zoo.architectures import architectures
-from tests.zoo.tiny_configs import tiny_config, tiny_model
+from tests.zoo.tiny_configs import telling_weights, tiny_config, tiny_model
 
 OPS = torch.ops.pagebinder
 NAMES = ("inkling_text", "inkling2_text")
@@ -107,6 +107,24 @@ def test_another_bias_or_convolution_is_refused_even_without_weights(name, monke
                 pass
         with leaf.patched(model):
             pass
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_convolutions_of_one_tap_look_nowhere(name):
+    config = tiny_config(architecture(name))
+    config.conv_kernel_size = 1
+    model = telling_weights(architecture(name).model_class(config).eval())
+    ids = ids_of(30)
+    with torch.no_grad():
+        got = capture(source_from_module(model))[0](ids, torch.arange(30))
+        expected = model(input_ids=ids[None], use_cache=False).logits[0]
+    assert float((got - expected).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_of_codes_is_refused_with_the_reason(name):
+    with pytest.raises(ConfigError, match="a bias by distance keeps K and V"):
+        compile_model(built(name), CompileConfig(executable="eager", kv_dtype="int8"))
 
 
 def test_rows_that_are_numbered_more_often_are_refused(monkeypatch):

@@ -504,3 +504,11 @@ def test_deepseek_v4_checkpoints_that_contradict_themselves(tmp_path):
     assert "NaN" in message(lambda t: nan(t, "model.layers.0.attn.wo_b.scale"))
     assert "lacks" in message(lambda t: t.pop("model.layers.0.attn.wq_a.scale"))
     message(lambda t: None, expert_dtype="fp8")
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path):
+    both("gpt-oss", tmp_path)
+    file = tmp_path / "stored" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        source_from_dir(tmp_path / "stored")

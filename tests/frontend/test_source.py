@@ -159,7 +159,7 @@ BROKEN = {
     "no safetensors": (lambda d: (d / "model.safetensors").unlink(), "no \\*.safetensors"),
     "truncated safetensors": (truncate, "cannot be loaded"),
     "empty safetensors": (lambda d: (d / "model.safetensors").write_bytes(b""), "cannot be loaded"),
-    "missing tensors": (drop_a_tensor, "lacks 1 tensors.*q_proj"),
+    "missing tensors": (drop_a_tensor, "lacks 1 tensor .*q_proj"),
     "other shapes": (
         lambda d: edit_config(d, intermediate_size=64),
         "_proj.weight has the shape .* and the model",

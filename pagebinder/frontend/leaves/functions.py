@@ -25,6 +25,8 @@ def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs
     require_plain("causal_conv1d_fn", hidden_states, kwargs)
     if activation not in (None, "silu", "swish"):
         raise CaptureError(f"A causal convolution with the activation {activation!r} is not known here.")
+    if weight.shape[1] == 1:  # the op looks back
+        weight = torch.nn.functional.pad(weight, (1, 0))
     out_TC = torch.ops.pagebinder.short_conv(
         hidden_states[0].transpose(0, 1), weight, bias, activation=None if activation is None else "silu"
     )
