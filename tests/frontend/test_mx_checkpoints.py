@@ -285,7 +285,7 @@ def test_inkling_2_as_it_is_published(tmp_path):
     del tensors["model.llm.layers.2.mlp.experts.w2_weight_scale"]
     save_file(tensors, tmp_path / "stored" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        CheckpointError, match=r"lacks 1 tensors .*layers\.2\.mlp\.experts\.down_proj_scale_inv"
+        CheckpointError, match=r"lacks 1 tensor .*layers\.2\.mlp\.experts\.down_proj_scale_inv"
     ):
         source_from_dir(tmp_path / "stored")
 
@@ -469,7 +469,7 @@ def test_grouped_checkpoints_that_contradict_themselves(tmp_path):
     def nan(tensors, name):
         tensors[f"{name}_scale_inv"].view(torch.uint8)[1, 0] = 255
 
-    assert "lacks 1 tensors" in message(lambda t: t.pop(f"{linear}_scale_inv"))
+    assert "lacks 1 tensor " in message(lambda t: t.pop(f"{linear}_scale_inv"))
     assert "cannot be loaded" in message(lambda t: t.pop(f"{experts}.3.up_proj.weight_scale_inv"))
     assert "q_proj" in message(lambda t: narrow(t, "0.self_attn.q_proj.weight_scale_inv"))
     ups = tuple(f"experts.{i}.{name}_proj.weight_scale_inv" for i in range(8) for name in ("gate", "up"))
