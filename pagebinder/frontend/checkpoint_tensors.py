@@ -70,10 +70,13 @@ def check_absent(absent: Collection[str], gm: GraphModule, path: Path | None) ->
 
 
 def _raise_missing(path: Path | None, missing: list[str]) -> None:
-    tensors = "tensor" if len(missing) == 1 else "tensors"
     raise CheckpointError(
-        f"{path} lacks {len(missing)} {tensors} that its config asks for, for example {missing[:SHOWN]}."
+        f"{path} lacks {counted(missing)} that its config asks for, for example {missing[:SHOWN]}."
     )
+
+
+def counted(tensors: Collection[str]) -> str:
+    return "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
 
 
 def _is_unused(module: torch.nn.Module, key: str) -> bool:

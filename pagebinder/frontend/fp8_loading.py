@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pagebinder.errors import CheckpointError
+from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import GROUPED, StoredFp8
 from pagebinder.frontend.fp8_linear import Fp8Linear, LoadedFp8Linear, expanded
@@ -61,7 +62,7 @@ def check_scales(stored: StoredFp8, unexpected, missing, path: Path) -> None:
     )
     if bare:
         raise CheckpointError(
-            f"{path} lacks {len(bare)} tensors that its config asks for, for example the scale {bare[0]}."
+            f"{path} lacks {counted(bare)} that its config asks for, for example the scale {bare[0]}."
         )
     lost = sorted(key for key in map(str, unexpected) if key.endswith(endings))
     if lost:
