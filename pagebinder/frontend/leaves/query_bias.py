@@ -55,8 +55,8 @@ class QueryBias(Leaf):
             for module in self.modules(model).values():
                 bias = getattr(module, BIAS_MODULE)
                 self._prove(bias)
-                undo.callback(BY_QUERY.pop, module)
                 BY_QUERY[module] = bias.rel_extent
+                undo.callback(BY_QUERY.pop, module)
                 undo.callback(restore_forward, module, module.__dict__.get("forward"))
                 module.forward = partial(self._with_positions, module.forward, kept)
             for module in model.modules():
