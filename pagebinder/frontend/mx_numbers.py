@@ -13,10 +13,10 @@ import functools
 
 import torch
 
+from pagebinder.custom_ops.latent.small_floats import from_e2m1
 from pagebinder.errors import CheckpointError
 
 GROUP = 32
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # What holds two codes of e2m1, and what holds bits of ue8m0.
 PAIR_DTYPES = (torch.int8, torch.uint8)
 SCALE_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
@@ -77,5 +77,5 @@ def _values(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _pairs(dtype: torch.dtype) -> torch.Tensor:
     """[256]: the two numbers in a byte, as the bits of an integer."""
     byte = torch.arange(256)
-    pairs = torch.tensor(E2M1, dtype=dtype)[torch.stack((byte & 15, byte >> 4), dim=1)]
+    pairs = from_e2m1(torch.stack((byte & 15, byte >> 4), dim=1)).to(dtype)
     return pairs.view(torch.int32 if dtype is torch.bfloat16 else torch.int64).flatten()

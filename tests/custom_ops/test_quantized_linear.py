@@ -8,8 +8,8 @@ import torch
 from pagebinder.config import QUANTIZATIONS
 from pagebinder.custom_ops.activation.gated_activation import gated_activation_reference
 from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
+from pagebinder.custom_ops.latent.small_floats import E2M1_VALUES
 from pagebinder.custom_ops.linear.weight_formats import (
-    E2M1,
     FORMATS,
     dequantize,
     error_bound,
@@ -58,7 +58,7 @@ def ops(request):
 def test_weights_that_were_stored_in_mxfp4_are_packed_without_loss():
     """Any codes and exponents, also groups whose largest number is small, or zero."""
     generator = torch.Generator().manual_seed(0)
-    values = torch.tensor([*E2M1, *(-x for x in E2M1)])
+    values = torch.tensor([*E2M1_VALUES, *(-x for x in E2M1_VALUES)])
     codes = torch.randint(0, 16, (96, 256), generator=generator)
     codes[::3] = codes[::3] % 3 + 8 * (codes[::3] > 7)  # 0, 0.5 and 1
     codes[5] = 0

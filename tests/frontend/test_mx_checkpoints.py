@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import explain_model
+from pagebinder.custom_ops.latent.small_floats import E2M1_VALUES
 from pagebinder.frontend import fp8_loading
 from pagebinder.frontend.fp8_linear import Fp8Linear
-from pagebinder.frontend.mx_numbers import E2M1, times_scale
+from pagebinder.frontend.mx_numbers import times_scale
 from pagebinder.frontend.source import source_from_dir
 from tests.frontend.test_inkling_leaves import architecture, built
 from tests.helpers import by_day, tiny_qwen3
@@ -26,6 +27,7 @@ from tests.v4_models import v4_model
 BLOCK, GROUP = 128, 32
 POSITIVE = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+E2M1 = (*E2M1_VALUES, *(-x for x in E2M1_VALUES))
 GROUPED = {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
 INKLING_2 = GROUPED | {"modules_to_not_convert": ["lm_head", "model.layers.*.self_attn"]}
 MXFP8 = {"quant_method": "mxfp8", "modules_to_not_convert": ["lm_head"]}

@@ -71,12 +71,12 @@ PB_INLINE VF gather(const float* base, VI index) {
 }
 
 // table[index] of each lane, index 0 .. 7.
-PB_INLINE VF one_of_8(const float (&table)[8], VI index) {
+PB_INLINE VF one_of_8(const float* table, VI index) {
 #if defined(__AVX512F__)
-  const __m512 twice = _mm512_broadcast_f32x8(_mm256_load_ps(table));
+  const __m512 twice = _mm512_broadcast_f32x8(_mm256_loadu_ps(table));
   return bit_cast<VF>(_mm512_permutexvar_ps(bit_cast<__m512i>(index), twice));
 #elif defined(__AVX2__)
-  return bit_cast<VF>(_mm256_permutevar8x32_ps(_mm256_load_ps(table), bit_cast<__m256i>(index)));
+  return bit_cast<VF>(_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), bit_cast<__m256i>(index)));
 #else
   return gather(table, index);
 #endif

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
+from pagebinder.custom_ops.latent.small_floats import from_e2m1, to_e2m1
 
 PANEL = 32  # columns; N must be a multiple of it
 STEP = 32  # k; K must be a multiple of it
@@ -37,8 +38,6 @@ E4M3_MAX, E4M3_SMALLEST_NORMAL = 448.0, 2.0**-6
 SLICE_ELEMENTS = 1 << 24  # of a weight that are quantised at once: what its float32 copies may hold
 # Scales tried for a group of int4, in parts of the one that reaches its largest weight.
 INT4_SHRINKS = (1.0, 0.93, 0.86, 0.79)
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # where rounding goes to the next one
 LEAST_EXPONENT = -126  # of a scale: bf16's smallest normal number
 
 
@@ -136,7 +135,7 @@ def dequantize(qweight: torch.Tensor, scale: torch.Tensor, name: str) -> torch.T
     fmt = weight_format(name)
     if fmt.bits == 4:
         codes = _unpack_4(qweight)
-        values = _e2m1_values(codes) if fmt.is_float else codes.float() - 8
+        values = from_e2m1(codes) if fmt.is_float else codes.float() - 8
         return values * _of_groups(scale, fmt.group)
     codes = _unpack_8(qweight)
     values = codes.view(torch.int8 if name == "int8" else torch.float8_e4m3fn).float()
@@ -252,30 +251,14 @@ def _mxfp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best_error = best = None
     for higher in (0, 1):
         scale = torch.ldexp(torch.ones_like(largest), (exponent + higher).clamp(min=LEAST_EXPONENT))
-        codes = _e2m1_codes(groups / scale)
-        error = (_e2m1_values(codes) * scale - groups).square_().sum(2, keepdim=True)
+        codes = to_e2m1(groups / scale)
+        error = (from_e2m1(codes) * scale - groups).square_().sum(2, keepdim=True)
         if best is None:
             best_error, best = error, (codes, scale)
             continue
         better = error < best_error
         best = tuple(torch.where(better, new, old) for new, old in zip((codes, scale), best))
     return best[0], best[1].squeeze(2).bfloat16()
-
-
-def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
-    """float32 -> the codes of the nearest e2m1 numbers, ties to even codes, saturating."""
-    between = x.new_tensor(E2M1_BETWEEN)
-    size = x.abs().contiguous()
-    up = torch.bucketize(size, between)  # a tie is not above the value between
-    tie = size == between[up.clamp(max=len(E2M1_BETWEEN) - 1)]
-    up = up + (tie & (up % 2 == 1))
-    return (up + 8 * torch.signbit(x)).to(torch.uint8)
-
-
-def _e2m1_values(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of any integer type, below 16 -> float32."""
-    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
-    return values[codes.long()]
 
 
 # ---- order in memory -------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from pagebinder.custom_ops.triton.latent_rows import (
     RowSizes,
     cache_strides,
     code_values,
-    e2m1_values,
     from_ue8m0,
     is_aligned,
     load_rows,
@@ -35,7 +34,7 @@ from pagebinder.custom_ops.triton.latent_rows import (
 )
 from pagebinder.custom_ops.triton.paged_attention import padded
 from pagebinder.custom_ops.triton.sparse_rows import position_of
-from pagebinder.custom_ops.triton.values import SIZES, product, rounded, through
+from pagebinder.custom_ops.triton.values import SIZES, e2m1_values, product, rounded, through
 
 SCORE_BYTES = 256 << 20  # of one launch
 PROGRAMS_PER_MULTIPROCESSOR = 8

@@ -23,7 +23,7 @@ from pagebinder.custom_ops.latent.small_floats import FP4_AMAX_FLOOR, FP8_AMAX_F
 from pagebinder.custom_ops.triton.attention_tile import load_columns
 from pagebinder.custom_ops.triton.e4m3 import E4M3_MAX, MIN_SCALE, e4m3_codes, e4m3_values
 from pagebinder.custom_ops.triton.gpu import has_fp8
-from pagebinder.custom_ops.triton.values import rounded, through
+from pagebinder.custom_ops.triton.values import e2m1_values, rounded, through
 
 FP8_FLOOR = tl.constexpr(FP8_AMAX_FLOOR)
 FP4_FLOOR = tl.constexpr(FP4_AMAX_FLOOR)
@@ -101,13 +101,6 @@ def e2m1_codes(x):
     code += (size > 5.0).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size >= 1.75).to(tl.int32)
     code += (size >= 3.5).to(tl.int32)
     return code | ((x.to(tl.uint32, bitcast=True) >> 31) << 3).to(tl.int32)
-
-
-@triton.jit
-def e2m1_values(code):
-    """int32 codes -> float32: the bits, moved, are a float16 that is 2^14 too small."""
-    bits = ((code & 8) << 12) | ((code & 7) << 9)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @triton.jit

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from pagebinder.custom_ops.triton.e4m3 import e4m3_values
 from pagebinder.custom_ops.triton.moe_kernels import gated, rows_of_tile, tile_of_expert
-from pagebinder.custom_ops.triton.values import SIZES, decoded, product, rounded
+from pagebinder.custom_ops.triton.values import SIZES, decoded, e2m1_values, product, rounded
 
 # Four bytes -> the integers of their lower halves less 8: (128 + code) - 136, or (1024 + code) - 1032.
 LOW_TO_BF16 = tl.constexpr("""{
@@ -93,11 +93,9 @@ def load_codes(
 
 @triton.jit
 def weight_values(codes, FORMAT: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """uint8 codes -> numbers of `dtype`: integers as the low bits of 2^23, e4m3 as it is, e2m1 from its halves."""
+    """uint8 codes -> numbers of `dtype`: integers as the low bits of 2^23, e4m3 and e2m1 as they are."""
     if FORMAT == "e2m1":
-        size = codes & 7  # 0, 0.5, 1, 1.5, then in steps of 1, then of 2
-        halves = tl.where(size < 4, size, tl.where(size < 6, 2 * size - 4, 4 * size - 16)).to(tl.float32)
-        value = rounded(tl.where(codes < 8, 0.5, -0.5) * halves, dtype)
+        value = rounded(e2m1_values(codes.to(tl.int32)), dtype)
     elif NATIVE and FORMAT != "int4" and dtype != tl.float32:
         value = decoded(codes, "int8" if FORMAT == "int8" else "fp8_e4m3", dtype, NATIVE, False)
     elif FORMAT == "int4":

@@ -250,3 +250,10 @@ def encoded_by_bits(x, CODES: tl.constexpr, LARGEST: tl.constexpr):
         code = ((exponent - LOWEST) << MANTISSA) + steps
         code |= ((bits >> 31) << 7).to(tl.int32)
     return code.to(tl.uint8)
+
+
+@triton.jit
+def e2m1_values(code):
+    """int32 codes -> float32: the bits, moved, are a float16 that is 2^14 too small."""
+    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0

@@ -8,6 +8,7 @@
 
 #include "amx.h"
 #include "quantized_linear.h"
+#include "small_floats.h"
 
 namespace pagebinder {
 
@@ -25,8 +26,6 @@ constexpr int TILE_LINES_OF = QUANT_STEP / IN_LANE<CODE>;
 template <Code CODE>
 constexpr float FLOAT_UNIT = CODE == Code::FP8 ? 256.0f : 1.0f;
 
-alignas(32) constexpr float E2M1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-
 // Code `i` of each lane, in the order of k.
 template <Code CODE>
 PB_INLINE VF decode_lanes(VU lanes, int i) {
@@ -35,7 +34,7 @@ PB_INLINE VF decode_lanes(VU lanes, int i) {
     return __builtin_convertvector(bit_cast<VI>(codes) - 8, VF);
   } else if constexpr (CODE == Code::FP4) {
     const VU codes = lanes >> (i % 2 * 16 + i / 2 * 4);
-    return bit_cast<VF>(bit_cast<VU>(one_of_8(E2M1, bit_cast<VI>(codes & 7u))) | (codes & 8u) << 28);
+    return bit_cast<VF>(bit_cast<VU>(one_of_8(E2M1_VALUES, bit_cast<VI>(codes & 7u))) | (codes & 8u) << 28);
   } else {
     const VI top = bit_cast<VI>(lanes << (24 - (i % 2 * 16 + i / 2 * 8)));
     if constexpr (CODE == Code::INT8) return __builtin_convertvector(top >> 24, VF);
