@@ -18,6 +18,7 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.attention.indexed import visible_tokens
 from pagebinder.custom_ops.sparse.semantic import aligned_entries, index_scores, num_visible
 from pagebinder.frontend.attention_interface import ChosenKeys
+from pagebinder.frontend.leaves.fresh_modules import numeric_options
 
 PROBED_GROUPS, PROBED_TOPK = 12, 2
 CLEAR = 1e-4  # of the largest score: what is nearer is not told apart in float32
@@ -25,24 +26,7 @@ CLEAR = 1e-4  # of the largest score: what is nearer is not told apart in float3
 
 def proof_key(indexer: torch.nn.Module) -> tuple:
     """Indexers of a model that have the same are proven by one of them."""
-    return (type(indexer), *sorted(_options(indexer).items()))
-
-
-def fresh(module: torch.nn.Module, *args, **options) -> torch.nn.Module:
-    """A module of the same class and options, but for those given, with random weights, on the CPU in float32.
-
-    args: of its constructor, which makes its buffers.
-    """
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        made = type(module)(*args).float().eval()
-    vars(made).update(_options(module) | options)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            is_matrix = parameter.dim() == 2 and not name.endswith("ape")
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if is_matrix else noise)
-    return made
+    return (type(indexer), *sorted(numeric_options(indexer).items()))
 
 
 def random_rows(ratio: int, *widths: int) -> list[torch.Tensor]:
@@ -64,12 +48,6 @@ def chooses_alike(theirs_TT, chosen: ChosenKeys, operands, scale: float) -> bool
     scores = index_scores(q, aligned_entries(entries, ratio), weights, scale)
     clear, cut = _clear(scores, num_visible(p, ratio))
     return bool((clear & cut).any()) and torch.equal(theirs_TT[clear], ours_TT[clear])
-
-
-def _options(module: torch.nn.Module) -> dict:
-    """Numbers that its code reads."""
-    found = {name: value for name, value in vars(module).items() if isinstance(value, (int, float))}
-    return {name: value for name, value in found.items() if name not in ("training", "layer_idx")}
 
 
 def _clear(scores_TN, num_visible_T) -> tuple[torch.Tensor, torch.Tensor]:

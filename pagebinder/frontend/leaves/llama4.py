@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.leaves.base import Leaf, restore_forward
-from pagebinder.frontend.leaves.positions_for_arange import PositionsForArange
+from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.positions_for_arange import number_by_positions
 
 DECODER_LAYER = "Llama4TextDecoderLayer"
 
@@ -42,7 +42,7 @@ class QueryTemperature(Leaf):
             raise CaptureError(self._changed(f"not every tuned attention is in a {DECODER_LAYER}"))
         with contextlib.ExitStack() as undo:
             for layer in layers:
-                self._patch(layer, undo)
+                number_by_positions(self, layer, [layer.self_attn], 1, undo)
             yield
 
     def _is_tuned(self, module: torch.nn.Module) -> bool:
@@ -50,27 +50,6 @@ class QueryTemperature(Leaf):
             return bool(module.attn_temperature_tuning) and not module.use_rope
         except AttributeError as error:
             raise CaptureError(self._changed(str(error))) from error
-
-    def _patch(self, layer: torch.nn.Module, undo: contextlib.ExitStack) -> None:
-        """The decoder layer is told the positions, its attention is not: they are kept for it in between."""
-        attention, forward = layer.self_attn, layer.self_attn.forward
-        kept: dict[str, torch.Tensor | None] = {}
-
-        def keep_positions(module, args, kwargs):
-            kept["positions"] = kwargs.get("position_ids")
-
-        def forward_with_positions(hidden_states, *args, **kwargs):
-            positions = kept.pop("positions", None)
-            mode = PositionsForArange(self, positions, hidden_states.shape[1], DECODER_LAYER)
-            with mode:
-                out = forward(hidden_states, *args, **kwargs)
-            mode.require_answered(1)
-            return out
-
-        undo.callback(layer.register_forward_pre_hook(keep_positions, with_kwargs=True).remove)
-        before = attention.__dict__.get("forward")  # None: the class's own, found again when ours is gone
-        attention.forward = forward_with_positions
-        undo.callback(restore_forward, attention, before)
 
 
 QUERY_TEMPERATURE = QueryTemperature(

@@ -9,11 +9,13 @@ For the whole sequence that the source is defined on it is the same tensor, and 
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch.overrides import TorchFunctionMode
 
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.base import Leaf, restore_forward
 
 
 class PositionsForArange(TorchFunctionMode):
@@ -51,3 +53,38 @@ class PositionsForArange(TorchFunctionMode):
         if self.num_answered != times:
             what = f"it numbers its rows {self.num_answered} times, not {times}"
             raise CaptureError(self.leaf._changed(what))
+
+
+def number_by_positions(
+    leaf: Leaf, giver: torch.nn.Module, modules: list[torch.nn.Module], times: int, undo: contextlib.ExitStack
+) -> None:
+    """Modules that take `hidden_states` first and number their rows so often are given the positions of the call.
+
+    giver: the module around them that is told `position_ids`. undo: puts everything back.
+
+    Raises:
+        CaptureError: while tracing: they number their rows otherwise, or `giver` is not told positions.
+    """
+    kept: dict[str, torch.Tensor | None] = {}
+
+    def keep_positions(module, args, kwargs):
+        kept["positions"] = kwargs.get("position_ids")
+
+    def numbered(forward):
+        def forward_with_positions(*args, **kwargs):
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            mode = PositionsForArange(
+                leaf, kept.get("positions"), hidden_states.shape[1], type(giver).__name__
+            )
+            with mode:
+                out = forward(*args, **kwargs)
+            mode.require_answered(times)
+            return out
+
+        return forward_with_positions
+
+    undo.callback(giver.register_forward_pre_hook(keep_positions, with_kwargs=True).remove)
+    undo.callback(giver.register_forward_hook(lambda *_: kept.clear(), always_call=True).remove)
+    for module in modules:
+        undo.callback(restore_forward, module, module.__dict__.get("forward"))
+        module.forward = numbered(module.forward)

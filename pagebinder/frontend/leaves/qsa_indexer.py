@@ -29,13 +29,8 @@ from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import CausalMask, ChosenKeys
 from pagebinder.frontend.leaves import latent_ops as ops
 from pagebinder.frontend.leaves.base import Leaf, restore_forward
-from pagebinder.frontend.leaves.indexer_proof import (
-    PROBED_TOPK,
-    chooses_alike,
-    fresh,
-    proof_key,
-    random_rows,
-)
+from pagebinder.frontend.leaves.fresh_modules import fresh
+from pagebinder.frontend.leaves.indexer_proof import PROBED_TOPK, chooses_alike, proof_key, random_rows
 from pagebinder.frontend.leaves.sparse_indexer import with_mask
 
 ROTARY = "Qwen4ExpTextRotaryEmbedding"

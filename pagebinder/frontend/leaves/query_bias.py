@@ -16,15 +16,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.nn.functional import pad
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.leaves.base import Leaf, restore_forward
-from pagebinder.frontend.leaves.positions_for_arange import PositionsForArange
+from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.fresh_modules import fresh
+from pagebinder.frontend.leaves.positions_for_arange import number_by_positions
 from pagebinder.frontend.position_bias import BY_QUERY
 
 BIAS_MODULE = "rel_logits_proj"
@@ -46,40 +46,25 @@ class QueryBias(Leaf):
     @contextlib.contextmanager
     def patched(self, model: torch.nn.Module) -> Iterator[None]:
         """Raises CaptureError: the bias is another one, or (while tracing) rows are numbered otherwise."""
-        kept: dict[str, torch.Tensor | None] = {}
-
-        def keep_positions(module, args, kwargs):
-            kept["positions"] = kwargs.get("position_ids")
-
+        attentions = self.modules(model)
         with contextlib.ExitStack() as undo:
-            for module in self.modules(model).values():
+            for module in attentions.values():
                 bias = getattr(module, BIAS_MODULE)
                 self._prove(bias)
                 BY_QUERY[module] = bias.rel_extent
                 undo.callback(BY_QUERY.pop, module)
-                undo.callback(restore_forward, module, module.__dict__.get("forward"))
-                module.forward = partial(self._with_positions, module.forward, kept)
-            for module in model.modules():
-                if type(module).__name__ == self.text_model:
-                    undo.callback(module.register_forward_pre_hook(keep_positions, with_kwargs=True).remove)
+            for giver in (m for m in model.modules() if type(m).__name__ == self.text_model):
+                own = set(giver.modules())
+                number_by_positions(self, giver, [m for m in attentions.values() if m in own], ARANGES, undo)
             undo.enter_context(Leaf.patched(self, model))
             yield
 
-    def _with_positions(self, forward, kept: dict, *args, hidden_states, **kwargs):
-        mode = PositionsForArange(self, kept.get("positions"), hidden_states.shape[1], self.text_model)
-        with mode:
-            out = forward(*args, hidden_states=hidden_states, **kwargs)
-        mode.require_answered(ARANGES)
-        return out
-
     def _prove(self, module: torch.nn.Module) -> None:
         """Does a module of this class with random profiles give what ours does?"""
-        with torch.device("cpu"):
-            small = type(module)(module.proj.shape[0], PROBED_EXTENT)
+        small = fresh(module, module.proj.shape[0], PROBED_EXTENT, rel_extent=PROBED_EXTENT)
         generator = torch.Generator().manual_seed(0)
         p = torch.arange(PROBED_TOKENS)
         with torch.no_grad():
-            small.float().proj.copy_(torch.randn(small.proj.shape, generator=generator))
             states = torch.randn(1, len(p), PROBED_HEADS, small.proj.shape[0], generator=generator)
             theirs = small(states, p, p)
             ours = bias_by_distance(small, states, p, p)

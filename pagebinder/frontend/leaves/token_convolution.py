@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.leaves.base import Leaf
+from pagebinder.frontend.leaves.fresh_modules import fresh
 from pagebinder.frontend.leaves.functions import require_plain
 
 SHORT_CONV = torch.ops.pagebinder.short_conv.default
@@ -66,11 +67,8 @@ class TokenConvolution(Leaf):
     def _prove(self, module: torch.nn.Module) -> None:
         heads, taps, hidden = module.num_heads, module.conv_kernel_size, module.weight_proj.in_features
         generator = torch.Generator().manual_seed(0)
-        with torch.device("cpu"), torch.no_grad():
-            small = type(module)(heads * PROBED_WIDTH, hidden, heads, taps, 0, 0).float()
-            for parameter in small.parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        small = fresh(module, heads * PROBED_WIDTH, hidden, heads, taps, 0, 0)
+        with torch.no_grad():
             x = torch.randn(1, PROBED_TOKENS, heads * PROBED_WIDTH, generator=generator)
             states = torch.randn(1, PROBED_TOKENS, hidden, generator=generator)
             theirs, ours = small(x, states), dynamic_short_conv(small, x, states)
