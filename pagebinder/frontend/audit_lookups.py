@@ -47,12 +47,11 @@ def reason_against_write(node: Node) -> str | None:
     if len(places) != 1 or new.meta["val"].numel() != 1:
         return "it writes to entries that other values choose"
     dim, index = places[0]
-    if index.meta["val"].dtype != torch.bool:
-        if token_dims(index) or dim in token_dims(values):
-            return "it writes to entries that other values choose"
-    elif len(indices) > 1:
+    is_mask = index.meta["val"].dtype == torch.bool
+    of_tokens = token_dims(index) or dim in token_dims(values)
+    if len(indices) > 1 if is_mask else of_tokens:
         return "it writes to entries that other values choose"
-    elif token_dims(index) != token_dims(values):
+    if is_mask and token_dims(index) != token_dims(values):
         return "it writes to the entries of other tokens"
     if arg(node, 3, "accumulate", False):
         return "it adds to entries as often as they are named"

@@ -220,7 +220,7 @@ def certify_weights(
     codes = {n.target: n for n in _parts(after) if n.meta[META].part == 0}
     for name, node in codes.items():
         part = node.meta[META]
-        for weight, errors in errors_of(before, after, name, part):
+        for weight, errors in _errors(before, after, name, part):
             if not (errors <= bound(weight, part.format)).all():
                 raise VerificationError(
                     f"{result.name}: {part.format} of {part.weight} is off by {float(errors.max()):.3g}, more than "
@@ -245,7 +245,7 @@ def certify_weights(
     ]
 
 
-def errors_of(before: GraphModule, after: GraphModule, name: str, part: QuantizedPart):
+def _errors(before: GraphModule, after: GraphModule, name: str, part: QuantizedPart):
     """(weight [N, K] in float32, how far each value of its codes is off), of each expert if there are some."""
     weights = matrices(attribute(before, part.weight).detach(), part.transposed)
     codes, scale = attribute(after, name), attribute(after, name.removesuffix("_codes") + "_scale")

@@ -238,11 +238,8 @@ def attend_paged(
     }  # fmt: skip
     options |= zip(("stride_n", "stride_g", "stride_b"), kv_cache.stride())
     strides = (*q.stride()[:2], block_table.stride(0))
-    bias = None if bias is None else bias.contiguous()
     distances = (num_behind, 0 if bias is None else bias.shape[-1] - 1)
-    bias_stride = bias.stride(0) if bias is not None and bias.dim() == 3 else None
-    sinks = None if sinks is None else sinks.contiguous()
-    sink_stride = sinks.stride(0) if sinks is not None and sinks.dim() == 2 else None
+    (bias, bias_stride), (sinks, sink_stride) = with_token_stride(bias, 2), with_token_stride(sinks, 1)
     if splits == 1 or not is_decode:
         queries, tile = (rows, decode) if is_decode else (max(prefill[0], rows), DecodeTile(*prefill[1:]))
         grid = (num_tokens // (queries // heads) + num_requests + 1, num_kv_heads * chunks)
@@ -277,6 +274,14 @@ def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, fl
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+
+
+def with_token_stride(x: torch.Tensor | None, shared_dims: int) -> tuple[torch.Tensor | None, int | None]:
+    """(x contiguous, its stride from token to token; None where all share it, as `shared_dims` dimensions say)."""
+    if x is None:
+        return None, None
+    x = x.contiguous()
+    return x, None if x.dim() == shared_dims else x.stride(0)
 
 
 def _in_pairs(
