@@ -22,6 +22,7 @@ import torch
 from pagebinder.errors import ConfigError, RequestError
 
 EXECUTABLES = ("auto", "eager", "native", "inductor", "cuda_graph", "tensorrt")
+DRAFTERS = ("ngram",)
 VERIFY = ("off", "sample", "full")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -297,6 +298,11 @@ class EngineConfig:
             uncaptured; `stats()` counts them.
         capture_decode_sizes: numbers of requests to capture steps of one token each for; None: up to max_num_seqs.
         capture_token_sizes: numbers of tokens to capture other steps for; None: 16 to 512, (): none.
+        drafter: what guesses tokens that a step then checks, several at once; the tokens that come out stay the same.
+            "ngram" (what followed the last tokens when they came before), an object with `propose` and `forget`
+            (`runtime/speculation/drafter.py`; ModelDrafter is one), or None. Not for models with recurrent state.
+        max_draft_tokens: most tokens that are guessed for a request in a step; how many is settled by what stood.
+        draft_budget: tokens of a step up to which guesses are added; None: 8 on a CPU, 64 on a GPU.
     """
 
     kv_cache_bytes: int | None = None
@@ -318,6 +324,9 @@ class EngineConfig:
     capture: str = "auto"
     capture_decode_sizes: tuple[int, ...] | None = None
     capture_token_sizes: tuple[int, ...] | None = None
+    drafter: Any = None
+    max_draft_tokens: int = 8
+    draft_budget: int | None = None
 
     def __post_init__(self):
         if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
@@ -361,6 +370,7 @@ class EngineConfig:
             value = getattr(self, name)
             _require(isinstance(value, bool), ConfigError, f"{name}={value!r}: use True or False.")
         self._check_capture()
+        self._check_drafter()
         mixed = self.mixed_prefill_tokens
         _require(
             mixed is None or (_is_int(mixed) and mixed >= 0),
@@ -371,6 +381,18 @@ class EngineConfig:
         _require(
             _is_int(threshold) and threshold >= 0, ConfigError, "long_prefill_token_threshold: use 0 or more."
         )
+
+    def _check_drafter(self) -> None:
+        is_drafter = all(callable(getattr(self.drafter, name, None)) for name in ("propose", "forget"))
+        ok = self.drafter in (None, *DRAFTERS) if isinstance(self.drafter, (str, type(None))) else is_drafter
+        known = ", ".join(f'"{name}"' for name in DRAFTERS)
+        _require(
+            ok, ConfigError, f"drafter={self.drafter!r}: use {known}, an object with propose and forget, or None."
+        )
+        most, budget = self.max_draft_tokens, self.draft_budget
+        _require(_is_int(most) and most >= 1, ConfigError, f"max_draft_tokens={most!r}: use at least 1.")
+        ok = budget is None or (_is_int(budget) and budget >= 2)
+        _require(ok, ConfigError, f"draft_budget={budget!r}: use at least 2 tokens, or None.")
 
     def _check_capture(self) -> None:
         ok = isinstance(self.capture, str) and self.capture in ("auto", "on", "off")

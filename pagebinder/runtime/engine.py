@@ -233,6 +233,7 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is None:
             return None
+        self.loop.forget(request_id)
         if self.scheduler.abort(request_id) is None:  # a sample that waits for its prompt
             live.request.status = RequestStatus.FINISHED_ABORTED
             leader = next(x for x in self._live.values() if x.samples and live in x.samples)
@@ -245,6 +246,11 @@ class Engine:
                 self._enter(rest, quiet=bool(live.request.flags & QUIET))
         self.loop.drain()
         return live.output()
+
+    @property
+    def live_requests(self) -> dict[str, LiveRequest]:
+        """The requests by id, for what drives them from outside."""
+        return self._live
 
     @property
     def has_unfinished(self) -> bool:
@@ -279,6 +285,7 @@ class Engine:
 
     def _publish(self, output: SchedulerOutput, chosen: StepTokens, finished: list[Request]) -> None:
         self.generated_tokens += int(np.count_nonzero(chosen.tokens >= 0)) + len(chosen.forks)
+        self.generated_tokens += sum(map(len, chosen.further.values()))
         outputs = []
         if not (output.flags[output.sampling] & QUIET).all():
             for row, token in zip(output.sampling.tolist(), chosen.tokens.tolist()):
@@ -288,6 +295,7 @@ class Engine:
             outputs += [live.output() for _, live in chosen.forks if not live.request.flags & QUIET]
         for request in finished:
             live = self._live.pop(request.request_id)
+            self.loop.forget(request.request_id)
             if request.flags & QUIET:
                 outputs.append(live.output())
         for one in outputs:

@@ -33,19 +33,19 @@ class EngineGraphs:
             return None
         num_tokens, num_reqs = output.total_num_tokens, len(output.counts)
         is_decode = num_tokens == num_reqs > 0 and int(output.counts.min()) == 1
-        return self.graphs.find(num_tokens, num_reqs, is_decode=is_decode)
+        return self.graphs.find(num_tokens, num_reqs, output.num_logits, is_decode=is_decode)
 
     def fill(self, bucket: Bucket, output: SchedulerOutput, planner: StepPlanner) -> torch.Tensor:
         """Pack a step's metadata, padded to its bucket, and send it to the device in one copy; returns the static
         input_ids there."""
         self.graphs.fill(
-            bucket, output.total_num_tokens, len(output.counts), len(output.sampling),
+            bucket, output.total_num_tokens, len(output.counts), output.num_logits,
             lambda arrays: planner.fill(output, arrays),
         )  # fmt: skip
         return self.graphs.static_tensors(bucket)["input_ids"]
 
     def replay(self, bucket: Bucket, output: SchedulerOutput) -> torch.Tensor:
-        return self.graphs.replay_bucket(bucket, len(output.sampling))
+        return self.graphs.replay_bucket(bucket, output.num_logits)
 
 
 def bucket_table(config: EngineConfig) -> BucketTable:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pagebinder.runtime.graphs import StepGraphs
 
 # "schedule" is all that the scheduler and the KV-cache managers do, with the results of the step, too.
-STEP_PARTS = ("schedule", "plan", "run", "sample", "publish")
+STEP_PARTS = ("draft", "schedule", "plan", "run", "sample", "publish")
 
 
 class StepClock:
@@ -72,6 +72,8 @@ def collect_stats(engine: Engine) -> EngineStats:
         ahead_steps=engine.loop.ahead.ahead,
         waited_steps=dict(engine.loop.ahead.waited),
         overshot_tokens=engine.loop.ahead.overshot_tokens,
+        drafted_tokens=engine.loop.speculator.stats.drafted if engine.loop.speculator else 0,
+        accepted_tokens=engine.loop.speculator.stats.accepted if engine.loop.speculator else 0,
         captured=engine.loop.captured.note,
         **_graph_stats(engine.loop.captured.graphs),
     )

@@ -60,7 +60,7 @@ class LiveRequest:
     def output(self) -> RequestOutput:
         return RequestOutput(self.request, self.text, self.logprobs)
 
-    def end_text_before_last_token(self) -> None:
-        """The token that comes next ends the request and is not part of its text."""
+    def end_text_before_last_token(self, num_before: int = 0) -> None:
+        """The token that comes `num_before` tokens from now ends the request and is not part of its text."""
         if self.text is not None:
-            self.text.limit = self.request.num_output_tokens
+            self.text.limit = self.request.num_output_tokens + num_before

@@ -140,6 +140,8 @@ class EngineStats:
             reason: "cost", or "window" (several have outgrown one).
         ahead_steps: steps launched before the results of the one before; waited_steps: those that had to wait for
             them though steps are asynchronous, by reason; overshot_tokens: computed for requests that had ended.
+        drafted_tokens: tokens that were guessed (`EngineConfig.drafter`) and checked; accepted_tokens: those of them
+            that were right.
         step_seconds: time by part of a step; busy_seconds is their sum.
         captured: what steps are captured, "off", or why none is. graph_replays: replays by size ("decode 8").
             uncaptured_steps: steps that ran op by op though sizes are captured, by reason. padding_tokens: tokens
@@ -182,6 +184,8 @@ class EngineStats:
     ahead_steps: int = 0
     waited_steps: dict[str, int] = field(default_factory=dict)
     overshot_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     captured: str = "off"
     graph_replays: dict[str, int] = field(default_factory=dict)
     uncaptured_steps: dict[str, int] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from pagebinder.runtime.kv.blocks import require
 from pagebinder.runtime.kv.coordinator import KVCacheManager
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.running_batch import RunningBatch
-from pagebinder.runtime.scheduler_output import NOBODY, SchedulerOutput, SchedulerStats
+from pagebinder.runtime.scheduler_output import NO_DRAFTS, NOBODY, SchedulerOutput, SchedulerStats
 from pagebinder.runtime.step_budget import Shares, cover, share_budget
 from pagebinder.runtime.step_results import StepResults, resolve
 from pagebinder.runtime.swap_policy import SwapPolicy
@@ -148,6 +148,23 @@ class Scheduler:
             if self._parked.pop(request_id, None) is not None:
                 self.waiting.push(self._key(request), request)
 
+    def take_back(self, request_id: str, num_kept: int, tokens: Sequence[int]) -> None:
+        """Replace all of a request's tokens but the first `num_kept`: what was computed of the others is written anew.
+
+        For requests that nobody reads, without a prefix cache, and with state that can be written anew (see
+        `SingleTypeManager.takes_back`). At least one token is left to compute.
+        """
+        assert not self.kv.enable_caching and not self._in_flight, "cached blocks cannot be written anew"
+        request = self.requests[request_id]
+        request.all_token_ids[num_kept:] = tokens
+        if request.status is RequestStatus.RUNNING:
+            row, now = self.batch.row(request), self.batch.now()
+            now.known[row] = request.num_tokens
+            now.last_token[row] = request.all_token_ids[-1]
+            now.computed[row] = now.planned[row] = min(int(now.computed[row]), num_kept, request.num_tokens - 1)
+        elif self._parked.pop(request_id, None) is not None:
+            self.waiting.push(self._key(request), request)
+
     def note_flags(self, request: Request) -> None:
         """Take over a request's changed `flags`."""
         if request.status is RequestStatus.RUNNING:
@@ -182,8 +199,16 @@ class Scheduler:
 
     # A step
 
-    def schedule(self) -> SchedulerOutput:
-        """Choose the next step's tokens and allocate their blocks. Empty if there is nothing to compute now."""
+    def rows_by_rank(self) -> list[int]:
+        """Rows of the running requests, best first."""
+        return self.batch.order(self._key).tolist()
+
+    def schedule(self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> SchedulerOutput:
+        """Choose the next step's tokens and allocate their blocks. Empty if there is nothing to compute now.
+
+        `drafts`: request id -> tokens that are guessed to come next. They are computed behind the request's newest
+        token where the budget and free blocks allow; not with several steps in flight.
+        """
         if len(self._in_flight) >= self.max_steps_in_flight:
             if self.max_steps_in_flight > 1:
                 raise RuntimeError(
@@ -201,19 +226,23 @@ class Scheduler:
         if admitted:
             counts = np.concatenate((counts, np.array(admitted, np.int64)))
             total += sum(admitted)
-        return self._output(counts, total, len(admitted), tuple(preempted))
+        drafted = self._add_drafts(counts, self.max_num_batched_tokens - total, drafts) if drafts else {}
+        total += sum(map(len, drafted.values()))
+        return self._output(counts, total, len(admitted), tuple(preempted), drafted)
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, int] | Sequence[int],
         finished: Mapping[str, str] | None = None, forks: Sequence[tuple[str, Request]] = (),
+        further: Mapping[str, Sequence[int]] = NO_DRAFTS,
     ) -> list[Request]:  # fmt: skip
         """Take the oldest step's results; returns the requests that are finished now.
 
         `sampled`: the new token of every row of `output.sampling`, -1 to hold a request until `append_token`; or
         request id -> token. `finished`: request id -> "stop", "length", "abort" or "error", as the engine
         decided; a request that has reached max_tokens or max_model_len is finished with "length" in any case.
-        `forks`: (parent id, child) as for `fork`, done before anybody's blocks are freed. Requests aborted
-        meanwhile are skipped.
+        `forks`: (parent id, child) as for `fork`, done before anybody's blocks are freed. `further`: request id ->
+        tokens behind the new one, as many as guesses stood (`SchedulerOutput.drafts`). Requests aborted meanwhile are
+        skipped.
         Raises ValueError, with nothing changed, for a missing token, an unknown reason or an old `output`.
         """
         ends = {i: RequestStatus.from_finish_reason(reason) for i, reason in (finished or {}).items()}
@@ -222,7 +251,7 @@ class Scheduler:
         results = resolve(output, sampled, ends, self.batch)
         if output.step is not None:
             self.kv.step_finished(self._in_flight.pop(0))
-        self._advance(results)
+        self._advance(results, output, further)
         if output.total_num_tokens > len(output.sampling):  # not everybody decodes
             chunks = np.arange(len(self.batch))[results.rows][results.counts > 1]
             self._after_chunk += [self.batch.by_row[row] for row in chunks.tolist()]
@@ -308,6 +337,32 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 self.kv.remove_skipped_blocks(request, int(batch.computed[batch.row(request)]))
         self._after_chunk.clear()
+
+    def _add_drafts(
+        self, counts: np.ndarray, room: int, drafts: Mapping[str, Sequence[int]]
+    ) -> dict[int, list[int]]:
+        """Guessed tokens by row, added to `counts` of requests that reach their newest token in this step. Nobody is
+        preempted for them."""
+        drafted: dict[int, list[int]] = {}
+        now = self.batch.now()
+        for request_id, tokens in drafts.items():
+            request = self.requests.get(request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            row = self.batch.row(request)
+            start, end = int(now.planned[row]), int(now.planned[row] + counts[row])
+            if not counts[row] or end != now.known[row]:
+                continue
+            count = min(len(tokens), int(now.limit[row]) - end - 1, room)
+            if count > 0 and end + count > now.covered[row]:
+                covered = self.kv.allocate_batch([request], [start], [end + count], [start])
+                now.covered[row] = max([*covered, now.covered[row]])
+                count = min(count, int(now.covered[row]) - end)
+            if count > 0:
+                drafted[row] = list(tokens[:count])
+                counts[row] += count
+                room -= count
+        return drafted
 
     def _chunk_limit(self) -> int:
         eligible = min(len(self.requests), self.max_num_seqs)
@@ -409,7 +464,9 @@ class Scheduler:
         else:
             self.waiting.push(self._key(request), request)
 
-    def _advance(self, results: StepResults) -> None:
+    def _advance(
+        self, results: StepResults, output: SchedulerOutput, further: Mapping[str, Sequence[int]]
+    ) -> None:
         """Computed tokens, new tokens, and the blocks that are full now."""
         now = self.batch.now()
         now.computed[results.rows] += results.counts
@@ -422,10 +479,26 @@ class Scheduler:
                 lists = [lists[row] for row in rows.tolist()]
             for tokens, token in zip(lists, results.tokens.tolist()):
                 tokens.append(token)
+        for row, drafts in output.drafts.items():
+            self._settle_drafts(output.requests[row], len(drafts), further.get(output.requests[row].request_id, ()))
         due = (now.computed >= now.cache_at).nonzero()[0]
         if len(due):
             requests = [now.by_row[row] for row in due.tolist()]
             now.cache_at[due] = self.kv.cache_batch(requests, now.computed[due].tolist())
+
+    def _settle_drafts(self, request: Request, num_drafted: int, further: Sequence[int]) -> None:
+        """Of a request's guesses as many stand as there are tokens behind the first new one: what the others wrote
+        is written again."""
+        if request.status is not RequestStatus.RUNNING:
+            return
+        now, row = self.batch.now(), self.batch.row(request)
+        failed = num_drafted - len(further)
+        now.computed[row] -= failed
+        now.planned[row] -= failed
+        if further:
+            request.all_token_ids.extend(further)
+            now.known[row] += len(further)
+            now.last_token[row] = further[-1]
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -436,7 +509,10 @@ class Scheduler:
         del self.requests[request.request_id]
         self.stats.num_finished += 1
 
-    def _output(self, counts, total: int, num_admitted: int, preempted: tuple[str, ...]) -> SchedulerOutput:
+    def _output(
+        self, counts: np.ndarray, total: int, num_admitted: int, preempted: tuple[str, ...],
+        drafts: dict[int, list[int]],
+    ) -> SchedulerOutput:  # fmt: skip
         now, step = self.batch.now(), None
         planned = now.planned
         starts = planned.copy()
@@ -453,7 +529,7 @@ class Scheduler:
         return SchedulerOutput(
             now.by_row, starts, counts, sampling, now.last_token.copy(), now.flags.copy(),
             total_num_tokens=total, num_admitted=num_admitted, preempted_ids=preempted, step=step,
-            moves=self.batch.moves, awaited=awaited, key=self._key,
+            moves=self.batch.moves, awaited=awaited, drafts=drafts, key=self._key,
         )  # fmt: skip
 
     def _check_id(self, request: Request) -> None:

@@ -37,7 +37,9 @@ from pagebinder.runtime.live_requests import AHEAD, QUIET, LiveRequest
 from pagebinder.runtime.request import Request
 from pagebinder.runtime.sampler import checked_tokens
 from pagebinder.runtime.scheduler import Scheduler
-from pagebinder.runtime.scheduler_output import SchedulerOutput
+from pagebinder.runtime.scheduler_output import NO_DRAFTS, SchedulerOutput
+from pagebinder.runtime.speculation import Speculator
+from pagebinder.runtime.speculation.verification import choose_verified
 from pagebinder.runtime.step_plan import StepPlanner
 from pagebinder.runtime.step_tokens import StepTokens, choose_ahead, choose_tokens, take_tokens
 
@@ -111,6 +113,11 @@ class StepLoop:
         self.num_copies = 0
         self.ahead = AheadStats()
         self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        self.speculator: Speculator | None = None
+        if config.drafter is not None:
+            self.speculator = Speculator(
+                config, scheduler, live, vocab_size=model.vocab_size, device_type=model.device.type
+            )
         self._live = live
         self._launched: deque[LaunchedStep] = deque()
         self._last_finish = 0.0
@@ -121,7 +128,7 @@ class StepLoop:
         clock = StepClock(self.seconds)
         try:
             if not self._launched:
-                self._launch(self.scheduler.schedule(), clock)
+                self._launch(self.scheduler.schedule(self._drafts(clock)), clock)
             if self.in_flight > 1 and self._may_look_ahead():
                 self._launch_ahead(clock)
             return self._finish(self._launched.popleft(), clock)
@@ -140,7 +147,19 @@ class StepLoop:
             self.ahead.overshot_tokens += sum(len(step.output.awaited) for step in self._launched)
             self.discard()
 
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        if self.speculator is not None:
+            self.speculator.forget(request_id)
+
     # One step
+
+    def _drafts(self, clock: StepClock) -> Mapping[str, Sequence[int]]:
+        if self.speculator is None:
+            return NO_DRAFTS
+        drafts = self.speculator.drafts()
+        clock.lap("draft")
+        return drafts
 
     def _launch(self, output: SchedulerOutput, clock: StepClock) -> None:
         started = time.perf_counter()
@@ -219,7 +238,9 @@ class StepLoop:
         if output.moves != self.scheduler.batch.moves:
             gone = np.array([output.requests[row].is_finished for row in output.sampling.tolist()], bool)
             self.ahead.overshot_tokens += int(np.isin(output.sampling[gone], output.awaited).sum())
-        if step.tokens is None:
+        if output.drafts:
+            chosen = choose_verified(step.logits, output, self._live, eos)
+        elif step.tokens is None:
             chosen = choose_tokens(step.logits, output, self._live, eos, gone)
         else:
             tokens = step.tokens.wait()
@@ -228,7 +249,9 @@ class StepLoop:
         clock.lap("sample")
         self._note_prefill(step)
         forks = [(parent, live.request) for parent, live in chosen.forks]
-        finished = self.scheduler.update(output, chosen.tokens, chosen.stopped, forks)
+        finished = self.scheduler.update(output, chosen.tokens, chosen.stopped, forks, chosen.further)
+        if self.speculator is not None:
+            self._note_drafts(output, chosen)
         for parent in {parent for parent, _ in chosen.forks}:
             self._mark_again(self._live[parent])
         clock.lap("schedule")
@@ -239,12 +262,17 @@ class StepLoop:
         live.mark(quiet=bool(live.request.flags & QUIET))
         self.scheduler.note_flags(live.request)
 
+    def _note_drafts(self, output: SchedulerOutput, chosen: StepTokens) -> None:
+        for row, tokens in output.drafts.items():
+            request_id = output.requests[row].request_id
+            self.speculator.note(request_id, len(tokens), len(chosen.further.get(request_id, ())))
+
     def _note_prefill(self, step: LaunchedStep) -> None:
         """Tell the swap policy how fast prompts are computed. A step begins when the one before is done."""
         now, policy = time.perf_counter(), self.scheduler.swap_policy
         seconds, self._last_finish = now - max(step.started, self._last_finish), now
         output = step.output
-        if policy is not None and output.total_num_tokens > len(output.sampling) and not step.encoder_rows:
+        if policy is not None and output.total_num_tokens > output.num_logits and not step.encoder_rows:
             policy.note_prefill(output.total_num_tokens, seconds)
 
 

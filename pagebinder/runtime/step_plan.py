@@ -124,7 +124,7 @@ class StepPlanner:
             self._buffers.append(self._buffers.pop(0))
         num_encoded = sum(int(self._encoder_lens.data[row]) for row in encoder_rows)
         buffer.wait()
-        sizes = (num_tokens, num_reqs, len(output.sampling), widths, max(num_encoded, 1))
+        sizes = (num_tokens, num_reqs, output.num_logits, widths, max(num_encoded, 1))
         if buffer.sizes != sizes:
             buffer.place(sizes, self._fields(*sizes))
         self.fill(output, buffer.arrays)
@@ -163,7 +163,7 @@ class StepPlanner:
         np.cumsum(counts, out=arrays["query_start_loc"][1:])
         arrays["seq_lens"][:] = ends
         last = arrays["query_start_loc"][1:] - 1
-        arrays["logits_rows"][:] = last[output.sampling]
+        arrays["logits_rows"][:] = last[output.sampling] if not output.drafts else _drafted_logits(output, last)
         positions, rows = arrays["positions"], None
         if output.total_num_tokens == len(counts) and counts.min() == 1:  # one token each
             positions[:] = starts
@@ -171,7 +171,7 @@ class StepPlanner:
         else:
             rows = np.repeat(np.arange(len(counts)), counts)
             positions[:] = np.arange(len(positions)) + (ends - 1 - last)[rows]
-        self._fill_tokens(output, ends, last, arrays["input_ids"])
+        fill_tokens(output, ends, last, arrays["input_ids"])
         for g in self._slot_groups:
             size, table = self.groups[g].block_size, self.tables[g].data
             blocks, offsets = np.divmod(positions, size)
@@ -194,20 +194,33 @@ class StepPlanner:
             blocks, offsets = np.divmod(places, size)
             slots[:] = table[np.repeat(encoder_rows, lens[encoder_rows]), blocks] * size + offsets
 
-    @staticmethod
-    def _fill_tokens(output: SchedulerOutput, ends: np.ndarray, last: np.ndarray, tokens: np.ndarray) -> None:
-        """Newest tokens come from their array, all others from the requests' lists."""
-        counts = output.counts
-        if len(output.sampling) == len(counts) == len(tokens):
-            tokens[:] = output.last_token
-            return
-        tokens[last[output.sampling]] = output.last_token[output.sampling]
-        samples = np.zeros(len(counts), bool)
-        samples[output.sampling] = True
-        for row in np.flatnonzero(counts > samples).tolist():
-            end, count = int(ends[row]), int(counts[row])
-            stop = int(last[row]) + 1
-            tokens[stop - count : stop] = output.requests[row].all_token_ids[end - count : end]
+
+def fill_tokens(output: SchedulerOutput, ends: np.ndarray, last: np.ndarray, tokens: np.ndarray) -> None:
+    """Newest tokens come from their array, guessed ones from the step, all others from the requests' lists. `ends`,
+    `last` [R]: tokens of each request after the step, and where its last one stands among the step's."""
+    counts = output.counts
+    if len(output.sampling) == len(counts) == len(tokens):
+        tokens[:] = output.last_token
+        return
+    if output.drafts:
+        guessed = output.draft_counts
+        for row, drafts in output.drafts.items():
+            tokens[last[row] + 1 - len(drafts) : last[row] + 1] = drafts
+        counts, ends, last = counts - guessed, ends - guessed, last - guessed
+    tokens[last[output.sampling]] = output.last_token[output.sampling]
+    samples = np.zeros(len(counts), bool)
+    samples[output.sampling] = True
+    for row in np.flatnonzero(counts > samples).tolist():
+        end, count = int(ends[row]), int(counts[row])
+        stop = int(last[row]) + 1
+        tokens[stop - count : stop] = output.requests[row].all_token_ids[end - count : end]
+
+
+def _drafted_logits(output: SchedulerOutput, last: np.ndarray) -> np.ndarray:
+    """Tokens whose logits are wanted [L]: of every row that samples its newest token and its guessed ones."""
+    guessed = output.draft_counts[output.sampling]
+    within = np.arange(output.num_logits) - np.repeat(output.first_logits, guessed + 1)
+    return np.repeat(last[output.sampling] - guessed, guessed + 1) + within
 
 
 class _Buffer:

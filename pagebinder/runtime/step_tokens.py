@@ -21,12 +21,14 @@ from pagebinder.runtime.step_results import HELD
 
 @dataclass(slots=True)
 class StepTokens:
-    """tokens: [L] int64, -1 for requests that are held. stopped: ids that a token ended. forks: (parent id, new
-    request), the new request's own first token is appended already."""
+    """tokens: [S] int64, -1 for requests that are held. stopped: ids that a token ended. forks: (parent id, new
+    request), the new request's own first token is appended already. further: request id -> tokens behind its first
+    new one, of guesses that stood and the one behind them."""
 
     tokens: np.ndarray
     stopped: dict[str, str] = field(default_factory=dict)
     forks: list[tuple[str, LiveRequest]] = field(default_factory=list)
+    further: dict[str, list[int]] = field(default_factory=dict)
 
 
 def choose_tokens(
@@ -114,7 +116,7 @@ def _choose_others(
     for (i, owner, one), token in zip(picks, tokens.tolist()):
         if one.logprobs is not None:
             one.logprobs.append(logprobs(logits[i], token, one.params.logprobs))
-        if _ends(one, token, eos):
+        if ends_with(one, token, eos):
             chosen.stopped[one.request.request_id] = "stop"
         if one is owner:
             chosen.tokens[i] = token
@@ -124,11 +126,12 @@ def _choose_others(
         owner.samples = None
 
 
-def _ends(live: LiveRequest, token: int, eos: Collection[int]) -> bool:
-    """Does a new token end the request? (Length limits are the scheduler's business.)"""
+def ends_with(live: LiveRequest, token: int, eos: Collection[int], num_before: int = 0) -> bool:
+    """Does a new token end the request? (Length limits are the scheduler's business.) `num_before`: new tokens that
+    come before it and that the request does not have yet."""
     params = live.params
     if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
-        live.end_text_before_last_token()
+        live.end_text_before_last_token(num_before)
         return True
     # Only stop strings need the text at once.
     return bool(params.stop) and live.text.append(token)

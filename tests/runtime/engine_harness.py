@@ -12,6 +12,7 @@ whoever still reads one gets another token.
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -26,9 +27,10 @@ from pagebinder.runtime.engine import Engine
 from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.outputs import RequestOutput
 from pagebinder.runtime.sampler import SamplingRow, draw
+from pagebinder.runtime.speculation import DraftRequest
 from pagebinder.runtime.swap_policy import Rate, SwapPolicy
 from tests.runtime.hash_model import HashGroup, hash_model
-from tests.runtime.hash_oracle import EOS, Oracle
+from tests.runtime.hash_oracle import EOS, VOCAB_SIZE, Oracle
 from tests.runtime.tracked_requests import KnownTexts, Node, Tracked
 
 POISON = 0xA5
@@ -64,6 +66,35 @@ def fix_rates(policy: SwapPolicy) -> None:
     policy.note_copy = policy.note_prefill = lambda amount, seconds: None
 
 
+class OracleDrafter:
+    """Guesses what the oracle knows, and now and then something else. `of`: the harness whose requests it is asked
+    for."""
+
+    def __init__(self, seed: int) -> None:
+        self.of: EngineHarness | None = None
+        self._rng = random.Random(seed)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self._one(request) for request in requests]
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def _one(self, asked: DraftRequest) -> list[int]:
+        request, rng = self.of.live.get(asked.request_id), self._rng
+        if request is None or asked.token_ids != request.prompt + request.tokens:  # not all is delivered yet
+            return rng.choices(range(VOCAB_SIZE), k=rng.randint(0, asked.most))
+        guesses, oracle = [], request.oracle.copy()
+        for i in range(rng.choice([0, 1, asked.most, asked.most])):
+            known = request.prompt + request.tokens + guesses
+            row = SamplingRow(request.params, request.seed, known, len(request.tokens) + i)
+            guesses.append(int(draw(oracle.logits[None], [0], [row])[0]))
+            oracle.feed(guesses[-1])
+        if guesses and rng.random() < 0.4:
+            guesses[rng.randrange(len(guesses))] = rng.randrange(VOCAB_SIZE)
+        return guesses
+
+
 class EngineHarness:
     """One engine and its requests. `counts` says what happened, so that a test can ask for it."""
 
@@ -76,6 +107,8 @@ class EngineHarness:
         self.model = replace(model, executable=self.executable)
         self.engine = Engine(self.model, EngineConfig(swap_bytes=swap_bytes, **config))
         self.is_async = self.engine.config.async_stepping == "on"
+        if isinstance(self.engine.config.drafter, OracleDrafter):
+            self.engine.config.drafter.of = self
         if self.engine.swap_policy is not None:
             fix_rates(self.engine.swap_policy)
         self.live: dict[str, Tracked] = {}
@@ -224,7 +257,7 @@ class EngineHarness:
         assert stats.free_blocks == stats.num_blocks - 1
         assert stats.free_host_blocks == stats.host_blocks
         names = ("preemptions", "prefix_hit_tokens", "forks", "copies", "swaps_out", "swaps_in")
-        for name in (*names, "ahead_steps", "overshot_tokens"):
+        for name in (*names, "ahead_steps", "overshot_tokens", "drafted_tokens", "accepted_tokens"):
             self.counts[name] += getattr(stats, name)
         self.counts["waited_steps"] += sum(stats.waited_steps.values())
 
@@ -245,7 +278,8 @@ class EngineHarness:
         self.memory[worthless] = POISON
 
     def _check_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        """Whole calls in between leave several outputs of a request; each has one token more."""
+        """Whole calls in between leave several outputs of a request; each has one token more, or several where guesses
+        stood."""
         while outputs:
             ids = [output.request_id for output in outputs]
             count = next((i for i, name in enumerate(ids) if name in ids[:i]), len(ids))
@@ -255,10 +289,15 @@ class EngineHarness:
             outputs = outputs[count:]
 
     def _check_output(self, output: RequestOutput, request: Tracked, token: int) -> None:
-        assert output.token_ids == [*request.tokens, token], f"{request.request_id} took a wrong turn"
+        if self.engine.config.drafter is None:
+            assert len(output.token_ids) == len(request.tokens) + 1
         if not request.tokens and request.is_alone:
             self._check_hit(output, request)
         request.append(token)
+        while len(request.tokens) < len(output.token_ids):
+            assert request.finish_reason is None, f"{request.request_id} went on"
+            request.append(self._next_tokens([request])[0])
+        assert output.token_ids == request.tokens, f"{request.request_id} took a wrong turn"
         assert output.finish_reason == request.finish_reason
         assert output.finished == (request.finish_reason is not None)
         if output.finished:

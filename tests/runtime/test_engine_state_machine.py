@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from pagebinder.config import SamplingParams
 from tests.helpers import by_day
-from tests.runtime.engine_harness import EngineHarness
+from tests.runtime.engine_harness import EngineHarness, OracleDrafter
 from tests.runtime.hash_model import group, hash_plan
 from tests.runtime.hash_oracle import VOCAB_SIZE, chunk, full, latent, recurrent, ring, short_conv, window
 
@@ -80,7 +80,8 @@ def smallest_pool(groups, budget, stepping):
 
 def options(draw, groups):
     """Options of an engine that is as small as it can be, or a little larger. `draw(a strategy)` chooses."""
-    budget, stepping = draw(st.sampled_from([1, 3, 7, 16, 40])), draw(st.sampled_from(["off", "on"]))
+    budget = draw(st.sampled_from([1, 3, 7, 16, 40]))
+    stepping, drafter = draw(st.sampled_from([("off", None), ("on", None), ("off", OracleDrafter(0))]))
     one_request = smallest_pool(groups, budget, stepping)
     num_host_blocks = draw(st.sampled_from([0, one_request, 4 * one_request]))
     swap_policies = ["auto", "never", "always"] if num_host_blocks else ["auto", "never"]
@@ -89,6 +90,9 @@ def options(draw, groups):
         "num_kv_blocks": one_request + draw(st.integers(0, one_request)),
         "max_num_batched_tokens": budget,
         "async_stepping": stepping,
+        "drafter": drafter,
+        "max_draft_tokens": draw(st.sampled_from([1, 3, 8])),
+        "draft_budget": draw(st.sampled_from([2, 8, 40])),
         "max_num_seqs": draw(st.integers(1, 6)),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 3])),
@@ -186,14 +190,15 @@ OVERLOADED_BY_DAY = (
 
 @pytest.mark.parametrize("mix", by_day(MIXES, OVERLOADED_BY_DAY))
 def test_overload(mix):
-    """More requests than the pool holds, for long enough that every mechanism is at work at once. Every second seed
-    prepares steps ahead."""
+    """More requests than the pool holds, for long enough that every mechanism is at work at once. Of three seeds one
+    prepares steps ahead and one guesses tokens."""
     counts = Counter()
     for seed in OVERLOAD_SEEDS:
         counts += overload(MIXES[mix], seed)
     wanted = {
         "aborts", "failed steps", "resets", "preemptions", "prefix_hit_tokens", "forks", "copies", "swaps_out",
-        "swaps_in", "beam searches", "calls", "ahead_steps", "overshot_tokens", "waited_steps",
+        "swaps_in", "beam searches", "calls", "ahead_steps", "overshot_tokens", "waited_steps", "drafted_tokens",
+        "accepted_tokens",
     }  # fmt: skip
     if mix == NEVER_RESUMED:
         wanted.remove("prefix_hit_tokens")
@@ -230,7 +235,8 @@ def test_copies_that_a_failed_step_did_not_make(mix, survivors):
 def overload(groups, seed) -> Counter:
     """Random operations from a seed, with caching on in three of four seeds."""
     rng = random.Random(seed)
-    budget, stepping = rng.choice([4, 16, 40]), ["off", "on"][seed % 2]
+    budget = rng.choice([4, 16, 40])
+    stepping, drafter = [("off", None), ("on", None), ("off", OracleDrafter(seed))][seed % 3]
     one_request = smallest_pool(groups, budget, stepping)
     harness = EngineHarness(
         groups,
@@ -240,6 +246,8 @@ def overload(groups, seed) -> Counter:
         swap_policy=["always", "auto", "never"][seed % 3],
         max_num_batched_tokens=budget,
         async_stepping=stepping,
+        drafter=drafter,
+        draft_budget=rng.choice([4, 16, 40]),
         max_num_seqs=6,
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         long_prefill_token_threshold=rng.choice([0, 3]),

@@ -159,9 +159,12 @@ class StepGraphs:
 
     # One step
 
-    def find(self, num_tokens: int, num_reqs: int, *, is_decode: bool) -> Bucket | None:
+    def find(self, num_tokens: int, num_reqs: int, num_logits: int, *, is_decode: bool) -> Bucket | None:
         """The bucket of a step; None is counted: the caller runs it uncaptured."""
         bucket = self.buckets.find(num_tokens, num_reqs, is_decode=is_decode)
+        if bucket is not None and num_logits > bucket.num_logits:
+            self.stats.uncaptured["more rows of logits than the bucket has"] += 1
+            return None
         if bucket is None:
             kind = "decode" if is_decode else "mixed"
             self.stats.uncaptured[f"{kind} step larger than every bucket"] += 1
@@ -222,10 +225,8 @@ class StepGraphs:
         arrays, is_decode = check_inputs(self, inputs)
         num_tokens, num_reqs = len(arrays["input_ids"]), len(arrays["seq_lens"])
         num_logits = len(arrays["logits_rows"])
-        bucket = self.find(num_tokens, num_reqs, is_decode=is_decode)
-        if bucket is None or num_logits > bucket.num_logits:
-            if bucket is not None:
-                self.stats.uncaptured["more rows of logits than the bucket has"] += 1
+        bucket = self.find(num_tokens, num_reqs, num_logits, is_decode=is_decode)
+        if bucket is None:
             tensors = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
             return self.executable.run({**tensors, **self.caches})
 

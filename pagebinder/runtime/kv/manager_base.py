@@ -35,6 +35,8 @@ class SingleTypeManager:
     grows_with_tokens: ClassVar[bool] = True
     forgets: ClassVar[bool] = True
     replaces_ahead: ClassVar[bool] = False
+    # Whether tokens that were computed can be computed again as others: what they wrote is written anew.
+    takes_back: ClassVar[bool] = True
 
     def __init__(self, spec: KVCacheSpec, context: CacheContext, group_id: int) -> None:
         self.spec = spec

@@ -26,6 +26,7 @@ class RecurrentManager(SingleTypeManager):
 
     spec: RecurrentSpec
     replaces_ahead = True
+    takes_back = False
 
     @staticmethod
     def granularity(spec: KVCacheSpec, hash_block_size: int) -> int:

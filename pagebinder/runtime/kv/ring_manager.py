@@ -22,6 +22,7 @@ class RingManager(SingleTypeManager):
 
     spec: RingSpec
     grows_with_tokens = False
+    takes_back = False
     forgets = False
 
     @staticmethod

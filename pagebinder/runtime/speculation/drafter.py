@@ -1,0 +1,30 @@
+"""What guesses the next tokens of requests. Guesses change the speed alone: no token comes out that would not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A request whose next tokens are to be guessed.
+
+    request_id: the engine's. token_ids: prompt and output so far; it grows by what the request is given, and must not
+    be changed. most: how many tokens are wanted at most.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    most: int
+
+
+class Drafter(Protocol):
+    """Guesses tokens. Not called by two threads at once."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        """For each request its likely next tokens, none where nothing is known. What is beyond `most` is not used."""
+
+    def forget(self, request_id: str) -> None:
+        """The request is over: drop what is kept of it. Also called for requests that were never asked for."""

@@ -1,0 +1,118 @@
+"""Whom to guess for, how many tokens, and what came of it.
+
+    known tokens  a b c        one step computes c ( | d e f )      guesses: d e f
+    logits of         c d e f                                       chosen:  d e x  ->  a b c d e x
+
+A step of few tokens waits for memory, not for arithmetic, so a few more tokens cost little: `budget` says up to how
+many tokens of a step guesses are added. A request whose guesses all stood is given twice as many in its next step, one
+whose guesses failed one more than stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pagebinder.config import EngineConfig
+from pagebinder.errors import ConfigError
+from pagebinder.runtime.live_requests import LiveRequest
+from pagebinder.runtime.scheduler import Scheduler
+from pagebinder.runtime.speculation.drafter import Drafter, DraftRequest
+from pagebinder.runtime.speculation.ngram import NgramDrafter
+from pagebinder.runtime.speculation.takes_back import check_takes_back
+
+BY_NAME = {"ngram": NgramDrafter}  # those of config.DRAFTERS
+# Tokens of a step up to which guesses are added: see docs/measurements.md. That of a GPU has not been measured.
+CPU_BUDGET, GPU_BUDGET = 8, 64
+FIRST_GUESSES = 2
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """`drafted`: tokens that were guessed and checked; `accepted`: those of them that stood."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+def make_drafter(choice: str | Drafter) -> Drafter:
+    """`EngineConfig.drafter` as an object."""
+    return BY_NAME[choice]() if isinstance(choice, str) else choice
+
+
+class Speculator:
+    """Asks a drafter for guesses before a step is scheduled.
+
+    Raises:
+        ConfigError: a layer's state cannot be taken back, or the drafter's vocabulary is another one.
+    """
+
+    def __init__(
+        self, config: EngineConfig, scheduler: Scheduler, live: Mapping[str, LiveRequest], *, vocab_size: int,
+        device_type: str,
+    ) -> None:  # fmt: skip
+        check_takes_back(scheduler.kv)
+        self.drafter = make_drafter(config.drafter)
+        if getattr(self.drafter, "vocab_size", vocab_size) != vocab_size:
+            raise ConfigError(
+                f"the drafter's model has {self.drafter.vocab_size} tokens, this one {vocab_size}: they must mean the "
+                "same."
+            )
+        self.budget = config.draft_budget or (GPU_BUDGET if device_type == "cuda" else CPU_BUDGET)
+        self.most = config.max_draft_tokens
+        self.stats = SpeculationStats()
+        self._scheduler, self._live, self._vocab_size = scheduler, live, vocab_size
+        self._lengths: dict[str, int] = {}
+
+    def drafts(self) -> dict[str, list[int]]:
+        """Guesses for the next step by request id, best request first."""
+        asks = self._asks()
+        if not asks:
+            return {}
+        proposals = self.drafter.propose(asks)
+        if len(proposals) != len(asks):
+            raise ValueError(f"the drafter was asked for {len(asks)} requests and answered {len(proposals)}")
+        guesses = {ask.request_id: list(tokens)[: ask.most] for ask, tokens in zip(asks, proposals)}
+        for request_id, tokens in guesses.items():
+            if not all(0 <= token < self._vocab_size for token in tokens):
+                raise ValueError(
+                    f"the drafter guessed {tokens} for {request_id!r}: ids are 0 to {self._vocab_size - 1}"
+                )
+        return {request_id: tokens for request_id, tokens in guesses.items() if tokens}
+
+    def note(self, request_id: str, drafted: int, accepted: int) -> None:
+        """What came of a request's guesses."""
+        self.stats.drafted += drafted
+        self.stats.accepted += accepted
+        wanted = 2 * drafted if accepted == drafted else accepted + 1
+        self._lengths[request_id] = min(wanted, self.most)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._lengths.pop(request_id, None)
+        self.drafter.forget(request_id)
+
+    def _asks(self) -> list[DraftRequest]:
+        """Requests that compute their newest token alone, as long as the step has room."""
+        batch = self._scheduler.batch
+        want, now = batch.wanted(), batch.now()
+        room = self.budget - int(want.sum())
+        rows = [
+            row for row in self._scheduler.rows_by_rank()
+            if want[row] == 1 and self._takes_guesses(now.by_row[row].request_id)
+        ]  # fmt: skip
+        asks = []
+        for number, row in enumerate(rows):
+            share = -(-room // (len(rows) - number))
+            request_id = now.by_row[row].request_id
+            # The step itself gives one more token than it is given guesses.
+            left = int(now.limit[row] - now.known[row]) - 1
+            most = min(self._lengths.get(request_id, FIRST_GUESSES), self.most, share, left)
+            if most > 0:
+                asks.append(DraftRequest(request_id, now.token_lists[row], most))
+                room -= most
+        return asks
+
+    def _takes_guesses(self, request_id: str) -> bool:
+        live = self._live.get(request_id)
+        return live is not None and not live.is_beam and live.samples is None

@@ -1,0 +1,89 @@
+"""Logits of a step with guessed tokens -> those that stand, and the token behind them.
+
+    guessed          d   e   f
+    logits of    c   d   e   f       row j + 1 holds if token j is the one that row j chooses
+    chosen       d   e   x   -       d, e stand; x is what the model says after e
+
+Each row is drawn as a step without guesses would have drawn it: same logits, same place in the request's random
+stream, same tokens before. So what comes out is what would have come out one by one, at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagebinder.runtime.live_requests import GREEDY, LiveRequest
+from pagebinder.runtime.sampler import SamplingRow, draw, greedy, logprobs
+from pagebinder.runtime.scheduler_output import SchedulerOutput
+from pagebinder.runtime.step_tokens import StepTokens, choose_tokens, ends_with
+
+
+class _Guessed(NamedTuple):
+    """A request whose first guess stands: `first_row` has the logits behind it."""
+
+    live: LiveRequest
+    first_row: int
+    tokens: list[int]
+
+
+def choose_verified(
+    logits_LV: torch.Tensor, output: SchedulerOutput, live: Mapping[str, LiveRequest], eos: Collection[int]
+) -> StepTokens:
+    """`choose_tokens` for a step with guesses: `StepTokens.further` has what comes behind the first new token."""
+    first_rows = output.first_logits
+    chosen = choose_tokens(logits_LV[torch.from_numpy(first_rows).to(logits_LV.device)], output, live, eos)
+    guessed = []
+    for i, row in enumerate(output.sampling.tolist()):
+        tokens, owner = output.drafts.get(row), live[output.requests[row].request_id]
+        if tokens and tokens[0] == chosen.tokens[i] and owner.request.request_id not in chosen.stopped:
+            guessed.append(_Guessed(owner, int(first_rows[i]) + 1, tokens))
+    for one, drawn in zip(guessed, _draw(logits_LV, guessed)):
+        request_id = one.live.request.request_id
+        further, ended = _stand(one, drawn, logits_LV, eos)
+        chosen.further[request_id] = further
+        if ended:
+            chosen.stopped[request_id] = "stop"
+    return chosen
+
+
+def _draw(logits_LV: torch.Tensor, guessed: list[_Guessed]) -> list[list[int]]:
+    """What the rows behind every guess choose, if all guesses before stand."""
+    rows = [one.first_row + j for one in guessed for j in range(len(one.tokens))]
+    if not rows:
+        return []
+    if all(one.live.request.flags & GREEDY for one in guessed):
+        drawn = greedy(logits_LV[torch.tensor(rows, device=logits_LV.device)])
+    else:
+        drawn = draw(logits_LV, rows, [
+            _sampling_row(one, j + 1) for one in guessed for j in range(len(one.tokens))
+        ])  # fmt: skip
+    ends = np.cumsum([len(one.tokens) for one in guessed])
+    return [part.tolist() for part in np.split(drawn, ends[:-1])]
+
+
+def _sampling_row(one: _Guessed, ahead: int) -> SamplingRow:
+    """As the request would be drawn for, had it `ahead` of the guessed tokens already."""
+    row = one.live.sampling_row(ahead)
+    if row.params.repetition_penalty == 1.0:
+        return row
+    return SamplingRow(row.params, row.seed, [*row.all_token_ids, *one.tokens[:ahead]], row.num_output_tokens)
+
+
+def _stand(
+    one: _Guessed, drawn: list[int], logits_LV: torch.Tensor, eos: Collection[int]
+) -> tuple[list[int], bool]:
+    """The tokens behind the first one, up to the first that was not guessed; whether the last one ends the request."""
+    live, further = one.live, []
+    for j, token in enumerate(drawn):
+        further.append(token)
+        if live.logprobs is not None:
+            live.logprobs.append(logprobs(logits_LV[one.first_row + j], token, live.params.logprobs))
+        if ends_with(live, token, eos, num_before=j + 1):
+            return further, True
+        if j + 1 == len(one.tokens) or token != one.tokens[j + 1]:
+            break
+    return further, False
