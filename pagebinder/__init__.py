@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pagebinder.report import CompileReport
     from pagebinder.runtime.engine import Engine
     from pagebinder.runtime.outputs import EngineStats, RequestOutput
+    from pagebinder.runtime.speculation import DraftRequest, ModelDrafter, NgramDrafter
 
 __version__ = "0.1.0"
 
@@ -49,10 +50,13 @@ __all__ = [
     "CompiledModel",
     "CompilerNotFoundError",
     "ConfigError",
+    "DraftRequest",
     "Engine",
     "EngineConfig",
     "EngineStats",
     "ForkedProcessError",
+    "ModelDrafter",
+    "NgramDrafter",
     "PagebinderError",
     "PlanDriftError",
     "PlanLockError",
@@ -73,9 +77,12 @@ _HOMES = {
     "CompileReport": "report",
     "CompiledEncoder": "compiled_encoder",
     "CompiledModel": "compiled_model",
+    "DraftRequest": "runtime.speculation",
     "Engine": "runtime.engine",
     "EngineConfig": "config",
     "EngineStats": "runtime.outputs",
+    "ModelDrafter": "runtime.speculation",
+    "NgramDrafter": "runtime.speculation",
     "RequestOutput": "runtime.outputs",
     "SamplingParams": "config",
     "bisect": "compile_bisect",

@@ -13,6 +13,7 @@ import typer
 from pagebinder.cli_bench import bench_command
 from pagebinder.cli_bisect import bisect_command
 from pagebinder.cli_compile import HtmlOption, compile_command, print_report
+from pagebinder.cli_draft import DraftOption, MaxDraftOption, check_draft, drafter_of
 from pagebinder.cli_export import export_command
 from pagebinder.cli_kv import kv_picture
 from pagebinder.cli_serve import serve_command
@@ -216,6 +217,8 @@ def generate(
         int | None, typer.Option(help="Log-probabilities per token; only with --json.")
     ] = None,
     n: Annotated[int, typer.Option("--n", help="Samples per prompt.")] = 1,
+    draft: DraftOption = None,
+    max_draft_tokens: MaxDraftOption = 8,
     device: DeviceOption = "auto",
     executable: ExecutableOption = "auto",
     dtype: DtypeOption = None,
@@ -239,6 +242,7 @@ def generate(
         raise typer.BadParameter("log-probabilities are printed only with --json; add --json.")
     with working("importing torch"):
         from pagebinder import EngineConfig, SamplingParams
+    check_draft(draft)
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop or ()),
@@ -253,9 +257,14 @@ def generate(
     compiled = compile_dir(model, options, needs_tokenizer=has_text)
     kv_cache_bytes = None if kv_cache_mib is None else kv_cache_mib << 20
     # No more sequences than there can be: the default cache has room for all of them at full length.
+    max_num_seqs = min(64, len(prompts) * n)
+    drafter = drafter_of(draft, model, options, max_num_seqs)
     engine = compiled.engine(
-        EngineConfig(kv_cache_bytes=kv_cache_bytes, max_num_seqs=min(64, len(prompts) * n))
-    )
+        EngineConfig(
+            kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, drafter=drafter,
+            max_draft_tokens=max_draft_tokens,
+        )
+    )  # fmt: skip
     print_outputs(engine, prompts, encoder_prompts, params, as_json=as_json)
 
 

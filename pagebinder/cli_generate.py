@@ -69,7 +69,8 @@ def print_outputs(engine, prompts, encoder_prompts, params, *, as_json: bool) ->
         stats = engine.stats()
         hits = f"{stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} prompt tokens from the cache"
         speed = f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s"
-        err.print(f"{speed}; {hits}", style="dim")
+        guesses = f"; {stats.accepted_tokens} of {stats.drafted_tokens} guesses were right"
+        err.print(f"{speed}; {hits}{guesses if stats.drafted_tokens else ''}", style="dim")
 
 
 def _outputs(engine, prompts, encoder_prompts, params):

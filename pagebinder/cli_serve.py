@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pagebinder.cli_draft import DraftOption, MaxDraftOption, check_draft, drafter_of
 from pagebinder.cli_support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
@@ -62,6 +63,8 @@ def serve_command(
     shutdown_seconds: Annotated[
         int, typer.Option(min=0, help="How long running requests may go on after Ctrl-C.")
     ] = 5,
+    draft: DraftOption = None,
+    max_draft_tokens: MaxDraftOption = 8,
     device: DeviceOption = "auto",
     executable: ExecutableOption = "auto",
     dtype: DtypeOption = None,
@@ -73,7 +76,9 @@ def serve_command(
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: completions, chat, embeddings of encoders, with streaming."""
     with working("importing the server"):
+        from pagebinder.config import EngineConfig
         from pagebinder.server import create_app
+    check_draft(draft)
     template = None if chat_template is None else _read(chat_template)
     listening = _listen(host, port)  # said before the seconds of compilation
     options = {
@@ -82,13 +87,12 @@ def serve_command(
         "activation_scales": activation_scales, "max_model_len": max_model_len,
     }  # fmt: skip
     compiled = compile_dir(model, options)
+    drafter = drafter_of(draft, model, options, max_num_seqs or EngineConfig().max_num_seqs)
     with working("making room for the KV cache"):
-        from pagebinder.config import EngineConfig
-
         given = {
             "kv_cache_bytes": None if kv_cache_mib is None else kv_cache_mib << 20, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "prefix_caching": None if prefix_caching else False,
-            "seed": seed,
+            "seed": seed, "drafter": drafter, "max_draft_tokens": max_draft_tokens if draft else None,
         }  # fmt: skip
         given = {name: value for name, value in given.items() if value is not None}
         if hasattr(compiled, "embed"):

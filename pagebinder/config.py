@@ -300,7 +300,7 @@ class EngineConfig:
         capture_token_sizes: numbers of tokens to capture other steps for; None: 16 to 512, (): none.
         drafter: what guesses tokens that a step then checks, several at once; the tokens that come out stay the same.
             "ngram" (what followed the last tokens when they came before), an object with `propose` and `forget`
-            (`runtime/speculation/drafter.py`; ModelDrafter is one), or None. Not for models with recurrent state.
+            (`runtime/speculation/drafter.py`; ModelDrafter is one), or None.
         max_draft_tokens: most tokens that are guessed for a request in a step; how many is settled by what stood.
         draft_budget: tokens of a step up to which guesses are added; None: 8 on a CPU, 64 on a GPU.
     """

@@ -25,7 +25,7 @@ import numpy as np
 from pagebinder.errors import ConfigError, RequestError
 from pagebinder.runtime.admission import Admission, check_fits
 from pagebinder.runtime.kv.blocks import require
-from pagebinder.runtime.kv.coordinator import KVCacheManager
+from pagebinder.runtime.kv.coordinator import KeptStates, KVCacheManager
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.running_batch import RunningBatch
 from pagebinder.runtime.scheduler_output import NO_DRAFTS, NOBODY, SchedulerOutput, SchedulerStats
@@ -94,6 +94,8 @@ class Scheduler:
         # Held requests that lost their blocks: there is nothing to compute for them before their next token.
         self._parked: dict[str, Request] = {}
         self._arrivals = itertools.count()
+        # What the step in flight replaces, of requests with guesses whose state cannot be written anew.
+        self._kept_states: dict[str, KeptStates] = {}
 
     # Requests
 
@@ -249,6 +251,7 @@ class Scheduler:
         if output.step is not None and (not self._in_flight or output.step != self._in_flight[0]):
             raise ValueError("this step's results were given already, or another step was scheduled since")
         results = resolve(output, sampled, ends, self.batch)
+        self._take_back_states(output, further)
         if output.step is not None:
             self.kv.step_finished(self._in_flight.pop(0))
         self._advance(results, output, further)
@@ -273,6 +276,7 @@ class Scheduler:
         """
         while self._in_flight:
             self.kv.step_finished(self._in_flight.pop(0))
+        self._kept_states.clear()
         batch = self.batch
         started = np.flatnonzero(batch.planned > batch.computed).tolist()
         spoilt = [
@@ -356,8 +360,15 @@ class Scheduler:
             count = min(len(tokens), int(now.limit[row]) - end - 1, room)
             if count > 0 and end + count > now.covered[row]:
                 covered = self.kv.allocate_batch([request], [start], [end + count], [start])
-                now.covered[row] = max([*covered, now.covered[row]])
-                count = min(count, int(now.covered[row]) - end)
+                if covered:
+                    now.covered[row] = covered[0]
+                else:
+                    count = min(count, int(now.covered[row]) - end)
+            if count > 0 and not self.kv.takes_back:
+                kept = self.kv.keep_states(request_id, start)
+                if kept is None:
+                    continue
+                self._kept_states[request_id] = kept
             if count > 0:
                 drafted[row] = list(tokens[:count])
                 counts[row] += count
@@ -480,21 +491,34 @@ class Scheduler:
             for tokens, token in zip(lists, results.tokens.tolist()):
                 tokens.append(token)
         for row, drafts in output.drafts.items():
-            self._settle_drafts(output.requests[row], len(drafts), further.get(output.requests[row].request_id, ()))
+            request = output.requests[row]
+            tokens = further.get(request.request_id, ())
+            self._settle_drafts(request, int(output.starts[row]), len(drafts) - len(tokens), tokens)
         due = (now.computed >= now.cache_at).nonzero()[0]
         if len(due):
             requests = [now.by_row[row] for row in due.tolist()]
             now.cache_at[due] = self.kv.cache_batch(requests, now.computed[due].tolist())
 
-    def _settle_drafts(self, request: Request, num_drafted: int, further: Sequence[int]) -> None:
+    def _take_back_states(self, output: SchedulerOutput, further: Mapping[str, Sequence[int]]) -> None:
+        """States that swallowed guesses which failed are those of before the step again."""
+        for row, drafts in output.drafts.items():
+            request = output.requests[row]
+            kept = self._kept_states.pop(request.request_id, None)
+            failed = len(drafts) > len(further.get(request.request_id, ()))
+            if kept is not None and failed and request.status is RequestStatus.RUNNING:
+                self.kv.take_back(request.request_id, kept)
+
+    def _settle_drafts(self, request: Request, start: int, num_failed: int, further: Sequence[int]) -> None:
         """Of a request's guesses as many stand as there are tokens behind the first new one: what the others wrote
-        is written again."""
+        is written anew. Where states were taken back, all of the step is, which began at `start`."""
         if request.status is not RequestStatus.RUNNING:
             return
         now, row = self.batch.now(), self.batch.row(request)
-        failed = num_drafted - len(further)
-        now.computed[row] -= failed
-        now.planned[row] -= failed
+        if num_failed and not self.kv.takes_back:
+            now.computed[row] = now.planned[row] = start
+        else:
+            now.computed[row] -= num_failed
+            now.planned[row] -= num_failed
         if further:
             request.all_token_ids.extend(further)
             now.known[row] += len(further)

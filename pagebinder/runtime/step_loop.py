@@ -272,7 +272,8 @@ class StepLoop:
         now, policy = time.perf_counter(), self.scheduler.swap_policy
         seconds, self._last_finish = now - max(step.started, self._last_finish), now
         output = step.output
-        if policy is not None and output.total_num_tokens > output.num_logits and not step.encoder_rows:
+        is_prefill = output.total_num_tokens > len(output.sampling) and not output.drafts
+        if policy is not None and is_prefill and not step.encoder_rows:
             policy.note_prefill(output.total_num_tokens, seconds)
 
 

@@ -27,6 +27,8 @@ COUNTERS = {
     "scheduled_tokens": "Tokens that were computed, of prompts, too.",
     "prefix_queried_tokens": "Prompt tokens that were looked for in the prefix cache.",
     "prefix_hit_tokens": "Prompt tokens that the prefix cache had.",
+    "drafted_tokens": "Tokens that were guessed and checked.",
+    "accepted_tokens": "Guessed tokens that were right.",
     "preemptions": "Requests that had to give back their blocks for a while.",
     "busy_seconds": "Time spent in steps.",
 }

@@ -14,17 +14,21 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from pagebinder.runtime.kv.batched_growth import BatchedGrowth
-from pagebinder.runtime.kv.blocks import BlockPool, require
+from pagebinder.runtime.kv.blocks import BlockPool, KVCacheBlock, require
 from pagebinder.runtime.kv.context import CacheContext
 from pagebinder.runtime.kv.copies import BlockCopy, SwapCopy
 from pagebinder.runtime.kv.hashing import DEFAULT_SEED, RequestBlockHasher
 from pagebinder.runtime.kv.host_blocks import HostBlocks, SwapImage
+from pagebinder.runtime.kv.manager_base import SingleTypeManager
 from pagebinder.runtime.kv.managers import make_manager
 from pagebinder.runtime.kv.prefix_search import PrefixHit, PrefixSearch, resolve_alignment, resolve_match_unit
 from pagebinder.runtime.kv.retention import NEVER, PrefixRetention
 from pagebinder.runtime.kv.specs import KVCacheGroup
 from pagebinder.runtime.kv.swapping import Swapper
 from pagebinder.runtime.request import Request
+
+
+KeptStates = list[tuple[SingleTypeManager, int, KVCacheBlock]]  # manager, logical block, what it was before
 
 
 class KVCacheManager:
@@ -214,6 +218,25 @@ class KVCacheManager:
             child.block_hashes.extend(parent.block_hashes[: num_tokens // self.hasher.hash_block_size])
         for request in (parent, child):
             self._forked_at[request.request_id] = num_tokens
+
+    def keep_states(self, request_id: str, num_computed_tokens: int) -> KeptStates | None:
+        """Before a step behind so many tokens whose results may not stand: keep what it replaces, for `take_back`.
+        None (and nothing done) where free blocks are short."""
+        places = [(m, m.state_block(num_computed_tokens)) for m in self.managers]
+        places = [(manager, index) for manager, index in places if index is not None]
+        if len(places) > self.pool.num_free_blocks:
+            return None
+        return [(manager, index, manager.keep_state(request_id, index)) for manager, index in places]
+
+    def take_back(self, request_id: str, kept: KeptStates) -> None:
+        """Bring back the states of before a step; before `step_finished` is called for it."""
+        for manager, index, block in kept:
+            manager.take_back(request_id, index, block)
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether tokens can be computed again as others with no more done than that."""
+        return all(manager.takes_back for manager in self.managers)
 
     def free(self, request: Request, *, cache_tail: bool = True) -> None:
         """Give back all blocks and the row of a request; unknown requests are fine.

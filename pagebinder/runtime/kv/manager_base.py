@@ -262,6 +262,26 @@ class SingleTypeManager:
         """Whether a step that starts behind so many tokens replaces state that it reads: it cannot be repeated."""
         return False
 
+    def state_block(self, num_computed_tokens: int) -> int | None:
+        """The logical block whose state a step behind so many tokens reads and replaces; None: it replaces none."""
+        return None
+
+    def keep_state(self, request_id: str, index: int) -> KVCacheBlock:
+        """Let the next step write a copy of a logical block instead; returns the block as it was, which lives until
+        that step has finished."""
+        table = self.tables[request_id]
+        kept = table.blocks[index]
+        self._replace_by_copy(table, index)
+        return kept
+
+    def take_back(self, request_id: str, index: int, kept: KVCacheBlock) -> None:
+        """Undo `keep_state`, before the step is said to have finished: the state is what it was before."""
+        table = self.tables[request_id]
+        written = table.blocks[index]
+        self.pool.touch([kept])
+        table.put(index, kept)
+        self.fence.free([written])
+
     def block_ids(self, request_id: str):
         """The live view of a request's block ids (0 = null), int32. It changes as the request is scheduled."""
         return self.tables[request_id].ids

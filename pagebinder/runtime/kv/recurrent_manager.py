@@ -84,6 +84,10 @@ class RecurrentManager(SingleTypeManager):
     def overwrites_state_at(self, num_computed_tokens: int) -> bool:
         return num_computed_tokens % self.block_size > 0
 
+    def state_block(self, num_computed_tokens: int) -> int | None:
+        index, inside = divmod(num_computed_tokens, self.block_size)
+        return index if inside else None
+
     def _most_checkpoints(self) -> int:
         context = self.context
         if not self.context.can_resume:

@@ -57,6 +57,9 @@ class RingManager(SingleTypeManager):
         multiple = self.spec.resume_multiple
         return num_computed_tokens % multiple > 0 if multiple else num_computed_tokens > 0
 
+    def state_block(self, num_computed_tokens: int) -> int | None:
+        return 0 if self.overwrites_state_at(num_computed_tokens) else None
+
     def next_cache_at(self, request_id: str) -> int:
         return NEVER
 

@@ -12,12 +12,13 @@ class DraftRequest:
     """A request whose next tokens are to be guessed.
 
     request_id: the engine's. token_ids: prompt and output so far; it grows by what the request is given, and must not
-    be changed. most: how many tokens are wanted at most.
+    be changed. most: how many tokens are wanted at most. limit: tokens that it will have at most in the end.
     """
 
     request_id: str
     token_ids: Sequence[int]
     most: int
+    limit: int
 
 
 class Drafter(Protocol):

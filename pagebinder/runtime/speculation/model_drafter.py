@@ -19,7 +19,6 @@ from pagebinder.errors import CacheCapacityError, ConfigError
 from pagebinder.runtime.live_requests import QUIET, LiveRequest
 from pagebinder.runtime.request import Request
 from pagebinder.runtime.speculation.drafter import DraftRequest
-from pagebinder.runtime.speculation.takes_back import check_takes_back
 
 if TYPE_CHECKING:
     from pagebinder.runtime.engine import Engine
@@ -29,10 +28,11 @@ GREEDY_PARAMS = SamplingParams(temperature=0.0, max_tokens=None)
 
 @dataclass(slots=True)
 class _Twin:
-    """`end`: so many tokens it is to have."""
+    """`end`: so many tokens it is to have. `num_checked`: the first tokens, which are the request's for certain."""
 
     live: LiveRequest
     end: int
+    num_checked: int
 
     @property
     def tokens(self) -> list[int]:
@@ -66,7 +66,11 @@ class ModelDrafter:
         self.engine: Engine = compiled.engine(config)
         if self.engine.model.encoder is not None:
             raise ConfigError("A ModelDrafter cannot guess with an encoder-decoder: it has no encoder prompts.")
-        check_takes_back(self.engine.kv)
+        if not self.engine.kv.takes_back:
+            raise ConfigError(
+                "A ModelDrafter's model writes over what it guessed, which recurrent state and rings do not allow: "
+                "guess with a model of attention alone."
+            )
         self._twins: dict[str, _Twin] = {}
 
     @property
@@ -94,28 +98,27 @@ class ModelDrafter:
             return None
         end = len(tokens) + min(request.most, room)
         if twin is None:
-            return self._new_twin(request.request_id, tokens, end)
-        same = 0
-        for same, (ours, theirs) in enumerate(zip(twin.tokens, tokens)):
-            if ours != theirs:
-                break
-        else:
-            same = min(len(twin.tokens), len(tokens))
+            return self._new_twin(request, end)
+        same = min(twin.num_checked, len(twin.tokens))
+        while same < min(len(tokens), len(twin.tokens)) and tokens[same] == twin.tokens[same]:
+            same += 1
         self.engine.scheduler.take_back(request.request_id, same, tokens[same:])
-        twin.live.held_logits, twin.end = None, end
+        twin.live.held_logits, twin.end, twin.num_checked = None, end, len(tokens)
         return twin
 
-    def _new_twin(self, request_id: str, tokens: Sequence[int], end: int) -> _Twin | None:
-        max_tokens = self.engine.model.max_model_len - len(tokens)
-        request = Request(request_id, list(tokens), max_tokens=max_tokens, params=GREEDY_PARAMS)
+    def _new_twin(self, asked: DraftRequest, end: int) -> _Twin | None:
+        room = self.engine.model.max_model_len - len(asked.token_ids)
+        # It never reaches this limit: the last token of a request is not guessed.
+        max_tokens = min(asked.limit - len(asked.token_ids), room)
+        request = Request(asked.request_id, list(asked.token_ids), max_tokens=max_tokens, params=GREEDY_PARAMS)
         request.flags = QUIET
         try:
             self.engine.scheduler.add_request(request)
         except CacheCapacityError:
             return None
         live = LiveRequest(request, GREEDY_PARAMS, 0, is_beam=True)
-        self.engine.live_requests[request_id] = live
-        twin = self._twins[request_id] = _Twin(live, end)
+        self.engine.live_requests[asked.request_id] = live
+        twin = self._twins[asked.request_id] = _Twin(live, end, len(asked.token_ids))
         return twin
 
     def _go_on(self, twin: _Twin) -> bool:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pagebinder.config import EngineConfig
 from pagebinder.errors import ConfigError
 from pagebinder.runtime.live_requests import LiveRequest
+from pagebinder.runtime.request import Request
 from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.speculation.drafter import Drafter, DraftRequest
 from pagebinder.runtime.speculation.ngram import NgramDrafter
-from pagebinder.runtime.speculation.takes_back import check_takes_back
 
 BY_NAME = {"ngram": NgramDrafter}  # those of config.DRAFTERS
 # Tokens of a step up to which guesses are added: see docs/measurements.md. That of a GPU has not been measured.
@@ -44,22 +44,22 @@ class Speculator:
     """Asks a drafter for guesses before a step is scheduled.
 
     Raises:
-        ConfigError: a layer's state cannot be taken back, or the drafter's vocabulary is another one.
+        ConfigError: the drafter's vocabulary is another one.
     """
 
     def __init__(
         self, config: EngineConfig, scheduler: Scheduler, live: Mapping[str, LiveRequest], *, vocab_size: int,
         device_type: str,
     ) -> None:  # fmt: skip
-        check_takes_back(scheduler.kv)
         self.drafter = make_drafter(config.drafter)
         if getattr(self.drafter, "vocab_size", vocab_size) != vocab_size:
             raise ConfigError(
                 f"the drafter's model has {self.drafter.vocab_size} tokens, this one {vocab_size}: they must mean the "
                 "same."
             )
-        self.budget = config.draft_budget or (GPU_BUDGET if device_type == "cuda" else CPU_BUDGET)
-        self.most = config.max_draft_tokens
+        budget = config.draft_budget or (GPU_BUDGET if device_type == "cuda" else CPU_BUDGET)
+        self.budget = min(budget, config.max_num_batched_tokens)
+        self.most, self.first_guesses = config.max_draft_tokens, FIRST_GUESSES
         self.stats = SpeculationStats()
         self._scheduler, self._live, self._vocab_size = scheduler, live, vocab_size
         self._lengths: dict[str, int] = {}
@@ -93,13 +93,16 @@ class Speculator:
         self.drafter.forget(request_id)
 
     def _asks(self) -> list[DraftRequest]:
-        """Requests that compute their newest token alone, as long as the step has room."""
+        """Requests that compute their newest token in the next step, and little else, as long as the step has room.
+
+        Where a recurrent state was taken back the tokens of that step are computed again with the next guesses; when
+        they have become many, without."""
         batch = self._scheduler.batch
         want, now = batch.wanted(), batch.now()
         room = self.budget - int(want.sum())
         rows = [
             row for row in self._scheduler.rows_by_rank()
-            if want[row] == 1 and self._takes_guesses(now.by_row[row].request_id)
+            if 0 < want[row] <= self.most and self._takes_guesses(now.by_row[row])
         ]  # fmt: skip
         asks = []
         for number, row in enumerate(rows):
@@ -107,12 +110,12 @@ class Speculator:
             request_id = now.by_row[row].request_id
             # The step itself gives one more token than it is given guesses.
             left = int(now.limit[row] - now.known[row]) - 1
-            most = min(self._lengths.get(request_id, FIRST_GUESSES), self.most, share, left)
+            most = min(self._lengths.get(request_id, self.first_guesses), self.most, share, left)
             if most > 0:
-                asks.append(DraftRequest(request_id, now.token_lists[row], most))
+                asks.append(DraftRequest(request_id, now.token_lists[row], most, int(now.limit[row])))
                 room -= most
         return asks
 
-    def _takes_guesses(self, request_id: str) -> bool:
-        live = self._live.get(request_id)
-        return live is not None and not live.is_beam and live.samples is None
+    def _takes_guesses(self, request: Request) -> bool:
+        live = self._live.get(request.request_id)
+        return live is not None and not live.is_beam and live.samples is None and request.num_output_tokens > 0
