@@ -1,4 +1,4 @@
-"""Guessed tokens: what a step that checks them costs, what they gain by how often they are right, and how often they are.
+"""Guessed tokens: what a step that checks them costs, how often they are right, and what they gain then.
 
     python benchmarks/speculation.py [--rounds 7] [--threads 2]
 
@@ -160,7 +160,9 @@ def shipped(rounds: int) -> dict:
     }
     source = AutoModelForCausalLM.from_pretrained(tiny_path(), dtype=torch.bfloat16).eval()
     cases["transformers"] = lambda: transformers_seconds(source, prompts)
-    cases["transformers, prompt lookup"] = lambda: transformers_seconds(source, prompts, prompt_lookup_num_tokens=8)
+    cases["transformers, prompt lookup"] = lambda: transformers_seconds(
+        source, prompts, prompt_lookup_num_tokens=8
+    )
     found = ratios(in_turns(cases, rounds), "none")
     for name, engine in engines.items():
         stats = engine.stats()

@@ -387,7 +387,9 @@ class EngineConfig:
         ok = self.drafter in (None, *DRAFTERS) if isinstance(self.drafter, (str, type(None))) else is_drafter
         known = ", ".join(f'"{name}"' for name in DRAFTERS)
         _require(
-            ok, ConfigError, f"drafter={self.drafter!r}: use {known}, an object with propose and forget, or None."
+            ok,
+            ConfigError,
+            f"drafter={self.drafter!r}: use {known}, an object with propose and forget, or None.",
         )
         most, budget = self.max_draft_tokens, self.draft_budget
         _require(_is_int(most) and most >= 1, ConfigError, f"max_draft_tokens={most!r}: use at least 1.")

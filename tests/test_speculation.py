@@ -27,8 +27,8 @@ MODELS = {
 }  # fmt: skip
 RECURRENT = {"mamba", "delta net", "v4"}
 OPTIONS = {
-    "plain": {}, "captured": {"capture": "on"}, "chunks": {"max_num_batched_tokens": 12}, "two seats": {"max_num_seqs": 2},
-    "no room": {"num_kv_blocks": 40},
+    "plain": {}, "captured": {"capture": "on"}, "chunks": {"max_num_batched_tokens": 12},
+    "two seats": {"max_num_seqs": 2}, "no room": {"num_kv_blocks": 40},
 }  # fmt: skip
 
 
@@ -231,7 +231,9 @@ def test_the_longest_n_gram_at_its_last_place():
     drafter = NgramDrafter(longest=3, shortest=2)
     assert guess(drafter, [1, 2, 3]) == []
     assert guess(drafter, [1, 2, 3, 9, 2, 3, 7, 1, 2, 3]) == [9, 2, 3, 7], "three tokens rather than two"
-    assert guess(NgramDrafter(longest=2), [5, 6, 1, 5, 6, 2, 5, 6]) == [2, 5, 6, 2], "the last place, again and again"
+    assert guess(NgramDrafter(longest=2), [5, 6, 1, 5, 6, 2, 5, 6]) == [2, 5, 6, 2], (
+        "the last place, again and again"
+    )
     assert guess(NgramDrafter(longest=2), [4, 4, 4]) == [4, 4, 4, 4]
 
 
@@ -257,7 +259,9 @@ def test_guesses_fit_the_budget_and_the_limit(llama):
 
     engine = engine_of(llama, drafter=Asked([]), draft_budget=6, prefix_caching=False)
     for name, max_tokens in (("a", 9), ("b", 9), ("short", 2)):
-        engine.add_request(name, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+        engine.add_request(
+            name, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        )
     engine.step()
     assert not asked, "prompts are computed alone"
     engine.step()

@@ -151,7 +151,7 @@ class Scheduler:
                 self.waiting.push(self._key(request), request)
 
     def take_back(self, request_id: str, num_kept: int, tokens: Sequence[int]) -> None:
-        """Replace all of a request's tokens but the first `num_kept`: what was computed of the others is written anew.
+        """Replace all of a request's tokens but the first `num_kept`: what was computed of them is written anew.
 
         For requests that nobody reads, without a prefix cache, and with state that can be written anew (see
         `SingleTypeManager.takes_back`). At least one token is left to compute.
@@ -163,7 +163,9 @@ class Scheduler:
             row, now = self.batch.row(request), self.batch.now()
             now.known[row] = request.num_tokens
             now.last_token[row] = request.all_token_ids[-1]
-            now.computed[row] = now.planned[row] = min(int(now.computed[row]), num_kept, request.num_tokens - 1)
+            now.computed[row] = now.planned[row] = min(
+                int(now.computed[row]), num_kept, request.num_tokens - 1
+            )
         elif self._parked.pop(request_id, None) is not None:
             self.waiting.push(self._key(request), request)
 

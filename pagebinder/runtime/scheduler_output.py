@@ -4,8 +4,8 @@
                                                  ^ start                 ^ start + count
 
 A step is a batch of rows: row r computes `counts[r]` tokens from `starts[r]` on, maybe none. A row *samples* when
-nothing is left for later: its chunk reaches the last known token, whose logits give a new one. Behind that token a row may
-compute guessed ones (`drafts`), each with a row of logits of its own:
+nothing is left for later: its chunk reaches the last known token, whose logits give a new one. Behind that token a
+row may compute guessed ones (`drafts`), each with a row of logits of its own:
 
     rows of logits    | request 0 | request 2: newest token, guess, guess | request 3 |      first_logits = 0, 1, 4
 """

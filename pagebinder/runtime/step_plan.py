@@ -163,7 +163,9 @@ class StepPlanner:
         np.cumsum(counts, out=arrays["query_start_loc"][1:])
         arrays["seq_lens"][:] = ends
         last = arrays["query_start_loc"][1:] - 1
-        arrays["logits_rows"][:] = last[output.sampling] if not output.drafts else _drafted_logits(output, last)
+        arrays["logits_rows"][:] = (
+            last[output.sampling] if not output.drafts else _drafted_logits(output, last)
+        )
         positions, rows = arrays["positions"], None
         if output.total_num_tokens == len(counts) and counts.min() == 1:  # one token each
             positions[:] = starts

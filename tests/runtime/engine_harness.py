@@ -278,8 +278,8 @@ class EngineHarness:
         self.memory[worthless] = POISON
 
     def _check_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        """Whole calls in between leave several outputs of a request; each has one token more, or several where guesses
-        stood."""
+        """Whole calls in between leave several outputs of a request; each has one token more, or several where
+        guesses stood."""
         while outputs:
             ids = [output.request_id for output in outputs]
             count = next((i for i, name in enumerate(ids) if name in ids[:i]), len(ids))

@@ -27,7 +27,6 @@ from pagebinder.runtime.kv.specs import KVCacheGroup
 from pagebinder.runtime.kv.swapping import Swapper
 from pagebinder.runtime.request import Request
 
-
 KeptStates = list[tuple[SingleTypeManager, int, KVCacheBlock]]  # manager, logical block, what it was before
 
 

@@ -1,4 +1,4 @@
-"""What guesses the next tokens of requests. Guesses change the speed alone: no token comes out that would not have."""
+"""What guesses the next tokens of requests. Guesses change how many steps there are, and no token that comes out."""
 
 from __future__ import annotations
 

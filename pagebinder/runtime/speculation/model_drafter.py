@@ -1,5 +1,5 @@
-"""A second, cheaper model guesses (Leviathan et al., 2023; Chen et al., 2023): the same one with weights of 4 bits, or
-a small one with the same tokenizer.
+"""A second, cheaper model guesses (Leviathan et al., 2023; Chen et al., 2023): the same one with weights of 4 bits,
+or a small one with the same tokenizer.
 
     request        a b c d                  its twin      a b c d | e f g        guessed greedily, one step each
     (checked)      a b c d e f x            goes back     a b c d e f | x ...    what failed is written anew
@@ -46,8 +46,8 @@ class ModelDrafter:
     have lost the oldest few keys of a window where guesses failed: that costs a guess at most.
 
     Args:
-        config: of its engine. It has no prefix cache. max_num_seqs should be no less than the engine's that it guesses
-            for.
+        config: of its engine. It has no prefix cache. max_num_seqs should be no less than that of the engine that it
+            guesses for.
     Raises:
         ConfigError: it is no compiled decoder, or has state that cannot be taken back.
     """
@@ -65,7 +65,9 @@ class ModelDrafter:
             )
         self.engine: Engine = compiled.engine(config)
         if self.engine.model.encoder is not None:
-            raise ConfigError("A ModelDrafter cannot guess with an encoder-decoder: it has no encoder prompts.")
+            raise ConfigError(
+                "A ModelDrafter cannot guess with an encoder-decoder: it has no encoder prompts."
+            )
         if not self.engine.kv.takes_back:
             raise ConfigError(
                 "A ModelDrafter's model writes over what it guessed, which recurrent state and rings do not allow: "
@@ -110,7 +112,9 @@ class ModelDrafter:
         room = self.engine.model.max_model_len - len(asked.token_ids)
         # It never reaches this limit: the last token of a request is not guessed.
         max_tokens = min(asked.limit - len(asked.token_ids), room)
-        request = Request(asked.request_id, list(asked.token_ids), max_tokens=max_tokens, params=GREEDY_PARAMS)
+        request = Request(
+            asked.request_id, list(asked.token_ids), max_tokens=max_tokens, params=GREEDY_PARAMS
+        )
         request.flags = QUIET
         try:
             self.engine.scheduler.add_request(request)

@@ -4,8 +4,8 @@
     logits of         c d e f                                       chosen:  d e x  ->  a b c d e x
 
 A step of few tokens waits for memory, not for arithmetic, so a few more tokens cost little: `budget` says up to how
-many tokens of a step guesses are added. A request whose guesses all stood is given twice as many in its next step, one
-whose guesses failed one more than stood.
+many tokens of a step guesses are added. A request whose guesses all stood is given twice as many in its next step,
+one whose guesses failed one more than stood.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Speculator:
         self.drafter = make_drafter(config.drafter)
         if getattr(self.drafter, "vocab_size", vocab_size) != vocab_size:
             raise ConfigError(
-                f"the drafter's model has {self.drafter.vocab_size} tokens, this one {vocab_size}: they must mean the "
-                "same."
+                f"the drafter's model has {self.drafter.vocab_size} tokens, this one {vocab_size}: they must mean "
+                "the same."
             )
         budget = config.draft_budget or (GPU_BUDGET if device_type == "cuda" else CPU_BUDGET)
         self.budget = min(budget, config.max_num_batched_tokens)
@@ -118,4 +118,6 @@ class Speculator:
 
     def _takes_guesses(self, request: Request) -> bool:
         live = self._live.get(request.request_id)
-        return live is not None and not live.is_beam and live.samples is None and request.num_output_tokens > 0
+        return (
+            live is not None and not live.is_beam and live.samples is None and request.num_output_tokens > 0
+        )

@@ -76,7 +76,7 @@ def _sampling_row(one: _Guessed, ahead: int) -> SamplingRow:
 def _stand(
     one: _Guessed, drawn: list[int], logits_LV: torch.Tensor, eos: Collection[int]
 ) -> tuple[list[int], bool]:
-    """The tokens behind the first one, up to the first that was not guessed; whether the last one ends the request."""
+    """The tokens behind the first one, up to one that was not guessed; whether the last one ends the request."""
     live, further = one.live, []
     for j, token in enumerate(drawn):
         further.append(token)
