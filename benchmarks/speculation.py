@@ -2,9 +2,9 @@
 
     python benchmarks/speculation.py [--rounds 7] [--threads 2]
 
-1. One request of a random Qwen3-0.6B in bf16: time of a step by the tokens in it, and tokens/s by the share of right
-   guesses, against no guesses in turns. Random weights cannot be guessed, so the tokens are foretold with errors: for
-   nothing (a prompt lookup), and beside the time of the same model in int4, which guesses and is not listened to.
+1. One request of a random Qwen3-0.6B in bf16: time of a step by the guesses in it, and tokens/s by the share of right
+   guesses, against no guesses in turns. Random weights cannot be guessed, so the tokens are foretold with errors, which
+   costs nothing, as a prompt lookup does.
 2. The shipped models, which can be: prompts of the project's own documentation, one at a time, against no guesses and
    against transformers' generate with and without prompt lookup.
 """
@@ -37,19 +37,16 @@ DOCUMENTS = Path(__file__).parents[1] / "docs"
 
 
 class Foretold:
-    """Guesses the tokens of `text`, each right with a probability; `beside`: is asked, too, and not listened to."""
+    """Guesses the tokens of `text`, each right with a probability."""
 
-    def __init__(self, text: list[int], rate: float, beside: ModelDrafter | None = None) -> None:
-        self.text, self.rate, self.beside, self.rng = text, rate, beside, random.Random(0)
+    def __init__(self, text: list[int], rate: float) -> None:
+        self.text, self.rate, self.rng = text, rate, random.Random(0)
 
     def propose(self, requests):
-        if self.beside is not None:
-            self.beside.propose(requests)
         return [self._one(len(request.token_ids), request.most) for request in requests]
 
     def forget(self, request_id: str) -> None:
-        if self.beside is not None:
-            self.beside.forget(request_id)
+        pass
 
     def _one(self, known: int, most: int) -> list[int]:
         guesses = self.text[known : known + most]
@@ -122,16 +119,12 @@ def ratios(runs: list[dict[str, float]], base: str) -> dict[str, dict[str, float
 
 def foretold(model: Path, rounds: int) -> dict:
     compiled = pagebinder.compile_model(model)
-    cheap = pagebinder.compile_model(model, CompileConfig(quantization="int4_g32"))
     costs = cost_of_guesses(compiled, rounds)
     plain = engine_of(compiled)
     text = PROMPT + plain.generate([PROMPT], GREEDY)[0].token_ids
     engines = {"none": plain}
-    small = EngineConfig(num_kv_blocks=64, max_num_seqs=1, prefix_caching=False)
     for rate in RATES:
         engines[f"foretold {rate:.1f}"] = engine_of(compiled, Foretold(text, rate))
-        beside = Foretold(text, rate, ModelDrafter(cheap, small))
-        engines[f"int4 {rate:.1f}"] = engine_of(compiled, beside, max_draft_tokens=4)
     cases = {name: lambda e=engine: seconds_per_token(e, PROMPT) for name, engine in engines.items()}
     return {"step_ms_by_guesses": costs, "one_request": ratios(in_turns(cases, rounds), "none")}
 
