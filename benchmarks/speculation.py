@@ -2,9 +2,9 @@
 
     python benchmarks/speculation.py [--rounds 7] [--threads 2]
 
-1. One request of a random Qwen3-0.6B in bf16: time of a step by the guesses in it, and tokens/s by the share of right
-   guesses, against no guesses in turns. Random weights cannot be guessed, so the tokens are foretold with errors, which
-   costs nothing, as a prompt lookup does.
+1. One request of a random Qwen3-0.6B in bf16: time of a step by its guesses, and tokens/s by the share of right
+   guesses, against no guesses in turns. Random weights cannot be guessed, so the tokens are foretold with errors,
+   which costs nothing, as a prompt lookup does.
 2. The shipped models, which can be: prompts of the project's own documentation, one at a time, against no guesses and
    against transformers' generate with and without prompt lookup.
 """

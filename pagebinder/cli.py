@@ -218,7 +218,7 @@ def generate(
     ] = None,
     n: Annotated[int, typer.Option("--n", help="Samples per prompt.")] = 1,
     draft: DraftOption = None,
-    max_draft_tokens: MaxDraftOption = 8,
+    max_draft_tokens: MaxDraftOption = 7,
     device: DeviceOption = "auto",
     executable: ExecutableOption = "auto",
     dtype: DtypeOption = None,

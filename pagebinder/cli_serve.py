@@ -64,7 +64,7 @@ def serve_command(
         int, typer.Option(min=0, help="How long running requests may go on after Ctrl-C.")
     ] = 5,
     draft: DraftOption = None,
-    max_draft_tokens: MaxDraftOption = 8,
+    max_draft_tokens: MaxDraftOption = 7,
     device: DeviceOption = "auto",
     executable: ExecutableOption = "auto",
     dtype: DtypeOption = None,

@@ -325,7 +325,7 @@ class EngineConfig:
     capture_decode_sizes: tuple[int, ...] | None = None
     capture_token_sizes: tuple[int, ...] | None = None
     drafter: Any = None
-    max_draft_tokens: int = 8
+    max_draft_tokens: int = 7
     draft_budget: int | None = None
 
     def __post_init__(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ MODELS = {
     "mamba": bamba, "delta net": tiny_qwen3_next, "v4": v4_model,
 }  # fmt: skip
 RECURRENT = {"mamba", "delta net", "v4"}
+CPU_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 OPTIONS = {
     "plain": {}, "captured": {"capture": "on"}, "chunks": {"max_num_batched_tokens": 12},
     "two seats": {"max_num_seqs": 2}, "no room": {"num_kv_blocks": 40},
@@ -119,7 +121,7 @@ def test_right_guesses_save_steps(compiled):
     engine = engine_of(compiled, drafter=Foretold([prompt + expected.token_ids], errors=0.0))
     (output,) = engine.generate([prompt], params)
     assert output.token_ids == expected.token_ids
-    # The prompt, then 1 + 2, 1 + 4, and 1 + 8 until 40.
+    # A token with the prompt, then 1 + 2, 1 + 4 and 1 + 7 until there are 40.
     assert engine.stats().steps == 1 + 1 + 1 + 4
     assert engine.stats().accepted_tokens == engine.stats().drafted_tokens
 
@@ -164,6 +166,29 @@ def test_encoder_decoders():
     outputs = engine.generate(encoder_prompts=encoder_prompts, params=params)
     assert read(outputs) == read(expected)
     assert engine.stats().accepted_tokens > 10
+
+
+@pytest.mark.skipif(
+    "avx512_bf16" not in CPU_FLAGS, reason="other kernels sum few rows in another order than one"
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"quantization": "int4_g32"}, {"kv_dtype": "fp8_e4m3"}, {"dtype": "float16"}]
+)
+def test_narrow_types_have_the_same_bits(options):
+    """With the default budget: few rows are computed as each would be alone."""
+    compiled = pagebinder.compile_model(tiny_path(), CompileConfig(**options))
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3_000) for _ in range(length)] for length in (5, 100, 300, 40)]
+    params = [
+        SamplingParams(max_tokens=40, temperature=t, seed=i, ignore_eos=True)
+        for i, t in enumerate((0.0, 0.9) * 2)
+    ]
+    limits = {"num_kv_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 512, "draft_budget": None}
+    expected = engine_of(compiled, **limits).generate(prompts, params)
+    drafter = Foretold([o.prompt_token_ids + o.token_ids for o in expected])
+    engine = engine_of(compiled, drafter=drafter, **limits)
+    assert read(engine.generate(prompts, params)) == read(expected)
+    assert engine.stats().accepted_tokens > 40
 
 
 # Texts of the shipped model

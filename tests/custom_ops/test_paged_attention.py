@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from pagebinder.custom_ops.attention.paged import paged_attention_lse_reference
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
-from tests.custom_ops.paged_cases import Case, cases, dense_attention, make_inputs
+from tests.custom_ops.paged_cases import Case, Inputs, cases, dense_attention, make_inputs
 from tests.tolerances import assert_close, assert_lse_close
 
 PROVIDERS = ["cpu"]  # the triton provider has tests of its own, over cases that its interpreter can do
@@ -255,3 +255,49 @@ def test_opcheck(name, op):
     )
     cache = inputs.operands[1].nan_to_num()
     torch.library.opcheck(chosen.overload(op), _replace(inputs, 1, cache), inputs.options)
+
+
+def one_by_one(attention, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each new token of each request in a call of its own."""
+    q, cache, block_table, seq_lens, starts, *rest = inputs.operands
+    outs, lses = [], []
+    for r, seq_len in enumerate(seq_lens.tolist()):
+        first, end = starts[r : r + 2].tolist()
+        for token in range(first, end):
+            now = torch.tensor([seq_len - (end - 1 - token)], dtype=torch.int32)
+            alone = (
+                q[token : token + 1],
+                cache,
+                block_table[r : r + 1],
+                now,
+                torch.tensor([0, 1], dtype=torch.int32),
+            )
+            out, lse = attention(*alone, *rest, **inputs.options)
+            outs.append(out)
+            lses.append(lse)
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+FEW_TOKENS = {
+    "short": {"lengths": ((100, 8), (63, 2), (70, 5), (9, 7), (1, 1))},
+    "parts": {"lengths": ((1026, 8), (1024, 4), (3001, 7), (2048, 3))},
+    "parts of another size": {"lengths": ((32 * 1024 + 3, 7),), "num_kv_heads": 1, "head_dim": 16},
+    "window": {"lengths": ((300, 8), (1100, 8), (8, 8)), "options": {"window": 67}},
+    "long window": {"lengths": ((2500, 8),), "options": {"window": 1100}},
+    "chunk": {"lengths": ((130, 8), (64, 4)), "options": {"chunk": 64}},
+    "soft cap": {"lengths": ((200, 8),), "options": {"soft_cap": 5.0}},
+    "sinks": {"lengths": ((200, 8), (1030, 6)), "sinks": "finite"},
+    "alibi": {"lengths": ((200, 8),), "alibi": True},
+    "odd width": {"lengths": ((90, 6),), "head_dim": 40},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", FEW_TOKENS)
+def test_few_tokens_have_the_bits_of_one_by_one(attention, name, group, dtype):
+    """Guessed tokens are checked together and must be what they would have been alone, to the bit."""
+    inputs = make_inputs(Case(**{"dtype": dtype, "group": group, **FEW_TOKENS[name]}))
+    together, alone = inputs.run(attention), one_by_one(attention, inputs)
+    assert torch.equal(together[0], alone[0])
+    assert torch.equal(together[1], alone[1])

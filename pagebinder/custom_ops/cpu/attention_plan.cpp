@@ -12,6 +12,7 @@ namespace pagebinder {
 namespace {
 
 constexpr int TILE_ROWS = 4 * W;
+constexpr int64_t DOT_QUERIES = 8;  // up to here a request's queries are computed as each would be alone
 constexpr int DOT_PART_KEYS = 1024;  // split-KV: keys of one part in the two regimes
 constexpr int LANE_PART_KEYS = 1024;
 constexpr int MAX_PARTS = 32;
@@ -27,10 +28,13 @@ int stride_for(int rows, bool dot) {
   return TILE_ROWS;
 }
 
+int64_t part_size(int64_t span, bool dot) {
+  const int64_t part = std::max<int64_t>(dot ? DOT_PART_KEYS : LANE_PART_KEYS, (span + MAX_PARTS - 1) / MAX_PARTS);
+  return (part + DOT_PART_KEYS - 1) / DOT_PART_KEYS * DOT_PART_KEYS;
+}
+
 void split_keys(Tile& tile, bool may_split, bool dot) {
-  int64_t span = tile.keys.end - tile.keys.begin;
-  int64_t part = std::max<int64_t>(dot ? DOT_PART_KEYS : LANE_PART_KEYS, (span + MAX_PARTS - 1) / MAX_PARTS);
-  part = (part + DOT_PART_KEYS - 1) / DOT_PART_KEYS * DOT_PART_KEYS;
+  const int64_t span = tile.keys.end - tile.keys.begin, part = part_size(span, dot);
   if (span <= part || !may_split) {
     tile.parts = 1;
     tile.part_keys = 0;
@@ -59,6 +63,16 @@ void list_prefill_jobs(Plan& plan, int32_t begin, int32_t end, int32_t num_heads
     }
 }
 
+// Several tiles of a request read a part one after the other.
+void list_decode_jobs(Plan& plan, int32_t begin, int32_t end, int32_t num_heads, int32_t job_heads) {
+  int32_t most_parts = 0;
+  for (int32_t t = begin; t < end; ++t) most_parts = std::max(most_parts, plan.tiles[t].parts);
+  for (int32_t part = 0; part < most_parts; ++part)
+    for (int32_t g = 0; g < num_heads; g += job_heads)
+      for (int32_t t = begin; t < end; ++t)
+        if (part < plan.tiles[t].parts) plan.jobs.push_back({t, part, g, std::min(job_heads, num_heads - g), 1});
+}
+
 // Decodes stream the cache once, and the KV heads of a block lie side by side in memory: a job takes as many heads
 // as leave enough jobs for all threads. Of keys that several requests share all tiles of a part come together: their
 // context is longer than a cache.
@@ -76,10 +90,7 @@ void list_jobs(const AttentionArgs& args, Plan& plan) {
     const bool decode = plan.tiles[begin].stride <= DOT_ROWS;
     if (!decode && args.row_tokens != nullptr) list_shared_jobs(plan, begin, end, num_heads);
     if (!decode && args.row_tokens == nullptr) list_prefill_jobs(plan, begin, end, num_heads, job_tiles);
-    for (int32_t t = begin; decode && t < end; ++t)
-      for (int32_t part = 0; part < plan.tiles[t].parts; ++part)
-        for (int32_t g = 0; g < num_heads; g += job_heads)
-          plan.jobs.push_back({t, part, g, std::min(job_heads, num_heads - g), 1});
+    if (decode) list_decode_jobs(plan, begin, end, num_heads, job_heads);
   }
 }
 
@@ -100,14 +111,26 @@ KeyRange tile_keys(const AttentionArgs& args, const Tile& tile) {
   return all;
 }
 
+// Rows of a tile of few: those of as many queries as fit, if their keys are cut as they would be for each alone.
+int64_t dot_tile_rows(const AttentionArgs& args, int64_t r) {
+  const int64_t start = args.query_start_loc[r], end = args.query_start_loc[r + 1], group = args.group();
+  if (args.row_tokens != nullptr || group > DOT_ROWS) return DOT_ROWS;
+  const auto part_of = [&](int64_t query) {
+    const KeyRange keys = visible_keys(args, r, args.position_of(r, query));
+    return part_size(keys.end - keys.begin, true);
+  };
+  return part_of(start) == part_of(end - 1) ? DOT_ROWS / group * group : group;
+}
+
 const char* plan_request(const AttentionArgs& args, Plan& plan, int64_t r) {
   const int64_t start = args.query_start_loc[r], seq_len = args.seq_lens[r];
   const int64_t num_queries = args.query_start_loc[r + 1] - start, group = args.group();
   if (num_queries < 0) return "query_start_loc must not fall";
   if (seq_len < 0 || seq_len > args.max_blocks * args.block_size) return "a seq_len exceeds its block table";
   const int64_t rows = num_queries * group;
-  const bool dot = rows <= DOT_ROWS;
-  const int64_t tile_rows = dot ? DOT_ROWS : TILE_ROWS, num_tiles = (rows + tile_rows - 1) / tile_rows;
+  const bool plain = args.row_tokens == nullptr;  // neighbours, all keys
+  const bool dot = rows <= DOT_ROWS || (plain && num_queries <= DOT_QUERIES && group <= DOT_ROWS);
+  const int64_t tile_rows = dot ? dot_tile_rows(args, r) : TILE_ROWS, num_tiles = (rows + tile_rows - 1) / tile_rows;
   for (int64_t t = num_tiles - 1; t >= 0; --t) {  // the last tile of a causal request sees most keys
     Tile tile{};
     tile.request = static_cast<int32_t>(r);
@@ -115,7 +138,7 @@ const char* plan_request(const AttentionArgs& args, Plan& plan, int64_t r) {
     tile.rows = static_cast<int32_t>(std::min(tile_rows, rows - t * tile_rows));
     tile.stride = stride_for(tile.rows, dot);
     tile.keys = tile_keys(args, tile);
-    split_keys(tile, num_tiles <= SPLIT_TILES || args.row_tokens != nullptr, dot);
+    split_keys(tile, dot || !plain || num_tiles <= SPLIT_TILES, dot);
     if (tile.parts > 1) {
       tile.first_partial = plan.partial_floats;
       tile.first_counter = plan.num_counters;

@@ -1,6 +1,10 @@
 // Online softmax (Milakov and Gimelshein, 2018) over a block of scores laid out [key][row], in units of log2.
 //
 // With fewer rows than lanes a vector holds several keys: lane i is key i / ROWS, row i % ROWS.
+//
+// A row of few (decode) has the same bits beside others as alone: the weights of keys that are W apart are one sum,
+// however many keys a vector holds, and hiding a key changes nothing for the others. So tokens that are computed
+// together, guessed ones for example, are what they are one by one.
 #pragma once
 
 #include "attention.h"
@@ -22,7 +26,8 @@ template <int STRIDE>
 struct SoftmaxState {
   static constexpr int VECTORS = STRIDE > W ? STRIDE / W : 1;
   static constexpr int KEYS_PER_VECTOR = STRIDE < W ? W / STRIDE : 1;
-  VF top[VECTORS], sum[VECTORS];          // running maximum and sum, per lane
+  static constexpr int SUMS = STRIDE <= DOT_ROWS ? W / KEYS_PER_VECTOR : 1;  // of a lane: of keys that are W apart
+  VF top[VECTORS], sum[SUMS * VECTORS];   // running maximum and sums, per lane
   VF correction[VECTORS];                 // what earlier output must be multiplied with
   VI begin[VECTORS], end[VECTORS];        // keys that the row of a lane sees
   VI position[VECTORS];                   // absolute position of the query
@@ -36,6 +41,23 @@ template <int DISTANCE>
 PB_INLINE VF max_over_keys(VF x) {
   if constexpr (DISTANCE >= W) return x;
   else return max_over_keys<2 * DISTANCE>(max(x, rotate<DISTANCE>(x)));
+}
+
+template <int STRIDE>
+PB_INLINE VI visible(const SoftmaxState<STRIDE>& state, int first_key, int v) {
+  const VI key = splat_int(first_key) + state.lane_key;
+  return (key >= state.begin[v]) & (key < state.end[v]);
+}
+
+template <int STRIDE>
+PB_INLINE void hide_scores(const SoftmaxState<STRIDE>& state, int first_key, int num_keys, float* scores) {
+  using State = SoftmaxState<STRIDE>;
+  for (int k = 0; k < num_keys; k += State::KEYS_PER_VECTOR)
+    PB_UNROLL
+    for (int v = 0; v < State::VECTORS; ++v) {
+      float* at = scores + k * STRIDE + v * W;
+      store(at, select(visible(state, first_key + k, v), load<VF>(at), splat(MINUS_INFINITY)));
+    }
 }
 
 // Scores that need nothing but a positive scale: their maxima; `finish` stays to be done.
@@ -59,11 +81,11 @@ PB_INLINE void finish_scores(const SoftmaxState<STRIDE>& state, const ScoreOptio
     for (int v = 0; v < State::VECTORS; ++v) {
       float* at = scores + k * STRIDE + v * W;
       VF x = load<VF>(at) * options.scale;
-      const VI key = splat_int(first_key + k) + state.lane_key;
       if (options.soft_cap != 0.0f) x = tanh_approx(x) * options.soft_cap;
+      const VI key = splat_int(first_key + k) + state.lane_key;
       if (options.alibi) x += state.slope[v] * __builtin_convertvector(key - state.position[v], VF);
       if (options.bias != nullptr) x += load<VF>(options.bias + k * STRIDE + v * W);
-      if (masked) x = select((key >= state.begin[v]) & (key < state.end[v]), x, splat(MINUS_INFINITY));
+      if (masked) x = select(visible(state, first_key + k, v), x, splat(MINUS_INFINITY));
       store(at, x);
       top[v] = max(x, top[v]);
     }
@@ -117,10 +139,10 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
                    int num_keys, float* scores, const float* value_scales = nullptr) {
   using State = SoftmaxState<STRIDE>;
   constexpr int V = State::VECTORS;
-  VF top[V], shift[V], sum[V];
-  const bool plain =
-      !masked && !options.alibi && options.bias == nullptr && options.soft_cap == 0.0f && options.scale > 0.0f;
+  VF top[V], shift[V];
+  const bool plain = !options.alibi && options.bias == nullptr && options.soft_cap == 0.0f && options.scale > 0.0f;
   const float scale = plain ? options.scale : 1.0f;
+  if (plain && masked) hide_scores(state, first_key, num_keys, scores);
   if (plain) plain_maxima<STRIDE>(scale, num_keys, scores, top);
   else finish_scores(state, options, masked, first_key, num_keys, scores, top);
   for (int v = 0; v < V; ++v) {
@@ -128,10 +150,12 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
     shift[v] = select(top[v] == splat(MINUS_INFINITY), VF{}, top[v]);
     state.correction[v] = exp2_approx(state.top[v] - shift[v]);
     state.top[v] = top[v];
-    sum[v] = state.sum[v] * state.correction[v];
+    for (int i = 0; i < State::SUMS; ++i) state.sum[i * V + v] *= state.correction[v];
   }
 #if PAGEBINDER_BF16_DOT
   if constexpr (PAIRS) {
+    VF sum[V];
+    for (int v = 0; v < V; ++v) sum[v] = state.sum[v];
     auto weight = [&](int k, int v) __attribute__((always_inline)) {
       const VF x = exp2_weight(load<VF>(scores + k * STRIDE + v * W) * scale - shift[v]);
       sum[v] += x;
@@ -149,6 +173,7 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
   }
 #endif
   for (int k = 0; k < num_keys; k += State::KEYS_PER_VECTOR) {
+    VF* sum = state.sum + (first_key + k) / State::KEYS_PER_VECTOR % State::SUMS * V;
     PB_UNROLL
     for (int v = 0; v < V; ++v) {
       float* at = scores + k * STRIDE + v * W;
@@ -157,7 +182,6 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
       store(at, SCALED ? x * of_keys<STRIDE>(value_scales, k) : x);
     }
   }
-  for (int v = 0; v < V; ++v) state.sum[v] = sum[v];
 }
 
 }  // namespace pagebinder

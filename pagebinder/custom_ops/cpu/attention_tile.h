@@ -41,7 +41,7 @@ void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
   state.lane_key = load<VI>(lane_key);
   for (int v = 0; v < SoftmaxState<STRIDE>::VECTORS; ++v) {
     state.top[v] = splat(MINUS_INFINITY);
-    state.sum[v] = VF{};
+    for (int i = 0; i < SoftmaxState<STRIDE>::SUMS; ++i) state.sum[i * SoftmaxState<STRIDE>::VECTORS + v] = VF{};
     state.begin[v] = load<VI>(begin + v * W);
     state.end[v] = load<VI>(end + v * W);
     state.position[v] = load<VI>(position + v * W);
@@ -52,16 +52,15 @@ void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
 
 template <int STRIDE>
 void collect_rows(const SoftmaxState<STRIDE>& state, int rows, RowResults& results) {
-  constexpr int VECTORS = SoftmaxState<STRIDE>::VECTORS;
-  float top[VECTORS * W], sum[VECTORS * W];
-  for (int v = 0; v < VECTORS; ++v) {
-    store(top + v * W, state.top[v]);
-    store(sum + v * W, state.sum[v]);
-  }
+  constexpr int VECTORS = SoftmaxState<STRIDE>::VECTORS, SUMS = SoftmaxState<STRIDE>::SUMS, LANES = VECTORS * W;
+  float top[LANES], sum[SUMS * LANES];
+  for (int v = 0; v < VECTORS; ++v) store(top + v * W, state.top[v]);
+  for (int i = 0; i < SUMS * VECTORS; ++i) store(sum + i * W, state.sum[i]);
   for (int r = 0; r < STRIDE && r < rows; ++r) {
     results.top[r] = top[r];
     results.sum[r] = 0.0f;
-    for (int lane = r; lane < (STRIDE < W ? W : r + 1); lane += STRIDE) results.sum[r] += sum[lane];
+    for (int i = 0; i < SUMS; ++i)  // in the order of keys
+      for (int lane = r; lane < (STRIDE < W ? W : r + 1); lane += STRIDE) results.sum[r] += sum[i * LANES + lane];
   }
 }
 

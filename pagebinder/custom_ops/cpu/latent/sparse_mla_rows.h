@@ -147,7 +147,8 @@ void start_state(SoftmaxState<STRIDE>& state) {
   state.lane_key = VI{};
   for (int v = 0; v < STRIDE / W; ++v) {
     state.top[v] = splat(MINUS_INFINITY);
-    state.sum[v] = state.slope[v] = VF{};
+    state.slope[v] = VF{};
+    for (int i = 0; i < SoftmaxState<STRIDE>::SUMS; ++i) state.sum[i * (STRIDE / W) + v] = VF{};
     state.position[v] = VI{};
   }
 }

@@ -119,7 +119,9 @@ void run_sparse_job(const SparseMlaArgs& args, SparsePlan& plan, const SparseJob
   for (int g = 0; g < groups; ++g)
     for (int v = 0; v < STRIDE / W; ++v) {
       store(top + g * STRIDE + v * W, states[g].top[v]);
-      store(sum + g * STRIDE + v * W, states[g].sum[v]);
+      VF all = states[g].sum[v];
+      for (int i = 1; i < SoftmaxState<STRIDE>::SUMS; ++i) all += states[g].sum[i * (STRIDE / W) + v];
+      store(sum + g * STRIDE + v * W, all);
     }
   RowResults results{top, sum, scratch.out, vectors_v * W};
   if (part.begin >= part.end) std::memset(scratch.out, 0, groups * scratch.out_floats * sizeof(float));
