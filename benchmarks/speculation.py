@@ -45,7 +45,7 @@ class Foretold:
     def propose(self, requests):
         return [self._one(len(request.token_ids), request.most) for request in requests]
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, key: str) -> None:
         pass
 
     def _one(self, known: int, most: int) -> list[int]:

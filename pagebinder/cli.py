@@ -218,7 +218,7 @@ def generate(
     ] = None,
     n: Annotated[int, typer.Option("--n", help="Samples per prompt.")] = 1,
     draft: DraftOption = None,
-    max_draft_tokens: MaxDraftOption = 7,
+    max_draft_tokens: MaxDraftOption = None,
     device: DeviceOption = "auto",
     executable: ExecutableOption = "auto",
     dtype: DtypeOption = None,
@@ -242,7 +242,7 @@ def generate(
         raise typer.BadParameter("log-probabilities are printed only with --json; add --json.")
     with working("importing torch"):
         from pagebinder import EngineConfig, SamplingParams
-    check_draft(draft)
+    check_draft(draft, max_draft_tokens)
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop or ()),
@@ -259,12 +259,10 @@ def generate(
     # No more sequences than there can be: the default cache has room for all of them at full length.
     max_num_seqs = min(64, len(prompts) * n)
     drafter = drafter_of(draft, model, options, max_num_seqs)
+    limit = {} if max_draft_tokens is None else {"max_draft_tokens": max_draft_tokens}
     engine = compiled.engine(
-        EngineConfig(
-            kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, drafter=drafter,
-            max_draft_tokens=max_draft_tokens,
-        )
-    )  # fmt: skip
+        EngineConfig(kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, drafter=drafter, **limit)
+    )
     print_outputs(engine, prompts, encoder_prompts, params, as_json=as_json)
 
 

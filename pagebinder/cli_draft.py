@@ -17,18 +17,22 @@ DraftOption = Annotated[
         "tokens before; int4_g32, fp8, ...: this model with such weights; DIR: a smaller one, same tokenizer.",
     ),
 ]
-MaxDraftOption = Annotated[int, typer.Option(min=1, help="With --draft: most tokens guessed in a step.")]
+MaxDraftOption = Annotated[
+    int | None, typer.Option(min=1, help="With --draft: most tokens guessed for a request in a step (7).")
+]
 
 
-def check_draft(choice: str | None) -> None:
+def check_draft(choice: str | None, most: int | None) -> None:
     """Refuse what is neither a name nor a checkpoint, before the seconds of compilation."""
     from pagebinder.config import DRAFTERS, QUANTIZATIONS
 
+    if most is not None and choice is None:
+        raise typer.BadParameter("--max-draft-tokens says how much --draft may guess: give that, too.")
     if choice is None or choice in (*DRAFTERS, *QUANTIZATIONS):
         return
-    if not Path(choice).expanduser().exists():
+    if not choice or not Path(choice).expanduser().exists():
         raise typer.BadParameter(
-            f"--draft {choice}: use {', '.join((*DRAFTERS, *QUANTIZATIONS))}, or a checkpoint directory."
+            f"--draft {choice!r}: use {', '.join((*DRAFTERS, *QUANTIZATIONS))}, or a checkpoint directory."
         )
     checkpoint_dir(Path(choice))
 

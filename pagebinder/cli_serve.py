@@ -64,7 +64,7 @@ def serve_command(
         int, typer.Option(min=0, help="How long running requests may go on after Ctrl-C.")
     ] = 5,
     draft: DraftOption = None,
-    max_draft_tokens: MaxDraftOption = 7,
+    max_draft_tokens: MaxDraftOption = None,
     device: DeviceOption = "auto",
     executable: ExecutableOption = "auto",
     dtype: DtypeOption = None,
@@ -78,7 +78,7 @@ def serve_command(
     with working("importing the server"):
         from pagebinder.config import EngineConfig
         from pagebinder.server import create_app
-    check_draft(draft)
+    check_draft(draft, max_draft_tokens)
     template = None if chat_template is None else _read(chat_template)
     listening = _listen(host, port)  # said before the seconds of compilation
     options = {
@@ -92,7 +92,7 @@ def serve_command(
         given = {
             "kv_cache_bytes": None if kv_cache_mib is None else kv_cache_mib << 20, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "prefix_caching": None if prefix_caching else False,
-            "seed": seed, "drafter": drafter, "max_draft_tokens": max_draft_tokens if draft else None,
+            "seed": seed, "drafter": drafter, "max_draft_tokens": max_draft_tokens,
         }  # fmt: skip
         given = {name: value for name, value in given.items() if value is not None}
         if hasattr(compiled, "embed"):

@@ -302,7 +302,8 @@ class EngineConfig:
             "ngram" (what followed the last tokens when they came before), an object with `propose` and `forget`
             (`runtime/speculation/drafter.py`; ModelDrafter is one), or None.
         max_draft_tokens: most tokens that are guessed for a request in a step; how many is settled by what stood.
-        draft_budget: tokens of a step up to which guesses are added; None: 8 on a CPU, 64 on a GPU.
+        draft_budget: tokens of a step up to which guesses are added, so none where as many requests decode; None: 8
+            on a CPU, 64 on a GPU.
     """
 
     kv_cache_bytes: int | None = None
@@ -383,13 +384,16 @@ class EngineConfig:
         )
 
     def _check_drafter(self) -> None:
-        is_drafter = all(callable(getattr(self.drafter, name, None)) for name in ("propose", "forget"))
+        has_methods = all(callable(getattr(self.drafter, name, None)) for name in ("propose", "forget"))
+        is_drafter = has_methods and not isinstance(self.drafter, type)
         ok = self.drafter in (None, *DRAFTERS) if isinstance(self.drafter, (str, type(None))) else is_drafter
         known = ", ".join(f'"{name}"' for name in DRAFTERS)
+        given = repr(self.drafter) if isinstance(self.drafter, (str, type)) else type(self.drafter).__name__
+        hint = ", as ModelDrafter(compiled) is" if hasattr(self.drafter, "engine") else ""
         _require(
             ok,
             ConfigError,
-            f"drafter={self.drafter!r}: use {known}, an object with propose and forget, or None.",
+            f"drafter={given}: use {known}, an object with propose and forget{hint}, or None.",
         )
         most, budget = self.max_draft_tokens, self.draft_budget
         _require(_is_int(most) and most >= 1, ConfigError, f"max_draft_tokens={most!r}: use at least 1.")

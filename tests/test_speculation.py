@@ -44,8 +44,8 @@ class Foretold:
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         return [self._one(list(request.token_ids), request.most) for request in requests]
 
-    def forget(self, request_id: str) -> None:
-        self.forgotten.append(request_id)
+    def forget(self, key: str) -> None:
+        self.forgotten.append(key.split("/", 1)[1])
 
     def _one(self, tokens: list[int], most: int) -> list[int]:
         text = next((text for text in self.texts if text[: len(tokens)] == tokens), tokens)
@@ -248,8 +248,8 @@ def test_a_request_that_the_drafter_cannot_hold_has_no_guesses(tiny):
 # Guessing
 
 
-def guess(drafter, tokens, most=4, request_id="a"):
-    return drafter.propose([DraftRequest(request_id, tokens, most, 100)])[0]
+def guess(drafter, tokens, most=4):
+    return drafter.propose([DraftRequest("0/a", "a", tokens, most, 100)])[0]
 
 
 def test_the_longest_n_gram_at_its_last_place():
@@ -267,8 +267,8 @@ def test_an_index_grows_with_its_request_and_goes_with_it():
     assert guess(drafter, tokens) == []
     tokens += [8, 1, 2]
     assert guess(drafter, tokens, most=2) == [3, 8]
-    assert guess(drafter, [1, 2], request_id="a") == [], "the id is another request's now"
-    drafter.forget("a")
+    assert guess(drafter, [1, 2]) == [], "the key is another request's now"
+    drafter.forget("0/a")
     drafter.forget("never seen")
     assert not drafter._indices
 
@@ -301,17 +301,117 @@ def test_what_a_drafter_may_not_do(llama):
         def propose(self, requests):
             return self.answer
 
-        def forget(self, request_id):
+        def forget(self, key):
             pass
 
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     (expected,) = engine_of(llama).generate([[1, 2, 3]], params)
-    for answer, message in (([], "answered 0"), ([[VOCAB_SIZE]], "guessed"), ([[-1]], "guessed")):
+    for answer, message in (
+        ([], "answered"), (None, "answered None"), ([[VOCAB_SIZE]], "guessed"), ([[-1]], "whole numbers"),
+        ([[1.5]], "whole numbers"), ([None], "guessed None"), (["ab"], "guessed 'ab'"),
+    ):  # fmt: skip
         engine = engine_of(llama, drafter=Wrong(answer))
         with pytest.raises(ValueError, match=message):
             engine.generate([[1, 2, 3]], params)
         engine.loop.speculator.drafter = Wrong([[]])
         assert engine.generate([[1, 2, 3]], params)[0].token_ids == expected.token_ids
+
+
+def test_a_drafter_that_fails_loses_nothing(llama):
+    """In `propose` the step is repeated; in `forget` the books are done before it is told."""
+
+    class Failing(Foretold):
+        fails = True
+
+        def propose(self, requests):
+            if self.rng.random() < 0.5:
+                raise KeyError("propose broke")
+            return super().propose(requests)
+
+        def forget(self, key):
+            if self.fails:
+                raise KeyError("forget broke")
+
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    expected = engine_of(llama).generate(prompts, params)
+    drafter = Failing([o.prompt_token_ids + o.token_ids for o in expected])
+    engine = engine_of(llama, drafter=drafter)
+    for name, prompt in zip("ab", prompts):
+        engine.add_request(name, prompt, params)
+    engine.add_request("gone", [9, 9, 9], params)
+    with pytest.raises(KeyError, match="forget broke"):
+        engine.abort("gone")
+    assert engine.abort("gone") is None
+    done, errors = {}, 0
+    while engine.has_unfinished:
+        try:
+            done.update({o.request_id: o.token_ids for o in engine.step() if o.finished})
+        except KeyError:
+            errors += 1
+    assert list(done.values()) == [o.token_ids for o in expected] and errors > 2
+    assert engine.stats().free_blocks == engine.stats().num_blocks - 1
+
+
+def test_a_failed_choice_leaves_texts_as_they_were(tiny, monkeypatch):
+    """NaN behind a guess is of no interest yet; else the step is repeated, and nothing is decoded twice."""
+    params = SamplingParams(max_tokens=30, temperature=0.0, stop=("zzzz",), logprobs=0, ignore_eos=True)
+    prompt = "The open function returns a file object. The open function returns a file"
+    (expected,) = engine_of(tiny).generate([prompt], params)
+    from pagebinder.runtime import step_tokens
+    from pagebinder.runtime.speculation import verification
+
+    calls = {"all": 0}
+
+    def now_and_then(function):
+        def inner(*args):
+            calls["all"] += 1
+            if calls["all"] % 3 == 0:
+                raise FloatingPointError("the model returned NaN logits")
+            return function(*args)
+
+        return inner
+
+    monkeypatch.setattr(step_tokens, "draw", now_and_then(step_tokens.draw))
+    monkeypatch.setattr(verification, "draw", now_and_then(verification.draw))
+    monkeypatch.setattr(verification, "greedy", now_and_then(verification.greedy))
+    engine = engine_of(tiny, drafter="ngram")
+    engine.add_request("a", prompt, params)
+    last, errors = None, 0
+    while engine.has_unfinished:
+        try:
+            last = (engine.step() or [last])[-1]
+        except FloatingPointError:
+            errors += 1
+    assert errors > 0 and (last.token_ids, last.text) == (expected.token_ids, expected.text)
+    assert len(last.logprobs) == len(expected.logprobs)
+
+
+def test_engines_may_share_a_drafter(llama):
+    """Both call their first request request-0."""
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    prompts = [[1, 2, 3], list(range(1, 60))]
+    expected = engine_of(llama).generate(prompts, params)
+    for drafter in (ModelDrafter(llama), NgramDrafter(shortest=1)):
+        engines = [engine_of(llama, drafter=drafter) for _ in prompts]
+        streams = [engine.stream([prompt], params) for engine, prompt in zip(engines, prompts)]
+        last = [None, None]
+        while True:
+            outputs = [next(stream, None) for stream in streams]
+            last = [output or before for output, before in zip(outputs, last)]
+            if not any(outputs):
+                break
+        assert [o.token_ids for o in last] == [o.token_ids for o in expected]
+
+
+def test_beams_keep_their_logits_while_graphs_are_replayed(llama):
+    """More beams than seats: some are held while steps of others write over the captured graph's logits."""
+    options = {"max_num_seqs": 1, "prefix_caching": False}
+    expected = engine_of(llama, **options).beam_search([1, 2, 3, 4, 5, 6], beam_width=3, max_tokens=5)
+    found = engine_of(llama, capture="on", **options).beam_search(
+        [1, 2, 3, 4, 5, 6], beam_width=3, max_tokens=5
+    )
+    assert [beam.token_ids for beam in found] == [beam.token_ids for beam in expected]
 
 
 def test_bad_options(llama, tiny):
@@ -320,7 +420,8 @@ def test_bad_options(llama, tiny):
         ({"drafter": "ngram", "max_draft_tokens": 0}, "max_draft_tokens"),
         ({"drafter": "ngram", "draft_budget": 1}, "draft_budget"),
         ({"drafter": "ngram", "async_stepping": "on"}, "async_stepping"),
-        ({"drafter": ModelDrafter(tiny)}, "the same"),
+        ({"drafter": ModelDrafter(tiny)}, "the same"), ({"drafter": tiny}, r"ModelDrafter\(compiled\)"),
+        ({"drafter": NgramDrafter}, "propose and forget"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             llama.engine(EngineConfig(**options))
@@ -329,6 +430,10 @@ def test_bad_options(llama, tiny):
             NgramDrafter(**sizes)
     with pytest.raises(ConfigError, match="prefix_caching=False"):
         ModelDrafter(llama, EngineConfig())
+    with pytest.raises(ConfigError, match="swap_bytes"):
+        ModelDrafter(llama, EngineConfig(prefix_caching=False, swap_bytes=1 << 20))
+    with pytest.raises(ConfigError, match="an EngineConfig"):
+        ModelDrafter(llama, "small")
     with pytest.raises(ConfigError, match="compile_model"):
         ModelDrafter("a model")
     mamba = pagebinder.compile_model(bamba(), CompileConfig(executable="eager", max_model_len=64))

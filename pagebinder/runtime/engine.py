@@ -233,7 +233,6 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is None:
             return None
-        self.loop.forget(request_id)
         if self.scheduler.abort(request_id) is None:  # a sample that waits for its prompt
             live.request.status = RequestStatus.FINISHED_ABORTED
             leader = next(x for x in self._live.values() if x.samples and live in x.samples)
@@ -245,6 +244,7 @@ class Engine:
             if rest:
                 self._enter(rest, quiet=bool(live.request.flags & QUIET))
         self.loop.drain()
+        self.loop.forget([request_id])
         return live.output()
 
     @property
@@ -295,11 +295,11 @@ class Engine:
             outputs += [live.output() for _, live in chosen.forks if not live.request.flags & QUIET]
         for request in finished:
             live = self._live.pop(request.request_id)
-            self.loop.forget(request.request_id)
             if request.flags & QUIET:
                 outputs.append(live.output())
         for one in outputs:
             self._mailboxes.get(one.request_id, self._undelivered).append(one)
+        self.loop.forget(request.request_id for request in finished)
 
     # Whole calls
 

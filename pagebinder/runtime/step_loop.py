@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -147,10 +147,16 @@ class StepLoop:
             self.ahead.overshot_tokens += sum(len(step.output.awaited) for step in self._launched)
             self.discard()
 
-    def forget(self, request_id: str) -> None:
-        """The request is over."""
-        if self.speculator is not None:
-            self.speculator.forget(request_id)
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """The requests are over, and off the books. Raises what a user's drafter raises, once it was told of all."""
+        errors = []
+        for request_id in request_ids if self.speculator is not None else ():
+            try:
+                self.speculator.forget(request_id)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # One step
 

@@ -77,7 +77,7 @@ class OracleDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         return [self._one(request) for request in requests]
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, key: str) -> None:
         pass
 
     def _one(self, asked: DraftRequest) -> list[int]:

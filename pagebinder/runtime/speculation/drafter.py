@@ -11,10 +11,12 @@ from typing import Protocol
 class DraftRequest:
     """A request whose next tokens are to be guessed.
 
-    request_id: the engine's. token_ids: prompt and output so far; it grows by what the request is given, and must not
-    be changed. most: how many tokens are wanted at most. limit: tokens that it will have at most in the end.
+    key: names the request among those of all engines; request_id: the engine's name for it. token_ids: prompt and
+    output so far; it grows by what the request is given, and must not be changed. most: how many tokens are wanted at
+    most. limit: tokens that it will have at most in the end.
     """
 
+    key: str
     request_id: str
     token_ids: Sequence[int]
     most: int
@@ -22,10 +24,11 @@ class DraftRequest:
 
 
 class Drafter(Protocol):
-    """Guesses tokens. Not called by two threads at once."""
+    """Guesses tokens. Several engines may share one, a step at a time: no two threads may step them at once."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
-        """For each request its likely next tokens, none where nothing is known. What is beyond `most` is not used."""
+        """For each request its likely next token ids, none where nothing is known. What is beyond `most` is not
+        used. What it raises, the engine's step raises; the next one asks again."""
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, key: str) -> None:
         """The request is over: drop what is kept of it. Also called for requests that were never asked for."""

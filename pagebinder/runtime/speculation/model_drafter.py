@@ -58,10 +58,12 @@ class ModelDrafter:
             raise ConfigError(
                 f"A ModelDrafter takes what compile_model() gives for a decoder, not {type(compiled).__name__}."
             )
-        if config.prefix_caching or config.drafter is not None or config.async_stepping == "on":
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"A ModelDrafter takes an EngineConfig, not {type(config).__name__}.")
+        if config.prefix_caching or config.drafter or config.async_stepping == "on" or config.swap_bytes:
             raise ConfigError(
                 "A ModelDrafter's engine writes over what it guessed and waits for every token: use "
-                "EngineConfig(prefix_caching=False), without a drafter or async_stepping."
+                "EngineConfig(prefix_caching=False), without a drafter, swap_bytes or async_stepping."
             )
         self.engine: Engine = compiled.engine(config)
         if self.engine.model.encoder is not None:
@@ -71,7 +73,7 @@ class ModelDrafter:
         if not self.engine.kv.takes_back:
             raise ConfigError(
                 "A ModelDrafter's model writes over what it guessed, which recurrent state and rings do not allow: "
-                "guess with a model of attention alone."
+                'guess with a model of attention alone, or with drafter="ngram".'
             )
         self._twins: dict[str, _Twin] = {}
 
@@ -88,14 +90,14 @@ class ModelDrafter:
             waiting = [twin for twin in waiting if not self._go_on(twin)]
         return [[] if twin is None else twin.tokens[num_known:] for twin, num_known in zip(twins, known)]
 
-    def forget(self, request_id: str) -> None:
-        if self._twins.pop(request_id, None) is not None:
-            self.engine.abort(request_id)
+    def forget(self, key: str) -> None:
+        if self._twins.pop(key, None) is not None:
+            self.engine.abort(key)
 
     def _twin_of(self, request: DraftRequest) -> _Twin | None:
         """The request's twin, with its tokens; None: it can have none."""
         tokens, room = request.token_ids, self.engine.model.max_model_len - len(request.token_ids) - 1
-        twin = self._twins.get(request.request_id)
+        twin = self._twins.get(request.key)
         if room < 1:
             return None
         end = len(tokens) + min(request.most, room)
@@ -104,7 +106,7 @@ class ModelDrafter:
         same = min(twin.num_checked, len(twin.tokens))
         while same < min(len(tokens), len(twin.tokens)) and tokens[same] == twin.tokens[same]:
             same += 1
-        self.engine.scheduler.take_back(request.request_id, same, tokens[same:])
+        self.engine.scheduler.take_back(request.key, same, tokens[same:])
         twin.live.held_logits, twin.end, twin.num_checked = None, end, len(tokens)
         return twin
 
@@ -112,17 +114,15 @@ class ModelDrafter:
         room = self.engine.model.max_model_len - len(asked.token_ids)
         # It never reaches this limit: the last token of a request is not guessed.
         max_tokens = min(asked.limit - len(asked.token_ids), room)
-        request = Request(
-            asked.request_id, list(asked.token_ids), max_tokens=max_tokens, params=GREEDY_PARAMS
-        )
+        request = Request(asked.key, list(asked.token_ids), max_tokens=max_tokens, params=GREEDY_PARAMS)
         request.flags = QUIET
         try:
             self.engine.scheduler.add_request(request)
         except CacheCapacityError:
             return None
         live = LiveRequest(request, GREEDY_PARAMS, 0, is_beam=True)
-        self.engine.live_requests[asked.request_id] = live
-        twin = self._twins[asked.request_id] = _Twin(live, end, len(asked.token_ids))
+        self.engine.live_requests[asked.key] = live
+        twin = self._twins[asked.key] = _Twin(live, end, len(asked.token_ids))
         return twin
 
     def _go_on(self, twin: _Twin) -> bool:

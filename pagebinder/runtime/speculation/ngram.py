@@ -56,14 +56,14 @@ class NgramDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         return [self._one(request) for request in requests]
 
-    def forget(self, request_id: str) -> None:
-        self._indices.pop(request_id, None)
+    def forget(self, key: str) -> None:
+        self._indices.pop(key, None)
 
     def _one(self, request: DraftRequest) -> list[int]:
         tokens = request.token_ids
-        index = self._indices.get(request.request_id)
-        if index is None or index.num_tokens > len(tokens):  # an id that is used again
-            index = self._indices[request.request_id] = _Index(self._sizes)
+        index = self._indices.get(request.key)
+        if index is None or index.num_tokens > len(tokens):  # the key is another request's now
+            index = self._indices[request.key] = _Index(self._sizes)
         index.extend(tokens)
         end = index.end_of_longest(tokens)
         if end is None:

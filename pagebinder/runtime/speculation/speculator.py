@@ -10,7 +10,9 @@ one whose guesses failed one more than stood.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pagebinder.config import EngineConfig
@@ -25,6 +27,9 @@ BY_NAME = {"ngram": NgramDrafter}  # those of config.DRAFTERS
 # Tokens of a step up to which guesses are added: see docs/measurements.md. That of a GPU has not been measured.
 CPU_BUDGET, GPU_BUDGET = 8, 64
 FIRST_GUESSES = 2
+
+
+_numbers = itertools.count()  # of engines, so that those that share a drafter are told apart
 
 
 @dataclass(slots=True)
@@ -63,6 +68,7 @@ class Speculator:
         self.stats = SpeculationStats()
         self._scheduler, self._live, self._vocab_size = scheduler, live, vocab_size
         self._lengths: dict[str, int] = {}
+        self._number = next(_numbers)
 
     def drafts(self) -> dict[str, list[int]]:
         """Guesses for the next step by request id, best request first."""
@@ -70,15 +76,26 @@ class Speculator:
         if not asks:
             return {}
         proposals = self.drafter.propose(asks)
-        if len(proposals) != len(asks):
-            raise ValueError(f"the drafter was asked for {len(asks)} requests and answered {len(proposals)}")
-        guesses = {ask.request_id: list(tokens)[: ask.most] for ask, tokens in zip(asks, proposals)}
-        for request_id, tokens in guesses.items():
-            if not all(0 <= token < self._vocab_size for token in tokens):
-                raise ValueError(
-                    f"the drafter guessed {tokens} for {request_id!r}: ids are 0 to {self._vocab_size - 1}"
-                )
+        if not hasattr(proposals, "__len__") or len(proposals) != len(asks):
+            raise ValueError(
+                f"the drafter was asked for {len(asks)} requests and answered {_short(proposals)}: a list of token "
+                "ids for each is wanted"
+            )
+        guesses = {ask.request_id: self._checked(ask, tokens) for ask, tokens in zip(asks, proposals)}
         return {request_id: tokens for request_id, tokens in guesses.items() if tokens}
+
+    def _checked(self, ask: DraftRequest, answer: Sequence[int]) -> list[int]:
+        """The guesses that are used. Raises ValueError where they are no token ids."""
+        try:
+            tokens = [operator.index(token) for token in itertools.islice(answer, ask.most)]
+        except TypeError:
+            tokens = [-1]
+        if not all(0 <= token < self._vocab_size for token in tokens):
+            raise ValueError(
+                f"the drafter guessed {_short(answer)} for {ask.request_id!r}: token ids are wanted, whole numbers "
+                f"from 0 to {self._vocab_size - 1}"
+            )
+        return tokens
 
     def note(self, request_id: str, drafted: int, accepted: int) -> None:
         """What came of a request's guesses."""
@@ -88,9 +105,12 @@ class Speculator:
         self._lengths[request_id] = min(wanted, self.most)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """The request is over. Raises what the drafter raises."""
         self._lengths.pop(request_id, None)
-        self.drafter.forget(request_id)
+        self.drafter.forget(self._key(request_id))
+
+    def _key(self, request_id: str) -> str:
+        return f"{self._number}/{request_id}"
 
     def _asks(self) -> list[DraftRequest]:
         """Requests that compute their newest token in the next step, and little else, as long as the step has room.
@@ -110,9 +130,11 @@ class Speculator:
             request_id = now.by_row[row].request_id
             # The step itself gives one more token than it is given guesses.
             left = int(now.limit[row] - now.known[row]) - 1
-            most = min(self._lengths.get(request_id, self.first_guesses), self.most, share, left)
+            fitting = self.most + 1 - int(want[row])
+            most = min(self._lengths.get(request_id, self.first_guesses), fitting, share, left)
             if most > 0:
-                asks.append(DraftRequest(request_id, now.token_lists[row], most, int(now.limit[row])))
+                key, limit = self._key(request_id), int(now.limit[row])
+                asks.append(DraftRequest(key, request_id, now.token_lists[row], most, limit))
                 room -= most
         return asks
 
@@ -121,3 +143,8 @@ class Speculator:
         return (
             live is not None and not live.is_beam and live.samples is None and request.num_output_tokens > 0
         )
+
+
+def _short(answer: object) -> str:
+    text = repr(answer)
+    return text if len(text) <= 80 else f"{text[:77]}..."

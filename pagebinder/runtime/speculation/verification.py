@@ -23,8 +23,9 @@ from pagebinder.runtime.step_tokens import StepTokens, choose_tokens, ends_with
 
 
 class _Guessed(NamedTuple):
-    """A request whose first guess stands: `first_row` has the logits behind it."""
+    """A request with guesses. place: among the rows that sample. first_row: has the logits behind its first guess."""
 
+    place: int
     live: LiveRequest
     first_row: int
     tokens: list[int]
@@ -35,16 +36,22 @@ def choose_verified(
 ) -> StepTokens:
     """`choose_tokens` for a step with guesses: `StepTokens.further` has what comes behind the first new token."""
     first_rows = output.first_logits
+    guessed = [
+        _Guessed(i, live[output.requests[row].request_id], int(first_rows[i]) + 1, output.drafts[row])
+        for i, row in enumerate(output.sampling.tolist())
+        if row in output.drafts
+    ]
+    # All that may raise comes before anything is written down, so that the step can be repeated.
+    try:
+        drawn = _draw(logits_LV, guessed)
+    except FloatingPointError:  # behind a token that may be wrong: if it is right, the next step says so
+        guessed, drawn = [], []
     chosen = choose_tokens(logits_LV[torch.from_numpy(first_rows).to(logits_LV.device)], output, live, eos)
-    guessed = []
-    for i, row in enumerate(output.sampling.tolist()):
-        tokens, owner = output.drafts.get(row), live[output.requests[row].request_id]
-        if tokens and tokens[0] == chosen.tokens[i] and owner.request.request_id not in chosen.stopped:
-            guessed.append(_Guessed(owner, int(first_rows[i]) + 1, tokens))
-    for one, drawn in zip(guessed, _draw(logits_LV, guessed)):
+    for one, tokens in zip(guessed, drawn):
         request_id = one.live.request.request_id
-        further, ended = _stand(one, drawn, logits_LV, eos)
-        chosen.further[request_id] = further
+        if one.tokens[0] != chosen.tokens[one.place] or request_id in chosen.stopped:
+            continue
+        chosen.further[request_id], ended = _stand(one, tokens, logits_LV, eos)
         if ended:
             chosen.stopped[request_id] = "stop"
     return chosen
