@@ -24,8 +24,9 @@ import numpy as np
 
 from pagebinder.errors import ConfigError, RequestError
 from pagebinder.runtime.admission import Admission, check_fits
+from pagebinder.runtime.drafted_steps import DraftedSteps
 from pagebinder.runtime.kv.blocks import require
-from pagebinder.runtime.kv.coordinator import KeptStates, KVCacheManager
+from pagebinder.runtime.kv.coordinator import KVCacheManager
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.running_batch import RunningBatch
 from pagebinder.runtime.scheduler_output import NO_DRAFTS, NOBODY, SchedulerOutput, SchedulerStats
@@ -94,8 +95,7 @@ class Scheduler:
         # Held requests that lost their blocks: there is nothing to compute for them before their next token.
         self._parked: dict[str, Request] = {}
         self._arrivals = itertools.count()
-        # What the step in flight replaces, of requests with guesses whose state cannot be written anew.
-        self._kept_states: dict[str, KeptStates] = {}
+        self._drafted = DraftedSteps(kv, self.batch, self.requests)
 
     # Requests
 
@@ -185,9 +185,14 @@ class Scheduler:
         return request
 
     @property
+    def running_rows(self) -> list[int]:
+        """Rows of the running requests, best first."""
+        return self.batch.order(self._key).tolist()
+
+    @property
     def running(self) -> list[Request]:
         """Running requests, best first."""
-        return [self.batch.by_row[row] for row in self.batch.order(self._key)]
+        return [self.batch.by_row[row] for row in self.running_rows]
 
     @property
     def num_running(self) -> int:
@@ -202,10 +207,6 @@ class Scheduler:
         return bool(self.requests)
 
     # A step
-
-    def rows_by_rank(self) -> list[int]:
-        """Rows of the running requests, best first."""
-        return self.batch.order(self._key).tolist()
 
     def schedule(self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> SchedulerOutput:
         """Choose the next step's tokens and allocate their blocks. Empty if there is nothing to compute now.
@@ -230,7 +231,7 @@ class Scheduler:
         if admitted:
             counts = np.concatenate((counts, np.array(admitted, np.int64)))
             total += sum(admitted)
-        drafted = self._add_drafts(counts, self.max_num_batched_tokens - total, drafts) if drafts else {}
+        drafted = self._drafted.add(counts, self.max_num_batched_tokens - total, drafts) if drafts else {}
         total += sum(map(len, drafted.values()))
         return self._output(counts, total, len(admitted), tuple(preempted), drafted)
 
@@ -253,7 +254,7 @@ class Scheduler:
         if output.step is not None and (not self._in_flight or output.step != self._in_flight[0]):
             raise ValueError("this step's results were given already, or another step was scheduled since")
         results = resolve(output, sampled, ends, self.batch)
-        self._take_back_states(output, further)
+        self._drafted.take_back_states(output, further)
         if output.step is not None:
             self.kv.step_finished(self._in_flight.pop(0))
         self._advance(results, output, further)
@@ -278,7 +279,7 @@ class Scheduler:
         """
         while self._in_flight:
             self.kv.step_finished(self._in_flight.pop(0))
-        self._kept_states.clear()
+        self._drafted.discard()
         batch = self.batch
         started = np.flatnonzero(batch.planned > batch.computed).tolist()
         spoilt = [
@@ -343,39 +344,6 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 self.kv.remove_skipped_blocks(request, int(batch.computed[batch.row(request)]))
         self._after_chunk.clear()
-
-    def _add_drafts(
-        self, counts: np.ndarray, room: int, drafts: Mapping[str, Sequence[int]]
-    ) -> dict[int, list[int]]:
-        """Guessed tokens by row, added to `counts` of requests that reach their newest token in this step. Nobody is
-        preempted for them."""
-        drafted: dict[int, list[int]] = {}
-        now = self.batch.now()
-        for request_id, tokens in drafts.items():
-            request = self.requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
-                continue
-            row = self.batch.row(request)
-            start, end = int(now.planned[row]), int(now.planned[row] + counts[row])
-            if not counts[row] or end != now.known[row]:
-                continue
-            count = min(len(tokens), int(now.limit[row]) - end - 1, room)
-            if count > 0 and end + count > now.covered[row]:
-                covered = self.kv.allocate_batch([request], [start], [end + count], [start])
-                if covered:
-                    now.covered[row] = covered[0]
-                else:
-                    count = min(count, int(now.covered[row]) - end)
-            if count > 0 and not self.kv.takes_back:
-                kept = self.kv.keep_states(request_id, start)
-                if kept is None:
-                    continue
-                self._kept_states[request_id] = kept
-            if count > 0:
-                drafted[row] = list(tokens[:count])
-                counts[row] += count
-                room -= count
-        return drafted
 
     def _chunk_limit(self) -> int:
         eligible = min(len(self.requests), self.max_num_seqs)
@@ -492,39 +460,11 @@ class Scheduler:
                 lists = [lists[row] for row in rows.tolist()]
             for tokens, token in zip(lists, results.tokens.tolist()):
                 tokens.append(token)
-        for row, drafts in output.drafts.items():
-            request = output.requests[row]
-            tokens = further.get(request.request_id, ())
-            self._settle_drafts(request, int(output.starts[row]), len(drafts) - len(tokens), tokens)
+        self._drafted.settle(output, further)
         due = (now.computed >= now.cache_at).nonzero()[0]
         if len(due):
             requests = [now.by_row[row] for row in due.tolist()]
             now.cache_at[due] = self.kv.cache_batch(requests, now.computed[due].tolist())
-
-    def _take_back_states(self, output: SchedulerOutput, further: Mapping[str, Sequence[int]]) -> None:
-        """States that swallowed guesses which failed are those of before the step again."""
-        for row, drafts in output.drafts.items():
-            request = output.requests[row]
-            kept = self._kept_states.pop(request.request_id, None)
-            failed = len(drafts) > len(further.get(request.request_id, ()))
-            if kept is not None and failed and request.status is RequestStatus.RUNNING:
-                self.kv.take_back(request.request_id, kept)
-
-    def _settle_drafts(self, request: Request, start: int, num_failed: int, further: Sequence[int]) -> None:
-        """Of a request's guesses as many stand as there are tokens behind the first new one: what the others wrote
-        is written anew. Where states were taken back, all of the step is, which began at `start`."""
-        if request.status is not RequestStatus.RUNNING:
-            return
-        now, row = self.batch.now(), self.batch.row(request)
-        if num_failed and not self.kv.takes_back:
-            now.computed[row] = now.planned[row] = start
-        else:
-            now.computed[row] -= num_failed
-            now.planned[row] -= num_failed
-        if further:
-            request.all_token_ids.extend(further)
-            now.known[row] += len(further)
-            now.last_token[row] = further[-1]
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         if request.status is RequestStatus.RUNNING:

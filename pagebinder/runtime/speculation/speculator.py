@@ -121,7 +121,7 @@ class Speculator:
         want, now = batch.wanted(), batch.now()
         room = self.budget - int(want.sum())
         rows = [
-            row for row in self._scheduler.rows_by_rank()
+            row for row in self._scheduler.running_rows
             if 0 < want[row] <= self.most and self._takes_guesses(now.by_row[row])
         ]  # fmt: skip
         asks = []
