@@ -118,6 +118,7 @@ class StepLoop:
             self.speculator = Speculator(
                 config, scheduler, live, vocab_size=model.vocab_size, device_type=model.device.type
             )
+            self.seconds["draft"] = 0.0
         self._live = live
         self._launched: deque[LaunchedStep] = deque()
         self._last_finish = 0.0
