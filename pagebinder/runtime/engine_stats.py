@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from pagebinder.runtime.engine import Engine
     from pagebinder.runtime.graphs import StepGraphs
 
-# With a drafter there is "draft", too. "schedule" is all that the scheduler and the KV-cache managers do, with the results of the step, too.
+# "schedule" is all that the scheduler and the KV-cache managers do, with the results of the step, too. With a drafter
+# there is "draft" besides.
 STEP_PARTS = ("schedule", "plan", "run", "sample", "publish")
 
 
