@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from pagebinder.config import SamplingParams
-from pagebinder.runtime.live_requests import QUIET, LiveRequest
+from pagebinder.runtime.live_requests import LiveRequest
 from pagebinder.runtime.outputs import Beam
 from pagebinder.runtime.request import Request
 from pagebinder.runtime.scheduler import Scheduler
@@ -160,8 +160,7 @@ class BeamSearch:
         self.close()
 
     def _beam(self, request: Request, params: SamplingParams, logprob: float) -> _OpenBeam:
-        request.flags = QUIET
-        return _OpenBeam(LiveRequest(request, params, 0, is_beam=True), logprob)
+        return _OpenBeam(LiveRequest.held(request, params), logprob)
 
     def _admit(self, beam: _OpenBeam) -> None:
         self.live[beam.request.request_id] = beam.live

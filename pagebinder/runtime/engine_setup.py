@@ -91,19 +91,15 @@ def num_blocks(model: EngineModel, config: EngineConfig) -> int:
 
 def steps_in_flight(model: EngineModel, config: EngineConfig) -> int:
     """2 where the next step is prepared while one runs. Raises ConfigError if that is asked for and cannot be."""
-    if config.async_stepping == "on" and config.drafter is not None:
-        raise ConfigError(
-            'async_stepping="on": guesses of a drafter wait for the tokens of the step before; use "auto" or "off".'
-        )
-    if config.async_stepping == "on" and model.encoder is not None:
-        raise ConfigError(
-            'async_stepping="on": an encoder-decoder waits for its encoder; use "auto" or "off".'
-        )
+    waits = None
+    if model.encoder is not None:
+        waits = "an encoder-decoder waits for its encoder"
+    elif config.drafter is not None:
+        waits = "guesses of a drafter wait for the tokens of the step before"
+    if config.async_stepping == "on" and waits is not None:
+        raise ConfigError(f'async_stepping="on": {waits}; use "auto" or "off".')
     asked = config.async_stepping == "on" or (
-        config.async_stepping == "auto"
-        and model.device.type == "cuda"
-        and model.encoder is None
-        and config.drafter is None
+        config.async_stepping == "auto" and model.device.type == "cuda" and waits is None
     )
     return 2 if asked else 1
 

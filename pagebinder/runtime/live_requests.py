@@ -40,6 +40,12 @@ class LiveRequest:
     is_beam: bool = False
     held_logits: torch.Tensor | None = None
 
+    @classmethod
+    def held(cls, request: Request, params: SamplingParams) -> LiveRequest:
+        """One that nobody reads and that is given each of its tokens by who drives it (`Scheduler.append_token`)."""
+        request.flags = QUIET
+        return cls(request, params, 0, is_beam=True)
+
     def mark(self, *, quiet: bool = False) -> None:
         """Set the request's flags; before it enters the scheduler."""
         flags = IGNORE_EOS if self.params.ignore_eos else 0

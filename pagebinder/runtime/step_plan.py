@@ -173,7 +173,7 @@ class StepPlanner:
         else:
             rows = np.repeat(np.arange(len(counts)), counts)
             positions[:] = np.arange(len(positions)) + (ends - 1 - last)[rows]
-        fill_tokens(output, ends, last, arrays["input_ids"])
+        _fill_tokens(output, ends, last, arrays["input_ids"])
         for g in self._slot_groups:
             size, table = self.groups[g].block_size, self.tables[g].data
             blocks, offsets = np.divmod(positions, size)
@@ -197,7 +197,7 @@ class StepPlanner:
             slots[:] = table[np.repeat(encoder_rows, lens[encoder_rows]), blocks] * size + offsets
 
 
-def fill_tokens(output: SchedulerOutput, ends: np.ndarray, last: np.ndarray, tokens: np.ndarray) -> None:
+def _fill_tokens(output: SchedulerOutput, ends: np.ndarray, last: np.ndarray, tokens: np.ndarray) -> None:
     """Newest tokens come from their array, guessed ones from the step, all others from the requests' lists. `ends`,
     `last` [R]: tokens of each request after the step, and where its last one stands among the step's."""
     counts = output.counts

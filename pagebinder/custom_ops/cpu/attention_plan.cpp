@@ -44,9 +44,14 @@ void split_keys(Tile& tile, bool may_split, bool dot) {
   tile.parts = static_cast<int32_t>((tile.keys.end + part - 1) / part - tile.keys.begin / part);
 }
 
+int32_t most_parts_of(const Plan& plan, int32_t begin, int32_t end) {
+  int32_t most = 0;
+  for (int32_t t = begin; t < end; ++t) most = std::max(most, plan.tiles[t].parts);
+  return most;
+}
+
 void list_shared_jobs(Plan& plan, int32_t begin, int32_t end, int32_t num_heads) {
-  int32_t most_parts = 0;
-  for (int32_t t = begin; t < end; ++t) most_parts = std::max(most_parts, plan.tiles[t].parts);
+  const int32_t most_parts = most_parts_of(plan, begin, end);
   for (int32_t g = 0; g < num_heads; ++g)
     for (int32_t part = 0; part < most_parts; ++part)
       for (int32_t t = begin; t < end; ++t)
@@ -65,8 +70,7 @@ void list_prefill_jobs(Plan& plan, int32_t begin, int32_t end, int32_t num_heads
 
 // Several tiles of a request read a part one after the other.
 void list_decode_jobs(Plan& plan, int32_t begin, int32_t end, int32_t num_heads, int32_t job_heads) {
-  int32_t most_parts = 0;
-  for (int32_t t = begin; t < end; ++t) most_parts = std::max(most_parts, plan.tiles[t].parts);
+  const int32_t most_parts = most_parts_of(plan, begin, end);
   for (int32_t part = 0; part < most_parts; ++part)
     for (int32_t g = 0; g < num_heads; g += job_heads)
       for (int32_t t = begin; t < end; ++t)

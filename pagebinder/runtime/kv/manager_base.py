@@ -260,7 +260,7 @@ class SingleTypeManager:
 
     def overwrites_state_at(self, num_computed_tokens: int) -> bool:
         """Whether a step that starts behind so many tokens replaces state that it reads: it cannot be repeated."""
-        return False
+        return self.state_block(num_computed_tokens) is not None
 
     def state_block(self, num_computed_tokens: int) -> int | None:
         """The logical block whose state a step behind so many tokens reads and replaces; None: it replaces none."""

@@ -81,9 +81,6 @@ class RecurrentManager(SingleTypeManager):
             index += 1
         table.covered_tokens = max(num_computed_tokens, index * self.block_size)
 
-    def overwrites_state_at(self, num_computed_tokens: int) -> bool:
-        return num_computed_tokens % self.block_size > 0
-
     def state_block(self, num_computed_tokens: int) -> int | None:
         index, inside = divmod(num_computed_tokens, self.block_size)
         return index if inside else None

@@ -53,12 +53,10 @@ class RingManager(SingleTypeManager):
     def cache_end(self, request: Request, num_tokens: int) -> None:
         pass
 
-    def overwrites_state_at(self, num_computed_tokens: int) -> bool:
-        multiple = self.spec.resume_multiple
-        return num_computed_tokens % multiple > 0 if multiple else num_computed_tokens > 0
-
     def state_block(self, num_computed_tokens: int) -> int | None:
-        return 0 if self.overwrites_state_at(num_computed_tokens) else None
+        multiple = self.spec.resume_multiple
+        holds_rows = num_computed_tokens % multiple > 0 if multiple else num_computed_tokens > 0
+        return 0 if holds_rows else None
 
     def next_cache_at(self, request_id: str) -> int:
         return NEVER

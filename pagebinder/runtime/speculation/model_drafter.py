@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pagebinder.config import EngineConfig, SamplingParams
 from pagebinder.errors import CacheCapacityError, ConfigError
-from pagebinder.runtime.live_requests import QUIET, LiveRequest
+from pagebinder.runtime.live_requests import LiveRequest
 from pagebinder.runtime.request import Request
 from pagebinder.runtime.speculation.drafter import DraftRequest
 
@@ -115,12 +115,11 @@ class ModelDrafter:
         # It never reaches this limit: the last token of a request is not guessed.
         max_tokens = min(asked.limit - len(asked.token_ids), room)
         request = Request(asked.key, list(asked.token_ids), max_tokens=max_tokens, params=GREEDY_PARAMS)
-        request.flags = QUIET
+        live = LiveRequest.held(request, GREEDY_PARAMS)
         try:
             self.engine.scheduler.add_request(request)
         except CacheCapacityError:
             return None
-        live = LiveRequest(request, GREEDY_PARAMS, 0, is_beam=True)
         self.engine.live_requests[asked.key] = live
         twin = self._twins[asked.key] = _Twin(live, end, len(asked.token_ids))
         return twin
