@@ -79,7 +79,7 @@ struct Scores {
 // ---- values ------------------------------------------------------------------------------------------------
 
 template <class T, int STRIDE>
-constexpr bool PAIR_WEIGHTS = PAIRED<T> && (STRIDE > 8);
+constexpr bool PAIR_WEIGHTS = PAIRED<T>;
 
 #if PAGEBINDER_BF16_DOT
 // V of the block at hand as pairs of keys. Rows narrower than a vector are filled up with zeros.
@@ -105,8 +105,12 @@ template <class T, class R, int STRIDE>
 void values(BlockContext<T, R>& c, const ValueBlock& block) {
 #if PAGEBINDER_BF16_DOT
   if constexpr (PAIR_WEIGHTS<R, STRIDE>) {
+    if constexpr (STRIDE <= DOT_ROWS) {
+      if (c.width_v >= W)
+        return add_value_pairs<STRIDE>(block, c.rows.after(c.args.value_offset), c.ahead, c.width_v);
+    }
     const uint32_t* packed = pack_values(c, block.num_keys, c.vectors_v * W, W);
-    add_value_pairs<STRIDE>(block, packed, c.tile.rows, c.vectors_v);
+    add_packed_pairs<STRIDE>(block, packed, c.tile.rows, c.vectors_v);
     return;
   }
 #endif

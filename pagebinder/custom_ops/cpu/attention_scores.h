@@ -14,6 +14,9 @@ namespace pagebinder {
 
 constexpr int MAX_KEYS_AT_ONCE = 16;  // forms may compute (and ignore) fewer keys than this beyond the last
 
+constexpr int NEAR_KEYS = 8;          // how much further on the nearest cache is asked for rows
+static_assert(NEAR_KEYS <= MAX_KEYS_AT_ONCE);
+
 // Rows somewhere in memory: row k is `offset` elements after rows[k].
 template <class T>
 struct Rows {
@@ -36,11 +39,23 @@ class AheadLines {
     if (left_ > 0) begin_row();
   }
   bool any() const { return left_ > 0; }
+  // Some lines, mostly of one row.
+  template <int LINES>
+  PB_INLINE void ask() {
+    if (end_ - at_ >= LINES * 64) {
+      PB_UNROLL
+      for (int i = 0; i < LINES; ++i) __builtin_prefetch(at_ + i * 64, 0, 2);
+      at_ += LINES * 64;
+      if (at_ >= end_) end_row();
+    } else {
+      for (int i = 0; i < LINES; ++i) ask();
+    }
+  }
   PB_INLINE void ask() {
     if (left_ == 0) return;
     __builtin_prefetch(at_, 0, 2);
     at_ += 64;
-    if (at_ >= end_ && --left_ > 0) ++rows_.rows, begin_row();
+    if (at_ >= end_) end_row();
   }
   void ask_for_rest() {
     while (left_ > 0) ask();
@@ -50,6 +65,10 @@ class AheadLines {
   PB_INLINE void begin_row() {
     at_ = reinterpret_cast<const char*>(rows_[0]);
     end_ = at_ + row_bytes_;
+  }
+  PB_INLINE void end_row() {
+    if (--left_ > 0) ++rows_.rows, begin_row();
+    else at_ = end_;
   }
 
   Rows<T> rows_{};
@@ -139,11 +158,12 @@ template <class E, int ROWS>
 void dot_scores(Rows<typename E::Key> k_rows, AheadLines<typename E::Key>& ahead, int num_keys,
                 const typename E::Query* q, int width, float* scores) {
   constexpr int KEYS = W > ROWS ? W / ROWS : 1;  // keys whose sums fill whole vectors
-  constexpr int SUB = KEYS < 8 ? KEYS : 8;       // keys in flight
+  constexpr int MOST = ROWS == 1 ? 8 : 4, SUB = KEYS < MOST ? KEYS : MOST;  // keys in flight
   constexpr int STEP_BYTES = E::STEP * static_cast<int>(sizeof(typename E::Key));
   constexpr int LINE_STEPS = STEP_BYTES < 64 ? 64 / STEP_BYTES : 1;
   const int steps = (width + E::STEP - 1) / E::STEP, last = width - E::STEP;
   const bool from_memory = ahead.any();
+  AheadLines<typename E::Key> asking = ahead;  // in registers
   for (int k = 0; k < num_keys; k += KEYS) {
     VF sum[KEYS * ROWS] = {};
     PB_UNROLL
@@ -152,7 +172,7 @@ void dot_scores(Rows<typename E::Key> k_rows, AheadLines<typename E::Key>& ahead
       PB_UNROLL
       for (int j = 0; j < SUB; ++j) {
         key[j] = k_rows[k + sub + j];
-        near[j] = from_memory ? k_rows[k + sub + j + SUB] : key[j];
+        near[j] = from_memory ? k_rows[k + sub + j + NEAR_KEYS] : key[j];
       }
       const typename E::Query* packed = q;
       const auto step = [&](int i) __attribute__((always_inline)) {
@@ -171,10 +191,8 @@ void dot_scores(Rows<typename E::Key> k_rows, AheadLines<typename E::Key>& ahead
       };
       for (int i = 0; i < steps; i += LINE_STEPS) {  // line by line of K
         PB_UNROLL
-        for (int j = 0; j < SUB; ++j) {
-          __builtin_prefetch(near[j] + i * E::STEP);
-          ahead.ask();
-        }
+        for (int j = 0; j < SUB; ++j) __builtin_prefetch(near[j] + i * E::STEP);
+        asking.template ask<SUB>();
         if (i + LINE_STEPS <= steps) {
           PB_UNROLL
           for (int s = 0; s < LINE_STEPS; ++s) step(i + s);
@@ -186,6 +204,7 @@ void dot_scores(Rows<typename E::Key> k_rows, AheadLines<typename E::Key>& ahead
     PB_UNROLL
     for (int v = 0; v < KEYS * ROWS / W; ++v) store(scores + k * ROWS + v * W, sum_lanes(sum + v * W));
   }
+  ahead = asking;
 }
 
 // ---- lanes form ------------------------------------------------------------------------------------------

@@ -131,6 +131,18 @@ PB_INLINE VF exp2_weight(VF x) {
 
 #endif
 
+#if PAGEBINDER_BF16_DOT
+// Two vectors of weights, in each keys [key][row], as pairs of keys [key / 2][row].
+template <int STRIDE, int... Lane>
+PB_INLINE VU round_to_key_pairs(VF low, VF high, std::integer_sequence<int, Lane...>) {
+  typedef uint16_t Halves __attribute__((vector_size(W * 4)));
+  constexpr Halves from{((Lane / 2 / STRIDE * 2 + Lane % 2) * STRIDE + Lane / 2 % STRIDE)...};
+  const __m512i halves = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low)));
+  if constexpr (STRIDE == 1) return bit_cast<VU>(halves);
+  else return bit_cast<VU>(_mm512_permutexvar_epi16(bit_cast<__m512i>(from), halves));
+}
+#endif
+
 // Turns raw scores into weights in place and updates the running state. PAIRS: weights become pairs of bf16,
 // (key 2i, key 2i+1) in one 32-bit word at word index i * STRIDE + row; the sum is that of the unrounded ones.
 // SCALED: weights are multiplied by those of `value_scales`, after they were added up.
@@ -153,6 +165,20 @@ void softmax_block(SoftmaxState<STRIDE>& state, const ScoreOptions& options, boo
     for (int i = 0; i < State::SUMS; ++i) state.sum[i * V + v] *= state.correction[v];
   }
 #if PAGEBINDER_BF16_DOT
+  if constexpr (PAIRS && STRIDE < W) {
+    static_assert(!SCALED);
+    constexpr int KEYS = State::KEYS_PER_VECTOR;
+    auto weight = [&](int k) __attribute__((always_inline)) {
+      const VF x = exp2_weight(load<VF>(scores + k * STRIDE) * scale - shift[0]);
+      state.sum[(first_key + k) / KEYS % State::SUMS] += x;
+      return x;
+    };
+    for (int k = 0; k < num_keys; k += 2 * KEYS) {
+      const VF low = weight(k), high = k + KEYS < num_keys ? weight(k + KEYS) : VF{};
+      store(scores + k / 2 * STRIDE, round_to_key_pairs<STRIDE>(low, high, std::make_integer_sequence<int, 2 * W>{}));
+    }
+    return;
+  }
   if constexpr (PAIRS) {
     VF sum[V];
     for (int v = 0; v < V; ++v) sum[v] = state.sum[v];

@@ -38,7 +38,10 @@ PB_INLINE void load_floats(const T* p, VF (&x)[COUNT]) {
   }
 }
 
-template <class T, int ROWS, int COLUMNS>
+// How the columns of two neighbouring sums lie while keys are added up.
+enum class Columns { IN_ORDER, APART, IN_FOURS };
+
+template <Columns ORDER, int ROWS, int COLUMNS>
 PB_INLINE void begin_block(const ValueBlock& b, int row, int column, VF (&sum)[ROWS][COLUMNS]) {
   PB_UNROLL
   for (int r = 0; r < ROWS; ++r) {
@@ -47,39 +50,46 @@ PB_INLINE void begin_block(const ValueBlock& b, int row, int column, VF (&sum)[R
       const float* at = b.out + (row + r) * b.out_stride + (column + c) * W;
       sum[r][c] = b.first ? VF{} : load<VF>(at) * b.correction[row + r];
     }
-    if constexpr (APART<T, COLUMNS>)
+    if constexpr (ORDER == Columns::APART)
       for (int c = 0; c < COLUMNS; c += 2) take_apart(sum[r][c], sum[r][c + 1]);
+#if PAGEBINDER_BF16_DOT
+    if constexpr (ORDER == Columns::IN_FOURS)
+      for (int c = 0; c < COLUMNS; c += 2) split_fours(sum[r][c], sum[r][c + 1]);
+#endif
   }
 }
 
-template <class T, int ROWS, int COLUMNS>
+template <Columns ORDER, int ROWS, int COLUMNS>
 PB_INLINE void end_block(const ValueBlock& b, int row, int column, VF (&sum)[ROWS][COLUMNS]) {
   PB_UNROLL
   for (int r = 0; r < ROWS; ++r) {
-    if constexpr (APART<T, COLUMNS>)
+    if constexpr (ORDER == Columns::APART)
       for (int c = 0; c < COLUMNS; c += 2) put_together(sum[r][c], sum[r][c + 1]);
+#if PAGEBINDER_BF16_DOT
+    if constexpr (ORDER == Columns::IN_FOURS)
+      for (int c = 0; c < COLUMNS; c += 2) join_fours(sum[r][c], sum[r][c + 1]);
+#endif
     PB_UNROLL
     for (int c = 0; c < COLUMNS; ++c) store(b.out + (row + r) * b.out_stride + (column + c) * W, sum[r][c]);
   }
 }
-
-constexpr int NEAR_KEYS = 8;
-static_assert(NEAR_KEYS <= MAX_KEYS_AT_ONCE);
 
 // Rows [row, row + ROWS) and vectors [column, column + COLUMNS), which start at element `offset` of a V row. The first
 // of few rows asks for lines `ahead`, and for V some keys further on.
 template <int STRIDE, int ROWS, int COLUMNS, class T>
 PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, AheadLines<T>& ahead, int row, int column, int offset) {
   constexpr int LINES = (COLUMNS * W * static_cast<int>(sizeof(T)) + 63) / 64;
+  constexpr Columns ORDER = APART<T, COLUMNS> ? Columns::APART : Columns::IN_ORDER;
   VF sum[ROWS][COLUMNS];
-  begin_block<T>(b, row, column, sum);
+  begin_block<ORDER>(b, row, column, sum);
   const float* weight = b.weights + row;
   v_rows = v_rows.after(offset);
   const bool from_memory = STRIDE <= 8 && row == 0 && ahead.any();
+  AheadLines<T> asking = ahead;
   for (int k = 0; k < b.num_keys; ++k, weight += STRIDE) {
     const T* from = v_rows[k];
     if (from_memory) {
-      for (int i = 0; i < LINES; ++i) ahead.ask();
+      asking.template ask<LINES>();
       prefetch(v_rows[k + NEAR_KEYS], COLUMNS * W);
     }
     VF v[COLUMNS];
@@ -91,7 +101,8 @@ PB_INLINE void value_block(const ValueBlock& b, Rows<T> v_rows, AheadLines<T>& a
       for (int c = 0; c < COLUMNS; ++c) sum[r][c] += w * v[c];
     }
   }
-  end_block<T>(b, row, column, sum);
+  end_block<ORDER>(b, row, column, sum);
+  if (from_memory) ahead = asking;
 }
 
 // All columns of some rows: as many vectors at a time as registers allow, then halves of that.
@@ -129,34 +140,94 @@ inline void pack_value_pairs(Rows<bf16> rows, int num_keys, int width, int pair_
   }
 }
 
+// COLUMNS vectors of two keys that are side by side.
+template <int ROWS, int COLUMNS>
+PB_INLINE void add_pair(const float* weight, const VU (&v)[COLUMNS], VF (&sum)[ROWS][COLUMNS]) {
+  PB_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    const __m512bh w = bit_cast<__m512bh>(_mm512_set1_epi32(bit_cast<int32_t>(weight[r])));
+    PB_UNROLL
+    for (int c = 0; c < COLUMNS; ++c)
+      sum[r][c] = bit_cast<VF>(_mm512_dpbf16_ps(bit_cast<__m512>(sum[r][c]), w, bit_cast<__m512bh>(v[c])));
+  }
+}
+
 template <int STRIDE, int ROWS, int COLUMNS>
-PB_INLINE void value_pair_columns(const ValueBlock& b, const uint32_t* packed, int vectors, int row, int column) {
+PB_INLINE void packed_pair_columns(const ValueBlock& b, const uint32_t* packed, int vectors, int row, int column) {
   for (; column + COLUMNS <= vectors; column += COLUMNS) {
     VF sum[ROWS][COLUMNS];
-    begin_block<float>(b, row, column, sum);
+    begin_block<Columns::IN_ORDER>(b, row, column, sum);
     const float* weight = b.weights + row;
     const uint32_t* from = packed + column * W;
     for (int k = 0; k < b.num_keys; k += 2, weight += STRIDE, from += vectors * W) {
       VU v[COLUMNS];
       PB_UNROLL
       for (int c = 0; c < COLUMNS; ++c) v[c] = load<VU>(from + c * W);
-      PB_UNROLL
-      for (int r = 0; r < ROWS; ++r) {
-        __m512bh w = bit_cast<__m512bh>(_mm512_set1_epi32(bit_cast<int32_t>(weight[r])));
-        PB_UNROLL
-        for (int c = 0; c < COLUMNS; ++c)
-          sum[r][c] = bit_cast<VF>(_mm512_dpbf16_ps(bit_cast<__m512>(sum[r][c]), w, bit_cast<__m512bh>(v[c])));
-      }
+      add_pair(weight, v, sum);
     }
-    end_block<float>(b, row, column, sum);
+    end_block<Columns::IN_ORDER>(b, row, column, sum);
   }
-  if constexpr (COLUMNS > 1) value_pair_columns<STRIDE, ROWS, COLUMNS / 2>(b, packed, vectors, row, column);
+  if constexpr (COLUMNS > 1) packed_pair_columns<STRIDE, ROWS, COLUMNS / 2>(b, packed, vectors, row, column);
 }
 
+// V packed once for many rows.
 template <int STRIDE>
-void add_value_pairs(const ValueBlock& block, const uint32_t* packed, int rows, int vectors) {
-  for (int row = 0; row < rows; row += 4)
-    value_pair_columns<STRIDE, 4, 4>(block, packed, vectors, row, 0);
+void add_packed_pairs(const ValueBlock& block, const uint32_t* packed, int rows, int vectors) {
+  constexpr int ROWS = STRIDE < 4 ? STRIDE : 4;
+  for (int row = 0; row < rows; row += ROWS)
+    packed_pair_columns<STRIDE, ROWS, 4>(block, packed, vectors, row, 0);
+}
+
+template <int STRIDE, int ROWS, int COLUMNS>
+PB_INLINE void value_pair_block(const ValueBlock& b, Rows<bf16> v_rows, AheadLines<bf16>& ahead, int row, int column,
+                                int offset) {
+  constexpr Columns ORDER = COLUMNS % 2 == 0 ? Columns::IN_FOURS : Columns::IN_ORDER;
+  constexpr int LINES = (COLUMNS * W * static_cast<int>(sizeof(bf16)) + 63) / 64;
+  VF sum[ROWS][COLUMNS];
+  begin_block<ORDER>(b, row, column, sum);
+  const float* weight = b.weights + row;
+  v_rows = v_rows.after(offset);
+  const bool from_memory = row == 0 && ahead.any();
+  AheadLines<bf16> asking = ahead;
+  for (int k = 0; k < b.num_keys; k += 2, weight += STRIDE) {
+    const bf16 *even = v_rows[k], *odd = v_rows[k + 1];
+    if (from_memory) {
+      asking.template ask<2 * LINES>();
+      prefetch(v_rows[k + NEAR_KEYS], COLUMNS * W);
+      prefetch(v_rows[k + 1 + NEAR_KEYS], COLUMNS * W);
+    }
+    VU v[COLUMNS];
+    if constexpr (COLUMNS == 1) {
+      v[0] = pair_lanes(load<VH>(even), load<VH>(odd));
+    } else {
+      PB_UNROLL
+      for (int c = 0; c < COLUMNS; c += 2) {
+        const ColumnPairs both = pair_columns(load<VU>(even + c * W), load<VU>(odd + c * W));
+        v[c] = both.first, v[c + 1] = both.second;
+      }
+    }
+    add_pair(weight, v, sum);
+  }
+  end_block<ORDER>(b, row, column, sum);
+  if (from_memory) ahead = asking;
+}
+
+// As value_columns.
+template <int STRIDE, int ROWS, int COLUMNS>
+PB_INLINE void value_pair_columns(const ValueBlock& b, Rows<bf16> v_rows, AheadLines<bf16>& ahead, int row, int column,
+                                  int width) {
+  const int full = width / W;
+  for (; column + COLUMNS <= full; column += COLUMNS)
+    value_pair_block<STRIDE, ROWS, COLUMNS>(b, v_rows, ahead, row, column, column * W);
+  if constexpr (COLUMNS > 1) value_pair_columns<STRIDE, ROWS, COLUMNS / 2>(b, v_rows, ahead, row, column, width);
+  else if (full * W < width) value_pair_block<STRIDE, ROWS, 1>(b, v_rows, ahead, row, full, width - W);
+}
+
+// V of few rows, paired as it is read: half the multiplications of add_values.
+template <int STRIDE>
+void add_value_pairs(const ValueBlock& block, Rows<bf16> v_rows, AheadLines<bf16>& ahead, int width) {
+  constexpr int COLUMNS = 16 / STRIDE < 8 ? 16 / STRIDE : 8;
+  value_pair_columns<STRIDE, STRIDE, COLUMNS>(block, v_rows, ahead, 0, 0, width);
 }
 #endif
 

@@ -136,6 +136,24 @@ PB_INLINE VU pair_lanes(VH low, VH high) {
   return bit_cast<VU>(_mm512_mask_permutexvar_epi16(bit_cast<__m512i>(widen(low)), 0xaaaaaaaau,
                                                     bit_cast<__m512i>(to_high), wide));
 }
+// Two rows of 2 W bf16 as pairs of a column: in each 128 bits, columns 8i .. 8i+3 in `first` and 8i+4 .. 8i+7 in `second`.
+struct ColumnPairs { VU first, second; };
+PB_INLINE ColumnPairs pair_columns(VU even, VU odd) {
+  return {bit_cast<VU>(_mm512_unpacklo_epi16(bit_cast<__m512i>(even), bit_cast<__m512i>(odd))),
+          bit_cast<VU>(_mm512_unpackhi_epi16(bit_cast<__m512i>(even), bit_cast<__m512i>(odd)))};
+}
+// Columns of W floats each in that order, and back: without constants that would take registers.
+PB_INLINE void split_fours(VF& a, VF& b) {
+  const __m512 first = bit_cast<__m512>(a), second = bit_cast<__m512>(b);
+  a = bit_cast<VF>(_mm512_shuffle_f32x4(first, second, 0x88));
+  b = bit_cast<VF>(_mm512_shuffle_f32x4(first, second, 0xdd));
+}
+PB_INLINE void join_fours(VF& a, VF& b) {
+  const __m512 first = bit_cast<__m512>(a), second = bit_cast<__m512>(b);
+  const __m512 low = _mm512_shuffle_f32x4(first, second, 0x44), high = _mm512_shuffle_f32x4(first, second, 0xee);
+  a = bit_cast<VF>(_mm512_shuffle_f32x4(low, low, 0xd8));
+  b = bit_cast<VF>(_mm512_shuffle_f32x4(high, high, 0xd8));
+}
 PB_INLINE VU round_to_pairs(VF low, VF high) {
   const VU from = VU{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001u + 0x100000u;
   const __m512i halves = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low)));
