@@ -259,27 +259,32 @@ BINARY = {
 }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.data())
-def test_random_graphs(data):
+@st.composite
+def random_graphs(draw) -> GraphModule:
     builder = Builder()
-    for _ in range(data.draw(st.integers(1, 14))):
+    for _ in range(draw(st.integers(1, 14))):
         pick = st.integers(max(0, len(builder.values) - 5), len(builder.values) - 1).map(
             builder.values.__getitem__
         )
-        if data.draw(st.booleans()):
-            make = UNARY[data.draw(st.sampled_from(sorted(UNARY)))]
-            x = data.draw(pick)
+        if draw(st.booleans()):
+            make = UNARY[draw(st.sampled_from(sorted(UNARY)))]
+            x = draw(pick)
             of_weight = make is UNARY["in place"] and x.op == "get_attr"
             builder.values.append(
-                make(builder, builder.values[0] if of_weight else x, data.draw(st.integers(0, 9)))
+                make(builder, builder.values[0] if of_weight else x, draw(st.integers(0, 9)))
             )
         else:
-            make = BINARY[data.draw(st.sampled_from(sorted(BINARY)))]
-            builder.values.append(make(builder, data.draw(pick), data.draw(pick)))
+            make = BINARY[draw(st.sampled_from(sorted(BINARY)))]
+            builder.values.append(make(builder, draw(pick), draw(pick)))
     made = builder.values[3:]
-    results = data.draw(st.lists(st.sampled_from(made), min_size=1, max_size=4))
-    assert_alike(builder.module(*results, made[-1]))
+    results = draw(st.lists(st.sampled_from(made), min_size=1, max_size=4))
+    return builder.module(*results, made[-1])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(random_graphs())
+def test_random_graphs(module):
+    assert_alike(module)
 
 
 def chain(builder, x, count: int = 5):
@@ -370,7 +375,7 @@ def test_memory_is_given_back():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1 0 1", "0 0 0 1 jump 3", "0 0 1 1 op aten::abs - values 1 0 1 X3 1 0"]
+    "text", ["", "1 0 1", "0 0 0 1 1 jump 3", "0 0 1 1 1 op aten::abs - values new 1 0 1 X3 1 0"]
 )
 def test_damaged_text_is_refused(text):
     compiled("llama")  # loads the library

@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "direct_calls.h"
 #include "num_threads.h"
+#include "recorder.h"
 
 namespace {
 
@@ -33,7 +34,7 @@ std::tuple<Tensor, std::optional<Tensor>> attention(ATTENTION_PARAMETERS, bool w
     lse = new_tensor({a.num_heads, a.num_tokens}, ScalarType::Float);
     a.lse = data<float>(*lse);
   }
-  attend_or_throw(q.scalar_type(), a, "paged_attention");
+  launch([a, type = q.scalar_type()] { attend_or_throw(type, a, "paged_attention"); });
   return {out, lse};
 }
 
@@ -48,8 +49,10 @@ void write_cache(const Tensor& k, const Tensor& v, const Tensor& kv_cache, const
   const CacheWriteArgs a = cache_write_args(k, v, kv_cache, slot_mapping);
   PB_CHECK(k.scalar_type() == kv_cache.scalar_type(), "k, v and kv_cache must have the same dtype");
   PB_CHECK(kv_cache.size(3) == a.head_dim + a.head_dim_v, "a kv_cache row must hold one K and one V row");
-  const char* error = kv_cache_write(a);
-  PB_CHECK(error == nullptr, "kv_cache_write: ", error);
+  launch([a] {
+    const char* error = kv_cache_write(a);
+    PB_CHECK(error == nullptr, "kv_cache_write: ", error);
+  });
 }
 
 }  // namespace

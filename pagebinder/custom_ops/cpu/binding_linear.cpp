@@ -16,6 +16,7 @@
 #include "linear.h"
 #include "new_tensor.h"
 #include "num_threads.h"
+#include "recorder.h"
 #include "thread_pool.h"
 
 namespace {
@@ -203,9 +204,16 @@ struct Call {
       layers.push_back({columns_of(weights[i]), weights[i].const_data_ptr(), weights[i].stride(0),
                         is_coded(weights[i]) ? weights[i].size(2) : 0, biases[i] ? biases[i]->const_data_ptr() : nullptr, nullptr});
     }
-    args.layers = layers.data(), args.num_layers = static_cast<int>(layers.size());
-    args.operands = std::make_shared<Operands>(Operands{x, weights, biases});
+    args.num_layers = static_cast<int>(layers.size());
+    args.operands = pagebinder::kept_with_memory(std::make_shared<Operands>(Operands{x, weights, biases}));
     kernel = chosen;
+  }
+
+  void launch() const {
+    pagebinder::launch([kernel = kernel, args = args, layers = layers]() mutable {
+      args.layers = layers.data();
+      kernel(args);
+    });
   }
 
   bool fits(const Tensor& x, const Tensor& weight, const Bias& bias) const {
@@ -241,7 +249,7 @@ std::vector<Tensor> linears(const Tensor& x, std::vector<Tensor> weights, std::v
                                   : torch_linear(x, plain(weights[i]), biases[i]));
     if (call.kernel) call.layers[i].out = results[i].mutable_data_ptr();
   }
-  if (call.kernel) call.kernel(call.args);
+  if (call.kernel) call.launch();
   return results;
 }
 
@@ -250,7 +258,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, Bias bias) {
   if (!call.kernel) return torch_linear(x, plain(weight), bias);
   Tensor out = new_result(x, columns_of(weight));
   call.layers[0].out = out.mutable_data_ptr();
-  call.kernel(call.args);
+  call.launch();
   return out;
 }
 
@@ -272,7 +280,7 @@ Tensor gated_linear(const Tensor& x, const Tensor& gate, const Tensor& up, Bias 
   if (call.kernel) {
     Tensor out = new_result(x, columns_of(gate));
     call.layers[0].out = out.mutable_data_ptr(), call.args.gate = kind;
-    call.kernel(call.args);
+    call.launch();
     return out;
   }
   const Tensor out = torch_linear(x, plain(gate), gate_bias), other = torch_linear(x, plain(up), up_bias);

@@ -2,12 +2,12 @@
 //
 // Text: numbers and words with spaces between, a list in brackets with its length, text with its length in bytes:
 //
-//     program      inputs sizes slots  count of calls  calls...  count of outputs  slots...
-//     call         op <name> <overload, or -> <"list" or "values"> <count> <slots...> <count> <operands...>
+//     program      inputs sizes slots  may it be recorded  count of calls  calls...  count of outputs  slots...
+//     call         op <name> <overload, or -> <"list" or "values"> <"views", "writes" or "new"> <count> <slots...> <count> <operands...>
 //     operand      T<slot> L<slot> K<constant> N<number> V<place of a size> F<real> B<0 or 1> Y<dtype> - ? <operand>
 //                  [<count> <operands...>  |  S<bytes> <the text>
 #include "checks.h"
-#include "program.h"
+#include "recording.h"
 
 #include <algorithm>
 #include <mutex>
@@ -15,13 +15,6 @@
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
-
-#if defined(TORCH_VERSION_2_13_0) && TORCH_FEATURE_VERSION >= TORCH_VERSION_2_13_0
-#define PB_TORCH_2_13 1  // a torch before it does not name its version
-#endif
-#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.11: its former name
-#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
-#endif
 
 namespace pagebinder::programs {
 namespace {
@@ -107,6 +100,8 @@ Call read_call(Reader& reader) {
   call.op = reader.word(), call.overload = reader.word();
   if (call.overload == "-") call.overload.clear();
   call.returns_list = reader.word() == "list";
+  const std::string kind = reader.word();
+  call.may_view = kind == "views", call.writes = kind == "writes";
   call.results = reader.numbers();
   call.operands = reader.operands(reader.number());
   return call;
@@ -122,79 +117,10 @@ std::string what_went_wrong() {
 
 }  // namespace
 
-// Tensors and sizes of a run. Whatever a call raises, no handle is lost.
-struct Program::Slots {
-  std::vector<AtenTensorHandle> tensors;
-  const std::vector<int64_t>& sizes;
-  const std::vector<Tensor>& constants;
-
-  Slots(int64_t num_tensors, const std::vector<int64_t>& sizes, const std::vector<Tensor>& constants)
-      : tensors(num_tensors, nullptr), sizes(sizes), constants(constants) {}
-  Slots(const Slots&) = delete;
-  ~Slots() {
-    for (AtenTensorHandle handle : tensors)
-      if (handle != nullptr) aoti_torch_delete_tensor_object(handle);
-  }
-
-  StableIValue taken(int64_t slot) { return torch::stable::detail::from(std::exchange(tensors[slot], nullptr)); }
-
-  // A value as the dispatcher takes it, and owns it then.
-  StableIValue value_of(const Operand& operand) {
-    switch (operand.kind) {
-      case Operand::NONE: return torch::stable::detail::from(std::nullopt);
-      case Operand::TENSOR: return shared(tensors[operand.number]);
-      case Operand::LAST_TENSOR: return taken(operand.number);
-      case Operand::CONSTANT: return shared(constants[operand.number].get());
-      case Operand::NUMBER: return torch::stable::detail::from(operand.number);
-      case Operand::SIZE: return torch::stable::detail::from(sizes[operand.number]);
-      case Operand::REAL: return torch::stable::detail::from(operand.real);
-      case Operand::BOOLEAN: return torch::stable::detail::from(operand.number != 0);
-      case Operand::TEXT: return torch::stable::detail::from(operand.text);
-      case Operand::DTYPE: return torch::stable::detail::from(static_cast<ScalarType>(operand.number));
-      case Operand::SOME: return some(value_of(operand.items[0]));
-      case Operand::LIST: break;
-    }
-    StableListHandle list = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(operand.items.size(), &list));
-    for (const Operand& item : operand.items)
-      STABLE_TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, value_of(item)));
-    return torch::stable::detail::from(list);
-  }
-
-  AtenTensorHandle tensor_of(const Operand& operand) const {  // still theirs
-    return operand.kind == Operand::CONSTANT ? constants[operand.number].get() : tensors[operand.number];
-  }
-
-  void drop(int64_t slot) { aoti_torch_delete_tensor_object(std::exchange(tensors[slot], nullptr)); }
-
-  void keep(int64_t slot, AtenTensorHandle handle) {
-    if (slot < 0) aoti_torch_delete_tensor_object(handle);
-    else tensors[slot] = handle;
-  }
-
- private:
-  static StableIValue shared(AtenTensorHandle handle) {
-    AtenTensorHandle copy = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &copy));
-    return torch::stable::detail::from(copy);
-  }
-
-  static StableIValue some(StableIValue value) {
-#if PB_TORCH_2_13
-    StableIValue* place = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_new_stable_ivalue(&place));
-    *place = value;
-#else
-    StableIValue* place = new StableIValue(value);
-#endif
-    return torch::stable::detail::from(place);
-  }
-};
-
 Program::Program(const std::string& text, std::vector<Tensor> constants) : constants_(std::move(constants)) {
   Reader reader(text);
   num_inputs_ = reader.number(), num_sizes_ = reader.number();
-  num_slots_ = reader.number();
+  num_slots_ = reader.number(), is_recorded_ = reader.number() != 0;
   for (int64_t count = reader.number(); count > 0; --count) calls_.push_back(read_call(reader));
   outputs_ = reader.numbers();
   for (Call& call : calls_) {
@@ -204,17 +130,16 @@ Program::Program(const std::string& text, std::vector<Tensor> constants) : const
     const size_t returned = call.returns_list ? 1 : call.results.size();
     deepest_stack_ = std::max({deepest_stack_, call.operands.size(), returned});
   }
+  find_lasting();
 }
 
-std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes,
-                                 bool direct) const {
-  PB_CHECK(static_cast<int64_t>(inputs.size()) == num_inputs_ && static_cast<int64_t>(sizes.size()) == num_sizes_,
-           "a native program takes ", num_inputs_, " tensors and ", num_sizes_, " sizes, not ", inputs.size(),
-           " and ", sizes.size());
-  Slots slots(num_slots_, sizes, constants_);
-  for (size_t i = 0; i < inputs.size(); ++i)
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(inputs[i].get(), &slots.tensors[i]));
-  for (const Call& call : calls_) make_call(call, slots, direct);
+Program::~Program() = default;
+
+void Program::fill(Slots& slots, const std::vector<Tensor>& inputs) const {
+  for (size_t i = 0; i < inputs.size(); ++i) slots.fill(static_cast<int64_t>(i), inputs[i]);
+}
+
+std::vector<Tensor> Program::take_outputs(const Slots& slots) const {
   std::vector<Tensor> outputs;
   for (int64_t slot : outputs_) {  // one may be asked for twice
     AtenTensorHandle handle = nullptr;
@@ -297,24 +222,24 @@ int64_t make_native_program(std::string text, std::vector<Tensor> constants) {
   return last_program;
 }
 
-std::vector<Tensor> run_program(int64_t number, const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes,
-                                bool direct) {
-  std::shared_ptr<const Program> program;
-  {
-    const std::lock_guard guard(programs_lock);
-    const auto found = programs.find(number);
-    PB_CHECK(found != programs.end(), "there is no native program ", number);
-    program = found->second;
-  }
-  return program->run(inputs, sizes, direct);
+std::shared_ptr<const Program> program_of(int64_t number) {
+  const std::lock_guard guard(programs_lock);
+  const auto found = programs.find(number);
+  PB_CHECK(found != programs.end(), "there is no native program ", number);
+  return found->second;
 }
 
 std::vector<Tensor> run_native_program(int64_t number, std::vector<Tensor> inputs, std::vector<int64_t> sizes) {
-  return run_program(number, inputs, sizes, true);
+  return program_of(number)->run(inputs, sizes, true);
 }
 
 std::vector<Tensor> run_profiled_program(int64_t number, std::vector<Tensor> inputs, std::vector<int64_t> sizes) {
-  return run_program(number, inputs, sizes, false);
+  return program_of(number)->run(inputs, sizes, false);
+}
+
+std::vector<int64_t> native_program_counts(int64_t number) {
+  const RunCounts counts = program_of(number)->counts();
+  return {counts.runs, counts.replayed, counts.recordings, counts.bytes};
 }
 
 void drop_native_program(int64_t number) {
@@ -333,11 +258,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagebinder_cpu, m) {
   m.def("make_native_program(str text, Tensor[] constants) -> int");
   m.def("run_native_program(int program, Tensor[] inputs, int[] sizes) -> Tensor[]");
   m.def("run_profiled_program(int program, Tensor[] inputs, int[] sizes) -> Tensor[]");
+  m.def("native_program_counts(int program) -> int[]");
+  m.def("record_runs(str when) -> str");
   m.def("drop_native_program(int program) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(pagebinder_cpu, CompositeExplicitAutograd, m) {
   m.impl("make_native_program", TORCH_BOX(&pagebinder::programs::make_native_program));
   m.impl("run_native_program", TORCH_BOX(&pagebinder::programs::run_native_program));
   m.impl("run_profiled_program", TORCH_BOX(&pagebinder::programs::run_profiled_program));
+  m.impl("record_runs", TORCH_BOX(&pagebinder::programs::record_runs));
+  m.impl("native_program_counts", TORCH_BOX(&pagebinder::programs::native_program_counts));
   m.impl("drop_native_program", TORCH_BOX(&pagebinder::programs::drop_native_program));
 }

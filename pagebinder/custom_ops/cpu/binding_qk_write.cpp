@@ -4,6 +4,7 @@
 #include "binding_qk_write.h"
 #include "checks.h"
 #include "direct_calls.h"
+#include "recorder.h"
 
 namespace {
 
@@ -19,8 +20,10 @@ Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   return by_element_type(q, [&](auto element) {
     QkWriteArgs<decltype(element)> args{};
     Tensor out = set_qk_operands(operands, args);
-    const char* error = qk_norm_rope_write(args);
-    PB_CHECK(error == nullptr, "qk_norm_rope_write: ", error);
+    launch([args] {
+      const char* error = qk_norm_rope_write(args);
+      PB_CHECK(error == nullptr, "qk_norm_rope_write: ", error);
+    });
     return out;
   });
 }

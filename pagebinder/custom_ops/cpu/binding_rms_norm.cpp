@@ -6,6 +6,7 @@
 #include "checks.h"
 #include "direct_calls.h"
 #include "num_threads.h"
+#include "recorder.h"
 #include "rms_norm.h"
 #include "row_tensors.h"
 
@@ -22,16 +23,21 @@ Tensor normed(const Tensor& x, const Tensor* residual, Tensor* total, const std:
   const int64_t columns = sizes.back(), count = x.numel() / columns;
   const int num_threads = pagebinder::num_threads();
   Tensor out = new_tensor(sizes, widens ? ScalarType::Float : x.scalar_type());
-  std::vector<Tensor> kept;
+  Copies copies;
   with_type_of(x, [&](auto type) {
     using T = decltype(type);
-    NormRows<T> rows = norm_of<T>(x, weight, eps, tail, kept);
+    NormRows<T> rows = norm_of<T>(x, weight, eps, tail, copies);
     if (residual != nullptr) {
-      rows.residual = rows_of<T>(*residual, kept);
+      rows.residual = rows_of<T>(*residual, copies);
       rows.total = static_cast<T*>(total->mutable_data_ptr());
     }
-    if (widens) rms_norm(rows, count, columns, static_cast<float*>(out.mutable_data_ptr()), num_threads);
-    else rms_norm(rows, count, columns, static_cast<T*>(out.mutable_data_ptr()), num_threads);
+    const auto norm = [&](auto* to) {
+      const auto kernel = [=] { rms_norm(rows, count, columns, to, num_threads); };
+      if (!copies.empty()) kernel();
+      else launch(kernel);
+    };
+    if (widens) norm(static_cast<float*>(out.mutable_data_ptr()));
+    else norm(static_cast<T*>(out.mutable_data_ptr()));
   });
   return out;
 }

@@ -45,12 +45,16 @@ inline int64_t row_stride(const Tensor& t) {
   return stride;
 }
 
-// A tensor as rows; `kept` holds the copy that is made of one whose rows lie anyhow.
+// Copies that a call made of operands, for as long as it reads them.
+using Copies = std::vector<Tensor>;
+
+// A tensor as rows; of one whose rows lie anyhow there is a copy.
 template <class T>
-RowsOf<T> rows_of(const Tensor& t, std::vector<Tensor>& kept) {
+RowsOf<T> rows_of(const Tensor& t, Copies& copies) {
   const int64_t stride = t.numel() == 0 ? 0 : row_stride(t);
-  kept.push_back(stride < 0 ? torch::stable::contiguous(t) : t);
-  return {static_cast<const T*>(kept.back().const_data_ptr()), stride < 0 ? t.size(t.dim() - 1) : stride};
+  if (stride >= 0) return {static_cast<const T*>(t.const_data_ptr()), stride};
+  copies.push_back(torch::stable::contiguous(t));
+  return {static_cast<const T*>(copies.back().const_data_ptr()), t.size(t.dim() - 1)};
 }
 
 // Calls use(T{}) with the type of x's values.
@@ -70,17 +74,18 @@ inline bool alike(const Tensor& a, const Tensor& b) {
 
 template <class T>
 NormRows<T> norm_of(const Tensor& x, const std::optional<Tensor>& weight, double eps, const std::string& tail,
-                    std::vector<Tensor>& kept) {
+                    Copies& copies) {
   NormRows<T> rows{};
-  rows.x = rows_of<T>(x, kept), rows.tail = tail_named(tail), rows.eps = static_cast<float>(eps);
+  rows.x = rows_of<T>(x, copies), rows.tail = tail_named(tail), rows.eps = static_cast<float>(eps);
   PB_CHECK(weight.has_value() == (rows.tail != NormTail::PLAIN), "a tail other than none needs a weight");
   if (!weight) return rows;
   PB_CHECK(weight->dim() == 1 && weight->size(0) == x.size(x.dim() - 1), "weight must be [C]");
   rows.wide_weight = weight->scalar_type() != x.scalar_type() || weight->scalar_type() == ScalarType::Float;
   const bool is_other = rows.wide_weight && weight->scalar_type() != ScalarType::Float;
-  const Tensor values = is_other ? torch::stable::to(*weight, ScalarType::Float) : *weight;
-  kept.push_back(values.is_contiguous() ? values : torch::stable::contiguous(values));
-  rows.weight = kept.back().const_data_ptr();
+  if (is_other) copies.push_back(torch::stable::to(*weight, ScalarType::Float));
+  if (const Tensor& values = is_other ? copies.back() : *weight; !values.is_contiguous())
+    copies.push_back(torch::stable::contiguous(values));
+  rows.weight = (is_other || !weight->is_contiguous() ? copies.back() : *weight).const_data_ptr();
   return rows;
 }
 

@@ -5,13 +5,18 @@
 
 Runs of calls that a native program can make (native_text.py) become one call of it each. The ops and their operands
 are those of the graph as it stands, so results are those of `eager`, to the bit.
+
+A program that is run again on inputs that lie where they lay (each decode step of as many requests) is recorded: what
+its ops told their kernels. From then on kernels are called alone (custom_ops/cpu/recording.h), a CUDA graph of a CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -45,10 +50,38 @@ class NativeExecutable(EagerExecutable):
         self.num_programs, self.num_native = len(runs), sum(len(op_calls(run)) for run in runs)
         self._with_programs = with_programs(gm, runs)
 
+    def run_counts(self) -> RunCounts:
+        """Of all programs together."""
+        programs = [m for m in self._with_programs.modules() if isinstance(m, _ProgramCall)]
+        return RunCounts(*(sum(numbers) for numbers in zip((0,) * 4, *(p.run_counts() for p in programs))))
+
     def _step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if _get_current_dispatch_mode() is not None:  # a capture, for example, wants to see the ops
             return super()._step(inputs)
         return self._with_programs(*(inputs[name] for name in self.input_names))
+
+
+class RunCounts(NamedTuple):
+    """How programs were run: `replayed` of the `runs`, from `recordings` that hold `recorded_bytes` of memory."""
+
+    runs: int
+    replayed: int
+    recordings: int
+    recorded_bytes: int
+
+
+@contextlib.contextmanager
+def record_runs(when: str) -> Iterator[None]:
+    """Until it is left, runs of native programs in this process are recorded "never", "auto" (where it pays, as ever)
+    or "always" (for tests). Raises ValueError for other words."""
+    if when not in ("never", "auto", "always"):
+        raise ValueError(f'runs are recorded "never", "auto" or "always", not "{when}"')
+    build.load()
+    before = torch.ops.pagebinder_cpu.record_runs(when)
+    try:
+        yield
+    finally:
+        torch.ops.pagebinder_cpu.record_runs(before)
 
 
 class _ProgramCall(torch.nn.Module):
@@ -61,6 +94,9 @@ class _ProgramCall(torch.nn.Module):
         self._num_tensors = len(program.tensors)
         self._call, self._profiled = ops.run_native_program.default, ops.run_profiled_program.default
         weakref.finalize(self, ops.drop_native_program.default, self._number)
+
+    def run_counts(self) -> RunCounts:
+        return RunCounts(*torch.ops.pagebinder_cpu.native_program_counts(self._number))
 
     def forward(self, *operands: torch.Tensor | int) -> list[torch.Tensor]:
         call = self._profiled if torch.autograd._profiler_enabled() else self._call

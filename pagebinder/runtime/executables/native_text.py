@@ -1,6 +1,6 @@
 """Calls of a graph as the text of a native program, which custom_ops/cpu/binding_program.cpp reads.
 
-    linear(getitem, weight)    ->    op pagebinder_cpu::linear - values 1 7  3 L5 K2 -
+    linear(getitem, weight)    ->    op pagebinder_cpu::linear - values new 1 7  3 L5 K2 -
 
 An operand is written by the type that the op's schema gives it. Calls that have no such form are named with a reason.
 """
@@ -21,6 +21,10 @@ DTYPES = {
     torch.float32: 6, torch.float64: 7, torch.bool: 11, torch.bfloat16: 15, torch.float8_e5m2: 23,
     torch.float8_e4m3fn: 24,
 }  # fmt: skip
+
+
+# Ops whose results have sizes that depend on values: a run with one is not replayed.
+RESULTS_BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 class NotNative(Exception):
@@ -78,7 +82,8 @@ def write_program(calls: Sequence[Node], results: Sequence[Node]) -> NativeText:
         writer.last = {n for n in given if given.count(n) == 1}  # its handle can be given away only once
         lines.append(writer.write(call, elements))
     slots = [writer.slots[n] for n in results]
-    head = f"{len(tensors)} {len(sizes)} {len(writer.slots)} {len(lines)}"
+    recorded = not any(RESULTS_BY_VALUE.intersection(c.target.tags) for c in calls if not is_element(c))
+    head = f"{len(tensors)} {len(sizes)} {len(writer.slots)} {int(recorded)} {len(lines)}"
     text = "\n".join([head, *lines, _numbers(slots)])
     return NativeText(text, list(writer.constants), tensors, sizes, list(results))
 
@@ -86,6 +91,14 @@ def write_program(calls: Sequence[Node], results: Sequence[Node]) -> NativeText:
 def is_element(node: Node) -> bool:
     """Does a node pick one of the results of a call?"""
     return node.target is operator.getitem
+
+
+def _memory_of(op: torch._ops.OpOverload) -> str:
+    """Whose memory results are: operands that it writes into, maybe that of operands (views), or new."""
+    aliases = [r.alias_info for r in op._schema.returns if r.alias_info is not None]
+    if any(alias.is_write for alias in aliases):
+        return "writes"
+    return "views" if aliases else "new"
 
 
 def _elements(call: Node) -> list[Node | None]:
@@ -141,7 +154,8 @@ class _Writer:
         ]
         kind = "list" if returns == ["List[Tensor]"] else "values"
         name = op._schema.overload_name or "-"
-        return f"op {op._schema.name} {name} {kind} {_numbers(places)} {len(operands)} {' '.join(operands)}"
+        head = f"op {op._schema.name} {name} {kind} {_memory_of(op)}"
+        return f"{head} {_numbers(places)} {len(operands)} {' '.join(operands)}"
 
     def _operand(self, value: Any, of_type: Any) -> str:
         kind = of_type.kind()

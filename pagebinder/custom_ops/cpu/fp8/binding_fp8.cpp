@@ -60,8 +60,8 @@ Quantised quantised_like(const Tensor& x, const std::optional<Tensor>& scale, co
 
 std::tuple<Tensor, Tensor> scaled_fp8_quant(const Tensor& x, std::optional<Tensor> scale, std::string granularity) {
   const Quantised to = quantised_like(x, scale, granularity);
-  std::vector<Tensor> kept;
-  with_type_of(x, [&](auto type) { quantise(to.out, PlainRows<decltype(type)>{rows_of<decltype(type)>(x, kept)}); });
+  Copies copies;
+  with_type_of(x, [&](auto type) { quantise(to.out, PlainRows<decltype(type)>{rows_of<decltype(type)>(x, copies)}); });
   return {to.codes, to.scales};
 }
 
@@ -69,10 +69,10 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate, const Tensor& up
                                             std::string activation, std::string granularity) {
   PB_CHECK(alike(gate, up), "gate and up must have the same shape and dtype");
   const Quantised to = quantised_like(gate, scale, granularity);
-  std::vector<Tensor> kept;
+  Copies copies;
   with_type_of(gate, [&](auto type) {
     using T = decltype(type);
-    quantise(to.out, GatedRows<T>{rows_of<T>(gate, kept), rows_of<T>(up, kept), activation_named(activation)});
+    quantise(to.out, GatedRows<T>{rows_of<T>(gate, copies), rows_of<T>(up, copies), activation_named(activation)});
   });
   return {to.codes, to.scales};
 }
@@ -80,8 +80,8 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate, const Tensor& up
 std::tuple<Tensor, Tensor> rms_norm_op(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> scale,
                                     double eps, std::string tail, std::string granularity) {
   const Quantised to = quantised_like(x, scale, granularity);
-  std::vector<Tensor> kept;
-  with_type_of(x, [&](auto type) { quantise(to.out, norm_of<decltype(type)>(x, weight, eps, tail, kept)); });
+  Copies copies;
+  with_type_of(x, [&](auto type) { quantise(to.out, norm_of<decltype(type)>(x, weight, eps, tail, copies)); });
   return {to.codes, to.scales};
 }
 
@@ -91,11 +91,11 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(const Tensor& x, const Tensor
   PB_CHECK(alike(x, residual), "x and residual must have the same shape and dtype");
   const Quantised to = quantised_like(x, scale, granularity);
   Tensor total = new_tensor(sizes_of(x), x.scalar_type());
-  std::vector<Tensor> kept;
+  Copies copies;
   with_type_of(x, [&](auto type) {
     using T = decltype(type);
-    NormRows<T> rows = norm_of<T>(x, weight, eps, tail, kept);
-    rows.residual = rows_of<T>(residual, kept), rows.total = static_cast<T*>(total.mutable_data_ptr());
+    NormRows<T> rows = norm_of<T>(x, weight, eps, tail, copies);
+    rows.residual = rows_of<T>(residual, copies), rows.total = static_cast<T*>(total.mutable_data_ptr());
     quantise(to.out, rows);
   });
   return {to.codes, to.scales, total};

@@ -12,6 +12,7 @@
 #include "direct_calls.h"
 #include "new_tensor.h"
 #include "num_threads.h"
+#include "recorder.h"
 #include "weight_tensors.h"
 
 namespace {
@@ -50,18 +51,26 @@ std::vector<Tensor> multiply(const Tensor& x, const std::vector<Weight>& weights
   std::vector<Tensor> results;
   const auto run_in = [&](ScalarType type, bool (*run)(const QuantizedLayers&)) {
     const Tensor rows = torch::stable::contiguous(torch::stable::to(x, type));
+    bool is_copied = rows.const_data_ptr() != x.const_data_ptr();
     std::vector<Tensor> biases;
     results.clear();
     for (size_t i = 0; i < layers.size(); ++i) {
       layers[i].x = rows.const_data_ptr();
       if (weights[i].bias) biases.push_back(torch::stable::contiguous(torch::stable::to(*weights[i].bias, type)));
       layers[i].bias = weights[i].bias ? biases.back().const_data_ptr() : nullptr;
+      is_copied |= weights[i].bias && layers[i].bias != weights[i].bias->const_data_ptr();
       if (static_cast<int>(i) >= call.num_results()) continue;
       results.push_back(new_tensor(sizes[i], type));
       layers[i].out = results[i].mutable_data_ptr();
     }
     call.rounds = type != dtype;
-    return layers[0].rows == 0 || call.num_panels() == 0 || run(call);
+    if (layers[0].rows == 0 || call.num_panels() == 0) return;
+    auto kernel = [call, layers, run]() mutable {
+      call.layers = layers.data();
+      run(call);
+    };
+    if (is_copied) kernel();
+    else launch(kernel);
   };
   if (dtype == ScalarType::BFloat16) {
     run_in(dtype, quantized_linear_in_bf16);

@@ -7,6 +7,7 @@
 #include "checks.h"
 #include "direct_calls.h"
 #include "quantized_kv.h"
+#include "recorder.h"
 
 namespace {
 
@@ -44,8 +45,10 @@ void write_cache(const Tensor& k, const Tensor& v, const Tensor& kv_cache, const
   const CacheWriteArgs plain = cache_write_args(k, v, kv_cache, slot_mapping);
   QuantizedWriteArgs a{plain, codes_named(codes), float_type(k, "k"), nullptr};
   a.kv_scales = scale_data(scales, kv_cache, a.head_dim + a.head_dim_v);
-  const char* error = quantized_kv_cache_write(a);
-  PB_CHECK(error == nullptr, "quantized_kv_cache_write: ", error);
+  launch([a] {
+    const char* error = quantized_kv_cache_write(a);
+    PB_CHECK(error == nullptr, "quantized_kv_cache_write: ", error);
+  });
 }
 
 Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
@@ -59,8 +62,10 @@ Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
     QuantizedQkWriteArgs<decltype(element)> args{};
     Tensor out = set_qk_operands(operands, args);
     args.kv_scales = scale_data(scales, kv_cache, args.head_dim + args.head_dim_v);
-    const char* error = qk_norm_rope_quantized_write(args, code);
-    PB_CHECK(error == nullptr, "qk_norm_rope_quantized_write: ", error);
+    launch([args, code]() mutable {
+      const char* error = qk_norm_rope_quantized_write(args, code);
+      PB_CHECK(error == nullptr, "qk_norm_rope_quantized_write: ", error);
+    });
     return out;
   });
 }
@@ -76,13 +81,15 @@ Tensor paged_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
   Tensor out = new_tensor({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
   a.out = data(out);
   const Codes code = codes_named(codes);
-  const char* error = nullptr;
-  switch (float_type(q, "q")) {
-    case FloatType::F32: error = quantized_attention_f32(a, code); break;
-    case FloatType::BF16: error = quantized_attention_bf16(a, code); break;
-    case FloatType::F16: error = quantized_attention_f16(a, code); break;
-  }
-  PB_CHECK(error == nullptr, "quantized_paged_attention: ", error);
+  launch([a, code, type = float_type(q, "q")] {
+    const char* error = nullptr;
+    switch (type) {
+      case FloatType::F32: error = quantized_attention_f32(a, code); break;
+      case FloatType::BF16: error = quantized_attention_bf16(a, code); break;
+      case FloatType::F16: error = quantized_attention_f16(a, code); break;
+    }
+    PB_CHECK(error == nullptr, "quantized_paged_attention: ", error);
+  });
   return out;
 }
 
