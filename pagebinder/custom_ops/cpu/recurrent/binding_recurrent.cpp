@@ -32,7 +32,7 @@ Tensor paged_short_conv(const Tensor& x, const Tensor& weight, std::optional<Ten
   a.x = operands.rows(x), a.weight = operands.rows(weight), a.bias = operands.rows(bias);
   Tensor out = new_tensor({x.size(0), x.size(1)}, x.scalar_type());
   a.out = result_of(out);
-  check(short_conv(a));
+  operands.run(short_conv, a);
   return out;
 }
 
@@ -48,7 +48,7 @@ Tensor paged_linear_recurrence(const Tensor& x, const Tensor& decay, const Tenso
   a.x = operands.rows(x), a.decay = operands.rows(decay);
   Tensor out = new_tensor({x.size(0), x.size(1)}, x.scalar_type());
   a.out = result_of(out);
-  check(linear_recurrence(a));
+  operands.run(linear_recurrence, a);
   return out;
 }
 
@@ -72,7 +72,7 @@ Tensor paged_selective_scan(const Tensor& x, const Tensor& dt, const Tensor& b, 
   a.a = operands.rows(A), a.d = operands.rows(D), a.dt_bias = operands.rows(dt_bias);
   Tensor out = new_tensor({x.size(0), x.size(1)}, ScalarType::Float);
   a.out = result_of(out);
-  check(selective_scan(a));
+  operands.run(selective_scan, a);
   return out;
 }
 
@@ -89,7 +89,7 @@ Tensor paged_wkv(const Tensor& k, const Tensor& v, const Tensor& decay, const Te
   a.k = operands.rows(k), a.v = operands.rows(v), a.decay = operands.rows(decay), a.first = operands.rows(first);
   Tensor out = new_tensor({k.size(0), k.size(1)}, k.scalar_type());
   a.out = result_of(out);
-  check(wkv(a));
+  operands.run(wkv, a);
   return out;
 }
 
@@ -120,7 +120,7 @@ Tensor paged_gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
   a.g = a.row_decay ? operands.rows(g) : operands.values(g);
   Tensor out = new_tensor({T, a.heads, a.value_width}, q.scalar_type());
   a.out = result_of(out);
-  check(gated_delta_rule(a));
+  operands.run(gated_delta_rule, a);
   return out;
 }
 
@@ -142,7 +142,7 @@ Tensor paged_mlstm(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   a.igate = operands.values(igate), a.fgate = operands.values(fgate);
   Tensor out = new_tensor({T, a.heads, a.value_width}, q.scalar_type());
   a.out = result_of(out);
-  check(mlstm(a));
+  operands.run(mlstm, a);
   return out;
 }
 
@@ -171,7 +171,7 @@ Tensor paged_ssd(const Tensor& x, const Tensor& dt, const Tensor& A, const Tenso
   a.a = operands.values(A), a.d = operands.values(D), a.dt_bias = operands.values(dt_bias);
   Tensor out = new_tensor({T, a.heads, a.head_width}, ScalarType::Float);
   a.out = result_of(out);
-  check(ssd(a));
+  operands.run(ssd, a);
   return out;
 }
 

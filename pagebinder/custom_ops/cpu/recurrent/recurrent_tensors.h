@@ -10,6 +10,7 @@
 
 #include "checks.h"
 #include "num_threads.h"
+#include "recorder.h"
 #include "recurrent.h"
 #include "thread_pool.h"
 
@@ -39,24 +40,37 @@ class Operands {
  public:
   // Rows along the last dimension.
   Operand rows(const Tensor& t) {
-    Tensor x = is_element(t.scalar_type()) ? t : torch::stable::to(t, ScalarType::Float);
+    Tensor x = of_element_type(t);
     const int64_t last = x.dim() - 1;
-    if (x.size(last) > 1 && x.stride(last) != 1) x = torch::stable::contiguous(x);
+    if (x.size(last) > 1 && x.stride(last) != 1) copies_.push_back(x = torch::stable::contiguous(x));
     return describe(x, last);
   }
   Operand rows(const std::optional<Tensor>& t) { return t.has_value() ? rows(*t) : Operand{}; }
 
   // Rows of one value: every dimension counts rows.
-  Operand values(const Tensor& t) {
-    return describe(is_element(t.scalar_type()) ? t : torch::stable::to(t, ScalarType::Float), t.dim());
-  }
+  Operand values(const Tensor& t) { return describe(of_element_type(t), t.dim()); }
   Operand values(const std::optional<Tensor>& t) { return t.has_value() ? values(*t) : Operand{}; }
 
- private:
-  std::vector<Tensor> kept_;
+  // Runs kernel(args), which says what is wrong or null; a launch, unless there are copies, which no replay would make.
+  template <class Args>
+  void run(const char* (*kernel)(const Args&), const Args& args) const {
+    const auto call = [kernel, args] {
+      const char* error = kernel(args);
+      PB_CHECK(error == nullptr, error);
+    };
+    if (copies_.empty()) launch(call);
+    else call();
+  }
 
+ private:
+  std::vector<Tensor> copies_;
+
+  Tensor of_element_type(const Tensor& t) {
+    if (is_element(t.scalar_type())) return t;
+    copies_.push_back(torch::stable::to(t, ScalarType::Float));
+    return copies_.back();
+  }
   Operand describe(const Tensor& x, int64_t row_dims) {
-    kept_.push_back(x);
     return {x.const_data_ptr(), element_of(x.scalar_type(), "an operand"),
             {row_dims > 0 ? x.stride(0) : 0, row_dims > 1 ? x.stride(1) : 0}};
   }
@@ -102,7 +116,5 @@ inline Result result_of(const Tensor& out) {
   return {out.mutable_data_ptr(), element_of(out.scalar_type(), "the output"), last == 1 ? 1 : out.size(1),
           out.size(last)};
 }
-
-inline void check(const char* error) { PB_CHECK(error == nullptr, error); }
 
 }  // namespace pagebinder
