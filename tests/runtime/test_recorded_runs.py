@@ -36,7 +36,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    "name", by_day(MODELS, ["shipped, bf16", "llama", "llama, fp8 cache", "llama, int4", "qwen3_next", "mamba2"])
+    "name",
+    by_day(MODELS, ["shipped, bf16", "llama", "llama, fp8 cache", "llama, int4", "qwen3_next", "mamba2"]),
 )
 @pytest.mark.parametrize("length", [1, 21])
 def test_the_bits_of_eager(name, length):

@@ -83,6 +83,8 @@ struct Storage {
   }
 };
 
+bool is_large(const Recording& recording) { return recording.memory->total_bytes() > MOST_BYTES; }
+
 Tensor tensor_of(AtenTensorHandle handle) {
   AtenTensorHandle copy = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &copy));
@@ -170,9 +172,8 @@ Recording* Program::recording_of(const std::vector<int64_t>& key, bool& is_wante
 }
 
 void Program::keep(std::unique_ptr<Recording> recording) const {
-  const bool is_large = recording->memory->total_bytes() > MOST_BYTES;
-  const bool pays = !is_large && 2 * recording->launches.count() >= recording->steps.size();  // else most is called anyway
-  if (!pays && when_recorded != When::ALWAYS)
+  const bool pays = 2 * recording->launches.count() >= recording->steps.size();  // else most is called anyway
+  if (is_large(*recording) || (!pays && when_recorded != When::ALWAYS))
     return remember(refused_, digest_of(recording->key));
   recordings_.push_front(std::move(recording));
   while (recordings_.size() > MOST_RECORDINGS || bytes_of_all() > MOST_BYTES_OF_ALL) recordings_.pop_back();
@@ -198,6 +199,10 @@ std::unique_ptr<Recording> Program::record(Slots& slots) const {
   auto recording = std::make_unique<Recording>();
   std::vector<const void*> in_use;
   for (const Call& call : calls_) {
+    if (is_large(*recording)) {  // it will not be kept
+      make_call(call, slots, true);
+      continue;
+    }
     record_call(call, slots, *recording);
     in_use.clear();
     for (AtenTensorHandle handle : slots.tensors) {

@@ -34,7 +34,7 @@ struct Operand {
   int64_t number = 0;
   double real = 0;
   std::string text;
-  std::vector<Operand> items;     // of a list; of SOME the one value of an argument that may be None
+  std::vector<Operand> items;  // of a list; of SOME the one value of an argument that may be None
 
   bool is_tensor() const { return kind == TENSOR || kind == LAST_TENSOR || kind == CONSTANT; }
 };
