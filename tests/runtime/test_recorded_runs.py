@@ -140,6 +140,48 @@ def test_weights_changed_in_place_are_followed():
     assert torch.equal(after, EagerExecutable(fused).run(inputs))
 
 
+def test_weights_that_move_are_followed():
+    """share_memory() takes a weight's memory elsewhere in place, as torch.multiprocessing does."""
+    model = tiny_llama()
+    native = compiled_module(model).executable
+    inputs = inputs_of(compiled("llama"), 1)
+    expected = [native.run(inputs) for _ in range(4)][-1]
+    model.share_memory()
+    junk = [torch.full_like(weight, 7.0) for weight in model.parameters() for _ in range(4)]
+    assert torch.equal(native.run(inputs), expected) and junk
+    assert native.run_counts().replayed == 2
+
+
+OPERANDS_THEMSELVES = {
+    "view": lambda b, x: b.call(aten._unsafe_view.default, x, [6, 4]),
+    "dropout": lambda b, x: b.call(aten.dropout.default, x, 0.5, False),
+    "type": lambda b, x: b.call(aten.type_as.default, x, b.values[1]),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS_THEMSELVES)
+def test_a_result_that_is_an_operand_though_its_schema_does_not_say_so(name):
+    builder = Builder()
+    result = OPERANDS_THEMSELVES[name](builder, chain(builder, builder.values[0]))
+    native = NativeExecutable(builder.module(result))
+    a, b = torch.ones(4, 6), torch.ones(4, 6)
+    with torch.inference_mode(), record_runs("always"):
+        results = [native._with_programs(a.fill_(i), b)[0] for i in range(5)]
+    assert all((result == i).all() for i, result in enumerate(results))
+    assert native.run_counts() == (5, 0, 0, 0)
+
+
+def test_memory_of_called_ops_counts():
+    builder = Builder()
+    x = chain(builder, builder.values[0])
+    native = NativeExecutable(builder.module(builder.call(aten.mul.Tensor, x, builder.values[1])))
+    a, b = torch.ones(4, 6), torch.ones(4, 6)
+    with torch.inference_mode(), record_runs("always"):
+        for _ in range(3):
+            native._with_programs(a, b)
+    assert native.run_counts() == (3, 1, 1, 5 * 24 * 4)
+
+
 def test_an_error_in_a_replay_names_the_op_and_loses_nothing():
     model = compiled("llama")
     native, inputs = NativeExecutable(model.graphs["fused"]), inputs_of(model, 5)

@@ -238,7 +238,8 @@ std::vector<Tensor> run_profiled_program(int64_t number, std::vector<Tensor> inp
 }
 
 std::vector<int64_t> native_program_counts(int64_t number) {
-  const RunCounts counts = program_of(number)->counts();
+  const std::shared_ptr<const Program> program = program_of(number);
+  const RunCounts& counts = program->counts();
   return {counts.runs, counts.replayed, counts.recordings, counts.bytes};
 }
 

@@ -17,27 +17,34 @@ using torch::headeronly::ScalarType;
 constexpr size_t MOST_RECORDINGS = 32;  // of a program
 constexpr size_t MOST_KEYS = 64;        // that are remembered
 // Of a recording: kernels that make more take so long that the ops around them are nothing. And of all of a program.
-constexpr size_t MOST_BYTES = size_t{8} << 20, MOST_BYTES_OF_ALL = 8 * MOST_BYTES;
+constexpr int64_t MOST_BYTES = int64_t{8} << 20, MOST_BYTES_OF_ALL = 8 * MOST_BYTES;
 
 enum class When { NEVER, AUTO, ALWAYS };
 constexpr const char* NAMES[] = {"never", "auto", "always"};
 std::atomic<When> when_recorded{When::AUTO};
 
-// All that launches depend on, but for what inputs hold: where and how inputs lie, sizes and threads.
-std::vector<int64_t> key_of(const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes) {
+int64_t address_of(AtenTensorHandle handle) {
+  void* data = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
+  return static_cast<int64_t>(reinterpret_cast<intptr_t>(data));
+}
+
+// All that launches depend on, but for what inputs hold: where and how inputs lie, where weights do (share_memory() moves
+// them in place), sizes and threads.
+std::vector<int64_t> key_of(const std::vector<Tensor>& inputs, const std::vector<Tensor>& constants,
+                            const std::vector<int64_t>& sizes) {
   std::vector<int64_t> key(sizes);
-  key.reserve(sizes.size() + 1 + 12 * inputs.size());
+  key.reserve(sizes.size() + 1 + constants.size() + 12 * inputs.size());
   key.push_back(num_threads());
+  for (const Tensor& tensor : constants) key.push_back(address_of(tensor.get()));
   for (const Tensor& tensor : inputs) {
-    void* data = nullptr;
     int64_t dims = 0, *shape = nullptr, *strides = nullptr;
     int32_t dtype = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dims));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &shape));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-    key.push_back(static_cast<int64_t>(reinterpret_cast<intptr_t>(data)));
+    key.push_back(address_of(tensor.get()));
     key.push_back(dims * 256 + dtype);
     key.insert(key.end(), shape, shape + dims);
     key.insert(key.end(), strides, strides + dims);
@@ -68,22 +75,20 @@ void for_tensors(const std::vector<Operand>& operands, const Visit& visit) {
   }
 }
 
-// The memory that a tensor is a part of.
-struct Storage {
-  const char* begin = nullptr;
+int64_t element_bytes_of(AtenTensorHandle handle) {
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &dtype));
+  return static_cast<int64_t>(element_bytes(static_cast<ScalarType>(dtype)));
+}
 
-  explicit Storage(AtenTensorHandle handle) {
-    void* data = nullptr;
-    int64_t offset = 0;
-    int32_t dtype = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &offset));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &dtype));
-    begin = static_cast<const char*>(data) - offset * static_cast<int64_t>(element_bytes(static_cast<ScalarType>(dtype)));
-  }
-};
+// Where the memory begins that a tensor is a part of.
+int64_t storage_of(AtenTensorHandle handle) {
+  int64_t offset = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &offset));
+  return address_of(handle) - offset * element_bytes_of(handle);
+}
 
-bool is_large(const Recording& recording) { return recording.memory->total_bytes() > MOST_BYTES; }
+bool is_large(const Recording& recording) { return recording.bytes() > MOST_BYTES; }
 
 Tensor tensor_of(AtenTensorHandle handle) {
   AtenTensorHandle copy = nullptr;
@@ -130,7 +135,7 @@ std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::v
   const When when = is_recorded_ && direct ? when_recorded.load(std::memory_order_relaxed) : When::NEVER;
   if ((when == When::ALWAYS || (when == When::AUTO && is_worth_it_)) && guard.try_lock()) {
     ++counts_.runs;
-    std::vector<int64_t> key = key_of(inputs, sizes);
+    std::vector<int64_t> key = key_of(inputs, constants_, sizes);
     bool is_wanted = false;
     if (const Recording* recording = recording_of(key, is_wanted)) {
       ++counts_.replayed;
@@ -173,31 +178,22 @@ Recording* Program::recording_of(const std::vector<int64_t>& key, bool& is_wante
 
 void Program::keep(std::unique_ptr<Recording> recording) const {
   const bool pays = 2 * recording->launches.count() >= recording->steps.size();  // else most is called anyway
-  if (is_large(*recording) || (!pays && when_recorded != When::ALWAYS))
+  if (!recording->is_right || is_large(*recording) || (!pays && when_recorded != When::ALWAYS))
     return remember(refused_, digest_of(recording->key));
+  counts_.bytes += recording->bytes();
   recordings_.push_front(std::move(recording));
-  while (recordings_.size() > MOST_RECORDINGS || bytes_of_all() > MOST_BYTES_OF_ALL) recordings_.pop_back();
-}
-
-size_t Program::bytes_of_all() const {
-  size_t bytes = 0;
-  for (const auto& recording : recordings_) bytes += recording->memory->total_bytes();
-  return bytes;
-}
-
-RunCounts Program::counts() const {
-  const std::lock_guard guard(recordings_lock_);
-  RunCounts counts = counts_;
-  counts.recordings = static_cast<int64_t>(recordings_.size());
-  counts.bytes = static_cast<int64_t>(bytes_of_all());
-  return counts;
+  while (recordings_.size() > MOST_RECORDINGS || counts_.bytes > MOST_BYTES_OF_ALL) {
+    counts_.bytes -= recordings_.back()->bytes();
+    recordings_.pop_back();
+  }
+  counts_.recordings = static_cast<int64_t>(recordings_.size());
 }
 
 // ---- recording -----------------------------------------------------------------------------------------------------
 
 std::unique_ptr<Recording> Program::record(Slots& slots) const {
   auto recording = std::make_unique<Recording>();
-  std::vector<const void*> in_use;
+  std::vector<int64_t> in_use;
   for (const Call& call : calls_) {
     if (is_large(*recording)) {  // it will not be kept
       make_call(call, slots, true);
@@ -205,21 +201,20 @@ std::unique_ptr<Recording> Program::record(Slots& slots) const {
     }
     record_call(call, slots, *recording);
     in_use.clear();
-    for (AtenTensorHandle handle : slots.tensors) {
-      void* data = nullptr;
-      if (handle == nullptr) continue;
-      STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
-      in_use.push_back(data);
-    }
+    for (AtenTensorHandle handle : slots.tensors)
+      if (handle != nullptr) in_use.push_back(address_of(handle));
     recording->memory->keep(in_use);
   }
   return recording;
 }
 
 void Program::record_call(const Call& call, Slots& slots, Recording& recording) const {
-  std::vector<Storage> storages;  // of operands
-  if (call.may_view)
-    for_tensors(call.operands, [&](const Operand& operand) { storages.emplace_back(slots.tensor_of(operand)); });
+  std::vector<int64_t> storages, recorded_storages;  // of operands, and of those that no replay makes anew
+  for_tensors(call.operands, [&](const Operand& operand) {
+    storages.push_back(storage_of(slots.tensor_of(operand)));
+    const bool is_slot = operand.kind != Operand::CONSTANT && operand.number >= num_inputs_;
+    if (is_slot && !lasting_slots_[operand.number]) recorded_storages.push_back(storages.back());
+  });
   Recording::Step step{false, 0, call, std::vector<int64_t>(call.results.size(), -1)};
   std::vector<Tensor> read;  // what the call reads that no replay has in a slot
   const auto name = [&](auto& self, std::vector<Operand>& operands) -> void {
@@ -247,12 +242,16 @@ void Program::record_call(const Call& call, Slots& slots, Recording& recording) 
     } at_work(&recorder);
     make_call(call, slots, true);
   }
-  const auto is_view = [&](int64_t slot) {
-    return slot < 0 || std::any_of(storages.begin(), storages.end(), [&](const Storage& storage) {
-      return Storage(slots.tensors[slot]).begin == storage.begin;
-    });
+  const auto lies_in = [&](const std::vector<int64_t>& memory) {
+    return [&](int64_t slot) {
+      return slot >= 0 && std::find(memory.begin(), memory.end(), storage_of(slots.tensors[slot])) != memory.end();
+    };
   };
+  const auto is_view = [&](int64_t slot) { return slot < 0 || lies_in(storages)(slot); };
   if (call.may_view && !call.is_lasting && std::all_of(call.results.begin(), call.results.end(), is_view)) return;
+  // Some ops return an operand although their schemas do not say so, dropout for example.
+  if (call.is_lasting && std::any_of(call.results.begin(), call.results.end(), lies_in(recorded_storages)))
+    recording.is_right = false;
   step.end = recording.launches.count();
   if (step.end > before) {
     step.call = Call{};
@@ -264,8 +263,12 @@ void Program::record_call(const Call& call, Slots& slots, Recording& recording) 
     });
     for (size_t i = 0; i < call.results.size() && !call.is_lasting; ++i) {
       if (call.results[i] < 0) continue;
+      const AtenTensorHandle result = slots.tensors[call.results[i]];
+      int64_t numel = 0;
+      STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(result, &numel));
       step.results[i] = static_cast<int64_t>(recording.tensors.size());
-      recording.tensors.push_back(tensor_of(slots.tensors[call.results[i]]));
+      recording.tensors.push_back(tensor_of(result));
+      recording.result_bytes += numel * element_bytes_of(result);
     }
   }
   recording.steps.push_back(std::move(step));

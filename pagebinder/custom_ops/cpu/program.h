@@ -14,6 +14,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -53,8 +54,9 @@ struct Call {
 
 struct Recording;
 
-// How often a program was run, and how: `replayed` of the `runs`, by `recordings`, which hold `bytes` of memory.
-struct RunCounts { int64_t runs = 0, replayed = 0, recordings = 0, bytes = 0; };
+// How often a program was run, and how: `replayed` of the `runs`, by `recordings`, which hold `bytes` of memory. Read
+// without the lock, which a thread may hold that fork() left behind.
+struct RunCounts { std::atomic<int64_t> runs{0}, replayed{0}, recordings{0}, bytes{0}; };
 
 // Are runs recorded and replayed, whatever the program: "never", "auto" (where it pays) or "always" (for tests). Returns
 // what held before.
@@ -69,7 +71,7 @@ class Program {
   // Inputs have the first slots. Raises what a call raises, with the op's name. direct: ops of ours are called without
   // the dispatcher, so nobody who listens to it, a profiler, hears of them; and the run may be one that is replayed.
   std::vector<Tensor> run(const std::vector<Tensor>& inputs, const std::vector<int64_t>& sizes, bool direct) const;
-  RunCounts counts() const;
+  const RunCounts& counts() const { return counts_; }
 
  private:
   struct Slots;
@@ -82,7 +84,6 @@ class Program {
   Recording* recording_of(const std::vector<int64_t>& key, bool& is_wanted) const;
   std::unique_ptr<Recording> record(Slots& slots) const;
   void keep(std::unique_ptr<Recording> recording) const;
-  size_t bytes_of_all() const;
   void record_call(const Call& call, Slots& slots, Recording& recording) const;
   void replay(const Recording& recording, const std::vector<Tensor>& inputs, Slots& slots) const;
 

@@ -44,10 +44,11 @@ class RunMemory {
   }
 
   // Others may have what none of these addresses lies in.
-  void keep(const std::vector<const void*>& in_use) {
+  void keep(const std::vector<int64_t>& in_use) {
     for (Block& block : blocks_)
-      block.taken = block.taken && std::any_of(in_use.begin(), in_use.end(), [&](const void* address) {
-        return address >= block.data && address < block.data + block.bytes;
+      block.taken = block.taken && std::any_of(in_use.begin(), in_use.end(), [&](int64_t address) {
+        const auto begin = static_cast<int64_t>(reinterpret_cast<intptr_t>(block.data));
+        return address >= begin && address < begin + static_cast<int64_t>(block.bytes);
       });
   }
 

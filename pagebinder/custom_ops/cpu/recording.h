@@ -115,8 +115,12 @@ struct Recording {
   std::vector<Step> steps;
   std::vector<int64_t> inputs;  // that calls read
   std::vector<Tensor> tensors;  // the others that they read, and where their results lay
+  int64_t result_bytes = 0;     // of those results
+  bool is_right = true;         // false: a result of the run is memory of the recording
   std::shared_ptr<RunMemory> memory = std::make_shared<RunMemory>();
   Launches launches;            // behind the memory, so that they are gone before it
+
+  int64_t bytes() const { return static_cast<int64_t>(memory->total_bytes()) + result_bytes; }
 };
 
 }  // namespace pagebinder::programs
