@@ -219,11 +219,23 @@ def test_the_oldest_recordings_go():
     b = torch.ones(4, 6)
     inputs = [torch.full((4, 6), -float(i)) for i in range(40)]
     with torch.inference_mode(), record_runs("always"):
-        for _ in range(3):
-            for i, a in enumerate(inputs):
+        for i, a in enumerate(inputs):
+            for _ in range(3):
                 assert (native._with_programs(a, b)[0] == i).all()
-    counts = native.run_counts()
-    assert counts.runs == 120 and counts.recordings == 32
+    assert native.run_counts() == (120, 40, 32, 32 * 5 * 24 * 4)
+
+
+def test_many_keys_in_turns_are_left_alone():
+    """More than there may be recordings of: each would push out one that is wanted next."""
+    builder = Builder()
+    x = chain(builder, builder.values[0])
+    native = NativeExecutable(builder.module(builder.call(aten.mul.Tensor, x, builder.values[1])))
+    inputs = [torch.ones(4, 6) for _ in range(50)]
+    with torch.inference_mode(), record_runs("always"):
+        for _ in range(4):
+            for a in inputs:
+                native._with_programs(a, inputs[0])
+    assert native.run_counts() == (200, 0, 0, 0)
 
 
 def test_what_is_hardly_launched_is_not_kept():

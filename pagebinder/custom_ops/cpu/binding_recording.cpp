@@ -15,7 +15,7 @@ namespace {
 using torch::headeronly::ScalarType;
 
 constexpr size_t MOST_RECORDINGS = 32;  // of a program
-constexpr size_t MOST_KEYS = 64;        // that are remembered
+constexpr size_t MOST_KEYS = 32;        // seen once: no more, or each of many in turns would push another one's recording out
 // Of a recording: kernels that make more take so long that the ops around them are nothing. And of all of a program.
 constexpr int64_t MOST_BYTES = int64_t{8} << 20, MOST_BYTES_OF_ALL = 8 * MOST_BYTES;
 
@@ -96,6 +96,12 @@ Tensor tensor_of(AtenTensorHandle handle) {
   return Tensor(copy);
 }
 
+Tensor clone_of(const Tensor& tensor) {
+  AtenTensorHandle clone = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_clone(tensor.get(), &clone));
+  return Tensor(clone);
+}
+
 }  // namespace
 
 // A run's results are lasting; so is what reads one, and what one is a view of.
@@ -145,9 +151,12 @@ std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::v
     if (is_wanted) {
       fill(slots, inputs);
       std::unique_ptr<Recording> recording = record(slots);
+      std::vector<Tensor> outputs = take_outputs(slots);
+      if (!recording->is_right)
+        for (Tensor& output : outputs) output = clone_of(output);  // whose memory is the recording's, which will not be kept
       recording->key = std::move(key);
       keep(std::move(recording));
-      return take_outputs(slots);
+      return outputs;
     }
     guard.unlock();
   }
@@ -172,7 +181,8 @@ Recording* Program::recording_of(const std::vector<int64_t>& key, bool& is_wante
   }
   const uint64_t digest = digest_of(key);
   is_wanted = contains(seen_, digest) && !contains(refused_, digest);
-  if (!contains(seen_, digest)) remember(seen_, digest);
+  if (is_wanted) seen_.remove(digest);
+  else if (!contains(seen_, digest)) remember(seen_, digest);
   return nullptr;
 }
 
