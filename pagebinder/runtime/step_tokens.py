@@ -107,9 +107,8 @@ def _choose_others(
     picks: list[tuple[int, LiveRequest, LiveRequest]] = []
     for i, owner in owners.items():
         if owner.is_beam:
-            owner.held_logits = logits[i].to(
-                torch.float32, copy=True
-            )  # the next replay of a graph writes over them
+            # A copy: the next replay of a graph writes over them.
+            owner.held_logits = logits[i].to(torch.float32, copy=True)
         else:
             picks += [(i, owner, one) for one in owner.samples or (owner,)]
     if not picks:

@@ -129,9 +129,6 @@ PB_INLINE VF exp2_weight(VF x) {
   return bit_cast<VF>(_mm512_scalef_ps(bit_cast<__m512>(poly), whole));
 }
 
-#endif
-
-#if PAGEBINDER_BF16_DOT
 // Two vectors of weights, in each keys [key][row], as pairs of keys [key / 2][row].
 template <int STRIDE, int... Lane>
 PB_INLINE VU round_to_key_pairs(VF low, VF high, std::integer_sequence<int, Lane...>) {

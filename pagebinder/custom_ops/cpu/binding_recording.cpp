@@ -6,13 +6,10 @@
 #include <stdexcept>
 
 #include "checks.h"
-#include "new_tensor.h"
 #include "num_threads.h"
 
 namespace pagebinder::programs {
 namespace {
-
-using torch::headeronly::ScalarType;
 
 constexpr size_t MOST_RECORDINGS = 32;  // of a program
 constexpr size_t MOST_KEYS = 32;        // seen once: no more, or each of many in turns would push another one's recording out
@@ -78,7 +75,7 @@ void for_tensors(const std::vector<Operand>& operands, const Visit& visit) {
 int64_t element_bytes_of(AtenTensorHandle handle) {
   int32_t dtype = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &dtype));
-  return static_cast<int64_t>(element_bytes(static_cast<ScalarType>(dtype)));
+  return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
 }
 
 // Where the memory begins that a tensor is a part of.
@@ -100,6 +97,15 @@ Tensor clone_of(const Tensor& tensor) {
   AtenTensorHandle clone = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_clone(tensor.get(), &clone));
   return Tensor(clone);
+}
+
+// Is a result of the run memory of the recording? Some ops return an operand although their schemas do not say so, dropout
+// for example.
+bool owns(const Recording& recording, const Tensor& result, const std::vector<Tensor>& inputs) {
+  const int64_t storage = storage_of(result.get());
+  const auto is_of = [&](const Tensor& tensor) { return storage_of(tensor.get()) == storage; };
+  if (std::any_of(inputs.begin(), inputs.end(), is_of)) return false;
+  return recording.memory->holds(storage) || std::any_of(recording.tensors.begin(), recording.tensors.end(), is_of);
 }
 
 }  // namespace
@@ -152,8 +158,11 @@ std::vector<Tensor> Program::run(const std::vector<Tensor>& inputs, const std::v
       fill(slots, inputs);
       std::unique_ptr<Recording> recording = record(slots);
       std::vector<Tensor> outputs = take_outputs(slots);
-      if (!recording->is_right)
-        for (Tensor& output : outputs) output = clone_of(output);  // whose memory is the recording's, which will not be kept
+      for (Tensor& output : outputs) {
+        if (!owns(*recording, output, inputs)) continue;
+        output = clone_of(output);
+        recording->is_right = false;
+      }
       recording->key = std::move(key);
       keep(std::move(recording));
       return outputs;
@@ -219,12 +228,9 @@ std::unique_ptr<Recording> Program::record(Slots& slots) const {
 }
 
 void Program::record_call(const Call& call, Slots& slots, Recording& recording) const {
-  std::vector<int64_t> storages, recorded_storages;  // of operands, and of those that no replay makes anew
-  for_tensors(call.operands, [&](const Operand& operand) {
-    storages.push_back(storage_of(slots.tensor_of(operand)));
-    const bool is_slot = operand.kind != Operand::CONSTANT && operand.number >= num_inputs_;
-    if (is_slot && !lasting_slots_[operand.number]) recorded_storages.push_back(storages.back());
-  });
+  std::vector<int64_t> storages;  // of operands
+  if (call.may_view)
+    for_tensors(call.operands, [&](const Operand& operand) { storages.push_back(storage_of(slots.tensor_of(operand))); });
   Recording::Step step{false, 0, call, std::vector<int64_t>(call.results.size(), -1)};
   std::vector<Tensor> read;  // what the call reads that no replay has in a slot
   const auto name = [&](auto& self, std::vector<Operand>& operands) -> void {
@@ -252,16 +258,10 @@ void Program::record_call(const Call& call, Slots& slots, Recording& recording) 
     } at_work(&recorder);
     make_call(call, slots, true);
   }
-  const auto lies_in = [&](const std::vector<int64_t>& memory) {
-    return [&](int64_t slot) {
-      return slot >= 0 && std::find(memory.begin(), memory.end(), storage_of(slots.tensors[slot])) != memory.end();
-    };
+  const auto is_view = [&](int64_t slot) {
+    return slot < 0 || std::find(storages.begin(), storages.end(), storage_of(slots.tensors[slot])) != storages.end();
   };
-  const auto is_view = [&](int64_t slot) { return slot < 0 || lies_in(storages)(slot); };
   if (call.may_view && !call.is_lasting && std::all_of(call.results.begin(), call.results.end(), is_view)) return;
-  // Some ops return an operand although their schemas do not say so, dropout for example.
-  if (call.is_lasting && std::any_of(call.results.begin(), call.results.end(), lies_in(recorded_storages)))
-    recording.is_right = false;
   step.end = recording.launches.count();
   if (step.end > before) {
     step.call = Call{};

@@ -32,9 +32,7 @@ Tensor normed(const Tensor& x, const Tensor* residual, Tensor* total, const std:
       rows.total = static_cast<T*>(total->mutable_data_ptr());
     }
     const auto norm = [&](auto* to) {
-      const auto kernel = [=] { rms_norm(rows, count, columns, to, num_threads); };
-      if (!copies.empty()) kernel();
-      else launch(kernel);
+      launch([=] { rms_norm(rows, count, columns, to, num_threads); }, !copies.empty());
     };
     if (widens) norm(static_cast<float*>(out.mutable_data_ptr()));
     else norm(static_cast<T*>(out.mutable_data_ptr()));

@@ -46,17 +46,27 @@ class RunMemory {
   // Others may have what none of these addresses lies in.
   void keep(const std::vector<int64_t>& in_use) {
     for (Block& block : blocks_)
-      block.taken = block.taken && std::any_of(in_use.begin(), in_use.end(), [&](int64_t address) {
-        const auto begin = static_cast<int64_t>(reinterpret_cast<intptr_t>(block.data));
-        return address >= begin && address < begin + static_cast<int64_t>(block.bytes);
-      });
+      block.taken = block.taken && std::any_of(in_use.begin(), in_use.end(), [&](int64_t at) { return block.holds(at); });
+  }
+
+  bool holds(int64_t address) const {
+    return std::any_of(blocks_.begin(), blocks_.end(), [&](const Block& block) { return block.holds(address); });
   }
 
   size_t total_bytes() const { return total_bytes_; }
 
  private:
   static constexpr size_t ALIGNMENT = 64;
-  struct Block { char* data; size_t bytes; bool taken; };
+  struct Block {
+    char* data;
+    size_t bytes;
+    bool taken;
+
+    bool holds(int64_t address) const {
+      const auto begin = static_cast<int64_t>(reinterpret_cast<intptr_t>(data));
+      return address >= begin && address < begin + static_cast<int64_t>(bytes);
+    }
+  };
 
   std::vector<Block> blocks_;
   size_t total_bytes_ = 0;
@@ -117,10 +127,12 @@ struct Recorder {
   }
 };
 
-// Does it now, and again in each replay of the run that is recorded, if one is. `what` captures by value.
+// Does it now, and again in each replay of the run that is recorded, if one is. `what` captures by value. Not again if it
+// reads copies that the op made of operands: then the op is called again.
 template <class What>
-void launch(What what) {
-  if (Recorder* recorder = Recorder::current()) recorder->launches.add(what);
+void launch(What what, bool reads_copies = false) {
+  Recorder* recorder = Recorder::current();
+  if (recorder != nullptr && !reads_copies) recorder->launches.add(what);
   what();
 }
 

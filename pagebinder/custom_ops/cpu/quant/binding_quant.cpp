@@ -65,12 +65,11 @@ std::vector<Tensor> multiply(const Tensor& x, const std::vector<Weight>& weights
     }
     call.rounds = type != dtype;
     if (layers[0].rows == 0 || call.num_panels() == 0) return;
-    auto kernel = [call, layers, run]() mutable {
+    const auto kernel = [call, layers, run]() mutable {
       call.layers = layers.data();
       run(call);
     };
-    if (is_copied) kernel();
-    else launch(kernel);
+    launch(kernel, is_copied);
   };
   if (dtype == ScalarType::BFloat16) {
     run_in(dtype, quantized_linear_in_bf16);

@@ -51,15 +51,14 @@ class Operands {
   Operand values(const Tensor& t) { return describe(of_element_type(t), t.dim()); }
   Operand values(const std::optional<Tensor>& t) { return t.has_value() ? values(*t) : Operand{}; }
 
-  // Runs kernel(args), which says what is wrong or null; a launch, unless there are copies, which no replay would make.
+  // Launches kernel(args), which says what is wrong or null.
   template <class Args>
   void run(const char* (*kernel)(const Args&), const Args& args) const {
     const auto call = [kernel, args] {
       const char* error = kernel(args);
       PB_CHECK(error == nullptr, error);
     };
-    if (copies_.empty()) launch(call);
-    else call();
+    launch(call, !copies_.empty());
   }
 
  private:
