@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from pagebinder.config import EngineConfig, SamplingParams
+from pagebinder.custom_ops.cpu.freed_memory import keep_freed_memory
 from pagebinder.errors import RequestError
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.beam_search import BeamSearch
@@ -80,6 +81,8 @@ class Engine:
         self.config = config or EngineConfig()
         prepare_sampling(model.device)
         self.memory = plan_memory(model, self.config)
+        if model.device.type == "cpu":
+            keep_freed_memory()
         self.arena = KVArena(model.kv_plan, model.states, self.memory.num_blocks, model.device)
         self.swap_policy, self.host_blocks = swap_space(self.arena, self.config)
         self.kv = KVCacheManager(
