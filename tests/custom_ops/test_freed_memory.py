@@ -19,7 +19,7 @@ kept = keep_freed_memory()
 def step():
     tensors = [torch.ones(1024, columns, dtype=torch.bfloat16) for columns in (4096, 3072, 1024, 6144, 3072)]
 
-for _ in range(3):
+for _ in range(8):
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(5):
