@@ -1,7 +1,8 @@
 """Freed memory that the process keeps: a step's tensors are freed at its end, and needed by the next step.
 
 glibc gives the end of its heap back to the system when more than some MB of it are free, and takes it again page by
-page: a step of 1,024 prompt tokens of a 0.6B model made 5,000 pages, 3 % of its time (docs/measurements.md, 2026-11-27).
+page: a step of 1,024 prompt tokens of a 0.6B model made 5,000 pages, 3 % of its time (docs/measurements.md, on
+2026-11-27).
 """
 
 from __future__ import annotations
