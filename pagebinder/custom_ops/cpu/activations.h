@@ -39,12 +39,21 @@ inline VF activate(Activation activation, VF x) {
   }
 }
 
-// act(gate) * up with the roundings of two ops on tensors of T: `gate` and `up` are values of T.
+// act(gate) * up with the roundings of two ops on tensors of bf16, in the upper halves of words: `gate` and `up` are values
+// of bf16.
+PB_INLINE VU gated_bf16(Activation activation, VF gate, VF up) {
+  return round_to_bf16(bit_cast<VF>(round_to_bf16(activate(activation, gate))) * up);
+}
+
+// The same of any T.
 template <class T>
 PB_INLINE void store_gated(Activation activation, VF gate, VF up, T* to) {
   T rounded[W];
   store_float(rounded, activate(activation, gate));
   store_float(to, load_float(rounded) * up);
+}
+PB_INLINE void store_gated(Activation activation, VF gate, VF up, bf16* to) {
+  store(to, narrow(gated_bf16(activation, gate, up) >> 16));
 }
 
 }  // namespace pagebinder

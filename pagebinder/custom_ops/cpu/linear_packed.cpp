@@ -142,8 +142,7 @@ void write_rows(const Run& run, const LinearLayer* layer, int64_t column, const 
       y[half] = round_to_bf16(load<VF>(sums[0] + at + half * TILE_SUMS) + bias[0][half]);
       if (!gated) continue;
       const VU up = round_to_bf16(load<VF>(sums[1] + at + half * TILE_SUMS) + bias[1][half]);
-      const VU act = round_to_bf16(activate(run.args.gate, bit_cast<VF>(y[half])));
-      y[half] = round_to_bf16(bit_cast<VF>(act) * bit_cast<VF>(up));
+      y[half] = gated_bf16(run.args.gate, bit_cast<VF>(y[half]), bit_cast<VF>(up));
     }
     store(out, upper_halves(y[0], y[1]));
   }
