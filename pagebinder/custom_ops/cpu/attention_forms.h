@@ -78,10 +78,8 @@ struct Scores {
 
 // ---- values ------------------------------------------------------------------------------------------------
 
-// Are weights rounded to pairs of bf16, for BF16 dots? Intel's processors with tiles do no more by a dot than by two
-// multiply-adds: there V of few rows is read as floats, which memory keeps up with (docs/measurements.md, 2026-11-27).
 template <class T, int STRIDE>
-constexpr bool PAIR_WEIGHTS = PAIRED<T> && (STRIDE > DOT_ROWS || !PAGEBINDER_AMX);
+constexpr bool PAIR_WEIGHTS = PAIRED<T>;
 
 #if PAGEBINDER_BF16_DOT
 // V of the block at hand as pairs of keys. Rows narrower than a vector are filled up with zeros.
