@@ -112,6 +112,9 @@ class BlockDecoder {
     for (; patch_ < last_patch_ && patch_->at < done_; ++patch_) to[patch_->at - (done_ - STEP)] = patch_->value;
   }
 
+  // The codes that are next.
+  PB_INLINE const char* coming() const { return reinterpret_cast<const char*>(group_); }
+
  private:
   static constexpr int STEP = CODED_WEIGHTS / CODED_STEPS;
 

@@ -37,9 +37,12 @@ constexpr int TILE_BYTES = TILE_LINES * 64, TILE_SUMS = TILE_LINES * TILE_LINES;
 constexpr int PAIR_SUMS = 4 * TILE_SUMS;                  // of a pair and a panel: [row tile][column tile][16][16]
 static_assert(STEP_BYTES == 2 * TILE_BYTES);
 constexpr int BLOCK_STEPS = CODED_STEPS;
-constexpr int64_t STREAM_AHEAD = 2 * STEP_BYTES;          // of a panel that comes from memory
+// Of panels that come from memory. They are asked for only so far ahead that the processor's own prefetching takes over:
+// from some KB on, both would take turns in fetching lines that the other one leaves out.
+constexpr int64_t STREAM_AHEAD = STEP_BYTES / 2, CODES_STREAM_AHEAD = 1024;
 constexpr int64_t TILES_AHEAD = STEP_BYTES;               // of x
 constexpr int QUARTER = STEP_BYTES / 4;                   // of a step, asked for at once
+constexpr int CODED_QUARTER = CODED_BODY / CODED_STEPS / 4;
 constexpr int64_t CODES_AHEAD = 6144;                     // bytes
 constexpr int MOST_PAIRS = 8;                             // of row tiles of a job
 constexpr int MOST_CODED_PAIRS = 16;                      // more, as each job decodes its panels
@@ -154,7 +157,7 @@ void write_rows(const Run& run, const LinearLayer* layer, int64_t column, const 
 // is multiplied, `ask_quarter` in between.
 struct StoredPanel {
   static constexpr int DELAY = 0;
-  const char* first;
+  const char* first = nullptr;
 
   PB_INLINE void get_ready(int) const {}
   PB_INLINE void ask_quarter(int step, int quarter) const {
@@ -166,16 +169,18 @@ struct StoredPanel {
 // A step is decoded while the one before meets x.
 struct CodedPanel {
   static constexpr int DELAY = 1, RING = 4;  // steps
-  const uint8_t* first;
-  int64_t block_bytes;
-  uint16_t* ring;
+  const uint8_t* first = nullptr;
+  int64_t block_bytes = 0;
+  uint16_t* ring = nullptr;
   std::optional<BlockDecoder> decoder{};
 
   PB_INLINE void get_ready(int step) {
     if (step % CODED_STEPS == 0) decoder.emplace(first + step / CODED_STEPS * block_bytes);
-    decoder->next<CODES_AHEAD>(ring + step % RING * STEP_WEIGHTS);
+    decoder->next<0>(ring + step % RING * STEP_WEIGHTS);
   }
-  PB_INLINE void ask_quarter(int, int) const {}
+  PB_INLINE void ask_quarter(int, int quarter) const {
+    prefetch(decoder->coming() + CODES_STREAM_AHEAD + quarter * CODED_QUARTER, CODED_QUARTER);
+  }
   PB_INLINE const char* step_at(int step) const {
     return reinterpret_cast<const char*>(ring + step % RING * STEP_WEIGHTS);
   }
@@ -280,79 +285,76 @@ class Worker {
     }
   }
 
-  // One tile of rows, or two of coded weights, times a panel, or times the two of gated layers: stored ones are read
-  // side by side, coded ones come one after the other.
+  // One tile of rows times the panels of a job, two side by side: memory gives more bytes to two streams than to one.
+  // Two tiles of rows, of coded weights only, times one panel after the other.
   template <int ROWS>
   void stream_job(const PackedJob& job) {
-    const int pair = job.first_strip;
-    float* sums[2] = {sums_of(job, {0, 0}, pair), sums_of(job, {0, 1}, pair)};
+    const int pair = job.first_strip, count = job.panels * run_.halves();
+    float* sums[2] = {sums_, sums_ + PAIR_SUMS};
     if (run_.coded()) {
-      for (int which = 0; which < run_.halves(); ++which) {
-        const uint8_t* codes = reinterpret_cast<const uint8_t*>(job.panel[which]);
-        const CodedPanel panel{codes, job.layer[which].coded_bytes, decoded_};
-        stream_panels<ROWS, 1>(job, panel, panel, sums + which);
+      CodedPanel panels[2];
+      for (int i = 0; i < count; ++i) {
+        const Place at{i / run_.halves(), i % run_.halves()};
+        panels[i] = {reinterpret_cast<const uint8_t*>(block_of(job, at, 0)), job.layer[at.which].coded_bytes,
+                     decoded_ + i * CodedPanel::RING * STEP_WEIGHTS};
       }
+      if (ROWS == 1 && count == 2) stream_panels<1, 2>(job, panels, sums);
+      else for (int i = 0; i < count; ++i) stream_panels<ROWS, 1>(job, panels + i, sums + i);
     } else if constexpr (ROWS == 1) {
-      const StoredPanel panel{job.panel[0]}, other{job.panel[1]};
-      if (run_.gated()) stream_panels<1, 2>(job, panel, other, sums);
-      else stream_panels<1, 1>(job, panel, other, sums);
+      StoredPanel panels[2];
+      for (int i = 0; i < count; ++i) panels[i] = {block_of(job, {i / run_.halves(), i % run_.halves()}, 0)};
+      if (count == 2) stream_panels<1, 2>(job, panels, sums);
+      else stream_panels<1, 1>(job, panels, sums);
     }
-    write_product(job, pair, 0);
+    for (int panel = 0; panel < job.panels; ++panel) write_product(job, pair, panel);
   }
 
   // A single tile of rows is read as it lies.
   template <int ROWS, int PANELS, class Panel>
-  void stream_panels(const PackedJob& job, Panel panel, Panel other, float* const* sums) {
-    constexpr bool FOUR = ROWS * PANELS == 2;  // sums
+  void stream_panels(const PackedJob& job, Panel* panels, float* const* sums) {
+    static_assert(ROWS * PANELS <= 2);
     const char* lines = static_cast<const char*>(run_.args.x);
     const int64_t line = run_.args.x_stride * 2;
     _tile_zero(0);
     _tile_zero(1);
-    if (FOUR) _tile_zero(2);
-    if (FOUR) _tile_zero(3);
-    const auto multiply_step = [&](int step) __attribute__((always_inline)) {
+    _tile_zero(2);
+    _tile_zero(3);
+    const auto multiply_step = [&](const Panel& panel, bool second, int step) __attribute__((always_inline)) {
       const char *w = panel.step_at(step), *x = tiles_ + static_cast<int64_t>(step) * STEP_BYTES;
-      const auto ask_quarter = [&](const Panel& of, int quarter) __attribute__((always_inline)) {
-        of.ask_quarter(step, quarter);
+      const auto ask_quarter = [&](int quarter) __attribute__((always_inline)) {
+        panel.ask_quarter(step, quarter);
         if (ROWS == 2) prefetch(x + 2 * STEP_BYTES + quarter * QUARTER, QUARTER);
         tiles_meet_memory();
       };
-      ask_quarter(panel, 0);
-      if (ROWS == 1) _tile_loadd(4, lines + step * TILE_STEP * 2, line);
-      else _tile_loadd(4, x, 64);
+      ask_quarter(0);
+      if (ROWS == 2) _tile_loadd(4, x, 64);
+      else if (!second) _tile_loadd(4, lines + step * TILE_STEP * 2, line);
       _tile_loadd(6, w, 64);
-      ask_quarter(panel, 1);
-      _tile_dpbf16ps(0, 4, 6);
+      ask_quarter(1);
+      if (second) _tile_dpbf16ps(2, 4, 6);
+      else _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, w + TILE_BYTES, 64);
-      ask_quarter(panel, 2);
-      _tile_dpbf16ps(1, 4, 7);
+      ask_quarter(2);
+      if (second) _tile_dpbf16ps(3, 4, 7);
+      else _tile_dpbf16ps(1, 4, 7);
       if (ROWS == 2) _tile_loadd(5, x + TILE_BYTES, 64);
-      ask_quarter(panel, 3);
+      ask_quarter(3);
       if (ROWS == 2) _tile_dpbf16ps(2, 5, 6);
       if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
-      if (PANELS == 1) return;
-      w = other.step_at(step);
-      ask_quarter(other, 0);
-      _tile_loadd(6, w, 64);
-      ask_quarter(other, 1);
-      _tile_dpbf16ps(2, 4, 6);
-      _tile_loadd(7, w + TILE_BYTES, 64);
-      ask_quarter(other, 2);
-      _tile_dpbf16ps(3, 4, 7);
-      ask_quarter(other, 3);
     };
     const char* out = static_cast<const char*>(job.layer->out) + job.column * 2;
-    for (int step = 0; step < run_.steps; ++step) {
+    for (int step = 0; step < run_.steps + Panel::DELAY; ++step) {
       if (step < run_.args.rows) __builtin_prefetch(out + step * job.layer->columns * 2, 1);
-      panel.get_ready(step);
-      if (step >= Panel::DELAY) multiply_step(step - Panel::DELAY);
+      for (int i = 0; i < PANELS; ++i) {
+        if (step < run_.steps) panels[i].get_ready(step);
+        if (step >= Panel::DELAY) multiply_step(panels[i], i == 1, step - Panel::DELAY);
+      }
     }
-    if (Panel::DELAY > 0) multiply_step(run_.steps - Panel::DELAY);
     _tile_stored(0, sums[0], 64);
     _tile_stored(1, sums[0] + TILE_SUMS, 64);
-    float* second = ROWS == 2 ? sums[0] + 2 * TILE_SUMS : sums[1];
-    if (FOUR) _tile_stored(2, second, 64);
-    if (FOUR) _tile_stored(3, second + TILE_SUMS, 64);
+    float* others = PANELS == 2 ? sums[1] : sums[0] + 2 * TILE_SUMS;
+    if (ROWS * PANELS == 2) _tile_stored(2, others, 64);
+    if (ROWS * PANELS == 2) _tile_stored(3, others + TILE_SUMS, 64);
     tiles_meet_memory();
   }
 
@@ -385,8 +387,10 @@ void job_worker(void* context, int number) {
 void packed_linear_with_tiles(const LinearArgs& args) {
   const bool coded = args.layers[0].coded_bytes > 0;
   const int most_pairs = coded ? MOST_CODED_PAIRS : MOST_PAIRS;
-  const int most_group = args.gate == Activation::NONE ? MOST_GROUP : MOST_GROUP / 2;
-  const PackedShape shape = packed_shape(args, PAIR, most_pairs, args.rows <= (coded ? PAIR : TILE_LINES) ? 1 : most_group);
+  const bool streams = args.rows <= (coded ? PAIR : TILE_LINES);
+  const int most_panels = streams ? 2 : MOST_GROUP;
+  const int halves = args.gate == Activation::NONE ? 1 : 2;
+  const PackedShape shape = packed_shape(args, PAIR, most_pairs, most_panels / halves);
   run_packed(make_run<Run>(args, shape), job_worker);
 }
 
