@@ -18,7 +18,8 @@ namespace {
 constexpr int BLOCK_STEPS = 16;
 constexpr int TILE_FLOATS = TILE_LINES * TILE_LINES;
 constexpr int TILE_BYTES = TILE_LINES * 64;
-constexpr int AHEAD_BYTES = 8192;                // how far codes are asked for before they are decoded
+constexpr int RING = 4;                          // decoded steps that are kept where no further rows meet them
+constexpr int AHEAD_BYTES = 2048;                // how far codes are asked for before they are decoded
 
 struct Run : QuantizedRun {
   using QuantizedRun::QuantizedRun;
@@ -97,20 +98,21 @@ PB_INLINE void multiply_step(const Panel& p, int tile, int step, int at, float f
   }
 }
 
-// Decodes steps [step, step + count) of a panel while its first rows meet them.
+// Decodes steps [step, step + count) of a panel while its first rows meet them. If those are all rows, few steps are kept:
+// a whole block would fill the nearest cache.
 template <Code CODE, int ROW_TILES>
 void decode_and_multiply(const Panel& p, const uint8_t* codes, int step, int count) {
   constexpr int CODE_BYTES = tile_bytes_of(CODE);
   constexpr float FACTOR = 1.0f / PAIR_FACTOR<CODE>;
+  const int kept = p.run.row_tiles > ROW_TILES ? BLOCK_STEPS : RING;
   for (int i = 0; i < count; ++i) {
-    for (int half = 0; half < 2; ++half) {
-      const int tile = 2 * i + half;
-      decode_tile_to_pairs<CODE, AHEAD_BYTES>(codes + tile * CODE_BYTES, p.tiles + tile * TILE_BYTES);
-    }
+    for (int half = 0; half < 2; ++half)
+      decode_tile_to_pairs<CODE, AHEAD_BYTES>(codes + (2 * i + half) * CODE_BYTES,
+                                              p.tiles + (2 * (i % kept) + half) * TILE_BYTES);
     tiles_meet_memory();
-    if (i > 0) multiply_step<ROW_TILES>(p, 0, step + i - 1, i - 1, FACTOR);
+    if (i > 0) multiply_step<ROW_TILES>(p, 0, step + i - 1, (i - 1) % kept, FACTOR);
   }
-  multiply_step<ROW_TILES>(p, 0, step + count - 1, count - 1, FACTOR);
+  multiply_step<ROW_TILES>(p, 0, step + count - 1, (count - 1) % kept, FACTOR);
 }
 
 template <int ROW_TILES>
