@@ -64,7 +64,7 @@ std::vector<Tensor> multiply(const Tensor& x, const std::vector<Weight>& weights
       layers[i].out = results[i].mutable_data_ptr();
     }
     call.rounds = type != dtype;
-    if (layers[0].rows == 0 || call.num_panels() == 0) return;
+    if (layers[0].rows == 0 || call.num_jobs(1) == 0) return;
     const auto kernel = [call, layers, run]() mutable {
       call.layers = layers.data();
       run(call);

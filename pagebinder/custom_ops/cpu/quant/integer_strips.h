@@ -5,7 +5,7 @@
 //
 // A group is at most 128 k, and at most what shares a scale of the weight. A kernel is a struct with
 //
-//     MOST_ROWS, BEGINS                          rows of a strip; sums that each of them begins
+//     MOST_ROWS, BEGINS, MOST_PANELS             rows of a strip; sums that each of them begins; panels of a job
 //     make<CODE>(layer, strip)                   fills in a strip; false: x has a group that integers cannot hold
 //     meet<CODE, ROWS>(run, strip, job, first)   a strip's rows times a job's panels, written. first: of the job
 #pragma once
@@ -73,7 +73,7 @@ struct IntegerRun : QuantizedRun {
   std::atomic<int> next_strip{0};
   std::atomic<bool> fits{true};
 
-  IntegerRun(const QuantizedLayers& c, const IntegerStrips<Kernel>& s) : QuantizedRun(c), strips(s) {}
+  IntegerRun(const QuantizedLayers& c, const IntegerStrips<Kernel>& s) : QuantizedRun(c, Kernel::MOST_PANELS), strips(s) {}
 };
 
 template <class Kernel, Code CODE>

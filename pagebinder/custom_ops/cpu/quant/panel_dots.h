@@ -21,36 +21,43 @@ constexpr int CODE_LINES = has_4_bits(CODE) ? 4 : 2;
 
 // ---- one or two rows -------------------------------------------------------------------------------------------
 
-// sums [row][half] of one panel; x: the words of each row, WORD_STRIDE apart. Of each sum, even and odd lines are summed
-// apart: a sum waits for the one before. PLACED: codes of FP8 are multiplied as they are placed, so sums are 2^-120 of what
-// they should be.
-template <Code CODE, int ROWS, int WORD_STRIDE = 1, bool PLACED = false>
-void add_panel(const QuantizedLinearArgs& a, int64_t panel, const uint32_t* const (&x)[ROWS], VF (&sums)[ROWS][2]) {
-  const uint8_t* codes = a.weight + panel * a.panel_bytes();
+// sums [panel][row][half] of panels that are read side by side; x: the words of each row, WORD_STRIDE apart. Of each sum,
+// even and odd lines are summed apart: a sum waits for the one before. PLACED: codes of FP8 are multiplied as they are
+// placed, so sums are 2^-120 of what they should be.
+template <Code CODE, int ROWS, int PANELS, int WORD_STRIDE = 1, bool PLACED = false>
+void add_panels(const PanelOf (&panels)[PANELS], const uint32_t* const (&x)[ROWS], VF (&sums)[PANELS][ROWS][2]) {
+  const QuantizedLinearArgs& a = *panels[0].weight;
+  const uint8_t* codes[PANELS];
+  for (int p = 0; p < PANELS; ++p) codes[p] = panels[p].weight->weight + panels[p].panel * a.panel_bytes();
   const int steps = static_cast<int>(a.inner / QUANT_STEP), span = static_cast<int>(a.scaled_steps());
   for (int step = 0; step < steps; step += span) {
-    __m512 sum[ROWS][2][2] = {};
+    __m512 sum[PANELS][ROWS][2][2] = {};
     const int end = std::min(steps, step + span);
     for (int i = step; i < end; ++i)
       PB_UNROLL
-      for (int half = 0; half < 2; ++half, codes += a.tile_bytes())
-        decode_tile<CODE, PANEL_NEAR_BYTES, PLACED>(codes, [&](int line, __m512i pairs) {
-          if (line % CODE_LINES<CODE> == 0)
-            __builtin_prefetch(codes + PANEL_FAR_BYTES + line / CODE_LINES<CODE> * 64, 0, 2);
+      for (int at = 0; at < 2 * PANELS; ++at) {
+        const int half = at % 2, p = at / 2;
+        decode_tile<CODE, PANEL_NEAR_BYTES, PLACED>(codes[p], [&](int line, __m512i pairs) {
+          if (PANELS == 1 && line % CODE_LINES<CODE> == 0)
+            __builtin_prefetch(codes[p] + PANEL_FAR_BYTES + line / CODE_LINES<CODE> * 64, 0, 2);
           PB_UNROLL
           for (int r = 0; r < ROWS; ++r) {
             const __m512i of_row = _mm512_set1_epi32(static_cast<int>(x[r][(i * DOT_PAIRS + line) * WORD_STRIDE]));
-            __m512& to = sum[r][half][line % 2];
+            __m512& to = sum[p][r][half][line % 2];
             to = _mm512_dpbf16_ps(to, bit_cast<__m512bh>(pairs), bit_cast<__m512bh>(of_row));
           }
         });
-    alignas(64) float scales[QUANT_PANEL];
-    scales_of(a, panel, step, scales);
-    for (int r = 0; r < ROWS; ++r)
-      for (int half = 0; half < 2; ++half) {
-        const VF total = bit_cast<VF>(_mm512_add_ps(sum[r][half][0], sum[r][half][1]));
-        sums[r][half] += load<VF>(scales + half * W) * (1.0f / PAIR_FACTOR<CODE>) * total;
+        codes[p] += a.tile_bytes();
       }
+    alignas(64) float scales[QUANT_PANEL];
+    for (int p = 0; p < PANELS; ++p) {
+      scales_of(*panels[p].weight, panels[p].panel, step, scales);
+      for (int r = 0; r < ROWS; ++r)
+        for (int half = 0; half < 2; ++half) {
+          const VF total = bit_cast<VF>(_mm512_add_ps(sum[p][r][half][0], sum[p][r][half][1]));
+          sums[p][r][half] += load<VF>(scales + half * W) * (1.0f / PAIR_FACTOR<CODE>) * total;
+        }
+    }
   }
 }
 

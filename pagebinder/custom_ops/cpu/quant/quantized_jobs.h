@@ -12,29 +12,35 @@
 namespace pagebinder {
 
 constexpr int64_t QUANT_SERIAL_FLOPS = 1 << 19;
+constexpr int QUANT_JOBS_OF_A_THREAD = 4;  // at least, before jobs get more panels
 
 struct QuantizedJob {
   const QuantizedLinearArgs* layer;  // of gated ones, this and the next
   int64_t panel;
+  int64_t panels;  // of a layer, from `panel` on
 };
 
 struct QuantizedRun {
   const QuantizedLayers& call;
   const QuantizedLinearArgs& args = call.first();  // of x
-  const int parts = call.gate == Activation::NONE ? 1 : 2;  // panels of a job
-  const int num_jobs = static_cast<int>(call.num_panels());
-  const int num_workers = args.rows * num_jobs * QUANT_PANEL * args.inner < QUANT_SERIAL_FLOPS
+  const int parts = call.gate == Activation::NONE ? 1 : 2;  // layers of a job
+  const int64_t group;                                      // panels of a job and layer, at most
+  const int num_jobs = static_cast<int>(call.num_jobs(group));
+  const int num_workers = args.rows * call.num_jobs(1) * QUANT_PANEL * args.inner < QUANT_SERIAL_FLOPS
                               ? 1
                               : std::min(args.num_threads, num_jobs);
   WorkRanges work{num_jobs, num_workers};
 
-  explicit QuantizedRun(const QuantizedLayers& c) : call(c) {}
+  // Jobs have at most `most_panels` panels, fewer where threads would have few jobs.
+  explicit QuantizedRun(const QuantizedLayers& c, int64_t most_panels = 1)
+      : call(c), group(std::clamp<int64_t>(c.num_jobs(1) / (c.first().num_threads * QUANT_JOBS_OF_A_THREAD), 1,
+                                           std::max<int64_t>(most_panels / parts, 1))) {}
 
   QuantizedJob job(int index) const {
     const QuantizedLinearArgs* layer = call.layers;
-    int64_t panel = index;
-    for (; panel >= layer->columns / QUANT_PANEL; ++layer) panel -= layer->columns / QUANT_PANEL;
-    return {layer, panel};
+    int64_t at = index;
+    for (; at >= layer->jobs(group); ++layer) at -= layer->jobs(group);
+    return {layer, at * group, std::min(group, layer->panels() - at * group)};
   }
 
   // body(run, worker): once, or by all workers.
@@ -49,12 +55,11 @@ inline void tell_next_weights(const QuantizedRun& run) {
   static thread_local NextWeights next;
   if (run.args.rows > NEXT_WEIGHTS_ROWS) return;
   next.told_of(run.args.weight, run.num_workers, [&](int worker) -> Reading {
-    const auto [layer, panel] = run.job(static_cast<int>(int64_t{run.num_jobs} * worker / run.num_workers));
+    const auto [layer, panel, count] = run.job(static_cast<int>(int64_t{run.num_jobs} * worker / run.num_workers));
     const auto begin = [&, at = panel](const QuantizedLinearArgs& a) {
       return reinterpret_cast<const char*>(a.weight + at * a.panel_bytes());
     };
-    const int64_t panels = layer->columns / QUANT_PANEL - panel;
-    return {{begin(*layer), run.parts > 1 ? begin(layer[1]) : nullptr}, panels * layer->panel_bytes()};
+    return {{begin(*layer), run.parts > 1 ? begin(layer[1]) : nullptr}, (layer->panels() - panel) * layer->panel_bytes()};
   });
 }
 

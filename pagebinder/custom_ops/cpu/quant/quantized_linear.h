@@ -60,6 +60,8 @@ struct QuantizedLinearArgs {
   ParallelRun run;
 
   int64_t tile_bytes() const { return tile_bytes_of(code); }
+  int64_t panels() const { return columns / QUANT_PANEL; }
+  int64_t jobs(int64_t group) const { return (panels() + group - 1) / group; }  // of `group` panels at most
   int64_t panel_bytes() const { return inner / QUANT_STEP * 2 * tile_bytes(); }
   // k that share a scale of the weight and one of x, in steps.
   int64_t scaled_steps() const {
@@ -72,6 +74,11 @@ struct QuantizedLinearArgs {
   }
 };
 
+struct PanelOf {
+  const QuantizedLinearArgs* weight;
+  int64_t panel;
+};
+
 // Layers that read the same x, in one call: threads take panels from all of them. They are alike in all but columns,
 // weight, scale, bias and out.
 struct QuantizedLayers {
@@ -82,9 +89,9 @@ struct QuantizedLayers {
 
   const QuantizedLinearArgs& first() const { return layers[0]; }
   int num_results() const { return gate == Activation::NONE ? num_layers : 1; }
-  int64_t num_panels() const {
+  int64_t num_jobs(int64_t group) const {
     int64_t count = 0;
-    for (int i = 0; i < num_results(); ++i) count += layers[i].columns / QUANT_PANEL;
+    for (int i = 0; i < num_results(); ++i) count += layers[i].jobs(group);
     return count;
   }
 };

@@ -21,7 +21,7 @@ struct FewRows : QuantizedRun {
   int64_t x_stride = args.x_stride;
   float factors[QUANT_MOST_DOT_ROWS] = {1.0f, 1.0f};  // that sums are times
 
-  explicit FewRows(const QuantizedLayers& c) : QuantizedRun(c) {}
+  explicit FewRows(const QuantizedLayers& c) : QuantizedRun(c, 2) {}
 
   // For codes of FP8 that are only placed. to: [rows, inner]
   void lift(bf16* to) {
@@ -36,16 +36,27 @@ void worker(void* context, int index) {
   FewRows& run = static_cast<FewRows&>(*static_cast<QuantizedRun*>(context));
   const uint32_t* x[ROWS];
   for (int r = 0; r < ROWS; ++r) x[r] = reinterpret_cast<const uint32_t*>(run.x + r * run.x_stride);
+  const auto add = [&](const auto& panels, auto& sums) {
+    constexpr int PANELS = static_cast<int>(std::extent_v<std::remove_reference_t<decltype(panels)>>);
+    add_panels<CODE, ROWS, PANELS, 1, CODE == Code::FP8>(panels, x, sums);
+    for (auto& panel : sums)
+      for (int r = 0; r < ROWS; ++r)
+        for (VF& sum : panel[r]) sum *= run.factors[r];
+  };
   for (int i; (i = run.work.take(index)) < run.num_jobs;) {
     const QuantizedJob job = run.job(i);
     VF sums[2][ROWS][2] = {};
-    for (int part = 0; part < run.parts; ++part) {
-      add_panel<CODE, ROWS, 1, CODE == Code::FP8>(job.layer[part], job.panel, x, sums[part]);
-      for (int r = 0; r < ROWS; ++r)
-        for (VF& sum : sums[part][r]) sum *= run.factors[r];
+    if (run.parts * job.panels == 2) {
+      const PanelOf panels[] = {{job.layer, job.panel}, {job.layer + run.parts - 1, job.panel + job.panels - 1}};
+      add(panels, sums);
+    } else {
+      VF first[1][ROWS][2] = {};
+      const PanelOf panels[] = {{job.layer, job.panel}};
+      add(panels, first);
+      std::copy_n(&first[0][0][0], 2 * ROWS, &sums[0][0][0]);
     }
     const float* const of[] = {reinterpret_cast<float*>(sums[0]), reinterpret_cast<float*>(sums[1])};
-    write_panel<bf16>(run, job, of, 0, ROWS);
+    for (int p = 0; p < job.panels; ++p) write_panel<bf16>(run, {job.layer, job.panel + p, 1}, of + p, 0, ROWS);
   }
 }
 

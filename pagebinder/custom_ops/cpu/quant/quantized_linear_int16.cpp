@@ -151,7 +151,7 @@ void panel_of_strip(const QuantizedLinearArgs& a, const Wholes& x, int64_t panel
 }
 
 struct Int16Products {
-  static constexpr int MOST_ROWS = 4, BEGINS = 1;
+  static constexpr int MOST_ROWS = 4, BEGINS = 1, MOST_PANELS = 1;
 
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Wholes& to) { return make_wholes<CODE>(layer, to); }

@@ -81,31 +81,32 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
 
 // ---- sums ------------------------------------------------------------------------------------------------------
 
-// Halves of a panel that meet a word of digits at a time, and chains of sums: of few rows even and odd words are summed
-// apart, as a sum waits for the one before.
+// Halves of a panel that meet a word of digits at a time, and chains of sums: of few rows and panels even and odd words
+// are summed apart, as a sum waits for the one before.
 constexpr int halves_of(int rows) { return rows <= 4 ? 2 : 1; }
-constexpr int chains_of(int rows) { return rows <= 2 ? 2 : 1; }
+constexpr int chains_of(int rows, int panels) { return rows * panels <= 2 ? 2 : 1; }
 
-template <int ROWS>
-using Sums = __m512i[chains_of(ROWS)][halves_of(ROWS)][ROWS][2];
+template <int ROWS, int CHAINS>
+using Sums = __m512i[CHAINS][halves_of(ROWS)][ROWS][2];
 
 // Four codes of each column of some halves, and a word of digits.
-template <int ROWS>
-PB_INLINE void add_word(const __m512i (&codes)[halves_of(ROWS)], const int32_t* words, int word, Sums<ROWS>& sums) {
+template <int ROWS, int CHAINS>
+PB_INLINE void add_word(const __m512i (&codes)[halves_of(ROWS)], const int32_t* words, int word,
+                        Sums<ROWS, CHAINS>& sums) {
   PB_UNROLL
   for (int r = 0; r < ROWS; ++r)
     PB_UNROLL
     for (int digit = 0; digit < 2; ++digit) {
       const __m512i digits = _mm512_set1_epi32(words[(word * ROWS + r) * 2 + digit]);
       for (int half = 0; half < halves_of(ROWS); ++half) {
-        __m512i& to = sums[word % chains_of(ROWS)][half][r][digit];
+        __m512i& to = sums[word % CHAINS][half][r][digit];
         to = _mm512_dpbusd_epi32(to, codes[half], digits);
       }
     }
 }
 
 // A line of codes; of int4 in two chains, the odd ones stay in their upper nibble.
-template <Code CODE, int ROWS>
+template <Code CODE, int ROWS, int CHAINS>
 struct Line {
   __m512i even[halves_of(ROWS)], odd[halves_of(ROWS)];  // odd: of int4
 
@@ -115,16 +116,16 @@ struct Line {
       even[half] = _mm512_xor_si512(codes, sign);
     } else {
       even[half] = _mm512_and_si512(codes, nibble);
-      odd[half] = chains_of(ROWS) == 2 ? _mm512_andnot_si512(nibble, codes)
-                                       : _mm512_and_si512(_mm512_srli_epi16(codes, 4), nibble);
+      odd[half] = CHAINS == 2 ? _mm512_andnot_si512(nibble, codes)
+                            : _mm512_and_si512(_mm512_srli_epi16(codes, 4), nibble);
     }
   }
-  PB_INLINE void add(const int32_t* words, int line, Sums<ROWS>& sums) const {
+  PB_INLINE void add(const int32_t* words, int line, Sums<ROWS, CHAINS>& sums) const {
     if constexpr (CODE == Code::INT8) {
-      add_word<ROWS>(even, words, line, sums);
+      add_word<ROWS, CHAINS>(even, words, line, sums);
     } else {
-      add_word<ROWS>(even, words, 2 * line, sums);
-      add_word<ROWS>(odd, words, 2 * line + 1, sums);
+      add_word<ROWS, CHAINS>(even, words, 2 * line, sums);
+      add_word<ROWS, CHAINS>(odd, words, 2 * line + 1, sums);
     }
   }
 };
@@ -134,9 +135,9 @@ template <Code CODE, int ROWS>
 constexpr bool ASKS_FOR_RISING = CODE == Code::INT4 || ROWS > 2;
 
 // One step: 32 k of the columns of some halves. RISING: lines are read in the order in which they lie (memory_streams.h),
-// those of the first half wait in registers; else half by half in turns, asked for ahead.
-template <Code CODE, int ROWS, bool RISING>
-PB_INLINE void add_step(const uint8_t* codes, const int32_t* words, Sums<ROWS>& sums) {
+// those of the first half wait in registers; else half by half in turns, asked for ahead, FAR: of the second cache, too.
+template <Code CODE, int ROWS, bool RISING, int CHAINS, bool FAR>
+PB_INLINE void add_step(const uint8_t* codes, const int32_t* words, Sums<ROWS, CHAINS>& sums) {
   constexpr int HALVES = halves_of(ROWS), LINES = CODE == Code::INT8 ? 8 : 4, TILE = LINES * 64;
   __m512i first[LINES];
   PB_UNROLL
@@ -148,11 +149,11 @@ PB_INLINE void add_step(const uint8_t* codes, const int32_t* words, Sums<ROWS>& 
   }
   PB_UNROLL
   for (int line = 0; line < LINES; ++line) {
-    Line<CODE, ROWS> both;
+    Line<CODE, ROWS, CHAINS> both;
     for (int half = 0; half < HALVES; ++half) {
       const uint8_t* at = codes + half * TILE + line * 64;
       if (!RISING) {
-        __builtin_prefetch(at + FAR_BYTES, 0, 2);
+        if (FAR) __builtin_prefetch(at + FAR_BYTES, 0, 2);
         __builtin_prefetch(at + NEAR_BYTES, 0, 3);
       }
       both.take(half, RISING && half == 0 ? first[line] : load<__m512i>(at));
@@ -162,47 +163,55 @@ PB_INLINE void add_step(const uint8_t* codes, const int32_t* words, Sums<ROWS>& 
 }
 
 // What the chains of a sum come to.
-template <Code CODE, int ROWS>
-PB_INLINE __m512i sum_of(const Sums<ROWS>& sums, int half, int row, int digit) {
-  if constexpr (chains_of(ROWS) == 1) return sums[0][half][row][digit];
-  const __m512i odd = sums[chains_of(ROWS) - 1][half][row][digit];
+template <Code CODE, int ROWS, int CHAINS>
+PB_INLINE __m512i sum_of(const Sums<ROWS, CHAINS>& sums, int half, int row, int digit) {
+  if constexpr (CHAINS == 1) return sums[0][half][row][digit];
+  const __m512i odd = sums[CHAINS - 1][half][row][digit];
   return _mm512_add_epi32(sums[0][half][row][digit], CODE == Code::INT4 ? _mm512_srai_epi32(odd, 4) : odd);
 }
 
-// totals [row][half] of one panel.
-template <Code CODE, int ROWS, bool RISING>
-void add_panel(const QuantizedLinearArgs& a, const Digits& d, int64_t panel, VF (&totals)[ROWS][2]) {
-  constexpr int HALVES = halves_of(ROWS);
-  const uint8_t* codes = a.weight + panel * a.panel_bytes();
+// totals [panel][row][half] of panels that are read side by side.
+template <Code CODE, int ROWS, int PANELS, bool RISING>
+void add_panels(const PanelOf (&panels)[PANELS], const Digits& d, VF (&totals)[PANELS][ROWS][2]) {
+  constexpr int HALVES = halves_of(ROWS), CHAINS = chains_of(ROWS, PANELS);
+  const QuantizedLinearArgs& a = *panels[0].weight;
   const int64_t tile_bytes = a.tile_bytes();
   for (int group = 0; group < d.groups(); ++group) {
     const int begin = group * d.span, end = std::min(begin + d.span, d.steps);
-    alignas(64) float scales[QUANT_PANEL];
-    scales_of(a, panel, begin, scales);
-    if (RISING) ask_for_scales(a, panel + 1, begin);
+    alignas(64) float scales[PANELS][QUANT_PANEL];
+    for (int p = 0; p < PANELS; ++p) scales_of(*panels[p].weight, panels[p].panel, begin, scales[p]);
+    if (RISING) ask_for_scales(a, panels[0].panel + 1, begin);
     for (int first = 0; first < 2; first += HALVES) {
-      Sums<ROWS> sums = {};
+      Sums<ROWS, CHAINS> sums[PANELS] = {};
       PB_UNROLL
-      for (int i = 0; i < HALVES * ROWS * 2; ++i)
-        sums[0][i / (2 * ROWS)][i / 2 % ROWS][i % 2] = _mm512_set1_epi32(d.begins[group * ROWS * 2 + i % (2 * ROWS)]);
+      for (int i = 0; i < PANELS * HALVES * ROWS * 2; ++i)
+        sums[i / (2 * ROWS * HALVES)][0][i / (2 * ROWS) % HALVES][i / 2 % ROWS][i % 2] =
+            _mm512_set1_epi32(d.begins[group * ROWS * 2 + i % (2 * ROWS)]);
       for (int step = begin; step < end; ++step)
-        add_step<CODE, ROWS, RISING>(codes + (2 * step + first) * tile_bytes,
-                                     d.words + int64_t{step} * WORDS * ROWS * 2, sums);
-      for (int half = 0; half < HALVES; ++half) {
-        const VF scale = load<VF>(scales + (first + half) * W);
         PB_UNROLL
-        for (int r = 0; r < ROWS; ++r) {
-          const __m512i high = sum_of<CODE, ROWS>(sums, half, r, 0), low = sum_of<CODE, ROWS>(sums, half, r, 1);
-          const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);  // below 2^30
-          totals[r][first + half] += bit_cast<VF>(_mm512_cvtepi32_ps(whole)) * (scale * d.factors[group * ROWS + r]);
+        for (int p = 0; p < PANELS; ++p)
+          add_step<CODE, ROWS, RISING, CHAINS, PANELS == 1>(
+              panels[p].weight->weight + panels[p].panel * a.panel_bytes() + (2 * step + first) * tile_bytes,
+              d.words + int64_t{step} * WORDS * ROWS * 2, sums[p]);
+      PB_UNROLL
+      for (int p = 0; p < PANELS; ++p)
+        for (int half = 0; half < HALVES; ++half) {
+          const VF scale = load<VF>(scales[p] + (first + half) * W);
+          PB_UNROLL
+          for (int r = 0; r < ROWS; ++r) {
+            const __m512i high = sum_of<CODE, ROWS, CHAINS>(sums[p], half, r, 0);
+            const __m512i low = sum_of<CODE, ROWS, CHAINS>(sums[p], half, r, 1);
+            const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);  // below 2^30
+            totals[p][r][first + half] +=
+                bit_cast<VF>(_mm512_cvtepi32_ps(whole)) * (scale * d.factors[group * ROWS + r]);
+          }
         }
-      }
     }
   }
 }
 
 struct Int8Dots {
-  static constexpr int MOST_ROWS = 8, BEGINS = 2;
+  static constexpr int MOST_ROWS = 8, BEGINS = 2, MOST_PANELS = 2;
 
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Digits& to) { return make_digits<CODE>(layer, to); }
@@ -210,12 +219,23 @@ struct Int8Dots {
   template <Code CODE, int ROWS>
   static void meet(const QuantizedRun& run, const Digits& digits, const QuantizedJob& job, bool) {
     VF totals[2][ROWS][2] = {};
-    constexpr bool STREAMS = halves_of(ROWS) == 2;  // one half at a time is read in order anyway
-    const auto add = STREAMS && prefetcher_follows_rising_lines() ? add_panel<CODE, ROWS, STREAMS>
-                                                                  : add_panel<CODE, ROWS, false>;
-    for (int part = 0; part < run.parts; ++part) add(job.layer[part], digits, job.panel, totals[part]);
+    const PanelOf panels[] = {{job.layer, job.panel}, {job.layer + run.parts - 1, job.panel + job.panels - 1}};
+    const auto add_one = [&](int i) {
+      VF total[1][ROWS][2] = {};
+      const PanelOf panel[] = {panels[i]};
+      constexpr bool STREAMS = halves_of(ROWS) == 2;  // one half at a time is read in order anyway
+      if (STREAMS && prefetcher_follows_rising_lines()) add_panels<CODE, ROWS, 1, STREAMS>(panel, digits, total);
+      else add_panels<CODE, ROWS, 1, false>(panel, digits, total);
+      std::copy_n(&total[0][0][0], 2 * ROWS, &totals[i][0][0]);
+    };
+    const int count = static_cast<int>(run.parts * job.panels);
+    bool done = false;
+    if constexpr (ROWS <= QUANT_MOST_DOT_ROWS)
+      if ((done = count == 2 && !prefetcher_follows_rising_lines())) add_panels<CODE, ROWS, 2, false>(panels, digits, totals);
+    for (int i = 0; i < count && !done; ++i) add_one(i);
     const float* const of[] = {reinterpret_cast<float*>(totals[0]), reinterpret_cast<float*>(totals[1])};
-    write_panel<bf16>(run, job, of, digits.first_row, ROWS);
+    for (int p = 0; p < job.panels; ++p)
+      write_panel<bf16>(run, {job.layer, job.panel + p, 1}, of + p, digits.first_row, ROWS);
   }
 };
 

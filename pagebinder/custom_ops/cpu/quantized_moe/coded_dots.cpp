@@ -37,10 +37,11 @@ struct DotRows {
   static void meet_few(const QuantizedLinearArgs& weight, const uint32_t* x, int64_t panel, float* sums) {
     const uint32_t* words[ROWS];
     for (int r = 0; r < ROWS; ++r) words[r] = x + r;
-    VF sum[ROWS][2] = {};
-    add_panel<CODE, ROWS, ROWS>(weight, panel, words, sum);
+    VF sum[1][ROWS][2] = {};
+    const PanelOf panels[] = {{&weight, panel}};
+    add_panels<CODE, ROWS, 1, ROWS>(panels, words, sum);
     for (int r = 0; r < ROWS; ++r)
-      for (int half = 0; half < 2; ++half) store(sums + r * QUANT_PANEL + half * W, sum[r][half]);
+      for (int half = 0; half < 2; ++half) store(sums + r * QUANT_PANEL + half * W, sum[0][r][half]);
   }
 
   template <Code CODE>
