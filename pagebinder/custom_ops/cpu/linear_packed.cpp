@@ -9,7 +9,8 @@
 // operands from the second cache take twice as long as the products.) Meanwhile the panel's next block is asked for,
 // evenly, and the lines of y that are written at the end. Sums wait for the next block in memory.
 //
-// One tile of rows, and of coded weights two, reads a panel once: all of its steps in a row, asked for some KB ahead.
+// One or two tiles of rows read a panel once: all of its steps in a row. y is written when the job's panels are done: each
+// row of it lies in another page, and reads of that many pages take the processor's prefetcher off the panels.
 // Panels of coded weights are decoded into the worker's memory, then a step ahead of its product, else a block of steps
 // for all rows of the job.
 //
@@ -50,7 +51,6 @@ constexpr int MOST_GROUP = 8;                             // panels of a job, bo
 
 struct Run : PackedRun {
   using PackedRun::PackedRun;
-
   int halves() const { return gated() ? 2 : 1; }
   int rows_of(int pair) const {
     return static_cast<int>(std::min<int64_t>(args.rows - static_cast<int64_t>(pair) * PAIR, PAIR));
@@ -199,7 +199,7 @@ class Worker {
     if (run_.args.rows <= TILE_LINES) return stream_job<1>(job);
     if (job.first_strip != kept_pair_) pack_rows(job);
     kept_pair_ = job.first_strip;
-    if (run_.args.rows <= PAIR && run_.coded()) return stream_job<2>(job);
+    if (run_.args.rows <= PAIR) return stream_job<2>(job);
     for (int step = 0; step < run_.steps; step += BLOCK_STEPS) {
       const Block block = block_at(step), after = block_at(block.last ? 0 : step + BLOCK_STEPS);
       for (int panel = 0; panel < job.panels; ++panel)
@@ -286,32 +286,39 @@ class Worker {
   }
 
   // One tile of rows times the panels of a job, two side by side: memory gives more bytes to two streams than to one.
-  // Two tiles of rows, of coded weights only, times one panel after the other.
+  // Two tiles of rows times one panel after the other.
   template <int ROWS>
   void stream_job(const PackedJob& job) {
-    const int pair = job.first_strip, count = job.panels * run_.halves();
-    float* sums[2] = {sums_, sums_ + PAIR_SUMS};
-    if (run_.coded()) {
-      CodedPanel panels[2];
-      for (int i = 0; i < count; ++i) {
-        const Place at{i / run_.halves(), i % run_.halves()};
-        panels[i] = {reinterpret_cast<const uint8_t*>(block_of(job, at, 0)), job.layer[at.which].coded_bytes,
-                     decoded_ + i * CodedPanel::RING * STEP_WEIGHTS};
-      }
-      if (ROWS == 1 && count == 2) stream_panels<1, 2>(job, panels, sums);
-      else for (int i = 0; i < count; ++i) stream_panels<ROWS, 1>(job, panels + i, sums + i);
-    } else if constexpr (ROWS == 1) {
-      StoredPanel panels[2];
-      for (int i = 0; i < count; ++i) panels[i] = {block_of(job, {i / run_.halves(), i % run_.halves()}, 0)};
-      if (count == 2) stream_panels<1, 2>(job, panels, sums);
-      else stream_panels<1, 1>(job, panels, sums);
+    if (run_.coded()) stream_panels_of<ROWS, CodedPanel>(job);
+    else stream_panels_of<ROWS, StoredPanel>(job);
+    for (int panel = 0; panel < job.panels; ++panel) write_product(job, job.first_strip, panel);
+  }
+
+  template <int ROWS, class Panel>
+  void stream_panels_of(const PackedJob& job) {
+    const int count = job.panels * run_.halves();
+    for (int i = 0; i < count;) {
+      Panel panels[2];
+      const int side_by_side = std::min(count - i, 2);
+      for (int p = 0; p < side_by_side; ++p) panels[p] = panel_of<Panel>(job, i + p);
+      float* sums = sums_ + i * PAIR_SUMS;
+      if (ROWS == 1 && side_by_side == 2) stream_panels<1, 2>(panels, sums), i += 2;
+      else stream_panels<ROWS, 1>(panels, sums), ++i;
     }
-    for (int panel = 0; panel < job.panels; ++panel) write_product(job, pair, panel);
+  }
+
+  template <class Panel>
+  Panel panel_of(const PackedJob& job, int i) const {
+    const Place at{i / run_.halves(), i % run_.halves()};
+    const char* first = block_of(job, at, 0);
+    if constexpr (std::is_same_v<Panel, StoredPanel>) return {first};
+    else return {reinterpret_cast<const uint8_t*>(first), job.layer[at.which].coded_bytes,
+                 decoded_ + i % 2 * CodedPanel::RING * STEP_WEIGHTS};
   }
 
   // A single tile of rows is read as it lies.
   template <int ROWS, int PANELS, class Panel>
-  void stream_panels(const PackedJob& job, Panel* panels, float* const* sums) {
+  void stream_panels(Panel* panels, float* sums) {
     static_assert(ROWS * PANELS <= 2);
     const char* lines = static_cast<const char*>(run_.args.x);
     const int64_t line = run_.args.x_stride * 2;
@@ -342,17 +349,15 @@ class Worker {
       if (ROWS == 2) _tile_dpbf16ps(2, 5, 6);
       if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
     };
-    const char* out = static_cast<const char*>(job.layer->out) + job.column * 2;
     for (int step = 0; step < run_.steps + Panel::DELAY; ++step) {
-      if (step < run_.args.rows) __builtin_prefetch(out + step * job.layer->columns * 2, 1);
       for (int i = 0; i < PANELS; ++i) {
         if (step < run_.steps) panels[i].get_ready(step);
         if (step >= Panel::DELAY) multiply_step(panels[i], i == 1, step - Panel::DELAY);
       }
     }
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[0] + TILE_SUMS, 64);
-    float* others = PANELS == 2 ? sums[1] : sums[0] + 2 * TILE_SUMS;
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + TILE_SUMS, 64);
+    float* others = PANELS == 2 ? sums + PAIR_SUMS : sums + 2 * TILE_SUMS;
     if (ROWS * PANELS == 2) _tile_stored(2, others, 64);
     if (ROWS * PANELS == 2) _tile_stored(3, others + TILE_SUMS, 64);
     tiles_meet_memory();
@@ -387,10 +392,8 @@ void job_worker(void* context, int number) {
 void packed_linear_with_tiles(const LinearArgs& args) {
   const bool coded = args.layers[0].coded_bytes > 0;
   const int most_pairs = coded ? MOST_CODED_PAIRS : MOST_PAIRS;
-  const bool streams = args.rows <= (coded ? PAIR : TILE_LINES);
-  const int most_panels = streams ? 2 : MOST_GROUP;
   const int halves = args.gate == Activation::NONE ? 1 : 2;
-  const PackedShape shape = packed_shape(args, PAIR, most_pairs, most_panels / halves);
+  const PackedShape shape = packed_shape(args, PAIR, most_pairs, MOST_GROUP / halves);
   run_packed(make_run<Run>(args, shape), job_worker);
 }
 
