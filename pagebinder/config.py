@@ -279,7 +279,7 @@ class EngineConfig:
         long_prefill_token_threshold: largest chunk of one prompt while others wait; 0 = no limit.
         mixed_prefill_tokens: most prompt tokens of a step in which other requests decode, 0 = no limit but the
             budget. A small number keeps the time between tokens short and lets decodes go along in more steps; None =
-            512 on a CPU, where a step's time grows with its tokens, no limit on a GPU.
+            1024 on a CPU, where a step's time grows with its tokens, no limit on a GPU.
         prefix_retention: resume points that layers with windows or recurrent state keep for later prompts:
             "dense" (every block), "sparse" (ends of prompts and places where prompts parted) or a number of
             tokens (sparse, and one every so many tokens). Full attention keeps everything.

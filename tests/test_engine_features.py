@@ -51,7 +51,24 @@ def test_a_long_prompt_leaves_room_for_others_tokens(pair, engine):
             lengths[output.request_id].append(len(output.token_ids))
     assert [tokens["a"], tokens["b"]] == alone
     assert lengths["a"] == [2, 3, 4, 5, 6, 7, 8]  # five of these steps compute b's prompt
-    assert (mixed.scheduler.mixed_prefill_tokens, engine.scheduler.mixed_prefill_tokens) == (8, 512)
+    assert (mixed.scheduler.mixed_prefill_tokens, engine.scheduler.mixed_prefill_tokens) == (8, 1024)
+
+
+def test_memory_is_made_ready_only_while_nobody_computes(engine):
+    assert engine.arena.idle.is_set()
+    engine.add_request("a", [1, 2, 3], greedy())
+    engine.add_request("b", [1, 2, 3], greedy())
+    engine.step()
+    assert not engine.arena.idle.is_set()
+    engine.abort("a")
+    assert not engine.arena.idle.is_set()
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.arena.idle.is_set()
+    engine.add_request("c", [1, 2, 3], greedy())
+    engine.step()
+    engine.abort("c")
+    assert engine.arena.idle.is_set()
 
 
 def test_different_seeds_give_different_tokens(engine):

@@ -12,6 +12,7 @@ time, so layers of different groups alias the same bytes in different blocks.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 
@@ -41,12 +42,15 @@ class KVArena:
         self.num_blocks = num_blocks
         self.bytes_per_block = plan.bytes_per_block
         num_bytes = num_blocks * plan.bytes_per_block
+        self.idle = threading.Event()  # set while nobody computes
+        self.idle.set()
         try:
             if device.type == "cpu":
                 self.memory = untouched_zeros(num_bytes)
                 advise_huge_pages(self.memory)
-                # Pages are made now, the first ones first, and not all in the steps of the first requests.
-                if make_pages(self.memory) is None:
+                # Pages are made from now on, the first ones first, while `idle`: not all in the steps of the first
+                # requests, and not beside them.
+                if make_pages(self.memory, self.idle) is None:
                     self.memory.zero_()
             else:
                 self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)

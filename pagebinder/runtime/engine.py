@@ -248,6 +248,7 @@ class Engine:
                 self._enter(rest, quiet=bool(live.request.flags & QUIET))
         self.loop.drain()
         self.loop.forget([request_id])
+        self._rest_if_done()
         return live.output()
 
     @property
@@ -278,13 +279,19 @@ class Engine:
 
     @_in_turn
     def _step(self) -> None:
+        self.arena.idle.clear()
         output, chosen, finished = self.loop.advance()
         clock = StepClock(self.loop.seconds)
         self._publish(output, chosen, finished)
         self.loop.drain()
         if self.config.check_integrity:
             self.scheduler.check_integrity()
+        self._rest_if_done()
         clock.lap("publish")
+
+    def _rest_if_done(self) -> None:
+        if not self._live:
+            self.arena.idle.set()
 
     def _publish(self, output: SchedulerOutput, chosen: StepTokens, finished: list[Request]) -> None:
         self.generated_tokens += int(np.count_nonzero(chosen.tokens >= 0)) + len(chosen.forks)

@@ -19,7 +19,7 @@ from pagebinder.runtime.kv.retention import PrefixRetention
 from pagebinder.runtime.swap_policy import SwapPolicy
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-CPU_MIXED_PREFILL_TOKENS = 512  # see docs/measurements.md
+CPU_MIXED_PREFILL_TOKENS = 1024  # see docs/measurements.md
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Huge pages are advice: asking for them changes no contents and never fails."""
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -59,6 +60,31 @@ def test_pages_are_made_and_keep_what_is_written_meanwhile():
         thread.join(timeout=60)
         assert not thread.is_alive()
     assert memory[::4096].eq(3).all() and memory[1::4096].eq(4).all() and not memory[2::4096].any()
+
+
+@linux_only
+def test_no_pages_are_made_while_somebody_computes(monkeypatch):
+    asked = []
+    monkeypatch.setattr(huge_pages, "_advise", lambda *advice: asked.append(advice) or True)
+    memory, idle = untouched_zeros(4 * HUGE_PAGE_BYTES), threading.Event()
+    thread = make_pages(memory, idle)
+    thread.join(timeout=0.05)
+    assert thread.is_alive() and len(asked) == 1  # the first, before the thread
+    idle.set()
+    thread.join(timeout=60)
+    assert len(asked) == 4
+
+
+@linux_only
+def test_a_thread_that_waits_ends_with_the_memory(monkeypatch):
+    monkeypatch.setattr(huge_pages, "LOOK_AGAIN_SECONDS", 0.01)
+    memory = untouched_zeros(4 * HUGE_PAGE_BYTES)
+    thread = make_pages(memory, threading.Event())
+    if thread is None:
+        pytest.skip("pages are made when they are touched here")
+    del memory
+    thread.join(timeout=60)
+    assert not thread.is_alive()
 
 
 @linux_only

@@ -22,6 +22,7 @@ import torch
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 MOST_SHARE = 0.5  # of the memory that is available
 ALIGNMENT = 64
+LOOK_AGAIN_SECONDS = 1.0  # whether memory is still there whose pages wait
 MADV_POPULATE_WRITE = 23  # Linux 5.14: make pages, and leave what they hold
 
 MemoryFor = Callable[[Sequence[int]], tuple[list[torch.Tensor], bool]]
@@ -54,9 +55,12 @@ def advise_huge_pages(memory: torch.Tensor) -> bool:
     return _advise(begin, length, mmap.MADV_HUGEPAGE)
 
 
-def make_pages(memory: torch.Tensor) -> threading.Thread | None:
+def make_pages(memory: torch.Tensor, idle: threading.Event | None = None) -> threading.Thread | None:
     """Make the pages of `untouched_zeros` in a thread, the first ones first, which stops when nobody has this tensor
     any more. The memory can be used meanwhile. None: this system does not make pages before they are touched.
+
+    Args:
+        idle: pages are made only while it is set: a thread that makes them takes a core from who computes.
     """
     of_memory = weakref.ref(memory)
     begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
@@ -66,6 +70,8 @@ def make_pages(memory: torch.Tensor) -> threading.Thread | None:
 
     def work() -> None:
         for page in range(begin + HUGE_PAGE_BYTES, end, HUGE_PAGE_BYTES):
+            while idle is not None and not idle.wait(LOOK_AGAIN_SECONDS) and of_memory() is not None:
+                pass
             still_there = of_memory()  # for as long as its page is made
             if still_there is None or not make(page):
                 return
