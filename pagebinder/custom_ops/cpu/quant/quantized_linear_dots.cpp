@@ -2,11 +2,12 @@
 //
 //     sum[row][16 columns]  +=  line of pairs [16 columns]  .  pair of x, in every lane
 //
-// One job = one panel of columns (panel_dots.h). One or two rows meet codes in registers, which is faster than matrix
-// tiles while memory is the limit. Without tiles more rows are taken in strips of up to 14.
+// One job = one panel of columns (panel_dots.h), of one or two rows two panels. Those rows meet codes in registers, which
+// is faster than matrix tiles while memory is the limit. Without tiles more rows are taken in strips of up to 14.
 //
 // An element of y is summed in one order for up to two rows, in another for any number of more.
 #include "lifted_rows.h"
+#include "memory_streams.h"
 #include "panel_dots.h"
 #include "quantized_jobs.h"
 
@@ -20,6 +21,7 @@ struct FewRows : QuantizedRun {
   const bf16* x = static_cast<const bf16*>(args.x);
   int64_t x_stride = args.x_stride;
   float factors[QUANT_MOST_DOT_ROWS] = {1.0f, 1.0f};  // that sums are times
+  const bool side_by_side = !prefetcher_follows_rising_lines();  // two panels, as two runs of lines
 
   explicit FewRows(const QuantizedLayers& c) : QuantizedRun(c, 2) {}
 
@@ -45,15 +47,16 @@ void worker(void* context, int index) {
   };
   for (int i; (i = run.work.take(index)) < run.num_jobs;) {
     const QuantizedJob job = run.job(i);
+    const PanelOf panels[] = {{job.layer, job.panel}, {job.layer + run.parts - 1, job.panel + job.panels - 1}};
+    const int count = static_cast<int>(run.parts * job.panels);
     VF sums[2][ROWS][2] = {};
-    if (run.parts * job.panels == 2) {
-      const PanelOf panels[] = {{job.layer, job.panel}, {job.layer + run.parts - 1, job.panel + job.panels - 1}};
-      add(panels, sums);
-    } else {
-      VF first[1][ROWS][2] = {};
-      const PanelOf panels[] = {{job.layer, job.panel}};
-      add(panels, first);
-      std::copy_n(&first[0][0][0], 2 * ROWS, &sums[0][0][0]);
+    const bool two = count == 2 && run.side_by_side;
+    if (two) add(panels, sums);
+    for (int p = 0; p < count && !two; ++p) {
+      const PanelOf one[] = {panels[p]};
+      VF of_one[1][ROWS][2] = {};
+      add(one, of_one);
+      std::copy_n(&of_one[0][0][0], 2 * ROWS, &sums[p][0][0]);
     }
     const float* const of[] = {reinterpret_cast<float*>(sums[0]), reinterpret_cast<float*>(sums[1])};
     for (int p = 0; p < job.panels; ++p) write_panel<bf16>(run, {job.layer, job.panel + p, 1}, of + p, 0, ROWS);
