@@ -73,7 +73,9 @@ struct IntegerRun : QuantizedRun {
   std::atomic<int> next_strip{0};
   std::atomic<bool> fits{true};
 
-  IntegerRun(const QuantizedLayers& c, const IntegerStrips<Kernel>& s) : QuantizedRun(c, Kernel::MOST_PANELS), strips(s) {}
+  // Strips meet one panel after the other, which the second cache keeps; few rows may read panels side by side.
+  IntegerRun(const QuantizedLayers& c, const IntegerStrips<Kernel>& s)
+      : QuantizedRun(c, c.first().rows <= QUANT_MOST_DOT_ROWS ? Kernel::MOST_PANELS : 1), strips(s) {}
 };
 
 template <class Kernel, Code CODE>

@@ -117,7 +117,7 @@ struct Line {
     } else {
       even[half] = _mm512_and_si512(codes, nibble);
       odd[half] = CHAINS == 2 ? _mm512_andnot_si512(nibble, codes)
-                            : _mm512_and_si512(_mm512_srli_epi16(codes, 4), nibble);
+                              : _mm512_and_si512(_mm512_srli_epi16(codes, 4), nibble);
     }
   }
   PB_INLINE void add(const int32_t* words, int line, Sums<ROWS, CHAINS>& sums) const {
