@@ -174,7 +174,7 @@ def test_packing_keeps_every_number(provider, columns, inner):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 16, 17, 31, 32, 33, 48, 100, 257, 600])
-@pytest.mark.parametrize(("columns", "inner"), [(32, 32), (96, 64), (288, 1056), (64, 2080)])
+@pytest.mark.parametrize(("columns", "inner"), [(32, 32), (96, 64), (288, 1056), (64, 2080), (96, 5184)])
 def test_packed_weights_against_float64(linear, rows, columns, inner):
     x, weight, bias = operands(rows, columns, inner)
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
@@ -206,11 +206,12 @@ def test_packed_siblings_and_gates(provider, rows):
         provider.overload("gated_linear")(x, gate, weights[1], None, None, activation="silu")
 
 
-def test_packed_weights_give_the_same_bits_with_any_number_of_rows_and_threads(provider):
+@pytest.mark.parametrize(("columns", "inner"), [(320, 1056), (1312, 4640)])
+def test_packed_weights_give_the_same_bits_with_any_number_of_rows_and_threads(provider, columns, inner):
     if provider.name != "cpu" or not torch.ops.pagebinder_cpu.reads_packed_weights():
         pytest.skip("promised of the kernels on matrix tiles and dots")
     linear = provider.overload("linear")
-    x, weight, bias = operands(600, 320, 1056)
+    x, weight, bias = operands(600, columns, inner)
     packed, threads = packed_weights.pack(weight), torch.get_num_threads()
     together = linear(x, packed, bias)
     try:
@@ -309,7 +310,7 @@ def test_ordinary_weights_take_about_12_bits(provider):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 17, 32, 33, 300, 600])
-@pytest.mark.parametrize("inner", [256, 1_536])
+@pytest.mark.parametrize("inner", [256, 1_536, 5_376])
 def test_coded_weights_give_the_bits_of_packed_ones(provider, rows, inner):
     kernels = coding(provider)
     x, weight, bias = operands(rows, 192, inner)

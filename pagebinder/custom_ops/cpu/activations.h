@@ -8,7 +8,7 @@ namespace pagebinder {
 
 PB_INLINE VF sigmoid(VF x) {
   const VF power = x * -1.44269504f;
-  return 1.0f / (1.0f + exp2_approx(select(power > splat(126.0f), splat(126.0f), power)));
+  return reciprocal(1.0f + exp2_approx(select(power > splat(125.0f), splat(125.0f), power)));
 }
 
 // x Phi(x): erfc by Abramowitz and Stegun 7.1.26, whose absolute error is below 1.5e-7.
@@ -42,7 +42,7 @@ inline VF activate(Activation activation, VF x) {
 // act(gate) * up with the roundings of two ops on tensors of bf16, in the upper halves of words: `gate` and `up` are values
 // of bf16.
 PB_INLINE VU gated_bf16(Activation activation, VF gate, VF up) {
-  return round_to_bf16(bit_cast<VF>(round_to_bf16(activate(activation, gate))) * up);
+  return round_to_normal_bf16(bit_cast<VF>(round_to_normal_bf16(activate(activation, gate))) * up);
 }
 
 // The same of any T.

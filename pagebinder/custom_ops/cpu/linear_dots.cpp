@@ -193,7 +193,7 @@ class Worker {
   __attribute__((noinline)) void write(const PackedJob& job, int strip) {
     const float* sums[2] = {sums_[0], sums_[1]};
     stand_still(number_);
-    run_.products.write_once(run_.product_of(job, strip, 0), [&] {
+    run_.products.write_once(run_.product_of(job, strip), [&] {
       write_rows(run_, job.layer, job.column, sums, run_.rows.first_row(strip), run_.rows.rows_of(strip));
     });
   }

@@ -4,24 +4,24 @@
 //     x   [block of steps][pair of row tiles][step][2 tiles][16 rows][32 k]               copied by each worker
 //
 // A job is a group of panels (of gated layers: of both) against some pairs of row tiles: x is operand A, W operand B as
-// it lies, and the sums are rows of y. It goes by blocks of 8 steps. Of a block, a panel has as many bytes as the nearest
-// cache holds beside what passes by: it stays there while all pairs, which the second cache holds, meet it. (Loads of two
-// operands from the second cache take twice as long as the products.) Meanwhile the panel's next block is asked for,
-// evenly, and the lines of y that are written at the end. Sums wait for the next block in memory.
+// it lies, and the sums are rows of y. It goes by blocks of 16 steps. A panel's block stays in the nearest cache while all
+// pairs meet it: x passes from the second cache by loads that leave no copy in the nearest one. (Loads of two operands
+// from the second cache take twice as long as the products.) Sums wait for the next block in memory, those of a whole panel
+// become results beside the products of the next one. A job's results are written at its end, some lines of memory of each
+// row: rows of y lie in other pages, and a line of each at a time costs a third of the products.
 //
-// One or two tiles of rows read a panel once: all of its steps in a row. y is written when the job's panels are done: each
-// row of it lies in another page, and reads of that many pages take the processor's prefetcher off the panels.
-// Panels of coded weights are decoded into the worker's memory, then a step ahead of its product, else a block of steps
-// for all rows of the job.
+// Meanwhile the next block is asked for, evenly, in four places of it side by side: the processor's prefetcher reads each
+// run of lines at most 20 lines ahead, which is a third of what memory gives (docs/measurements.md).
 //
-// Each product asks for the tiles of a later step, a few lines at a time between its own loads: asked for at once,
-// they would hold up the loads behind them (docs/measurements.md).
+// One or two tiles of rows read a panel once: all of its steps in a row. Panels of coded weights are decoded into the
+// worker's memory, then a step ahead of its product, else a block of steps for all rows of the job.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
 #include "elements.h"
 
 #if PAGEBINDER_AMX
 #include <algorithm>
+#include <cstring>
 #include <optional>
 
 #include "activations.h"
@@ -37,43 +37,112 @@ constexpr int PAIR = 2 * TILE_LINES;                      // rows of two tiles
 constexpr int TILE_BYTES = TILE_LINES * 64, TILE_SUMS = TILE_LINES * TILE_LINES;
 constexpr int PAIR_SUMS = 4 * TILE_SUMS;                  // of a pair and a panel: [row tile][column tile][16][16]
 static_assert(STEP_BYTES == 2 * TILE_BYTES);
-constexpr int BLOCK_STEPS = CODED_STEPS;
+constexpr int BLOCK_STEPS = 2 * CODED_STEPS;
 // Of panels that come from memory. They are asked for only so far ahead that the processor's own prefetching takes over:
 // from some KB on, both would take turns in fetching lines that the other one leaves out.
 constexpr int64_t STREAM_AHEAD = STEP_BYTES / 2, CODES_STREAM_AHEAD = 1024;
-constexpr int64_t TILES_AHEAD = STEP_BYTES;               // of x
+constexpr int RUNS = 4;                                   // of a block of a panel, asked for side by side
 constexpr int QUARTER = STEP_BYTES / 4;                   // of a step, asked for at once
 constexpr int CODED_QUARTER = CODED_BODY / CODED_STEPS / 4;
-constexpr int64_t CODES_AHEAD = 6144;                     // bytes
+constexpr int64_t CODES_AHEAD = 4096;                     // bytes
 constexpr int MOST_PAIRS = 8;                             // of row tiles of a job
-constexpr int MOST_CODED_PAIRS = 16;                      // more, as each job decodes its panels
+constexpr int64_t MOST_X = 1 << 20;                       // bytes of x of a job: half of the second cache
+constexpr int PART_BLOCKS = static_cast<int>(MOST_X / 2 / (BLOCK_STEPS * STEP_BYTES));  // of K, of larger ones: of all pairs
 constexpr int MOST_GROUP = 8;                             // panels of a job, both of gated layers counted
 
 struct Run : PackedRun {
   using PackedRun::PackedRun;
+  // Of K: what all panels of a job meet before the rest. All steps, if the second cache holds x of so many.
+  const int part_steps = int64_t{block_strips} * panel_bytes() <= MOST_X
+                             ? steps
+                             : std::max(PART_BLOCKS / block_strips, 1) * BLOCK_STEPS;
+  // The results of a panel wait while the next one is multiplied, sums of a part for the next part.
+  int panels_of_sums() const { return part_steps == steps ? 2 : std::max(group, 2); }
   int halves() const { return gated() ? 2 : 1; }
   int rows_of(int pair) const {
     return static_cast<int>(std::min<int64_t>(args.rows - static_cast<int64_t>(pair) * PAIR, PAIR));
   }
 };
 
+// ---- results ---------------------------------------------------------------------------------------------------
+
+// The upper halves of words, one vector after the other.
+PB_INLINE VU upper_halves(VU first, VU second) {
+  typedef uint16_t Halves __attribute__((vector_size(W * 4)));
+  constexpr Halves odd{1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                       33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return bit_cast<VU>(
+      _mm512_permutex2var_epi16(bit_cast<__m512i>(first), bit_cast<__m512i>(odd), bit_cast<__m512i>(second)));
+}
+
+// Sums of a job's rows and a panel, of gated layers of both, that become rows of y: one now and then, beside the products
+// of the next panel, whose tiles leave the units of vectors idle.
+class Results {
+ public:
+  // Sums begin with the first pair of row tiles, results [row][`stride`] at `out`.
+  void begin(const Run& run, const LinearLayer* layer, int64_t column, const float* sums, const float* others, bf16* out,
+             int64_t stride, int rows) {
+    gate_ = run.args.gate;
+    sums_[0] = sums, sums_[1] = others;
+    out_ = out, stride_ = stride, row_ = 0, rows_ = rows;
+    quarters_ = wait_ = std::max(4 * run.part_steps * run.halves() / PAIR, 1);
+    for (int which = 0; which < run.halves(); ++which)
+      for (int half = 0; half < 2; ++half) bias_[which][half] = bias_of(layer[which], column + half * HALF);
+  }
+
+  // Once in each quarter of a step: all rows, if the next panel has as many.
+  PB_INLINE void pass_quarter() {
+    if (--wait_ > 0 || row_ >= rows_) return;
+    convert_row();
+    wait_ = quarters_;
+  }
+
+  void convert_all() {
+    tiles_meet_memory();
+    while (row_ < rows_) convert_row();
+  }
+
+ private:
+  __attribute__((noinline)) void convert_row() {
+    const int at = row_ / PAIR * PAIR_SUMS + row_ % PAIR / TILE_LINES * 2 * TILE_SUMS + row_ % TILE_LINES * HALF;
+    VU y[2];
+    for (int half = 0; half < 2; ++half) {
+      y[half] = round_to_normal_bf16(load<VF>(sums_[0] + at + half * TILE_SUMS) + bias_[0][half]);
+      if (gate_ == Activation::NONE) continue;
+      const VU up = round_to_normal_bf16(load<VF>(sums_[1] + at + half * TILE_SUMS) + bias_[1][half]);
+      y[half] = gated_bf16(gate_, bit_cast<VF>(y[half]), bit_cast<VF>(up));
+    }
+    store(out_ + row_++ * stride_, upper_halves(y[0], y[1]));
+  }
+
+  static VF bias_of(const LinearLayer& layer, int64_t column) {
+    return layer.bias == nullptr ? VF{} : load_float(static_cast<const bf16*>(layer.bias) + column);
+  }
+
+  int row_ = 0, rows_ = 0, quarters_ = 1, wait_ = 1;
+  Activation gate_ = Activation::NONE;
+  bf16* out_ = nullptr;
+  int64_t stride_ = 0;
+  const float* sums_[2] = {};  // [pair][row tile][column tile][16][16]
+  VF bias_[2][2] = {};
+};
+
 // ---- sums ------------------------------------------------------------------------------------------------------
 
-// What is asked for beside a product: in each of its steps `lines` of a panel to come and four lines of y. Given by
-// reference: as a value it was loaded as a whole right after its parts had been stored, which waits for all stores.
+// What is asked for beside a product: in each of its steps `lines` of each run of a panel to come. Given by reference: as
+// a value it was loaded as a whole right after its parts had been stored, which waits for all stores.
 struct Ahead {
   const char* first;
-  int lines;  // a multiple of four
-  const char* out;
-  int64_t stride;  // bytes from one of y to the next
+  int64_t run;  // bytes
+  int lines;
 };
 
 // Adds `steps` steps of ROWS row tiles and two column tiles to sums[row tile][column tile], which begin as zeros if
-// `first`.
+// `first`. x comes from the second cache and does not displace the panel in the nearest one.
 template <int ROWS>
-void multiply(const char* x, const char* w, int steps, bool first, const Ahead& ahead, float* sums) {
-  const char *coming = ahead.first, *out = ahead.out;
-  const int64_t stride = ahead.stride;
+void multiply(const char* x, const char* w, int steps, bool first, const Ahead& ahead, float* sums, Results& before) {
+  const char* coming = ahead.first;
+  const int64_t run = ahead.run, lines = ahead.lines;
   tiles_meet_memory();
   if (first) {
     _tile_zero(0);
@@ -86,25 +155,22 @@ void multiply(const char* x, const char* w, int steps, bool first, const Ahead& 
     if (ROWS == 2) _tile_loadd(2, sums + 2 * TILE_SUMS, 64);
     if (ROWS == 2) _tile_loadd(3, sums + 3 * TILE_SUMS, 64);
   }
-  const int lines = ahead.lines / 4;
-  for (int step = 0; step < steps; ++step, x += STEP_BYTES, w += STEP_BYTES) {
-    const auto ask_quarter = [&](int quarter) __attribute__((always_inline)) {
-      __builtin_prefetch(out, 1);
-      out += stride;
-      if (ROWS == 2 || quarter < 2) prefetch(x + TILES_AHEAD + quarter * QUARTER, QUARTER);
-      for (int i = 0; i < lines; ++i, coming += 64) __builtin_prefetch(coming, 0, 2);
+  for (int step = 0; step < steps; ++step, x += STEP_BYTES, w += STEP_BYTES, coming += lines * 64) {
+    const auto do_quarter = [&](int quarter) __attribute__((always_inline)) {
+      before.pass_quarter();
+      for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(coming + quarter * run + i * 64, 0, 2);
       tiles_meet_memory();
     };
-    ask_quarter(0);
-    _tile_loadd(4, x, 64);
+    do_quarter(0);
+    _tile_stream_loadd(4, x, 64);
     _tile_loadd(6, w, 64);
-    ask_quarter(1);
+    do_quarter(1);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, w + TILE_BYTES, 64);
-    ask_quarter(2);
+    do_quarter(2);
     _tile_dpbf16ps(1, 4, 7);
-    if (ROWS == 2) _tile_loadd(5, x + TILE_BYTES, 64);
-    ask_quarter(3);
+    if (ROWS == 2) _tile_stream_loadd(5, x + TILE_BYTES, 64);
+    do_quarter(3);
     if (ROWS == 2) _tile_dpbf16ps(2, 5, 6);
     if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
   }
@@ -113,42 +179,6 @@ void multiply(const char* x, const char* w, int steps, bool first, const Ahead& 
   if (ROWS == 2) _tile_stored(2, sums + 2 * TILE_SUMS, 64);
   if (ROWS == 2) _tile_stored(3, sums + 3 * TILE_SUMS, 64);
   tiles_meet_memory();
-}
-
-// ---- results ---------------------------------------------------------------------------------------------------
-
-PB_INLINE VF bias_of(const LinearLayer& layer, int64_t column) {
-  return layer.bias == nullptr ? VF{} : load_float(static_cast<const bf16*>(layer.bias) + column);
-}
-
-// The upper halves of words, one vector after the other.
-PB_INLINE VU upper_halves(VU first, VU second) {
-  typedef uint16_t Halves __attribute__((vector_size(W * 4)));
-  constexpr Halves odd{1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                       33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  return bit_cast<VU>(
-      _mm512_permutex2var_epi16(bit_cast<__m512i>(first), bit_cast<__m512i>(odd), bit_cast<__m512i>(second)));
-}
-
-// Sums of a pair and a panel, of gated layers of both -> `rows` rows of y, 32 columns.
-void write_rows(const Run& run, const LinearLayer* layer, int64_t column, const float* const* sums, int64_t row,
-                int rows) {
-  const bool gated = run.gated();
-  VF bias[2][2];
-  for (int half = 0; half < 2; ++half)
-    for (int which = 0; which <= gated; ++which) bias[which][half] = bias_of(layer[which], column + half * HALF);
-  bf16* out = static_cast<bf16*>(layer->out) + row * layer->columns + column;
-  for (int r = 0; r < rows; ++r, out += layer->columns) {
-    const int at = r / TILE_LINES * 2 * TILE_SUMS + r % TILE_LINES * HALF;
-    VU y[2];
-    for (int half = 0; half < 2; ++half) {
-      y[half] = round_to_bf16(load<VF>(sums[0] + at + half * TILE_SUMS) + bias[0][half]);
-      if (!gated) continue;
-      const VU up = round_to_bf16(load<VF>(sums[1] + at + half * TILE_SUMS) + bias[1][half]);
-      y[half] = gated_bf16(run.args.gate, bit_cast<VF>(y[half]), bit_cast<VF>(up));
-    }
-    store(out, upper_halves(y[0], y[1]));
-  }
 }
 
 // ---- one job ---------------------------------------------------------------------------------------------------
@@ -189,8 +219,10 @@ struct CodedPanel {
 class Worker {
  public:
   Worker(Run& run, int number) : run_(run), number_(number) {
-    static thread_local Buffer sums, decoded, tiles;
-    sums_ = sums.at_least<float>(int64_t{run.group} * run.halves() * run.block_strips * PAIR_SUMS);
+    static thread_local Buffer sums, decoded, tiles, rows;
+    const int products = std::max(run.panels_of_sums() * run.block_strips, run.group);
+    sums_ = sums.at_least<float>(int64_t{run.halves()} * products * PAIR_SUMS);
+    rows_ = rows.at_least<bf16>(int64_t{run.block_strips} * PAIR * run.group * PANEL);
     if (run.coded()) decoded_ = decoded.at_least<uint16_t>(BLOCK_STEPS * STEP_WEIGHTS);
     if (run.args.rows > TILE_LINES) tiles_ = tiles.at_least<char>(run.block_strips * run.panel_bytes());
   }
@@ -200,12 +232,8 @@ class Worker {
     if (job.first_strip != kept_pair_) pack_rows(job);
     kept_pair_ = job.first_strip;
     if (run_.args.rows <= PAIR) return stream_job<2>(job);
-    for (int step = 0; step < run_.steps; step += BLOCK_STEPS) {
-      const Block block = block_at(step), after = block_at(block.last ? 0 : step + BLOCK_STEPS);
-      for (int panel = 0; panel < job.panels; ++panel)
-        for (int which = 0; which < run_.halves(); ++which)
-          run_panel(job, {panel, which}, block, block.last ? next : job, after);
-    }
+    for (int first = 0; first < run_.steps; first += run_.part_steps) run_part(job, next, first);
+    write_results(job);
   }
 
  private:
@@ -215,6 +243,11 @@ class Worker {
   };
   struct Place {
     int panel, which;  // which: 1 is the other of gated layers
+  };
+
+  struct Coming {
+    const PackedJob* job;
+    int panel, step;
   };
 
   Block block_at(int step) const {
@@ -242,7 +275,8 @@ class Worker {
   }
 
   float* sums_of(const PackedJob& job, Place at, int pair) const {
-    return sums_ + (int64_t{at.panel * run_.halves() + at.which} * pairs_of(job) + pair - job.first_strip) * PAIR_SUMS;
+    const int panel = at.panel % run_.panels_of_sums();
+    return sums_ + (int64_t{panel * run_.halves() + at.which} * pairs_of(job) + pair - job.first_strip) * PAIR_SUMS;
   }
 
   // Where a block of a panel begins, plain or coded.
@@ -251,37 +285,49 @@ class Worker {
     return job.panel[at.which] + at.panel * run_.panel_bytes_of(layer) + run_.bytes_of(layer, step);
   }
 
-  const char* decode(const char* codes) const {
-    BlockDecoder decoder(reinterpret_cast<const uint8_t*>(codes));
-    for (int i = 0; i < CODED_STEPS; ++i) decoder.next<CODES_AHEAD>(decoded_ + i * STEP_WEIGHTS);
+  const char* decode(const char* codes, int64_t block_bytes, int steps) const {
+    for (int step = 0; step < steps; step += CODED_STEPS, codes += block_bytes) {
+      BlockDecoder decoder(reinterpret_cast<const uint8_t*>(codes));
+      for (int i = 0; i < CODED_STEPS; ++i) decoder.next<CODES_AHEAD>(decoded_ + (step + i) * STEP_WEIGHTS);
+    }
     return reinterpret_cast<const char*>(decoded_);
   }
 
-  // All rows of a job times a block of a panel. The same panel's `after` of the `coming` job is asked for.
-  void run_panel(const PackedJob& job, Place at, const Block& block, const PackedJob& coming, const Block& after) {
-    const char* w = block_of(job, at, block.step);
-    if (run_.coded()) w = decode(w);
-    Ahead ahead{};
-    int64_t lines = 0;  // still to be asked for
-    if (at.panel < coming.panels) {
-      lines = run_.bytes_of(coming.layer[at.which], after.steps) / 64;
-      const int64_t products = int64_t{pairs_of(job)} * block.steps;
-      ahead = {block_of(coming, at, after.step), static_cast<int>((lines + 4 * products - 1) / (4 * products) * 4)};
-    }
-    const int64_t column = job.column + at.panel * PANEL, row_bytes = job.layer->columns * 2;
-    for (int pair = job.first_strip; pair < job.end_strip; ++pair) {
-      ahead.out = reinterpret_cast<const char*>(sums_of(job, at, pair)), ahead.stride = 0;
-      if (block.last && at.which == 0) {
-        ahead.out = static_cast<const char*>(job.layer->out) + int64_t{pair} * PAIR * row_bytes + column * 2;
-        ahead.stride = row_bytes;
+  // All rows and panels of a job, a part of K.
+  void run_part(const PackedJob& job, const PackedJob& next, int first) {
+    const int end = std::min(first + run_.part_steps, run_.steps);
+    for (int panel = 0; panel < job.panels; ++panel) {
+      for (int step = first; step < end; step += BLOCK_STEPS) {
+        Coming coming{&job, panel, step + BLOCK_STEPS};
+        if (coming.step >= end) ++coming.panel, coming.step = first;
+        if (coming.panel == job.panels) coming.panel = 0, coming.step = end;
+        if (coming.step == run_.steps) coming.job = &next, coming.step = 0;
+        for (int which = 0; which < run_.halves(); ++which) run_panel(job, {panel, which}, block_at(step), coming);
       }
-      float* sums = sums_of(job, at, pair);
+      if (end < run_.steps) continue;
+      results_.convert_all();
+      begin_results(job, panel, sums_of(job, {panel, 0}, job.first_strip), sums_of(job, {panel, 1}, job.first_strip));
+    }
+  }
+
+  // All rows of a job times a block of a panel, while the coming one is asked for.
+  void run_panel(const PackedJob& job, Place at, const Block& block, const Coming& coming) {
+    const char* w = block_of(job, at, block.step);
+    if (run_.coded()) w = decode(w, job.layer[at.which].coded_bytes, block.steps);
+    Ahead ahead{};
+    int64_t lines = 0;  // of a run, still to be asked for
+    if (coming.panel < coming.job->panels) {
+      const int64_t products = int64_t{pairs_of(job)} * block.steps;
+      lines = (run_.bytes_of(coming.job->layer[at.which], block_at(coming.step).steps) / RUNS + 63) / 64;
+      ahead = {block_of(*coming.job, {coming.panel, at.which}, coming.step), lines * 64,
+               static_cast<int>((lines + products - 1) / products)};
+    }
+    for (int pair = job.first_strip; pair < job.end_strip; ++pair) {
       const auto kernel = run_.rows_of(pair) <= TILE_LINES ? multiply<1> : multiply<2>;
-      kernel(tiles_of(job, pair, block), w, block.steps, block.first, ahead, sums);
+      kernel(tiles_of(job, pair, block), w, block.steps, block.first, ahead, sums_of(job, at, pair), results_);
       const int64_t asked = int64_t{ahead.lines} * block.steps;
       lines -= asked, ahead.first += asked * 64;
       if (lines <= 0) ahead.lines = 0;
-      if (block.last && at.which + 1 == run_.halves()) write_product(job, pair, at.panel);
     }
   }
 
@@ -291,7 +337,12 @@ class Worker {
   void stream_job(const PackedJob& job) {
     if (run_.coded()) stream_panels_of<ROWS, CodedPanel>(job);
     else stream_panels_of<ROWS, StoredPanel>(job);
-    for (int panel = 0; panel < job.panels; ++panel) write_product(job, job.first_strip, panel);
+    for (int panel = 0; panel < job.panels; ++panel) {
+      const float* sums = sums_ + int64_t{panel} * run_.halves() * PAIR_SUMS;
+      begin_results(job, panel, sums, sums + PAIR_SUMS);
+      results_.convert_all();
+    }
+    write_results(job);
   }
 
   template <int ROWS, class Panel>
@@ -363,18 +414,33 @@ class Worker {
     tiles_meet_memory();
   }
 
-  // Writes a panel's columns of a pair of row tiles, if nobody else did.
-  void write_product(const PackedJob& job, int pair, int panel) {
-    const float* sums[2] = {sums_of(job, {panel, 0}, pair), sums_of(job, {panel, 1}, pair)};
+  int64_t row_of_results() const { return int64_t{run_.group} * PANEL; }
+
+  void begin_results(const PackedJob& job, int panel, const float* sums, const float* others) {
+    const int64_t first = int64_t{job.first_strip} * PAIR;
+    const int64_t end = std::min<int64_t>(int64_t{job.end_strip} * PAIR, run_.args.rows);
+    results_.begin(run_, job.layer, job.column + panel * PANEL, sums, others, rows_ + panel * PANEL, row_of_results(),
+                   static_cast<int>(end - first));
+  }
+
+  // Writes what nobody else did.
+  void write_results(const PackedJob& job) {
+    results_.convert_all();
     stand_still(number_);
-    run_.products.write_once(run_.product_of(job, pair, panel), [&] {
-      write_rows(run_, job.layer, job.column + panel * PANEL, sums, int64_t{pair} * PAIR, run_.rows_of(pair));
-    });
+    for (int pair = job.first_strip; pair < job.end_strip; ++pair)
+      run_.products.write_once(run_.product_of(job, pair), [&] {
+        const bf16* from = rows_ + int64_t{pair - job.first_strip} * PAIR * row_of_results();
+        bf16* to = static_cast<bf16*>(job.layer->out) + int64_t{pair} * PAIR * job.layer->columns + job.column;
+        for (int r = 0, rows = run_.rows_of(pair); r < rows; ++r, from += row_of_results(), to += job.layer->columns)
+          std::memcpy(to, from, job.panels * PANEL * sizeof(bf16));
+      });
   }
 
   Run& run_;
   const int number_;
-  float* sums_;                   // [panel][of gated layers two][pair][PAIR_SUMS]
+  float* sums_;                   // [of gated layers two][pair][PAIR_SUMS], of streams [panel][of gated layers two]
+  bf16* rows_;
+  Results results_;
   uint16_t* decoded_ = nullptr;   // a block of coded weights
   char* tiles_ = nullptr;         // of the rows of a job
   int kept_pair_ = -1;            // the first of those rows
@@ -389,11 +455,19 @@ void job_worker(void* context, int number) {
 
 }  // namespace
 
+namespace {
+
+// Half as many if then, only then, the second cache holds x.
+int most_pairs(const LinearArgs& args) {
+  const int64_t bytes = args.inner * 2 * PAIR * MOST_PAIRS;
+  return bytes > MOST_X && bytes / 2 <= MOST_X ? MOST_PAIRS / 2 : MOST_PAIRS;
+}
+
+}  // namespace
+
 void packed_linear_with_tiles(const LinearArgs& args) {
-  const bool coded = args.layers[0].coded_bytes > 0;
-  const int most_pairs = coded ? MOST_CODED_PAIRS : MOST_PAIRS;
   const int halves = args.gate == Activation::NONE ? 1 : 2;
-  const PackedShape shape = packed_shape(args, PAIR, most_pairs, MOST_GROUP / halves);
+  const PackedShape shape = packed_shape(args, PAIR, most_pairs(args), MOST_GROUP / halves);
   run_packed(make_run<Run>(args, shape), job_worker);
 }
 

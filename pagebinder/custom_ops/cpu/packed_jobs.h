@@ -45,13 +45,13 @@ struct PackedRun : PackedShape {
   const LinearPanels panels{args, PANEL * group};  // groups of them
   const int num_jobs = blocks * panels.count();
   WorkRanges work{num_jobs, num_workers};
-  Claims products{static_cast<int64_t>(num_jobs) * block_strips * group};  // of each job by strip and panel
+  Claims products{static_cast<int64_t>(num_jobs) * block_strips};  // of each job by strip
 
   PackedRun(const LinearArgs& a, const PackedShape& shape) : PackedShape(shape), args(a) {}
 
   bool gated() const { return args.gate != Activation::NONE; }
   bool coded() const { return args.layers[0].coded_bytes > 0; }
-  int64_t product_of(const PackedJob& job, int strip, int panel) const;
+  int64_t product_of(const PackedJob& job, int strip) const;
   bool is_written(int job) const;
   int64_t panel_bytes() const { return static_cast<int64_t>(steps) * STEP_BYTES; }
   int64_t bytes_of(const LinearLayer& layer, int num_steps) const {
@@ -83,15 +83,14 @@ inline PackedJob job_at(const PackedRun& run, int index) {
           std::min((block + 1) * run.block_strips, run.strips)};
 }
 
-inline int64_t PackedRun::product_of(const PackedJob& job, int strip, int panel) const {
-  return (static_cast<int64_t>(job.index) * block_strips + strip - job.first_strip) * group + panel;
+inline int64_t PackedRun::product_of(const PackedJob& job, int strip) const {
+  return static_cast<int64_t>(job.index) * block_strips + strip - job.first_strip;
 }
 
 inline bool PackedRun::is_written(int index) const {
   const PackedJob job = job_at(*this, index);
   for (int strip = job.first_strip; strip < job.end_strip; ++strip)
-    for (int panel = 0; panel < job.panels; ++panel)
-      if (!products.is_written(product_of(job, strip, panel))) return false;
+    if (!products.is_written(product_of(job, strip))) return false;
   return true;
 }
 

@@ -127,7 +127,7 @@ class Worker {
   // Writes a strip's columns of a panel, if nobody else did.
   void write(const PackedJob& job, int strip) {
     stand_still(number_);
-    run_.products.write_once(run_.product_of(job, strip, 0), [&] {
+    run_.products.write_once(run_.product_of(job, strip), [&] {
       for (int c = 0; c < PANEL; c += W) {
         const VF bias = bias_of(*job.layer, job.column + c);
         const VF other = run_.gated() ? bias_of(job.layer[1], job.column + c) : VF{};

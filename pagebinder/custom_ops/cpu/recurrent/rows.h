@@ -57,27 +57,6 @@ inline void write_row(const Result& out, int64_t token, int64_t row, int64_t fir
 
 // ---- gates -----------------------------------------------------------------------------------------------------
 
-// a * b + c, rounded once where the machine can: written out, so that every place rounds alike.
-PB_INLINE VF fused(VF a, VF b, VF c) {
-#if defined(__AVX512F__)
-  return bit_cast<VF>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
-#elif defined(__FMA__) && defined(__AVX2__)
-  return bit_cast<VF>(_mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
-#else
-  return a * b + c;
-#endif
-}
-
-// 1 / x for x from 1 to 4: an estimate and a Newton step where a division takes far longer.
-PB_INLINE VF reciprocal(VF x) {
-#if defined(__AVX512F__)
-  const VF estimate = bit_cast<VF>(_mm512_rcp14_ps(bit_cast<__m512>(x)));
-  return fused(fused(-x, estimate, splat(1.0f)), estimate, estimate);
-#else
-  return 1.0f / x;
-#endif
-}
-
 PB_INLINE VF magnitude_of(VF x) { return bit_cast<VF>(bit_cast<VU>(x) & 0x7fffffffu); }
 
 // e^x for x <= 88.
