@@ -259,19 +259,24 @@ class Worker {
     return tiles_ + (int64_t{block.step} * pairs_of(job) + int64_t{pair - job.first_strip} * block.steps) * STEP_BYTES;
   }
 
-  // The rows of a job as tiles. Lines beyond the last row stay as they are: only their own sums read them.
+  // The rows of a job as tiles, half a block of a row at a time: those of a pair that are written then are few enough for
+  // the nearest cache. Lines beyond the last row stay as they are: only their own sums read them.
   void pack_rows(const PackedJob& job) {
     const int64_t line = run_.args.x_stride * 2;
-    for (int pair = job.first_strip; pair < job.end_strip; ++pair)
-      for (int r = 0, rows = run_.rows_of(pair); r < rows; ++r) {
-        const char* from = static_cast<const char*>(run_.args.x) + (int64_t{pair} * PAIR + r) * line;
-        for (int at = 0; at < run_.steps; at += BLOCK_STEPS) {
-          const Block block = block_at(at);
-          char* to = tiles_of(job, pair, block) + r * 64;
-          for (int step = 0; step < block.steps; ++step, from += 64, to += STEP_BYTES)
-            store(reinterpret_cast<float*>(to), load<VF>(from));
-        }
+    for (int pair = job.first_strip; pair < job.end_strip; ++pair) {
+      const char* from = static_cast<const char*>(run_.args.x) + int64_t{pair} * PAIR * line;
+      for (int first = 0; first < run_.steps; first += BLOCK_STEPS / 2) {
+        const Block block = block_at(first / BLOCK_STEPS * BLOCK_STEPS);
+        char* to = tiles_of(job, pair, block) + (first - block.step) * STEP_BYTES;
+        const int count = std::min(BLOCK_STEPS / 2, run_.steps - first);
+        for (int r = 0, rows = run_.rows_of(pair); r < rows; ++r)
+          for (int step = 0; step < count; ++step) {
+            const char* x = from + r * line + (first + step) * 64;
+            if (pair + 1 < job.end_strip) __builtin_prefetch(x + PAIR * line);
+            store(reinterpret_cast<float*>(to + step * STEP_BYTES + r * 64), load<VF>(x));
+          }
       }
+    }
   }
 
   float* sums_of(const PackedJob& job, Place at, int pair) const {
