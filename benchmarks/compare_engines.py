@@ -97,10 +97,8 @@ def batches(pool: Pool, about: Costs, o: dict) -> dict:
 
 def mixed(pool: Pool, about: Costs, o: dict) -> dict:
     trace = cases.arrivals(about.vocab_size, o["mixed_requests"], o["gap"])
-    flops = sum(
-        about.prefill_flops(1, len(prompt)) + (new - 1) * about.decode_flops for _, prompt, new in trace
-    )
-    return cases.mixed(pool, stepping(pool), trace, o["rounds"]) | {"product_flops": flops}
+    arrivals = [[at, len(prompt), new] for at, prompt, new in trace]
+    return cases.mixed(pool, stepping(pool), trace, o["rounds"]) | {"arrivals": arrivals}
 
 
 def contention(pool: Pool, about: Costs, o: dict) -> dict:

@@ -69,6 +69,8 @@ def test_memory_is_made_ready_only_while_nobody_computes(engine):
     engine.step()
     engine.abort("c")
     assert engine.arena.idle.is_set()
+    engine.beam_search([1, 2, 3], beam_width=2, max_tokens=3)
+    assert engine.arena.idle.is_set()
 
 
 def test_different_seeds_give_different_tokens(engine):

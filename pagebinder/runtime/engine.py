@@ -364,6 +364,7 @@ class Engine:
             finally:
                 with deferred_interrupts():
                     search.close()
+                    self._rest_if_done()
 
     def stream(
         self,

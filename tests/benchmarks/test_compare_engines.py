@@ -121,7 +121,7 @@ def test_a_worker_that_dies_says_why(modules, tmp_path):
         )
 
 
-def test_the_mixed_load_is_held_against_its_products(modules):
+def test_the_mixed_load_is_held_against_what_its_steps_read_and_multiply(modules):
     _, compared, _ = modules
     times = {f"{what}_p{p}": 1.0 for what in ("first_token", "between_tokens") for p in (50, 99)}
     engines = {
@@ -129,9 +129,14 @@ def test_the_mixed_load_is_held_against_its_products(modules):
         for name, rate in (("pagebinder", 3.0), ("vllm", 2.0))
         for row in [{"tokens_per_second": rate, "seconds": 60 / rate, **times}]
     }
-    results = {"limits": {"product": 100.0}, "mixed": {"engines": engines, "product_flops": 1500}}
+    arrivals = [[1.0, 50, 2], [7.0, 10, 1]]  # 5 s for 500 FLOPs, 1 s for 100 bytes of weights and K and V; 1 s, 1 s
+    results = {
+        "costs": {"weight_bytes": 10, "kv_bytes_per_token": 1, "head_weights": 0},
+        "limits": {"read": 60.0, "product": 100.0},
+        "mixed": {"engines": engines, "arrivals": arrivals},
+    }
     first, *latencies = compared.goals(results)
-    assert (first["value"], first["allowed"], first["pass"]) == (1.5, 2.0, False)
+    assert (first["value"], first["allowed"], first["pass"]) == (1.5, 30 / 8, False)
     assert len(latencies) == 4 and all(g["pass"] for g in latencies)
 
 
