@@ -195,6 +195,21 @@ def test_same_bits_with_any_number_of_rows_and_threads(name, dtype):
         assert torch.equal(linear(x[:rows], qweight, scale, format=name), whole[:rows])
 
 
+@pytest.mark.parametrize("name", ["fp8", "int4_g32"])
+def test_rows_that_come_in_blocks(ops, name, request):
+    if "reference" in request.node.name:
+        pytest.skip("promised of the kernels")
+    linear, linears, _ = ops
+    qweight, scale = quantize(weight_of(64, 2112), name)
+    x, bias = operands(301, 64, 2112)
+    together = linear(x, qweight, scale, bias, format=name)
+    pieces = [linear(rows, qweight, scale, bias, format=name) for rows in x.split(43)]
+    assert torch.equal(together, torch.cat(pieces))
+    both = linears(x, [qweight, qweight], [scale, scale], [], format=name)
+    pieces = [linears(rows, [qweight, qweight], [scale, scale], [], format=name)[1] for rows in x.split(43)]
+    assert torch.equal(both[1], torch.cat(pieces))
+
+
 @pytest.mark.parametrize("factor", [1e-37, 1e-30, 1e30, 1e36])
 def test_rows_of_any_size(linear, factor):
     """Kernels that lift rows by powers of two, and sums of theirs, lose nothing."""

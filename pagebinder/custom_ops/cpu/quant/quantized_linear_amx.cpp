@@ -4,9 +4,11 @@
 //         A 0     C 0     C 1         B: tiles of codes, made into pairs of bf16, 16 steps at a time,
 //         A 1     C 2     C 3         C: sums over the steps that share a scale, then scaled and added in float32
 //
-// The first rows meet a step while the next one is decoded. Of a number of rows that is no multiple of 16, the last
+// Many rows come in blocks, which the second cache holds while all panels meet them, each decoded once for a block. The
+// first rows meet a step while the next one is decoded. Of a number of rows that is no multiple of 16, the last
 // 16 are a tile of their own. An element of y is summed in the same order whatever the number of rows and threads.
 #include <algorithm>
+#include <vector>
 
 #include "decode.h"
 #include "quantized_jobs.h"
@@ -18,6 +20,9 @@ namespace {
 constexpr int BLOCK_STEPS = 16;
 constexpr int TILE_FLOATS = TILE_LINES * TILE_LINES;
 constexpr int TILE_BYTES = TILE_LINES * 64;
+constexpr int PAIR = 2 * TILE_LINES;              // rows
+constexpr int64_t MOST_X = 1 << 20;              // bytes of x that the second cache holds beside panels
+constexpr int64_t LEAST_ROWS = 128;              // that a panel is decoded for, if there are more
 constexpr int RING = 4;                          // decoded steps that are kept where no further rows meet them
 constexpr int AHEAD_BYTES = 2048;                // how far codes are asked for before they are decoded
 
@@ -73,11 +78,13 @@ PB_INLINE void multiply_step(const Panel& p, int tile, int step, int at, float f
   const char* b = p.tiles + at * 2 * TILE_BYTES;
   _tile_loadd(6, b, 64);
   _tile_loadd(7, b + TILE_BYTES, 64);
-  _tile_loadd(4, x + run.first_row(tile) * a.x_stride, a.x_stride * 2);
+  const bf16* rows = x + run.first_row(tile) * a.x_stride;
+  if (ROW_TILES == 2) _tile_stream_loadd(4, rows, a.x_stride * 2);  // does not push the panel out of the nearest cache
+  else _tile_loadd(4, rows, a.x_stride * 2);
   _tile_dpbf16ps(0, 4, 6);
   _tile_dpbf16ps(1, 4, 7);
   if (ROW_TILES == 2) {
-    _tile_loadd(5, x + run.first_row(tile + 1) * a.x_stride, a.x_stride * 2);
+    _tile_stream_loadd(5, x + run.first_row(tile + 1) * a.x_stride, a.x_stride * 2);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
@@ -166,12 +173,37 @@ void worker(void* context, int index) {
 
 bool quantized_linear_has_tiles() { return tiles_usable(); }
 
-bool quantized_linear_with_tiles(const QuantizedLayers& call) {
-  if (!tiles_usable()) return false;
+namespace {
+
+void multiply_rows(const QuantizedLayers& call) {
   Run run(call);
   tell_next_weights(run);
   using Body = void (*)(void*, int);
   run.in_workers(false, with_code(run.args.code, [](auto constant) -> Body { return worker<decltype(constant)::value>; }));
+}
+
+// The layers for rows [first, first + rows).
+void take_rows(QuantizedLinearArgs& layer, int64_t first, int64_t rows) {
+  layer.rows = rows;
+  layer.x = static_cast<const bf16*>(layer.x) + first * layer.x_stride;
+  layer.out = static_cast<char*>(layer.out) + first * layer.columns * (layer.wide_out ? sizeof(float) : sizeof(bf16));
+  if (layer.x_scale != nullptr) layer.x_scale += first * layer.x_scale_stride;
+}
+
+}  // namespace
+
+// Rows come in blocks that stay in the second cache while all panels meet them.
+bool quantized_linear_with_tiles(const QuantizedLayers& call) {
+  if (!tiles_usable()) return false;
+  const QuantizedLinearArgs& args = call.first();
+  const int64_t most = std::max<int64_t>(MOST_X / 2 / args.inner / PAIR * PAIR, LEAST_ROWS);
+  const int64_t blocks = (args.rows + most - 1) / most;
+  const int64_t block = ((args.rows + blocks - 1) / blocks + PAIR - 1) / PAIR * PAIR;
+  for (int64_t first = 0; first < args.rows; first += block) {
+    std::vector<QuantizedLinearArgs> layers(call.layers, call.layers + call.num_layers);
+    for (QuantizedLinearArgs& layer : layers) take_rows(layer, first, std::min(block, args.rows - first));
+    multiply_rows({layers.data(), call.num_layers, call.gate, call.rounds});
+  }
   return true;
 }
 
