@@ -1,8 +1,8 @@
 """What the results of compare_engines.py are held against: ratios to peers, and the machine's own limits.
 
 A ratio to a peer carries `allowed`: what it would be, had ours the machine's measured read bandwidth or matrix rate
-(decode: the one that takes longer; mixed load: the same of each step, and requests that arrive no sooner). What memory
-gives is measured beside each round: a machine that is shared gives twice as much at one time as at another.
+(decode: the one that takes longer; mixed load: the same of each step, and requests that arrive no sooner). What
+memory gives is measured beside each round: a machine that is shared gives twice as much at one time as at another.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ def decode_limit(results: dict, requests: int, read: float) -> float:
 
 
 def mixed_limit(arrivals: list, costs: Costs, limits: dict[str, float]) -> float:
-    """Seconds that requests [at, prompt tokens, new tokens] take, sorted by arrival, if a step has the prompts that have
-    arrived and a token of each other request, and takes as long as it reads weights, K and V or as its products take."""
+    """Seconds that requests [at, prompt tokens, new tokens] take, sorted by arrival.
+
+    A step has the prompts that have arrived and a token of each other request. It takes as long as weights, K and V
+    take to read, or as the products with its weights, whichever is longer.
+    """
     now, waiting, running = 0.0, list(arrivals), []  # running: [context, tokens to come]
     while waiting or running:
         if not running:
