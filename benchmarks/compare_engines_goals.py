@@ -73,7 +73,9 @@ def mixed_limit(arrivals: list, costs: Costs, limits: dict[str, float]) -> float
         step_bytes = costs.decode_bytes(len(running) or 1) + context * costs.kv_bytes_per_token
         step_flops = len(running) * costs.decode_flops + sum(costs.prefill_flops(1, n) for _, n, _ in arrived)
         now += max(step_bytes / limits["read"], step_flops / limits["product"])
-        running = [[tokens + 1, left - 1] for tokens, left in running] + [[n, new - 1] for _, n, new in arrived]
+        running = [[tokens + 1, left - 1] for tokens, left in running] + [
+            [n, new - 1] for _, n, new in arrived
+        ]
         running = [r for r in running if r[1] > 0]
     return now
 

@@ -129,7 +129,10 @@ def test_the_mixed_load_is_held_against_what_its_steps_read_and_multiply(modules
         for name, rate in (("pagebinder", 3.0), ("vllm", 2.0))
         for row in [{"tokens_per_second": rate, "seconds": 60 / rate, **times}]
     }
-    arrivals = [[1.0, 50, 2], [7.0, 10, 1]]  # 5 s for 500 FLOPs, 1 s for 100 bytes of weights and K and V; 1 s, 1 s
+    arrivals = [
+        [1.0, 50, 2],
+        [7.0, 10, 1],
+    ]  # 5 s for 500 FLOPs, 1 s for 100 bytes of weights and K and V; 1 s, 1 s
     results = {
         "costs": {"weight_bytes": 10, "kv_bytes_per_token": 1, "head_weights": 0},
         "limits": {"read": 60.0, "product": 100.0},

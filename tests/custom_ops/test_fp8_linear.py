@@ -46,7 +46,8 @@ def exact(codes, x_scale, qweight, scale, bias, format):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    ("rows", "columns", "inner"), [(1, 64, 64), (5, 160, 448), (20, 96, 1088), (40, 320, 640), (301, 64, 2112)]
+    ("rows", "columns", "inner"),
+    [(1, 64, 64), (5, 160, 448), (20, 96, 1088), (40, 320, 640), (301, 64, 2112)],
 )
 def test_against_float64(linear, granularity, format, rows, columns, inner):
     given = operands(rows, columns=columns, inner=inner, granularity=granularity, format=format)
