@@ -52,12 +52,14 @@ constexpr int MOST_GROUP = 8;                             // panels of a job, bo
 
 struct Run : PackedRun {
   using PackedRun::PackedRun;
+
   // Of K: what all panels of a job meet before the rest. All steps, if the second cache holds x of so many.
   const int part_steps = int64_t{block_strips} * panel_bytes() <= MOST_X
                              ? steps
                              : std::max(PART_BLOCKS / block_strips, 1) * BLOCK_STEPS;
   // The results of a panel wait while the next one is multiplied, sums of a part for the next part.
   int panels_of_sums() const { return part_steps == steps ? 2 : std::max(group, 2); }
+
   int halves() const { return gated() ? 2 : 1; }
   int rows_of(int pair) const {
     return static_cast<int>(std::min<int64_t>(args.rows - static_cast<int64_t>(pair) * PAIR, PAIR));
@@ -443,9 +445,9 @@ class Worker {
 
   Run& run_;
   const int number_;
-  float* sums_;                   // [of gated layers two][pair][PAIR_SUMS], of streams [panel][of gated layers two]
-  bf16* rows_;
-  Results results_;
+  float* sums_;                   // [panels_of_sums()][of gated layers two][pair][PAIR_SUMS], of streams [panel][two]
+  bf16* rows_;                    // of results of a job: [row][panel][32]
+  Results results_;               // the last panel's, on their way there
   uint16_t* decoded_ = nullptr;   // a block of coded weights
   char* tiles_ = nullptr;         // of the rows of a job
   int kept_pair_ = -1;            // the first of those rows
@@ -458,11 +460,7 @@ void job_worker(void* context, int number) {
   run_jobs(run, number, [&](const PackedJob& job, const PackedJob& next) { worker.run_job(job, next); });
 }
 
-}  // namespace
-
-namespace {
-
-// Half as many if then, only then, the second cache holds x.
+// Of row tiles of a job: half as many if the second cache holds x then, and only then.
 int most_pairs(const LinearArgs& args) {
   const int64_t bytes = args.inner * 2 * PAIR * MOST_PAIRS;
   return bytes > MOST_X && bytes / 2 <= MOST_X ? MOST_PAIRS / 2 : MOST_PAIRS;
