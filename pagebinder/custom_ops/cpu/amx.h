@@ -17,6 +17,8 @@ namespace pagebinder {
 
 constexpr int TILE_LINES = 16;  // rows of a tile, and columns of C
 constexpr int TILE_STEP = 32;   // elements that one product sums over
+constexpr int PAIR = 2 * TILE_LINES;       // columns or rows of two tiles
+constexpr int64_t MOST_X = 1 << 20;        // bytes of rows that stay in the second cache, half of it, while panels pass
 
 // May this process use the tiles? The processor has them, the system saves their state and grants it.
 inline bool tiles_usable() {

@@ -28,7 +28,6 @@ namespace {
 constexpr int MOST_PANEL = 64, DIRECT_PANEL = 32;        // columns of a panel, with and without a copy
 constexpr int BLOCK_STEPS = 8;                           // tile steps of a block of K
 constexpr int TILE_WORDS = TILE_LINES * TILE_LINES;      // 1 KB: a tile of any operand
-constexpr int PAIR = 2 * TILE_LINES;                     // columns or rows of two tiles
 constexpr int64_t SERIAL_PACKING = 1 << 15;              // elements of x
 
 struct Run {

@@ -33,7 +33,6 @@ namespace pagebinder {
 namespace {
 
 constexpr int HALF = PANEL / 2;                           // columns of a tile
-constexpr int PAIR = 2 * TILE_LINES;                      // rows of two tiles
 constexpr int TILE_BYTES = TILE_LINES * 64, TILE_SUMS = TILE_LINES * TILE_LINES;
 constexpr int PAIR_SUMS = 4 * TILE_SUMS;                  // of a pair and a panel: [row tile][column tile][16][16]
 static_assert(STEP_BYTES == 2 * TILE_BYTES);
@@ -46,7 +45,6 @@ constexpr int QUARTER = STEP_BYTES / 4;                   // of a step, asked fo
 constexpr int CODED_QUARTER = CODED_BODY / CODED_STEPS / 4;
 constexpr int64_t CODES_AHEAD = 4096;                     // bytes
 constexpr int MOST_PAIRS = 8;                             // of row tiles of a job
-constexpr int64_t MOST_X = 1 << 20;                       // bytes of x of a job: half of the second cache
 constexpr int PART_BLOCKS = static_cast<int>(MOST_X / 2 / (BLOCK_STEPS * STEP_BYTES));  // of K, of larger ones: of all pairs
 constexpr int MOST_GROUP = 8;                             // panels of a job, both of gated layers counted
 

@@ -17,7 +17,6 @@
 namespace pagebinder {
 
 constexpr int TILE_WORDS = TILE_LINES * TILE_LINES;   // 1 KB: a tile of any operand or of sums
-constexpr int PAIR = 2 * TILE_LINES;                  // columns or rows of two tiles
 constexpr int BLOCK_STEPS = 8;                        // of K that are copied at a time, for many rows
 constexpr int MOST_ROW_PAIRS = 8;                     // whose sums wait in scratch between blocks
 

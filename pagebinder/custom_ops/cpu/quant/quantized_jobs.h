@@ -88,4 +88,24 @@ void write_panel(const QuantizedRun& run, const QuantizedJob& job, const float* 
   }
 }
 
+// A job of at most two panels, of gated layers one of each: add(panels, totals [panel][ROWS][half]) of both side by side, or
+// of one after the other; then their rows of out from `first_row` on.
+template <int ROWS, class Add>
+void meet_panels(const QuantizedRun& run, const QuantizedJob& job, int64_t first_row, bool side_by_side, const Add& add) {
+  const PanelOf panels[] = {{job.layer, job.panel}, {job.layer + run.parts - 1, job.panel + job.panels - 1}};
+  const int count = static_cast<int>(run.parts * job.panels);
+  VF totals[2][ROWS][2] = {};
+  bool done = false;
+  if constexpr (ROWS <= QUANT_MOST_DOT_ROWS)
+    if ((done = count == 2 && side_by_side)) add(panels, totals);
+  for (int i = 0; i < count && !done; ++i) {
+    const PanelOf panel[] = {panels[i]};
+    VF total[1][ROWS][2] = {};
+    add(panel, total);
+    std::copy_n(&total[0][0][0], 2 * ROWS, &totals[i][0][0]);
+  }
+  const float* const sums[] = {reinterpret_cast<float*>(totals[0]), reinterpret_cast<float*>(totals[1])};
+  for (int p = 0; p < job.panels; ++p) write_panel<bf16>(run, {job.layer, job.panel + p, 1}, sums + p, first_row, ROWS);
+}
+
 }  // namespace pagebinder

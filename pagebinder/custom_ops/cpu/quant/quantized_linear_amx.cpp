@@ -20,8 +20,6 @@ namespace {
 constexpr int BLOCK_STEPS = 16;
 constexpr int TILE_FLOATS = TILE_LINES * TILE_LINES;
 constexpr int TILE_BYTES = TILE_LINES * 64;
-constexpr int PAIR = 2 * TILE_LINES;              // rows
-constexpr int64_t MOST_X = 1 << 20;              // bytes of x that the second cache holds beside panels
 constexpr int64_t LEAST_ROWS = 128;              // that a panel is decoded for, if there are more
 constexpr int RING = 4;                          // decoded steps that are kept where no further rows meet them
 constexpr int AHEAD_BYTES = 2048;                // how far codes are asked for before they are decoded
@@ -169,41 +167,49 @@ void worker(void* context, int index) {
   }
 }
 
-}  // namespace
-
-bool quantized_linear_has_tiles() { return tiles_usable(); }
-
-namespace {
-
-void multiply_rows(const QuantizedLayers& call) {
-  Run run(call);
-  tell_next_weights(run);
+void multiply(Run& run) {
   using Body = void (*)(void*, int);
   run.in_workers(false, with_code(run.args.code, [](auto constant) -> Body { return worker<decltype(constant)::value>; }));
 }
 
-// The layers for rows [first, first + rows).
-void take_rows(QuantizedLinearArgs& layer, int64_t first, int64_t rows) {
+// A layer for rows [first, first + rows).
+QuantizedLinearArgs with_rows(QuantizedLinearArgs layer, int64_t first, int64_t rows) {
   layer.rows = rows;
   layer.x = static_cast<const bf16*>(layer.x) + first * layer.x_stride;
   layer.out = static_cast<char*>(layer.out) + first * layer.columns * (layer.wide_out ? sizeof(float) : sizeof(bf16));
   if (layer.x_scale != nullptr) layer.x_scale += first * layer.x_scale_stride;
+  return layer;
+}
+
+// Blocks of rows, one after the other, that stay in the second cache while all panels meet them.
+void multiply_blocks(const QuantizedLayers& call, int64_t most_rows) {
+  const int64_t all_rows = call.first().rows, blocks = (all_rows + most_rows - 1) / most_rows;
+  const int64_t block = ((all_rows + blocks - 1) / blocks + PAIR - 1) / PAIR * PAIR;
+  std::vector<QuantizedLinearArgs> layers(call.layers, call.layers + call.num_layers);
+  const QuantizedLayers of_block{layers.data(), call.num_layers, call.gate, call.rounds};
+  for (int64_t first = 0; first < all_rows; first += block) {
+    for (int i = 0; i < call.num_layers; ++i)
+      layers[i] = with_rows(call.layers[i], first, std::min(block, all_rows - first));
+    Run run(of_block);
+    multiply(run);
+  }
 }
 
 }  // namespace
 
-// Rows come in blocks that stay in the second cache while all panels meet them.
+bool quantized_linear_has_tiles() { return tiles_usable(); }
+
 bool quantized_linear_with_tiles(const QuantizedLayers& call) {
   if (!tiles_usable()) return false;
   const QuantizedLinearArgs& args = call.first();
-  const int64_t most = std::max<int64_t>(MOST_X / 2 / args.inner / PAIR * PAIR, LEAST_ROWS);
-  const int64_t blocks = (args.rows + most - 1) / most;
-  const int64_t block = ((args.rows + blocks - 1) / blocks + PAIR - 1) / PAIR * PAIR;
-  for (int64_t first = 0; first < args.rows; first += block) {
-    std::vector<QuantizedLinearArgs> layers(call.layers, call.layers + call.num_layers);
-    for (QuantizedLinearArgs& layer : layers) take_rows(layer, first, std::min(block, args.rows - first));
-    multiply_rows({layers.data(), call.num_layers, call.gate, call.rounds});
+  const int64_t most_rows = std::max<int64_t>(MOST_X / 2 / args.inner / PAIR * PAIR, LEAST_ROWS);
+  if (args.rows > most_rows) {
+    multiply_blocks(call, most_rows);
+    return true;
   }
+  Run run(call);
+  tell_next_weights(run);
+  multiply(run);
   return true;
 }
 

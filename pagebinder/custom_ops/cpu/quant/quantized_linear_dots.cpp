@@ -45,22 +45,7 @@ void worker(void* context, int index) {
       for (int r = 0; r < ROWS; ++r)
         for (VF& sum : panel[r]) sum *= run.factors[r];
   };
-  for (int i; (i = run.work.take(index)) < run.num_jobs;) {
-    const QuantizedJob job = run.job(i);
-    const PanelOf panels[] = {{job.layer, job.panel}, {job.layer + run.parts - 1, job.panel + job.panels - 1}};
-    const int count = static_cast<int>(run.parts * job.panels);
-    VF sums[2][ROWS][2] = {};
-    const bool two = count == 2 && run.side_by_side;
-    if (two) add(panels, sums);
-    for (int p = 0; p < count && !two; ++p) {
-      const PanelOf one[] = {panels[p]};
-      VF of_one[1][ROWS][2] = {};
-      add(one, of_one);
-      std::copy_n(&of_one[0][0][0], 2 * ROWS, &sums[p][0][0]);
-    }
-    const float* const of[] = {reinterpret_cast<float*>(sums[0]), reinterpret_cast<float*>(sums[1])};
-    for (int p = 0; p < job.panels; ++p) write_panel<bf16>(run, {job.layer, job.panel + p, 1}, of + p, 0, ROWS);
-  }
+  for (int i; (i = run.work.take(index)) < run.num_jobs;) meet_panels<ROWS>(run, run.job(i), 0, run.side_by_side, add);
 }
 
 using Worker = void (*)(void*, int);

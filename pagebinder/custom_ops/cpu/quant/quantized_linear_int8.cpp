@@ -216,30 +216,17 @@ struct Int8Dots {
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Digits& to) { return make_digits<CODE>(layer, to); }
 
-  // `count` panels: two side by side where rows are few and the prefetcher follows two, else one after the other.
-  template <Code CODE, int ROWS>
-  static void add(const PanelOf (&panels)[2], int count, const Digits& digits, VF (&totals)[2][ROWS][2]) {
-    constexpr bool STREAMS = halves_of(ROWS) == 2;  // one half at a time is read in order anyway
-    const bool rising = prefetcher_follows_rising_lines();
-    if constexpr (ROWS <= QUANT_MOST_DOT_ROWS)
-      if (count == 2 && !rising) return add_panels<CODE, ROWS, 2, false>(panels, digits, totals);
-    for (int i = 0; i < count; ++i) {
-      const PanelOf panel[] = {panels[i]};
-      VF total[1][ROWS][2] = {};
-      const auto add_one = STREAMS && rising ? add_panels<CODE, ROWS, 1, STREAMS> : add_panels<CODE, ROWS, 1, false>;
-      add_one(panel, digits, total);
-      std::copy_n(&total[0][0][0], 2 * ROWS, &totals[i][0][0]);
-    }
-  }
-
+  // Two panels side by side where rows are few and the prefetcher follows two.
   template <Code CODE, int ROWS>
   static void meet(const QuantizedRun& run, const Digits& digits, const QuantizedJob& job, bool) {
-    const PanelOf panels[] = {{job.layer, job.panel}, {job.layer + run.parts - 1, job.panel + job.panels - 1}};
-    VF totals[2][ROWS][2] = {};
-    add<CODE, ROWS>(panels, static_cast<int>(run.parts * job.panels), digits, totals);
-    const float* const of[] = {reinterpret_cast<float*>(totals[0]), reinterpret_cast<float*>(totals[1])};
-    for (int p = 0; p < job.panels; ++p)
-      write_panel<bf16>(run, {job.layer, job.panel + p, 1}, of + p, digits.first_row, ROWS);
+    constexpr bool STREAMS = halves_of(ROWS) == 2;  // one half at a time is read in order anyway
+    const bool rising = prefetcher_follows_rising_lines();
+    meet_panels<ROWS>(run, job, digits.first_row, !rising, [&](const auto& panels, auto& totals) {
+      constexpr int PANELS = static_cast<int>(std::extent_v<std::remove_reference_t<decltype(panels)>>);
+      constexpr bool STREAM = PANELS == 1 && STREAMS;
+      const auto add = rising && STREAM ? add_panels<CODE, ROWS, PANELS, STREAM> : add_panels<CODE, ROWS, PANELS, false>;
+      add(panels, digits, totals);
+    });
   }
 };
 
