@@ -61,6 +61,7 @@ from pagebinder.passes.fuse_gated_linear import fuse_gated_linear
 from pagebinder.passes.fuse_inverse_rope_linear import fuse_inverse_rope_linear
 from pagebinder.passes.fuse_kv_rope_store import fuse_kv_rope_store
 from pagebinder.passes.fuse_moe_routing import fuse_moe_routing
+from pagebinder.passes.fuse_norm_linears import fuse_norm_linears
 from pagebinder.passes.fuse_q_norm_rope import fuse_q_norm_rope
 from pagebinder.passes.fuse_qk_norm_rope_write import fuse_qk_norm_rope_write
 from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear
@@ -351,8 +352,14 @@ def _fuse_passes(config: CompileConfig, source: ModelSource) -> tuple:
     routing = functools.partial(fuse_moe_routing, requested=config.providers)
     cleaning = (fuse_add_rms_norm, place_constants, simplify)
     fusions = (*around_rope, *cleaning, *quantization, *around_linears, routing, *cascade)
+    before_layers = (fuse_norm_linears,) if _fuses_norms(config, source) else ()
     # Last, as fusions look through views, and through the last layer, as the model wrote them.
-    return (*fusions, narrow_rows, simplify_views)
+    return (*fusions, narrow_rows, simplify_views, *before_layers)
+
+
+def _fuses_norms(config: CompileConfig, source: ModelSource) -> bool:
+    """Are norms and the layers behind them one op? On a GPU, unless a compiler fuses norms with what is before them."""
+    return "norm_linears" in config.providers or (source.device.type == "cuda" and not is_compiled(config))
 
 
 def _capture(source: ModelSource, report: CompileReport) -> tuple[GraphModule, GraphModule | None]:

@@ -21,7 +21,14 @@ from pagebinder.custom_ops.fp8 import linear as fp8_linear
 from pagebinder.custom_ops.fp8 import quant as fp8_quant
 from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
-from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
+from pagebinder.custom_ops.linear import (
+    gated_linear,
+    inverse_rope_grouped,
+    linear,
+    linears,
+    norm_linears,
+    quantized,
+)
 from pagebinder.custom_ops.mla import mla, paged_mla
 from pagebinder.custom_ops.moe import experts, quantized_experts, routed_experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
@@ -52,6 +59,7 @@ __all__ = [
     "merge_states",
     "mla",
     "mlstm",
+    "norm_linears",
     "packed",
     "paged",
     "paged_compress",

@@ -153,6 +153,17 @@ def _dequantize_weight(model: CostModel, node: Node) -> OpCost:
     return model.moved(node, flops=model.numel(node))
 
 
+def _norm_linears(model: CostModel, node: Node) -> OpCost:
+    """As the norm, the layers and the gate would count; what the norm would write and they would read is not moved."""
+    x, values = operand(node, "x"), [y.shape for y in tensors(node)]
+    has_sum, has_weight = (operand(node, name) is not None for name in ("residual", "norm_weight"))
+    rows, width = model.numel(x) / model.shape(x)[-1], model.shape(x)[-1]
+    outs = sum(shape[-1] for shape in (values[:-1] if has_sum else values))
+    gate = bool(operand(node, "activation"))
+    per_value = (4 * width + 2 if gate else 2 * width) + (1 + gate) * bool(operand(node, "biases"))
+    return model.moved(node, flops=rows * (width * (3 + has_weight + has_sum) + outs * per_value))
+
+
 def _gated_linear(model: CostModel, node: Node) -> OpCost:
     """Two products and their biases, and two pointwise ops."""
     x = operand(node, "x")
@@ -264,6 +275,7 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     "quantized_paged_attention_fp8_quant": _attention_fp8_quant,
     "dequantize_weight": _dequantize_weight,
     "gated_linear": _gated_linear,
+    "norm_linears": _norm_linears,
     "quantized_gated_linear": _gated_linear,
     "attention": _attention,
     "relative_attention": _attention,

@@ -49,6 +49,7 @@ PLAIN_OPS = (
     "quantized_linears",
     "quantized_gated_linear",
     "linears",
+    "norm_linears",
     "qk_norm_rope_write",
     "qk_norm_rope_quantized_write",
     "gated_linear",

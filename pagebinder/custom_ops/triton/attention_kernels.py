@@ -1,7 +1,8 @@
 """Kernels of paged attention: tiles of queries over all their keys, or few queries over parts of them, merged.
 
     tile_kernel     grid [tiles, KV heads]          prefill: a tile of one request walks over its whole context
-    split_kernel    grid [splits, KV heads, R]      decode: a request's context in parts, each with its own softmax
+    split_kernel    grid [splits, KV heads, R]      decode: a request's context in parts, each with its own softmax;
+                                                    few parts are merged by the program that is the last to end
     merge_kernel    grid [R + 1, H]                 the parts of a token become one softmax
 
 Grids follow from capacities; how much there is to do is read from query_start_loc and seq_lens, and a program that
@@ -24,8 +25,6 @@ import triton.language as tl
 from pagebinder.custom_ops.triton.attention_pairs import attend_pairs
 from pagebinder.custom_ops.triton.attention_tile import attend, key_range, load_columns
 from pagebinder.custom_ops.triton.values import LN_2, LOG2_E, SIZES, rounded
-
-VALUES_OF_MERGE = tl.constexpr(4096)  # of parts that a program holds at a time
 
 
 @triton.jit
@@ -117,7 +116,7 @@ def tile_kernel(
         q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head, mask=is_row, other=0.0) * LOG2_E
     bias_ptrs = None if bias_ptr is None else bias_ptr + tl.where(is_row, head, 0) * (farthest + 1)
-    bias_ptrs = of_queries(bias_ptrs, stride_bias, token, is_row)
+    bias_ptrs = bias_ptrs if stride_bias is None else of_queries(bias_ptrs, stride_bias, token, is_row)
     k_scale = None if scales_ptr is None else tl.load(scales_ptr + kv_head)
     v_scale = None if scales_ptr is None else tl.load(scales_ptr + tl.num_programs(1) // CHUNKS + kv_head)
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_g
@@ -155,7 +154,8 @@ def tile_kernel(
         )  # fmt: skip
     if v_scale is not None:
         acc *= v_scale
-    total, weight = with_sink(l, m, of_queries(sinks_ptr, stride_sink, token, is_row), head, is_row)
+    sinks_ptr = sinks_ptr if stride_sink is None else of_queries(sinks_ptr, stride_sink, token, is_row)
+    total, weight = with_sink(l, m, sinks_ptr, head, is_row)
     acc *= (weight / nonzero(total))[:, None]
     store_rows(
         out_ptr,
@@ -175,8 +175,11 @@ def tile_kernel(
 
 @triton.jit
 def of_queries(ptrs, stride, token, is_row):
-    """What belongs to each row's token; stride: from token to token, None if all share it."""
-    return ptrs if stride is None else ptrs + tl.where(is_row, token, 0).to(tl.int64) * stride
+    """What belongs to each row's token, of what does not belong to all; stride: from token to token.
+
+    Triton 3.6 has no functions that return None, so where there is nothing, or all share it, callers do not ask.
+    """
+    return ptrs + tl.where(is_row, token, 0).to(tl.int64) * stride
 
 
 @triton.jit
@@ -218,20 +221,23 @@ def store_rows(
 @triton.jit(do_not_specialize=SIZES)
 def split_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, slopes_ptr, bias_ptr, scales_ptr, part_ptr,
-    part_lse_ptr, stride_qt, stride_qh, stride_r, stride_bias, num_blocks, capacity, split_up_to, row_tokens, scale,
-    soft_cap, behind, farthest,
+    part_lse_ptr, arrivals_ptr, sinks_ptr, out_ptr, lse_ptr, stride_qt, stride_qh, stride_r, stride_bias, stride_sink,
+    num_tokens, num_blocks, capacity, split_up_to, row_tokens, scale, soft_cap, behind, farthest,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr,
     SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, CAUSAL: tl.constexpr, CODES: tl.constexpr, ROW_SCALES: tl.constexpr,
     ALIGNED: tl.constexpr, NATIVE: tl.constexpr, V_IS_K: tl.constexpr, CONTEXT_ONLY: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Part `split` of the keys of requests of up to split_up_to new tokens: normalised rows and their LSE in bits.
 
     part [rows, H, SPLITS, DV], part_lse [rows, H, SPLITS] float32. The row of a request's token i is
     request * row_tokens + i, or the token itself if row_tokens is 0. Parts without keys only get an LSE of -inf.
+
+    arrivals [R, KV heads * CHUNKS] int32, zeros before and after: the program that is last to count there merges the
+    parts of its request and heads, AT_ONCE at a time, and padding gets zeros; None: parts are left to merge_kernel.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     split, request = tl.program_id(0), tl.program_id(2)
@@ -252,7 +258,9 @@ def split_kernel(
         is_row = has_head & (row_token < BLOCK_Q) & (start + row_token < end)
         token = start + row_token
         p = seq_len - end + token
-        bias_ptrs = of_queries(bias_of_heads, stride_bias, token, is_row)
+        bias_ptrs = (
+            bias_of_heads if stride_bias is None else of_queries(bias_of_heads, stride_bias, token, is_row)
+        )
         p_last = seq_len - end + tl.minimum(start + BLOCK_Q, end) - 1
         lo, hi = key_range(seq_len - end + start, p_last, seq_len, WINDOW, CHUNK, CAUSAL)
         lo, hi = cut_keys(lo, hi, begins_ptr, request, False, seq_len - end + first, CONTEXT_ONLY)
@@ -287,22 +295,85 @@ def split_kernel(
             mask = is_row[:, None] & (column[None, :] < DV)
             tl.store(part_ptr + part_row[:, None] * DV + column[None, :], acc, mask=mask)
         tl.store(part_lse_ptr + part_row, m + tl.log2(nonzero(l)), mask=is_row)
+    if arrivals_ptr is not None:
+        merge_what_all_left(
+            part_ptr, part_lse_ptr, arrivals_ptr, sinks_ptr, out_ptr, lse_ptr, stride_sink, num_tokens, first, end,
+            GROUP, HEADS, CHUNKS, ROWS, SPLITS, BLOCK_SPLITS, AT_ONCE, DV, BLOCK_DV,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_what_all_left(
+    part_ptr, part_lse_ptr, arrivals_ptr, sinks_ptr, out_ptr, lse_ptr, stride_sink, num_tokens, first, end,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The end of `split_kernel`, where rows of parts are tokens; see there for arrivals."""
+    request, pid_head = tl.program_id(2), tl.program_id(1)
+    num_heads = tl.num_programs(1) // CHUNKS * GROUP
+    _, row_token, head, is_row = rows_of_tile(pid_head, HEADS, CHUNKS, GROUP, ROWS)
+    is_row &= row_token == 0
+    tl.debug_barrier()  # what this program's threads have stored is there before it counts
+    arrival_ptr = arrivals_ptr + request * tl.num_programs(1) + pid_head
+    if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == SPLITS - 1:
+        tl.store(arrival_ptr, 0)
+        is_last = request == tl.num_programs(2) - 1  # padding is behind it
+        for i in range(tl.where(is_last, num_tokens, end) - first):
+            token = first + i
+            part_row = (token.to(tl.int64) * num_heads + head) * SPLITS
+            store_merged(
+                part_ptr, part_lse_ptr, sinks_ptr, out_ptr, lse_ptr, stride_sink, num_tokens, num_heads, token, head,
+                part_row, is_row & (token < end), is_row, SPLITS, BLOCK_SPLITS, AT_ONCE, DV, BLOCK_DV,
+            )  # fmt: skip
+
+
+@triton.jit
+def store_merged(
+    part_ptr, part_lse_ptr, sinks_ptr, out_ptr, lse_ptr, stride_sink, num_tokens, num_heads, token, head, part_row,
+    exists, is_row, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The parts of some heads of a token as one softmax, with the sink; zeros for heads whose parts do not exist.
+
+    part_row [rows] int64: the first part of each. AT_ONCE parts are read at once: what is read one behind the other
+    is waited for one behind the other.
+    """
+    column, every = tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_SPLITS)[None, :]
+    lse_ptrs = part_lse_ptr + part_row[:, None]
+    lses = tl.load(lse_ptrs + every, mask=exists[:, None] & (every < SPLITS), other=float("-inf"))
+    m = tl.max(lses, 1)
+    base = tl.where(m == float("-inf"), 0.0, m)
+    l = tl.sum(tl.exp2(lses - base[:, None]), 1)
+    acc = tl.zeros((head.shape[0], BLOCK_DV), tl.float32)
+    for s0 in range(0, SPLITS, AT_ONCE):
+        split = s0 + tl.arange(0, AT_ONCE)[None, :]
+        part_lse = tl.load(lse_ptrs + split, mask=exists[:, None] & (split < SPLITS), other=float("-inf"))
+        ptrs = part_ptr + (part_row[:, None] + split)[:, :, None] * DV + column[None, None, :]
+        written = (part_lse != float("-inf"))[:, :, None] & (column < DV)[None, None, :]
+        part = tl.load(ptrs, mask=written, other=0.0)
+        acc += tl.sum(part * tl.exp2(part_lse - base[:, None])[:, :, None], 1)
+    lse = m + tl.log2(nonzero(l))
+    sinks_ptr = sinks_ptr if stride_sink is None else of_queries(sinks_ptr, stride_sink, token, is_row)
+    total, weight = with_sink(l, m, sinks_ptr, head, is_row)
+    acc *= (weight / nonzero(total))[:, None]
+    out_row = out_ptr + (token.to(tl.int64) * num_heads + head)[:, None] * DV
+    mask = is_row[:, None] & (column < DV)[None, :]
+    tl.store(out_row + column[None, :], rounded(acc, out_ptr.dtype.element_ty), mask=mask)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse * LN_2, mask=is_row)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def merge_kernel(
     part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, stride_sink, num_tokens, num_requests,
-    split_up_to, row_tokens, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DV: tl.constexpr,
+    split_up_to, row_tokens, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, DV: tl.constexpr,
     BLOCK_DV: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """The parts of each token and head as one softmax, with the sink; PADDING: writes padding tokens, too.
 
-    Programs of the third dimension of the grid take a request's tokens in turns. A few values of a thread at once:
-    parts that are read one behind the other are waited for one behind the other.
+    Programs of the third dimension of the grid take a request's tokens in turns.
     """
-    FIT: tl.constexpr = VALUES_OF_MERGE // BLOCK_DV if BLOCK_DV < VALUES_OF_MERGE // 4 else 4
-    AT_ONCE: tl.constexpr = FIT if FIT < BLOCK_SPLITS else BLOCK_SPLITS
-    request, head = tl.program_id(0), tl.program_id(1)
+    request, num_heads = tl.program_id(0), tl.num_programs(1)
     is_padding = request == num_requests
     if is_padding & (not PADDING):
         return
@@ -310,36 +381,13 @@ def merge_kernel(
     end = tl.load(starts_ptr + request + 1, mask=not is_padding, other=num_tokens)
     if (end - first > split_up_to) & (not is_padding):
         return
-    column = tl.arange(0, BLOCK_DV)
+    head = tl.program_id(1) + tl.arange(0, 1)
+    is_row = head >= 0
     for i in range(tl.program_id(2), end - first, tl.num_programs(2)):
         token = first + i
         row = token if row_tokens == 0 else request * row_tokens + i
-        part_row = (row.to(tl.int64) * tl.num_programs(1) + head) * SPLITS
-        every = tl.arange(0, BLOCK_SPLITS)
-        written = (every < SPLITS) & (not is_padding)
-        lses = tl.load(part_lse_ptr + part_row + every, mask=written, other=float("-inf"))
-        m = tl.max(lses, 0)
-        base = tl.where(m == float("-inf"), 0.0, m)
-        l = tl.sum(tl.exp2(lses - base), 0)
-        acc = tl.zeros((BLOCK_DV,), tl.float32)
-        for s0 in range(0, SPLITS, AT_ONCE):
-            split = s0 + tl.arange(0, AT_ONCE)
-            part_lse = tl.load(
-                part_lse_ptr + part_row + split, mask=(split < SPLITS) & (not is_padding), other=float("-inf")
-            )
-            exists = part_lse != float("-inf")
-            ptrs = part_ptr + (part_row + split)[:, None] * DV + column[None, :]
-            part = tl.load(ptrs, mask=exists[:, None] & (column[None, :] < DV), other=0.0)
-            acc += tl.sum(part * tl.exp2(part_lse - base)[:, None], 0)
-        lse = m + tl.log2(nonzero(l))
-        if sinks_ptr is not None:
-            sink = tl.load(of_queries(sinks_ptr, stride_sink, token, token >= 0) + head) * LOG2_E
-            top = tl.maximum(m, sink)
-            shift = tl.where(top == float("-inf"), 0.0, top)
-            acc *= tl.exp2(m - shift)
-            l = l * tl.exp2(m - shift) + tl.exp2(sink - shift)
-        acc /= nonzero(l)
-        out_row = out_ptr + (token.to(tl.int64) * tl.num_programs(1) + head) * DV
-        tl.store(out_row + column, rounded(acc, out_ptr.dtype.element_ty), mask=column < DV)
-        if lse_ptr is not None:
-            tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse * LN_2)
+        part_row = (row.to(tl.int64) * num_heads + head) * SPLITS
+        store_merged(
+            part_ptr, part_lse_ptr, sinks_ptr, out_ptr, lse_ptr, stride_sink, num_tokens, num_heads, token, head,
+            part_row, is_row & (not is_padding), is_row, SPLITS, BLOCK_SPLITS, AT_ONCE, DV, BLOCK_DV,
+        )  # fmt: skip

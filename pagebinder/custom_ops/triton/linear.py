@@ -1,11 +1,13 @@
-"""`pagebinder_triton::linear`, `linears`, `gated_linear`: kernels for few rows; beyond them the library's product.
+"""`pagebinder_triton::linear`, `linears`, `gated_linear`, `norm_linears`: kernels for few rows; beyond them the library's
+product.
 
 A decode's products are bound by reading weights. A program streams rows of one weight past all rows of x, so layers
 that read the same x are one launch, which fills the GPU where the smallest of them would not, and a gate needs no
 launch of its own.
 
     rows of x    by                                      tiles: weight rows x k, warps, stages
-    1            sums in registers                       ONE_ROW, GATED_ONE_ROW
+    1            sums in registers, the norm before      one_row.TILES; of more than 16,384 channels ONE_ROW,
+                 them in the same launch                 GATED_ONE_ROW, and a launch for the norm
     <= 16        tensor cores, x padded to 16 rows       FEW_ROWS, GATED_FEW_ROWS
     beyond       torch (cuBLAS), each layer by itself
 
@@ -27,13 +29,14 @@ import triton.language as tl
 from pagebinder.custom_ops.activation.gated_activation import ACTIVATIONS
 from pagebinder.custom_ops.linear.gated_linear import check_alike
 from pagebinder.custom_ops.linear.linears import bias_of_each
+from pagebinder.custom_ops.linear.norm_linears import check_gate, layers_of
 from pagebinder.custom_ops.triton.gated_activation import activated, gate_into
-from pagebinder.custom_ops.triton.rms_norm import rows_of
+from pagebinder.custom_ops.triton.one_row import AT_ONCE, row_gated, row_linears, serves
+from pagebinder.custom_ops.triton.rms_norm import check_norm, norm_rows, rows_of
 from pagebinder.custom_ops.triton.values import SIZES, product, rounded, through
 
 MAX_ROWS = 16  # of x
 GRAIN = 16  # of k: rows of weights begin at multiples of 32 bytes, so loads are wide
-AT_ONCE = 3  # layers of a launch
 
 
 class Tile(NamedTuple):
@@ -147,11 +150,7 @@ def gated_linear_kernel(
 
 def linear(x, weight, bias=None):
     """See `linear_reference`."""
-    if not _is_ours(x, [weight], [bias]):
-        return torch.nn.functional.linear(x, weight, bias)
-    (out,) = _outputs(x, [weight])
-    _launch_linears(rows_of(x), [weight], [bias], [out])
-    return out
+    return linears(x, [weight], [] if bias is None else [bias])[0]
 
 
 def linears(x, weights, biases):
@@ -160,6 +159,9 @@ def linears(x, weights, biases):
     if not _is_ours(x, weights, biases):
         return [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases)]
     outs, rows = _outputs(x, weights), rows_of(x)
+    if _is_one_row(rows):
+        row_linears(rows, weights, biases, outs)
+        return outs
     for i in range(0, len(weights), AT_ONCE):
         _launch_linears(rows, weights[i : i + AT_ONCE], biases[i : i + AT_ONCE], outs[i : i + AT_ONCE])
     return outs
@@ -185,12 +187,43 @@ def gated_linear(x, gate, up, gate_bias=None, up_bias=None, *, activation):
         return gate_into(parts[0], *parts, activation)
     (out,) = _outputs(x, [gate])
     rows, (columns, inner) = rows_of(x), gate.shape
+    if _is_one_row(rows):
+        row_gated(rows, gate, up, gate_bias, up_bias, out, activation)
+        return out
     tile = GATED_ONE_ROW if len(rows) == 1 else GATED_FEW_ROWS
     gated_linear_kernel[(triton.cdiv(columns, tile.rows),)](
         rows, gate, up, gate_bias, up_bias, out, rows.stride(0), len(rows), columns, inner, gate.stride(0),
         up.stride(0), **_options(rows, tile, columns), ACTIVATION=activation,
     )  # fmt: skip
     return out
+
+
+def norm_linears(x, residual, norm_weight, weights, biases, *, eps, tail, activation=""):
+    """See `norm_linears_reference`; of more than one row, the norm is a launch of its own."""
+    check_norm(x, residual, norm_weight, tail)
+    every = bias_of_each(weights, biases)
+    has_our_norm = all(t is None or t.dtype == x.dtype for t in (residual, norm_weight))
+    if not (
+        has_our_norm and x.numel() == x.shape[-1] and _is_ours(x, weights, every) and _is_one_row(rows_of(x))
+    ):
+        normed, total = norm_rows(x, residual, norm_weight, eps, tail)
+        outs = layers_of(normed, weights, biases, activation, linears=linears, gated_linear=gated_linear)
+        return [*outs, *([] if residual is None else [total])]
+    total = None if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    norm = (None if residual is None else rows_of(residual), norm_weight, total, eps, tail)
+    if activation:
+        check_gate(weights)
+        outs = _outputs(x, weights[:1])
+        row_gated(rows_of(x), *weights, *every, *outs, activation, norm)
+    else:
+        outs = _outputs(x, weights)
+        row_linears(rows_of(x), weights, every, outs, norm)
+    return [*outs, *([] if residual is None else [total])]
+
+
+def _is_one_row(rows: torch.Tensor) -> bool:
+    """Is it one that programs can keep?"""
+    return len(rows) == 1 and serves(rows.shape[1])
 
 
 def _options(rows: torch.Tensor, tile: Tile, *columns: int) -> dict:

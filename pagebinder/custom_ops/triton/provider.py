@@ -35,7 +35,14 @@ from pagebinder.custom_ops.fp8.attention import FP8_QUANT_FORMS
 from pagebinder.custom_ops.hyper import hyper
 from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.library import OpInfo, define_schema, library, op_info, overload
-from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
+from pagebinder.custom_ops.linear import (
+    gated_linear,
+    inverse_rope_grouped,
+    linear,
+    linears,
+    norm_linears,
+    quantized,
+)
 from pagebinder.custom_ops.mla import paged_mla
 from pagebinder.custom_ops.moe import experts, quantized_experts
 from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
@@ -90,7 +97,7 @@ _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
         fp8_fused.GATED_ACTIVATION_FP8_QUANT,
     ),
     "attention_fp8": tuple(FP8_QUANT_FORMS.values()),
-    "linear": (linear.LINEAR, linears.LINEARS, gated_linear.GATED_LINEAR),
+    "linear": (linear.LINEAR, linears.LINEARS, gated_linear.GATED_LINEAR, norm_linears.NORM_LINEARS),
     "quantized_linear": (quantized.QUANTIZED_LINEAR, fp8_linear.FP8_LINEAR),
     "sampling": (sample_tokens.ARGMAX_TOKENS, sample_tokens.SAMPLE_TOKENS),
     "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR),
@@ -122,7 +129,7 @@ _HEAD_DIM_OPS = (
     "attention_part",
 )
 
-_LINEAR_OPS = ("linear", "linears", "gated_linear")
+_LINEAR_OPS = ("linear", "linears", "gated_linear", "norm_linears")
 
 for _infos in _FAMILIES.values():
     for _info in _infos:

@@ -66,22 +66,30 @@ def rms_norm_kernel(
 
 def rms_norm(x, weight=None, *, eps, tail):
     """See `rms_norm_reference`."""
-    return _launch(x, None, weight, eps, tail)[0]
+    check_norm(x, None, weight, tail)
+    return norm_rows(x, None, weight, eps, tail)[0]
 
 
 def add_rms_norm(x, residual, weight=None, *, eps, tail):
     """See `add_rms_norm_reference`; x and residual of one shape and dtype."""
-    if residual.shape != x.shape or residual.dtype != x.dtype:
+    check_norm(x, residual, weight, tail)
+    return norm_rows(x, residual, weight, eps, tail)
+
+
+def check_norm(x, residual, weight, tail) -> None:
+    """Raises ValueError where operands of a norm do not fit."""
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError("x and residual must have one shape and dtype")
-    return _launch(x, residual, weight, eps, tail)
-
-
-def _launch(x, residual, weight, eps, tail):
     if tail not in TAILS:
         raise ValueError(f"unknown RMSNorm tail {tail!r}; one of {TAILS}")
     width = x.shape[-1]
     if (weight is None) != (tail == "none") or (weight is not None and weight.shape != (width,)):
         raise ValueError(f"weight must be [{width}], or None with tail 'none'")
+
+
+def norm_rows(x, residual, weight, eps, tail):
+    """(the norm of x, or of x + residual if there is one; that sum or None)."""
+    width = x.shape[-1]
     dtype = torch.promote_types(x.dtype, weight.dtype) if tail == "cast_scale" else x.dtype
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -24,6 +24,7 @@ from pagebinder.custom_ops.triton.paged_attention import (
     MIN_KEYS_OF_SPLIT,
     Widths,
     attend_paged,
+    merge_options,
     num_splits,
     padded,
     tiles_of,
@@ -143,7 +144,7 @@ def _shared(
     of_request = triton.cdiv(num_tokens, max(1, num_requests))
     merge_kernel[num_requests + 1, num_heads, min(of_request, MERGES_OF_REQUEST)](
         parts, part_lse, query_start_loc, None, out, lse, None, num_tokens, num_requests, num_tokens, 0,
-        SPLITS=splits, BLOCK_SPLITS=triton.next_power_of_2(splits), DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV,
+        SPLITS=splits, **merge_options(splits, widths.BLOCK_DV), DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV,
         PADDING=True,
     )  # fmt: skip
 
