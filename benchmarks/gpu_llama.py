@@ -56,7 +56,33 @@ def one_request(
     kv_bytes = CONTEXT * layers * 2 * shape["num_key_value_heads"] * width * 2
     least_ms = (weight_bytes + kv_bytes) / copy_gb_per_s / 1e6
     rows[0] |= {"least_ms": least_ms, "times_of_least": rows[0]["replay_ms"] / least_ms}
-    return rows
+    if "gpu_ms" in rows[0]:
+        rows[0]["times_of_least_on_gpu"] = rows[0]["gpu_ms"] / least_ms
+    return [*rows, _one_by_engine(model, least_ms, shape)]
+
+
+def _one_by_engine(model, least_ms: float, shape: dict, tokens: tuple[int, int] = (32, 160)) -> dict:
+    """Milliseconds a token of one request in an engine, where the host prepares a step beside the one before."""
+    most = max(tokens)
+    engine = pagebinder.compile_model(model, CompileConfig(executable="eager", block_size=64)).engine(
+        EngineConfig(
+            num_kv_blocks=(CONTEXT + most) // 64 + 2, max_num_seqs=1, max_num_batched_tokens=CONTEXT,
+            prefix_caching=False,
+        )
+    )  # fmt: skip
+    prompt = [[i * 31 % (shape["vocab_size"] - 1) + 1 for i in range(CONTEXT - sum(tokens) // 2)]]
+    few, many = (
+        _median_seconds(
+            lambda n=n: engine.generate(
+                prompt, SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True)
+            ),
+            ROUNDS,
+        )
+        for n in tokens
+    )
+    ms = 1e3 * (many - few) / (tokens[1] - tokens[0])
+    case = "8B decode of one request by an engine"
+    return {"case": case, "context": CONTEXT, "ms_per_token": ms, "times_of_least": ms / least_ms}
 
 
 def many_requests(

@@ -358,7 +358,7 @@ def _fuse_passes(config: CompileConfig, source: ModelSource) -> tuple:
 
 
 def _fuses_norms(config: CompileConfig, source: ModelSource) -> bool:
-    """Are norms and the layers behind them one op? On a GPU, unless a compiler fuses norms with what is before them."""
+    """Are norms one op with the layers behind them? On a GPU, unless a compiler fuses them with what is before."""
     return "norm_linears" in config.providers or (source.device.type == "cuda" and not is_compiled(config))
 
 

@@ -154,7 +154,7 @@ def _dequantize_weight(model: CostModel, node: Node) -> OpCost:
 
 
 def _norm_linears(model: CostModel, node: Node) -> OpCost:
-    """As the norm, the layers and the gate would count; what the norm would write and they would read is not moved."""
+    """As the norm, the layers and the gate would count; what the norm would write and they read is not moved."""
     x, values = operand(node, "x"), [y.shape for y in tensors(node)]
     has_sum, has_weight = (operand(node, name) is not None for name in ("residual", "norm_weight"))
     rows, width = model.numel(x) / model.shape(x)[-1], model.shape(x)[-1]

@@ -25,10 +25,10 @@ def norm_linears_reference(x, residual, norm_weight, weights, biases, *, eps, ta
     Args:
         x: [..., K]. residual: of x's shape and dtype, or None. norm_weight: [K] or None; eps, tail: see `rms_norm`.
         weights: of [N_i, K]. biases: of [N_i], one for each weight, or empty.
-        activation: of `gated_linear`, where the weights are a gate [N, K] and the other half; "": layers by themselves.
+        activation: of `gated_linear`, where the weights are a gate [N, K] and the other half; "": of no gate.
     Returns:
-        A list of [..., N_i] in x's dtype, one for each weight or of the gate alone; behind them x + residual, if there
-        is one.
+        A list of [..., N_i] in x's dtype, one for each weight or of the gate alone; behind them x + residual, if
+        there is one.
     Raises:
         ValueError: some weights have a bias and others not, or there are not two for a gate, or they differ in shape.
     """

@@ -9,7 +9,7 @@ import triton
 
 LEAST = 1024  # a few KiB for each cache
 _lock = threading.Lock()
-# Address of a cache -> what was made for it, the last the largest. Captured graphs may hold each of them, so they stay.
+# Address of a cache -> what was made for it, the last the largest. Captured graphs may hold them, so they stay.
 _made: dict[int, list[torch.Tensor]] = {}
 
 

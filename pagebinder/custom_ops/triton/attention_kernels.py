@@ -366,8 +366,8 @@ def store_merged(
 @triton.jit(do_not_specialize=SIZES)
 def merge_kernel(
     part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, stride_sink, num_tokens, num_requests,
-    split_up_to, row_tokens, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PADDING: tl.constexpr,
+    split_up_to, row_tokens, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """The parts of each token and head as one softmax, with the sink; PADDING: writes padding tokens, too.
 

@@ -1,5 +1,5 @@
-"""`pagebinder_triton::linear`, `linears`, `gated_linear`, `norm_linears`: kernels for few rows; beyond them the library's
-product.
+"""`pagebinder_triton::linear`, `linears`, `gated_linear`, `norm_linears`: kernels for few rows; beyond them the
+library's product.
 
 A decode's products are bound by reading weights. A program streams rows of one weight past all rows of x, so layers
 that read the same x are one launch, which fills the GPU where the smallest of them would not, and a gate needs no

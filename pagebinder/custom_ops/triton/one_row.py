@@ -1,6 +1,6 @@
 """One row of x through linear layers, with the norm before them and the gate behind them in the same launch.
 
-    grid [programs that stay]      every program makes the row once and keeps it in registers; rows of weights stream by
+    grid [programs that stay]      each makes the row once and keeps it in registers; rows of weights stream by
     x (+ residual) -> norm -> rows 0 .. ROWS-1 of the weights, rows at PROGRAMS * ROWS, ... -> y
 
 Weights of layers that read the same x are numbered one behind the other; the next tiles of a program are on their way
@@ -133,7 +133,11 @@ def serves(inner: int) -> bool:
 
 
 def row_linears(x, weights, biases, outs, norm=None) -> None:
-    """Layers of one row x [1, K]; norm: (residual or None, weight or None, x + residual to write or None, eps, tail)."""
+    """Layers of one row x [1, K] into outs.
+
+    Args:
+        norm: (residual or None, weight or None, x + residual to write or None, eps, tail); None: x is taken as it is.
+    """
     inner = x.shape[1]
     block, tile, _ = _tile(inner)
     for i in range(0, len(weights), AT_ONCE):

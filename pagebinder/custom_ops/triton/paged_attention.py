@@ -267,8 +267,8 @@ def attend_paged(
         arrivals = arrivals_at(kv_cache, num_requests * num_kv_heads * chunks)
     split_kernel[splits, num_kv_heads * chunks, num_requests](
         q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, alibi_slopes, bias, scales, parts, part_lse,
-        arrivals, sinks, out, lse, *strides, bias_stride, sink_stride, num_tokens, num_blocks, capacity, few, row_tokens,
-        scale, soft_cap, *distances, SPLITS=splits, **options, BLOCK_M=rows, BLOCK_N=decode.keys,
+        arrivals, sinks, out, lse, *strides, bias_stride, sink_stride, num_tokens, num_blocks, capacity, few,
+        row_tokens, scale, soft_cap, *distances, SPLITS=splits, **options, BLOCK_M=rows, BLOCK_N=decode.keys,
         MIN_KEYS=min_keys_of_split(programs, q.device), PAIRS=in_pairs, ROWS=triton.next_power_of_2(heads), **at_end,
         num_warps=decode.warps, num_stages=decode.stages, **decode.limits,
     )  # fmt: skip
