@@ -17,22 +17,22 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.graph_tools import arg, calls, describe, finish, insert_call, is_call, source_line, val
+from pagebinder.passes.linear_calls import LINEAR, fetch_before
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "norm_linears"
 
 _ours = torch.ops.pagebinder
 ADD_NORM, NORM = _ours.add_rms_norm.default, _ours.rms_norm.default
-LINEAR, LINEARS, GATED = _ours.linear.default, _ours.linears.default, _ours.gated_linear.default
+LINEARS, GATED = _ours.linears.default, _ours.gated_linear.default
 
 
 def fuse_norm_linears(gm: GraphModule) -> PassResult:
     """Rewrite every norm before layers; one that something else reads is refused with what was found."""
     result = PassResult(name="fuse_norm_linears")
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for norm in calls(gm.graph, ADD_NORM, NORM):
         normed = _part(norm, 0) if is_call(norm, ADD_NORM) else norm
-        reason = _reason_against(norm, normed, order)
+        reason = _reason_against(norm, normed)
         if reason:
             where = {"source_line": source_line(norm), **describe(norm)}
             result.refusals.append(Refusal(pattern=PATTERN, reason=reason, **where))
@@ -48,7 +48,7 @@ def _part(node: Node, index: int) -> Node | None:
     return next((u for u in node.users if is_call(u, operator.getitem) and u.args[1] == index), None)
 
 
-def _reason_against(norm: Node, normed: Node | None, order: dict[Node, int]) -> str | None:
+def _reason_against(norm: Node, normed: Node | None) -> str | None:
     if normed is None or len(normed.users) != 1:
         return "the normalised value is read by more than one op, or by none"
     layers = next(iter(normed.users))
@@ -60,9 +60,8 @@ def _reason_against(norm: Node, normed: Node | None, order: dict[Node, int]) -> 
         arg(layers, 4, "up_bias") is None
     ):
         return "one half of the gate has a bias and the other has not"
-    total = _part(norm, 1) if is_call(norm, ADD_NORM) else None
-    if total is not None and any(order[user] < order[layers] for user in total.users):
-        return "the sum is read before the layers are"
+    if any(p.op != "get_attr" for part in _parameters(layers) for p in part):
+        return "a weight or a bias is computed"
     return None
 
 
@@ -80,9 +79,11 @@ def _fuse(gm: GraphModule, norm: Node, normed: Node) -> Node:
     values += [val(norm)[1]] if has_sum else []
     operands = (x, residual, arg(norm, 1 + has_sum, "weight"), weights, biases)
     options = {**norm.kwargs, **layers.kwargs}
-    fused = insert_call(gm.graph, layers, _ours.norm_linears.default, operands, options, value=values)
+    # At the place of the norm, as the sum may be read before the layers are.
+    fetch_before(norm, *weights, *biases)
+    fused = insert_call(gm.graph, norm, _ours.norm_linears.default, operands, options, value=values)
     for index, old in results.items():
-        part = insert_call(gm.graph, layers, operator.getitem, (fused, index), value=values[index])
+        part = insert_call(gm.graph, norm, operator.getitem, (fused, index), value=values[index])
         part.meta.update({k: old.meta[k] for k in ("nn_module_stack", "stack_trace") if k in old.meta})
         old.replace_all_uses_with(part)
     for old in dict.fromkeys((*results.values(), layers, normed, norm)):

@@ -53,3 +53,15 @@ def reason_against_joining(call: LinearCall, name: str) -> str | None:
     need = OpNeed(op=op, device="cpu" if device == "meta" else device, dtype=dtype_name(val(call.x)))
     reasons = registered_providers()["cpu"].reasons_against(need)
     return f"no kernel of ours for {op}: {'; '.join(reasons)}" if reasons else None
+
+
+def fetch_before(place: Node, *parameters: Node) -> None:
+    """Fetch parameters before `place`, wherever the graph fetched them."""
+    earlier = set()
+    for node in place.graph.nodes:
+        if node is place:
+            break
+        earlier.add(node)
+    for node in parameters:
+        if node not in earlier:
+            place.prepend(node)

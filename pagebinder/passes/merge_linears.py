@@ -21,6 +21,7 @@ from pagebinder.passes.linear_calls import (
     LINEAR,
     QUANTIZED,
     LinearCall,
+    fetch_before,
     linear_call,
     reason_against_joining,
 )
@@ -67,7 +68,7 @@ def _parameters(layers: list[LinearCall]) -> list[Node]:
 
 def _merge(gm: GraphModule, nodes: list[Node]) -> Node:
     first, layers = nodes[0], [linear_call(n) for n in nodes]
-    _before(first, *_parameters(layers))
+    fetch_before(first, *_parameters(layers))
     parts = [list(part) for part in zip(*(layer.weight for layer in layers))]
     biases = [layer.bias for layer in layers if layer.bias is not None]
     merged = insert_call(
@@ -89,15 +90,3 @@ def _shared_module(nodes: list[Node]) -> dict:
     """The innermost module that all of them are in, with those around it."""
     stacks = [list(n.meta.get("nn_module_stack", {}).items()) for n in nodes]
     return dict(item for item, *others in zip(*stacks) if all(other == item for other in others))
-
-
-def _before(place: Node, *parameters: Node) -> None:
-    """Fetch parameters before `place`, wherever the graph fetched them."""
-    earlier = set()
-    for node in place.graph.nodes:
-        if node is place:
-            break
-        earlier.add(node)
-    for node in parameters:
-        if node not in earlier:
-            place.prepend(node)

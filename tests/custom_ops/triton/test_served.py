@@ -20,7 +20,7 @@ def one_layer():
     return tiny_qwen3(num_hidden_layers=1)
 
 
-def served(model, providers, **options):
+def served(model, providers, *, prompts=PROMPTS, **options):
     """(ops that triton runs, tokens)"""
     config = CompileConfig(
         executable="eager", device=DEVICE, providers=providers, block_size=16, fusions=True, **options
@@ -29,7 +29,7 @@ def served(model, providers, **options):
     targets = (str(node.target) for node in compiled.graphs["fused"].graph.nodes)
     ops = {target.split(".")[1] for target in targets if target.startswith("pagebinder_triton")}
     engine = compiled.engine(EngineConfig(num_kv_blocks=40, max_num_batched_tokens=12))
-    outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=3, temperature=0.0))
     return ops, [output.token_ids for output in outputs]
 
 
@@ -57,4 +57,14 @@ def served(model, providers, **options):
 def test_an_engine_gives_the_tokens_of_the_reference(model, ops, options):
     _, expected = served(model(), dict.fromkeys(ops, "reference"), **options)
     found, tokens = served(model(), dict.fromkeys(ops, "triton"), **options)
+    assert found >= set(ops) and tokens == expected
+
+
+@nightly
+@pytest.mark.usefixtures("provider")
+def test_one_request_whose_norms_are_launched_with_the_layers_behind_them():
+    """Its decodes are of one row."""
+    ops = ("norm_linears", "linear")
+    _, expected = served(one_layer().bfloat16(), dict.fromkeys(ops, "reference"), prompts=PROMPTS[:1])
+    found, tokens = served(one_layer().bfloat16(), dict.fromkeys(ops, "triton"), prompts=PROMPTS[:1])
     assert found >= set(ops) and tokens == expected
