@@ -127,17 +127,26 @@ class Pointer:
         return self._address
 
 
+def operand(kind: str, *value):
+    """What stands for an operand that `gpu_recorder.described` describes."""
+    import torch
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if kind == "value":
+        return value[0]
+    dtype = getattr(torch, value[0])
+    if kind == "tensor":
+        return Pointer(dtype, value[1])
+    strides = [16] * (len(value[1]) - 1) + [1]
+    return TensorDescriptor(Pointer(dtype, True), value[1], strides, value[1])
+
+
 def compile_one(line: str) -> str | None:
     """The error, or None."""
-    import torch
-
     from pagebinder.custom_ops.triton.gpu import settle_key
 
     module, name, known, options = json.loads(line)
-    operands = {
-        n: value[0] if kind == "value" else Pointer(getattr(torch, value[0]), value[1])
-        for n, (kind, *value) in known.items()
-    }
+    operands = {n: operand(*described) for n, described in known.items()}
     options = {n: v for n, v in options.items() if n in LAUNCH_OPTIONS}
     try:
         kernel = getattr(importlib.import_module(module), name)

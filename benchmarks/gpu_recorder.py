@@ -14,6 +14,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagebinder.custom_ops.triton import gpu, provider
 
@@ -27,6 +28,8 @@ _run = InterpretedFunction.run
 
 def described(value, parameter: inspect.Parameter, is_specialised: bool) -> list:
     """What a compiled kernel knows of an operand."""
+    if isinstance(value, TensorDescriptor):
+        return ["descriptor", str(value.base.dtype).removeprefix("torch."), list(value.block_shape)]
     if isinstance(value, torch.Tensor):
         return ["tensor", str(value.dtype).removeprefix("torch."), value.data_ptr() % 16 == 0]
     if value is None or "constexpr" in str(parameter.annotation) or isinstance(value, bool):

@@ -19,6 +19,8 @@ def arrivals_at(cache: torch.Tensor, number: int) -> torch.Tensor | None:
 
     Each cache has its own: launches that read one cache follow each other, those over others may run beside them.
     """
+    if cache.device.type == "meta":  # what is kept here is no part of a graph's memory
+        return torch.empty(0, dtype=torch.int32, device="meta")
     if cache.device.type != "cuda":
         return torch.zeros(number, dtype=torch.int32, device=cache.device)
     with _lock:

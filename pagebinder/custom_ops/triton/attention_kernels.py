@@ -85,7 +85,7 @@ def cut_keys(lo, hi, begins_ptr, request, is_padding, context, CONTEXT_ONLY: tl.
 
 @triton.jit(do_not_specialize=SIZES)
 def tile_kernel(
-    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, sinks_ptr, slopes_ptr, bias_ptr, scales_ptr,
+    q_ptr, cache_ptr, cache, table_ptr, lens_ptr, starts_ptr, begins_ptr, sinks_ptr, slopes_ptr, bias_ptr, scales_ptr,
     out_ptr, lse_ptr, stride_qt, stride_qh, stride_r, stride_bias, stride_sink, num_tokens, num_requests, num_blocks,
     capacity, split_up_to, scale, soft_cap, behind, farthest,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr,
@@ -95,7 +95,10 @@ def tile_kernel(
     CODES: tl.constexpr, ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr,
     V_IS_K: tl.constexpr, CONTEXT_ONLY: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Requests of more than split_up_to new tokens, and padding; the others are left to `split_kernel`."""
+    """Requests of more than split_up_to new tokens, and padding; the others are left to `split_kernel`.
+
+    cache: a descriptor, or None; see `attention_tile.attend`.
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long tiles first
     request = request_of_tile(starts_ptr, tile, num_requests, BLOCK_Q)
@@ -142,15 +145,16 @@ def tile_kernel(
             whole = hi if not CAUSAL else tl.maximum(tl.minimum(p_first + 1, hi), 0)
             whole = whole // BLOCK_N * BLOCK_N
             acc, m, l = attend(
-                q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi,
-                begin, whole, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N,
-                BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, False,
+                q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, cache, kv_head, head_ptr, table_ptr,
+                num_blocks, lo, hi, begin, whole, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B,
+                BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K,
+                False,
             )  # fmt: skip
             begin = whole
         acc, m, l = attend(
-            q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi,
-            begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N,
-            BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, True,
+            q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, None, kv_head, head_ptr, table_ptr,
+            num_blocks, lo, hi, begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B,
+            BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, True,
         )  # fmt: skip
     if v_scale is not None:
         acc *= v_scale
@@ -284,9 +288,10 @@ def split_kernel(
                 q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
                 acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
                 acc, m, l = attend(
-                    q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo,
-                    hi, begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV,
-                    BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, True,
+                    q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, None, kv_head, head_ptr, table_ptr,
+                    num_blocks, lo, hi, begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B,
+                    BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K,
+                    True,
                 )  # fmt: skip
             if v_scale is not None:
                 acc *= v_scale

@@ -124,6 +124,9 @@ def attend_pairs(
     odd = tl.zeros((DV // 2, BLOCK_M), tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # summed up at the end
+    factor = (
+        power * (scale * LOG2_E) if FOLDED else tl.full((BLOCK_M,), 1.0, tl.float32)
+    )  # of scores, to bits
     unit = SMALLEST_NORMAL  # the largest scale of V so far, by which sums are too small
     following = tl.load(table_ptr + begin // BLOCK_SIZE, mask=begin < hi, other=-1)
     for j0 in range(begin, hi, BLOCK_N):
@@ -148,18 +151,17 @@ def attend_pairs(
         if k_scale is not None:
             s *= k_scale
         j = j0 + tl.arange(0, BLOCK_N)
-        factor = power * (scale * LOG2_E)
         if not FOLDED:
             s = scores_in_bits(s * power[None, :], j, p, slope, bias_ptrs, behind, farthest, scale, soft_cap)
-            factor = tl.full((BLOCK_M,), 1.0, tl.float32)
         here = (j < hi) & exists
         if lo != 0:
             here &= j >= lo
         s = tl.where(here[:, None] & visible(p[None, :], j[:, None], WINDOW, CHUNK, CAUSAL), s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 0) * factor - HEADROOM)
+        # Of scores as the product made them: the largest less itself is 0 at any size, in bits it need not be.
+        m_new = tl.maximum(m, tl.max(s, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weights = tl.exp2(s * factor[None, :] - shift[None, :])
-        keep = tl.exp2(m - shift)
+        weights = tl.exp2((s - shift[None, :]) * factor[None, :] + HEADROOM)
+        keep = tl.exp2((m - shift) * factor)
         m = m_new
         l = l * keep[None, :] + weights
         if ROW_SCALES:
@@ -172,6 +174,7 @@ def attend_pairs(
         even = product(half(v, False, CODES, NATIVE), weights, even * keep[None, :])
         odd = product(half(v, True, CODES, NATIVE), weights, odd * keep[None, :])
     acc = tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2)), (BLOCK_M, DV))
+    m = tl.where(m == float("-inf"), m, m * factor - HEADROOM)
     return acc * unit if ROW_SCALES else acc, m, tl.sum(l, 0)
 
 

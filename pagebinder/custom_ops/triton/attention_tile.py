@@ -73,17 +73,18 @@ def load_row_scales(scale_ptrs, mask, ALIGNED: tl.constexpr):
 
 @triton.jit
 def attend(
-    q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, head_ptr, table_ptr, num_blocks, lo, hi, begin, end,
-    scale, soft_cap, k_scale, stride_n: tl.constexpr, stride_b: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, CODES: tl.constexpr,
-    ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, V_IS_K: tl.constexpr,
+    q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, cache, kv_head, head_ptr, table_ptr, num_blocks, lo,
+    hi, begin, end, scale, soft_cap, k_scale, stride_n: tl.constexpr, stride_b: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
+    CODES: tl.constexpr, ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, V_IS_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [begin, end), cut to [lo, hi), to the running softmax (acc, m, l); scores are in bits (log2).
 
     Args:
         begin: a multiple of BLOCK_N. MASKED: False promises that every query sees all these keys.
+        cache: its descriptor, by which whole tiles of rows in one block are copied; None: by addresses of rows.
         head_ptr: the KV head in block 0. slope: per row, in bits; None without ALiBi. soft_cap: None without.
         bias_ptrs: per row, the bias of its head by distance; None without. behind, farthest: its columns of distance
             0 and of the farthest keys ahead.
@@ -107,7 +108,10 @@ def attend(
             block = tl.load(table_ptr + j // BLOCK_SIZE, mask=here, other=-1)
             here &= (block >= 0) & (block < num_blocks)
             row_ptrs = head_ptr + block.to(tl.int64) * stride_n + (j % BLOCK_SIZE).to(tl.int64) * stride_b
-        k_a = load_columns(row_ptrs, here, 0, CUT, D_A)
+        if cache is not None:
+            k_a = cache.load([block, kv_head, j0 % BLOCK_SIZE, 0]).reshape(BLOCK_N, D_A)
+        else:
+            k_a = load_columns(row_ptrs, here, 0, CUT, D_A)
         k_a_values = k_a if CODES == "" else decoded(k_a, CODES, dtype, NATIVE, D_A <= 128)
         s = product(q_a, tl.trans(k_a_values), tl.zeros((q_a.shape[0], BLOCK_N), tl.float32))
         if D_B > 0:
@@ -117,6 +121,8 @@ def attend(
             s = product(q_b, tl.trans(k_b), s)
         if V_IS_K:
             v = k_a_values
+        elif cache is not None:
+            v = cache.load([block, kv_head, j0 % BLOCK_SIZE, D]).reshape(BLOCK_N, BLOCK_DV)
         else:
             v = load_columns(row_ptrs + D, here, 0, DV, BLOCK_DV)
             if CODES != "":

@@ -6,7 +6,7 @@ that read the same x are one launch, which fills the GPU where the smallest of t
 launch of its own.
 
     rows of x    by                                      tiles: weight rows x k, warps, stages
-    1            sums in registers, the norm before      one_row.TILES; of more than 16,384 channels ONE_ROW,
+    1            sums in registers, the norm before      one_row.TILES; of more than 8,192 channels ONE_ROW,
                  them in the same launch                 GATED_ONE_ROW, and a launch for the norm
     <= 16        tensor cores, x padded to 16 rows       FEW_ROWS, GATED_FEW_ROWS
     beyond       torch (cuBLAS), each layer by itself

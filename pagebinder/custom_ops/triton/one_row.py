@@ -19,7 +19,7 @@ from pagebinder.custom_ops.triton.gpu import multiprocessors
 from pagebinder.custom_ops.triton.rms_norm import scaled
 from pagebinder.custom_ops.triton.values import rounded, through
 
-MAX_INNER = 16384  # channels of x, in registers
+MAX_INNER = 8192  # channels of x, in registers: of more, the loop over k of `linear.py` is faster
 AT_ONCE = 3  # layers of a launch
 
 
@@ -34,8 +34,8 @@ class RowTile(NamedTuple):
 
 # channels of x, padded, at most -> layers, layers with a gate
 TILES = (
-    (8192, RowTile(16384, 4, 2, 4), RowTile(16384, 4, 3, 3)),
-    (MAX_INNER, RowTile(16384, 8, 3, 3), RowTile(32768, 8, 2, 2)),
+    (2048, RowTile(4096, 4, 3, 12), RowTile(4096, 2, 3, 12)),
+    (MAX_INNER, RowTile(8192, 4, 2, 8), RowTile(16384, 4, 3, 3)),
 )
 
 

@@ -37,13 +37,14 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagebinder.custom_ops.attention.paged import check_attention, check_options
 from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
 from pagebinder.custom_ops.attention.relative import check_bias, check_sinks
 from pagebinder.custom_ops.triton.arrivals import arrivals_at
 from pagebinder.custom_ops.triton.attention_kernels import merge_kernel, split_kernel, tile_kernel
-from pagebinder.custom_ops.triton.gpu import has_fp8, multiprocessors, round_splits
+from pagebinder.custom_ops.triton.gpu import HOPPER, capability, has_fp8, multiprocessors, round_splits
 from pagebinder.custom_ops.triton.provider import MAX_HEAD_DIM
 
 # bytes of a number -> (bytes of a K and a V row at most, prefill: queries, keys, warps, stages, decode: keys, ...)
@@ -69,9 +70,9 @@ FULL = 0.95  # of a wave
 SPLITS = sorted({round_splits(n) for n in range(1, 129)})
 MOST_SPLITS = 64
 VALUES_OF_MERGE = 32  # of parts that a thread holds at a time
-MOST_MERGES_AT_END = (
-    2  # times that the last program of a request reads so many; else a launch of its own merges
-)
+# Times that the last program of a request reads so many; a launch of its own merges more.
+MOST_MERGES_AT_END = 8
+
 MIN_KEYS_OF_SPLIT = 256  # parts smaller than this cost more in merging than they gain, ...
 MIN_KEYS_OF_LONE_SPLIT = 64  # ... unless most of the GPU would be idle
 
@@ -97,10 +98,14 @@ class DecodeTile:
 # waits for no other, and many of them share a multiprocessor.
 PAIR_TILES = (
     ((8, 64), DecodeTile(32, 1, 3, registers=128, at_once=16, most_splits=128)),
-    ((8, 128), DecodeTile(32, 1, 3, registers=184, at_once=11, most_splits=128)),
+    ((8, 128), DecodeTile(32, 1, 2, registers=168, at_once=12, most_splits=128)),
     ((8, 256), DecodeTile(32, 2, 3, registers=184, at_once=5, most_splits=128)),
     ((16, 128), DecodeTile(32, 1, 3, at_once=8, most_splits=128)),
 )
+
+
+# Of prefills whose K and V are fetched by a descriptor, of heads of so many channels: no registers hold addresses.
+DESCRIBED, MOST_DESCRIBED = DecodeTile(64, 8, 2, registers=128), 128
 
 
 @dataclass(frozen=True)
@@ -247,12 +252,16 @@ def attend_paged(
     (bias, bias_stride), (sinks, sink_stride) = with_token_stride(bias, 2), with_token_stride(sinks, 1)
     if splits == 1 or not is_decode:
         queries, tile = (rows, decode) if is_decode else (max(prefill[0], rows), DecodeTile(*prefill[1:]))
+        cache = None
+        sees_all_before = window is None and chunk is None and key_begins is None and bias is None
+        if not is_decode and sees_all_before and not (codes or v_is_k):
+            cache, tile = _described(kv_cache, widths, q.dtype) or (None, tile)
         grid = (num_tokens // (queries // heads) + num_requests + 1, num_kv_heads * chunks)
         tile_kernel[grid](
-            q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, sinks, alibi_slopes, bias, scales, out,
-            lse, *strides, bias_stride, sink_stride, num_tokens, num_requests, num_blocks, capacity, few, scale,
+            q, kv_cache, cache, block_table, seq_lens, query_start_loc, key_begins, sinks, alibi_slopes, bias, scales,
+            out, lse, *strides, bias_stride, sink_stride, num_tokens, num_requests, num_blocks, capacity, few, scale,
             soft_cap, *distances, **options, PAIRS=is_decode and in_pairs, BLOCK_M=queries, BLOCK_N=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages, **(tile.limits if in_pairs else {}),
+            num_warps=tile.warps, num_stages=tile.stages, **(tile.limits if in_pairs or cache else {}),
         )  # fmt: skip
     if splits == 1:
         return out
@@ -278,6 +287,29 @@ def attend_paged(
             SPLITS=splits, **merge, DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV, PADDING=is_decode,
         )  # fmt: skip
     return out
+
+
+def _described(
+    kv_cache: torch.Tensor, widths: Widths, dtype: torch.dtype
+) -> tuple[TensorDescriptor, DecodeTile] | None:
+    """(a descriptor of the cache, by which Hopper's copy engine fetches the rows of a block; the tile of a prefill).
+
+    None where there is no such engine, where rows are padded or of a width whose tile is another, or where they lie
+    at addresses that are no multiples of 16.
+    """
+    columns, sizes, strides = (widths.D_A, widths.D_B, widths.BLOCK_DV), kv_cache.shape, kv_cache.stride()
+    addresses = (kv_cache.data_ptr(), *(n * dtype.itemsize for n in strides[:3]))
+    if (
+        capability(kv_cache.device) < HOPPER
+        or kv_cache.dtype != dtype
+        or dtype.itemsize != 2
+        or columns != (widths.D, 0, widths.D)
+        or widths.D > MOST_DESCRIBED
+        or sizes[2] % DESCRIBED.keys
+        or any(n % 16 for n in addresses)
+    ):
+        return None
+    return TensorDescriptor(kv_cache, list(sizes), list(strides), [1, 1, DESCRIBED.keys, widths.D]), DESCRIBED
 
 
 def merge_options(splits: int, columns: int, rows: int = 1, warps: int = 4) -> dict:
@@ -333,7 +365,10 @@ def num_splits(programs: int, capacity: int, device: torch.device, tile: DecodeT
     programs = max(programs, 1)
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), programs)
     most_splits = tile.most_splits if tile else MOST_SPLITS
-    most = max(1, min(wanted, most_splits, capacity // min_keys_of_split(programs, device)))
+    of_keys = capacity // min_keys_of_split(programs, device)
+    if tile and tile.warps > 1:  # short parts for each multiprocessor, but not several of them
+        of_keys = min(of_keys, max(multiprocessors(device) // programs, capacity // MIN_KEYS_OF_SPLIT))
+    most = max(1, min(wanted, most_splits, of_keys))
     shares = {n: programs * n / at_once / math.ceil(programs * n / at_once) for n in SPLITS if n <= most}
     return max(shares, key=lambda n: (min(shares[n], FULL), n))
 

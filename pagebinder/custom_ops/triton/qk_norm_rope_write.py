@@ -2,8 +2,8 @@
 
     grid [T, groups of q heads + groups of KV heads]      q: to the result      k, v: to the token's slot, or as codes
 
-A program holds up to HEADS heads, as two halves of the C channels that turn and, if there are any, the others: "half"
-and "chunked" pair i with i + C / 2.
+A program holds up to HEADS heads, or KV_HEADS of K and V, as two halves of the C channels that turn and, if there are
+any, the others: "half" and "chunked" pair i with i + C / 2.
 """
 
 from __future__ import annotations
@@ -90,76 +90,93 @@ def normed_and_turned(
     )
 
 
+@triton.jit
+def turn_queries(
+    q_ptr, stride_qt, stride_qh, cos_ptr, sin_ptr, weight_ptr, out_ptr, token, group, eps, H: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
+    TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
+):  # fmt: skip
+    head = group * HEADS + tl.arange(0, HEADS)
+    first, second, rest, column, mask, rest_column, rest_mask = normed_and_turned(
+        q_ptr, stride_qt, stride_qh, cos_ptr, sin_ptr, weight_ptr, token, head, eps, H, D, C, BLOCK, BLOCK_REST, TAIL,
+        HAS_WIDE_TABLES,
+    )  # fmt: skip
+    out_ptrs = out_ptr + (token.to(tl.int64) * H + head) * D
+    tl.store(out_ptrs[:, None] + column, first, mask=mask)
+    tl.store(out_ptrs[:, None] + C // 2 + column, second, mask=mask)
+    if D > C:
+        tl.store(out_ptrs[:, None] + C + rest_column, rest, mask=rest_mask)
+
+
+@triton.jit
+def write_keys_and_values(
+    k_ptr, v_ptr, stride_kt, stride_kg, stride_vt, stride_vg, cos_ptr, sin_ptr, weight_ptr, row_ptrs, is_slot,
+    scales_ptr, token, head, eps, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr, DV: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, TAIL: tl.constexpr,
+    HAS_WIDE_TABLES: tl.constexpr, CODES: tl.constexpr, LARGEST: tl.constexpr, ALIGNED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = C // 2
+    REST: tl.constexpr = D - C
+    first, second, rest, column, mask, rest_column, rest_mask = normed_and_turned(
+        k_ptr, stride_kt, stride_kg, cos_ptr, sin_ptr, weight_ptr, token, head, eps, G, D, C, BLOCK, BLOCK_REST, TAIL,
+        HAS_WIDE_TABLES,
+    )  # fmt: skip
+    v, v_column, v_mask = load_rows(v_ptr, stride_vt, stride_vg, token, head, DV, BLOCK_DV, G)
+    if CODES == "":
+        tl.store(row_ptrs[:, None] + column, first, mask=mask & is_slot)
+        tl.store(row_ptrs[:, None] + HALF + column, second, mask=mask & is_slot)
+        if REST > 0:
+            tl.store(row_ptrs[:, None] + C + rest_column, rest, mask=rest_mask & is_slot)
+        tl.store(row_ptrs[:, None] + D + v_column, v, mask=v_mask & is_slot)
+    else:
+        k_1, k_2, v = first.to(tl.float32), second.to(tl.float32), v.to(tl.float32)
+        ROW_SCALES: tl.constexpr = scales_ptr is None
+        if ROW_SCALES:
+            k_largest = tl.max(tl.maximum(magnitude_bits(k_1), magnitude_bits(k_2)), 1)
+            if REST > 0:
+                k_largest = tl.maximum(k_largest, tl.max(magnitude_bits(rest.to(tl.float32)), 1))
+            k_scale, v_scale = scale_of_largest(k_largest, LARGEST), row_scale(v, LARGEST)
+            store_scales(k_scale, v_scale, row_ptrs + D + DV, is_slot & (head < G), ALIGNED)
+        else:
+            k_scale = tl.load(scales_ptr + head, mask=head < G, other=1.0)
+            v_scale = tl.load(scales_ptr + G + head, mask=head < G, other=1.0)
+        k_ptrs, v_ptrs = row_ptrs[:, None] + column, row_ptrs[:, None] + D + v_column
+        store_encoded(k_1, k_scale, k_ptrs, mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
+        store_encoded(k_2, k_scale, k_ptrs + HALF, mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
+        if REST > 0:
+            rest, rest_ptrs = rest.to(tl.float32), row_ptrs[:, None] + C + rest_column
+            store_encoded(rest, k_scale, rest_ptrs, rest_mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
+        store_encoded(v, v_scale, v_ptrs, v_mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def qk_norm_rope_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, slots_ptr, scales_ptr, out_ptr,
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr, num_slots, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr,
-    CODES: tl.constexpr, LARGEST: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, HAS_WIDE_TABLES: tl.constexpr, CODES: tl.constexpr,
+    LARGEST: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = C // 2
-    REST: tl.constexpr = D - C
     Q_GROUPS: tl.constexpr = (H + HEADS - 1) // HEADS
     token, group = tl.program_id(0), tl.program_id(1)
     if group < Q_GROUPS:
-        head = group * HEADS + tl.arange(0, HEADS)
-        first, second, rest, column, mask, rest_column, rest_mask = normed_and_turned(
-            q_ptr, stride_qt, stride_qh, cos_ptr, sin_ptr, q_weight_ptr, token, head, eps, H, D, C, BLOCK, BLOCK_REST,
-            TAIL, HAS_WIDE_TABLES,
+        turn_queries(
+            q_ptr, stride_qt, stride_qh, cos_ptr, sin_ptr, q_weight_ptr, out_ptr, token, group, eps, H, D, C, HEADS,
+            BLOCK, BLOCK_REST, TAIL, HAS_WIDE_TABLES,
         )  # fmt: skip
-        out_ptrs = out_ptr + (token.to(tl.int64) * H + head) * D
-        tl.store(out_ptrs[:, None] + column, first, mask=mask)
-        tl.store(out_ptrs[:, None] + HALF + column, second, mask=mask)
-        if REST > 0:
-            tl.store(out_ptrs[:, None] + C + rest_column, rest, mask=rest_mask)
     else:
-        head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
+        head = (group - Q_GROUPS) * KV_HEADS + tl.arange(0, KV_HEADS)
         row_ptrs, is_slot = slot_row(
             cache_ptr, slots_ptr, token, head, stride_n, stride_g, stride_b, num_slots, BLOCK_SIZE
         )
-        first, second, rest, column, mask, rest_column, rest_mask = normed_and_turned(
-            k_ptr, stride_kt, stride_kg, cos_ptr, sin_ptr, k_weight_ptr, token, head, eps, G, D, C, BLOCK, BLOCK_REST,
-            TAIL, HAS_WIDE_TABLES,
+        write_keys_and_values(
+            k_ptr, v_ptr, stride_kt, stride_kg, stride_vt, stride_vg, cos_ptr, sin_ptr, k_weight_ptr, row_ptrs,
+            is_slot, scales_ptr, token, head, eps, G, D, C, DV, BLOCK, BLOCK_REST, BLOCK_DV, TAIL, HAS_WIDE_TABLES,
+            CODES, LARGEST, ALIGNED, NATIVE,
         )  # fmt: skip
-        v, v_column, v_mask = load_rows(v_ptr, stride_vt, stride_vg, token, head, DV, BLOCK_DV, G)
-        if CODES == "":
-            tl.store(row_ptrs[:, None] + column, first, mask=mask & is_slot)
-            tl.store(row_ptrs[:, None] + HALF + column, second, mask=mask & is_slot)
-            if REST > 0:
-                tl.store(row_ptrs[:, None] + C + rest_column, rest, mask=rest_mask & is_slot)
-            tl.store(row_ptrs[:, None] + D + v_column, v, mask=v_mask & is_slot)
-        else:
-            keep = is_slot & (head < G)
-            k_1, k_2, v = first.to(tl.float32), second.to(tl.float32), v.to(tl.float32)
-            ROW_SCALES: tl.constexpr = scales_ptr is None
-            if ROW_SCALES:
-                k_largest = tl.max(tl.maximum(magnitude_bits(k_1), magnitude_bits(k_2)), 1)
-                if REST > 0:
-                    k_largest = tl.maximum(k_largest, tl.max(magnitude_bits(rest.to(tl.float32)), 1))
-                k_scale, v_scale = scale_of_largest(k_largest, LARGEST), row_scale(v, LARGEST)
-                store_scales(k_scale, v_scale, row_ptrs + D + DV, keep, ALIGNED)
-            else:
-                k_scale = tl.load(scales_ptr + head, mask=head < G, other=1.0)
-                v_scale = tl.load(scales_ptr + G + head, mask=head < G, other=1.0)
-            k_ptrs, v_ptrs = row_ptrs[:, None] + column, row_ptrs[:, None] + D + v_column
-            store_encoded(k_1, k_scale, k_ptrs, mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
-            store_encoded(k_2, k_scale, k_ptrs + HALF, mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
-            if REST > 0:
-                rest_ptrs = row_ptrs[:, None] + C + rest_column
-                store_encoded(
-                    rest.to(tl.float32),
-                    k_scale,
-                    rest_ptrs,
-                    rest_mask & is_slot,
-                    CODES,
-                    LARGEST,
-                    ROW_SCALES,
-                    NATIVE,
-                )
-            store_encoded(v, v_scale, v_ptrs, v_mask & is_slot, CODES, LARGEST, ROW_SCALES, NATIVE)
 
 
 def qk_norm_rope_write(
@@ -201,13 +218,15 @@ def _launch(q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scale
     block, block_rest = (triton.next_power_of_2(max(n, 1)) for n in (turned_width // 2, width - turned_width))
     values = triton.next_power_of_2(2 * block + (block_rest if turned_width < width else 0))
     heads = triton.next_power_of_2(min(num_heads, max(1, TILE_VALUES // values)))
-    groups = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
+    kv_heads = min(heads, triton.next_power_of_2(num_kv_heads))  # rows beyond them would be encoded, too
+    groups = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, kv_heads)
     qk_norm_rope_write_kernel[num_tokens, groups](
         q, k, v, cos.contiguous(), sin.contiguous(), q_weight, k_weight, kv_cache, slot_mapping, scales, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3],
         kv_cache.shape[0] * kv_cache.shape[2], eps, H=num_heads, G=num_kv_heads, D=width, C=turned_width,
-        DV=v.shape[2], HEADS=heads, BLOCK=block, BLOCK_REST=block_rest, BLOCK_DV=triton.next_power_of_2(v.shape[2]),
-        BLOCK_SIZE=kv_cache.shape[2], TAIL=tail, HAS_WIDE_TABLES=style == "half", **facts,
+        DV=v.shape[2], HEADS=heads, KV_HEADS=kv_heads, BLOCK=block, BLOCK_REST=block_rest,
+        BLOCK_DV=triton.next_power_of_2(v.shape[2]), BLOCK_SIZE=kv_cache.shape[2], TAIL=tail,
+        HAS_WIDE_TABLES=style == "half", **facts,
         num_warps=warps_of(values * heads), enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagebinder.custom_ops.linear.weight_formats import FORMATS, packed_shapes, scale_dtype
 from pagebinder.custom_ops.moe.gates import Gate
@@ -73,6 +74,8 @@ def compile_instead_of_running(capability: int) -> None:
             value = values[parameter.name]
             if isinstance(value, torch.Tensor):
                 signature[parameter.name] = "*" + NAMES[value.dtype]
+            elif isinstance(value, TensorDescriptor):
+                signature[parameter.name] = f"tensordesc<{NAMES[value.base.dtype]}{list(value.block_shape)}>"
             elif parameter.is_constexpr or value is None or (value == 1 and is_specialised(parameter, value)):
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
             else:
@@ -88,6 +91,7 @@ def compile_instead_of_running(capability: int) -> None:
         facts = {
             "kernel": self.__name__,
             "of": types,
+            "described": any(isinstance(value, TensorDescriptor) for value in values.values()),
             **sizes,
             "shared_bytes": kernel.metadata.shared,
             **resources(kernel.asm["cubin"]),

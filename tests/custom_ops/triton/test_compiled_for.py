@@ -1,4 +1,5 @@
-"""The kernels compile for Hopper without a GPU: they do not spill registers, and each fits its shared memory."""
+"""The kernels compile for Hopper without a GPU: none spills registers but one, outside of its loop, and each fits its
+shared memory."""
 
 import json
 import os
@@ -10,6 +11,9 @@ import pytest
 from tests.helpers import nightly
 
 HOPPER = {"capability": "90", "shared_bytes": 227 * 1024}
+# Prefills by a descriptor: two programs share a multiprocessor, which is worth what they spill outside of their loop
+# over whole tiles (on an H200 504 TFLOP/s, and 369 where they spill nothing and one fits).
+DESCRIBED_LOCAL_BYTES = 64
 KERNELS = {
     "split_kernel",
     "merge_kernel",
@@ -24,6 +28,8 @@ KERNELS = {
     "quantise_kernel",
     "linears_kernel",
     "gated_linear_kernel",
+    "row_linears_kernel",
+    "row_gated_kernel",
     "packed_linear_kernel",
     "sum_parts_kernel",
     "penalise_kernel",
@@ -78,5 +84,5 @@ def test_kernels_for_hopper(provider, options, kernels):
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["kernel"] for line in lines} == kernels
     for line in lines:
-        assert line["local_bytes"] == 0, line
+        assert line["local_bytes"] <= (DESCRIBED_LOCAL_BYTES if line["described"] else 0), line
         assert line["shared_bytes"] <= HOPPER["shared_bytes"], line
