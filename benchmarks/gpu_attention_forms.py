@@ -1,19 +1,47 @@
-"""What `gpu.py` measures of attention beside that of a Llama: wide heads, encoders, a bias by distance."""
+"""What `gpu.py` measures of attention beside that of a Llama: other widths, MLA, encoders, a bias by distance."""
 
 from __future__ import annotations
 
 import torch
 from gpu_cases import BLOCK_SIZE, decode, op
 from gpu_isolated import Case
-from gpu_timing import median_ms
+from gpu_timing import bandwidth_row, median_ms, num_copies
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-WIDE = (512, 576)  # channels of a head
-WIDE_HEADS = (16, 2)  # of queries, of K and V
+WIDTHS = {
+    64: (32, 8),
+    256: (16, 4),
+    512: (16, 2),
+    576: (16, 2),
+}  # channels of a head: heads of queries, of K and V
+MLA_HEADS, NOPE, ROPE, LATENT = 128, 128, 64, 512  # DeepSeek-V3
+MLA = ((16, 8192), (64, 4096))  # requests, context
 ENCODER_HEADS, ENCODER_WIDTH = 16, 64  # of a large BERT or T5
 NUM_BEHIND = 127
 INKLING_HEADS, EXTENT = (64, 8, 128), 1024  # of queries, of K and V, channels; how far back there is a bias
 BY_QUERY = ((32, 1, 8192), (1, 2048, 0))  # requests, new tokens of each, context
+
+
+def mla(copy_gb_per_s: float, requests: int, context: int) -> dict:
+    """One new token a request over latent rows, each read once; with the products by w_k and w_v."""
+    q_nope, q_rope = (
+        torch.randn(requests, MLA_HEADS, n, dtype=torch.bfloat16, device="cuda") for n in (NOPE, ROPE)
+    )
+    w_k, w_v = (torch.randn(MLA_HEADS, n, LATENT, dtype=torch.bfloat16, device="cuda") for n in (NOPE, NOPE))
+    blocks = context // BLOCK_SIZE
+    lens = torch.full((requests,), context, dtype=torch.int32, device="cuda")
+    starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+    num_bytes = requests * context * 2 * (LATENT + ROPE)
+    calls = []
+    for _ in range(num_copies(num_bytes)):
+        shape = (requests * blocks, BLOCK_SIZE, LATENT + ROPE)
+        cache = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        table = torch.randperm(requests * blocks, device="cuda").int().view(requests, blocks)
+        operands = (q_nope, q_rope, w_k, w_v, cache, table, lens, starts)
+        calls.append(lambda o=operands: op("paged_mla_attention")(*o, scale=(NOPE + ROPE) ** -0.5))
+    row = bandwidth_row("MLA decode", num_bytes, calls, copy_gb_per_s, requests=requests, context=context)
+    flops = 2 * requests * context * MLA_HEADS * (2 * LATENT + ROPE)
+    return {**row, "tflop_per_s": flops / row["ms"] / 1e9}
 
 
 def encoder(name: str, requests: int = 32, tokens: int = 512) -> dict:
@@ -61,8 +89,9 @@ def by_query(requests: int, new: int, context: int) -> dict:
 def cases(copy_gb_per_s: float) -> list[Case]:
     names = ("packed_attention", "packed_relative_attention")
     wide = [
-        (f"decode, heads of {w}", lambda w=w: [decode(copy_gb_per_s, 16, 8192, heads=(*WIDE_HEADS, w))])
-        for w in WIDE
+        (f"decode, heads of {w}", lambda w=w, h=heads: [decode(copy_gb_per_s, 16, 8192, heads=(*h, w))])
+        for w, heads in WIDTHS.items()
     ]
+    latent = [(f"MLA decode {shape}", lambda s=shape: [mla(copy_gb_per_s, *s)]) for shape in MLA]
     inkling = [(f"a bias by query {i}", lambda c=case: [by_query(*c)]) for i, case in enumerate(BY_QUERY)]
-    return [*wide, *((name, lambda n=name: [encoder(n)]) for name in names), *inkling]
+    return [*wide, *latent, *((name, lambda n=name: [encoder(n)]) for name in names), *inkling]
