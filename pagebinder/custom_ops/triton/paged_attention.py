@@ -69,8 +69,8 @@ PROGRAMS_AT_ONCE = 3  # that a multiprocessor holds, of a decode
 FULL = 0.95  # of a wave
 SPLITS = sorted({round_splits(n) for n in range(1, 129)})
 MOST_SPLITS = 64
-VALUES_OF_MERGE = 32  # of parts that a thread holds at a time
-# Times that the last program of a request reads so many; a launch of its own merges more.
+VALUES_OF_MERGE = 32  # of parts, that a thread holds at a time
+# Times that the last program of a request reads so many; what is more is merged by a launch of its own.
 MOST_MERGES_AT_END = 8
 
 MIN_KEYS_OF_SPLIT = 256  # parts smaller than this cost more in merging than they gain, ...
@@ -269,22 +269,23 @@ def attend_paged(
     num_rows = num_tokens if is_decode else num_requests * few
     parts = torch.empty((num_rows, num_heads, splits, head_dim_v), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=q.device)
-    merge = merge_options(splits, widths.BLOCK_DV)
-    at_end = merge_options(splits, widths.BLOCK_DV, triton.next_power_of_2(heads), decode.warps)
+    merged = triton.next_power_of_2(heads)  # at a time, at the end of a program
     arrivals = None
-    if is_decode and -(-splits // at_end["AT_ONCE"]) <= MOST_MERGES_AT_END:
+    if is_decode and splits * merged * widths.BLOCK_DV <= MOST_MERGES_AT_END * values_of_merge(decode.warps):
         arrivals = arrivals_at(kv_cache, num_requests * num_kv_heads * chunks)
     split_kernel[splits, num_kv_heads * chunks, num_requests](
         q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, alibi_slopes, bias, scales, parts, part_lse,
         arrivals, sinks, out, lse, *strides, bias_stride, sink_stride, num_tokens, num_blocks, capacity, few,
         row_tokens, scale, soft_cap, *distances, SPLITS=splits, **options, BLOCK_M=rows, BLOCK_N=decode.keys,
-        MIN_KEYS=min_keys_of_split(programs, q.device), PAIRS=in_pairs, ROWS=triton.next_power_of_2(heads), **at_end,
+        MIN_KEYS=min_keys_of_split(programs, q.device), PAIRS=in_pairs, ROWS=merged,
+        **merge_options(splits, widths.BLOCK_DV, merged, decode.warps),
         num_warps=decode.warps, num_stages=decode.stages, **decode.limits,
     )  # fmt: skip
     if arrivals is None:
         merge_kernel[num_requests + 1, num_heads](
             parts, part_lse, query_start_loc, sinks, out, lse, sink_stride, num_tokens, num_requests, few, row_tokens,
-            SPLITS=splits, **merge, DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV, PADDING=is_decode,
+            SPLITS=splits, **merge_options(splits, widths.BLOCK_DV), DV=head_dim_v, BLOCK_DV=widths.BLOCK_DV,
+            PADDING=is_decode,
         )  # fmt: skip
     return out
 
@@ -314,10 +315,14 @@ def _described(
 
 def merge_options(splits: int, columns: int, rows: int = 1, warps: int = 4) -> dict:
     """Of a merge of so many parts of `columns` columns, of `rows` heads: a few values of a thread at a time."""
-    fit = VALUES_OF_MERGE * 32 * warps // (rows * columns)
-    at_once = 1 << (max(fit, 1).bit_length() - 1)
+    fit = max(1, values_of_merge(warps) // (rows * columns))
     every = triton.next_power_of_2(splits)
-    return {"BLOCK_SPLITS": every, "AT_ONCE": min(at_once, every)}
+    return {"BLOCK_SPLITS": every, "AT_ONCE": min(1 << (fit.bit_length() - 1), every)}
+
+
+def values_of_merge(warps: int) -> int:
+    """Of parts, that a program holds at a time."""
+    return VALUES_OF_MERGE * 32 * warps
 
 
 def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:

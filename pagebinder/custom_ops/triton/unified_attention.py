@@ -103,7 +103,8 @@ def _attend(
     elif part == "c":
         rows, table = overlapping_blocks(k, v, query_start_loc, BLOCK)
         news = query_start_loc[1:] - query_start_loc[:-1]
-        attend_paged(q, rows, table, news, query_start_loc, None, alibi_slopes, out=out, lse=lse, **options)
+        steps = (table, news, query_start_loc)  # no keys but this step's: nothing to split
+        attend_paged(q, rows, *steps, None, alibi_slopes, out=out, lse=lse, splits=1, **options)
     else:
         attend_paged(
             q, kv_cache, block_table, seq_lens, query_start_loc, None, alibi_slopes, out=out, lse=lse,

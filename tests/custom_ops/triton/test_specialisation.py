@@ -16,6 +16,7 @@ FIXED = {
     "N_0", "N_1", "N_2",  # columns of linear layers
     "limit", "alpha", "up_offset", "vocab",
     "dt_min", "dt_max", "behind", "farthest",
+    "cache",  # a descriptor
     "part_tokens", "part_steps",  # multiples of 64 and of a tile's step: pointers stay aligned
 }  # fmt: skip
 STRIDES = ("stride", "window_stride_", "entry_stride_", "x_", "cos_", "sin_")
