@@ -2,7 +2,8 @@
 
     q_nope [T, H, N] -- w_k --> q [T, H, L | P] --attend, K = V = latent rows--> [T, H, L] -- w_v --> [T, H, V]
 
-    rows          all of a request's, plain        lists of rows, and rows of bytes
+    rows          all of a request's, plain,       lists of rows, rows of bytes, and those of 64 heads and more,
+                  of few heads                     which fill a product of the tensor cores
     attention     kernels of `paged_attention`     kernel of `sparse_mla`, a query token at a time; groups are listed
                                                    token by token first
 
@@ -26,6 +27,8 @@ from pagebinder.custom_ops.triton.paged_attention import attend_paged
 from pagebinder.custom_ops.triton.sparse_mla import sparse_mla_attention
 
 MAX_LATENT_DIM = 512
+# On an H200 kernels of `paged_attention` made 74 TFLOP/s of 128 heads, that of `sparse_mla` 255 of 64.
+HEADS_BY_TOKEN = 64
 
 
 def latent_cache_write(rows, cache, slot_mapping, *, layout="plain", rope_dim=0) -> None:
@@ -62,7 +65,8 @@ def paged_mla_attention(
     q = q_nope.new_empty((num_tokens, num_heads, latent_dim + q_rope.shape[2]))
     q[..., :latent_dim] = torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1)
     q[..., latent_dim:] = q_rope
-    if layout == "plain" and indices is None:
+    is_few = num_heads < HEADS_BY_TOKEN or q.dtype.itemsize > 2
+    if layout == "plain" and indices is None and is_few:
         attended = attend_paged(
             q, cache.unsqueeze(1), table, seq_lens, query_start_loc, sinks, None, head_dim_v=latent_dim, scale=scale,
             window=window, v_is_k=True,

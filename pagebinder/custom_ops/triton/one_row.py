@@ -32,9 +32,9 @@ class RowTile(NamedTuple):
     programs: int  # that share a multiprocessor
 
 
-# channels of x, padded, at most -> layers, layers with a gate
+# channels of x, padded, at most -> layers, layers with a gate; as many warps, so that sums are made in the same order
 TILES = (
-    (2048, RowTile(4096, 4, 3, 12), RowTile(4096, 2, 3, 12)),
+    (2048, RowTile(4096, 2, 3, 12), RowTile(4096, 2, 3, 12)),
     (MAX_INNER, RowTile(8192, 4, 2, 8), RowTile(16384, 4, 3, 3)),
 )
 

@@ -48,6 +48,17 @@ def test_paged_mla_attention(provider, name, sinks):
 
 
 @pytest.mark.parametrize("sinks", SINKS)
+@pytest.mark.parametrize("name", ["decode", "mixed", "window"])
+def test_rows_of_many_heads_are_served_a_token_at_a_time(provider, name, sinks):
+    """Enough heads for a product of the tensor cores; not a multiple of what a program takes."""
+    case = dataclasses.replace(CASES[name], dtype=torch.bfloat16, heads=67, sinks=sinks, padding=2)
+    inputs = make_inputs(case)
+    out = provider.overload("paged_mla_attention")(*inputs.operands, **inputs.options)
+    assert out.dtype == torch.bfloat16 and out.is_contiguous()
+    assert_mla_close(out, inputs.wide().run("pagebinder"))
+
+
+@pytest.mark.parametrize("sinks", SINKS)
 def test_a_long_context_is_split(provider, sinks):
     inputs = make_inputs(dataclasses.replace(CASES["split"], lengths=((700, 1), (600, 3)), sinks=sinks))
     out = provider.overload("paged_mla_attention")(*inputs.operands, **inputs.options)

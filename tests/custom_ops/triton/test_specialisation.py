@@ -60,6 +60,8 @@ def test_device_functions_return_no_none():
     """As an operand that may be missing would be: Triton 3.6 refuses that, Triton 3.7 and interpreters do not."""
     functions = [f for tree in parsed() for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)]
     device = [f for f in functions if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)]
-    returns = [(f.name, r.value) for f in device for r in ast.walk(f) if isinstance(r, ast.Return) and r.value]
+    returns = [
+        (f.name, r.value) for f in device for r in ast.walk(f) if isinstance(r, ast.Return) and r.value
+    ]
     choices = [(name, ast.unparse(value)) for name, value in returns if " is None" in ast.unparse(value)]
     assert not choices and len(returns) > 60
