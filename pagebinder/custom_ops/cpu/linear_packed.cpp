@@ -13,7 +13,8 @@
 // Meanwhile the next block is asked for, evenly, in four places of it side by side: the processor's prefetcher reads each
 // run of lines at most 20 lines ahead, which is a third of what memory gives (docs/measurements.md).
 //
-// One or two tiles of rows read a panel once: all of its steps in a row. Panels of coded weights are decoded into the
+// One or two tiles of rows read a panel once: all of its steps in a row, of one tile two panels side by side, of two
+// while the next panel is asked for in eight places. Panels of coded weights are decoded into the
 // worker's memory, then a step ahead of its product, else a block of steps for all rows of the job.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
@@ -23,6 +24,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <type_traits>
 
 #include "activations.h"
 #include "amx.h"
@@ -40,7 +42,7 @@ constexpr int BLOCK_STEPS = 2 * CODED_STEPS;
 // Of panels that come from memory. They are asked for only so far ahead that the processor's own prefetching takes over:
 // from some KB on, both would take turns in fetching lines that the other one leaves out.
 constexpr int64_t STREAM_AHEAD = STEP_BYTES / 2, CODES_STREAM_AHEAD = 1024;
-constexpr int RUNS = 4;                                   // of a block of a panel, asked for side by side
+constexpr int RUNS = 4, STREAM_RUNS = 8;                  // of a block of a panel, of a whole one: asked for side by side
 constexpr int QUARTER = STEP_BYTES / 4;                   // of a step, asked for at once
 constexpr int CODED_QUARTER = CODED_BODY / CODED_STEPS / 4;
 constexpr int64_t CODES_AHEAD = 4096;                     // bytes
@@ -196,6 +198,21 @@ struct StoredPanel {
   PB_INLINE const char* step_at(int step) const { return first + static_cast<int64_t>(step) * STEP_BYTES; }
 };
 
+// The same, while the next one is asked for, if there is one.
+struct FollowedPanel : StoredPanel {
+  const char* coming = nullptr;
+  int64_t run = 0;  // bytes of a run of it
+
+  PB_INLINE void ask_quarter(int step, int quarter) const {
+    StoredPanel::ask_quarter(step, quarter);
+    if (coming == nullptr) return;
+    constexpr int LINES = STEP_BYTES / 64 / STREAM_RUNS, RUNS_AT_ONCE = STREAM_RUNS / 4;
+    const char* line = coming + quarter * RUNS_AT_ONCE * run + step * LINES * 64;
+    for (int i = 0; i < RUNS_AT_ONCE * LINES; ++i)
+      __builtin_prefetch(line + i / LINES * run + i % LINES * 64, 0, 2);
+  }
+};
+
 // A step is decoded while the one before meets x.
 struct CodedPanel {
   static constexpr int DELAY = 1, RING = 4;  // steps
@@ -228,10 +245,10 @@ class Worker {
   }
 
   void run_job(const PackedJob& job, const PackedJob& next) {
-    if (run_.args.rows <= TILE_LINES) return stream_job<1>(job);
+    if (run_.args.rows <= TILE_LINES) return stream_job<1>(job, next);
     if (job.first_strip != kept_pair_) pack_rows(job);
     kept_pair_ = job.first_strip;
-    if (run_.args.rows <= PAIR) return stream_job<2>(job);
+    if (run_.args.rows <= PAIR) return stream_job<2>(job, next);
     for (int first = 0; first < run_.steps; first += run_.part_steps) run_part(job, next, first);
     write_results(job);
   }
@@ -339,9 +356,9 @@ class Worker {
   // One tile of rows times the panels of a job, two side by side: memory gives more bytes to two streams than to one.
   // Two tiles of rows times one panel after the other.
   template <int ROWS>
-  void stream_job(const PackedJob& job) {
-    if (run_.coded()) stream_panels_of<ROWS, CodedPanel>(job);
-    else stream_panels_of<ROWS, StoredPanel>(job);
+  void stream_job(const PackedJob& job, const PackedJob& next) {
+    if (run_.coded()) stream_panels_of<ROWS, CodedPanel>(job, next);
+    else stream_panels_of<ROWS, std::conditional_t<ROWS == 1, StoredPanel, FollowedPanel>>(job, next);
     for (int panel = 0; panel < job.panels; ++panel) {
       const float* sums = sums_ + int64_t{panel} * run_.halves() * PAIR_SUMS;
       begin_results(job, panel, sums, sums + PAIR_SUMS);
@@ -351,12 +368,17 @@ class Worker {
   }
 
   template <int ROWS, class Panel>
-  void stream_panels_of(const PackedJob& job) {
+  void stream_panels_of(const PackedJob& job, const PackedJob& next) {
     const int count = job.panels * run_.halves();
     for (int i = 0; i < count;) {
       Panel panels[2];
       const int side_by_side = std::min(count - i, 2);
       for (int p = 0; p < side_by_side; ++p) panels[p] = panel_of<Panel>(job, i + p);
+      if constexpr (std::is_same_v<Panel, FollowedPanel>) {
+        const bool is_last = i + 1 == count;
+        if (!is_last || next.panels > 0) panels[0].coming = is_last ? block_of(next, {0, 0}, 0) : panels[1].first;
+        panels[0].run = run_.panel_bytes() / STREAM_RUNS;
+      }
       float* sums = sums_ + i * PAIR_SUMS;
       if (ROWS == 1 && side_by_side == 2) stream_panels<1, 2>(panels, sums), i += 2;
       else stream_panels<ROWS, 1>(panels, sums), ++i;
@@ -367,7 +389,7 @@ class Worker {
   Panel panel_of(const PackedJob& job, int i) const {
     const Place at{i / run_.halves(), i % run_.halves()};
     const char* first = block_of(job, at, 0);
-    if constexpr (std::is_same_v<Panel, StoredPanel>) return {first};
+    if constexpr (std::is_base_of_v<StoredPanel, Panel>) return {{first}};
     else return {reinterpret_cast<const uint8_t*>(first), job.layer[at.which].coded_bytes,
                  decoded_ + i % 2 * CodedPanel::RING * STEP_WEIGHTS};
   }
