@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "elements.h"
 #include "simd.h"
 
 namespace pagebinder {
@@ -16,6 +17,8 @@ constexpr int MAX_KEYS_AT_ONCE = 16;  // forms may compute (and ignore) fewer ke
 
 constexpr int NEAR_KEYS = 8;          // how much further on the nearest cache is asked for rows
 static_assert(NEAR_KEYS <= MAX_KEYS_AT_ONCE);
+
+constexpr int RUNS_AHEAD = PAGEBINDER_AMX ? 8 : 1;  // of rows, asked for side by side
 
 // Rows somewhere in memory: row k is `offset` elements after rows[k].
 template <class T>
@@ -28,14 +31,16 @@ struct Rows {
 
 // The lines of rows that are read after those at hand: the second cache is asked for one of them whenever a line at hand is
 // read, so that memory is busy all the time (the nearest cache would lose what is at hand). In the order in which they lie,
-// or neither memory nor the processor's own prefetcher is at its fastest. Of rows at hand the nearest cache is asked for
+// or neither memory nor the processor's own prefetcher is at its fastest; on processors with matrix tiles, whose prefetcher
+// reads each run of lines at most 20 ahead, in several runs in turn, a row at a time. Of rows at hand the nearest cache is asked for
 // those some keys further on; as with all keys that forms compute beyond the last, there are pointers for
 // MAX_KEYS_AT_ONCE more.
 template <class T>
 class AheadLines {
  public:
   AheadLines() = default;  // nothing comes from memory
-  AheadLines(Rows<T> rows, int num_rows, int length) : rows_(rows), left_(num_rows), row_bytes_(length * sizeof(T)) {
+  AheadLines(Rows<T> rows, int num_rows, int length)
+      : rows_(rows), num_rows_(num_rows), left_(num_rows), row_bytes_(length * sizeof(T)) {
     if (left_ > 0) begin_row();
   }
   bool any() const { return left_ > 0; }
@@ -63,16 +68,21 @@ class AheadLines {
 
  private:
   PB_INLINE void begin_row() {
-    at_ = reinterpret_cast<const char*>(rows_[0]);
+    const int run_rows = (num_rows_ + RUNS_AHEAD - 1) / RUNS_AHEAD;
+    int row;
+    do {
+      row = asked_ % RUNS_AHEAD * run_rows + asked_ / RUNS_AHEAD, ++asked_;
+    } while (row >= num_rows_);  // of the last run, which may be shorter
+    at_ = reinterpret_cast<const char*>(rows_[row]);
     end_ = at_ + row_bytes_;
   }
   PB_INLINE void end_row() {
-    if (--left_ > 0) ++rows_.rows, begin_row();
+    if (--left_ > 0) begin_row();
     else at_ = end_;
   }
 
   Rows<T> rows_{};
-  int left_ = 0;
+  int num_rows_ = 0, asked_ = 0, left_ = 0;
   int64_t row_bytes_ = 0;
   const char *at_ = nullptr, *end_ = nullptr;
 };
