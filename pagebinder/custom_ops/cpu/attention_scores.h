@@ -32,8 +32,8 @@ struct Rows {
 // The lines of rows that are read after those at hand: the second cache is asked for one of them whenever a line at hand is
 // read, so that memory is busy all the time (the nearest cache would lose what is at hand). In the order in which they lie,
 // or neither memory nor the processor's own prefetcher is at its fastest; on processors with matrix tiles, whose prefetcher
-// reads each run of lines at most 20 ahead, in several runs in turn, a row at a time. Of rows at hand the nearest cache is asked for
-// those some keys further on; as with all keys that forms compute beyond the last, there are pointers for
+// reads each run of lines at most 20 ahead, in several runs in turn, a row at a time. Of rows at hand the nearest cache is
+// asked for those some keys further on; as with all keys that forms compute beyond the last, there are pointers for
 // MAX_KEYS_AT_ONCE more.
 template <class T>
 class AheadLines {

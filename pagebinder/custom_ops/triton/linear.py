@@ -31,7 +31,7 @@ from pagebinder.custom_ops.linear.gated_linear import check_alike
 from pagebinder.custom_ops.linear.linears import bias_of_each
 from pagebinder.custom_ops.linear.norm_linears import check_gate, layers_of
 from pagebinder.custom_ops.triton.gated_activation import activated, gate_into
-from pagebinder.custom_ops.triton.one_row import AT_ONCE, row_gated, row_linears, serves
+from pagebinder.custom_ops.triton.one_row import Norm, launches, row_gated, row_linears, serves
 from pagebinder.custom_ops.triton.rms_norm import check_norm, norm_rows, rows_of
 from pagebinder.custom_ops.triton.values import SIZES, product, rounded, through
 
@@ -162,19 +162,13 @@ def linears(x, weights, biases):
     if _is_one_row(rows):
         row_linears(rows, weights, biases, outs)
         return outs
-    for i in range(0, len(weights), AT_ONCE):
-        _launch_linears(rows, weights[i : i + AT_ONCE], biases[i : i + AT_ONCE], outs[i : i + AT_ONCE])
-    return outs
-
-
-def _launch_linears(rows, weights, biases, outs) -> None:
     tile = ONE_ROW if len(rows) == 1 else FEW_ROWS
-    sizes, missing = [len(w) for w in weights], AT_ONCE - len(weights)
-    weights, biases, outs = (list(part) + list(part[:1]) * missing for part in (weights, biases, outs))
-    linears_kernel[(sum(triton.cdiv(n, tile.rows) for n in sizes),)](
-        rows, *weights, *biases, *outs, rows.stride(0), len(rows), *sizes, *(0,) * missing, rows.shape[1],
-        *(w.stride(0) for w in weights), **_options(rows, tile, *sizes),
-    )  # fmt: skip
+    for ws, bs, ys, sizes in launches(weights, biases, outs):
+        linears_kernel[(sum(triton.cdiv(n, tile.rows) for n in sizes),)](
+            rows, *ws, *bs, *ys, rows.stride(0), len(rows), *sizes, rows.shape[1], *(w.stride(0) for w in ws),
+            **_options(rows, tile, *sizes),
+        )  # fmt: skip
+    return outs
 
 
 def gated_linear(x, gate, up, gate_bias=None, up_bias=None, *, activation):
@@ -201,29 +195,28 @@ def gated_linear(x, gate, up, gate_bias=None, up_bias=None, *, activation):
 def norm_linears(x, residual, norm_weight, weights, biases, *, eps, tail, activation=""):
     """See `norm_linears_reference`; of more than one row, the norm is a launch of its own."""
     check_norm(x, residual, norm_weight, tail)
-    every = bias_of_each(weights, biases)
-    has_our_norm = all(t is None or t.dtype == x.dtype for t in (residual, norm_weight))
-    if not (
-        has_our_norm and x.numel() == x.shape[-1] and _is_ours(x, weights, every) and _is_one_row(rows_of(x))
-    ):
+    every, total = bias_of_each(weights, biases), None
+    are_alike = all(t is None or t.dtype == x.dtype for t in (residual, norm_weight))
+    if not (are_alike and _is_one_row(x) and _is_ours(x, weights, every)):
         normed, total = norm_rows(x, residual, norm_weight, eps, tail)
         outs = layers_of(normed, weights, biases, activation, linears=linears, gated_linear=gated_linear)
-        return [*outs, *([] if residual is None else [total])]
-    total = None if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    norm = (None if residual is None else rows_of(residual), norm_weight, total, eps, tail)
-    if activation:
-        check_gate(weights)
-        outs = _outputs(x, weights[:1])
-        row_gated(rows_of(x), *weights, *every, *outs, activation, norm)
     else:
-        outs = _outputs(x, weights)
-        row_linears(rows_of(x), weights, every, outs, norm)
-    return [*outs, *([] if residual is None else [total])]
+        if residual is not None:
+            residual, total = rows_of(residual), torch.empty_like(x, memory_format=torch.contiguous_format)
+        norm = Norm(residual, norm_weight, total, eps, tail)
+        if activation:
+            check_gate(weights)
+            outs = _outputs(x, weights[:1])
+            row_gated(rows_of(x), *weights, *every, *outs, activation, norm)
+        else:
+            outs = _outputs(x, weights)
+            row_linears(rows_of(x), weights, every, outs, norm)
+    return [*outs, *([] if total is None else [total])]
 
 
-def _is_one_row(rows: torch.Tensor) -> bool:
+def _is_one_row(x: torch.Tensor) -> bool:
     """Is it one that programs can keep?"""
-    return len(rows) == 1 and serves(rows.shape[1])
+    return x.numel() == x.shape[-1] and serves(x.shape[-1])
 
 
 def _options(rows: torch.Tensor, tile: Tile, *columns: int) -> dict:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -31,6 +32,18 @@ class RowTile(NamedTuple):
     stages: int
     programs: int  # that share a multiprocessor
 
+
+class Norm(NamedTuple):
+    """What is done with the row first; x + residual [1, K], if there is one, goes to total. weight: [K] or None."""
+
+    residual: torch.Tensor | None
+    weight: torch.Tensor | None
+    total: torch.Tensor | None
+    eps: float
+    tail: str
+
+
+NO_NORM = Norm(None, None, None, 0.0, "")  # x is taken as it is
 
 # channels of x, padded, at most -> layers, layers with a gate; as many warps, so that sums are made in the same order
 TILES = (
@@ -132,35 +145,37 @@ def serves(inner: int) -> bool:
     return inner <= MAX_INNER
 
 
-def row_linears(x, weights, biases, outs, norm=None) -> None:
-    """Layers of one row x [1, K] into outs.
-
-    Args:
-        norm: (residual or None, weight or None, x + residual to write or None, eps, tail); None: x is taken as it is.
-    """
+def row_linears(x, weights, biases, outs, norm: Norm = NO_NORM) -> None:
+    """Layers of one row x [1, K] into outs."""
     inner = x.shape[1]
     block, tile, _ = _tile(inner)
-    for i in range(0, len(weights), AT_ONCE):
-        ws, bs, ys = (list(part[i : i + AT_ONCE]) for part in (weights, biases, outs))
-        sizes, missing = [len(w) for w in ws], AT_ONCE - len(ws)
-        rows = max(1, tile.values // block)
+    rows = max(1, tile.values // block)
+    for ws, bs, ys, sizes in launches(weights, biases, outs):
         tiles = sum(triton.cdiv(n, rows) for n in sizes)
-        ws, bs, ys = (part + part[:1] * missing for part in (ws, bs, ys))
         row_linears_kernel[(min(tiles, tile.programs * multiprocessors(x.device)),)](
-            *_of_norm(x, norm), *ws, *bs, *ys, _eps(norm), *sizes, *(0,) * missing, *(w.stride(0) for w in ws),
+            x, norm.residual, norm.weight, norm.total, *ws, *bs, *ys, norm.eps, *sizes, *(w.stride(0) for w in ws),
             **_options(norm, inner, block, rows, tile, sizes),
         )  # fmt: skip
 
 
-def row_gated(x, gate, up, gate_bias, up_bias, out, activation: str, norm=None) -> None:
+def launches(weights, biases, outs):
+    """(weights, biases, results, columns) of each launch: AT_ONCE layers; those that are missing have no columns."""
+    for i in range(0, len(weights), AT_ONCE):
+        ws, bs, ys = (list(part[i : i + AT_ONCE]) for part in (weights, biases, outs))
+        missing = AT_ONCE - len(ws)
+        sizes = [*map(len, ws), *(0,) * missing]
+        yield *(part + part[:1] * missing for part in (ws, bs, ys)), sizes
+
+
+def row_gated(x, gate, up, gate_bias, up_bias, out, activation: str, norm: Norm = NO_NORM) -> None:
     """act(x gate^T) * (x up^T) of one row; see `row_linears`."""
     inner = x.shape[1]
     block, _, tile = _tile(inner)
     rows = max(1, tile.values // 2 // block)
     programs = min(triton.cdiv(len(gate), rows), tile.programs * multiprocessors(x.device))
     row_gated_kernel[(programs,)](
-        *_of_norm(x, norm), gate, up, gate_bias, up_bias, out, _eps(norm), len(gate), gate.stride(0), up.stride(0),
-        **_options(norm, inner, block, rows, tile, [len(gate)]), ACTIVATION=activation,
+        x, norm.residual, norm.weight, norm.total, gate, up, gate_bias, up_bias, out, norm.eps, len(gate),
+        gate.stride(0), up.stride(0), **_options(norm, inner, block, rows, tile, [len(gate)]), ACTIVATION=activation,
     )  # fmt: skip
 
 
@@ -170,17 +185,8 @@ def _tile(inner: int) -> tuple[int, RowTile, RowTile]:
     return block, layers, gated
 
 
-def _of_norm(x, norm) -> tuple:
-    residual, weight, total, *_ = norm or (None,) * 3
-    return x, residual, weight, total
-
-
-def _eps(norm) -> float:
-    return norm[3] if norm else 0.0
-
-
-def _options(norm, inner: int, block: int, rows: int, tile: RowTile, columns: list[int]) -> dict:
+def _options(norm: Norm, inner: int, block: int, rows: int, tile: RowTile, columns: list[int]) -> dict:
     return {
         "K": inner, "BLOCK": block, "ROWS": rows, "STAGES": tile.stages, "EVEN": not any(n % rows for n in columns),
-        "TAIL": norm[4] if norm else "", "num_warps": tile.warps,
+        "TAIL": norm.tail, "num_warps": tile.warps,
     }  # fmt: skip

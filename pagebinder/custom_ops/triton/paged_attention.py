@@ -4,7 +4,8 @@ Shapes of launches follow from the shapes of operands alone, so a call can be ca
 read back from the device. What the reference checks by reading lengths and block ids is therefore not checked here:
 keys beyond a block table and blocks outside the cache are not read.
 
-    T <= R (decode)   split_kernel + merge_kernel; tile_kernel alone if the requests fill the GPU without splitting
+    T <= R (decode)   split_kernel, which merges few parts itself, else + merge_kernel; tile_kernel alone if the
+                      requests fill the GPU without splitting
     T >  R (mixed)    tile_kernel, and split_kernel + merge_kernel for requests of a few new tokens
 
 Tiles by the bytes of a K row and a V row, padded, in place of autotuning, which would need the GPU and minutes:
@@ -20,14 +21,18 @@ Tiles by the bytes of a K row and a V row, padded, in place of autotuning, which
     <= 2560   16  x 32,  8, 2                            32,  8, 2                        of a head: 256; latent rows
     beyond    16  x 16,  8, 2                            16,  8, 2                        576
 
+Prompts of heads of 32, 64 or 128 channels in 16 bits, in blocks of a multiple of 64 tokens, have a tile of their own
+on Hopper (DESCRIBED), whose rows come by a descriptor of the cache.
+
 Decodes over codes whose rows are powers of two wide have tiles of their own (PAIR_TILES) and another inner loop, see
 `attention_pairs`: up to 16 heads of 32 to 128 channels of a KV head, up to 8 of 256.
 
-Compiled for compute capability 9.0 they do not spill registers (under Triton 3.6 some over codes do, up to 208 bytes
-a thread); a prefill program takes at most 160 KiB of shared memory, a decode program 75 KiB (heads of 512 channels
-81, of 576 119, in float32 137). `python -m tests.custom_ops.triton.compiled_for 90 --all` tells what a version of
-Triton makes of them. Heads of 128 channels were tuned on an H200: two prefill programs share a multiprocessor, one
-multiplies while the other takes exponentials. The other sizes are as they were thought out.
+Compiled for compute capability 9.0 they do not spill registers, but for DESCRIBED outside of its loop (under Triton
+3.6 some over codes do, up to 208 bytes a thread); a prefill program takes at most 160 KiB of shared memory, a decode
+program 75 KiB (heads of 512 channels 81, of 576 119, in float32 137). `python -m tests.custom_ops.triton.compiled_for
+90 --all` tells what a version of Triton makes of them. Heads of 128 channels were tuned on an H200: two prefill
+programs share a multiprocessor, one multiplies while the other takes exponentials. The other sizes are as they were
+thought out.
 """
 
 from __future__ import annotations

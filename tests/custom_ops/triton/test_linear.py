@@ -104,7 +104,7 @@ def test_a_norm_with_its_layers_equals_the_two(
 @pytest.mark.parametrize("inner", [4096, 9216])
 @pytest.mark.parametrize("columns", [64, 45])
 def test_one_long_row(provider, inner, columns):
-    """Programs keep it; columns that fill tiles and that do not."""
+    """One that programs keep, and a longer one; columns that fill tiles and that do not."""
     torch.manual_seed(1)
     x, weight = torch.randn(1, inner).bfloat16(), (torch.randn(columns, inner) / inner**0.5).bfloat16()
     y = provider.overload("linear")(x, weight)
