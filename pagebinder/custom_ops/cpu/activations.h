@@ -8,7 +8,7 @@ namespace pagebinder {
 
 PB_INLINE VF sigmoid(VF x) {
   const VF power = x * -1.44269504f;
-  return reciprocal(1.0f + exp2_approx(select(power > splat(125.0f), splat(125.0f), power)));
+  return reciprocal(1.0f + exp2_approx(min(splat(125.0f), power)));
 }
 
 // x Phi(x): erfc by Abramowitz and Stegun 7.1.26, whose absolute error is below 1.5e-7.
@@ -24,7 +24,7 @@ PB_INLINE VF gelu(VF x) {
   return select(x < VF{}, tail, x - tail);
 }
 
-inline VF activate(Activation activation, VF x) {
+PB_INLINE VF activate(Activation activation, VF x) {
   switch (activation) {
     case Activation::SILU: return x * sigmoid(x);
     case Activation::GELU: return gelu(x);
@@ -39,10 +39,14 @@ inline VF activate(Activation activation, VF x) {
   }
 }
 
-// act(gate) * up with the roundings of two ops on tensors of bf16, in the upper halves of words: `gate` and `up` are values
-// of bf16.
+// act(gate) * up of values of bf16, act(gate) rounded to it, the product not yet.
+PB_INLINE VF gated_product(Activation activation, VF gate, VF up) {
+  return bit_cast<VF>(round_to_normal_bf16(activate(activation, gate))) * up;
+}
+
+// The same rounded, in the upper halves of words.
 PB_INLINE VU gated_bf16(Activation activation, VF gate, VF up) {
-  return round_to_normal_bf16(bit_cast<VF>(round_to_normal_bf16(activate(activation, gate))) * up);
+  return round_to_normal_bf16(gated_product(activation, gate, up));
 }
 
 // The same of any T.

@@ -49,15 +49,19 @@ PB_INLINE VI visible(const SoftmaxState<STRIDE>& state, int first_key, int v) {
   return (key >= state.begin[v]) & (key < state.end[v]);
 }
 
+// Keys that all rows see are left out.
 template <int STRIDE>
 PB_INLINE void hide_scores(const SoftmaxState<STRIDE>& state, int first_key, int num_keys, float* scores) {
   using State = SoftmaxState<STRIDE>;
-  for (int k = 0; k < num_keys; k += State::KEYS_PER_VECTOR)
+  constexpr int KEYS = State::KEYS_PER_VECTOR;
+  for (int k = 0; k < num_keys; k += KEYS) {
+    if (first_key + k >= state.common.begin && first_key + k + KEYS <= state.common.end) continue;
     PB_UNROLL
     for (int v = 0; v < State::VECTORS; ++v) {
       float* at = scores + k * STRIDE + v * W;
       store(at, select(visible(state, first_key + k, v), load<VF>(at), splat(MINUS_INFINITY)));
     }
+  }
 }
 
 // Scores that need nothing but a positive scale: their maxima; `finish` stays to be done.
@@ -118,15 +122,13 @@ void scale_scores(const float* key_scales, int num_keys, float* scores) {
 #if PAGEBINDER_BF16_DOT
 // exp2_approx for weights that are rounded to bf16: a degree 4 polynomial, relative error 3e-6.
 PB_INLINE VF exp2_weight(VF x) {
-  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), bit_cast<__m512>(x));
-  const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT);
-  const VF f = bit_cast<VF>(_mm512_sub_ps(bounded, whole));
-  VF poly = splat(9.57010221e-3f);
-  poly = poly * f + splat(5.59178591e-2f);
-  poly = poly * f + splat(2.40247443e-1f);
-  poly = poly * f + splat(6.93121791e-1f);
-  poly = poly * f + splat(9.99999285e-1f);
-  return bit_cast<VF>(_mm512_scalef_ps(bit_cast<__m512>(poly), whole));
+  return exp2_by(x, [](VF f) __attribute__((always_inline)) {
+    VF poly = splat(9.57010221e-3f);
+    poly = poly * f + splat(5.59178591e-2f);
+    poly = poly * f + splat(2.40247443e-1f);
+    poly = poly * f + splat(6.93121791e-1f);
+    return poly * f + splat(9.99999285e-1f);
+  });
 }
 
 // Two vectors of weights, in each keys [key][row], as pairs of keys [key / 2][row].

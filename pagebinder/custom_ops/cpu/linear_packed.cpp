@@ -68,15 +68,6 @@ struct Run : PackedRun {
 
 // ---- results ---------------------------------------------------------------------------------------------------
 
-// The upper halves of words, one vector after the other.
-PB_INLINE VU upper_halves(VU first, VU second) {
-  typedef uint16_t Halves __attribute__((vector_size(W * 4)));
-  constexpr Halves odd{1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                       33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  return bit_cast<VU>(
-      _mm512_permutex2var_epi16(bit_cast<__m512i>(first), bit_cast<__m512i>(odd), bit_cast<__m512i>(second)));
-}
-
 // Sums of a job's rows and a panel, of gated layers of both, that become rows of y: one now and then, beside the products
 // of the next panel, whose tiles leave the units of vectors idle.
 class Results {
@@ -106,15 +97,25 @@ class Results {
 
  private:
   __attribute__((noinline)) void convert_row() {
-    const int at = row_ / PAIR * PAIR_SUMS + row_ % PAIR / TILE_LINES * 2 * TILE_SUMS + row_ % TILE_LINES * HALF;
-    VU y[2];
-    for (int half = 0; half < 2; ++half) {
-      y[half] = round_to_normal_bf16(load<VF>(sums_[0] + at + half * TILE_SUMS) + bias_[0][half]);
-      if (gate_ == Activation::NONE) continue;
-      const VU up = round_to_normal_bf16(load<VF>(sums_[1] + at + half * TILE_SUMS) + bias_[1][half]);
-      y[half] = gated_bf16(gate_, bit_cast<VF>(y[half]), bit_cast<VF>(up));
-    }
-    store(out_ + row_++ * stride_, upper_halves(y[0], y[1]));
+    if (gate_ == Activation::NONE) store(out_, rounded(0));
+    else if (gate_ == Activation::SILU) store(out_, gated<Activation::SILU>());
+    else store(out_, gated<Activation::NONE>());
+    ++row_, out_ += stride_;
+  }
+
+  // Sums of a row as bf16.
+  PB_INLINE VU rounded(int which) const {
+    const float* sums = sums_[which] + row_ / PAIR * PAIR_SUMS + row_ % PAIR / TILE_LINES * 2 * TILE_SUMS + row_ % TILE_LINES * HALF;
+    return narrow_both(load<VF>(sums) + bias_[which][0], load<VF>(sums + TILE_SUMS) + bias_[which][1]);
+  }
+
+  // KNOWN: the activation, if the compiler shall know it. Even columns are a vector, odd ones another.
+  template <Activation KNOWN>
+  PB_INLINE VU gated() const {
+    const Activation activation = KNOWN == Activation::NONE ? gate_ : KNOWN;
+    const Pair gate = apart(rounded(0)), up = apart(rounded(1));
+    const VF even = gated_product(activation, gate.first, up.first), odd = gated_product(activation, gate.second, up.second);
+    return round_to_pairs(even, odd);
   }
 
   static VF bias_of(const LinearLayer& layer, int64_t column) {

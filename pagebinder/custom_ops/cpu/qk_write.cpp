@@ -1,9 +1,8 @@
 // Norm of query and key heads, RoPE and the write to the KV cache in one pass over the heads, see qk_write.h.
 //
-// A head is widened to float32 once and stays in scratch; every rounding of the separate ops is made on the way.
+// Heads are widened to float32 once and stay in scratch, as many as a vector has lanes: their norms are one division and
+// one root. Every rounding of the separate ops is made on the way.
 #include "qk_write.h"
-
-#include <cmath>
 
 #include "norm_rows.h"
 
@@ -13,40 +12,41 @@ namespace {
 constexpr int64_t SERIAL_CHANNELS = 1 << 14;
 constexpr int64_t TOKENS_A_TURN = 4;
 
-int64_t whole_vectors(int64_t count) { return (count + W - 1) / W * W; }
-
-// `to` is filled up to a whole vector, with zeros.
+// `to` is filled up to a whole pair of vectors, with zeros.
 template <class T>
-void widen(const T* from, int64_t count, float* to) {
+PB_INLINE void widen(const T* from, int64_t count, float* to) {
   int64_t i = 0;
-  for (; i + W <= count; i += W) store(to + i, load_float(from + i));
-  if (i < count) store(to + i, load_float_part(from + i, static_cast<int>(count - i)));
+  for (; i + WW <= count; i += WW) store_pair(to + i, load_pair(from + i));
+  if (i < count) store_pair(to + i, load_pair(LastColumns<T>(from + i, count - i).values));
 }
 
+// Of a pair of vectors, the first `count` elements.
 template <class T>
-void narrow(const float* from, int64_t count, T* to) {
-  int64_t i = 0;
-  for (; i + W <= count; i += W) store_float(to + i, load<VF>(from + i));
-  if (i < count) store_float_part(to + i, load<VF>(from + i), static_cast<int>(count - i));
+PB_INLINE void store_part(T* to, NarrowPair<T> x, int64_t count) {
+  if (count >= WW) return store_pair(to, x);
+  T all[WW];
+  store_pair(all, x);
+  std::memcpy(to, all, static_cast<size_t>(count) * sizeof(T));
 }
 
 // What one token's heads have in common, as float32: [first half | second half] of the channels that turn, each filled
-// up to whole vectors. A head and the weights of its norm have the other channels behind them.
+// up to whole pairs of vectors. A head and the weights of its norm have the other channels behind them.
 struct Angles {
   const float* cos[2];
   const float* sin[2];
 };
 
-// Scratch of one thread: angles and weights widened, a head, and a key as it is before it becomes codes.
+// Scratch of one thread: angles and weights widened, W heads, and a key as it is before it becomes codes.
 template <class T>
 struct Scratch {
-  float *cos, *sin, *q_weight, *k_weight, *head;
+  float *cos, *sin, *q_weight, *k_weight, *heads;
   T* key;
 
   Scratch(Buffer& buffer, int64_t stride) {
-    float* at = buffer.at_least<float>(static_cast<size_t>(6 * stride));
-    for (float** part : {&cos, &sin, &q_weight, &k_weight, &head}) *part = at, at += stride;
-    key = reinterpret_cast<T*>(at);
+    float* at = buffer.at_least<float>(static_cast<size_t>((5 + W) * stride));
+    for (float** part : {&cos, &sin, &q_weight, &k_weight}) *part = at, at += stride;
+    heads = at;
+    key = reinterpret_cast<T*>(at + W * stride);
   }
 };
 
@@ -54,29 +54,31 @@ template <class T>
 class Heads {
  public:
   Heads(const QkWriteArgs<T>& args, Buffer& buffer)
-      : a_(args), half_(args.turned / 2), rest_(args.head_dim - args.turned), padded_(whole_vectors(half_)),
-        all_(2 * padded_ + whole_vectors(rest_)), scratch_(buffer, all_) {
+      : a_(args), half_(args.turned / 2), rest_(args.head_dim - args.turned), padded_(whole_pairs(half_)),
+        all_(2 * padded_ + whole_pairs(rest_)), scratch_(buffer, all_) {
     if (a_.q_weight != nullptr) widen_head(a_.q_weight, scratch_.q_weight);
     if (a_.k_weight != nullptr) widen_head(a_.k_weight, scratch_.k_weight);
   }
 
-  void token(int64_t t) const {
+  template <NormTail TAIL>
+  void token(Tail<TAIL> tail, int64_t t) const {
     const Angles angles{{scratch_.cos, scratch_.cos + padded_}, {scratch_.sin, scratch_.sin + padded_}};
     widen_angles(a_.cos, a_.cos_stride, t, scratch_.cos);
     widen_angles(a_.sin, a_.sin_stride, t, scratch_.sin);
-    for (int64_t h = 0; h < a_.num_heads; ++h)
-      turn(a_.q + t * a_.q_token_stride + h * a_.q_head_stride, scratch_.q_weight, angles,
-           a_.out + (t * a_.num_heads + h) * a_.head_dim);
+    turn_heads(tail, a_.q + t * a_.q_token_stride, a_.q_head_stride, a_.num_heads, scratch_.q_weight, [&](int64_t h, auto turn) {
+      turn(angles, a_.out + (t * a_.num_heads + h) * a_.head_dim);
+    });
     const int64_t slot = a_.slot_mapping[t];
     if (slot < 0) return;
-    char* row = a_.cache + slot / a_.block_size * a_.cache_block_stride + slot % a_.block_size * a_.cache_slot_stride;
-    for (int64_t g = 0; g < a_.num_kv_heads; ++g, row += a_.cache_head_stride) {
-      T* key = a_.encode == nullptr ? reinterpret_cast<T*>(row) : scratch_.key;
+    char* rows = a_.cache + slot / a_.block_size * a_.cache_block_stride + slot % a_.block_size * a_.cache_slot_stride;
+    turn_heads(tail, a_.k + t * a_.k_token_stride, a_.k_head_stride, a_.num_kv_heads, scratch_.k_weight, [&](int64_t g, auto turn) {
+      char* row = rows + g * a_.cache_head_stride;
       const T* v = a_.v + t * a_.v_token_stride + g * a_.v_head_stride;
-      turn(a_.k + t * a_.k_token_stride + g * a_.k_head_stride, scratch_.k_weight, angles, key);
+      T* key = a_.encode == nullptr ? reinterpret_cast<T*>(row) : scratch_.key;
+      turn(angles, key);
       if (a_.encode == nullptr) std::memcpy(key + a_.head_dim, v, a_.head_dim_v * sizeof(T));
       else a_.encode(a_, g, key, v, row);
-    }
+    });
   }
 
  private:
@@ -95,41 +97,56 @@ class Heads {
     else widen_row(static_cast<const T*>(table) + t * stride);
   }
 
-  // One head: x normed and turned.
-  void turn(const T* from, const float* weight, const Angles& angles, T* to) const {
-    float* x = scratch_.head;
-    widen_head(from, x);
-    if (a_.tail != NormTail::ABSENT) norm(x, weight);
-    for (int64_t i = 0; i < padded_; i += W) {
-      const VF first = load<VF>(x + i), second = load<VF>(x + padded_ + i);
-      store(x + i, product(first, angles.cos[0] + i) - product(second, angles.sin[0] + i));
-      store(x + padded_ + i, product(second, angles.cos[1] + i) + product(first, angles.sin[1] + i));
+  // each(h, turn) of all heads: turn(angles, to) writes head h normed and turned.
+  template <NormTail TAIL, class Each>
+  void turn_heads(Tail<TAIL> tail, const T* from, int64_t stride, int64_t count, const float* weight, Each each) const {
+    for (int64_t first = 0; first < count; first += W) {
+      float scales[W] = {};
+      const int64_t end = std::min<int64_t>(first + W, count);
+      for (int64_t h = first; h < end; ++h) widen_head(from + h * stride, scratch_.heads + (h - first) * all_);
+      if constexpr (TAIL != NormTail::ABSENT) find_scales(end - first, scales);
+      for (int64_t h = first; h < end; ++h)
+        each(h, [&](const Angles& angles, T* to) __attribute__((always_inline)) {
+          turn(tail, scratch_.heads + (h - first) * all_, scales[h - first], weight, angles, to);
+        });
     }
-    narrow(x, half_, to);
-    narrow(x + padded_, half_, to + half_);
-    narrow(x + 2 * padded_, rest_, to + 2 * half_);
   }
 
-  PB_INLINE VF product(VF x, const float* angles) const {
-    const VF exact = unfused(x * load<VF>(angles));
-    return a_.wide_angles ? exact : rounded<T>(exact);
+  // What the norm multiplies each head with.
+  void find_scales(int64_t count, float* scales) const {
+    VF squares[W] = {};
+    for (int64_t h = 0; h < count; ++h)
+      for (int64_t i = 0; i < all_; i += W) {
+        const VF x = load<VF>(scratch_.heads + h * all_ + i);
+        squares[h] = fused(x, x, squares[h]);
+      }
+    store(scales, 1.0f / square_root(sum_lanes_in_order(squares) / static_cast<float>(a_.head_dim) + a_.eps));
   }
 
-  void norm(float* x, const float* weight) const {
-    VF squares = {};
-    for (int64_t i = 0; i < all_; i += W) squares += load<VF>(x + i) * load<VF>(x + i);
-    float sum = 0;
-    for (int i = 0; i < W; ++i) sum += squares[i];
-    const float scale = 1.0f / std::sqrt(sum / static_cast<float>(a_.head_dim) + a_.eps);
-    for (int64_t i = 0; i < all_; i += W) store(x + i, tail_of(load<VF>(x + i) * scale, weight + i));
+  template <NormTail TAIL>
+  void turn(Tail<TAIL> tail, const float* x, float scale, const float* weight, const Angles& angles, T* to) const {
+    const auto normed = [&](int64_t i) __attribute__((always_inline)) {
+      if constexpr (TAIL == NormTail::ABSENT) return load_pair(x + i);
+      else return rounded<T>(weighted<T>(tail, load_pair(x + i) * scale, load_pair(weight + i)));
+    };
+    if (a_.wide_angles) turn_halves<true>(normed, angles, to);
+    else turn_halves<false>(normed, angles, to);
+    T* rest = to + 2 * half_;
+    for (int64_t i = 0; i < rest_; i += WW) store_part(rest + i, narrowed<T>(normed(2 * padded_ + i)), rest_ - i);
   }
 
-  PB_INLINE VF tail_of(VF normed, const float* weight) const {
-    switch (a_.tail) {
-      case NormTail::CAST_SCALE: return rounded<T>(rounded<T>(normed) * load<VF>(weight));
-      case NormTail::SCALE_CAST: return rounded<T>(unfused(normed) * load<VF>(weight));
-      case NormTail::OFFSET: return rounded<T>(unfused(normed) * (load<VF>(weight) + 1.0f));
-      default: return rounded<T>(normed);
+  template <bool WIDE_ANGLES, class Normed>
+  PB_INLINE void turn_halves(const Normed& normed, const Angles& angles, T* to) const {
+    const auto product = [](Pair x, const float* angle) __attribute__((always_inline)) {
+      const Pair exact = unfused(x * load_pair(angle));
+      return WIDE_ANGLES ? exact : rounded<T>(exact);
+    };
+    for (int64_t i = 0; i < half_; i += WW) {
+      const Pair first = normed(i), second = normed(padded_ + i);
+      const Pair low = product(first, angles.cos[0] + i) - product(second, angles.sin[0] + i);
+      const Pair high = product(second, angles.cos[1] + i) + product(first, angles.sin[1] + i);
+      store_part(to + i, narrowed<T>(low), half_ - i);
+      store_part(to + half_ + i, narrowed<T>(high), half_ - i);
     }
   }
 
@@ -149,8 +166,12 @@ void heads_worker(void* context, int) {
   static thread_local Buffer buffer;
   HeadsRun<T>& run = *static_cast<HeadsRun<T>*>(context);
   const Heads<T> heads(run.args, buffer);
-  for (int64_t t; (t = run.next.fetch_add(TOKENS_A_TURN, std::memory_order_relaxed)) < run.args.num_tokens;)
-    for (int64_t i = t; i < run.args.num_tokens && i < t + TOKENS_A_TURN; ++i) heads.token(i);
+  const auto work = [&](auto tail) {
+    for (int64_t t; (t = run.next.fetch_add(TOKENS_A_TURN, std::memory_order_relaxed)) < run.args.num_tokens;)
+      for (int64_t i = t; i < run.args.num_tokens && i < t + TOKENS_A_TURN; ++i) heads.token(tail, i);
+  };
+  if (run.args.tail == NormTail::ABSENT) work(Tail<NormTail::ABSENT>());
+  else with_tail(run.args.tail, work);
 }
 
 }  // namespace

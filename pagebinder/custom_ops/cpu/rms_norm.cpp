@@ -15,12 +15,8 @@ void rms_norm(const NormRows<T>& rows, int64_t count, int64_t columns, Out* out,
   const int threads = count * columns < SERIAL_VALUES ? 1 : num_threads;
   for_ranges(count, ROWS_AT_ONCE, threads, [&](int64_t row, int64_t end) {
     static thread_local Buffer buffer;
-    float* values = buffer.at_least<float>(static_cast<size_t>(columns + W));
-    for (; row < end; ++row) {
-      make_row(rows, row, columns, values);
-      Out* to = out + row * columns;
-      for (int64_t i = 0; i < columns; i += W) store_lanes(to, i, columns, load<VF>(values + i));
-    }
+    float* values = buffer.at_least<float>(static_cast<size_t>(whole_pairs(columns)));
+    for (; row < end; ++row) norm_row(rows, row, columns, values, out + row * columns);
   });
 }
 

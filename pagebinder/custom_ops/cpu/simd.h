@@ -57,7 +57,14 @@ struct Pair { VF first, second; };
 PB_INLINE VF splat(float x) { return x - VF{}; }
 PB_INLINE VI splat_int(int32_t x) { return x - VI{}; }
 PB_INLINE VF select(VI mask, VF yes, VF no) { return mask ? yes : no; }
+// b if one of them is no number.
+#if defined(__AVX512F__)
+PB_INLINE VF max(VF a, VF b) { return bit_cast<VF>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b))); }
+PB_INLINE VF min(VF a, VF b) { return bit_cast<VF>(_mm512_min_ps(bit_cast<__m512>(a), bit_cast<__m512>(b))); }
+#else
 PB_INLINE VF max(VF a, VF b) { return a > b ? a : b; }
+PB_INLINE VF min(VF a, VF b) { return a < b ? a : b; }
+#endif
 
 // base[index] of each lane.
 PB_INLINE VF gather(const float* base, VI index) {
@@ -154,18 +161,40 @@ PB_INLINE void join_fours(VF& a, VF& b) {
   a = bit_cast<VF>(_mm512_shuffle_f32x4(low, low, 0xd8));
   b = bit_cast<VF>(_mm512_shuffle_f32x4(high, high, 0xd8));
 }
+// Both as bf16, one after the other.
+PB_INLINE VU narrow_both(VF first, VF second) {
+  return bit_cast<VU>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(second), bit_cast<__m512>(first)));
+}
 PB_INLINE VU round_to_pairs(VF low, VF high) {
   const VU from = VU{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001u + 0x100000u;
-  const __m512i halves = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low)));
-  return bit_cast<VU>(_mm512_permutexvar_epi16(bit_cast<__m512i>(from), halves));
+  return bit_cast<VU>(_mm512_permutexvar_epi16(bit_cast<__m512i>(from), bit_cast<__m512i>(narrow_both(low, high))));
 }
 #endif
 
 // The upper half of a float32, rounded to nearest even; NaN stays NaN.
-PB_INLINE VU round_to_bf16(VF x) {
+PB_INLINE VU round_bits_to_bf16(VF x) {
   VU bits = bit_cast<VU>(x);
   VU rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   return bit_cast<VU>(x == x ? bit_cast<VI>(rounded) : bit_cast<VI>(bits | 0x400000u)) & 0xffff0000u;
+}
+
+// The same as 16 bits.
+PB_INLINE VH to_bf16(VF x) {
+#if PAGEBINDER_BF16_DOT && defined(__AVX512DQ__)
+  constexpr int SUBNORMAL = 0x20;  // which the instruction takes for zeros; they are rare
+  if (__builtin_expect(_mm512_fpclass_ps_mask(bit_cast<__m512>(x), SUBNORMAL), 0)) return narrow(round_bits_to_bf16(x) >> 16);
+  return bit_cast<VH>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
+#else
+  return narrow(round_bits_to_bf16(x) >> 16);
+#endif
+}
+
+PB_INLINE VU round_to_bf16(VF x) {
+#if PAGEBINDER_BF16_DOT && defined(__AVX512DQ__)
+  return widen(to_bf16(x)) << 16;
+#else
+  return round_bits_to_bf16(x);
+#endif
 }
 
 // The same in fewer instructions, if subnormal numbers may become zeros.
@@ -198,6 +227,17 @@ PB_INLINE VF reciprocal(VF x) {
 #endif
 }
 
+PB_INLINE VF square_root(VF x) {
+#if defined(__AVX512F__)
+  return bit_cast<VF>(_mm512_sqrt_ps(bit_cast<__m512>(x)));
+#elif defined(__AVX2__)
+  return bit_cast<VF>(_mm256_sqrt_ps(bit_cast<__m256>(x)));
+#else
+  for (int lane = 0; lane < W; ++lane) x[lane] = __builtin_sqrtf(x[lane]);
+  return x;
+#endif
+}
+
 // Half precision by integer arithmetic, for machines without a conversion instruction.
 PB_INLINE VF half_to_float_generic(VU h) {
   VU sign = (h & 0x8000u) << 16, rest = (h & 0x7fffu) << 13;
@@ -220,32 +260,36 @@ PB_INLINE VU float_to_half_generic(VF x) {
   return bit_cast<VU>(half) | sign;
 }
 
-PB_INLINE VF load_float(const float* p) { return load<VF>(p); }
-PB_INLINE VF load_float(const bf16* p) { return bit_cast<VF>(widen(load<VH>(p)) << 16); }
-PB_INLINE VF load_float(const f16* p) {
+PB_INLINE VF from_bf16(VH x) { return bit_cast<VF>(widen(x) << 16); }
+PB_INLINE VF from_f16(VH x) {
 #if defined(__F16C__) && defined(__AVX512F__)
-  return bit_cast<VF>(_mm512_cvtph_ps(load<__m256i>(p)));
+  return bit_cast<VF>(_mm512_cvtph_ps(bit_cast<__m256i>(x)));
 #elif defined(__F16C__) && defined(__AVX2__)
-  return bit_cast<VF>(_mm256_cvtph_ps(load<__m128i>(p)));
+  return bit_cast<VF>(_mm256_cvtph_ps(bit_cast<__m128i>(x)));
 #else
-  return half_to_float_generic(widen(load<VH>(p)));
+  return half_to_float_generic(widen(x));
 #endif
 }
+PB_INLINE VH to_f16(VF x) {
+#if defined(__F16C__) && defined(__AVX512F__)
+  return bit_cast<VH>(_mm512_cvtps_ph(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return bit_cast<VH>(_mm256_cvtps_ph(bit_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+#else
+  return narrow(float_to_half_generic(x));
+#endif
+}
+
+PB_INLINE VF load_float(const float* p) { return load<VF>(p); }
+PB_INLINE VF load_float(const bf16* p) { return from_bf16(load<VH>(p)); }
+PB_INLINE VF load_float(const f16* p) { return from_f16(load<VH>(p)); }
 
 // Pairs of bf16 as floats, an instruction each: those at even places apart from those at odd ones.
 PB_INLINE Pair apart(VU pairs) { return {bit_cast<VF>(pairs << 16), bit_cast<VF>(pairs & 0xffff0000u)}; }
 
 PB_INLINE void store_float(float* p, VF x) { store(p, x); }
-PB_INLINE void store_float(bf16* p, VF x) { store(p, narrow(round_to_bf16(x) >> 16)); }
-PB_INLINE void store_float(f16* p, VF x) {
-#if defined(__F16C__) && defined(__AVX512F__)
-  store(p, _mm512_cvtps_ph(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__) && defined(__AVX2__)
-  store(p, _mm256_cvtps_ph(bit_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
-#else
-  store(p, narrow(float_to_half_generic(x)));
-#endif
-}
+PB_INLINE void store_float(bf16* p, VF x) { store(p, to_bf16(x)); }
+PB_INLINE void store_float(f16* p, VF x) { store(p, to_f16(x)); }
 
 // First `count` < W elements; the others become zero (load) or are left alone (store).
 template <class T>
@@ -280,16 +324,22 @@ PB_INLINE VF exp2_fraction(VF f) {
   return poly * f + splat(1.0f);
 }
 
-// 2^x for x <= 127, from its integer and its fraction; 0 for -inf and below -150 (without AVX-512 already below
-// -126), NaN for NaN.
+#if defined(__AVX512F__)
+// 2^x, from its integer and polynomial(its fraction); 0 below -126, NaN for NaN. Where the result would be subnormal or 0
+// nothing is asked of the processor: Intel's takes two hundred cycles then, and hidden keys are such.
+template <class Polynomial>
+PB_INLINE VF exp2_by(VF x, Polynomial polynomial) {
+  const __m512 exponent = bit_cast<__m512>(x), whole = _mm512_roundscale_ps(exponent, _MM_FROUND_TO_NEAREST_INT);
+  const __mmask16 normal = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  const VF poly = polynomial(bit_cast<VF>(_mm512_sub_ps(exponent, whole)));
+  return bit_cast<VF>(_mm512_maskz_scalef_ps(normal, bit_cast<__m512>(poly), whole));
+}
+#endif
+
+// 2^x for x <= 127, from its integer and its fraction; 0 for -inf and below -126, NaN for NaN.
 PB_INLINE VF exp2_approx(VF x) {
 #if defined(__AVX512F__)
-  // Adding the integer to the exponent flushes to 0 what is too small. The bound keeps -inf - -inf out; a NaN is
-  // the second operand of the maximum, which passes through.
-  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), bit_cast<__m512>(x));
-  const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT);
-  const VF poly = exp2_fraction(bit_cast<VF>(_mm512_sub_ps(bounded, whole)));
-  return bit_cast<VF>(_mm512_scalef_ps(bit_cast<__m512>(poly), whole));
+  return exp2_by(x, [](VF f) __attribute__((always_inline)) { return exp2_fraction(f); });
 #else
   VI underflow = x < splat(-126.0f);
   VF clamped = select(underflow, splat(-126.0f), x);
@@ -375,6 +425,14 @@ PB_INLINE void transpose(VF* x) {
   for (int i = 0; i < W; ++i)
     if (!(i & H)) exchange_pair<H>(x[i], x[i + H], std::make_integer_sequence<int, W>{});
   if constexpr (2 * H < W) transpose<2 * H>(x);
+}
+
+// Lane i: the lanes of x[i], added up one after the other. Destroys x.
+PB_INLINE VF sum_lanes_in_order(VF* x) {
+  transpose(x);
+  VF sum = x[0];
+  for (int i = 1; i < W; ++i) sum += x[i];
+  return sum;
 }
 
 }  // namespace pagebinder

@@ -90,7 +90,7 @@ void worker(void* context, int) {
   static thread_local Buffer buffer;
   Run<Rows>& run = *static_cast<Run<Rows>*>(context);
   const int64_t columns = run.out.columns;
-  float* x = buffer.at_least<float>(static_cast<size_t>(columns + W));
+  float* x = buffer.at_least<float>(static_cast<size_t>(whole_pairs(columns)));
   for (int64_t first; (first = run.next.fetch_add(ROWS_AT_ONCE, std::memory_order_relaxed)) < run.out.rows;)
     for (int64_t row = first; row < std::min(first + ROWS_AT_ONCE, run.out.rows); ++row) {
       make_row(run.rows, row, columns, x);

@@ -61,8 +61,8 @@ void attend_block(const SparseContext& c, const typename Engine::Element* const*
   const int num_keys = (keys.end - keys.begin + Engine::GRAIN - 1) / Engine::GRAIN * Engine::GRAIN;
   std::memcpy(state.begin, limits.begin[kind], sizeof(state.begin));
   std::memcpy(state.end, limits.end[kind], sizeof(state.end));
-  const KeyRange common = limits.common[kind];
-  const bool masked = keys.begin < common.begin || keys.begin + num_keys > common.end;
+  state.common = limits.common[kind];
+  const bool masked = keys.begin < state.common.begin || keys.begin + num_keys > state.common.end;
   Engine::scores(c, rows, num_keys, c.scratch.query + group * c.scratch.query_floats);
   softmax_block<Engine::PAIRS>(state, {c.args.scale * LOG2_E, 0.0f, false}, masked, keys.begin, num_keys,
                                c.scratch.scores);
