@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -157,8 +158,10 @@ def check_folder(path: Path, *, new: bool = False) -> None:
         raise ConfigError(f"{path} does not exist; create it first.")
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory.")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path} is a directory that may not be written to.")
+    try:  # what permissions say is not all: file systems may be read-only, or full
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written to: {error.strerror}.") from error
 
 
 def show(renderable: RenderableType) -> None:

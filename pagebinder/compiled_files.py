@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -126,11 +127,13 @@ def _write_sums(folder: Path) -> None:
 def _read_sums(path: Path) -> dict[str, str]:
     """Digest by file name, which never leads out of the artefact."""
     try:
-        lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
+        text = (path / SUMS).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ArtefactError(f"{path / SUMS} cannot be read: {error}") from error
-    sums = {name: value for value, _, name in (line.partition("  ") for line in lines)}
-    if MANIFEST not in sums or any(".." in Path(n).parts or os.path.isabs(n) for n in sums):
+    sums = {name: value for value, _, name in (line.partition("  ") for line in text.splitlines())}
+    is_whole = text.endswith("\n") and MANIFEST in sums
+    is_whole &= all(name and re.fullmatch("[0-9a-f]{64}", value) for name, value in sums.items())
+    if not is_whole or any(".." in Path(n).parts or os.path.isabs(n) for n in sums):
         raise ArtefactError(
             f"{path / SUMS} is damaged: copy the artefact again, or compile and save it again."
         )

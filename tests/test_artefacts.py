@@ -199,6 +199,8 @@ def test_recompile_runs_no_code_of_the_artefact(saved, compiled, monkeypatch):
         ("kernels/core.so", lambda path: path.unlink()),
         ("program/fused/program.py", lambda path: path.write_text("import os\n")),
         ("SHA256SUMS", lambda path: path.write_text("")),
+        ("SHA256SUMS", lambda path: path.write_text(path.read_text()[:-100])),
+        ("SHA256SUMS", lambda path: path.write_text(path.read_text() + "0" * 64)),
         ("artefact.json", lambda path: path.unlink()),
     ],
 )

@@ -252,6 +252,11 @@ def test_an_unsupported_layer_is_an_error_that_names_it():
         pagebinder.compile_model(MeanOverTokens(), CompileConfig(executable="eager", block_size=16))
 
 
+def test_a_model_in_float64_is_refused_with_what_to_do():
+    with pytest.raises(CaptureError, match=r"float64.*model\.float\(\)"):
+        pagebinder.compile_model(tiny_llama().double(), CompileConfig(executable="eager"))
+
+
 def test_a_failing_step_loses_no_request(engine, expected, monkeypatch):
     engine.add_request("a", [1, 2, 3], GREEDY)
     engine.step()

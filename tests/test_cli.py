@@ -198,6 +198,8 @@ def test_files_that_cannot_be_written_are_named_before_any_work(config_only, tmp
         assert "file is no directory" in fail(*command, file / "x.html")
     for command in (("compile", config_only, "--save"), ("export", "--onnx", config_only)):
         assert "file is no directory" in fail(*command, file / "new" / "folder")
+    if Path("/proc/self").is_dir():  # a file system that takes no files, not even root's
+        assert "/proc cannot be written to" in fail("compile", config_only, "--save", "/proc/folder")
     assert "is a file" in fail("compile", config_only, "--save", file)
     assert file.read_text() == "x" and len(list(tmp_path.iterdir())) == 1
 

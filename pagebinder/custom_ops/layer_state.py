@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 import sympy
 
+from pagebinder.errors import UnsupportedLayerError
+
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
 BLOCK_SIZE = sympy.Symbol("B", integer=True, positive=True)
 ENCODER_TOKENS = sympy.Symbol("E", integer=True, positive=True)
@@ -49,6 +51,13 @@ class CacheTensor:
     suffix: str
     shape: tuple[int, ...]
     dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise UnsupportedLayerError(
+                f"A layer keeps what later tokens read in {self.dtype}, and there are kernels for float32, bfloat16 "
+                "and float16 only: convert the model, with model.float() for example."
+            )
 
     @property
     def num_bytes(self) -> int:

@@ -35,6 +35,7 @@ from pagebinder.frontend.layer_observer import LENGTHS, Layer
 from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.numbering import numbering
+from pagebinder.frontend.python_state import refused_python_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
 from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.tidy import tidy
@@ -128,7 +129,8 @@ def trace(
     """Trace `wrapper`, which calls `source.module` with these inputs; see `capture`."""
     if source.is_transformers:
         refuse_unsupported(source.module)
-    program, route, max_tokens = _export(source, wrapper, inputs, hook)
+    with refused_python_state(source.module, wrapper):
+        program, route, max_tokens = _export(source, wrapper, inputs, hook)
     gm = _unlift(program, list(inputs))
     tidy(gm)
     merge_equal_rows(gm)
@@ -289,14 +291,19 @@ def _sizes_from_data(program: ExportedProgram) -> set:
 
 
 def _functional(program: ExportedProgram) -> tuple[ExportedProgram, str]:
-    """The program without writes into tensors, and what that adds to its route."""
-    if not any(_is_mutating(n) for n in program.graph.nodes):
+    """The program without writes into tensors and without regions (of torch.autocast, whose casts become calls),
+    and what that adds to its route."""
+    if not any(_is_mutating(n) or _is_region(n) for n in program.graph.nodes):
         return program, ""
     return program.run_decompositions({}), ", functionalised"
 
 
 def _is_mutating(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+
+
+def _is_region(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _unlift(program: ExportedProgram, input_names: list[str]) -> GraphModule:

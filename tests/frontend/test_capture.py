@@ -173,6 +173,70 @@ def test_a_write_to_a_buffer_is_a_capture_error_with_its_place():
         pagebinder.compile_model(Embedded(Counting()).eval(), CompileConfig(executable="eager"))
 
 
+class CountingInPython(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def forward(self, x, positions):
+        self.calls += 1
+        return x if self.calls % 2 else -x
+
+
+class Appending(CountingInPython):
+    def forward(self, x, positions):
+        self.seen.append(x)
+        return x * len(self.seen)
+
+
+class Noting(nn.Module):
+    """Sets an attribute to what it is, and makes one that nobody can have read."""
+
+    width = WIDTH
+
+    def forward(self, x, positions):
+        self.width, self.last = x.shape[-1], "seen"
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "change"),
+    [
+        (CountingInPython(), r"body\.calls \(0 -> 1\)"),
+        (Appending(), r"body\.seen \(list of 0 -> list of 1\)"),
+    ],
+    ids=["number", "list"],
+)
+def test_what_forward_changes_in_python_is_a_capture_error(body, change):
+    model = Embedded(body).eval()
+    with pytest.raises(CaptureError, match=change):
+        captured_model(model)
+    assert body.calls == 0 and "forward" not in vars(model)
+
+
+def test_attributes_that_forward_does_not_change_may_be_set():
+    captured_model(Embedded(Noting()).eval())
+
+
+class Cast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, positions):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.proj(x) + x
+
+
+def test_casts_of_autocast_are_in_the_graph():
+    model = Embedded(Cast()).eval()
+    gm = captured_model(model)
+    ids, positions = torch.randint(VOCAB_SIZE, (5,)), torch.arange(5)
+    with torch.no_grad():
+        expected = model(ids[None], positions[None])[0]
+        assert torch.equal(gm(ids, positions), expected)
+
+
 class Cumulative(nn.Module):
     """Attention that is understood, and a cumulated sum that is not."""
 

@@ -165,6 +165,10 @@ def test_bfloat16_is_as_close_as_the_source_to_float32():
 
 MEMORY = torch.ones(1, HEADS, 6, HEAD_DIM)
 REFUSALS = {
+    "heads of one channel": (
+        lambda x, p: merge(sdpa(*(heads(y, HEADS, 1) for y in (x, x.sin(), x.cos())), is_causal=True)),
+        "heads are one channel wide",
+    ),
     "dropout": (lambda x, p: merge(sdpa(*qkv(x), is_causal=True, dropout_p=0.1)), "model.eval"),
     "one wrong element": (
         lambda x, p: merge(sdpa(*qkv(x), causal_mask(p) & ~((p.mT == 40) & (p == 2)))),

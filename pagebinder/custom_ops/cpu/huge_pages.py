@@ -9,6 +9,7 @@ it while the processor that it runs on has nothing else to do (`make_pages`, `Me
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import mmap
@@ -72,7 +73,7 @@ def make_pages(memory: torch.Tensor, idle: threading.Event | None = None) -> thr
         for page in range(begin + HUGE_PAGE_BYTES, end, HUGE_PAGE_BYTES):
             while idle is not None and not idle.wait(LOOK_AGAIN_SECONDS) and of_memory() is not None:
                 pass
-            still_there = of_memory()  # for as long as its page is made
+            still_there = None if _exiting.is_set() else of_memory()  # for as long as its page is made
             if still_there is None or not make(page):
                 return
 
@@ -80,7 +81,22 @@ def make_pages(memory: torch.Tensor, idle: threading.Event | None = None) -> thr
         return None
     thread = threading.Thread(target=work, name="pagebinder-pages", daemon=True)
     thread.start()
+    _threads[thread] = idle
     return thread
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, threading.Event | None] = weakref.WeakKeyDictionary()
+_exiting = threading.Event()
+
+
+@atexit.register
+def _stop_threads() -> None:
+    """Python ends daemon threads where they stand, which aborts within torch's C++: where a tensor is freed."""
+    _exiting.set()
+    for thread, idle in list(_threads.items()):
+        if idle is not None:
+            idle.set()
+        thread.join(LOOK_AGAIN_SECONDS)
 
 
 class MemoryAhead:

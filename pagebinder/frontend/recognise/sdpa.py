@@ -22,7 +22,14 @@ from torch.fx import GraphModule, Node
 
 from pagebinder.frontend.alibi_proof import classify_bias, prove_alibi
 from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask, prove_terms
-from pagebinder.frontend.recognise.operands import Operand, flat_heads, from_flat_heads, stripped, unrepeated
+from pagebinder.frontend.recognise.operands import (
+    NotAttention,
+    Operand,
+    flat_heads,
+    from_flat_heads,
+    stripped,
+    unrepeated,
+)
 from pagebinder.frontend.recognise.slopes import SlopeConstants
 from pagebinder.frontend.token_dims import token_dims
 from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, source_line, val
@@ -46,7 +53,7 @@ def recognise_sdpa(gm: GraphModule) -> PassResult:
             else:
                 facts, slopes = _mask_of(sdpa, proofs)
                 match = _rewrite(gm, sdpa, facts, slopes, constants)
-        except MaskNotProven as miss:
+        except (MaskNotProven, NotAttention) as miss:
             result.refusals.append(
                 Refusal(pattern=PATTERN, reason=str(miss), source_line=source_line(sdpa), **describe(sdpa))
             )
@@ -101,6 +108,8 @@ def _rewrite(
     for name, x in (("queries", q), ("keys", k), ("values", v)):
         if not _is_heads_by_tokens(val(x)):
             raise MaskNotProven(f"{name} of shape {tuple(val(x).shape)} are not [1, heads, tokens, width]")
+    if 1 in (val(x).shape[3] for x in (q, k, v)):
+        raise MaskNotProven("heads are one channel wide, which looks like a dimension that was added")
     if len({val(x).shape[2].node.expr for x in (q, k, v)}) > 1:
         raise MaskNotProven("queries and keys are not of the same tokens")
     q, k, v = (stripped(Operand(x, list(LABELS)), fold_factors=False) for x in (q, k, v))
