@@ -464,9 +464,10 @@ def bounded(max_model_len: int, captured: GraphModule, config: CompileConfig, re
     if config.max_model_len is not None:
         raise ConfigError(
             f"max_model_len={max_model_len} is more than the {limit} tokens that the model's buffers (a mask, a "
-            "table) were made for; lower it."
+            "table, RoPE's original frequencies) were made for; lower it."
         )
-    report.notes.append(f"max_model_len is {limit}: the model's buffers (a mask, a table) end there.")
+    what = "a mask, a table, RoPE's original frequencies"
+    report.notes.append(f"max_model_len is {limit}: the model's buffers ({what}) end there.")
     return limit
 
 

@@ -34,6 +34,7 @@ from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.layer_observer import LENGTHS, Layer
 from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
+from pagebinder.frontend.leaves.rope_by_length import length_limit
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.python_state import refused_python_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
@@ -97,7 +98,8 @@ def _takes_positions(module: torch.nn.Module) -> bool:
 def capture(source: ModelSource, *, hook: bool = True) -> tuple[GraphModule, str]:
     """Trace a decoder-only source model.
 
-    A graph that holds only up to some length (a model with a mask buffer) says so: meta["max_tokens"] of input_ids.
+    A graph that holds only up to some length (of a mask buffer, of RoPE's frequencies) says so: meta["max_tokens"] of
+    input_ids.
 
     Args:
         hook: False leaves attention as transformers' "eager" or "sdpa" writes it, for the recognisers to find.
@@ -129,13 +131,13 @@ def trace(
     """Trace `wrapper`, which calls `source.module` with these inputs; see `capture`."""
     if source.is_transformers:
         refuse_unsupported(source.module)
-    with refused_python_state(source.module, wrapper):
-        program, route, max_tokens = _export(source, wrapper, inputs, hook)
+    program, route, *limits = _export(source, wrapper, inputs, hook)
     gm = _unlift(program, list(inputs))
     tidy(gm)
     merge_equal_rows(gm)
-    if max_tokens is not None:
-        next(n for n in gm.graph.nodes if n.target == "input_ids").meta["max_tokens"] = max_tokens
+    limits = [n for n in (*limits, length_limit(source.module)) if n is not None]
+    if limits:
+        next(n for n in gm.graph.nodes if n.target == "input_ids").meta["max_tokens"] = min(limits)
     finish(gm)
     return gm, route
 
@@ -159,7 +161,8 @@ def _export(
         for strict, repeated in [(False, same), *attempts] if same else attempts:
             try:
                 # Graphs on the way are called by strict alone.
-                with _use_lazy_graph_module(not strict), traced_once(repeated):
+                watched = contextlib.nullcontext() if strict else refused_python_state(source.module, wrapper)
+                with _use_lazy_graph_module(not strict), traced_once(repeated), watched:
                     program = torch.export.export(
                         wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict
                     )
@@ -174,7 +177,8 @@ def _export(
                 continue
             _check_range(program)
             return program, _route(strict, repeated) + functionalised, None
-        limited = _export_limited(wrapper, inputs)
+        with refused_python_state(source.module, wrapper):
+            limited = _export_limited(wrapper, inputs)
         if limited is not None:
             program, functionalised = _functional(limited[0])
             return program, f"export up to {limited[1]} tokens{functionalised}", limited[1]

@@ -44,10 +44,11 @@ def prompt_token_ids(
             raise RequestError(
                 f"The {name} is text, but the model has no tokenizer: give token ids (list[int])."
             )
+        check_unicode(prompt, name)
         try:
             options = {} if special_tokens else {"add_special_tokens": False}
             prompt = tokenizer(prompt, **options)["input_ids"]
-        except TypeError as error:  # a lone surrogate, for one, is no text
+        except TypeError as error:
             raise RequestError(f"The {name} cannot be tokenised: {error}") from error
     elif hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()

@@ -17,6 +17,7 @@ from pagebinder.frontend.leaves.pool_indexer import POOL_INDEXER
 from pagebinder.frontend.leaves.qsa_indexer import QSA_INDEXER
 from pagebinder.frontend.leaves.query_bias import INKLING, INKLING_2
 from pagebinder.frontend.leaves.recurrent_gemma import RECURRENT_GEMMA_CONVOLUTION, RG_LRU
+from pagebinder.frontend.leaves.rope_by_length import ROPE_BY_LENGTH
 from pagebinder.frontend.leaves.rwkv import RWKV_ATTENTION, RWKV_SHIFT
 from pagebinder.frontend.leaves.short_convolution import SHORT_CONVOLUTION
 from pagebinder.frontend.leaves.sparse_indexer import SPARSE_INDEXER
@@ -58,6 +59,7 @@ LEAVES: tuple[Leaf, ...] = (
     INKLING,
     INKLING_2,
     TOKEN_CONVOLUTION,
+    ROPE_BY_LENGTH,
     *MOE_LEAVES,
 )
 
