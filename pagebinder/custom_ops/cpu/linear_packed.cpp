@@ -105,7 +105,8 @@ class Results {
 
   // Sums of a row as bf16.
   PB_INLINE VU rounded(int which) const {
-    const float* sums = sums_[which] + row_ / PAIR * PAIR_SUMS + row_ % PAIR / TILE_LINES * 2 * TILE_SUMS + row_ % TILE_LINES * HALF;
+    const int row_tile = row_ % PAIR / TILE_LINES;
+    const float* sums = sums_[which] + row_ / PAIR * PAIR_SUMS + row_tile * 2 * TILE_SUMS + row_ % TILE_LINES * HALF;
     return narrow_both(load<VF>(sums) + bias_[which][0], load<VF>(sums + TILE_SUMS) + bias_[which][1]);
   }
 
@@ -114,8 +115,8 @@ class Results {
   PB_INLINE VU gated() const {
     const Activation activation = KNOWN == Activation::NONE ? gate_ : KNOWN;
     const Pair gate = apart(rounded(0)), up = apart(rounded(1));
-    const VF even = gated_product(activation, gate.first, up.first), odd = gated_product(activation, gate.second, up.second);
-    return round_to_pairs(even, odd);
+    return round_to_pairs(gated_product(activation, gate.first, up.first),
+                          gated_product(activation, gate.second, up.second));
   }
 
   static VF bias_of(const LinearLayer& layer, int64_t column) {

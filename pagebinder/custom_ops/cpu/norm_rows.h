@@ -35,12 +35,10 @@ inline int64_t whole_pairs(int64_t count) { return (count + WW - 1) / WW * WW; }
 
 // Two vectors of neighbours as T. Of bfloat16 one instruction rounds both, and takes subnormal numbers for zeros, as
 // products do.
-template <class T> struct NarrowPair { Pair lanes; };
-template <> struct NarrowPair<f16> { VH first, second; };
+template <class T> struct NarrowPair { VH first, second; };
+template <> struct NarrowPair<float> { Pair lanes; };
 #if PAGEBINDER_BF16_DOT
 template <> struct NarrowPair<bf16> { VU lanes; };
-#else
-template <> struct NarrowPair<bf16> { VH first, second; };
 #endif
 
 template <class T>
@@ -59,8 +57,7 @@ PB_INLINE Pair widened(NarrowPair<T> x) {
   if constexpr (std::is_same<T, float>::value) return x.lanes;
   else if constexpr (std::is_same<T, f16>::value) return {from_f16(x.first), from_f16(x.second)};
 #if PAGEBINDER_BF16_DOT
-  else return {from_bf16(bit_cast<VH>(_mm512_castsi512_si256(bit_cast<__m512i>(x.lanes)))),
-               from_bf16(bit_cast<VH>(_mm512_extracti64x4_epi64(bit_cast<__m512i>(x.lanes), 1)))};
+  else return from_both(x.lanes);
 #else
   else return {from_bf16(x.first), from_bf16(x.second)};
 #endif
@@ -181,7 +178,8 @@ template <class T, class Out>
 void norm_row(const NormRows<T>& rows, int64_t row, int64_t columns, float* values, Out* to) {
   const float squares = rows.residual.data == nullptr
                             ? widen_row<false, T>(rows.x[row], nullptr, nullptr, columns, values)
-                            : widen_row<true, T>(rows.x[row], rows.residual[row], rows.total + row * columns, columns, values);
+                            : widen_row<true, T>(rows.x[row], rows.residual[row], rows.total + row * columns, columns,
+                                                 values);
   const float scale = 1.0f / std::sqrt(squares / static_cast<float>(columns) + rows.eps);
   with_tail(rows.tail, [&](auto tail) {
     if (rows.wide_weight) scale_row<T>(tail, values, static_cast<const float*>(rows.weight), scale, columns, to);

@@ -65,13 +65,15 @@ class Heads {
     const Angles angles{{scratch_.cos, scratch_.cos + padded_}, {scratch_.sin, scratch_.sin + padded_}};
     widen_angles(a_.cos, a_.cos_stride, t, scratch_.cos);
     widen_angles(a_.sin, a_.sin_stride, t, scratch_.sin);
-    turn_heads(tail, a_.q + t * a_.q_token_stride, a_.q_head_stride, a_.num_heads, scratch_.q_weight, [&](int64_t h, auto turn) {
+    const Source queries{a_.q + t * a_.q_token_stride, a_.q_head_stride, a_.num_heads, scratch_.q_weight};
+    turn_heads(tail, queries, [&](int64_t h, auto turn) {
       turn(angles, a_.out + (t * a_.num_heads + h) * a_.head_dim);
     });
     const int64_t slot = a_.slot_mapping[t];
     if (slot < 0) return;
     char* rows = a_.cache + slot / a_.block_size * a_.cache_block_stride + slot % a_.block_size * a_.cache_slot_stride;
-    turn_heads(tail, a_.k + t * a_.k_token_stride, a_.k_head_stride, a_.num_kv_heads, scratch_.k_weight, [&](int64_t g, auto turn) {
+    const Source keys{a_.k + t * a_.k_token_stride, a_.k_head_stride, a_.num_kv_heads, scratch_.k_weight};
+    turn_heads(tail, keys, [&](int64_t g, auto turn) {
       char* row = rows + g * a_.cache_head_stride;
       const T* v = a_.v + t * a_.v_token_stride + g * a_.v_head_stride;
       T* key = a_.encode == nullptr ? reinterpret_cast<T*>(row) : scratch_.key;
@@ -97,17 +99,25 @@ class Heads {
     else widen_row(static_cast<const T*>(table) + t * stride);
   }
 
+  // A token's queries or keys, and the weight of their norm.
+  struct Source {
+    const T* first;
+    int64_t stride, count;
+    const float* weight;
+  };
+
   // each(h, turn) of all heads: turn(angles, to) writes head h normed and turned.
   template <NormTail TAIL, class Each>
-  void turn_heads(Tail<TAIL> tail, const T* from, int64_t stride, int64_t count, const float* weight, Each each) const {
-    for (int64_t first = 0; first < count; first += W) {
+  void turn_heads(Tail<TAIL> tail, const Source& from, Each each) const {
+    for (int64_t first = 0; first < from.count; first += W) {
       float scales[W] = {};
-      const int64_t end = std::min<int64_t>(first + W, count);
-      for (int64_t h = first; h < end; ++h) widen_head(from + h * stride, scratch_.heads + (h - first) * all_);
+      const int64_t end = std::min<int64_t>(first + W, from.count);
+      for (int64_t h = first; h < end; ++h)
+        widen_head(from.first + h * from.stride, scratch_.heads + (h - first) * all_);
       if constexpr (TAIL != NormTail::ABSENT) find_scales(end - first, scales);
       for (int64_t h = first; h < end; ++h)
         each(h, [&](const Angles& angles, T* to) __attribute__((always_inline)) {
-          turn(tail, scratch_.heads + (h - first) * all_, scales[h - first], weight, angles, to);
+          turn(tail, scratch_.heads + (h - first) * all_, scales[h - first], from.weight, angles, to);
         });
     }
   }

@@ -57,7 +57,7 @@ struct Pair { VF first, second; };
 PB_INLINE VF splat(float x) { return x - VF{}; }
 PB_INLINE VI splat_int(int32_t x) { return x - VI{}; }
 PB_INLINE VF select(VI mask, VF yes, VF no) { return mask ? yes : no; }
-// b if one of them is no number.
+// Of both: b if one of them is no number.
 #if defined(__AVX512F__)
 PB_INLINE VF max(VF a, VF b) { return bit_cast<VF>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b))); }
 PB_INLINE VF min(VF a, VF b) { return bit_cast<VF>(_mm512_min_ps(bit_cast<__m512>(a), bit_cast<__m512>(b))); }
@@ -172,7 +172,7 @@ PB_INLINE VU round_to_pairs(VF low, VF high) {
 #endif
 
 // The upper half of a float32, rounded to nearest even; NaN stays NaN.
-PB_INLINE VU round_bits_to_bf16(VF x) {
+PB_INLINE VU round_to_bf16(VF x) {
   VU bits = bit_cast<VU>(x);
   VU rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   return bit_cast<VU>(x == x ? bit_cast<VI>(rounded) : bit_cast<VI>(bits | 0x400000u)) & 0xffff0000u;
@@ -182,19 +182,10 @@ PB_INLINE VU round_bits_to_bf16(VF x) {
 PB_INLINE VH to_bf16(VF x) {
 #if PAGEBINDER_BF16_DOT && defined(__AVX512DQ__)
   constexpr int SUBNORMAL = 0x20;  // which the instruction takes for zeros; they are rare
-  if (__builtin_expect(_mm512_fpclass_ps_mask(bit_cast<__m512>(x), SUBNORMAL), 0)) return narrow(round_bits_to_bf16(x) >> 16);
-  return bit_cast<VH>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
-#else
-  return narrow(round_bits_to_bf16(x) >> 16);
+  if (__builtin_expect(_mm512_fpclass_ps_mask(bit_cast<__m512>(x), SUBNORMAL) == 0, 1))
+    return bit_cast<VH>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
 #endif
-}
-
-PB_INLINE VU round_to_bf16(VF x) {
-#if PAGEBINDER_BF16_DOT && defined(__AVX512DQ__)
-  return widen(to_bf16(x)) << 16;
-#else
-  return round_bits_to_bf16(x);
-#endif
+  return narrow(round_to_bf16(x) >> 16);
 }
 
 // The same in fewer instructions, if subnormal numbers may become zeros.
@@ -261,6 +252,14 @@ PB_INLINE VU float_to_half_generic(VF x) {
 }
 
 PB_INLINE VF from_bf16(VH x) { return bit_cast<VF>(widen(x) << 16); }
+#if PAGEBINDER_BF16_DOT
+// What `narrow_both` makes, as floats again.
+PB_INLINE Pair from_both(VU x) {
+  const __m512i both = bit_cast<__m512i>(x);
+  return {from_bf16(bit_cast<VH>(_mm512_castsi512_si256(both))),
+          from_bf16(bit_cast<VH>(_mm512_extracti64x4_epi64(both, 1)))};
+}
+#endif
 PB_INLINE VF from_f16(VH x) {
 #if defined(__F16C__) && defined(__AVX512F__)
   return bit_cast<VF>(_mm512_cvtph_ps(bit_cast<__m256i>(x)));
