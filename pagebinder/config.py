@@ -415,6 +415,9 @@ class EngineConfig:
             object.__setattr__(self, option, tuple(sizes))
 
 
+MOST_SAMPLES = 16384  # of a prompt: a request with millions of them would hold up all others
+
+
 @_strict(RequestError)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -431,7 +434,7 @@ class SamplingParams:
         stop: strings that end the text (not part of it). stop_token_ids: tokens that end it.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: number of most likely tokens to report at each position (0 = only the chosen one's).
-        n: samples per prompt.
+        n: samples per prompt, at most MOST_SAMPLES.
     """
 
     max_tokens: int | None = 16
@@ -483,4 +486,4 @@ class SamplingParams:
         check(self.seed is None or _is_int(self.seed), f"seed={self.seed!r}: use a whole number or None.")
         check(self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0),
               f"logprobs={self.logprobs!r}: use 0 or more, or None.")  # fmt: skip
-        check(_is_int(self.n) and self.n >= 1, f"n={self.n!r}: use at least 1.")
+        check(_is_int(self.n) and 1 <= self.n <= MOST_SAMPLES, f"n={self.n!r}: use 1 to {MOST_SAMPLES}.")

@@ -85,6 +85,7 @@ BAD_PARAMS = {
     "stop": (dict(stop=""), "stop"),
     "stop_token_ids": (dict(stop_token_ids=(-4,)), "stop_token_ids"),
     "n": (dict(n=0), "n=0"),
+    "too many samples": (dict(n=1_000_000), "n=1000000: use 1 to 16384"),
     "logprobs": (dict(logprobs=-1), "logprobs"),
     "seed": (dict(seed="x"), "seed"),
 }
