@@ -36,7 +36,7 @@ from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.leaves.rope_by_length import length_limit
 from pagebinder.frontend.numbering import numbering
-from pagebinder.frontend.python_state import refused_python_state
+from pagebinder.frontend.python_state import traced_in_steady_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
 from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.tidy import tidy
@@ -161,10 +161,12 @@ def _export(
         for strict, repeated in [(False, same), *attempts] if same else attempts:
             try:
                 # Graphs on the way are called by strict alone.
-                watched = contextlib.nullcontext() if strict else refused_python_state(source.module, wrapper)
-                with _use_lazy_graph_module(not strict), traced_once(repeated), watched:
-                    program = torch.export.export(
-                        wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict
+                exported = functools.partial(
+                    torch.export.export, wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict
+                )
+                with _use_lazy_graph_module(not strict), traced_once(repeated):
+                    program = (
+                        exported() if strict else traced_in_steady_state(source.module, wrapper, exported)
                     )
                 program, functionalised = _functional(program)
                 if repeated:
@@ -177,8 +179,7 @@ def _export(
                 continue
             _check_range(program)
             return program, _route(strict, repeated) + functionalised, None
-        with refused_python_state(source.module, wrapper):
-            limited = _export_limited(wrapper, inputs)
+        limited = _export_limited(source, wrapper, inputs)
         if limited is not None:
             program, functionalised = _functional(limited[0])
             return program, f"export up to {limited[1]} tokens{functionalised}", limited[1]
@@ -209,7 +210,7 @@ def _shorter_and_longer(source: ModelSource, inputs: dict[str, TracedInput]) -> 
 
 
 def _export_limited(
-    wrapper: torch.nn.Module, inputs: dict[str, TracedInput]
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput]
 ) -> tuple[ExportedProgram, int] | None:
     """A program that holds up to a length that the model's code sets, where a mask buffer is cut; that length.
 
@@ -218,10 +219,13 @@ def _export_limited(
     if len({i.size_name for i in inputs.values()}) > 1:
         return None
     examples = tuple(i.example for i in inputs.values())
+    exported = functools.partial(
+        torch.export.export, wrapper, examples, dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in inputs)
+    )
     try:
-        program = torch.export.export(
-            wrapper, examples, dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in inputs), strict=False
-        )
+        program = traced_in_steady_state(source.module, wrapper, functools.partial(exported, strict=False))
+    except CaptureError:
+        raise
     except Exception:
         return None  # the first attempts have said why
     sizes = {str(n.meta["val"].shape[0]) for n in program.graph.nodes if n.name in inputs}

@@ -1,19 +1,24 @@
 """Numbers that a model keeps in Python and changes while it runs: a graph would keep one value of each for ever.
 
-    self.calls += 1;  return logits if self.calls % 2 else -logits        self.seen.append(ids)
+    self.calls += 1;  return logits if self.calls % 2 else -logits        refused
+    self.seen.append(ids)                                                 refused
+    self.longest = max(self.longest, 1)                                   the same from the second call on: served
 
 torch.export looks at tensors alone, and puts back what modules hold. So what they hold is compared before and after
-the model's forward, while it is traced.
+the model's forward, while it is traced. Where that changes, the model is traced once more as its first call left it:
+it is served if nothing changes any more and the graph is the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 from pagebinder.errors import CaptureError
 
@@ -22,42 +27,78 @@ MOST_ELEMENTS = 64  # of a list that are looked at, besides their number
 MOST_NAMED = 3
 
 
-@contextlib.contextmanager
-def refused_python_state(model: torch.nn.Module, wrapper: torch.nn.Module) -> Iterator[None]:
-    """While it is open, `wrapper`, which calls `model`, is watched; its forward is its own again afterwards.
+@dataclass(frozen=True)
+class Change:
+    """An attribute of the module at `path` that a call of forward made another. Values are as `_look` has them."""
+
+    path: str
+    name: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.path + '.' if self.path else ''}{self.name} ({_text(self.was)} -> {_text(self.now)})"
+
+
+def traced_in_steady_state(
+    model: torch.nn.Module, wrapper: torch.nn.Module, trace: Callable[[], ExportedProgram]
+) -> ExportedProgram:
+    """What `trace` returns, which traces `wrapper`, and that calls `model`.
 
     Raises:
-        CaptureError: at the end of the block, if a call of forward changed attributes of `model` or its parts: names
-            them with both values.
+        CaptureError: a call of forward changes attributes of `model` or its parts, and that does not end after the
+            first one, or changes the graph. Names them with both values.
     """
-    changed: list[tuple[str, str, str, str]] = []
+    program, changes = _watched(model, wrapper, trace)
+    if not changes:
+        return program
+    with contextlib.ExitStack() as undo:
+        if all(isinstance(c.now, PLAIN) for c in changes):
+            for change in changes:
+                undo.enter_context(_set(model.get_submodule(change.path), change.name, change.now))
+            again, more = _watched(model, wrapper, trace)
+            if not more and str(again.graph) == str(program.graph):
+                return program
+    names = "; ".join(map(str, changes[:MOST_NAMED]))
+    more = f" and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
+    raise CaptureError(
+        f"{type(model).__name__} changes attributes in Python while it runs: {names}{more}. What it computes may "
+        "depend on how often it ran, and a graph would keep one value for ever. Leave them alone in forward, or "
+        "change them outside of it."
+    )
+
+
+def _watched(
+    model: torch.nn.Module, wrapper: torch.nn.Module, trace: Callable[[], ExportedProgram]
+) -> tuple[ExportedProgram, list[Change]]:
+    """What `trace` returns, and what a call of the model changed meanwhile."""
+    changes: list[Change] = []
     forward = wrapper.forward
 
     @functools.wraps(forward)
     def watched(*args, **kwargs):
-        if torch.compiler.is_dynamo_compiling():
-            return forward(*args, **kwargs)
         before = _attributes(model)
         out = forward(*args, **kwargs)
-        changed[:] = _changes(model, before, _attributes(model))
+        changes[:] = _changes(model, before, _attributes(model))
         return out
 
-    wrapper.forward = watched
+    with _set(wrapper, "forward", watched):
+        return trace(), changes
+
+
+@contextlib.contextmanager
+def _set(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
+    """An attribute of the module itself, which hides one of its class."""
+    own = vars(module)
+    was = own.get(name, _MISSING)
+    own[name] = value
     try:
         yield
     finally:
-        del wrapper.forward
-    if changed:
-        names = "; ".join(
-            f"{path + '.' if path else ''}{name} ({was} -> {now})"
-            for path, name, was, now in changed[:MOST_NAMED]
-        )
-        more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
-        raise CaptureError(
-            f"{type(model).__name__} changes attributes in Python while it runs: {names}{more}. What it computes may "
-            "depend on how often it ran, and a graph would keep one value for ever. Leave them alone in forward, or "
-            "change them outside of it."
-        )
+        if was is _MISSING:
+            own.pop(name, None)
+        else:
+            own[name] = was
 
 
 _MISSING = object()
@@ -81,7 +122,7 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))
 def _look(value: Any, inside: bool = False) -> Any:
     """Equal for what is as it was. _MISSING: nothing is known of it."""
     if isinstance(value, PLAIN):
-        return value if value == value else "nan"
+        return value if value == value else "nan"  # which is not equal to itself
     if isinstance(value, (list, tuple, set, frozenset, dict)) and not inside:
         elements = list(value.items() if isinstance(value, dict) else value)[:MOST_ELEMENTS]
         flat = [x for e in elements for x in (e if isinstance(value, dict) else [e])]
@@ -90,18 +131,17 @@ def _look(value: Any, inside: bool = False) -> Any:
     return _MISSING
 
 
-def _changes(model: torch.nn.Module, before: dict, after: dict) -> list[tuple[str, str, str, str]]:
-    """(path of a module, attribute, what it was, what it is). New ones that the class does not have either are left
-    out: nothing has read them."""
-    changed = []
-    for path in before.keys() & after.keys():
+def _changes(model: torch.nn.Module, before: dict, after: dict) -> list[Change]:
+    """New ones that the class does not have either are left out: nothing has read them."""
+    changes = []
+    for path in sorted(before.keys() & after.keys()):
         was, now, kind = before[path], after[path], type(model.get_submodule(path))
-        for name in was.keys() | now.keys():
+        for name in sorted(was.keys() | now.keys()):
             old = was[name] if name in was else _look(getattr(kind, name, torch))
             new = now.get(name, _MISSING)
             if old is not _MISSING and (type(old) is not type(new) or old != new):
-                changed.append((path, name, _text(old), _text(new)))
-    return sorted(changed)
+                changes.append(Change(path, name, old, new))
+    return changes
 
 
 def _text(look: Any) -> str:

@@ -199,19 +199,42 @@ class Noting(nn.Module):
         return x + 1
 
 
+class FirstCall(CountingInPython):
+    """Its first call is unlike all others."""
+
+    def forward(self, x, positions):
+        first, self.calls = self.calls == 0, 1
+        return x + 1 if first else x + 2
+
+
+class Longest(CountingInPython):
+    """Changes what it holds in its first call, and nothing that it computes."""
+
+    def forward(self, x, positions):
+        self.calls = max(self.calls, 1)
+        return x + 1
+
+
 @pytest.mark.parametrize(
     ("body", "change"),
     [
         (CountingInPython(), r"body\.calls \(0 -> 1\)"),
         (Appending(), r"body\.seen \(list of 0 -> list of 1\)"),
+        (FirstCall(), r"body\.calls \(0 -> 1\)"),
     ],
-    ids=["number", "list"],
+    ids=["number", "list", "first call"],
 )
 def test_what_forward_changes_in_python_is_a_capture_error(body, change):
     model = Embedded(body).eval()
     with pytest.raises(CaptureError, match=change):
         captured_model(model)
     assert body.calls == 0 and "forward" not in vars(model)
+
+
+def test_a_change_of_the_first_call_alone_is_served_if_the_graph_is_the_same():
+    model = Embedded(Longest()).eval()
+    captured_model(model)
+    assert model.body.calls == 0
 
 
 def test_attributes_that_forward_does_not_change_may_be_set():
