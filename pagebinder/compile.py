@@ -461,12 +461,12 @@ def bounded(max_model_len: int, captured: GraphModule, config: CompileConfig, re
     limit = max_tokens(captured.graph)
     if limit is None or limit >= max_model_len:
         return max_model_len
+    what = "a mask, a table, RoPE's original frequencies"
     if config.max_model_len is not None:
         raise ConfigError(
-            f"max_model_len={max_model_len} is more than the {limit} tokens that the model's buffers (a mask, a "
-            "table, RoPE's original frequencies) were made for; lower it."
+            f"max_model_len={max_model_len} is more than the {limit} tokens that the model's buffers ({what}) were "
+            "made for; lower it."
         )
-    what = "a mask, a table, RoPE's original frequencies"
     report.notes.append(f"max_model_len is {limit}: the model's buffers ({what}) end there.")
     return limit
 

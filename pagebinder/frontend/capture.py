@@ -160,10 +160,10 @@ def _export(
         attempts = [(False, []), (True, [])]  # strict, layers to copy
         for strict, repeated in [(False, same), *attempts] if same else attempts:
             try:
-                # Graphs on the way are called by strict alone.
                 exported = functools.partial(
                     torch.export.export, wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict
                 )
+                # Graphs on the way are called by strict alone.
                 with _use_lazy_graph_module(not strict), traced_once(repeated):
                     program = (
                         exported() if strict else traced_in_steady_state(source.module, wrapper, exported)
@@ -219,11 +219,12 @@ def _export_limited(
     if len({i.size_name for i in inputs.values()}) > 1:
         return None
     examples = tuple(i.example for i in inputs.values())
+    dynamic_shapes = tuple({0: Dim.DYNAMIC} for _ in inputs)
     exported = functools.partial(
-        torch.export.export, wrapper, examples, dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in inputs)
+        torch.export.export, wrapper, examples, dynamic_shapes=dynamic_shapes, strict=False
     )
     try:
-        program = traced_in_steady_state(source.module, wrapper, functools.partial(exported, strict=False))
+        program = traced_in_steady_state(source.module, wrapper, exported)
     except CaptureError:
         raise
     except Exception:

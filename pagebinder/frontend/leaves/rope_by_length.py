@@ -12,7 +12,6 @@ where no token is ever turned in another way; `length_limit` tells the capture, 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +69,7 @@ def _without_update(module: torch.nn.Module) -> Callable | None:
     function, is_updated = type(module).forward, False
     while hasattr(function, "__wrapped__"):
         is_updated |= function.__code__.co_qualname.startswith("dynamic_rope_update.")
-        function = inspect.unwrap(function, stop=lambda f, first=function: f is not first)
+        function = function.__wrapped__
     return function if is_updated else None
 
 
