@@ -21,12 +21,12 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.errors import CaptureError
 from pagebinder.frontend.capture import _evaluation_mode, token_inputs, trace
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.leaves.relative_bias import bias_by_distance
 from pagebinder.frontend.numbering import numbering
+from pagebinder.frontend.python_state import unchanged
 from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.unpadded import said_for_unpadded
 
@@ -92,40 +92,6 @@ def _mask_unless_plain(function, config=None, inputs_embeds=None, attention_mask
     if attention_mask is None and not said:
         return None
     return function(config, inputs_embeds, attention_mask, **kwargs)
-
-
-@contextlib.contextmanager
-def unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """A model that sets itself to another way of computing while it runs (BigBird, by length) is refused.
-
-    Raises:
-        CaptureError: a setting or a submodule of it changed meanwhile; it is as it was before again.
-    """
-    before = {part: _settings(part) for part in module.modules()}
-    try:
-        yield
-    finally:
-        changed = [
-            (part, name, value)
-            for part, settings in before.items()
-            for name, value in settings.items()
-            if getattr(part, name, None) is not value and getattr(part, name, None) != value
-        ]
-        for part, name, value in changed:
-            setattr(part, name, value)
-    if changed:
-        part, name, _ = changed[0]
-        raise CaptureError(
-            f"{type(part).__name__} changed its own {name} while it ran, so what it computes depends on what it was "
-            "given before: such a model is not understood here."
-        )
-
-
-def _settings(part: torch.nn.Module) -> dict:
-    """Its plain attributes and its submodules."""
-    kinds = (str, int, float, bool, type(None))
-    plain = {k: v for k, v in vars(part).items() if isinstance(v, kinds) and k != "training"}
-    return plain | dict(part.named_children())
 
 
 def capture_encoder_only(source: ModelSource) -> tuple[GraphModule, str]:

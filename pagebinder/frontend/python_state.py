@@ -1,11 +1,12 @@
-"""Numbers that a model keeps in Python and changes while it runs: a graph would keep one value of each for ever.
+"""What a model keeps in Python and changes while it runs: a graph would keep one value of each for ever.
 
     self.calls += 1;  return logits if self.calls % 2 else -logits        refused
     self.seen.append(ids)                                                 refused
+    self.attention = DenseAttention(...) if length < 1024                 refused (BigBird)
     self.longest = max(self.longest, 1)                                   the same from the second call on: served
 
-torch.export looks at tensors alone, and puts back what modules hold. So what they hold is compared before and after
-the model's forward, while it is traced. Where that changes, the model is traced once more as its first call left it:
+torch.export looks at tensors alone, and puts back plain values. So what modules hold is compared before and after the
+model's forward, while it is traced. Where that changes, the model is traced once more as its first call left it:
 it is served if nothing changes any more and the graph is the same.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +31,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute of the module at `path` that a call of forward made another. Values are as `_look` has them."""
+    """An attribute or submodule of the module at `path` that became another one. Values are as `_look` has them."""
 
     path: str
     name: str
@@ -59,12 +61,42 @@ def traced_in_steady_state(
             again, more = _watched(model, wrapper, trace)
             if not more and str(again.graph) == str(program.graph):
                 return program
+    raise _refused(model, changes)
+
+
+@contextlib.contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """What runs meanwhile may not change the model; plain values and submodules are as before afterwards.
+
+    Raises:
+        CaptureError: an attribute or a submodule is another one.
+    """
+    with _put_back(model) as changes:
+        yield
+    if changes:
+        raise _refused(model, changes)
+
+
+@contextlib.contextmanager
+def _put_back(model: torch.nn.Module) -> Iterator[list[Change]]:
+    """Undoes at the end what changed meanwhile, where it is a plain value or a submodule; a list of it all then."""
+    before, changes = _attributes(model), []
+    try:
+        yield changes
+    finally:
+        changes += _changes(model, before, _attributes(model))
+        for change in changes:
+            if isinstance(change.was, (*PLAIN, torch.nn.Module)):
+                setattr(model.get_submodule(change.path), change.name, change.was)
+
+
+def _refused(model: torch.nn.Module, changes: list[Change]) -> CaptureError:
     names = "; ".join(map(str, changes[:MOST_NAMED]))
     more = f" and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
-    raise CaptureError(
+    return CaptureError(
         f"{type(model).__name__} changes attributes in Python while it runs: {names}{more}. What it computes may "
-        "depend on how often it ran, and a graph would keep one value for ever. Leave them alone in forward, or "
-        "change them outside of it."
+        "depend on how often it ran and on what it was given before, and a graph would keep one value for ever. "
+        "Leave them alone in forward, or change them outside of it."
     )
 
 
@@ -82,7 +114,7 @@ def _watched(
         changes[:] = _changes(model, before, _attributes(model))
         return out
 
-    with _set(wrapper, "forward", watched):
+    with _put_back(model), _set(wrapper, "forward", watched):
         return trace(), changes
 
 
@@ -109,7 +141,7 @@ def _attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     return {
         path: {
             name: look
-            for name, value in vars(module).items()
+            for name, value in (vars(module) | module._modules).items()
             if name not in _OF_TORCH and (look := _look(value)) is not _MISSING
         }
         for path, module in model.named_modules()
@@ -121,8 +153,8 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))
 
 def _look(value: Any, inside: bool = False) -> Any:
     """Equal for what is as it was. _MISSING: nothing is known of it."""
-    if isinstance(value, PLAIN):
-        return value if value == value else "nan"  # which is not equal to itself
+    if isinstance(value, (*PLAIN, torch.nn.Module)):
+        return value if value == value else math.nan  # one object, as no two are equal
     if isinstance(value, (list, tuple, set, frozenset, dict)) and not inside:
         elements = list(value.items() if isinstance(value, dict) else value)[:MOST_ELEMENTS]
         flat = [x for e in elements for x in (e if isinstance(value, dict) else [e])]
@@ -139,7 +171,7 @@ def _changes(model: torch.nn.Module, before: dict, after: dict) -> list[Change]:
         for name in sorted(was.keys() | now.keys()):
             old = was[name] if name in was else _look(getattr(kind, name, torch))
             new = now.get(name, _MISSING)
-            if old is not _MISSING and (type(old) is not type(new) or old != new):
+            if old is not _MISSING and old is not new and (type(old) is not type(new) or old != new):
                 changes.append(Change(path, name, old, new))
     return changes
 
@@ -149,4 +181,6 @@ def _text(look: Any) -> str:
         return "something else"
     if isinstance(look, tuple):
         return f"{look[0]} of {look[1]}"
+    if isinstance(look, torch.nn.Module):
+        return type(look).__name__
     return repr(look)

@@ -9,6 +9,7 @@ from torch import nn
 import pagebinder
 from pagebinder import CaptureError, CompileConfig
 from pagebinder.frontend.capture import capture
+from pagebinder.frontend.python_state import unchanged
 from pagebinder.frontend.source import source_from_module
 from pagebinder.graph_tools import calls, module_path
 from tests.graphs import VOCAB_SIZE, WIDTH, Embedded, captured_model, run
@@ -199,6 +200,18 @@ class Noting(nn.Module):
         return x + 1
 
 
+class Swapping(nn.Module):
+    """Takes another submodule in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.next = nn.SiLU(), nn.GELU()
+
+    def forward(self, x, positions):
+        self.now, self.next = self.next, self.now
+        return self.now(x)
+
+
 class FirstCall(CountingInPython):
     """Its first call is unlike all others."""
 
@@ -221,14 +234,24 @@ class Longest(CountingInPython):
         (CountingInPython(), r"body\.calls \(0 -> 1\)"),
         (Appending(), r"body\.seen \(list of 0 -> list of 1\)"),
         (FirstCall(), r"body\.calls \(0 -> 1\)"),
+        (Swapping(), r"body\.next \(GELU -> SiLU\); body\.now \(SiLU -> GELU\)"),
     ],
-    ids=["number", "list", "first call"],
+    ids=["number", "list", "first call", "submodule"],
 )
 def test_what_forward_changes_in_python_is_a_capture_error(body, change):
     model = Embedded(body).eval()
     with pytest.raises(CaptureError, match=change):
         captured_model(model)
-    assert body.calls == 0 and "forward" not in vars(model)
+    assert getattr(body, "calls", 0) == 0 and "forward" not in vars(model)
+    assert not isinstance(body, Swapping) or isinstance(body.now, nn.SiLU)
+
+
+@pytest.mark.parametrize("body", [CountingInPython(), Swapping()], ids=["number", "submodule"])
+def test_unchanged_puts_back_what_a_call_changed(body):
+    before = dict(vars(body)) | dict(body.named_children())
+    with pytest.raises(CaptureError, match=r"\(0 -> 1\)|SiLU -> GELU"), unchanged(body):
+        body(torch.zeros(3), torch.arange(3))
+    assert dict(vars(body)) | dict(body.named_children()) == before
 
 
 def test_a_change_of_the_first_call_alone_is_served_if_the_graph_is_the_same():
