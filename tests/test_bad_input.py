@@ -297,13 +297,14 @@ def test_ctrl_c_at_any_moment_leaves_the_books_balanced():
     engine.add_request("background", list(range(60, 100)), SamplingParams(max_tokens=200, temperature=0.0))
     interrupted = 0
     for i in range(40):
-        signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.0007 * i)
         try:
-            engine.generate([list(range(50)), [7] * (i + 1)], params)
+            signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.0007 * i)
+            try:
+                engine.generate([list(range(50)), [7] * (i + 1)], params)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)  # it may come as late as here
         except KeyboardInterrupt:
             interrupted += 1
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         engine.check_integrity()
     assert interrupted > 5
     assert engine.generate([list(range(50))], params)[0].token_ids == expected

@@ -10,15 +10,6 @@
 
 namespace pagebinder {
 
-template <class T>
-PB_INLINE VF rounded(VF x) {
-  T narrow[W];
-  store_float(narrow, x);
-  return load_float(narrow);
-}
-template <> PB_INLINE VF rounded<float>(VF x) { return x; }
-template <> PB_INLINE VF rounded<bf16>(VF x) { return through_bf16(x); }
-
 // Calls each(i, load), load(p) being the lanes from p[i] on: zeros behind the last column.
 template <class Each>
 PB_INLINE void for_vectors(int64_t columns, Each each) {

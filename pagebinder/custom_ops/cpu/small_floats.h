@@ -26,6 +26,16 @@ PB_INLINE VF magnitude_of(VF x) { return bit_cast<VF>(bit_cast<VU>(x) & 0x7fffff
 PB_INLINE VF through_bf16(VF x) { return bit_cast<VF>(round_to_bf16(x)); }
 inline float through_bf16(float x) { return through_bf16(splat(x))[0]; }
 
+// x rounded to T and widened again.
+template <class T>
+PB_INLINE VF rounded(VF x) {
+  T narrow[W];
+  store_float(narrow, x);
+  return load_float(narrow);
+}
+template <> PB_INLINE VF rounded<float>(VF x) { return x; }
+template <> PB_INLINE VF rounded<bf16>(VF x) { return through_bf16(x); }
+
 // ---- E4M3, E5M2 ------------------------------------------------------------------------------------------------
 
 // Nearest, ties to even, saturating at 448; NaN stays NaN. The code is in the low byte of each lane.

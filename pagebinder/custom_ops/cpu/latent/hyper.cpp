@@ -14,6 +14,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "activations.h"
+
 namespace pagebinder {
 namespace {
 
@@ -104,8 +106,6 @@ void product_job(const Run& run, int64_t job) {
 }
 
 // ---- weights: lanes are tokens ---------------------------------------------------------------------------------
-
-PB_INLINE VF sigmoid(VF x) { return 1.0f / (1.0f + exp2_approx(max(splat(-87.0f), x) * -LOG2_E)); }
 
 // SIZE: the number of streams if the compiler shall know it, or 0.
 template <int SIZE>

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "element.h"
 #include "simd.h"
+#include "small_floats.h"
 
 namespace pagebinder {
 
@@ -17,16 +18,6 @@ void with_element(Element element, F&& f) {
   else if (element == Element::BF16) f(static_cast<bf16*>(nullptr));
   else f(static_cast<f16*>(nullptr));
 }
-
-// x rounded to T and widened again.
-template <class T>
-PB_INLINE VF rounded_to(VF x) {
-  T narrow[W];
-  store_float(narrow, x);
-  return load_float(narrow);
-}
-template <> PB_INLINE VF rounded_to<float>(VF x) { return x; }
-template <> PB_INLINE VF rounded_to<bf16>(VF x) { return bit_cast<VF>(round_to_bf16(x)); }
 
 // Runs job(i) for i in [0, num_jobs), possibly at the same time; one thread if there is too little to do.
 template <class Job>

@@ -12,8 +12,8 @@ template <class T, int SIZE>
 void mix_token(const HyperMixArgs& a, int64_t token) {
   const int S = SIZE ? SIZE : static_cast<int>(a.streams);
   float post[MAX_STREAMS], comb[MAX_STREAMS * MAX_STREAMS];
-  for (int k = 0; k < S; ++k) post[k] = rounded_to<T>(splat(a.post[token * S + k]))[0];
-  for (int i = 0; i < S * S; ++i) comb[i] = rounded_to<T>(splat(a.comb[token * S * S + i]))[0];
+  for (int k = 0; k < S; ++k) post[k] = rounded<T>(splat(a.post[token * S + k]))[0];
+  for (int i = 0; i < S * S; ++i) comb[i] = rounded<T>(splat(a.comb[token * S * S + i]))[0];
   const T* x = static_cast<const T*>(a.x) + token * a.x_token_stride;
   const T* update = static_cast<const T*>(a.update) + token * a.update_stride;
   T* out = static_cast<T*>(a.out) + token * S * a.channels;
@@ -24,7 +24,7 @@ void mix_token(const HyperMixArgs& a, int64_t token) {
     PB_UNROLL for (int k = 0; k < S; ++k) {
       VF kept = comb[k] * old[0];
       PB_UNROLL for (int j = 1; j < S; ++j) kept += comb[j * S + k] * old[j];
-      put(out + k * a.channels + c, rounded_to<T>(post[k] * added) + rounded_to<T>(kept));
+      put(out + k * a.channels + c, rounded<T>(post[k] * added) + rounded<T>(kept));
     }
   };
   int64_t c = 0;

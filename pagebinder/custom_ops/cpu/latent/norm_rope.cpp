@@ -36,7 +36,7 @@ void norm_and_turn(const T* x, T* out, int64_t width, int64_t turned, const Expa
   for (; i + W <= kept; i += W) store_float(out + i, load_float(x + i) * factor);
   const int rest = static_cast<int>(kept - i);
   if (rest) store_float_part(out + i, load_float_part(x + i, rest) * factor, rest);
-  turn_channels(x + kept, out + kept, turned, angles, [&](VF v) { return rounded_to<T>(v * factor); });
+  turn_channels(x + kept, out + kept, turned, angles, [&](VF v) { return rounded<T>(v * factor); });
 }
 
 }  // namespace
