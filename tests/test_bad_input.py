@@ -288,8 +288,18 @@ def test_an_interrupt_in_generate_frees_everything(engine, expected, monkeypatch
     assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
 
 
-def test_ctrl_c_at_any_moment_leaves_the_books_balanced():
-    """SIGINT from a timer, at moments spread over steps of a window model with other requests in flight."""
+def raise_timeout(*_):
+    raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("handler", "error"), [(None, KeyboardInterrupt), (raise_timeout, TimeoutError)], ids=["ctrl-c", "alarm"]
+)
+def test_an_interrupt_at_any_moment_leaves_the_books_balanced(handler, error):
+    """SIGINT from a timer, or an alarm whose handler raises, spread over steps of a window model with other
+    requests in flight."""
+    if handler is not None:
+        signal.signal(signal.SIGALRM, handler)
     compiled = pagebinder.compile_model(tiny_mistral(20), CompileConfig(executable="eager", block_size=16))
     engine = compiled.engine(EngineConfig(num_kv_blocks=40, max_num_batched_tokens=16, check_integrity=True))
     params = SamplingParams(max_tokens=30, temperature=0.0)
@@ -303,9 +313,11 @@ def test_ctrl_c_at_any_moment_leaves_the_books_balanced():
                 engine.generate([list(range(50)), [7] * (i + 1)], params)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)  # it may come as late as here
-        except KeyboardInterrupt:
+        except error:
             interrupted += 1
         engine.check_integrity()
+        stats = engine.stats()
+        assert stats.running + stats.waiting <= 1  # the one in the background
     assert interrupted > 5
     assert engine.generate([list(range(50))], params)[0].token_ids == expected
 

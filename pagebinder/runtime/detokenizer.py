@@ -2,6 +2,9 @@
 
 A token may end in the middle of a character, so text appears only when it is complete; what is left at the end
 is decoded as it is.
+
+Where tokens that stand for bytes are read as one run (byte fallback), a later byte can make an earlier one invalid
+that has been shown as a character. Then the text goes on with what the tokens behind that one are by themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +30,12 @@ class Detokenizer:
     def append(self, token_id: int) -> bool:
         """Add one token; True if a stop string is complete (the text is cut before it)."""
         self._pending.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id)
+        try:
+            piece = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # tokenizers raises this very type: the text does not begin as it did before
+            piece = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream.step(self._tokenizer, token_id)
         if piece:
             self._pending.clear()
             self._extend(piece)

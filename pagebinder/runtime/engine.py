@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 
@@ -56,7 +56,7 @@ from pagebinder.runtime.turns import Turns
 
 
 def _in_turn(method: Callable) -> Callable:
-    """A method that no other thread interrupts, nor Ctrl-C."""
+    """A method that no other thread interrupts, nor a signal."""
 
     @functools.wraps(method)
     def alone(self: Engine, *args, **options):
@@ -73,7 +73,8 @@ class Engine:
     steps computes for all.
 
     Bad requests raise before anything changes. An exception or Ctrl-C inside `generate` or `stream` aborts the
-    requests of that call; the engine stays usable. Ctrl-C takes effect between steps, never inside one.
+    requests of that call; the engine stays usable. Ctrl-C and the handlers of other signals that stop programs
+    (SIGALRM, SIGTERM, ...) take effect between steps, never inside one.
     """
 
     def __init__(self, model: EngineModel, config: EngineConfig | None = None) -> None:
@@ -324,14 +325,18 @@ class Engine:
 
         An encoder-decoder needs `encoder_prompts`, as many as there are prompts; `prompts` may be left away.
         """
-        done: dict[str, RequestOutput] = {}
-        with self._turns.taken():
-            ids = self._add_all(prompts, params, encoder_prompts)
-            for i in ids:
-                self._live[i].request.flags |= QUIET  # only the last output is wanted
-            outputs = self._run(ids)
-        for output in outputs:
-            done[output.request_id] = output
+        ids: list[str] = []
+        outputs, done = None, {}
+        try:
+            with self._turns.taken():
+                outputs = self._start(
+                    ids, prompts, params, encoder_prompts, flags=QUIET
+                )  # the last one is wanted
+            for output in outputs:
+                done[output.request_id] = output
+        finally:
+            if outputs is not None:
+                outputs.close()  # aborts what has not ended
         return [done[i] for i in ids]
 
     def beam_search(
@@ -375,16 +380,38 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields an output each time a request gets a token. Closing it aborts the rest."""
         with self._turns.taken():
-            return self._run(self._add_all(prompts, params, encoder_prompts))
+            return self._start([], prompts, params, encoder_prompts)
 
-    def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
-        mailbox: deque[RequestOutput] = deque()
-        self._mailboxes.update(dict.fromkeys(ids, mailbox))
-        reader = self._read(ids, mailbox)
-        next(reader)  # enter its `try`, so that dropping it unread aborts the requests too
-        return reader
+    def _start(
+        self, ids: list[str], prompts, params, encoder_prompts, flags: int = 0
+    ) -> Generator[RequestOutput, None, None]:
+        """Queue all prompts, or none; `ids` becomes their requests, whose outputs the result is."""
+        prompts = pair_prompts(prompts, encoder_prompts)
+        if not isinstance(params, (list, tuple)):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts but {len(params)} sampling parameters; give one each."
+            )
+        try:
+            for (prompt, encoder_prompt), p in zip(prompts, params):
+                with deferred_interrupts():
+                    ids += self.add_request(self._fresh_id(), prompt, p, encoder_prompt=encoder_prompt)
+            for i in ids:
+                self._live[i].request.flags |= flags
+            mailbox: deque[RequestOutput] = deque()
+            self._mailboxes.update(dict.fromkeys(ids, mailbox))
+            reader = self._read(ids, mailbox)
+            next(reader)  # enter its `try`, so that dropping it unread aborts the requests too
+            return reader
+        except BaseException:
+            with deferred_interrupts():
+                for i in ids:
+                    self._mailboxes.pop(i, None)
+                    self.abort(i)
+            raise
 
-    def _read(self, ids: list[str], mailbox: deque[RequestOutput]) -> Iterator[RequestOutput]:
+    def _read(self, ids: list[str], mailbox: deque) -> Generator[RequestOutput, None, None]:
         """Step until the requests are done; another stream that is read in between steps them too."""
         try:
             yield
@@ -404,24 +431,6 @@ class Engine:
             self._step()
             return True
         return bool(mailbox)
-
-    def _add_all(self, prompts, params, encoder_prompts) -> list[str]:
-        prompts = pair_prompts(prompts, encoder_prompts)
-        if not isinstance(params, (list, tuple)):
-            params = [params] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts but {len(params)} sampling parameters; give one each."
-            )
-        ids: list[str] = []
-        try:
-            for (prompt, encoder_prompt), p in zip(prompts, params):
-                ids += self.add_request(self._fresh_id(), prompt, p, encoder_prompt=encoder_prompt)
-        except BaseException:
-            for i in ids:
-                self.abort(i)
-            raise
-        return ids
 
     # State
 

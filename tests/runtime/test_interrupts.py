@@ -33,6 +33,41 @@ def test_an_interrupt_comes_at_the_end_of_the_outermost_block():
         assert not later.pending
 
 
+def test_handlers_of_all_signals_that_arrived_run_at_the_end_in_order():
+    calls = []
+
+    def fails(number, frame):
+        calls.append(number)
+        raise TimeoutError
+
+    numbers = (signal.SIGUSR1, signal.SIGALRM, signal.SIGTERM)
+    handlers = (lambda number, _: calls.append(number), fails, lambda number, _: calls.append(number))
+    before = [signal.signal(n, h) for n, h in zip(numbers, handlers)]
+    try:
+        for _ in range(2):  # handlers are what they were
+            calls.clear()
+            with pytest.raises(TimeoutError), deferred_interrupts():
+                for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+                    signal.raise_signal(number)
+                assert calls == []
+            assert calls == [signal.SIGALRM, signal.SIGUSR1, signal.SIGTERM]
+            assert tuple(map(signal.getsignal, numbers)) == handlers
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
+def test_timers_of_profilers_are_not_deferred():
+    calls = []
+    before = signal.signal(signal.SIGPROF, lambda *_: calls.append(1))
+    try:
+        with deferred_interrupts():
+            signal.raise_signal(signal.SIGPROF)
+            assert calls == [1]
+    finally:
+        signal.signal(signal.SIGPROF, before)
+
+
 def test_blocks_of_another_thread_defer_nothing():
     with pytest.raises(KeyboardInterrupt):
         entered, over = threading.Event(), threading.Event()
