@@ -1,13 +1,15 @@
 """What an attention mask means, found by running the graph that makes it.
 
 The subgraph behind a mask is evaluated at several lengths, the largest more than twice every number that occurs
-in it, and compared with the masks of the known family:
+in it or in the sizes it is made of, and compared with the masks of the known family:
 
     visible(p, j) = (j <= p if causal) and (p - window < j if window) and (j // chunk == p // chunk if chunk)
 
-Short lengths are compared entry by entry. At large ones (a window of 128k tokens) the entries are those around every
-place where such a mask can change: rows, columns and distances near the subgraph's numbers, their sums and
-differences, multiples of its divisors, and wherever one of its vectors has a step or a bend (`mask_values.py`).
+Lengths up to some thousand are compared entry by entry. At large ones (a window of 128k tokens) the entries are
+those around every place where such a mask can change: rows, columns and distances near the subgraph's numbers, their
+sums and differences, multiples of its divisors, and wherever one of its vectors has a step or a bend
+(`mask_values.py`). What a number means behind an exponential, a root or a power is not known: with those, entries of
+a far length are compared, too.
 
 A mask that depends on anything but the number of tokens and the positions, or that differs in one entry, is not
 proven, and the reason says which.
@@ -20,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -32,15 +35,21 @@ from pagebinder.frontend.mask_values import (
     constant_of,
     depends_on_tokens,
     is_size,
+    token_dims,
 )
 from pagebinder.graph_tools import aten
 
 __all__ = ["HIDDEN", "MaskFacts", "MaskNotProven", "MaskTerm", "prove_mask", "prove_terms"]
 
 SMALL_SIZES = (2, 3, 17, 64, 257)
+LEAST_SIZE = 520  # of the largest length
 WHOLE_SIZE = 2048  # masks up to this size are compared entry by entry
-LARGEST_WHOLE_SIZE = 12_288  # the same, where a mask cannot be evaluated at chosen entries only
+LARGEST_WHOLE_SIZE = (
+    12_288  # the same, where a mask cannot be evaluated at chosen entries only, or has no rule
+)
 LARGEST_SIZE = 1 << 22
+FAR_SIZE, FAR_WHOLE_SIZE = 1 << 17, 4096  # where the reach is not known: at chosen entries, entry by entry
+LEAST_FRACTION = 1e-5  # less is there to avoid a division by zero
 MAX_CHOSEN = 700  # rows and columns at a large size
 HIDDEN = 1e4  # an additive mask hides with -1e4 or less: exp of it is 0 beside any visible score
 
@@ -53,6 +62,22 @@ _DIVISIONS = {
     aten.div.Tensor, aten.div.Tensor_mode, aten.div.Scalar, aten.div.Scalar_mode, aten.floor_divide.default,
     aten.floor_divide.Scalar, aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar,
 }  # fmt: skip
+# Ops that compare, choose, move or scale: the literals beside them bound what a mask made of them reaches.
+_STRAIGHT = {
+    aten.abs, aten.add, aten.alias, aten.arange, aten.bitwise_and, aten.bitwise_not, aten.bitwise_or,
+    aten.bitwise_right_shift, aten.bitwise_xor, aten.cat, aten.ceil, aten.clamp, aten.clamp_max, aten.clamp_min,
+    aten.clone, aten.contiguous, aten.detach, aten.div, aten.empty_like, aten.eq, aten.expand, aten.expand_as,
+    aten.fill, aten.floor, aten.floor_divide, aten.fmod, aten.full, aten.full_like, aten.ge, aten.greater,
+    aten.greater_equal, aten.gt, aten.le, aten.less, aten.less_equal, aten.lift_fresh_copy, aten.logical_and,
+    aten.logical_not, aten.logical_or, aten.logical_xor, aten.lt, aten.masked_fill, aten.maximum, aten.minimum,
+    aten.mul, aten.multiply, aten.ne, aten.neg, aten.new_full, aten.new_ones, aten.new_zeros, aten.not_equal,
+    aten.ones, aten.ones_like, aten.permute, aten.remainder, aten.reshape, aten.round, aten.rsub, aten.scalar_tensor,
+    aten.select, aten.slice, aten.squeeze, aten.stack, aten.sub, aten.subtract, aten.t, aten.to, aten.transpose,
+    aten.tril, aten.triu, aten.trunc, aten.type_as, aten.unsqueeze, aten.view, aten.where, aten.zeros,
+    aten.zeros_like, aten._to_copy, aten._unsafe_view, aten.__and__, aten.__or__, aten.__rshift__, aten.__xor__,
+    aten.mT, aten.numpy_T,
+}  # fmt: skip
+_QUOTIENTS = {aten.div, aten.floor_divide, aten.fmod, aten.remainder}
 _SHIFTS = {aten.__rshift__.Scalar, aten.bitwise_right_shift.Tensor_Scalar}
 # Their literals are dimensions, not distances.
 _DIMENSION_ARGUMENTS = {
@@ -112,10 +137,11 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
         raise MaskNotProven(
             f"the mask's numbers reach {reach} tokens, too many to evaluate at twice that size"
         )
-    largest = min(2 * reach + 3, limit or LARGEST_SIZE)
-    whole = {min(s, largest) for s in SMALL_SIZES} | ({largest} if largest <= WHOLE_SIZE else set())
+    largest = min(max(2 * reach + 3, LEAST_SIZE), limit or LARGEST_SIZE)
+    most = LARGEST_WHOLE_SIZE if any(map(_is_matrix, nodes)) else WHOLE_SIZE
+    whole = {min(s, largest) for s in SMALL_SIZES} | ({largest} if largest <= most else set())
     seen = {size: _visible(terms, nodes, size) for size in sorted(whole)}
-    if largest > WHOLE_SIZE:
+    if largest > most:
         rows, columns, chosen = _visible_at_chosen(terms, nodes, largest, numbers, divisors)
     else:
         rows = columns = torch.arange(largest)
@@ -124,8 +150,42 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
         if torch.equal(_expected(facts, rows, columns), chosen) and all(
             torch.equal(_expected(facts, torch.arange(s), torch.arange(s)), seen[s]) for s in seen
         ):
+            if not all(map(_is_straight, nodes)):
+                _require_far(terms, nodes, facts, limit, numbers, divisors)
             return facts
     raise MaskNotProven(_named(seen[min(64, largest)]) + f" (compared at sizes {sorted({*whole, largest})})")
+
+
+def _is_straight(node: Node) -> bool:
+    """Do its literals, if it has some, bound the distances that a mask made of it can tell apart?"""
+    if node.op != "call_function" or is_size(node):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    op = node.target.overloadpacket
+    divides_by = [n for n in node.all_input_nodes[1:] if not is_size(n) and token_dims(n)]
+    return op in _STRAIGHT and not (op in _QUOTIENTS and divides_by)
+
+
+def _is_matrix(node: Node) -> bool:
+    """A buffer of the model with a row and a column for each token: its entries may follow no rule."""
+    if node.op != "get_attr":
+        return False
+    shape = constant_of(node).shape
+    return len(shape) >= 2 and min(shape[-2:]) > WHOLE_SIZE
+
+
+def _require_far(
+    terms, nodes, facts: MaskFacts, limit: int | None, numbers: set[int], divisors: set[int]
+) -> None:
+    """Raises unless a mask whose reach is not known is the same at a length that few sequences have."""
+    edges = numbers | {n for n in (facts.window, facts.chunk) if n is not None}
+    size = min(FAR_SIZE, limit or FAR_SIZE)
+    rows, columns, visible = _visible_at_chosen(terms, nodes, size, edges, divisors, FAR_WHOLE_SIZE)
+    if not torch.equal(_expected(facts, rows, columns), visible):
+        raise MaskNotProven(
+            f"the mask is {facts.describe()} at some hundred tokens, and another one at {size}"
+        )
 
 
 def max_tokens(graph: torch.fx.Graph) -> int | None:
@@ -142,18 +202,28 @@ def _numbers_in(nodes: list[Node]) -> tuple[int, set[int], set[int]]:
     numbers, divisors = {8}, {1}
     for node in nodes:
         if node.op == "get_attr":
-            found = _numbers_of(constant_of(node))
-        elif node.target in _DIMENSION_ARGUMENTS or is_size(node):
+            constant = constant_of(node)
+            found = _numbers_of(constant)
+            divisors |= _inverses(constant.tolist()) if constant.dim() == 0 else set()
+        elif is_size(node):
+            found = {abs(int(n)) for n in node.meta["val"].node.expr.atoms(sympy.Integer)}
+        elif node.target in _DIMENSION_ARGUMENTS:
             continue
         else:
             literals = {a for a in itertools.chain(node.args, node.kwargs.values()) if _is_number(a)}
             found = {int(abs(n)) for n in literals if not (node.target in _FILLS and n <= -HIDDEN)}
+            divisors |= _inverses(*literals)
         if node.target in _SHIFTS:
             found = {1 << n for n in found if n < 62}
         is_divisor = node.target in _DIVISIONS or node.target in _SHIFTS
         (divisors if is_divisor else numbers).update(n for n in found if 2 <= n < 1 << 62)
     reach = sum(numbers) * math.prod(divisors) if numbers != {8} else max(8, math.prod(divisors))
     return reach, numbers, divisors
+
+
+def _inverses(*numbers: float) -> set[int]:
+    """What positions are divided by if they are multiplied by fractions."""
+    return {math.ceil(1 / abs(n)) for n in numbers if LEAST_FRACTION < abs(n) < 1}
 
 
 def _is_number(value) -> bool:
@@ -179,15 +249,22 @@ def _visible(terms: Sequence[MaskTerm], nodes: list[Node], size: int) -> torch.T
         raise MaskNotProven(f"the mask cannot be evaluated for {size} tokens: {error}") from error
 
 
-def _visible_at_chosen(terms, nodes, size: int, numbers: set[int], divisors: set[int]):
-    """(rows, columns, visible [rows, columns]) at entries that tell the masks of the family apart."""
+def _visible_at_chosen(
+    terms, nodes, size: int, numbers: set[int], divisors: set[int], most_whole: int | None = None
+):
+    """(rows, columns, visible [rows, columns]) at entries that tell the masks of the family apart.
+
+    `most_whole`: the size of which a mask that has no entries of its own is evaluated in full instead.
+    """
     values = Values(nodes, size)
     try:
         chosen = _chosen(size, numbers, divisors, values.vectors().values())
         parts = [values.at(t.node, chosen, chosen) for t in terms]
         return chosen, chosen, _together(terms, parts, len(chosen), len(chosen))
     except NotPointwise as miss:
-        if size > LARGEST_WHOLE_SIZE:
+        if most_whole is not None:
+            size = min(size, most_whole)
+        elif size > LARGEST_WHOLE_SIZE:
             raise MaskNotProven(
                 f"the mask's numbers need {size} tokens, and it cannot be evaluated in parts: {miss}"
             ) from miss

@@ -111,7 +111,46 @@ def test_the_facts_say_which_keys_are_visible(name):
     assert torch.equal(visible.expand(1, 3, 97, 97)[0, 0], expected)
 
 
+def window_by(keeps):
+    """A causal mask of the keys whose distance, a float from 0 on, `keeps`."""
+    return lambda p, j: (j <= p) & keeps((p - j).clamp(min=0).float())
+
+
+WINDOWS = {
+    "a fraction": (window_by(lambda d: d * 0.05 < 1), 20),
+    "a small fraction": (window_by(lambda d: d * 1e-3 < 1.5), 1500),
+    "a small bound": (lambda p, j: (j <= p) & (p.float() * 1e-3 - j.float() * 1e-3 < 0.0205), 21),
+    "a power": (window_by(lambda d: 0.9**d > 0.1), 22),
+    "an exponential": (window_by(lambda d: torch.exp(-0.1 * d) > 0.1), 24),
+    "a logarithm": (window_by(lambda d: torch.log2(d + 1) < 5), 31),
+    "a root": (window_by(lambda d: d.sqrt() < 6), 36),
+    "a quotient": (window_by(lambda d: 1 / (d + 1) > 0.04), 24),
+    "a large exponential": (window_by(lambda d: torch.exp(-0.004 * d) > 0.1), 576),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_is_found_by_whatever_formula(name):
+    make_mask, window = WINDOWS[name]
+    assert prove(make_mask) == MaskFacts(causal=True, window=window)
+
+
 REFUSED = {
+    "a window whose formula says nothing of its width": (
+        window_by(lambda d: 0.9995**d > 0.1),
+        "is causal at some hundred tokens, and another one at 131072",
+    ),
+    "waves": (window_by(lambda d: torch.cos(0.1 * d) > -0.5), "none of"),
+    "the last tokens alone": (lambda p, j: (j <= p) & ((j >= p.shape[0] - 30) | (j == p)), "none of"),
+    "the last of many tokens": (lambda p, j: (j <= p) & ((j >= p.shape[0] - 3000) | (j == p)), "none of"),
+    "a window that grows with the sequence": (
+        lambda p, j: (j <= p) & (p - j < torch.sym_max(24, p.shape[0] // 2)),
+        "none of",
+    ),
+    "a prefix of all but the last tokens": (
+        lambda p, j: (j <= p) | (j < p.shape[0] - 32),
+        "none of|prefix-LM",
+    ),
     "one wrong row far away": (lambda p, j: (j <= p) & (p - j < 9000) & (p != 11_000), "none of"),
     "one wrong entry far away": (
         lambda p, j: (j <= p) & (p - j < 9000) & ~((p == 11_000) & (j == 7000)),
@@ -215,6 +254,28 @@ def test_a_window_that_is_a_buffer(window):
     gm = captured_model(Embedded(BufferWindow(window)))
     facts = prove_mask(next(calls(gm.graph, SDPA)).args[3])
     assert facts == MaskFacts(causal=True, window=int(window))
+
+
+class BufferMask(nn.Module):
+    def __init__(self, size, hidden=()):
+        super().__init__()
+        visible = torch.ones(size, size, dtype=torch.bool).tril()
+        if hidden:
+            visible[hidden] = False
+        self.register_buffer("visible", visible)
+
+    def forward(self, x, positions):
+        return attend(x, self.visible[: x.shape[1], : x.shape[1]])
+
+
+def test_a_buffer_with_an_entry_for_each_pair_of_tokens_is_compared_in_full():
+    whole, other = (
+        next(calls(captured_model(Embedded(BufferMask(3000, hidden))).graph, SDPA)).args[3]
+        for hidden in ((), (2741, 1613))
+    )
+    assert prove_mask(whole) == CAUSAL
+    with pytest.raises(MaskNotProven, match="none of"):
+        prove_mask(other)
 
 
 def test_a_mask_from_a_buffer_without_values_is_refused():
