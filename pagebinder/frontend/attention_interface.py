@@ -11,6 +11,7 @@ one is how a wrong model is compiled in silence.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -231,6 +232,27 @@ def attention_hook(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for config, implementation in zip(configs, before):
             config._attn_implementation_internal = implementation
+
+
+def has_functions_of_its_own(model: torch.nn.Module) -> bool:
+    """Would the model call an attention or mask function that is none of transformers'? Ours replaces those alone."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    names = {config._attn_implementation_internal or "eager" for config in _configs(model)}
+    functions = [
+        table[name]
+        for name in names
+        for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+        if name in table
+    ]
+    for file in {type(module).__module__ for module in model.modules()}:
+        called = vars(sys.modules.get(file, object))
+        functions += [called[n] for n in called if n.startswith("create_") and n.endswith("_mask")]
+        if "eager" in names and "eager_attention_forward" in called:
+            functions.append(called["eager_attention_forward"])
+    functions = [getattr(f, "func", f) for f in functions]  # of partial ones
+    return any(not str(getattr(f, "__module__", "")).startswith("transformers.") for f in functions)
 
 
 def _configs(model: torch.nn.Module) -> list:

@@ -27,7 +27,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.attention_interface import attention_hook
+from pagebinder.frontend.attention_interface import attention_hook, has_functions_of_its_own
 from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
@@ -151,6 +151,7 @@ def _export(
     dynamic_shapes = tuple({0: sizes[i.size_name]} for i in inputs.values())
     failures = []
     hooked = hooked and source.is_transformers and type(source.module).__name__ not in WRITES_ITS_ATTENTION
+    hooked = hooked and not has_functions_of_its_own(source.module)
     hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
     leaves, quiet = patched(LEAVES, source.module), warnings.catch_warnings()
     experts = experts_hook(source.module)

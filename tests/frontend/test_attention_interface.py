@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from pagebinder import CaptureError
+import pagebinder
+from pagebinder import CaptureError, CompileConfig
 from pagebinder.custom_ops.attention.semantic import attention_reference
 from pagebinder.frontend import attention_interface
-from pagebinder.frontend.attention_interface import attention_forward, attention_hook
+from pagebinder.frontend.attention_interface import (
+    attention_forward,
+    attention_hook,
+    has_functions_of_its_own,
+)
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.source import source_from_module
 from pagebinder.graph_tools import calls
@@ -222,3 +227,61 @@ def test_each_layer_becomes_one_op_with_its_window(build, windows):
     nodes = list(calls(gm.graph, torch.ops.pagebinder.attention.default))
     assert [n.kwargs.get("window") for n in nodes] == windows
     assert all(n.kwargs.get("causal", True) for n in nodes)
+
+
+WINDOW = 5
+
+
+def own_mask(*, q_length=None, kv_length, **_):
+    distance = torch.arange(kv_length)[:, None] - torch.arange(kv_length)[None]
+    return ((distance >= 0) & (distance < WINDOW))[None, None]
+
+
+def own_attention(module, query, key, value, attention_mask, scaling=None, **_):
+    """A soft cap and a window, whatever the mask."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = 2 * torch.tanh(query @ key.mT * module.scaling / 2)
+    visible = own_mask(kv_length=query.shape[2])
+    return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ value).transpose(1, 2), None
+
+
+def replaced_function(kind, monkeypatch) -> str:
+    """Puts a function of our own where transformers looks for one; the implementation that leads to it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama import modeling_llama
+
+    if kind == "eager":
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", own_attention)
+    elif kind == "model's mask":
+        monkeypatch.setattr(
+            modeling_llama, "create_causal_mask", lambda **k: own_mask(kv_length=k["inputs_embeds"].shape[1])
+        )
+        return "sdpa"
+    elif kind == "sdpa":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", own_attention)
+    elif kind == "registered mask":
+        AttentionInterface.register("of_a_test", ALL_ATTENTION_FUNCTIONS["sdpa"])
+        AttentionMaskInterface.register("of_a_test", own_mask)
+        return "of_a_test"
+    else:
+        AttentionInterface.register("of_a_test", own_attention)
+        AttentionMaskInterface.register("of_a_test", lambda **_: None)
+        return "of_a_test"
+    return kind
+
+
+@pytest.mark.parametrize("kind", ["registered", "registered mask", "sdpa", "eager", "model's mask"])
+def test_functions_that_are_not_of_transformers_are_traced(kind, monkeypatch):
+    model = tiny_llama()
+    assert not has_functions_of_its_own(model)
+    implementation = replaced_function(kind, monkeypatch)
+    model.config._attn_implementation = implementation
+    assert has_functions_of_its_own(model)
+    gm = pagebinder.compile_model(model, CompileConfig(executable="eager")).graphs["semantic"]
+    layers = calls(gm.graph, torch.ops.pagebinder.attention.default)
+    assert {node.kwargs.get("window") for node in layers} == {WINDOW}
+    ids = torch.arange(1, 24)
+    with torch.no_grad():
+        expected = model(input_ids=ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(gm(ids, torch.arange(len(ids))), expected, atol=1e-4, rtol=1e-4)
