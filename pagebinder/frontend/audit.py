@@ -80,7 +80,8 @@ _ELEMENTWISE = {
     aten.where.Scalar, aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor, aten.multiply.Tensor,
     aten.multiply.Scalar, aten.divide.Tensor, aten.divide.Scalar, aten.true_divide.Tensor, aten.subtract.Tensor,
     aten.negative.default, aten.absolute.default, aten.square.default, aten.isin.Tensor_Scalar,
-    aten.floor_divide.default, aten.floor_divide.Scalar, aten.log_sigmoid.default,
+    aten.floor_divide.default, aten.floor_divide.Scalar, aten.log_sigmoid.default, aten.hardswish.default,
+    aten.prelu.default,
 }  # fmt: skip
 # op -> position of the first of the two factors
 _CONTRACTIONS = {
@@ -175,6 +176,8 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool) -> str | Non
         return None
     if target._schema.is_mutable:
         return "it writes to a tensor in place"
+    if torch.Tag.nondeterministic_seeded in target.tags and not _is_unused_dropout(node):
+        return "it draws numbers at random"
     inputs = tensor_inputs(node)
     input_dims = [token_dims(i) for i in inputs]
     if target is torch.ops.pagebinder.cross_attention.default:
@@ -208,6 +211,26 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool) -> str | Non
             return None
         return "it counts the tokens of the batch: row i is not tied to position i"
     return _reason_by_class(node, inputs, input_dims)
+
+
+def _reason_against_einsum(node: Node) -> str | None:
+    """Sound if tokens have one letter, which is in the result."""
+    equation, operands = node.args[:2]
+    subscripts, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow or "." in equation:
+        return "an einsum without all letters is not known to keep tokens apart"
+    letters = {of_one[d] for of_one, n in zip(subscripts.split(","), operands) for d in token_dims(n)}
+    if len(letters) != 1:
+        return "this einsum is not known to keep tokens apart"
+    return None if letters <= set(result) else "it sums over the tokens"
+
+
+def _is_unused_dropout(node: Node) -> bool:
+    """Does the node drop nothing: outside of training, or attention without dropout?"""
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name in ("train", "training", "dropout_p"):
+            return not arg(node, i, argument.name, argument.default_value)
+    return False
 
 
 def _reason_against_cross(node: Node, symbols: list) -> str | None:
@@ -259,10 +282,15 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
         return misaligned(inputs, input_dims)
     if target in _VIEWS or target in _REPEATS or target in _FACTORIES or _is_whole(node):
         return None
+    if target is aten.dropout.default:  # unused, or it had been refused
+        return None
     if target is aten.stack.default:
         return misaligned(inputs, input_dims)
-    if target is aten.dropout.default:
-        return "it drops values at random" if arg(node, 2, "train") else None
+    if target in (aten.pad.default, aten.constant_pad_nd.default):
+        rank, padded = inputs[0].meta["val"].dim(), len(node.args[1]) // 2
+        return "it pads along the token dimension" if input_dims[0][-1] >= rank - padded else None
+    if target is aten.einsum.default:
+        return _reason_against_einsum(node)
     if target in _RESHAPES:
         before, after = (size_before_tokens(value) for value in (inputs[0].meta["val"], node.meta["val"]))
         return (

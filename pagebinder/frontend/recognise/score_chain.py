@@ -91,7 +91,7 @@ def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
             return _filled(chain, yes, MaskTerm(condition, "visible"), no, tainted)
         return _filled(chain, no, MaskTerm(condition, "hidden"), yes, tainted)
     if is_call(node, *_MAXIMA) and len(node.args) == 2:
-        if (bound := number(node.args[1])) is None or bound > -HIDDEN:
+        if (bound := number(node.args[1])) is None or bound * chain.factor > -HIDDEN:
             raise NotAttention("the scores are clamped")
         return node.args[0]
     if is_call(node, aten.cat.default):
