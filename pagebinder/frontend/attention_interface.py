@@ -252,7 +252,8 @@ def has_functions_of_its_own(model: torch.nn.Module) -> bool:
         if "eager" in names and "eager_attention_forward" in called:
             functions.append(called["eager_attention_forward"])
     functions = [getattr(f, "func", f) for f in functions]  # of partial ones
-    return any(not str(getattr(f, "__module__", "")).startswith("transformers.") for f in functions)
+    files = {str(getattr(f, "__module__", "")) for f in functions}
+    return not all(file.startswith(("transformers.", "pagebinder.")) for file in files)
 
 
 def _configs(model: torch.nn.Module) -> list:

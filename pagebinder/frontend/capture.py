@@ -36,7 +36,7 @@ from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.leaves.rope_by_length import length_limit
 from pagebinder.frontend.numbering import numbering
-from pagebinder.frontend.python_state import traced_in_steady_state
+from pagebinder.frontend.python_state import put_back, traced_in_steady_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
 from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.tidy import tidy
@@ -155,7 +155,17 @@ def _export(
     hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
     leaves, quiet = patched(LEAVES, source.module), warnings.catch_warnings()
     experts = experts_hook(source.module)
-    with hook, experts, leaves, _evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), quiet:
+    whole = put_back(source.module)
+    with (
+        whole,
+        hook,
+        experts,
+        leaves,
+        _evaluation_mode(source.module),
+        _quiet_torch(),
+        torch.no_grad(),
+        quiet,
+    ):
         warnings.simplefilter("ignore")
         same = repeated_layers(source.module, wrapper, _shorter_and_longer(source, inputs))
         attempts = [(False, []), (True, [])]  # strict, layers to copy

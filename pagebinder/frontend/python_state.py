@@ -5,22 +5,27 @@
     self.attention = DenseAttention(...) if length < 1024                 refused (BigBird)
     self.longest = max(self.longest, 1)                                   the same from the second call on: served
 
-torch.export looks at tensors alone, and puts back plain values. So what modules hold is compared before and after the
-model's forward, while it is traced. Where that changes, the model is traced once more as its first call left it:
-it is served if nothing changes any more and the graph is the same.
+torch.export does not look at such values. So what modules hold, objects that they hold included, is compared before
+and after the model's forward, while it is traced, and put back. Where it changed, the model is traced once more as
+its first call left it: it is served if nothing changes any more and the graph is the same.
+
+Of tensors those count that are made of a call's tokens or positions (`self.last = x`) and that calls read; a table
+that the first call makes is part of the graph. What lives outside of modules (globals, iterators) is not seen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from pagebinder.errors import CaptureError
 
@@ -34,7 +39,7 @@ class Change:
     """An attribute or submodule of the module at `path` that became another one. Values are as `_look` has them."""
 
     path: str
-    name: str
+    name: str  # "a.b": b of an object
     was: Any
     now: Any
 
@@ -55,39 +60,63 @@ def traced_in_steady_state(
     if not changes:
         return program
     with contextlib.ExitStack() as undo:
-        if all(isinstance(c.now, PLAIN) for c in changes):
+        if all(isinstance(c.now, (*PLAIN, torch.Tensor)) and "." not in c.name for c in changes):
+            zeros = []
             for change in changes:
-                undo.enter_context(_set(model.get_submodule(change.path), change.name, change.now))
+                now = change.now
+                if isinstance(now, torch.Tensor):
+                    zeros.append(now := _zeros(now))
+                undo.enter_context(_set(model.get_submodule(change.path), change.name, now))
             again, more = _watched(model, wrapper, trace)
-            if not more and str(again.graph) == str(program.graph):
+            written = {(c.path, c.name) for c in changes if isinstance(c.now, torch.Tensor)}
+            settled = all((c.path, c.name) in written for c in more) and not _reads(again, zeros)
+            if settled and str(again.graph) == str(program.graph):
                 return program
     raise _refused(model, changes)
 
 
 @contextlib.contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """What runs meanwhile may not change the model; plain values and submodules are as before afterwards.
+    """What runs meanwhile may not change the model, which is as before afterwards.
 
     Raises:
-        CaptureError: an attribute or a submodule is another one.
+        CaptureError: an attribute or a submodule became another one.
     """
-    with _put_back(model) as changes:
+    before = _attributes(model)
+    with put_back(model):
         yield
+        changes = _changes(model, before, _attributes(model))
     if changes:
         raise _refused(model, changes)
 
 
 @contextlib.contextmanager
-def _put_back(model: torch.nn.Module) -> Iterator[list[Change]]:
-    """Undoes at the end what changed meanwhile, where it is a plain value or a submodule; a list of it all then."""
-    before, changes = _attributes(model), []
+def put_back(model: torch.nn.Module) -> Iterator[None]:
+    """Undoes at the end what happens to attributes, submodules and buffers, and to containers and objects in them."""
+    modules = list(model.modules())
+    holders = [vars(m) for m in modules] + [h for m in modules for h in (m._modules, m._buffers)]
+    held = {
+        id(value): value for m in modules for name, value in vars(m).items() if name not in _OF_TORCH
+    }.values()
+    holders += [value for value in held if isinstance(value, (list, dict, set))]
+    holders += [vars(value) for value in held if _is_object(value)]
+    copies = [copy.copy(holder) for holder in holders]
     try:
-        yield changes
+        yield
     finally:
-        changes += _changes(model, before, _attributes(model))
-        for change in changes:
-            if isinstance(change.was, (*PLAIN, torch.nn.Module)):
-                setattr(model.get_submodule(change.path), change.name, change.was)
+        for holder, before in zip(holders, copies):
+            _restore(holder, before)
+
+
+def _restore(holder: list | dict | set, before: list | dict | set) -> None:
+    if isinstance(holder, dict):
+        same = holder.keys() == before.keys() and all(holder[k] is before[k] for k in before)
+    else:
+        same = len(holder) == len(before) and all(map(operator.is_, holder, before))
+    if same:
+        return
+    holder.clear()
+    (holder.extend if isinstance(holder, list) else holder.update)(before)
 
 
 def _refused(model: torch.nn.Module, changes: list[Change]) -> CaptureError:
@@ -111,11 +140,42 @@ def _watched(
     def watched(*args, **kwargs):
         before = _attributes(model)
         out = forward(*args, **kwargs)
-        changes[:] = _changes(model, before, _attributes(model))
+        changes[:] = [c for c in _changes(model, before, _attributes(model)) if not _is_table(c.now)]
         return out
 
-    with _put_back(model), _set(wrapper, "forward", watched):
+    with put_back(model), _set(wrapper, "forward", watched):
         return trace(), changes
+
+
+def _reads(program: ExportedProgram, tensors: list[torch.Tensor]) -> bool:
+    """Is one of them a constant of the program?"""
+    storages = {t.untyped_storage()._cdata for t in tensors}
+    constants = [c for c in program.constants.values() if isinstance(c, torch.Tensor)]
+    return any(c.untyped_storage()._cdata in storages for c in constants)
+
+
+def _zeros(traced: torch.Tensor) -> torch.Tensor:
+    """A tensor with values in the place of one of a trace."""
+    shape = [s.node.hint if isinstance(s, torch.SymInt) else s for s in traced.shape]
+    return torch.zeros(shape, dtype=traced.dtype, device=traced.device)
+
+
+def _is_table(value: Any) -> bool:
+    """A tensor that the traced call made, but not of what it was given."""
+    if not isinstance(value, torch.Tensor) or (mode := get_proxy_mode()) is None:
+        return False
+    traced = get_proxy_slot(value, mode.tracer, None)
+    if traced is None:
+        return False
+    behind, queue = set(), [traced.proxy.node]
+    while queue:
+        node = queue.pop()
+        if node not in behind and isinstance(
+            node.meta.get("val"), torch.Tensor
+        ):  # a size says nothing of values
+            behind.add(node)
+            queue += node.all_input_nodes
+    return all(node.op != "placeholder" for node in behind)
 
 
 @contextlib.contextmanager
@@ -138,29 +198,44 @@ _MISSING = object()
 
 def _attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     """Of each module by its path: what its attributes look like. Those that are not compared are left out."""
-    return {
-        path: {
-            name: look
-            for name, value in (vars(module) | module._modules).items()
-            if name not in _OF_TORCH and (look := _look(value)) is not _MISSING
-        }
-        for path, module in model.named_modules()
-    }
+    attributes, seen = {}, set()
+    for path, module in model.named_modules():
+        looks = attributes[path] = {}
+        for name, value in (vars(module) | module._modules).items():
+            values = {} if name in _OF_TORCH else {name: value}
+            if _is_object(value):
+                values = {} if id(value) in seen else {f"{name}.{k}": v for k, v in vars(value).items()}
+                seen.add(id(value))
+            looks |= {k: look for k, v in values.items() if (look := _look(v)) is not _MISSING}
+    return attributes
 
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 
 
+def _is_object(value: Any) -> bool:
+    """Does it hold attributes, and is it no part of the model, nor code?"""
+    return hasattr(value, "__dict__") and not (
+        callable(value) or isinstance(value, (*PLAIN, torch.nn.Module, torch.Tensor, list, dict, set))
+    )
+
+
 def _look(value: Any, inside: bool = False) -> Any:
-    """Equal for what is as it was. _MISSING: nothing is known of it."""
-    if isinstance(value, (*PLAIN, torch.nn.Module)):
-        return value if value == value else math.nan  # one object, as no two are equal
+    """The same for what is as it was. _MISSING: nothing is known of it."""
+    if isinstance(value, (*PLAIN, torch.nn.Module)) or (isinstance(value, torch.Tensor) and not inside):
+        return value
     if isinstance(value, (list, tuple, set, frozenset, dict)) and not inside:
         elements = list(value.items() if isinstance(value, dict) else value)[:MOST_ELEMENTS]
         flat = [x for e in elements for x in (e if isinstance(value, dict) else [e])]
         looks = [_look(x, inside=True) for x in flat]
         return type(value).__name__, len(value), [x for x in looks if x is not _MISSING]
     return _MISSING
+
+
+def _is_same(was: Any, now: Any) -> bool:
+    if was is now or type(was) is not type(now):
+        return was is now
+    return not isinstance(was, torch.Tensor) and (was == now or was != was)  # nan
 
 
 def _changes(model: torch.nn.Module, before: dict, after: dict) -> list[Change]:
@@ -171,7 +246,7 @@ def _changes(model: torch.nn.Module, before: dict, after: dict) -> list[Change]:
         for name in sorted(was.keys() | now.keys()):
             old = was[name] if name in was else _look(getattr(kind, name, torch))
             new = now.get(name, _MISSING)
-            if old is not _MISSING and old is not new and (type(old) is not type(new) or old != new):
+            if old is not _MISSING and not _is_same(old, new):
                 changes.append(Change(path, name, old, new))
     return changes
 
@@ -181,6 +256,6 @@ def _text(look: Any) -> str:
         return "something else"
     if isinstance(look, tuple):
         return f"{look[0]} of {look[1]}"
-    if isinstance(look, torch.nn.Module):
-        return type(look).__name__
+    if isinstance(look, (torch.nn.Module, torch.Tensor)):
+        return "another tensor" if isinstance(look, torch.Tensor) else type(look).__name__
     return repr(look)

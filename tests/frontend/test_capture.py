@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -212,6 +214,54 @@ class Swapping(nn.Module):
         return self.now(x)
 
 
+class CountingInAnObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.counter = SimpleNamespace(calls=0)
+
+    def forward(self, x, positions):
+        self.counter.calls += 1
+        return x * self.counter.calls
+
+
+class RememberingATensor(nn.Module):
+    """Adds what the last token of the call before was."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = torch.zeros(WIDTH)
+
+    def forward(self, x, positions):
+        out = x + self.before
+        self.before = x[0, -1]
+        return out
+
+
+class RememberingIfThere(RememberingATensor):
+    def __init__(self):
+        super().__init__()
+        self.before = None
+
+    def forward(self, x, positions):
+        out = x if self.before is None else x + self.before
+        self.before = x[0, -1]
+        return out
+
+
+class MakingATable(nn.Module):
+    """Its first call makes a table; and each one keeps what it computed for whoever wants to see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.shown = None, None
+
+    def forward(self, x, positions):
+        if self.table is None:
+            self.table = torch.arange(512.0)
+        self.shown = x * self.table[positions][..., None]
+        return self.shown
+
+
 class FirstCall(CountingInPython):
     """Its first call is unlike all others."""
 
@@ -234,15 +284,18 @@ class Longest(CountingInPython):
         (CountingInPython(), r"body\.calls \(0 -> 1\)"),
         (Appending(), r"body\.seen \(list of 0 -> list of 1\)"),
         (FirstCall(), r"body\.calls \(0 -> 1\)"),
+        (CountingInAnObject(), r"body\.counter\.calls \(0 -> 1\)"),
+        (RememberingATensor(), r"body\.before \(another tensor -> another tensor\)"),
+        (RememberingIfThere(), r"body\.before \(None -> another tensor\)"),
         (Swapping(), r"body\.next \(GELU -> SiLU\); body\.now \(SiLU -> GELU\)"),
     ],
-    ids=["number", "list", "first call", "submodule"],
+    ids=["number", "list", "first call", "object", "tensor", "tensor or none", "submodule"],
 )
 def test_what_forward_changes_in_python_is_a_capture_error(body, change):
     model = Embedded(body).eval()
     with pytest.raises(CaptureError, match=change):
         captured_model(model)
-    assert getattr(body, "calls", 0) == 0 and "forward" not in vars(model)
+    assert getattr(body, "calls", 0) == 0 and getattr(body, "seen", []) == [] and "forward" not in vars(model)
     assert not isinstance(body, Swapping) or isinstance(body.now, nn.SiLU)
 
 
@@ -258,6 +311,15 @@ def test_a_change_of_the_first_call_alone_is_served_if_the_graph_is_the_same():
     model = Embedded(Longest()).eval()
     captured_model(model)
     assert model.body.calls == 0
+
+
+def test_a_table_that_the_first_call_makes_is_part_of_the_graph():
+    model = Embedded(MakingATable()).eval()
+    ids, positions = torch.randint(VOCAB_SIZE, (5,)), torch.arange(5)
+    out = captured_model(model)(ids, positions)
+    assert model.body.table is None and model.body.shown is None
+    with torch.no_grad():
+        assert torch.equal(out, model(ids[None], positions[None])[0])
 
 
 def test_attributes_that_forward_does_not_change_may_be_set():
