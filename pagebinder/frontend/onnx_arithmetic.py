@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pagebinder.frontend.onnx_file import DTYPES
 from pagebinder.frontend.onnx_host import cast, host, integers, is_host, number, operator, torch_dtype
+from pagebinder.frontend.onnx_tensors import DTYPES
 
 
 def _symbolic(function):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import mmap
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -19,16 +18,14 @@ from typing import Any
 import torch
 
 from pagebinder.errors import CaptureError, CheckpointError, ConfigError
+from pagebinder.frontend.onnx_tensors import OnnxTensors, stored_dtype
 
 OLDEST_OPSET = 13  # before, axes were attributes, and Softmax flattened its input
+STANDARD = ("", "ai.onnx")  # the domain of ONNX's own operators, by both its names
 CONTROL_FLOW = {"If", "Loop", "Scan", "SequenceMap"}
 QUANTISED = re.compile(r"[Qq]uantize|^QLinear|^QAttention|^QGemm|Integer$|NBits|Bnb4|BlockQuantized")
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's exporter keeps the modules of a node under this name
-# onnx.TensorProto.DataType -> torch's name
-DTYPES = {
-    1: torch.float32, 2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool,
-    10: torch.float16, 11: torch.float64, 16: torch.bfloat16,
-}  # fmt: skip
+UNREAD_TEXTS = {"doc_string", "metadata_props", "producer_name", "producer_version"}  # of anything in a file
 
 
 @dataclass
@@ -95,6 +92,7 @@ def read_onnx(path: Path, *, weights: bool = True) -> OnnxGraph:
         raise CheckpointError(f"{path} is not an ONNX model: {error}") from error
     if not model.graph.node:
         raise CheckpointError(f"{path} is not an ONNX model, or an empty one: it has no nodes.")
+    _check_text(model, path)
     _check_opset(model, path)
     for function in model.functions:
         _refuse_operators(function.node, where=f"function {function.domain}::{function.name}")
@@ -102,16 +100,17 @@ def read_onnx(path: Path, *, weights: bool = True) -> OnnxGraph:
         from onnx.inliner import inline_local_functions
 
         model = inline_local_functions(model)
+    _refuse_operators(model.graph.node)
+    _check_nodes(model, path)
     return _graph(model.graph, path, weights)
 
 
 def _graph(proto, path: Path, weights: bool) -> OnnxGraph:
-    _refuse_operators(proto.node)
     if proto.sparse_initializer:
         raise CaptureError(
             f"{path}: the sparse tensor {proto.sparse_initializer[0].values.name!r} cannot be imported."
         )
-    reader = _Tensors(path.parent, weights)
+    reader = OnnxTensors(path, weights)
     constants = {tensor.name: reader.read(tensor) for tensor in proto.initializer}
     nodes = []
     for number, node in enumerate(proto.node):
@@ -119,7 +118,7 @@ def _graph(proto, path: Path, weights: bool) -> OnnxGraph:
         if node.op_type == "Constant" and not node.domain:
             constants[node.output[0]] = _constant(attributes)
             continue
-        domain = "" if node.domain in ("", "ai.onnx") else f"{node.domain}::"
+        domain = "" if node.domain in STANDARD else f"{node.domain}::"
         name = re.sub(r"\s", "_", node.name) or f"{node.op_type}_{number}"
         nodes.append(
             OnnxNode(domain + node.op_type, name, tuple(node.input), tuple(node.output), attributes, number)
@@ -147,8 +146,42 @@ def _check_order(path: Path, nodes: list[OnnxNode], known: set[str], outputs: Co
             raise CheckpointError(f"{path} is damaged: its output {name!r} is the result of no node.")
 
 
+def _check_text(message, path: Path, place: str = "") -> None:
+    """The strings in a message are text: protobuf hands on as bytes what is not UTF-8. Raises CheckpointError."""
+    for part, value in message.ListFields():
+        if part.type not in (part.TYPE_STRING, part.TYPE_MESSAGE) or part.name in UNREAD_TEXTS:
+            continue
+        for one in [value] if isinstance(value, (str, bytes)) or hasattr(value, "ListFields") else value:
+            if isinstance(one, bytes):
+                raise CheckpointError(f"{path} is damaged: {place}{part.name} {one!r} is not UTF-8.")
+            if not isinstance(one, str):
+                name = getattr(one, "name", "")
+                _check_text(one, path, f"{place}{part.name} {name!r}, " if name else place)
+
+
+def _check_nodes(model, path: Path) -> None:
+    """Standard operators have all that they need: what reads them counts on it."""
+    import onnx
+
+    newest = onnx.defs.onnx_opset_version()
+    version = min([newest, *(o.version for o in model.opset_import if o.domain in STANDARD)])
+    for number, node in enumerate(model.graph.node):
+        if node.domain not in STANDARD or not onnx.defs.has(node.op_type, version):
+            continue
+        schema = onnx.defs.get_schema(node.op_type, version)
+        given = {a.name for a in node.attribute}
+        needed = [name for name, a in schema.attributes.items() if a.required and name not in given]
+        needed += ["an input"] * (len(node.input) < schema.min_input)
+        needed += ["an output"] * (len(node.output) < schema.min_output)
+        if needed:
+            name = node.name or number
+            raise CheckpointError(
+                f"{path} is damaged: {node.op_type} (node {name}) lacks {', '.join(needed)}."
+            )
+
+
 def _check_opset(model, path: Path) -> None:
-    versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    versions = [o.version for o in model.opset_import if o.domain in STANDARD]
     if versions and versions[0] < OLDEST_OPSET:
         raise CaptureError(
             f"{path} is of opset {versions[0]}, and operators meant other things before {OLDEST_OPSET}: export the "
@@ -159,7 +192,8 @@ def _check_opset(model, path: Path) -> None:
 def _refuse_operators(nodes, where: str = "") -> None:
     """Control flow and quantised operators; all others are looked up when they are translated."""
     for node in nodes:
-        place = f"{node.op_type} (node {node.name or node.output[0]}{', in ' + where if where else ''})"
+        name = node.name or next(iter(node.output), "")
+        place = f"{node.op_type} (node {name}{', in ' + where if where else ''})"
         if node.op_type in CONTROL_FLOW:
             raise CaptureError(
                 f"{place}: control flow cannot be imported, as every token must go through the same operators. "
@@ -180,21 +214,10 @@ def _value(proto) -> OnnxValue:
     if kind.HasField("shape"):
         sizes = ((d.dim_value if d.HasField("dim_value") else d.dim_param or None) for d in kind.shape.dim)
         shape = tuple(sizes)
-    return OnnxValue(proto.name, _dtype(kind.elem_type, proto.name), shape)
+    return OnnxValue(proto.name, stored_dtype(kind.elem_type, proto.name), shape)
 
 
-def _dtype(number: int, name: str) -> torch.dtype:
-    if number not in DTYPES:
-        import onnx
-
-        said = onnx.TensorProto.DataType.Name(number)
-        raise CaptureError(
-            f"{name!r} is of the type {said}, which cannot be imported: export the model unquantised."
-        )
-    return DTYPES[number]
-
-
-def _attribute(attribute, reader: _Tensors):
+def _attribute(attribute, reader: OnnxTensors):
     import onnx
 
     value = onnx.helper.get_attribute_value(attribute)
@@ -204,7 +227,7 @@ def _attribute(attribute, reader: _Tensors):
 
 
 def _constant(attributes: dict) -> torch.Tensor:
-    (kind, value), *_ = attributes.items()
+    kind, value = next(iter(attributes.items()), ("nothing", None))
     if kind == "value":
         return value
     dtypes = {"value_int": torch.int64, "value_ints": torch.int64, "value_float": torch.float32}
@@ -239,66 +262,6 @@ def _inherit_scopes(nodes: list[OnnxNode], constants: dict) -> None:
         node.scope = node.scope or (paths[0] if paths else layer)
         found = re.match(r".*?\.\d+(?=\.|$)", node.scope)
         layer = found.group() if found else ""
-
-
-class _Tensors:
-    """Reads tensors: those of external files as views of a mapping, others from the message."""
-
-    def __init__(self, folder: Path, weights: bool) -> None:
-        self.folder, self.weights = folder, weights
-        self.files: dict[str, mmap.mmap] = {}
-
-    def read(self, proto) -> torch.Tensor:
-        dtype, shape = _dtype(proto.data_type, proto.name), tuple(proto.dims)
-        if proto.data_location == 1:
-            return self._external(proto, dtype, shape)
-        if proto.HasField("raw_data"):
-            data = bytearray(proto.raw_data)
-            return (
-                torch.frombuffer(data, dtype=dtype).reshape(shape)
-                if data
-                else torch.empty(shape, dtype=dtype)
-            )
-        import onnx
-
-        array = onnx.numpy_helper.to_array(proto)
-        if dtype is torch.bfloat16:
-            array = array.astype("float32")
-        return torch.tensor(array, dtype=dtype)
-
-    def _external(self, proto, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        if not self.weights:
-            return torch.empty(shape, dtype=dtype, device="meta")
-        said = {entry.key: entry.value for entry in proto.external_data}
-        count = torch.Size(shape).numel()
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        offset, memory = int(said.get("offset", 0)), self._mapped(said.get("location", ""), proto.name)
-        if offset + count * dtype.itemsize > len(memory):
-            raise CheckpointError(
-                f"{said['location']} ends before the tensor {proto.name!r}: it is damaged or another."
-            )
-        if offset % dtype.itemsize:  # rare, and no view could have such an address
-            return torch.frombuffer(
-                bytearray(memory[offset : offset + count * dtype.itemsize]), dtype=dtype
-            ).view(shape)
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
-
-    def _mapped(self, location: str, name: str) -> mmap.mmap:
-        if location not in self.files:
-            path = (self.folder / location).resolve()
-            if not location or not path.is_relative_to(self.folder.resolve()):
-                raise CheckpointError(
-                    f"The tensor {name!r} lies in {location!r}, outside the model's directory."
-                )
-            try:
-                with path.open("rb") as file:  # private: nothing can write to the file through it
-                    self.files[location] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(
-                    f"{path}, which holds the weights, cannot be read: {error}. It belongs beside the ONNX file."
-                ) from error
-        return self.files[location]
 
 
 def most_common(nodes: list[OnnxNode]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
@@ -198,8 +199,6 @@ def test_a_cache_that_is_written_elsewhere_than_at_the_tokens_positions(tmp_path
 
 
 def external(folder):
-    import onnx
-
     path = Decoder("attention").save(folder / "inside.onnx")
     onnx.save(
         onnx.load(path), folder / "model.onnx", save_as_external_data=True, size_threshold=0, location="data"
@@ -240,7 +239,15 @@ def test_damaged_graphs(tmp_path):
         del model.graph.node[:]
         model.graph.node.extend(reversed(nodes))
 
+    def without_an_axis(model):
+        del node_of(model, "Concat").attribute[:]
+
+    def without_inputs(model):
+        del node_of(model, "Gather").input[1:]
+
     for change, message in (
+        (without_an_axis, r"damaged: Concat \(node join_key_0\) lacks axis"),
+        (without_inputs, r"damaged: Gather \(node \w+\) lacks an input"),
         (dangling, r"Concat \(node join_key_0\) reads 'nowhere'"),
         (without_a_table, "damaged: .* no tensor of the file"),
         (unordered, "the result of no node before it"),
@@ -248,6 +255,64 @@ def test_damaged_graphs(tmp_path):
         path = Decoder("raw").save(tmp_path / "model.onnx", change)
         with pytest.raises(CheckpointError, match=message):
             source_from_onnx(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("offset", "75/76", "has offset='75/76', which is no number of bytes"),
+        ("offset", "-8", "has offset='-8', which is no number"),
+        ("offset", "9" * 5000, "has offset='99.*, which is no number"),
+        ("offset", "9" * 30, "data ends before the tensor"),
+        ("length", "abc", "has length='abc', which is no number"),
+        ("length", "-1", "has length='-1', which is no number"),
+        ("length", "9" * 30, "has length of 9{30} bytes; its type and shape take 12288"),
+        ("location", "a\0b", "lies in .*no name of a file"),
+    ],
+)
+def test_damaged_places_of_tensors(key, value, message, tmp_path):
+    path = external(tmp_path)
+    model = onnx.load(path, load_external_data=False)
+    tensor = model.graph.initializer[0]
+    next(entry for entry in tensor.external_data if entry.key == key).value = value
+    onnx.save(model, path)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        source_from_onnx(path)
+    assert repr(tensor.name) in str(raised.value)
+
+
+def test_values_that_do_not_fill_a_tensor(tmp_path):
+    def of_another_size(model):
+        model.graph.initializer[0].dims[0] += 1
+
+    def of_a_negative_size(model):
+        model.graph.initializer[0].dims[0] = -1
+
+    def typed(model):
+        tensor = model.graph.initializer[0]
+        tensor.ClearField("raw_data")
+        tensor.float_data.append(1.0)
+
+    for change, message in (
+        (of_another_size, "bytes; its type and shape take"),
+        (of_a_negative_size, r"has the shape \[-1"),
+        (typed, "has values that do not fit"),
+    ):
+        path = Decoder("raw").save(tmp_path / "model.onnx", change)
+        with pytest.raises(CheckpointError, match=rf"model\.onnx is damaged: the tensor '\S+' .*{message}"):
+            source_from_onnx(path)
+
+
+@pytest.mark.parametrize("what", ["op_type", "output", "initializer", "input"])
+def test_names_are_text(what, tmp_path):
+    path = Decoder("raw").save(tmp_path / "model.onnx")
+    graph = onnx.load(path).graph
+    named = {"initializer": graph.initializer[0].name, "input": graph.input[0].name}
+    named |= {"op_type": graph.node[3].op_type, "output": graph.node[3].output[0]}
+    name = named[what].encode()
+    path.write_bytes(path.read_bytes().replace(name, b"\xff" + name[1:]))
+    with pytest.raises(CheckpointError, match=r"model\.onnx is damaged: graph .* b'.*\\xff.* is not UTF-8"):
+        source_from_onnx(path)
 
 
 def test_a_directory_with_files_of_other_names(tmp_path):
