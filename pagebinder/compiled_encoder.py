@@ -7,7 +7,7 @@ texts -> ids -> | a a a a a b b c c c | -> packed graph -> rows -> list of [toke
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pagebinder.report import CompileReport
 from pagebinder.runtime.encoder_batches import EncoderBatch, batches
 from pagebinder.runtime.executables import EagerExecutable, Executable
 from pagebinder.runtime.pooling import pool
+from pagebinder.runtime.request_checks import check_unicode
 from pagebinder.runtime.saved_tokenizer import SavedTokenizer
 
 LEVELS = ("captured", "semantic", "packed")
@@ -49,7 +50,10 @@ class CompiledEncoder:
     recipe: SentenceRecipe | None
     has_head: bool
     executable: Executable | None
-    _refused: str | None = field(default=None, repr=False)
+    _refused: str | None = None
+
+    def __repr__(self) -> str:
+        return f"CompiledEncoder({self.report.headline})"
 
     def explain(self) -> str:
         """What was matched and refused, providers and times, as text."""
@@ -128,8 +132,8 @@ class CompiledEncoder:
                 longer is a call of its own.
             truncate: cut inputs at `max_tokens` (texts keep their special tokens); else they are an error.
         Raises:
-            RequestError: no inputs, an empty one, one that is too long, a token id outside the vocabulary; its
-                message names the input. ConfigError: texts without a tokenizer.
+            RequestError: no inputs, an empty one, one that is too long or no Unicode, a token id outside the
+                vocabulary; its message names the input. ConfigError: texts without a tokenizer.
         """
         results: list[torch.Tensor] = []
         for batch, rows in self._run(inputs, max_num_batched_tokens, truncate):
@@ -217,6 +221,8 @@ class CompiledEncoder:
         if not inputs:
             raise RequestError("The list of inputs is empty: give at least one text.")
         texts = {i: text for i, text in enumerate(inputs) if isinstance(text, str)}
+        for i, text in texts.items():
+            check_unicode(text, f"input {i}")
         of_text = dict(zip(texts, self._tokenize(list(texts.values()), truncate))) if texts else {}
         return [self._token_ids(of_text.get(i, ids), i, truncate) for i, ids in enumerate(inputs)]
 

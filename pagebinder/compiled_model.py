@@ -6,7 +6,7 @@ What serving does not need is imported where it is used: a saved model should st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,10 @@ class CompiledModel:
     executable: Executable | None
     encoder_executable: Executable | None = None
     uncounted_id: int | None = None
-    _refused: str | None = field(default=None, repr=False)
+    _refused: str | None = None
+
+    def __repr__(self) -> str:
+        return f"CompiledModel({self.report.headline})"
 
     def explain(self) -> str:
         """What was matched and refused, the KV plan, providers and times, as text."""

@@ -145,6 +145,12 @@ class CompileReport:
     _describe_blocks: ClassVar[Callable[[CompileReport], list[dict]] | None] = None  # set per report, no data
 
     @property
+    def headline(self) -> str:
+        """The model in a few words."""
+        layers = f"{len(self.layers)} layers that mix tokens"
+        return f"{self.model_class}, {layers}, {self.dtype} on {self.device}, run by {self.executable or 'nothing'}"
+
+    @property
     def matches(self) -> list[Match]:
         return [m for p in self.passes for m in p.matches]
 

@@ -128,6 +128,12 @@ def test_the_source_model_is_unchanged(name):
     assert compiled.source.module is model
 
 
+def test_a_repr_is_short():
+    _, compiled = compiled_pair("llama", torch.float32)
+    headline = "LlamaForCausalLM, 2 layers that mix tokens, float32 on cpu, run by eager"
+    assert repr(compiled) == f"CompiledModel({headline})"
+
+
 def test_weights_are_shared_not_copied():
     model = tiny_llama()
     compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))

@@ -86,6 +86,20 @@ def test_texts_are_cut_pooled_and_normalised_as_before(side, checkpoint, tmp_pat
         loaded.embed(TEXTS)
 
 
+def test_half_of_a_surrogate_pair_is_told(checkpoint, tmp_path):
+    compiled = pagebinder.compile_model(checkpoint, EAGER)
+    compiled.save(tmp_path / "artefact")
+    for one in (compiled, pagebinder.load(tmp_path / "artefact")):
+        for use in (one.embed, one.encode_batch):
+            with pytest.raises(
+                pagebinder.RequestError, match="input 1 is no Unicode text: character 3 is half"
+            ):
+                use(["whole", "cut\ud83d"])
+        assert (
+            repr(one) == "CompiledEncoder(BertModel, 2 layers that mix tokens, bfloat16 on cpu, run by eager)"
+        )
+
+
 @pytest.mark.parametrize("executable", ["inductor", "eager"])
 def test_it_starts_without_transformers_dynamo_and_inductor(executable, checkpoint, tmp_path):
     pagebinder.compile_model(checkpoint, CompileConfig(executable=executable)).save(tmp_path / "artefact")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pagebinder.errors import RequestError
-from pagebinder.runtime.request_checks import check_unicode, prompt_list
+from pagebinder.runtime.request_checks import prompt_list
 from pagebinder.server.protocol import MOST_PROMPTS, EmbeddingBody
 
 FORMATS = ("float", "base64")
@@ -30,9 +30,6 @@ class Embeddings:
         inputs = prompt_list(body.input)
         if len(inputs) > MOST_PROMPTS:
             raise RequestError(f"{len(inputs)} inputs: give {MOST_PROMPTS} at most.")
-        for number, text in enumerate(inputs):
-            if isinstance(text, str):
-                check_unicode(text, f"input {number}")
         ids = self.encoder.token_ids(inputs, truncate=body.truncate)
         vectors = self.encoder.embed(ids, pooling=self.pooling).float().cpu().numpy()
         if body.encoding_format == "base64":  # of float32, little endian
