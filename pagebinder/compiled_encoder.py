@@ -89,7 +89,8 @@ class CompiledEncoder:
         Its inputs are input_ids and attention_mask [b, L]; its output is one row for each token.
 
         Raises:
-            ExportError: ONNX has no counterpart of an operator, which is named; `contrib`, which is of decoders.
+            ExportError: ONNX has no counterpart of an operator, which is named; `contrib`, which is of decoders; the
+                directory cannot be made.
             ConfigError: packages of the extra `onnx` are missing, or the model was compiled with options that
                 cannot be exported.
             OSError: the files cannot be written.

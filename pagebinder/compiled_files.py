@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagebinder.errors import ArtefactError
+from pagebinder.errors import ArtefactError, not_made
 
 MANIFEST = "artefact.json"
 WEIGHTS = "weights.json"
@@ -66,9 +66,11 @@ def check_target(path: Path) -> None:
 def written_whole(path: Path) -> Iterator[Path]:
     """An empty folder to write to; it becomes `path` if the block ends well, and disappears if it does not."""
     check_target(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     folder, old = (path.with_name(f".{path.name}-{secrets.token_hex(4)}") for _ in range(2))
-    folder.mkdir()
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ArtefactError(not_made(path, error)) from error
     try:
         yield folder
         _write_sums(folder)

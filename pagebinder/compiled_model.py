@@ -123,7 +123,8 @@ class CompiledModel:
         contrib: attention as ONNX Runtime's GroupQueryAttention instead, which no other runtime reads.
 
         Raises:
-            ExportError: ONNX (with contrib: ONNX Runtime) has no counterpart of an operator, which is named.
+            ExportError: ONNX (with contrib: ONNX Runtime) has no counterpart of an operator, which is named;
+                the directory cannot be made.
             ConfigError: packages of the extra `onnx` are missing, or the model was compiled with options that
                 cannot be exported.
             OSError: the files cannot be written.

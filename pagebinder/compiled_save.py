@@ -66,8 +66,8 @@ def save(compiled: Compiled, path: str | Path, *, executable: str | None = None)
             None keeps what runs them here.
     Raises:
         ConfigError: another `executable`.
-        ArtefactError: something else is at `path`; the model has no weights, is not on the CPU, or holds something
-            that has no form in an artefact. OSError: the files cannot be written.
+        ArtefactError: something else is at `path`, or no directory can be; the model has no weights, is not on the
+            CPU, or holds something that has no form in an artefact. OSError: the files cannot be written.
         CompilerNotFoundError: "aot" without a C++ compiler.
     """
     if executable not in (None, AOTExecutable.name):

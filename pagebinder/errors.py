@@ -1,5 +1,8 @@
 """The errors users see. Each is a ValueError whose message says what was wrong and what to do about it."""
 
+import os
+from pathlib import Path
+
 
 class PagebinderError(ValueError):
     """Base of every error that bad input can cause."""
@@ -82,4 +85,12 @@ class EventLogError(PagebinderError):
 
 
 class ExportError(PagebinderError):
-    """A model cannot be written for another runtime: an operator has no counterpart there. The message names it."""
+    """A model cannot be written for another runtime: an operator has no counterpart there, which the message names,
+    or the place is none for a directory."""
+
+
+def not_made(path: Path, error: OSError) -> str:
+    """What to say of a directory that could not be made, whatever path the error names."""
+    file = next((p for p in (path, *path.parents) if os.path.lexists(p) and not os.path.isdir(p)), None)
+    why = error.strerror if file is None else f"{file} is no directory"
+    return f"The directory {path} cannot be made: {why}. Give another place."

@@ -262,6 +262,21 @@ def test_only_artefacts_are_replaced_and_only_whole(eager, tmp_path, monkeypatch
         compiled.save(target)
 
 
+def test_a_place_where_no_directory_can_be(eager, tmp_path):
+    compiled, file = pagebinder.load(eager), tmp_path / "file"
+    file.write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "at all")
+    for place, why in (
+        (file / "x", f"{file} is no directory"),
+        (file / "x" / "y", f"{file} is no directory"),
+        (tmp_path / "link" / "x", f"{tmp_path / 'link'} is no directory"),
+        (Path("/proc/x"), ""),
+    ):
+        with pytest.raises(ArtefactError, match=f"The directory {place} cannot be made: {why}"):
+            compiled.save(place)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"] and file.read_text() == "mine"
+
+
 def test_what_has_nothing_to_save_is_refused(checkpoint, tmp_path):
     with pytest.raises(ArtefactError, match="explain"):
         explain_model(checkpoint).save(tmp_path / "artefact")

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.errors import CaptureError, ConfigError, ExportError
+from pagebinder.errors import CaptureError, ConfigError, ExportError, not_made
 from pagebinder.export.onnx_contrib import check_contrib
 from pagebinder.export.onnx_experts import definition
 from pagebinder.export.onnx_functions import DOMAIN, definitions
@@ -38,7 +38,7 @@ def export_onnx(compiled, directory: str | Path, *, contrib: bool = False) -> li
         ConfigError: packages of the extra `onnx` are missing; the model has no weights, is not on a CPU, or was
             compiled with options that the semantic graph does not hold. CaptureError: compiled with strict=False, and
             not understood. ExportError: an operator has no counterpart (it is named), in the standard or, with
-            contrib, in ONNX Runtime; what was written is not valid.
+            contrib, in ONNX Runtime; what was written is not valid; the directory cannot be made.
         OSError: the files cannot be written.
     """
     _check(compiled)
@@ -53,7 +53,10 @@ def export_onnx(compiled, directory: str | Path, *, contrib: bool = False) -> li
     if contrib:
         check_contrib(compiled.graphs["semantic"])
     directory = Path(directory).expanduser()
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(not_made(directory, error)) from error
     return [
         write_onnx(gm, directory / f"{name}.onnx", cached=cached, contrib=contrib and cached)
         for name, (gm, cached) in parts.items()

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import pagebinder
 from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
 from pagebinder.cli import app
+from pagebinder.errors import ExportError
 from pagebinder.models import tiny_path
 from tests.encoder_decoders import tiny as tiny_encoder_decoder
 from tests.export.evaluated import EvaluatedModel
@@ -123,6 +124,17 @@ def test_logits_of_the_fast_zoo_in_onnx_runtime(family, name, tmp_path):
     model = tiny_model(architecture(family, name))
     compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
     assert_equal_logits(compiled, {path.stem: session(path) for path in compiled.export_onnx(tmp_path)})
+
+
+def test_a_place_where_no_directory_can_be(tmp_path):
+    compiled = pagebinder.compile_model(tiny_llama(), CompileConfig(executable="eager"))
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for place in (file, file / "x"):
+        with pytest.raises(
+            ExportError, match=f"The directory {place} cannot be made: {file} is no directory"
+        ):
+            compiled.export_onnx(place)
 
 
 def test_options_that_the_graph_does_not_hold_are_refused(tmp_path):
