@@ -317,6 +317,29 @@ def test_what_a_drafter_may_not_do(llama):
         assert engine.generate([[1, 2, 3]], params)[0].token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_drafter_may_abort_requests(llama, kept):
+    class Aborting(Foretold):
+        def propose(self, requests):
+            for request in requests:
+                if request.token_ids[0] == 1:
+                    engine.abort(request.request_id)
+            return [[5] for _ in requests]
+
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5, 6]] if kept else [[1, 2, 3]]
+    expected = [o.token_ids for o in engine_of(llama).generate(prompts, params)]
+    engine = engine_of(llama, drafter=Aborting([]))
+    first, *others = engine.generate(prompts, params)
+    assert (first.finish_reason, first.token_ids) == ("abort", expected[0][: first.num_tokens])
+    assert [o.token_ids for o in others] == expected[1:] and 0 < first.num_tokens < 6
+    engine.add_request("x", [1, 2], params)
+    while engine.has_unfinished:
+        engine.step()
+    engine.check_integrity()
+    assert engine.stats().free_blocks == engine.stats().num_blocks - 1
+
+
 def test_a_drafter_that_fails_loses_nothing(llama):
     """In `propose` the step is repeated; in `forget` the books are done before it is told."""
 

@@ -332,12 +332,14 @@ class Engine:
                 outputs = self._start(
                     ids, prompts, params, encoder_prompts, flags=QUIET
                 )  # the last one is wanted
+                lives = [self._live[i] for i in ids]
             for output in outputs:
                 done[output.request_id] = output
         finally:
             if outputs is not None:
                 outputs.close()  # aborts what has not ended
-        return [done[i] for i in ids]
+        # What somebody else aborted has no last output.
+        return [done[i] if i in done else live.output() for i, live in zip(ids, lives)]
 
     def beam_search(
         self, prompt: Prompt | None = None, *, beam_width: int, max_tokens: int, length_penalty: float = 1.0,

@@ -37,7 +37,7 @@ from pagebinder.runtime.live_requests import AHEAD, QUIET, LiveRequest
 from pagebinder.runtime.request import Request
 from pagebinder.runtime.sampler import checked_tokens
 from pagebinder.runtime.scheduler import Scheduler
-from pagebinder.runtime.scheduler_output import NO_DRAFTS, SchedulerOutput
+from pagebinder.runtime.scheduler_output import NO_DRAFTS, NOBODY, SchedulerOutput
 from pagebinder.runtime.speculation import Speculator
 from pagebinder.runtime.speculation.verification import choose_verified
 from pagebinder.runtime.step_plan import StepPlanner
@@ -129,7 +129,10 @@ class StepLoop:
         clock = StepClock(self.seconds)
         try:
             if not self._launched:
-                self._launch(self.scheduler.schedule(self._drafts(clock)), clock)
+                output = self.scheduler.schedule(self._drafts(clock))
+                if not self._live:  # a drafter aborted them all when it was asked
+                    return FinishedStep(output, StepTokens(NOBODY), [])
+                self._launch(output, clock)
             if self.in_flight > 1 and self._may_look_ahead():
                 self._launch_ahead(clock)
             return self._finish(self._launched.popleft(), clock)

@@ -28,7 +28,7 @@ class Drafter(Protocol):
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
         """For each request its likely next token ids, none where nothing is known. What is beyond `most` is not
-        used. What it raises, the engine's step raises; the next one asks again."""
+        used. What it raises, the engine's step raises; the next one asks again. It may abort requests."""
 
     def forget(self, key: str) -> None:
         """The request is over: drop what is kept of it. Also called for requests that were never asked for."""
