@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from pagebinder.errors import ConfigError, RequestError
@@ -70,8 +71,15 @@ def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value) -> bool:
+    """A number that a float can hold."""
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and abs(value) <= sys.float_info.max
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy as Python's; anything else as it is."""
+    return value.item() if isinstance(value, np.number) else value
 
 
 KV_DTYPES = (
@@ -454,6 +462,8 @@ class SamplingParams:
         def check(condition, message):
             _require(bool(condition), RequestError, message)
 
+        for option in dataclasses.fields(self):
+            object.__setattr__(self, option.name, plain_number(getattr(self, option.name)))
         check(
             self.stop is None or isinstance(self.stop, (str, list, tuple)),
             f"stop={self.stop!r}: use strings.",
@@ -466,22 +476,20 @@ class SamplingParams:
             ids is None or isinstance(ids, (list, tuple, set, frozenset)),
             f"stop_token_ids={ids!r}: use a list.",
         )
-        ids = tuple(ids or ())
+        ids = tuple(map(plain_number, ids or ()))
         check(all(_is_int(t) and t >= 0 for t in ids), f"stop_token_ids={ids!r}: use token ids, 0 or more.")
         object.__setattr__(self, "stop_token_ids", ids)
         max_tokens = self.max_tokens
         check(max_tokens is None or (_is_int(max_tokens) and max_tokens >= 1),
               f"max_tokens={max_tokens!r}: use at least 1, or None for the model's length.")  # fmt: skip
-        check(_is_number(self.temperature) and self.temperature >= 0.0,
+        check(is_number(self.temperature) and self.temperature >= 0.0,
               f"temperature={self.temperature!r}: use 0.0 (greedy) or more.")  # fmt: skip
         check(_is_int(self.top_k) and self.top_k >= 0, f"top_k={self.top_k!r}: use 0 (off) or more.")
+        check(is_number(self.top_p) and 0.0 < self.top_p <= 1.0, f"top_p={self.top_p!r}: use 0 < top_p <= 1.")
         check(
-            _is_number(self.top_p) and 0.0 < self.top_p <= 1.0, f"top_p={self.top_p!r}: use 0 < top_p <= 1."
+            is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, f"min_p={self.min_p!r}: use 0 <= min_p <= 1."
         )
-        check(
-            _is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, f"min_p={self.min_p!r}: use 0 <= min_p <= 1."
-        )
-        check(_is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100.0,
+        check(is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100.0,
               f"repetition_penalty={self.repetition_penalty!r}: use 0.01 to 100 (1.0 = off).")  # fmt: skip
         check(self.seed is None or _is_int(self.seed), f"seed={self.seed!r}: use a whole number or None.")
         check(self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0),

@@ -64,6 +64,20 @@ def test_a_bad_prompt_is_refused_and_the_next_request_is_served(engine, expected
     assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
 
 
+@pytest.mark.parametrize("prompt", [b"abc", bytearray(b"abc"), memoryview(b"abc"), np.bytes_(b"abc")])
+def test_bytes_are_no_token_ids(engine, prompt):
+    for use in (
+        lambda: engine.add_request("bad", prompt, GREEDY),
+        lambda: engine.generate(prompt, GREEDY),
+        lambda: engine.generate([prompt], GREEDY),
+        lambda: engine.stream([[1], prompt], GREEDY),
+        lambda: engine.beam_search(prompt, beam_width=2, max_tokens=2),
+    ):
+        with pytest.raises(RequestError, match=r"The prompt is (bytes|bytearray|memoryview): give text"):
+            use()
+    assert not engine.has_unfinished
+
+
 def test_a_request_that_the_cache_can_never_hold_is_refused(compiled, expected):
     engine = compiled.engine(EngineConfig(num_kv_blocks=6, max_num_batched_tokens=16))
     with pytest.raises(CacheCapacityError, match="raise kv_cache_bytes"):
@@ -88,6 +102,9 @@ BAD_PARAMS = {
     "too many samples": (dict(n=1_000_000), "n=1000000: use 1 to 16384"),
     "logprobs": (dict(logprobs=-1), "logprobs"),
     "seed": (dict(seed="x"), "seed"),
+    "a temperature that no float can hold": (dict(temperature=10**400), "temperature=10+: use 0.0"),
+    "temperature of numpy": (dict(temperature=np.float32(-1)), "temperature=-1.0"),
+    "a truth value of numpy": (dict(seed=np.bool_(True)), "seed=np.True_"),
 }
 
 
@@ -149,6 +166,20 @@ def test_numbers_of_numpy_are_numbers(compiled, expected):
     outputs = [o for o in iter_until_done(engine) if o.finished]
     assert [o.token_ids for o in outputs] == [expected]
     assert engine.generate(list(prompt), GREEDY)[0].token_ids == expected
+    whole = {"max_tokens": 5, "top_k": 3, "seed": 3, "logprobs": 1, "n": 2}
+    real = {"temperature": 0.5, "top_p": 0.5, "min_p": 0.25, "repetition_penalty": 1.5}
+    params = SamplingParams(
+        **{name: np.int32(value) for name, value in whole.items()},
+        **{name: np.float32(value) for name, value in real.items()},
+        stop_token_ids=[np.int64(7)],
+    )
+    plain = SamplingParams(**whole, **real, stop_token_ids=[7])
+    assert params == plain and repr(params) == repr(plain)
+    beams = [
+        engine.beam_search([1, 2, 3], beam_width=of(2), max_tokens=of(4), length_penalty=penalty)
+        for of, penalty in ((int, 0.5), (np.int64, np.float32(0.5)))
+    ]
+    assert beams[0] == beams[1] and type(beams[1][0].score) is float
 
 
 def test_generate_finds_ids_of_its_own(engine, expected):
@@ -178,6 +209,14 @@ def test_run_level_refuses_bad_sequences(compiled):
 
 def test_aborting_an_unknown_request_does_nothing(engine):
     assert engine.abort("nobody") is None
+
+
+@pytest.mark.parametrize("request_id", [[], None, 5])
+def test_an_id_that_is_no_string_is_told(engine, request_id):
+    for use in (engine.abort, lambda i: engine.fork(i, "b"), lambda i: engine.add_request(i, [1], GREEDY)):
+        with pytest.raises(RequestError, match=r"request_id=.*: use .* string"):
+            use(request_id)
+    assert not engine.has_unfinished
 
 
 BAD_CONFIGS = {

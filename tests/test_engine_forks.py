@@ -227,6 +227,15 @@ def test_beams_share_what_they_have_in_common(pair):
     assert engine.stats().scheduled_tokens == len(PROMPT) + 4 * 9
 
 
+@pytest.mark.parametrize("penalty", [-16, 16])
+def test_the_largest_length_penalties_are_numbers(pair, penalty):
+    engine = make_engine(pair)
+    beams = engine.beam_search(
+        PROMPT[:9], beam_width=2, max_tokens=8, length_penalty=penalty, ignore_eos=True
+    )
+    assert [beam.score for beam in beams] == [beam.logprob / 8.0**penalty for beam in beams]
+
+
 def test_others_go_on_beside_a_beam_search(pair):
     engine = make_engine(pair)
     engine.add_request("a", PROMPT, greedy())
@@ -234,9 +243,15 @@ def test_others_go_on_beside_a_beam_search(pair):
     assert drain(engine)["a"] == oracle(pair[0], PROMPT, 24)
 
 
-@pytest.mark.parametrize("bad", [{"beam_width": 0}, {"max_tokens": 0}, {"length_penalty": float("nan")}])
-def test_beam_search_refuses_bad_options(pair, bad):
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *(("beam_width", 0), ("beam_width", True), ("max_tokens", 0), ("max_tokens", 1.5)),
+        *(("length_penalty", bad) for bad in (float("nan"), 1e300, -1e300, 10**400, 16.5, True, "1")),
+    ],
+)
+def test_beam_search_refuses_bad_options(pair, name, bad):
     engine = make_engine(pair)
-    with pytest.raises(RequestError):
-        engine.beam_search(PROMPT, **{"beam_width": 2, "max_tokens": 4, **bad})
+    with pytest.raises(RequestError, match=f"{name}={bad!r}: use ".replace("+", r"\+")):
+        engine.beam_search(PROMPT, **{"beam_width": 2, "max_tokens": 4, name: bad})
     assert not engine.has_unfinished

@@ -42,7 +42,8 @@ from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.request_checks import (
     Prompt,
-    check_beams,
+    beam_options,
+    check_id,
     check_params,
     check_unicode,
     whole_priority,
@@ -192,6 +193,7 @@ class Engine:
             RequestError: no such request, an id in use, parameters that do not fit.
             CacheCapacityError: the fork could not run to its end even alone. Nothing was changed.
         """
+        check_id(request_id)
         parent = self._live.get(request_id)
         if parent is None:
             raise RequestError(f"request {request_id!r} is not in the engine: it cannot be forked.")
@@ -233,7 +235,9 @@ class Engine:
         """Stop a request and free its blocks; returns what it had generated, or None if it is unknown.
 
         Samples of one prompt (n > 1) are requests of their own: "<id>-0", "<id>-1", ...
+        Raises RequestError: the id is no string.
         """
+        check_id(request_id)
         live = self._live.pop(request_id, None)
         if live is None:
             return None
@@ -348,10 +352,10 @@ class Engine:
         """The `beam_width` continuations of the highest score that beam search finds, best first.
 
         Score: sum of log-probabilities / number of tokens ** length_penalty. Beams share the blocks of what they
-        have in common. Other requests of the engine go on meanwhile.
+        have in common. Other requests of the engine go on meanwhile. `length_penalty`: -16 to 16.
         Raises RequestError, CacheCapacityError for what cannot be done; nothing was queued.
         """
-        check_beams(beam_width, max_tokens, length_penalty)
+        beam_width, max_tokens, length_penalty = beam_options(beam_width, max_tokens, length_penalty)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
         encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens)
         tokens = decoder_prompt_ids(prompt, self.model)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Integral
 
-from pagebinder.config import SamplingParams
+from pagebinder.config import SamplingParams, is_number, plain_number
 from pagebinder.errors import RequestError
 
 Prompt = str | Sequence[int]
+MOST_LENGTH_PENALTY = 16.0  # no number of tokens to this power is too large for a float
 
 
 def prompt_list(prompts) -> list:
     """One prompt or several (a list, or a tensor of token ids) as a list of prompts. Raises RequestError."""
-    if hasattr(prompts, "tolist"):  # a tensor or an array
-        prompts = prompts.tolist()
+    prompts = _listed(prompts, "prompt")
     if not isinstance(prompts, (str, Sequence)):
         raise RequestError(f"Give a prompt or a list of prompts, not {type(prompts).__name__}.")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
@@ -50,8 +49,7 @@ def prompt_token_ids(
             prompt = tokenizer(prompt, **options)["input_ids"]
         except TypeError as error:
             raise RequestError(f"The {name} cannot be tokenised: {error}") from error
-    elif hasattr(prompt, "tolist"):  # a tensor or an array
-        prompt = prompt.tolist()
+    prompt = _listed(prompt, name)
     if not isinstance(prompt, Sequence):
         raise RequestError(f"A prompt is text or a list of token ids, not {type(prompt).__name__}.")
     if len(prompt) == 0:
@@ -69,6 +67,18 @@ def prompt_token_ids(
                 "its results would not be the model's. Leave padding away; prompts need none."
             )
     return [int(token) for token in prompt]
+
+
+def _listed(prompt, name: str):
+    """A tensor or an array as a list, other things as they are. Raises RequestError for bytes, whose numbers are no
+    token ids."""
+    if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview):
+        prompt = prompt.tolist()
+    if isinstance(prompt, (bytes, bytearray, memoryview)):
+        raise RequestError(
+            f"The {name} is {type(prompt).__name__}: give text (bytes.decode), or a list of token ids."
+        )
+    return prompt
 
 
 def check_unicode(text: str, name: str) -> None:
@@ -99,10 +109,20 @@ def whole_priority(priority) -> int:
     return int(priority)
 
 
-def check_beams(beam_width: int, max_tokens: int, length_penalty: float) -> None:
-    """Raise RequestError for options that beam search cannot use."""
-    for name, value in (("beam_width", beam_width), ("max_tokens", max_tokens)):
+def beam_options(beam_width: int, max_tokens: int, length_penalty: float) -> tuple[int, int, float]:
+    """Options of beam search, those of numpy as Python's numbers. Raises RequestError for what it cannot use."""
+    width, most, penalty = map(plain_number, (beam_width, max_tokens, length_penalty))
+    for name, value in (("beam_width", width), ("max_tokens", most)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RequestError(f"{name}={value!r}: use a whole number, at least 1.")
-    if not isinstance(length_penalty, (int, float)) or not math.isfinite(length_penalty):
-        raise RequestError(f"length_penalty={length_penalty!r}: use a number, 0.0 for none.")
+    if not is_number(penalty) or abs(penalty) > MOST_LENGTH_PENALTY:
+        raise RequestError(
+            f"length_penalty={penalty!r}: use {-MOST_LENGTH_PENALTY} to {MOST_LENGTH_PENALTY}, 0.0 for none."
+        )
+    return width, most, float(penalty)
+
+
+def check_id(request_id: str) -> None:
+    """Raise RequestError: no string can be this request id."""
+    if not isinstance(request_id, str):
+        raise RequestError(f"request_id={request_id!r}: use the string that the request was added with.")
