@@ -331,6 +331,7 @@ def test_bad_encoder_prompts_are_told():
         ([5, 128], "Token id 128 is out of range"),
         ([5, "x"], "the encoder prompt holds 'x'"),
         ("text", "The encoder prompt is text, but the model has no tokenizer"),
+        (b"abc", "The encoder prompt is bytes"),
         (encoder_prompt(51), "has 51 tokens, but at most 50 are allowed.*max_encoder_tokens.*limit is 128"),
     ]
     for value, message in bad:
@@ -348,6 +349,21 @@ def test_bad_encoder_prompts_are_told():
         compiled.engine(EngineConfig(max_encoder_tokens=129))
     with pytest.raises(ConfigError, match="max_encoder_tokens=0"):
         EngineConfig(max_encoder_tokens=0)
+
+
+def test_a_config_limits_encoder_prompts_of_relative_positions():
+    """The remedy of the message: T5's config says no length, and 2,048 tokens are taken for it."""
+    model, prompt_ids = tiny("t5"), encoder_prompt(100) * 21
+    for limit, message in ((None, "set a larger max_source_positions there"), (2100, None)):
+        if limit is not None:
+            model.config.max_source_positions = limit
+        compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
+        engine = compiled.engine(EngineConfig(num_kv_blocks=300))
+        if message is not None:
+            with pytest.raises(RequestError, match=message):
+                engine.add_request("x", encoder_prompt=prompt_ids)
+    [output] = engine.generate(params=GREEDY, encoder_prompts=[prompt_ids])
+    assert output.num_encoder_tokens == 2100 and output.finished
 
 
 def test_a_model_without_a_start_token_needs_a_decoder_prompt():

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagebinder.errors import RequestError
-from pagebinder.runtime.engine_setup import EngineModel
+from pagebinder.runtime.engine_setup import ENCODER_LIMIT, EngineModel
 from pagebinder.runtime.kv.hashing import encode_key
 from pagebinder.runtime.request_checks import Prompt, prompt_list, prompt_token_ids
 
@@ -42,9 +42,11 @@ def encoder_fields(
         uncounted_id=model.uncounted_id,
     )
     if len(tokens) > max_tokens:
+        limit = model.encoder.max_len
+        remedy = f", or raise EngineConfig.max_encoder_tokens (the model's limit is {limit})."
         raise RequestError(
-            f"The encoder prompt has {len(tokens)} tokens, but at most {max_tokens} are allowed; shorten it, or "
-            f"raise EngineConfig.max_encoder_tokens (the model's limit is {model.encoder.max_len})."
+            f"The encoder prompt has {len(tokens)} tokens, but at most {max_tokens} are allowed; shorten it"
+            + (remedy if max_tokens < limit else f". {ENCODER_LIMIT}")
         )
     return {
         "encoder_token_ids": tuple(tokens),

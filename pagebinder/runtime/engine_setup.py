@@ -20,6 +20,11 @@ from pagebinder.runtime.swap_policy import SwapPolicy
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 CPU_MIXED_PREFILL_TOKENS = 1024  # see docs/measurements.md
+ENCODER_LIMIT = (
+    "That is what the model's config says (max_source_positions, max_position_embeddings or n_positions; 2048 "
+    "without them). An encoder with relative positions, as T5's, takes any length: set a larger "
+    "max_source_positions there and compile again."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +131,7 @@ def max_encoder_tokens(model: EngineModel, config: EngineConfig) -> int:
     if wanted is not None and wanted > model.encoder.max_len:
         raise ConfigError(
             f"max_encoder_tokens={wanted} is more than the {model.encoder.max_len} tokens that the model's encoder "
-            "was made for; lower it."
+            f"takes; lower it. {ENCODER_LIMIT}"
         )
     return model.encoder.max_len if wanted is None else wanted
 

@@ -59,8 +59,10 @@ def test_the_encoder_has_its_own_vocabulary_and_length():
     assert fields["encoder_token_ids"] == (29, 1) and fields["num_encoder_tokens"] == 2
     with pytest.raises(RequestError, match="Token id 30 is out of range"):
         encoder_fields([30], model(), 6)
-    with pytest.raises(RequestError, match="7 tokens, but at most 6"):
+    with pytest.raises(RequestError, match="7 tokens, but at most 6 .* set a larger max_source_positions"):
         encoder_fields([1] * 7, model(), 6)
+    with pytest.raises(RequestError, match="7 tokens, but at most 5 .*max_encoder_tokens .*limit is 6"):
+        encoder_fields([1] * 7, model(), 5)
 
 
 def test_a_model_without_an_encoder_takes_none():
