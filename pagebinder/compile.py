@@ -113,8 +113,8 @@ def compile_model(
         model: an unmodified transformers decoder or text encoder-decoder, any torch.nn.Module called as
             `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]`, or the path of a local checkpoint
             directory, or of an ONNX decoder (`model.onnx`, or the directory that holds it). The model is not
-            changed, and its weights are shared, not copied (unless `dtype` differs). A model on the meta device is
-            compiled for `explain()` only.
+            changed, and its weights are shared, not copied (unless `dtype` differs). It is compiled as it is after
+            `model.eval()`, in training mode, too. A model on the meta device is compiled for `explain()` only.
         on_stage: called with each stage's name as it begins, for progress displays: "load", "capture",
             "recognise", "audit", "plan", "page", "fuse", "verify" (if asked for), "executable".
     Raises:
