@@ -104,10 +104,16 @@ class BlockDecoder {
   // The next step, packed. AHEAD: how many bytes further codes are asked for, be it behind the weight's end.
   template <int AHEAD>
   PB_INLINE void next(uint16_t* to) {
-    for (int line = 0; line < 32; line += 4, group_ += CODED_GROUP) {
-      for (int i = 0; i < CODED_GROUP && AHEAD > 0; i += 64) __builtin_prefetch(group_ + AHEAD + i);
-      decode_group(to + line * 32);
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      for (int i = 0; i < QUARTER_BYTES && AHEAD > 0; i += 64) __builtin_prefetch(group_ + AHEAD + i);
+      next_quarter(to, quarter);
     }
+  }
+
+  // A quarter of the next step, 0 to 3 in turn.
+  PB_INLINE void next_quarter(uint16_t* to, int quarter) {
+    for (int line = quarter * 8; line < quarter * 8 + 8; line += 4, group_ += CODED_GROUP) decode_group(to + line * 32);
+    if (quarter < 3) return;
     done_ += STEP;
     for (; patch_ < last_patch_ && patch_->at < done_; ++patch_) to[patch_->at - (done_ - STEP)] = patch_->value;
   }
@@ -116,7 +122,7 @@ class BlockDecoder {
   PB_INLINE const char* coming() const { return reinterpret_cast<const char*>(group_); }
 
  private:
-  static constexpr int STEP = CODED_WEIGHTS / CODED_STEPS;
+  static constexpr int STEP = CODED_WEIGHTS / CODED_STEPS, QUARTER_BYTES = CODED_BODY / CODED_STEPS / 4;
 
 #if PAGEBINDER_BF16_DOT
   PB_INLINE void decode_group(uint16_t* to) const {

@@ -14,8 +14,8 @@
 // run of lines at most 20 lines ahead, which is a third of what memory gives (docs/measurements.md).
 //
 // One or two tiles of rows read a panel once: all of its steps in a row, of one tile two panels side by side, of two
-// while the next panel is asked for in eight places. Panels of coded weights are decoded into the
-// worker's memory, then a step ahead of its product, else a block of steps for all rows of the job.
+// while the next panel is asked for in eight places. Panels of coded weights are decoded into the worker's memory: then a
+// step beside the product of the one before, else a block of steps for all rows of the job.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
 #include "elements.h"
@@ -187,52 +187,76 @@ void multiply(const char* x, const char* w, int steps, bool first, const Ahead& 
 
 // ---- one job ---------------------------------------------------------------------------------------------------
 
-// Panels that are read once, step by step. `get_ready` is called for each step, DELAY steps before it
-// is multiplied, `ask_quarter` in between.
-struct StoredPanel {
-  static constexpr int DELAY = 0;
+// A panel to come, asked for evenly while another one is read: in each step LINES lines of each of STREAM_RUNS runs. What
+// does not divide so is left to the processor's prefetcher.
+template <int LINES>
+struct ComingPanel {
   const char* first = nullptr;
+  int64_t run = 0;  // bytes
 
-  PB_INLINE void get_ready(int) const {}
-  PB_INLINE void ask_quarter(int step, int quarter) const {
-    prefetch(step_at(step) + STREAM_AHEAD + quarter * QUARTER, QUARTER);
-  }
-  PB_INLINE const char* step_at(int step) const { return first + static_cast<int64_t>(step) * STEP_BYTES; }
-};
-
-// The same, while the next one is asked for, if there is one.
-struct FollowedPanel : StoredPanel {
-  const char* coming = nullptr;
-  int64_t run = 0;  // bytes of a run of it
-
-  PB_INLINE void ask_quarter(int step, int quarter) const {
-    StoredPanel::ask_quarter(step, quarter);
-    if (coming == nullptr) return;
-    constexpr int LINES = STEP_BYTES / 64 / STREAM_RUNS, RUNS_AT_ONCE = STREAM_RUNS / 4;
-    const char* line = coming + quarter * RUNS_AT_ONCE * run + step * LINES * 64;
+  PB_INLINE void ask(int step, int quarter) const {
+    if (first == nullptr) return;
+    constexpr int RUNS_AT_ONCE = STREAM_RUNS / 4;
+    const char* line = first + quarter * RUNS_AT_ONCE * run + step * LINES * 64;
     for (int i = 0; i < RUNS_AT_ONCE * LINES; ++i)
       __builtin_prefetch(line + i / LINES * run + i % LINES * 64, 0, 2);
   }
 };
 
-// A step is decoded while the one before meets x.
-struct CodedPanel {
-  static constexpr int DELAY = 1, RING = 4;  // steps
-  const uint8_t* first = nullptr;
-  int64_t block_bytes = 0;
-  uint16_t* ring = nullptr;
-  std::optional<BlockDecoder> decoder{};
+// Panels that are read once, step by step: `begin` before the first, `do_quarter` four times beside each one's products.
+struct StoredPanel {
+  const char* first = nullptr;
 
-  PB_INLINE void get_ready(int step) {
-    if (step % CODED_STEPS == 0) decoder.emplace(first + step / CODED_STEPS * block_bytes);
-    decoder->next<0>(ring + step % RING * STEP_WEIGHTS);
+  PB_INLINE void begin() const {}
+  PB_INLINE void do_quarter(int step, int quarter, int) const {
+    prefetch(step_at(step) + STREAM_AHEAD + quarter * QUARTER, QUARTER);
   }
-  PB_INLINE void ask_quarter(int, int quarter) const {
-    prefetch(decoder->coming() + CODES_STREAM_AHEAD + quarter * CODED_QUARTER, CODED_QUARTER);
+  PB_INLINE const char* step_at(int step) const { return first + static_cast<int64_t>(step) * STEP_BYTES; }
+};
+
+// The same, while another one is asked for.
+struct FollowedPanel : StoredPanel {
+  using Coming = ComingPanel<STEP_BYTES / 64 / STREAM_RUNS>;
+  Coming coming{};
+
+  PB_INLINE void do_quarter(int step, int quarter, int steps) const {
+    StoredPanel::do_quarter(step, quarter, steps);
+    coming.ask(step, quarter);
+  }
+};
+
+// A step is decoded while the one before meets x. FOLLOWED: another panel is asked for meanwhile, else this one's codes.
+template <bool FOLLOWED>
+class CodedPanel {
+ public:
+  using Coming = ComingPanel<CODED_BODY / CODED_STEPS / 64 / STREAM_RUNS>;
+  static constexpr int RING = 2;  // steps
+  CodedPanel(const char* codes, int64_t block_bytes, const Coming& coming, uint16_t* ring)
+      : codes_(reinterpret_cast<const uint8_t*>(codes)), block_bytes_(block_bytes), coming_(coming), ring_(ring) {}
+
+  PB_INLINE void begin() {
+    for (int quarter = 0; quarter < 4; ++quarter) decode_quarter(0, quarter);
+  }
+  PB_INLINE void do_quarter(int step, int quarter, int steps) {
+    if (FOLLOWED) coming_.ask(step, quarter);
+    else prefetch(decoder_->coming() + CODES_STREAM_AHEAD, CODED_QUARTER);
+    if (step + 1 < steps) decode_quarter(step + 1, quarter);
   }
   PB_INLINE const char* step_at(int step) const {
-    return reinterpret_cast<const char*>(ring + step % RING * STEP_WEIGHTS);
+    return reinterpret_cast<const char*>(ring_ + step % RING * STEP_WEIGHTS);
   }
+
+ private:
+  PB_INLINE void decode_quarter(int step, int quarter) {
+    if (quarter == 0 && step % CODED_STEPS == 0) decoder_.emplace(codes_ + step / CODED_STEPS * block_bytes_);
+    decoder_->next_quarter(ring_ + step % RING * STEP_WEIGHTS, quarter);
+  }
+
+  const uint8_t* codes_;
+  int64_t block_bytes_;
+  Coming coming_;
+  uint16_t* ring_;
+  std::optional<BlockDecoder> decoder_{};
 };
 
 class Worker {
@@ -359,8 +383,10 @@ class Worker {
   // Two tiles of rows times one panel after the other.
   template <int ROWS>
   void stream_job(const PackedJob& job, const PackedJob& next) {
-    if (run_.coded()) stream_panels_of<ROWS, CodedPanel>(job, next);
-    else stream_panels_of<ROWS, std::conditional_t<ROWS == 1, StoredPanel, FollowedPanel>>(job, next);
+    constexpr bool FOLLOWED = ROWS == 2;
+    constexpr int SIDE_BY_SIDE = FOLLOWED ? 1 : 2;
+    if (run_.coded()) stream_panels_of<ROWS, SIDE_BY_SIDE, CodedPanel<FOLLOWED>>(job, next);
+    else stream_panels_of<ROWS, SIDE_BY_SIDE, std::conditional_t<FOLLOWED, FollowedPanel, StoredPanel>>(job, next);
     for (int panel = 0; panel < job.panels; ++panel) {
       const float* sums = sums_ + int64_t{panel} * run_.halves() * PAIR_SUMS;
       begin_results(job, panel, sums, sums + PAIR_SUMS);
@@ -369,31 +395,46 @@ class Worker {
     write_results(job);
   }
 
-  template <int ROWS, class Panel>
+  template <int ROWS, int SIDE_BY_SIDE, class Panel>
   void stream_panels_of(const PackedJob& job, const PackedJob& next) {
-    const int count = job.panels * run_.halves();
-    for (int i = 0; i < count;) {
-      Panel panels[2];
-      const int side_by_side = std::min(count - i, 2);
-      for (int p = 0; p < side_by_side; ++p) panels[p] = panel_of<Panel>(job, i + p);
-      if constexpr (std::is_same_v<Panel, FollowedPanel>) {
-        const bool is_last = i + 1 == count;
-        if (!is_last || next.panels > 0) panels[0].coming = is_last ? block_of(next, {0, 0}, 0) : panels[1].first;
-        panels[0].run = run_.panel_bytes() / STREAM_RUNS;
+    const int count = panels_of(job);
+    int i = 0;
+    for (; i + SIDE_BY_SIDE <= count; i += SIDE_BY_SIDE) {
+      if constexpr (SIDE_BY_SIDE == 2) {
+        Panel panels[] = {panel_of<Panel>(job, next, i), panel_of<Panel>(job, next, i + 1)};
+        stream_panels<ROWS, 2>(panels, sums_ + i * PAIR_SUMS);
+      } else {
+        Panel panel = panel_of<Panel>(job, next, i);
+        stream_panels<ROWS, 1>(&panel, sums_ + i * PAIR_SUMS);
       }
-      float* sums = sums_ + i * PAIR_SUMS;
-      if (ROWS == 1 && side_by_side == 2) stream_panels<1, 2>(panels, sums), i += 2;
-      else stream_panels<ROWS, 1>(panels, sums), ++i;
     }
+    if (i == count) return;
+    Panel panel = panel_of<Panel>(job, next, i);
+    stream_panels<ROWS, 1>(&panel, sums_ + i * PAIR_SUMS);
   }
 
+  // A job's panels in order, of gated layers in turns.
+  int panels_of(const PackedJob& job) const { return job.panels * run_.halves(); }
+  const LinearLayer& layer_of(const PackedJob& job, int i) const { return job.layer[i % run_.halves()]; }
+
   template <class Panel>
-  Panel panel_of(const PackedJob& job, int i) const {
-    const Place at{i / run_.halves(), i % run_.halves()};
-    const char* first = block_of(job, at, 0);
-    if constexpr (std::is_base_of_v<StoredPanel, Panel>) return {{first}};
-    else return {reinterpret_cast<const uint8_t*>(first), job.layer[at.which].coded_bytes,
-                 decoded_ + i % 2 * CodedPanel::RING * STEP_WEIGHTS};
+  Panel panel_of(const PackedJob& job, const PackedJob& next, int i) const {
+    const char* first = start_of(job, i);
+    if constexpr (std::is_same_v<Panel, StoredPanel>) return {first};
+    else {
+      using Coming = typename Panel::Coming;
+      const Coming coming = i + 1 < panels_of(job) ? coming_panel<Coming>(job, i + 1) : coming_panel<Coming>(next, 0);
+      if constexpr (std::is_same_v<Panel, FollowedPanel>) return {{first}, coming};
+      else return {first, layer_of(job, i).coded_bytes, coming, decoded_ + i % 2 * Panel::RING * STEP_WEIGHTS};
+    }
+  }
+  const char* start_of(const PackedJob& job, int i) const {
+    return block_of(job, {i / run_.halves(), i % run_.halves()}, 0);
+  }
+  template <class Coming>
+  Coming coming_panel(const PackedJob& job, int i) const {
+    if (i >= panels_of(job)) return {};
+    return {start_of(job, i), run_.panel_bytes_of(layer_of(job, i)) / STREAM_RUNS};
   }
 
   // A single tile of rows is read as it lies.
@@ -406,10 +447,10 @@ class Worker {
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    const auto multiply_step = [&](const Panel& panel, bool second, int step) __attribute__((always_inline)) {
+    const auto multiply_step = [&](Panel& panel, bool second, int step) __attribute__((always_inline)) {
       const char *w = panel.step_at(step), *x = tiles_ + static_cast<int64_t>(step) * STEP_BYTES;
       const auto ask_quarter = [&](int quarter) __attribute__((always_inline)) {
-        panel.ask_quarter(step, quarter);
+        panel.do_quarter(step, quarter, run_.steps);
         if (ROWS == 2) prefetch(x + 2 * STEP_BYTES + quarter * QUARTER, QUARTER);
         tiles_meet_memory();
       };
@@ -429,12 +470,9 @@ class Worker {
       if (ROWS == 2) _tile_dpbf16ps(2, 5, 6);
       if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
     };
-    for (int step = 0; step < run_.steps + Panel::DELAY; ++step) {
-      for (int i = 0; i < PANELS; ++i) {
-        if (step < run_.steps) panels[i].get_ready(step);
-        if (step >= Panel::DELAY) multiply_step(panels[i], i == 1, step - Panel::DELAY);
-      }
-    }
+    for (int i = 0; i < PANELS; ++i) panels[i].begin();
+    for (int step = 0; step < run_.steps; ++step)
+      for (int i = 0; i < PANELS; ++i) multiply_step(panels[i], i == 1, step);
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + TILE_SUMS, 64);
     float* others = PANELS == 2 ? sums + PAIR_SUMS : sums + 2 * TILE_SUMS;

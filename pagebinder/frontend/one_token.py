@@ -1,0 +1,65 @@
+"""Branches of a model's code for one token alone. A graph is traced for two and more, so it has the other side.
+
+    if length == 1: x = x * 2                         refused
+    if length > 1: mask = causal_mask(length)         served: of one token both sides are the same
+
+Which code asks is found while it is traced; whether it matters, by running the source and the graph with one token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.errors import CaptureError
+
+MOST_DIFFERENT = 0.02  # of the largest value: both sides run the same ops in the same dtype, up to their order
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+@contextlib.contextmanager
+def noting_branches(places: list[str]) -> Iterator[None]:
+    """Adds where Python code outside of torch asks what is otherwise for a single token ("file:line")."""
+    ask = torch.SymBool.__bool__
+
+    def asked(self) -> bool:
+        answer = ask(self)
+        code, line = sys._getframe(1).f_code.co_filename, sys._getframe(1).f_lineno
+        if not code.startswith(_TORCH) and _for_one_token(self) not in (None, answer):
+            places.append(f"{code}:{line}")
+        return answer
+
+    torch.SymBool.__bool__ = asked
+    try:
+        yield
+    finally:
+        torch.SymBool.__bool__ = ask
+
+
+def _for_one_token(condition: torch.SymBool) -> bool | None:
+    """What it is if all sizes are 1; None: not known."""
+    try:
+        return bool(condition.node.expr.subs(dict.fromkeys(condition.node.expr.free_symbols, 1)))
+    except (TypeError, AttributeError):
+        return None
+
+
+def require_same_for_one_token(
+    gm: GraphModule, inputs: tuple[torch.Tensor, ...], expected: torch.Tensor, model: str, places: list[str]
+) -> None:
+    """Raises CaptureError unless the graph computes what the source did: `expected`, of inputs for one token."""
+    with torch.no_grad():
+        got = gm(*inputs)
+    largest = float(expected.abs().max())
+    difference = float((got.double() - expected.double()).abs().max())
+    if not difference <= MOST_DIFFERENT * largest:
+        raise CaptureError(
+            f"{model} computes something else for a single token than for several (off by {difference:.3g} where the "
+            f"largest value is {largest:.3g}), as of a branch at {places[0]}. A step of a served model has parts of "
+            "sequences, single tokens too: what it computes may not depend on how many there are."
+        )
