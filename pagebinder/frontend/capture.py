@@ -36,6 +36,7 @@ from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.leaves.rope_by_length import length_limit
 from pagebinder.frontend.numbering import numbering
+from pagebinder.frontend.one_token import OneToken, noting_branches, run_with_one_token
 from pagebinder.frontend.python_state import put_back, traced_in_steady_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
 from pagebinder.frontend.source import ModelSource
@@ -131,7 +132,7 @@ def trace(
     """Trace `wrapper`, which calls `source.module` with these inputs; see `capture`."""
     if source.is_transformers:
         refuse_unsupported(source.module)
-    program, route, *limits = _export(source, wrapper, inputs, hook)
+    program, route, one_token, *limits = _export(source, wrapper, inputs, hook)
     gm = _unlift(program, list(inputs))
     tidy(gm)
     merge_equal_rows(gm)
@@ -139,17 +140,20 @@ def trace(
     if limits:
         next(n for n in gm.graph.nodes if n.target == "input_ids").meta["max_tokens"] = min(limits)
     finish(gm)
+    if one_token is not None:
+        one_token.require_same(gm, type(source.module).__name__)
     return gm, route
 
 
 def _export(
     source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], hooked: bool
-) -> tuple[ExportedProgram, str, int | None]:
-    """The program, the route to it, and the most tokens it holds for (None = as many as one may ask for)."""
+) -> tuple[ExportedProgram, str, OneToken | None, int | None]:
+    """The program, the route to it, what the source computes for one token where code asks for that, and the most
+    tokens the program holds for (None = as many as one may ask for)."""
     sizes = {i.size_name: Dim(i.size_name, min=MIN_STEP_TOKENS, max=MAX_STEP_TOKENS) for i in inputs.values()}
     examples = tuple(i.example for i in inputs.values())
     dynamic_shapes = tuple({0: sizes[i.size_name]} for i in inputs.values())
-    failures = []
+    failures, places = [], []
     hooked = hooked and source.is_transformers and type(source.module).__name__ not in WRITES_ITS_ATTENTION
     hooked = hooked and not has_functions_of_its_own(source.module)
     hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
@@ -175,7 +179,7 @@ def _export(
                     torch.export.export, wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict
                 )
                 # Graphs on the way are called by strict alone.
-                with _use_lazy_graph_module(not strict), traced_once(repeated):
+                with _use_lazy_graph_module(not strict), traced_once(repeated), noting_branches(places):
                     program = (
                         exported() if strict else traced_in_steady_state(source.module, wrapper, exported)
                     )
@@ -189,11 +193,12 @@ def _export(
                     failures.append(f"  strict={strict}: {type(error).__name__}: {_first_lines(error)}")
                 continue
             _check_range(program)
-            return program, _route(strict, repeated) + functionalised, None
+            one_token = run_with_one_token(wrapper, examples, places)
+            return program, _route(strict, repeated) + functionalised, one_token, None
         limited = _export_limited(source, wrapper, inputs)
         if limited is not None:
             program, functionalised = _functional(limited[0])
-            return program, f"export up to {limited[1]} tokens{functionalised}", limited[1]
+            return program, f"export up to {limited[1]} tokens{functionalised}", None, limited[1]
     raise CaptureError(
         f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens:\n"
         + "\n".join(failures)

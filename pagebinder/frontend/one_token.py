@@ -12,13 +12,16 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule
 
 from pagebinder.errors import CaptureError
 
-MOST_DIFFERENT = 0.02  # of the largest value: both sides run the same ops in the same dtype, up to their order
+MOST_DIFFERENT = (
+    0.02  # of the largest value: both sides run the same ops in the same dtype, up to their order
+)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -31,7 +34,7 @@ def noting_branches(places: list[str]) -> Iterator[None]:
         answer = ask(self)
         code, line = sys._getframe(1).f_code.co_filename, sys._getframe(1).f_lineno
         if not code.startswith(_TORCH) and _for_one_token(self) not in (None, answer):
-            places.append(f"{code}:{line}")
+            places.append(f"{'/'.join(code.split(os.sep)[-3:])}:{line}")
         return answer
 
     torch.SymBool.__bool__ = asked
@@ -49,17 +52,33 @@ def _for_one_token(condition: torch.SymBool) -> bool | None:
         return None
 
 
-def require_same_for_one_token(
-    gm: GraphModule, inputs: tuple[torch.Tensor, ...], expected: torch.Tensor, model: str, places: list[str]
-) -> None:
-    """Raises CaptureError unless the graph computes what the source did: `expected`, of inputs for one token."""
-    with torch.no_grad():
-        got = gm(*inputs)
-    largest = float(expected.abs().max())
-    difference = float((got.double() - expected.double()).abs().max())
-    if not difference <= MOST_DIFFERENT * largest:
-        raise CaptureError(
-            f"{model} computes something else for a single token than for several (off by {difference:.3g} where the "
-            f"largest value is {largest:.3g}), as of a branch at {places[0]}. A step of a served model has parts of "
-            "sequences, single tokens too: what it computes may not depend on how many there are."
-        )
+@dataclass(frozen=True)
+class OneToken:
+    """What a source computed for one token, and which code would do something else for it."""
+
+    inputs: tuple[torch.Tensor, ...]
+    expected: torch.Tensor
+    places: list[str]
+
+    def require_same(self, gm: GraphModule, model: str) -> None:
+        """Raises CaptureError unless the graph of `model` computes the same."""
+        with torch.no_grad():
+            got = gm(*self.inputs)
+        largest = float(self.expected.abs().max())
+        difference = float((got.double() - self.expected.double()).abs().max())
+        if not difference <= MOST_DIFFERENT * largest:
+            raise CaptureError(
+                f"{model} computes something else for a single token than for several (off by {difference:.3g} where "
+                f"the largest value is {largest:.3g}), as of a branch at {self.places[0]}. A step of a served model "
+                "has parts of sequences, single tokens too: what it computes may not depend on how many there are."
+            )
+
+
+def run_with_one_token(
+    wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...], places: list[str]
+) -> OneToken | None:
+    """None: no code asks, or there are no values to compute with."""
+    if not places or any(t.is_meta for t in (*wrapper.parameters(), *examples)):
+        return None
+    inputs = tuple(example[:1] for example in examples)
+    return OneToken(inputs, wrapper(*inputs), places)

@@ -117,6 +117,26 @@ def test_a_model_that_branches_is_refused_and_left_as_it_was(body):
     assert model.training and body.training
 
 
+class ForOneToken(nn.Module):
+    """Another sign for one token alone, or a branch that changes nothing of it."""
+
+    def __init__(self, sign):
+        super().__init__()
+        self.sign = sign
+
+    def forward(self, x, positions):
+        if x.shape[1] == 1:
+            x = x * self.sign
+        return x + 1
+
+
+def test_a_branch_for_one_token_is_refused_if_it_computes_something_else():
+    with pytest.raises(CaptureError, match=r"single token.*branch at .*test_capture\.py:\d+"):
+        captured_model(Embedded(ForOneToken(-1.0)).eval())
+    captured_model(Embedded(ForOneToken(1.0)).eval())
+    captured_model(Embedded(ForOneToken(-1.0)).eval().to("meta"))  # without values nobody can tell
+
+
 class InPlace(nn.Module):
     """Changes only its own values."""
 
