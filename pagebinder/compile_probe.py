@@ -1,0 +1,55 @@
+"""Code of a user's own runs beside its graph once, while it is compiled: two calls of the module, one of the graph.
+
+transformers' own classes are served as tiny models before each release (docs/compatibility.md). Of other code nobody
+knows what it does behind torch's back: count calls in a global, draw numbers in NumPy, look at the length of a list.
+`verify="sample"` or `"full"` does more, of any model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from pagebinder.compile_verify_runs import call_source, evaluation
+from pagebinder.errors import CaptureError
+from pagebinder.frontend.python_state import put_back
+from pagebinder.frontend.source import ModelSource
+from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, spread_of
+
+KNOWN_CODE = ("torch.", "transformers.", "pagebinder.")
+NUM_TOKENS = 80
+
+
+def has_code_of_its_own(module: torch.nn.Module) -> bool:
+    return any(not type(m).__module__.startswith(KNOWN_CODE) for m in module.modules())
+
+
+def probe(source: ModelSource, semantic: GraphModule, max_model_len: int) -> None:
+    """Raises CaptureError if the module computes something else when it is called again, or the graph does.
+
+    In 16 bits single tokens may differ (by experts whose ratings are equal but for rounding): the mean error counts.
+    """
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = min(NUM_TOKENS, max_model_len)
+    ids = torch.randint(source.vocab_size, (num_tokens,), generator=generator).to(source.device)
+    with put_back(source.module), evaluation(source.module):
+        first, again = (call_source(source.module, source, ids).double() for _ in range(2))
+    with torch.inference_mode():
+        got = semantic(ids, torch.arange(num_tokens, device=ids.device))
+    narrow = got.dtype in (torch.bfloat16, torch.float16)
+    tolerance = TOLERANCES[got.dtype] * (1 if narrow else CAPTURE_FACTOR)
+    name = type(source.module).__name__
+    compared = (
+        (f"{name} computes something else when it is called again", again),
+        (f"The graph of {name} computes something else than {name} itself", got.double()),
+    )
+    for what, other in compared:
+        errors = (other - first).abs() / max(spread_of(first), 1e-30)
+        error = float(errors.square().mean().sqrt() if narrow else errors.max())
+        if not error <= tolerance:
+            worst = int(errors.amax(-1).argmax())
+            raise CaptureError(
+                f"{what}: logits are off by {error:.2g} of their spread, most at token {worst} of {num_tokens}. It "
+                "may keep state outside of its modules, draw numbers by itself, or depend on how many tokens there "
+                'are. `pagebinder bisect` and verify="full" show more.'
+            )

@@ -1,0 +1,68 @@
+"""Code of a user's own is run beside its graph: what it does behind torch's back is an error, not another result."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import pagebinder
+from pagebinder import CaptureError, CompileConfig
+from pagebinder.compile_probe import has_code_of_its_own
+from tests.helpers import tiny_llama
+
+CALLS = [0]
+FACTORS = itertools.cycle([1.0, 2.0, 0.5])
+
+
+def counted(x):
+    CALLS[0] += 1
+    return x * CALLS[0]
+
+
+class Own(nn.Module):
+    """A decoder and something that is done to its logits."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.decoder, self.change = tiny_llama(), change
+        self.decoder.set_attn_implementation("eager")  # "sdpa" asks whether there is one token
+        self.config = self.decoder.config
+
+    def forward(self, input_ids, position_ids):
+        out = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        return self.change(out.logits)
+
+
+def compiled(change):
+    return pagebinder.compile_model(Own(change).eval(), CompileConfig(executable="eager"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (counted, "when it is called again"),
+        (lambda x: x * next(FACTORS), "when it is called again"),
+        (lambda x: x * float(numpy.random.rand()), "when it is called again"),
+        (lambda x: -x if torch.compiler.is_exporting() else x, "The graph of Own"),
+    ],
+    ids=["a global", "an iterator", "NumPy", "another result while it is traced"],
+)
+def test_what_torch_does_not_see_is_an_error(change, reason):
+    with pytest.raises(CaptureError, match=reason):
+        compiled(change)
+
+
+def test_code_that_computes_the_same_is_served():
+    model = compiled(lambda x: x / 2)
+    ids = torch.arange(1, 9)
+    expected = Own.forward(model.source.module, ids[None], torch.arange(8)[None])[0]
+    torch.testing.assert_close(model.graphs["semantic"](ids, torch.arange(8)), expected)
+
+
+def test_known_code_is_that_of_transformers_and_ours():
+    assert not has_code_of_its_own(tiny_llama())
+    assert has_code_of_its_own(nn.Sequential(Own(abs)))
