@@ -40,7 +40,7 @@ from pagebinder.frontend.checkpoint_tensors import check_absent
 from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder, states_of
 from pagebinder.frontend.experts_interface import hooked_experts
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
-from pagebinder.frontend.mask_proof import max_tokens
+from pagebinder.frontend.length_limits import limit_of
 from pagebinder.frontend.model_kinds import parts_beside_text
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
@@ -456,6 +456,12 @@ def clone(gm: GraphModule, level: str) -> GraphModule:
 def _max_model_len(source: ModelSource, config: CompileConfig) -> int:
     if config.max_model_len is None:
         return source.max_model_len
+    if config.max_model_len > source.max_model_len and not source.says_length:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than {source.max_model_len}, our default for a model that "
+            "does not say how long its sequences may be: say it with max_position_embeddings in its config (`config` "
+            "of the module, or config.json), or lower max_model_len."
+        )
     if config.max_model_len > source.max_model_len:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {source.max_model_len} tokens that the "
@@ -465,18 +471,17 @@ def _max_model_len(source: ModelSource, config: CompileConfig) -> int:
 
 
 def bounded(max_model_len: int, captured: GraphModule, config: CompileConfig, report: CompileReport) -> int:
-    """No longer than the model's own buffers, a mask's for example, let a sequence be."""
-    limit = max_tokens(captured.graph)
-    if limit is None or limit >= max_model_len:
+    """No longer than the captured graph holds: its code, a buffer or a table may end earlier."""
+    limit = limit_of(captured.graph)
+    if limit is None or limit.num_tokens >= max_model_len:
         return max_model_len
-    what = "a mask, a table, RoPE's original frequencies"
     if config.max_model_len is not None:
         raise ConfigError(
-            f"max_model_len={max_model_len} is more than the {limit} tokens that the model's buffers ({what}) were "
-            "made for; lower it."
+            f"max_model_len={max_model_len} is more than the {limit.num_tokens} tokens that the captured graph holds "
+            f"for: beyond, {limit.reason}; lower it."
         )
-    report.notes.append(f"max_model_len is {limit}: the model's buffers ({what}) end there.")
-    return limit
+    report.notes.append(f"max_model_len is {limit.num_tokens}: beyond, {limit.reason}.")
+    return limit.num_tokens
 
 
 class _StageTimer:

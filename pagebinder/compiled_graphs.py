@@ -42,7 +42,7 @@ FUNCTIONS: dict[str, Callable] = {
 }
 _NAMES = {function: name for name, function in FUNCTIONS.items()}
 # Plain facts that passes leave in a node's meta.
-FACTS = ("size_names", "layer_indices", "max_tokens")
+FACTS = ("size_names", "layer_indices", "max_tokens", "max_tokens_reason")
 
 
 def graph_to_json(gm: GraphModule) -> dict:

@@ -35,6 +35,7 @@ from pagebinder.frontend.layer_observer import LENGTHS, Layer
 from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.leaves.rope_by_length import length_limit
+from pagebinder.frontend.length_limits import OF_CODE, OF_ROPE, LengthLimit, limit_of_tables, note_limit
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.one_token import OneToken, noting_branches, run_with_one_token
 from pagebinder.frontend.python_state import put_back, traced_in_steady_state
@@ -99,8 +100,8 @@ def _takes_positions(module: torch.nn.Module) -> bool:
 def capture(source: ModelSource, *, hook: bool = True) -> tuple[GraphModule, str]:
     """Trace a decoder-only source model.
 
-    A graph that holds only up to some length (of a mask buffer, of RoPE's frequencies) says so: meta["max_tokens"] of
-    input_ids.
+    A graph that holds only up to some length (of a mask buffer, a table of positions, RoPE's frequencies) says so,
+    see `length_limits.py`.
 
     Args:
         hook: False leaves attention as transformers' "eager" or "sdpa" writes it, for the recognisers to find.
@@ -132,17 +133,23 @@ def trace(
     """Trace `wrapper`, which calls `source.module` with these inputs; see `capture`."""
     if source.is_transformers:
         refuse_unsupported(source.module)
-    program, route, one_token, *limits = _export(source, wrapper, inputs, hook)
+    program, route, one_token, of_code = _export(source, wrapper, inputs, hook)
     gm = _unlift(program, list(inputs))
     tidy(gm)
     merge_equal_rows(gm)
-    limits = [n for n in (*limits, length_limit(source.module)) if n is not None]
-    if limits:
-        next(n for n in gm.graph.nodes if n.target == "input_ids").meta["max_tokens"] = min(limits)
     finish(gm)
+    _note_limits(gm, source, of_code)
     if one_token is not None:
         one_token.require_same(gm, type(source.module).__name__)
     return gm, route
+
+
+def _note_limits(gm: GraphModule, source: ModelSource, of_code: int | None) -> None:
+    of_rope = length_limit(source.module)
+    limits = [LengthLimit(n, why) for n, why in ((of_code, OF_CODE), (of_rope, OF_ROPE)) if n is not None]
+    asked = max(source.max_model_len, source.encoder.max_len if source.encoder else 0)
+    of_tables = limit_of_tables(gm.graph, min((asked, *(limit.num_tokens for limit in limits))))
+    note_limit(gm.graph, limits if of_tables is None else [of_tables])
 
 
 def _export(

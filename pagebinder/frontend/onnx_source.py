@@ -109,13 +109,15 @@ def _facts(module: OnnxDecoder, folder: Path) -> dict[str, Any]:
             f"{module.graph.path} does not say how many tokens there are: its ids are looked up in no table, and no "
             "config.json with vocab_size lies beside it."
         )
-    length = next((config[name] for name in LENGTHS if config.get(name)), limit or DEFAULT_MAX_MODEL_LEN)
+    told = next((config[name] for name in LENGTHS if config.get(name)), limit)
+    length = told or DEFAULT_MAX_MODEL_LEN
     eos, bos = generation_tokens(folder)
     eos = eos or config.get("eos_token_id")
     eos = {eos} if isinstance(eos, int) else set(eos or ())
     return {
         "vocab_size": vocab_size,
         "max_model_len": length if limit is None else min(length, limit),
+        "says_length": told is not None,
         "eos_token_ids": frozenset(t for t in eos if 0 <= t < vocab_size),
         "bos_token_id": config.get("bos_token_id") if bos is None else bos,
     }

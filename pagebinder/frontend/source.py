@@ -56,7 +56,7 @@ class ModelSource:
     `stored_weights`: of a checkpoint in 8 or 4 bits, which layers keep its codes, for the report. `stored_formats`:
     modules whose weights it has in a microscaled format and which are expanded: path -> "mxfp4" or "mxfp8".
     `tensors`: what a checkpoint lacks, and what it has beyond the model. `other_parts`: configs beside the module's,
-    of a model that only holds it and parts that write no text.
+    of a model that only holds it and parts that write no text. `says_length`: False if max_model_len is our default.
     """
 
     module: torch.nn.Module
@@ -65,6 +65,7 @@ class ModelSource:
     vocab_size: int
     max_model_len: int
     num_attention_layers: int | None
+    says_length: bool = True
     num_recurrent_layers: int = 0
     encoder: EncoderFacts | None = None
     eos_token_ids: frozenset[int] = frozenset()
@@ -288,9 +289,11 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
     if eos is None:  # the generation config wins, as in transformers' own `generate`
         eos = getattr(text, "eos_token_id", None)
     eos_ids = {eos} if isinstance(eos, int) else set(eos or ())
+    length = _max_model_len(text)
     return {
         "vocab_size": vocab_size,
-        "max_model_len": _max_model_len(text),
+        "max_model_len": length or DEFAULT_MAX_MODEL_LEN,
+        "says_length": length is not None,
         **_layer_counts(text),
         **encoder_decoder,
         "eos_token_ids": frozenset(t for t in eos_ids if 0 <= t < vocab_size),
@@ -298,9 +301,9 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _max_model_len(config) -> int:
+def _max_model_len(config) -> int | None:
     lengths = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    return next((length for length in lengths if length), DEFAULT_MAX_MODEL_LEN)
+    return next((length for length in lengths if length), None)
 
 
 def _layer_counts(config) -> dict[str, Any]:
@@ -335,7 +338,8 @@ def _encoder_facts(config, module: torch.nn.Module) -> dict[str, Any]:
     def first(*names: str):
         return next((v for v in (getattr(config, name, None) for name in names) if v is not None), None)
 
-    length = first("max_position_embeddings", "n_positions") or DEFAULT_MAX_MODEL_LEN
+    told = first("max_position_embeddings", "n_positions")
+    length = told or DEFAULT_MAX_MODEL_LEN
     return {
         "vocab_size": first("decoder_vocab_size", "vocab_size"),
         "encoder": EncoderFacts(
@@ -345,6 +349,7 @@ def _encoder_facts(config, module: torch.nn.Module) -> dict[str, Any]:
             decoder_start_token_id=_decoder_start(config, module),
         ),
         "max_model_len": first("max_target_positions") or length,
+        "says_length": (first("max_target_positions") or told) is not None,
         "num_attention_layers": first("decoder_layers", "num_decoder_layers", "num_hidden_layers"),
     }
 

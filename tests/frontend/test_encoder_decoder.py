@@ -168,7 +168,9 @@ def cross_decoder(combine):
         def forward(self, input_ids, positions, encoder_states):
             return combine(self.table(input_ids), encoder_states)
 
-    source = SimpleNamespace(module=torch.nn.Identity(), is_transformers=False, max_model_len=64)
+    source = SimpleNamespace(
+        module=torch.nn.Identity(), is_transformers=False, max_model_len=64, encoder=None
+    )
     traced = {
         "input_ids": TracedInput(torch.zeros(10, dtype=torch.int64)),
         "positions": TracedInput(torch.arange(10)),

@@ -1,0 +1,90 @@
+"""How many tokens a captured graph holds for, where that is not any number, and what ends there.
+
+    the source                                        up to
+    T > 50: another branch; mask[:, :T]               the range that torch found while tracing
+    table(positions), table[positions + 2]            the first position whose row the table does not have
+    RoPE by length                                    its original length, see `leaves/rope_by_length.py`
+
+The limit is meta["max_tokens"] of input_ids, the reason meta["max_tokens_reason"].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from pagebinder.errors import CaptureError
+from pagebinder.frontend.look_ups import LookUp, look_ups
+from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors, depends_on_tokens, token_dims
+
+OF_CODE = "the model's code takes another branch, or a buffer of it (a mask for example) ends"
+OF_ROPE = "RoPE's original frequencies end"
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """`reason` goes on after "beyond, "."""
+
+    num_tokens: int
+    reason: str
+
+
+def note_limit(graph: Graph, limits: Iterable[LengthLimit]) -> None:
+    """Keep the smallest of these limits, if there is one."""
+    limit = min(limits, key=lambda limit: limit.num_tokens, default=None)
+    if limit is not None:
+        meta = _input_ids(graph).meta
+        meta["max_tokens"], meta["max_tokens_reason"] = limit.num_tokens, limit.reason
+
+
+def limit_of(graph: Graph) -> LengthLimit | None:
+    """What `note_limit` kept."""
+    meta = _input_ids(graph).meta
+    return LengthLimit(meta["max_tokens"], meta["max_tokens_reason"]) if "max_tokens" in meta else None
+
+
+def limit_of_tables(graph: Graph, longest: int) -> LengthLimit | None:
+    """The most tokens, fewer than `longest`, whose positions are all rows of the tables that they look up.
+
+    Raises:
+        CaptureError: already the first position is none.
+    """
+    limit = None
+    for look_up in look_ups(graph):
+        num_tokens = _num_tokens_within(look_up, longest if limit is None else limit.num_tokens)
+        if num_tokens is None:
+            continue
+        table = f"the table {look_up.name} ({look_up.num_rows} rows)"
+        if num_tokens == 0:
+            raise CaptureError(f"The first position looks up a row that {table} does not have.")
+        limit = LengthLimit(num_tokens, f"{table}, which positions look up, ends")
+    return limit
+
+
+def _num_tokens_within(look_up: LookUp, longest: int) -> int | None:
+    """The first of `longest` positions whose row is not there; None: all are there, or ids choose the row.
+
+    An index over pairs of tokens is that of a bias or a mask, whose proof runs it; one that is made of values which
+    are not here (of a buffer on the meta device) cannot be told.
+    """
+    if token_dims(look_up.table) or len(token_dims(look_up.index)) != 1:
+        return None
+    nodes = ancestors(look_up.index)
+    if depends_on_tokens(nodes, look_up.index):
+        return None
+    try:
+        rows = Values(nodes, longest).vectors().get(look_up.index)
+    except MaskNotProven:
+        return None
+    if rows is None:
+        return None
+    outside = (rows < look_up.lowest) | (rows >= look_up.num_rows)
+    (dim,) = token_dims(look_up.index)
+    positions = outside.movedim(dim, 0).reshape(longest, -1).any(1).nonzero()
+    return int(positions[0]) if len(positions) else None
+
+
+def _input_ids(graph: Graph) -> Node:
+    return next(n for n in graph.nodes if n.op == "placeholder" and n.target == "input_ids")
