@@ -44,6 +44,7 @@ from pagebinder.frontend.length_limits import limit_of
 from pagebinder.frontend.model_kinds import parts_beside_text
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
+from pagebinder.frontend.plain_modules import with_vocabulary
 from pagebinder.frontend.recognise import (
     recognise_gated_activation,
     recognise_layer_norm,
@@ -112,10 +113,11 @@ def compile_model(
 
     Args:
         model: an unmodified transformers decoder or text encoder-decoder, any torch.nn.Module called as
-            `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]`, or the path of a local checkpoint
-            directory, or of an ONNX decoder (`model.onnx`, or the directory that holds it). The model is not
-            changed, and its weights are shared, not copied (unless `dtype` differs). It is compiled as it is after
-            `model.eval()`, in training mode, too. A model on the meta device is compiled for `explain()` only.
+            `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]` (or a tuple that begins with them, or a
+            dict with "logits"), or the path of a local checkpoint directory, or of an ONNX decoder (`model.onnx`, or
+            the directory that holds it). The model is not changed, and its weights are shared, not copied (unless
+            `dtype` differs). It is compiled as it is after `model.eval()`, in training mode, too. A model on the meta
+            device is compiled for `explain()` only.
         on_stage: called with each stage's name as it begins, for progress displays: "load", "capture",
             "recognise", "audit", "plan", "page", "fuse", "verify" (if asked for), "executable".
     Raises:
@@ -224,6 +226,7 @@ def compile_source(
     with stage("capture"), collector_paused():
         captured, encoder = _capture(source, report)
         check_head(source, captured)
+        source = with_vocabulary(source, captured)
         check_absent(source.tensors.absent, captured, source.path)
         max_model_len = bounded(max_model_len, captured, config, report)
         report.passes.append(captured_leaves(LEAVES, source.module, captured))

@@ -122,6 +122,7 @@ def bisect(
     check_can_verify(source, dataclasses.replace(config, verify="full"))
     quick = dataclasses.replace(config, verify="off", executable="eager")
     compiled = compiler.compile_source(source, quick, report, compiler._StageTimer({}), trail)
+    source = compiled.source
     plan, states = compiled.kv_spec, compiled.states
     lengths = lengths_to_test(plan, states, source, full=True)
     if num_tokens is not None:

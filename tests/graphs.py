@@ -46,6 +46,13 @@ class Embedded(nn.Module):
         return self.body(self.embed(input_ids), position_ids)
 
 
+class EmbeddedWithHead(Embedded):
+    """The same with logits, tied to the embedding, for compilations as a whole."""
+
+    def forward(self, input_ids, position_ids):
+        return super().forward(input_ids, position_ids) @ self.embed.weight.T
+
+
 def captured(body: Callable, *, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> GraphModule:
     """The captured graph of an embedding followed by `body`, a module or a function of (x, positions)."""
     return captured_model(Embedded(body, width).to(dtype))

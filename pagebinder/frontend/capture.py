@@ -38,6 +38,7 @@ from pagebinder.frontend.leaves.rope_by_length import length_limit
 from pagebinder.frontend.length_limits import OF_CODE, OF_ROPE, LengthLimit, limit_of_tables, note_limit
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.one_token import OneToken, noting_branches, run_with_one_token
+from pagebinder.frontend.plain_modules import logits_in
 from pagebinder.frontend.python_state import put_back, traced_in_steady_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
 from pagebinder.frontend.source import ModelSource
@@ -83,8 +84,7 @@ class FlatTokens(torch.nn.Module):
         torch._check(positions.shape[0] == input_ids.shape[0])
         input_ids, positions = input_ids.unsqueeze(0), positions.unsqueeze(0)
         if not self.is_transformers:
-            out = self.source(input_ids, positions)
-            return getattr(out, "logits", out)[0]
+            return logits_in(self.source(input_ids, positions), type(self.source).__name__)[0]
         positions = positions + self.offset if self.offset else positions
         said = said_for_unpadded(self.source, input_ids)
         if self.given is None:

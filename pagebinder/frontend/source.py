@@ -273,9 +273,9 @@ def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
     """What the engine needs to know, from the config if there is one, else from the module."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocab_size = getattr(text, "vocab_size", None)
-    if vocab_size is None:
+    text = _text_config(config)
+    vocab_size = configured_vocab_size(config)
+    if vocab_size is None:  # known when the module is captured, see `plain_modules.py`
         embedding = next((m for m in module.modules() if isinstance(m, torch.nn.Embedding)), None)
         if embedding is None:
             raise ConfigError(
@@ -285,10 +285,6 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
         vocab_size = embedding.num_embeddings
     encoder_decoder = _encoder_facts(text, module)
     vocab_size = encoder_decoder.get("vocab_size", vocab_size)
-    eos = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
-    if eos is None:  # the generation config wins, as in transformers' own `generate`
-        eos = getattr(text, "eos_token_id", None)
-    eos_ids = {eos} if isinstance(eos, int) else set(eos or ())
     length = _max_model_len(text)
     return {
         "vocab_size": vocab_size,
@@ -296,9 +292,27 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
         "says_length": length is not None,
         **_layer_counts(text),
         **encoder_decoder,
-        "eos_token_ids": frozenset(t for t in eos_ids if 0 <= t < vocab_size),
+        "eos_token_ids": end_tokens(config, module, vocab_size),
         "bos_token_id": getattr(text, "bos_token_id", None),
     }
+
+
+def _text_config(config):
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def configured_vocab_size(config) -> int | None:
+    """How many token ids a config says there are."""
+    return getattr(_text_config(config), "vocab_size", None)
+
+
+def end_tokens(config, module: torch.nn.Module, vocab_size: int) -> frozenset[int]:
+    """The ids that end a sequence; the generation config wins, as in transformers' own `generate`."""
+    eos = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    if eos is None:
+        eos = getattr(_text_config(config), "eos_token_id", None)
+    ids = {eos} if isinstance(eos, int) else set(eos or ())
+    return frozenset(t for t in ids if 0 <= t < vocab_size)
 
 
 def _max_model_len(config) -> int | None:

@@ -14,7 +14,7 @@ from pagebinder.frontend.capture import capture
 from pagebinder.frontend.python_state import unchanged
 from pagebinder.frontend.source import source_from_module
 from pagebinder.graph_tools import calls, module_path
-from tests.graphs import VOCAB_SIZE, WIDTH, Embedded, captured_model, run
+from tests.graphs import VOCAB_SIZE, WIDTH, Embedded, EmbeddedWithHead, captured_model, run
 from tests.helpers import tiny_llama, tiny_qwen3
 
 
@@ -193,7 +193,7 @@ def test_a_write_to_a_buffer_or_an_input_stays_in_the_graph(body):
 
 def test_a_write_to_a_buffer_is_a_capture_error_with_its_place():
     with pytest.raises(CaptureError, match=r"body.*test_capture\.py:\d+.*in place"):
-        pagebinder.compile_model(Embedded(Counting()).eval(), CompileConfig(executable="eager"))
+        pagebinder.compile_model(EmbeddedWithHead(Counting()).eval(), CompileConfig(executable="eager"))
 
 
 class CountingInPython(nn.Module):
@@ -375,7 +375,7 @@ class Cumulative(nn.Module):
 
 
 def test_strict_false_compiles_lists_and_refuses_to_serve():
-    model = Embedded(Cumulative()).eval()
+    model = EmbeddedWithHead(Cumulative()).eval()
     with pytest.raises(CaptureError, match=r"body.*test_capture\.py:\d+.*along the token dimension"):
         pagebinder.compile_model(model, CompileConfig(executable="eager"))
     reference = {"paged_attention": "reference", "kv_cache_write": "reference"}
