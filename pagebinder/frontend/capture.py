@@ -39,6 +39,11 @@ from pagebinder.frontend.length_limits import OF_CODE, OF_ROPE, LengthLimit, lim
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.one_token import OneToken, noting_branches, run_with_one_token
 from pagebinder.frontend.plain_modules import logits_in
+from pagebinder.frontend.program_checks import (
+    is_transformed,
+    refuse_operands_with_graphs,
+    refuse_traced_constants,
+)
 from pagebinder.frontend.python_state import put_back, traced_in_steady_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
 from pagebinder.frontend.source import ModelSource
@@ -54,6 +59,13 @@ MIN_STEP_TOKENS = 2
 # Models that write out the attention of their text, and take functions for that of their images: the hook would
 # only take the mask away that the text needs.
 WRITES_ITS_ATTENTION = {"GitForCausalLM"}
+
+
+# Where torch finds that a graph would hold for some numbers of tokens only.
+DEPENDS_ON_LENGTH = (
+    ", as what it computes depends on that number (a factor made of the length, a choice among tokens, a branch); a "
+    "step of a served model has parts of sequences, so it would compute something else. What torch says"
+)
 
 
 @dataclass(frozen=True)
@@ -206,9 +218,10 @@ def _export(
         if limited is not None:
             program, functionalised = _functional(limited[0])
             return program, f"export up to {limited[1]} tokens{functionalised}", None, limited[1]
+    by_length = DEPENDS_ON_LENGTH if any("Constraints violated" in failure for failure in failures) else ""
     raise CaptureError(
-        f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens:\n"
-        + "\n".join(failures)
+        f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens"
+        + "\n".join((f"{by_length}:", *failures))
     )
 
 
@@ -323,11 +336,14 @@ def _sizes_from_data(program: ExportedProgram) -> set:
 
 
 def _functional(program: ExportedProgram) -> tuple[ExportedProgram, str]:
-    """The program without writes into tensors and without regions (of torch.autocast, whose casts become calls),
-    and what that adds to its route."""
-    if not any(_is_mutating(n) or _is_region(n) for n in program.graph.nodes):
+    """The program without writes into tensors, regions (of torch.autocast, whose casts become calls) and transforms
+    of functions, and what that adds to its route."""
+    refuse_traced_constants(program)
+    if not any(_is_mutating(n) or _is_region(n) or is_transformed(n) for n in program.graph.nodes):
         return program, ""
-    return program.run_decompositions({}), ", functionalised"
+    program = program.run_decompositions({})
+    refuse_operands_with_graphs(program)
+    return program, ", functionalised"
 
 
 def _is_mutating(node: torch.fx.Node) -> bool:

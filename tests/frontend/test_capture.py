@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import pagebinder
 from pagebinder import CaptureError, CompileConfig
@@ -135,6 +137,82 @@ def test_a_branch_for_one_token_is_refused_if_it_computes_something_else():
         captured_model(Embedded(ForOneToken(-1.0)).eval())
     captured_model(Embedded(ForOneToken(1.0)).eval())
     captured_model(Embedded(ForOneToken(-1.0)).eval().to("meta"))  # without values nobody can tell
+
+
+class ByLength(nn.Module):
+    """A factor made of the length."""
+
+    def forward(self, x, positions):
+        return x * math.log(x.shape[1] + 1)
+
+
+class ExpertChoice(nn.Module):
+    """Of four tokens each channel picks those with the largest values."""
+
+    def forward(self, x, positions):
+        values, tokens = x.topk(4, dim=1)
+        return torch.zeros_like(x).scatter(1, tokens, values)
+
+
+@pytest.mark.parametrize("body", [ByLength(), ExpertChoice()], ids=["factor", "choice"])
+def test_what_depends_on_the_number_of_tokens_is_told_as_that(body):
+    with pytest.raises(
+        CaptureError, match=r"depends on that number \(a factor made of the length, a choice.*torch"
+    ):
+        captured_model(Embedded(body))
+
+
+class Flex(nn.Module):
+    def forward(self, x, positions):
+        q = x.view(1, -1, 2, WIDTH // 2).transpose(1, 2)
+        out = flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf))
+        return out.transpose(1, 2).flatten(2)
+
+
+class Heads(nn.Module):
+    """Attention written for one head, and torch.func.vmap over the first dimension."""
+
+    dim = 0
+
+    def forward(self, x, positions):
+        num_tokens = x.shape[1]
+        hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
+
+        def one_head(q):
+            return (q @ q.mT).masked_fill(hidden, -math.inf).softmax(-1) @ q
+
+        heads = x.view(num_tokens, 2, WIDTH // 2).movedim(1, self.dim)
+        out = torch.func.vmap(one_head, in_dims=self.dim, out_dims=self.dim)(heads)
+        return out.movedim(self.dim, 1).reshape(1, num_tokens, WIDTH)
+
+
+class HeadsBehind(Heads):
+    """The same over the second dimension, whose result torch.export loses."""
+
+    dim = 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (Flex(), r"flex_attention in body takes a function"),
+        (HeadsBehind(), r"torch\.func\.vmap.* in body cannot be captured"),
+    ],
+    ids=["flex_attention", "vmap"],
+)
+def test_functions_inside_a_graph_are_a_capture_error_with_their_place(body, message):
+    with pytest.raises(CaptureError, match=message):
+        captured_model(Embedded(body))
+
+
+def test_vmap_over_the_first_dimension_is_captured():
+    model = EmbeddedWithHead(Heads()).eval()
+    gm, route = capture(source_from_module(model))
+    assert "functionalised" in route
+    ids = torch.randint(VOCAB_SIZE, (5,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        torch.testing.assert_close(run(gm, 5), model(ids[None], torch.arange(5)[None])[0])
 
 
 class InPlace(nn.Module):
