@@ -130,6 +130,10 @@ NEAR_MISSES = {
         lambda x, p: attend(x, lambda s: causal(s) - 0.1 * (p[0, :, None] - p[0]).float() ** 2),
         "not linear in the distance",
     ),
+    "ALiBi rounded to bfloat16": (
+        lambda x, p: attend(x, lambda s: causal(s) + (p[0] * torch.tensor(0.25).bfloat16()).float()),
+        "ALiBi that was rounded to bfloat16",
+    ),
     "a bias of the tokens": (
         lambda x, p: attend(x, lambda s: causal(s) + x.mean(-1)[:, None, None]),
         "values of the tokens",
