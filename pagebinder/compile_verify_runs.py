@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.frontend.capture import takes_positions
+from pagebinder.frontend.plain_modules import logits_in
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.graph_values import GraphRunner, widened
 from pagebinder.passes.layer_states import BUILDERS
@@ -171,9 +173,9 @@ def call_source(module, source: ModelSource, ids: torch.Tensor, encoder_states=N
             return module(encoder_outputs=states, decoder_input_ids=ids[None], use_cache=False).logits[0]
         positions = torch.arange(len(ids), device=ids.device)[None]
         if source.is_transformers:
-            return module(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
-        out = module(ids[None], positions)
-        return getattr(out, "logits", out)[0]
+            told = {"position_ids": positions} if takes_positions(module) else {}
+            return module(input_ids=ids[None], use_cache=False, **told).logits[0]
+        return logits_in(module(ids[None], positions), type(module).__name__)[0]
 
 
 class evaluation:

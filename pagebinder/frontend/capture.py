@@ -105,7 +105,7 @@ class FlatTokens(torch.nn.Module):
             return self.source(input_ids=input_ids, use_cache=False, **said).logits[0]
 
 
-def _takes_positions(module: torch.nn.Module) -> bool:
+def takes_positions(module: torch.nn.Module) -> bool:
     return "position_ids" in inspect.signature(type(module).forward).parameters
 
 
@@ -122,7 +122,7 @@ def capture(source: ModelSource, *, hook: bool = True) -> tuple[GraphModule, str
     Raises:
         CaptureError: the model cannot be traced for any number of tokens; says what was tried.
     """
-    if not source.is_transformers or _takes_positions(source.module):
+    if not source.is_transformers or takes_positions(source.module):
         wrapper = FlatTokens(source.module, source.is_transformers)
         return trace(source, wrapper, token_inputs(source), hook=hook)
     with given_positions(source.module) as given:
