@@ -332,10 +332,8 @@ class Engine:
         ids: list[str] = []
         outputs, done = None, {}
         try:
-            with self._turns.taken():
-                outputs = self._start(
-                    ids, prompts, params, encoder_prompts, flags=QUIET
-                )  # the last one is wanted
+            with self._turns.taken():  # of outputs the last one is wanted
+                outputs = self._start(ids, prompts, params, encoder_prompts, flags=QUIET)
                 lives = [self._live[i] for i in ids]
             for output in outputs:
                 done[output.request_id] = output
