@@ -22,7 +22,7 @@ from pagebinder.compile_checks import unexplained
 from pagebinder.compile_executable import check_executable, executable_of, is_compiled
 from pagebinder.compile_kernels import start_by_config, start_by_source
 from pagebinder.compile_lock import expected_plan, settle_lock
-from pagebinder.compile_probe import has_code_of_its_own, probe
+from pagebinder.compile_probe import can_probe, probe
 from pagebinder.compile_tensorrt import check_can_build, note_partitions
 from pagebinder.compile_verify import check_can_verify, verify
 from pagebinder.compile_weights import place_weights, placed_bytes
@@ -237,12 +237,7 @@ def compile_source(
         semantic = _recognise(captured, encoder, report, trail)
     with stage("audit"):
         refused = unexplained(semantic, encoder, source, config, report)
-        if (
-            encoder is None
-            and not refused
-            and source.device.type != "meta"
-            and has_code_of_its_own(source.module)
-        ):
+        if config.verify == "off" and encoder is None and not refused and can_probe(source):
             probe(source, semantic, max_model_len)
     with stage("plan"):
         stored = _store_kv(semantic, config, report, trail)

@@ -12,7 +12,6 @@ from torch.fx import GraphModule
 
 from pagebinder.compile_verify_runs import call_source, evaluation
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.python_state import put_back
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, spread_of
 
@@ -24,6 +23,10 @@ def has_code_of_its_own(module: torch.nn.Module) -> bool:
     return any(not type(m).__module__.startswith(KNOWN_CODE) for m in module.modules())
 
 
+def can_probe(source: ModelSource) -> bool:
+    return source.device.type != "meta" and has_code_of_its_own(source.module)
+
+
 def probe(source: ModelSource, semantic: GraphModule, max_model_len: int) -> None:
     """Raises CaptureError if the module computes something else when it is called again, or the graph does.
 
@@ -32,7 +35,7 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int) -> Non
     generator = torch.Generator().manual_seed(0)
     num_tokens = min(NUM_TOKENS, max_model_len)
     ids = torch.randint(source.vocab_size, (num_tokens,), generator=generator).to(source.device)
-    with put_back(source.module), evaluation(source.module):
+    with evaluation(source.module):
         first, again = (call_source(source.module, source, ids).double() for _ in range(2))
     with torch.inference_mode():
         got = semantic(ids, torch.arange(num_tokens, device=ids.device))

@@ -178,19 +178,10 @@ def _export(
     hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
     leaves, quiet = patched(LEAVES, source.module), warnings.catch_warnings()
     experts = experts_hook(source.module)
-    whole = put_back(source.module)
-    with (
-        whole,
-        hook,
-        experts,
-        leaves,
-        _evaluation_mode(source.module),
-        _quiet_torch(),
-        torch.no_grad(),
-        quiet,
-    ):
+    with hook, experts, leaves, _evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), quiet:
         warnings.simplefilter("ignore")
-        same = repeated_layers(source.module, wrapper, _shorter_and_longer(source, inputs))
+        with put_back(source.module):
+            same = repeated_layers(source.module, wrapper, _shorter_and_longer(source, inputs))
         attempts = [(False, []), (True, [])]  # strict, layers to copy
         for strict, repeated in [(False, same), *attempts] if same else attempts:
             try:
@@ -198,7 +189,8 @@ def _export(
                     torch.export.export, wrapper, examples, dynamic_shapes=dynamic_shapes, strict=strict
                 )
                 # Graphs on the way are called by strict alone.
-                with _use_lazy_graph_module(not strict), traced_once(repeated), noting_branches(places):
+                lazy, watched = _use_lazy_graph_module(not strict), put_back(source.module)
+                with lazy, watched, traced_once(repeated), noting_branches(places):
                     program = (
                         exported() if strict else traced_in_steady_state(source.module, wrapper, exported)
                     )
@@ -214,7 +206,8 @@ def _export(
             _check_range(program)
             one_token = run_with_one_token(wrapper, examples, places)
             return program, _route(strict, repeated) + functionalised, one_token, None
-        limited = _export_limited(source, wrapper, inputs)
+        with put_back(source.module):
+            limited = _export_limited(source, wrapper, inputs)
         if limited is not None:
             program, functionalised = _functional(limited[0])
             return program, f"export up to {limited[1]} tokens{functionalised}", None, limited[1]
