@@ -111,6 +111,8 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
 def _restore(holder: list | dict | set, before: list | dict | set) -> None:
     if isinstance(holder, dict):
         same = holder.keys() == before.keys() and all(holder[k] is before[k] for k in before)
+    elif isinstance(holder, set):  # a copy has another order
+        same = holder == before
     else:
         same = len(holder) == len(before) and all(map(operator.is_, holder, before))
     if same:
@@ -225,7 +227,10 @@ def _look(value: Any, inside: bool = False) -> Any:
     if isinstance(value, (*PLAIN, torch.nn.Module)) or (isinstance(value, torch.Tensor) and not inside):
         return value
     if isinstance(value, (list, tuple, set, frozenset, dict)) and not inside:
-        elements = list(value.items() if isinstance(value, dict) else value)[:MOST_ELEMENTS]
+        elements = list(value.items() if isinstance(value, dict) else value)
+        elements = (sorted(elements, key=repr) if isinstance(value, (set, frozenset)) else elements)[
+            :MOST_ELEMENTS
+        ]
         flat = [x for e in elements for x in (e if isinstance(value, dict) else [e])]
         looks = [_look(x, inside=True) for x in flat]
         return type(value).__name__, len(value), [x for x in looks if x is not _MISSING]

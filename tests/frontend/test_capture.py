@@ -397,6 +397,22 @@ def test_what_forward_changes_in_python_is_a_capture_error(body, change):
     assert not isinstance(body, Swapping) or isinstance(body.now, nn.SiLU)
 
 
+def test_sets_and_dicts_are_compared_whatever_their_order():
+    body = nn.Identity()
+    body.names, body.sizes = {f"name {i}" for i in range(20)}, {"a": 1}
+    with unchanged(body):
+        names = sorted(body.names)
+        body.names.clear()
+        body.names.update(reversed(names))
+    with (
+        pytest.raises(CaptureError, match=r"names \(set of 20 -> set of 20\); sizes \(dict of 1"),
+        unchanged(body),
+    ):
+        body.names.symmetric_difference_update({"name 1", "another"})
+        body.sizes["a"] = 2
+    assert "name 1" in body.names and body.sizes == {"a": 1}
+
+
 @pytest.mark.parametrize("body", [CountingInPython(), Swapping()], ids=["number", "submodule"])
 def test_unchanged_puts_back_what_a_call_changed(body):
     before = dict(vars(body)) | dict(body.named_children())
