@@ -37,6 +37,18 @@ class Own(nn.Module):
         return self.change(out.logits)
 
 
+class NamedByWords(nn.Module):
+    """Its parts have names that no attribute in code may have; asks whether there is one token."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"class": Own(abs), "0": nn.Linear(1, 1)})
+
+    def forward(self, input_ids, position_ids):
+        logits = self.parts["class"](input_ids, position_ids)
+        return logits if input_ids.shape[1] > 1 else logits + 0
+
+
 def compiled(change):
     return pagebinder.compile_model(Own(change).eval(), CompileConfig(executable="eager"))
 
@@ -61,6 +73,10 @@ def test_code_that_computes_the_same_is_served():
     ids = torch.arange(1, 9)
     expected = Own.forward(model.source.module, ids[None], torch.arange(8)[None])[0]
     torch.testing.assert_close(model.graphs["semantic"](ids, torch.arange(8)), expected)
+
+
+def test_names_of_modules_may_be_words_of_python():
+    pagebinder.compile_model(NamedByWords().eval(), CompileConfig(executable="eager"))
 
 
 def test_known_code_is_that_of_transformers_and_ours():
