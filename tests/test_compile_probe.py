@@ -12,10 +12,12 @@ from torch import nn
 import pagebinder
 from pagebinder import CaptureError, CompileConfig
 from pagebinder.compile_probe import has_code_of_its_own
+from pagebinder.models.llama import LlamaForCausalLM
+from pagebinder.models.llama_config import LlamaConfig
 from tests.helpers import tiny_llama
 
 CALLS = [0]
-FACTORS = itertools.cycle([1.0, 2.0, 0.5])
+FACTORS = itertools.cycle([2.0, 3.0, 0.5])
 
 
 def counted(x):
@@ -23,18 +25,25 @@ def counted(x):
     return x * CALLS[0]
 
 
+def tiny_decoder() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+        layer_types=("full_attention", "full_attention"), model_type="qwen3",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
 class Own(nn.Module):
     """A decoder and something that is done to its logits."""
 
     def __init__(self, change):
         super().__init__()
-        self.decoder, self.change = tiny_llama(), change
-        self.decoder.set_attn_implementation("eager")  # "sdpa" asks whether there is one token
-        self.config = self.decoder.config
+        self.decoder, self.change = tiny_decoder(), change
 
     def forward(self, input_ids, position_ids):
-        out = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        return self.change(out.logits)
+        return self.change(self.decoder(input_ids, position_ids))
 
 
 class NamedByWords(nn.Module):
