@@ -12,15 +12,15 @@ from torch.fx import GraphModule, Interpreter
 
 from pagebinder.compile_verify_runs import call_source, evaluation
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.layer_observer import is_known
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, spread_of
 
-KNOWN_CODE = ("torch.", "transformers.", "pagebinder.")
 NUM_TOKENS = 80
 
 
 def has_code_of_its_own(module: torch.nn.Module) -> bool:
-    return any(not type(m).__module__.startswith(KNOWN_CODE) for m in module.modules())
+    return not is_known(module)
 
 
 def can_probe(source: ModelSource) -> bool:
@@ -37,11 +37,9 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int) -> Non
     ids = torch.randint(source.vocab_size, (num_tokens,), generator=generator).to(source.device)
     with evaluation(source.module):
         first, again = (call_source(source.module, source, ids).double() for _ in range(2))
-    with torch.inference_mode():
-        positions = torch.arange(num_tokens, device=ids.device)
-        got = Interpreter(semantic).run(
-            ids, positions
-        )  # a path may hold a word of Python's, which is no code
+    positions = torch.arange(num_tokens, device=ids.device)
+    with torch.inference_mode():  # interpreted: a path may hold a word of Python's, which is no code
+        got = Interpreter(semantic).run(ids, positions)
     narrow = got.dtype in (torch.bfloat16, torch.float16)
     tolerance = TOLERANCES[got.dtype] * (1 if narrow else CAPTURE_FACTOR)
     name = type(source.module).__name__

@@ -206,8 +206,7 @@ def _export(
             _check_range(program)
             one_token = run_with_one_token(wrapper, examples, places)
             return program, _route(strict, repeated) + functionalised, one_token, None
-        with put_back(source.module):
-            limited = _export_limited(source, wrapper, inputs)
+        limited = _export_limited(source, wrapper, inputs)
         if limited is not None:
             program, functionalised = _functional(limited[0])
             return program, f"export up to {limited[1]} tokens{functionalised}", None, limited[1]

@@ -172,9 +172,8 @@ def _is_table(value: Any) -> bool:
     behind, queue = set(), [traced.proxy.node]
     while queue:
         node = queue.pop()
-        if node not in behind and isinstance(
-            node.meta.get("val"), torch.Tensor
-        ):  # a size says nothing of values
+        has_values = isinstance(node.meta.get("val"), torch.Tensor)  # a size says nothing of them
+        if has_values and node not in behind:
             behind.add(node)
             queue += node.all_input_nodes
     return all(node.op != "placeholder" for node in behind)
@@ -228,9 +227,9 @@ def _look(value: Any, inside: bool = False) -> Any:
         return value
     if isinstance(value, (list, tuple, set, frozenset, dict)) and not inside:
         elements = list(value.items() if isinstance(value, dict) else value)
-        elements = (sorted(elements, key=repr) if isinstance(value, (set, frozenset)) else elements)[
-            :MOST_ELEMENTS
-        ]
+        if isinstance(value, (set, frozenset)):
+            elements.sort(key=repr)
+        elements = elements[:MOST_ELEMENTS]
         flat = [x for e in elements for x in (e if isinstance(value, dict) else [e])]
         looks = [_look(x, inside=True) for x in flat]
         return type(value).__name__, len(value), [x for x in looks if x is not _MISSING]
