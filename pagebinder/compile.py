@@ -74,6 +74,7 @@ from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_s
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.merge_linears import merge_linears
 from pagebinder.passes.narrow_rows import narrow_rows
+from pagebinder.passes.own_passes import run_own_passes
 from pagebinder.passes.page_attention import page_attention
 from pagebinder.passes.page_compressed import page_compressed
 from pagebinder.passes.page_cross_attention import page_cross_attention
@@ -234,11 +235,12 @@ def compile_source(
             trail.add("encoder", "capture", encoder, chain=ENCODER)
         trail.add("captured", "capture", captured)
     with stage("recognise"):
-        semantic = _recognise(captured, encoder, report, trail)
+        semantic = _recognise(captured, encoder, config, report, trail)
     with stage("audit"):
         refused = unexplained(semantic, encoder, source, config, report)
-        if config.verify == "off" and encoder is None and not refused and can_probe(source):
-            probe(source, semantic, max_model_len)
+        as_written = not any(result.changes_numbers for result in report.passes)
+        if config.verify == "off" and encoder is None and not refused and as_written and can_probe(source):
+            probe(source, semantic, max_model_len, config)
     with stage("plan"):
         stored = _store_kv(semantic, config, report, trail)
         states = _states(stored, max_model_len, config)
@@ -251,6 +253,7 @@ def compile_source(
         paging = Paging.by_plan(states, plan)
         page_passes = tuple(functools.partial(page, paging=paging) for page in PAGE_PASSES)
         report.passes += run_passes(paged, (*page_passes, gather_logits), after=trail.after("paged"))
+        report.passes += run_own_passes(paged, "paged", config.passes, report, trail)
     device = torch.device("cpu") if source.device.type == "meta" else source.device
     with stage("fuse"):
         fused = _fuse(paged, source, device, config, report, trail)
@@ -283,6 +286,8 @@ def compile_source(
 
 def _check_options(source: ModelSource, config: CompileConfig) -> None:
     """What cannot be compiled so, said before the seconds of capturing. Raises ConfigError."""
+    if "packed" in config.passes:
+        raise ConfigError('passes: a decoder has no "packed" graph; use "semantic", "paged" or "fused".')
     if config.executable == "cuda_graph" and source.device.type == "cpu":
         raise ConfigError(
             'executable="cuda_graph" needs a CUDA GPU, and the model is on the CPU. There EngineConfig(capture="on") '
@@ -293,13 +298,21 @@ def _check_options(source: ModelSource, config: CompileConfig) -> None:
 
 
 def _recognise(
-    captured: GraphModule, encoder: GraphModule | None, report: CompileReport, trail: Trail
+    captured: GraphModule,
+    encoder: GraphModule | None,
+    config: CompileConfig,
+    report: CompileReport,
+    trail: Trail,
 ) -> GraphModule:
     """The semantic graph; the encoder's becomes one in place."""
     semantic = clone(captured, "semantic")
     report.passes += run_passes(semantic, RECOGNISERS, after=trail.after("semantic"))
+    report.passes += run_own_passes(semantic, "semantic", config.passes, report, trail)
     if encoder is not None:
         of_encoder = run_passes(encoder, RECOGNISERS, after=trail.after("encoder", chain=ENCODER))
+        of_encoder += run_own_passes(
+            encoder, "semantic", config.passes, report, trail, chain=ENCODER, graph="encoder"
+        )
         report.passes += [_of_encoder(result) for result in of_encoder]
     return semantic
 
@@ -324,6 +337,7 @@ def _fuse(
     """The fused graph, each op of ours with a provider that serves it on `device`."""
     fused = clone(paged, "fused")
     report.passes += run_passes(fused, _fuse_passes(config, source), after=trail.after("fused"))
+    report.passes += run_own_passes(fused, "fused", config.passes, report, trail)
     if config.quantization is not None and source.encoder is not None:
         report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
     report.providers = select_providers(

@@ -6,6 +6,7 @@ import re
 
 from torch.fx import GraphModule
 
+from pagebinder.compile_tokenwise import check_tokenwise, tokenwise_ops
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.cross import CROSS_ATTENTION
 from pagebinder.custom_ops.attention.indexed import INDEXED_ATTENTION
@@ -42,9 +43,14 @@ def unexplained(
 
     Returns:
         None, or with strict=False what is not explained.
+    Raises:
+        CaptureError: strict, and something is not explained; an op of `tokenwise_ops` does relate tokens.
+        ConfigError: one of `tokenwise_ops` is called by no graph.
     """
-    violations = audit(semantic, bidirectional=source.encoder_only)
-    violations += [] if encoder is None else audit(encoder, bidirectional=True)
+    graphs = [semantic] if encoder is None else [semantic, encoder]
+    declared = tokenwise_ops(config.tokenwise_ops, graphs, report)
+    violations = audit(semantic, bidirectional=source.encoder_only, tokenwise=declared)
+    violations += [] if encoder is None else audit(encoder, bidirectional=True, tokenwise=declared)
     size = num_ops(semantic)
     report.passes.append(
         PassResult(
@@ -62,6 +68,7 @@ def unexplained(
     problems += [str(v) for v in violations]
     problems += _miscounted(semantic, encoder, source)
     if not problems:
+        check_tokenwise(declared, graphs, source)
         return None
     shown = "\n".join(f"  - {p}" for p in problems[:MAX_PROBLEMS_SHOWN])
     more = len(problems) - MAX_PROBLEMS_SHOWN

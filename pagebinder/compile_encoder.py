@@ -28,6 +28,7 @@ from pagebinder.frontend.sentence_dir import sentence_recipe
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.layer_states import encoder_layer_states
 from pagebinder.passes.manager import run_passes
+from pagebinder.passes.own_passes import run_own_passes
 from pagebinder.passes.pack_attention import pack_attention
 from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
@@ -71,6 +72,7 @@ def compile_encoder(
     with stage("recognise"):
         semantic = clone(captured, "semantic")
         report.passes += run_passes(semantic, RECOGNISERS, after=trail.after("semantic", chain=ENCODER))
+        report.passes += run_own_passes(semantic, "semantic", config.passes, report, trail, chain=ENCODER)
     with stage("audit"):
         refused = unexplained(semantic, None, source, config, report)
     on_meta = source.device.type == "meta"
@@ -79,6 +81,7 @@ def compile_encoder(
         packed = clone(semantic, "packed")
         passes = (pack_attention, simplify)
         report.passes += run_passes(packed, passes, after=trail.after("packed", chain=ENCODER))
+        report.passes += run_own_passes(packed, "packed", config.passes, report, trail, chain=ENCODER)
         report.providers = select_providers(
             packed,
             device=device,
@@ -123,6 +126,10 @@ def _max_tokens(source: ModelSource, config: CompileConfig, recipe) -> int:
         )
     if config.quantization is not None:
         raise ConfigError(f"quantization={config.quantization!r} is for decoders (yet); leave it None.")
+    if levels := {"paged", "fused"} & config.passes.keys():
+        raise ConfigError(
+            f'passes: an encoder has no {" or ".join(sorted(levels))} graph; use "semantic" or "packed".'
+        )
     limit = source.max_model_len - numbering(source.module).offset
     wanted = config.max_model_len
     if wanted is not None and wanted > limit:

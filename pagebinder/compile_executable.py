@@ -13,7 +13,7 @@ from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.library import NAMESPACE, op_info
 from pagebinder.errors import CompilerNotFoundError, ConfigError
 from pagebinder.frontend.source import ModelSource
-from pagebinder.graph_tools import CASTS, is_view_op, module_path
+from pagebinder.graph_tools import CASTS, TORCHS, is_view_op, module_path
 from pagebinder.passes.layer_blocks import place_of
 from pagebinder.passes.op_costs import scenario
 from pagebinder.passes.op_costs_ours import cost_model
@@ -120,6 +120,6 @@ def _ops_of_layers(gm: GraphModule) -> list[Node]:
 
 
 def _is_loop(op: torch._ops.OpOverload) -> bool:
-    if op.namespace.startswith(NAMESPACE):
+    if op.namespace not in TORCHS:  # of others: inductor fuses nothing with a kernel that it did not write
         return op.namespace == NAMESPACE and op_info(op._opname).transparent
     return op in CASTS or not (is_view_op(op) or op in (*PRODUCTS, aten.index_select.default))

@@ -18,6 +18,7 @@ from pagebinder.errors import PlanDriftError
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.lock_drift import Drift, plan_drift, providers_comparable
 from pagebinder.passes.lock_file import read_plan_lock, require_writable, write_plan_lock
+from pagebinder.passes.own_passes import pass_name
 from pagebinder.passes.plan_lock import plan_lock
 from pagebinder.report import CompileReport
 from pagebinder.runtime.kv import KVPlan
@@ -48,6 +49,8 @@ def lock_of(
         "index_dtype": config.index_dtype,
         "quantization": config.quantization,
         "activation_quantization": config.activation_quantization,
+        "passes": [f"{level}: {pass_name(run)}" for level, own in config.passes.items() for run in own]
+        or None,
         "workload": None if config.workload is None else repr(plan.workload),
     }
     return plan_lock(report, graphs, model_config=config_of(source), options=options)

@@ -11,9 +11,11 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 from pagebinder.compile_verify_runs import call_source, evaluation
+from pagebinder.config import CompileConfig
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.layer_observer import is_known
 from pagebinder.frontend.source import ModelSource
+from pagebinder.passes.own_passes import pass_name
 from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, spread_of
 
 NUM_TOKENS = 80
@@ -27,7 +29,7 @@ def can_probe(source: ModelSource) -> bool:
     return source.device.type != "meta" and has_code_of_its_own(source.module)
 
 
-def probe(source: ModelSource, semantic: GraphModule, max_model_len: int) -> None:
+def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config: CompileConfig) -> None:
     """Raises CaptureError if the module computes something else when it is called again, or the graph does.
 
     In 16 bits single tokens may differ (by experts whose ratings are equal but for rounding): the mean error counts.
@@ -43,6 +45,8 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int) -> Non
     narrow = got.dtype in (torch.bfloat16, torch.float16)
     tolerance = TOLERANCES[got.dtype] * (1 if narrow else CAPTURE_FACTOR)
     name = type(source.module).__name__
+    passes = ", ".join(map(pass_name, config.passes.get("semantic", ())))
+    also = f", or a pass of your own ({passes}) may change what it computes" if passes else ""
     compared = (
         (f"{name} computes something else when it is called again", again),
         (f"The graph of {name} computes something else than {name} itself", got.double()),
@@ -55,5 +59,6 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int) -> Non
             raise CaptureError(
                 f"{what}: logits are off by {error:.2g} of their spread, most at token {worst} of {num_tokens}. It "
                 "may keep state outside of its modules, draw numbers by itself, or depend on how many tokens there "
-                'are. `pagebinder bisect` and verify="full" show more.'
+                f"are{also}. "
+                '`pagebinder bisect` and verify="full" show more.'
             )

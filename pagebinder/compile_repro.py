@@ -17,8 +17,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from pagebinder.compile_locate import Divergence
-from pagebinder.custom_ops.library import NAMESPACE
+from pagebinder.custom_ops.library import NAMESPACE, is_our_op
 from pagebinder.custom_ops.providers import BUILTIN_MODULES, registered_providers
+from pagebinder.graph_tools import TORCHS
 from pagebinder.passes.graph_values import widened
 
 SCRIPT, INPUTS = "reproduce.py", "inputs.pt"
@@ -90,10 +91,19 @@ def write_script(divergence: Divergence, directory: Path, title: str, tolerance:
     if "pagebinder" in text:
         head += "\nimport pagebinder.custom_ops  # registers torch.ops.pagebinder\n"
     head += _prepared(divergence.graph, divergence.expected_graph)
+    for namespace in sorted(_others(divergence.graph, divergence.expected_graph)):
+        head += f"\n# Import here what registers torch.ops.{namespace}.\n"
     tail = _TAIL.format(inputs=INPUTS, safe=safe, tolerance=tolerance)
     script = directory / SCRIPT
     script.write_text(head + "".join(f"\n\n{f}\n" for f in functions) + tail, encoding="utf-8")
     return script
+
+
+def _others(*graphs: GraphModule | None) -> set[str]:
+    """Namespaces of ops of the user's own."""
+    ops = (n.target for gm in graphs if gm is not None for n in gm.graph.nodes if n.op == "call_function")
+    called = {op.namespace for op in ops if isinstance(op, torch._ops.OpOverload) and not is_our_op(op)}
+    return called - {*TORCHS, NAMESPACE}
 
 
 def _prepared(*graphs: GraphModule | None) -> str:

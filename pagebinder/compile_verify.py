@@ -11,7 +11,6 @@ tensors, so the model and its graphs are never touched.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 
 import psutil
@@ -31,6 +30,7 @@ from pagebinder.compile_verify_runs import (
 )
 from pagebinder.config import CompileConfig
 from pagebinder.errors import ConfigError, VerificationError
+from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.source import ModelSource, source_from_module
 from pagebinder.passes.certificates import certify_steps
 from pagebinder.passes.graph_values import REDUCED
@@ -157,7 +157,7 @@ def worlds(source: ModelSource, notes: list[str], *, full: bool) -> Iterator[Wor
 
 def _copy(source: ModelSource, dtype: torch.dtype) -> torch.nn.Module:
     if dtype is source.dtype:
-        return copy.deepcopy(source.module)
+        return copied(source.module)
     return source_from_module(source.module, dtype=dtype).module
 
 

@@ -6,9 +6,9 @@
                 "args": [{"node": "rms_norm"}, ...], "kwargs": {}, "val": {"tensor": [...]},
                 "module": "model.layers.0.mlp", "line": "models/llama/modeling_llama.py:176 in forward"}, ...]}
 
-A call's target is an op of aten, of ours or of one of our providers, or one of a few functions of Python: names are
-looked up in these tables, and nothing else is called or imported. Weights are not part of it: a get_attr node names
-one, and `graph_from_json` is given them.
+A call's target is an op that is registered with torch (of aten, ours, a provider's, the user's own) or one of a few
+functions of Python: names are looked up in these tables, and nothing else is called or imported. Weights are not part
+of it: a get_attr node names one, and `graph_from_json` is given them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from pagebinder.compiled_sizes import SYMBOLIC, SizeReader, SizeWriter
 from pagebinder.compiled_values import from_json, to_json
 from pagebinder.errors import ArtefactError
-from pagebinder.graph_tools import attach, attribute, graph_module, module_path, source_line
+from pagebinder.graph_tools import TORCHS, attach, attribute, graph_module, module_path, source_line
 
 OURS = "pagebinder"
 NAMESPACES = ("aten", "prims", OURS)
@@ -92,7 +92,7 @@ def graph_from_json(
         kwargs = {key: from_json(a, nodes) for key, a in record.get("kwargs", {}).items()}
         if op == "get_attr":
             attach(root, record["target"], _look_up(weights, record["target"]))
-        target = _function(record["target"]) if op == "call_function" else record["target"]
+        target = find_function(record["target"]) if op == "call_function" else record["target"]
         node = graph.create_node(op, target, args, kwargs, name)
         if node.name != name:
             raise ArtefactError(f"the node {name!r} is there twice")
@@ -128,24 +128,26 @@ def _target_name(gm: GraphModule, node: Node, schemas: dict[str, str]) -> str:
     raise ArtefactError(f"{node.name} is a {node.op} of {node.target}, which an artefact cannot hold")
 
 
-def _function(name: str) -> Callable:
-    """What a call node's target stands for."""
+def find_function(name: str) -> Callable:
+    """What a call node's target stands for. Raises ArtefactError: nothing here."""
     if name in FUNCTIONS:
         return FUNCTIONS[name]
     namespace, _, rest = str(name).partition("::")
     packet, _, variant = rest.partition(".")
-    if not (namespace in NAMESPACES or namespace.startswith(f"{OURS}_")):
+    of_torch = namespace in TORCHS and namespace not in NAMESPACES
+    if of_torch or not (namespace and packet and variant):
         raise ArtefactError(
             f"it calls {name!r}, which is none of the ops and functions that a graph may call"
         )
     found = getattr(getattr(getattr(torch.ops, namespace), packet, None), variant, None)
     if not isinstance(found, torch._ops.OpOverload):
-        raise ArtefactError(f"there is no op {name!r} here")
+        hint = "" if namespace in NAMESPACES else f": import what registers torch.ops.{namespace} first"
+        raise ArtefactError(f"there is no op {name!r} here{hint}")
     return found
 
 
 def _check_schema(op: str, schema: str) -> None:
-    found = _function(op)._schema
+    found = find_function(op)._schema
     now = str(found)[len(found.name) :]
     if now != schema:
         raise ArtefactError(f"the op {op} takes {now} here, and took {schema} when the graph was saved")

@@ -34,6 +34,7 @@ from pagebinder.custom_ops.providers import registered_providers
 from pagebinder.errors import ArtefactError, CompilerNotFoundError
 from pagebinder.forks import use_threads
 from pagebinder.frontend.source import ModelSource
+from pagebinder.graph_tools import TORCHS
 from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import (
     AOTExecutable,
@@ -216,7 +217,11 @@ def _kernels(path: Path, manifest: Mapping) -> dict[str, Path]:
 
 
 def _prepare(ops: list[str], kernels: Mapping[str, Path]) -> None:
-    """Make the ops of a graph callable: register kernels that were kept, build the others. Raises ProviderError."""
+    """Make the ops of a graph callable: register kernels that were kept, build the others.
+
+    Raises:
+        ProviderError: they cannot be built. ArtefactError: an op of the user's own is not registered.
+    """
     for part, library in kernels.items():
         cpu_build.load(part, built=library)
     providers = registered_providers()
@@ -225,6 +230,10 @@ def _prepare(ops: list[str], kernels: Mapping[str, Path]) -> None:
         provider = providers.get(namespace.removeprefix("pagebinder_"))
         if namespace.startswith("pagebinder_") and provider is not None:
             provider.prepare(name.partition(".")[0])
+        elif namespace not in (*TORCHS, "pagebinder"):
+            from pagebinder.compiled_graphs import find_function
+
+            find_function(op)
 
 
 def _executable(

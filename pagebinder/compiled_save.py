@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import shutil
@@ -149,7 +150,7 @@ def _facts(compiled: Compiled, executable: Executable) -> dict[str, Any]:
         "kind": kind.name,
         "made_with": made_with(),
         "source": {key: to_json(value) for key, value in facts.items()},
-        "config": to_json(compiled.config),
+        "config": to_json(dataclasses.replace(compiled.config, passes={})),  # functions; they have run
         "states": to_json(compiled.states),
         "report": to_json(report),
         "refused": compiled._refused,

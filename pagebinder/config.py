@@ -8,78 +8,19 @@ SamplingParams   how one request's tokens are chosen
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
 import os
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
+from pagebinder.config_checks import is_int, is_number, parse_dtype, plain_number, require, strict
 from pagebinder.errors import ConfigError, RequestError
 
 EXECUTABLES = ("auto", "eager", "native", "inductor", "cuda_graph", "tensorrt")
 DRAFTERS = ("ngram",)
 VERIFY = ("off", "sample", "full")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def _strict(error: type[Exception]) -> Callable[[type], type]:
-    """Class decorator: an unknown keyword raises `error` and suggests the nearest option."""
-
-    def decorate(cls: type) -> type:
-        original = cls.__init__
-        names = [f.name for f in dataclasses.fields(cls)]
-
-        @functools.wraps(original)
-        def init(self, *args, **kwargs):
-            if args:
-                raise error(f"{cls.__name__} takes keyword arguments only, for example {names[0]}=...")
-            for key in kwargs:
-                if key not in names:
-                    near = difflib.get_close_matches(key, names, n=1)
-                    hint = f"; did you mean {near[0]!r}?" if near else "."
-                    raise error(f"{cls.__name__} has no option {key!r}{hint} Options: {', '.join(names)}.")
-            original(self, **kwargs)
-
-        cls.__init__ = init
-        return cls
-
-    return decorate
-
-
-def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """ "bfloat16", "torch.bfloat16" or torch.bfloat16 -> torch.bfloat16; None stays None."""
-    if dtype is None or dtype in DTYPES.values():
-        return dtype
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
-    return DTYPES[name]
-
-
-def _require(condition: bool, error: type[Exception], message: str) -> None:
-    if not condition:
-        raise error(message)
-
-
-def _is_int(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value) -> bool:
-    """A number that a float can hold."""
-    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_real and abs(value) <= sys.float_info.max
-
-
-def plain_number(value: Any) -> Any:
-    """A number of numpy as Python's; anything else as it is."""
-    return value.item() if isinstance(value, np.number) else value
 
 
 KV_DTYPES = (
@@ -88,10 +29,11 @@ KV_DTYPES = (
 )
 INDEX_DTYPES = ("auto", "fp8", "mxfp4")
 QUANTIZATIONS = ("fp8", "fp8_tensor", "fp8_block", "int8", "int4_g64", "int4_g32", "mxfp4")
+PASS_LEVELS = ("semantic", "paged", "fused", "packed")
 ACTIVATION_QUANTIZATIONS = ("fp8_per_token", "fp8_per_group", "fp8_per_tensor")
 
 
-@_strict(ConfigError)
+@strict(ConfigError)
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
     """How to compile a model.
@@ -125,6 +67,12 @@ class CompileConfig:
             that it pays (`EngineConfig(cascade=...)`): full attention, and windows that nobody has outgrown. Sums are
             then in another order, so a request's last bits may depend on who shares its prefix in a step.
         fusions: apply the passes that lead to the fused graph.
+        passes: passes of your own by the graph they work on, {"fused": [fuse_squared_relu]} for example, which run in
+            their order behind ours: "semantic" (ahead of the proof that nothing but attention and recurrences relates
+            tokens), "paged" and "fused" of a decoder, "semantic" and "packed" of an encoder. See docs/passes.md.
+        tokenwise_ops: names of ops of your own, "mylib::fancy_norm" for example, in the model or put there by your
+            passes, that compute every token from itself alone. The proof takes your word for it, and the report says
+            so; where the model has weights, each is run on parts of a sequence to see whether that holds.
         quantization: weights of linear layers in fewer bits, with activations as they are; None keeps them. "fp8"
             (e4m3, a scale for each output channel), "fp8_tensor" (one scale), "fp8_block" (128 x 128), "int8" (for
             each output channel), "int4_g64" and "int4_g32" (for 64 or 32 neighbours; the LM head always for 32),
@@ -170,6 +118,8 @@ class CompileConfig:
     providers: dict[str, str] = field(default_factory=dict)
     cascade: bool = False
     fusions: bool = True
+    passes: dict[str, Any] = field(default_factory=dict)
+    tokenwise_ops: tuple[str, ...] = ()
     quantization: str | None = None
     activation_quantization: str | None = None
     activation_scales: str | os.PathLike | None = None
@@ -190,24 +140,24 @@ class CompileConfig:
                 f"executable={self.executable!r} is unknown; use one of {', '.join(EXECUTABLES)}."
             )
         ok = isinstance(self.streams, str) and self.streams in ("auto", "on", "off")
-        _require(ok, ConfigError, f'streams={self.streams!r}: use "auto", "on" or "off".')
+        require(ok, ConfigError, f'streams={self.streams!r}: use "auto", "on" or "off".')
         ok = self.streams != "on" or self.executable in ("auto", "eager", "cuda_graph")
-        _require(ok, ConfigError, f'streams="on" needs ops that run one by one, executable="eager", for example, '
+        require(ok, ConfigError, f'streams="on" needs ops that run one by one, executable="eager", for example, '
                  f"and not {self.executable!r}.")  # fmt: skip
         for name, known in (("kv_dtype", KV_DTYPES), ("index_dtype", INDEX_DTYPES)):
             value = getattr(self, name)
             ok = isinstance(value, str) and value in known
-            _require(ok, ConfigError, f"{name}={value!r} is unknown; use one of {', '.join(known)}.")
+            require(ok, ConfigError, f"{name}={value!r} is unknown; use one of {', '.join(known)}.")
         ok = self.quantization is None or self.quantization in QUANTIZATIONS
         known = ", ".join(QUANTIZATIONS)
-        _require(ok, ConfigError, f"quantization={self.quantization!r}: use one of {known}, or None.")
+        require(ok, ConfigError, f"quantization={self.quantization!r}: use one of {known}, or None.")
         self._check_activation_options()
         fallback = self.tensorrt_fallback
         ok = isinstance(fallback, bool)
-        _require(ok, ConfigError, f"tensorrt_fallback={fallback!r}: use True or False.")
+        require(ok, ConfigError, f"tensorrt_fallback={fallback!r}: use True or False.")
         fixed = self.kv_dtype.endswith(("_per_head", "_per_tensor"))
         ok = self.kv_scales is None or (fixed and isinstance(self.kv_scales, (str, os.PathLike)))
-        _require(
+        require(
             ok,
             ConfigError,
             "kv_scales: use the path of a safetensors file, with a kv_dtype per head or tensor.",
@@ -216,45 +166,71 @@ class CompileConfig:
             raise ConfigError(f"verify={self.verify!r} is unknown; use one of {', '.join(VERIFY)}.")
         packed = self.pack_weights
         ok = packed is None or isinstance(packed, bool) or packed == "coded"
-        _require(ok, ConfigError, f'pack_weights={packed!r}: use True, False, "coded" or None.')
+        require(ok, ConfigError, f'pack_weights={packed!r}: use True, False, "coded" or None.')
         ok = not (packed and self.map_weights)
-        _require(
+        require(
             ok,
             ConfigError,
             "map_weights leaves weights in their files and pack_weights copies them: use one.",
         )
-        _require(isinstance(self.cascade, bool), ConfigError, f"cascade={self.cascade!r}: use True or False.")
+        require(isinstance(self.cascade, bool), ConfigError, f"cascade={self.cascade!r}: use True or False.")
+        self._check_passes()
         if not isinstance(self.providers, dict):
             raise ConfigError('providers maps an op to a provider, for example {"paged_attention": "cpu"}.')
         length = self.max_model_len
-        ok = length is None or (_is_int(length) and length >= 1)
-        _require(
+        ok = length is None or (is_int(length) and length >= 1)
+        require(
             ok, ConfigError, f"max_model_len={length!r}: use a whole number of tokens, at least 1, or None."
         )
         for name in ("lock", "locked"):
             path = getattr(self, name)
             ok = path is None or isinstance(path, (str, os.PathLike))
-            _require(ok, ConfigError, f"{name}={path!r}: use the path of a plan lock, or None.")
+            require(ok, ConfigError, f"{name}={path!r}: use the path of a plan lock, or None.")
         self._check_plan_options()
         if isinstance(self.device, torch.device):
             object.__setattr__(self, "device", str(self.device))
         device_ok = isinstance(self.device, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)
-        _require(device_ok, ConfigError, f'device={self.device!r}: use "auto", "cpu", "cuda" or "cuda:N".')
+        require(device_ok, ConfigError, f'device={self.device!r}: use "auto", "cpu", "cuda" or "cuda:N".')
 
     def _check_activation_options(self) -> None:
         wanted, known = self.activation_quantization, ", ".join(ACTIVATION_QUANTIZATIONS)
         ok = wanted is None or wanted in ACTIVATION_QUANTIZATIONS
-        _require(ok, ConfigError, f"activation_quantization={wanted!r}: use one of {known}, or None.")
+        require(ok, ConfigError, f"activation_quantization={wanted!r}: use one of {known}, or None.")
         ok = wanted is None or (self.quantization or "").startswith("fp8")
         remedy = 'quantization="fp8", for example'
-        _require(ok, ConfigError, f"activation_quantization needs weights in fp8, too: {remedy}.")
+        require(ok, ConfigError, f"activation_quantization needs weights in fp8, too: {remedy}.")
         scales = self.activation_scales
         ok = scales is None or (wanted == "fp8_per_tensor" and isinstance(scales, (str, os.PathLike)))
-        _require(
+        require(
             ok,
             ConfigError,
             'activation_scales: use the path of a safetensors file, with activation_quantization="fp8_per_tensor".',
         )
+
+    def _check_passes(self) -> None:
+        example = 'passes={"fused": [fuse_squared_relu]}'
+        require(
+            isinstance(self.passes, dict),
+            ConfigError,
+            f"passes maps a graph to its passes: {example}, for example.",
+        )
+        own = {}
+        for level, passes in self.passes.items():
+            known = ", ".join(PASS_LEVELS)
+            require(
+                level in PASS_LEVELS, ConfigError, f"passes: there is no {level!r} graph; use one of {known}."
+            )
+            own[level] = (passes,) if callable(passes) else passes
+            ok = isinstance(own[level], (list, tuple)) and all(map(callable, own[level]))
+            require(ok, ConfigError, f"passes[{level!r}]: use a list of functions, {example}, for example.")
+            own[level] = tuple(own[level])
+        object.__setattr__(self, "passes", own)
+        names = self.tokenwise_ops
+        names = (names,) if isinstance(names, str) else names
+        ok = isinstance(names, (list, tuple, set, frozenset)) and all(isinstance(n, str) for n in names)
+        ok = ok and all(re.fullmatch(r"\w+::\w+(\.\w+)?", n) for n in names)
+        require(ok, ConfigError, f'tokenwise_ops={self.tokenwise_ops!r}: use names like "mylib::fancy_norm".')
+        object.__setattr__(self, "tokenwise_ops", tuple(names))
 
     def _check_plan_options(self) -> None:
         """What the planner would refuse after minutes of capturing; what depends on the model is checked there."""
@@ -269,7 +245,7 @@ class CompileConfig:
             Workload.of(self.workload, self.max_model_len or UNLIMITED_TOKENS)
 
 
-@_strict(ConfigError)
+@strict(ConfigError)
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Memory and limits of one engine.
@@ -342,53 +318,53 @@ class EngineConfig:
             raise ConfigError("Give kv_cache_bytes or num_kv_blocks, not both.")
         for name in ("kv_cache_bytes", "num_kv_blocks", "max_encoder_tokens"):
             value = getattr(self, name)
-            ok = value is None or (_is_int(value) and value >= 1)
-            _require(ok, ConfigError, f"{name}={value!r}: use a whole number, at least 1, or None.")
+            ok = value is None or (is_int(value) and value >= 1)
+            require(ok, ConfigError, f"{name}={value!r}: use a whole number, at least 1, or None.")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
-            _require(_is_int(value) and value >= 1, ConfigError, f"{name}={value!r}: use at least 1.")
+            require(is_int(value) and value >= 1, ConfigError, f"{name}={value!r}: use at least 1.")
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError(f'scheduling_policy={self.scheduling_policy!r}: use "fcfs" or "priority".')
-        _require(
+        require(
             self.prefix_retention in ("dense", "sparse")
-            or (_is_int(self.prefix_retention) and self.prefix_retention >= 1),
+            or (is_int(self.prefix_retention) and self.prefix_retention >= 1),
             ConfigError,
             f'prefix_retention={self.prefix_retention!r}: use "dense", "sparse" or a number of tokens.',
         )
-        _require(
-            _is_int(self.swap_bytes) and self.swap_bytes >= 0,
+        require(
+            is_int(self.swap_bytes) and self.swap_bytes >= 0,
             ConfigError,
             f"swap_bytes={self.swap_bytes!r}: use a whole number of bytes, 0 for no swap space.",
         )
-        _require(
+        require(
             self.swap_policy in ("auto", "always", "never"),
             ConfigError,
             f'swap_policy={self.swap_policy!r}: use "auto", "always" or "never".',
         )
-        _require(
+        require(
             self.swap_policy != "always" or self.swap_bytes > 0,
             ConfigError,
             'swap_policy="always" needs swap space: give swap_bytes.',
         )
-        _require(_is_int(self.seed), ConfigError, f"seed={self.seed!r}: use a whole number.")
+        require(is_int(self.seed), ConfigError, f"seed={self.seed!r}: use a whole number.")
         ok = isinstance(self.cascade, str) and self.cascade in ("auto", "on", "off")
-        _require(ok, ConfigError, f'cascade={self.cascade!r}: use "auto", "on" or "off".')
+        require(ok, ConfigError, f'cascade={self.cascade!r}: use "auto", "on" or "off".')
         ok = isinstance(self.async_stepping, str) and self.async_stepping in ("auto", "on", "off")
-        _require(ok, ConfigError, f'async_stepping={self.async_stepping!r}: use "auto", "on" or "off".')
+        require(ok, ConfigError, f'async_stepping={self.async_stepping!r}: use "auto", "on" or "off".')
         for name in ("prefix_caching", "check_integrity"):
             value = getattr(self, name)
-            _require(isinstance(value, bool), ConfigError, f"{name}={value!r}: use True or False.")
+            require(isinstance(value, bool), ConfigError, f"{name}={value!r}: use True or False.")
         self._check_capture()
         self._check_drafter()
         mixed = self.mixed_prefill_tokens
-        _require(
-            mixed is None or (_is_int(mixed) and mixed >= 0),
+        require(
+            mixed is None or (is_int(mixed) and mixed >= 0),
             ConfigError,
             f"mixed_prefill_tokens={mixed!r}: use 0 or more, or None.",
         )
         threshold = self.long_prefill_token_threshold
-        _require(
-            _is_int(threshold) and threshold >= 0, ConfigError, "long_prefill_token_threshold: use 0 or more."
+        require(
+            is_int(threshold) and threshold >= 0, ConfigError, "long_prefill_token_threshold: use 0 or more."
         )
 
     def _check_drafter(self) -> None:
@@ -398,26 +374,26 @@ class EngineConfig:
         known = ", ".join(f'"{name}"' for name in DRAFTERS)
         given = repr(self.drafter) if isinstance(self.drafter, (str, type)) else type(self.drafter).__name__
         hint = ", as ModelDrafter(compiled) is" if hasattr(self.drafter, "engine") else ""
-        _require(
+        require(
             ok,
             ConfigError,
             f"drafter={given}: use {known}, an object with propose and forget{hint}, or None.",
         )
         most, budget = self.max_draft_tokens, self.draft_budget
-        _require(_is_int(most) and most >= 1, ConfigError, f"max_draft_tokens={most!r}: use at least 1.")
-        ok = budget is None or (_is_int(budget) and budget >= 2)
-        _require(ok, ConfigError, f"draft_budget={budget!r}: use at least 2 tokens, or None.")
+        require(is_int(most) and most >= 1, ConfigError, f"max_draft_tokens={most!r}: use at least 1.")
+        ok = budget is None or (is_int(budget) and budget >= 2)
+        require(ok, ConfigError, f"draft_budget={budget!r}: use at least 2 tokens, or None.")
 
     def _check_capture(self) -> None:
         ok = isinstance(self.capture, str) and self.capture in ("auto", "on", "off")
-        _require(ok, ConfigError, f'capture={self.capture!r}: use "auto", "on" or "off".')
+        require(ok, ConfigError, f'capture={self.capture!r}: use "auto", "on" or "off".')
         for name, most in (("decode", "max_num_seqs"), ("token", "max_num_batched_tokens")):
             option, limit = f"capture_{name}_sizes", getattr(self, most)
             sizes = getattr(self, option)
             if sizes is None:
                 continue
-            ok = isinstance(sizes, (list, tuple)) and all(_is_int(n) and 1 <= n <= limit for n in sizes)
-            _require(
+            ok = isinstance(sizes, (list, tuple)) and all(is_int(n) and 1 <= n <= limit for n in sizes)
+            require(
                 ok, ConfigError, f"{option}={sizes!r}: use whole numbers from 1 to {most}={limit}, or None."
             )
             object.__setattr__(self, option, tuple(sizes))
@@ -426,7 +402,7 @@ class EngineConfig:
 MOST_SAMPLES = 16384  # of a prompt: a request with millions of them would hold up all others
 
 
-@_strict(RequestError)
+@strict(RequestError)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen.
@@ -460,7 +436,7 @@ class SamplingParams:
 
     def __post_init__(self):
         def check(condition, message):
-            _require(bool(condition), RequestError, message)
+            require(bool(condition), RequestError, message)
 
         for option in dataclasses.fields(self):
             object.__setattr__(self, option.name, plain_number(getattr(self, option.name)))
@@ -477,21 +453,21 @@ class SamplingParams:
             f"stop_token_ids={ids!r}: use a list.",
         )
         ids = tuple(map(plain_number, ids or ()))
-        check(all(_is_int(t) and t >= 0 for t in ids), f"stop_token_ids={ids!r}: use token ids, 0 or more.")
+        check(all(is_int(t) and t >= 0 for t in ids), f"stop_token_ids={ids!r}: use token ids, 0 or more.")
         object.__setattr__(self, "stop_token_ids", ids)
         max_tokens = self.max_tokens
-        check(max_tokens is None or (_is_int(max_tokens) and max_tokens >= 1),
+        check(max_tokens is None or (is_int(max_tokens) and max_tokens >= 1),
               f"max_tokens={max_tokens!r}: use at least 1, or None for the model's length.")  # fmt: skip
         check(is_number(self.temperature) and self.temperature >= 0.0,
               f"temperature={self.temperature!r}: use 0.0 (greedy) or more.")  # fmt: skip
-        check(_is_int(self.top_k) and self.top_k >= 0, f"top_k={self.top_k!r}: use 0 (off) or more.")
+        check(is_int(self.top_k) and self.top_k >= 0, f"top_k={self.top_k!r}: use 0 (off) or more.")
         check(is_number(self.top_p) and 0.0 < self.top_p <= 1.0, f"top_p={self.top_p!r}: use 0 < top_p <= 1.")
         check(
             is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, f"min_p={self.min_p!r}: use 0 <= min_p <= 1."
         )
         check(is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100.0,
               f"repetition_penalty={self.repetition_penalty!r}: use 0.01 to 100 (1.0 = off).")  # fmt: skip
-        check(self.seed is None or _is_int(self.seed), f"seed={self.seed!r}: use a whole number or None.")
-        check(self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0),
+        check(self.seed is None or is_int(self.seed), f"seed={self.seed!r}: use a whole number or None.")
+        check(self.logprobs is None or (is_int(self.logprobs) and self.logprobs >= 0),
               f"logprobs={self.logprobs!r}: use 0 or more, or None.")  # fmt: skip
-        check(_is_int(self.n) and 1 <= self.n <= MOST_SAMPLES, f"n={self.n!r}: use 1 to {MOST_SAMPLES}.")
+        check(is_int(self.n) and 1 <= self.n <= MOST_SAMPLES, f"n={self.n!r}: use 1 to {MOST_SAMPLES}.")

@@ -64,6 +64,10 @@ class RequestError(PagebinderError):
     """A request is malformed: empty prompt, token id out of range, too long, bad sampling parameter."""
 
 
+class PassError(PagebinderError):
+    """A pass of the user's own (CompileConfig.passes) leaves a graph that cannot be run in place of its source."""
+
+
 class VerificationError(PagebinderError):
     """A pass changed what the graph computes (CompileConfig.verify).
 

@@ -27,6 +27,7 @@ MAY_IMPORT = {
 LEAVES = {
     "collector",
     "config",
+    "config_checks",
     "errors",
     "forks",
     "report",

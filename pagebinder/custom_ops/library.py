@@ -89,5 +89,14 @@ def op_info(name: str) -> OpInfo:
     return _ops[name]
 
 
+def is_our_op(target: object) -> bool:
+    """Is a call's target an op of ours, by whichever provider? Namespaces of others may begin like ours."""
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace.split("_")[0] == NAMESPACE
+        and target._opname in _ops
+    )
+
+
 def all_ops() -> dict[str, OpInfo]:
     return dict(_ops)

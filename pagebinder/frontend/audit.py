@@ -37,7 +37,7 @@ from pagebinder.frontend.token_dims import (
     tensors,
     token_dims,
 )
-from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, module_path, source_line
+from pagebinder.graph_tools import CASTS, IDENTITIES, TORCHS, arg, aten, module_path, source_line
 from pagebinder.report import Refusal
 
 # Ops that only rename, broadcast or move dimensions; a token dimension that is cut, shifted or merged shows in
@@ -138,12 +138,20 @@ class Violation:
         return f"{self.op} ({self.node}; {where}): {self.reason}"
 
 
-def audit(gm: GraphModule, *, bidirectional: bool = False) -> list[Violation]:
-    """All violations of a semantic graph in execution order; an empty list is the proof."""
+def audit(
+    gm: GraphModule, *, bidirectional: bool = False, tokenwise: frozenset[torch._ops.OpOverload] = frozenset()
+) -> list[Violation]:
+    """All violations of a semantic graph in execution order; an empty list is the proof.
+
+    Args:
+        tokenwise: ops of others that are taken to compute every token from itself alone.
+    """
     symbols = _token_symbols(gm)
     found = []
     for node in gm.graph.nodes:
-        reason = _reason_against(node, symbols, bidirectional) if node.op == "call_function" else None
+        reason = (
+            _reason_against(node, symbols, bidirectional, tokenwise) if node.op == "call_function" else None
+        )
         if reason:
             found.append(
                 Violation(
@@ -165,7 +173,7 @@ def _token_symbols(gm: GraphModule) -> list:
     return [inputs[name].shape[0].node.expr for name in names if name in inputs]
 
 
-def _reason_against(node: Node, symbols: list, bidirectional: bool) -> str | None:
+def _reason_against(node: Node, symbols: list, bidirectional: bool, tokenwise: frozenset) -> str | None:
     """Why this node may relate tokens, or None."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -210,7 +218,7 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool) -> str | Non
         ):
             return None
         return "it counts the tokens of the batch: row i is not tied to position i"
-    return _reason_by_class(node, inputs, input_dims)
+    return None if target in tokenwise else _reason_by_class(node, inputs, input_dims)
 
 
 def _reason_against_einsum(node: Node) -> str | None:
@@ -328,7 +336,11 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
         return reason_against_lookup(node)
     if target is aten.index_put.default:
         return reason_against_write(node)
-    return "this op is not known to keep tokens apart"
+    unknown = "this op is not known to keep tokens apart"
+    if target.namespace in TORCHS:
+        return unknown
+    name = target._schema.name
+    return f'{unknown}; if it does, say so: CompileConfig(tokenwise_ops=["{name}"])'
 
 
 def _reason_against_convolution(node: Node) -> str | None:

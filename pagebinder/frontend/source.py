@@ -18,6 +18,7 @@ from pagebinder.frontend import fp8_loading
 from pagebinder.frontend.checkpoint_tensors import CheckpointTensors, compared
 from pagebinder.frontend.fp8_format import stored_fp8
 from pagebinder.frontend.model_kinds import auto_class, is_encoder_only
+from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
 from pagebinder.report import PassResult
 
@@ -112,9 +113,7 @@ def source_from_module(module: torch.nn.Module, *, dtype: torch.dtype | None = N
     beside = other_parts(getattr(module, "config", None))
     module = writer_of(module)
     if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
-        import copy
-
-        module = _converted(copy.deepcopy(module), dtype)
+        module = _converted(copied(module), dtype)
     config = getattr(module, "config", None)
     is_transformers = _is_transformers(module)
     facts = _facts(config, module)

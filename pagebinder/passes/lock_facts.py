@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Node
 
-from pagebinder.custom_ops.library import NAMESPACE, all_ops
+from pagebinder.custom_ops.library import NAMESPACE, is_our_op
 from pagebinder.graph_tools import arg
 
 # Sizes worth naming: operand -> {name: dimension}. Other ops give the width of their first operand.
@@ -29,12 +28,7 @@ SIZES = {
 
 def is_ours(node: Node) -> bool:
     """A call of an op of ours, by whichever provider."""
-    return (
-        node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and node.target.namespace.split("_")[0] == NAMESPACE
-        and op_name(node) in all_ops()
-    )
+    return node.op == "call_function" and is_our_op(node.target)
 
 
 def op_name(node: Node) -> str:

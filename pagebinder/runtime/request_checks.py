@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from numbers import Integral
 
-from pagebinder.config import SamplingParams, is_number, plain_number
+from pagebinder.config import SamplingParams
+from pagebinder.config_checks import is_number, plain_number
 from pagebinder.errors import RequestError
 
 Prompt = str | Sequence[int]

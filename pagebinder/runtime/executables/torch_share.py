@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.cpu.provider import NAMESPACE as CPU_NAMESPACE
-from pagebinder.custom_ops.library import NAMESPACE, op_info
+from pagebinder.custom_ops.library import is_our_op, op_info
 from pagebinder.graph_tools import CASTS, is_view_op, val
 
 LITTLE = 0.1  # of the weights that products read
@@ -33,7 +33,7 @@ def leaves_little_to_torch(gm: GraphModule) -> bool:
             ours += read
             if name.startswith("packed_"):
                 return False
-        elif namespace.startswith(NAMESPACE) and not op_info(name).transparent:
+        elif is_our_op(node.target) and not op_info(name).transparent:
             return False
         elif node.target in HEAVY and not _is_outer_product(node):
             torchs += read

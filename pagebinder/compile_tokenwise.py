@@ -1,0 +1,122 @@
+"""`CompileConfig.tokenwise_ops`: ops of others that are said to compute every token from itself alone.
+
+    y = op(x)      x, y [T, ...]      op(x[:k]) must be y[:k], and op(x[k:]) y[k:], in a sequence of random tokens
+
+A sum over the tokens, a shift, a number that hangs on how many tokens there are: none of them passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from pagebinder.errors import CaptureError, ConfigError
+from pagebinder.frontend.source import ModelSource
+from pagebinder.frontend.token_dims import symbolic_dims, token_dims
+from pagebinder.graph_tools import TORCHS, module_path, tensors
+from pagebinder.passes.verifier import TOLERANCES, difference
+from pagebinder.report import CompileReport
+
+NUM_TOKENS = 24
+SPLIT = 7
+
+
+def tokenwise_ops(
+    names: Iterable[str], graphs: Sequence[GraphModule], report: CompileReport
+) -> frozenset[OpOverload]:
+    """The ops of these names that the graphs call; the report says that they are taken at their word.
+
+    Raises:
+        ConfigError: no graph calls an op of such a name, or it is one of torch's, which are judged by what they do.
+    """
+    called = {n.target for gm in graphs for n in gm.graph.nodes if n.op == "call_function"}
+    others = {
+        op for op in called if isinstance(op, OpOverload) and op.namespace not in (*TORCHS, "pagebinder")
+    }
+    found = set()
+    for name in names:
+        ops = {op for op in others if name in (op._schema.name, f"{op._schema.name}.{op._overloadname}")}
+        if not ops:
+            known = ", ".join(sorted({op._schema.name for op in others})) or "none"
+            raise ConfigError(
+                f"tokenwise_ops: the model calls no {name!r} of a library of its own; it calls: {known}."
+            )
+        count = sum(n.target in ops for gm in graphs for n in gm.graph.nodes if n.op == "call_function")
+        report.notes.append(
+            f"{name} is taken to compute every token from itself alone, as tokenwise_ops says "
+            f"({count} call{'' if count == 1 else 's'})."
+        )
+        found |= ops
+    return frozenset(found)
+
+
+def check_tokenwise(ops: frozenset[OpOverload], graphs: Sequence[GraphModule], source: ModelSource) -> None:
+    """Run each call of these ops on a sequence and on its two parts; nothing is run without weights.
+
+    Raises:
+        CaptureError: a part of the sequence alone has other results.
+    """
+    if not ops or source.device.type == "meta":
+        return
+    for gm in graphs:
+        runner = _Splitter(gm, ops)
+        with torch.inference_mode():
+            runner.run(*_inputs(gm, source))
+
+
+class _Splitter(torch.fx.Interpreter):
+    """Runs a graph, and its calls of `ops` once more on the parts of their operands."""
+
+    def __init__(self, gm: GraphModule, ops: frozenset[OpOverload]) -> None:
+        super().__init__(gm)
+        self.ops = ops
+        self.extra_traceback = False  # errors here are ours
+
+    def run_node(self, n: Node):
+        whole = super().run_node(n)
+        if n.op == "call_function" and n.target in self.ops:
+            for part in (slice(0, SPLIT), slice(SPLIT, NUM_TOKENS)):
+                self._compare(n, whole, part)
+        return whole
+
+    def _compare(self, node: Node, whole, part: slice) -> None:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda a: _cut(a, self.env[a], part))
+        got = node.target(*args, **kwargs)
+        results = (whole, got) if isinstance(whole, (tuple, list)) else ((whole,), (got,))
+        for fake, expected, alone in zip(tensors(node), *results, strict=True):
+            (dim,) = symbolic_dims(fake)[:1] or (0,)
+            error = difference(alone, expected.narrow(dim, part.start, part.stop - part.start))
+            if error.relative > TOLERANCES.get(expected.dtype, 0.0):
+                raise CaptureError(
+                    f"{node.target._schema.name} in {module_path(node) or node.name} is said to compute every token "
+                    f"from itself alone (tokenwise_ops), and does not: on tokens {part.start} to {part.stop - 1} of "
+                    f"{NUM_TOKENS} alone its result is off by {error.relative:.2g} of its spread."
+                )
+
+
+def _cut(node: Node, value, part: slice):
+    """An operand's rows of these tokens; anything else as it is."""
+    dims = token_dims(node)
+    if not dims or not isinstance(value, torch.Tensor):
+        return value
+    return value.narrow(dims[0], part.start, part.stop - part.start)
+
+
+def _inputs(gm: GraphModule, source: ModelSource) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = []
+    for node in (n for n in gm.graph.nodes if n.op == "placeholder"):
+        fake = node.meta["val"]
+        sizes = [NUM_TOKENS if isinstance(size, torch.SymInt) else size for size in fake.shape]
+        if node.target == "positions":
+            value = torch.arange(NUM_TOKENS)
+        elif fake.dtype.is_floating_point:
+            value = torch.randn(sizes, generator=generator).to(fake.dtype)
+        else:
+            value = torch.randint(source.vocab_size, sizes, generator=generator)
+        inputs.append(value.to(source.device))
+    return inputs

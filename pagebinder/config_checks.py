@@ -1,0 +1,71 @@
+"""What configs check their options with: unknown keys, dtypes by name, numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagebinder.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def strict(error: type[Exception]) -> Callable[[type], type]:
+    """Class decorator: an unknown keyword raises `error` and suggests the nearest option."""
+
+    def decorate(cls: type) -> type:
+        original = cls.__init__
+        names = [f.name for f in dataclasses.fields(cls)]
+
+        @functools.wraps(original)
+        def init(self, *args, **kwargs):
+            if args:
+                raise error(f"{cls.__name__} takes keyword arguments only, for example {names[0]}=...")
+            for key in kwargs:
+                if key not in names:
+                    near = difflib.get_close_matches(key, names, n=1)
+                    hint = f"; did you mean {near[0]!r}?" if near else "."
+                    raise error(f"{cls.__name__} has no option {key!r}{hint} Options: {', '.join(names)}.")
+            original(self, **kwargs)
+
+        cls.__init__ = init
+        return cls
+
+    return decorate
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """ "bfloat16", "torch.bfloat16" or torch.bfloat16 -> torch.bfloat16; None stays None."""
+    if dtype is None or dtype in DTYPES.values():
+        return dtype
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def require(condition: bool, error: type[Exception], message: str) -> None:
+    if not condition:
+        raise error(message)
+
+
+def is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value) -> bool:
+    """A number that a float can hold."""
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and abs(value) <= sys.float_info.max
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy as Python's; anything else as it is."""
+    return value.item() if isinstance(value, np.number) else value

@@ -1,0 +1,195 @@
+"""A user's own passes (`CompileConfig.passes`): run like ours, and checked for what they leave behind.
+
+    CompileConfig(passes={"fused": [fuse_squared_relu]})      a function GraphModule -> PassResult, in place
+
+Behind each of them the graph must be whole: the same inputs, ops of torch or of a library of the user's, results of
+the same sizes and dtypes. What new nodes stand for is found by running their fake kernels; so is what changed behind.
+Values are the verifier's to judge (`CompileConfig.verify`), as for every pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pagebinder.errors import PassError
+from pagebinder.graph_tools import attribute, fake_mode_of, finish, set_val, tensors
+from pagebinder.passes.manager import Pass, run_passes
+from pagebinder.passes.trail import DECODER, Trail
+from pagebinder.report import CompileReport, PassResult
+
+FUNCTIONS = {operator.getitem, math.ceil, math.floor, math.trunc, torch.sym_max, torch.sym_min, torch.sym_not}
+# What results of ours are called that are no module of this room.
+TAKEN = {"audit", "capture", "leaves", "experts", "attention"}
+
+
+def run_own_passes(
+    gm: GraphModule, level: str, passes: Mapping[str, Sequence[Pass]], report: CompileReport, trail: Trail, *,
+    chain: str = DECODER, graph: str | None = None,
+) -> list[PassResult]:  # fmt: skip
+    """Run the passes that a user has for a level, and tell the report of those that said nothing.
+
+    Args:
+        graph: the level that the trail files them under, None: `level`.
+    Raises:
+        PassError: a pass answers something else than a PassResult, or leaves a graph that cannot be run in place of
+            the one it was given. What a pass raises itself goes through, with a note that names it.
+    """
+    own = tuple(functools.partial(_checked, run=run, level=level) for run in passes.get(level, ()))
+    results = run_passes(gm, own, after=trail.after(graph or level, chain=chain))
+    for result in results:
+        if not result.matches and not result.refusals:
+            did = "changed the graph and says of no place that it did" if result.changed else "found nothing"
+            report.notes.append(
+                f"{result.name}, a pass of your own on the {level} graph, {did}: no match, no refusal."
+            )
+    return results
+
+
+def pass_name(run: Callable) -> str:
+    """What a pass is called in messages: its function's name, or that of its class."""
+    run = run.func if isinstance(run, functools.partial) else run
+    return getattr(run, "__name__", type(run).__name__)
+
+
+def _checked(gm: GraphModule, *, run: Pass, level: str) -> PassResult:
+    where = f"{pass_name(run)}, a pass of your own on the {level} graph,"
+    before, inputs, results = {n: _call(n) for n in gm.graph.nodes}, _inputs(gm), _results(gm)
+    try:
+        result = run(gm)
+    except Exception as error:
+        error.add_note(f"(raised in {where} of CompileConfig.passes)")
+        raise
+    _check_answer(result, where)
+    try:
+        gm.graph.lint()
+    except Exception as error:
+        raise PassError(f"{where} leaves a graph that is not whole: {error}") from error
+    if _inputs(gm) != inputs:
+        raise PassError(
+            f"{where} changes the graph's inputs from {inputs} to {_inputs(gm)}: an engine gives a step's inputs by "
+            "these names. Leave them; what a pass adds is an attribute (graph_tools.attach)."
+        )
+    for node in gm.graph.nodes:
+        _check_call(node, where)
+    result.changed = result.changed or {n: _call(n) for n in gm.graph.nodes} != before
+    _find_values(gm, before, where)
+    if _results(gm) != results:
+        raise PassError(f"{where} makes the graph return {_results(gm)} instead of {results}.")
+    finish(gm)
+    return result
+
+
+def _check_answer(result: object, where: str) -> None:
+    if not isinstance(result, PassResult):
+        raise PassError(
+            f"{where} returned a {type(result).__name__}: a pass changes the graph in place and returns a "
+            "pagebinder.report.PassResult that says what it matched, what it refused, and why."
+        )
+    name = result.name
+    if not isinstance(name, str) or not name.isidentifier():
+        raise PassError(
+            f"{where} calls itself {name!r}: PassResult(name=...) takes a name like a function's."
+        )
+    if (
+        name in TAKEN
+        or importlib.util.find_spec(f"pagebinder.passes.{name}")
+        or name.startswith("recognise_")
+    ):
+        raise PassError(
+            f"{where} calls itself {name!r}, as one of Pagebinder's does: give it a name of its own."
+        )
+
+
+def _check_call(node: Node, where: str) -> None:
+    if node.op in ("call_module", "call_method"):
+        what = f"{node.target!r} as a {node.op.removeprefix('call_')}"
+    elif node.op == "call_function" and not (
+        isinstance(node.target, torch._ops.OpOverload) or node.target in FUNCTIONS or _is_of_sizes(node)
+    ):
+        what = getattr(node.target, "__name__", str(node.target))
+    else:
+        return
+    raise PassError(
+        f"{where} leaves {node.name}, a call of {what}: a graph calls ops by their overloads, "
+        "torch.ops.aten.relu.default for example, or torch.ops.mylib.op.default of your own."
+    )
+
+
+def _is_of_sizes(node: Node) -> bool:
+    """Does a call compute with sizes alone, by a function of Python?"""
+    return not any(tensors(n) for n in node.all_input_nodes) and node.target.__module__ in (
+        "_operator",
+        "math",
+        "torch",
+    )
+
+
+def _find_values(gm: GraphModule, before: Mapping[Node, tuple], where: str) -> None:
+    """meta["val"] of what is new, and of what reads something that has changed its size, dtype or strides."""
+    changed: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and "val" not in node.meta:
+            node.meta["val"] = _fake(gm, node, where)
+        if node.op != "call_function":
+            continue
+        if (
+            before.get(node) == _call(node)
+            and "val" in node.meta
+            and changed.isdisjoint(node.all_input_nodes)
+        ):
+            continue
+        known = node.meta.get("val")
+        try:
+            set_val(node)
+        except Exception as error:
+            raise PassError(
+                f"{where} leaves {node.name} = {node.target}({', '.join(map(str, node.args))}), which cannot be "
+                f"called so, or has no fake kernel (torch.library.register_fake): {type(error).__name__}: {error}"
+            ) from error
+        if known is not None and _outline(known) == _outline(node.meta["val"]):
+            node.meta["val"] = known
+        else:
+            changed.add(node)
+
+
+def _fake(gm: GraphModule, node: Node, where: str) -> torch.Tensor:
+    try:
+        value = attribute(gm, node.target)
+    except AttributeError as error:
+        raise PassError(f"{where} reads {node.target!r}, which the graph's module does not have.") from error
+    if not isinstance(value, torch.Tensor):
+        raise PassError(f"{where} reads {node.target!r}, a {type(value).__name__} and no tensor.")
+    with fake_mode_of(gm.graph):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _call(node: Node) -> tuple:
+    return node.op, node.target, node.args, node.kwargs
+
+
+def _inputs(gm: GraphModule) -> list[str]:
+    return [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def _results(gm: GraphModule) -> list[str]:
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    return [_outline(n.meta.get("val")) for n in output.all_input_nodes]
+
+
+def _outline(value: object) -> str:
+    """Dtype, sizes and strides of what a node stands for, without asking whether symbolic sizes are equal."""
+    if isinstance(value, torch.Tensor):
+        sizes, strides = (", ".join(map(str, part)) for part in (value.shape, value.stride()))
+        return (
+            f"{str(value.dtype).removeprefix('torch.')}[{sizes}] with strides ({strides}) on {value.device}"
+        )
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_outline, value))})"
+    return str(value)

@@ -1,0 +1,342 @@
+"""A user's own passes run like ours: matched, verified, locked, saved. What breaks the graph is an error."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pagebinder
+from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
+from pagebinder.compile_bisect import bisect
+from pagebinder.errors import ArtefactError, PassError, PlanDriftError, VerificationError
+from pagebinder.graph_tools import aten, attach, calls, describe, insert_call, is_call, source_line
+from pagebinder.report import Match, PassResult, Refusal
+from tests.encoder_decoders import tiny
+
+DOCS = Path(__file__).parents[2] / "docs" / "passes.md"
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
+LEVELS = ("semantic", "paged", "fused")
+
+
+@torch.library.custom_op("pagebinder_tests::squared_relu", mutates_args=())
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x).square()
+
+
+@squared_relu.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("pagebinder_tests::without_fake", mutates_args=())
+def without_fake(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+OWN = torch.ops.pagebinder_tests.squared_relu.default
+
+
+def fuse_squared_relu(gm):
+    result = PassResult(name="fuse_squared_relu")
+    for square in calls(gm.graph, aten.pow.Tensor_Scalar):
+        relu = square.args[0]
+        if not is_call(relu, aten.relu.default):
+            where = {"source_line": source_line(square), **describe(square)}
+            result.refusals.append(Refusal(pattern="squared_relu", reason="no relu is squared", **where))
+            continue
+        fused = insert_call(gm.graph, square, OWN, (relu.args[0],))
+        square.replace_all_uses_with(fused)
+        result.matches.append(Match(pattern="squared_relu", **describe(fused)))
+    return result
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(x)) ** 2)
+
+
+class Decoder(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(64, width), nn.Linear(width, 64)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def compiled_with(run, level="fused", **options):
+    return pagebinder.compile_model(
+        Decoder(), CompileConfig(executable="eager", passes={level: run}, **options)
+    )
+
+
+def tokens_of(compiled):
+    engine = compiled.engine(EngineConfig(num_kv_blocks=32))
+    return [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+
+
+def result_of(compiled, name="fuse_squared_relu"):
+    return next(p for p in compiled.report.passes if p.name == name)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return tokens_of(pagebinder.compile_model(Decoder(), CompileConfig(executable="eager")))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pass_runs_on_each_level_and_is_certified(level, expected):
+    named = {"tokenwise_ops": ["pagebinder_tests::squared_relu"]} if level == "semantic" else {}
+    compiled = compiled_with([fuse_squared_relu], level, verify="full", **named)
+    result = result_of(compiled)
+    assert len(result.matches) == 2 and result.changed and result.level == level
+    assert sum(c.count for c in result.certificates) == 2
+    assert all(c.max_rel_error == 0 for c in result.certificates)
+    assert len(list(calls(compiled.graphs[level].graph, OWN))) == 2
+    assert len(list(calls(compiled.graphs["fused"].graph, OWN))) == 2
+    assert tokens_of(compiled) == expected
+    assert "fuse_squared_relu" in compiled.explain()
+
+
+@pytest.mark.parametrize("executable", ["native", "inductor"])
+def test_what_it_leaves_runs_in_every_executable(executable, expected):
+    config = CompileConfig(executable=executable, passes={"fused": [fuse_squared_relu]})
+    compiled = pagebinder.compile_model(Decoder(), config)
+    assert compiled.report.executable == executable
+    assert tokens_of(compiled) == expected
+
+
+def test_a_wrong_rewrite_is_found_and_named(tmp_path):
+    def forget_the_square(gm):
+        result = PassResult(name="forget_the_square")
+        for square in calls(gm.graph, aten.pow.Tensor_Scalar):
+            square.replace_all_uses_with(square.args[0])
+            result.matches.append(Match(pattern="squared_relu", **describe(square.args[0])))
+        return result
+
+    with pytest.raises(VerificationError, match="forget_the_square"):
+        compiled_with(forget_the_square, verify="full")
+    with pytest.raises(VerificationError, match="fused"):
+        compiled_with(forget_the_square, verify="sample")
+    config = CompileConfig(passes={"fused": [forget_the_square]})
+    found = bisect(Decoder(), config, out_dir=tmp_path)
+    assert found.diverged and found.pass_name == "forget_the_square" and found.script.exists()
+
+
+def test_numbers_changed_on_purpose_are_measured_and_not_judged():
+    def halve(gm):
+        result = PassResult(name="halve", changes_numbers=True)
+        for square in calls(gm.graph, aten.pow.Tensor_Scalar):
+            half = insert_call(gm.graph, square, aten.mul.Scalar, (square.args[0], 0.5))
+            square.replace_all_uses_with(half)
+            result.matches.append(Match(pattern="half", **describe(half)))
+        return result
+
+    for level in ("semantic", "fused"):
+        compiled_with(halve, level)  # nor by the module itself
+        result = result_of(compiled_with(halve, level, verify="full"), "halve")
+        assert result.max_rel_error > 0.01
+        assert max(c.max_rel_error for c in result.certificates) > 0.1
+
+
+def test_a_semantic_pass_that_changes_the_model_is_found_without_verification():
+    def forget_the_square(gm):
+        for square in calls(gm.graph, aten.pow.Tensor_Scalar):
+            square.replace_all_uses_with(square.args[0])
+        return PassResult(name="forget")
+
+    with pytest.raises(pagebinder.CaptureError, match="pass of your own .forget_the_square. may change"):
+        compiled_with(forget_the_square, "semantic")
+
+
+def test_the_audit_sees_what_a_semantic_pass_leaves():
+    def mix(gm):
+        relu = next(calls(gm.graph, aten.relu.default))
+        summed = insert_call(gm.graph, relu, aten.cumsum.default, (relu.args[0], 1))
+        relu.args = (summed,)
+        return PassResult(name="mix", matches=[Match(pattern="mix", **describe(summed))])
+
+    with pytest.raises(pagebinder.CaptureError, match="works along the token dimension"):
+        compiled_with(mix, "semantic")
+
+
+def test_a_pass_without_an_answer_for_any_place_is_noted():
+    def look_for_nothing(gm):
+        return PassResult(name="look_for_nothing")
+
+    (note,) = compiled_with(look_for_nothing).report.notes
+    assert note.startswith("look_for_nothing, a pass of your own on the fused graph, found nothing")
+
+
+def test_a_constant_and_new_dtypes_get_their_values(expected):
+    def by_way_of_double(gm):
+        result = PassResult(name="by_way_of_double")
+        attach(gm, "tests_one", torch.ones(1, dtype=torch.float64))
+        for relu in calls(gm.graph, aten.relu.default):
+            with gm.graph.inserting_before(relu):
+                one = gm.graph.get_attr("tests_one")
+                wide = gm.graph.call_function(aten.to.dtype, (relu.args[0], torch.float64))
+                scaled = gm.graph.call_function(aten.mul.Tensor, (wide, one))
+            relu.args = (scaled,)
+            (square,) = relu.users
+            with gm.graph.inserting_after(square):
+                narrow = gm.graph.call_function(aten.to.dtype, (square, torch.float32))
+            square.replace_all_uses_with(narrow, delete_user_cb=lambda user: user.target is not aten.to.dtype)
+            result.matches.append(Match(pattern="double", **describe(relu)))
+        return result
+
+    compiled = compiled_with(by_way_of_double, verify="full")
+    graph = compiled.graphs["fused"].graph
+    assert all("val" in n.meta for n in graph.nodes if n.op in ("call_function", "get_attr"))
+    assert {n.meta["val"].dtype for n in calls(graph, aten.relu.default)} == {torch.float64}
+    assert tokens_of(compiled) == expected
+
+
+def behind_relu(make):
+    def add_behind_relu(gm):
+        relu = next(calls(gm.graph, aten.relu.default))
+        with gm.graph.inserting_after(relu):
+            node = make(gm.graph, relu)
+        relu.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
+        return PassResult(name="add_behind_relu")
+
+    return add_behind_relu
+
+
+def use_before_made(gm):
+    relu = next(calls(gm.graph, aten.relu.default))
+    next(iter(relu.users)).append(relu)
+    return PassResult(name="use_before_made")
+
+
+def one_input_more(gm):
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        gm.graph.placeholder("more")
+    return PassResult(name="one_input_more")
+
+
+def another_dtype(gm):
+    (output,) = gm.graph.find_nodes(op="output")
+    (logits,) = output.all_input_nodes
+    with gm.graph.inserting_after(logits):
+        output.replace_input_with(logits, gm.graph.call_function(aten.to.dtype, (logits, torch.bfloat16)))
+    return PassResult(name="another_dtype")
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda gm: None, "returned a NoneType: a pass changes the graph in place"),
+        (lambda gm: gm, "returned a Decoder|returned a Fused"),
+        (lambda gm: PassResult(name="quantize_weights"), "as one of Pagebinder's does"),
+        (lambda gm: PassResult(name="audit"), "as one of Pagebinder's does"),
+        (lambda gm: PassResult(name="my pass"), "takes a name like a function's"),
+        (use_before_made, "use_before_made.* leaves a graph that is not whole"),
+        (one_input_more, "changes the graph's inputs"),
+        (another_dtype, "makes the graph return .'bfloat16"),
+        (behind_relu(lambda g, x: g.call_function(torch.relu, (x,))), "a call of relu: .* by their overloads"),
+        (behind_relu(lambda g, x: g.call_method("contiguous", (x,))), "'contiguous' as a method"),
+        (behind_relu(lambda g, x: g.call_function(aten.mm.default, (x, x))), "cannot be called so"),
+        (
+            behind_relu(lambda g, x: g.call_function(torch.ops.pagebinder_tests.without_fake.default, (x,))),
+            "register_fake",
+        ),
+        (
+            behind_relu(lambda g, x: g.call_function(aten.mul.Tensor, (x, g.get_attr("nowhere")))),
+            "'nowhere', which the graph's module does not have|not whole",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr")
+def test_what_cannot_run_is_an_error_that_names_the_pass(run, message):
+    with pytest.raises(PassError, match=message):
+        compiled_with(run)
+
+
+def test_what_a_pass_raises_goes_through_with_its_name():
+    def fails(gm):
+        raise KeyError("no such thing")
+
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        compiled_with(fails)
+    assert "fails, a pass of your own on the fused graph" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ([fuse_squared_relu], "passes maps a graph"),
+        ({"late": [fuse_squared_relu]}, "no 'late' graph"),
+        ({"fused": ["fuse_squared_relu"]}, "use a list of functions"),
+        ({"fused": None}, "use a list of functions"),
+    ],
+)
+def test_bad_options(passes, message):
+    with pytest.raises(ConfigError, match=message):
+        CompileConfig(passes=passes)
+
+
+def test_levels_that_a_model_does_not_have():
+    with pytest.raises(ConfigError, match='no "packed" graph'):
+        compiled_with(fuse_squared_relu, "packed")
+
+
+def test_both_graphs_of_an_encoder_decoder():
+    seen = []
+
+    def count_ops(gm):
+        seen.append(len(gm.graph.nodes))
+        return PassResult(name="count_ops")
+
+    config = CompileConfig(executable="eager", passes={"semantic": count_ops})
+    compiled = pagebinder.compile_model(tiny("t5"), config)
+    assert len(seen) == 2
+    assert {"count_ops", "encoder.count_ops"} <= {p.name for p in compiled.report.passes}
+
+
+def test_the_lock_knows_passes(tmp_path):
+    lock = tmp_path / "plan.lock"
+    compiled_with(fuse_squared_relu, lock=lock)
+    assert "squared_relu" in lock.read_text()
+    compiled_with(fuse_squared_relu, locked=lock)
+    with pytest.raises(PlanDriftError, match=r"options.passes[\s\S]*squared_relu by fuse_squared_relu"):
+        pagebinder.compile_model(Decoder(), CompileConfig(locked=lock))
+
+
+def test_an_artefact_keeps_what_a_pass_left(tmp_path, expected):
+    compiled_with(fuse_squared_relu).save(tmp_path / "artefact")
+    loaded = pagebinder.load(tmp_path / "artefact")
+    assert tokens_of(loaded) == expected
+    assert len(list(calls(loaded.graphs["fused"].graph, OWN))) == 2
+    assert not loaded.config.passes
+    code = f"import pagebinder; pagebinder.load({str(tmp_path / 'artefact')!r})"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (
+        "'pagebinder_tests::squared_relu.default'" in other.stderr and ArtefactError.__name__ in other.stderr
+    )
+
+
+def test_the_documented_pass_runs_as_it_stands():
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("2 matches, largest error ")
