@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.ambient import alone
 from pagebinder.collector import collector_paused
 from pagebinder.compile_checks import unexplained
 from pagebinder.compile_executable import check_executable, executable_of, is_compiled
@@ -107,18 +108,22 @@ FP8_QUANT_FUSIONS = (fuse_rms_norm_fp8_quant, fuse_gated_activation_fp8_quant, f
 INDEX_LAYOUTS = {"fp8_index", "fp4_index"}
 
 
+@alone
 def compile_model(
     model: Any, config: CompileConfig | None = None, *, on_stage: Callable[[str], None] | None = None
 ) -> CompiledModel:
     """Compile a decoder for paged, continuously batched inference.
 
+    Threads that compile take turns. `torch.autocast` around it changes nothing: dtypes are the model's.
+
     Args:
         model: an unmodified transformers decoder or text encoder-decoder, any torch.nn.Module called as
             `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]` (or a tuple that begins with them, or a
             dict with "logits"), or the path of a local checkpoint directory, or of an ONNX decoder (`model.onnx`, or
-            the directory that holds it). The model is not changed, and its weights are shared, not copied (unless
-            `dtype` differs). It is compiled as it is after `model.eval()`, in training mode, too. A model on the meta
-            device is compiled for `explain()` only.
+            the directory that holds it). The model is not changed, but for the seconds that it is compiled in, when
+            no other thread may call it; its weights are shared, not copied (unless `dtype` differs). It is compiled
+            as it is after `model.eval()`, in training mode, too. A model on the meta device is compiled for
+            `explain()` only.
         on_stage: called with each stage's name as it begins, for progress displays: "load", "capture",
             "recognise", "audit", "plan", "page", "fuse", "verify" (if asked for), "executable".
     Raises:
@@ -141,6 +146,7 @@ def compile_model(
     return compile_source(source, config, report, stage)
 
 
+@alone
 def explain_model(
     model: Any, config: CompileConfig | None = None, *, on_stage: Callable[[str], None] | None = None
 ) -> CompiledModel:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pagebinder import compile as compiler
+from pagebinder.ambient import alone
 from pagebinder.compile_locate import Divergence, in_capture, in_packing, in_pass, of_cone
 from pagebinder.compile_repro import write_script
 from pagebinder.compile_verify import chains, check_can_verify, conditions_of, worlds
@@ -90,6 +91,7 @@ class _Suspect:
     unequal: UnequalRewriteError | None = None
 
 
+@alone
 def bisect(
     model: Any,
     config: CompileConfig | None = None,

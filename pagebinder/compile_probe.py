@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Interpreter
 
+from pagebinder.ambient import inference
 from pagebinder.compile_verify_runs import call_source, evaluation
 from pagebinder.config import CompileConfig
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.layer_observer import is_known
+from pagebinder.frontend.own_code import is_known
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.own_passes import pass_name
 from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, spread_of
@@ -40,7 +41,7 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
     with evaluation(source.module):
         first, again = (call_source(source.module, source, ids).double() for _ in range(2))
     positions = torch.arange(num_tokens, device=ids.device)
-    with torch.inference_mode():  # interpreted: a path may hold a word of Python's, which is no code
+    with inference():  # interpreted: a path may hold a word of Python's, which is no code
         got = Interpreter(semantic).run(ids, positions)
     narrow = got.dtype in (torch.bfloat16, torch.float16)
     tolerance = TOLERANCES[got.dtype] * (1 if narrow else CAPTURE_FACTOR)
@@ -58,7 +59,7 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
             worst = int(errors.amax(-1).argmax())
             raise CaptureError(
                 f"{what}: logits are off by {error:.2g} of their spread, most at token {worst} of {num_tokens}. It "
-                "may keep state outside of its modules, draw numbers by itself, or depend on how many tokens there "
-                f"are{also}. "
+                "may keep state outside of its modules, draw numbers by itself, run under autocast, or depend on "
+                f"how many tokens there are{also}. "
                 '`pagebinder bisect` and verify="full" show more.'
             )

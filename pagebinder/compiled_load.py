@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.ambient import alone
 from pagebinder.compiled_files import FORMAT, MANIFEST, WEIGHTS, check_files, read_json
 from pagebinder.compiled_kinds import DECODER, KINDS, Compiled
 from pagebinder.compiled_machine import differences, kernel_fits
@@ -52,6 +53,7 @@ from pagebinder.runtime.saved_tokenizer import FILE_NAME, SavedTokenizer
 logger = logging.getLogger("pagebinder")
 
 
+@alone
 def load(
     path: str | Path, *, checkpoint: str | Path | None = None, verify: bool = False, recompile: bool = False
 ) -> Compiled:

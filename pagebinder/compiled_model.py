@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.ambient import inference
 from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.forks import use_threads
@@ -262,7 +263,7 @@ class CompiledModel:
             raise ConfigError(f"{self.report.model_class} is {kind}: run_level {need} encoder_input_ids.")
         encoder_states = None if encoder_input_ids is None else self.encode(encoder_input_ids)
         gm = self.graphs[level]
-        with torch.inference_mode():
+        with inference():
             if level in ("captured", "semantic"):
                 positions = torch.arange(len(input_ids), device=input_ids.device)
                 return gm(input_ids, positions, *(() if encoder_states is None else (encoder_states,)))
@@ -282,7 +283,7 @@ class CompiledModel:
         facts = self.source.encoder
         self._check_ids("encode", encoder_input_ids, facts.max_len, facts.vocab_size)
         positions = torch.arange(len(encoder_input_ids), device=encoder_input_ids.device)
-        with torch.inference_mode():
+        with inference():
             return self.graphs["encoder"](encoder_input_ids, positions)
 
     @staticmethod

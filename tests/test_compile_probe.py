@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 
 import numpy
 import pytest
@@ -88,6 +90,52 @@ def test_names_of_modules_may_be_words_of_python():
     pagebinder.compile_model(NamedByWords().eval(), CompileConfig(executable="eager"))
 
 
-def test_known_code_is_that_of_transformers_and_ours():
-    assert not has_code_of_its_own(tiny_llama())
+def add_every_second_time(model):
+    calls = []
+
+    def hook(module, args, output):
+        calls.append(0)
+        return output + len(calls) % 2
+
+    model.model.layers[1].register_forward_hook(hook)
+
+
+def draw_before(model):
+    noise = lambda module, args: (args[0] + float(numpy.random.rand()),)  # noqa: E731
+    model.model.layers[0].mlp.register_forward_pre_hook(noise)
+
+
+def draw_in_an_attribute(model):
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.__dict__["act_fn"] = lambda x: nn.functional.silu(x) * float(numpy.random.rand() + 0.5)
+
+
+@pytest.mark.parametrize("change", [add_every_second_time, draw_before, draw_in_an_attribute])
+def test_what_others_put_into_models_of_transformers_is_run_too(change):
+    model = tiny_llama()
+    change(model)
+    assert has_code_of_its_own(model)
+    with pytest.raises(CaptureError, match="when it is called again"):
+        pagebinder.compile_model(model, CompileConfig(executable="eager"))
+
+
+def own_forward(self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_known_code_is_that_of_transformers_and_ours(monkeypatch):
+    model = tiny_llama()
+    assert not has_code_of_its_own(model)
     assert has_code_of_its_own(nn.Sequential(Own(abs)))
+    with nn.modules.module.register_module_forward_hook(lambda *args: None):
+        assert has_code_of_its_own(model)
+    assert not has_code_of_its_own(model)
+    mlp = type(model.model.layers[0].mlp)
+    # wraps() makes it look like transformers' own
+    monkeypatch.setattr(mlp, "forward", functools.wraps(mlp.forward)(own_forward))
+    assert has_code_of_its_own(model)
+    monkeypatch.undo()
+    home = sys.modules[type(model).__module__]
+    monkeypatch.setattr(home, "rotate_half", lambda x: x)
+    assert has_code_of_its_own(model)

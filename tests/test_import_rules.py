@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "server": {"runtime"},
 }
 LEAVES = {
+    "ambient",
     "collector",
     "config",
     "config_checks",

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from pagebinder.ambient import is_compiled_elsewhere
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.own_code import attention_is_replaced, replaced_in
 from pagebinder.frontend.position_bias import has_bias_by_query, read_bias
 from pagebinder.graph_tools import calls, describe, num_ops
 from pagebinder.report import Match, PassResult
@@ -92,6 +94,14 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         CaptureError: an argument or a module trait that changes the result in a way not known here.
     """
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    if is_compiled_elsewhere():
+        raise CaptureError(f"{name} is being compiled by another thread: call the model when that has ended.")
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = str(torch.get_autocast_dtype(query.device.type)).removeprefix("torch.")
+        raise CaptureError(
+            f"{name} is called under torch.autocast({dtype}) by the model's own code: compile the model in that "
+            f'dtype instead, without autocast (CompileConfig(dtype="{dtype}")).'
+        )
     chosen = attention_mask if isinstance(attention_mask, ChosenKeys) else None
     attention_mask = None if isinstance(attention_mask, CausalMask) else attention_mask
     is_of_padding = type(module).__name__ in MASK_OF_PADDING and attention_mask is not None
@@ -235,7 +245,8 @@ def attention_hook(model: torch.nn.Module) -> Iterator[None]:
 
 
 def has_functions_of_its_own(model: torch.nn.Module) -> bool:
-    """Would the model call an attention or mask function that is none of transformers'? Ours replaces those alone."""
+    """Would the model call an attention or mask function that is none of transformers', or one that calls such? Ours
+    replaces those alone."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -253,7 +264,9 @@ def has_functions_of_its_own(model: torch.nn.Module) -> bool:
             functions.append(called["eager_attention_forward"])
     functions = [getattr(f, "func", f) for f in functions]  # of partial ones
     files = {str(getattr(f, "__module__", "")) for f in functions}
-    return not all(file.startswith(("transformers.", "pagebinder.")) for file in files)
+    if not all(file.startswith(("transformers.", "pagebinder.")) for file in files):
+        return True
+    return attention_is_replaced() or any(True for _ in replaced_in(files))
 
 
 def _configs(model: torch.nn.Module) -> list:

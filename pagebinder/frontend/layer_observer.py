@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from pagebinder.frontend.layer_facts import SMALL, layout, same_facts, values_of
+from pagebinder.frontend.own_code import is_known
 
-KNOWN = {"pagebinder", "torch", "transformers"}  # packages
 MAX_NUMBERS = (
     1 << 22
 )  # in a tensor that is really made: what code makes on the CPU, whatever its arguments are on
@@ -72,17 +72,6 @@ def candidates(model: torch.nn.Module) -> list[tuple[str, int, torch.nn.Module]]
         several = [c for c in children if classes.count(type(c[2])) > 1 and times[id(c[2])] == 1]
         found += [c for c in several if is_known(c[2])]
     return found
-
-
-def is_known(module: torch.nn.Module) -> bool:
-    """Is all of a module's code that of transformers or torch, or of a leaf of ours?"""
-    return all(_is_of_known(type(m)) and _is_of_known(m.forward) for m in module.modules())
-
-
-def _is_of_known(code) -> bool:
-    while isinstance(code, functools.partial):
-        code = code.func
-    return str(getattr(code, "__module__", "")).split(".")[0] in KNOWN
 
 
 def same_layers(

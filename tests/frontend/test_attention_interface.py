@@ -245,12 +245,24 @@ def own_attention(module, query, key, value, attention_mask, scaling=None, **_):
     return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ value).transpose(1, 2), None
 
 
+torchs_sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def own_sdpa(query, key, value, attn_mask=None, *, enable_gqa=False, scale=None, **_):
+    """A window, whatever the mask."""
+    options = {"enable_gqa": enable_gqa, "scale": scale}
+    return torchs_sdpa(query, key, value, own_mask(kv_length=query.shape[2]), **options)
+
+
 def replaced_function(kind, monkeypatch) -> str:
     """Puts a function of our own where transformers looks for one; the implementation that leads to it."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.llama import modeling_llama
 
+    if kind == "torch's sdpa":  # as faster attention is put into place for all models at once
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", own_sdpa)
+        return "sdpa"
     if kind == "eager":
         monkeypatch.setattr(modeling_llama, "eager_attention_forward", own_attention)
     elif kind == "model's mask":
@@ -271,7 +283,9 @@ def replaced_function(kind, monkeypatch) -> str:
     return kind
 
 
-@pytest.mark.parametrize("kind", ["registered", "registered mask", "sdpa", "eager", "model's mask"])
+@pytest.mark.parametrize(
+    "kind", ["registered", "registered mask", "sdpa", "torch's sdpa", "eager", "model's mask"]
+)
 def test_functions_that_are_not_of_transformers_are_traced(kind, monkeypatch):
     model = tiny_llama()
     assert not has_functions_of_its_own(model)

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.ambient import inference
 from pagebinder.custom_ops.cpu.torch_threads import torch_threads
 from pagebinder.forks import use_threads
 
@@ -31,7 +32,7 @@ class StepExecutable:
     limits_torch = False
 
     def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.inference_mode():
+        with inference():
             if not self.limits_torch:
                 use_threads("a step of a model that leaves much to torch's own ops")
                 return self._step(inputs)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from pagebinder.ambient import inference
 from pagebinder.graph_tools import attributes
 from pagebinder.runtime.executables.base import Executable
 from pagebinder.runtime.graphs.backend import GraphBackend
@@ -29,7 +30,7 @@ class BucketGraph:
     num_graphs: int
 
     def replay(self) -> None:
-        with torch.inference_mode():
+        with inference():
             for part in self.parts:
                 part()
 
@@ -58,7 +59,7 @@ def capture_pieces(
     given = {_storage(t) for t in (*inputs.values(), *attributes(gm).values())}
     parts, num_graphs = [], 0
     carried.begin()
-    with torch.inference_mode():
+    with inference():
         for index, piece in enumerate(pieces):
             call = _PieceCall(piece, [values[name] for name in piece.inputs], crossings, carried, logits)
             call()  # its values find their homes, outside the capture
@@ -83,7 +84,7 @@ def run_pieces(gm: GraphModule, pieces: Sequence[Piece], inputs: Mapping[str, to
     """The logits of a step in the same pieces without capture: what a replay equals where pieces are compiled."""
     crossings = _Crossings(gm, pieces)
     values = {n.name: inputs[n.target] for n in gm.graph.nodes if n.op == "placeholder"}
-    with torch.inference_mode():
+    with inference():
         for index, piece in enumerate(pieces):
             results = zip(piece.outputs, piece.run(*(values[name] for name in piece.inputs)), strict=True)
             for name, value in results:
@@ -113,7 +114,7 @@ class _PieceCall:
         self.results: dict = {}
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
-        with torch.inference_mode():
+        with inference():
             self.results = dict(zip(self._names, self._run(*self._args)))
             for name, value in list(self.results.items()):
                 if name == self._crossings.logits:

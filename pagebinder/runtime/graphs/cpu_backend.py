@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pagebinder.ambient import inference
 from pagebinder.errors import CacheCapacityError, GraphCaptureError
 from pagebinder.runtime.graphs.backend import Staging, Tensors
 from pagebinder.runtime.streams.branches import MAIN
@@ -52,7 +53,7 @@ class CpuGraphBackend:
         static[:num_bytes].copy_(staging.memory[:num_bytes])
 
     def capture(self, call: Callable[[], Tensors], *, is_opaque: bool, held_bytes: int = 0):
-        with torch.inference_mode():
+        with inference():
             if is_opaque:
                 self._peaks = None
                 outputs = tuple(call())
@@ -268,7 +269,7 @@ class RecordedCalls:
 
     def replay(self) -> None:
         values: list = [None] * self._num_slots
-        with torch.inference_mode():
+        with inference():
             for func, operands, tree, slots, drops in self._calls:
                 flat = [values[x.number] if type(x) is Slot else x for x in operands]
                 args, kwargs = tree_unflatten(flat, tree)
@@ -287,7 +288,7 @@ class _WholeCall:
         self._call, self._outputs = call, outputs
 
     def replay(self) -> None:
-        with torch.inference_mode():
+        with inference():
             for output, value in zip(self._outputs, self._call(), strict=True):
                 if output is not value:
                     output.copy_(value)

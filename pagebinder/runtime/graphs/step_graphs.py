@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.ambient import inference
 from pagebinder.errors import GraphCaptureError
 from pagebinder.runtime.executables.base import Executable
 from pagebinder.runtime.graphs.backend import GraphBackend, graph_backend
@@ -204,7 +205,7 @@ class StepGraphs:
             return self.executable.run(inputs)
         if any(piece.is_compiled for piece in pieces):
             return run_pieces(self.graph, pieces, inputs)
-        with torch.inference_mode():
+        with inference():
             return self.graph(*(inputs[n.target] for n in self.graph.graph.nodes if n.op == "placeholder"))
 
     # A loop of the user's own
