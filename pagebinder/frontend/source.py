@@ -276,12 +276,7 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
     vocab_size = configured_vocab_size(config)
     if vocab_size is None:  # known when the module is captured, see `plain_modules.py`
         embedding = next((m for m in module.modules() if isinstance(m, torch.nn.Embedding)), None)
-        if embedding is None:
-            raise ConfigError(
-                f"{type(module).__name__} has neither config.vocab_size nor an nn.Embedding: "
-                "give the module a `config` with vocab_size and max_position_embeddings."
-            )
-        vocab_size = embedding.num_embeddings
+        vocab_size = 1 if embedding is None else embedding.num_embeddings
     encoder_decoder = _encoder_facts(text, module)
     vocab_size = encoder_decoder.get("vocab_size", vocab_size)
     length = _max_model_len(text)

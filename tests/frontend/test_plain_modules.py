@@ -107,3 +107,33 @@ def test_a_config_says_how_many_ids_there_are():
         CaptureError, match=r"\[1, T, 30\], and there are 31 token ids \(config\.vocab_size\)"
     ):
         compiled(model)
+
+
+LOOK_UPS = {
+    "index": lambda ids, table: table[ids],
+    "functional": lambda ids, table: nn.functional.embedding(ids, table),
+    "one-hot product": lambda ids, table: nn.functional.one_hot(ids, VOCAB_SIZE).to(table.dtype) @ table,
+}
+
+
+class WithoutEmbedding(nn.Module):
+    """Looks its ids up by itself; one logit for each."""
+
+    def __init__(self, look_up):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(VOCAB_SIZE, plain.WIDTH))
+        self.attention, self.look_up = plain.NanoGPT(), look_up
+
+    def forward(self, input_ids, position_ids):
+        x = self.look_up(input_ids, self.table)
+        return (x + self.attention(x)) @ self.table.T
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_a_module_without_an_embedding(name):
+    model = WithoutEmbedding(LOOK_UPS[name])
+    served = compiled(model)
+    assert served.source.vocab_size == VOCAB_SIZE
+    (answer,) = served.engine(EngineConfig(num_kv_blocks=16)).generate([PROMPT], GREEDY)
+    assert list(answer.token_ids) == greedy(model)
