@@ -48,6 +48,16 @@ def is_compiled_elsewhere() -> bool:
     return _owner not in (None, threading.get_ident())
 
 
+is_compiled_elsewhere._dynamo_marked_constant = True  # Dynamo asks once, as it traces: it knows no threads
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on this device, where it is on."""
+    if device.type not in AUTOCAST or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
     with contextlib.ExitStack() as stack:

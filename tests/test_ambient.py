@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import pagebinder
 from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams
@@ -81,3 +82,17 @@ def test_a_model_that_is_being_compiled_says_so_to_other_threads():
         done.set()
         thread.join()
     assert not is_compiled_elsewhere()
+
+
+def test_autocast_of_the_models_own_is_refused_by_name():
+    class Inside(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(*args, **kwargs)
+
+    model = tiny_llama()
+    model.__class__ = Inside
+    with pytest.raises(
+        CaptureError, match=r"is called under torch.autocast\(bfloat16\) by the model's own code"
+    ):
+        compiled(model)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from pagebinder.ambient import is_compiled_elsewhere
+from pagebinder.ambient import autocast_dtype, is_compiled_elsewhere
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import attention_is_replaced, replaced_in
 from pagebinder.frontend.position_bias import has_bias_by_query, read_bias
@@ -96,8 +96,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if is_compiled_elsewhere():
         raise CaptureError(f"{name} is being compiled by another thread: call the model when that has ended.")
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = str(torch.get_autocast_dtype(query.device.type)).removeprefix("torch.")
+    if (dtype := autocast_dtype(query.device)) is not None:
+        dtype = str(dtype).removeprefix("torch.")
         raise CaptureError(
             f"{name} is called under torch.autocast({dtype}) by the model's own code: compile the model in that "
             f'dtype instead, without autocast (CompileConfig(dtype="{dtype}")).'

@@ -28,11 +28,6 @@ def test_facts_of_a_plain_module():
     assert source.dtype is torch.float32 and source.tokenizer() is None
 
 
-def test_a_module_without_vocabulary_says_what_to_add():
-    with pytest.raises(ConfigError, match=r"config\.vocab_size"):
-        source_from_module(nn.Linear(2, 2))
-
-
 def test_facts_of_a_transformers_model():
     source = source_from_module(tiny_llama(eos_token_id=[5, 7], bos_token_id=3))
     assert source.is_transformers
