@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import io
 import itertools
 import logging
@@ -38,6 +37,7 @@ from pagebinder.frontend.leaves.rope_by_length import length_limit
 from pagebinder.frontend.length_limits import OF_CODE, OF_ROPE, LengthLimit, limit_of_tables, note_limit
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.one_token import OneToken, noting_branches, run_with_one_token
+from pagebinder.frontend.plain_calls import check_guess, plain_call, takes_positions
 from pagebinder.frontend.plain_modules import logits_in
 from pagebinder.frontend.program_checks import (
     is_transformed,
@@ -89,6 +89,7 @@ class FlatTokens(torch.nn.Module):
         self.is_transformers = is_transformers
         self.given = given
         self.offset = numbering(source).offset if is_transformers else 0
+        self.call = None if is_transformers else plain_call(source)
 
     @same_grad_mode_untraced
     def forward(self, input_ids, positions):
@@ -96,17 +97,13 @@ class FlatTokens(torch.nn.Module):
         torch._check(positions.shape[0] == input_ids.shape[0])
         input_ids, positions = input_ids.unsqueeze(0), positions.unsqueeze(0)
         if not self.is_transformers:
-            return logits_in(self.source(input_ids, positions), type(self.source).__name__)[0]
+            return logits_in(self.call(self.source, input_ids, positions), type(self.source).__name__)[0]
         positions = positions + self.offset if self.offset else positions
         said = said_for_unpadded(self.source, input_ids)
         if self.given is None:
             return self.source(input_ids=input_ids, position_ids=positions, use_cache=False, **said).logits[0]
         with self.given.of_call(positions[0]):
             return self.source(input_ids=input_ids, use_cache=False, **said).logits[0]
-
-
-def takes_positions(module: torch.nn.Module) -> bool:
-    return "position_ids" in inspect.signature(type(module).forward).parameters
 
 
 def capture(source: ModelSource, *, hook: bool = True) -> tuple[GraphModule, str]:
@@ -124,6 +121,9 @@ def capture(source: ModelSource, *, hook: bool = True) -> tuple[GraphModule, str
     """
     if not source.is_transformers or takes_positions(source.module):
         wrapper = FlatTokens(source.module, source.is_transformers)
+        if wrapper.call is not None:
+            with put_back(source.module), _evaluation_mode(source.module):
+                check_guess(source.module, wrapper.call, source.vocab_size)
         return trace(source, wrapper, token_inputs(source), hook=hook)
     with given_positions(source.module) as given:
         wrapper = FlatTokens(source.module, True, given if given.names else None)

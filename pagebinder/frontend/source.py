@@ -20,6 +20,7 @@ from pagebinder.frontend.fp8_format import stored_fp8
 from pagebinder.frontend.model_kinds import auto_class, is_encoder_only
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
+from pagebinder.frontend.wrappers import is_transformers
 from pagebinder.report import PassResult
 
 DEFAULT_MAX_MODEL_LEN = 2048
@@ -115,11 +116,9 @@ def source_from_module(module: torch.nn.Module, *, dtype: torch.dtype | None = N
     if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
         module = _converted(copied(module), dtype)
     config = getattr(module, "config", None)
-    is_transformers = _is_transformers(module)
-    facts = _facts(config, module)
     return ModelSource(
-        module=module, name=type(module).__name__, is_transformers=is_transformers, config=config,
-        other_parts=beside, **facts,
+        module=module, name=type(module).__name__, is_transformers=is_transformers(module), config=config,
+        other_parts=beside, **_facts(config, module),
     )  # fmt: skip
 
 
@@ -254,14 +253,10 @@ def _of_weights(result: PassResult, formats: dict[str, str]) -> dict[str, Any]:
     return {"stored_weights": result, "stored_formats": formats}
 
 
-def _is_transformers(module: torch.nn.Module) -> bool:
-    return any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__)
-
-
 def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """`module.to(dtype)`, but as transformers loads a checkpoint in that dtype: RoPE frequencies are not rounded."""
     kept = {}
-    if _is_transformers(module):
+    if is_transformers(module):
         for owner in module.modules():
             kept |= {(owner, name): owner._buffers[name] for name in owner._non_persistent_buffers_set}
     module.to(dtype)
@@ -340,7 +335,7 @@ def _layer_counts(config) -> dict[str, Any]:
 
 def _encoder_facts(config, module: torch.nn.Module) -> dict[str, Any]:
     """The fields in which an encoder-decoder differs: a config's num_hidden_layers are those of its encoder."""
-    if not (_is_transformers(module) and getattr(config, "is_encoder_decoder", False)):
+    if not (is_transformers(module) and getattr(config, "is_encoder_decoder", False)):
         return {}
 
     def first(*names: str):

@@ -1,0 +1,205 @@
+"""How a module that is not transformers' is called: what its forward takes besides token ids, by its signature.
+
+    forward                                                      called with
+    (input_ids, position_ids), (x, y), (*args)               ids, positions
+    (input_ids, attention_mask=None, position_ids=None)      ids, position_ids=positions
+    (positions, input_ids)                                   input_ids=ids, positions=positions
+    (input_ids), (input_ids, mask=None), (x, causal=True)    ids: it counts rows, which the audit looks at
+    (input_ids, cache)                                       refused
+    (*args, **kwargs) around a transformers model            input_ids=ids, position_ids=positions, use_cache=False
+    (*args, **kwargs) around another module                  as that is called
+
+A second parameter means positions unless its name, or its default, says that it is something else, or it computes
+something else when it is left out: a mask made of positions computes wrong tokens without any error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+
+import torch
+
+from pagebinder.errors import CaptureError
+from pagebinder.frontend.plain_modules import logits_in
+from pagebinder.frontend.wrappers import transformers_inside
+
+GUESS_TOKENS = 5
+IDS = "input_ids"
+POSITIONS = ("position_ids", "positions", "pos_ids", "input_pos", "pos")
+# Parts of the names of what is no position.
+SOMETHING_ELSE = re.compile(
+    r"mask|cache|past|type|segment|label|target|embed|state|hidden|memory|encoder|decoder|loss|return|output|start|"
+    r"length|lens|seqlens|image|pixel|temperature|config|kwargs"
+)
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """Names of the parameters that take ids and positions; None: by order.
+
+    `gives_positions`: does it take any? `is_guess`: by no name, and it need not be given them. `without_cache`: is
+    use_cache=False said?
+    """
+
+    ids: str | None = None
+    positions: str | None = None
+    gives_positions: bool = True
+    is_guess: bool = False
+    without_cache: bool = False
+
+    def __call__(self, module: torch.nn.Module, input_ids: torch.Tensor, positions: torch.Tensor):
+        """What `module` returns for ids and positions [1, T]."""
+        named = {"use_cache": False} if self.without_cache else {}
+        if self.gives_positions and self.positions is not None:
+            named[self.positions] = positions
+        if self.ids is not None:
+            named[self.ids] = input_ids
+            return module(**named)
+        if self.gives_positions and self.positions is None:
+            return module(input_ids, positions, **named)
+        return module(input_ids, **named)
+
+
+def takes_positions(module: torch.nn.Module) -> bool:
+    """Has the forward of this transformers model `position_ids`?"""
+    return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def plain_call(module: torch.nn.Module) -> PlainCall:
+    """How to call `module`. Raises CaptureError: it needs more than ids and positions."""
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # no Python function
+        return PlainCall()
+    takes = _Parameters.of(signature)
+    inner = transformers_inside(module) if takes.any_order or takes.any_name else None
+    children = list(module.children())
+    if takes.anything and inner is None and len(children) == 1:
+        return plain_call(children[0])
+    ids = (
+        IDS if takes.by_order[:1] != [IDS] and (IDS in takes.by_name or (inner and takes.anything)) else None
+    )
+    positions = next((name for name in POSITIONS if name in takes.by_name), None)
+    if positions is None and inner is not None and takes.any_name and takes_positions(inner):
+        positions = POSITIONS[0]
+    is_second = positions is None and ids is None and inner is None and takes.second_is_positions(signature)
+    if ids is None and takes.by_order[1:2] == [positions]:
+        positions, is_second = None, True
+    call = PlainCall(
+        ids=ids,
+        positions=positions,
+        gives_positions=is_second or positions is not None,
+        is_guess=is_second and takes.second_is_optional(signature),
+        without_cache="use_cache" in takes.by_name or bool(inner and takes.any_name and _takes_cache(inner)),
+    )
+    _refuse_others(module, signature, takes, call)
+    return call
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Names of the parameters that are given by order and by name, and whether it has *args and **kwargs."""
+
+    by_order: list[str]
+    by_name: set[str]
+    any_order: bool
+    any_name: bool
+
+    @classmethod
+    def of(cls, signature: inspect.Signature) -> _Parameters:
+        kinds = {p.name: p.kind for p in signature.parameters.values()}
+        either, order = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY
+        name = inspect.Parameter.KEYWORD_ONLY
+        return cls(
+            by_order=[n for n, kind in kinds.items() if kind in (order, either)],
+            by_name={n for n, kind in kinds.items() if kind in (name, either)},
+            any_order=inspect.Parameter.VAR_POSITIONAL in kinds.values(),
+            any_name=inspect.Parameter.VAR_KEYWORD in kinds.values(),
+        )
+
+    @property
+    def anything(self) -> bool:
+        """Is it forward(*args, **kwargs)?"""
+        return self.any_order and self.any_name and not self.by_order
+
+    def second_is_positions(self, signature: inspect.Signature) -> bool:
+        if len(self.by_order) < 2:
+            return self.any_order
+        second = signature.parameters[self.by_order[1]]
+        told_else = isinstance(second.default, (bool, int, float, str))
+        return not told_else and not SOMETHING_ELSE.search(second.name.lower())
+
+    def second_is_optional(self, signature: inspect.Signature) -> bool:
+        if len(self.by_order) < 2:
+            return True
+        second = signature.parameters[self.by_order[1]]
+        return second.default is not second.empty and second.name not in POSITIONS
+
+
+@torch.no_grad()
+def check_guess(module: torch.nn.Module, call: PlainCall, vocab_size: int) -> None:
+    """Positions by order may be left out, then they count from 0: both ways must compute the same.
+
+    Raises:
+        CaptureError: they do not, so the parameter may be anything.
+    """
+    if not call.is_guess or any(p.is_meta for p in module.parameters()):
+        return
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    ids = (torch.arange(GUESS_TOKENS, device=device) % vocab_size)[None]
+    name = type(module).__name__
+    try:
+        alone = [logits_in(module(ids), name) for _ in range(2)]
+        given = logits_in(call(module, ids, torch.arange(GUESS_TOKENS, device=device)[None]), name)
+    except Exception:
+        return  # one way only
+    if torch.equal(*alone) and not (
+        alone[0].shape == given.shape and torch.allclose(alone[0], given, 1e-2, 1e-3)
+    ):
+        second = _Parameters.of(inspect.signature(module.forward)).by_order[1:2]
+        what = f"`{second[0]}`" if second else "its second argument"
+        raise CaptureError(
+            f"{name}.forward computes something else when {what} is given positions than without it: it is not known "
+            "what that is. Name the parameter for positions position_ids; give what is something else by keyword "
+            "alone (after a *)."
+        )
+
+
+def how_to_give_positions(module: torch.nn.Module) -> str:
+    """What to change in a module that numbers tokens itself; "" if it is given positions."""
+    if plain_call(module).gives_positions:
+        return ""
+    name, inner = type(module).__name__, transformers_inside(module)
+    if inner is None:
+        return (
+            f"\n{name}.forward takes token ids alone: take position_ids, too, and use them instead of arange."
+        )
+    path = next(path for path, part in module.named_modules() if part is inner)
+    return (
+        f"\n{name}.forward takes token ids alone: take position_ids, too, and pass them to {type(inner).__name__}, "
+        f"or compile that, compile_model(model.{path})."
+    )
+
+
+def _takes_cache(inner: torch.nn.Module) -> bool:
+    parameters = inspect.signature(type(inner).forward).parameters.values()
+    return any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _refuse_others(
+    module: torch.nn.Module, signature: inspect.Signature, takes: _Parameters, call: PlainCall
+) -> None:
+    """Raises CaptureError: parameters without a default are given nothing."""
+    num_by_order = 0 if call.ids else 1 + (call.gives_positions and call.positions is None)
+    given = {*takes.by_order[:num_by_order], call.ids, call.positions}
+    optional = {p.name for p in signature.parameters.values() if p.default is not p.empty}
+    needed = [
+        name for name in signature.parameters if name in {*takes.by_order, *takes.by_name} - optional - given
+    ]
+    if needed:
+        raise CaptureError(
+            f"{type(module).__name__}.forward takes {', '.join(needed)} with every call, and it is given token ids "
+            f"and positions ({', '.join(POSITIONS)}) alone: give the others a default."
+        )
