@@ -20,7 +20,7 @@ from pagebinder.frontend.fp8_format import stored_fp8
 from pagebinder.frontend.model_kinds import auto_class, is_encoder_only
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
-from pagebinder.frontend.wrappers import is_transformers
+from pagebinder.frontend.wrappers import is_transformers, said_inside, unwrapped
 from pagebinder.report import PassResult
 
 DEFAULT_MAX_MODEL_LEN = 2048
@@ -111,11 +111,12 @@ class ModelSource:
 
 def source_from_module(module: torch.nn.Module, *, dtype: torch.dtype | None = None) -> ModelSource:
     """Describe a module that the user built. With `dtype`, a converted copy is compiled; theirs stays as it is."""
+    module = unwrapped(module)
     beside = other_parts(getattr(module, "config", None))
     module = writer_of(module)
     if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
         module = _converted(copied(module), dtype)
-    config = getattr(module, "config", None)
+    config = said_inside(module, "config")
     return ModelSource(
         module=module, name=type(module).__name__, is_transformers=is_transformers(module), config=config,
         other_parts=beside, **_facts(config, module),
@@ -297,7 +298,7 @@ def configured_vocab_size(config) -> int | None:
 
 def end_tokens(config, module: torch.nn.Module, vocab_size: int) -> frozenset[int]:
     """The ids that end a sequence; the generation config wins, as in transformers' own `generate`."""
-    eos = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    eos = getattr(said_inside(module, "generation_config"), "eos_token_id", None)
     if eos is None:
         eos = getattr(_text_config(config), "eos_token_id", None)
     ids = {eos} if isinstance(eos, int) else set(eos or ())

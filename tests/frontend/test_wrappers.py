@@ -1,0 +1,151 @@
+"""Modules around a model: which are taken off, which are compiled with their own code, which are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import pagebinder
+from pagebinder import CaptureError, CompileConfig
+from pagebinder.frontend.source import source_from_module
+from tests.helpers import VOCAB_SIZE, tiny_llama
+
+
+def of_peft(name: str, base: type, **body) -> type:
+    """A class as the package peft has it, which is not installed for tests."""
+    return type(name, (base,), {"__module__": "peft.peft_model", **body})
+
+
+BaseTuner = of_peft("BaseTuner", nn.Module, forward=lambda self, *args, **kwargs: self.model(*args, **kwargs))
+LoraModel = of_peft("LoraModel", BaseTuner)
+AdaLoraModel = of_peft("AdaLoraModel", BaseTuner, forward=lambda self, *args, **kwargs: self.model(*args))
+XLoraModel = of_peft("XLoraModel", BaseTuner, forward=lambda self, *args, **kwargs: self.model(*args))
+PeftModel = of_peft(
+    "PeftModel",
+    nn.Module,
+    forward=lambda self, *args, **kwargs: self.base_model(*args, **kwargs),
+    active_peft_config=property(lambda self: self.peft_config["default"]),
+)
+ForCausalLM = of_peft("PeftModelForCausalLM", PeftModel, forward=lambda self, ids=None, **kwargs: None)
+
+
+def tuned(model, tuner=LoraModel, **options):
+    made = tuner()
+    made.model = model
+    made.peft_config = {
+        "default": SimpleNamespace(is_prompt_learning=False, peft_type="PeftType.LORA", **options)
+    }
+    return made
+
+
+def with_adapters(model, kind=ForCausalLM, tuner=LoraModel, **options):
+    made = kind()
+    made.base_model = tuned(model, tuner, **options)
+    made.peft_config = made.base_model.peft_config
+    return made
+
+
+TRANSPARENT = {
+    "torch.compile": torch.compile,
+    "DataParallel": nn.DataParallel,
+    "peft": with_adapters,
+    "peft without a task": lambda model: with_adapters(model, PeftModel),
+    "a tuner": tuned,
+    "AdaLoRA": lambda model: tuned(model, AdaLoraModel),
+    "several": lambda model: torch.compile(nn.DataParallel(with_adapters(model))),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPARENT)
+def test_transparent_wrappers_are_taken_off(name):
+    model = tiny_llama(eos_token_id=5)
+    source = source_from_module(TRANSPARENT[name](model))
+    assert source.module is model and source.is_transformers
+    assert source.config is model.config and source.eos_token_ids == {5}
+
+
+class Scaled(nn.DataParallel):
+    def forward(self, *args, **kwargs):
+        return 2 * super().forward(*args, **kwargs).logits
+
+
+OPAQUE = {
+    "a subclass": Scaled,
+    "X-LoRA": lambda model: with_adapters(model, tuner=XLoraModel),
+    "activated LoRA": lambda model: with_adapters(model, alora_invocation_tokens=[7]),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_wrappers_that_do_more_are_not(name):
+    model = OPAQUE[name](tiny_llama(eos_token_id=5))
+    assert source_from_module(model).module is model
+
+
+def test_prompts_that_are_learnt_are_refused_by_name():
+    model = with_adapters(tiny_llama())
+    model.base_model = model.base_model.model
+    model.peft_config = {
+        "default": SimpleNamespace(is_prompt_learning=True, peft_type="PeftType.PROMPT_TUNING")
+    }
+    with pytest.raises(
+        CaptureError, match=r"puts rows that it has learnt \(PROMPT_TUNING\) before every prompt"
+    ):
+        source_from_module(model)
+
+
+def test_hooks_of_a_wrapper_are_not_lost():
+    model = nn.DataParallel(tiny_llama())
+    model.register_forward_hook(lambda *args: None)
+    with pytest.raises(CaptureError, match="DataParallel around a LlamaForCausalLM has hooks of its own"):
+        source_from_module(model)
+
+
+class PassingOn(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
+class MaskFirst(PassingOn):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+        return self.model(input_ids, attention_mask, position_ids, **kwargs)
+
+
+class ValueHead(PassingOn):
+    def __init__(self, model):
+        super().__init__(model)
+        self.value = nn.Linear(model.config.hidden_size, 1)
+
+    def forward(self, input_ids=None, past_key_values=None, attention_mask=None, **kwargs):
+        out = self.model(input_ids, attention_mask, output_hidden_states=True, **kwargs)
+        return out.logits, out.loss, self.value(out.hidden_states[-1])
+
+
+@pytest.mark.parametrize(
+    "around", [PassingOn, MaskFirst, ValueHead, lambda model: PassingOn(nn.DataParallel(model))],
+    ids=["passing on", "mask first", "value head", "two"],
+)  # fmt: skip
+def test_other_code_around_a_model_is_compiled_with_it(around):
+    """compile_model compares logits with those of the module itself: its code is a user's own."""
+    model = tiny_llama(eos_token_id=5)
+    model.generation_config.eos_token_id = [6, 7]
+    source = pagebinder.compile_model(around(model), CompileConfig(executable="eager")).source
+    assert not source.is_transformers and source.eos_token_ids == {6, 7}
+    assert (source.vocab_size, source.max_model_len) == (VOCAB_SIZE, 512)
+
+
+class IdsAlone(PassingOn):
+    def forward(self, input_ids):
+        return self.model(input_ids).logits
+
+
+def test_a_wrapper_that_keeps_positions_away_is_told_what_to_do():
+    with pytest.raises(CaptureError, match=r"or compile that, compile_model\(model\.model\)\."):
+        pagebinder.compile_model(IdsAlone(tiny_llama()), CompileConfig(executable="eager"))
