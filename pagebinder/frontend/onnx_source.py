@@ -20,6 +20,7 @@ from pagebinder.frontend.source import (
     DEFAULT_MAX_MODEL_LEN,
     WEIGHT_PATTERNS,
     ModelSource,
+    as_ids,
     generation_tokens,
     read_options,
 )
@@ -112,8 +113,7 @@ def _facts(module: OnnxDecoder, folder: Path) -> dict[str, Any]:
     told = next((config[name] for name in LENGTHS if config.get(name)), limit)
     length = told or DEFAULT_MAX_MODEL_LEN
     eos, bos = generation_tokens(folder)
-    eos = eos or config.get("eos_token_id")
-    eos = {eos} if isinstance(eos, int) else set(eos or ())
+    eos = as_ids(config.get("eos_token_id")) if eos is None else eos
     return {
         "vocab_size": vocab_size,
         "max_model_len": length if limit is None else min(length, limit),

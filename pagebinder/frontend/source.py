@@ -148,12 +148,12 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         raise CheckpointError(
             f"{config_path} holds a {type(config_dict).__name__}, not the options of a model."
         )
-    eos, bos = generation_tokens(path)
+    ends, bos = generation_tokens(path)
     config = _read_config(path, config_dict)
     module, of_weights = _build(path, config, config_dict, dtype, weights)
     facts = _facts(module.config, module)
-    if eos:
-        facts["eos_token_ids"] = frozenset(t for t in eos if 0 <= t < facts["vocab_size"])
+    if ends is not None:
+        facts["eos_token_ids"] = frozenset(t for t in ends if 0 <= t < facts["vocab_size"])
     if bos is not None:
         facts["bos_token_id"] = bos
     return ModelSource(
@@ -297,12 +297,20 @@ def configured_vocab_size(config) -> int | None:
 
 
 def end_tokens(config, module: torch.nn.Module, vocab_size: int) -> frozenset[int]:
-    """The ids that end a sequence; the generation config wins, as in transformers' own `generate`."""
-    eos = getattr(said_inside(module, "generation_config"), "eos_token_id", None)
-    if eos is None:
-        eos = getattr(_text_config(config), "eos_token_id", None)
-    ids = {eos} if isinstance(eos, int) else set(eos or ())
-    return frozenset(t for t in ids if 0 <= t < vocab_size)
+    """The ids that end a sequence: those of the generation config, none if it says none; without one, the config's.
+
+    transformers makes a generation config of the config when it builds a model, and reads that one alone.
+    """
+    said = said_inside(module, "generation_config")
+    eos = getattr(_text_config(config) if said is None else said, "eos_token_id", None)
+    return frozenset(t for t in as_ids(eos) if 0 <= t < vocab_size)
+
+
+def as_ids(eos: Any) -> list[int]:
+    """An id, several in a list or a tensor, or None."""
+    if isinstance(eos, torch.Tensor):
+        return eos.flatten().tolist()
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def _max_model_len(config) -> int | None:
@@ -377,12 +385,15 @@ def read_options(file: Path, what: str) -> dict:
     return options
 
 
-def generation_tokens(path: Path) -> tuple[frozenset[int], int | None]:
-    """End-of-sequence and begin tokens of generation_config.json, which overrides config.json in practice."""
+def generation_tokens(path: Path) -> tuple[frozenset[int] | None, int | None]:
+    """End-of-sequence and begin tokens of generation_config.json, None for what is not said.
+
+    As in transformers, a file without eos_token_id says that no token ends a sequence.
+    """
     file = path / "generation_config.json"
     generation = read_options(file, "generation options")
     eos = generation.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token, int) for token in ids):
         raise CheckpointError(f"{file}: eos_token_id is {eos!r}; it must be a token id or a list of them.")
-    return frozenset(ids), generation.get("bos_token_id")
+    return frozenset(ids) if file.exists() else None, generation.get("bos_token_id")

@@ -35,6 +35,17 @@ def test_facts_of_a_transformers_model():
     assert source.eos_token_ids == {5, 7} and source.bos_token_id == 3
 
 
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [(None, set()), (6, {6}), ([6, 7], {6, 7}), (torch.tensor([6, 7]), {6, 7}), (torch.tensor(6), {6})],
+)
+def test_the_generation_config_of_a_module_says_what_ends_a_sequence(said, ends):
+    """As for transformers' generate, which goes on where it says nothing, whatever the config says."""
+    model = tiny_llama(eos_token_id=5)
+    model.generation_config.eos_token_id = said
+    assert source_from_module(model).eos_token_ids == ends
+
+
 def test_end_tokens_outside_the_vocabulary_are_ignored():
     assert source_from_module(tiny_llama(eos_token_id=VOCAB_SIZE + 9)).eos_token_ids == frozenset()
 
@@ -124,6 +135,16 @@ def test_the_generation_config_says_what_ends_a_sequence(checkpoint):
     )
     source = source_from_dir(checkpoint)
     assert source.eos_token_ids == {6, 7} and source.bos_token_id == 2
+
+
+def test_a_generation_config_without_end_tokens_has_none(checkpoint):
+    file = checkpoint / "generation_config.json"
+    file.write_text(json.dumps({"bos_token_id": 2}))
+    for weights in (True, False):
+        assert source_from_dir(checkpoint, weights=weights).eos_token_ids == frozenset()
+    file.unlink()
+    for weights in (True, False):
+        assert source_from_dir(checkpoint, weights=weights).eos_token_ids == {5}
 
 
 def edit_config(directory, **changes):
