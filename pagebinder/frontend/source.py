@@ -20,6 +20,7 @@ from pagebinder.frontend.fp8_format import stored_fp8
 from pagebinder.frontend.model_kinds import auto_class, is_encoder_only
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
+from pagebinder.frontend.unreadable import refuse_unreadable
 from pagebinder.frontend.wrappers import is_transformers, said_inside, unwrapped
 from pagebinder.report import PassResult
 
@@ -112,6 +113,7 @@ class ModelSource:
 def source_from_module(module: torch.nn.Module, *, dtype: torch.dtype | None = None) -> ModelSource:
     """Describe a module that the user built. With `dtype`, a converted copy is compiled; theirs stays as it is."""
     module = unwrapped(module)
+    refuse_unreadable(module)
     beside = other_parts(getattr(module, "config", None))
     module = writer_of(module)
     if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
