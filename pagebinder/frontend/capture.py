@@ -43,6 +43,7 @@ from pagebinder.frontend.program_checks import (
     is_transformed,
     refuse_operands_with_graphs,
     refuse_traced_constants,
+    weights_behind_data,
 )
 from pagebinder.frontend.python_state import put_back, traced_in_steady_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
@@ -330,6 +331,7 @@ def _sizes_from_data(program: ExportedProgram) -> set:
 def _functional(program: ExportedProgram) -> tuple[ExportedProgram, str]:
     """The program without writes into tensors, regions (of torch.autocast, whose casts become calls) and transforms
     of functions, and what that adds to its route."""
+    weights_behind_data(program)
     refuse_traced_constants(program)
     if not any(_is_mutating(n) or _is_region(n) or is_transformed(n) for n in program.graph.nodes):
         return program, ""

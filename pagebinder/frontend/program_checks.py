@@ -1,7 +1,9 @@
-"""Functions inside a program: what torch.export lets through and nothing here can read.
+"""What torch.export lets through and nothing here can read: functions inside a program, constants without values.
 
     torch.func.vmap(f)(x)              calls on values with a dimension that the graph does not show
     flex_attention(.., score_mod=f)    a call with a graph of its own as operand; torch.cond, too
+    linear.weight.data                 a constant that has lost its value: it is the weight
+    (x * 2).data                       the same of a value that is not known
 
 Decomposition resolves the first, unless torch has kept such a value as a constant.
 """
@@ -11,10 +13,11 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from pagebinder.errors import CaptureError
-from pagebinder.graph_tools import module_path, tensors
+from pagebinder.graph_tools import module_path, source_line, tensors
 
 
 def is_transformed(node: Node) -> bool:
@@ -22,14 +25,48 @@ def is_transformed(node: Node) -> bool:
     return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors(node)))
 
 
+def weights_behind_data(program: ExportedProgram) -> None:
+    """Reads a weight where the trace has read its `.data`, in place: to torch.export that is another tensor."""
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in specs]
+    weights = {
+        _storage(node.meta["val"]): node for node in inputs if specs[node.name].kind is InputKind.PARAMETER
+    }
+    for node in inputs:
+        target = specs[node.name].target
+        constant = program.constants.get(target)
+        weight = weights.get(_storage(constant)) if isinstance(constant, FakeTensor) else None
+        if weight is not None and _layout(constant) == _layout(weight.meta["val"]):
+            program.constants[target] = program.state_dict[specs[weight.name].target]
+            node.replace_all_uses_with(weight)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _layout(tensor: torch.Tensor) -> tuple:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
 def refuse_traced_constants(program: ExportedProgram) -> None:
-    """Raises CaptureError: a constant of the program has no value, which torch leaves behind under torch.func."""
-    if not any(isinstance(constant, FakeTensor) for constant in program.constants.values()):
+    """Raises CaptureError: a constant of the program has no value, by torch.func or because of `.data`."""
+    lost = {name for name, constant in program.constants.items() if isinstance(constant, FakeTensor)}
+    if not lost:
         return
-    place = next((_place(node) for node in program.graph.nodes if is_transformed(node)), "")
+    transformed = next((node for node in program.graph.nodes if is_transformed(node)), None)
+    if transformed is not None:
+        raise CaptureError(
+            f"torch.func.vmap, or another transform of torch.func,{_place(transformed)} cannot be captured: "
+            "torch.export loses its result. Write the dimension that it runs over as one of the tensors, as matmul "
+            "and softmax take it."
+        )
+    names = {spec.arg.name for spec in program.graph_signature.input_specs if spec.target in lost}
+    reader = next((n for n in program.graph.nodes if names & {i.name for i in n.all_input_nodes}), None)
+    where = "" if reader is None else f"{_place(reader)} ({source_line(reader)})"
     raise CaptureError(
-        f"torch.func.vmap, or another transform of torch.func,{place} cannot be captured: torch.export loses its "
-        "result. Write the dimension that it runs over as one of the tensors, as matmul and softmax take it."
+        f"A tensor that is read{where} has lost its value in the trace: torch.export does not follow `.data` and "
+        "what is made out of its sight. Use detach() instead of .data, and compute such values before the call."
     )
 
 
