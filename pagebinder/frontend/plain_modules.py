@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -94,12 +95,19 @@ def _are_ids(node: Node) -> bool:
 
 
 def _described(value: Any) -> str:
-    """A type, of tensors with dtype and shape, sizes that vary as T."""
+    """A type, of tensors with dtype and shape, sizes that vary as T, T + 5 and so on."""
     if isinstance(value, torch.Tensor):
-        sizes = ", ".join("T" if isinstance(size, torch.SymInt) else str(size) for size in value.shape)
+        sizes = ", ".join(map(_size_text, value.shape))
         return f"{str(value.dtype).removeprefix('torch.')} [{sizes}]"
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with {', '.join(map(repr, value)) or 'nothing'}"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} of ({', '.join(map(_described, value))})"
     return type(value).__name__
+
+
+def _size_text(size: int | torch.SymInt) -> str:
+    if not isinstance(size, torch.SymInt):
+        return str(size)
+    expression = size.node.expr
+    return str(expression.subs(dict.fromkeys(expression.free_symbols, sympy.Symbol("T"))))
