@@ -149,7 +149,7 @@ def _prove(source: ModelSource, packed: GraphModule, max_tokens: int, report: Co
     avoided = numbering(source.module).uncounted_id
     sequences = []
     for num_tokens in (min(n, max_tokens) for n in (*CHECK_TOKENS, longest)):
-        ids = torch.randint(0, source.vocab_size, (num_tokens,), generator=generator)
+        ids = torch.randint(0, source.vocab_size, (num_tokens,), generator=generator, device="cpu")
         if avoided is not None:
             ids[ids == avoided] = 0 if avoided else 1
         sequences.append(ids.tolist())

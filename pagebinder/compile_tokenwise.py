@@ -113,10 +113,10 @@ def _inputs(gm: GraphModule, source: ModelSource) -> list[torch.Tensor]:
         fake = node.meta["val"]
         sizes = [NUM_TOKENS if isinstance(size, torch.SymInt) else size for size in fake.shape]
         if node.target == "positions":
-            value = torch.arange(NUM_TOKENS)
+            value = torch.arange(NUM_TOKENS, device="cpu")
         elif fake.dtype.is_floating_point:
-            value = torch.randn(sizes, generator=generator).to(fake.dtype)
+            value = torch.randn(sizes, generator=generator, device="cpu").to(fake.dtype)
         else:
-            value = torch.randint(source.vocab_size, sizes, generator=generator)
+            value = torch.randint(source.vocab_size, sizes, generator=generator, device="cpu")
         inputs.append(value.to(source.device))
     return inputs

@@ -180,6 +180,6 @@ def rescale(module: torch.nn.Module, seed: int = 0) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator)
+                noise = torch.randn(parameter.shape, generator=generator, device="cpu")
                 wide = noise * parameter.shape[-1] ** -0.5 if parameter.dim() >= 2 else 1.0 + 0.1 * noise
                 parameter.copy_(wide)

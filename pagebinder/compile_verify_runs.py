@@ -223,4 +223,4 @@ def choose_sequences(source: ModelSource, plan: KVPlan, states, lengths: Sequenc
 
 def random_tokens(num_tokens: int, vocab_size: int, device: torch.device, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000_003 * seed + num_tokens)
-    return torch.randint(vocab_size, (num_tokens,), generator=generator).to(device)
+    return torch.randint(vocab_size, (num_tokens,), generator=generator, device="cpu").to(device)

@@ -54,7 +54,7 @@ def _decoder_facts(compiled: CompiledModel) -> dict[str, Any]:
 def _decoder_inputs(compiled: CompiledModel, level: str) -> dict[str, torch.Tensor]:
     if level == "encoder":
         ids = _ids(compiled.source.encoder.vocab_size, TRIAL_ENCODER_TOKENS)
-        return {"input_ids": ids, "positions": torch.arange(len(ids))}
+        return {"input_ids": ids, "positions": torch.arange(len(ids), device="cpu")}
     ids = _ids(compiled.source.vocab_size, min(TRIAL_TOKENS, compiled.max_model_len))
     states = None
     if compiled.source.encoder is not None:
@@ -111,7 +111,7 @@ def _restored_encoder(
 
 
 def _ids(vocab_size: int, num_tokens: int) -> torch.Tensor:
-    return torch.arange(1, num_tokens + 1) % vocab_size
+    return torch.arange(1, num_tokens + 1, device="cpu") % vocab_size
 
 
 DECODER = Kind(

@@ -184,7 +184,7 @@ def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
 def _laid_out(stored: torch.Tensor, shape: list[int], strides: list[int]) -> torch.Tensor:
     """The tensor as it lay before `_as_stored`, or before the checkpoint's order was changed."""
     once = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
-    result = torch.empty_strided(once, strides, dtype=stored.dtype)
+    result = torch.empty_strided(once, strides, dtype=stored.dtype, device="cpu")
     return result.copy_(stored).expand(shape)
 
 

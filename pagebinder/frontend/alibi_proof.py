@@ -61,17 +61,16 @@ def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int) -> torch.Tensor:
     """
     nodes, limit = ancestors(bias.node), max_tokens(bias.node.graph)
     for size in sorted({min(s, limit or s) for s in (2, 3, 17, SIZE)}):
-        _compare(bias, facts, _run(nodes, bias.node, size), torch.arange(size))
+        _compare(bias, facts, _run(nodes, bias.node, size), torch.arange(size, device="cpu"))
     if limit is None:
-        places = torch.cat(
-            (torch.arange(0, 40), torch.arange(4000, 4040), torch.arange(LARGE_SIZE - 40, LARGE_SIZE))
-        )
+        parts = ((0, 40), (4000, 4040), (LARGE_SIZE - 40, LARGE_SIZE))
+        places = torch.cat([torch.arange(start, end, device="cpu") for start, end in parts])
         try:
             _compare(bias, facts, Values(nodes, LARGE_SIZE).at(bias.node, places, places), places)
         except NotPointwise:
-            _compare(bias, facts, _run(nodes, bias.node, 2048), torch.arange(2048))
+            _compare(bias, facts, _run(nodes, bias.node, 2048), torch.arange(2048, device="cpu"))
     else:
-        _compare(bias, facts, _run(nodes, bias.node, limit), torch.arange(limit))
+        _compare(bias, facts, _run(nodes, bias.node, limit), torch.arange(limit, device="cpu"))
     slopes = bias.slopes
     if len(slopes) not in (1, num_heads):
         raise MaskNotProven(f"ALiBi of {len(slopes)} heads is added to the scores of {num_heads}")

@@ -144,11 +144,11 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
     if largest > most:
         rows, columns, chosen = _visible_at_chosen(terms, nodes, largest, numbers, divisors)
     else:
-        rows = columns = torch.arange(largest)
+        rows = columns = torch.arange(largest, device="cpu")
         chosen = seen[largest]
     for facts in _candidates(rows, columns, chosen, sorted({*numbers, *divisors})):
         if torch.equal(_expected(facts, rows, columns), chosen) and all(
-            torch.equal(_expected(facts, torch.arange(s), torch.arange(s)), seen[s]) for s in seen
+            torch.equal(_expected(facts, *[torch.arange(s, device="cpu")] * 2), seen[s]) for s in seen
         ):
             if not all(map(_is_straight, nodes)):
                 _require_far(terms, nodes, facts, limit, numbers, divisors)
@@ -270,7 +270,7 @@ def _visible_at_chosen(
             ) from miss
     except (RuntimeError, IndexError) as error:
         raise MaskNotProven(f"the mask cannot be evaluated for {size} tokens: {error}") from error
-    everything = torch.arange(size)
+    everything = torch.arange(size, device="cpu")
     return everything, everything, _visible(terms, nodes, size)
 
 
@@ -288,10 +288,10 @@ def _chosen(size: int, numbers: set[int], divisors: set[int], vectors) -> torch.
     # Distances from a row count as well: a second round of sums with the numbers themselves.
     near |= {m + n + e for m in list(marks)[:40] for n in sorted(numbers)[-3:] for e in (-1, 0, 1)}
     generator = torch.Generator().manual_seed(0)
-    others = torch.randint(size, (64,), generator=generator).tolist()
+    others = torch.randint(size, (64,), generator=generator, device="cpu").tolist()
     known = sorted(n for n in near if 0 <= n < size)
     step = -(-len(known) // MAX_CHOSEN)
-    return torch.tensor(sorted({*known[:: max(step, 1)], *others}))
+    return torch.tensor(sorted({*known[:: max(step, 1)], *others}), device="cpu")
 
 
 def _bends(vector: torch.Tensor, size: int) -> set[int]:
@@ -306,7 +306,7 @@ def _bends(vector: torch.Tensor, size: int) -> set[int]:
 
 
 def _together(terms: Sequence[MaskTerm], values: list[torch.Tensor], rows: int, columns: int) -> torch.Tensor:
-    visible = torch.ones(rows, columns, dtype=torch.bool)
+    visible = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
     for term, value in zip(terms, values):
         heads = value.reshape(-1, *value.shape[-2:]) if value.dim() > 1 else value.reshape(1, 1, -1)
         if term.kind == "factor":
@@ -369,7 +369,8 @@ def _named(visible: torch.Tensor) -> str:
     """A refusal that names the mask, if it is one that is known but not served; `visible` is of a short sequence."""
     unknown = "the mask is none of causal, window, chunk, full"
     size = len(visible)
-    p, j = torch.arange(size)[:, None], torch.arange(size)[None]
+    j = torch.arange(size, device="cpu")[None]
+    p = j.T
     prefix = int(visible[0].sum())
     if 1 < prefix < size and torch.equal(visible, (j <= p) | (j < prefix)):
         return f"a prefix-LM mask (the first {prefix} tokens see each other, the others are causal) is not served"

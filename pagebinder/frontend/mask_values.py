@@ -113,7 +113,7 @@ class Values:
 
     def __init__(self, nodes: list[Node], size: int, positions: torch.Tensor | None = None):
         self.nodes, self.size = nodes, size
-        self.positions = torch.arange(size) if positions is None else positions
+        self.positions = torch.arange(size, device="cpu") if positions is None else positions
         self._whole: dict[Node, object] = {}
         self._parts: dict[tuple, torch.Tensor] = {}
 
@@ -153,7 +153,7 @@ class Values:
             self._whole[node] = constant_of(node)
         elif (fill := fill_of(node)) is not None:
             shape = [self._size_of(s) for s in node.meta["val"].shape]
-            self._whole[node] = torch.full(shape, fill, dtype=node.meta["val"].dtype)
+            self._whole[node] = torch.full(shape, fill, dtype=node.meta["val"].dtype, device="cpu")
         else:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._whole.__getitem__)
             self._whole[node] = node.target(*_on_cpu(args), **_on_cpu(kwargs))
@@ -162,7 +162,7 @@ class Values:
         if node.target == "positions":
             return self.positions
         if node.target == "input_ids":
-            return torch.zeros(self.size, dtype=torch.int64)
+            return torch.zeros(self.size, dtype=torch.int64, device="cpu")
         raise MaskNotProven(f"the mask depends on the input {node.target}")
 
     def _size_of(self, size) -> int:
@@ -202,7 +202,9 @@ class Values:
         if target in _CONSTANTS or target in _FILLS:
             last = {aten.full_like.default: 1, aten.full.default: 1, aten.new_full.default: 2}
             value = _CONSTANTS[target] if target in _CONSTANTS else node.args[last[target]]
-            return torch.full(shape, self._whole.get(value, value), dtype=node.meta["val"].dtype)
+            return torch.full(
+                shape, self._whole.get(value, value), dtype=node.meta["val"].dtype, device="cpu"
+            )
         if target in (aten.expand.default, aten.expand_as.default):
             return self._sampled(node.args[0], self._aligned(node, node.args[0], wanted)).expand(shape)
         if isinstance(target, torch._ops.OpOverload) and (

@@ -76,6 +76,6 @@ def _values(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @functools.cache
 def _pairs(dtype: torch.dtype) -> torch.Tensor:
     """[256]: the two numbers in a byte, as the bits of an integer."""
-    byte = torch.arange(256)
+    byte = torch.arange(256, device="cpu")
     pairs = from_e2m1(torch.stack((byte & 15, byte >> 4), dim=1)).to(dtype)
     return pairs.view(torch.int32 if dtype is torch.bfloat16 else torch.int64).flatten()

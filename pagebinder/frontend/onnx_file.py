@@ -234,7 +234,7 @@ def _constant(attributes: dict) -> torch.Tensor:
     dtypes["value_floats"] = torch.float32
     if kind not in dtypes:
         raise CaptureError(f"A Constant holds its value as {kind}, which cannot be imported.")
-    return torch.tensor(value, dtype=dtypes[kind])
+    return torch.tensor(value, dtype=dtypes[kind], device="cpu")
 
 
 def _scope_said(node) -> str:

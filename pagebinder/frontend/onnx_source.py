@@ -174,7 +174,7 @@ def _last_position(module: OnnxDecoder) -> int | None:
 
 def _positions_within(module: OnnxDecoder, indices: str, num_rows: int) -> int | None:
     """How many positions, from 0 on, are looked up inside a table of `num_rows`; None: that cannot be told."""
-    positions = torch.arange(num_rows).unsqueeze(0)
+    positions = torch.arange(num_rows, device="cpu").unsqueeze(0)
     run = Run(module, torch.zeros_like(positions), positions)
     wanted = set(_needed_for(module, indices))
     run.all_of([i for i, node in enumerate(module.needed) if wanted & set(node.outputs)])

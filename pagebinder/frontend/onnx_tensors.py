@@ -59,7 +59,7 @@ class OnnxTensors:
             return (
                 torch.frombuffer(data, dtype=dtype).reshape(shape)
                 if data
-                else torch.empty(shape, dtype=dtype)
+                else torch.empty(shape, dtype=dtype, device="cpu")
             )
         import onnx
 
@@ -69,7 +69,7 @@ class OnnxTensors:
             raise self._damaged(proto, f"has values that do not fit: {error}") from error
         if dtype is torch.bfloat16:
             array = array.astype("float32")
-        return torch.tensor(array, dtype=dtype)
+        return torch.tensor(array, dtype=dtype, device="cpu")
 
     def _external(self, proto, dtype: torch.dtype, shape: tuple[int, ...], num_bytes: int) -> torch.Tensor:
         said = {entry.key: entry.value for entry in proto.external_data}
@@ -79,7 +79,7 @@ class OnnxTensors:
         if not self.weights:
             return torch.empty(shape, dtype=dtype, device="meta")
         if not num_bytes:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         memory = self._mapped(said.get("location", ""), proto.name)
         if offset + num_bytes > len(memory):
             raise CheckpointError(

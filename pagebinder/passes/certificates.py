@@ -242,15 +242,16 @@ def _random_input(node: Node, num_tokens: int, magnitude: float, generator):
         tensor = _attribute(node)
         if not (isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()):
             return tensor
-        noise = torch.randn(tensor.shape, generator=generator)
+        noise = torch.randn(tensor.shape, generator=generator, device="cpu")
         return (noise * tensor.shape[-1] ** -0.5 if tensor.dim() >= 2 else 1 + 0.1 * noise).to(tensor.dtype)
     if node.target == "positions":
-        return torch.arange(num_tokens)
+        return torch.arange(num_tokens, device="cpu")
     if node.target == "input_ids":
-        return torch.zeros(num_tokens, dtype=torch.int64)  # only its size can matter to a rewrite
+        # Only its size can matter to a rewrite.
+        return torch.zeros(num_tokens, dtype=torch.int64, device="cpu")
     value = node.meta["val"]
     shape = [_size(n, num_tokens) for n in value.shape]
-    return (magnitude * torch.randn(shape, generator=generator)).to(value.dtype)
+    return (magnitude * torch.randn(shape, generator=generator, device="cpu")).to(value.dtype)
 
 
 def _size(size, num_tokens: int) -> int:

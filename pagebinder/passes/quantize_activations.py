@@ -141,7 +141,8 @@ def certify_activations(before: GraphModule, after: GraphModule, result: PassRes
     for node in calls(after.graph, ours.scaled_fp8_quant.default):
         fixed = attribute(after, node.args[1].target).cpu() if len(node.args) > 1 else None
         for magnitude in MAGNITUDES:
-            x = torch.randn(NUM_ROWS, int(val(node.args[0]).shape[-1]), generator=generator) * magnitude
+            shape = NUM_ROWS, int(val(node.args[0]).shape[-1])
+            x = torch.randn(shape, generator=generator, device="cpu") * magnitude
             back = dequantise(*ours.scaled_fp8_quant(x, fixed, **node.kwargs))
             check.add(node, node.kwargs["granularity"], x, back, _error_bound(x, fixed))
     return check.certificates()

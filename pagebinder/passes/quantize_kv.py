@@ -91,7 +91,7 @@ def _scales(
     """The get_attr node of a layer's fixed scales, ahead of it."""
     layer, shape, device = module_path(node), (2, val(node.args[1]).shape[1]), val(node.args[1]).device
     if scales is None:
-        tensor = torch.ones(shape)
+        tensor = torch.ones(shape, device="cpu")
     elif layer not in scales or scales[layer].shape != shape:
         got = f"have {list(scales[layer].shape)} for" if layer in scales else "lack"
         raise ConfigError(f"kv_scales {got} the attention layer {layer!r}, which needs {list(shape)} (K, V).")
@@ -123,7 +123,7 @@ def certify_kv(before: GraphModule, after: GraphModule, result: PassResult) -> l
         codes = node.kwargs["codes"]
         for magnitude in MAGNITUDES:
             shapes = [(NUM_ROWS, *val(x).shape[1:]) for x in node.args[:2]]
-            rows = [torch.randn(shape, generator=generator) * magnitude for shape in shapes]
+            rows = [torch.randn(shape, generator=generator, device="cpu") * magnitude for shape in shapes]
             back = ours.quantized_kv(*rows, fixed, codes=codes)
             for i, (x, y) in enumerate(zip(rows, back)):
                 check.add(node, codes, x, y, error_bound(x, codes, None if fixed is None else fixed[i]))

@@ -88,10 +88,13 @@ class KVArena:
         num_bytes, pinned = num_slots * self.bytes_per_block, self.memory.is_cuda
         try:
             # What nobody can have fails here, before parts of it are taken.
-            torch.empty(num_bytes, dtype=torch.uint8)
+            torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self._host = [
                 torch.zeros(
-                    (min(each, num_slots - first), self.bytes_per_block), dtype=torch.uint8, pin_memory=pinned
+                    (min(each, num_slots - first), self.bytes_per_block),
+                    dtype=torch.uint8,
+                    pin_memory=pinned,
+                    device="cpu",
                 )
                 for first in range(0, num_slots, each)
             ]

@@ -134,10 +134,11 @@ def _seconds_per_key(
     """Of the fastest of some calls over a prefix of `num_blocks`, which is all that the requests see."""
     device, num_keys = cache.device, num_blocks * MEASURED_BLOCK
     table = torch.arange(num_blocks, dtype=torch.int32, device=device).repeat(requests, 1)
-    lens = torch.full((requests,), num_keys, dtype=torch.int32)
+    lens = torch.full((requests,), num_keys, dtype=torch.int32, device="cpu")
     shared = lens - 1 if together else torch.zeros_like(lens)  # the last key is the new token's
-    starts, leaders = torch.arange(requests + 1, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
-    tokens = torch.empty(requests, dtype=torch.int32)
+    starts = torch.arange(requests + 1, dtype=torch.int32, device="cpu")
+    leaders = torch.zeros(requests, dtype=torch.int32, device="cpu")
+    tokens = torch.empty(requests, dtype=torch.int32, device="cpu")
     order_shared_tokens(shared.numpy(), leaders.numpy(), starts.numpy(), tokens.numpy())
     q = torch.zeros(requests, shape.num_heads, shape.head_dim, dtype=cache.dtype, device=device)
     need = OpNeed(op="unified_attention", device=device.type, dtype=shape.dtype)

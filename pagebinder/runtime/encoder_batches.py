@@ -43,16 +43,16 @@ def batches(
 
 
 def _batch(sequences: Sequence[Sequence[int]], first: int, device: torch.device) -> EncoderBatch:
-    lengths = torch.tensor([len(s) for s in sequences])
+    lengths = torch.tensor([len(s) for s in sequences], device="cpu")
     ends = lengths.cumsum(0)
     starts = ends - lengths
     num_tokens = int(ends[-1])
     num_rows = max(num_tokens, MIN_ROWS)
-    ids = torch.zeros(num_rows, dtype=torch.int64)
-    ids[:num_tokens] = torch.tensor(list(itertools.chain.from_iterable(sequences)))
-    positions = torch.zeros(num_rows, dtype=torch.int64)
-    positions[:num_tokens] = torch.arange(num_tokens) - starts.repeat_interleave(lengths)
-    query_start_loc = torch.zeros(len(sequences) + 1, dtype=torch.int32)
+    ids = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
+    ids[:num_tokens] = torch.tensor(list(itertools.chain.from_iterable(sequences)), device="cpu")
+    positions = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
+    positions[:num_tokens] = torch.arange(num_tokens, device="cpu") - starts.repeat_interleave(lengths)
+    query_start_loc = torch.zeros(len(sequences) + 1, dtype=torch.int32, device="cpu")
     query_start_loc[1:] = ends
     inputs = {"input_ids": ids, "positions": positions, "query_start_loc": query_start_loc}
     return EncoderBatch(first, {name: t.to(device) for name, t in inputs.items()}, starts, lengths)

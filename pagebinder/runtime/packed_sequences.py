@@ -40,7 +40,7 @@ class PackedSequences:
         # Per group and sequence: how many blocks, then which.
         counts = [[-(-self._entries(g, i) // g.block_size) for i in range(len(ids))] for g in plan.groups]
         num_blocks = 1 + sum(map(sum, counts))
-        order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
+        order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0), device="cpu") + 1
         pieces = iter(order.split([count for group in counts for count in group]))
         self.tables = [self._table([next(pieces) for _ in group]) for group in counts]
         arena = KVArena(plan, states, num_blocks, self.device)
@@ -53,7 +53,7 @@ class PackedSequences:
         return len(self.ids[sequence])
 
     def _table(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-        table = torch.zeros(len(blocks), max(map(len, blocks)), dtype=torch.int32)
+        table = torch.zeros(len(blocks), max(map(len, blocks)), dtype=torch.int32, device="cpu")
         for row, ids in enumerate(blocks):
             table[row, : len(ids)] = ids
         return table.to(self.device)
@@ -64,15 +64,15 @@ class PackedSequences:
         Calls must come in order, as each reads what the earlier ones wrote. Encoder states are written by the call
         that computes a sequence's first tokens.
         """
-        counts = torch.tensor([end - start for start, end in spans])
-        starts = torch.tensor([start for start, _ in spans])
-        rows = torch.arange(len(spans)).repeat_interleave(counts)
-        positions = torch.cat([torch.arange(start, end) for start, end in spans])
+        counts = torch.tensor([end - start for start, end in spans], device="cpu")
+        starts = torch.tensor([start for start, _ in spans], device="cpu")
+        rows = torch.arange(len(spans), device="cpu").repeat_interleave(counts)
+        positions = torch.cat([torch.arange(start, end, device="cpu") for start, end in spans])
         inputs = {
             "input_ids": torch.cat([x[start:end] for x, (start, end) in zip(self.ids, spans)]),
             "positions": positions,
-            "logits_rows": torch.arange(len(positions)),
-            "query_start_loc": torch.cat([torch.zeros(1), counts.cumsum(0)]).to(torch.int32),
+            "logits_rows": torch.arange(len(positions), device="cpu"),
+            "query_start_loc": torch.cat([torch.zeros(1, device="cpu"), counts.cumsum(0)]).to(torch.int32),
             "seq_lens": (starts + counts).to(torch.int32),
             **nothing_shared(len(self.plan.groups), len(spans), len(positions), self.device),
         }
@@ -91,21 +91,23 @@ class PackedSequences:
     def _slots(self, g: int, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Slot of place p of a sequence: its block of p // B, row p % B. No places: one slot that is not written."""
         if not len(places):
-            return torch.tensor([-1], dtype=torch.int32)
+            return torch.tensor([-1], dtype=torch.int32, device="cpu")
         size = self.plan.groups[g].block_size
         blocks = self.tables[g].cpu()[rows, places // size]
         return (blocks * size + places % size).to(torch.int32)
 
     def _encoder_rows(self, encoded: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        lens = torch.tensor([len(self.encoder_states[i]) for i in encoded], dtype=torch.int64)
-        rows = torch.tensor(encoded, dtype=torch.int64).repeat_interleave(lens)
-        return rows, torch.cat([torch.arange(0), *(torch.arange(int(n)) for n in lens)])
+        lens = torch.tensor([len(self.encoder_states[i]) for i in encoded], dtype=torch.int64, device="cpu")
+        rows = torch.tensor(encoded, dtype=torch.int64, device="cpu").repeat_interleave(lens)
+        return rows, torch.cat(
+            [torch.arange(0, device="cpu"), *(torch.arange(int(n), device="cpu") for n in lens)]
+        )
 
     def _encoder_inputs(self, encoded: Sequence[int]) -> dict[str, torch.Tensor]:
         """States of the sequences that begin, one after the other; one row of zeros if none does."""
         first = self.encoder_states[0]
         states = [self.encoder_states[i] for i in encoded] or [torch.zeros_like(first[:1])]
-        lens = torch.tensor([len(x) for x in self.encoder_states], dtype=torch.int32)
+        lens = torch.tensor([len(x) for x in self.encoder_states], dtype=torch.int32, device="cpu")
         return {"encoder_states": torch.cat(states), "encoder_lens": lens}
 
     def split(self, rows: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:

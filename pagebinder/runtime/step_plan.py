@@ -232,7 +232,7 @@ class _Buffer:
         self.device = device
         self.sizes: tuple = ()
         self.arrays: dict[str, np.ndarray] = {}
-        self._host = torch.zeros(0, dtype=torch.uint8)
+        self._host = torch.zeros(0, dtype=torch.uint8, device="cpu")
         self._used_bytes = 0
         self._places: list[Place] = []
         self._views: dict[str, torch.Tensor] = {}
@@ -251,7 +251,7 @@ class _Buffer:
         if offset > self._host.numel():
             pinned = self.device.type == "cuda"
             size = max(2 * offset, INITIAL_BUFFER_BYTES)
-            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
             self._host.numpy().fill(0)  # torch.zeros would wait for threads in a child of fork(): forks.py
         raw = self._host.numpy()
         self.arrays = {

@@ -34,7 +34,7 @@ def untouched_zeros(num_bytes: int) -> torch.Tensor:
     of them, which takes 0.4 s a GB, and in small pages. Raises OSError, OverflowError: there is not so much memory.
     """
     if not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
@@ -108,7 +108,7 @@ class MemoryAhead:
 
     def __init__(self, num_bytes: int) -> None:
         places, _ = new_memory([num_bytes] if num_bytes else [])
-        self._free = places[0] if places else torch.empty(0, dtype=torch.uint8)
+        self._free = places[0] if places else torch.empty(0, dtype=torch.uint8, device="cpu")
         self._is_huge = bool(places) and advise_huge_pages(self._free)
         if self._is_huge:
             make_pages(self._free)

@@ -46,7 +46,7 @@ def paged_indexed_attention(
             operands = kv_cache, block_table[rows], seq_lens[rows], begins
         else:
             queries = request[step], p[step], entries[step], num_seen[step]
-            begins = torch.arange(step.stop - step.start + 1, dtype=torch.int32)
+            begins = torch.arange(step.stop - step.start + 1, dtype=torch.int32, device="cpu")
             operands = *as_requests(kv_cache, block_table, *queries, ratio), begins
         out[step] = attend(q[step], *operands, head_dim_v=head_dim_v, scale=scale)
     return out

@@ -143,7 +143,9 @@ def _head_product(x_THI, weight, out_THO, *, dotted: bool) -> None:
 def _rows(cache, blocks, begin, end, block_size, layout, latent_dim, rope_dim):
     """The rows of positions [begin, end) of a request: [S, L + P]."""
     if layout != "plain":
-        return gather_rows(cache, blocks, torch.arange(begin, end), layout, rope_dim, latent_dim + rope_dim)
+        return gather_rows(
+            cache, blocks, torch.arange(begin, end, device="cpu"), layout, rope_dim, latent_dim + rope_dim
+        )
     ids = blocks[begin // block_size : -(-end // block_size)]
     if bool(((ids < 0) | (ids >= len(cache))).any()):
         raise ValueError("a block id in the table is not valid")
@@ -156,9 +158,9 @@ def _expanded(q_nope, q_rope, w_k, w_v, rows, out, *, sinks, scale, window) -> N
     (num_tokens, num_heads, width), num_rows = q.shape, len(rows)
     latent, k_rope = rows.to(q.dtype).split((latent_dim, width - nope_dim), dim=1)
     heads_at_once = max(1, EXPANDED_BYTES // (num_rows * (width + value_dim) * q.element_size()))
-    table = torch.zeros((1, 1), dtype=torch.int32)
-    lens = torch.tensor([num_rows], dtype=torch.int32)
-    starts = torch.tensor([0, num_tokens], dtype=torch.int32)
+    table = torch.zeros((1, 1), dtype=torch.int32, device="cpu")
+    lens = torch.tensor([num_rows], dtype=torch.int32, device="cpu")
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32, device="cpu")
     for first in range(0, num_heads, heads_at_once):
         heads = slice(first, first + heads_at_once)
         weight = torch.cat([w_k[heads], w_v[heads]], dim=1)

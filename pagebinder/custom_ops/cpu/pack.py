@@ -58,7 +58,7 @@ def code_all(
 def code(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """weight [N, K] bf16 -> packed and coded, in new memory or in `out`. The core part is loaded."""
     if out is None:
-        out = torch.empty(coded_shape(weight), dtype=torch.uint8)
+        out = torch.empty(coded_shape(weight), dtype=torch.uint8, device="cpu")
     torch.ops.pagebinder_cpu.code_linear_weight(weight.detach(), out)
     return out
 
@@ -73,7 +73,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     """The weight [N, K] of a packed or coded one, or the stack [E, N, K]. The core part is loaded."""
     if is_coded(packed):
         packed = torch.ops.pagebinder_cpu.decode_linear_weight(packed)
-    plain = torch.empty(plain_shape(packed), dtype=packed.dtype)
+    plain = torch.empty(plain_shape(packed), dtype=packed.dtype, device="cpu")
     for matrix, to in zip(_matrices(packed, DIMS), _matrices(plain, 2), strict=True):
         torch.ops.pagebinder_cpu.unpack_linear_weight(matrix, to)
     return plain

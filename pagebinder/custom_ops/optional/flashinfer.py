@@ -57,7 +57,7 @@ def page_lists(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(where each request's pages begin [R + 1], the pages of all, tokens in the last page of each [R]), int32."""
     counts = -(-seq_lens // block_size)
-    columns = torch.arange(table.shape[1])
+    columns = torch.arange(table.shape[1], device="cpu")
     indices = table[columns[None] < counts[:, None]]
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     last_page = torch.where(counts > 0, seq_lens - (counts - 1) * block_size, 0)

@@ -95,13 +95,14 @@ def sparse_mla_attention_reference(
     num_tokens, num_heads, width = q_THD.shape
     out = q_THD.new_zeros((num_tokens, num_heads, head_dim_v))
     for r, mine, p in requests_of(seq_lens_R, query_start_loc, num_tokens):
-        rows, visible = [q_THD.new_zeros((0, width)).float()], [torch.zeros((len(p), 0), dtype=torch.bool)]
+        rows = [q_THD.new_zeros((0, width)).float()]
+        visible = [torch.zeros((len(p), 0), dtype=torch.bool, device="cpu")]
         if window > 0:
-            j = torch.arange(max(0, int(p[0]) - window + 1), int(p[-1]) + 1)
+            j = torch.arange(max(0, int(p[0]) - window + 1), int(p[-1]) + 1, device="cpu")
             rows.append(gather_rows(window_cache, window_table[r], j, layout, rope_dim, width))
             visible.append(visible_keys(p[:, None], j[None], window=window))
         if entry_cache is not None:
-            w = torch.arange(max(0, int(p[-1]) + 1) // ratio)
+            w = torch.arange(max(0, int(p[-1]) + 1) // ratio, device="cpu")
             rows.append(gather_rows(entry_cache, entry_table[r], w, layout, rope_dim, width))
             listed = None if indices_TK is None else indices_TK[mine]
             visible.append(visible_entries(p, len(w), ratio, listed))

@@ -80,7 +80,7 @@ class CpuGraphBackend:
 
 class _HostStaging:
     def __init__(self, num_bytes: int) -> None:
-        self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         self.array = self.memory.numpy()
 
     def wait(self) -> None:

@@ -148,7 +148,7 @@ def leave_capture_of_random_numbers(device: int) -> None:
 
 class _PinnedStaging:
     def __init__(self, num_bytes: int) -> None:
-        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         self.array = self.memory.numpy()
         self.uploaded = torch.cuda.Event()
 
