@@ -60,13 +60,13 @@ def traced_in_steady_state(
     if not changes:
         return program
     with contextlib.ExitStack() as undo:
-        if all(isinstance(c.now, (*PLAIN, torch.Tensor)) and "." not in c.name for c in changes):
+        if all(isinstance(c.now, (*PLAIN, torch.Tensor)) for c in changes):
             zeros = []
             for change in changes:
                 now = change.now
                 if isinstance(now, torch.Tensor):
                     zeros.append(now := _zeros(now))
-                undo.enter_context(_set(model.get_submodule(change.path), change.name, now))
+                undo.enter_context(_set(*_holder(model, change), now))
             again, more = _watched(model, wrapper, trace)
             written = {(c.path, c.name) for c in changes if isinstance(c.now, torch.Tensor)}
             settled = all((c.path, c.name) in written for c in more) and not _reads(again, zeros)
@@ -92,12 +92,16 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def put_back(model: torch.nn.Module) -> Iterator[None]:
-    """Undoes at the end what happens to attributes, submodules and buffers, and to containers and objects in them."""
+    """Undoes at the end what happens to attributes, submodules and buffers, and to containers and objects in them.
+
+    Lists and dicts that hooks and functions of modules close over (`activations.append(out)`) are put back, too.
+    """
     modules = list(model.modules())
     holders = [vars(m) for m in modules] + [h for m in modules for h in (m._modules, m._buffers)]
     held = {
         id(value): value for m in modules for name, value in vars(m).items() if name not in _OF_TORCH
     }.values()
+    held = [*held, *_closed_over(modules)]
     holders += [value for value in held if isinstance(value, (list, dict, set))]
     holders += [vars(value) for value in held if _is_object(value)]
     copies = [copy.copy(holder) for holder in holders]
@@ -106,6 +110,26 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for holder, before in zip(holders, copies):
             _restore(holder, before)
+
+
+def _closed_over(modules: list[torch.nn.Module]) -> list[list | dict | set]:
+    """Each container in a closure of a hook, or of a function that a module has as an attribute, once."""
+    functions = [f for m in modules for f in vars(m).values() if callable(f)]
+    functions += [
+        f for m in modules for of_kind in (m._forward_hooks, m._forward_pre_hooks) for f in of_kind.values()
+    ]
+    functions = [getattr(f, "func", getattr(f, "__func__", f)) for f in functions]  # of partials and methods
+    cells = [cell for f in functions for cell in getattr(f, "__closure__", None) or ()]
+    contents = [cell.cell_contents for cell in cells if _is_filled(cell)]
+    return list({id(value): value for value in contents if isinstance(value, (list, dict, set))}.values())
+
+
+def _is_filled(cell) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _restore(holder: list | dict | set, before: list | dict | set) -> None:
@@ -180,9 +204,9 @@ def _is_table(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _set(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
-    """An attribute of the module itself, which hides one of its class."""
-    own = vars(module)
+def _set(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of the module or object itself, which hides one of its class."""
+    own = vars(holder)
     was = own.get(name, _MISSING)
     own[name] = value
     try:
@@ -192,6 +216,12 @@ def _set(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
             own.pop(name, None)
         else:
             own[name] = was
+
+
+def _holder(model: torch.nn.Module, change: Change) -> tuple[Any, str]:
+    """What has the attribute, a module or an object that it holds, and its name there."""
+    *objects, name = change.name.split(".")
+    return functools.reduce(getattr, objects, model.get_submodule(change.path)), name
 
 
 _MISSING = object()

@@ -1,0 +1,63 @@
+"""What the trace leaves of Python state: in objects that modules hold, and in closures of hooks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from pagebinder import CaptureError
+from pagebinder.frontend.capture import capture
+from pagebinder.frontend.source import source_from_module
+
+
+class Held(nn.Module):
+    """Keeps state in an object, as hooks of accelerate do."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.change, self.state = change, SimpleNamespace(device=None, calls=0)
+
+    def forward(self, input_ids, position_ids):
+        self.change(self.state)
+        return self.head(self.embed(input_ids)) + self.state.calls
+
+
+def note_device(state):
+    if state.device is None:
+        state.device = torch.device("cpu")
+
+
+def count(state):
+    state.calls += 1
+
+
+def count_once(state):
+    state.calls = 1
+
+
+@pytest.mark.parametrize("change", [note_device, count_once])
+def test_objects_that_settle_after_one_call_are_served(change):
+    model = Held(change)
+    capture(source_from_module(model))
+    assert (model.state.device, model.state.calls) == (None, 0)
+
+
+def test_objects_that_change_with_every_call_are_not():
+    with pytest.raises(CaptureError, match=r"state\.calls \(0 -> 1\)"):
+        capture(source_from_module(Held(count)))
+
+
+def test_containers_that_hooks_close_over_are_put_back():
+    model, rows, by_name = Held(note_device), [], {}
+
+    def collect(module, args, out):
+        rows.append(out)
+        by_name["head"] = out
+
+    model.head.register_forward_hook(collect)
+    capture(source_from_module(model))
+    assert not rows and not by_name
