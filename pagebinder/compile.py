@@ -33,7 +33,7 @@ from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu.huge_pages import MemoryAhead
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
 from pagebinder.describe import fill_report
-from pagebinder.errors import ConfigError
+from pagebinder.errors import CheckpointError, ConfigError
 from pagebinder.forks import use_threads
 from pagebinder.frontend.attention_interface import hooked_attention
 from pagebinder.frontend.capture import capture
@@ -90,6 +90,7 @@ from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
 from pagebinder.passes.simplify_views import simplify_views
 from pagebinder.passes.trail import ENCODER, Trail
+from pagebinder.paths import user_path
 from pagebinder.report import CompileReport, PassResult
 from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.kv import plan_kv_cache
@@ -140,7 +141,7 @@ def compile_model(
     stage = _StageTimer(report.stage_seconds, on_stage)
     with stage("load"):
         if isinstance(model, (str, Path)):
-            start_by_config(Path(model), config)
+            start_by_config(user_path(model, CheckpointError), config)
         source = load_source(model, config)
         source.tokenizer()  # a broken one is told now, not after the compilation
     return compile_source(source, config, report, stage)
@@ -419,6 +420,7 @@ def _scales_file(option: str, path: str | os.PathLike | None) -> dict[str, torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    path = user_path(path)
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

@@ -26,6 +26,7 @@ from pagebinder.errors import ConfigError
 from pagebinder.passes.certificates import UnequalRewriteError, certify
 from pagebinder.passes.trail import DECODER, ENCODER, Step, Trail
 from pagebinder.passes.verifier import ALONE, Measured, differences, measure_steps, places_of
+from pagebinder.paths import user_path
 from pagebinder.report import CompileReport, VerifiedStep
 
 DEFAULT_DIR = "bisect"
@@ -114,6 +115,7 @@ def bisect(
         raise ConfigError(f"num_tokens={num_tokens}: use at least 1, or None.")
     if tolerance is not None and not tolerance > 0:
         raise ConfigError(f"tolerance={tolerance}: use a number above 0, or None.")
+    out_dir = None if out_dir is None else user_path(out_dir)
     config = config or CompileConfig()
     report, trail = CompileReport(), Trail("full")
     source = compiler.load_source(model, config)
@@ -214,7 +216,7 @@ def _result(suspect: _Suspect, divergence: Divergence | None, steps, notes, out_
         where = where or suspect.unequal.places[0]
     if divergence is not None and out_dir is not None:
         title = f"{step.name} (level {step.level}) at {where or 'an unknown layer'}, node {node.name}."
-        script = write_script(divergence, Path(out_dir), title, suspect.tolerance)
+        script = write_script(divergence, out_dir, title, suspect.tolerance)
     return BisectResult(
         diverged=True,
         steps=steps,

@@ -21,6 +21,7 @@ from pagebinder.custom_ops.library import NAMESPACE, is_our_op
 from pagebinder.custom_ops.providers import BUILTIN_MODULES, registered_providers
 from pagebinder.graph_tools import TORCHS
 from pagebinder.passes.graph_values import widened
+from pagebinder.paths import replace_text, replaced
 
 SCRIPT, INPUTS = "reproduce.py", "inputs.pt"
 TRITON = "torch.ops.pagebinder_triton."
@@ -78,7 +79,8 @@ def write_script(divergence: Divergence, directory: Path, title: str, tolerance:
         data["expected"] = _plain(divergence.expected)
         body = '    return data["expected"]  # recorded'
     functions.append(f"def expected(data):\n{body}")
-    torch.save(data, directory / INPUTS)
+    with replaced(directory / INPUTS) as new:
+        torch.save(data, new)
     safe = "module" not in data
     text = "".join(functions)
     on_gpu = any(x.is_cuda for x in data["inputs"] if isinstance(x, torch.Tensor))
@@ -95,7 +97,7 @@ def write_script(divergence: Divergence, directory: Path, title: str, tolerance:
         head += f"\n# Import here what registers torch.ops.{namespace}.\n"
     tail = _TAIL.format(inputs=INPUTS, safe=safe, tolerance=tolerance)
     script = directory / SCRIPT
-    script.write_text(head + "".join(f"\n\n{f}\n" for f in functions) + tail, encoding="utf-8")
+    replace_text(script, head + "".join(f"\n\n{f}\n" for f in functions) + tail)
     return script
 
 

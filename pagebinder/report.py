@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import ClassVar
+
+from pagebinder.paths import replace_text, user_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,7 @@ class CompileReport:
         return [] if self._describe_blocks is None else self._describe_blocks(self)
 
     def to_html(self, path) -> None:
-        """Write the report as one self-contained HTML page to `path`."""
+        """Write the report as one self-contained HTML page to `path`. Raises ConfigError, OSError."""
         from pagebinder.explain_html import explain_html
 
-        Path(path).expanduser().write_text(explain_html(self), encoding="utf-8")
+        replace_text(user_path(path), explain_html(self))

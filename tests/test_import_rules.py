@@ -33,6 +33,7 @@ LEAVES = {
     "forks",
     "report",
     "graph_tools",
+    "paths",
     "explain",
     "explain_html",
     "explain_rates",

@@ -13,7 +13,10 @@ import contextlib
 import importlib.util
 import io
 import logging
+import os
+import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,6 +28,7 @@ from pagebinder.export.onnx_experts import definition
 from pagebinder.export.onnx_functions import DOMAIN, definitions
 from pagebinder.export.onnx_module import OnnxModule, check_translatable
 from pagebinder.export.onnx_step import OPSET
+from pagebinder.paths import user_path
 
 NEEDED = ("onnx", "onnxscript")
 
@@ -52,7 +56,7 @@ def export_onnx(compiled, directory: str | Path, *, contrib: bool = False) -> li
         raise ExportError("An encoder has no cached attention, which is all that contrib=True replaces.")
     if contrib:
         check_contrib(compiled.graphs["semantic"])
-    directory = Path(directory).expanduser()
+    directory = user_path(directory, ExportError)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -96,12 +100,29 @@ def write_onnx(gm: GraphModule, path: Path, *, cached: bool, contrib: bool = Fal
         module, module.signature.examples, module.signature.dynamic, module.signature.outputs
     )
     _finish(program.model, definitions(module.functions, _translated))
-    program.save(path, external_data=True)
-    try:
-        onnx.checker.check_model(path, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ExportError(f"{path} was written, but is not a valid ONNX model: {error}") from error
+    with _put_together(path) as made:
+        program.save(made, external_data=True)
+        try:
+            onnx.checker.check_model(made, full_check=True)
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            raise ExportError(f"{path} would be no valid ONNX model: {error}") from error
     return path
+
+
+@contextlib.contextmanager
+def _put_together(path: Path) -> Iterator[Path]:
+    """Where to write a file and what lies beside it; all go to the folder of `path` if the block ends well.
+
+    Files that are there may be those that the weights are read from, so they stay until the end.
+    Raises OSError, which names `path`.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as folder:
+            yield Path(folder) / path.name
+            for file in Path(folder).iterdir():
+                os.replace(file, path.parent / file.name)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def _translate(module: torch.nn.Module, examples: dict, dynamic: dict, outputs: list[str] | None = None):

@@ -25,6 +25,7 @@ from pagebinder.frontend.source import (
     read_options,
 )
 from pagebinder.graph_tools import val
+from pagebinder.paths import user_path
 
 MODEL = "model.onnx"
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -38,7 +39,7 @@ def onnx_file(path: str | Path) -> Path | None:
     Raises:
         CheckpointError: a directory with ONNX files of other names.
     """
-    path = Path(path).expanduser()
+    path = user_path(path, CheckpointError)
     if path.suffix == ".onnx" and not path.is_dir():
         return path
     if not path.is_dir() or any(any(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):

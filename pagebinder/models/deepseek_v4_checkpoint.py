@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from pagebinder.errors import CheckpointError
 from pagebinder.models.checkpoint import read_config, weight_files
 from pagebinder.models.deepseek_v4_config import DeepseekV4Config
+from pagebinder.paths import replace_text, replaced, user_path
 
 # (in memory, in the file), for names below "layers.N." or "mtp.N."; the first prefix that fits is replaced.
 _NAMES = (
@@ -91,7 +92,7 @@ def _split_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def write(model, directory: str | Path, max_shard_bytes: int | None = None) -> None:
     """Write `model`'s config.json and weights; above `max_shard_bytes`, several files with an index."""
-    directory = Path(directory)
+    directory = user_path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -99,19 +100,21 @@ def write(model, directory: str | Path, max_shard_bytes: int | None = None) -> N
             tensors |= _split_experts(name, tensor.detach())
     dtype = str(model.model.embed_tokens.weight.dtype).removeprefix("torch.")
     text = json.dumps({**model.config.to_dict(), "dtype": dtype}, indent=2) + "\n"
-    (directory / "config.json").write_text(text, encoding="utf-8")
+    replace_text(directory / "config.json", text)
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        with replaced(directory / "model.safetensors") as new:
+            save_file(tensors, new, metadata={"format": "pt"})
         return
     weight_map = {}
     for i, shard in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        with replaced(directory / file) as new:
+            save_file(shard, new, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    (directory / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
+    replace_text(directory / "model.safetensors.index.json", index + "\n")
 
 
 def _shards(tensors: dict[str, torch.Tensor], max_bytes: int | None) -> list[dict[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from pagebinder.models.checkpoint import load_into, read_config
 from pagebinder.models.llama_config import Llama3Rope, LlamaConfig, inverse_frequencies
+from pagebinder.paths import replace_text, replaced, user_path
 
 __all__ = [
     "Llama3Rope",
@@ -173,12 +174,13 @@ class LlamaForCausalLM(nn.Module):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors, readable by `transformers.AutoModelForCausalLM`."""
-        directory = Path(directory)
+        directory = user_path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
         if self.config.tie_word_embeddings:
             del tensors["lm_head.weight"]
         dtype = str(self.model.embed_tokens.weight.dtype).removeprefix("torch.")
         text = json.dumps({**self.config.to_dict(), "dtype": dtype}, indent=2) + "\n"
-        (directory / "config.json").write_text(text, encoding="utf-8")
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        replace_text(directory / "config.json", text)
+        with replaced(directory / "model.safetensors") as new:
+            save_file(tensors, new, metadata={"format": "pt"})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagebinder.errors import PlanLockError
+from pagebinder.paths import replace_text, user_path
 
 FORMAT = 1
 RANGES = re.compile(r"\d{1,6}(-\d{1,6})?(, ?\d{1,6}(-\d{1,6})?)*")
@@ -28,13 +29,13 @@ ENTRIES = ("state", "rewrites", "refused")
 
 
 def write_plan_lock(lock: Mapping[str, Any], path: str | Path) -> None:
-    """Write a lock. Raises OSError."""
-    Path(path).expanduser().write_text(lock_text(lock), encoding="utf-8")
+    """Write a lock, whole or not at all. Raises OSError."""
+    replace_text(user_path(path, PlanLockError), lock_text(lock))
 
 
 def require_writable(path: str | Path) -> None:
     """Raises PlanLockError if a lock cannot be written to `path`, before anything is computed for it."""
-    path = Path(path).expanduser()
+    path = user_path(path, PlanLockError)
     if path.is_dir() or not path.parent.is_dir():
         what = "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"
         raise PlanLockError(f"The plan lock cannot be written: {path} {what}. Give the path of a file.")
@@ -86,7 +87,7 @@ def read_plan_lock(path: str | Path) -> dict[str, Any]:
     Raises:
         PlanLockError: there is no such file, it is no TOML, of another format, or lacks a section.
     """
-    path = Path(path).expanduser()
+    path = user_path(path, PlanLockError)
     again = "Write it again: pagebinder compile DIR --lock " + str(path)
     try:
         lock = tomllib.loads(path.read_text(encoding="utf-8"))

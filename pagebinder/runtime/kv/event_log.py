@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from pagebinder.errors import EventLogError
+from pagebinder.paths import replaced, user_path
 
 FORMAT = "pagebinder-kv-events"
 VERSION = 1
@@ -132,8 +133,9 @@ class KVEventLog:
                   "bytes_per_block": self.bytes_per_block, "has_owners": self.has_owners,
                   "groups": [asdict(group) for group in self.groups]}  # fmt: skip
         records = itertools.chain([header], map(_as_dict, self.steps))
+        path = user_path(path, EventLogError)
         try:
-            with Path(path).open("w", encoding="utf-8") as file:
+            with replaced(path) as new, new.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(record) + "\n" for record in records)
         except OSError as error:
             raise cannot_write(path, error) from error
@@ -141,7 +143,7 @@ class KVEventLog:
     @classmethod
     def load(cls, path: str | Path) -> KVEventLog:
         """Read what `save` wrote. Raises EventLogError, naming file and line, for anything else."""
-        path = Path(path)
+        path = user_path(path, EventLogError)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError as error:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagebinder.errors import EventLogError
+from pagebinder.paths import replaced, user_path
 from pagebinder.runtime.kv.event_log import CACHED, KVEventLog, cannot_write
 
 if TYPE_CHECKING:
@@ -47,12 +48,13 @@ def draw_pool(log: KVEventLog, path: str | Path) -> None:
     Raises EventLogError for a log without steps, another suffix, a file that cannot be written, or if matplotlib is
     not installed.
     """
-    path = Path(path)
+    path = user_path(path, EventLogError)
     if path.suffix.lower() not in SUFFIXES:
         raise EventLogError(f"cannot draw to {path}: choose a name that ends in {', '.join(SUFFIXES)}")
     figure = pool_figure(log)
     try:
-        figure.savefig(path, dpi=130)
+        with replaced(path) as new:
+            figure.savefig(new, dpi=130)
     except OSError as error:
         raise cannot_write(path, error) from error
 
