@@ -62,6 +62,10 @@ COMPANIONS = (
 def save(compiled: Compiled, path: str | Path, *, executable: str | None = None) -> None:
     """Write an artefact to `path`: a new or empty directory, or an older artefact, which is replaced.
 
+    A directory is replaced as a whole once the new artefact is complete, and until then stays as it was. A mount
+    point cannot be, and the working directory would be pulled from under its users: both are refused, before any
+    work. A link is followed.
+
     Args:
         executable: "aot" compiles the graphs ahead of time, for programs without Python, too (tens of seconds);
             None keeps what runs them here.
@@ -80,8 +84,7 @@ def save(compiled: Compiled, path: str | Path, *, executable: str | None = None)
         raise ConfigError(
             f"{compiled.report.model_class} is an encoder: programs without Python run decoders."
         )
-    path = Path(path).expanduser().absolute()
-    check_target(path)
+    path = check_target(path)
     if compiled.executable is None:
         raise ArtefactError(
             "This model was compiled for explain() only: it has no weights, and nothing to save."

@@ -96,5 +96,7 @@ class ExportError(PagebinderError):
 def not_made(path: Path, error: OSError) -> str:
     """What to say of a directory that could not be made, whatever path the error names."""
     file = next((p for p in (path, *path.parents) if os.path.lexists(p) and not os.path.isdir(p)), None)
-    why = error.strerror if file is None else f"{file} is no directory"
+    why = error.strerror
+    if file is not None:
+        why = f"{file} is {'no directory' if os.path.exists(file) else 'a link that leads nowhere'}"
     return f"The directory {path} cannot be made: {why}. Give another place."

@@ -224,7 +224,8 @@ def test_the_checkpoint_may_move_but_not_change(checkpoint, tmp_path):
     assert torch.equal(levels(pagebinder.load(moved / "artefact"))["fused"], expected)
     away = (moved / "checkpoint").rename(tmp_path / "away")
     with pytest.raises(
-        ArtefactError, match="model.safetensors, which holds weights, is missing.*checkpoint="
+        ArtefactError,
+        match="model.safetensors, which holds weights, is missing: .*checkpoint=.*--checkpoint DIR",
     ):
         pagebinder.load(moved / "artefact")
     assert torch.equal(levels(pagebinder.load(moved / "artefact", checkpoint=away))["fused"], expected)
@@ -269,7 +270,8 @@ def test_a_place_where_no_directory_can_be(eager, tmp_path):
     for place, why in (
         (file / "x", f"{file} is no directory"),
         (file / "x" / "y", f"{file} is no directory"),
-        (tmp_path / "link" / "x", f"{tmp_path / 'link'} is no directory"),
+        (tmp_path / "link" / "x", f"{tmp_path / 'link'} is a link that leads nowhere"),
+        (tmp_path / "link", f"{tmp_path / 'link'} is a link that leads nowhere"),
         (Path("/proc/x"), ""),
     ):
         with pytest.raises(ArtefactError, match=f"The directory {place} cannot be made: {why}"):
