@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from pagebinder.compiled_files import FORMAT, MANIFEST, WEIGHTS, check_files, re
 from pagebinder.compiled_kinds import DECODER, KINDS, Compiled
 from pagebinder.compiled_machine import differences, kernel_fits
 from pagebinder.compiled_values import from_json
-from pagebinder.compiled_weights import checkpoint_of, load_weights
+from pagebinder.compiled_weights import checkpoint_of, find_files, load_weights
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu import compiler
@@ -36,6 +37,7 @@ from pagebinder.errors import ArtefactError, CompilerNotFoundError
 from pagebinder.forks import use_threads
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import TORCHS
+from pagebinder.paths import user_path
 from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import (
     AOTExecutable,
@@ -65,7 +67,8 @@ def load(
 
     Args:
         path: the directory. checkpoint: where the checkpoint's weights are now, if they were moved.
-        verify: read and hash all weights; else their files are trusted if size and time of change are as they were.
+        verify: read and hash all weights; else a file is trusted if its size, its time of change and a sample of
+            every tensor are as they were.
         recompile: leave the saved code alone, and compile the saved graph.
     Raises:
         ArtefactError: no artefact, a file is damaged or missing, the graphs do not fit this version; says what to do.
@@ -73,7 +76,8 @@ def load(
         ForkedProcessError: in a process made by fork(), it would hang.
     """
     use_threads("load")
-    path = Path(path).expanduser().absolute()
+    path = Path(os.path.realpath(user_path(path, ArtefactError)))
+    checkpoint = None if checkpoint is None else user_path(checkpoint, ArtefactError)
     check_files(path)
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
@@ -83,7 +87,7 @@ def load(
         )
     stale = ["recompile=True"] if recompile else _differences(path, manifest)
     try:
-        return _load(path, manifest, stale, checkpoint and Path(checkpoint).expanduser(), verify)
+        return _load(path, manifest, stale, checkpoint, verify)
     except KeyError as error:
         raise ArtefactError(f"{path}: {error} is missing: compile and save again.") from error
 
@@ -108,13 +112,14 @@ def _load(path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | No
             f"{path} holds a {manifest['kind']}, which this version of Pagebinder does not know."
         )
     table = read_json(path / WEIGHTS)
+    files = find_files(table, path, checkpoint=checkpoint, verify=verify)
     parts = {} if stale else _kernels(path, manifest)
     for facts in manifest["executables"].values():
         _prepare(facts["ops"], parts)
     for part in ELEMENT_PARTS:
         if part in manifest["kernels"]:
             cpu_build.load(part, built=parts.get(part))
-    weights = load_weights(table, path, checkpoint=checkpoint, verify=verify)
+    weights = load_weights(table, files)
     config = _value(path, manifest, "config")
     if not config.map_weights:
         executed = (
@@ -140,7 +145,7 @@ def _load(path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | No
         )
     value = functools.partial(_value, path, manifest)
     common = {
-        "source": _source(path, manifest, weights["captured"], checkpoint_of(table, path, checkpoint)),
+        "source": _source(path, manifest, weights["captured"], checkpoint_of(files)),
         "config": config,
         "graphs": graphs,
         "states": value("states"),

@@ -1,17 +1,22 @@
 """Weights of an artefact: by reference to the checkpoint they came from, mapped and not copied.
 
-    weights.json   files    path (from the artefact, and absolute), size, time of change, SHA-256
+    weights.json   files    path (from the artefact, and absolute), size, time of change, SHA-256, digest of a sample
                    tensors  file, name in it, dtype here, how it lies
                    names    graph -> name in it -> tensor             one tensor may have several names (tied weights)
 
 A tensor is taken to be the checkpoint's where its values are, whatever it is called: what a pass or transformers made
 (frequencies of RoPE, masks, quantised weights), and a module that came from no checkpoint, goes to
-tensors.safetensors in the artefact. Packed weights are stored plain, and packed again. A file is
-trusted if its size and time of change are as they were; else it is read and hashed.
+tensors.safetensors in the artefact. Packed weights are stored plain, and packed again.
+
+A file is the one that was saved if size, time of change and a sample are as they were: its header, and some bytes of
+every tensor, which another fine-tune of the same model has otherwise. With another time it is read and hashed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +33,11 @@ from pagebinder.custom_ops.linear import packed_weights
 from pagebinder.custom_ops.linear.packed_weights import is_coded, is_plain
 from pagebinder.errors import ArtefactError
 
+logger = logging.getLogger("pagebinder")
+
 FIRST_VALUES = 64
+SAMPLES, SAMPLE_BYTES = 1024, 4096  # of a file; one of each tensor at least
+MISSING = "is missing"
 OWN = 0  # the number of tensors.safetensors among the files
 
 
@@ -75,25 +84,30 @@ def save_weights(
     }
 
 
-def load_weights(
+def find_files(
     data: Mapping, folder: Path, *, checkpoint: Path | None = None, verify: bool = False
-) -> dict[str, dict[str, torch.Tensor]]:
-    """graph -> name -> tensor, mapped from their files; tied names share one tensor.
+) -> dict[int, Path]:
+    """Where the files with weights are now, by number: in `checkpoint`, else as far from the artefact as they were,
+    else where they were. Another file in such a place is passed over.
 
     Args:
         checkpoint: where the checkpoint is now, if it was moved. verify: hash all files, changed or not.
     Raises:
-        ArtefactError: a file is missing or is not the one that was saved.
+        ArtefactError: a file is missing, cannot be read, or is not the one that was saved.
     """
+    used = {record["file"] for record in data["tensors"]}
+    if checkpoint is not None and used - {OWN} and not checkpoint.is_dir():
+        what = "is a file" if checkpoint.exists() else "does not exist"
+        names = ", ".join(Path(data["files"][i]["absolute"]).name for i in sorted(used - {OWN}))
+        raise ArtefactError(f"The checkpoint {checkpoint} {what}: give the directory that holds {names}.")
+    return {number: _found(data["files"][number], folder, checkpoint, verify) for number in sorted(used)}
+
+
+def load_weights(data: Mapping, files: Mapping[int, Path]) -> dict[str, dict[str, torch.Tensor]]:
+    """graph -> name -> tensor, mapped from the files that `find_files` found; tied names share one tensor."""
     from safetensors import safe_open
 
-    used = {record["file"] for record in data["tensors"]}
-    opened = {}
-    for number, facts in enumerate(data["files"]):
-        if number in used:
-            path = _found(facts, folder, checkpoint)
-            _check(path, facts, verify)
-            opened[number] = safe_open(path, framework="pt")
+    opened = {number: safe_open(path, framework="pt") for number, path in files.items()}
     tensors = [_tensor(opened[record["file"]], record) for record in data["tensors"]]
     forms = [record.get("packed") for record in data["tensors"]]
     _pack(tensors, [i for i, form in enumerate(forms) if form is True], pack_all, packed_weights.pack)
@@ -101,10 +115,9 @@ def load_weights(
     return {level: {n: tensors[i] for n, i in names.items()} for level, names in data["names"].items()}
 
 
-def checkpoint_of(data: Mapping, folder: Path, checkpoint: Path | None) -> Path | None:
+def checkpoint_of(files: Mapping[int, Path]) -> Path | None:
     """The directory that holds the referenced weights now; None where there are none."""
-    outside = [facts for facts in data["files"] if "absolute" in facts]
-    return _found(outside[0], folder, checkpoint).parent if outside else None
+    return next((path.parent for number, path in files.items() if number != OWN), None)
 
 
 def _identity(tensor: torch.Tensor) -> tuple:
@@ -122,13 +135,19 @@ def _same(stored: torch.Tensor, ours: torch.Tensor) -> bool:
 
 
 class _Checkpoint:
-    """The tensors of a checkpoint directory's files, to find ours among them."""
+    """The tensors of a checkpoint directory's files, to find ours among them; of those that can be read still."""
 
     def __init__(self, folder: Path | None) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        self.files = [] if folder is None else sorted(folder.glob("*.safetensors"))
-        self._handles = [safe_open(file, framework="pt") for file in self.files]
+        self.files: list[Path] = []
+        self._handles = []
+        for file in [] if folder is None else sorted(folder.glob("*.safetensors")):
+            try:
+                self._handles.append(safe_open(file, framework="pt"))
+                self.files.append(file)
+            except (OSError, SafetensorError) as error:
+                logger.warning("%s cannot be read any more (%s): the artefact holds its weights", file, error)
         self._names: dict[tuple, dict[str, int]] = {}
         for number, handle in enumerate(self._handles):
             names = handle.keys()
@@ -201,42 +220,82 @@ def _write_own(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def _own_facts(path: Path) -> dict:
-    return {"path": TENSORS, **_stat(path), "sha256": digest(path)}
+    return {"path": TENSORS, **_content(path)}
 
 
 def _file_facts(path: Path, target: Path) -> dict:
     path = path.absolute()
-    relative = os.path.relpath(path, target.absolute())
-    return {"path": relative, "absolute": str(path), **_stat(path), "sha256": digest(path)}
+    return {"path": os.path.relpath(path, target), "absolute": str(path), **_content(path)}
 
 
-def _stat(path: Path) -> dict[str, int]:
+def _content(path: Path) -> dict:
     stat = path.stat()
-    return {"bytes": stat.st_size, "changed_ns": stat.st_mtime_ns}
+    facts = {"bytes": stat.st_size, "changed_ns": stat.st_mtime_ns}
+    return facts | {"sha256": digest(path), "sample": _sample(path, stat.st_size)}
 
 
-def _found(facts: Mapping, folder: Path, checkpoint: Path | None) -> Path:
-    """Where a file is now: in `checkpoint`, beside the artefact as it was, or where it was."""
-    places = [folder / facts["path"]]
+def _sample(path: Path, num_bytes: int) -> str:
+    """SHA-256 of a safetensors file's header and of bytes from inside every tensor."""
+    with open(path, "rb", buffering=0) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length < num_bytes else b""
+        hashed = hashlib.sha256(header)
+        for offset, size in _sampled_spans(header):
+            file.seek(8 + length + offset)
+            hashed.update(file.read(size))
+    return hashed.hexdigest()
+
+
+def _sampled_spans(header: bytes) -> list[tuple[int, int]]:
+    """Offset and size of what is sampled, none of a damaged header: some pieces of every tensor, spread evenly."""
+    try:
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        tensors = sorted(
+            (int(begin), int(end)) for begin, end in (entry["data_offsets"] for entry in entries)
+        )
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return []
+    most = max(1, SAMPLES // max(1, len(tensors)))
+    spans = []
+    for begin, end in tensors:
+        if 0 <= begin < end:
+            count = min(most, -(-(end - begin) // SAMPLE_BYTES))
+            room = max(0, end - begin - SAMPLE_BYTES)
+            size = min(SAMPLE_BYTES, end - begin)
+            spans += [(begin + room * (2 * i + 1) // (2 * count), size) for i in range(count)]
+    return spans
+
+
+def _found(facts: Mapping, folder: Path, checkpoint: Path | None, verify: bool) -> Path:
+    places = [Path(os.path.normpath(folder / facts["path"]))]
     if "absolute" in facts:
         absolute = Path(facts["absolute"])
         places = [places[0], absolute] if checkpoint is None else [checkpoint / absolute.name]
+    problems = []
     for place in places:
-        if place.is_file():
+        problem = _problem(place, facts, verify)
+        if problem is None:
             return place
+        problems.append(f"{place}, which holds weights, {problem}")
     remedy = "copy the artefact again, or compile and save it again"
     if "absolute" in facts:
-        remedy = "put the checkpoint back, or say where it is: load(dir, checkpoint=...)"
-    raise ArtefactError(f"{places[-1]}, which holds weights, is missing: {remedy}.")
+        remedy = "put the checkpoint back, or say where it is: load(dir, checkpoint=...), --checkpoint DIR"
+    told = next((p for p in problems if not p.endswith(MISSING)), problems[-1])
+    raise ArtefactError(f"{told}: {remedy}.")
 
 
-def _check(path: Path, facts: Mapping, verify: bool) -> None:
-    stat = _stat(path)
-    same_size = stat["bytes"] == facts["bytes"]
-    if same_size and stat["changed_ns"] == facts["changed_ns"] and not verify:
-        return
-    if not same_size or digest(path) != facts["sha256"]:
-        raise ArtefactError(
-            f"{path} is not the file that the weights were in when the artefact was saved: put that one back, or "
-            "compile and save again."
-        )
+def _problem(path: Path, facts: Mapping, verify: bool) -> str | None:
+    """Why a file is not the one that was saved; None: it is."""
+    other = "is not the file that the weights were in when the artefact was saved"
+    try:
+        if not path.is_file():
+            return MISSING
+        stat = path.stat()
+        if stat.st_size != facts["bytes"]:
+            return other
+        if "sample" in facts and _sample(path, stat.st_size) != facts["sample"]:
+            return other
+        is_same = "sample" in facts and stat.st_mtime_ns == facts["changed_ns"] and not verify
+        return None if is_same or digest(path) == facts["sha256"] else other
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"

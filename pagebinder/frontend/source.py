@@ -22,10 +22,12 @@ from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
 from pagebinder.frontend.unreadable import refuse_unreadable
 from pagebinder.frontend.wrappers import is_transformers, said_inside, unwrapped
+from pagebinder.paths import user_path
 from pagebinder.report import PassResult
 
 DEFAULT_MAX_MODEL_LEN = 2048
 WEIGHT_PATTERNS = ("*.safetensors",)
+ARTEFACT = "artefact.json"  # what `save` of compiled models writes in place of a config.json
 # What configs call layers that mix tokens by a recurrence or a short convolution, and have no attention;
 RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv", "recurrent"})
 # layers that have both, side by side or one after the other; and layers that mix no tokens.
@@ -132,18 +134,25 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         dtype: None takes the checkpoint's.
         weights: False builds the model on the meta device from config.json alone (for `explain`).
     Raises:
-        CheckpointError: no such directory, no or bad config.json, no or bad weights.
+        CheckpointError: no such directory, no or bad config.json, no or bad weights, an artefact.
     """
-    path = Path(path).expanduser()
+    path = user_path(path, CheckpointError)
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a directory. Give a local checkpoint directory with a config.json."
         )
     config_path = path / "config.json"
     if not config_path.exists():
+        if (path / ARTEFACT).exists():
+            raise CheckpointError(
+                f"{path} is an artefact, which is compiled already: give the checkpoint that it was compiled from. "
+                "pagebinder.load(dir).explain() returns its report, `pagebinder compile DIR` prints it."
+            )
         raise CheckpointError(f"{path} has no config.json, so it is not a checkpoint directory.")
     try:
         config_dict = json.loads(config_path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{config_path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise CheckpointError(f"{config_path} is not valid JSON: {error}") from error
     if not isinstance(config_dict, dict):
@@ -226,6 +235,11 @@ def _build(
             f"{path} has no *.safetensors file. Save the weights as safetensors "
             "(transformers: model.save_pretrained(dir)), or use `pagebinder explain`, which needs no weights."
         )
+    for file in (file for pattern in WEIGHT_PATTERNS for file in path.glob(pattern)):
+        try:
+            file.open("rb").close()
+        except OSError as error:  # of which safetensors says that there is no such file
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
     options = {} if writer is config else {"config": writer, "key_mapping": KEY_MAPPING}
     if stored is not None:
         config.quantization_config = fp8_loading.loading_options(stored, path)
