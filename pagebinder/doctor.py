@@ -138,16 +138,20 @@ def _cache() -> dict:
     from pagebinder.custom_ops.cpu.build import LIBRARY_NAME, cache_root, in_use, is_intact, library_path
     from pagebinder.errors import ProviderError
 
-    root = cache_root()
+    prebuilt, why = in_use()
+    kernels = {"level": prebuilt and prebuilt.level.name, "why_no_better": why}
+    try:
+        root = cache_root()
+    except ProviderError:  # no home directory
+        return {"prebuilt": kernels, "path": "-", "writable": False, "built": []}
     built = sorted(root.glob(f"*/{LIBRARY_NAME}"), key=lambda path: path.stat().st_mtime)
     try:
         current = library_path()
     except ProviderError:
         current = None
     existing = next(p for p in (root, *root.parents) if p.exists())
-    prebuilt, why = in_use()
     return {
-        "prebuilt": {"level": prebuilt and prebuilt.level.name, "why_no_better": why},
+        "prebuilt": kernels,
         "path": str(root),
         "writable": os.access(existing, os.W_OK),
         "built": [

@@ -42,6 +42,17 @@ def tiny_build(monkeypatch, tmp_path):
     return source_dir
 
 
+def test_without_a_home_it_is_as_with_one_that_cannot_be_written(monkeypatch):
+    def unknown(*_):
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("PAGEBINDER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    with pytest.raises(ProviderError, match="no home directory.*PAGEBINDER_CACHE"):
+        build.build()
+
+
 def test_second_build_is_a_cache_hit(tiny_build):
     path = build.build()
     first = path.stat()

@@ -37,9 +37,14 @@ _prebuilt_failure: list[OSError] = []  # one is enough: the rest is built here, 
 
 
 def cache_root() -> Path:
-    """The directory that holds one folder per build key."""
-    base = os.environ.get("PAGEBINDER_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "pagebinder"
+    """The directory that holds one folder per build key. Raises ProviderError if the user has no home for it."""
+    base = os.environ.get("PAGEBINDER_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base or Path.home() / ".cache") / "pagebinder"
+    except RuntimeError as error:  # no HOME, and a user whom the system does not know
+        raise ProviderError(
+            "there is no home directory to keep the CPU kernels in; set PAGEBINDER_CACHE to a writable folder"
+        ) from error
 
 
 def build_key(part: str = "core") -> str:
