@@ -26,9 +26,12 @@ from pagebinder.cli_support import (
     ExecutableOption,
     IndexDtypeOption,
     KvDtypeOption,
+    MovedOption,
     QuantizationOption,
     checkpoint_dir,
     compile_dir,
+    fill_closed_streams,
+    given_path,
     quiet_third_parties,
     show,
     working,
@@ -45,7 +48,10 @@ app = typer.Typer(
 CheckpointArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="DIR", callback=checkpoint_dir, help="A checkpoint directory (config.json), or an ONNX file."
+        metavar="DIR",
+        parser=given_path,
+        callback=checkpoint_dir,
+        help="A checkpoint directory (config.json), or an ONNX file.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -53,6 +59,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def main() -> None:
     """Entry point of the installed command."""
+    fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not so where somebody put another object in its place
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
@@ -135,7 +142,11 @@ def doctor(
     as_json: JsonOption = False,
     kv: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Print the KV cache plan of this checkpoint (config.json) instead."),
+        typer.Option(
+            metavar="DIR",
+            parser=given_path,
+            help="Print the KV cache plan of this checkpoint (config.json) instead.",
+        ),
     ] = None,
     context: Annotated[
         list[str] | None,
@@ -145,7 +156,12 @@ def doctor(
         list[str] | None, typer.Option(help="With --kv: memory for the cache, like 20GiB. May be repeated.")
     ] = None,
     workload: Annotated[
-        Path | None, typer.Option(help="With --kv: TOML file, e.g. contexts = [[2000, 0.7], [8000, 0.3]].")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=given_path,
+            help="With --kv: TOML file, e.g. contexts = [[2000, 0.7], [8000, 0.3]].",
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="With --kv: longest prompt + output, in tokens.")
@@ -184,10 +200,12 @@ def generate(
         Path,
         typer.Option(
             metavar="DIR",
+            parser=given_path,
             callback=checkpoint_dir,
             help="A checkpoint directory with weights, an ONNX file, or an artefact.",
         ),
     ],
+    checkpoint: MovedOption = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help='A text, or "-" to read it from stdin. Repeat for several.')
     ] = None,
@@ -254,7 +272,7 @@ def generate(
         "quantization": quantization, "activation_quantization": activation_quantization,
         "activation_scales": activation_scales,
     }  # fmt: skip
-    compiled = compile_dir(model, options, needs_tokenizer=has_text)
+    compiled = compile_dir(model, options, needs_tokenizer=has_text, checkpoint=checkpoint)
     kv_cache_bytes = None if kv_cache_mib is None else kv_cache_mib << 20
     # No more sequences than there can be: the default cache has room for all of them at full length.
     max_num_seqs = min(64, len(prompts) * n)

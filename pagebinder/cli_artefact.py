@@ -5,7 +5,7 @@ from pathlib import Path
 from pagebinder.cli_support import working
 
 
-def open_artefact(path: Path, config_options: dict, *, needs_tokenizer: bool):
+def open_artefact(path: Path, config_options: dict, *, needs_tokenizer: bool, checkpoint: Path | None = None):
     """Load an artefact with progress; returns a CompiledModel.
 
     Raises:
@@ -28,7 +28,7 @@ def open_artefact(path: Path, config_options: dict, *, needs_tokenizer: bool):
                     "checkpoint directory."
                 )
         step("loading the artefact")
-        compiled = load(path)
+        compiled = load(path, checkpoint=checkpoint)
         if needs_tokenizer and compiled.source.tokenizer() is None:
             raise RequestError(
                 f"{path} was saved without a tokenizer, so prompts and stop strings cannot be text: give "

@@ -25,9 +25,11 @@ from pagebinder.cli_support import (
     ActivationQuantizationOption,
     DeviceOption,
     KvDtypeOption,
+    MovedOption,
     QuantizationOption,
     checkpoint_dir,
     compile_dir,
+    given_path,
     show,
     working,
 )
@@ -46,8 +48,12 @@ class BatchRates:
 
 def bench_command(
     model: Annotated[
-        Path, typer.Argument(metavar="DIR", callback=checkpoint_dir, help="A checkpoint or an artefact.")
+        Path,
+        typer.Argument(
+            metavar="DIR", parser=given_path, callback=checkpoint_dir, help="A checkpoint or an artefact."
+        ),
     ],
+    checkpoint: MovedOption = None,
     requests: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests at once. May be repeated; default 1, 8, 32.")
     ] = None,
@@ -65,7 +71,7 @@ def bench_command(
         "device": device, "kv_dtype": kv_dtype, "quantization": quantization,
         "activation_quantization": activation_quantization,
     }  # fmt: skip
-    compiled = compile_dir(model, options)
+    compiled = compile_dir(model, options, checkpoint=checkpoint)
     with working("measuring"):
         from pagebinder.explain_rates import measured_rates
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import checkpoint_dir, quiet_third_parties, working
+from pagebinder.cli_support import checkpoint_dir, given_path, quiet_third_parties, working
 
 EXIT_DIVERGED = 1
 
@@ -15,6 +15,7 @@ def bisect_command(
         Path,
         typer.Argument(
             metavar="DIR",
+            parser=given_path,
             callback=checkpoint_dir,
             help="A checkpoint directory with weights, or an ONNX file.",
         ),
@@ -27,7 +28,10 @@ def bisect_command(
         float | None, typer.Option(help="Error that counts, relative to the spread of the values.")
     ] = None,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the script that shows the divergence goes.")
+        Path,
+        typer.Option(
+            metavar="DIR", parser=given_path, help="Where the script that shows the divergence goes."
+        ),
     ] = Path("bisect"),
     dtype: Annotated[str | None, typer.Option(help="Compile in this dtype, for example float32.")] = None,
 ) -> None:

@@ -18,13 +18,18 @@ from pagebinder.cli_support import (
     checkpoint_dir,
     compile_dir,
     err,
+    given_path,
     output_file,
     show,
 )
 from pagebinder.compiled_files import check_target
+from pagebinder.paths import replace_text
 
 HtmlOption = Annotated[
-    Path | None, typer.Option(callback=output_file, help="Write the report as one HTML page.")
+    Path | None,
+    typer.Option(
+        metavar="FILE", parser=given_path, callback=output_file, help="Write the report as one HTML page."
+    ),
 ]
 
 
@@ -33,6 +38,7 @@ def compile_command(
         Path,
         typer.Argument(
             metavar="DIR",
+            parser=given_path,
             callback=checkpoint_dir,
             help="A checkpoint directory (config.json), or an ONNX file.",
         ),
@@ -41,18 +47,25 @@ def compile_command(
         Path | None,
         typer.Option(
             metavar="FILE",
+            parser=given_path,
             callback=output_file,
             help="Write the plan lock: what each layer was rewritten into.",
         ),
     ] = None,
     locked: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Fail with exit code 2 where the plan differs from this lock."),
+        typer.Option(
+            metavar="FILE",
+            parser=given_path,
+            help="Fail with exit code 2 where the plan differs from this lock.",
+        ),
     ] = None,
     save: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Write an artefact (of the CPU), which starts fast: generate --model DIR."
+            metavar="DIR",
+            parser=given_path,
+            help="Write an artefact (of the CPU), which starts fast: generate --model DIR.",
         ),
     ] = None,
     device: DeviceOption = "auto",
@@ -72,15 +85,15 @@ def compile_command(
     activation_quantization: ActivationQuantizationOption = None,
     activation_scales: ActivationScalesOption = None,
     dump_graphs: Annotated[
-        Path | None, typer.Option(help="Directory for the four graphs as Python text.")
+        Path | None,
+        typer.Option(metavar="DIR", parser=given_path, help="Directory for the four graphs as Python text."),
     ] = None,
     html: HtmlOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compile a checkpoint with its weights and print the report."""
     if save is not None:
-        check_target(save.expanduser())
-        check_folder(save.expanduser().parent, new=True)
+        check_folder(check_target(save).parent, new=True)
         device = "cpu" if device == "auto" else device  # others cannot be saved
     if dump_graphs is not None:
         dump_graphs.mkdir(parents=True, exist_ok=True)  # a bad path shows before the compilation, not after
@@ -100,7 +113,7 @@ def compile_command(
     if dump_graphs is not None:
         for level, graph in compiled.graphs.items():
             text = graph.print_readable(print_output=False)
-            (dump_graphs / f"{level}.py").write_text(text + "\n", encoding="utf-8")
+            replace_text(dump_graphs / f"{level}.py", text + "\n")
         err.print(f"wrote {', '.join(f'{level}.py' for level in compiled.graphs)} to {dump_graphs}")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import checkpoint_dir, compile_dir
+from pagebinder.cli_support import checkpoint_dir, compile_dir, given_path
 
 DraftOption = Annotated[
     str | None,
@@ -30,11 +30,11 @@ def check_draft(choice: str | None, most: int | None) -> None:
         raise typer.BadParameter("--max-draft-tokens says how much --draft may guess: give that, too.")
     if choice is None or choice in (*DRAFTERS, *QUANTIZATIONS):
         return
-    if not choice or not Path(choice).expanduser().exists():
+    if not choice or not given_path(choice).exists():
         raise typer.BadParameter(
             f"--draft {choice!r}: use {', '.join((*DRAFTERS, *QUANTIZATIONS))}, or a checkpoint directory."
         )
-    checkpoint_dir(Path(choice))
+    checkpoint_dir(given_path(choice))
 
 
 def drafter_of(choice: str | None, model: Path, options: dict, max_num_seqs: int):
@@ -48,7 +48,7 @@ def drafter_of(choice: str | None, model: Path, options: dict, max_num_seqs: int
         compiled = compile_dir(model, options | plain | {"quantization": choice})
     else:
         kept = {name: options[name] for name in ("device", "executable", "max_model_len") if name in options}
-        compiled = compile_dir(Path(choice).expanduser(), kept)
+        compiled = compile_dir(given_path(choice), kept)
     from pagebinder.runtime.speculation import ModelDrafter
 
     return ModelDrafter(compiled, EngineConfig(prefix_caching=False, max_num_seqs=max_num_seqs))

@@ -5,7 +5,15 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import check_folder, checkpoint_dir, compile_dir, err, working
+from pagebinder.cli_support import (
+    MovedOption,
+    check_folder,
+    checkpoint_dir,
+    compile_dir,
+    err,
+    given_path,
+    working,
+)
 
 
 def export_command(
@@ -13,11 +21,14 @@ def export_command(
         Path,
         typer.Argument(
             metavar="DIR",
+            parser=given_path,
             callback=checkpoint_dir,
             help="A checkpoint directory, an ONNX file, or an artefact.",
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory for the exported files.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", parser=given_path, help="Directory for the exported files.")
+    ],
     onnx: Annotated[
         bool,
         typer.Option(
@@ -30,6 +41,7 @@ def export_command(
             "--contrib", help="Attention as ONNX Runtime's GroupQueryAttention: no other runtime reads it."
         ),
     ] = False,
+    checkpoint: MovedOption = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -40,7 +52,6 @@ def export_command(
     """Write a model for another runtime."""
     if not onnx:
         raise typer.BadParameter("say which format: --onnx.")
-    out = out.expanduser()
     check_folder(out, new=True)
     from pagebinder.compiled_files import is_artefact
 
@@ -48,7 +59,7 @@ def export_command(
     options = (
         {"dtype": dtype} if is_artefact(model) else {"executable": "eager", "device": "cpu", "dtype": dtype}
     )
-    compiled = compile_dir(model, options)
+    compiled = compile_dir(model, options, checkpoint=checkpoint)
     with working("writing ONNX"):
         paths = compiled.export_onnx(out, contrib=contrib)
     for path in paths:

@@ -52,6 +52,8 @@ def read_prompts(texts: list[str], ids: list[str]) -> list[str | list[int]]:
 
 def _stdin() -> str:
     """All of stdin, but the newline that `echo` and editors put at the end."""
+    if sys.stdin is None:
+        raise typer.BadParameter('"-" reads the prompt from stdin, which is closed.')
     return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
 
 

@@ -5,17 +5,23 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import err, output_file, working
+from pagebinder.cli_support import err, given_path, output_file, working
 
 
 def kv_picture(
     log: Annotated[
-        Path, typer.Argument(metavar="LOG", help="An event log: engine.record_events(), then log.save(LOG).")
+        Path,
+        typer.Argument(
+            metavar="LOG", parser=given_path, help="An event log: engine.record_events(), then log.save(LOG)."
+        ),
     ],
     picture: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", callback=output_file, help="The picture to write: a .svg, .png or .pdf file."
+            metavar="OUT",
+            parser=given_path,
+            callback=output_file,
+            help="The picture to write: a .svg, .png or .pdf file.",
         ),
     ],
 ) -> None:
@@ -24,5 +30,5 @@ def kv_picture(
         from pagebinder.runtime.kv.event_log import KVEventLog
         from pagebinder.runtime.kv.picture import draw_pool
 
-        draw_pool(KVEventLog.load(log.expanduser()), picture.expanduser())
+        draw_pool(KVEventLog.load(log), picture)
     err.print(f"wrote {picture}")

@@ -16,10 +16,12 @@ from pagebinder.cli_support import (
     ExecutableOption,
     IndexDtypeOption,
     KvDtypeOption,
+    MovedOption,
     QuantizationOption,
     checkpoint_dir,
     compile_dir,
     err,
+    given_path,
     working,
 )
 
@@ -31,10 +33,12 @@ def serve_command(
         Path,
         typer.Argument(
             metavar="DIR",
+            parser=given_path,
             callback=checkpoint_dir,
             help="A checkpoint directory with weights, an ONNX file, or an artefact.",
         ),
     ],
+    checkpoint: MovedOption = None,
     host: Annotated[str, typer.Option(help="0.0.0.0: reachable from other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     name: Annotated[
@@ -45,7 +49,10 @@ def serve_command(
         typer.Option(envvar="PAGEBINDER_API_KEY", help="Clients must bring it as a bearer token."),
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A Jinja file, in place of the checkpoint's template.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", parser=given_path, help="A Jinja file, in place of the checkpoint's template."
+        ),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
     max_num_seqs: Annotated[
@@ -86,7 +93,7 @@ def serve_command(
         "quantization": quantization, "activation_quantization": activation_quantization,
         "activation_scales": activation_scales, "max_model_len": max_model_len,
     }  # fmt: skip
-    compiled = compile_dir(model, options)
+    compiled = compile_dir(model, options, checkpoint=checkpoint)
     drafter = drafter_of(draft, model, options, max_num_seqs or EngineConfig().max_num_seqs)
     with working("making room for the KV cache"):
         given = {
@@ -120,7 +127,7 @@ def _read(path: Path) -> str:
     from pagebinder.errors import ConfigError
 
     try:
-        return path.expanduser().read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}.") from error
 

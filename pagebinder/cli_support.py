@@ -18,6 +18,9 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from pagebinder.errors import ConfigError, PagebinderError
+from pagebinder.paths import user_path
+
 PLAIN_WIDTH = 118
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -38,6 +41,22 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
+def given_path(text: str | Path) -> Path:
+    """What Typer makes of the text of a path."""
+    try:
+        return user_path(text)
+    except PagebinderError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+MovedOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        parser=given_path,
+        help="Of an artefact whose checkpoint was moved: where its weights are now.",
+    ),
+]
 DeviceOption = Annotated[
     str, typer.Option(help="auto (the GPU if there is one), cpu or cuda, on another GPU cuda:1.")
 ]
@@ -71,7 +90,11 @@ ExecutableOption = Annotated[
 ]
 ActivationScalesOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Fixed scales for fp8_per_tensor: safetensors, LAYER.input_scale."),
+    typer.Option(
+        metavar="FILE",
+        parser=given_path,
+        help="Fixed scales for fp8_per_tensor: safetensors, LAYER.input_scale.",
+    ),
 ]
 
 
@@ -79,8 +102,6 @@ class Commands(typer.core.TyperGroup):
     """Ends every command the same way: one line for a user's error, 130 for Ctrl-C, silence for a closed pipe."""
 
     def invoke(self, ctx):
-        from pagebinder.errors import PagebinderError
-
         debug = ctx.params.get("debug", False)
         try:
             result = super().invoke(ctx)
@@ -97,6 +118,20 @@ class Commands(typer.core.TyperGroup):
             err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
             raise typer.Exit(EXIT_ERROR) from None
         return result
+
+
+def fill_closed_streams() -> None:
+    """Standard streams that the caller closed (`>&-`) lead nowhere; no file opened later gets their number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # the lowest free number, which is this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _detach_stdout() -> None:
@@ -120,7 +155,6 @@ def checkpoint_dir(path: Path) -> Path:
     """Refuse a missing directory before anything heavy is imported. An ONNX file is as good as a directory."""
     from pagebinder.errors import CheckpointError
 
-    path = path.expanduser()
     if path.is_dir() or (path.suffix == ".onnx" and path.is_file()):
         return path
     if path.exists():
@@ -135,14 +169,12 @@ def checkpoint_dir(path: Path) -> Path:
 
 def output_file(path: Path | None) -> Path | None:
     """Refuse a file that cannot be written before the work whose result it is to hold."""
-    from pagebinder.errors import ConfigError
-
     if path is None:
         return None
-    path = path.expanduser()
     if path.is_dir():
         raise ConfigError(f"{path} is a directory: give the file to write.")
-    check_folder(path.parent)
+    is_device = path.is_relative_to("/dev")
+    check_folder((path if is_device else Path(os.path.realpath(path))).parent)
     if path.exists() and not os.access(path, os.W_OK):
         raise ConfigError(f"{path} may not be written.")
     return path
@@ -150,8 +182,6 @@ def output_file(path: Path | None) -> Path | None:
 
 def check_folder(path: Path, *, new: bool = False) -> None:
     """Raises ConfigError where no file could be written. `new`: folders that are missing will be made."""
-    from pagebinder.errors import ConfigError
-
     while new and not path.exists() and path != path.parent:
         path = path.parent
     if not path.exists():
@@ -184,10 +214,15 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
         yield lambda message: status.update(f"{message} ...")
 
 
-def compile_dir(path: Path, config_options: dict, *, needs_tokenizer: bool = False):
+def compile_dir(
+    path: Path, config_options: dict, *, needs_tokenizer: bool = False, checkpoint: Path | None = None
+):
     """Load and compile a checkpoint directory, or load an artefact, with progress; returns a CompiledModel.
 
+    checkpoint: where the weights of an artefact are now.
+
     Raises:
+        ConfigError: `checkpoint` is given, and no artefact.
         RequestError: a tokenizer is needed and the directory has none (said before the seconds of compilation).
     """
     from pagebinder.compiled_files import is_artefact
@@ -195,7 +230,11 @@ def compile_dir(path: Path, config_options: dict, *, needs_tokenizer: bool = Fal
     if is_artefact(path):
         from pagebinder.cli_artefact import open_artefact
 
-        return open_artefact(path, config_options, needs_tokenizer=needs_tokenizer)
+        return open_artefact(path, config_options, needs_tokenizer=needs_tokenizer, checkpoint=checkpoint)
+    if checkpoint is not None:
+        raise ConfigError(
+            f"--checkpoint says where the weights of an artefact are, and {path} is no artefact: leave it out."
+        )
     with working("importing torch") as step:
         from pagebinder.compile import compile_model
         from pagebinder.config import CompileConfig

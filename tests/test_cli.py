@@ -299,3 +299,35 @@ def test_demo_runs_the_shipped_model():
     hits = next(line for line in text.splitlines() if line.startswith("prefix cache"))
     assert int(hits.split()[2]) > 2 * 5 * 16, "two texts take at least five blocks each from the cache"
     assert "tokens/s" in text and "preemptions" in text and "captured" in text
+
+
+def test_closed_streams_end_quietly_or_with_an_error(checkpoint):
+    """As a shell closes them: `>&-`."""
+    command = (
+        f"{sys.executable} -m pagebinder generate --model {checkpoint} --max-tokens 2 --executable eager"
+    )
+    for rest, code, message in (
+        ("--prompt x >&-", 0, ""),
+        ("--prompt x >&- 2>&- <&-", 0, ""),
+        ("--prompt - <&-", 2, "stdin, which is closed"),
+        ("--prompt x --device nothing 2>&-", 2, ""),
+    ):
+        run = subprocess.run(["sh", "-c", f"{command} {rest}"], cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode == code and message in " ".join(run.stderr.split()), run.stderr
+        assert "Traceback" not in run.stderr and "Exception" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["explain"],
+        ["compile"],
+        ["bisect"],
+        ["generate", "--prompt-ids", "1", "--model"],
+        ["doctor", "--kv"],
+        ["kv-picture", "x"],
+    ],
+)
+def test_paths_that_are_none_are_refused(args):
+    assert "path is empty" in fail(*args, "")
+    assert "~nobody-here stands for is unknown" in " ".join(fail(*args, "~nobody-here/x").split())
