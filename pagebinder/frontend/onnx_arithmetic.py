@@ -177,7 +177,12 @@ def _unary(name: str) -> None:
     @operator(name)
     def translation(call, x):
         if is_host(x) and of_host is not None:
-            return host(of_host(x))
+            try:
+                return host(of_host(x))
+            except TypeError:  # of numpy, whose functions ask a symbol for a method of their name
+                call.refuse(
+                    "it is taken of a number of tokens, of which only sums, products, quotients are traced"
+                )
         return call.same_meaning(x, of_tensor(call.tensor(x)))
 
 

@@ -23,6 +23,7 @@ from pagebinder.frontend.onnx_tensors import OnnxTensors, stored_dtype
 OLDEST_OPSET = 13  # before, axes were attributes, and Softmax flattened its input
 STANDARD = ("", "ai.onnx")  # the domain of ONNX's own operators, by both its names
 CONTROL_FLOW = {"If", "Loop", "Scan", "SequenceMap"}
+OUR_FUNCTIONS = "function pagebinder::"  # the domain of those that our own export writes
 QUANTISED = re.compile(r"[Qq]uantize|^QLinear|^QAttention|^QGemm|Integer$|NBits|Bnb4|BlockQuantized")
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's exporter keeps the modules of a node under this name
 UNREAD_TEXTS = {"doc_string", "metadata_props", "producer_name", "producer_version"}  # of anything in a file
@@ -194,6 +195,11 @@ def _refuse_operators(nodes, where: str = "") -> None:
     for node in nodes:
         name = node.name or next(iter(node.output), "")
         place = f"{node.op_type} (node {name}{', in ' + where if where else ''})"
+        if node.op_type in CONTROL_FLOW and where.startswith(OUR_FUNCTIONS):
+            raise CaptureError(
+                f"{place}: what Pagebinder exports as loops (experts, recurrences, selected tokens) is for other "
+                "runtimes, and is not read back. Compile the checkpoint that the file was exported from."
+            )
         if node.op_type in CONTROL_FLOW:
             raise CaptureError(
                 f"{place}: control flow cannot be imported, as every token must go through the same operators. "

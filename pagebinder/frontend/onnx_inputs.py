@@ -23,6 +23,7 @@ from pagebinder.frontend.onnx_file import OnnxGraph, OnnxNode, OnnxValue
 
 ATTENTION_PAST = {4: 1, 5: 2}  # inputs of Attention that are caches -> outputs that are the next ones
 WRITE_INDICES, NUM_KEYS = ("TensorScatter", 2), ("Attention", 6)
+CONTRIB = "com.microsoft::"
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,11 @@ def _cache_of(graph: OnnxGraph, value: OnnxValue) -> Cache:
         )
     (user,) = users
     found = _read_by(user, value)
+    if found is None and user.op.startswith(CONTRIB):
+        raise CaptureError(
+            f"{user}: ONNX Runtime's own operators are not read back. Export the model with those of the standard "
+            "(pagebinder export: without --contrib), or compile the checkpoint that it was exported from."
+        )
     if found is None:
         raise CaptureError(
             f"{user} reads {value.name}. A cache may only be the past of an Attention, the first part of a Concat "

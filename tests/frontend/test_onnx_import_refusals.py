@@ -129,9 +129,35 @@ def old_opset(model):
     model.opset_import[0].version = 12
 
 
+def as_a_function(domain: str):
+    """A function with a loop, which the model need not call."""
+
+    def change(model):
+        body = helper.make_graph([], "body", [], [])
+        loop = helper.make_node("Loop", ["n", ""], ["y"], name="y", body=body)
+        imports = [helper.make_opsetid("", 23)]
+        model.functions.append(helper.make_function(domain, "ExpertRows", ["n"], ["y"], [loop], imports))
+
+    return change
+
+
+def log_of_the_length(model):
+    """Added to what the model returns, so that it is needed."""
+    model.graph.output[0].name = "scaled"
+    shape = [("Shape", ["input_ids"], ["ids_shape"]), ("Cast", ["ids_shape"], ["ids_sizes"])]
+    nodes = [helper.make_node(*n, **({"to": TensorProto.FLOAT} if n[0] == "Cast" else {})) for n in shape]
+    nodes.append(helper.make_node("Log", ["ids_sizes"], ["log_sizes"], name="log_of_sizes"))
+    nodes.append(helper.make_node("ReduceSum", ["log_sizes"], ["log_size"], keepdims=0))
+    model.graph.node.extend([*nodes, helper.make_node("Mul", ["logits", "log_size"], ["scaled"])])
+
+
 REFUSED = {
     "unknown": (renamed("RMSNormalization", "GroupNorm", "com.x"), r"com\.x::GroupNorm \(1: RMSNormalization_\d+\)"),
     "loop": (renamed("Tile", "Loop"), r"Loop \(node Tile_\d+\): control flow"),
+    "our loop": (as_a_function("pagebinder"), r"Loop \(node y, in function .*Compile the checkpoint"),
+    "a loop of others": (as_a_function("others"), r"Loop \(node y, in function others::.*loops unrolled"),
+    "contrib": (renamed("Concat", "GroupQueryAttention", "com.microsoft"), "not read back.*without --contrib"),
+    "log of the length": (log_of_the_length, r"Log \(node log_of_sizes\): it is taken of a number of tokens"),
     "branch": (renamed("Tile", "If"), r"If \(node .*merged"),
     "quantised": (renamed("MatMul", "MatMulNBits", "com.microsoft"), r"MatMulNBits \(node MatMul_\d+\): quantised"),
     "qdq": (renamed("MatMul", "DequantizeLinear"), r"DequantizeLinear \(node .*quantization="),
