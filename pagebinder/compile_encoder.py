@@ -28,7 +28,7 @@ from pagebinder.frontend.sentence_dir import sentence_recipe
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.layer_states import encoder_layer_states
 from pagebinder.passes.manager import run_passes
-from pagebinder.passes.own_passes import run_own_passes
+from pagebinder.passes.own_passes import may_change, run_own_passes
 from pagebinder.passes.pack_attention import pack_attention
 from pagebinder.passes.select_providers import select_providers
 from pagebinder.passes.simplify import simplify
@@ -94,7 +94,8 @@ def compile_encoder(
     states = tuple(encoder_layer_states(semantic))
     with stage("verify"):
         if not on_meta and refused is None:
-            _prove(source, packed, max_tokens, report)
+            if not any(result.changes_numbers for result in report.passes):
+                _prove(source, packed, max_tokens, report, may_change(config.passes, "semantic", "packed"))
             if config.verify != "off":
                 verify_encoder(trail, source, max_tokens, config, report)
     fill_encoder_report(report, source, graphs, states, device)
@@ -140,7 +141,9 @@ def _max_tokens(source: ModelSource, config: CompileConfig, recipe) -> int:
     return wanted or min(limit, told)
 
 
-def _prove(source: ModelSource, packed: GraphModule, max_tokens: int, report: CompileReport) -> None:
+def _prove(
+    source: ModelSource, packed: GraphModule, max_tokens: int, report: CompileReport, also: str
+) -> None:
     """Two short sequences and one beyond every window, packed, against the source model with each alone."""
     options = [n.kwargs for n in packed.graph.nodes if n.op == "call_function"]
     reaches = [o.get("window") or o.get("chunk") or o.get("num_behind") or 0 for o in options]
@@ -164,5 +167,6 @@ def _prove(source: ModelSource, packed: GraphModule, max_tokens: int, report: Co
     if not worst <= AGREEMENT.get(source.dtype, 1e-4):
         raise CaptureError(
             f"{type(source.module).__name__}: the packed graph differs from the source model by {worst:.2g} of its "
-            "largest value, so something that the model does with its ids or positions is not captured."
+            "largest value, so something that the model does with its ids or positions is not captured"
+            f"{also}."
         )

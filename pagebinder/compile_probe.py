@@ -16,7 +16,7 @@ from pagebinder.config import CompileConfig
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import is_known
 from pagebinder.frontend.source import ModelSource
-from pagebinder.passes.own_passes import pass_name
+from pagebinder.passes.own_passes import may_change
 from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, spread_of
 
 NUM_TOKENS = 80
@@ -46,8 +46,7 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
     narrow = got.dtype in (torch.bfloat16, torch.float16)
     tolerance = TOLERANCES[got.dtype] * (1 if narrow else CAPTURE_FACTOR)
     name = type(source.module).__name__
-    passes = ", ".join(map(pass_name, config.passes.get("semantic", ())))
-    also = f", or a pass of your own ({passes}) may change what it computes" if passes else ""
+    also = may_change(config.passes, "semantic")
     compared = (
         (f"{name} computes something else when it is called again", again),
         (f"The graph of {name} computes something else than {name} itself", got.double()),

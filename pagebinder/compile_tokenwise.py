@@ -88,8 +88,9 @@ class _Splitter(torch.fx.Interpreter):
         got = node.target(*args, **kwargs)
         results = (whole, got) if isinstance(whole, (tuple, list)) else ((whole,), (got,))
         for fake, expected, alone in zip(tensors(node), *results, strict=True):
-            (dim,) = symbolic_dims(fake)[:1] or (0,)
-            error = difference(alone, expected.narrow(dim, part.start, part.stop - part.start))
+            dims = symbolic_dims(fake)
+            rows = expected.narrow(dims[0], part.start, part.stop - part.start) if dims else expected
+            error = difference(alone, rows)
             if error.relative > TOLERANCES.get(expected.dtype, 0.0):
                 raise CaptureError(
                     f"{node.target._schema.name} in {module_path(node) or node.name} is said to compute every token "

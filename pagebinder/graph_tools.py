@@ -175,12 +175,37 @@ def insert_call(
     return node
 
 
+def insert_constant(gm: GraphModule, like: Node, name: str, tensor: torch.Tensor) -> Node:
+    """A node before `like` that reads `tensor`, which becomes the attribute `name` of `gm`.
+
+    Raises:
+        ValueError: the module has another attribute of that name.
+    """
+    if hasattr(gm, name) or not name.isidentifier():
+        raise ValueError(
+            f"constant {name!r}: give an identifier that the graph's module has no attribute of."
+        )
+    attach(gm, name, tensor)
+    with gm.graph.inserting_before(like):
+        return read_attribute(gm, gm.graph.get_attr(name), device=device_of(gm.graph))
+
+
+def read_attribute(gm: GraphModule, node: Node, device: torch.device | None = None) -> Node:
+    """Set meta["val"] of a get_attr node: the attribute's dtype and sizes, on its device or the one given."""
+    value = attribute(gm, node.target)
+    with fake_mode_of(gm.graph):  # from_tensor would make sizes dynamic
+        node.meta["val"] = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=device or value.device
+        )
+    return node
+
+
 def set_val(node: Node) -> None:
     """Compute a call node's meta["val"] by running its fake kernel on its inputs' fake tensors.
 
     Composite ops run as Python: torch 2.11's linear and matmul in C++ ask for sizes as numbers, which would fix them.
     """
-    fake_args, fake_kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    fake_args, fake_kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
     fake_mode = fake_mode_of(node.graph)
     with torch.no_grad():
         if fake_mode is None:
@@ -188,6 +213,12 @@ def set_val(node: Node) -> None:
         else:
             with enable_python_dispatcher(), fake_mode:
                 node.meta["val"] = node.target(*fake_args, **fake_kwargs)
+
+
+def _value(node: Node):
+    if node.op == "get_attr" and "val" not in node.meta:  # put there by hand
+        read_attribute(node.graph.owning_module, node, device_of(node.graph))
+    return node.meta["val"]
 
 
 def fake_mode_of(graph: torch.fx.Graph):

@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
 
 from pagebinder.errors import PassError
-from pagebinder.graph_tools import attribute, fake_mode_of, finish, set_val, tensors
+from pagebinder.graph_tools import attribute, attributes, device_of, finish, read_attribute, set_val, tensors
 from pagebinder.passes.manager import Pass, run_passes
 from pagebinder.passes.trail import DECODER, Trail
-from pagebinder.report import CompileReport, PassResult
+from pagebinder.report import CompileReport, Match, PassResult, Refusal
 
 FUNCTIONS = {operator.getitem, math.ceil, math.floor, math.trunc, torch.sym_max, torch.sym_min, torch.sym_not}
 # What results of ours are called that are no module of this room.
@@ -52,15 +53,24 @@ def run_own_passes(
     return results
 
 
+def may_change(passes: Mapping[str, Sequence[Pass]], *levels: str) -> str:
+    """What to add to an error about a graph of these levels that differs from its source."""
+    own = [pass_name(run) for level in levels for run in passes.get(level, ())]
+    return f", or a pass of your own ({', '.join(own)}) may change what it computes" if own else ""
+
+
 def pass_name(run: Callable) -> str:
     """What a pass is called in messages: its function's name, or that of its class."""
-    run = run.func if isinstance(run, functools.partial) else run
+    if isinstance(run, functools.partial):
+        options = [*map(repr, run.args), *(f"{name}={value!r}" for name, value in run.keywords.items())]
+        return f"{pass_name(run.func)}({', '.join(options)})"
     return getattr(run, "__name__", type(run).__name__)
 
 
 def _checked(gm: GraphModule, *, run: Pass, level: str) -> PassResult:
     where = f"{pass_name(run)}, a pass of your own on the {level} graph,"
-    before, inputs, results = {n: _call(n) for n in gm.graph.nodes}, _inputs(gm), _results(gm)
+    before, inputs, results = {n: _call(n) for n in gm.graph.nodes}, _inputs(gm), _results(gm, where)
+    weights = {name: (tensor, _version(tensor)) for name, tensor in attributes(gm).items()}
     try:
         result = run(gm)
     except Exception as error:
@@ -70,18 +80,19 @@ def _checked(gm: GraphModule, *, run: Pass, level: str) -> PassResult:
     try:
         gm.graph.lint()
     except Exception as error:
-        raise PassError(f"{where} leaves a graph that is not whole: {error}") from error
+        raise PassError(f"{where} leaves a graph that is not whole: {str(error).splitlines()[0]}") from error
     if _inputs(gm) != inputs:
         raise PassError(
             f"{where} changes the graph's inputs from {inputs} to {_inputs(gm)}: an engine gives a step's inputs by "
-            "these names. Leave them; what a pass adds is an attribute (graph_tools.attach)."
+            "these names. Leave them, and their meta; what a pass adds is a constant (graph_tools.insert_constant)."
         )
+    _check_weights(gm, weights, where)
     for node in gm.graph.nodes:
         _check_call(node, where)
     result.changed = result.changed or {n: _call(n) for n in gm.graph.nodes} != before
     _find_values(gm, before, where)
-    if _results(gm) != results:
-        raise PassError(f"{where} makes the graph return {_results(gm)} instead of {results}.")
+    if _results(gm, where) != results:
+        raise PassError(f"{where} makes the graph return {_results(gm, where)} instead of {results}.")
     finish(gm)
     return result
 
@@ -91,6 +102,10 @@ def _check_answer(result: object, where: str) -> None:
         raise PassError(
             f"{where} returned a {type(result).__name__}: a pass changes the graph in place and returns a "
             "pagebinder.report.PassResult that says what it matched, what it refused, and why."
+        )
+    if not (_are_all(result.matches, Match) and _are_all(result.refusals, Refusal)):
+        raise PassError(
+            f"{where} answers with something else than lists of Match and Refusal (pagebinder.report)."
         )
     name = result.name
     if not isinstance(name, str) or not name.isidentifier():
@@ -107,7 +122,34 @@ def _check_answer(result: object, where: str) -> None:
         )
 
 
+def _are_all(values: object, kind: type) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def _check_weights(gm: GraphModule, before: Mapping[str, tuple[torch.Tensor, int]], where: str) -> None:
+    """Weights are the model's own, and constants those of the passes before: other values are other attributes."""
+    remedy = "read a constant of another name instead (graph_tools.insert_constant)."
+    for name, (tensor, version) in before.items():
+        if _attribute(gm, name) is not tensor:
+            raise PassError(
+                f"{where} puts another tensor in the place of {name!r}, which others read, too: {remedy}"
+            )
+        if _version(tensor) != version:
+            raise PassError(f"{where} writes into {name!r}, which is the model's own tensor: {remedy}")
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts writes; those of inference tensors are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _check_call(node: Node, where: str) -> None:
+    literals = []
+    map_aggregate((node.args, node.kwargs), literals.append)
+    if any(isinstance(value, torch.Tensor) for value in literals):
+        raise PassError(
+            f"{where} leaves {node.name} with a tensor as an operand: use graph_tools.insert_constant."
+        )
     if node.op in ("call_module", "call_method"):
         what = f"{node.target!r} as a {node.op.removeprefix('call_')}"
     elif node.op == "call_function" and not (
@@ -135,8 +177,11 @@ def _find_values(gm: GraphModule, before: Mapping[Node, tuple], where: str) -> N
     """meta["val"] of what is new, and of what reads something that has changed its size, dtype or strides."""
     changed: set[Node] = set()
     for node in gm.graph.nodes:
-        if node.op == "get_attr" and "val" not in node.meta:
-            node.meta["val"] = _fake(gm, node, where)
+        if node.op == "get_attr" and (before.get(node) != _call(node) or "val" not in node.meta):
+            known = node.meta.get("val")
+            _read(gm, node, where)
+            if known is not None and _outline(known) != _outline(node.meta["val"]):
+                changed.add(node)
         if node.op != "call_function":
             continue
         if (
@@ -159,15 +204,21 @@ def _find_values(gm: GraphModule, before: Mapping[Node, tuple], where: str) -> N
             changed.add(node)
 
 
-def _fake(gm: GraphModule, node: Node, where: str) -> torch.Tensor:
-    try:
-        value = attribute(gm, node.target)
-    except AttributeError as error:
-        raise PassError(f"{where} reads {node.target!r}, which the graph's module does not have.") from error
+def _read(gm: GraphModule, node: Node, where: str) -> None:
+    value = _attribute(gm, node.target)
+    if value is None:
+        raise PassError(f"{where} reads {node.target!r}, which the graph's module does not have.")
     if not isinstance(value, torch.Tensor):
         raise PassError(f"{where} reads {node.target!r}, a {type(value).__name__} and no tensor.")
-    with fake_mode_of(gm.graph):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    read_attribute(gm, node, device_of(gm.graph))
+
+
+def _attribute(gm: GraphModule, name: str) -> object:
+    """gm.<dotted name>, or None."""
+    try:
+        return attribute(gm, name)
+    except AttributeError:
+        return None
 
 
 def _call(node: Node) -> tuple:
@@ -175,12 +226,19 @@ def _call(node: Node) -> tuple:
 
 
 def _inputs(gm: GraphModule) -> list[str]:
-    return [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+    nodes = (n for n in gm.graph.nodes if n.op == "placeholder")
+    return [n.target if "val" in n.meta else f"{n.target} (without meta)" for n in nodes]
 
 
-def _results(gm: GraphModule) -> list[str]:
-    (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    return [_outline(n.meta.get("val")) for n in output.all_input_nodes]
+def _results(gm: GraphModule, where: str) -> str:
+    outputs = gm.graph.find_nodes(op="output")
+    if len(outputs) != 1:
+        raise PassError(f"{where} leaves a graph with {len(outputs)} outputs instead of one.")
+    return _outline(map_arg(outputs[0].args[0], lambda n: _Result(_outline(n.meta.get("val")))))
+
+
+class _Result(str):
+    """The outline of what a node stands for, among the literals of an output."""
 
 
 def _outline(value: object) -> str:

@@ -25,7 +25,15 @@ from torch.fx import GraphModule, Node
 from pagebinder.custom_ops.cpu.huge_pages import MOST_SHARE, MemoryFor, has_room
 from pagebinder.custom_ops.cpu.pack import code_all, coded_shape, pack_all
 from pagebinder.custom_ops.linear.packed_weights import can_be_coded, can_be_packed, in_place_of
-from pagebinder.graph_tools import attach, attribute, calls, describe, fake_mode_of, finish, source_line
+from pagebinder.graph_tools import (
+    attach,
+    attribute,
+    calls,
+    describe,
+    finish,
+    read_attribute,
+    source_line,
+)
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN, PATTERN_OF_EXPERTS = "packed weights", "packed experts"
@@ -192,9 +200,5 @@ def _reason_against(gm: GraphModule, node: Node, keep: Collection[int]) -> str |
 
 
 def _read(gm: GraphModule, name: str, before: Node) -> Node:
-    tensor = attribute(gm, name)
     with gm.graph.inserting_before(before):
-        node = gm.graph.get_attr(name)
-    with fake_mode_of(gm.graph):  # from_tensor would make sizes dynamic
-        node.meta["val"] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return node
+        return read_attribute(gm, gm.graph.get_attr(name))

@@ -27,10 +27,10 @@ from pagebinder.graph_tools import (
     describe,
     device_of,
     devices,
-    fake_mode_of,
     finish,
     insert_call,
     is_call,
+    read_attribute,
     source_line,
     tensors,
     val,
@@ -127,9 +127,4 @@ def _attribute(gm: GraphModule, node: Node, value: torch.Tensor) -> Node:
     """A node that reads this value, ahead of the one that made it."""
     attach(gm, f"constant_{node.name}", value)
     with gm.graph.inserting_before(node):
-        placed = gm.graph.get_attr(f"constant_{node.name}")
-    with fake_mode_of(gm.graph):  # from_tensor would make sizes dynamic
-        placed.meta["val"] = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )
-    return placed
+        return read_attribute(gm, gm.graph.get_attr(f"constant_{node.name}"))

@@ -24,13 +24,12 @@ from pagebinder.custom_ops.fp8.linear import FORMATS
 from pagebinder.custom_ops.fp8.quant import E4M3_MAX, dequantise
 from pagebinder.errors import ConfigError
 from pagebinder.graph_tools import (
-    attach,
     attribute,
     calls,
     describe,
-    fake_mode_of,
     finish,
     insert_call,
+    insert_constant,
     module_path,
     source_line,
     val,
@@ -120,12 +119,8 @@ def _static_scale(
             raise ConfigError(f"activation_scales: {name!r} must be one positive number.")
         found.append(scale.reshape(1))
     name, largest = f"activation_scale_{index}", torch.cat(found).amax(0, keepdim=True)
-    attach(gm, name, largest.to(next(iter(gm.parameters()), largest).device))
-    with gm.graph.inserting_before(layers[0]):
-        node = gm.graph.get_attr(name)
-    with fake_mode_of(gm.graph):
-        node.meta["val"] = torch.empty((1,), dtype=torch.float32, device=val(layers[0]).device)
-    return node
+    largest = largest.to(next(iter(gm.parameters()), largest).device)
+    return insert_constant(gm, layers[0], name, largest)
 
 
 def certify_activations(before: GraphModule, after: GraphModule, result: PassResult) -> list[Certificate]:

@@ -23,12 +23,11 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS, KVFormat, error_bound
 from pagebinder.errors import ConfigError
 from pagebinder.graph_tools import (
-    attach,
     calls,
     describe,
-    fake_mode_of,
     finish,
     insert_call,
+    insert_constant,
     is_call,
     module_path,
     val,
@@ -89,7 +88,7 @@ def _scales(
     gm: GraphModule, node: Node, spec: KVFormat, scales: Mapping[str, torch.Tensor] | None, index: int
 ) -> Node:
     """The get_attr node of a layer's fixed scales, ahead of it."""
-    layer, shape, device = module_path(node), (2, val(node.args[1]).shape[1]), val(node.args[1]).device
+    layer, shape = module_path(node), (2, val(node.args[1]).shape[1])
     if scales is None:
         tensor = torch.ones(shape, device="cpu")
     elif layer not in scales or scales[layer].shape != shape:
@@ -100,12 +99,8 @@ def _scales(
     if spec.scales == "tensor":
         tensor = tensor.amax(1, keepdim=True).expand(shape)
     name = f"kv_scales_{index}"
-    attach(gm, name, tensor.contiguous().to(next(iter(gm.parameters()), tensor).device))
-    with gm.graph.inserting_before(node):
-        found = gm.graph.get_attr(name)
-    with fake_mode_of(gm.graph):
-        found.meta["val"] = torch.empty(shape, dtype=torch.float32, device=device)
-    return found
+    tensor = tensor.contiguous().to(next(iter(gm.parameters()), tensor).device)
+    return insert_constant(gm, node, name, tensor)
 
 
 def certify_kv(before: GraphModule, after: GraphModule, result: PassResult) -> list[Certificate]:

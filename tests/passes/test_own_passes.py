@@ -15,9 +15,20 @@ import pagebinder
 from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
 from pagebinder.compile_bisect import bisect
 from pagebinder.errors import ArtefactError, PassError, PlanDriftError, VerificationError
-from pagebinder.graph_tools import aten, attach, calls, describe, insert_call, is_call, source_line
+from pagebinder.graph_tools import (
+    aten,
+    attach,
+    calls,
+    describe,
+    device_of,
+    insert_call,
+    insert_constant,
+    is_call,
+    source_line,
+)
 from pagebinder.report import Match, PassResult, Refusal
 from tests.encoder_decoders import tiny
+from tests.test_verify_encoder import bert
 
 DOCS = Path(__file__).parents[2] / "docs" / "passes.md"
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -223,6 +234,85 @@ def behind_relu(make):
     return add_behind_relu
 
 
+def scale_logits(name, factor):
+    def scale(gm):
+        (output,) = gm.graph.find_nodes(op="output")
+        (logits,) = output.all_input_nodes
+        constant = insert_constant(gm, output, name, torch.tensor([factor], device=device_of(gm.graph)))
+        scaled = insert_call(gm.graph, output, aten.mul.Tensor, (logits, constant))
+        output.replace_input_with(logits, scaled)
+        result = PassResult(name=f"scale_{name}", changes_numbers=True)
+        result.matches.append(Match(pattern="scale", **describe(scaled)))
+        return result
+
+    return scale
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_constants_by_name(level, expected):
+    compiled = compiled_with([scale_logits("by_two", 2.0), scale_logits("by_a_half", 0.5)], level, verify="full")
+    assert tokens_of(compiled) == expected
+    assert result_of(compiled, "scale_by_two").max_rel_error > 0.1
+    with pytest.raises(ValueError, match="'by_two'"):
+        compiled_with([scale_logits("by_two", 2.0), scale_logits("by_two", 0.5)], level)
+    with torch.device("meta"):
+        explained = pagebinder.compile_model(Decoder(), CompileConfig(passes={level: scale_logits("a", 2.0)}))
+    assert "scale_a" in explained.explain()
+
+
+@pytest.mark.parametrize("level", ["semantic", "packed"])
+def test_encoders(level):
+    plain = pagebinder.compile_model(bert(), CompileConfig(executable="eager"))
+    config = CompileConfig(executable="eager", passes={level: scale_logits("by_two", 2.0)}, verify="full")
+    scaled = pagebinder.compile_model(bert(), config)
+    (one,), (other,) = (c.encode_batch([[5, 6, 7]]) for c in (plain, scaled))
+    torch.testing.assert_close(other, 2 * one)
+
+    def silent(gm):
+        result = scale_logits("by_two", 2.0)(gm)
+        result.changes_numbers = False
+        return result
+
+    with pytest.raises(pagebinder.CaptureError, match="pass of your own .silent. may change"):
+        pagebinder.compile_model(bert(), CompileConfig(executable="eager", passes={level: silent}))
+    with pytest.raises(ConfigError, match="an encoder has no fused graph"):
+        pagebinder.compile_model(bert(), CompileConfig(passes={"fused": silent}))
+
+
+def write_to_a_weight(gm):
+    with torch.no_grad():
+        gm.get_submodule("head").weight.mul_(1)
+    return PassResult(name="write_to_a_weight")
+
+
+def replace_a_weight(gm):
+    gm.get_submodule("head").weight = nn.Parameter(gm.get_submodule("head").weight[:32].clone())
+    return PassResult(name="replace_a_weight")
+
+
+def read_fewer_rows(gm):
+    attach(gm, "fewer", gm.get_submodule("head").weight.detach()[:32].clone())
+    for node in gm.graph.find_nodes(op="get_attr"):
+        node.target = "fewer" if node.target == "head.weight" else node.target
+    return PassResult(name="read_fewer_rows")
+
+
+def change_the_output(make):
+    def change(gm):
+        (output,) = gm.graph.find_nodes(op="output")
+        (logits,) = output.all_input_nodes
+        make(gm.graph, output, logits)
+        return PassResult(name="change")
+
+    return change
+
+
+def without_meta(gm):
+    for node in gm.graph.nodes:
+        node.meta = {}
+    return PassResult(name="without_meta")
+
+
 def use_before_made(gm):
     relu = next(calls(gm.graph, aten.relu.default))
     next(iter(relu.users)).append(relu)
@@ -251,9 +341,19 @@ def another_dtype(gm):
         (lambda gm: PassResult(name="quantize_weights"), "as one of Pagebinder's does"),
         (lambda gm: PassResult(name="audit"), "as one of Pagebinder's does"),
         (lambda gm: PassResult(name="my pass"), "takes a name like a function's"),
+        (lambda gm: PassResult(name="a", matches=None), "something else than lists of Match"),
+        (lambda gm: PassResult(name="a", refusals=["no"]), "something else than lists of Match"),
+        (write_to_a_weight, "writes into 'head.weight'"),
+        (replace_a_weight, "puts another tensor in the place of 'head.weight'"),
+        (read_fewer_rows, "cannot be called so|makes the graph return"),
+        (change_the_output(lambda g, output, x: g.erase_node(output)), "0 outputs instead of one"),
+        (change_the_output(lambda g, output, x: g.output((x,))), "2 outputs instead of one"),
+        (change_the_output(lambda g, output, x: setattr(output, "args", ((x, x),))), "makes the graph return"),
+        (without_meta, "changes the graph's inputs"),
+        (behind_relu(lambda g, x: g.call_function(aten.mul.Tensor, (x, torch.ones(1)))), "tensor as an operand"),
         (use_before_made, "use_before_made.* leaves a graph that is not whole"),
         (one_input_more, "changes the graph's inputs"),
-        (another_dtype, "makes the graph return .'bfloat16"),
+        (another_dtype, "makes the graph return bfloat16"),
         (behind_relu(lambda g, x: g.call_function(torch.relu, (x,))), "a call of relu: .* by their overloads"),
         (behind_relu(lambda g, x: g.call_method("contiguous", (x,))), "'contiguous' as a method"),
         (behind_relu(lambda g, x: g.call_function(aten.mm.default, (x, x))), "cannot be called so"),

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.library import NAMESPACE as OURS
-from pagebinder.custom_ops.library import library, op_info, overload
+from pagebinder.custom_ops.library import is_our_op, library, op_info, overload
 from pagebinder.errors import ProviderError
+from pagebinder.graph_tools import TORCHS
 
 ADAPTERS = "pagebinder_aot"
 # In an artefact.
@@ -42,8 +44,11 @@ HEADER = """// Written by pagebinder.
 
 def native_problem(target: Any) -> str | None:
     """Why a program without Python cannot call what a node calls; None: it can, or it is none of our ops."""
-    if not isinstance(target, torch._ops.OpOverload) or not target.namespace.startswith(OURS):
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in TORCHS:
         return None
+    if not is_our_op(target):
+        name = target._schema.name
+        return f"{target.name()}, which is written in Python" if name in OPDEFS else None
     if target.namespace == OURS and op_info(target._opname).transparent:
         return None  # it dissolves into ops of torch
     in_python = library(target.namespace)._op_impls  # "<namespace>/<op>/<dispatch key>"; Meta is for tracing
