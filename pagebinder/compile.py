@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from pagebinder.ambient import alone
 from pagebinder.collector import collector_paused
-from pagebinder.compile_checks import unexplained
+from pagebinder.compile_checks import bounded, longest, unexplained
 from pagebinder.compile_executable import check_executable, executable_of, is_compiled
 from pagebinder.compile_kernels import start_by_config, start_by_source
 from pagebinder.compile_lock import expected_plan, settle_lock
@@ -41,7 +41,6 @@ from pagebinder.frontend.checkpoint_tensors import check_absent
 from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder, states_of
 from pagebinder.frontend.experts_interface import hooked_experts
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
-from pagebinder.frontend.length_limits import limit_of
 from pagebinder.frontend.model_kinds import parts_beside_text
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
@@ -119,12 +118,12 @@ def compile_model(
 
     Args:
         model: an unmodified transformers decoder or text encoder-decoder, any torch.nn.Module called as
-            `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]` (or a tuple that begins with them, or a
-            dict with "logits"), or the path of a local checkpoint directory, or of an ONNX decoder (`model.onnx`, or
-            the directory that holds it). The model is not changed, but for the seconds that it is compiled in, when
-            no other thread may call it; its weights are shared, not copied (unless `dtype` differs). It is compiled
-            as it is after `model.eval()`, in training mode, too. A model on the meta device is compiled for
-            `explain()` only.
+            `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]` (positions by name if there are other
+            parameters; a tuple that begins with logits, or a dict with "logits"), or the path of a local checkpoint
+            directory, or of an ONNX decoder (`model.onnx`, or the directory that holds it). The model is not changed,
+            but for the seconds that it is compiled in, when no other thread may call it; its weights are shared, not
+            copied (unless `dtype` differs). It is compiled as it is after `model.eval()`, in training mode, too. A
+            model on the meta device is compiled for `explain()` only.
         on_stage: called with each stage's name as it begins, for progress displays: "load", "capture",
             "recognise", "audit", "plan", "page", "fuse", "verify" (if asked for), "executable".
     Raises:
@@ -226,7 +225,7 @@ def compile_source(
         from pagebinder.compile_encoder import compile_encoder
 
         return compile_encoder(source, config, report, stage, trail)
-    max_model_len, expected = _max_model_len(source, config), expected_plan(config)
+    max_model_len, expected = longest(source, config), expected_plan(config)
     _check_options(source, config)
     if source.device.type == "cpu":
         start_by_source(source, config)
@@ -471,37 +470,6 @@ def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) ->
 def clone(gm: GraphModule, level: str) -> GraphModule:
     """The start of the next level: a GraphModule with a graph of its own and the same weights."""
     return graph_module(gm, copy.deepcopy(gm.graph), level.capitalize())
-
-
-def _max_model_len(source: ModelSource, config: CompileConfig) -> int:
-    if config.max_model_len is None:
-        return source.max_model_len
-    if config.max_model_len > source.max_model_len and not source.says_length:
-        raise ConfigError(
-            f"max_model_len={config.max_model_len} is more than {source.max_model_len}, our default for a model that "
-            "does not say how long its sequences may be: say it with max_position_embeddings in its config (`config` "
-            "of the module, or config.json), or lower max_model_len."
-        )
-    if config.max_model_len > source.max_model_len:
-        raise ConfigError(
-            f"max_model_len={config.max_model_len} is more than the {source.max_model_len} tokens that the "
-            "model was made for; lower it."
-        )
-    return config.max_model_len
-
-
-def bounded(max_model_len: int, captured: GraphModule, config: CompileConfig, report: CompileReport) -> int:
-    """No longer than the captured graph holds: its code, a buffer or a table may end earlier."""
-    limit = limit_of(captured.graph)
-    if limit is None or limit.num_tokens >= max_model_len:
-        return max_model_len
-    if config.max_model_len is not None:
-        raise ConfigError(
-            f"max_model_len={max_model_len} is more than the {limit.num_tokens} tokens that the captured graph holds "
-            f"for: beyond, {limit.reason}; lower it."
-        )
-    report.notes.append(f"max_model_len is {limit.num_tokens}: beyond, {limit.reason}.")
-    return limit.num_tokens
 
 
 class _StageTimer:

@@ -1,4 +1,5 @@
-"""What must hold of a semantic graph before it is paged: all state found, nothing else relating tokens."""
+"""What must hold of a semantic graph before it is paged: all state found, nothing else relating tokens. How long
+sequences may be."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from pagebinder.custom_ops.attention.semantic import ATTENTION
 from pagebinder.custom_ops.library import OpInfo
 from pagebinder.custom_ops.mla.mla import MLA_ATTENTION
 from pagebinder.custom_ops.sparse.semantic import COMPRESSED_ATTENTION
-from pagebinder.errors import CaptureError
+from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.frontend.audit import COUNTS_ROWS, audit
+from pagebinder.frontend.length_limits import limit_of
 from pagebinder.frontend.plain_calls import how_to_give_positions
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import calls, module_path, num_ops
@@ -118,3 +120,39 @@ def _layer(path: str) -> str:
 
 def _count(gm: GraphModule, *ops: OpInfo) -> int:
     return sum(1 for _ in calls(gm.graph, *(op.overload for op in ops)))
+
+
+def longest(source: ModelSource, config: CompileConfig) -> int:
+    """max_model_len of the config, else of the model. Raises ConfigError: more than the model was made for."""
+    if config.max_model_len is None:
+        return source.max_model_len
+    if config.max_model_len > source.max_model_len and not source.says_length:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than {source.max_model_len}, our default for a model that "
+            "does not say how long its sequences may be: say it with max_position_embeddings in its config (`config` "
+            "of the module, or config.json), or lower max_model_len."
+        )
+    if config.max_model_len > source.max_model_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {source.max_model_len} tokens that the "
+            "model was made for; lower it."
+        )
+    return config.max_model_len
+
+
+def bounded(max_model_len: int, captured: GraphModule, config: CompileConfig, report: CompileReport) -> int:
+    """No longer than the captured graph holds: its code, a buffer or a table may end earlier.
+
+    Raises:
+        ConfigError: the config asks for more.
+    """
+    limit = limit_of(captured.graph)
+    if limit is None or limit.num_tokens >= max_model_len:
+        return max_model_len
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is more than the {limit.num_tokens} tokens that the captured graph holds "
+            f"for: beyond, {limit.reason}; lower it."
+        )
+    report.notes.append(f"max_model_len is {limit.num_tokens}: beyond, {limit.reason}.")
+    return limit.num_tokens

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.compile import RECOGNISERS, bounded, clone
-from pagebinder.compile_checks import unexplained
+from pagebinder.compile import RECOGNISERS, clone
+from pagebinder.compile_checks import bounded, unexplained
 from pagebinder.compile_executable import check_executable, executable_of, is_compiled
 from pagebinder.compile_verify_encoder import verify_encoder
 from pagebinder.compiled_encoder import CompiledEncoder

@@ -37,7 +37,7 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
     """
     generator = torch.Generator().manual_seed(0)
     num_tokens = min(NUM_TOKENS, max_model_len)
-    ids = torch.randint(source.vocab_size, (num_tokens,), generator=generator).to(source.device)
+    ids = torch.randint(source.vocab_size, (num_tokens,), generator=generator, device="cpu").to(source.device)
     with evaluation(source.module):
         first, again = (call_source(source.module, source, ids).double() for _ in range(2))
     positions = torch.arange(num_tokens, device=ids.device)

@@ -250,7 +250,9 @@ def scale_logits(name, factor):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_constants_by_name(level, expected):
-    compiled = compiled_with([scale_logits("by_two", 2.0), scale_logits("by_a_half", 0.5)], level, verify="full")
+    compiled = compiled_with(
+        [scale_logits("by_two", 2.0), scale_logits("by_a_half", 0.5)], level, verify="full"
+    )
     assert tokens_of(compiled) == expected
     assert result_of(compiled, "scale_by_two").max_rel_error > 0.1
     with pytest.raises(ValueError, match="'by_two'"):
