@@ -51,6 +51,7 @@ from pagebinder.frontend.recognise import (
     recognise_raw_attention,
     recognise_rms_norm,
     recognise_rope,
+    recognise_row_positions,
     recognise_sdpa,
 )
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
@@ -312,7 +313,8 @@ def _recognise(
 ) -> GraphModule:
     """The semantic graph; the encoder's becomes one in place."""
     semantic = clone(captured, "semantic")
-    report.passes += run_passes(semantic, RECOGNISERS, after=trail.after("semantic"))
+    recognisers = (*RECOGNISERS, recognise_row_positions)
+    report.passes += run_passes(semantic, recognisers, after=trail.after("semantic"))
     report.passes += run_own_passes(semantic, "semantic", config.passes, report, trail)
     if encoder is not None:
         of_encoder = run_passes(encoder, RECOGNISERS, after=trail.after("encoder", chain=ENCODER))

@@ -17,9 +17,8 @@ from pagebinder.custom_ops.library import OpInfo
 from pagebinder.custom_ops.mla.mla import MLA_ATTENTION
 from pagebinder.custom_ops.sparse.semantic import COMPRESSED_ATTENTION
 from pagebinder.errors import CaptureError, ConfigError
-from pagebinder.frontend.audit import COUNTS_ROWS, audit
+from pagebinder.frontend.audit import audit
 from pagebinder.frontend.length_limits import limit_of
-from pagebinder.frontend.plain_calls import how_to_give_positions
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import calls, module_path, num_ops
 from pagebinder.passes.page_recurrent import PAGED as RECURRENT_OPS
@@ -79,8 +78,6 @@ def unexplained(
         f"{type(source.module).__name__} relates tokens in {len(problems)} way(s) that are not explained, so paging "
         f"it could change its results:\n{shown}" + (f"\n  ... and {more} more" if more > 0 else "")
     )
-    if not source.is_transformers and any(v.reason == COUNTS_ROWS for v in violations):
-        message += how_to_give_positions(source.module)
     if config.strict:
         raise CaptureError(message)
     return message

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pagebinder
-from pagebinder import CaptureError, CompileConfig
+from pagebinder import CompileConfig
 from pagebinder.frontend import capture as capture_module
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.executables import EagerExecutable
@@ -173,10 +173,13 @@ def test_rope_scaling_of_the_llama4_checkpoints():
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_without_its_leaf_llama4_is_refused(monkeypatch):
+def test_without_its_leaf_llama4_counts_rows_which_are_positions(monkeypatch):
     monkeypatch.setattr(capture_module, "LEAVES", ())
-    with pytest.raises(CaptureError, match="counts the tokens of the batch"):
-        pagebinder.compile_model(tiny_llama4(**TWO_LAYERS), CompileConfig(executable="eager"))
+    model = tiny_llama4(**TWO_LAYERS)
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", verify="sample"))
+    assert next(p for p in compiled.report.passes if p.name == "recognise_row_positions").matches
+    got = compiled.run_level("fused", tokens(77))
+    torch.testing.assert_close(got, logits(model, tokens(77)), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_without_temperature_no_leaf_is_needed(monkeypatch):

@@ -111,7 +111,6 @@ _STATELESS = (
     torch.ops.pagebinder.gated_activation.default,
     torch.ops.pagebinder.quantized_linear.default,
 )
-COUNTS_ROWS = "it counts the tokens of the batch: row i is not tied to position i"
 _TAKE_SIZES = _RESHAPES | _REPEATS | _FACTORIES | _LAST_DIMS | {aten.slice.Tensor}
 
 
@@ -218,7 +217,7 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool, tokenwise: f
             or (target in _FACTORIES and "arange" not in str(target))
         ):
             return None
-        return COUNTS_ROWS
+        return "it counts the tokens of the batch: row i is not tied to position i"
     return None if target in tokenwise else _reason_by_class(node, inputs, input_dims)
 
 

@@ -4,7 +4,7 @@
     (input_ids, position_ids), (x, y), (*args)               ids, positions
     (input_ids, attention_mask=None, position_ids=None)      ids, position_ids=positions
     (positions, input_ids)                                   input_ids=ids, positions=positions
-    (input_ids), (input_ids, mask=None), (x, causal=True)    ids: it counts rows, which the audit looks at
+    (input_ids), (input_ids, mask=None), (x, causal=True)    ids: it counts rows (recognise/row_positions.py)
     (input_ids, cache)                                       refused
     (*args, **kwargs) around a transformers model            input_ids=ids, position_ids=positions, use_cache=False
     (*args, **kwargs) around another module                  as that is called
@@ -165,22 +165,6 @@ def check_guess(module: torch.nn.Module, call: PlainCall, vocab_size: int) -> No
             "what that is. Name the parameter for positions position_ids; give what is something else by keyword "
             "alone (after a *)."
         )
-
-
-def how_to_give_positions(module: torch.nn.Module) -> str:
-    """What to change in a module that numbers tokens itself; "" if it is given positions."""
-    if plain_call(module).gives_positions:
-        return ""
-    name, inner = type(module).__name__, transformers_inside(module)
-    if inner is None:
-        return (
-            f"\n{name}.forward takes token ids alone: take position_ids, too, and use them instead of arange."
-        )
-    path = next(path for path, part in module.named_modules() if part is inner)
-    return (
-        f"\n{name}.forward takes token ids alone: take position_ids, too, and pass them to {type(inner).__name__}, "
-        f"or compile that, compile_model(model.{path})."
-    )
 
 
 def _takes_cache(inner: torch.nn.Module) -> bool:

@@ -148,11 +148,12 @@ class CountsRows(OptionalPositions):
         return super().forward(idx)
 
 
-def test_a_module_that_counts_rows_is_told_to_take_positions():
-    with pytest.raises(
-        CaptureError, match="it counts the tokens of the batch.*\n.*take position_ids, too, and use"
-    ):
-        compiled(CountsRows())
+def test_a_module_that_counts_rows_is_given_positions_for_them():
+    served, model = compiled(CountsRows()), CountsRows.forward
+    assert [p.name for p in served.report.passes if p.name == "recognise_row_positions" and p.matches]
+    ids = torch.arange(1, 9)
+    expected = model(served.source.module, ids[None])[0]
+    torch.testing.assert_close(served.run_level("fused", ids), expected, atol=1e-5, rtol=1e-5)
 
 
 class NeedsCache(Causal):

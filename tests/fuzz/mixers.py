@@ -77,12 +77,6 @@ class RunningBuffer(_Plain):
         return x + self.seen
 
 
-class PositionsByRow(_Plain):
-    def forward(self, x, position_ids):
-        row = torch.arange(x.shape[1])
-        return x * (1 + self.mix * (row / 64.0)[None, :, None].cos())
-
-
 class RouterOverTokens(_Plain):
     """Expert choice: each of four experts scales the tokens that suit it best."""
 
@@ -162,7 +156,6 @@ MIXERS = {
     "attention without softmax": AttentionWithoutSoftmax,
     "norm over tokens": NormOverTokens,
     "gather": Gather,
-    "positions by row": PositionsByRow,
     "router over tokens": RouterOverTokens,
     "token shift": TokenShift,
     "mean over tokens": MeanOverTokens,

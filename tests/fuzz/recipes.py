@@ -34,7 +34,7 @@ EXTRAS = (
 ILLEGAL = (
     "token shift", "mean over tokens", "cumsum", "bidirectional", "largest position", "last token", "convolution",
     "softmax over tokens", "linear attention", "number of tokens", "prefix of two", "strictly causal",
-    "mask of content", "random drop", "running buffer", "window ahead", "positions by row", "router over tokens",
+    "mask of content", "random drop", "running buffer", "window ahead", "router over tokens",
     "positions from the first", "roll", "pooling", "padding", "deviation over tokens", "sorted", "triangle product",
     "attention without softmax", "norm over tokens", "gather",
 )  # fmt: skip

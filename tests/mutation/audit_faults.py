@@ -44,8 +44,6 @@ MIXING_FAULTS = [
     of_model("linear attention", "attention without a softmax", "linear attention", "reduces over"),
     of_model("number of tokens as a factor", "log-length scaling by the size of the batch", "number of tokens",
              "number of tokens"),
-    of_model("positions by row", "torch.arange for position_ids: right for whole sequences only", "positions by row",
-             "counts the tokens"),
     of_model("router over tokens", "expert choice: each expert picks its tokens", "router over tokens",
              "reduces over"),
     of_model("dropout left on", "a model in training mode", "random drop", "at random"),

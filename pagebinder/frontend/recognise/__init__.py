@@ -5,6 +5,7 @@ from pagebinder.frontend.recognise.layer_norm import recognise_layer_norm
 from pagebinder.frontend.recognise.raw_attention import recognise_raw_attention
 from pagebinder.frontend.recognise.rms_norm import recognise_rms_norm
 from pagebinder.frontend.recognise.rope import recognise_rope
+from pagebinder.frontend.recognise.row_positions import recognise_row_positions
 from pagebinder.frontend.recognise.sdpa import recognise_sdpa
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "recognise_raw_attention",
     "recognise_rms_norm",
     "recognise_rope",
+    "recognise_row_positions",
     "recognise_sdpa",
 ]

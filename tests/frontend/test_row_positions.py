@@ -1,0 +1,86 @@
+"""Numbers of rows that a model counts itself become positions; other uses of the number of tokens are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pagebinder
+from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams
+from tests.frontend import plain_decoders as plain
+from tests.frontend.plain_decoders import VOCAB_SIZE, WIDTH
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+PROMPTS = [[1, 2, 3] * 6, [4, 5]]
+
+
+class CountsRows(nn.Module):
+    """As people write small decoders: forward(idx, targets=None) -> (logits, loss), positions by arange."""
+
+    def __init__(self, count, num_rows=64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.positions = nn.Embedding(VOCAB_SIZE, WIDTH), nn.Embedding(num_rows, WIDTH)
+        self.layers = nn.ModuleList([plain.NanoGPT(), plain.MinGPT()])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB_SIZE, bias=False)
+        self.count = count
+
+    def forward(self, idx, targets=None):
+        x = self.tokens(idx) + self.positions(self.count(idx))
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        return self.head(x) * 3, None
+
+
+def compiled(count, **options):
+    return pagebinder.compile_model(CountsRows(count).eval(), CompileConfig(executable="eager", **options))
+
+
+def greedy(model, ids):
+    ids = list(ids)
+    with torch.no_grad():
+        for _ in range(GREEDY.max_tokens):
+            ids.append(int(model(torch.tensor([ids]))[0][0, -1].argmax()))
+    return ids[-GREEDY.max_tokens :]
+
+
+# what -> (how rows are counted, the most tokens that a table of 64 rows and a mask of 64 allow)
+COUNTS = {
+    "arange": (lambda ids: torch.arange(ids.shape[1]), 64),
+    "of int32, in a batch": (lambda ids: torch.arange(0, ids.size(1), dtype=torch.int32)[None], 64),
+    "of floats": (lambda ids: torch.arange(ids.shape[1], dtype=torch.float32).long(), 64),
+    "from 1": (lambda ids: torch.arange(1, ids.shape[1] + 1), 63),
+    "even": (lambda ids: torch.arange(0, 2 * ids.shape[1], 2), 32),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_rows_are_positions_in_every_step(name):
+    count, longest = COUNTS[name]
+    served = compiled(count, verify="sample")
+    assert served.max_model_len == longest
+    result = next(p for p in served.report.passes if p.name == "recognise_row_positions")
+    assert len(result.matches) == 1
+    engine = served.engine(EngineConfig(num_kv_blocks=32, max_num_batched_tokens=8))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert [list(o.token_ids) for o in outputs] == [greedy(served.source.module, ids) for ids in PROMPTS]
+
+
+REFUSED = {
+    "from the end": (lambda ids: ids.shape[1] - 1 - torch.arange(ids.shape[1]), "number of tokens"),
+    "flipped": (lambda ids: torch.arange(ids.shape[1]).flip(0), "along the token dimension"),
+    "of another row": (
+        lambda ids: torch.arange(ids.shape[1])[torch.arange(ids.shape[1])],
+        "depends on tokens",
+    ),
+    "halves": (lambda ids: torch.arange(0.5, ids.shape[1] + 0.5).long(), "cuts or extends the token"),
+    "sums": (lambda ids: torch.ones_like(ids).cumsum(1) - 1, "along the token dimension"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_uses_of_the_number_of_tokens_are_refused(name):
+    count, message = REFUSED[name]
+    with pytest.raises(CaptureError, match=message):
+        compiled(count)
