@@ -36,9 +36,9 @@ from pagebinder.graph_tools import (
     attribute,
     calls,
     describe,
-    fake_mode_of,
     finish,
     insert_call,
+    read_attribute,
     source_line,
     val,
 )
@@ -183,9 +183,7 @@ def _attached(
         name = f"{weight.target}_{format}_{kind}"
         attach(gm, name, part)
         with gm.graph.inserting_before(before):
-            node = gm.graph.get_attr(name)
-        with fake_mode_of(gm.graph):  # from_tensor would make sizes dynamic
-            node.meta["val"] = torch.empty(part.shape, dtype=part.dtype, device=val(weight).device)
+            node = read_attribute(gm, gm.graph.get_attr(name), device=val(weight).device)
         node.meta[META] = QuantizedPart(weight.target, format, index, transposed)
         nodes.append(node)
     return tuple(nodes)
