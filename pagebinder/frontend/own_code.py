@@ -35,10 +35,14 @@ def is_known(module: torch.nn.Module) -> bool:
     files = set()
     for part in module.modules():
         files.add(type(part).__module__)
-        functions += [type(part), part.forward]
-        functions += [f for name in HOOKS for f in getattr(part, name, {}).values()]
-        functions += [value for value in vars(part).values() if _is_code(value)]
+        functions += [type(part), part.forward, *functions_of(part)]
     return all(map(_is_of_known, functions)) and not any(replaced_in(files))
+
+
+def functions_of(module: torch.nn.Module) -> list[Any]:
+    """What a module holds that can be called and is no module: its hooks, functions and objects in its attributes."""
+    hooks = [f for name in HOOKS for f in getattr(module, name, {}).values()]
+    return hooks + [value for value in vars(module).values() if _is_code(value)]
 
 
 def replaced_in(files: Iterable[str]) -> Iterator[Any]:

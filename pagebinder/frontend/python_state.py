@@ -28,6 +28,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.own_code import functions_of
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 MOST_ELEMENTS = 64  # of a list that are looked at, besides their number
@@ -114,10 +115,7 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
 
 def _closed_over(modules: list[torch.nn.Module]) -> list[list | dict | set]:
     """Each container in a closure of a hook, or of a function that a module has as an attribute, once."""
-    functions = [f for m in modules for f in vars(m).values() if callable(f)]
-    functions += [
-        f for m in modules for of_kind in (m._forward_hooks, m._forward_pre_hooks) for f in of_kind.values()
-    ]
+    functions = [f for m in modules for f in functions_of(m)]
     functions = [getattr(f, "func", getattr(f, "__func__", f)) for f in functions]  # of partials and methods
     cells = [cell for f in functions for cell in getattr(f, "__closure__", None) or ()]
     contents = [cell.cell_contents for cell in cells if _is_filled(cell)]
