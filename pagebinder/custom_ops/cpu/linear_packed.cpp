@@ -14,7 +14,8 @@
 // run of lines at most 20 lines ahead, which is a third of what memory gives (docs/measurements.md).
 //
 // One or two tiles of rows read a panel once: all of its steps in a row, of one tile two panels side by side, of two
-// while the next panel is asked for in eight places. Panels of coded weights are decoded into the worker's memory: then a
+// while the next panel is asked for in eight places, x is packed and the results of the panel before are written. Panels of
+// coded weights are decoded into the worker's memory: then a
 // step beside the product of the one before, else a block of steps for all rows of the job.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
@@ -271,10 +272,9 @@ class Worker {
   }
 
   void run_job(const PackedJob& job, const PackedJob& next) {
-    if (run_.args.rows <= TILE_LINES) return stream_job<1>(job, next);
+    if (run_.args.rows <= PAIR) return stream_job(job, next);
     if (job.first_strip != kept_pair_) pack_rows(job);
     kept_pair_ = job.first_strip;
-    if (run_.args.rows <= PAIR) return stream_job<2>(job, next);
     for (int first = 0; first < run_.steps; first += run_.part_steps) run_part(job, next, first);
     write_results(job);
   }
@@ -379,38 +379,50 @@ class Worker {
     }
   }
 
-  // One tile of rows times the panels of a job, two side by side: memory gives more bytes to two streams than to one.
-  // Two tiles of rows times one panel after the other.
-  template <int ROWS>
   void stream_job(const PackedJob& job, const PackedJob& next) {
-    constexpr bool FOLLOWED = ROWS == 2;
-    constexpr int SIDE_BY_SIDE = FOLLOWED ? 1 : 2;
-    if (run_.coded()) stream_panels_of<ROWS, SIDE_BY_SIDE, CodedPanel<FOLLOWED>>(job, next);
-    else stream_panels_of<ROWS, SIDE_BY_SIDE, std::conditional_t<FOLLOWED, FollowedPanel, StoredPanel>>(job, next);
-    for (int panel = 0; panel < job.panels; ++panel) {
-      const float* sums = sums_ + int64_t{panel} * run_.halves() * PAIR_SUMS;
-      begin_results(job, panel, sums, sums + PAIR_SUMS);
-      results_.convert_all();
+    const bool one_tile = run_.args.rows <= TILE_LINES;
+    if (one_tile && run_.coded()) stream_one_tile<CodedPanel<false>>(job, next);
+    else if (one_tile) stream_one_tile<StoredPanel>(job, next);
+    else if (run_.coded()) stream_two_tiles<CodedPanel<true>>(job, next);
+    else stream_two_tiles<FollowedPanel>(job, next);
+  }
+
+  // One tile of rows times the panels of a job, two side by side: memory gives more bytes to two streams than to one.
+  template <class Panel>
+  void stream_one_tile(const PackedJob& job, const PackedJob& next) {
+    const int count = panels_of(job);
+    int i = 0;
+    for (; i + 2 <= count; i += 2) {
+      Panel panels[] = {panel_of<Panel>(job, next, i), panel_of<Panel>(job, next, i + 1)};
+      stream_panels<1, 2>(panels, sums_ + i * PAIR_SUMS);
+    }
+    if (i < count) {
+      Panel panel = panel_of<Panel>(job, next, i);
+      stream_panels<1, 1>(&panel, sums_ + i * PAIR_SUMS);
+    }
+    for (int panel = 0; panel < job.panels; ++panel) begin_results_of_stream(job, panel);
+    write_results(job);
+  }
+
+  // Two tiles of rows times one panel after the other. Whatever else is to be done with rows goes beside the products, or
+  // memory would have nothing to do meanwhile: x is packed beside the first ones, results are written beside the next.
+  template <class Panel>
+  void stream_two_tiles(const PackedJob& job, const PackedJob& next) {
+    for (int i = 0; i < panels_of(job); ++i) {
+      Panel panel = panel_of<Panel>(job, next, i);
+      if (kept_pair_ != 0) stream_panels<2, 1, true>(&panel, sums_ + i * PAIR_SUMS);
+      else stream_panels<2, 1>(&panel, sums_ + i * PAIR_SUMS);
+      kept_pair_ = 0;
+      if ((i + 1) % run_.halves() == 0) begin_results_of_stream(job, i / run_.halves());
     }
     write_results(job);
   }
 
-  template <int ROWS, int SIDE_BY_SIDE, class Panel>
-  void stream_panels_of(const PackedJob& job, const PackedJob& next) {
-    const int count = panels_of(job);
-    int i = 0;
-    for (; i + SIDE_BY_SIDE <= count; i += SIDE_BY_SIDE) {
-      if constexpr (SIDE_BY_SIDE == 2) {
-        Panel panels[] = {panel_of<Panel>(job, next, i), panel_of<Panel>(job, next, i + 1)};
-        stream_panels<ROWS, 2>(panels, sums_ + i * PAIR_SUMS);
-      } else {
-        Panel panel = panel_of<Panel>(job, next, i);
-        stream_panels<ROWS, 1>(&panel, sums_ + i * PAIR_SUMS);
-      }
-    }
-    if (i == count) return;
-    Panel panel = panel_of<Panel>(job, next, i);
-    stream_panels<ROWS, 1>(&panel, sums_ + i * PAIR_SUMS);
+  // Those of the panel before are done first.
+  void begin_results_of_stream(const PackedJob& job, int panel) {
+    const float* sums = sums_ + int64_t{panel} * run_.halves() * PAIR_SUMS;
+    results_.convert_all();
+    begin_results(job, panel, sums, sums + PAIR_SUMS);
   }
 
   // A job's panels in order, of gated layers in turns.
@@ -437,8 +449,8 @@ class Worker {
     return {start_of(job, i), run_.panel_bytes_of(layer_of(job, i)) / STREAM_RUNS};
   }
 
-  // A single tile of rows is read as it lies.
-  template <int ROWS, int PANELS, class Panel>
+  // A single tile of rows is read as it lies, two are packed beside the first products (PACK).
+  template <int ROWS, int PANELS, bool PACK = false, class Panel>
   void stream_panels(Panel* panels, float* sums) {
     static_assert(ROWS * PANELS <= 2);
     const char* lines = static_cast<const char*>(run_.args.x);
@@ -451,7 +463,9 @@ class Worker {
       const char *w = panel.step_at(step), *x = tiles_ + static_cast<int64_t>(step) * STEP_BYTES;
       const auto ask_quarter = [&](int quarter) __attribute__((always_inline)) {
         panel.do_quarter(step, quarter, run_.steps);
-        if (ROWS == 2) prefetch(x + 2 * STEP_BYTES + quarter * QUARTER, QUARTER);
+        if (ROWS == 2) results_.pass_quarter();
+        if (PACK) pack_quarter(step + 1, quarter);
+        else if (ROWS == 2) prefetch(x + 2 * STEP_BYTES + quarter * QUARTER, QUARTER);
         tiles_meet_memory();
       };
       ask_quarter(0);
@@ -471,6 +485,7 @@ class Worker {
       if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
     };
     for (int i = 0; i < PANELS; ++i) panels[i].begin();
+    for (int quarter = 0; PACK && quarter < 4; ++quarter) pack_quarter(0, quarter);
     for (int step = 0; step < run_.steps; ++step)
       for (int i = 0; i < PANELS; ++i) multiply_step(panels[i], i == 1, step);
     _tile_stored(0, sums, 64);
@@ -479,6 +494,20 @@ class Worker {
     if (ROWS * PANELS == 2) _tile_stored(2, others, 64);
     if (ROWS * PANELS == 2) _tile_stored(3, others + TILE_SUMS, 64);
     tiles_meet_memory();
+  }
+
+  // A quarter of the rows of a step, where there are no more than a pair of tiles. Lines beyond the last row stay as they
+  // are.
+  PB_INLINE void pack_quarter(int step, int quarter) {
+    constexpr int ROWS = PAIR / 4, AHEAD = 4;
+    if (step >= run_.steps) return;
+    const int64_t line = run_.args.x_stride * 2;
+    const int first = quarter * ROWS, end = std::min(first + ROWS, run_.rows_of(0));
+    for (int r = first; r < end; ++r) {
+      const char* x = static_cast<const char*>(run_.args.x) + r * line + step * 64;
+      __builtin_prefetch(x + AHEAD * 64);
+      store(reinterpret_cast<float*>(tiles_ + step * STEP_BYTES + r * 64), load<VF>(x));
+    }
   }
 
   int64_t row_of_results() const { return int64_t{run_.group} * PANEL; }
