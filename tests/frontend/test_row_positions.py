@@ -8,8 +8,15 @@ from torch import nn
 
 import pagebinder
 from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams
+from pagebinder.frontend.capture import capture
+from pagebinder.frontend.recognise.row_positions import recognise_row_positions
+from pagebinder.frontend.source import source_from_module
+from pagebinder.graph_tools import calls
 from tests.frontend import plain_decoders as plain
 from tests.frontend.plain_decoders import VOCAB_SIZE, WIDTH
+from tests.helpers import tiny_llama4
+from tests.zoo.architectures import architectures
+from tests.zoo.tiny_configs import tiny_model
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = [[1, 2, 3] * 6, [4, 5]]
@@ -65,6 +72,31 @@ def test_rows_are_positions_in_every_step(name):
     engine = served.engine(EngineConfig(num_kv_blocks=32, max_num_batched_tokens=8))
     outputs = engine.generate(PROMPTS, GREEDY)
     assert [list(o.token_ids) for o in outputs] == [greedy(served.source.module, ids) for ids in PROMPTS]
+
+
+def scaled_by_position(name: str) -> nn.Module:
+    """A model of transformers whose attention scales queries by their row number, here from 8 tokens on."""
+    if name == "llama4":
+        return tiny_llama4(no_rope_layers=[0] * 4, layer_types=["full_attention"] * 4)
+    found = next((a for a in architectures("causal") if a.name == name), None)
+    if found is None:
+        pytest.skip(f"this release of transformers has no {name}")
+    return tiny_model(found)
+
+
+@pytest.mark.parametrize("name", ["llama4", "inkling_text"])
+def test_scales_of_queries_follow_positions(name):
+    """The same tokens later in a sequence get other logits."""
+    model = scaled_by_position(name)
+    semantic = capture(source_from_module(model))[0]
+    assert recognise_row_positions(semantic).matches
+    assert not list(calls(semantic.graph, torch.ops.aten.arange.default))
+    ids = torch.arange(20)
+    with torch.no_grad():
+        first, later = (semantic(ids, torch.arange(begin, begin + 20)) for begin in (0, 45))
+        expected = model(ids[None], use_cache=False).logits[0]
+    torch.testing.assert_close(first, expected, atol=1e-5, rtol=1e-5)
+    assert (later - first).abs().max() > 1e-3
 
 
 REFUSED = {

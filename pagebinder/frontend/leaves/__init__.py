@@ -6,7 +6,6 @@ from pagebinder.frontend.leaves.deepseek_v4 import DEEPSEEK_V4
 from pagebinder.frontend.leaves.deepseek_v4_own import OWN_ATTENTION, OWN_EXPERTS, OWN_PARTS
 from pagebinder.frontend.leaves.gated_delta_net import GATED_DELTA_NET, KIMI_DELTA_ATTENTION
 from pagebinder.frontend.leaves.latent_attention import LATENT_ATTENTION, LATENT_EXPANSION
-from pagebinder.frontend.leaves.llama4 import QUERY_TEMPERATURE
 from pagebinder.frontend.leaves.mamba import MAMBA, ZAMBA
 from pagebinder.frontend.leaves.mamba2 import MAMBA2
 from pagebinder.frontend.leaves.minimax import LIGHTNING_ATTENTION
@@ -39,7 +38,6 @@ LEAVES: tuple[Leaf, ...] = (
     RWKV_SHIFT,
     MLSTM,
     SHORT_CONVOLUTION,
-    QUERY_TEMPERATURE,
     BLOOM_ALIBI,
     DEEPSEEK_V4,
     OWN_ATTENTION,

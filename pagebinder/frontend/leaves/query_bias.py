@@ -7,8 +7,9 @@
     bias         0              profiles, mixed by the query's relative states
     column       0              1      ..   E-1   E = num_behind
 
-The source's positions of queries and keys are its row numbers: the bias needs none, and Inkling's scaling of long
-contexts is given the positions of the call. The module that makes the bias runs beside ours before the capture.
+The source's positions of queries and keys are its row numbers: the bias needs none, and those that scale long
+contexts are recognised (recognise/row_positions.py). The module that makes the bias runs beside ours before the
+capture.
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.leaves.base import Leaf
 from pagebinder.frontend.leaves.fresh_modules import fresh
-from pagebinder.frontend.leaves.positions_for_arange import number_by_positions
 from pagebinder.frontend.position_bias import BY_QUERY
 
 BIAS_MODULE = "rel_logits_proj"
 PROBED_TOKENS, PROBED_HEADS, PROBED_EXTENT = 11, 2, 5
-ARANGES = 2  # of queries and of keys
 
 
 def bias_by_distance(self, relative_states, query_positions, key_positions):
@@ -39,13 +38,11 @@ def bias_by_distance(self, relative_states, query_positions, key_positions):
 
 @dataclass(frozen=True, kw_only=True)
 class QueryBias(Leaf):
-    """For the attention modules; text_model: the class that is told the positions."""
-
-    text_model: str
+    """For the attention modules."""
 
     @contextlib.contextmanager
     def patched(self, model: torch.nn.Module) -> Iterator[None]:
-        """Raises CaptureError: the bias is another one, or (while tracing) rows are numbered otherwise."""
+        """Raises CaptureError: the bias is another one."""
         attentions = self.modules(model)
         with contextlib.ExitStack() as undo:
             for module in attentions.values():
@@ -53,9 +50,6 @@ class QueryBias(Leaf):
                 self._prove(bias)
                 BY_QUERY[module] = bias.rel_extent
                 undo.callback(BY_QUERY.pop, module)
-            for giver in (m for m in model.modules() if type(m).__name__ == self.text_model):
-                own = set(giver.modules())
-                number_by_positions(self, giver, [m for m in attentions.values() if m in own], ARANGES, undo)
             undo.enter_context(Leaf.patched(self, model))
             yield
 
@@ -78,7 +72,6 @@ class QueryBias(Leaf):
 INKLING = QueryBias(
     name="bias by query",
     classes=("InklingAttention",),
-    text_model="InklingTextModel",
     functions={"InklingRelativeLogits.forward": bias_by_distance},
     emits=(torch.ops.pagebinder.relative_attention.default,),
     seen_on=("5.17", "5.23"),
@@ -86,7 +79,6 @@ INKLING = QueryBias(
 INKLING_2 = QueryBias(
     name="bias by query",
     classes=("Inkling2SlidingAttention", "Inkling2FullAttention"),
-    text_model="Inkling2TextModel",
     functions={"Inkling2RelativeLogits.forward": bias_by_distance},
     emits=(torch.ops.pagebinder.relative_attention.default,),
     seen_on=("5.23",),
