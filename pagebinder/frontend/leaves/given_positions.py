@@ -26,6 +26,7 @@ from collections.abc import Iterator
 import torch
 
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.leaves.base import restore_forward
 from pagebinder.frontend.numbering import grows_by_itself
 
 SUFFIX = "PositionalEmbedding"
@@ -81,7 +82,7 @@ def given_positions(model: torch.nn.Module) -> Iterator[GivenPositions]:
                 module.forward = functools.partial(_looked_up, module, given, name)
             else:
                 module.forward = functools.partial(_forward, module.forward, given, name)
-            undo.callback(_restore_forward, module, before)
+            undo.callback(restore_forward, module, before)
         yield given
 
 
@@ -94,10 +95,3 @@ def _looked_up(module: torch.nn.Module, given: GivenPositions, name: str, *args,
     """[1, T, C]: the rows of a growing table at the positions of the call; ids, states and lengths are not needed."""
     table = module.weights if hasattr(module, "weights") else module.weight
     return table.index_select(0, given.take(name) + module.padding_idx + 1).unsqueeze(0)
-
-
-def _restore_forward(module: torch.nn.Module, before) -> None:
-    if before is None:
-        del module.forward
-    else:
-        module.forward = before
