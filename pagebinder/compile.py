@@ -244,8 +244,8 @@ def compile_source(
     with stage("recognise"):
         semantic = _recognise(captured, encoder, config, report, trail)
     with stage("audit"):
-        refused = unexplained(semantic, encoder, source, config, report)
-        as_written = not any(result.changes_numbers for result in report.passes)
+        refused = unexplained(semantic, encoder, source, config, report, max_model_len)
+        as_written = not any(result.changes_numbers and result.changed for result in report.passes)
         if config.verify == "off" and encoder is None and not refused and as_written and can_probe(source):
             probe(source, semantic, max_model_len, config)
     with stage("plan"):

@@ -40,6 +40,7 @@ def unexplained(
     source: ModelSource,
     config: CompileConfig,
     report: CompileReport,
+    max_model_len: int,
 ) -> str | None:
     """Prove that attention was found everywhere and nothing else mixes tokens; strict: raise if not.
 
@@ -70,7 +71,7 @@ def unexplained(
     problems += [str(v) for v in violations]
     problems += _miscounted(semantic, encoder, source)
     if not problems:
-        check_tokenwise(declared, graphs, source)
+        check_tokenwise(declared, graphs, source, max_model_len)
         return None
     shown = "\n".join(f"  - {p}" for p in problems[:MAX_PROBLEMS_SHOWN])
     more = len(problems) - MAX_PROBLEMS_SHOWN

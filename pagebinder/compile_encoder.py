@@ -74,7 +74,7 @@ def compile_encoder(
         report.passes += run_passes(semantic, RECOGNISERS, after=trail.after("semantic", chain=ENCODER))
         report.passes += run_own_passes(semantic, "semantic", config.passes, report, trail, chain=ENCODER)
     with stage("audit"):
-        refused = unexplained(semantic, None, source, config, report)
+        refused = unexplained(semantic, None, source, config, report, max_tokens)
     on_meta = source.device.type == "meta"
     device = torch.device("cpu") if on_meta else source.device
     with stage("pack"):

@@ -15,9 +15,10 @@ from pagebinder.compile_verify_runs import call_source, evaluation
 from pagebinder.config import CompileConfig
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import is_known
+from pagebinder.frontend.python_state import put_back
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.own_passes import may_change
-from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, spread_of
+from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, errors_of, spread_of
 
 NUM_TOKENS = 80
 
@@ -38,7 +39,7 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
     generator = torch.Generator().manual_seed(0)
     num_tokens = min(NUM_TOKENS, max_model_len)
     ids = torch.randint(source.vocab_size, (num_tokens,), generator=generator, device="cpu").to(source.device)
-    with evaluation(source.module):
+    with put_back(source.module), evaluation(source.module):
         first, again = (call_source(source.module, source, ids).double() for _ in range(2))
     positions = torch.arange(num_tokens, device=ids.device)
     with inference():  # interpreted: a path may hold a word of Python's, which is no code
@@ -52,7 +53,7 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
         (f"The graph of {name} computes something else than {name} itself", got.double()),
     )
     for what, other in compared:
-        errors = (other - first).abs() / max(spread_of(first), 1e-30)
+        errors = errors_of(other, first, spread_of(first))[1]
         error = float(errors.square().mean().sqrt() if narrow else errors.max())
         if not error <= tolerance:
             worst = int(errors.amax(-1).argmax())

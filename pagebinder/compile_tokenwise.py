@@ -21,7 +21,7 @@ from pagebinder.graph_tools import TORCHS, module_path, tensors
 from pagebinder.passes.verifier import TOLERANCES, difference
 from pagebinder.report import CompileReport
 
-NUM_TOKENS = 24
+NUM_TOKENS = 24  # at most
 SPLIT = 7
 
 
@@ -54,7 +54,9 @@ def tokenwise_ops(
     return frozenset(found)
 
 
-def check_tokenwise(ops: frozenset[OpOverload], graphs: Sequence[GraphModule], source: ModelSource) -> None:
+def check_tokenwise(
+    ops: frozenset[OpOverload], graphs: Sequence[GraphModule], source: ModelSource, max_model_len: int
+) -> None:
     """Run each call of these ops on a sequence and on its two parts; nothing is run without weights.
 
     Raises:
@@ -62,24 +64,27 @@ def check_tokenwise(ops: frozenset[OpOverload], graphs: Sequence[GraphModule], s
     """
     if not ops or source.device.type == "meta":
         return
+    num_tokens = min(NUM_TOKENS, max_model_len)
     for gm in graphs:
-        runner = _Splitter(gm, ops)
+        runner = _Splitter(gm, ops, num_tokens)
         with torch.inference_mode():
-            runner.run(*_inputs(gm, source))
+            runner.run(*_inputs(gm, source, num_tokens))
 
 
 class _Splitter(torch.fx.Interpreter):
     """Runs a graph, and its calls of `ops` once more on the parts of their operands."""
 
-    def __init__(self, gm: GraphModule, ops: frozenset[OpOverload]) -> None:
+    def __init__(self, gm: GraphModule, ops: frozenset[OpOverload], num_tokens: int) -> None:
         super().__init__(gm)
         self.ops = ops
+        self.num_tokens = num_tokens
         self.extra_traceback = False  # errors here are ours
 
     def run_node(self, n: Node):
         whole = super().run_node(n)
         if n.op == "call_function" and n.target in self.ops:
-            for part in (slice(0, SPLIT), slice(SPLIT, NUM_TOKENS)):
+            split = min(SPLIT, self.num_tokens // 2)
+            for part in (slice(0, split), slice(split, self.num_tokens)):
                 self._compare(n, whole, part)
         return whole
 
@@ -95,7 +100,7 @@ class _Splitter(torch.fx.Interpreter):
                 raise CaptureError(
                     f"{node.target._schema.name} in {module_path(node) or node.name} is said to compute every token "
                     f"from itself alone (tokenwise_ops), and does not: on tokens {part.start} to {part.stop - 1} of "
-                    f"{NUM_TOKENS} alone its result is off by {error.relative:.2g} of its spread."
+                    f"{self.num_tokens} alone its result is off by {error.relative:.2g} of its spread."
                 )
 
 
@@ -107,14 +112,14 @@ def _cut(node: Node, value, part: slice):
     return value.narrow(dims[0], part.start, part.stop - part.start)
 
 
-def _inputs(gm: GraphModule, source: ModelSource) -> list[torch.Tensor]:
+def _inputs(gm: GraphModule, source: ModelSource, num_tokens: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs = []
     for node in (n for n in gm.graph.nodes if n.op == "placeholder"):
         fake = node.meta["val"]
-        sizes = [NUM_TOKENS if isinstance(size, torch.SymInt) else size for size in fake.shape]
+        sizes = [num_tokens if isinstance(size, torch.SymInt) else size for size in fake.shape]
         if node.target == "positions":
-            value = torch.arange(NUM_TOKENS, device="cpu")
+            value = torch.arange(num_tokens, device="cpu")
         elif fake.dtype.is_floating_point:
             value = torch.randn(sizes, generator=generator, device="cpu").to(fake.dtype)
         else:

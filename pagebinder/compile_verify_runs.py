@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.frontend.plain_calls import plain_call, takes_positions
+from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_positions
 from pagebinder.frontend.plain_modules import logits_in
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.graph_values import GraphRunner, widened
@@ -175,7 +175,10 @@ def call_source(module, source: ModelSource, ids: torch.Tensor, encoder_states=N
         if source.is_transformers:
             told = {"position_ids": positions} if takes_positions(module) else {}
             return module(input_ids=ids[None], use_cache=False, **told).logits[0]
-        return logits_in(plain_call(module)(module, ids[None], positions), type(module).__name__)[0]
+        call = plain_call(module)
+        if call.is_guess:
+            call = checked_call(module, call, source.vocab_size)
+        return logits_in(call(module, ids[None], positions), type(module).__name__)[0]
 
 
 class evaluation:

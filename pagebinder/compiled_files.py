@@ -118,7 +118,9 @@ def written_whole(path: Path) -> Iterator[Path]:
         raise
     finally:
         os.close(held)
-        for left in (folder, old):
+        for left in (
+            (folder, old) if path.exists() else (folder,)
+        ):  # interrupted twice: `old` is what there is
             shutil.rmtree(left, ignore_errors=True)
     _remove_left_behind(path)
 

@@ -295,3 +295,23 @@ def test_the_command_line_takes_a_moved_checkpoint(one, tmp_path):
     assert result.exit_code == 2 and "is no artefact: leave it out" in result.stderr
     for command in ("serve", "bench", "export"):
         assert "--checkpoint" in run(app, [command, "--help"]).stdout
+
+
+def test_an_artefact_outlives_two_interrupts(project, tmp_path, monkeypatch):
+    """The second one while the first artefact is put back: it lies beside its place then."""
+    artefact, rename, calls = tmp_path / "artefact", Path.rename, []
+    compiled = pagebinder.load(project / "artefact")
+    compiled.save(artefact)
+
+    def interrupted(self, to):
+        calls.append(to)
+        if len(calls) in (2, 3):
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compiled.save(artefact)
+    monkeypatch.undo()
+    (kept,) = tmp_path.iterdir()
+    assert not artefact.exists() and (kept / "artefact.json").exists()

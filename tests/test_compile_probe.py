@@ -16,6 +16,7 @@ from pagebinder import CaptureError, CompileConfig
 from pagebinder.compile_probe import has_code_of_its_own
 from pagebinder.models.llama import LlamaForCausalLM
 from pagebinder.models.llama_config import LlamaConfig
+from pagebinder.report import PassResult
 from tests.helpers import tiny_llama
 
 CALLS = [0]
@@ -77,6 +78,44 @@ def compiled(change):
 def test_what_torch_does_not_see_is_an_error(change, reason):
     with pytest.raises(CaptureError, match=reason):
         compiled(change)
+
+
+def masked(x, least):
+    return x + torch.where(torch.arange(x.shape[-1]) < 60, 0.0, least)
+
+
+@pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.float32).min, float("-inf")])
+def test_ids_that_may_not_be_chosen_hide_nothing(least):
+    """Their logits say nothing of how far the others may be apart."""
+    with pytest.raises(CaptureError, match="when it is called again"):
+        compiled(lambda x: masked(counted(x), least))
+    model, ids = compiled(lambda x: masked(x, least)), torch.arange(1, 9)
+    expected = Own.forward(model.source.module, ids[None], torch.arange(8)[None])[0]
+    torch.testing.assert_close(model.graphs["semantic"](ids, torch.arange(8)), expected)
+
+
+def test_a_pass_that_changes_nothing_does_not_stop_the_probe():
+    silent = lambda gm: PassResult(name="silent", changes_numbers=True)  # noqa: E731
+    config = CompileConfig(executable="eager", passes={"semantic": [silent]})
+    with pytest.raises(CaptureError, match="when it is called again"):
+        pagebinder.compile_model(Own(counted).eval(), config)
+
+
+def test_a_function_of_torch_that_was_replaced_is_run_too(monkeypatch):
+    silu = nn.functional.silu
+    monkeypatch.setattr(nn.functional, "silu", lambda x, inplace=False: silu(x) * 1.4)
+    assert has_code_of_its_own(tiny_llama())
+
+
+def test_nothing_of_the_probe_stays_in_the_module():
+    class Keeps(Own):
+        def forward(self, input_ids, position_ids):
+            self.last = super().forward(input_ids, position_ids)
+            return self.last
+
+    model = Keeps(abs).eval()
+    pagebinder.compile_model(model, CompileConfig(executable="eager"))
+    assert "last" not in vars(model)
 
 
 def test_code_that_computes_the_same_is_served():

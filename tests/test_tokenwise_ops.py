@@ -76,6 +76,17 @@ def test_an_op_that_is_named_is_served_exactly(executable):
     assert output.token_ids == ids[5:]
 
 
+def test_models_of_few_positions_are_looked_at_as_far_as_they_go():
+    model = WithOp(OPS["gate"]).eval()
+    model.positions = nn.Embedding(12, 64)
+    forward = model.forward
+    model.forward = lambda input_ids, position_ids: (
+        forward(input_ids, position_ids) + model.positions(position_ids)
+    )
+    config = CompileConfig(executable="eager", tokenwise_ops=["pagebinder_tests::tokenwise_gate"])
+    assert pagebinder.compile_model(model, config).max_model_len == 12
+
+
 @pytest.mark.parametrize("name", ["centre", "shift", "count"])
 def test_an_op_that_does_relate_tokens_is_found_out(name):
     with pytest.raises(CaptureError, match=f"tokenwise_{name} .* is said to .* and does not") as caught:

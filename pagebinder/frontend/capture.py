@@ -37,7 +37,7 @@ from pagebinder.frontend.leaves.rope_by_length import length_limit
 from pagebinder.frontend.length_limits import OF_CODE, OF_ROPE, LengthLimit, limit_of_tables, note_limit
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.one_token import OneToken, noting_branches, run_with_one_token
-from pagebinder.frontend.plain_calls import check_guess, plain_call, takes_positions
+from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_positions
 from pagebinder.frontend.plain_modules import logits_in
 from pagebinder.frontend.program_checks import (
     is_transformed,
@@ -124,7 +124,7 @@ def capture(source: ModelSource, *, hook: bool = True) -> tuple[GraphModule, str
         wrapper = FlatTokens(source.module, source.is_transformers)
         if wrapper.call is not None:
             with put_back(source.module), _evaluation_mode(source.module):
-                check_guess(source.module, wrapper.call, source.vocab_size)
+                wrapper.call = checked_call(source.module, wrapper.call, source.vocab_size)
         return trace(source, wrapper, token_inputs(source), hook=hook)
     with given_positions(source.module) as given:
         wrapper = FlatTokens(source.module, True, given if given.names else None)

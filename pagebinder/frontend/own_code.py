@@ -22,9 +22,10 @@ IMPORTED = frozenset({*sys.stdlib_module_names, "accelerate", "einops", "hugging
                        "packaging", "safetensors"})  # fmt: skip
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+FUNCTIONAL = "torch.nn.functional"
 # What attention is made of, as people replace it for all models at once.
 OF_ATTENTION = {
-    "torch.nn.functional": ("scaled_dot_product_attention", "softmax", "dropout"),
+    FUNCTIONAL: ("scaled_dot_product_attention", "softmax", "dropout"),
     "torch": ("matmul", "bmm", "baddbmm", "softmax", "einsum"),
 }
 
@@ -32,7 +33,7 @@ OF_ATTENTION = {
 def is_known(module: torch.nn.Module) -> bool:
     """Is all of a module's code that of transformers or torch, or of a leaf of ours?"""
     functions = [f for name in GLOBAL_HOOKS for f in getattr(torch_module, name, {}).values()]
-    files = set()
+    files = {FUNCTIONAL}
     for part in module.modules():
         files.add(type(part).__module__)
         functions += [type(part), part.forward, *functions_of(part)]

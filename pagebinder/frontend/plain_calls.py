@@ -9,12 +9,14 @@
     (*args, **kwargs) around a transformers model            input_ids=ids, position_ids=positions, use_cache=False
     (*args, **kwargs) around another module                  as that is called
 
-A second parameter means positions unless its name, or its default, says that it is something else, or it computes
-something else when it is left out: a mask made of positions computes wrong tokens without any error.
+A second parameter means positions unless its name, or its default, says that it is something else, or it fails with
+them, or it computes something else when it is left out (refused): a mask made of positions computes wrong tokens
+without any error. A parameter that is named so is given 0, 1, 2, ... whatever the module does without it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from dataclasses import dataclass
@@ -49,7 +51,7 @@ class PlainCall:
     is_guess: bool = False
     without_cache: bool = False
 
-    def __call__(self, module: torch.nn.Module, input_ids: torch.Tensor, positions: torch.Tensor):
+    def __call__(self, module: torch.nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None):
         """What `module` returns for ids and positions [1, T]."""
         named = {"use_cache": False} if self.without_cache else {}
         if self.gives_positions and self.positions is not None:
@@ -139,32 +141,38 @@ class _Parameters:
 
 
 @torch.no_grad()
-def check_guess(module: torch.nn.Module, call: PlainCall, vocab_size: int) -> None:
+def checked_call(module: torch.nn.Module, call: PlainCall, vocab_size: int) -> PlainCall:
     """Positions by order may be left out, then they count from 0: both ways must compute the same.
 
+    Returns:
+        `call`, or one without positions: the module fails with them.
     Raises:
-        CaptureError: they do not, so the parameter may be anything.
+        CaptureError: they do not compute the same, so the parameter may be anything.
     """
     if not call.is_guess or any(p.is_meta for p in module.parameters()):
-        return
+        return call
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     ids = (torch.arange(GUESS_TOKENS, device=device) % vocab_size)[None]
-    name = type(module).__name__
+    without = dataclasses.replace(call, gives_positions=False, is_guess=False)
+    kind = type(module).__name__
     try:
-        alone = [logits_in(module(ids), name) for _ in range(2)]
-        given = logits_in(call(module, ids, torch.arange(GUESS_TOKENS, device=device)[None]), name)
+        alone = [logits_in(without(module, ids, None), kind) for _ in range(2)]
     except Exception:
-        return  # one way only
-    if torch.equal(*alone) and not (
-        alone[0].shape == given.shape and torch.allclose(alone[0], given, 1e-2, 1e-3)
-    ):
-        second = _Parameters.of(inspect.signature(module.forward)).by_order[1:2]
-        what = f"`{second[0]}`" if second else "its second argument"
-        raise CaptureError(
-            f"{name}.forward computes something else when {what} is given positions than without it: it is not known "
-            "what that is. Name the parameter for positions position_ids; give what is something else by keyword "
-            "alone (after a *)."
-        )
+        return call  # it needs them
+    try:
+        given = logits_in(call(module, ids, torch.arange(GUESS_TOKENS, device=device)[None]), kind)
+    except Exception:
+        return without
+    same = alone[0].shape == given.shape and torch.allclose(alone[0], given, 1e-2, 1e-3)
+    if same or not torch.equal(*alone):
+        return call
+    second = _Parameters.of(inspect.signature(module.forward)).by_order[1:2]
+    what = f"`{second[0]}`" if second else "its second argument"
+    raise CaptureError(
+        f"{kind}.forward computes something else when {what} is given positions than without it: it is not known "
+        "what that is. Name the parameter for positions position_ids; give what is something else by keyword "
+        "alone (after a *)."
+    )
 
 
 def _takes_cache(inner: torch.nn.Module) -> bool:

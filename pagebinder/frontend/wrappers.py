@@ -72,7 +72,8 @@ def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
     patched = "forward" in vars(module)
     names = {c.__name__ for c in kinds if _package(c) == package}
     if package == "torch" and "OptimizedModule" in names:
-        return module._orig_mod
+        by_torch = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        return module._orig_mod if by_torch or not patched else None
     if patched or package not in ("torch", "peft"):
         return None
     if package == "torch":

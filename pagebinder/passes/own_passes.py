@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -27,6 +28,7 @@ from pagebinder.report import CompileReport, Match, PassResult, Refusal
 
 FUNCTIONS = {operator.getitem, math.ceil, math.floor, math.trunc, torch.sym_max, torch.sym_min, torch.sym_not}
 # What results of ours are called that are no module of this room.
+SAMPLED = 64  # values of a weight that are compared
 TAKEN = {"audit", "capture", "leaves", "experts", "attention"}
 
 
@@ -62,15 +64,20 @@ def may_change(passes: Mapping[str, Sequence[Pass]], *levels: str) -> str:
 def pass_name(run: Callable) -> str:
     """What a pass is called in messages: its function's name, or that of its class."""
     if isinstance(run, functools.partial):
-        options = [*map(repr, run.args), *(f"{name}={value!r}" for name, value in run.keywords.items())]
+        options = [*map(_literal, run.args), *(f"{k}={_literal(v)}" for k, v in run.keywords.items())]
         return f"{pass_name(run.func)}({', '.join(options)})"
     return getattr(run, "__name__", type(run).__name__)
+
+
+def _literal(value: object) -> str:
+    """repr, without the addresses of objects: it is the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _checked(gm: GraphModule, *, run: Pass, level: str) -> PassResult:
     where = f"{pass_name(run)}, a pass of your own on the {level} graph,"
     before, inputs, results = {n: _call(n) for n in gm.graph.nodes}, _inputs(gm), _results(gm, where)
-    weights = {name: (tensor, _version(tensor)) for name, tensor in attributes(gm).items()}
+    weights = {name: (tensor, _version(tensor), _sample(tensor)) for name, tensor in attributes(gm).items()}
     try:
         result = run(gm)
     except Exception as error:
@@ -89,6 +96,7 @@ def _checked(gm: GraphModule, *, run: Pass, level: str) -> PassResult:
     _check_weights(gm, weights, where)
     for node in gm.graph.nodes:
         _check_call(node, where)
+        _check_writes(node, where)
     result.changed = result.changed or {n: _call(n) for n in gm.graph.nodes} != before
     _find_values(gm, before, where)
     if _results(gm, where) != results:
@@ -126,21 +134,56 @@ def _are_all(values: object, kind: type) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
-def _check_weights(gm: GraphModule, before: Mapping[str, tuple[torch.Tensor, int]], where: str) -> None:
+def _check_weights(gm: GraphModule, before: Mapping[str, tuple], where: str) -> None:
     """Weights are the model's own, and constants those of the passes before: other values are other attributes."""
     remedy = "read a constant of another name instead (graph_tools.insert_constant)."
-    for name, (tensor, version) in before.items():
+    for name, (tensor, version, sample) in before.items():
         if _attribute(gm, name) is not tensor:
             raise PassError(
                 f"{where} puts another tensor in the place of {name!r}, which others read, too: {remedy}"
             )
-        if _version(tensor) != version:
+        if _version(tensor) != version or _sample(tensor) != sample:
             raise PassError(f"{where} writes into {name!r}, which is the model's own tensor: {remedy}")
 
 
 def _version(tensor: torch.Tensor) -> int:
     """Counts writes; those of inference tensors are not counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Of some values: writes through `.data` are not counted. Empty where there is nothing to read."""
+    if tensor.is_meta or not tensor.is_contiguous():
+        return b""
+    flat = tensor.detach().view(-1)
+    return flat[:: -(-max(len(flat), 1) // SAMPLED)].clone().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _check_writes(node: Node, where: str) -> None:
+    """A graph writes to what it is given, caches, and never to a weight or a view of one."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    given = zip(node.target._schema.arguments, node.args)
+    named = ((a, node.kwargs[a.name]) for a in node.target._schema.arguments if a.name in node.kwargs)
+    for argument, value in (*given, *named):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for written in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(written, Node) and _origin(written).op == "get_attr":
+                raise PassError(
+                    f"{where} leaves {node.name}, a call of {node.target} that writes into "
+                    f"{_origin(written).target!r} with every step: use an op that returns a new tensor."
+                )
+
+
+def _origin(node: Node) -> Node:
+    """What a node is a view of, or itself."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        first = node.target._schema.arguments[:1]
+        if not first or first[0].alias_info is None or not isinstance(node.args[0], Node):
+            break
+        node = node.args[0]
+    return node
 
 
 def _check_call(node: Node, where: str) -> None:
@@ -222,7 +265,9 @@ def _attribute(gm: GraphModule, name: str) -> object:
 
 
 def _call(node: Node) -> tuple:
-    return node.op, node.target, node.args, node.kwargs
+    kinds = []  # 1 is not 1.0
+    map_aggregate((node.args, node.kwargs), lambda value: kinds.append(type(value)))
+    return node.op, node.target, node.args, node.kwargs, kinds
 
 
 def _inputs(gm: GraphModule) -> list[str]:

@@ -37,6 +37,10 @@ ROUNDED_TOLERANCE = 0.02
 # common: then they differ by sqrt(2) times what the rounding changes (measured: at most 0.6 of it).
 ROUNDINGS_APART = 1.5
 
+# Logits of ids that may not be chosen are set to -1e9 or the least number there is: beyond so many times what is
+# typical (of a sample) a value says nothing of how large the others' errors may be.
+MASKED, SAMPLED = 1e4, 1 << 16
+
 MAX_PLACES_SHOWN = 4
 
 # label of a way to run the sequences ("alone", "packed", ...) -> one tensor per sequence, None if it was not run so
@@ -59,21 +63,32 @@ def difference(got: torch.Tensor, expected: torch.Tensor, where: str = "", *, sp
     """Largest error of `got`, also relative to `spread` (that of `expected` if None). NaN only matches NaN."""
     if got.shape != expected.shape:
         return Difference(math.inf, math.inf, f"{where}: {list(got.shape)} instead of {list(expected.shape)}")
-    got, expected = got.double(), expected.double()
-    same = (got == expected) | (got.isnan() & expected.isnan())
-    errors = (got - expected).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
+    errors, relative = errors_of(got, expected, spread or spread_of(expected))
     if not errors.numel() or not errors.max():
         return Difference(where=where)
-    absolute = float(errors.max())
-    return Difference(absolute, absolute / max(spread or spread_of(expected), 1e-30), where)
+    return Difference(float(errors.max()), float(relative.max()), where)
+
+
+def errors_of(got: torch.Tensor, expected: torch.Tensor, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every value (float64), and in units of the spread; of values that a mask has made, of their own size."""
+    got, expected = got.detach().double(), expected.detach().double()
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    errors = (got - expected).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
+    sizes = expected.abs().nan_to_num(0.0, 0.0)
+    units = torch.where(sizes > MASKED * spread, sizes, spread).clamp(min=1e-30)
+    return errors, errors / units
 
 
 def spread_of(values: torch.Tensor) -> float:
-    """Standard deviation of the finite values; of a constant, their magnitude."""
-    values = values.double()
+    """Standard deviation of the finite values, without those that a mask has made; of a constant, their magnitude."""
+    values = values.detach().double()
     values = values[values.isfinite()]
     if not values.numel():
         return 0.0
+    sizes = values.abs()
+    typical = float(sizes[:: -(-len(sizes) // SAMPLED)].median())
+    if typical > 0 and float(sizes.max()) > MASKED * typical:
+        values = values[sizes <= MASKED * typical]
     deviation = float(values.std(correction=0))
     return deviation if deviation > 1e-12 else float(values.abs().mean())
 

@@ -78,8 +78,8 @@ class PassingOn(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def compiled(model):
-    return pagebinder.compile_model(model.eval(), CompileConfig(executable="eager"))
+def compiled(model, **options):
+    return pagebinder.compile_model(model.eval(), CompileConfig(executable="eager", **options))
 
 
 def greedy(model, takes_positions):
@@ -141,6 +141,17 @@ class OptionalPositions(nn.Module):
 
 def test_an_optional_argument_that_counts_from_0_without_positions_is_positions():
     assert compiled(OptionalPositions()).source.vocab_size == VOCAB_SIZE
+
+
+class CallsBack(OptionalPositions):
+    def forward(self, x, callback=None):
+        if callback:
+            callback(x)
+        return super().forward(x)
+
+
+def test_what_fails_with_positions_is_given_none():
+    assert compiled(CallsBack(), verify="sample").source.vocab_size == VOCAB_SIZE
 
 
 class CountsRows(OptionalPositions):

@@ -106,6 +106,10 @@ REFUSED = {
         lambda ids: torch.arange(ids.shape[1])[torch.arange(ids.shape[1])],
         "depends on tokens",
     ),
+    "of 16 bits from 1": (
+        lambda ids: torch.arange(1, ids.shape[1] + 1, dtype=torch.bfloat16).long(),
+        "counts the tokens of the batch",
+    ),
     "halves": (lambda ids: torch.arange(0.5, ids.shape[1] + 0.5).long(), "cuts or extends the token"),
     "sums": (lambda ids: torch.ones_like(ids).cumsum(1) - 1, "along the token dimension"),
 }

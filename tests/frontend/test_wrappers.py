@@ -72,7 +72,14 @@ class Scaled(nn.DataParallel):
         return 2 * super().forward(*args, **kwargs).logits
 
 
+def with_another_forward(model):
+    made = torch.compile(model)
+    made.forward = lambda input_ids: -model(input_ids).logits
+    return made
+
+
 OPAQUE = {
+    "torch.compile with another forward": with_another_forward,
     "a subclass": Scaled,
     "X-LoRA": lambda model: with_adapters(model, tuner=XLoraModel),
     "activated LoRA": lambda model: with_adapters(model, alora_invocation_tokens=[7]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from pagebinder.graph_tools import (
     is_call,
     source_line,
 )
+from pagebinder.passes.own_passes import pass_name
 from pagebinder.report import Match, PassResult, Refusal
 from tests.encoder_decoders import tiny
 from tests.test_verify_encoder import bert
@@ -287,6 +289,20 @@ def write_to_a_weight(gm):
     return PassResult(name="write_to_a_weight")
 
 
+def write_past_the_count(gm):
+    gm.get_submodule("head").weight.data.zero_()
+    return PassResult(name="write_past_the_count")
+
+
+def write_with_every_step(gm):
+    read = next(n for n in gm.graph.find_nodes(op="get_attr") if n.target == "head.weight")
+    with gm.graph.inserting_after(read):
+        flat = gm.graph.call_function(aten.view.default, (read, [-1]))
+    with gm.graph.inserting_after(flat):
+        gm.graph.call_function(aten.mul_.Tensor, (flat, 0.5))
+    return PassResult(name="write_with_every_step")
+
+
 def replace_a_weight(gm):
     gm.get_submodule("head").weight = nn.Parameter(gm.get_submodule("head").weight[:32].clone())
     return PassResult(name="replace_a_weight")
@@ -346,6 +362,8 @@ def another_dtype(gm):
         (lambda gm: PassResult(name="a", matches=None), "something else than lists of Match"),
         (lambda gm: PassResult(name="a", refusals=["no"]), "something else than lists of Match"),
         (write_to_a_weight, "writes into 'head.weight'"),
+        (write_past_the_count, "writes into 'head.weight'"),
+        (write_with_every_step, "writes into 'head.weight' with every step"),
         (replace_a_weight, "puts another tensor in the place of 'head.weight'"),
         (read_fewer_rows, "cannot be called so|makes the graph return"),
         (change_the_output(lambda g, output, x: g.erase_node(output)), "0 outputs instead of one"),
@@ -373,6 +391,24 @@ def another_dtype(gm):
 def test_what_cannot_run_is_an_error_that_names_the_pass(run, message):
     with pytest.raises(PassError, match=message):
         compiled_with(run)
+
+
+def test_one_and_one_point_nothing_are_not_the_same():
+    def to_float(gm):
+        for node in calls(gm.graph, aten.pow.Tensor_Scalar):
+            node.args = (node.args[0], float(node.args[1]))
+        return PassResult(name="to_float")
+
+    report = compiled_with(to_float).report
+    assert next(p for p in report.passes if p.name == "to_float").changed
+
+
+def test_a_pass_is_called_the_same_in_every_process():
+    class Options:
+        pass
+
+    name = pass_name(functools.partial(fuse_squared_relu, Options(), by=Options()))
+    assert name.startswith("fuse_squared_relu(<") and "0x" not in name
 
 
 def test_what_a_pass_raises_goes_through_with_its_name():

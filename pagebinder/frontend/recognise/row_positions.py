@@ -4,7 +4,7 @@ Matches:
     arange(T), arange(a, a + T), arange(a, a + b T, b) of whole numbers, T tokens in the call: what is left of them
     when masks are recognised
 Replaces with:
-    positions * b + a                            cast, if the numbers have another dtype
+    positions * b + a                            cast at last, if the numbers have another dtype
 
 A model is captured on whole sequences, whose row i is position i: there both are the same numbers, so the graph means
 what it meant. In a step that holds a part of a sequence, or several, only positions say it. What is done with them is
@@ -17,9 +17,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.graph_tools import aten, calls, describe, finish, insert_call, val
-from pagebinder.report import Match, PassResult
+from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "row_positions"
+ROUNDED = "numbers of 16 bits that do not begin with 0: torch rounds them in several ways; count in int64 and convert"
 COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
@@ -32,14 +33,17 @@ def recognise_row_positions(gm: GraphModule) -> PassResult:
         numbers = _start_and_step(node, positions)
         if numbers is None:
             continue
-        result.matches.append(Match(pattern=PATTERN, **describe(node)))
         same, (start, step) = positions, numbers
-        if val(node).dtype is not val(positions).dtype:
-            same = insert_call(gm.graph, node, aten.to.dtype, (same, val(node).dtype))
+        if start != 0 and val(node).dtype in (torch.bfloat16, torch.float16):
+            result.refusals.append(Refusal(pattern=PATTERN, reason=ROUNDED, **describe(node)))
+            continue
+        result.matches.append(Match(pattern=PATTERN, **describe(node)))
         if step != 1:
             same = insert_call(gm.graph, node, aten.mul.Tensor, (same, step))
         if start != 0:
             same = insert_call(gm.graph, node, aten.add.Tensor, (same, start))
+        if val(node).dtype is not val(positions).dtype:
+            same = insert_call(gm.graph, node, aten.to.dtype, (same, val(node).dtype))
         node.replace_all_uses_with(same)
         gm.graph.erase_node(node)
     result.changed = bool(result.matches)
