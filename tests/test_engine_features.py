@@ -190,6 +190,66 @@ def test_abort_returns_what_was_generated_and_frees_the_blocks(engine):
     assert engine.stats().free_blocks == engine.stats().num_blocks - 1
 
 
+@pytest.mark.parametrize("max_tokens", [2, 30], ids=["it has ended", "it goes on"])
+def test_an_aborted_request_is_owed_nothing(engine, max_tokens):
+    """`generate` steps requests of others, too: their outputs wait for `step`."""
+    (fresh,) = engine.generate([[4, 5]], greedy(max_tokens=1, ignore_eos=True))
+    engine.add_request("a", [1, 2, 3], greedy(max_tokens=max_tokens, ignore_eos=True))
+    engine.generate([[9, 9]], greedy(max_tokens=4, ignore_eos=True))
+    with pytest.raises(pagebinder.RequestError, match="'a' is already in use"):
+        engine.add_request("a", [4, 5], greedy())
+    assert len(engine.abort("a").token_ids) == min(max_tokens, 4)
+    assert not engine.has_unfinished and engine.abort("a") is None
+    engine.add_request("a", [4, 5], greedy(ignore_eos=True))
+    (output,) = engine.step()
+    assert output.token_ids == fresh.token_ids and not output.finished
+
+
+def test_a_call_of_many_samples_ends_at_once(engine):
+    stream = engine.stream([[1, 2, 3]], SamplingParams(n=3000, max_tokens=4))
+    engine.add_request("a", [4, 5], greedy())
+    started = engine.scheduler.next_arrival()
+    stream.close()
+    assert set(engine.live_requests) == {"a"}
+    assert engine.scheduler.next_arrival() == started + 1  # nobody was queued again
+
+
+def test_all_requests_of_a_call_end_whatever_one_of_them_raises(pair):
+    class Forgetful:
+        calls = 0
+
+        def propose(self, requests):
+            return [[] for _ in requests]
+
+        def forget(self, request_id):
+            self.calls += 1
+            if self.calls == 1:
+                raise RuntimeError("forget failed")
+
+    engine = pair[1].engine(EngineConfig(num_kv_blocks=100, drafter=Forgetful()))
+    stream = engine.stream([[1, 2], [3, 4], [5, 6]], greedy(max_tokens=20))
+    next(stream)
+    with pytest.raises(RuntimeError, match="forget failed"):
+        stream.close()
+    assert not engine.has_unfinished and not engine._mailboxes
+
+
+def test_who_has_nan_logits_is_named_and_can_be_taken_out():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[50] = float("nan")
+    engine = pagebinder.compile_model(model, CompileConfig(executable="eager")).engine(
+        EngineConfig(num_kv_blocks=100)
+    )
+    engine.add_request("good", [5, 6, 7], greedy(ignore_eos=True))
+    engine.add_request("poison", [50, 6, 7], greedy())
+    with pytest.raises(FloatingPointError, match="NaN logits.*request 'poison'; once that is aborted"):
+        engine.step()
+    engine.abort("poison")
+    (output,) = engine.step()
+    assert output.request_id == "good"
+
+
 def test_priority_goes_first(pair):
     engine = pair[1].engine(EngineConfig(num_kv_blocks=40, max_num_seqs=1, scheduling_policy="priority"))
     for name, priority in (("low", 5), ("high", 0), ("middle", 3)):

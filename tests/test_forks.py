@@ -58,6 +58,20 @@ print("beams parent:", beams(), flush=True)
 in_child("beams:", beams)
 in_child("engine:", lambda: ours.engine(config))
 in_child("compile:", compiled)
+import threading
+busy = threading.Event()
+def others():  # in the middle of a step, and one that waits for its turn
+    while not busy.is_set():
+        text(engine)
+threads = [threading.Thread(target=others) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(4):
+    in_child("beside threads:", lambda: text(engine))
+busy.set()
+for thread in threads:
+    thread.join()
+print("parent after it:", repr(text(engine)), flush=True)
 in_child("one thread:", lambda: torch.set_num_threads(1) or text(ours.engine(config)))
 """
 
@@ -66,7 +80,7 @@ def test_what_would_hang_in_a_child_is_an_error_and_the_rest_works():
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     said = dict(line.split(": ", 1) for line in result.stdout.splitlines())
-    served = ("before", "inherited", "unused", "by torch", "one thread")
+    served = ("before", "inherited", "unused", "by torch", "one thread", "beside threads", "parent after it")
     assert {said[who] for who in served} == {said["parent"]} != {""}
     for what in ("wide", "copied", "beams"):
         assert said[what] == said[f"{what} parent"] != ""

@@ -150,7 +150,7 @@ class Engine:
         check_params(params, self.model.tokenizer, self.model.vocab_size)
         ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         with deferred_interrupts(), self._turns.taken():
-            taken = next((i for i in ids if i in self._live), None)
+            taken = next(filter(self._is_taken, ids), None)
             if taken is not None:
                 raise RequestError(f"Request id {taken!r} is already in use; choose another.")
             base = params.seed if params.seed is not None else self._fresh_seed()
@@ -227,20 +227,28 @@ class Engine:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id={request_id!r}: use a non-empty string.")
         check_params(params, self.model.tokenizer, self.model.vocab_size)
-        if request_id in self._live:
+        if self._is_taken(request_id):
             raise RequestError(f"Request id {request_id!r} is already in use; choose another.")
+
+    def _is_taken(self, request_id: str) -> bool:
+        """Also by a request that has ended in a `generate` beside it and whose outputs `step` still owes."""
+        return request_id in self._live or any(o.request_id == request_id for o in self._undelivered)
 
     @_in_turn
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Stop a request and free its blocks; returns what it had generated, or None if it is unknown.
+        """Stop a request and free its blocks; returns what it had generated, or None if it is unknown. `step` returns
+        no output of it any more.
 
         Samples of one prompt (n > 1) are requests of their own: "<id>-0", "<id>-1", ...
         Raises RequestError: the id is no string.
         """
         check_id(request_id)
+        owed = [output for output in self._undelivered if output.request_id == request_id]
+        if owed:
+            self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
         live = self._live.pop(request_id, None)
         if live is None:
-            return None
+            return owed[-1] if owed else None
         if self.scheduler.abort(request_id) is None:  # a sample that waits for its prompt
             live.request.status = RequestStatus.FINISHED_ABORTED
             leader = next(x for x in self._live.values() if x.samples and live in x.samples)
@@ -409,10 +417,7 @@ class Engine:
             next(reader)  # enter its `try`, so that dropping it unread aborts the requests too
             return reader
         except BaseException:
-            with deferred_interrupts():
-                for i in ids:
-                    self._mailboxes.pop(i, None)
-                    self.abort(i)
+            self._abort_all(ids)
             raise
 
     def _read(self, ids: list[str], mailbox: deque) -> Generator[RequestOutput, None, None]:
@@ -423,10 +428,32 @@ class Engine:
                 while mailbox:
                     yield mailbox.popleft()
         finally:
-            with deferred_interrupts(), self._turns.taken():
-                for i in ids:
-                    self._mailboxes.pop(i, None)
-                    self.abort(i)
+            self._abort_all(ids)
+
+    @_in_turn
+    def _abort_all(self, ids: list[str]) -> None:
+        """The requests of a whole call; what one of them raises is raised when all have ended."""
+        gone, errors = set(ids), []
+        for i in ids:
+            self._mailboxes.pop(i, None)
+            leader = self._live.get(i)
+            if leader is None or not leader.samples:
+                continue
+            for sample in leader.samples[
+                1:
+            ]:  # they wait for its prompt: at once, as each abort looks through all
+                if sample.request.request_id in gone:
+                    sample.request.status = RequestStatus.FINISHED_ABORTED
+                    del self._live[sample.request.request_id]
+            rest = [s for s in leader.samples[1:] if s.request.request_id not in gone]
+            leader.samples = [leader, *rest] if rest else None
+        for i in ids:
+            try:
+                self.abort(i)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     @_in_turn
     def _fill(self, mailbox: deque[RequestOutput], ids: list[str]) -> bool:

@@ -43,6 +43,8 @@ from pagebinder.runtime.speculation.verification import choose_verified
 from pagebinder.runtime.step_plan import StepPlanner
 from pagebinder.runtime.step_tokens import StepTokens, choose_ahead, choose_tokens, take_tokens
 
+MOST_NAMED = 3  # requests, in a message
+
 
 class DeviceTokens:
     """Tokens that a step chooses, on their way to the host. `on_device`: [L] int64."""
@@ -248,14 +250,17 @@ class StepLoop:
         if output.moves != self.scheduler.batch.moves:
             gone = np.array([output.requests[row].is_finished for row in output.sampling.tolist()], bool)
             self.ahead.overshot_tokens += int(np.isin(output.sampling[gone], output.awaited).sum())
-        if output.drafts:
-            chosen = choose_verified(step.logits, output, self._live, eos)
-        elif step.tokens is None:
-            chosen = choose_tokens(step.logits, output, self._live, eos, gone)
-        else:
-            tokens = step.tokens.wait()
-            clock.lap("run")
-            chosen = take_tokens(tokens, gone, output, self._live, eos)
+        try:
+            if output.drafts:
+                chosen = choose_verified(step.logits, output, self._live, eos)
+            elif step.tokens is None:
+                chosen = choose_tokens(step.logits, output, self._live, eos, gone)
+            else:
+                tokens = step.tokens.wait()
+                clock.lap("run")
+                chosen = take_tokens(tokens, gone, output, self._live, eos)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{error}{_whose(step)}") from error
         clock.lap("sample")
         self._note_prefill(step)
         forks = [(parent, live.request) for parent, live in chosen.forks]
@@ -298,3 +303,12 @@ def awaited_sources(output: SchedulerOutput, before: SchedulerOutput) -> np.ndar
         return np.searchsorted(before.sampling, output.awaited)
     rows = {id(before.requests[row]): i for i, row in enumerate(before.sampling.tolist())}
     return np.array([rows[id(output.requests[row])] for row in output.awaited.tolist()], np.int64)
+
+
+def _whose(step: LaunchedStep) -> str:
+    """Which requests have NaN logits, and what to do so that the others go on."""
+    if step.logits is None or len(step.logits) != len(step.output.sampling):
+        return ""
+    ids = np.array(step.output.sampling_ids, object)[step.logits.isnan().any(-1).cpu().numpy()].tolist()
+    shown = ", ".join(map(repr, ids[:MOST_NAMED])) + (", ..." if len(ids) > MOST_NAMED else "")
+    return f" (request {shown}; once that is aborted, the others go on)" if ids else ""

@@ -1,12 +1,15 @@
 """Threads that use one engine take turns: a step or a change at a time.
 
-In a process that was made by fork(), whose parent kept torch's threads, torch's ops of a turn stay in its thread.
+In a process that was made by fork(), whose parent kept torch's threads, torch's ops of a turn stay in its thread. A
+fork waits for all turns: the child would inherit half a step, and a lock of a thread that it does not have.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import weakref
 
 import torch
 
@@ -24,6 +27,7 @@ class Turns:
     def __init__(self) -> None:
         self._next, self._turn = threading.RLock(), threading.RLock()  # a finaliser may come in between
         self._owner: int | None = None
+        _all.add(self)
 
     def taken(self) -> _Turn:
         """A block in which the turn is this thread's."""
@@ -86,3 +90,29 @@ def _torch_in_this_thread():
         yield
     finally:
         torch.set_num_threads(before)
+
+
+_all: weakref.WeakSet[Turns] = weakref.WeakSet()
+_held_by_a_fork: list[Turns] = []
+
+
+def _before_fork() -> None:
+    for turns in sorted(_all, key=id):
+        if not turns.is_mine():
+            turns.take()
+            _held_by_a_fork.append(turns)
+
+
+def _after_fork() -> None:
+    while _held_by_a_fork:
+        _held_by_a_fork.pop().give_back()
+
+
+def _in_child() -> None:
+    for turns in _all:
+        turns._next = threading.RLock()  # threads that waited stayed with the parent
+    _after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
