@@ -144,6 +144,29 @@ def test_abort_fork_and_beams_while_a_step_is_in_flight(llama):
     assert not engine.has_unfinished and engine.stats().kv_usage == 0.0 and engine.reset_prefix_cache()
 
 
+def test_nan_of_one_request_is_told_by_its_name(llama):
+    """Also of a step behind which the next one was launched."""
+    engine, params = engine_of(llama, "on"), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    for request_id in ("good", "poison"):
+        engine.add_request(request_id, [1, 2, 3], params)
+    for _ in range(3):
+        engine.step()
+    right, rows = engine.loop.model.executable, []
+
+    class Broken:
+        def run(self, inputs):
+            logits = right.run(inputs).clone()
+            logits[1] = float("nan") if len(logits) == 2 else logits[1:].squeeze(0)
+            rows.append(len(logits))
+            return logits
+
+    engine.loop.model = dataclasses.replace(engine.loop.model, executable=Broken())
+    with pytest.raises(FloatingPointError, match=r"\(request 'poison'; once that is aborted"):
+        for _ in range(3):
+            engine.step()
+    assert rows[0] == 2
+
+
 def test_nan_is_told_and_loses_nothing(llama):
     engine = engine_of(llama, "on")
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=6, temperature=0.0))

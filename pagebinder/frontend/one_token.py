@@ -9,6 +9,7 @@ Which code asks is found while it is traced; whether it matters, by running the 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from pagebinder.errors import CaptureError
 MOST_DIFFERENT = (
     0.02  # of the largest value: both sides run the same ops in the same dtype, up to their order
 )
-MASKED = 1e4  # times the median: a mask has made it
+MASKED = 1e4  # times the median: a logit of an id that may not be chosen
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -66,9 +67,8 @@ class OneToken:
         with torch.no_grad():
             got = Interpreter(gm).run(*self.inputs)  # a path may hold a word of Python's, which is no code
         expected, got = self.expected.double(), got.double()
-        sizes = expected.abs()
-        typical = sizes[sizes <= MASKED * sizes.median()]  # without logits of ids that may not be chosen
-        largest = float(typical.max() if len(typical) else sizes.max())
+        sizes = expected.abs().nan_to_num(0.0, 0.0)
+        largest = float(sizes[sizes <= (MASKED * float(sizes.median()) or math.inf)].max())
         difference = float((got - expected).abs().masked_fill(got == expected, 0.0).max())
         if not difference <= MOST_DIFFERENT * largest:
             raise CaptureError(

@@ -307,8 +307,10 @@ def awaited_sources(output: SchedulerOutput, before: SchedulerOutput) -> np.ndar
 
 def _whose(step: LaunchedStep) -> str:
     """Which requests have NaN logits, and what to do so that the others go on."""
-    if step.logits is None or len(step.logits) != len(step.output.sampling):
+    if len(step.logits) != len(step.output.sampling):
         return ""
-    ids = np.array(step.output.sampling_ids, object)[step.logits.isnan().any(-1).cpu().numpy()].tolist()
+    # Of a step behind which another one was launched, logits may be overwritten by now.
+    rows = step.logits.isnan().any(-1) if step.tokens is None else step.tokens.on_device < 0
+    ids = np.array(step.output.sampling_ids, object)[rows.cpu().numpy()].tolist()
     shown = ", ".join(map(repr, ids[:MOST_NAMED])) + (", ..." if len(ids) > MOST_NAMED else "")
     return f" (request {shown}; once that is aborted, the others go on)" if ids else ""

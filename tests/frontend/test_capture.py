@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import pagebinder
 from pagebinder import CaptureError, CompileConfig
 from pagebinder.frontend.capture import capture
+from pagebinder.frontend.one_token import OneToken
 from pagebinder.frontend.python_state import unchanged
 from pagebinder.frontend.source import source_from_module
 from pagebinder.graph_tools import calls, module_path
@@ -137,6 +138,24 @@ def test_a_branch_for_one_token_is_refused_if_it_computes_something_else():
         captured_model(Embedded(ForOneToken(-1.0)).eval())
     captured_model(Embedded(ForOneToken(1.0)).eval())
     captured_model(Embedded(ForOneToken(-1.0)).eval().to("meta"))  # without values nobody can tell
+
+
+@pytest.mark.parametrize(
+    ("fill", "count"), [(0.0, 44), (-1e9, 24), (torch.finfo(torch.float32).min, 24), (-math.inf, 44)]
+)
+def test_one_token_is_judged_by_what_is_no_mask(fill, count):
+    """So many logits of one token are the same number; rounding of the others is no error, another sign is one."""
+    expected = torch.full((1, 64), fill)
+    expected[0, count:] = torch.linspace(1.0, 3.0, 64 - count)
+    graph = torch.fx.symbolic_trace(nn.Identity())
+    for factor, is_same in ((1 + 1e-6, True), (-1.0, False)):
+        got = torch.where(expected > 0, expected * factor, expected)
+        one = OneToken((got,), expected, ["model.py:1"])
+        if is_same:
+            one.require_same(graph, "Model")
+        else:
+            with pytest.raises(CaptureError, match="something else for a single token"):
+                one.require_same(graph, "Model")
 
 
 class ByLength(nn.Module):
