@@ -11,14 +11,14 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 from pagebinder.ambient import inference
-from pagebinder.compile_verify_runs import call_source, evaluation
+from pagebinder.compile_verify_runs import call_source
 from pagebinder.config import CompileConfig
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import is_known
-from pagebinder.frontend.python_state import put_back
+from pagebinder.frontend.python_state import evaluation_mode, put_back
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.own_passes import may_change
-from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, errors_of, spread_of
+from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, errors_of, in_units, spread_of
 
 NUM_TOKENS = 80
 
@@ -39,7 +39,7 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
     generator = torch.Generator().manual_seed(0)
     num_tokens = min(NUM_TOKENS, max_model_len)
     ids = torch.randint(source.vocab_size, (num_tokens,), generator=generator, device="cpu").to(source.device)
-    with put_back(source.module), evaluation(source.module):
+    with put_back(source.module), evaluation_mode(source.module):
         first, again = (call_source(source.module, source, ids).double() for _ in range(2))
     positions = torch.arange(num_tokens, device=ids.device)
     with inference():  # interpreted: a path may hold a word of Python's, which is no code
@@ -52,8 +52,9 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
         (f"{name} computes something else when it is called again", again),
         (f"The graph of {name} computes something else than {name} itself", got.double()),
     )
+    spread = spread_of(first)
     for what, other in compared:
-        errors = errors_of(other, first, spread_of(first))[1]
+        errors = in_units(errors_of(other, first), first, spread)
         error = float(errors.square().mean().sqrt() if narrow else errors.max())
         if not error <= tolerance:
             worst = int(errors.amax(-1).argmax())

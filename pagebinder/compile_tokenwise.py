@@ -77,14 +77,14 @@ class _Splitter(torch.fx.Interpreter):
     def __init__(self, gm: GraphModule, ops: frozenset[OpOverload], num_tokens: int) -> None:
         super().__init__(gm)
         self.ops = ops
-        self.num_tokens = num_tokens
+        self.num_tokens, split = num_tokens, min(SPLIT, num_tokens // 2)
+        self.parts = slice(0, split), slice(split, num_tokens)
         self.extra_traceback = False  # errors here are ours
 
     def run_node(self, n: Node):
         whole = super().run_node(n)
         if n.op == "call_function" and n.target in self.ops:
-            split = min(SPLIT, self.num_tokens // 2)
-            for part in (slice(0, split), slice(split, self.num_tokens)):
+            for part in self.parts:
                 self._compare(n, whole, part)
         return whole
 

@@ -23,7 +23,6 @@ from pagebinder.compile_verify_runs import (
     Sequences,
     World,
     choose_sequences,
-    evaluation,
     lengths_to_test,
     source_encoder_states,
     source_logits,
@@ -31,6 +30,7 @@ from pagebinder.compile_verify_runs import (
 from pagebinder.config import CompileConfig
 from pagebinder.errors import ConfigError, VerificationError
 from pagebinder.frontend.module_copy import copied
+from pagebinder.frontend.python_state import evaluation_mode
 from pagebinder.frontend.source import ModelSource, source_from_module
 from pagebinder.passes.certificates import certify_steps
 from pagebinder.passes.graph_values import REDUCED
@@ -104,7 +104,7 @@ def chains(
     """The encoder's steps, if there is one, then the decoder's: with what the source model returns, and how to run
     graphs. The decoder's get the states of the source model's own encoder."""
     encoder_states = None
-    with evaluation(world.module):
+    with evaluation_mode(world.module):
         if sequences.encoder_ids is not None:
             encoder_states = [source_encoder_states(world.module, ids) for ids in sequences.encoder_ids]
             runs = Runs(world, Sequences(sequences.encoder_ids), plan, states)

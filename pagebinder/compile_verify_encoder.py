@@ -16,12 +16,12 @@ from pagebinder.compile_verify_runs import (
     PACKED,
     Runs,
     Sequences,
-    evaluation,
     random_tokens,
 )
 from pagebinder.config import CompileConfig
 from pagebinder.frontend.encoder_only import rows_of
 from pagebinder.frontend.numbering import numbering
+from pagebinder.frontend.python_state import evaluation_mode
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.certificates import certify_steps
 from pagebinder.passes.trail import ENCODER, Trail
@@ -46,7 +46,7 @@ def verify_encoder(
         certify_steps(trail)
     for world in worlds(source, report.notes, full=full):
         runs = EncoderRuns(world, sequences, None, ())
-        with evaluation(world.module), torch.inference_mode():
+        with evaluation_mode(world.module), torch.inference_mode():
             expected = [rows_of(world.module(input_ids=ids[None]))[-KEPT_ROWS:] for ids in sequences.ids]
         conditions = conditions_of(world, trail)
         if not all(x.isfinite().all() for x in expected):

@@ -175,25 +175,8 @@ def call_source(module, source: ModelSource, ids: torch.Tensor, encoder_states=N
         if source.is_transformers:
             told = {"position_ids": positions} if takes_positions(module) else {}
             return module(input_ids=ids[None], use_cache=False, **told).logits[0]
-        call = plain_call(module)
-        if call.is_guess:
-            call = checked_call(module, call, source.vocab_size)
+        call = checked_call(module, plain_call(module), source.vocab_size)
         return logits_in(call(module, ids[None], positions), type(module).__name__)[0]
-
-
-class evaluation:
-    """eval() for the duration, each submodule put back as it was."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-
-    def __enter__(self) -> None:
-        self.training = [m for m in self.module.modules() if m.training]
-        self.module.eval()
-
-    def __exit__(self, *exc) -> None:
-        for m in self.training:
-            m.training = True
 
 
 def lengths_to_test(plan: KVPlan, states: Sequence, source: ModelSource, *, full: bool) -> list[int]:

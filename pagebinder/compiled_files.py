@@ -118,10 +118,9 @@ def written_whole(path: Path) -> Iterator[Path]:
         raise
     finally:
         os.close(held)
-        for left in (
-            (folder, old) if path.exists() else (folder,)
-        ):  # interrupted twice: `old` is what there is
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        if path.exists():  # else interrupted twice: `old` is what there is
+            shutil.rmtree(old, ignore_errors=True)
     _remove_left_behind(path)
 
 

@@ -43,6 +43,22 @@ def is_view_op(target) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
+def operands(node: Node) -> Iterator[tuple[torch._C.Argument, Node]]:
+    """(argument of the schema, node) of all operands of an op's call, those in lists too."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return
+    for position, argument in enumerate(node.target._schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        for value in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(value, Node):
+                yield argument, value
+
+
+def written_by(node: Node) -> list[Node]:
+    """Operands that a call writes to in place, by its schema."""
+    return [n for argument, n in operands(node) if argument.is_write]
+
+
 def skip_casts(value):
     """Walk up through dtype casts and identities to the node that made the value."""
     while is_call(value, *CASTS, *IDENTITIES):

@@ -45,7 +45,7 @@ from pagebinder.frontend.program_checks import (
     refuse_traced_constants,
     weights_behind_data,
 )
-from pagebinder.frontend.python_state import put_back, traced_in_steady_state
+from pagebinder.frontend.python_state import evaluation_mode, put_back, traced_in_steady_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
 from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.tidy import tidy
@@ -123,7 +123,7 @@ def capture(source: ModelSource, *, hook: bool = True) -> tuple[GraphModule, str
     if not source.is_transformers or takes_positions(source.module):
         wrapper = FlatTokens(source.module, source.is_transformers)
         if wrapper.call is not None:
-            with put_back(source.module), _evaluation_mode(source.module):
+            with put_back(source.module), evaluation_mode(source.module):
                 wrapper.call = checked_call(source.module, wrapper.call, source.vocab_size)
         return trace(source, wrapper, token_inputs(source), hook=hook)
     with given_positions(source.module) as given:
@@ -179,7 +179,7 @@ def _export(
     hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
     leaves, quiet = patched(LEAVES, source.module), warnings.catch_warnings()
     experts = experts_hook(source.module)
-    with hook, experts, leaves, _evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), quiet:
+    with hook, experts, leaves, evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), quiet:
         warnings.simplefilter("ignore")
         with put_back(source.module):
             same = repeated_layers(source.module, wrapper, _shorter_and_longer(source, inputs))
@@ -287,18 +287,6 @@ def _quiet_torch():
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _evaluation_mode(module: torch.nn.Module):
-    """eval() for the duration, each submodule put back as it was."""
-    training = [m for m in module.modules() if m.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for m in training:
-            m.training = True
 
 
 def _check_range(program: ExportedProgram) -> None:

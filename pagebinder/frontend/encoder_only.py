@@ -21,12 +21,12 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.frontend.capture import _evaluation_mode, token_inputs, trace
+from pagebinder.frontend.capture import token_inputs, trace
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.leaves.relative_bias import bias_by_distance
 from pagebinder.frontend.numbering import numbering
-from pagebinder.frontend.python_state import unchanged
+from pagebinder.frontend.python_state import evaluation_mode, unchanged
 from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.unpadded import said_for_unpadded
 
@@ -109,5 +109,5 @@ def capture_encoder_only(source: ModelSource) -> tuple[GraphModule, str]:
 @torch.no_grad()
 def source_rows(source: ModelSource, ids: torch.Tensor) -> torch.Tensor:
     """What the source model itself makes of one sequence: ids [T] -> [T, C or V]; raises as `unchanged`."""
-    with _evaluation_mode(source.module), unchanged(source.module):
+    with evaluation_mode(source.module), unchanged(source.module):
         return rows_of(source.module(input_ids=ids[None]))

@@ -113,6 +113,18 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
             _restore(holder, before)
 
 
+@contextlib.contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """eval() for the duration, each submodule put back as it was."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
 def _closed_over(modules: list[torch.nn.Module]) -> list[list | dict | set]:
     """Each container in a closure of a hook, or of a function that a module has as an attribute, once."""
     functions = [f for m in modules for f in functions_of(m)]

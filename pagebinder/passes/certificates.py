@@ -21,13 +21,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from pagebinder.errors import VerificationError
-from pagebinder.graph_tools import module_path
+from pagebinder.graph_tools import module_path, written_by
 from pagebinder.passes.graph_values import REDUCED, GraphRunner
 from pagebinder.passes.keep_stored_codes import certify_stored
 from pagebinder.passes.quantize_activations import certify_activations
 from pagebinder.passes.quantize_kv import certify_kv
 from pagebinder.passes.quantize_weights import certify_weights
-from pagebinder.passes.rewrite_cones import Cone, Diff, cones, written_by
+from pagebinder.passes.rewrite_cones import Cone, Diff, cones
 from pagebinder.passes.trail import DECODER, ENCODER, Step, Trail
 from pagebinder.passes.verifier import Difference, difference
 from pagebinder.report import Certificate, Match

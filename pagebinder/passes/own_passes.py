@@ -21,14 +21,24 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from pagebinder.errors import PassError
-from pagebinder.graph_tools import attribute, attributes, device_of, finish, read_attribute, set_val, tensors
+from pagebinder.graph_tools import (
+    attribute,
+    attributes,
+    device_of,
+    finish,
+    is_view_op,
+    read_attribute,
+    set_val,
+    tensors,
+    written_by,
+)
 from pagebinder.passes.manager import Pass, run_passes
 from pagebinder.passes.trail import DECODER, Trail
 from pagebinder.report import CompileReport, Match, PassResult, Refusal
 
 FUNCTIONS = {operator.getitem, math.ceil, math.floor, math.trunc, torch.sym_max, torch.sym_min, torch.sym_not}
-# What results of ours are called that are no module of this room.
 SAMPLED = 64  # values of a weight that are compared
+# What results of ours are called that are no module of this room.
 TAKEN = {"audit", "capture", "leaves", "experts", "attention"}
 
 
@@ -161,27 +171,17 @@ def _sample(tensor: torch.Tensor) -> bytes:
 
 def _check_writes(node: Node, where: str) -> None:
     """A graph writes to what it is given, caches, and never to a weight or a view of one."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return
-    given = zip(node.target._schema.arguments, node.args)
-    named = ((a, node.kwargs[a.name]) for a in node.target._schema.arguments if a.name in node.kwargs)
-    for argument, value in (*given, *named):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        for written in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(written, Node) and _origin(written).op == "get_attr":
-                raise PassError(
-                    f"{where} leaves {node.name}, a call of {node.target} that writes into "
-                    f"{_origin(written).target!r} with every step: use an op that returns a new tensor."
-                )
+    for written in map(_viewed, written_by(node)):
+        if written.op == "get_attr":
+            raise PassError(
+                f"{where} leaves {node.name}, a call of {node.target} that writes into {written.target!r} with every "
+                "step: use an op that returns a new tensor."
+            )
 
 
-def _origin(node: Node) -> Node:
+def _viewed(node: Node) -> Node:
     """What a node is a view of, or itself."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        first = node.target._schema.arguments[:1]
-        if not first or first[0].alias_info is None or not isinstance(node.args[0], Node):
-            break
+    while node.op == "call_function" and is_view_op(node.target) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 

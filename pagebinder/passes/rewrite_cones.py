@@ -19,6 +19,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from pagebinder.graph_tools import written_by
+
 # How far above a value that only one side reads its origin is looked for, in nodes.
 MAX_ORIGIN_DISTANCE = 12
 # The same for values that one side each reads, and that may be made of one value.
@@ -226,16 +228,6 @@ def writes_before(node: Node, order: dict[Node, int]) -> list[Node]:
                 if u is not node and operand in written_by(u) and order[u] < order[node]
             ]
     return found
-
-
-def written_by(node: Node) -> list[Node]:
-    """The operands that a call writes to, by its schema."""
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-    if schema is None or not schema.is_mutable:
-        return []
-    names = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    given = dict(zip((a.name for a in schema.arguments), node.args)) | dict(node.kwargs)
-    return [value for name, value in given.items() if name in names and isinstance(value, Node)]
 
 
 def _skeleton(node: Node) -> tuple:

@@ -63,20 +63,24 @@ def difference(got: torch.Tensor, expected: torch.Tensor, where: str = "", *, sp
     """Largest error of `got`, also relative to `spread` (that of `expected` if None). NaN only matches NaN."""
     if got.shape != expected.shape:
         return Difference(math.inf, math.inf, f"{where}: {list(got.shape)} instead of {list(expected.shape)}")
-    errors, relative = errors_of(got, expected, spread or spread_of(expected))
+    errors = errors_of(got, expected)
     if not errors.numel() or not errors.max():
         return Difference(where=where)
+    relative = in_units(errors, expected, spread or spread_of(expected))
     return Difference(float(errors.max()), float(relative.max()), where)
 
 
-def errors_of(got: torch.Tensor, expected: torch.Tensor, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every value (float64), and in units of the spread; of values that a mask has made, of their own size."""
+def errors_of(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """How far each value is off, in float64; infinity if one of the two is NaN, or they are not both infinite."""
     got, expected = got.detach().double(), expected.detach().double()
     same = (got == expected) | (got.isnan() & expected.isnan())
-    errors = (got - expected).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
-    sizes = expected.abs().nan_to_num(0.0, 0.0)
-    units = torch.where(sizes > MASKED * spread, sizes, spread).clamp(min=1e-30)
-    return errors, errors / units
+    return (got - expected).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
+
+
+def in_units(errors: torch.Tensor, expected: torch.Tensor, spread: float) -> torch.Tensor:
+    """Errors in units of the spread; those of values that a mask has made, of their own size."""
+    sizes = expected.detach().double().abs().nan_to_num(0.0, 0.0)
+    return errors / torch.where(sizes > MASKED * spread, sizes, spread).clamp(min=1e-30)
 
 
 def spread_of(values: torch.Tensor) -> float:

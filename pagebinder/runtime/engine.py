@@ -439,14 +439,15 @@ class Engine:
             leader = self._live.get(i)
             if leader is None or not leader.samples:
                 continue
-            for sample in leader.samples[
-                1:
-            ]:  # they wait for its prompt: at once, as each abort looks through all
+            # Those that wait for its prompt, all at once: each abort would look through all of them.
+            rest = [leader]
+            for sample in leader.samples[1:]:
                 if sample.request.request_id in gone:
                     sample.request.status = RequestStatus.FINISHED_ABORTED
                     del self._live[sample.request.request_id]
-            rest = [s for s in leader.samples[1:] if s.request.request_id not in gone]
-            leader.samples = [leader, *rest] if rest else None
+                else:
+                    rest.append(sample)
+            leader.samples = rest if len(rest) > 1 else None
         for i in ids:
             try:
                 self.abort(i)

@@ -15,8 +15,8 @@
 //
 // One or two tiles of rows read a panel once: all of its steps in a row, of one tile two panels side by side, of two
 // while the next panel is asked for in eight places, x is packed and the results of the panel before are written. Panels of
-// coded weights are decoded into the worker's memory: then a
-// step beside the product of the one before, else a block of steps for all rows of the job.
+// coded weights are decoded into the worker's memory: then a step beside the product of the one before, else a block of
+// steps for all rows of the job.
 //
 // An element of y is summed in the same order whatever the number of rows and threads.
 #include "elements.h"

@@ -31,7 +31,7 @@ from torch.fx.passes.split_module import split_module
 
 from pagebinder.custom_ops.library import NAMESPACE as OURS
 from pagebinder.custom_ops.library import op_info
-from pagebinder.graph_tools import attach, attribute, is_view_op
+from pagebinder.graph_tools import attach, attribute, is_view_op, written_by
 
 TORCHS = ("aten", "prims")
 NOT_IN_ENGINES = (torch.float64, torch.complex64, torch.complex128)
@@ -202,16 +202,7 @@ def _name(node: Node) -> str:
 
 def _mutated(gm: GraphModule) -> set[Node]:
     """Nodes that some call writes to."""
-    found = set()
-    for node in gm.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            arguments = node.target._schema.arguments
-            given = dict(zip((a.name for a in arguments), node.args)) | dict(node.kwargs)
-            written = [given.get(a.name) for a in arguments if a.is_write]
-            found |= {
-                v for value in written for v in (value if isinstance(value, (list, tuple)) else [value])
-            }
-    return {v for v in found if isinstance(v, Node)}
+    return {n for node in gm.graph.nodes for n in written_by(node)}
 
 
 def _results_behind_calls(gm: GraphModule) -> None:

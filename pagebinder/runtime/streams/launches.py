@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from pagebinder.graph_tools import operands, written_by
+
 IMPLICIT = "CompositeImplicitAutograd"
 DATA, READ_AFTER_WRITE = "data", "read after write"
 WRITE_AFTER_READ, WRITE_AFTER_WRITE = "write after read", "write after write"
@@ -65,7 +67,7 @@ def launch_order(gm: GraphModule) -> Launches:
             continue
         read = tuple(dict.fromkeys(v for operand in node.all_input_nodes for v in values_behind(operand)))
         after = {maker(v): DATA for v in read}
-        written = frozenset().union(*(storages[w] for w in written_operands(node)))
+        written = frozenset().union(*(storages[w] for w in written_by(node)))
         if any(one.op == "get_attr" for one in written):
             raise UnknownEffects(f"{node.name} ({node.target}) writes to a weight")
         touched = frozenset().union(*(storages[operand] for operand in node.all_input_nodes))
@@ -144,11 +146,6 @@ def values_behind(node: Node) -> list[Node]:
     return list(dict.fromkeys(v for operand in node.all_input_nodes for v in values_behind(operand)))
 
 
-def written_operands(node: Node) -> list[Node]:
-    """Operands that a call writes to in place, by its schema."""
-    return [n for argument, n in _operands(node) if argument.is_write]
-
-
 def _storages(node: Node, known: dict[Node, frozenset[Node]]) -> frozenset[Node]:
     """Nodes whose memory a node's value may lie in; itself, if it may allocate."""
     if node.op in ("placeholder", "get_attr"):
@@ -161,7 +158,7 @@ def _storages(node: Node, known: dict[Node, frozenset[Node]]) -> frozenset[Node]
         return frozenset()
     returns = node.target._schema.returns
     implicit = _is_implicit(node.target)
-    shared = [n for argument, n in _operands(node) if implicit or argument.alias_info is not None]
+    shared = [n for argument, n in operands(node) if implicit or argument.alias_info is not None]
     found = frozenset().union(*(known[n] for n in shared)) if _aliases(returns) or implicit else frozenset()
     allocates = implicit or any(r.alias_info is None for r in returns)
     return found | {node} if allocates else found
@@ -175,15 +172,6 @@ def _aliases(returns) -> bool:
 def _is_implicit(target: torch._ops.OpOverload) -> bool:
     """Made of other ops, below what a schema tells."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), IMPLICIT)
-
-
-def _operands(node: Node) -> Iterator[tuple[torch._C.Argument, Node]]:
-    """(argument of the schema, node) of all operands, those in lists too."""
-    for position, argument in enumerate(node.target._schema.arguments):
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        for value in given if isinstance(given, (list, tuple)) else (given,):
-            if isinstance(value, Node):
-                yield argument, value
 
 
 def _is_tensor(value) -> bool:
