@@ -30,6 +30,7 @@ from pagebinder.cli_support import (
     QuantizationOption,
     checkpoint_dir,
     compile_dir,
+    end_with,
     fill_closed_streams,
     given_path,
     quiet_third_parties,
@@ -58,19 +59,22 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main() -> None:
-    """Entry point of the installed command."""
+    """The command, until it exits."""
     fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not so where somebody put another object in its place
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
-    app(prog_name="pagebinder")
+    try:
+        app(prog_name="pagebinder")
+    except OSError as error:  # of help and usage, which are printed where no command has begun
+        end_with(error)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
         from pagebinder import __version__
 
-        print(f"pagebinder {__version__}")
+        print(f"pagebinder {__version__}", flush=True)
         raise typer.Exit
 
 

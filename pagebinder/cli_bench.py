@@ -101,7 +101,13 @@ def bench_command(
 def measure(compiled, requests: int, prompt_tokens: int, new_tokens: int, rounds: int) -> BatchRates:
     """Run one batch size. Raises RequestError, CacheCapacityError if the requests do not fit."""
     from pagebinder.config import EngineConfig, SamplingParams
+    from pagebinder.errors import RequestError
 
+    if prompt_tokens + new_tokens > compiled.max_model_len:
+        raise RequestError(
+            f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {compiled.max_model_len} "
+            "that the model takes: lower --prompt-tokens or --new-tokens."
+        )
     engine = compiled.engine(
         EngineConfig(
             max_num_seqs=requests, max_num_batched_tokens=requests * prompt_tokens, prefix_caching=False

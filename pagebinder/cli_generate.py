@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 
 import typer
@@ -38,8 +39,7 @@ def read_prompts(texts: list[str], ids: list[str]) -> list[str | list[int]]:
     if texts.count("-") > 1:
         raise typer.BadParameter('only one --prompt can be "-" (stdin).')
     try:
-        texts = [_stdin() if text == "-" else text for text in texts]
-        "".join(texts).encode()
+        texts = [_stdin() if text == "-" else _argument(text) for text in texts]
     except UnicodeError:
         raise typer.BadParameter("the prompt is not valid UTF-8.") from None
     try:
@@ -48,6 +48,15 @@ def read_prompts(texts: list[str], ids: list[str]) -> list[str | list[int]]:
         raise typer.BadParameter(
             '--prompt-ids takes whole numbers with commas, for example "1,2,3".'
         ) from None
+
+
+def _argument(text: str) -> str:
+    """A text of the command line. Raises UnicodeError: it is no UTF-8, whatever the locale makes of it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that the locale has no characters for
+        return os.fsencode(text).decode("utf-8")
+    return text
 
 
 def _stdin() -> str:

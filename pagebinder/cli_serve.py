@@ -138,8 +138,7 @@ def _run(app, listening: socket.socket, shutdown_seconds: int) -> None:
 
     host, port = listening.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    err.print(
-        f"serving {app.state.model_name} at {where}/v1 (API: {where}/docs); Ctrl-C stops", soft_wrap=True
-    )
-    PatientServer(app, shutdown_seconds).run(sockets=[listening])
+    text = f"serving {app.state.model_name} at {where}/v1 (API: {where}/docs); Ctrl-C stops"
+    server = PatientServer(app, shutdown_seconds, on_ready=lambda: err.print(text, soft_wrap=True))
+    server.run(sockets=[listening])
     err.print("stopped")

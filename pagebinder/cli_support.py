@@ -12,18 +12,18 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from pagebinder.__main__ import EXIT_INTERRUPTED
 from pagebinder.errors import ConfigError, PagebinderError
 from pagebinder.paths import user_path
 
 PLAIN_WIDTH = 118
 EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 STAGES = {
     "load": "loading the model",
@@ -112,10 +112,10 @@ class Commands(typer.core.TyperGroup):
         except BrokenPipeError:
             _detach_stdout()
             raise typer.Exit(1) from None
-        except (PagebinderError, OSError) as error:
+        except (PagebinderError, OSError, FloatingPointError) as error:  # the last: NaN logits
             if debug:
                 raise
-            err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+            show_error(error)
             raise typer.Exit(EXIT_ERROR) from None
         return result
 
@@ -132,6 +132,17 @@ def fill_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def show_error(error: Exception) -> None:
+    err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+
+
+def end_with(error: OSError) -> NoReturn:
+    """Exit because of an error that came before any command."""
+    _detach_stdout()
+    show_error(error)
+    sys.exit(EXIT_ERROR)
 
 
 def _detach_stdout() -> None:

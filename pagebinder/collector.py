@@ -4,6 +4,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from pagebinder.interrupts import deferred_interrupts
+
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
@@ -14,4 +16,8 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            gc.enable()
+            # Here rather than at the next object: it calls weak references' callbacks, and what a handler of Ctrl-C
+            # raises inside one of those is lost.
+            with deferred_interrupts():
+                gc.enable()
+                gc.collect(0)

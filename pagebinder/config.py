@@ -399,7 +399,8 @@ class EngineConfig:
             object.__setattr__(self, option, tuple(sizes))
 
 
-MOST_SAMPLES = 16384  # of a prompt: a request with millions of them would hold up all others
+# Of a prompt: a request with millions of them would hold up all others.
+MOST_SAMPLES, MOST_STOP_STRINGS = 16384, 256
 
 
 @strict(RequestError)
@@ -415,7 +416,8 @@ class SamplingParams:
         min_p: drops tokens below min_p times the largest probability.
         repetition_penalty: > 1 makes tokens of the prompt and the output less likely (Keskar et al., 2019).
         seed: the same seed gives the same tokens, whatever else runs in the batch.
-        stop: strings that end the text (not part of it). stop_token_ids: tokens that end it.
+        stop: strings that end the text (not part of it), MOST_STOP_STRINGS at most.
+        stop_token_ids: tokens that end it.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: number of most likely tokens to report at each position (0 = only the chosen one's).
         n: samples per prompt, at most MOST_SAMPLES.
@@ -446,6 +448,7 @@ class SamplingParams:
         )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         check(all(isinstance(s, str) and s for s in stop), f"stop={self.stop!r}: use non-empty strings.")
+        check(len(stop) <= MOST_STOP_STRINGS, f"{len(stop):,} stop strings: use {MOST_STOP_STRINGS} at most.")
         object.__setattr__(self, "stop", stop)
         ids = self.stop_token_ids
         check(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -236,6 +238,43 @@ def test_ctrl_c_ends_quietly(checkpoint, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.decode()) == (130, "interrupted\n")
+
+
+def test_ctrl_c_while_the_command_line_is_imported(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])}
+    command = [sys.executable, "-m", "pagebinder", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_a_full_disk_is_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pagebinder", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_arguments_are_utf8_whatever_the_locale(checkpoint):
+    """Bytes that a locale has no characters for reach Python as halves of surrogate pairs."""
+    escaped = "naïve".encode().decode("ascii", "surrogateescape")
+    options = ("--max-tokens", 1, "--json")
+    line = json.loads(generate(checkpoint, "--prompt", escaped, *options))
+    assert line["prompt"] == "naïve"
+    assert "not valid UTF-8" in fail("generate", "--model", checkpoint, "--prompt", "a\udcff")
+
+
+def test_weights_that_are_no_numbers_are_one_line(checkpoint, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    assert "NaN logits" in fail("generate", "--model", broken, "--prompt-ids", "5", "--executable", "eager")
 
 
 def test_a_closed_pipe_is_quiet():

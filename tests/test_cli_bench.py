@@ -29,3 +29,10 @@ def test_a_prompt_beyond_the_model_is_told():
     result = CliRunner().invoke(app, ["bench", str(tiny_path()), "--prompt-tokens", "100000"])
     assert result.exit_code == EXIT_ERROR
     assert "error" in result.output and "Traceback" not in result.output
+
+
+def test_tokens_that_would_not_be_made_are_not_counted():
+    sizes = ["--prompt-tokens", "1000", "--new-tokens", "64"]
+    result = CliRunner().invoke(app, ["bench", str(tiny_path()), *sizes])
+    assert result.exit_code == EXIT_ERROR
+    assert "1000 prompt tokens and 64 new ones are more than the 1024" in " ".join(result.output.split())

@@ -31,6 +31,7 @@ LEAVES = {
     "config_checks",
     "errors",
     "forks",
+    "interrupts",
     "report",
     "graph_tools",
     "paths",

@@ -18,6 +18,7 @@ import numpy as np
 from pagebinder.config import EngineConfig, SamplingParams
 from pagebinder.custom_ops.cpu.freed_memory import keep_freed_memory
 from pagebinder.errors import RequestError
+from pagebinder.interrupts import deferred_interrupts
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.beam_search import BeamSearch
 from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, encoder_fields, pair_prompts
@@ -31,7 +32,6 @@ from pagebinder.runtime.engine_setup import (
     swap_space,
 )
 from pagebinder.runtime.engine_stats import StepClock, collect_stats
-from pagebinder.runtime.interrupts import deferred_interrupts
 from pagebinder.runtime.kv import KVCacheManager
 from pagebinder.runtime.kv.event_log import KVEventLog
 from pagebinder.runtime.kv.event_recorder import KVEventRecorder

@@ -15,7 +15,7 @@ import torch
 
 from pagebinder.custom_ops.cpu.torch_threads import torch_threads
 from pagebinder.forks import threads_are_the_parents
-from pagebinder.runtime.interrupts import deferred_interrupts
+from pagebinder.interrupts import deferred_interrupts
 
 
 class Turns:

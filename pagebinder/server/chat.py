@@ -10,7 +10,7 @@ from jinja2 import TemplateSyntaxError
 
 from pagebinder.errors import ConfigError, RequestError
 from pagebinder.runtime.saved_tokenizer import SavedTokenizer
-from pagebinder.server.prompt_limits import check_text
+from pagebinder.server.prompt_limits import PromptLimit
 from pagebinder.server.protocol import Message
 
 OURS = {
@@ -74,10 +74,9 @@ class ChatTemplate:
         return None
 
     def token_ids(
-        self, messages: Sequence[Message], variables: dict[str, Any], limit: int | None = None
+        self, messages: Sequence[Message], variables: dict[str, Any], limit: PromptLimit | None = None
     ) -> list[int]:
-        """The prompt that asks for the assistant's answer, if it has `limit` characters at most. Raises RequestError:
-        there is no such prompt."""
+        """The prompt that asks for the assistant's answer. Raises RequestError: there is none, or it is too long."""
         problem = self.problem()
         if problem is not None:
             raise RequestError(problem)
@@ -88,7 +87,8 @@ class ChatTemplate:
             text = self._render(conversation, variables)
         except Exception as error:  # whatever a template does with a conversation it was not written for
             raise RequestError(f"The chat template does not take this conversation: {error}") from error
-        check_text(text, "conversation", limit)
+        if limit is not None:
+            limit.check(text)
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -18,12 +18,11 @@ from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
 from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, pair_prompts
 from pagebinder.runtime.outputs import RequestOutput
-from pagebinder.runtime.request_checks import Prompt
 from pagebinder.server.answers import Answer, ChatAnswer, CompletionAnswer, Progress
 from pagebinder.server.chat import ChatTemplate
 from pagebinder.server.engine_worker import EngineStoppedError, EngineWorker, NewRequest
 from pagebinder.server.feeds import Feed
-from pagebinder.server.prompt_limits import check_text, text_limit
+from pagebinder.server.prompt_limits import PromptLimit
 from pagebinder.server.protocol import (
     MOST_PROMPTS,
     MOST_SAMPLES_OF_ALL,
@@ -43,9 +42,10 @@ class Completions:
         self.worker, self.model, self.chat_template = worker, model, chat_template
         engine = worker.engine
         self.tokenizer = engine.model.tokenizer
-        self._text_limit = text_limit(self.tokenizer, engine.model.max_model_len)
-        encoder_tokens = engine.kv.max_encoder_tokens  # 0 where there is no encoder, which the engine says
-        self._encoder_text_limit = text_limit(self.tokenizer, encoder_tokens) if encoder_tokens else None
+        room = engine.model.max_model_len - 1  # beside a new token
+        self._prompts = PromptLimit(self.tokenizer, "prompt", room)
+        self._encoder_prompts = PromptLimit(self.tokenizer, "encoder prompt", engine.kv.max_encoder_tokens)
+        self._conversations = PromptLimit(self.tokenizer, "conversation", room)
         # Of one thread: a tokenizer must not be changed by one while another uses it.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="pagebinder-tokenizer")
 
@@ -66,7 +66,9 @@ class Completions:
             raise RequestError("max_tokens and max_completion_tokens differ: give one of them.")
         params = body.sampling_params(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
         ids = await self._tokenize(
-            lambda: self.chat_template.token_ids(body.messages, body.chat_template_kwargs, self._text_limit)
+            lambda: self.chat_template.token_ids(
+                body.messages, body.chat_template_kwargs, self._conversations
+            )
         )
         new = [NewRequest(prompt=ids, params=params, priority=body.priority, cache_salt=body.cache_salt)]
         return await self._answer(new, ChatAnswer(self.model, self.tokenizer, body), body, request)
@@ -87,8 +89,8 @@ class Completions:
             )
         requests = []
         for index, (prompt, encoder_prompt) in enumerate(pairs):
-            self._check_prompt(prompt, "prompt", self._text_limit)
-            self._check_prompt(encoder_prompt, "encoder prompt", self._encoder_text_limit)
+            self._prompts.check(prompt)
+            self._encoder_prompts.check(encoder_prompt)
             seed = None if params.seed is None else params.seed + index * params.n
             requests.append(
                 NewRequest(
@@ -98,14 +100,6 @@ class Completions:
                 )
             )  # fmt: skip
         return requests
-
-    def _check_prompt(self, prompt: Prompt | None, name: str, limit: int | None) -> None:
-        """Raises RequestError: it is too long to be looked at."""
-        most = max(self.worker.engine.model.max_model_len, self.worker.engine.kv.max_encoder_tokens)
-        if isinstance(prompt, str):
-            check_text(prompt, name, limit)
-        elif prompt is not None and len(prompt) > most:
-            raise RequestError(f"The {name} has {len(prompt):,} tokens, but at most {most:,} are allowed.")
 
     async def _answer(
         self, new: Sequence[NewRequest], answer: Answer, body: Sampling, request: Request

@@ -1,4 +1,4 @@
-"""What is too large to be looked at: bodies of requests, and texts that no tokenizer could make short enough.
+"""What is too large to be looked at: bodies of requests, and prompts whose beginning has too many tokens.
 
 A tokenizer takes seconds and gigabytes for a text of megabytes, only for the engine to refuse its tokens then.
 """
@@ -11,9 +11,10 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagebinder.errors import RequestError
-from pagebinder.runtime.request_checks import check_unicode
+from pagebinder.runtime.request_checks import Prompt, check_unicode
 
 LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN = 4 << 20, 32
+CHARACTERS_PER_TOKEN = 16  # of the longest beginning that is looked at: most texts have 3 to 5
 
 
 def body_limit(max_model_len: int) -> int:
@@ -21,21 +22,40 @@ def body_limit(max_model_len: int) -> int:
     return max(LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_model_len)
 
 
-def text_limit(tokenizer: Any, max_model_len: int) -> int | None:
-    """Characters beyond which a text has more tokens than the model takes, as none of them is longer than the
-    vocabulary's longest; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    return max_model_len * max(map(len, tokenizer.backend_tokenizer.get_vocab()), default=1)
+class PromptLimit:
+    """Refuses prompts that are too long to be looked at; the others' tokens are counted by the engine.
 
+    `most`: tokens that the model takes of them; 0: it takes none, which the engine says. `name`: what messages call
+    one.
+    """
 
-def check_text(text: str, name: str, limit: int | None) -> None:
-    """Raises RequestError: the text is too long for the model however it is tokenised, or no Unicode."""
-    if limit is not None and len(text) > limit:
-        raise RequestError(
-            f"The {name} has {len(text):,} characters: more tokens than the model takes; shorten it."
-        )
-    check_unicode(text, name)
+    def __init__(self, tokenizer: Any, name: str, most: int) -> None:
+        self._tokenizer, self._name, self._most = tokenizer, name, most
+
+    def check(self, prompt: Prompt | None) -> None:
+        """Raises RequestError: the prompt has more tokens than the model takes, or is no Unicode."""
+        if prompt is None or self._most <= 0:
+            return
+        if not isinstance(prompt, str):
+            if len(prompt) > self._most:
+                raise RequestError(
+                    f"The {self._name} has {len(prompt):,} tokens, but at most {self._most:,} are allowed."
+                )
+            return
+        check_unicode(prompt, self._name)
+        if self._tokenizer is not None and self._is_too_long(prompt):
+            raise RequestError(
+                f"The {self._name} has {len(prompt):,} characters: more tokens than the model takes; shorten it."
+            )
+
+    def _is_too_long(self, text: str) -> bool:
+        """By its beginning: no bound on characters would do, as one token may stand for any number of them (spaces
+        that a tokenizer drops, words that it does not know)."""
+        beginning = text[: CHARACTERS_PER_TOKEN * self._most]
+        if len(beginning) == len(text):
+            return False
+        # Where the text was cut, a word may have more tokens than as a whole: twice as many are enough.
+        return len(self._tokenizer(beginning, add_special_tokens=False)["input_ids"]) > 2 * self._most
 
 
 class BodyLimit:

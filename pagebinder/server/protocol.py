@@ -77,6 +77,8 @@ class Sampling(Body):
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Raises RequestError: a value that nothing can be sampled with."""
+        if max_tokens is not None and max_tokens < 1:
+            raise RequestError(f"max_tokens={max_tokens}: use at least 1.")
         n = 1 if self.n is None else self.n
         if n > MOST_SAMPLES:
             raise RequestError(f"n={n}: use {MOST_SAMPLES} at most.")

@@ -94,6 +94,20 @@ def test_requests_that_run_at_the_end_are_told_so(artefact, seconds, signals):
         process.kill()
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_three_signals_at_once_end_it_quietly(artefact, how):
+    process = subprocess.Popen([*SERVE, str(artefact), "--port", "0"], stderr=subprocess.PIPE, text=True)
+    try:
+        process.stderr.readline()
+        for _ in range(3):
+            process.send_signal(how)
+            time.sleep(0.02)
+        _, rest = process.communicate(timeout=60)
+        assert process.returncode == 0 and rest == "stopped\n"
+    finally:
+        process.kill()
+
+
 def fails(*arguments) -> str:
     result = subprocess.run([*SERVE, *map(str, arguments)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 2 and "Traceback" not in result.stderr

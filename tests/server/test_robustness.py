@@ -8,12 +8,17 @@ import time
 
 import openai
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig
-from pagebinder.errors import ConfigError
+from pagebinder.errors import ConfigError, RequestError
 from pagebinder.models import tiny_path
 from pagebinder.server import create_app
+from pagebinder.server.prompt_limits import PromptLimit
 from tests.server.serving import eventually, serving
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -51,7 +56,7 @@ BAD = [
     ({"tempature": 0}, "no field 'tempature'; did you mean 'temperature'?"),
     ({"temperature": -1}, "temperature=-1.0"),
     ({"temperature": "0.5"}, "temperature: "),
-    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": 0}, "max_tokens=0: use at least 1."),
     ({"max_tokens": 2.5}, "max_tokens: "),
     ({"max_tokens": True}, "max_tokens: "),
     ({"top_p": 0}, "top_p=0.0"),
@@ -62,6 +67,7 @@ BAD = [
     ({"echo": True}, "echo=True is not supported"),
     ({"stop_token_ids": [99_999]}, "outside the vocabulary"),
     ({"stop": [""]}, "use non-empty strings"),
+    ({"stop": ["x"] * 300}, "300 stop strings: use 256 at most"),
     ({"prompt": ""}, "The prompt is empty"),
     ({"prompt": []}, "prompt"),
     ({"prompt": None}, "Give a prompt"),
@@ -72,7 +78,8 @@ BAD = [
     ({"prompt": "a b " * 5000}, "tokens"),
     ({"encoder_prompt": ["y"]}, "no encoder"),
     ({"prompt": "a" * 100_000}, "100,000 characters: more tokens than the model takes"),
-    ({"prompt": [5] * 100_000}, "100,000 tokens, but at most"),
+    ({"prompt": [5] * 100_000}, "100,000 tokens, but at most 1,023 are allowed"),
+    ({"prompt": [5] * 1024}, "1,024 tokens, but at most 1,023 are allowed"),
     ({"prompt": "a\ud800"}, "half of a surrogate pair"),
     ({"prompt": [1.5]}, "prompt: use a text, a list of token ids, or a list of several of either"),
     ({"prompt": "The open function " * 20, "cache_salt": "\ud83d"}, "half of a surrogate pair"),
@@ -131,6 +138,18 @@ def test_errors_that_quote_halves_of_surrogate_pairs_can_be_sent(compiled):
         body = {"messages": [{"role": "\ud800", "content": "x"}]}
         status, answer = server.post("/v1/chat/completions", body)
         assert status == 400 and "does not take this conversation: ?" in answer["error"]["message"]
+
+
+def test_tokens_may_stand_for_any_number_of_characters():
+    """As spaces do that a tokenizer drops, and words that it does not know."""
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    limit = PromptLimit(PreTrainedTokenizerFast(tokenizer_object=tokenizer), "prompt", 8)
+    for text in ("a" + " " * 100_000 + "a", "b" * 100_000, "a " * 9, None, [1] * 8):
+        limit.check(text)  # the engine counts its tokens
+    for text in ("a " * 1000, [1] * 9):
+        with pytest.raises(RequestError, match="The prompt has"):
+            limit.check(text)
 
 
 def test_bodies_that_are_too_large(server):

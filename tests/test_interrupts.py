@@ -3,12 +3,14 @@
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
-from pagebinder.runtime.interrupts import deferred_interrupts
+from pagebinder.collector import collector_paused
+from pagebinder.interrupts import deferred_interrupts
 from pagebinder.runtime.turns import Turns
 from tests.helpers import tiny_llama
 
@@ -31,6 +33,20 @@ def test_an_interrupt_comes_at_the_end_of_the_outermost_block():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with deferred_interrupts() as later:
         assert not later.pending
+
+
+def test_an_interrupt_inside_the_collection_that_was_held_back_is_not_lost():
+    """What is raised inside a weak reference's callback is: Python prints it and goes on."""
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    with pytest.raises(KeyboardInterrupt), collector_paused():
+        garbage = Cycle()
+        watch = weakref.ref(garbage, lambda _: interrupt())
+        del garbage
+    assert watch() is None
 
 
 def test_handlers_of_all_signals_that_arrived_run_at_the_end_in_order():
