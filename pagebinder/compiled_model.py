@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from pagebinder.ambient import inference
 from pagebinder.config import CompileConfig, EngineConfig
+from pagebinder.config_checks import is_int, plain_number
 from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.forks import use_threads
 from pagebinder.frontend.source import ModelSource
@@ -191,13 +192,20 @@ class CompiledModel:
         from pagebinder.runtime.graphs import BucketTable, StepGraphs
 
         self._check_runs()
-        for name, value in (("num_kv_blocks", num_kv_blocks), ("max_num_seqs", max_num_seqs)):
-            if not isinstance(value, int) or value < 1:
+        length = self.max_model_len if max_model_len is None else max_model_len
+        num_kv_blocks, max_num_seqs, max_num_batched_tokens, length = map(
+            plain_number, (num_kv_blocks, max_num_seqs, max_num_batched_tokens, length)
+        )
+        for name, value in (
+            ("num_kv_blocks", num_kv_blocks), ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+        ):  # fmt: skip
+            if not is_int(value) or value < 1:
                 raise ConfigError(f"{name}={value!r}: use a whole number, at least 1.")
         if (reason := self._not_captured()) is not None:
             raise ConfigError(f"Steps of this model cannot be captured: {reason}")
-        if max_model_len is not None and not 1 <= max_model_len <= self.max_model_len:
-            raise ConfigError(f"max_model_len={max_model_len}: use 1 to {self.max_model_len}, or None.")
+        if not is_int(length) or not 1 <= length <= self.max_model_len:
+            raise ConfigError(f"max_model_len={max_model_len!r}: use 1 to {self.max_model_len}, or None.")
         buckets = BucketTable.of(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, decode_sizes=decode_sizes,
             token_sizes=token_sizes,
@@ -205,7 +213,7 @@ class CompiledModel:
         arena = KVArena(self.kv_spec, self.states, num_kv_blocks, self.device)
         return StepGraphs(
             self.executable, self.graphs["fused"], self.kv_spec, arena.caches, buckets, device=self.device,
-            max_model_len=max_model_len or self.max_model_len, vocab_size=self.source.vocab_size,
+            max_model_len=length, vocab_size=self.source.vocab_size,
         )  # fmt: skip
 
     def _check_runs(self) -> None:

@@ -7,7 +7,6 @@ SamplingParams   how one request's tokens are chosen
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from dataclasses import dataclass, field
@@ -440,8 +439,6 @@ class SamplingParams:
         def check(condition, message):
             require(bool(condition), RequestError, message)
 
-        for option in dataclasses.fields(self):
-            object.__setattr__(self, option.name, plain_number(getattr(self, option.name)))
         check(
             self.stop is None or isinstance(self.stop, (str, list, tuple)),
             f"stop={self.stop!r}: use strings.",

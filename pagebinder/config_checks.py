@@ -18,7 +18,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def strict(error: type[Exception]) -> Callable[[type], type]:
-    """Class decorator: an unknown keyword raises `error` and suggests the nearest option."""
+    """Class decorator: an unknown keyword raises `error` and suggests the nearest option; numbers of numpy become
+    Python's."""
 
     def decorate(cls: type) -> type:
         original = cls.__init__
@@ -33,7 +34,7 @@ def strict(error: type[Exception]) -> Callable[[type], type]:
                     near = difflib.get_close_matches(key, names, n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else "."
                     raise error(f"{cls.__name__} has no option {key!r}{hint} Options: {', '.join(names)}.")
-            original(self, **kwargs)
+            original(self, **{key: plain_number(value) for key, value in kwargs.items()})
 
         cls.__init__ = init
         return cls

@@ -43,6 +43,11 @@ def is_view_op(target) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The same number for all views of one piece of memory."""
+    return tensor.untyped_storage()._cdata
+
+
 def operands(node: Node) -> Iterator[tuple[torch._C.Argument, Node]]:
     """(argument of the schema, node) of all operands of an op's call, those in lists too."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

@@ -196,9 +196,20 @@ def test_extreme_values_do_not_stop_the_engine(engine, expected, options):
         assert out.token_ids == expected
 
 
-def test_a_cache_larger_than_memory_is_refused(compiled):
+@pytest.mark.parametrize(
+    "sizes", [dict(num_kv_blocks=10**12), dict(swap_bytes=1 << 50), dict(swap_bytes=10**30)], ids=str
+)
+def test_a_cache_larger_than_memory_is_refused(compiled, sizes):
     with pytest.raises(CacheCapacityError, match="cannot be allocated"):
-        compiled.engine(EngineConfig(num_kv_blocks=10**12))
+        compiled.engine(EngineConfig(**{"num_kv_blocks": 40} | sizes))
+
+
+def test_sizes_of_numpy_are_numbers(compiled, expected):
+    sizes = {"num_kv_blocks": 40, "max_num_seqs": 2, "max_num_batched_tokens": 16, "seed": 3, "swap_bytes": 0}
+    config = EngineConfig(**{name: np.int64(value) for name, value in sizes.items()})
+    assert config == EngineConfig(**sizes) and type(config.max_num_seqs) is int
+    assert compiled.engine(config).generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
+    assert CompileConfig(max_model_len=np.int32(64)).max_model_len == 64
 
 
 def test_run_level_refuses_bad_sequences(compiled):

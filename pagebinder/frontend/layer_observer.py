@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from pagebinder.frontend.layer_facts import SMALL, layout, same_facts, values_of
 from pagebinder.frontend.own_code import is_known
+from pagebinder.graph_tools import storage_of
 
 MAX_NUMBERS = (
     1 << 22
@@ -273,14 +274,14 @@ class _Observer(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._origin(leaf)
                 number = layer.arguments.setdefault(id(leaf), len(layer.arguments))
-                layer.storages.add(_storage(leaf))
+                layer.storages.add(storage_of(leaf))
                 note.append((number, layout(leaf)))
                 self.kept.append(leaf)
             else:
                 note.append(_constant(leaf))
         layer.notes.append(("call", spec, tuple(note)))
         for tensor in (*layer.module.parameters(), *layer.module.buffers()):
-            layer.storages.add(_storage(tensor))
+            layer.storages.add(storage_of(tensor))
         self.layer = layer
 
     def _leave(self, layer: Layer, out) -> None:
@@ -291,8 +292,8 @@ class _Observer(TorchDispatchMode):
                 note.append(_constant(leaf))
                 continue
             if id(leaf) not in layer.arguments:  # a view, into which the caller might write
-                layer.is_closed = layer.is_closed and _storage(leaf) not in storages
-                storages.add(_storage(leaf))
+                layer.is_closed = layer.is_closed and storage_of(leaf) not in storages
+                storages.add(storage_of(leaf))
             maker, number = self.made.get(id(leaf), (None, -1))
             if maker is layer:
                 layer.results.add(number)
@@ -314,7 +315,7 @@ class _Observer(TorchDispatchMode):
         operands = tuple(self._operand(x) if isinstance(x, torch.Tensor) else _constant(x) for x in leaves)
         if layer is not None:
             layer.notes.append((func, spec, operands))
-            if any(_storage(tensor) in layer.storages for tensor in _written(func, args, kwargs)):
+            if any(storage_of(tensor) in layer.storages for tensor in _written(func, args, kwargs)):
                 layer.is_closed = False  # it may write into what it made itself
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and not self._was_there(tensor):
@@ -365,7 +366,7 @@ class _Observer(TorchDispatchMode):
         if origin is not None and origin[0] is layer:
             return "made", origin[1]
         if origin is None and tensor.device.type != "meta" and tensor.numel() <= SMALL:
-            layer.storages.add(_storage(tensor))
+            layer.storages.add(storage_of(tensor))
             with _disable_current_modes():
                 return "constant", layout(tensor), values_of(tensor)
         layer.is_closed = False
@@ -407,10 +408,6 @@ def _key(func, args: tuple, kwargs: dict, leaves: list) -> tuple | None:
     except TypeError:
         return None
     return key
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _constant(value) -> tuple:

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from pagebinder.errors import CaptureError
-from pagebinder.graph_tools import module_path, source_line, tensors
+from pagebinder.graph_tools import module_path, source_line, storage_of, tensors
 
 
 def is_transformed(node: Node) -> bool:
@@ -30,19 +30,15 @@ def weights_behind_data(program: ExportedProgram) -> None:
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in specs]
     weights = {
-        _storage(node.meta["val"]): node for node in inputs if specs[node.name].kind is InputKind.PARAMETER
+        storage_of(node.meta["val"]): node for node in inputs if specs[node.name].kind is InputKind.PARAMETER
     }
     for node in inputs:
         target = specs[node.name].target
         constant = program.constants.get(target)
-        weight = weights.get(_storage(constant)) if isinstance(constant, FakeTensor) else None
+        weight = weights.get(storage_of(constant)) if isinstance(constant, FakeTensor) else None
         if weight is not None and _layout(constant) == _layout(weight.meta["val"]):
             program.constants[target] = program.state_dict[specs[weight.name].target]
             node.replace_all_uses_with(weight)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _layout(tensor: torch.Tensor) -> tuple:

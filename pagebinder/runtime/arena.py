@@ -99,7 +99,12 @@ class KVArena:
                 for first in range(0, num_slots, each)
             ]
             self.num_host_slots = num_slots
-        except (RuntimeError, MemoryError) as error:
+        except (
+            RuntimeError,
+            MemoryError,
+            OverflowError,
+            TypeError,
+        ) as error:  # the last two: no size of a tensor
             raise CacheCapacityError(
                 f"Swap space of {num_bytes / 2**30:,.1f} GiB cannot be allocated; give less swap_bytes."
             ) from error

@@ -140,11 +140,6 @@ def _register(part: str, path: Path) -> None:
         torch.ops.load_library(str(path))
 
 
-def is_loaded() -> bool:
-    """Have kernels been built (or found) and registered in this process?"""
-    return bool(_loaded)
-
-
 def compiler_is_proven() -> bool:
     """Does the compiler make code for the widest instructions of this processor, and do they run? Kernels that it
     built here show both; of prebuilt ones the compiler must at least know the options that they were made with."""

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.leaves.base import Leaf
 

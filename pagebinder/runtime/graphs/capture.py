@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.ambient import inference
-from pagebinder.graph_tools import attributes
+from pagebinder.graph_tools import attributes, storage_of
 from pagebinder.runtime.executables.base import Executable
 from pagebinder.runtime.graphs.backend import GraphBackend
 from pagebinder.runtime.graphs.pieces import Piece
@@ -56,7 +56,7 @@ def capture_pieces(
     crossings = _Crossings(gm, pieces)
     values = {n.name: inputs[n.target] for n in gm.graph.nodes if n.op == "placeholder"}
     owned: dict[str, torch.Tensor] = {}  # values in the graphs' pool
-    given = {_storage(t) for t in (*inputs.values(), *attributes(gm).values())}
+    given = {storage_of(t) for t in (*inputs.values(), *attributes(gm).values())}
     parts, num_graphs = [], 0
     carried.begin()
     with inference():
@@ -69,7 +69,7 @@ def capture_pieces(
                 parts.append(_replay(graph))
                 num_graphs += 1
                 not_made = given | carried.storages
-                owned |= {n: v for n, v in call.owned().items() if _storage(v) not in not_made}
+                owned |= {n: v for n, v in call.owned().items() if storage_of(v) not in not_made}
             else:
                 parts.append(call)
             values |= call.results
@@ -97,11 +97,7 @@ def run_pieces(gm: GraphModule, pieces: Sequence[Piece], inputs: Mapping[str, to
 
 def _bytes_behind(values: Iterable[torch.Tensor]) -> int:
     """Of the memory that values lie in, each once."""
-    return sum({_storage(v): v.untyped_storage().nbytes() for v in values}.values())
-
-
-def _storage(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return sum({storage_of(v): v.untyped_storage().nbytes() for v in values}.values())
 
 
 class _PieceCall:
@@ -191,12 +187,12 @@ class CarriedValues:
 
     @property
     def storages(self) -> set[int]:
-        return {_storage(buffer) for buffer in self._buffers}
+        return {storage_of(buffer) for buffer in self._buffers}
 
     def give_back_unless(self, values: Iterable) -> None:
         """Buffers that none of these values lies in are free: a value that crosses may be a view of another."""
-        used = {_storage(value) for value in values if isinstance(value, torch.Tensor)}
-        done = {index for index in self._taken if _storage(self._buffers[index]) not in used}
+        used = {storage_of(value) for value in values if isinstance(value, torch.Tensor)}
+        done = {index for index in self._taken if storage_of(self._buffers[index]) not in used}
         self._free += sorted(done)
         self._taken -= done
 

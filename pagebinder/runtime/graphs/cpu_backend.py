@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pagebinder.ambient import inference
 from pagebinder.errors import CacheCapacityError, GraphCaptureError
+from pagebinder.graph_tools import storage_of
 from pagebinder.runtime.graphs.backend import Staging, Tensors
 from pagebinder.runtime.streams.branches import MAIN
 
@@ -187,7 +188,7 @@ class Recorder(TorchDispatchMode):
         slot = Slot(self.num_slots)
         self.num_slots += 1
         value._recorded = (self, slot)
-        base = next((x for x in inputs if _storage(x) == _storage(value)), None)
+        base = next((x for x in inputs if storage_of(x) == storage_of(value)), None)
         owner = None if base is None else self._slot_of(base)
         if isinstance(owner, Slot):
             storage = self._storage_of[owner.number]
@@ -242,10 +243,6 @@ def _has_fixed_size(operands: Sequence) -> bool:
     """Of an op that may select by values: it selects by numbers of rows alone."""
     _, *choices = (x for x in operands if isinstance(x, torch.Tensor))
     return bool(choices) and all(x.dtype in (torch.int32, torch.int64) for x in choices)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class RecordedCalls:

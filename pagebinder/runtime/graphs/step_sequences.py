@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pagebinder.config_checks import is_int, plain_number
 from pagebinder.errors import CaptureError, RequestError
 from pagebinder.runtime.kv import KVCacheGroup
 from pagebinder.runtime.step_plan import slot_groups
@@ -81,8 +82,14 @@ def pack_sequences(
 def _check_sequence(i: int, one: StepSequence, groups: Sequence[KVCacheGroup], widths: Sequence[int]) -> None:
     if not isinstance(one, StepSequence):
         raise RequestError(f"sequence {i}: use a StepSequence, not {type(one).__name__}.")
-    if not len(one.tokens) or one.start < 0:
-        raise RequestError(f"sequence {i}: give at least one token, and start >= 0 (it is {one.start}).")
+    start = plain_number(one.start)
+    if not len(one.tokens) or not is_int(start) or start < 0:
+        raise RequestError(
+            f"sequence {i}: give at least one token, and a whole number as start, at least 0 (it is {one.start!r})."
+        )
+    for name, numbers in (("tokens", one.tokens), *((f"blocks[{g}]", b) for g, b in enumerate(one.blocks))):
+        if len(numbers) and np.asarray(numbers).dtype.kind not in "iu":
+            raise RequestError(f"sequence {i}: {name} are no whole numbers.")
     if len(one.blocks) != len(groups):
         raise RequestError(
             f"sequence {i}: {len(one.blocks)} block tables, but the model has {len(groups)} KV groups."
@@ -120,6 +127,8 @@ def check_inputs(
     counts = np.diff(loc)
     if not num_tokens or loc[0] != 0 or loc[-1] != num_tokens or (counts < 0).any():
         raise RequestError("query_start_loc must rise from 0 to the number of input_ids, at least 1.")
+    if (lens < counts).any():
+        raise RequestError("a length in seq_lens is less than the tokens that its sequence has in this step.")
     _check_range("input_ids", arrays["input_ids"], 0, graphs.vocab_size or np.iinfo(np.int64).max)
     _check_range("logits_rows", arrays["logits_rows"], 0, num_tokens)
     num_blocks = min((len(cache) for cache in graphs.caches.values()), default=1)

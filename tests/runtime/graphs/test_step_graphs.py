@@ -150,6 +150,9 @@ BAD_INPUTS = {
     "too long": (lambda g: [StepSequence(tokens=[1], start=LEN, blocks=[[1] * 5])], "of 4 at most"),
     "block": (lambda g: [StepSequence(tokens=[1], start=0, blocks=[[40]])], "block_table_0 holds 0 to 40"),
     "token": (lambda g: [StepSequence(tokens=[128], start=0, blocks=[[1]])], "input_ids holds 128 to 128: use 0"),
+    "a fraction": (lambda g: [StepSequence(tokens=[1.5], start=0, blocks=[[1]])], "tokens are no whole numbers"),
+    "half a start": (lambda g: [StepSequence(tokens=[1], start=0.5, blocks=[[1]])], "a whole number as start"),
+    "half a block": (lambda g: [StepSequence(tokens=[1], start=0, blocks=[[1.5]])], r"blocks\[0\] are no whole"),
     "a dict": (lambda g: [{"tokens": [1]}], "use a StepSequence"),
 }  # fmt: skip
 
@@ -163,6 +166,8 @@ def test_bad_steps_are_refused_and_nothing_is_lost(case, capture):
     good = graphs.pack([StepSequence(tokens=[3], start=0, blocks=[[1]])])
     for change, text in (
         ({"seq_lens": np.array([1.0])}, "whole numbers"),
+        ({"seq_lens": np.array([0])}, "seq_lens is less than the tokens"),
+        ({"seq_lens": np.array([-5])}, "seq_lens is less than the tokens"),
         ({"positions": np.array([0, 1])}, "positions has the shape"),
         ({"query_start_loc": np.array([0, 2])}, "query_start_loc must rise"),
         ({"slot_mapping_0": np.array([640])}, "slot_mapping_0 holds 640"),
@@ -177,7 +182,11 @@ def test_bad_captures(compiled):
     model = compiled("llama")
     for options, message in (
         ({"num_kv_blocks": 0}, "num_kv_blocks=0"),
+        ({"num_kv_blocks": True}, "num_kv_blocks=True"),
         ({"num_kv_blocks": 8, "max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"num_kv_blocks": 8, "max_num_batched_tokens": "many"}, "max_num_batched_tokens='many'"),
+        ({"num_kv_blocks": 8, "max_model_len": 0}, "max_model_len=0: use 1 to 512"),
+        ({"num_kv_blocks": 8, "max_model_len": 64.0}, "max_model_len=64.0: use 1 to 512"),
         ({"num_kv_blocks": 8, "decode_sizes": [9]}, "max_num_seqs=8"),
         ({"num_kv_blocks": 8, "max_model_len": 1 << 20}, "use 1 to 512"),
     ):
@@ -185,6 +194,7 @@ def test_bad_captures(compiled):
             model.capture(**options)
     with pytest.raises(CacheCapacityError):
         model.capture(num_kv_blocks=1 << 45)
+    assert model.capture(num_kv_blocks=np.int64(8), max_num_seqs=np.int32(2), max_model_len=np.int64(64))
     with pytest.raises(ConfigError, match='cuda_graph.*needs a CUDA GPU.*capture="on"'):
         pagebinder.compile_model(tiny_llama(), CompileConfig(executable="cuda_graph"))
 
