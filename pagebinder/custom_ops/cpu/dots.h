@@ -95,6 +95,14 @@ struct DotStrips {
   }
 };
 
+// Lines that sums will be written to, one a row. With each step one of them is fetched to be written, or the stores of a
+// strip, which the next claim of a product waits for, take 3 to 5 % of it; all at once, they are not fetched in time.
+struct DotResults {
+  const char* first;
+  int64_t stride;  // bytes
+  int rows;
+};
+
 // What the second cache is asked for beside a product: some lines with each pair of k, and after eight lines a jump of
 // some bytes. What a product reads itself it asks the nearest cache for, a step ahead. Both together are faster than
 // either, and line by line than many at once (docs/measurements.md).
@@ -102,6 +110,7 @@ struct DotAhead {
   const char* first;
   int lines;
   int64_t jump = 0;
+  DotResults results{};  // of dots alone
 };
 
 #if PAGEBINDER_BF16_DOT
@@ -114,7 +123,8 @@ void multiply_dots(const DotPair* x, const char* w, int steps, bool first, DotAh
     sum[r][0] = first ? VF{} : load<VF>(sums + r * DOT_PANEL);
     sum[r][1] = first ? VF{} : load<VF>(sums + r * DOT_PANEL + W);
   }
-  for (int step = 0; step < steps; ++step, w += DOT_HALF_BYTES)
+  for (int step = 0; step < steps; ++step, w += DOT_HALF_BYTES) {
+    if (step < ahead.results.rows) __builtin_prefetch(ahead.results.first + step * ahead.results.stride, 1);
     for (int pair = 0; pair < DOT_PAIRS; ++pair, w += 64, x += ROWS) {
       if (pair % (DOT_JUMP_LINES / DOT_PAIR_LINES) == 0) ahead.first += ahead.jump;
       for (int i = 0; i < ahead.lines; ++i, ahead.first += 64) __builtin_prefetch(ahead.first, 0, 2);
@@ -128,6 +138,7 @@ void multiply_dots(const DotPair* x, const char* w, int steps, bool first, DotAh
         sum[r][1] = PairElements::madd(sum[r][1], row, high);
       }
     }
+  }
   PB_UNROLL
   for (int r = 0; r < ROWS; ++r) {
     store(sums + r * DOT_PANEL, sum[r][0]);
@@ -261,13 +272,14 @@ inline auto multiply_dots_rising_of(int rows) {
 }
 
 // sums [rows][32] of a packed panel that comes from memory. `next`: what is read behind it, or null.
-inline void stream_dots(const DotPair* x, int rows, const char* w, int steps, const char* next, float* sums) {
+inline void stream_dots(const DotPair* x, int rows, const char* w, int steps, const char* next, const DotResults& results,
+                        float* sums) {
   constexpr int AHEAD_STEPS = 4;
   if (prefetcher_follows_rising_lines() && rows <= DOT_MOST_RISING_ROWS)
     return multiply_dots_rising_of(rows)(x, w, steps, sums);
   const int streamed = std::max(steps - AHEAD_STEPS, 0);
   const auto multiply = multiply_dots_of(rows);
-  multiply(x, w, streamed, true, {w + AHEAD_STEPS * DOT_STEP_BYTES, DOT_PAIR_LINES}, sums);
+  multiply(x, w, streamed, true, {w + AHEAD_STEPS * DOT_STEP_BYTES, DOT_PAIR_LINES, 0, results}, sums);
   multiply(x + int64_t{streamed} * DOT_PAIRS * rows, w + int64_t{streamed} * DOT_STEP_BYTES, steps - streamed,
            streamed == 0, {next, next == nullptr ? 0 : DOT_PAIR_LINES}, sums);
 }

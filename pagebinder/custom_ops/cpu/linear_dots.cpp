@@ -2,6 +2,9 @@
 //
 //     x   in strips of some rows, copied in each call     W   packed as 16 columns of a pair of k in a line: dots.h
 //
+// Of not too many rows every worker copies x for itself: that costs less than to wait for each other and to fetch the
+// half that another core has just written.
+//
 // Sums of a strip and a panel stay in registers for all of K. A panel comes from memory once; of several strips each asks
 // for its share of the next panel, while the second cache keeps this one. A single strip reads a panel as a stream, asked
 // for some KB ahead or, of few rows, as the processor brings it (memory_streams.h).
@@ -19,10 +22,11 @@ namespace pagebinder {
 namespace {
 
 constexpr int HALF = PANEL / 2;                     // columns of a line
+constexpr int VECTORS = PANEL / W;                  // of a row of a panel
 constexpr int64_t MOST_BLOCK = 1 << 20;             // bytes of x that each job reads
 constexpr int CHUNK = CODED_STEPS;                  // steps of a single strip that are put in order at a time
 constexpr int64_t CODES_AHEAD = 6144;               // bytes
-constexpr int64_t SERIAL_COPY = 1 << 15;            // elements of x
+constexpr int64_t OWN_COPIES = 1 << 19;             // elements of x that all workers copy together, each for itself
 static_assert(PANEL == DOT_PANEL);
 
 enum class Form { PLAIN, PACKED, CODED };
@@ -30,8 +34,8 @@ enum class Form { PLAIN, PACKED, CODED };
 struct Run : PackedRun {
   const Form form;
   const DotStrips rows{args.rows, args.inner};
-  const std::shared_ptr<Buffer> memory;  // of x, if it was copied
-  const DotPair* const x;
+  const std::shared_ptr<Buffer> memory;  // of x, if it was copied for all
+  const DotPair* const x;                // null: every worker copies it for itself
   std::atomic<int> next_strip{0};
 
   Run(const LinearArgs& a, const PackedShape& shape, Form f, std::shared_ptr<Buffer> buffer, const DotPair* pairs)
@@ -100,24 +104,30 @@ PB_INLINE VF bias_of(const LinearLayer& layer, int64_t column) {
   return layer.bias == nullptr ? VF{} : load_float(static_cast<const bf16*>(layer.bias) + column);
 }
 
-// Sums [row][32] of a layer, or of the two of a gate -> rows of y.
+bf16* result_at(const LinearLayer& layer, int64_t row, int64_t column) {
+  return static_cast<bf16*>(layer.out) + row * layer.columns + column;
+}
+
+// Sums [row][32] of a layer, or of the two of a gate -> rows of y, each a line of it.
 void write_rows(const Run& run, const LinearLayer* layer, int64_t column, const float* const* sums, int64_t row,
                 int rows) {
   const Activation gate = run.args.gate;
-  for (int c = 0; c < PANEL; c += W) {
-    const VF bias = bias_of(*layer, column + c);
-    const VF other = run.gated() ? bias_of(layer[1], column + c) : VF{};
-    bf16* out = static_cast<bf16*>(layer->out) + row * layer->columns + column + c;
-    for (int r = 0; r < rows; ++r, out += layer->columns) {
-      const VF sum = load<VF>(sums[0] + r * PANEL + c) + bias;
+  VF bias[VECTORS], other[VECTORS];
+  for (int v = 0; v < VECTORS; ++v) {
+    bias[v] = bias_of(*layer, column + v * W);
+    other[v] = run.gated() ? bias_of(layer[1], column + v * W) : VF{};
+  }
+  bf16* out = result_at(*layer, row, column);
+  for (int r = 0; r < rows; ++r, out += layer->columns)
+    for (int v = 0; v < VECTORS; ++v) {
+      const VF sum = load<VF>(sums[0] + r * PANEL + v * W) + bias[v];
       if (run.gated()) {
-        const VF up = load<VF>(sums[1] + r * PANEL + c) + other;
-        store_gated(gate, bit_cast<VF>(round_to_bf16(sum)), bit_cast<VF>(round_to_bf16(up)), out);
+        const VF up = load<VF>(sums[1] + r * PANEL + v * W) + other[v];
+        store_gated(gate, bit_cast<VF>(round_to_bf16(sum)), bit_cast<VF>(round_to_bf16(up)), out + v * W);
       } else {
-        store_float(out, sum);
+        store_float(out + v * W, sum);
       }
     }
-  }
 }
 
 // ---- one job ---------------------------------------------------------------------------------------------------
@@ -134,16 +144,24 @@ class Worker {
   void run_job(const PackedJob& job, const PackedJob& next) {
     Panel now[2] = {}, coming[2] = {};
     for (int i = 0; i < layers_; ++i) now[i] = panel_of(run_, job, i), coming[i] = panel_of(run_, next, i);
+    if (x_ == nullptr) x_ = own_copy();
     if (run_.strips == 1) stream(job, now, coming[0].first);
     else meet_strips(job, now, coming);
   }
 
  private:
+  const DotPair* own_copy() const {
+    static thread_local Buffer kept;
+    DotPair* to = kept.at_least<DotPair>(static_cast<size_t>(run_.rows.pairs()));
+    for (int strip = 0; strip < run_.strips; ++strip) run_.rows.copy(run_.args.x, run_.args.x_stride, strip, to);
+    return to;
+  }
+
   // One strip: panels are read once. `behind` them lies what is read next, or nothing.
   void stream(const PackedJob& job, const Panel* now, const char* behind) {
     for (int i = 0; i < layers_; ++i) {
       const char* next = i + 1 < layers_ ? now[i + 1].first : behind;
-      if (run_.form == Form::PACKED) stream_dots(run_.x, run_.rows.rows_of(0), now[i].first, run_.steps, next, sums_[i]);
+      if (run_.form == Form::PACKED) stream_dots(x_, run_.rows.rows_of(0), now[i].first, run_.steps, next, results(job, 0, i), sums_[i]);
       else stream_chunks(now[i], next, i);
     }
     write(job, 0);
@@ -170,22 +188,31 @@ class Worker {
     const char* w[2];
     for (int i = 0; i < layers_; ++i) w[i] = in_order(run_, now[i], 0, run_.steps, ordered_ + i * run_.panel_bytes());
     for (int strip = job.first_strip; strip < job.end_strip; ++strip) {
-      for (int i = 0; i < layers_; ++i) add(strip, w[i], 0, run_.steps, share(job, strip, coming[i]), i);
+      for (int i = 0; i < layers_; ++i) add(strip, w[i], 0, run_.steps, share(job, strip, coming[i], i), i);
       write(job, strip);
     }
   }
 
-  DotAhead share(const PackedJob& job, int strip, const Panel& coming) const {
-    if (coming.first == nullptr) return {};
+  // Where a strip is written: asked for beside the first of its products.
+  DotResults results(const PackedJob& job, int strip, int layer) const {
+    if (layer > 0) return {};
+    const char* first = reinterpret_cast<const char*>(result_at(*job.layer, run_.rows.first_row(strip), job.column));
+    return {first, job.layer->columns * 2, run_.rows.rows_of(strip)};
+  }
+
+  DotAhead share(const PackedJob& job, int strip, const Panel& coming, int layer) const {
+    const DotResults written = results(job, strip, layer);
+    if (coming.first == nullptr) return {nullptr, 0, 0, written};
     const int64_t lines = run_.panel_bytes_of(*coming.layer) / 64, pairs = int64_t{run_.steps} * DOT_PAIRS;
     const int64_t strips = job.end_strip - job.first_strip, each = (lines + strips * pairs - 1) / (strips * pairs);
     const int64_t begin = (strip - job.first_strip) * each * pairs;
-    return begin < lines ? DotAhead{coming.first + begin * 64, static_cast<int>(each)} : DotAhead{};
+    if (begin >= lines) return {nullptr, 0, 0, written};
+    return {coming.first + begin * 64, static_cast<int>(each), 0, written};
   }
 
   void add(int strip, const char* w, int first_step, int steps, const DotAhead& ahead, int layer) {
     const int rows = run_.rows.rows_of(strip);
-    const DotPair* x = run_.x + run_.rows.offset(strip) + int64_t{first_step} * DOT_PAIRS * rows;
+    const DotPair* x = x_ + run_.rows.offset(strip) + int64_t{first_step} * DOT_PAIRS * rows;
     multiply_dots_of(rows)(x, w, steps, first_step == 0, ahead, sums_[layer]);
   }
 
@@ -200,6 +227,7 @@ class Worker {
 
   Run& run_;
   const int number_, layers_;
+  const DotPair* x_ = run_.x;
   char* ordered_ = nullptr;  // panels
   alignas(64) float sums_[2][DOT_MOST_ROWS * PANEL];
 };
@@ -220,11 +248,12 @@ void linear_with_dots(const LinearArgs& args, Form form) {
     const DotPair* x = static_cast<const DotPair*>(args.x);
     return run_packed(make_run<Run>(args, shape, form, nullptr, x), job_worker);
   }
+  if (args.rows * args.inner * shape.num_workers <= OWN_COPIES)
+    return run_packed(make_run<Run>(args, shape, form, nullptr, nullptr), job_worker);
   const std::shared_ptr<Buffer> memory = buffer_of_a_call(last);
   const DotPair* x = memory->at_least<DotPair>(static_cast<size_t>(rows.pairs()));
   const auto run = make_run<Run>(args, shape, form, memory, x);
-  if (shape.num_workers <= 1 || args.rows * args.inner < SERIAL_COPY) copy_worker(run.get(), 0);
-  else run_parallel(shape.num_workers, copy_worker, run.get());
+  run_parallel(shape.num_workers, copy_worker, run.get());
   run_packed(run, job_worker);
 }
 

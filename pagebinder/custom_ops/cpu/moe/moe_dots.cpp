@@ -65,7 +65,7 @@ struct Dots {
       for (int p = 0; p < panel.count; ++p) {
         const char *w = panel.first[p], *behind = p + 1 < panel.count ? panel.first[p + 1] : next.first[0];
         if (first > 0) multiply_dots_of(rows)(strip, w, steps, true, {}, sums[p]);
-        else stream_dots(strip, rows, w, steps, behind, sums[p]);
+        else stream_dots(strip, rows, w, steps, behind, {}, sums[p]);
       }
       f(first, rows, sums);
     }
