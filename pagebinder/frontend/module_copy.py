@@ -33,14 +33,25 @@ def copied(module: Module) -> Module:
 
 
 def _without_copies(module: nn.Module) -> dict[int, object]:
-    """A memo of `deepcopy` that keeps those attributes as they are."""
-    memo = {}
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if name in OF_MODULES:
-                continue
-            try:
-                copy.deepcopy(value)
-            except Exception:
-                memo[id(value)] = value
-    return memo
+    """A memo of `deepcopy` that keeps those attributes as they are, and no more: what only leads to one of them (a
+    hook of a module that has a lock) is copied."""
+    tensors = {
+        id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())
+    }  # not copied to try it
+    values = [
+        value for part in module.modules() for name, value in vars(part).items() if name not in OF_MODULES
+    ]
+    kept = {id(value): value for value in values if not _has_copy(value, tensors)}
+    for key in list(kept):
+        others = {k: v for k, v in kept.items() if k != key}
+        if _has_copy(kept[key], tensors | others):
+            kept = others
+    return kept
+
+
+def _has_copy(value: object, memo: dict[int, object]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
