@@ -35,9 +35,8 @@ def copied(module: Module) -> Module:
 def _without_copies(module: nn.Module) -> dict[int, object]:
     """A memo of `deepcopy` that keeps those attributes as they are, and no more: what only leads to one of them (a
     hook of a module that has a lock) is copied."""
-    tensors = {
-        id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())
-    }  # not copied to try it
+    # To find out, weights need not be copied.
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     values = [
         value for part in module.modules() for name, value in vars(part).items() if name not in OF_MODULES
     ]

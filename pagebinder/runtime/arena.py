@@ -99,12 +99,8 @@ class KVArena:
                 for first in range(0, num_slots, each)
             ]
             self.num_host_slots = num_slots
-        except (
-            RuntimeError,
-            MemoryError,
-            OverflowError,
-            TypeError,
-        ) as error:  # the last two: no size of a tensor
+        # OverflowError and TypeError: that is no size of a tensor.
+        except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
             raise CacheCapacityError(
                 f"Swap space of {num_bytes / 2**30:,.1f} GiB cannot be allocated; give less swap_bytes."
             ) from error

@@ -96,7 +96,7 @@ struct DotStrips {
 };
 
 // Lines that sums will be written to, one a row. With each step one of them is fetched to be written, or the stores of a
-// strip, which the next claim of a product waits for, take 3 to 5 % of it; all at once, they are not fetched in time.
+// strip, which the next claim of a product waits for, take 3 to 5 % of its time; asked for all at once, lines come late.
 struct DotResults {
   const char* first;
   int64_t stride;  // bytes

@@ -161,7 +161,8 @@ class Worker {
   void stream(const PackedJob& job, const Panel* now, const char* behind) {
     for (int i = 0; i < layers_; ++i) {
       const char* next = i + 1 < layers_ ? now[i + 1].first : behind;
-      if (run_.form == Form::PACKED) stream_dots(x_, run_.rows.rows_of(0), now[i].first, run_.steps, next, results(job, 0, i), sums_[i]);
+      if (run_.form == Form::PACKED)
+        stream_dots(x_, run_.rows.rows_of(0), now[i].first, run_.steps, next, results(job, 0, i), sums_[i]);
       else stream_chunks(now[i], next, i);
     }
     write(job, 0);
@@ -253,7 +254,8 @@ void linear_with_dots(const LinearArgs& args, Form form) {
   const std::shared_ptr<Buffer> memory = buffer_of_a_call(last);
   const DotPair* x = memory->at_least<DotPair>(static_cast<size_t>(rows.pairs()));
   const auto run = make_run<Run>(args, shape, form, memory, x);
-  run_parallel(shape.num_workers, copy_worker, run.get());
+  if (shape.num_workers <= 1) copy_worker(run.get(), 0);
+  else run_parallel(shape.num_workers, copy_worker, run.get());
   run_packed(run, job_worker);
 }
 
