@@ -4,6 +4,7 @@ sequences may be."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from torch.fx import GraphModule
 
@@ -104,10 +105,21 @@ def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: Mode
         ]
     for kind, found, expected in counts:
         if expected is not None and found != expected:
-            problems.append(f"{found} {kind} layers were found, but the config says {expected}")
+            hint = _called_again(semantic) if found > expected and kind == "attention" else ""
+            problems.append(f"{found} {kind} layers were found, but the config says {expected}{hint}")
     if not attention and source.num_attention_layers is None:
         problems.append("0 attention layers were found, but a decoder needs some")
     return problems
+
+
+def _called_again(semantic: GraphModule) -> str:
+    """What to say where all layers attend several times: the model inside a wrapper is called more than once."""
+    ops = (op.overload for op in DECODER_ATTENTION)
+    times = Counter(module_path(node) for node in calls(semantic.graph, *ops))
+    path, most = times.most_common(1)[0]
+    if most < 2 or len(set(times.values())) > 1:
+        return ""
+    return f": {path} is called {most} times in a step. Call the model once"
 
 
 def _layer(path: str) -> str:

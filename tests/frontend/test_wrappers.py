@@ -169,3 +169,20 @@ def test_behind_a_wrapper_that_keeps_positions_away_the_model_counts_them():
     with torch.no_grad():
         expected = model(ids[None], use_cache=False).logits[0]
     torch.testing.assert_close(served.run_level("fused", ids), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_is_called_twice_in_a_step_is_told():
+    class Twice(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.config = model, model.config
+
+        def forward(self, input_ids, position_ids):
+            options = {"position_ids": position_ids, "use_cache": False}
+            return self.model(input_ids, **options).logits + self.model(input_ids + 1, **options).logits
+
+    message = (
+        r"4 attention layers were found, but the config says 2: model\.model\.layers\.0\S* is called 2 times"
+    )
+    with pytest.raises(CaptureError, match=message):
+        pagebinder.compile_model(Twice(tiny_llama()), CompileConfig(executable="eager"))
