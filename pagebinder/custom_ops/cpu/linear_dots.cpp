@@ -254,7 +254,7 @@ void linear_with_dots(const LinearArgs& args, Form form) {
   const std::shared_ptr<Buffer> memory = buffer_of_a_call(last);
   const DotPair* x = memory->at_least<DotPair>(static_cast<size_t>(rows.pairs()));
   const auto run = make_run<Run>(args, shape, form, memory, x);
-  if (shape.num_workers <= 1) copy_worker(run.get(), 0);
+  if (shape.num_workers <= 1 || shape.strips == 1) copy_worker(run.get(), 0);
   else run_parallel(shape.num_workers, copy_worker, run.get());
   run_packed(run, job_worker);
 }
