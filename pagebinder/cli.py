@@ -255,11 +255,12 @@ def generate(
     ] = False,
 ) -> None:
     """Continue one or more prompts. One prompt streams; several are printed as they finish."""
-    from pagebinder.cli_generate import print_outputs, read_pairs
+    from pagebinder.cli_generate import print_outputs, read_pairs, utf8
 
     prompts, encoder_prompts = read_pairs(
         prompt or [], prompt_ids or [], encoder_prompt or [], encoder_prompt_ids or []
     )
+    stops = tuple(utf8(text, "stop string") for text in stop or ())
     if logprobs is not None and not as_json:
         raise typer.BadParameter("log-probabilities are printed only with --json; add --json.")
     with working("importing torch"):
@@ -267,7 +268,7 @@ def generate(
     check_draft(draft, max_draft_tokens)
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop or ()),
+        repetition_penalty=repetition_penalty, seed=seed, stop=stops,
         stop_token_ids=tuple(stop_token_id or ()), ignore_eos=ignore_eos, logprobs=logprobs, n=n,
     )  # fmt: skip
     has_text = bool(stop) or any(isinstance(p, str) for p in prompts + encoder_prompts)

@@ -34,6 +34,8 @@ from pagebinder.cli_support import (
     working,
 )
 
+MOST_REQUESTS = 65_536
+
 
 @dataclass(frozen=True)
 class BatchRates:
@@ -55,7 +57,8 @@ def bench_command(
     ],
     checkpoint: MovedOption = None,
     requests: Annotated[
-        list[int] | None, typer.Option(min=1, help="Requests at once. May be repeated; default 1, 8, 32.")
+        list[int] | None,
+        typer.Option(min=1, max=MOST_REQUESTS, help="Requests at once. May be repeated; default 1, 8, 32."),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 64,

@@ -1,5 +1,6 @@
 """`pagebinder generate`: prompts from the command line, outputs as a stream, as blocks or as JSON lines."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -38,8 +39,9 @@ def read_prompts(texts: list[str], ids: list[str]) -> list[str | list[int]]:
         )
     if texts.count("-") > 1:
         raise typer.BadParameter('only one --prompt can be "-" (stdin).')
+    texts = [text if text == "-" else utf8(text, "prompt") for text in texts]
     try:
-        texts = [_stdin() if text == "-" else _argument(text) for text in texts]
+        texts = [_stdin() if text == "-" else text for text in texts]
     except UnicodeError:
         raise typer.BadParameter("the prompt is not valid UTF-8.") from None
     try:
@@ -50,13 +52,15 @@ def read_prompts(texts: list[str], ids: list[str]) -> list[str | list[int]]:
         ) from None
 
 
-def _argument(text: str) -> str:
-    """A text of the command line. Raises UnicodeError: it is no UTF-8, whatever the locale makes of it."""
-    try:
+def utf8(text: str, name: str) -> str:
+    """A text of the command line, which is UTF-8 whatever the locale makes of it. `name`: what a message calls it."""
+    with contextlib.suppress(UnicodeError):
         text.encode()
-    except UnicodeEncodeError:  # bytes that the locale has no characters for
-        return os.fsencode(text).decode("utf-8")
-    return text
+        return text
+    try:
+        return os.fsencode(text).decode("utf-8")  # bytes that the locale has no characters for
+    except UnicodeError:
+        raise typer.BadParameter(f"the {name} is not valid UTF-8.") from None
 
 
 def _stdin() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pagebinder.config_checks import is_int, is_number, parse_dtype, plain_number, require, strict
+from pagebinder.config_checks import is_int, is_number, is_text, parse_dtype, plain_number, require, strict
 from pagebinder.errors import ConfigError, RequestError
 
 EXECUTABLES = ("auto", "eager", "native", "inductor", "cuda_graph", "tensorrt")
@@ -143,6 +143,9 @@ class CompileConfig:
         ok = self.streams != "on" or self.executable in ("auto", "eager", "cuda_graph")
         require(ok, ConfigError, f'streams="on" needs ops that run one by one, executable="eager", for example, '
                  f"and not {self.executable!r}.")  # fmt: skip
+        for name in ("fusions", "map_weights", "strict"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), ConfigError, f"{name}={value!r}: use True or False.")
         for name, known in (("kv_dtype", KV_DTYPES), ("index_dtype", INDEX_DTYPES)):
             value = getattr(self, name)
             ok = isinstance(value, str) and value in known
@@ -391,7 +394,9 @@ class EngineConfig:
             sizes = getattr(self, option)
             if sizes is None:
                 continue
-            ok = isinstance(sizes, (list, tuple)) and all(is_int(n) and 1 <= n <= limit for n in sizes)
+            if isinstance(sizes, (list, tuple)):
+                sizes = tuple(map(plain_number, sizes))
+            ok = isinstance(sizes, tuple) and all(is_int(n) and 1 <= n <= limit for n in sizes)
             require(
                 ok, ConfigError, f"{option}={sizes!r}: use whole numbers from 1 to {most}={limit}, or None."
             )
@@ -445,6 +450,9 @@ class SamplingParams:
         )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         check(all(isinstance(s, str) and s for s in stop), f"stop={self.stop!r}: use non-empty strings.")
+        check(
+            all(map(is_text, stop)), f"stop={self.stop!r} holds half of a surrogate pair, which no text has."
+        )
         check(len(stop) <= MOST_STOP_STRINGS, f"{len(stop):,} stop strings: use {MOST_STOP_STRINGS} at most.")
         object.__setattr__(self, "stop", stop)
         ids = self.stop_token_ids
@@ -455,6 +463,7 @@ class SamplingParams:
         ids = tuple(map(plain_number, ids or ()))
         check(all(is_int(t) and t >= 0 for t in ids), f"stop_token_ids={ids!r}: use token ids, 0 or more.")
         object.__setattr__(self, "stop_token_ids", ids)
+        check(isinstance(self.ignore_eos, bool), f"ignore_eos={self.ignore_eos!r}: use True or False.")
         max_tokens = self.max_tokens
         check(max_tokens is None or (is_int(max_tokens) and max_tokens >= 1),
               f"max_tokens={max_tokens!r}: use at least 1, or None for the model's length.")  # fmt: skip

@@ -18,8 +18,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def strict(error: type[Exception]) -> Callable[[type], type]:
-    """Class decorator: an unknown keyword raises `error` and suggests the nearest option; numbers of numpy become
-    Python's."""
+    """Class decorator: an unknown keyword raises `error` and suggests the nearest option; numbers and arrays of numpy
+    become Python's."""
 
     def decorate(cls: type) -> type:
         original = cls.__init__
@@ -34,7 +34,7 @@ def strict(error: type[Exception]) -> Callable[[type], type]:
                     near = difflib.get_close_matches(key, names, n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else "."
                     raise error(f"{cls.__name__} has no option {key!r}{hint} Options: {', '.join(names)}.")
-            original(self, **{key: plain_number(value) for key, value in kwargs.items()})
+            original(self, **{key: plain_value(value) for key, value in kwargs.items()})
 
         cls.__init__ = init
         return cls
@@ -70,3 +70,17 @@ def is_number(value) -> bool:
 def plain_number(value: Any) -> Any:
     """A number of numpy as Python's; anything else as it is."""
     return value.item() if isinstance(value, np.number) else value
+
+
+def plain_value(value: Any) -> Any:
+    """A number, or an array of them, as Python's number or lists; anything else as it is."""
+    return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else plain_number(value)
+
+
+def is_text(value: str) -> bool:
+    """Can a string be encoded? Halves of surrogate pairs, as of bytes that are no UTF-8, cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -210,6 +210,27 @@ def test_sizes_of_numpy_are_numbers(compiled, expected):
     assert config == EngineConfig(**sizes) and type(config.max_num_seqs) is int
     assert compiled.engine(config).generate([[1, 2, 3]], GREEDY)[0].token_ids == expected
     assert CompileConfig(max_model_len=np.int32(64)).max_model_len == 64
+    listed = EngineConfig(capture_decode_sizes=[np.int64(2)], capture_token_sizes=np.array([1, 2]))
+    assert (listed.capture_decode_sizes, listed.capture_token_sizes) == ((2,), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [
+        *[(SamplingParams, "ignore_eos", value) for value in ("false", None, 1)],
+        *[(CompileConfig, name, "no") for name in ("fusions", "map_weights", "strict")],
+        *[(EngineConfig, f"{name}_policy", np.array([1, 2])) for name in ("scheduling", "swap")],
+        (EngineConfig, "prefix_retention", np.array([1, 2])),
+        *[(CompileConfig, name, np.array([1, 2])) for name in ("dtype", "executable", "quantization", "verify")],
+        (CompileConfig, "activation_quantization", np.array([1, 2])),
+        (CompileConfig, "pack_weights", torch.tensor([1, 2])),
+        (CompileConfig, "workload", {1: 2}),
+        (SamplingParams, "stop", ["\ud800"]),
+    ],
+)  # fmt: skip
+def test_values_of_another_kind_are_named(kind, option, value):
+    with pytest.raises((ConfigError, RequestError), match=option):
+        kind(**{option: value})
 
 
 def test_run_level_refuses_bad_sequences(compiled):

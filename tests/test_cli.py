@@ -265,7 +265,9 @@ def test_arguments_are_utf8_whatever_the_locale(checkpoint):
     options = ("--max-tokens", 1, "--json")
     line = json.loads(generate(checkpoint, "--prompt", escaped, *options))
     assert line["prompt"] == "naïve"
-    assert "not valid UTF-8" in fail("generate", "--model", checkpoint, "--prompt", "a\udcff")
+    generating = ("generate", "--model", checkpoint, "--prompt")
+    assert "prompt is not valid UTF-8" in fail(*generating, "a\udcff")
+    assert "stop string is not valid UTF-8" in fail(*generating, "a", "--stop", "\udcff")
 
 
 def test_weights_that_are_no_numbers_are_one_line(checkpoint, tmp_path):

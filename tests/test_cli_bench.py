@@ -31,6 +31,11 @@ def test_a_prompt_beyond_the_model_is_told():
     assert "error" in result.output and "Traceback" not in result.output
 
 
+def test_more_requests_than_memory_has_prompts_for():
+    result = CliRunner().invoke(app, ["bench", str(tiny_path()), "--requests", "100000000"])
+    assert result.exit_code == EXIT_ERROR and "65536" in result.output
+
+
 def test_tokens_that_would_not_be_made_are_not_counted():
     sizes = ["--prompt-tokens", "1000", "--new-tokens", "64"]
     result = CliRunner().invoke(app, ["bench", str(tiny_path()), *sizes])

@@ -9,10 +9,11 @@ decode bucket may still fit a mixed one; what fits none runs as it is, uncapture
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pagebinder.config_checks import is_int, plain_number, plain_value
 from pagebinder.errors import ConfigError
 
 DECODE, MIXED = "decode", "mixed"
@@ -21,6 +22,7 @@ DECODE, MIXED = "decode", "mixed"
 DECODE_STEP = 16
 FIRST_MIXED_TOKENS = 16
 MAX_MIXED_TOKENS = 512
+MOST_CAPTURED_SEQS = 1 << 16
 
 
 class Bucket(NamedTuple):
@@ -67,9 +69,13 @@ class BucketTable:
         """Sizes of decode and of mixed buckets; None: the defaults, (): none of the kind.
 
         Raises:
-            ConfigError: a size is not a whole number from 1 to max_num_seqs (max_num_batched_tokens), or there is
-                no bucket at all.
+            ConfigError: a size is not a whole number from 1 to max_num_seqs (max_num_batched_tokens), there is no
+                bucket at all, or max_num_seqs is more than MOST_CAPTURED_SEQS.
         """
+        if max_num_seqs > MOST_CAPTURED_SEQS:
+            raise ConfigError(
+                f"max_num_seqs={max_num_seqs:,}: captured steps have {MOST_CAPTURED_SEQS:,} sequences at most."
+            )
         decode = _checked("decode sizes", decode_sizes, max_num_seqs, "max_num_seqs")
         mixed = _checked("token sizes", token_sizes, max_num_batched_tokens, "max_num_batched_tokens")
         decode = default_decode_sizes(max_num_seqs) if decode is None else decode
@@ -104,9 +110,11 @@ def _smallest_fit(buckets: Sequence[Bucket]) -> list[Bucket | None]:
 def _checked(what: str, sizes: Sequence[int] | None, most: int, limit: str) -> tuple[int, ...] | None:
     if sizes is None:
         return None
-    if isinstance(sizes, (str, bytes)) or not hasattr(sizes, "__iter__"):
+    sizes = plain_value(sizes)
+    if isinstance(sizes, (str, bytes, Mapping)) or not isinstance(sizes, Iterable):
         raise ConfigError(f"{what} {sizes!r}: use a list of whole numbers, for example [1, 2, 4].")
+    sizes = [plain_number(size) for size in sizes]
     for size in sizes:
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
+        if not is_int(size) or not 1 <= size <= most:
             raise ConfigError(f"{what}: {size!r} is not a whole number from 1 to {limit}={most}.")
     return tuple(sorted(set(sizes)))

@@ -147,7 +147,7 @@ class Workload:
         names = [f.name for f in dataclasses.fields(cls)]
         for key in value:
             if key not in names:
-                near = difflib.get_close_matches(key, names, n=1)
+                near = difflib.get_close_matches(str(key), names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise ConfigError(f"workload has no field {key!r}{hint} Fields: {', '.join(names)}.")
         default = cls.default(max_model_len, max_encoder_tokens)

@@ -184,6 +184,10 @@ def test_bad_captures(compiled):
         ({"num_kv_blocks": 0}, "num_kv_blocks=0"),
         ({"num_kv_blocks": True}, "num_kv_blocks=True"),
         ({"num_kv_blocks": 8, "max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"num_kv_blocks": 8, "max_num_seqs": 2**31}, "65,536 sequences at most"),
+        ({"num_kv_blocks": 8, "max_num_seqs": 10**30}, "65,536 sequences at most"),
+        ({"num_kv_blocks": 8, "decode_sizes": np.array(2)}, "decode sizes 2: use a list"),
+        ({"num_kv_blocks": 8, "token_sizes": {1: 2}}, "token sizes {1: 2}: use a list"),
         ({"num_kv_blocks": 8, "max_num_batched_tokens": "many"}, "max_num_batched_tokens='many'"),
         ({"num_kv_blocks": 8, "max_model_len": 0}, "max_model_len=0: use 1 to 512"),
         ({"num_kv_blocks": 8, "max_model_len": 64.0}, "max_model_len=64.0: use 1 to 512"),
@@ -194,7 +198,9 @@ def test_bad_captures(compiled):
             model.capture(**options)
     with pytest.raises(CacheCapacityError):
         model.capture(num_kv_blocks=1 << 45)
-    assert model.capture(num_kv_blocks=np.int64(8), max_num_seqs=np.int32(2), max_model_len=np.int64(64))
+    sizes = {"max_num_seqs": np.int32(2), "max_model_len": np.int64(64), "token_sizes": np.array([4, 8])}
+    graphs = model.capture(num_kv_blocks=np.int64(8), decode_sizes=[np.int64(2)], **sizes)
+    assert [bucket.num_tokens for bucket in graphs.buckets.buckets] == [8, 4, 2]
     with pytest.raises(ConfigError, match='cuda_graph.*needs a CUDA GPU.*capture="on"'):
         pagebinder.compile_model(tiny_llama(), CompileConfig(executable="cuda_graph"))
 
