@@ -1,9 +1,7 @@
 """`pagebinder generate`: prompts from the command line, outputs as a stream, as blocks or as JSON lines."""
 
-import contextlib
 import dataclasses
 import json
-import os
 import sys
 
 import typer
@@ -39,11 +37,7 @@ def read_prompts(texts: list[str], ids: list[str]) -> list[str | list[int]]:
         )
     if texts.count("-") > 1:
         raise typer.BadParameter('only one --prompt can be "-" (stdin).')
-    texts = [text if text == "-" else utf8(text, "prompt") for text in texts]
-    try:
-        texts = [_stdin() if text == "-" else text for text in texts]
-    except UnicodeError:
-        raise typer.BadParameter("the prompt is not valid UTF-8.") from None
+    texts = [utf8(_stdin() if text == "-" else text, "prompt") for text in texts]
     try:
         return texts + [[int(i) for i in text.split(",")] for text in ids]
     except ValueError:
@@ -53,12 +47,10 @@ def read_prompts(texts: list[str], ids: list[str]) -> list[str | list[int]]:
 
 
 def utf8(text: str, name: str) -> str:
-    """A text of the command line, which is UTF-8 whatever the locale makes of it. `name`: what a message calls it."""
-    with contextlib.suppress(UnicodeError):
-        text.encode()
-        return text
+    """A text that is UTF-8 whatever the locale makes of it: bytes that it has no characters for are halves of
+    surrogate pairs. `name`: what a message calls it."""
     try:
-        return os.fsencode(text).decode("utf-8")  # bytes that the locale has no characters for
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError:
         raise typer.BadParameter(f"the {name} is not valid UTF-8.") from None
 
@@ -67,7 +59,7 @@ def _stdin() -> str:
     """All of stdin, but the newline that `echo` and editors put at the end."""
     if sys.stdin is None:
         raise typer.BadParameter('"-" reads the prompt from stdin, which is closed.')
-    return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
 
 
 def print_outputs(engine, prompts, encoder_prompts, params, *, as_json: bool) -> None:

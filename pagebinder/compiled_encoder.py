@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.config import CompileConfig, EngineConfig
+from pagebinder.config_checks import check_unicode
 from pagebinder.errors import CaptureError, ConfigError, RequestError
 from pagebinder.explain import explain_text
 from pagebinder.frontend.numbering import Numbering
@@ -24,7 +25,6 @@ from pagebinder.report import CompileReport
 from pagebinder.runtime.encoder_batches import EncoderBatch, batches
 from pagebinder.runtime.executables import EagerExecutable, Executable
 from pagebinder.runtime.pooling import pool
-from pagebinder.runtime.request_checks import check_unicode
 from pagebinder.runtime.saved_tokenizer import SavedTokenizer
 
 LEVELS = ("captured", "semantic", "packed")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pagebinder.config_checks import is_int, is_number, is_text, parse_dtype, plain_number, require, strict
+from pagebinder.config_checks import check_unicode, is_int, is_number, parse_dtype, require, strict
 from pagebinder.errors import ConfigError, RequestError
 
 EXECUTABLES = ("auto", "eager", "native", "inductor", "cuda_graph", "tensorrt")
@@ -394,9 +394,7 @@ class EngineConfig:
             sizes = getattr(self, option)
             if sizes is None:
                 continue
-            if isinstance(sizes, (list, tuple)):
-                sizes = tuple(map(plain_number, sizes))
-            ok = isinstance(sizes, tuple) and all(is_int(n) and 1 <= n <= limit for n in sizes)
+            ok = isinstance(sizes, (list, tuple)) and all(is_int(n) and 1 <= n <= limit for n in sizes)
             require(
                 ok, ConfigError, f"{option}={sizes!r}: use whole numbers from 1 to {most}={limit}, or None."
             )
@@ -450,9 +448,8 @@ class SamplingParams:
         )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         check(all(isinstance(s, str) and s for s in stop), f"stop={self.stop!r}: use non-empty strings.")
-        check(
-            all(map(is_text, stop)), f"stop={self.stop!r} holds half of a surrogate pair, which no text has."
-        )
+        for text in stop:
+            check_unicode(text, "stop string")
         check(len(stop) <= MOST_STOP_STRINGS, f"{len(stop):,} stop strings: use {MOST_STOP_STRINGS} at most.")
         object.__setattr__(self, "stop", stop)
         ids = self.stop_token_ids
@@ -460,7 +457,7 @@ class SamplingParams:
             ids is None or isinstance(ids, (list, tuple, set, frozenset)),
             f"stop_token_ids={ids!r}: use a list.",
         )
-        ids = tuple(map(plain_number, ids or ()))
+        ids = tuple(ids or ())
         check(all(is_int(t) and t >= 0 for t in ids), f"stop_token_ids={ids!r}: use token ids, 0 or more.")
         object.__setattr__(self, "stop_token_ids", ids)
         check(isinstance(self.ignore_eos, bool), f"ignore_eos={self.ignore_eos!r}: use True or False.")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagebinder.errors import ConfigError
+from pagebinder.errors import ConfigError, RequestError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -73,14 +73,19 @@ def plain_number(value: Any) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """A number, or an array of them, as Python's number or lists; anything else as it is."""
-    return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else plain_number(value)
+    """A number, an array or a collection of them, with Python's numbers; anything else as it is."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return value.tolist()
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(plain_number, value))
+    return plain_number(value)
 
 
-def is_text(value: str) -> bool:
-    """Can a string be encoded? Halves of surrogate pairs, as of bytes that are no UTF-8, cannot."""
+def check_unicode(text: str, name: str) -> None:
+    """Raises RequestError: `text` cannot be encoded, so neither tokenised nor hashed."""
     try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"The {name} is no Unicode text: character {error.start} is half of a surrogate pair."
+        ) from error

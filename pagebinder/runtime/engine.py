@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import numpy as np
 
 from pagebinder.config import EngineConfig, SamplingParams
+from pagebinder.config_checks import check_unicode
 from pagebinder.custom_ops.cpu.freed_memory import keep_freed_memory
 from pagebinder.errors import RequestError
 from pagebinder.interrupts import deferred_interrupts
@@ -45,7 +46,6 @@ from pagebinder.runtime.request_checks import (
     beam_options,
     check_id,
     check_params,
-    check_unicode,
     whole_priority,
 )
 from pagebinder.runtime.sampler import prepare as prepare_sampling

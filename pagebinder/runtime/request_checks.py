@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral
 
 from pagebinder.config import SamplingParams
-from pagebinder.config_checks import is_number, plain_number
+from pagebinder.config_checks import check_unicode, is_number, plain_number
 from pagebinder.errors import RequestError
 
 Prompt = str | Sequence[int]
@@ -80,16 +80,6 @@ def _listed(prompt, name: str):
             f"The {name} is {type(prompt).__name__}: give text (bytes.decode), or a list of token ids."
         )
     return prompt
-
-
-def check_unicode(text: str, name: str) -> None:
-    """Raises RequestError: `text` cannot be encoded, so neither tokenised nor hashed."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"The {name} is no Unicode text: character {error.start} is half of a surrogate pair."
-        ) from error
 
 
 def check_params(params: SamplingParams, tokenizer, vocab_size: int) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagebinder.config_checks import check_unicode
 from pagebinder.errors import RequestError
-from pagebinder.runtime.request_checks import Prompt, check_unicode
+from pagebinder.runtime.request_checks import Prompt
 
 LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN = 4 << 20, 32
 CHARACTERS_PER_TOKEN = 16  # of the longest beginning that is looked at: most texts have 3 to 5

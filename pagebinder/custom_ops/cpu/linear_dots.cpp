@@ -202,13 +202,13 @@ class Worker {
   }
 
   DotAhead share(const PackedJob& job, int strip, const Panel& coming, int layer) const {
-    const DotResults written = results(job, strip, layer);
-    if (coming.first == nullptr) return {nullptr, 0, 0, written};
+    DotAhead ahead{nullptr, 0, 0, results(job, strip, layer)};
+    if (coming.first == nullptr) return ahead;
     const int64_t lines = run_.panel_bytes_of(*coming.layer) / 64, pairs = int64_t{run_.steps} * DOT_PAIRS;
     const int64_t strips = job.end_strip - job.first_strip, each = (lines + strips * pairs - 1) / (strips * pairs);
     const int64_t begin = (strip - job.first_strip) * each * pairs;
-    if (begin >= lines) return {nullptr, 0, 0, written};
-    return {coming.first + begin * 64, static_cast<int>(each), 0, written};
+    if (begin < lines) ahead.first = coming.first + begin * 64, ahead.lines = static_cast<int>(each);
+    return ahead;
   }
 
   void add(int strip, const char* w, int first_step, int steps, const DotAhead& ahead, int layer) {

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pagebinder.config_checks import is_int, plain_number, plain_value
+from pagebinder.config_checks import is_int, plain_value
 from pagebinder.errors import ConfigError
 
 DECODE, MIXED = "decode", "mixed"
@@ -113,7 +113,7 @@ def _checked(what: str, sizes: Sequence[int] | None, most: int, limit: str) -> t
     sizes = plain_value(sizes)
     if isinstance(sizes, (str, bytes, Mapping)) or not isinstance(sizes, Iterable):
         raise ConfigError(f"{what} {sizes!r}: use a list of whole numbers, for example [1, 2, 4].")
-    sizes = [plain_number(size) for size in sizes]
+    sizes = list(sizes)
     for size in sizes:
         if not is_int(size) or not 1 <= size <= most:
             raise ConfigError(f"{what}: {size!r} is not a whole number from 1 to {limit}={most}.")
