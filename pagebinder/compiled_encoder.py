@@ -18,6 +18,7 @@ from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.config_checks import check_unicode
 from pagebinder.errors import CaptureError, ConfigError, RequestError
 from pagebinder.explain import explain_text
+from pagebinder.forks import NotPickled
 from pagebinder.frontend.numbering import Numbering
 from pagebinder.frontend.sentence_dir import POOLINGS, SentenceRecipe
 from pagebinder.frontend.source import ModelSource
@@ -32,7 +33,7 @@ DEFAULT_BATCHED_TOKENS = 2048
 
 
 @dataclass(kw_only=True)
-class CompiledEncoder:
+class CompiledEncoder(NotPickled):
     """A compiled encoder. `graphs` holds its levels: "captured" and "semantic" take one sequence, "packed" many.
 
     `max_tokens` is the longest sequence, special tokens included. Results are float tensors on the model's device;

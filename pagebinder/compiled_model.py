@@ -17,7 +17,7 @@ from pagebinder.ambient import inference
 from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.config_checks import is_int, plain_number
 from pagebinder.errors import CaptureError, ConfigError
-from pagebinder.forks import use_threads
+from pagebinder.forks import NotPickled, use_threads
 from pagebinder.frontend.source import ModelSource
 from pagebinder.report import CompileReport
 from pagebinder.runtime.engine import Engine, EngineModel
@@ -34,7 +34,7 @@ LEVELS = ("captured", "semantic", "paged", "fused")
 
 
 @dataclass(kw_only=True)
-class CompiledModel:
+class CompiledModel(NotPickled):
     """A compiled decoder. `graphs` holds the four levels, each a runnable GraphModule; `kv_spec` the cache plan.
 
     Of an encoder-decoder they are the levels of its decoder, and `graphs["encoder"]` is its encoder, which

@@ -1,4 +1,4 @@
-"""Threads of torch's that a process made by fork() does not have, and would wait for without an end.
+"""What other processes do not have: torch's threads after fork(), and what cannot be written for them.
 
 torch's own ops share their work among threads of OpenMP. Once a process has used them, OpenMP in a child made by
 fork() takes them for there. Our threads begin anew in a child, so an engine made before goes on in it, with torch's
@@ -29,6 +29,16 @@ def use_threads(what: str) -> None:
             "it."
         )
     _used = True
+
+
+class NotPickled:
+    """Memory, threads and machine code that no other process could be handed: pickling and copying say so."""
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            f"{type(self).__name__} can be neither pickled nor copied. For another process, write the compiled model "
+            "with compiled.save(directory), and call pagebinder.load(directory) there."
+        )
 
 
 def threads_are_the_parents() -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 
 import numpy as np
@@ -41,6 +43,13 @@ def expected(compiled):
 @pytest.fixture
 def engine(compiled):
     return compiled.engine(EngineConfig(num_kv_blocks=40, max_num_batched_tokens=32, check_integrity=True))
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("what", ["compiled", "engine"])
+def test_what_lives_in_one_process_says_how_another_gets_it(request, write, what):
+    with pytest.raises(TypeError, match=r"neither pickled nor copied.*compiled.save\(directory\)"):
+        write(request.getfixturevalue(what))
 
 
 BAD_PROMPTS = {

@@ -19,6 +19,7 @@ from pagebinder.config import EngineConfig, SamplingParams
 from pagebinder.config_checks import check_unicode
 from pagebinder.custom_ops.cpu.freed_memory import keep_freed_memory
 from pagebinder.errors import RequestError
+from pagebinder.forks import NotPickled
 from pagebinder.interrupts import deferred_interrupts
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.beam_search import BeamSearch
@@ -67,7 +68,7 @@ def _in_turn(method: Callable) -> Callable:
     return alone
 
 
-class Engine:
+class Engine(NotPickled):
     """Serves many requests at once over one KV cache.
 
     Several threads may use it: they take turns, a step or a change at a time (a beam search as a whole), and whoever

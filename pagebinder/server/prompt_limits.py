@@ -15,6 +15,7 @@ from pagebinder.errors import RequestError
 from pagebinder.runtime.request_checks import Prompt
 
 LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN = 4 << 20, 32
+DROPPED_LIMITS = 16  # times the limit that are read of a body that is too large
 CHARACTERS_PER_TOKEN = 16  # of the longest beginning that is looked at: most texts have 3 to 5
 
 
@@ -60,25 +61,39 @@ class PromptLimit:
 
 
 class BodyLimit:
-    """ASGI middleware: a body of more than `limit` bytes is answered with 413, whether its length was said or not."""
+    """ASGI middleware: a body of more than `limit` bytes is answered with 413, whether its length was said or not.
+
+    Most clients read no answer before all is sent, and find a closed connection instead: some times the limit is
+    taken and dropped for their sake.
+    """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
+        self.app, self.limit, self.most_dropped = app, limit, DROPPED_LIMITS * limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         taken = 0
 
         async def counted() -> Message:
             nonlocal taken
-            # Before it is asked for: a client that expects "100 Continue" is not told to go on.
             message = await receive() if said <= self.limit else {}
             taken += len(message.get("body", b""))
-            if max(taken, said) > self.limit:
-                raise HTTPException(
-                    413, f"The body has over {self.limit:,} bytes, more than this model could take."
-                )
-            return message
+            if max(taken, said) <= self.limit:
+                return message
+            # One who expects "100 Continue" is not told to go on.
+            more = (
+                message.get("more_body", True)
+                and headers.get(b"expect") is None
+                and said <= self.most_dropped
+            )
+            while more and taken <= self.most_dropped:
+                message = await receive()
+                taken += len(message.get("body", b""))
+                more = message.get("more_body", False)
+            raise HTTPException(
+                413, f"The body has over {self.limit:,} bytes, more than this model could take."
+            )
 
-        length = dict(scope.get("headers", ())).get(b"content-length", b"")
+        headers = dict(scope.get("headers", ()))
+        length = headers.get(b"content-length", b"")
         said = int(length) if length.isdigit() else 0
         await self.app(scope, counted if scope["type"] == "http" else receive, send)

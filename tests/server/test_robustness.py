@@ -161,6 +161,18 @@ def test_bodies_that_are_too_large(server):
         assert connection.getresponse().status == 413
 
 
+@pytest.mark.parametrize("length_is_said", [True, False])
+def test_a_client_that_sends_all_before_it_reads_gets_the_answer(server, length_is_said):
+    """More than sockets hold, so it would meet a closed connection if the server took no more of it."""
+    with contextlib.closing(server.connect()) as connection:
+        part = b"x" * (1 << 20)
+        body = part * 40 if length_is_said else (part for _ in range(40))
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 413 and b"4,194,304 bytes" in response.read()
+    assert server.send("GET", "/health")[0] == 200
+
+
 def test_a_body_that_is_too_large_is_refused_before_it_is_sent(server):
     """A client that says "Expect: 100-continue" is not told to go on."""
     with contextlib.closing(server.connect()) as connection:
