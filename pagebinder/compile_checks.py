@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from pagebinder.compile_tokenwise import check_tokenwise, tokenwise_ops
 from pagebinder.config import CompileConfig
@@ -88,7 +88,7 @@ def unexplained(
 def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: ModelSource) -> list[str]:
     """Kinds of layers of which the graph has more or fewer than the config says."""
     problems = []
-    attention = _count(semantic, *DECODER_ATTENTION)
+    attention = sum(not _is_run_again(node) for node in _attention(semantic))
     recurrent = len({_layer(module_path(node)) for node in calls(semantic.graph, *RECURRENT_OPS)})
     counts = [
         ("attention", attention, source.num_attention_layers),
@@ -114,12 +114,23 @@ def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: Mode
 
 def _called_again(semantic: GraphModule) -> str:
     """What to say where all layers attend several times: the model inside a wrapper is called more than once."""
-    ops = (op.overload for op in DECODER_ATTENTION)
-    times = Counter(module_path(node) for node in calls(semantic.graph, *ops))
+    times = Counter(module_path(node) for node in _attention(semantic))
     path, most = times.most_common(1)[0]
     if most < 2 or len(set(times.values())) > 1:
         return ""
     return f": {path} is called {most} times in a step. Call the model once"
+
+
+def _attention(semantic: GraphModule) -> list[Node]:
+    return calls(semantic.graph, *(op.overload for op in DECODER_ATTENTION))
+
+
+def _is_run_again(node: Node) -> bool:
+    """Is it of a layer that its model runs several times (a loop), and not for the first time? The cache that every
+    attention gets is then one for each of them. A module's second call is "...@1" in torch's stack of modules."""
+    stack = node.meta.get("nn_module_stack") or {}
+    again = next((str(path) for key, (path, _) in stack.items() if re.search(r"@\d+$", str(key))), None)
+    return again is not None and re.search(r"\.\d+$", again) is not None
 
 
 def _layer(path: str) -> str:

@@ -196,9 +196,12 @@ def test_experts_for_images_alone_need_not_be_in_the_graph():
 
 
 def test_what_a_config_class_says_of_weights_is_heard(tmp_path):
-    """Inkling 2 is published without a word on its weights in blocks of 32 in config.json."""
+    """Inkling 2 is published without a word on its weights in blocks of 32 in config.json: before transformers 5.24
+    the class of its config says it."""
     config = in_zoo("inkling2").config.to_dict()
     config.pop("transformers_version")
+    if not hasattr(transformers.Inkling2Config.from_dict(dict(config)), "quantization_config"):
+        pytest.skip("the config class of this release of transformers says nothing of weights")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "stored in mxfp8" in explain_model(tmp_path).explain()
 

@@ -107,6 +107,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     is_of_padding = type(module).__name__ in MASK_OF_PADDING and attention_mask is not None
     if attention_mask is not None and not (is_of_padding and attention_mask.shape[2] == 1):
         raise CaptureError(f"{name} passes an attention mask of its own; its meaning is not proven here.")
+    if _is_within_tokens(query, key):
+        return _attention_within_tokens(module, name, query, key, value, scaling, kwargs)
     is_latent = isinstance(module, torch.nn.Module) and module in LATENT_ATTENTIONS
     indexed = {"indices": kwargs.pop("indices")} if is_latent and "indices" in kwargs else {}
     is_cross = _is_of_another_sequence(query, key)
@@ -144,6 +146,31 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         return out.unsqueeze(0), None
     attend = LATENT_ATTENTIONS[module] if is_latent else ours.attention
     return attend(*q_k_v, sinks, scale=scale, causal=causal, **options, **indexed).unsqueeze(0), None
+
+
+def _is_within_tokens(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Do tokens lie where heads do, so that each attends to rows of its own (as to the layers before)?"""
+    sizes = query.shape[2], key.shape[2]
+    same = query.shape[:2] == key.shape[:2]
+    return (
+        same
+        and isinstance(query.shape[1], torch.SymInt)
+        and not any(isinstance(s, torch.SymInt) for s in sizes)
+    )
+
+
+def _attention_within_tokens(module, name: str, query, key, value, scaling, kwargs: dict):
+    """q [1, T, M, C], k and v [1, T, N, C] -> ([1, M, T, C], None), traced as torch's own; the audit sees that no
+    token meets another.
+
+    Raises:
+        CaptureError: more is said than a scale.
+    """
+    causal = _told_causality(module, name, kwargs.pop("is_causal", None), False, False)
+    _require_absent(name, "attends within each token", {"causality": causal or None})
+    _require_all_understood(name, kwargs)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+    return out.transpose(1, 2), None
 
 
 def _told_options(module, name: str, kwargs: dict) -> dict:

@@ -62,6 +62,25 @@ def compared(
     )
 
 
+def refuse_unsaid_codes(tensors: CheckpointTensors, path: Path) -> None:
+    """Of a checkpoint whose config says nothing of quantisation: transformers takes codes for plain weights.
+
+    Raises:
+        CheckpointError: it keeps tensors in 8 bits, and scales that nothing reads.
+    """
+    from safetensors import safe_open
+
+    scales = [name for name in tensors.left_over if "scale" in name.rpartition(".")[2]]
+    for file in sorted(path.glob("*.safetensors")) if scales else ():
+        with safe_open(file, "pt") as opened:
+            coded = (name for name in opened.keys() if opened.get_slice(name).get_dtype().startswith("F8"))  # noqa: SIM118
+            if (first := next(coded, None)) is not None:
+                raise CheckpointError(
+                    f"{path} keeps tensors in 8 bits ({first}) and scales beside them ({scales[0]}), but its "
+                    "config.json has no quantization_config that says how to read them."
+                )
+
+
 def check_absent(absent: Collection[str], gm: GraphModule, path: Path | None) -> None:
     """Raises CheckpointError: the graph reads a tensor that the checkpoint lacks."""
     read = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}

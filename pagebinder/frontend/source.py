@@ -15,7 +15,7 @@ import torch
 
 from pagebinder.errors import CheckpointError, ConfigError
 from pagebinder.frontend import fp8_loading
-from pagebinder.frontend.checkpoint_tensors import CheckpointTensors, compared
+from pagebinder.frontend.checkpoint_tensors import CheckpointTensors, compared, refuse_unsaid_codes
 from pagebinder.frontend.fp8_format import stored_fp8
 from pagebinder.frontend.model_kinds import auto_class, is_encoder_only
 from pagebinder.frontend.module_copy import copied
@@ -260,6 +260,7 @@ def _build(
         fp8_loading.check_scales(stored, info.get("unexpected_keys", ()), info.get("missing_keys", ()), path)
     tensors = compared(module, info, path, other_parts(config))
     if stored is None:
+        refuse_unsaid_codes(tensors, path)
         return module.eval(), {"tensors": tensors}
     of_weights = _of_weights(*fp8_loading.finish(module, stored))
     absent = tensors.absent | {f"{name.removesuffix('.weight')}.codes" for name in tensors.absent}

@@ -58,6 +58,12 @@ TRAITS = (
         "selects the keys that each query sees by a learned index (top-k) of a kind that is not known here",
     ),
     Trait(
+        lambda module: getattr(getattr(module, "config", None), "recurrent_kv_cache_mode", None) == "last_loop",
+        "lets the earlier passes of its loop read keys and values of the last one, but only of tokens before the "
+        "present step: what it computes depends on how a prompt is cut into steps. Set the config's "
+        "recurrent_kv_cache_mode to per_loop",
+    ),
+    Trait(
         _has("patch_reduce"),
         "is part of a model that reduces bytes to patches whose lengths it finds in the bytes themselves: a graph "
         "over tokens has no rows for them",

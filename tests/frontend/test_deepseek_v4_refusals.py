@@ -184,7 +184,7 @@ def test_an_attention_mask_or_a_cache_is_refused():
     with pytest.raises(CaptureError, match="is given an attention mask"):
         attention(module, x, {}, None, torch.zeros(1, 1, 3, 3))
     with pytest.raises(CaptureError, match="is given a cache"):
-        attention(module, x, {}, None, None, past_key_values=object())
+        attention(module, x, {}, None, None, cache=object())
     with pytest.raises(CaptureError, match="chunk_ids"):
         attention(module, x, {}, None, None, chunk_ids=torch.zeros(3))
 

@@ -200,7 +200,7 @@ def test_a_method_that_takes_other_arguments_is_refused(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(type(attentions(built())[0].indexer), "forward", positions)
-    with pytest.raises(CaptureError, match="does not take attention_mask, past_key_values"):
+    with pytest.raises(CaptureError, match="does not take attention_mask, cache"):
         capture(source_from_module(built()))
 
 

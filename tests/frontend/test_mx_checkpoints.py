@@ -256,7 +256,7 @@ def test_deepseek_v4_keeps_the_codes_of_its_blocks(beside, tmp_path):
 
 
 def test_inkling_2_as_it_is_published(tmp_path):
-    """With a tower for images, and without a quantization_config: transformers knows of its experts."""
+    """With a tower for images; before transformers 5.24 without a quantization_config: its config class has one."""
     text, sizes = (
         inkling_2().config,
         {"hidden_size": 32, "num_attention_heads": 2, "projection_hidden_dim": 32},
@@ -277,6 +277,12 @@ def test_inkling_2_as_it_is_published(tmp_path):
     options = json.loads(file.read_text())
     del options["transformers_version"]
     file.write_text(json.dumps(options))
+    if not hasattr(transformers.Inkling2Config.from_dict(options), "quantization_config"):  # from 5.24 on
+        with pytest.raises(CheckpointError, match=r"in 8 bits .*scale.*no quantization_config"):
+            source_from_dir(tmp_path / "stored")
+        kept = ["lm_head", "model.vision_tower", "model.language_model.layers.*.self_attn"]
+        options["quantization_config"] = GROUPED | {"modules_to_not_convert": kept}
+        file.write_text(json.dumps(options))
     source = source_from_dir(tmp_path / "stored")
     assert_same_weights(source, source_from_dir(tmp_path / "plain"))
     formats = {f"model.language_model.layers.{i}.mlp.experts": "mxfp8" for i in range(4)}

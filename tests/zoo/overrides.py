@@ -47,6 +47,15 @@ OVERRIDES: dict[str, dict] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": _MIXED,
+    # A layer, two that run twice, and a layer. Parameters are stored in units of initializer_range; the default makes
+    # random ones so large that float32 and float64 differ by a sixteenth of the logits' spread.
+    "dory": {
+        **_MIXED,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "initializer_range": 1.0,
+    },
     "emu3": {"pad_token_id": 0, "bos_token_id": "default"},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {"num_kv_shared_layers": 2},
@@ -61,6 +70,15 @@ OVERRIDES: dict[str, dict] = {
         "mlp_layer_types": ["dense", "sparse"] * 2,
     },
     "inkling2_text": _INKLING,
+    "inkling2_loop_text": {
+        **_INKLING,
+        "num_hidden_layers": 6,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 3,
+        "n_layers_per_attn_res_block": 2,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4,
+        "loop_gate_rank": 8,
+    },
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": _MIXED,
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},

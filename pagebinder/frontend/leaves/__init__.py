@@ -14,13 +14,13 @@ from pagebinder.frontend.leaves.mpnet import MPNET
 from pagebinder.frontend.leaves.ngram_embedding import NGRAM_EMBEDDING, PLE_CONVOLUTION
 from pagebinder.frontend.leaves.pool_indexer import POOL_INDEXER
 from pagebinder.frontend.leaves.qsa_indexer import QSA_INDEXER
-from pagebinder.frontend.leaves.query_bias import INKLING, INKLING_2
+from pagebinder.frontend.leaves.query_bias import INKLING, INKLING_2, INKLING_2_HIDDEN, INKLING_2_LOOP
 from pagebinder.frontend.leaves.recurrent_gemma import RECURRENT_GEMMA_CONVOLUTION, RG_LRU
 from pagebinder.frontend.leaves.rope_by_length import ROPE_BY_LENGTH
 from pagebinder.frontend.leaves.rwkv import RWKV_ATTENTION, RWKV_SHIFT
 from pagebinder.frontend.leaves.short_convolution import SHORT_CONVOLUTION
 from pagebinder.frontend.leaves.sparse_indexer import SPARSE_INDEXER
-from pagebinder.frontend.leaves.token_convolution import TOKEN_CONVOLUTION
+from pagebinder.frontend.leaves.token_convolution import TOKEN_CONVOLUTION, TOKEN_CONVOLUTION_OF_LOOPS
 from pagebinder.frontend.leaves.xlstm import MLSTM
 from pagebinder.frontend.leaves.xmod import XMOD_ADAPTERS
 from pagebinder.frontend.leaves.zaya import ZAYA
@@ -56,7 +56,10 @@ LEAVES: tuple[Leaf, ...] = (
     ZAYA,
     INKLING,
     INKLING_2,
+    INKLING_2_HIDDEN,
+    INKLING_2_LOOP,
     TOKEN_CONVOLUTION,
+    TOKEN_CONVOLUTION_OF_LOOPS,
     ROPE_BY_LENGTH,
     *MOE_LEAVES,
 )

@@ -36,16 +36,11 @@ class AlibiLeaf(Leaf):
     def patched(self, model: torch.nn.Module) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
             for module in self.modules(model).values():
-                self._require_function(
-                    type(module).__module__, "forward", module.forward, self._named_forward()
-                )
-                module.forward = partial(self.forward, module, self._slopes(module))
+                ours = partial(self.forward, module, self._slopes(module))
+                ours = self._fitting(type(module).__module__, "forward", module.forward, ours)
+                module.forward = ours
                 undo.callback(delattr, module, "forward")
             yield
-
-    def _named_forward(self) -> Callable:
-        """What the source's own forward must take: ours without the slopes."""
-        return partial(self.forward, None, None)
 
     def _slopes(self, module: torch.nn.Module) -> torch.Tensor:
         """[H] float32 of a bias that is slope * (key + constant).
@@ -78,11 +73,9 @@ def bloom_attention(self, slopes, hidden_states, residual, alibi, attention_mask
     return out, None
 
 
-def mpt_attention(
-    self, slopes, hidden_states, position_bias, past_key_values=None, attention_mask=None, **kwargs
-):
+def mpt_attention(self, slopes, hidden_states, position_bias, cache=None, attention_mask=None, **kwargs):
     """hidden [1, T, C] -> ([1, T, C], None)."""
-    _require_plain(self, hidden_states, past_key_values, kwargs, dropout=self.attn_dropout_p)
+    _require_plain(self, hidden_states, cache, kwargs, dropout=self.attn_dropout_p)
     qkv = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -124,7 +117,7 @@ BLOOM_ALIBI = AlibiLeaf(
     forward=bloom_attention,
     bias_of=_bloom_bias,
     emits=(torch.ops.pagebinder.attention.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )
 MPT_ALIBI = AlibiLeaf(
     name="ALiBi attention",
@@ -133,5 +126,5 @@ MPT_ALIBI = AlibiLeaf(
     forward=mpt_attention,
     bias_of=_mpt_bias,
     emits=(torch.ops.pagebinder.attention.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

@@ -14,10 +14,11 @@ the capture, a module that did not emit its ops is one after it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,10 @@ from pagebinder.graph_tools import calls, describe, module_path, num_ops
 from pagebinder.report import Match, PassResult, Refusal
 
 LIBRARY = "transformers"
+STATE, FORMER_STATE = (
+    "cache",
+    "past_key_values",
+)  # the source's own state: from transformers 5.24 on, and before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,7 @@ class Leaf:
     name: for reports. classes: names of the modules' classes, each seen to call exactly these functions.
     functions: function of the modeling file -> ours, or "Class.method" -> ours; every parameter that ours names
         must exist there.
-    emits: the ops that each module must have put into the graph; one named twice, twice.
+    emits: the ops that each module must have put into the graph with each of its calls; one named twice, twice.
     seen_on: versions of the library that it was tried with.
     library: the package, or the module, that the classes are of.
     """
@@ -72,8 +77,8 @@ class Leaf:
             for file in {type(module).__module__ for module in self.modules(model).values()}:
                 for name, ours in self.functions.items():
                     owner, attribute = self._owner(file, name)
-                    self._require_function(file, name, getattr(owner, attribute, None), ours)
-                    stack.enter_context(swapped(owner, attribute, ours))
+                    fitting = self._fitting(file, name, getattr(owner, attribute, None), ours)
+                    stack.enter_context(swapped(owner, attribute, fitting))
             yield
 
     def refused(self, model: torch.nn.Module) -> dict[str, str]:
@@ -81,7 +86,7 @@ class Leaf:
         return {}
 
     def expected(self, module: torch.nn.Module) -> Counter:
-        """How many calls of each op a module of this leaf must have emitted."""
+        """How many calls of each op a module of this leaf must have emitted, each time that it was called."""
         return Counter(self.emits)
 
     @staticmethod
@@ -93,13 +98,19 @@ class Leaf:
             owner = getattr(owner, part, None)
         return owner, attribute
 
-    def _require_function(self, file: str, name: str, original, ours: Callable) -> None:
+    def _fitting(self, file: str, name: str, original, ours: Callable) -> Callable:
+        """Ours, to be called as `name` of a modeling file is, which is `original`.
+
+        Raises:
+            CaptureError: there is no `original`, or it does not take what ours does.
+        """
         if original is None:
             raise CaptureError(self._changed(f"{file} has no function {name}"))
         theirs = set(inspect.signature(original).parameters)
-        missing = [p for p in _named_parameters(ours) if p not in theirs]
+        missing = [p for p in _named_parameters(ours) if p not in theirs and renamed(p, theirs) not in theirs]
         if missing:
             raise CaptureError(self._changed(f"{name} in {file} does not take {', '.join(missing)}"))
+        return ours if renamed(STATE, theirs) == STATE else _told_by_its_former_name(ours)
 
     def _changed(self, what: str) -> str:
         """The message of an error: `what` differs from what this leaf was written for."""
@@ -145,8 +156,11 @@ def captured_leaves(leaves: Sequence[Leaf], model: torch.nn.Module, captured: Gr
             detail = str(node.target).removeprefix("pagebinder.").removesuffix(".default")
             result.matches.append(Match(pattern=leaf.name, detail=detail, **describe(node)))
         for path, module in modules.items():
-            for op, number in leaf.expected(module).items():
-                if emitted[path, op] != number:
+            expected = leaf.expected(module)
+            # Of a module that a loop calls several times, that many times as much.
+            times = max((emitted[path, op] // number for op, number in expected.items() if number), default=1)
+            for op, number in expected.items():
+                if emitted[path, op] != max(times, 1) * number:
                     what = f"{path} emitted {emitted[path, op]} calls of {op}, not {number}"
                     raise CaptureError(leaf._changed(what))
     return result
@@ -160,6 +174,19 @@ def swapped(module, name: str, ours: Callable) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, before)
+
+
+def renamed(parameter: str, theirs: Collection[str]) -> str:
+    """The name of one of our parameters in a function that takes `theirs`."""
+    return FORMER_STATE if parameter == STATE and FORMER_STATE in theirs else parameter
+
+
+def _told_by_its_former_name(ours: Callable) -> Callable:
+    @functools.wraps(ours)
+    def told(*args, **kwargs):
+        return ours(*args, **{STATE if name == FORMER_STATE else name: x for name, x in kwargs.items()})
+
+    return told
 
 
 def restore_forward(module: torch.nn.Module, before) -> None:

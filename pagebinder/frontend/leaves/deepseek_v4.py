@@ -33,12 +33,12 @@ OPS = torch.ops.pagebinder
 
 
 def attention(
-    self, hidden_states, position_embeddings, position_ids, attention_mask, past_key_values=None, **kwargs
+    self, hidden_states, position_embeddings, position_ids, attention_mask, cache=None, **kwargs
 ):  # fmt: skip
     """DeepseekV4Attention.forward: [1, T, C] -> ([1, T, C], None)."""
     name = type(self).__name__
     require_plain(name, hidden_states, kwargs)
-    require_no_state(name, past_key_values, False)
+    require_no_state(name, cache, False)
     if attention_mask is not None:
         raise CaptureError(f"{name} is given an attention mask during capture, which runs without one.")
     tokens, (cos, sin) = hidden_states.shape[:-1], position_embeddings[self.rope_layer_type]
@@ -61,18 +61,18 @@ def attention(
     return self.o_b_proj(out), None
 
 
-def heavy_compressor(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, **given):
+def heavy_compressor(self, hidden_states, q_residual, position_ids, cache, layer_idx, **given):
     """DeepseekV4HCACompressor.forward: -> (entries [1, T, D], no choice among them)."""
     return _entries(self, hidden_states, overlap=False), None
 
 
-def sparse_compressor(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, **given):
+def sparse_compressor(self, hidden_states, q_residual, position_ids, cache, layer_idx, **given):
     """DeepseekV4CSACompressor.forward: -> (entries [1, T, D], those that each query sees [1, T, K])."""
     entries = _entries(self, hidden_states, overlap=True)
     return entries, self.indexer(hidden_states, q_residual, position_ids, None, layer_idx, **given)
 
 
-def indexer(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, **given):
+def indexer(self, hidden_states, q_residual, position_ids, cache, layer_idx, **given):
     """DeepseekV4Indexer.forward: -> [1, T, K]. `rotation`: the attention's cos and sin, of the same frequencies."""
     keys = _entries(self, hidden_states, overlap=True)
     q = self.q_b_proj(q_residual).unflatten(-1, (-1, self.head_dim))
@@ -212,5 +212,5 @@ DEEPSEEK_V4 = DeepseekV4Leaf(
         "DeepseekV4DecoderLayer.forward": decoder_layer,
     },
     emits=tuple({op: None for ops_of_class in DeepseekV4Leaf.EMITTED.values() for op in ops_of_class}),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

@@ -14,7 +14,8 @@ from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import IGNORED
 
 # What transformers passes on to kernels that are not here, or to every layer; it has no meaning for the result.
-IGNORED_HERE = IGNORED | {"chunk_size", "position_embeddings"}
+# `cache_offset`: which of several caches, for layers that run more than once; there is none during a capture.
+IGNORED_HERE = IGNORED | {"chunk_size", "position_embeddings", "cache_offset"}
 L2NORM_EPS = 1e-6
 # How to scan, not what: the results differ in rounding.
 SCAN_CHOICES = {"use_mambapy", "use_associative_scan"}

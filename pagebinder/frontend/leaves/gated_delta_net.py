@@ -26,13 +26,14 @@ GATED_DELTA_NET = Leaf(
         "Qwen3_5MoeGatedDeltaNet",
         "Qwen4ExpTextGatedDeltaNet",
         "OlmoHybridGatedDeltaNet",
+        "LaraMiniGatedDeltaNet",
     ),
     functions={
         "causal_conv1d_fn": causal_conv1d_fn,
         "torch_chunk_gated_delta_rule": torch_chunk_gated_delta_rule,
     },
     emits=_EMITS,
-    seen_on=("5.17", "5.23"),
+    seen_on=("5.17", "5.23", "5.24"),
 )
 
 KIMI_DELTA_ATTENTION = Leaf(
@@ -43,5 +44,5 @@ KIMI_DELTA_ATTENTION = Leaf(
         "chunk_kimi_delta_attention": chunk_kimi_delta_attention,
     },
     emits=_EMITS,
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

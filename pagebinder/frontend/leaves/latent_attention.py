@@ -121,8 +121,8 @@ LATENT_ATTENTION = LatentAttention(
     classes=(),
     functions={},
     emits=(torch.ops.pagebinder.mla_attention.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )
 LATENT_EXPANSION = UnplainExpansion(
-    name="latent expansion", classes=(), functions={}, emits=(), seen_on=("5.23",)
+    name="latent expansion", classes=(), functions={}, emits=(), seen_on=("5.23", "5.24")
 )

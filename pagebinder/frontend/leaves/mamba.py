@@ -32,7 +32,7 @@ MAMBA = Leaf(
     classes=("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"),
     functions=_FUNCTIONS,
     emits=_EMITS,
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )
 
 ZAMBA = MambaOfHeads(
@@ -40,5 +40,5 @@ ZAMBA = MambaOfHeads(
     classes=("ZambaMambaMixer",),
     functions=_FUNCTIONS,
     emits=_EMITS,
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

@@ -24,5 +24,5 @@ MAMBA2 = Leaf(
     ),
     functions={"causal_conv1d_fn": causal_conv1d_fn, "mamba2_chunk_scan": mamba2_chunk_scan},
     emits=(torch.ops.pagebinder.short_conv.default, torch.ops.pagebinder.ssd.default),
-    seen_on=("5.17", "5.23"),
+    seen_on=("5.17", "5.23", "5.24"),
 )

@@ -16,11 +16,11 @@ from pagebinder.frontend.leaves.functions import require_no_state, require_plain
 
 
 def lightning_attention(
-    self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    self, hidden_states, position_embeddings, attention_mask, cache=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """MiniMaxLightningAttention.forward on hidden states [1, T, C]; it reads no position embeddings."""
     require_plain("MiniMaxLightningAttention", hidden_states, kwargs | {"attention_mask": attention_mask})
-    require_no_state("MiniMaxLightningAttention", past_key_values, False)
+    require_no_state("MiniMaxLightningAttention", cache, False)
     num_tokens, heads, width = hidden_states.shape[1], self.num_attention_heads, self.head_dim
     qkv = self.act_fn(self.qkv_proj(hidden_states))[0].reshape(num_tokens, heads, 3 * width)
     q, k, v = torch.split(qkv, width, dim=2)
@@ -37,5 +37,5 @@ LIGHTNING_ATTENTION = Leaf(
     classes=("MiniMaxLightningAttention",),
     functions={"MiniMaxLightningAttention.forward": lightning_attention},
     emits=(torch.ops.pagebinder.ssd.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

@@ -35,7 +35,7 @@ EXPERTS_WITH_CAPACITY = Refused(
     classes=("SwitchTransformersTop1Router", "NllbMoeTop2Router"),
     functions={},
     emits=(),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
     why=(
         "drops the tokens beyond the capacity of an expert, counted along the sequence: what a token gets depends on "
         "the tokens before it, and paging, batching and chunked prefill would change it."

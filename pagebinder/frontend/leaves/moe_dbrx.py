@@ -23,5 +23,5 @@ DBRX_EXPERTS = Leaf(
     classes=("DbrxExperts",),
     functions={"DbrxExperts.forward": dbrx_experts},
     emits=(torch.ops.pagebinder.expert_linear.default,) * 3,
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

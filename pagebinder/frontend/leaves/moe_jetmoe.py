@@ -50,12 +50,12 @@ JETMOE_FEED_FORWARD = Leaf(
     classes=("JetMoeMoE",),
     functions={"JetMoeMoE.forward": jetmoe_feed_forward},
     emits=(torch.ops.pagebinder.expert_linear.default,) * 2,
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )
 JETMOE_ATTENTION = Leaf(
     name="experts of attention",
     classes=("JetMoeAttention",),
     functions={"JetMoeMoA.map": jetmoe_map, "JetMoeMoA.reduce": jetmoe_reduce},
     emits=(torch.ops.pagebinder.expert_linear.default,) * 2,
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

@@ -28,5 +28,5 @@ LLAMA4_MOE = Leaf(
     classes=("Llama4TextMoe",),
     functions={"Llama4TextMoe.forward": llama4_moe},
     emits=(torch.ops.pagebinder.expert_linear.default,) * 2,
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

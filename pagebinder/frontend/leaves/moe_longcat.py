@@ -27,5 +27,5 @@ LONGCAT_EXPERTS = Leaf(
     classes=("LongcatFlashExperts",),
     functions={"LongcatFlashExperts.forward": longcat_experts},
     emits=(torch.ops.pagebinder.expert_linear.default,) * 2,
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

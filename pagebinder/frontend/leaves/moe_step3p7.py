@@ -21,5 +21,5 @@ STEP3P7_EXPERTS = Leaf(
     classes=("Step3p7Experts",),
     functions={"Step3p7Experts.forward": step3p7_experts},
     emits=(torch.ops.pagebinder.expert_linear.default,) * 2,
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

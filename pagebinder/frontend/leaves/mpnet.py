@@ -65,5 +65,5 @@ MPNET = Leaf(
         "MPNetSelfAttention.forward": attend,
     },
     emits=(torch.ops.pagebinder.relative_attention.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

@@ -38,9 +38,9 @@ def earlier_tokens(ids_T: torch.Tensor, size: int, end: int) -> list[torch.Tenso
     return found
 
 
-def ngram_embedding(self, input_ids, past_key_values):
+def ngram_embedding(self, input_ids, cache):
     """Qwen4ExpTextNGramEmbedding.forward: [1, T] -> [1, T, embedding width]."""
-    if past_key_values is not None or input_ids.shape[0] != 1:
+    if cache is not None or input_ids.shape[0] != 1:
         raise CaptureError(f"{type(self).__name__} is given a cache, or several sequences, during capture.")
     tokens = earlier_tokens(input_ids[0].long(), self.ngram_size, int(self.eos_token_id))
     mixed, blocks = tokens[0] * self.layer_multipliers[0], []
@@ -52,11 +52,11 @@ def ngram_embedding(self, input_ids, past_key_values):
     return self.ngram_embedding(torch.cat(blocks, dim=-1)).flatten(-2).unsqueeze(0)
 
 
-def short_conv(self, hidden_states, past_key_values):
+def short_conv(self, hidden_states, cache):
     """Qwen4ExpTextPLELayer._short_conv: [1, T, C] -> [1, T, C]."""
     conv = self.conv1d
     known = type(conv) is torch.nn.Conv1d and conv.groups == conv.in_channels == conv.out_channels
-    if not known or conv.bias is not None or conv.stride != (1,) or past_key_values is not None:
+    if not known or conv.bias is not None or conv.stride != (1,) or cache is not None:
         raise CaptureError(f"{conv} is not a causal depthwise convolution without a bias and a cache.")
     (taps,), (holes,) = conv.kernel_size, conv.dilation
     weight = torch.nn.functional.pad(conv.weight[:, 0, :, None], (0, holes - 1)).flatten(1)
@@ -114,12 +114,12 @@ NGRAM_EMBEDDING = NgramLeaf(
     classes=("Qwen4ExpTextNGramEmbedding",),
     functions={"Qwen4ExpTextNGramEmbedding.forward": ngram_embedding},
     emits=(torch.ops.pagebinder.short_conv.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )
 PLE_CONVOLUTION = ProvenLeaf(
     name="convolution of n-gram embeddings",
     classes=("Qwen4ExpTextPLELayer",),
     functions={"Qwen4ExpTextPLELayer._short_conv": short_conv},
     emits=(torch.ops.pagebinder.short_conv.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

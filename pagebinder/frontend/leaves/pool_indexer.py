@@ -52,9 +52,9 @@ def index_operands(self, hidden_states, q_resid):
     return q, entries, weights * self.n_heads**-0.5
 
 
-def choose(self, hidden_states, q_resid, attention_mask, past_key_values) -> ChosenKeys:
+def choose(self, hidden_states, q_resid, attention_mask, cache) -> ChosenKeys:
     """Glm5NextTextIndexer.forward."""
-    if past_key_values is not None or not isinstance(attention_mask, CausalMask):
+    if cache is not None or not isinstance(attention_mask, CausalMask):
         raise CaptureError(
             f"{type(self).__name__} is given a cache, or a mask, which says more than causality."
         )
@@ -95,9 +95,9 @@ class PoolIndexer(Leaf):
                 if attention.indexer is not None:
                     self._patch_indexer(attention, proven, undo)
                 method, file = getattr(attention, MASK_METHOD, None), type(attention).__module__
-                self._require_function(file, MASK_METHOD, method, chosen_as_mask)
+                ours = self._fitting(file, MASK_METHOD, method, chosen_as_mask)
                 undo.callback(delattr, attention, MASK_METHOD)
-                setattr(attention, MASK_METHOD, chosen_as_mask)
+                setattr(attention, MASK_METHOD, ours)
             yield
 
     @staticmethod
@@ -110,7 +110,8 @@ class PoolIndexer(Leaf):
         indexer = attention.indexer
         if type(indexer).__name__ not in self.classes:
             raise CaptureError(self._changed(f"its indexer is {type(indexer).__name__}"))
-        self._require_function(type(indexer).__module__, "forward", indexer.forward, _taken)
+        ours = partial(choose, indexer)
+        ours = self._fitting(type(indexer).__module__, "forward", indexer.forward, ours)
         if not indexer.index_kpool_always_select_tail:
             raise CaptureError(
                 "index_kpool_always_select_tail=False: queries that do not see the tokens behind the last complete "
@@ -120,7 +121,7 @@ class PoolIndexer(Leaf):
             self._prove(attention)
             proven.add(proof_key(indexer))
         undo.callback(restore_forward, indexer, indexer.__dict__.get("forward"))
-        indexer.forward = partial(choose, indexer)
+        indexer.forward = ours
 
     def _prove(self, attention: torch.nn.Module) -> None:
         """Do the source's own code and ours see the same?
@@ -144,10 +145,6 @@ class PoolIndexer(Leaf):
             raise CaptureError(self._changed("it chooses other keys than its formula says"))
 
 
-def _taken(hidden_states, q_resid, attention_mask, past_key_values):
-    """The arguments that the source's method must take."""
-
-
 POOL_INDEXER = PoolIndexer(
     name="pool indexer",
     classes=("Glm5NextTextIndexer",),
@@ -155,5 +152,5 @@ POOL_INDEXER = PoolIndexer(
     models=("Glm5NextTextModel",),
     functions={},
     emits=(torch.ops.pagebinder.compress.default, torch.ops.pagebinder.index_topk.default),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

@@ -67,9 +67,9 @@ def index_operands(self, rotary, hidden_states, position_embeddings):
     return q, entries, torch.ones_like(q[..., 0])
 
 
-def choose(self, rotary, hidden_states, position_embeddings, attention_mask, past_key_values) -> ChosenKeys:
+def choose(self, rotary, hidden_states, position_embeddings, attention_mask, cache) -> ChosenKeys:
     """Qwen4ExpTextQSAIndexer.forward."""
-    if past_key_values is not None or not isinstance(attention_mask, CausalMask):
+    if cache is not None or not isinstance(attention_mask, CausalMask):
         raise CaptureError(
             f"{type(self).__name__} is given a cache, or a mask, which says more than causality."
         )
@@ -92,14 +92,15 @@ class QsaIndexer(Leaf):
                 indexer = attention._modules.get("indexer")
                 if type(indexer).__name__ not in self.classes:
                     continue
-                self._require_function(type(indexer).__module__, "forward", indexer.forward, _taken)
+                ours = partial(choose, indexer, rotary)
+                ours = self._fitting(type(indexer).__module__, "forward", indexer.forward, ours)
                 if proof_key(indexer) not in proven:
                     self._prove(attention, rotary)
                     proven.add(proof_key(indexer))
                 hook = attention.register_forward_pre_hook(with_mask, with_kwargs=True)
                 undo.callback(hook.remove)
                 undo.callback(restore_forward, indexer, indexer.__dict__.get("forward"))
-                indexer.forward = partial(choose, indexer, rotary)
+                indexer.forward = ours
             yield
 
     def _rotary(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -138,14 +139,10 @@ class QsaIndexer(Leaf):
             raise CaptureError(self._changed("it chooses other keys than its formula says"))
 
 
-def _taken(hidden_states, position_embeddings, attention_mask, past_key_values):
-    """The arguments that the source's method must take."""
-
-
 QSA_INDEXER = QsaIndexer(
     name="QSA indexer",
     classes=("Qwen4ExpTextQSAIndexer",),
     functions={},
     emits=(torch.ops.pagebinder.compress.default, torch.ops.pagebinder.index_topk.default),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

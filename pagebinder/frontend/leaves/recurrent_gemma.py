@@ -28,7 +28,7 @@ RG_LRU = Leaf(
     classes=("RecurrentGemmaRglru",),
     functions={"RecurrentGemmaRglru._rnn_scan": _rnn_scan},
     emits=(torch.ops.pagebinder.linear_recurrence.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )
 
 RECURRENT_GEMMA_CONVOLUTION = ChildLeaf(
@@ -36,7 +36,7 @@ RECURRENT_GEMMA_CONVOLUTION = ChildLeaf(
     classes=("RecurrentGemmaRecurrentBlock",),
     functions={},
     emits=(torch.ops.pagebinder.short_conv.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
     child="conv_1d",
     forward=causal_convolution,
 )

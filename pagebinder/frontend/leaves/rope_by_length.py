@@ -46,7 +46,7 @@ class RopeByLengthLeaf(Leaf):
 
 
 ROPE_BY_LENGTH = RopeByLengthLeaf(
-    name="RoPE by length", classes=(), functions={}, emits=(), seen_on=("5.17", "5.23")
+    name="RoPE by length", classes=(), functions={}, emits=(), seen_on=("5.17", "5.23", "5.24")
 )
 
 

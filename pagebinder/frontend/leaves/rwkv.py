@@ -42,7 +42,7 @@ RWKV_ATTENTION = RescaledRwkv(
     classes=("RwkvSelfAttention",),
     functions={"rwkv_linear_attention": rwkv_linear_attention},
     emits=(torch.ops.pagebinder.wkv.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )
 
 RWKV_SHIFT = ChildLeaf(
@@ -50,7 +50,7 @@ RWKV_SHIFT = ChildLeaf(
     classes=("RwkvSelfAttention", "RwkvFeedForward"),
     functions={},
     emits=(torch.ops.pagebinder.short_conv.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
     child="time_shift",
     forward=time_shift,
 )

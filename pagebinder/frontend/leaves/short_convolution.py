@@ -20,8 +20,9 @@ SHORT_CONVOLUTION = Leaf(
         "Lfm3ShortConv",
         "InklingShortConvolution",
         "Inkling2ShortConvolution",
+        "Inkling2LoopShortConvolution",
     ),
     functions={"causal_conv1d_fn": causal_conv1d_fn},
     emits=(torch.ops.pagebinder.short_conv.default,),
-    seen_on=("5.17", "5.23"),
+    seen_on=("5.17", "5.23", "5.24"),
 )

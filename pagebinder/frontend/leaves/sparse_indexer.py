@@ -14,6 +14,7 @@ The attention gets the chosen tokens from its indexer, or from that of an earlie
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 import pagebinder.custom_ops.sparse.semantic  # noqa: F401  (registers the op)
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import IMPLEMENTATION, CausalMask
-from pagebinder.frontend.leaves.base import Leaf, restore_forward
+from pagebinder.frontend.leaves.base import STATE, Leaf, renamed, restore_forward
 
 # Seen to compute the above. Attention modules with other indexers (of pooled keys) are refused, see
 # `unsupported.py`.
@@ -151,14 +152,14 @@ class SparseIndexer(Leaf):
         return [m for m in found if m.config._attn_implementation == IMPLEMENTATION]
 
     def _patch(self, indexer: torch.nn.Module, undo: contextlib.ExitStack) -> None:
-        self._require_function(type(indexer).__module__, "forward", indexer.forward, _taken)
+        self._fitting(type(indexer).__module__, "forward", indexer.forward, _taken)
         undo.callback(restore_forward, indexer, indexer.__dict__.get("forward"))
         indexer.forward = partial(self._index, indexer.forward)
 
     def _index(self, forward, *args, **kwargs):
         taker = KeyTaker()
         with _Scoring(self, taker):
-            return forward(*args, **{**kwargs, "past_key_values": taker})
+            return forward(*args, **{**kwargs, renamed(STATE, inspect.signature(forward).parameters): taker})
 
 
 def with_mask(module, args, kwargs):
@@ -168,7 +169,7 @@ def with_mask(module, args, kwargs):
     return args, {**kwargs, "attention_mask": CausalMask()}
 
 
-def _taken(hidden_states, past_key_values):
+def _taken(hidden_states, cache):
     """The arguments that the source's method must take."""
 
 
@@ -177,5 +178,5 @@ SPARSE_INDEXER = SparseIndexer(
     classes=INDEXERS,
     functions={},
     emits=(torch.ops.pagebinder.index_topk.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

@@ -35,10 +35,10 @@ def rows_back(x_TC: torch.Tensor, lag: int) -> torch.Tensor:
     return SHORT_CONV(x_TC, taps, None, activation=None)
 
 
-def dynamic_short_conv(self, hidden_states, dynamic_input, past_key_values=None, conv_mask=None, **kwargs):
+def dynamic_short_conv(self, hidden_states, dynamic_input, cache=None, conv_mask=None, **kwargs):
     """Inkling2DynamicShortConvolution.forward: [1, T, C] by taps of dynamic_input [1, T, hidden] -> [1, T, C]."""
     require_plain(type(self).__name__, hidden_states, kwargs)
-    if past_key_values is not None or conv_mask is not None:
+    if cache is not None or conv_mask is not None:
         raise CaptureError(f"{type(self).__name__} is given a cache, or a mask, during capture.")
     taps = self.conv_kernel_size
     of_token = self.weight_proj(dynamic_input[0]).float().unflatten(-1, (self.num_heads, 1, taps))
@@ -81,5 +81,12 @@ TOKEN_CONVOLUTION = TokenConvolution(
     classes=("Inkling2DynamicShortConvolution",),
     functions={"Inkling2DynamicShortConvolution.forward": dynamic_short_conv},
     emits=(SHORT_CONV,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
+)
+TOKEN_CONVOLUTION_OF_LOOPS = TokenConvolution(
+    name=TOKEN_CONVOLUTION.name,
+    classes=("Inkling2LoopDynamicShortConvolution",),
+    functions={"Inkling2LoopDynamicShortConvolution.forward": dynamic_short_conv},
+    emits=(SHORT_CONV,),
+    seen_on=("5.24",),
 )

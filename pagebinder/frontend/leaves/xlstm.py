@@ -53,5 +53,5 @@ MLSTM = XLSTM(
     classes=("xLSTMBackend",),
     functions={"xLSTMBackend.forward": mlstm},
     emits=(torch.ops.pagebinder.mlstm.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

@@ -34,10 +34,9 @@ class AdapterLeaf(Leaf):
             for path, module in self.modules(model).items():
                 if language not in module.adapter_modules:
                     raise CaptureError(f"{path} has no adapter for the language {language!r}.")
-                self._require_function(
-                    type(module).__module__, "lang_adapter", module.lang_adapter, partial(adapted, None, None)
-                )
-                module.lang_adapter = partial(adapted, module, language)
+                ours = partial(adapted, module, language)
+                ours = self._fitting(type(module).__module__, "lang_adapter", module.lang_adapter, ours)
+                module.lang_adapter = ours
                 undo.callback(delattr, module, "lang_adapter")
             yield
 
@@ -59,5 +58,5 @@ XMOD_ADAPTERS = AdapterLeaf(
     classes=("XmodOutput",),
     functions={},
     emits=(),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

@@ -21,9 +21,9 @@ from pagebinder.errors import CaptureError
 from pagebinder.frontend.leaves.base import Leaf
 
 
-def project(self, hidden_states, past_key_values, conv_mask=None):
+def project(self, hidden_states, cache, conv_mask=None):
     """Of ZayaCCAProjection: x [1, T, C] -> q [1, T, H, D], k and v [1, T, G, D]."""
-    if hidden_states.shape[0] != 1 or past_key_values is not None or conv_mask is not None:
+    if hidden_states.shape[0] != 1 or cache is not None or conv_mask is not None:
         raise CaptureError("ZayaCCAProjection is traced for one sequence without a cache or a mask.")
     tokens, width = hidden_states.shape[:-1], self.head_dim
     q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
@@ -74,5 +74,5 @@ ZAYA = ConvolutionsLeaf(
     classes=("ZayaCCAProjection",),
     functions={"ZayaCCAProjection.forward": project},
     emits=(torch.ops.pagebinder.short_conv.default,),
-    seen_on=("5.23",),
+    seen_on=("5.23", "5.24"),
 )

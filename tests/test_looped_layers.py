@@ -1,0 +1,127 @@
+"""Decoders that run some of their layers several times in a step: each pass has keys and values of its own."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import pagebinder
+from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams, compile_model
+from pagebinder.frontend.unsupported import refuse_unsupported
+from tests.helpers import assert_serves_as_source, assert_source_chooses, tiny_llama
+from tests.moe_models import tiny_qwen3_moe
+from tests.zoo.architectures import architectures
+from tests.zoo.tiny_configs import tiny_model
+
+PASSES = 3
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+class Looped(torch.nn.ModuleList):
+    """Layers that whoever goes through them meets `PASSES` times."""
+
+    def __getitem__(self, index):
+        return list(self) * PASSES if isinstance(index, slice) else super().__getitem__(index)
+
+
+def looped(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.model.layers = Looped(model.model.layers)
+    return model
+
+
+def ids_of(length: int) -> torch.Tensor:
+    return torch.randint(6, 120, (length,), generator=torch.Generator().manual_seed(length))
+
+
+def bytes_of(gm: torch.fx.GraphModule) -> int:
+    """Of the tensors that a graph reads, each counted once."""
+    names = {node.target for node in gm.graph.nodes if node.op == "get_attr"}
+    tensors = {id(t): t for t in (operator.attrgetter(name)(gm) for name in names)}
+    return sum(t.nbytes for t in tensors.values())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return looped(tiny_llama())
+
+
+@pytest.fixture(scope="module")
+def compiled(model):
+    return compile_model(model, CompileConfig(executable="eager"))
+
+
+@pytest.mark.parametrize("executable", ["eager", "inductor"])
+def test_served_tokens_are_the_source_models(model, executable):
+    assert_serves_as_source(model, ids_of, executable)
+
+
+def test_every_pass_has_a_cache_of_its_own(compiled):
+    assert len(compiled.states) == 2 * PASSES
+    names = [page.layer for page in compiled.kv_spec.layers]
+    assert len(set(names)) == 2 * PASSES and all("self_attn" in name for name in names)
+    assert f"{2 * PASSES} layers" in compiled.explain()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"quantization": "int8"}, {"pack_weights": True, "dtype": "bfloat16"}, {"kv_dtype": "fp8_e4m3"}],
+    ids=["int8", "packed", "fp8"],
+)
+def test_weights_that_several_passes_read_are_rewritten_once(model, options):
+    """Every rewrite is run beside the graph before it."""
+    compiled = compile_model(model, CompileConfig(executable="eager", verify="full", **options))
+    prompts = [ids_of(40).tolist()]
+    for step in (24, 64):
+        engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_batched_tokens=step))
+        assert len(engine.generate(prompts, GREEDY)[0].token_ids) == 12
+    assert 0 < bytes_of(compiled.graphs["fused"]) <= 1.1 * bytes_of(compiled.graphs["captured"])
+
+
+def test_an_artefact_and_a_lock(compiled, tmp_path):
+    prompt = [ids_of(40).tolist()]
+    compiled.save(tmp_path / "artefact")
+    loaded = pagebinder.load(tmp_path / "artefact")
+    got, expected = (
+        c.engine(EngineConfig(num_kv_blocks=64)).generate(prompt, GREEDY) for c in (loaded, compiled)
+    )
+    assert got[0].token_ids == expected[0].token_ids
+    compiled.write_lock(tmp_path / "plan.toml")
+
+
+def test_experts_of_a_loop():
+    model = looped(tiny_qwen3_moe())
+    compiled = compile_model(model, CompileConfig(executable="eager"))
+    prompts = [ids_of(n).tolist() for n in (40, 9)]
+    assert_source_chooses(
+        model, prompts, compiled.engine(EngineConfig(num_kv_blocks=64)).generate(prompts, GREEDY)
+    )
+
+
+def test_dory():
+    found = next((a for a in architectures("causal") if a.name == "dory"), None)
+    if found is None:
+        pytest.skip("this release of transformers has no Dory")
+    assert_serves_as_source(tiny_model(found), ids_of, "eager")
+
+
+def test_passes_that_read_the_last_ones_keys_are_refused():
+    """Dory's last_loop: only of tokens before the present step, so steps of other sizes compute something else."""
+    model = tiny_llama()
+    model.config.recurrent_kv_cache_mode = "last_loop"
+    with pytest.raises(CaptureError, match="how a prompt is cut into steps.*per_loop"):
+        refuse_unsupported(model)
+
+
+def test_a_layer_too_many_is_still_an_error():
+
+    class All(torch.nn.ModuleList):
+        def __getitem__(self, index):
+            return list(self) if isinstance(index, slice) else super().__getitem__(index)
+
+    model = tiny_llama(num_hidden_layers=3)
+    model.model.layers, model.config.num_hidden_layers = All(model.model.layers), 2
+    with pytest.raises(CaptureError, match="3 attention layers were found, but the config says 2"):
+        compile_model(model, CompileConfig(executable="eager"))
