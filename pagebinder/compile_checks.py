@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
@@ -88,10 +89,16 @@ def unexplained(
 def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: ModelSource) -> list[str]:
     """Kinds of layers of which the graph has more or fewer than the config says."""
     problems = []
-    attention = sum(not _is_run_again(node) for node in _attention(semantic))
+    attention = _count(semantic, *DECODER_ATTENTION)
+    # A config counts layers that run several times once (Dory), or each time (ALBERT).
+    once = attention - sum(map(_is_run_again, _attention(semantic)))
     recurrent = len({_layer(module_path(node)) for node in calls(semantic.graph, *RECURRENT_OPS)})
     counts = [
-        ("attention", attention, source.num_attention_layers),
+        (
+            "attention",
+            once if once == source.num_attention_layers else attention,
+            source.num_attention_layers,
+        ),
         ("recurrent", recurrent, source.num_recurrent_layers),
     ]
     if encoder is not None:
@@ -121,7 +128,7 @@ def _called_again(semantic: GraphModule) -> str:
     return f": {path} is called {most} times in a step. Call the model once"
 
 
-def _attention(semantic: GraphModule) -> list[Node]:
+def _attention(semantic: GraphModule) -> Iterator[Node]:
     return calls(semantic.graph, *(op.overload for op in DECODER_ATTENTION))
 
 

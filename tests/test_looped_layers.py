@@ -125,3 +125,10 @@ def test_a_layer_too_many_is_still_an_error():
     model.model.layers, model.config.num_hidden_layers = All(model.model.layers), 2
     with pytest.raises(CaptureError, match="3 attention layers were found, but the config says 2"):
         compile_model(model, CompileConfig(executable="eager"))
+
+
+def test_a_config_may_count_every_pass():
+    """As ALBERT's does."""
+    model = looped(tiny_llama())
+    model.config.num_hidden_layers = 2 * PASSES
+    assert len(compile_model(model, CompileConfig(executable="eager")).states) == 2 * PASSES
