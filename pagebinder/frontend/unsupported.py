@@ -25,6 +25,7 @@ INDEX_IN_LEAF = (
     "Glm5NextTextAttention",
     "GlmMoeDsaAttention",
     "HYV4Attention",
+    "HYV4VLAttention",
     "MistralLarge4TextAttention",
     "Qwen4ExpTextAttention",
 )

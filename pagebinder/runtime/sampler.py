@@ -85,17 +85,24 @@ def draw_on_device(
     logits_LV: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]
 ) -> torch.Tensor:
     """`draw` as [R] int64 on the logits' device, which nobody waits for; negative: a row of NaN."""
-    penalised = [r.all_token_ids if r.params.repetition_penalty != 1.0 else () for r in rows]
+    penalised = [_penalised(row, logits_LV.shape[1]) for row in rows]
     operands = (
         np.asarray(indices, np.int64),
         np.array([(r.seed % _SEEDS, r.num_output_tokens) for r in rows], np.uint64).view(np.int64),
         np.array([_options(r.params) for r in rows], np.float64),
-        np.array([token for tokens in penalised for token in tokens], np.int64),
+        np.concatenate([np.empty(0, np.int64), *penalised]),
         np.cumsum([0, *map(len, penalised)]),
     )
     device = logits_LV.device
     tensors = (to_device(operand, device) for operand in operands)
     return _overload("sample_tokens", device.type)(_served(logits_LV), *tensors)
+
+
+def _penalised(row: SamplingRow, vocab_size: int) -> np.ndarray:
+    """The tokens that a request has, but for those of a prompt that have no logit (of images, where they are not
+    written), [S] int64; none without a penalty."""
+    tokens = np.asarray(row.all_token_ids if row.params.repetition_penalty != 1.0 else (), np.int64)
+    return tokens[tokens < vocab_size]
 
 
 @functools.cache

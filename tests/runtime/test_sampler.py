@@ -130,6 +130,13 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     assert tokens_of(torch.tensor([[-0.1, -0.15]]), [row(params, tokens=[0])]) == [1]
 
 
+def test_tokens_of_a_prompt_that_have_no_logit_are_not_penalised():
+    """A head may be narrower than the table of embeddings: tokens of images are read, and not written."""
+    params = SamplingParams(temperature=0.0, repetition_penalty=2.0)
+    assert tokens_of(LOGITS, [row(params, tokens=[9, 5])]) == [0]
+    assert tokens_of(torch.tensor([[1.0, 0.9]]), [row(params, tokens=[2, 0])]) == [1]
+
+
 def test_logits_are_not_changed():
     before = LOGITS.clone()
     tokens_of(LOGITS, [row(SamplingParams(repetition_penalty=2.0, top_k=2), tokens=[0, 1])])

@@ -177,6 +177,17 @@ OVERRIDES |= {
     "mistral_large4_text": {"no_rope_layers": [1, 0] * 2, "kv_source_layers": [0, 1] * 2},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "inkling2_vision": {"text_hidden_size": 64},
+    "wavtokenizer_encoder": {"codebook_dim": 64, "codebook_size": 16},
+    "apertus1p5": {
+        "vision_config": {"codebook_size": 32},
+        "image_token_offset": 80,
+        "audio_token_offset": 112,
+        "image_token_id": 78,
+        "audio_token_id": 79,
+    },
+    "hy_v4_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    },
     "muse_spark": {"out_hidden_size": 256, "projector_hidden_size": 64},
     "muse_spark_audio": {"num_hidden_layers": "default", "hidden_sizes": (8,) * 4, "out_hidden_size": 64},
     # Scores of a natural size: the shipped factor of 5.5 makes every error of rounding that much larger, the source's

@@ -37,6 +37,7 @@ INDEXERS = (
     "Dots3NoteTextIndexer",
     "GlmMoeDsaIndexer",
     "HYV4Indexer",
+    "HYV4VLIndexer",
     "MistralLarge4TextIndexer",
 )
 
