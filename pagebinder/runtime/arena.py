@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages, make_pages, untouched_zeros
@@ -32,6 +33,23 @@ Mark = float | torch.cuda.Event
 HOST_BYTES = 256 << 20
 
 
+def _zeros_to_come(num_bytes: int, idle: threading.Event) -> torch.Tensor:
+    """Zeros [num_bytes] uint8 on the CPU in huge pages. These are made from now on, the first ones first, while
+    `idle`: not all in the steps of the first requests, and not beside them."""
+    memory = untouched_zeros(num_bytes)
+    advise_huge_pages(memory)
+    if make_pages(memory, idle) is None:
+        memory.zero_()
+    return memory
+
+
+def _copy_block(destination: torch.Tensor, source: torch.Tensor) -> None:
+    if destination.is_cuda or source.is_cuda:
+        destination.copy_(source, non_blocking=True)
+    else:  # in this thread: torch's would wait for one another with each block, 20 ms where a core is busy
+        np.copyto(destination.numpy(), source.numpy())
+
+
 class KVArena:
     """`num_blocks` blocks on one device. `caches` maps "kv_cache_<layer number><suffix>" to the view of that
     tensor of the layer."""
@@ -46,12 +64,7 @@ class KVArena:
         self.idle.set()
         try:
             if device.type == "cpu":
-                self.memory = untouched_zeros(num_bytes)
-                advise_huge_pages(self.memory)
-                # Pages are made from now on, the first ones first, while `idle`: not all in the steps of the first
-                # requests, and not beside them.
-                if make_pages(self.memory, self.idle) is None:
-                    self.memory.zero_()
+                self.memory = _zeros_to_come(num_bytes, self.idle)
             else:
                 self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError, OSError, OverflowError) as error:
@@ -85,22 +98,22 @@ class KVArena:
         Raises CacheCapacityError if it cannot be allocated.
         """
         each = self._slots_each = max(1, HOST_BYTES // self.bytes_per_block)
-        num_bytes, pinned = num_slots * self.bytes_per_block, self.memory.is_cuda
+        num_bytes = num_slots * self.bytes_per_block
         try:
-            # What nobody can have fails here, before parts of it are taken.
-            torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-            self._host = [
-                torch.zeros(
-                    (min(each, num_slots - first), self.bytes_per_block),
-                    dtype=torch.uint8,
-                    pin_memory=pinned,
-                    device="cpu",
-                )
-                for first in range(0, num_slots, each)
-            ]
+            if self.memory.is_cuda:
+                # What nobody can have fails here, before parts of it are taken.
+                torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                sizes = [min(each, num_slots - first) for first in range(0, num_slots, each)]
+                self._host = [
+                    torch.zeros((n, self.bytes_per_block), dtype=torch.uint8, pin_memory=True, device="cpu")
+                    for n in sizes
+                ]
+            else:
+                memory = _zeros_to_come(num_bytes, self.idle)
+                self._host = list(memory.view(num_slots, self.bytes_per_block).split(each))
             self.num_host_slots = num_slots
         # OverflowError and TypeError: that is no size of a tensor.
-        except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        except (RuntimeError, MemoryError, OSError, OverflowError, TypeError) as error:
             raise CacheCapacityError(
                 f"Swap space of {num_bytes / 2**30:,.1f} GiB cannot be allocated; give less swap_bytes."
             ) from error
@@ -109,7 +122,7 @@ class KVArena:
         """Copy whole blocks, one after the other: a source may be the destination of a copy before it."""
         blocks = self.memory.view(self.num_blocks, self.bytes_per_block)
         for copy in copies:
-            blocks[copy.dst].copy_(blocks[copy.src])
+            _copy_block(blocks[copy.dst], blocks[copy.src])
 
     def swap_blocks(self, copies: Sequence[SwapCopy]) -> None:
         """Copy whole blocks to or from host slots, one after the other. A GPU's are not waited for: the slots are
@@ -119,10 +132,7 @@ class KVArena:
         for copy in copies:
             part, row = divmod(copy.slot, self._slots_each)
             block, slot = blocks[copy.block], self._host[part][row]
-            if copy.to_host:
-                slot.copy_(block, non_blocking=True)
-            else:
-                block.copy_(slot, non_blocking=True)
+            _copy_block(*((slot, block) if copy.to_host else (block, slot)))
         self._swaps.append((len(copies) * self.bytes_per_block, begin, self._mark()))
 
     def take_swap_times(self) -> list[tuple[int, float]]:
