@@ -1,4 +1,5 @@
-"""Code of a user's own runs beside its graph once, while it is compiled: two calls of the module, one of the graph.
+"""Code of a user's own runs beside its graph while it is compiled, at three lengths: two calls of the module, one of
+the graph.
 
 transformers' own classes are served as tiny models before each release (docs/compatibility.md). Of other code nobody
 knows what it does behind torch's back: count calls in a global, draw numbers in NumPy, look at the length of a list.
@@ -20,7 +21,7 @@ from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.own_passes import may_change
 from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, errors_of, in_units, spread_of
 
-NUM_TOKENS = 80
+NUM_TOKENS, SHORTER = 80, (7, 1)
 
 
 def has_code_of_its_own(module: torch.nn.Module) -> bool:
@@ -32,22 +33,26 @@ def can_probe(source: ModelSource) -> bool:
 
 
 def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config: CompileConfig) -> None:
-    """Raises CaptureError if the module computes something else when it is called again, or the graph does.
-
-    In 16 bits single tokens may differ (by experts whose ratings are equal but for rounding): the mean error counts.
-    """
+    """Raises CaptureError if the module computes something else when it is called again, or the graph does: of a
+    sequence, and of its beginnings, as code may look at how long it is."""
     generator = torch.Generator().manual_seed(0)
-    num_tokens = min(NUM_TOKENS, max_model_len)
-    ids = torch.randint(source.vocab_size, (num_tokens,), generator=generator, device="cpu").to(source.device)
+    ids = torch.randint(source.vocab_size, (NUM_TOKENS,), generator=generator, device="cpu").to(source.device)
+    also = may_change(config.passes, "semantic")
+    for num_tokens in sorted({min(length, max_model_len) for length in (NUM_TOKENS, *SHORTER)}, reverse=True):
+        _probe(source, semantic, ids[:num_tokens], also)
+
+
+def _probe(source: ModelSource, semantic: GraphModule, ids: torch.Tensor, also: str) -> None:
+    """In 16 bits single tokens may differ (by experts whose ratings are equal but for rounding): there the mean error
+    counts."""
     with put_back(source.module), evaluation_mode(source.module):
         first, again = (call_source(source.module, source, ids).double() for _ in range(2))
-    positions = torch.arange(num_tokens, device=ids.device)
+    positions = torch.arange(len(ids), device=ids.device)
     with inference():  # interpreted: a path may hold a word of Python's, which is no code
         got = Interpreter(semantic).run(ids, positions)
     narrow = got.dtype in (torch.bfloat16, torch.float16)
     tolerance = TOLERANCES[got.dtype] * (1 if narrow else CAPTURE_FACTOR)
     name = type(source.module).__name__
-    also = may_change(config.passes, "semantic")
     compared = (
         (f"{name} computes something else when it is called again", again),
         (f"The graph of {name} computes something else than {name} itself", got.double()),
@@ -59,7 +64,7 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
         if not error <= tolerance:
             worst = int(errors.amax(-1).argmax())
             raise CaptureError(
-                f"{what}: logits are off by {error:.2g} of their spread, most at token {worst} of {num_tokens}. It "
+                f"{what}: logits are off by {error:.2g} of their spread, most at token {worst} of {len(ids)}. It "
                 "may keep state outside of its modules, draw numbers by itself, run under autocast, or depend on "
                 f"how many tokens there are{also}. "
                 '`pagebinder bisect` and verify="full" show more.'

@@ -100,6 +100,10 @@ def arg(node: Node, position: int, name: str, default=None):
     return node.kwargs.get(name, default)
 
 
+# torch's name of the k-th module of `layers[a:b]`, where a list holds a module twice.
+_SLICED = re.compile(r"slice\((None|\d+), [^)]*\)\.(\d+)")
+
+
 def module_path(node: Node) -> str:
     """Path of the innermost source module a node was traced in, e.g. "model.layers.0.self_attn"."""
     stack = node.meta.get("nn_module_stack")
@@ -107,7 +111,15 @@ def module_path(node: Node) -> str:
         return ""
     path = next(reversed(stack.values()))[0]
     path = re.sub(r"L\['self'\]\.?|getattr\(|\)$", "", str(path))
+    path = _SLICED.sub(lambda m: str(int(m[2]) + (0 if m[1] == "None" else int(m[1]))), path)
     return re.sub(r"^(L__self___)?source\.?", "", path)
+
+
+def first_paths(model: torch.nn.Module) -> dict[str, str]:
+    """Every path of a module -> that in `named_modules()`. They are different where a list holds a module twice:
+    torch names its calls by either."""
+    first = {id(module): path for path, module in model.named_modules()}
+    return {path: first[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
 
 
 def source_line(node: Node) -> str:

@@ -11,8 +11,16 @@ from transformers import LlamaForCausalLM
 import pagebinder
 from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams, compile_model
 from pagebinder.frontend.unsupported import refuse_unsupported
-from tests.helpers import assert_serves_as_source, assert_source_chooses, tiny_llama
-from tests.moe_models import tiny_qwen3_moe
+from tests.helpers import (
+    assert_serves_as_source,
+    assert_source_chooses,
+    tiny_gemma2,
+    tiny_gemma3,
+    tiny_lfm2,
+    tiny_llama,
+    tiny_llama4,
+)
+from tests.moe_models import tiny_deepseek_v3, tiny_qwen3_moe
 from tests.zoo.architectures import architectures
 from tests.zoo.tiny_configs import tiny_model
 
@@ -72,7 +80,7 @@ def test_every_pass_has_a_cache_of_its_own(compiled):
 )
 def test_weights_that_several_passes_read_are_rewritten_once(model, options):
     """Every rewrite is run beside the graph before it."""
-    compiled = compile_model(model, CompileConfig(executable="eager", verify="full", **options))
+    compiled = compile_model(model, CompileConfig(executable="eager", verify="sample", **options))
     prompts = [ids_of(40).tolist()]
     for step in (24, 64):
         engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_batched_tokens=step))
@@ -132,3 +140,75 @@ def test_a_config_may_count_every_pass():
     model = looped(tiny_llama())
     model.config.num_hidden_layers = 2 * PASSES
     assert len(compile_model(model, CompileConfig(executable="eager")).states) == 2 * PASSES
+
+
+@pytest.mark.parametrize(
+    "build", [tiny_llama, tiny_qwen3_moe, tiny_deepseek_v3, tiny_lfm2], ids=lambda build: build.__name__
+)
+def test_a_list_may_hold_a_layer_twice(build):
+    model = build()
+    config, layers = model.config, list(model.model.layers)
+    model.model.layers = torch.nn.ModuleList(layers * 2)
+    config.num_hidden_layers = 2 * len(layers)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == len(layers):
+            setattr(config, name, value * 2)
+    compiled = compile_model(model, CompileConfig(executable="eager"))
+    prompts = [ids_of(n).tolist() for n in (40, 9)]
+    assert_source_chooses(
+        model, prompts, compiled.engine(EngineConfig(num_kv_blocks=64)).generate(prompts, GREEDY)
+    )
+
+
+def test_recurrent_layers_of_a_loop():
+    model = tiny_lfm2()
+    layers = model.model.layers
+    model.model.layers = Looped(layers)
+    model.config.layer_types, model.config.num_hidden_layers = model.config.layer_types * PASSES, 4 * PASSES
+    compiled = compile_model(model, CompileConfig(executable="eager"))
+    prompts = [ids_of(n).tolist() for n in (40, 9)]
+    assert_source_chooses(
+        model, prompts, compiled.engine(EngineConfig(num_kv_blocks=64)).generate(prompts, GREEDY)
+    )
+
+
+PRUNED = {"dropped": [0, 2, 3], "in another order": [1, 0, 3, 2], "twice": [0, 1, 1, 0]}
+
+
+@pytest.mark.parametrize("build", [tiny_gemma3, tiny_llama4, tiny_gemma2])
+@pytest.mark.parametrize("how", PRUNED)
+def test_layers_in_places_of_other_kinds_are_refused(build, how):
+    """transformers masks them by their place, and our attention by what the module was made as."""
+    model = build()
+    kept = [model.model.layers[i] for i in PRUNED[how]]
+    model.model.layers, model.config.num_hidden_layers = torch.nn.ModuleList(kept), len(kept)
+    with pytest.raises(CaptureError, match=r"was made as layer \d \(layer_idx\).*the mask of its place"):
+        compile_model(model, CompileConfig(executable="eager"))
+
+
+def test_layers_that_were_dropped_with_their_kinds_are_served():
+    model = tiny_gemma3()
+    model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in (0, 2, 3)])
+    model.config.num_hidden_layers = 3
+    model.config.layer_types = [model.config.layer_types[i] for i in (0, 2, 3)]
+    for place, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = place
+    prompts = [ids_of(n).tolist() for n in (40, 9)]
+    engine = compile_model(model, CompileConfig(executable="eager")).engine(EngineConfig(num_kv_blocks=64))
+    assert_source_chooses(model, prompts, engine.generate(prompts, GREEDY))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"layer_types": ["full_attention"] * 4},
+        {"sliding_window": 8},
+        {"layer_types": ["sliding_attention"] * 4},
+    ],
+)
+def test_a_config_that_was_changed_behind_its_modules_is_refused(changed):
+    model = tiny_gemma3()
+    for name, value in changed.items():
+        setattr(model.config, name, value)
+    with pytest.raises(CaptureError, match="sliding window"):
+        compile_model(model, CompileConfig(executable="eager"))

@@ -18,6 +18,7 @@ import torch
 
 from pagebinder.ambient import autocast_dtype, is_compiled_elsewhere
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.layer_places import refuse_misplaced
 from pagebinder.frontend.own_code import attention_is_replaced, replaced_in
 from pagebinder.frontend.position_bias import has_bias_by_query, read_bias
 from pagebinder.graph_tools import calls, describe, num_ops
@@ -247,8 +248,14 @@ def hooked_attention(captured: torch.fx.GraphModule) -> PassResult:
 
 @contextlib.contextmanager
 def attention_hook(model: torch.nn.Module) -> Iterator[None]:
-    """Switch a transformers model to our attention function, and back to what it had, whatever happens."""
+    """Switch a transformers model to our attention function, and back to what it had, whatever happens.
+
+    Raises:
+        CaptureError: the model takes no such functions, or its layers do not stand where its config says.
+    """
     from transformers import AttentionInterface
+
+    refuse_misplaced(model)
 
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     configs = _configs(model)
@@ -355,4 +362,12 @@ def _require_window_as_configured(module, window) -> None:
         raise CaptureError(
             f"{type(module).__name__} has a sliding window by its config, but does not pass it to its "
             "attention function."
+        )
+    told = getattr(config, "sliding_window", None)
+    is_another = has_window and isinstance(told, int) and window != told
+    if is_another or (window is not None and layer_type == "full_attention"):
+        raise CaptureError(
+            f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')}) passes a sliding window of "
+            f"{window}, but transformers makes its mask by the config, which says "
+            f"{told if is_another else layer_type!r}: make the model with the config that it has."
         )

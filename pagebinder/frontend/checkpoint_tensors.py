@@ -17,6 +17,7 @@ from pagebinder.errors import CheckpointError
 from pagebinder.frontend.model_kinds import is_encoder_only, parts_beside_text
 
 SHOWN = 3
+CODES = ("F8", "I8", "U8", "I32")  # what codes of weights are kept as, by safetensors' names
 
 
 @dataclass(frozen=True)
@@ -62,23 +63,30 @@ def compared(
     )
 
 
-def refuse_unsaid_codes(tensors: CheckpointTensors, path: Path) -> None:
+def refuse_unsaid_codes(module: torch.nn.Module, tensors: CheckpointTensors, path: Path) -> None:
     """Of a checkpoint whose config says nothing of quantisation: transformers takes codes for plain weights.
 
     Raises:
-        CheckpointError: it keeps tensors in 8 bits, and scales that nothing reads.
+        CheckpointError: it keeps a weight in whole numbers, or in float8 with a scale that nothing reads.
     """
     from safetensors import safe_open
 
+    weights = {name for name, parameter in module.named_parameters() if parameter.is_floating_point()}
     scales = [name for name in tensors.left_over if "scale" in name.rpartition(".")[2]]
-    for file in sorted(path.glob("*.safetensors")) if scales else ():
+    for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            coded = (name for name in opened.keys() if opened.get_slice(name).get_dtype().startswith("F8"))  # noqa: SIM118
-            if (first := next(coded, None)) is not None:
-                raise CheckpointError(
-                    f"{path} keeps tensors in 8 bits ({first}) and scales beside them ({scales[0]}), but its "
-                    "config.json has no quantization_config that says how to read them."
-                )
+            for name in opened.keys():  # noqa: SIM118
+                dtype = opened.get_slice(name).get_dtype()
+                if not dtype.startswith(CODES):
+                    continue
+                owner = name.rpartition(".")[0]
+                beside = scales or [other for other in tensors.left_over if other.rpartition(".")[0] == owner]
+                if beside or (name in weights and not dtype.startswith("F")):
+                    raise CheckpointError(
+                        f"{path} keeps codes of weights ({name} in {dtype}"
+                        + (f", and {beside[0]}, which nothing reads" if beside else "")
+                        + "), but its config.json has no quantization_config that says how to read them."
+                    )
 
 
 def check_absent(absent: Collection[str], gm: GraphModule, path: Path | None) -> None:

@@ -24,7 +24,7 @@ from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.experts_proof import KEPT_AS, Experts, code_between, understand, weights_of
 from pagebinder.frontend.model_kinds import parts_beside_text
-from pagebinder.graph_tools import calls, describe, module_path, num_ops
+from pagebinder.graph_tools import calls, describe, first_paths, module_path, num_ops
 from pagebinder.report import Match, PassResult
 
 IMPLEMENTATION = "pagebinder"
@@ -105,12 +105,12 @@ def hooked_experts(model: torch.nn.Module, *graphs: GraphModule) -> PassResult:
     """
     size = sum(map(num_ops, graphs))
     result = PassResult(name="experts_hook", num_ops_before=size, num_ops_after=size)
-    modules, emitted = experts_modules(model), Counter()
+    modules, emitted, first = experts_modules(model), Counter(), first_paths(model)
     read = {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "get_attr"}
     ops = [getattr(torch.ops.pagebinder, name).default for name in ("moe_experts", "expert_linear")]
     for graph in graphs:
         for node in calls(graph.graph, *ops):
-            path = module_path(node)
+            path = first.get(module_path(node))
             if path in modules:
                 emitted[path, node.target] += 1
                 result.matches.append(

@@ -260,7 +260,7 @@ def _build(
         fp8_loading.check_scales(stored, info.get("unexpected_keys", ()), info.get("missing_keys", ()), path)
     tensors = compared(module, info, path, other_parts(config))
     if stored is None:
-        refuse_unsaid_codes(tensors, path)
+        refuse_unsaid_codes(module, tensors, path)
         return module.eval(), {"tensors": tensors}
     of_weights = _of_weights(*fp8_loading.finish(module, stored))
     absent = tensors.absent | {f"{name.removesuffix('.weight')}.codes" for name in tensors.absent}

@@ -52,6 +52,13 @@ def _has_submodule(name: str) -> Callable[[torch.nn.Module], bool]:
     return lambda module: isinstance(module._modules.get(name), torch.nn.Module)
 
 
+def _reads_the_last_loop(config) -> bool:
+    is_so = getattr(config, "recurrent_kv_cache_mode", None) == "last_loop"
+    return (
+        is_so and getattr(config, "n_recurrent_loops", 2) > 1 and getattr(config, "n_recurrent_layers", 1) > 0
+    )
+
+
 # The first that is found is told.
 TRAITS = (
     Trait(
@@ -59,7 +66,7 @@ TRAITS = (
         "selects the keys that each query sees by a learned index (top-k) of a kind that is not known here",
     ),
     Trait(
-        lambda module: getattr(getattr(module, "config", None), "recurrent_kv_cache_mode", None) == "last_loop",
+        lambda module: _reads_the_last_loop(getattr(module, "config", None)),
         "lets the earlier passes of its loop read keys and values of the last one, but only of tokens before the "
         "present step: what it computes depends on how a prompt is cut into steps. Set the config's "
         "recurrent_kv_cache_mode to per_loop",

@@ -25,7 +25,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.errors import CaptureError
-from pagebinder.graph_tools import calls, describe, module_path, num_ops
+from pagebinder.graph_tools import calls, describe, first_paths, module_path, num_ops
 from pagebinder.report import Match, PassResult, Refusal
 
 LIBRARY = "transformers"
@@ -147,12 +147,13 @@ def captured_leaves(leaves: Sequence[Leaf], model: torch.nn.Module, captured: Gr
             Refusal(pattern=leaf.name, reason=reason, node="", module_path=path, source_line="")
             for path, reason in refusals
         ]
+    first = first_paths(model)
     for leaf in applicable(leaves, model):
         modules, emitted = leaf.modules(model), Counter()
         for node in calls(captured.graph, *leaf.emits):
-            if module_path(node) not in modules:
+            if (path := first.get(module_path(node))) not in modules:
                 continue
-            emitted[module_path(node), node.target] += 1
+            emitted[path, node.target] += 1
             detail = str(node.target).removeprefix("pagebinder.").removesuffix(".default")
             result.matches.append(Match(pattern=leaf.name, detail=detail, **describe(node)))
         for path, module in modules.items():
