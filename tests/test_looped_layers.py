@@ -10,7 +10,6 @@ from transformers import LlamaForCausalLM
 
 import pagebinder
 from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams, compile_model
-from pagebinder.frontend.unsupported import refuse_unsupported
 from tests.helpers import (
     assert_serves_as_source,
     assert_source_chooses,
@@ -113,14 +112,6 @@ def test_dory():
     if found is None:
         pytest.skip("this release of transformers has no Dory")
     assert_serves_as_source(tiny_model(found), ids_of, "eager")
-
-
-def test_passes_that_read_the_last_ones_keys_are_refused():
-    """Dory's last_loop: only of tokens before the present step, so steps of other sizes compute something else."""
-    model = tiny_llama()
-    model.config.recurrent_kv_cache_mode = "last_loop"
-    with pytest.raises(CaptureError, match="how a prompt is cut into steps.*per_loop"):
-        refuse_unsupported(model)
 
 
 def test_a_layer_too_many_is_still_an_error():

@@ -75,6 +75,22 @@ def big_bird(attention_type: str) -> torch.nn.Module:
         return architecture.model_class(config)
 
 
+def dory(mode: str) -> torch.nn.Module:
+    model = on_meta("causal", "dory")
+    model.config.recurrent_kv_cache_mode = mode
+    return model
+
+
+def test_loops_with_one_cache_for_all_passes_are_refused():
+    """Their results depend on how a prompt is cut into steps."""
+    with pytest.raises(CaptureError, match=r"cut into steps.*per_loop"):
+        refuse_unsupported(dory("last_loop"))
+    refuse_unsupported(dory("per_loop"))
+    once = dory("last_loop")
+    once.config.n_recurrent_loops = 1
+    refuse_unsupported(once)
+
+
 def another_indexer() -> torch.nn.Module:
     """All indexers of this release are served; those of the next one are refused until they have been read."""
     model = on_meta("causal", "glm_moe_dsa")
@@ -105,5 +121,6 @@ def test_a_model_without_a_trait_is_not_refused(family, name):
 def test_every_trait_is_that_of_a_model_above():
     """A trait that transformers no longer has would refuse nothing, and nobody would notice."""
     models = [*(on_meta(*key) for key in REASONS), big_bird("block_sparse"), another_indexer()]
+    models.append(dory("last_loop"))
     for trait in TRAITS:
         assert any(trait.found(part) for model in models for part in model.modules()), trait.reason
