@@ -80,6 +80,27 @@ def test_what_torch_does_not_see_is_an_error(change, reason):
         compiled(change)
 
 
+def by_length(x):
+    """What it falls back to where numbers cannot be read is right for long sequences alone."""
+    try:
+        is_long = x.shape[1] + 0 * int(x.sum()) > 30
+    except Exception:
+        is_long = True
+    return x if is_long else -x
+
+
+def of_single_tokens(x):
+    for _ in range(min(x.shape[1], 2)):
+        x = 2 * x
+    return x
+
+
+@pytest.mark.parametrize("change", [by_length, of_single_tokens])
+def test_what_depends_on_the_length_is_an_error(change):
+    with pytest.raises(CaptureError, match=r"depend on how many tokens there are|how many there are"):
+        compiled(change)
+
+
 def masked(x, least):
     return x + torch.where(torch.arange(x.shape[-1]) < 60, 0.0, least)
 

@@ -257,3 +257,39 @@ def test_checkpoints_that_contradict_themselves_are_errors(tmp_path):
     assert "e5m2" in broken(tmp_path, lambda t: t.update({NAME: t[NAME].float().to(torch.float8_e5m2)}))
     other_shape = broken(tmp_path, lambda t: t.update({f"{NAME}_scale_inv": torch.ones(7, 7)}))
     assert "up_proj" in other_shape and re.search(r"7, 7[])]", other_shape)
+
+
+CODED = {
+    "float8 and a scale": (torch.float8_e4m3fn, "weight_scale"),
+    "float8 and something else": (torch.float8_e5m2, "weight_amax"),
+    "int8 and a scale": (torch.int8, "SCB"),
+    "int8 alone": (torch.int8, None),
+    "uint8": (torch.uint8, "scales"),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_codes_of_which_the_config_says_nothing_are_refused(name, tmp_path):
+    """transformers loads them as if they were weights, without a word."""
+    dtype, beside = CODED[name]
+    tiny_qwen3().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, layer = load_file(file), "model.layers.0.self_attn.q_proj"
+    tensors[f"{layer}.weight"] = (tensors[f"{layer}.weight"] * 100).abs().to(dtype)
+    if beside is not None:
+        tensors[f"{layer}.{beside}"] = torch.full((1,), 0.01)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"codes of weights \(model\.layers\.0\S+ in .*no quantization_config"
+    ):
+        source_from_dir(tmp_path)
+
+
+def test_plain_weights_may_be_stored_in_float8(tmp_path):
+    tiny_qwen3().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert torch.equal(source_from_dir(tmp_path).module.get_parameter(name), tensors[name].float())
