@@ -17,7 +17,7 @@ from pagebinder.errors import CheckpointError
 from pagebinder.frontend.model_kinds import is_encoder_only, parts_beside_text
 
 SHOWN = 3
-CODES = ("F8", "I8", "U8", "I32")  # what codes of weights are kept as, by safetensors' names
+WHOLE_NUMBERS = ("I", "U")  # how safetensors' names of dtypes begin; masks and positions are kept so, too
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,15 @@ def refuse_unsaid_codes(module: torch.nn.Module, tensors: CheckpointTensors, pat
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 dtype = opened.get_slice(name).get_dtype()
-                if not dtype.startswith(CODES):
+                is_whole = dtype.startswith(WHOLE_NUMBERS) and name in weights
+                if not is_whole and not dtype.startswith("F8"):
                     continue
                 owner = name.rpartition(".")[0]
-                beside = scales or [other for other in tensors.left_over if other.rpartition(".")[0] == owner]
-                if beside or (name in weights and not dtype.startswith("F")):
+                unread = scales or [other for other in tensors.left_over if other.rpartition(".")[0] == owner]
+                if is_whole or unread:
                     raise CheckpointError(
                         f"{path} keeps codes of weights ({name} in {dtype}"
-                        + (f", and {beside[0]}, which nothing reads" if beside else "")
+                        + (f", and {unread[0]}, which nothing reads" if unread else "")
                         + "), but its config.json has no quantization_config that says how to read them."
                     )
 
