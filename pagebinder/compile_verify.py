@@ -2,8 +2,8 @@
 
     conditions           weights                          computed in
     model                the model's                      its dtype, and float32 if that is wider
-    rescaled             N(0, 1 / fan_in), near one       the same: small initial weights make attention uniform, and
-                         for vectors                      then a wrong mask or scale hardly shows
+    rescaled             N(0, 1 / fan_in); vectors near   the same: small initial weights make attention uniform, and
+                         their size, or one for zeros     then a wrong mask or scale hardly shows
 
 Rescaled and widened weights are those of a copy of the model, one copy at a time; graphs are run with the copy's
 tensors, so the model and its graphs are never touched.
@@ -175,11 +175,12 @@ def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def rescale(module: torch.nn.Module, seed: int = 0) -> None:
-    """Overwrite weights: matrices ~ N(0, 1 / fan_in), vectors near one."""
+    """Overwrite weights: matrices ~ N(0, 1 / fan_in), vectors near their mean size, or near one if they are zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 noise = torch.randn(parameter.shape, generator=generator, device="cpu")
-                wide = noise * parameter.shape[-1] ** -0.5 if parameter.dim() >= 2 else 1.0 + 0.1 * noise
-                parameter.copy_(wide)
+                is_matrix = parameter.dim() >= 2
+                size = parameter.shape[-1] ** -0.5 if is_matrix else float(parameter.abs().mean()) or 1.0
+                parameter.copy_(size * (noise if is_matrix else 1.0 + 0.1 * noise))

@@ -11,6 +11,7 @@ import pagebinder
 import pagebinder.compile as compiler
 from pagebinder import CompileConfig, ConfigError, VerificationError
 from pagebinder.compile import explain_model
+from pagebinder.compile_verify import rescale
 from pagebinder.compile_verify_runs import lengths_to_test
 from pagebinder.passes.verifier import difference
 from tests.broken_passes import (
@@ -192,3 +193,17 @@ def test_difference():
     assert difference(a, torch.tensor([0.0, 1.0, 2.0, 3.0])).relative == float("inf")
     assert difference(a, a[:2], "here").relative == float("inf")
     assert difference(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])).relative == 2
+
+
+def test_random_vectors_keep_the_size_that_a_model_counts_in():
+    """Dory keeps parameters in units of 0.0177; 56 times as large, rounding alone would show."""
+    module = torch.nn.Module()
+    module.small, module.ones = (torch.nn.Parameter(torch.full((64,), size)) for size in (0.0177, 1.0))
+    module.zeros, module.matrix = (
+        torch.nn.Parameter(torch.zeros(64)),
+        torch.nn.Parameter(torch.zeros(64, 256)),
+    )
+    rescale(module)
+    means = [float(p.mean()) for p in (module.small, module.ones, module.zeros)]
+    assert means == pytest.approx([0.0177, 1.0, 1.0], rel=0.05) and len(set(module.small.tolist())) == 64
+    assert float(module.matrix.std()) == pytest.approx(1 / 16, rel=0.05)
