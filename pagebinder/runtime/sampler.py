@@ -29,6 +29,7 @@ logger = logging.getLogger("pagebinder")
 GREEDY_TEMPERATURE = 1e-6
 _SEEDS = 1 << 64
 _EVERY_TOKEN = 1 << 40  # more than a vocabulary has
+_NO_TOKENS = np.empty(0, np.int64)
 _MIN_SCALE = 1e-30  # of float32, which -inf can be multiplied with
 
 
@@ -90,7 +91,7 @@ def draw_on_device(
         np.asarray(indices, np.int64),
         np.array([(r.seed % _SEEDS, r.num_output_tokens) for r in rows], np.uint64).view(np.int64),
         np.array([_options(r.params) for r in rows], np.float64),
-        np.concatenate([np.empty(0, np.int64), *penalised]),
+        np.concatenate([_NO_TOKENS, *penalised]),
         np.cumsum([0, *map(len, penalised)]),
     )
     device = logits_LV.device
@@ -101,7 +102,9 @@ def draw_on_device(
 def _penalised(row: SamplingRow, vocab_size: int) -> np.ndarray:
     """The tokens that a request has, but for those of a prompt that have no logit (of images, where they are not
     written), [S] int64; none without a penalty."""
-    tokens = np.asarray(row.all_token_ids if row.params.repetition_penalty != 1.0 else (), np.int64)
+    if row.params.repetition_penalty == 1.0:
+        return _NO_TOKENS
+    tokens = np.asarray(row.all_token_ids, np.int64)
     return tokens[tokens < vocab_size]
 
 
