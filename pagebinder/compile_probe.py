@@ -36,35 +36,35 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
     """Raises CaptureError if the module computes something else when it is called again, or the graph does: of a
     sequence, and of its beginnings, as code may look at how long it is."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(source.vocab_size, (NUM_TOKENS,), generator=generator, device="cpu").to(source.device)
-    also = may_change(config.passes, "semantic")
-    _probe(source, semantic, ids[:max_model_len], also)
+    ids = torch.randint(source.vocab_size, (NUM_TOKENS,), generator=generator, device="cpu")
+    ids = ids[:max_model_len].to(source.device)
+    name, also = type(source.module).__name__, may_change(config.passes, "semantic")
+    _compare(semantic, ids, _called_twice(source, ids), name, also)
     for num_tokens in SHORTER:
-        if _can_run(source, ids[:num_tokens]):
-            _probe(source, semantic, ids[:num_tokens], also)
+        try:
+            results = _called_twice(source, ids[:num_tokens])
+        except Exception:  # code that was made for long sequences says nothing of such
+            continue
+        _compare(semantic, ids[:num_tokens], results, name, also)
 
 
-def _can_run(source: ModelSource, ids: torch.Tensor) -> bool:
-    """Code that was made for long sequences may fail with short ones, of which it says nothing then."""
-    try:
-        with put_back(source.module), evaluation_mode(source.module):
-            call_source(source.module, source, ids)
-    except Exception:
-        return False
-    return True
-
-
-def _probe(source: ModelSource, semantic: GraphModule, ids: torch.Tensor, also: str) -> None:
-    """In 16 bits single tokens may differ (by experts whose ratings are equal but for rounding): there the mean error
-    counts."""
+def _called_twice(source: ModelSource, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with put_back(source.module), evaluation_mode(source.module):
         first, again = (call_source(source.module, source, ids).double() for _ in range(2))
+    return first, again
+
+
+def _compare(
+    semantic: GraphModule, ids: torch.Tensor, results: tuple[torch.Tensor, torch.Tensor], name: str, also: str
+) -> None:
+    """In 16 bits single tokens may differ (by experts whose ratings are equal but for rounding): there the mean error
+    counts."""
+    first, again = results
     positions = torch.arange(len(ids), device=ids.device)
     with inference():  # interpreted: a path may hold a word of Python's, which is no code
         got = Interpreter(semantic).run(ids, positions)
     narrow = got.dtype in (torch.bfloat16, torch.float16)
     tolerance = TOLERANCES[got.dtype] * (1 if narrow else CAPTURE_FACTOR)
-    name = type(source.module).__name__
     compared = (
         (f"{name} computes something else when it is called again", again),
         (f"The graph of {name} computes something else than {name} itself", got.double()),

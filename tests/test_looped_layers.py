@@ -43,6 +43,12 @@ def ids_of(length: int) -> torch.Tensor:
     return torch.randint(6, 120, (length,), generator=torch.Generator().manual_seed(length))
 
 
+def assert_served(model: torch.nn.Module) -> None:
+    prompts = [ids_of(n).tolist() for n in (40, 9)]
+    engine = compile_model(model, CompileConfig(executable="eager")).engine(EngineConfig(num_kv_blocks=64))
+    assert_source_chooses(model, prompts, engine.generate(prompts, GREEDY))
+
+
 def bytes_of(gm: torch.fx.GraphModule) -> int:
     """Of the tensors that a graph reads, each counted once."""
     names = {node.target for node in gm.graph.nodes if node.op == "get_attr"}
@@ -100,11 +106,7 @@ def test_an_artefact_and_a_lock(compiled, tmp_path):
 
 def test_experts_of_a_loop():
     model = looped(tiny_qwen3_moe())
-    compiled = compile_model(model, CompileConfig(executable="eager"))
-    prompts = [ids_of(n).tolist() for n in (40, 9)]
-    assert_source_chooses(
-        model, prompts, compiled.engine(EngineConfig(num_kv_blocks=64)).generate(prompts, GREEDY)
-    )
+    assert_served(model)
 
 
 def test_dory():
@@ -115,7 +117,6 @@ def test_dory():
 
 
 def test_a_layer_too_many_is_still_an_error():
-
     class All(torch.nn.ModuleList):
         def __getitem__(self, index):
             return list(self) if isinstance(index, slice) else super().__getitem__(index)
@@ -144,11 +145,7 @@ def test_a_list_may_hold_a_layer_twice(build):
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == len(layers):
             setattr(config, name, value * 2)
-    compiled = compile_model(model, CompileConfig(executable="eager"))
-    prompts = [ids_of(n).tolist() for n in (40, 9)]
-    assert_source_chooses(
-        model, prompts, compiled.engine(EngineConfig(num_kv_blocks=64)).generate(prompts, GREEDY)
-    )
+    assert_served(model)
 
 
 def test_recurrent_layers_of_a_loop():
@@ -156,11 +153,7 @@ def test_recurrent_layers_of_a_loop():
     layers = model.model.layers
     model.model.layers = Looped(layers)
     model.config.layer_types, model.config.num_hidden_layers = model.config.layer_types * PASSES, 4 * PASSES
-    compiled = compile_model(model, CompileConfig(executable="eager"))
-    prompts = [ids_of(n).tolist() for n in (40, 9)]
-    assert_source_chooses(
-        model, prompts, compiled.engine(EngineConfig(num_kv_blocks=64)).generate(prompts, GREEDY)
-    )
+    assert_served(model)
 
 
 PRUNED = {"dropped": [0, 2, 3], "in another order": [1, 0, 3, 2], "twice": [0, 1, 1, 0]}
@@ -184,9 +177,7 @@ def test_layers_that_were_dropped_with_their_kinds_are_served():
     model.config.layer_types = [model.config.layer_types[i] for i in (0, 2, 3)]
     for place, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = place
-    prompts = [ids_of(n).tolist() for n in (40, 9)]
-    engine = compile_model(model, CompileConfig(executable="eager")).engine(EngineConfig(num_kv_blocks=64))
-    assert_source_chooses(model, prompts, engine.generate(prompts, GREEDY))
+    assert_served(model)
 
 
 @pytest.mark.parametrize(

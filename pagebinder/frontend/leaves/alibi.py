@@ -37,8 +37,7 @@ class AlibiLeaf(Leaf):
         with contextlib.ExitStack() as undo:
             for module in self.modules(model).values():
                 ours = partial(self.forward, module, self._slopes(module))
-                ours = self._fitting(type(module).__module__, "forward", module.forward, ours)
-                module.forward = ours
+                module.forward = self._fitting_method(module, "forward", ours)
                 undo.callback(delattr, module, "forward")
             yield
 

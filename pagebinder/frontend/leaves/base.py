@@ -98,6 +98,10 @@ class Leaf:
             owner = getattr(owner, part, None)
         return owner, attribute
 
+    def _fitting_method(self, module: torch.nn.Module, name: str, ours: Callable) -> Callable:
+        """`_fitting` of a method of a module."""
+        return self._fitting(type(module).__module__, name, getattr(module, name, None), ours)
+
     def _fitting(self, file: str, name: str, original, ours: Callable) -> Callable:
         """Ours, to be called as `name` of a modeling file is, which is `original`.
 

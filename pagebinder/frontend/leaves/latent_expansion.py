@@ -62,7 +62,7 @@ def require_known_expansion(leaf: Leaf, path: str, module: torch.nn.Module) -> N
     Raises:
         CaptureError: they do not, or the method takes other arguments.
     """
-    leaf._fitting(type(module).__module__, METHOD, getattr(module, METHOD), _ours)
+    leaf._fitting_method(module, METHOD, _ours)
     weight, generator = module.kv_b_proj.weight, torch.Generator().manual_seed(0)
     rows = [torch.randn(1, 1, PROBED_TOKENS, width, generator=generator).to(weight.device, weight.dtype)
             for width in (weight.shape[1], module.qk_rope_head_dim)]  # fmt: skip

@@ -94,8 +94,7 @@ class PoolIndexer(Leaf):
             for attention in self._tracing_ours(model, self.attentions):
                 if attention.indexer is not None:
                     self._patch_indexer(attention, proven, undo)
-                method, file = getattr(attention, MASK_METHOD, None), type(attention).__module__
-                ours = self._fitting(file, MASK_METHOD, method, chosen_as_mask)
+                ours = self._fitting_method(attention, MASK_METHOD, chosen_as_mask)
                 undo.callback(delattr, attention, MASK_METHOD)
                 setattr(attention, MASK_METHOD, ours)
             yield
@@ -110,8 +109,7 @@ class PoolIndexer(Leaf):
         indexer = attention.indexer
         if type(indexer).__name__ not in self.classes:
             raise CaptureError(self._changed(f"its indexer is {type(indexer).__name__}"))
-        ours = partial(choose, indexer)
-        ours = self._fitting(type(indexer).__module__, "forward", indexer.forward, ours)
+        ours = self._fitting_method(indexer, "forward", partial(choose, indexer))
         if not indexer.index_kpool_always_select_tail:
             raise CaptureError(
                 "index_kpool_always_select_tail=False: queries that do not see the tokens behind the last complete "

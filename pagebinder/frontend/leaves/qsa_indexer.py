@@ -92,8 +92,7 @@ class QsaIndexer(Leaf):
                 indexer = attention._modules.get("indexer")
                 if type(indexer).__name__ not in self.classes:
                     continue
-                ours = partial(choose, indexer, rotary)
-                ours = self._fitting(type(indexer).__module__, "forward", indexer.forward, ours)
+                ours = self._fitting_method(indexer, "forward", partial(choose, indexer, rotary))
                 if proof_key(indexer) not in proven:
                     self._prove(attention, rotary)
                     proven.add(proof_key(indexer))

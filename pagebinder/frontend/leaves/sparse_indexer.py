@@ -153,7 +153,7 @@ class SparseIndexer(Leaf):
         return [m for m in found if m.config._attn_implementation == IMPLEMENTATION]
 
     def _patch(self, indexer: torch.nn.Module, undo: contextlib.ExitStack) -> None:
-        self._fitting(type(indexer).__module__, "forward", indexer.forward, _taken)
+        self._fitting_method(indexer, "forward", _taken)
         undo.callback(restore_forward, indexer, indexer.__dict__.get("forward"))
         indexer.forward = partial(self._index, indexer.forward)
 

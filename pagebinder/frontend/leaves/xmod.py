@@ -35,8 +35,7 @@ class AdapterLeaf(Leaf):
                 if language not in module.adapter_modules:
                     raise CaptureError(f"{path} has no adapter for the language {language!r}.")
                 ours = partial(adapted, module, language)
-                ours = self._fitting(type(module).__module__, "lang_adapter", module.lang_adapter, ours)
-                module.lang_adapter = ours
+                module.lang_adapter = self._fitting_method(module, "lang_adapter", ours)
                 undo.callback(delattr, module, "lang_adapter")
             yield
 
