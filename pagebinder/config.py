@@ -92,7 +92,7 @@ class CompileConfig:
             held twice, where that takes a quarter of the free memory at most; True: also those of a module that was
             given, which takes as much memory again; False: none.
             "coded": as True, and where rows are multiples of 256 in about 12 of 16 bits without loss, so a decode
-            reads a quarter less: the same tokens. Prefill decodes them again for each 512 tokens.
+            reads a quarter less: the same tokens. Prefill decodes linear layers again for each 512 tokens.
         verify: "full" runs the graph before and after every pass, on sequences at the edges of blocks and windows,
             with the model's weights and with random ones, and tests each kind of rewrite on its own; "sample" runs
             a few short sequences before and after each level. A difference is a VerificationError. Needs weights;

@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -67,26 +67,22 @@ def pack_weights(
             users.append(node)
         else:
             result.refusals.append(_refusal(node, reason))
-    packing = functools.partial(pack_all, memory_for=memory_for)
     linears, mixtures = ([n for n in users if _is_moe(n) == is_moe] for is_moe in (False, True))
     plain = _plain(gm, linears)
-    to_code = _to_code(gm, linears) if coded else {}
-    coding = functools.partial(code_all, shapes=[*to_code.values()], memory_for=memory_for)
-    packed = _packed({name: w for name, w in plain.items() if name not in to_code}, packing)
-    codes = _packed({name: plain[name] for name in to_code}, coding)
-    if packed is None or codes is None:
-        packed, codes = {}, {}
+    made = _made(gm, linears, plain, coded, memory_for)
+    if made is None:
         users = _without(
             linears, users, result, "packed weights would take more than half of the free memory"
         )
     of_experts = _plain(gm, mixtures)
-    stacks = _packed(of_experts, packing) if has_room(of_experts.values(), share_for_experts) else None
+    has_room_for_experts = has_room(of_experts.values(), share_for_experts)
+    stacks = _made(gm, mixtures, of_experts, coded, memory_for) if has_room_for_experts else None
     if stacks is None:
         reason = f"packed ones beside them would take more than {share_for_experts:g} of the free memory"
         users = _without(mixtures, users, result, reason)
     names, plain = {}, plain | of_experts
-    for name, tensor in (packed | codes | (stacks or {})).items():
-        names[name] = f"{name}_coded" if name in to_code else f"{name}_packed"
+    for name, (tensor, form) in ((made or {}) | (stacks or {})).items():
+        names[name] = f"{name}_{form}"
         attach(gm, names[name], in_place_of(plain[name], tensor))
     for node in users:
         for weight in dict.fromkeys(_weights(node)):
@@ -122,12 +118,26 @@ def _to_code(gm: GraphModule, users: Sequence[Node]) -> dict[str, tuple[int, ...
     return shapes
 
 
-def _packed(weights: dict[str, torch.Tensor], pack: Callable) -> dict[str, torch.Tensor] | None:
-    """name -> weight in another form; None if memory is short."""
-    if not weights:
-        return {}
-    tensors = pack(list(weights.values()))
-    return None if tensors is None else dict(zip(weights, tensors, strict=True))
+def _made(
+    gm: GraphModule,
+    users: Sequence[Node],
+    plain: dict[str, torch.Tensor],
+    coded: bool,
+    memory_for: MemoryFor | None,
+) -> dict[str, tuple[torch.Tensor, str]] | None:
+    """name -> the weight in another form, and which, "packed" or "coded"; None if memory is short."""
+    shapes = _to_code(gm, users) if coded else {}
+    packed = [name for name in plain if name not in shapes]
+    made = {}
+    for names, form, make in (
+        (packed, "packed", functools.partial(pack_all, memory_for=memory_for)),
+        ([*shapes], "coded", functools.partial(code_all, shapes=[*shapes.values()], memory_for=memory_for)),
+    ):
+        tensors = make([plain[name] for name in names]) if names else []
+        if tensors is None:
+            return None
+        made |= {name: (tensor, form) for name, tensor in zip(names, tensors, strict=True)}
+    return made
 
 
 def _refusal(node: Node, reason: str) -> Refusal:
@@ -145,18 +155,19 @@ def _pattern(node: Node) -> str:
 def describe_packing(results: Sequence[PassResult]) -> list[str]:
     """Lines for the report: how many layers read packed weights, and why others do not."""
     matches = collections.Counter(match.pattern for result in results for match in result.matches)
-    coded = sum(match.detail == "coded" for result in results for match in result.matches)
+    coded = collections.Counter(
+        match.pattern for result in results for match in result.matches if match.detail == "coded"
+    )
     reasons = collections.Counter(
         (refusal.pattern, refusal.reason) for result in results for refusal in result.refusals
     )
     whose = {PATTERN: "linear layers", PATTERN_OF_EXPERTS: "mixtures of experts"}
     lines = [
         f"{matches[pattern]} {what} read packed weights"
+        + (f", {coded[pattern]} of them in about 12 of 16 bits, without loss" if coded[pattern] else "")
         for pattern, what in whose.items()
         if matches[pattern]
     ]
-    if coded:
-        lines[0] += f", {coded} of them in about 12 of 16 bits, without loss"
     return lines + [
         f"{count} {whose[pattern]} read theirs as they are: {reason}"
         for (pattern, reason), count in reasons.items()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pagebinder import CompileConfig, EngineConfig, SamplingParams, compile_model
-from pagebinder.custom_ops.linear.packed_weights import pack
+from pagebinder.custom_ops.cpu import pack as coder
+from pagebinder.custom_ops.linear.packed_weights import is_coded, pack, plain, plain_shape
 from pagebinder.custom_ops.moe.gates import ACTIVATIONS, Gate
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
@@ -144,6 +145,69 @@ def test_packed_weights(ops, name, bias, num_tokens):
         )
         if ops is torch.ops.pagebinder_cpu:
             assert torch.equal(alone[0], packed[t])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["as stored", "packed"])
+def test_a_token_gets_the_same_of_experts_with_many_rows(cpu, packed, dtype):
+    """From some rows on, all experts' rows of some columns are one job."""
+    if packed and dtype is torch.float32:
+        pytest.skip("experts in bf16 are packed")
+    up, down, *biases = weights(bias=True, dtype=dtype, width=96, inner=64)
+    operands = (pack(up), pack(down), *biases) if packed else (up, down, *biases)
+    x, (ids, chosen) = random(120, 96, dtype=dtype), routing(120, 2)
+    together = run(cpu, x, ids, chosen, operands)
+    coding()
+    for some in (slice(0, 1), slice(3, 9), slice(80, 110)):
+        few = run(cpu, x[some], ids[some], chosen[some], operands)
+        if torch.ops.pagebinder_cpu.has_matrix_tiles() and dtype is torch.bfloat16 and not packed:
+            torch.testing.assert_close(few.float(), together[some].float(), rtol=2e-2, atol=2e-2)
+        else:
+            assert torch.equal(few, together[some])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 30, 120])
+@pytest.mark.parametrize("name", ["silu", "not gated"])
+def test_coded_weights_give_the_bits_of_packed_ones(cpu, name, num_tokens):
+    """Also those with rare exponents, jobs of several panels, few rows of an expert and many."""
+    gate, code = GATES[name], coding()
+    up, down, *biases = weights(gate, bias=True, dtype=torch.bfloat16, width=256, inner=512)
+    for stack in (up, down):
+        stack[1, 40, :64] *= torch.logspace(-12, 1, 64)
+        stack[2, 3] = 0
+    x, (ids, chosen) = random(num_tokens, 256, dtype=torch.bfloat16), routing(num_tokens, 2)
+    ids[0, 1] = -1
+    coded = (code(up), code(down), *biases)
+    assert is_coded(coded[0]) and plain_shape(coded[0]) == up.shape and torch.equal(plain(coded[1]), down)
+    got = run(cpu, x, ids, chosen, coded, gate)
+    assert torch.equal(got, run(cpu, x, ids, chosen, (pack(up), pack(down), *biases), gate))
+    reference = [
+        run(torch.ops.pagebinder, x, ids, chosen, (*two, *biases), gate) for two in (coded[:2], (up, down))
+    ]
+    assert torch.equal(*reference)
+    fake = run(torch.ops.pagebinder, *(on_meta(t) for t in (x, ids, chosen)), map(on_meta, coded), gate)
+    assert fake.shape == got.shape and fake.dtype is torch.bfloat16
+
+
+def coding():
+    """The function that codes; its part of the kernels is loaded."""
+    registered_providers()["cpu"].prepare("linear")
+    return coder.code
+
+
+def on_meta(tensor):
+    return None if tensor is None else tensor.to("meta")
+
+
+def test_codes_of_one_matrix_for_another_are_refused(cpu):
+    x, (ids, chosen), code = random(2, 256, dtype=torch.bfloat16), routing(2, 2), coding()
+    up, down, *biases = weights(dtype=torch.bfloat16, width=256, inner=256)
+    with pytest.raises(RuntimeError, match="both coded"):
+        run(cpu, x, ids, chosen, (code(up), down, *biases))
+    with pytest.raises(RuntimeError, match="both coded"):
+        run(cpu, x, ids, chosen, (pack(up), code(down), *biases))
+    with pytest.raises(RuntimeError, match="differ in dtype"):
+        run(cpu, x.float(), ids, chosen, (code(up), code(down), *biases))
 
 
 def test_packed_weights_that_cannot_be(cpu):

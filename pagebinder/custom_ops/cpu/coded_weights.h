@@ -4,10 +4,11 @@
 //     block   16 exponents | number of patches | 8 steps of packed weights (linear.h), in groups of 4 lines | patches
 //     group   4 x 32 bytes of sign and fraction | 64 bytes: word i has 4 codes, one for element i of each line
 //
-// A line of a tile, 32 weights, is made by five instructions (AVX-512): bytes become words, a shift brings the line's
+// A line of a tile, 32 weights, is made by four instructions (AVX-512): bytes become words, a shift brings the line's
 // codes down, a permutation looks exponents up (it reads 5 bits: both halves of the table are equal, so a neighbour's bit
-// does no harm), a ternary operation puts all together, a store. With AVX2 nine make half a line. No escape is looked for
-// on the way: patches, one in a thousand weights, are written over the decoded block.
+// does no harm), a ternary operation puts all together. With AVX2 eight make half a line. No escape is looked for on the
+// way: patches, one in a thousand weights, are written over the decoded block, or over a group whose lines are met in
+// registers.
 #pragma once
 
 #include <cstdint>
@@ -85,6 +86,8 @@ inline void encode_block(const uint16_t* weights, uint8_t* to) {
 // Decodes a block step by step: 32 k, 1,024 weights, at a time, as a product that runs meanwhile wants them.
 class BlockDecoder {
  public:
+  static constexpr int GROUP_LINES = 4;
+
   explicit BlockDecoder(const uint8_t* block) : group_(block + CODED_HEADER) {
     CodedHeader header;
     std::memcpy(&header, block, sizeof header);
@@ -118,26 +121,57 @@ class BlockDecoder {
     for (; patch_ < last_patch_ && patch_->at < done_; ++patch_) to[patch_->at - (done_ - STEP)] = patch_->value;
   }
 
+#if PAGEBINDER_BF16_DOT
+  // The next group, in registers.
+  PB_INLINE void next_lines(VU (&lines)[GROUP_LINES]) {
+    lines_of_group(lines);
+    group_ += CODED_GROUP;
+    done_ += GROUP_WEIGHTS;
+    if (__builtin_expect(patch_ == last_patch_ || patch_->at >= done_, 1)) return;
+    VU kept[GROUP_LINES] = {lines[0], lines[1], lines[2], lines[3]};  // the lines themselves stay where they are
+    patch_ = patch(kept, done_ - GROUP_WEIGHTS, patch_, last_patch_);
+    PB_UNROLL
+    for (int line = 0; line < GROUP_LINES; ++line) lines[line] = kept[line];
+  }
+#endif
+
   // The codes that are next.
   PB_INLINE const char* coming() const { return reinterpret_cast<const char*>(group_); }
 
  private:
+  static constexpr int GROUP_WEIGHTS = GROUP_LINES * 32;
   static constexpr int STEP = CODED_WEIGHTS / CODED_STEPS, QUARTER_BYTES = CODED_BODY / CODED_STEPS / 4;
 
 #if PAGEBINDER_BF16_DOT
-  PB_INLINE void decode_group(uint16_t* to) const {
-    const __m512i codes = load<__m512i>(group_ + 128);
-    decode_line(to, 0, codes);
-    decode_line(to, 1, _mm512_srli_epi16(codes, 4));
-    decode_line(to, 2, _mm512_srli_epi16(codes, 8));
-    decode_line(to, 3, _mm512_srli_epi16(codes, 12));
-  }
-  PB_INLINE void decode_line(uint16_t* to, int line, __m512i codes) const {
+  // Memory is read in one rising order, which AMD's prefetcher wants: the codes lie behind the rest.
+  PB_INLINE void lines_of_group(VU (&lines)[GROUP_LINES]) const {
     constexpr int FIRST_AND_SECOND_OR_THIRD = 0xea;
-    const __m512i parts = _mm512_cvtepi8_epi16(load<__m256i>(group_ + line * 32));
-    const __m512i exponents = _mm512_permutexvar_epi16(codes, table_);
-    store(to + line * 32, _mm512_ternarylogic_epi32(parts, _mm512_set1_epi16(int16_t(0x807f)), exponents,
-                                                    FIRST_AND_SECOND_OR_THIRD));
+    __m256i parts[GROUP_LINES];
+    PB_UNROLL
+    for (int line = 0; line < GROUP_LINES; ++line) {
+      parts[line] = load<__m256i>(group_ + line * 32);
+      asm volatile("" : "+v"(parts[line]));  // here, not where it is used
+    }
+    const __m512i codes = load<__m512i>(group_ + 128);
+    PB_UNROLL
+    for (int line = 0; line < GROUP_LINES; ++line) {
+      const __m512i index = line == 0 ? codes : _mm512_srli_epi16(codes, 4 * line);
+      lines[line] = bit_cast<VU>(_mm512_ternarylogic_epi32(
+          _mm512_cvtepi8_epi16(parts[line]), _mm512_set1_epi16(int16_t(0x807f)),
+          _mm512_permutexvar_epi16(index, table_), FIRST_AND_SECOND_OR_THIRD));
+    }
+  }
+  PB_INLINE void decode_group(uint16_t* to) const {
+    VU lines[GROUP_LINES];
+    lines_of_group(lines);
+    PB_UNROLL
+    for (int line = 0; line < GROUP_LINES; ++line) store(to + line * 32, lines[line]);
+  }
+  static __attribute__((noinline)) const CodedPatch* patch(VU* lines, int first, const CodedPatch* patch,
+                                                           const CodedPatch* last) {
+    for (; patch < last && patch->at < first + GROUP_WEIGHTS; ++patch)
+      std::memcpy(reinterpret_cast<char*>(lines) + (patch->at - first) * 2, &patch->value, 2);
+    return patch;
   }
   __m512i table_;
 #elif defined(__AVX2__)

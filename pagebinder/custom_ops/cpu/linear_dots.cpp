@@ -10,11 +10,12 @@
 // for some KB ahead or, of few rows, as the processor brings it (memory_streams.h).
 //
 // Panels of coded weights are decoded, those of plain weights brought into order, in the worker's memory before rows
-// meet them: of several strips a panel at a time, of one a few steps, which the nearest cache holds.
+// meet them: of several strips a panel at a time, of one a few steps, which the nearest cache holds, or registers
+// (coded_dots.h).
 //
 // An element of y is summed in the same order whatever the form of W and the number of rows and threads.
 #include "activations.h"
-#include "coded_weights.h"
+#include "coded_dots.h"
 #include "dots.h"
 #include "packed_jobs.h"
 
@@ -24,8 +25,7 @@ namespace {
 constexpr int HALF = PANEL / 2;                     // columns of a line
 constexpr int VECTORS = PANEL / W;                  // of a row of a panel
 constexpr int64_t MOST_BLOCK = 1 << 20;             // bytes of x that each job reads
-constexpr int CHUNK = CODED_STEPS;                  // steps of a single strip that are put in order at a time
-constexpr int64_t CODES_AHEAD = 6144;               // bytes
+constexpr int CHUNK = 8;                            // steps of a plain weight that are put in order for a single strip
 constexpr int64_t OWN_COPIES = 1 << 19;             // elements of x that all workers copy together, each for itself
 static_assert(PANEL == DOT_PANEL);
 
@@ -83,12 +83,8 @@ PB_INLINE void order_half(const char* from, int64_t stride, char* to) {
 const char* in_order(const Run& run, const Panel& panel, int first_step, int steps, char* memory) {
   if (run.form == Form::PACKED) return panel.first + int64_t{first_step} * STEP_BYTES;
   if (run.form == Form::CODED) {
-    for (int step = 0; step < steps; step += CODED_STEPS) {
-      const int64_t block = (first_step + step) / CODED_STEPS * panel.layer->coded_bytes;
-      BlockDecoder decoder(reinterpret_cast<const uint8_t*>(panel.first) + block);
-      uint16_t* to = reinterpret_cast<uint16_t*>(memory + int64_t{step} * STEP_BYTES);
-      for (int i = 0; i < CODED_STEPS; ++i) decoder.next<CODES_AHEAD>(to + i * STEP_WEIGHTS);
-    }
+    const int64_t block_bytes = panel.layer->coded_bytes;
+    decode_steps(panel.first + first_step / CODED_STEPS * block_bytes, block_bytes, steps, memory);
     return memory;
   }
   const int64_t stride = panel.layer->weight_stride * 2;
@@ -159,27 +155,26 @@ class Worker {
 
   // One strip: panels are read once. `behind` them lies what is read next, or nothing.
   void stream(const PackedJob& job, const Panel* now, const char* behind) {
+    const int rows = run_.rows.rows_of(0);
     for (int i = 0; i < layers_; ++i) {
-      const char* next = i + 1 < layers_ ? now[i + 1].first : behind;
-      if (run_.form == Form::PACKED)
-        stream_dots(x_, run_.rows.rows_of(0), now[i].first, run_.steps, next, results(job, 0, i), sums_[i]);
-      else stream_chunks(now[i], next, i);
+      const char *w = now[i].first, *next = i + 1 < layers_ ? now[i + 1].first : behind;
+      const DotResults written = results(job, 0, i);
+      if (run_.form == Form::PACKED) stream_dots(x_, rows, w, run_.steps, next, written, sums_[i]);
+      else if (run_.form == Form::CODED)
+        stream_coded(x_, rows, w, now[i].layer->coded_bytes, run_.steps, next, written, sums_[i]);
+      else stream_plain(now[i], next, i);
     }
     write(job, 0);
   }
 
-  // A chunk at a time is put in order; beside its product the next one is asked for, or memory would stand still. Of a
-  // plain weight that is its rows, one after the other, of a coded one what its decoder does not ask for itself.
-  void stream_chunks(const Panel& panel, const char* next, int layer) {
+  // A chunk at a time is put in order; beside its product the rows of the next one are asked for, one after the other, or
+  // memory would stand still.
+  void stream_plain(const Panel& panel, const char* next, int layer) {
     const int64_t jump = panel.layer->weight_stride * 2 - int64_t{DOT_JUMP_LINES} * 64;
-    const bool coded = run_.form == Form::CODED;
-    const int64_t chunk_bytes = coded ? panel.layer->coded_bytes : CHUNK * PANEL * 2;
     for (int step = 0; step < run_.steps; step += CHUNK) {
       const int steps = std::min(CHUNK, run_.steps - step);
-      const char* at = step + CHUNK < run_.steps ? panel.first + (step / CHUNK + 1) * chunk_bytes : next;
-      DotAhead ahead{};
-      if (at != nullptr)
-        ahead = coded ? DotAhead{at + CODES_AHEAD, DOT_PAIR_LINES} : DotAhead{at - jump, DOT_PAIR_LINES, jump};
+      const char* at = step + CHUNK < run_.steps ? panel.first + (step / CHUNK + 1) * (CHUNK * PANEL * 2) : next;
+      const DotAhead ahead = at == nullptr ? DotAhead{} : DotAhead{at - jump, DOT_PAIR_LINES, jump};
       add(0, in_order(run_, panel, step, steps, ordered_), step, steps, ahead, layer);
     }
   }

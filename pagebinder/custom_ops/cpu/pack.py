@@ -1,4 +1,5 @@
-"""Packing and coding weights of linear layers in C++, many at once, into huge pages: linear/packed_weights.py."""
+"""Packing and coding weights of linear layers and experts in C++, many at once, into huge pages, see
+linear/packed_weights.py."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from pagebinder.custom_ops.cpu.huge_pages import MemoryFor, new_memory
 from pagebinder.custom_ops.linear.packed_weights import (
+    CODED_DIMS,
     CODED_INNER,
     DIMS,
     PANEL,
@@ -41,7 +43,8 @@ def code_all(
     shapes: Sequence[tuple[int, ...]] | None = None,
     memory_for: MemoryFor | None = None,
 ) -> list[torch.Tensor] | None:
-    """weights [N, K] bf16, K a multiple of 256 -> packed and coded, in new memory. None: it would be too much.
+    """weights [N, K] or [E, N, K] bf16, K a multiple of 256 -> packed and coded, in new memory. None: it would be too
+    much.
 
     Args:
         shapes: coded_shape(...) of each, where that is known: it takes as long as coding.
@@ -56,23 +59,29 @@ def code_all(
 
 
 def code(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """weight [N, K] bf16 -> packed and coded, in new memory or in `out`. The core part is loaded."""
+    """weight [N, K] or [E, N, K] bf16 -> packed and coded, in new memory or in `out`. The core part is loaded."""
     if out is None:
         out = torch.empty(coded_shape(weight), dtype=torch.uint8, device="cpu")
-    torch.ops.pagebinder_cpu.code_linear_weight(weight.detach(), out)
+    for matrix, to in zip(_matrices(weight.detach(), 2), _matrices(out, CODED_DIMS), strict=True):
+        torch.ops.pagebinder_cpu.code_linear_weight(matrix, to)
     return out
 
 
-def coded_shape(weight: torch.Tensor) -> tuple[int, int, int]:
-    """Of the codes of a weight [N, K] bf16: its exponents decide how many bytes a block takes."""
-    block_bytes = torch.ops.pagebinder_cpu.coded_block_bytes(weight.detach())
-    return weight.shape[0] // PANEL, weight.shape[1] // CODED_INNER, block_bytes
+def coded_shape(weight: torch.Tensor) -> tuple[int, ...]:
+    """Of the codes of a weight [N, K] or [E, N, K] bf16: its exponents decide how many bytes a block takes."""
+    matrices = _matrices(weight.detach(), 2)
+    block_bytes = max(torch.ops.pagebinder_cpu.coded_block_bytes(matrix) for matrix in matrices)
+    *experts, num_columns, inner = weight.shape
+    return *experts, num_columns // PANEL, inner // CODED_INNER, block_bytes
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """The weight [N, K] of a packed or coded one, or the stack [E, N, K]. The core part is loaded."""
     if is_coded(packed):
-        packed = torch.ops.pagebinder_cpu.decode_linear_weight(packed)
+        decoded = torch.empty(packed_shape(*plain_shape(packed)), dtype=torch.bfloat16, device="cpu")
+        for codes, to in zip(_matrices(packed, CODED_DIMS), _matrices(decoded, DIMS), strict=True):
+            to.copy_(torch.ops.pagebinder_cpu.decode_linear_weight(codes))
+        packed = decoded
     plain = torch.empty(plain_shape(packed), dtype=packed.dtype, device="cpu")
     for matrix, to in zip(_matrices(packed, DIMS), _matrices(plain, 2), strict=True):
         torch.ops.pagebinder_cpu.unpack_linear_weight(matrix, to)

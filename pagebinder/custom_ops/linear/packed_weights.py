@@ -12,6 +12,8 @@ Coded, a packed weight takes some 12 of 16 bits, without loss: signs and fractio
 4 bits (cpu/coded_weights.h has the layout):
 
     uint8 [N/32 panels, K/256 blocks, bytes of a block]      a block: 8 steps of a panel, and what its codes stand for
+
+Those of a stack have E in front, and blocks of one length.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ CODED_DIMS = 3
 CODED_INNER = 256  # k of a block of codes
 _STEPS, _LINES = CODED_INNER // PANEL, CODED_INNER  # of a block; a line holds PANEL weights
 _HEADER, _EXPONENTS = 64, 16  # bytes, exponents of a block
+_BODY_END = _HEADER + _LINES // 4 * 192
 
 
 def is_packed(weight: torch.Tensor) -> bool:
@@ -32,11 +35,21 @@ def is_packed(weight: torch.Tensor) -> bool:
 
 
 def is_coded(weight: torch.Tensor) -> bool:
-    return weight.dim() == CODED_DIMS and weight.dtype == torch.uint8
+    """Codes of this file: those of weights in fewer bits (weight_formats.py) are uint8, too, in short runs."""
+    return (
+        weight.dim() in (CODED_DIMS, 1 + CODED_DIMS)
+        and weight.dtype == torch.uint8
+        and weight.shape[-1] >= _BODY_END
+    )
 
 
 def is_plain(weight: torch.Tensor) -> bool:
     return not is_packed(weight) and not is_coded(weight)
+
+
+def dtype_of_numbers(weight: torch.Tensor) -> torch.dtype:
+    """Of what the weight stands for."""
+    return torch.bfloat16 if is_coded(weight) else weight.dtype
 
 
 def can_be_packed(weight: torch.Tensor) -> bool:
@@ -50,8 +63,8 @@ def can_be_packed(weight: torch.Tensor) -> bool:
 
 
 def can_be_coded(weight: torch.Tensor) -> bool:
-    """Is this [N, K] of bf16, with sizes that tiles and blocks fill?"""
-    return weight.dim() == 2 and can_be_packed(weight) and weight.shape[1] % CODED_INNER == 0
+    """Is this [N, K] or [E, N, K] of bf16, with sizes that tiles and blocks fill?"""
+    return can_be_packed(weight) and weight.shape[-1] % CODED_INNER == 0
 
 
 def packed_shape(*sizes: int) -> tuple[int, ...]:
@@ -65,7 +78,8 @@ def plain_shape(weight: torch.Tensor) -> tuple[int, ...]:
     if is_plain(weight):
         return tuple(weight.shape)
     if is_coded(weight):
-        return weight.shape[0] * PANEL, weight.shape[1] * CODED_INNER
+        *experts, panels, blocks, _ = weight.shape
+        return *experts, panels * PANEL, blocks * CODED_INNER
     *experts, panels, steps = weight.shape[: 2 - DIMS]
     return *experts, panels * PANEL, steps * PANEL
 
@@ -94,26 +108,27 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def decode(coded: torch.Tensor) -> torch.Tensor:
-    """The packed weight of a coded one, in new memory."""
-    panels, blocks, _ = coded.shape
+    """The packed weight of a coded one, or the packed stack, in new memory."""
+    *experts, panels, blocks, _ = coded.shape
+    coded = coded.reshape(-1, *coded.shape[-2:])
     exponents = coded[..., : 2 * _EXPONENTS].contiguous().view(torch.int16)
-    end = _HEADER + _LINES // 4 * 192
-    groups = coded[..., _HEADER:end].unflatten(-1, (_LINES // 4, 192))
+    groups = coded[..., _HEADER:_BODY_END].unflatten(-1, (_LINES // 4, 192))
     parts = groups[..., :128].unflatten(-1, (4, PANEL)).to(torch.int32)
     words = groups[..., 128:].contiguous().view(torch.int16).to(torch.int32)
     codes = torch.stack([words >> 4 * line & 15 for line in range(4)], dim=-2)
     chosen = exponents.to(torch.int32).gather(-1, codes.flatten(2).long()).view_as(codes)
     bits = ((parts & 0x80) << 8 | chosen | parts & 0x7F).to(torch.int16).flatten(2)
     counts = coded[..., 2 * _EXPONENTS : 2 * _EXPONENTS + 4].contiguous().view(torch.int32)[..., 0]
-    patches = coded[..., end:].contiguous().view(torch.int16).unflatten(-1, (-1, 2))
+    patches = coded[..., _BODY_END:].contiguous().view(torch.int16).unflatten(-1, (-1, 2))
     for panel, block in counts.nonzero().tolist():
         at, value = patches[panel, block, : counts[panel, block]].unbind(-1)
         bits[panel, block, at.to(torch.int64) & 0xFFFF] = value
-    return bits.view(torch.bfloat16).reshape(panels, blocks * _STEPS, 2, PANEL // 2, PANEL // 2, 2)
+    shape = packed_shape(*experts, panels * PANEL, blocks * CODED_INNER)
+    return bits.view(torch.bfloat16).reshape(shape)
 
 
 def plain(weight: torch.Tensor) -> torch.Tensor:
-    """A weight of any form as [N, K]."""
+    """A weight of any form as [N, K], a stack as [E, N, K]."""
     if is_coded(weight):
         weight = decode(weight)
     return unpack(weight) if is_packed(weight) else weight

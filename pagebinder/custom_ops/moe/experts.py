@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from pagebinder.custom_ops.library import define_op
-from pagebinder.custom_ops.linear.packed_weights import plain, plain_shape
+from pagebinder.custom_ops.linear.packed_weights import dtype_of_numbers, plain, plain_shape
 from pagebinder.custom_ops.moe.gates import Gate
 
 
@@ -30,8 +30,8 @@ def moe_experts_reference(
 
     Args:
         x_TC: [T, C], of the dtype of up and down. expert_ids_TK: [T, K] int64. expert_weights_TK: [T, K].
-        up: [E, J, C], J = 2 I for gated experts, else I; [E, C, J] if `transposed`. up_bias: [E, J] or None. Packed,
-            and so is down, if they are not transposed (linear/packed_weights.py).
+        up: [E, J, C], J = 2 I for gated experts, else I; [E, C, J] if `transposed`. up_bias: [E, J] or None. If
+            they are not transposed, up and down may be packed, or packed and coded (linear/packed_weights.py).
         down: [E, C, I]; [E, I, C] if `transposed`. down_bias: [E, C] or None.
         gate: the fields of `Gate`.
     Returns:
@@ -95,7 +95,7 @@ def check_experts(x, ids, weights, up, down) -> None:
     check_slots(x, ids, weights)
     if len(plain_shape(up)) != 3 or up.dim() != down.dim() or up.shape[0] != down.shape[0]:
         raise ValueError("moe_experts takes the weights of all experts, [E, ., .]")
-    if not x.dtype == up.dtype == down.dtype:
+    if not x.dtype == dtype_of_numbers(up) == dtype_of_numbers(down):
         raise ValueError(f"x is {x.dtype} and the experts are {up.dtype} and {down.dtype}: cast x first")
 
 
@@ -107,7 +107,8 @@ def check_slots(x, ids, weights) -> None:
 
 def fake_experts(x, expert_ids, expert_weights, up, down, up_bias, down_bias, *, transposed, gated, **gate):
     torch._check(x.dim() == 2 and expert_ids.dim() == 2, lambda: "moe_experts takes x [T, C], ids [T, K]")
-    torch._check(x.dtype == up.dtype == down.dtype, lambda: f"x is {x.dtype}, the experts are {up.dtype}")
+    same = x.dtype == dtype_of_numbers(up) == dtype_of_numbers(down)
+    torch._check(same, lambda: f"x is {x.dtype}, the experts are {up.dtype}")
     width, inner_up = (1, 2) if transposed else (2, 1)
     of_up, of_down = plain_shape(up), plain_shape(down)
     inner = of_down[width]

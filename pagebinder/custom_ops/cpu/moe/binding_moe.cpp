@@ -8,6 +8,7 @@
 
 #include "binding_moe.h"
 #include "checks.h"
+#include "coded_weights.h"
 #include "direct_calls.h"
 #include "moe.h"
 #include "new_tensor.h"
@@ -32,8 +33,29 @@ bool has_panels(const Tensor& packed) {
   return packed.size(3) == 2 && packed.size(4) == 16 && packed.size(5) == 16 && packed.size(6) == 2;
 }
 
+// [E, N / 32, K / 256, bytes of a block], as codes of weights in fewer bits are not: their last dimension is short.
+bool is_coded(const Tensor& weight) {
+  return weight.dim() == 4 && weight.scalar_type() == ScalarType::Byte && weight.size(3) >= pagebinder::coded_block_bytes(0);
+}
+
+constexpr int64_t CODED_INNER = pagebinder::CODED_STEPS * 32;  // k of a block
+
+Tensor decoded(const Tensor& coded) {
+  const Tensor from = torch::stable::contiguous(coded);
+  const int64_t blocks = coded.size(0) * coded.size(1) * coded.size(2), steps = coded.size(2) * pagebinder::CODED_STEPS;
+  const Tensor packed = pagebinder::new_tensor({coded.size(0), coded.size(1), steps, 2, 16, 16, 2}, ScalarType::BFloat16);
+  const uint8_t* codes = static_cast<const uint8_t*>(from.const_data_ptr());
+  uint16_t* to = static_cast<uint16_t*>(packed.mutable_data_ptr());
+  for (int64_t block = 0; block < blocks; ++block) {
+    pagebinder::BlockDecoder decoder(codes + block * coded.size(3));
+    for (int step = 0; step < pagebinder::CODED_STEPS; ++step, to += 32 * 32) decoder.next<0>(to);
+  }
+  return packed;
+}
+
 // As stored [E, N, K], for a processor that does not read packed ones.
-Tensor unpacked(const Tensor& packed) {
+Tensor unpacked(const Tensor& weight) {
+  const Tensor packed = is_coded(weight) ? decoded(weight) : weight;
   const int64_t panels = packed.size(1), steps = packed.size(2), K = steps * 32;
   const Tensor from = torch::stable::contiguous(packed);
   Tensor plain = pagebinder::new_tensor({packed.size(0), panels * 32, K}, packed.scalar_type());
@@ -48,15 +70,20 @@ Tensor unpacked(const Tensor& packed) {
   return plain;
 }
 
+ScalarType type_of_numbers(const Tensor& weight) {
+  return is_coded(weight) ? ScalarType::BFloat16 : weight.scalar_type();
+}
+
 pagebinder::Projection projection(const Tensor& weight, const Bias& bias, bool transposed) {
   pagebinder::Projection p{};
   p.weight = weight.const_data_ptr();
   p.expert_stride = weight.stride(0), p.line_stride = weight.stride(1);
   p.columns = weight.size(transposed ? 2 : 1), p.inner = weight.size(transposed ? 1 : 2);
   if (is_packed(weight)) p.packed = true, p.columns *= 32, p.inner *= 32;
+  if (is_coded(weight)) p.packed = true, p.columns *= 32, p.inner *= CODED_INNER, p.coded_bytes = weight.size(3);
   if (bias) {
     PB_CHECK(bias->dim() == 2 && bias->size(0) == weight.size(0) && bias->size(1) == p.columns &&
-                 bias->scalar_type() == weight.scalar_type(),
+                 bias->scalar_type() == type_of_numbers(weight),
              "a bias of experts must be [", weight.size(0), ", ", p.columns, "] of their dtype");
     p.bias = bias->const_data_ptr(), p.bias_stride = bias->stride(0);
   }
@@ -75,16 +102,18 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weigh
   PB_CHECK(x_in.dim() == 2 && ids_in.dim() == 2 && weights_in.dim() == 2 && ids_in.size(0) == x_in.size(0) &&
                weights_in.size(0) == x_in.size(0) && weights_in.size(1) == ids_in.size(1),
            "moe_experts takes x [T, C], expert ids and weights [T, K]");
-  const bool packed = is_packed(up_in);
-  PB_CHECK((up_in.dim() == 3 || packed) && down_in.dim() == up_in.dim() && up_in.size(0) == down_in.size(0),
-           "moe_experts takes the weights of all experts, [E, ., .], or both packed");
-  PB_CHECK(!packed || (!transposed && !interleaved && up_in.scalar_type() == ScalarType::BFloat16 &&
-                       has_panels(up_in) && has_panels(down_in)),
-           "packed experts are bfloat16 [E, N / 32, K / 32, 2, 16, 16, 2], not transposed, gates before values");
+  const bool coded = is_coded(up_in), packed = coded || is_packed(up_in);
+  PB_CHECK((up_in.dim() == 3 || packed) && down_in.dim() == up_in.dim() && up_in.size(0) == down_in.size(0) &&
+               is_coded(down_in) == coded,
+           "moe_experts takes the weights of all experts, [E, ., .], or both packed, or both coded");
+  PB_CHECK(!packed || (!transposed && !interleaved), "packed experts are not transposed and have gates before values");
+  PB_CHECK(!packed || coded ||
+               (up_in.scalar_type() == ScalarType::BFloat16 && has_panels(up_in) && has_panels(down_in)),
+           "packed experts are bfloat16 [E, N / 32, K / 32, 2, 16, 16, 2]");
   if (packed && !pagebinder::reads_packed_experts())
     return moe_experts(x_in, ids_in, weights_in, unpacked(up_in), unpacked(down_in), up_bias, down_bias, transposed,
                        activation, gated, interleaved, limit, alpha, up_offset, false);
-  PB_CHECK(x_in.scalar_type() == up_in.scalar_type() && x_in.scalar_type() == down_in.scalar_type(),
+  PB_CHECK(x_in.scalar_type() == type_of_numbers(up_in) && x_in.scalar_type() == type_of_numbers(down_in),
            "x and the experts differ in dtype: cast x first");
   const bool turned = !packed && is_view_of_transposed(up_in) && is_view_of_transposed(down_in);
   const auto stored = [&](const Tensor& t) {

@@ -21,7 +21,8 @@ struct Projection {
   int64_t bias_stride;
   int64_t columns, inner;
   const CodedStack* codes;        // in place of a weight and its strides, or null
-  bool packed;                    // weight [E, columns / 32, inner / 32, 2, 16, 16, 2]
+  bool packed;                    // weight [E, columns / 32, inner / 32, 2, 16, 16, 2], or coded:
+  int64_t coded_bytes;            // of a block, 0 of others: weight [E, columns / 32, inner / 256, coded_bytes]
 };
 
 // Which expert each slot of a token goes to.

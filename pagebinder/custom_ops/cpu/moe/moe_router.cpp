@@ -78,7 +78,7 @@ void choose(const RouterArgs& a, int64_t token, Scratch& scratch) {
 
 void choose_experts(const RouterArgs& a) {
   const Team team{a.tokens * a.experts < SERIAL_RATINGS ? 1 : a.num_threads, a.run};
-  for_jobs<NoSetup>((a.tokens + TOKENS_OF_A_JOB - 1) / TOKENS_OF_A_JOB, team, [&](int64_t job, int64_t) {
+  for_jobs<NoSetup>((a.tokens + TOKENS_OF_A_JOB - 1) / TOKENS_OF_A_JOB, team, [&](int64_t job, int64_t, NoSetup&) {
     static thread_local Scratch scratch;
     const int64_t end = std::min(a.tokens, (job + 1) * TOKENS_OF_A_JOB);
     for (int64_t token = job * TOKENS_OF_A_JOB; token < end; ++token) choose(a, token, scratch);

@@ -96,8 +96,8 @@ struct Team {
 
 struct NoSetup {};
 
-// Runs job(i, next) for i in [0, num_jobs), possibly at the same time. `next` is what the same thread runs after i,
-// num_jobs or more if nothing. A `Setup` lives while a thread works.
+// Runs job(i, next, setup) for i in [0, num_jobs), possibly at the same time. `next` is what the same thread runs after
+// i, num_jobs or more if nothing. A `Setup` lives while a thread works.
 template <class Setup, class Job>
 void for_jobs(int64_t num_jobs, const Team& team, const Job& job) {
   struct Shared {
@@ -105,11 +105,11 @@ void for_jobs(int64_t num_jobs, const Team& team, const Job& job) {
     WorkRanges work;
   };
   const auto worker = [](void* context, int index) {
-    [[maybe_unused]] const Setup setup{};
+    Setup setup{};
     Shared& s = *static_cast<Shared*>(context);
     for (int i = s.work.take(index), next; i < s.work.count(); i = next) {
       next = s.work.take(index);
-      s.job(i, next);
+      s.job(i, next, setup);
     }
   };
   const int workers = static_cast<int>(std::min<int64_t>(num_jobs, team.num_threads));

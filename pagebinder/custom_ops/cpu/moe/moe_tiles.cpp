@@ -18,7 +18,7 @@ struct TilesOrVectors {
   using Operand = typename Many::Operand;  // of few rows: room for Few's
   using FewOperand = typename Few::Operand;
   using Setup = typename Many::Setup;
-  static constexpr int GROUP = Many::GROUP, PANEL = Many::PANEL;
+  static constexpr int GROUP = Many::GROUP, PANEL = Many::PANEL, MOST_HIDDEN = PANEL;
   static_assert(Few::PANEL == PANEL && FEW_ROWS * sizeof(FewOperand) <= GROUP * sizeof(bf16));
 
   struct Panel {
@@ -39,8 +39,8 @@ struct TilesOrVectors {
     return {Many::panel(p, expert, column, width), Few::panel(p, expert, column, width)};
   }
 
-  static Panel hidden_panel(const MoeArgs& a, int expert, int64_t i) {
-    return {Many::hidden_panel(a, expert, i), Few::hidden_panel(a, expert, i)};
+  static Panel hidden_panel(const MoeArgs& a, int expert, int64_t i, int64_t width) {
+    return {Many::hidden_panel(a, expert, i), Few::hidden_panel(a, expert, i, width)};
   }
 
   static void hidden(const MoeArgs& a, const Run& run, const Operand* x, const Panel& panel, const Panel& next,

@@ -33,7 +33,7 @@ struct Vectors {
   using Operand = typename E::Query;  // [position][pitch]
   using Setup = NoSetup;
   using Panel = VectorPanel<T>;
-  static constexpr int GROUP = MOST_ROWS, PANEL = PANEL_COLUMNS;
+  static constexpr int GROUP = MOST_ROWS, PANEL = PANEL_COLUMNS, MOST_HIDDEN = PANEL;
 
   static int64_t pitch(int64_t inner) { return (inner + E::STEP - 1) / E::STEP * E::STEP; }
   static int64_t operand_size(int64_t positions, int64_t inner) { return positions * pitch(inner); }
@@ -70,13 +70,13 @@ struct Vectors {
     return {column_at(p, expert, column), nullptr, p.line_stride, column, width};
   }
 
-  static Panel hidden_panel(const MoeArgs& a, int expert, int64_t i) {
-    if (!a.gate.gated) return panel(a.up, expert, i, PANEL);
+  static Panel hidden_panel(const MoeArgs& a, int expert, int64_t i, int64_t width) {
+    if (!a.gate.gated) return panel(a.up, expert, i, static_cast<int>(width));
     const int64_t I = a.down.inner, step = a.gate.interleaved ? 2 : 1;
     const int64_t second = a.gate.interleaved ? 2 * i + 1 : I + i;
     return {column_at(a.up, expert, step * i), column_at(a.up, expert, second),
             TRANSPOSED ? a.up.line_stride : step * a.up.line_stride, i,
-            static_cast<int>(std::min<int64_t>(PANEL / 2, I - i))};
+            static_cast<int>(std::min(width, I - i))};
   }
 
   // ---- products ------------------------------------------------------------------------------------------------

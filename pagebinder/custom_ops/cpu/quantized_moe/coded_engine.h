@@ -29,7 +29,7 @@ struct CodedEngine {
   using Operand = typename Rows::Operand;
   using Setup = NoSetup;
   using Panel = CodedPanel;
-  static constexpr int GROUP = Rows::GROUP, PANEL = 2 * QUANT_PANEL, VECTORS = QUANT_PANEL / W;
+  static constexpr int GROUP = Rows::GROUP, PANEL = 2 * QUANT_PANEL, MOST_HIDDEN = PANEL, VECTORS = QUANT_PANEL / W;
 
   static int64_t operand_size(int64_t positions, int64_t inner) { return positions * inner; }
 
@@ -41,9 +41,8 @@ struct CodedEngine {
     return {p.codes, expert, column, static_cast<int>(std::min<int64_t>(width, p.columns - column))};
   }
 
-  static Panel hidden_panel(const MoeArgs& a, int expert, int64_t i) {
-    const int most = a.gate.gated ? QUANT_PANEL : PANEL;
-    return {a.up.codes, expert, i, static_cast<int>(std::min<int64_t>(most, a.down.inner - i))};
+  static Panel hidden_panel(const MoeArgs& a, int expert, int64_t i, int64_t width) {
+    return {a.up.codes, expert, i, static_cast<int>(std::min(width, a.down.inner - i))};
   }
 
   // sums [rows][32] of the columns from `column` on, with bias.
