@@ -214,7 +214,7 @@ def test_rows_that_come_in_blocks(ops, name, request):
 def test_rows_of_any_size(linear, factor):
     """Kernels that lift rows by powers of two, and sums of theirs, lose nothing."""
     weight = weight_of(96, 256)
-    for rows in (1, 2):
+    for rows in (1, 2, 5, 40):
         x, _ = operands(rows, 96, 256)
         x[0] *= factor
         check(linear, x, weight, "fp8")

@@ -118,31 +118,25 @@ PB_INLINE __m512i int8_pairs(__m512i even, __m512i odd) {
   return _mm512_or_si512(_mm512_srli_epi32(int8_float(even), 16), int8_float(odd));
 }
 
-// Calls visit(line, pairs) for the 16 lines of pairs of a tile. AHEAD: how many bytes further codes are asked for, be it
-// behind the weight's end. PLACED: of FP8, pairs that are only placed.
-template <Code CODE, int AHEAD, bool PLACED = false, class Visit>
-PB_INLINE void decode_tile(const uint8_t* from, const Visit& visit) {
+// Lines of pairs that a line of codes becomes.
+template <Code CODE>
+constexpr int CODE_LINES = has_4_bits(CODE) ? 4 : 2;
+
+// A line of codes -> lines of pairs. PLACED: of FP8, pairs that are only placed.
+template <Code CODE, bool PLACED = false>
+PB_INLINE void pairs_of_line(__m512i codes, __m512i (&pairs)[CODE_LINES<CODE>]) {
   if constexpr (CODE == Code::FP8) {
-    PB_UNROLL
-    for (int line = 0; line < 8; ++line) {
-      __builtin_prefetch(from + AHEAD + line * 64, 0, 3);
-      const __m512i codes = load<__m512i>(from + line * 64), lower = _mm512_slli_epi16(codes, 8);
-      visit(2 * line, PLACED ? fp8_pairs_placed(lower) : fp8_pairs(lower));
-      visit(2 * line + 1, PLACED ? fp8_pairs_placed(codes) : fp8_pairs(codes));
-    }
+    const __m512i lower = _mm512_slli_epi16(codes, 8);
+    pairs[0] = PLACED ? fp8_pairs_placed(lower) : fp8_pairs(lower);
+    pairs[1] = PLACED ? fp8_pairs_placed(codes) : fp8_pairs(codes);
   } else if constexpr (CODE == Code::INT8) {
     // Byte 1, or 2, of each lane to its top, zeros below.
     const __m512i lanes = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04000000, 0x08000000, 0x0c000000));
     const __m512i byte_1 = _mm512_add_epi32(lanes, _mm512_set1_epi32(0x01808080));
     const __m512i byte_2 = _mm512_add_epi32(lanes, _mm512_set1_epi32(0x02808080));
     const __m512i top = _mm512_set1_epi32(int32_t(0xff000000));
-    PB_UNROLL
-    for (int line = 0; line < 8; ++line) {
-      __builtin_prefetch(from + AHEAD + line * 64, 0, 3);
-      const __m512i codes = load<__m512i>(from + line * 64);
-      visit(2 * line, int8_pairs(_mm512_slli_epi32(codes, 24), _mm512_shuffle_epi8(codes, byte_2)));
-      visit(2 * line + 1, int8_pairs(_mm512_shuffle_epi8(codes, byte_1), _mm512_and_si512(codes, top)));
-    }
+    pairs[0] = int8_pairs(_mm512_slli_epi32(codes, 24), _mm512_shuffle_epi8(codes, byte_2));
+    pairs[1] = int8_pairs(_mm512_shuffle_epi8(codes, byte_1), _mm512_and_si512(codes, top));
   } else {
     // A permutation looks at the lower 5 bits of a word: of two equal halves of a table, bit 4 does not matter.
     const VH integers = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
@@ -151,21 +145,29 @@ PB_INLINE void decode_tile(const uint8_t* from, const Visit& visit) {
                      0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
     const __m512i table = _mm512_broadcast_i64x4(bit_cast<__m256i>(CODE == Code::INT4 ? integers : e2m1));
     PB_UNROLL
-    for (int line = 0; line < 4; ++line) {
-      __builtin_prefetch(from + AHEAD + line * 64, 0, 3);
-      const __m512i codes = load<__m512i>(from + line * 64);
-      visit(4 * line, _mm512_permutexvar_epi16(codes, table));
-      visit(4 * line + 1, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table));
-      visit(4 * line + 2, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table));
-      visit(4 * line + 3, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table));
-    }
+    for (int i = 0; i < 4; ++i)
+      pairs[i] = _mm512_permutexvar_epi16(i == 0 ? codes : _mm512_srli_epi16(codes, 4 * i), table);
+  }
+}
+
+// Calls visit(line, pairs) for the 16 lines of pairs of a tile. AHEAD: how many bytes further codes are asked for, be it
+// behind the weight's end.
+template <Code CODE, int AHEAD, bool PLACED = false, class Visit>
+PB_INLINE void decode_tile(const uint8_t* from, const Visit& visit) {
+  PB_UNROLL
+  for (int line = 0; line < TILE_LINES_OF<CODE>; ++line) {
+    __builtin_prefetch(from + AHEAD + line * 64, 0, 3);
+    __m512i pairs[CODE_LINES<CODE>];
+    pairs_of_line<CODE, PLACED>(load<__m512i>(from + line * 64), pairs);
+    PB_UNROLL
+    for (int i = 0; i < CODE_LINES<CODE>; ++i) visit(line * CODE_LINES<CODE> + i, pairs[i]);
   }
 }
 
 // A tile -> 16 lines of pairs in memory.
-template <Code CODE, int AHEAD>
+template <Code CODE, int AHEAD, bool PLACED = false>
 PB_INLINE void decode_tile_to_pairs(const uint8_t* from, char* to) {
-  decode_tile<CODE, AHEAD>(from, [to](int line, __m512i pairs) { store(to + line * 64, pairs); });
+  decode_tile<CODE, AHEAD, PLACED>(from, [to](int line, __m512i pairs) { store(to + line * 64, pairs); });
 }
 #endif
 

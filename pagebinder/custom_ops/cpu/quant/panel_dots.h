@@ -1,8 +1,7 @@
 // One panel of a quantised weight meets rows of x on BF16 dots.
 //
-// Of one or two rows codes become pairs in registers and are used there: codes are read once and in order. More rows,
-// in strips (dots.h), meet blocks of steps that were decoded into the nearest cache; the first strip asks for the next
-// block's codes.
+// Of one or two rows, and of a single strip (dots.h), codes become pairs in registers and are used there. Several strips
+// meet blocks of steps that were decoded into the nearest cache; the first one asks for the next block's codes.
 #pragma once
 
 #include "decode.h"
@@ -14,10 +13,6 @@ namespace pagebinder {
 constexpr int PANEL_FAR_BYTES = 8192, PANEL_NEAR_BYTES = 1024;  // asked for ahead, of the second cache and the nearest
 constexpr int DOT_BLOCK_STEPS = 16;             // whose pairs are in the nearest cache
 static_assert(QUANT_PANEL == DOT_PANEL && QUANT_STEP == DOT_PANEL);
-
-// Lines of pairs that a line of codes becomes.
-template <Code CODE>
-constexpr int CODE_LINES = has_4_bits(CODE) ? 4 : 2;
 
 // ---- one or two rows -------------------------------------------------------------------------------------------
 
@@ -70,11 +65,16 @@ struct DotStrip {
   int rows;  // DOT_MOST_ROWS at most
 };
 
-// totals [rows][32] += sums [rows][32] times the scales of columns and of rows.
+// What the sums of a row are times, but for the scales of columns.
+PB_INLINE float scale_of_row(const QuantizedLinearArgs& a, int64_t row, int64_t step) {
+  return a.x_scale_at(row, step) * (a.lowering == nullptr ? 1.0f : a.lowering[row]);
+}
+
+// totals [rows][32] += sums [rows][32] times their scales.
 inline void add_scaled(const QuantizedLinearArgs& a, int64_t row, int rows, int64_t step, const float* scales,
                        const float* sums, float* totals) {
   for (int r = 0; r < rows; ++r) {
-    const float of_row = a.x_scale_at(row + r, step);
+    const float of_row = scale_of_row(a, row + r, step);
     for (int i = r * QUANT_PANEL; i < (r + 1) * QUANT_PANEL; i += W) {
       const VF scale = load<VF>(scales + i % QUANT_PANEL) * of_row;
       store(totals + i, load<VF>(totals + i) + scale * load<VF>(sums + i));
@@ -82,10 +82,77 @@ inline void add_scaled(const QuantizedLinearArgs& a, int64_t row, int rows, int6
   }
 }
 
+// Steps that are summed before scales are applied.
+inline int summed_steps(const QuantizedLinearArgs& a) {
+  return static_cast<int>(std::min<int64_t>(a.scaled_steps(), DOT_BLOCK_STEPS));
+}
+
+// Halves of a panel that a line meets at a time: more sums than these leave no registers to decode in.
+constexpr int halves_of(int rows) { return rows <= 8 ? 2 : 1; }
+constexpr int MOST_RISING = 6;  // rows, beside whose sums the codes of a half find room, too
+
+// totals [ROWS][32] = the rows of a single strip times a panel, whose codes become pairs in registers.
+template <Code CODE, bool PLACED, int ROWS>
+void meet_in_registers(const QuantizedLinearArgs& a, int64_t panel, const DotStrip& strip, float* totals) {
+  constexpr int HALVES = halves_of(ROWS), LINES = CODE_LINES<CODE>;
+  const int steps = static_cast<int>(a.inner / QUANT_STEP), span = summed_steps(a);
+  constexpr int64_t TILE = tile_bytes_of(CODE);
+  constexpr bool RISING = ROWS <= MOST_RISING;
+  const auto next_line = [](const uint8_t* at) {
+    __builtin_prefetch(at + PANEL_NEAR_BYTES, 0, 3);
+    __builtin_prefetch(at + PANEL_FAR_BYTES, 0, 2);
+    return load<__m512i>(at);
+  };
+  alignas(64) float scales[QUANT_PANEL];
+  std::fill(totals, totals + ROWS * QUANT_PANEL, 0.0f);
+  for (int begin = 0, end; begin < steps; begin = end) {
+    end = std::min({begin + span, begin / DOT_BLOCK_STEPS * DOT_BLOCK_STEPS + DOT_BLOCK_STEPS, steps});
+    scales_of(a, panel, begin, scales);
+    for (int first = 0; first < 2; first += HALVES) {
+      VF sum[ROWS][HALVES] = {};
+      const uint8_t* codes = a.weight + panel * a.panel_bytes() + (2 * begin + first) * TILE;
+      const uint32_t* x = strip.x + int64_t{begin} * DOT_PAIRS * ROWS;
+      for (int step = begin; step < end; ++step, codes += 2 * TILE) {
+        __m512i waiting[TILE_LINES_OF<CODE>];  // the first half, as memory is read in one rising order
+        PB_UNROLL
+        for (int line = 0; line < TILE_LINES_OF<CODE> && RISING; ++line) {
+          waiting[line] = next_line(codes + line * 64);
+          asm volatile("" : "+v"(waiting[line]));  // here, not where it is used
+        }
+        PB_UNROLL
+        for (int line = 0; line < TILE_LINES_OF<CODE>; ++line, x += LINES * ROWS) {
+          __m512i pairs[HALVES][LINES];
+          if (RISING) pairs_of_line<CODE, PLACED>(waiting[line], pairs[0]);
+          PB_UNROLL
+          for (int half = RISING; half < HALVES; ++half)
+            pairs_of_line<CODE, PLACED>(next_line(codes + half * TILE + line * 64), pairs[half]);
+          PB_UNROLL
+          for (int i = 0; i < LINES; ++i)
+            PB_UNROLL
+            for (int r = 0; r < ROWS; ++r) {
+              const VU row = load<uint32_t>(x + i * ROWS + r) - VU{};
+              for (int half = 0; half < HALVES; ++half)
+                sum[r][half] = PairElements::madd(sum[r][half], row, bit_cast<VU>(pairs[half][i]));
+            }
+        }
+      }
+      PB_UNROLL
+      for (int r = 0; r < ROWS; ++r) {
+        const float of_row = scale_of_row(a, strip.first_row + r, begin);
+        for (int half = 0; half < HALVES; ++half) {
+          float* total = totals + r * QUANT_PANEL + (first + half) * W;
+          const VF scale = load<VF>(scales + (first + half) * W) * (1.0f / PAIR_FACTOR<CODE>) * of_row;
+          store(total, load<VF>(total) + scale * sum[r][half]);
+        }
+      }
+    }
+  }
+}
+
 // A decoded block of steps meets a strip, span by span of what shares its scales.
 inline void meet_strip(const QuantizedLinearArgs& a, int64_t panel, const DotStrip& strip, int step, int count,
                        const char* pairs, float factor, DotAhead ahead, float* totals) {
-  const int rows = strip.rows, span = static_cast<int>(std::min<int64_t>(a.scaled_steps(), DOT_BLOCK_STEPS));
+  const int rows = strip.rows, span = summed_steps(a);
   alignas(64) float sums[DOT_MOST_ROWS * QUANT_PANEL], scales[QUANT_PANEL];
   for (int i = 0; i < count; i += span) {
     const int steps = std::min(span, count - i);
@@ -98,10 +165,17 @@ inline void meet_strip(const QuantizedLinearArgs& a, int64_t panel, const DotStr
   }
 }
 
-// totals [rows][32] = x times a panel of columns, scaled. strip_of(i): a DotStrip.
-template <Code CODE, class StripOf>
+// totals [rows][32] = x times a panel of columns, scaled. strip_of(i): a DotStrip. PLACED: codes of FP8 are multiplied as
+// they are placed, rows were lifted for that.
+template <Code CODE, bool PLACED = false, class StripOf>
 void panel_of_strips(const QuantizedLinearArgs& a, int64_t panel, int num_strips, const StripOf& strip_of,
                      float* totals) {
+  if (num_strips == 1) {
+    const DotStrip strip = strip_of(0);
+    const auto meet = by_count<DOT_MOST_ROWS>(
+        strip.rows, [](auto rows) { return meet_in_registers<CODE, PLACED, decltype(rows)::value>; });
+    return meet(a, panel, strip, totals);
+  }
   const int steps = static_cast<int>(a.inner / QUANT_STEP);
   alignas(64) char pairs[DOT_BLOCK_STEPS * DOT_STEP_BYTES];
   const uint8_t* codes = a.weight + panel * a.panel_bytes();
@@ -109,7 +183,7 @@ void panel_of_strips(const QuantizedLinearArgs& a, int64_t panel, int num_strips
   for (int step = 0; step < steps; step += DOT_BLOCK_STEPS) {
     const int count = std::min(DOT_BLOCK_STEPS, steps - step);
     for (int tile = 0; tile < 2 * count; ++tile, codes += a.tile_bytes())
-      decode_tile_to_pairs<CODE, 0>(codes, pairs + tile * (DOT_STEP_BYTES / 2));
+      decode_tile_to_pairs<CODE, 0, PLACED>(codes, pairs + tile * (DOT_STEP_BYTES / 2));
     for (int strip = 0; strip < num_strips; ++strip) {
       const DotAhead ahead{reinterpret_cast<const char*>(codes), strip == 0};
       meet_strip(a, panel, strip_of(strip), step, count, pairs, 1.0f / PAIR_FACTOR<CODE>, ahead, totals);

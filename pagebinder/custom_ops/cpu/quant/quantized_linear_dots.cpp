@@ -3,9 +3,12 @@
 //     sum[row][16 columns]  +=  line of pairs [16 columns]  .  pair of x, in every lane
 //
 // One job = one panel of columns (panel_dots.h), of one or two rows two panels. Those rows meet codes in registers, which
-// is faster than matrix tiles while memory is the limit. Without tiles more rows are taken in strips of up to 14.
+// is faster than matrix tiles while memory is the limit. Without tiles more rows are taken in strips of up to 14. Rows for
+// codes of FP8 are lifted, so that the codes need only be placed.
 //
 // An element of y is summed in one order for up to two rows, in another for any number of more.
+#include <vector>
+
 #include "lifted_rows.h"
 #include "memory_streams.h"
 #include "panel_dots.h"
@@ -56,16 +59,25 @@ constexpr int64_t SERIAL_COPY = 1 << 15;    // elements of x
 
 struct StripRun : QuantizedRun {
   const DotStrips strips{args.rows, args.inner};
-  DotPair* const x;  // in strips
+  DotPair* const x;       // in strips
+  bf16* const lifted;     // [rows, inner], or null
+  float* const lowering;  // [rows], of lifted ones
   std::atomic<int> next_strip{0};
 
-  StripRun(const QuantizedLayers& c, DotPair* memory) : QuantizedRun(c), x(memory) {}
+  StripRun(const QuantizedLayers& c, DotPair* memory, bf16* rows, float* factors)
+      : QuantizedRun(c), x(memory), lifted(rows), lowering(factors) {}
+
+  void copy(int strip) {
+    if (lifted == nullptr) return strips.copy(args.x, args.x_stride, strip, x);
+    for (int64_t row = strips.first_row(strip); row < strips.first_row(strip) + strips.rows_of(strip); ++row)
+      lowering[row] = lift_row(static_cast<const bf16*>(args.x) + row * args.x_stride, args.inner, lifted + row * args.inner);
+    strips.copy(lifted, args.inner, strip, x);
+  }
 };
 
 void copy_worker(void* context, int) {
   StripRun& run = static_cast<StripRun&>(*static_cast<QuantizedRun*>(context));
-  for (int strip; (strip = run.next_strip.fetch_add(1, std::memory_order_relaxed)) < run.strips.count;)
-    run.strips.copy(run.args.x, run.args.x_stride, strip, run.x);
+  for (int strip; (strip = run.next_strip.fetch_add(1, std::memory_order_relaxed)) < run.strips.count;) run.copy(strip);
 }
 
 template <Code CODE>
@@ -82,7 +94,7 @@ void strip_worker(void* context, int index) {
   for (int i; (i = run.work.take(index)) < run.num_jobs;) {
     const QuantizedJob job = run.job(i);
     for (int part = 0; part < run.parts; ++part)
-      panel_of_strips<CODE>(job.layer[part], job.panel, run.strips.count, strip_of, totals[part]);
+      panel_of_strips<CODE, CODE == Code::FP8>(job.layer[part], job.panel, run.strips.count, strip_of, totals[part]);
     write(run, job, totals, 0, run.args.rows);
   }
 }
@@ -100,9 +112,16 @@ Worker worker_of(Code code, int64_t rows) {
 }
 
 void run_strips(const QuantizedLayers& call) {
-  static thread_local Buffer memory;
+  static thread_local Buffer memory, lifted_memory, lowering_memory;
   const QuantizedLinearArgs& a = call.first();
-  StripRun run(call, memory.at_least<DotPair>(static_cast<size_t>(a.rows * a.inner / 2)));
+  const bool lifts = a.code == Code::FP8;
+  bf16* lifted = lifts ? lifted_memory.at_least<bf16>(static_cast<size_t>(a.rows * a.inner)) : nullptr;
+  float* lowering = lifts ? lowering_memory.at_least<float>(static_cast<size_t>(a.rows)) : nullptr;
+  std::vector<QuantizedLinearArgs> layers(call.layers, call.layers + call.num_layers);
+  for (QuantizedLinearArgs& layer : layers) layer.lowering = lowering;
+  QuantizedLayers lowered = call;
+  lowered.layers = layers.data();
+  StripRun run(lowered, memory.at_least<DotPair>(static_cast<size_t>(a.rows * a.inner / 2)), lifted, lowering);
   tell_next_weights(run);
   run.in_workers(a.rows * a.inner < SERIAL_COPY, copy_worker);
   run.in_workers(false, worker_of(a.code, 0));
