@@ -136,13 +136,15 @@ void meet_in_registers(const QuantizedLinearArgs& a, int64_t panel, const DotStr
             }
         }
       }
+      const bool rows_are_scaled = a.x_scale != nullptr || a.lowering != nullptr;
       PB_UNROLL
-      for (int r = 0; r < ROWS; ++r) {
-        const float of_row = scale_of_row(a, strip.first_row + r, begin);
-        for (int half = 0; half < HALVES; ++half) {
-          float* total = totals + r * QUANT_PANEL + (first + half) * W;
-          const VF scale = load<VF>(scales + (first + half) * W) * (1.0f / PAIR_FACTOR<CODE>) * of_row;
-          store(total, load<VF>(total) + scale * sum[r][half]);
+      for (int half = 0; half < HALVES; ++half) {
+        const VF scale = load<VF>(scales + (first + half) * W) * (1.0f / PAIR_FACTOR<CODE>);
+        float* total = totals + (first + half) * W;
+        PB_UNROLL
+        for (int r = 0; r < ROWS; ++r, total += QUANT_PANEL) {
+          const VF of_row = rows_are_scaled ? scale * scale_of_row(a, strip.first_row + r, begin) : scale;
+          store(total, load<VF>(total) + of_row * sum[r][half]);
         }
       }
     }
