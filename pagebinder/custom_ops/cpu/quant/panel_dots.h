@@ -94,7 +94,7 @@ constexpr int MOST_RISING = 6;  // rows, beside whose sums the codes of a half f
 // totals [ROWS][32] = the rows of a single strip times a panel, whose codes become pairs in registers.
 template <Code CODE, bool PLACED, int ROWS>
 void meet_in_registers(const QuantizedLinearArgs& a, int64_t panel, const DotStrip& strip, float* totals) {
-  constexpr int HALVES = halves_of(ROWS), LINES = CODE_LINES<CODE>;
+  constexpr int HALVES = halves_of(ROWS), LINES = TILE_LINES_OF<CODE>, PAIRS = CODE_LINES<CODE>;
   const int steps = static_cast<int>(a.inner / QUANT_STEP), span = summed_steps(a);
   constexpr int64_t TILE = tile_bytes_of(CODE);
   constexpr bool RISING = ROWS <= MOST_RISING;
@@ -112,28 +112,33 @@ void meet_in_registers(const QuantizedLinearArgs& a, int64_t panel, const DotStr
       VF sum[ROWS][HALVES] = {};
       const uint8_t* codes = a.weight + panel * a.panel_bytes() + (2 * begin + first) * TILE;
       const uint32_t* x = strip.x + int64_t{begin} * DOT_PAIRS * ROWS;
-      for (int step = begin; step < end; ++step, codes += 2 * TILE) {
-        __m512i waiting[TILE_LINES_OF<CODE>];  // the first half, as memory is read in one rising order
-        PB_UNROLL
-        for (int line = 0; line < TILE_LINES_OF<CODE> && RISING; ++line) {
-          waiting[line] = next_line(codes + line * 64);
-          asm volatile("" : "+v"(waiting[line]));  // here, not where it is used
-        }
-        PB_UNROLL
-        for (int line = 0; line < TILE_LINES_OF<CODE>; ++line, x += LINES * ROWS) {
-          __m512i pairs[HALVES][LINES];
+      for (int step = begin; step < end; ++step, codes += 2 * TILE, x += DOT_PAIRS * ROWS) {
+        __m512i waiting[RISING ? LINES : 1];  // the first half, as memory is read in one rising order
+        const auto meet_line = [&](int line) __attribute__((always_inline)) {
+          __m512i pairs[HALVES][PAIRS];
           if (RISING) pairs_of_line<CODE, PLACED>(waiting[line], pairs[0]);
           PB_UNROLL
           for (int half = RISING; half < HALVES; ++half)
             pairs_of_line<CODE, PLACED>(next_line(codes + half * TILE + line * 64), pairs[half]);
           PB_UNROLL
-          for (int i = 0; i < LINES; ++i)
+          for (int i = 0; i < PAIRS; ++i)
             PB_UNROLL
             for (int r = 0; r < ROWS; ++r) {
-              const VU row = load<uint32_t>(x + i * ROWS + r) - VU{};
+              const VU row = load<uint32_t>(x + (line * PAIRS + i) * ROWS + r) - VU{};
               for (int half = 0; half < HALVES; ++half)
                 sum[r][half] = PairElements::madd(sum[r][half], row, bit_cast<VU>(pairs[half][i]));
             }
+        };
+        if constexpr (RISING) {
+          PB_UNROLL
+          for (int line = 0; line < LINES; ++line) {
+            waiting[line] = next_line(codes + line * 64);
+            asm volatile("" : "+v"(waiting[line]));  // here, not where it is used
+          }
+          PB_UNROLL
+          for (int line = 0; line < LINES; ++line) meet_line(line);
+        } else {
+          for (int line = 0; line < LINES; ++line) meet_line(line);
         }
       }
       const bool rows_are_scaled = a.x_scale != nullptr || a.lowering != nullptr;
@@ -167,17 +172,18 @@ inline void meet_strip(const QuantizedLinearArgs& a, int64_t panel, const DotStr
   }
 }
 
-// totals [rows][32] = x times a panel of columns, scaled. strip_of(i): a DotStrip. PLACED: codes of FP8 are multiplied as
-// they are placed, rows were lifted for that.
-template <Code CODE, bool PLACED = false, class StripOf>
+// totals [rows][32] = x times a panel of columns, scaled. strip_of(i): a DotStrip. MOST_IN_REGISTERS: rows of a strip, 0:
+// also a single strip meets decoded blocks. PLACED: codes of FP8 are multiplied as they are placed, rows were lifted for that.
+template <Code CODE, int MOST_IN_REGISTERS, bool PLACED = false, class StripOf>
 void panel_of_strips(const QuantizedLinearArgs& a, int64_t panel, int num_strips, const StripOf& strip_of,
                      float* totals) {
-  if (num_strips == 1) {
-    const DotStrip strip = strip_of(0);
-    const auto meet = by_count<DOT_MOST_ROWS>(
-        strip.rows, [](auto rows) { return meet_in_registers<CODE, PLACED, decltype(rows)::value>; });
-    return meet(a, panel, strip, totals);
-  }
+  if constexpr (MOST_IN_REGISTERS > 0)
+    if (num_strips == 1) {
+      const DotStrip strip = strip_of(0);
+      const auto meet = by_count<MOST_IN_REGISTERS>(
+          strip.rows, [](auto rows) { return meet_in_registers<CODE, PLACED, decltype(rows)::value>; });
+      return meet(a, panel, strip, totals);
+    }
   const int steps = static_cast<int>(a.inner / QUANT_STEP);
   alignas(64) char pairs[DOT_BLOCK_STEPS * DOT_STEP_BYTES];
   const uint8_t* codes = a.weight + panel * a.panel_bytes();

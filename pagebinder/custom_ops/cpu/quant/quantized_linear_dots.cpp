@@ -90,11 +90,13 @@ void strip_worker(void* context, int index) {
   const auto strip_of = [&](int i) -> DotStrip {
     return {run.x + run.strips.offset(i), run.strips.first_row(i), run.strips.rows_of(i)};
   };
+  constexpr int IN_REGISTERS = CODE == Code::FP8 || CODE == Code::FP4 ? DOT_MOST_ROWS : 0;  // integers rarely come here
   const auto write = run.args.wide_out ? write_panel<float> : write_panel<bf16>;
   for (int i; (i = run.work.take(index)) < run.num_jobs;) {
     const QuantizedJob job = run.job(i);
     for (int part = 0; part < run.parts; ++part)
-      panel_of_strips<CODE, CODE == Code::FP8>(job.layer[part], job.panel, run.strips.count, strip_of, totals[part]);
+      panel_of_strips<CODE, IN_REGISTERS, CODE == Code::FP8>(job.layer[part], job.panel, run.strips.count, strip_of,
+                                                              totals[part]);
     write(run, job, totals, 0, run.args.rows);
   }
 }

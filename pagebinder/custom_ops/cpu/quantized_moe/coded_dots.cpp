@@ -50,7 +50,7 @@ struct DotRows {
     if (rows == 1) return meet_few<CODE, 1>(weight, words, panel, sums);
     if (rows == 2) return meet_few<CODE, 2>(weight, words, panel, sums);
     weight.rows = rows;
-    panel_of_strips<CODE>(weight, panel, (rows + GROUP - 1) / GROUP, [&](int strip) -> DotStrip {
+    panel_of_strips<CODE, GROUP>(weight, panel, (rows + GROUP - 1) / GROUP, [&](int strip) -> DotStrip {
       const int first = strip * GROUP;
       return {words + first * (weight.inner / 2), first, std::min(GROUP, rows - first)};
     }, sums);
