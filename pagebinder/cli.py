@@ -20,6 +20,7 @@ from pagebinder.cli_serve import serve_command
 from pagebinder.cli_support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
+    CodedWeightsOption,
     Commands,
     DeviceOption,
     DtypeOption,
@@ -247,6 +248,7 @@ def generate(
     kv_cache_mib: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
     kv_dtype: KvDtypeOption = "auto",
     index_dtype: IndexDtypeOption = "auto",
+    coded_weights: CodedWeightsOption = False,
     quantization: QuantizationOption = None,
     activation_quantization: ActivationQuantizationOption = None,
     activation_scales: ActivationScalesOption = None,
@@ -274,6 +276,7 @@ def generate(
     has_text = bool(stop) or any(isinstance(p, str) for p in prompts + encoder_prompts)
     options = {
         "device": device, "executable": executable, "dtype": dtype, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
+        "pack_weights": "coded" if coded_weights else None,
         "quantization": quantization, "activation_quantization": activation_quantization,
         "activation_scales": activation_scales,
     }  # fmt: skip

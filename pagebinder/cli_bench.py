@@ -23,6 +23,7 @@ from rich.table import Table
 
 from pagebinder.cli_support import (
     ActivationQuantizationOption,
+    CodedWeightsOption,
     DeviceOption,
     KvDtypeOption,
     MovedOption,
@@ -65,6 +66,7 @@ def bench_command(
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each batch.")] = 5,
     device: DeviceOption = "auto",
     kv_dtype: KvDtypeOption = "auto",
+    coded_weights: CodedWeightsOption = False,
     quantization: QuantizationOption = None,
     activation_quantization: ActivationQuantizationOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -72,7 +74,7 @@ def bench_command(
     """Measure prefill and decode of a model on this machine, for several batch sizes."""
     options = {
         "device": device, "kv_dtype": kv_dtype, "quantization": quantization,
-        "activation_quantization": activation_quantization,
+        "activation_quantization": activation_quantization, "pack_weights": "coded" if coded_weights else None,
     }  # fmt: skip
     compiled = compile_dir(model, options, checkpoint=checkpoint)
     with working("measuring"):

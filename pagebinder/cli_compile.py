@@ -9,6 +9,7 @@ import typer
 from pagebinder.cli_support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
+    CodedWeightsOption,
     DeviceOption,
     ExecutableOption,
     IndexDtypeOption,
@@ -81,6 +82,7 @@ def compile_command(
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
     kv_dtype: KvDtypeOption = "auto",
     index_dtype: IndexDtypeOption = "auto",
+    coded_weights: CodedWeightsOption = False,
     quantization: QuantizationOption = None,
     activation_quantization: ActivationQuantizationOption = None,
     activation_scales: ActivationScalesOption = None,
@@ -101,6 +103,7 @@ def compile_command(
         "device": device, "executable": executable, "dtype": dtype, "verify": verify, "max_model_len": max_model_len,
         "block_size": block_size, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
         "quantization": quantization, "activation_quantization": activation_quantization,
+        "pack_weights": "coded" if coded_weights else None,
         "activation_scales": activation_scales, "lock": lock, "locked": locked,
     }  # fmt: skip
     compiled = compile_dir(model, options)

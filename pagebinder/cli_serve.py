@@ -11,6 +11,7 @@ from pagebinder.cli_draft import DraftOption, MaxDraftOption, check_draft, draft
 from pagebinder.cli_support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
+    CodedWeightsOption,
     DeviceOption,
     DtypeOption,
     ExecutableOption,
@@ -77,6 +78,7 @@ def serve_command(
     dtype: DtypeOption = None,
     kv_dtype: KvDtypeOption = "auto",
     index_dtype: IndexDtypeOption = "auto",
+    coded_weights: CodedWeightsOption = False,
     quantization: QuantizationOption = None,
     activation_quantization: ActivationQuantizationOption = None,
     activation_scales: ActivationScalesOption = None,
@@ -91,6 +93,7 @@ def serve_command(
     options = {
         "device": device, "executable": executable, "dtype": dtype, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
         "quantization": quantization, "activation_quantization": activation_quantization,
+        "pack_weights": "coded" if coded_weights else None,
         "activation_scales": activation_scales, "max_model_len": max_model_len,
     }  # fmt: skip
     compiled = compile_dir(model, options, checkpoint=checkpoint)

@@ -76,6 +76,10 @@ QuantizationOption = Annotated[
     typer.Option(help="Weights in fewer bits: fp8, fp8_tensor, fp8_block, int8, int4_g64, int4_g32, mxfp4."),
 ]
 
+CodedWeightsOption = Annotated[
+    bool, typer.Option("--coded-weights", help="Keep weights in bf16 in about 12 of 16 bits, without loss.")
+]
+
 ActivationQuantizationOption = Annotated[
     str | None,
     typer.Option(

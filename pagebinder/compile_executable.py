@@ -103,12 +103,13 @@ def loops_of_layers(gm: GraphModule) -> list[str]:
 
 
 def share_of_light_loops(gm: GraphModule) -> float | None:
-    """Bytes that loops of layers move for one token over those of the layers' weights; None: some are not light."""
+    """Bytes that loops of layers move for one token over those that the layers' weights stand for: codes must not
+    choose another executable, which would round otherwise. None: some loops are not light."""
     ops = _ops_of_layers(gm)
     loops = [n for n in ops if _is_loop(n.target)]
     if not all(n.target in LIGHT for n in loops):
         return None
-    model, step = cost_model(gm), scenario(tokens=1, context=1)
+    model, step = cost_model(gm, decoded=True), scenario(tokens=1, context=1)
     costs = {n: model.cost(n) for n in ops}
     moved = sum(float(costs[n].activation_bytes.subs(step)) for n in loops)
     weights = sum(float(cost.weight_bytes.subs(step)) for cost in costs.values())

@@ -90,7 +90,8 @@ class CompileConfig:
             kernels for x86 processors read them: AMX, dot products of bf16 pairs, AVX2. None: those
             of a checkpoint directory, whose files are no longer needed in memory then, and its experts, which are
             held twice, where that takes a quarter of the free memory at most; True: also those of a module that was
-            given, which takes as much memory again; False: none.
+            given, which takes as much memory again; False: none. Packed weights are copies: to change the module's
+            in place changes nothing.
             "coded": as True, and where rows are multiples of 256 in about 12 of 16 bits without loss, so a decode
             reads a quarter less: the same tokens. Prefill decodes linear layers again for each 512 tokens.
         verify: "full" runs the graph before and after every pass, on sequences at the edges of blocks and windows,

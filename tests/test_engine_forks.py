@@ -246,7 +246,13 @@ def test_others_go_on_beside_a_beam_search(pair):
 @pytest.mark.parametrize(
     ("name", "bad"),
     [
-        *(("beam_width", 0), ("beam_width", True), ("max_tokens", 0), ("max_tokens", 1.5)),
+        *(
+            ("beam_width", 0),
+            ("beam_width", 1025),
+            ("beam_width", True),
+            ("max_tokens", 0),
+            ("max_tokens", 1.5),
+        ),
         *(("length_penalty", bad) for bad in (float("nan"), 1e300, -1e300, 10**400, 16.5, True, "1")),
     ],
 )

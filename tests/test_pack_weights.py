@@ -15,6 +15,8 @@ from pagebinder.custom_ops.cpu import huge_pages
 from pagebinder.custom_ops.cpu.provider import reads_packed_weights
 from pagebinder.custom_ops.linear.packed_weights import is_coded, is_packed, pack, plain_shape, unpack
 from pagebinder.graph_tools import attributes
+from pagebinder.passes.op_costs import scenario
+from pagebinder.passes.op_costs_ours import cost_model
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 from tests import moe_models
 from tests.helpers import VOCAB_SIZE, tiny_llama
@@ -170,7 +172,10 @@ def test_coded_weights_give_the_same_bits(packed, tmp_path):
 
 def test_sizes_that_blocks_do_not_fill_stay_packed(packed, checkpoint):
     compiled = pagebinder.compile_model(checkpoint, eager(pack_weights="coded"))
-    assert compiled.report.weight_layout == ["9 linear layers read packed weights"]
+    assert compiled.report.weight_layout == [
+        "9 linear layers read packed weights",
+        "9 linear layers read packed weights, not coded ones: rows are no multiples of 256",
+    ]
     assert weights_of(compiled, True) == weights_of(packed, True)
 
 
@@ -240,6 +245,37 @@ def test_coded_experts(packed, tmp_path):
     loaded = pagebinder.load(tmp_path / "artefact")
     of_loaded = [w for w in attributes(loaded.graphs["fused"]).values() if is_coded(w) and w.dim() == 4]
     assert len(of_loaded) == 2 and tokens_of(loaded) == tokens_of(coded)
+
+
+def test_what_is_not_coded_is_told(packed, tmp_path):
+    """One expert of rare exponents keeps the stack of all as it is."""
+    if torch.ops.pagebinder_cpu.has_matrix_tiles():
+        pytest.skip("matrix tiles read experts as they lie")
+    model = moe_models.tiny_qwen3_moe(hidden_size=256, moe_intermediate_size=256).bfloat16()
+    experts = next(p for name, p in model.named_parameters() if name.endswith("experts.down_proj"))
+    with torch.no_grad():
+        experts[1] *= 10 ** (-15 * torch.rand(experts[1].shape))
+    model.save_pretrained(tmp_path)
+    compiled = pagebinder.compile_model(tmp_path, eager(pack_weights="coded"))
+    told = [line for line in compiled.report.weight_layout if "mixtures" in line]
+    assert told[0] == "1 mixtures of experts read packed weights" and "exponents are rare" in told[1]
+
+
+def test_codes_do_not_choose_another_executable(packed, tmp_path):
+    """Else the tokens would be other ones: what torch's ops move is held against what weights stand for."""
+    tiny_llama(hidden_size=256, intermediate_size=512, num_attention_heads=8).bfloat16().save_pretrained(
+        tmp_path
+    )
+    plainly, coded = (pagebinder.compile_model(tmp_path, eager(pack_weights=p)) for p in (True, "coded"))
+    step = scenario(tokens=1, context=1)
+
+    def weight_bytes(compiled, decoded):
+        gm = compiled.graphs["fused"]
+        model, calls = cost_model(gm, decoded=decoded), [n for n in gm.graph.nodes if n.op == "call_function"]
+        return sum(float(model.cost(n).weight_bytes.subs(step)) for n in calls)
+
+    assert weight_bytes(coded, True) == weight_bytes(plainly, True) == weight_bytes(plainly, False)
+    assert weight_bytes(coded, False) < 0.8 * weight_bytes(plainly, False)
 
 
 def test_experts_stay_where_they_would_be_too_much_twice(packed, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS, TOKENS
+from pagebinder.custom_ops.linear.packed_weights import dtype_of_numbers, is_coded, plain_shape
 from pagebinder.graph_tools import CASTS, aten, is_view_op, tensors
 
 CONTEXT = sympy.Symbol("S", integer=True, nonnegative=True)
@@ -70,10 +71,17 @@ class OpCost:
 
 
 class CostModel:
-    """Reads sizes and costs off the nodes of one graph. `rules`: op name -> cost of an op of ours."""
+    """Reads sizes and costs off the nodes of one graph. `rules`: op name -> cost of an op of ours. `decoded`: coded
+    weights count as what they stand for."""
 
-    def __init__(self, gm: GraphModule, rules: Mapping[str, Callable[[CostModel, Node], OpCost]]) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        rules: Mapping[str, Callable[[CostModel, Node], OpCost]],
+        decoded: bool = False,
+    ) -> None:
         self.rules = rules
+        self.decoded = decoded
         self.symbols: dict[sympy.Symbol, sympy.Expr] = {}
         self.constants: set[Node] = set()
         for node in gm.graph.nodes:
@@ -159,7 +167,12 @@ class CostModel:
         return math.prod(self.shape(value), start=sympy.Integer(1))
 
     def bytes_of(self, value: Any) -> sympy.Expr:
-        return sum((math.prod(self._dims(t), start=t.dtype.itemsize) for t in tensors(value)), ZERO)
+        return sum((self._bytes_of_tensor(t) for t in tensors(value)), ZERO)
+
+    def _bytes_of_tensor(self, tensor: torch.Tensor) -> sympy.Expr:
+        if self.decoded and is_coded(tensor):
+            return sympy.Integer(math.prod(plain_shape(tensor)) * dtype_of_numbers(tensor).itemsize)
+        return math.prod(self._dims(tensor), start=tensor.dtype.itemsize)
 
     out_bytes = bytes_of
 

@@ -314,8 +314,8 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
 }
 
 
-def cost_model(gm: GraphModule) -> CostModel:
-    """A model of a graph's costs that knows our ops."""
+def cost_model(gm: GraphModule, *, decoded: bool = False) -> CostModel:
+    """A model of a graph's costs that knows our ops. `decoded`: see CostModel."""
     from pagebinder.passes.op_costs_latent import RULES as LATENT_RULES  # which builds on the functions above
 
-    return CostModel(gm, {**RULES, **LATENT_RULES})
+    return CostModel(gm, {**RULES, **LATENT_RULES}, decoded)

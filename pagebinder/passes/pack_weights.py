@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.cpu.huge_pages import MOST_SHARE, MemoryFor, has_room
 from pagebinder.custom_ops.cpu.pack import code_all, coded_shape, pack_all
-from pagebinder.custom_ops.linear.packed_weights import can_be_coded, can_be_packed, in_place_of
+from pagebinder.custom_ops.linear.packed_weights import CODED_INNER, can_be_coded, can_be_packed, in_place_of
 from pagebinder.graph_tools import (
     attach,
     attribute,
@@ -81,13 +81,14 @@ def pack_weights(
         reason = f"packed ones beside them would take more than {share_for_experts:g} of the free memory"
         users = _without(mixtures, users, result, reason)
     names, plain = {}, plain | of_experts
+    why_packed = functools.partial(_reason_against_codes, {n.name: _weights(n) for n in users}, plain)
     for name, (tensor, form) in ((made or {}) | (stacks or {})).items():
         names[name] = f"{name}_{form}"
         attach(gm, names[name], in_place_of(plain[name], tensor))
     for node in users:
         for weight in dict.fromkeys(_weights(node)):
             node.replace_input_with(weight, _read(gm, names[weight.target], node))
-        detail = "coded" if _weights(node)[0].target.endswith("_coded") else ""
+        detail = "coded" if _weights(node)[0].target.endswith("_coded") else why_packed(node) if coded else ""
         result.matches.append(Match(pattern=_pattern(node), detail=detail, **describe(node)))
     result.changed = bool(users)
     finish(gm)
@@ -116,6 +117,13 @@ def _to_code(gm: GraphModule, users: Sequence[Node]) -> dict[str, tuple[int, ...
         for weight in (w for node in mixed for w in _weights(node)):
             shapes.pop(weight.target, None)
     return shapes
+
+
+def _reason_against_codes(weights: dict[str, list[Node]], plain: dict[str, torch.Tensor], node: Node) -> str:
+    """Why an op reads packed weights where coded ones were asked for."""
+    if not all(can_be_coded(plain[w.target]) for w in weights[node.name]):
+        return f"rows are no multiples of {CODED_INNER}"
+    return f"codes would take more than {MOST_OF_PACKED:g} of the bytes: too many exponents are rare"
 
 
 def _made(
@@ -158,6 +166,12 @@ def describe_packing(results: Sequence[PassResult]) -> list[str]:
     coded = collections.Counter(
         match.pattern for result in results for match in result.matches if match.detail == "coded"
     )
+    packed = collections.Counter(
+        (match.pattern, match.detail)
+        for result in results
+        for match in result.matches
+        if match.detail not in ("", "coded")
+    )
     reasons = collections.Counter(
         (refusal.pattern, refusal.reason) for result in results for refusal in result.refusals
     )
@@ -167,6 +181,10 @@ def describe_packing(results: Sequence[PassResult]) -> list[str]:
         + (f", {coded[pattern]} of them in about 12 of 16 bits, without loss" if coded[pattern] else "")
         for pattern, what in whose.items()
         if matches[pattern]
+    ]
+    lines += [
+        f"{count} {whose[pattern]} read packed weights, not coded ones: {why}"
+        for (pattern, why), count in packed.items()
     ]
     return lines + [
         f"{count} {whose[pattern]} read theirs as they are: {reason}"

@@ -64,6 +64,7 @@ class BeamSearch:
         beam = self._beam(request, params, 0.0)
         self.scheduler.add_request(request)
         self._admit(beam)
+        self._open = [beam]
 
     def advance(self) -> None:
         """Extend all beams by a token, if the logits of all of them are there."""
@@ -93,14 +94,14 @@ class BeamSearch:
         logprobs = torch.stack([beam.live.held_logits for beam in self._open]).log_softmax(-1)
         count = min((1 + max(1, len(self.eos))) * self.width, logprobs.shape[-1])
         values, tokens = logprobs.topk(count, dim=-1)
-        candidates = [
-            (beam.logprob + value, beam, token)
-            for beam, row, ids in zip(self._open, values.tolist(), tokens.tolist())
-            for value, token in zip(row, ids)
-        ]
-        candidates.sort(key=lambda candidate: -candidate[0])
+        before = torch.tensor([[beam.logprob] for beam in self._open], dtype=torch.float64)
+        scores, order = (before + values.double().cpu()).flatten().sort(descending=True, stable=True)
+        most = (1 + len(self.eos)) * self.width  # no more end before as many others are found
+        places = order[:most].tolist()
+        tokens = tokens.flatten().cpu()[order[:most]].tolist()
         chosen: list[tuple[_OpenBeam, int, float]] = []
-        for logprob, beam, token in candidates:
+        for logprob, place, token in zip(scores[:most].tolist(), places, tokens):
+            beam = self._open[place // count]
             if token in self.eos:
                 self._keep([self._ended(beam, token, logprob, True)])
             else:
@@ -164,8 +165,6 @@ class BeamSearch:
 
     def _admit(self, beam: _OpenBeam) -> None:
         self.live[beam.request.request_id] = beam.live
-        if beam not in self._open:
-            self._open.append(beam)
 
     def _drop(self, beam: _OpenBeam) -> None:
         self.live.pop(beam.request.request_id, None)

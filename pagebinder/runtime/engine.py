@@ -359,7 +359,8 @@ class Engine(NotPickled):
         """The `beam_width` continuations of the highest score that beam search finds, best first.
 
         Score: sum of log-probabilities / number of tokens ** length_penalty. Beams share the blocks of what they
-        have in common. Other requests of the engine go on meanwhile. `length_penalty`: -16 to 16.
+        have in common. Other requests of the engine go on meanwhile. `beam_width`: 1 to 1,024,
+        `length_penalty`: -16 to 16.
         Raises RequestError, CacheCapacityError for what cannot be done; nothing was queued.
         """
         beam_width, max_tokens, length_penalty = beam_options(beam_width, max_tokens, length_penalty)

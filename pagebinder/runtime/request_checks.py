@@ -10,6 +10,7 @@ from pagebinder.config_checks import check_unicode, is_number, plain_number
 from pagebinder.errors import RequestError
 
 Prompt = str | Sequence[int]
+MOST_BEAMS = 1024  # all are forked in one piece
 MOST_LENGTH_PENALTY = 16.0  # no number of tokens to this power is too large for a float
 
 
@@ -106,6 +107,8 @@ def beam_options(beam_width: int, max_tokens: int, length_penalty: float) -> tup
     for name, value in (("beam_width", width), ("max_tokens", most)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RequestError(f"{name}={value!r}: use a whole number, at least 1.")
+    if width > MOST_BEAMS:
+        raise RequestError(f"beam_width={width}: use {MOST_BEAMS} at most.")
     if not is_number(penalty) or abs(penalty) > MOST_LENGTH_PENALTY:
         raise RequestError(
             f"length_penalty={penalty!r}: use {-MOST_LENGTH_PENALTY} to {MOST_LENGTH_PENALTY}, 0.0 for none."

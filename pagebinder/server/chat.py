@@ -96,11 +96,13 @@ def _plain(number: int, message: Message) -> dict[str, Any]:
     """A message with its content as one text. Raises RequestError: it has other parts."""
     fields = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
-        kinds = {str(part.get("type")) for part in message.content} - {"text"}
-        if kinds or not all(isinstance(part.get("text"), str) for part in message.content):
-            raise RequestError(
-                f"messages[{number}] has parts that are no text ({', '.join(sorted(kinds)) or 'text'}): "
-                "only text is served."
-            )
+        for at, part in enumerate(message.content):
+            where = f"messages[{number}].content[{at}]"
+            if "type" not in part:
+                raise RequestError(f'{where} has no type: use "text", and put the text into "text".')
+            if part["type"] != "text":
+                raise RequestError(f"{where} is no text ({part['type']}): only text is served.")
+            if not isinstance(part.get("text"), str):
+                raise RequestError(f'{where} has the type "text" and no string "text".')
         fields["content"] = "".join(part["text"] for part in message.content)
     return fields
