@@ -94,7 +94,7 @@ class BeamSearch:
         logprobs = torch.stack([beam.live.held_logits for beam in self._open]).log_softmax(-1)
         count = min((1 + max(1, len(self.eos))) * self.width, logprobs.shape[-1])
         values, tokens = logprobs.topk(count, dim=-1)
-        before = torch.tensor([[beam.logprob] for beam in self._open], dtype=torch.float64)
+        before = torch.tensor([[beam.logprob] for beam in self._open], dtype=torch.float64, device="cpu")
         scores, order = (before + values.double().cpu()).flatten().sort(descending=True, stable=True)
         most = (1 + len(self.eos)) * self.width  # no more end before as many others are found
         places = order[:most].tolist()
