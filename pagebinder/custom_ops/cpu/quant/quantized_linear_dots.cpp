@@ -115,14 +115,18 @@ Worker worker_of(Code code, int64_t rows) {
 
 void run_strips(const QuantizedLayers& call) {
   static thread_local Buffer memory, lifted_memory, lowering_memory;
+  static thread_local std::vector<QuantizedLinearArgs> layers;
   const QuantizedLinearArgs& a = call.first();
-  const bool lifts = a.code == Code::FP8;
-  bf16* lifted = lifts ? lifted_memory.at_least<bf16>(static_cast<size_t>(a.rows * a.inner)) : nullptr;
-  float* lowering = lifts ? lowering_memory.at_least<float>(static_cast<size_t>(a.rows)) : nullptr;
-  std::vector<QuantizedLinearArgs> layers(call.layers, call.layers + call.num_layers);
-  for (QuantizedLinearArgs& layer : layers) layer.lowering = lowering;
   QuantizedLayers lowered = call;
-  lowered.layers = layers.data();
+  bf16* lifted = nullptr;
+  float* lowering = nullptr;
+  if (a.code == Code::FP8) {
+    lifted = lifted_memory.at_least<bf16>(static_cast<size_t>(a.rows * a.inner));
+    lowering = lowering_memory.at_least<float>(static_cast<size_t>(a.rows));
+    layers.assign(call.layers, call.layers + call.num_layers);
+    for (QuantizedLinearArgs& layer : layers) layer.lowering = lowering;
+    lowered.layers = layers.data();
+  }
   StripRun run(lowered, memory.at_least<DotPair>(static_cast<size_t>(a.rows * a.inner / 2)), lifted, lowering);
   tell_next_weights(run);
   run.in_workers(a.rows * a.inner < SERIAL_COPY, copy_worker);
