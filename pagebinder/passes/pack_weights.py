@@ -81,14 +81,16 @@ def pack_weights(
         reason = f"packed ones beside them would take more than {share_for_experts:g} of the free memory"
         users = _without(mixtures, users, result, reason)
     names, plain = {}, plain | of_experts
-    why_packed = functools.partial(_reason_against_codes, {n.name: _weights(n) for n in users}, plain)
     for name, (tensor, form) in ((made or {}) | (stacks or {})).items():
         names[name] = f"{name}_{form}"
         attach(gm, names[name], in_place_of(plain[name], tensor))
     for node in users:
-        for weight in dict.fromkeys(_weights(node)):
+        read = _weights(node)
+        for weight in dict.fromkeys(read):
             node.replace_input_with(weight, _read(gm, names[weight.target], node))
-        detail = "coded" if _weights(node)[0].target.endswith("_coded") else why_packed(node) if coded else ""
+        detail = "coded" if names[read[0].target].endswith("_coded") else ""
+        if coded and not detail:
+            detail = _reason_against_codes([plain[weight.target] for weight in read])
         result.matches.append(Match(pattern=_pattern(node), detail=detail, **describe(node)))
     result.changed = bool(users)
     finish(gm)
@@ -119,9 +121,9 @@ def _to_code(gm: GraphModule, users: Sequence[Node]) -> dict[str, tuple[int, ...
     return shapes
 
 
-def _reason_against_codes(weights: dict[str, list[Node]], plain: dict[str, torch.Tensor], node: Node) -> str:
+def _reason_against_codes(weights: Sequence[torch.Tensor]) -> str:
     """Why an op reads packed weights where coded ones were asked for."""
-    if not all(can_be_coded(plain[w.target]) for w in weights[node.name]):
+    if not all(map(can_be_coded, weights)):
         return f"rows are no multiples of {CODED_INNER}"
     return f"codes would take more than {MOST_OF_PACKED:g} of the bytes: too many exponents are rare"
 

@@ -53,10 +53,8 @@ void multiply_coded(const DotPair* x, const char* w, int64_t block_bytes, int st
 
 // Decodes `steps` steps of a panel, whole blocks.
 inline void decode_steps(const char* w, int64_t block_bytes, int steps, char* to) {
-  for (int step = 0; step < steps; step += CODED_STEPS, w += block_bytes) {
-    BlockDecoder decoder(reinterpret_cast<const uint8_t*>(w));
-    for (int i = 0; i < CODED_STEPS; ++i, to += DOT_STEP_BYTES) decoder.next<CODES_AHEAD>(reinterpret_cast<uint16_t*>(to));
-  }
+  decode_blocks<CODES_AHEAD>(reinterpret_cast<const uint8_t*>(w), block_bytes, steps / CODED_STEPS,
+                             reinterpret_cast<uint16_t*>(to));
 }
 
 // sums [rows][32] of up to DOT_MOST_ROWS rows. `next`: what is read behind the panel, or null.

@@ -209,4 +209,13 @@ class BlockDecoder {
   int done_ = 0;
 };
 
+// Blocks that lie `block_bytes` apart -> their steps, packed. AHEAD: see BlockDecoder.
+template <int AHEAD>
+inline void decode_blocks(const uint8_t* codes, int64_t block_bytes, int64_t count, uint16_t* to) {
+  for (int64_t block = 0; block < count; ++block, codes += block_bytes) {
+    BlockDecoder decoder(codes);
+    for (int step = 0; step < CODED_STEPS; ++step, to += CODED_WEIGHTS / CODED_STEPS) decoder.next<AHEAD>(to);
+  }
+}
+
 }  // namespace pagebinder

@@ -14,6 +14,7 @@ from pagebinder.custom_ops.linear.packed_weights import (
     CODED_INNER,
     DIMS,
     PANEL,
+    dtype_of_numbers,
     is_coded,
     packed_shape,
     plain_shape,
@@ -77,13 +78,11 @@ def coded_shape(weight: torch.Tensor) -> tuple[int, ...]:
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """The weight [N, K] of a packed or coded one, or the stack [E, N, K]. The core part is loaded."""
-    if is_coded(packed):
-        decoded = torch.empty(packed_shape(*plain_shape(packed)), dtype=torch.bfloat16, device="cpu")
-        for codes, to in zip(_matrices(packed, CODED_DIMS), _matrices(decoded, DIMS), strict=True):
-            to.copy_(torch.ops.pagebinder_cpu.decode_linear_weight(codes))
-        packed = decoded
-    plain = torch.empty(plain_shape(packed), dtype=packed.dtype, device="cpu")
-    for matrix, to in zip(_matrices(packed, DIMS), _matrices(plain, 2), strict=True):
+    plain = torch.empty(plain_shape(packed), dtype=dtype_of_numbers(packed), device="cpu")
+    coded = is_coded(packed)
+    for matrix, to in zip(_matrices(packed, CODED_DIMS if coded else DIMS), _matrices(plain, 2), strict=True):
+        if coded:
+            matrix = torch.ops.pagebinder_cpu.decode_linear_weight(matrix)
         torch.ops.pagebinder_cpu.unpack_linear_weight(matrix, to)
     return plain
 

@@ -61,10 +61,7 @@ void code_panel(const PackedWeight& weight, int64_t panel, int64_t block_bytes, 
 }
 
 void decode_panel(const uint8_t* codes, int64_t block_bytes, int64_t inner, uint16_t* packed) {
-  for (int64_t block = 0; block < inner / BLOCK_INNER; ++block) {
-    BlockDecoder decoder(codes + block * block_bytes);
-    for (int step = 0; step < CODED_STEPS; ++step, packed += CODED_WEIGHTS / CODED_STEPS) decoder.next<0>(packed);
-  }
+  decode_blocks<0>(codes, block_bytes, inner / BLOCK_INNER, packed);
 }
 
 }  // namespace pagebinder

@@ -44,12 +44,8 @@ Tensor decoded(const Tensor& coded) {
   const Tensor from = torch::stable::contiguous(coded);
   const int64_t blocks = coded.size(0) * coded.size(1) * coded.size(2), steps = coded.size(2) * pagebinder::CODED_STEPS;
   const Tensor packed = pagebinder::new_tensor({coded.size(0), coded.size(1), steps, 2, 16, 16, 2}, ScalarType::BFloat16);
-  const uint8_t* codes = static_cast<const uint8_t*>(from.const_data_ptr());
-  uint16_t* to = static_cast<uint16_t*>(packed.mutable_data_ptr());
-  for (int64_t block = 0; block < blocks; ++block) {
-    pagebinder::BlockDecoder decoder(codes + block * coded.size(3));
-    for (int step = 0; step < pagebinder::CODED_STEPS; ++step, to += 32 * 32) decoder.next<0>(to);
-  }
+  pagebinder::decode_blocks<0>(static_cast<const uint8_t*>(from.const_data_ptr()), coded.size(3), blocks,
+                               static_cast<uint16_t*>(packed.mutable_data_ptr()));
   return packed;
 }
 
