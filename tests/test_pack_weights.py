@@ -225,6 +225,10 @@ def test_experts(packed, tmp_path):
     assert tokens_of(loaded) == tokens_of(compiled)
 
 
+def calls_of(gm) -> list[torch.fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "call_function"]
+
+
 def test_coded_experts(packed, tmp_path):
     """The same bits as packed ones, in a quarter less; an artefact codes them again."""
     if torch.ops.pagebinder_cpu.has_matrix_tiles():
@@ -240,6 +244,11 @@ def test_coded_experts(packed, tmp_path):
     stacks = [w for w in attributes(coded.graphs["fused"]).values() if is_coded(w) and w.dim() == 4]
     assert len(stacks) == 2
     assert all(w.numel() < 0.8 * 2 * torch.Size(plain_shape(w)).numel() for w in stacks)
+    flops = [
+        sum(c.flops for c in map(cost_model(gm).cost, calls_of(gm)))
+        for gm in (coded.graphs["fused"], plainly.graphs["fused"])
+    ]
+    assert flops[0] == flops[1]
     assert torch.equal(logits_of(coded), logits_of(plainly)) and tokens_of(coded) == tokens_of(plainly)
     coded.save(tmp_path / "artefact")
     loaded = pagebinder.load(tmp_path / "artefact")
@@ -271,8 +280,8 @@ def test_codes_do_not_choose_another_executable(packed, tmp_path):
 
     def weight_bytes(compiled, decoded):
         gm = compiled.graphs["fused"]
-        model, calls = cost_model(gm, decoded=decoded), [n for n in gm.graph.nodes if n.op == "call_function"]
-        return sum(float(model.cost(n).weight_bytes.subs(step)) for n in calls)
+        model = cost_model(gm, decoded=decoded)
+        return sum(float(model.cost(n).weight_bytes.subs(step)) for n in calls_of(gm))
 
     assert weight_bytes(coded, True) == weight_bytes(plainly, True) == weight_bytes(plainly, False)
     assert weight_bytes(coded, False) < 0.8 * weight_bytes(plainly, False)

@@ -11,6 +11,7 @@ import sympy
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS
+from pagebinder.custom_ops.linear.packed_weights import is_coded, plain_shape
 from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP
 from pagebinder.custom_ops.recurrent.define import RECURRENCES, Recurrence
 from pagebinder.graph_tools import tensors, val
@@ -244,7 +245,10 @@ def _experts(model: CostModel, node: Node, tokens, chosen, read: tuple[str, ...]
 
 
 def _values_of_expert(model: CostModel, stack: Node):
-    """Of weights [E, N, K] or of their codes [E, panels, steps, 2, bytes]: bytes hold values of 8 or 4 bits."""
+    """Of weights [E, N, K] in any form, or of their codes [E, panels, steps, 2, bytes]: bytes hold values of 8 or 4
+    bits."""
+    if is_coded(val(stack)):
+        return math.prod(plain_shape(val(stack))[1:])
     shape = model.shape(stack)
     return shape[1] * PANEL * shape[2] * STEP if len(shape) == 5 else model.numel(stack) / shape[0]
 
