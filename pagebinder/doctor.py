@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 # First and last minor version that is tested.
-SUPPORTED = {"python": ("3.11", "3.12"), "torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24")}
+SUPPORTED = {"python": ("3.11", "3.13"), "torch": ("2.11", "2.15"), "transformers": ("5.17", "5.24")}
 MOST_OPS_NAMED = 8  # that a provider has no kernel for
 # Import name -> distribution, of what providers and executables may use if it is there.
 OPTIONAL = {

@@ -15,11 +15,12 @@ aten = torch.ops.aten
 CASTS = (
     aten.to.dtype, aten.to.device, aten._to_copy.default, aten.to.dtype_layout, aten.type_as.default,
 )  # fmt: skip
-# Namespaces of ops that come with torch (2.11 to 2.13).
+# Namespaces of ops that come with torch (2.11 to 2.15).
 TORCHS = frozenset((
-    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_native", "_quantized", "_test",
-    "aten", "c10d", "c10d_functional", "debug_mode_ops", "debugprims", "export", "flex_lib", "fsdp", "higher_order",
-    "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "onnx", "onnx_symbolic",
+    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_native", "_native_aot",
+    "_quantized", "_test", "aten", "c10d", "c10d_functional", "coor", "debug_mode_ops", "debugprims", "export",
+    "flex_gemm", "flex_lib", "fsdp", "higher_order", "inductor", "inductor_prims", "mempool", "mkl", "mkldnn",
+    "mkldnn_prepacked", "onednn", "onnx", "onnx_symbolic",
     "prepacked", "prim", "prims", "profiler", "quantization", "quantized", "quantized_decomposed", "rngprims",
     "sparse", "static_runtime", "streams", "symm_mem",
 ))  # fmt: skip

@@ -77,6 +77,11 @@ def frequencies(x):
 
 
 def filled(x, mask, number):
+    """What torch up to 2.14 makes of `x[mask] = number`; 2.15 makes a masked_fill itself."""
+    return x.index_put((mask,), torch.tensor(number, dtype=x.dtype))
+
+
+def assigned(x, mask, number):
     y = x.clone()
     y[mask] = number
     return y
@@ -141,9 +146,22 @@ def test_a_fill_of_masked_entries_takes_a_number(name):
     assert_same_numbers(before, after)
 
 
+@pytest.mark.parametrize("number", [-1.5, 2])
+def test_so_is_an_assignment_whatever_torch_makes_of_it(number):
+    before = as_elsewhere(captured(lambda x, p: assigned(x, p == 1, number)))
+    after, _ = placed(before)
+    assert not elsewhere(after) and not count(after, aten.index_put.default)
+    assert [n.args[2] for n in calls(after.graph, aten.masked_fill.Scalar)] == [number]
+    assert_same_numbers(before, after)
+
+
 def test_so_does_one_whose_number_is_made_on_the_device():
-    """What torch makes of it on the meta device, where `explain` looks at a graph."""
-    after, result = placed(on_meta(FILLED["a mask of tokens"]))
+    """What torch up to 2.14 makes of an assignment on the meta device, where `explain` looks at a graph."""
+
+    def body(x, p):
+        return x.index_put((p == 1,), torch.scalar_tensor(-1.5, dtype=x.dtype, device=x.device))
+
+    after, result = placed(on_meta(body))
     assert [m.detail for m in result.matches] == ["aten.index_put.default"]
     assert count(after, aten.index_put.default, aten.scalar_tensor.default) == 0
     assert [n.args[2] for n in calls(after.graph, aten.masked_fill.Scalar)] == [-1.5]

@@ -157,6 +157,27 @@ OVERRIDES |= {
         "num_heads": (4,) * 4,
         "projection_dim": 64,
     },
+    # Two towers of timm's, which has its own names for sizes.
+    "fast_vlm": {
+        "vision_config": {
+            "architecture": "fastvit_mci0",
+            "global_pool": "avg",
+            "hidden_size": 1024,
+            "model_args": {"inference_mode": True},
+        }
+    },
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {
+                "embed_dim": 64,
+                "img_size": [14, 14],
+                "depth": 2,
+                "global_pool": "",
+                "ref_feat_shape": [1, 1],
+            },
+        }
+    },
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "glm4v_moe_text": _SECTIONS_OF_4,
     # A layer that takes what the one before it chose; two pools of 4 tokens, no two of whose scores tie at zero.

@@ -9,7 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagebinder.custom_ops.triton.interpreter import keep_masks_boolean
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+if triton.knobs.runtime.interpret:
+    keep_masks_boolean()
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Operands of kernels that change from step to step. A kernel made for a 1, or for multiples of 16, would be compiled

@@ -38,6 +38,20 @@ ADDRESS_VARIABLE = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 PLAIN_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 
 
+def assert_tensor_metadata(tensor, size, stride, dtype, op_name=None) -> None:
+    """What programs ask of the results of custom ops from torch 2.14 on. Raises RuntimeError, AssertionError."""
+    if tensor is None:
+        return
+    if tensor.dtype != dtype:
+        raise RuntimeError(f"{op_name or 'an op'} gave {tensor.dtype}; its fake kernel said {dtype}")
+    torch._C._dynamo.guards.assert_size_stride(tensor, size, stride, op_name)
+
+
+HELPERS = {
+    "assert_tensor_metadata": assert_tensor_metadata
+}  # which inductor has in modules that import its compiler
+
+
 @dataclass(frozen=True)
 class Program:
     """Source of `call(args: list) -> list of outputs`, and the libraries of the kernels that it calls by name."""
@@ -52,7 +66,7 @@ class Program:
         kernels = {name: value for name, value in vars(module).items() if _is_kernel(value)}
         if any(isinstance(value, torch.Tensor) for value in vars(module).values()):
             return None
-        kept = _needed(tree.body, set(kernels))
+        kept = _needed(tree.body, {*kernels, *HELPERS})
         libraries = {name: Path(k.__self__.__file__) for name, k in kernels.items() if name in _names(kept)}
         return cls(ast.unparse(ast.Module(_without_slow_imports(kept), [])), libraries)
 
@@ -73,7 +87,7 @@ class Program:
         """Load the libraries and run the program's definitions; returns `call`. Raises ImportError, OSError."""
         address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
         os.environ[ADDRESS_VARIABLE] = str(address)
-        names: dict[str, Any] = {name: _kernel(path) for name, path in self.libraries.items()}
+        names: dict[str, Any] = HELPERS | {name: _kernel(path) for name, path in self.libraries.items()}
         exec(self._code(), names)
         return names[ENTRY]
 
