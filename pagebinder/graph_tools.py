@@ -20,9 +20,8 @@ TORCHS = frozenset((
     "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_native", "_native_aot",
     "_quantized", "_test", "aten", "c10d", "c10d_functional", "coor", "debug_mode_ops", "debugprims", "export",
     "flex_gemm", "flex_lib", "fsdp", "higher_order", "inductor", "inductor_prims", "mempool", "mkl", "mkldnn",
-    "mkldnn_prepacked", "onednn", "onnx", "onnx_symbolic",
-    "prepacked", "prim", "prims", "profiler", "quantization", "quantized", "quantized_decomposed", "rngprims",
-    "sparse", "static_runtime", "streams", "symm_mem",
+    "mkldnn_prepacked", "onednn", "onnx", "onnx_symbolic", "prepacked", "prim", "prims", "profiler", "quantization",
+    "quantized", "quantized_decomposed", "rngprims", "sparse", "static_runtime", "streams", "symm_mem",
 ))  # fmt: skip
 IDENTITIES = (aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default)
 

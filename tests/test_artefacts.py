@@ -31,7 +31,7 @@ from pagebinder.compiled_sizes import SizeReader, size_to_json
 from pagebinder.compiled_values import from_json, to_json
 from pagebinder.models import SHIPPED
 from pagebinder.runtime.executables import InductorExecutable, ProgramExecutable
-from pagebinder.runtime.executables.program import Program
+from pagebinder.runtime.executables.program import HELPERS, Program
 from tests.encoder_decoders import tiny as tiny_encoder_decoder
 from tests.helpers import tiny_llama, tiny_qwen3_next
 from tests.moe_models import tiny_deepseek_v3
@@ -137,6 +137,17 @@ print([m for m in ("transformers", "torch._dynamo", "torch._inductor") if m in s
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.splitlines() == [str(tokens(compiled)), "[]"]
     assert not out.stderr
+
+
+def test_a_program_checks_what_custom_ops_return():
+    """Programs of torch 2.14 and later do, by a function that a kept program must not import."""
+    check = HELPERS["assert_tensor_metadata"]
+    check(torch.zeros(2, 3), (2, 3), (3, 1), torch.float32, "mylib::op")
+    check(None, (2, 3), (3, 1), torch.float32, "mylib::op")
+    with pytest.raises(RuntimeError, match="mylib::op gave torch.float32; its fake kernel said"):
+        check(torch.zeros(2, 3), (2, 3), (3, 1), torch.bfloat16, "mylib::op")
+    with pytest.raises(AssertionError):
+        check(torch.zeros(3, 2), (2, 3), (3, 1), torch.float32, "mylib::op")
 
 
 def test_no_file_is_a_pickle(saved):

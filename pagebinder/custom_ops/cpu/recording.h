@@ -59,7 +59,7 @@ struct Program::Slots {
       case Operand::REAL: return torch::stable::detail::from(operand.real);
       case Operand::BOOLEAN: return torch::stable::detail::from(operand.number != 0);
       case Operand::TEXT: return torch::stable::detail::from(operand.text);
-      case Operand::DTYPE: return torch::stable::detail::from(static_cast<ScalarType>(operand.number));
+      case Operand::DTYPE: return torch::stable::detail::from(static_cast<torch::headeronly::ScalarType>(operand.number));
       case Operand::SOME: return some(value_of(operand.items[0]));
       case Operand::LIST: break;
     }

@@ -47,9 +47,8 @@ def assert_tensor_metadata(tensor, size, stride, dtype, op_name=None) -> None:
     torch._C._dynamo.guards.assert_size_stride(tensor, size, stride, op_name)
 
 
-HELPERS = {
-    "assert_tensor_metadata": assert_tensor_metadata
-}  # which inductor has in modules that import its compiler
+# Functions of inductor's that are in modules which import its compiler.
+HELPERS = {"assert_tensor_metadata": assert_tensor_metadata}
 
 
 @dataclass(frozen=True)
