@@ -148,6 +148,12 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
                 f"{path} is an artefact, which is compiled already: give the checkpoint that it was compiled from. "
                 "pagebinder.load(dir).explain() returns its report, `pagebinder compile DIR` prints it."
             )
+        if (path / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"{path} holds a peft adapter without its base model. Compile what "
+                "peft.AutoPeftModelForCausalLM.from_pretrained(dir) returns, or put the adapter's files into the "
+                "directory of the base model."
+            )
         raise CheckpointError(f"{path} has no config.json, so it is not a checkpoint directory.")
     try:
         config_dict = json.loads(config_path.read_text())

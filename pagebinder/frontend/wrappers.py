@@ -104,5 +104,9 @@ def _adapted_by(tuner: torch.nn.Module) -> torch.nn.Module | None:
     forwards = [
         c.__name__ for c in type(tuner).__mro__ if "forward" in vars(c) and c.__name__ not in ADD_TO_LOSS
     ]
-    by_call = any(getattr(c, "alora_invocation_tokens", None) for c in tuner.peft_config.values())
-    return tuner.model if forwards[0] == "BaseTuner" and not by_call else None
+    if any(getattr(c, "alora_invocation_tokens", None) for c in tuner.peft_config.values()):
+        raise CaptureError(
+            "an activated LoRA is not served: it begins at tokens that it looks for in each prompt "
+            "(alora_invocation_tokens), and a graph does the same with every token."
+        )
+    return tuner.model if forwards[0] == "BaseTuner" else None

@@ -116,6 +116,8 @@ MIXES_TOKENS = {
     "linear attention": (lambda x, p: x @ (x.mT @ x), "reduces over the tokens"),
     "einsum": (lambda x, p: x + torch.einsum("btc,btd->bcd", x, x)[:, 0], ""),
     "einsum over tokens": (lambda x, p: x + torch.einsum("btc->bc", x)[:, None], "the tokens"),
+    "einsum over dots": (lambda x, p: x + torch.einsum("...c->c", x), "the tokens"),
+    "einsum of all pairs in dots": (lambda x, p: torch.einsum("...tc,...sc,...sd->...td", x, x, x), "einsum"),
     "einsum of all pairs": (lambda x, p: torch.einsum("btc,bsc,bsd->btd", x, x, x), "einsum"),
     "layer norm over tokens": (
         lambda x, p: F.layer_norm(x.mT, (x.shape[1],)).mT,
@@ -239,6 +241,11 @@ KEEPS_TOKENS_APART = {
     "other activations": lambda x, p: F.hardswish(x) + F.prelu(x, torch.full((1,), 0.1)),
     "padding of channels": lambda x, p: F.pad(x, (1, 2)).flip(-1)[..., 3:],
     "einsum of experts": weighted(lambda x, p, w: torch.einsum("btc, ecd -> btd", x, w), (3, WIDTH, WIDTH)),
+    "einsum with dots": weighted(lambda x, p, w: torch.einsum("...c, cd -> ...d", x, w), (WIDTH, WIDTH)),
+    "einsum of parts of channels": weighted(
+        lambda x, p, w: torch.einsum("...rk,rkc->...rc", x.unflatten(-1, (2, -1)), w).flatten(-2),
+        (2, WIDTH // 2, WIDTH // 2),
+    ),
     "channel mixing": weighted(lambda x, p, w: x @ w, (WIDTH, WIDTH)),
     "low rank": weighted(lambda x, p, w: F.linear(F.linear(x, w), w.mT), (4, WIDTH)),
     "bias expanded": weighted(lambda x, p, w: x + w[:1].expand(x.shape[1], -1)),

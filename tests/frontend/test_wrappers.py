@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pagebinder
-from pagebinder import CaptureError, CompileConfig
+from pagebinder import CaptureError, CheckpointError, CompileConfig, compile_model
 from pagebinder.frontend.source import source_from_module
 from tests.helpers import VOCAB_SIZE, tiny_llama
 
@@ -82,7 +82,6 @@ OPAQUE = {
     "torch.compile with another forward": with_another_forward,
     "a subclass": Scaled,
     "X-LoRA": lambda model: with_adapters(model, tuner=XLoraModel),
-    "activated LoRA": lambda model: with_adapters(model, alora_invocation_tokens=[7]),
 }
 
 
@@ -102,6 +101,17 @@ def test_prompts_that_are_learnt_are_refused_by_name():
         CaptureError, match=r"puts rows that it has learnt \(PROMPT_TUNING\) before every prompt"
     ):
         source_from_module(model)
+
+
+def test_adapters_that_look_for_tokens_are_refused_by_name():
+    with pytest.raises(CaptureError, match=r"activated LoRA.*alora_invocation_tokens"):
+        source_from_module(with_adapters(tiny_llama(), alora_invocation_tokens=[7]))
+
+
+def test_an_adapters_directory_is_told_from_a_checkpoints(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"AutoPeftModelForCausalLM.from_pretrained\(dir\)"):
+        compile_model(tmp_path)
 
 
 def test_hooks_of_a_wrapper_are_not_lost():
