@@ -100,6 +100,23 @@ def arg(node: Node, position: int, name: str, default=None):
     return node.kwargs.get(name, default)
 
 
+def einsum_labels(node: Node) -> tuple[list[list[str | int]], list[str | int]] | None:
+    """Of an einsum a label for each dimension of each operand, and of the result; None: that is not written out.
+
+    Letters are theirs; dimensions that "..." stands for are counted from its end, at which operands line up.
+    """
+    subscripts, arrow, result = node.args[0].replace(" ", "").partition("->")
+    if not arrow:
+        return None
+
+    def of(one: str, value: Node) -> list[str | int]:
+        before, dots, behind = one.partition("...")
+        left = val(value).dim() - len(before) - len(behind)
+        return [*before, *(range(left, 0, -1) if dots else ()), *behind]
+
+    return [of(one, value) for one, value in zip(subscripts.split(","), node.args[1])], of(result, node)
+
+
 # torch's name of the k-th module of `layers[a:b]`, where a list holds a module twice.
 _SLICED = re.compile(r"slice\((None|\d+), [^)]*\)\.(\d+)")
 

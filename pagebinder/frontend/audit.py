@@ -37,7 +37,16 @@ from pagebinder.frontend.token_dims import (
     tensors,
     token_dims,
 )
-from pagebinder.graph_tools import CASTS, IDENTITIES, TORCHS, arg, aten, module_path, source_line
+from pagebinder.graph_tools import (
+    CASTS,
+    IDENTITIES,
+    TORCHS,
+    arg,
+    aten,
+    einsum_labels,
+    module_path,
+    source_line,
+)
 from pagebinder.report import Refusal
 
 # Ops that only rename, broadcast or move dimensions; a token dimension that is cut, shifted or merged shows in
@@ -223,21 +232,14 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool, tokenwise: f
 
 def _reason_against_einsum(node: Node) -> str | None:
     """Sound if tokens have one letter, which is in the result."""
-    equation, operands = node.args[:2]
-    subscripts, arrow, result = equation.replace(" ", "").partition("->")
-    if not arrow:
+    labels = einsum_labels(node)
+    if labels is None:
         return "an einsum whose result is not written out is not known to keep tokens apart"
-    each = [_letters(of_one, n.meta["val"].dim()) for of_one, n in zip(subscripts.split(","), operands)]
-    letters = {of_one[d] for of_one, n in zip(each, operands) for d in token_dims(n)}
+    inputs, result = labels
+    letters = {of_one[d] for of_one, n in zip(inputs, node.args[1]) for d in token_dims(n)}
     if len(letters) != 1:
         return "this einsum is not known to keep tokens apart"
-    return None if letters <= set(_letters(result, node.meta["val"].dim())) else "it sums over the tokens"
-
-
-def _letters(subscripts: str, rank: int) -> list[str | int]:
-    """One for each dimension. Those of "..." are counted from its end, at which operands line up."""
-    before, dots, behind = subscripts.partition("...")
-    return [*before, *(range(rank - len(before) - len(behind), 0, -1) if dots else ()), *behind]
+    return None if letters <= set(result) else "it sums over the tokens"
 
 
 def _is_unused_dropout(node: Node) -> bool:

@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, insert_call, is_call, val
+from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, einsum_labels, insert_call, is_call, val
 
 PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default)
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
@@ -73,13 +73,13 @@ def product_of(node: Node) -> Product:
 
 def _einsum(node: Node) -> Product:
     equation, operands = node.args[0].replace(" ", ""), node.args[1]
-    if "." in equation or "->" not in equation or len(operands) != 2:
+    labels = einsum_labels(node)
+    if "." in equation or labels is None or len(operands) != 2:
         raise NotAttention(f"the einsum {equation!r}")
-    inputs, out = equation.split("->")
-    a, b = (list(labels) for labels in inputs.split(","))
+    (a, b), out = labels
     if any(len(set(labels)) != len(labels) for labels in (a, b)):
         raise NotAttention(f"the einsum {equation!r}")
-    return Product(Operand(operands[0], a), Operand(operands[1], b), list(out))
+    return Product(Operand(operands[0], a), Operand(operands[1], b), out)
 
 
 class ProductWithValues:
