@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pagebinder.compiled_load import load
     from pagebinder.compiled_model import CompiledModel
     from pagebinder.config import CompileConfig, EngineConfig, SamplingParams
+    from pagebinder.guides import Choice, Grammar, JsonSchema, Regex
     from pagebinder.report import CompileReport
     from pagebinder.runtime.engine import Engine
     from pagebinder.runtime.outputs import EngineStats, RequestOutput
@@ -44,6 +45,7 @@ __all__ = [
     "CacheCapacityError",
     "CaptureError",
     "CheckpointError",
+    "Choice",
     "CompileConfig",
     "CompileReport",
     "CompiledEncoder",
@@ -55,12 +57,15 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "ForkedProcessError",
+    "Grammar",
+    "JsonSchema",
     "ModelDrafter",
     "NgramDrafter",
     "PagebinderError",
     "PlanDriftError",
     "PlanLockError",
     "ProviderError",
+    "Regex",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -73,6 +78,7 @@ __all__ = [
 
 _HOMES = {
     "BisectResult": "compile_bisect",
+    "Choice": "guides",
     "CompileConfig": "config",
     "CompileReport": "report",
     "CompiledEncoder": "compiled_encoder",
@@ -81,8 +87,11 @@ _HOMES = {
     "Engine": "runtime.engine",
     "EngineConfig": "config",
     "EngineStats": "runtime.outputs",
+    "Grammar": "guides",
+    "JsonSchema": "guides",
     "ModelDrafter": "runtime.speculation",
     "NgramDrafter": "runtime.speculation",
+    "Regex": "guides",
     "RequestOutput": "runtime.outputs",
     "SamplingParams": "config",
     "bisect": "compile_bisect",

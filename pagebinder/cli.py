@@ -228,12 +228,24 @@ def generate(
     top_p: float = 1.0,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
     seed: Annotated[int, typer.Option(help="Same seed, same tokens; prompt i draws from seed + i * n.")] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="A string that ends the text. May be repeated.")
     ] = None,
     stop_token_id: Annotated[
         list[int] | None, typer.Option(help="A token that ends it. May be repeated.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=given_path, help="The text is JSON of this schema.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="All of the text matches this expression.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="The text is one of these. May be repeated.")
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=given_path, help="In Lark's or GBNF's notation.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
     logprobs: Annotated[
@@ -257,7 +269,7 @@ def generate(
     ] = False,
 ) -> None:
     """Continue one or more prompts. One prompt streams; several are printed as they finish."""
-    from pagebinder.cli_generate import print_outputs, read_pairs, utf8
+    from pagebinder.cli_generate import guide_of, print_outputs, read_pairs, utf8
 
     prompts, encoder_prompts = read_pairs(
         prompt or [], prompt_ids or [], encoder_prompt or [], encoder_prompt_ids or []
@@ -268,12 +280,14 @@ def generate(
     with working("importing torch"):
         from pagebinder import EngineConfig, SamplingParams
     check_draft(draft, max_draft_tokens)
+    guide = guide_of(json_schema, regex, choice, grammar)
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed, stop=stops,
+        repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
+        guide=guide, seed=seed, stop=stops,
         stop_token_ids=tuple(stop_token_id or ()), ignore_eos=ignore_eos, logprobs=logprobs, n=n,
     )  # fmt: skip
-    has_text = bool(stop) or any(isinstance(p, str) for p in prompts + encoder_prompts)
+    has_text = bool(stop or guide) or any(isinstance(p, str) for p in prompts + encoder_prompts)
     options = {
         "device": device, "executable": executable, "dtype": dtype, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
         "pack_weights": "coded" if coded_weights else None,

@@ -1,12 +1,19 @@
 """`pagebinder generate`: prompts from the command line, outputs as a stream, as blocks or as JSON lines."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from pagebinder.cli_support import err, out, printable
+
+if TYPE_CHECKING:
+    from pagebinder.guides import Choice, Grammar, JsonSchema, Regex
 
 MAX_TITLE_CHARS = 80
 
@@ -44,6 +51,31 @@ def read_prompts(texts: list[str], ids: list[str]) -> list[str | list[int]]:
         raise typer.BadParameter(
             '--prompt-ids takes whole numbers with commas, for example "1,2,3".'
         ) from None
+
+
+def guide_of(
+    json_schema: Path | None, regex: str | None, choice: list[str] | None, grammar: Path | None
+) -> JsonSchema | Regex | Choice | Grammar | None:
+    """What the text must look like, as the options have it."""
+    from pagebinder.guides import Choice, Grammar, JsonSchema, Regex
+
+    makers = {
+        "--json-schema": lambda: JsonSchema(_read_file(json_schema, "--json-schema")),
+        "--regex": lambda: Regex(utf8(regex, "expression")),
+        "--choice": lambda: Choice([utf8(text, "choice") for text in choice]),
+        "--grammar": lambda: Grammar(_read_file(grammar, "--grammar")),
+    }
+    given = [name for name, value in zip(makers, (json_schema, regex, choice, grammar)) if value]
+    if len(given) > 1:
+        raise typer.BadParameter(f"{' and '.join(given)}: a text is guided by one of them.")
+    return makers[given[0]]() if given else None
+
+
+def _read_file(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise typer.BadParameter(f"{option}: {path} cannot be read: {error}") from error
 
 
 def utf8(text: str, name: str) -> str:

@@ -2,7 +2,7 @@
 
 CompileConfig    how a model is compiled
 EngineConfig     how much memory and how many requests an engine gets
-SamplingParams   how one request's tokens are chosen
+SamplingParams   how one request's tokens are chosen (`sampling_params.py`)
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
-from pagebinder.config_checks import check_unicode, is_int, is_number, parse_dtype, require, strict
-from pagebinder.errors import ConfigError, RequestError
+from pagebinder.config_checks import is_int, parse_dtype, require, strict
+from pagebinder.errors import ConfigError
+from pagebinder.sampling_params import SamplingParams
+
+__all__ = ["CompileConfig", "EngineConfig", "SamplingParams"]
 
 EXECUTABLES = ("auto", "eager", "native", "inductor", "cuda_graph", "tensorrt")
-DRAFTERS = ("ngram",)
+DRAFTERS = ("ngram", "guide")
 VERIFY = ("off", "sample", "full")
 
 
@@ -286,7 +289,8 @@ class EngineConfig:
         capture_decode_sizes: numbers of requests to capture steps of one token each for; None: up to max_num_seqs.
         capture_token_sizes: numbers of tokens to capture other steps for; None: 16 to 512, (): none.
         drafter: what guesses tokens that a step then checks, several at once; the tokens that come out stay the same.
-            "ngram" (what followed the last tokens when they came before), an object with `propose` and `forget`
+            "ngram" (what followed the last tokens when they came before), "guide" (only what a request's guide
+            forces, as the keys of a JSON object; the others guess that, too), an object with `propose` and `forget`
             (`runtime/speculation/drafter.py`; ModelDrafter is one), or None.
         max_draft_tokens: most tokens that are guessed for a request in a step; how many is settled by what stood.
         draft_budget: tokens of a step up to which guesses are added, so none where as many requests decode; None: 8
@@ -400,81 +404,3 @@ class EngineConfig:
                 ok, ConfigError, f"{option}={sizes!r}: use whole numbers from 1 to {most}={limit}, or None."
             )
             object.__setattr__(self, option, tuple(sizes))
-
-
-# Of a prompt: a request with millions of them would hold up all others.
-MOST_SAMPLES, MOST_STOP_STRINGS = 16384, 256
-
-
-@strict(RequestError)
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of one request are chosen.
-
-    Steps, in this order: repetition penalty, temperature, top-k, top-p, min-p, one draw.
-
-    Args:
-        max_tokens: tokens to generate at most; None = up to the model's length.
-        temperature: 0.0 is greedy. top_k: 0 = off. top_p: keeps the smallest set with that mass.
-        min_p: drops tokens below min_p times the largest probability.
-        repetition_penalty: > 1 makes tokens of the prompt and the output less likely (Keskar et al., 2019).
-        seed: the same seed gives the same tokens, whatever else runs in the batch.
-        stop: strings that end the text (not part of it), MOST_STOP_STRINGS at most.
-        stop_token_ids: tokens that end it.
-        ignore_eos: go on after the model's end-of-sequence token.
-        logprobs: number of most likely tokens to report at each position (0 = only the chosen one's).
-        n: samples per prompt, at most MOST_SAMPLES.
-    """
-
-    max_tokens: int | None = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: str | tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    n: int = 1
-
-    def __post_init__(self):
-        def check(condition, message):
-            require(bool(condition), RequestError, message)
-
-        check(
-            self.stop is None or isinstance(self.stop, (str, list, tuple)),
-            f"stop={self.stop!r}: use strings.",
-        )
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        check(all(isinstance(s, str) and s for s in stop), f"stop={self.stop!r}: use non-empty strings.")
-        for text in stop:
-            check_unicode(text, "stop string")
-        check(len(stop) <= MOST_STOP_STRINGS, f"{len(stop):,} stop strings: use {MOST_STOP_STRINGS} at most.")
-        object.__setattr__(self, "stop", stop)
-        ids = self.stop_token_ids
-        check(
-            ids is None or isinstance(ids, (list, tuple, set, frozenset)),
-            f"stop_token_ids={ids!r}: use a list.",
-        )
-        ids = tuple(ids or ())
-        check(all(is_int(t) and t >= 0 for t in ids), f"stop_token_ids={ids!r}: use token ids, 0 or more.")
-        object.__setattr__(self, "stop_token_ids", ids)
-        check(isinstance(self.ignore_eos, bool), f"ignore_eos={self.ignore_eos!r}: use True or False.")
-        max_tokens = self.max_tokens
-        check(max_tokens is None or (is_int(max_tokens) and max_tokens >= 1),
-              f"max_tokens={max_tokens!r}: use at least 1, or None for the model's length.")  # fmt: skip
-        check(is_number(self.temperature) and self.temperature >= 0.0,
-              f"temperature={self.temperature!r}: use 0.0 (greedy) or more.")  # fmt: skip
-        check(is_int(self.top_k) and self.top_k >= 0, f"top_k={self.top_k!r}: use 0 (off) or more.")
-        check(is_number(self.top_p) and 0.0 < self.top_p <= 1.0, f"top_p={self.top_p!r}: use 0 < top_p <= 1.")
-        check(
-            is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, f"min_p={self.min_p!r}: use 0 <= min_p <= 1."
-        )
-        check(is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100.0,
-              f"repetition_penalty={self.repetition_penalty!r}: use 0.01 to 100 (1.0 = off).")  # fmt: skip
-        check(self.seed is None or is_int(self.seed), f"seed={self.seed!r}: use a whole number or None.")
-        check(self.logprobs is None or (is_int(self.logprobs) and self.logprobs >= 0),
-              f"logprobs={self.logprobs!r}: use 0 or more, or None.")  # fmt: skip
-        check(is_int(self.n) and 1 <= self.n <= MOST_SAMPLES, f"n={self.n!r}: use 1 to {MOST_SAMPLES}.")

@@ -26,6 +26,7 @@ OPTIONAL = {
     "tensorrt": "tensorrt",
     "onnx": "onnx",
     "onnxruntime": "onnxruntime",
+    "llguidance": "llguidance",
 }
 SIMD = ("sse4_2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
         "amx_tile", "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve", "sve2")  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -167,6 +168,27 @@ def test_generate_stops_at_a_token(checkpoint):
     )
 
 
+def test_generate_follows_a_guide(checkpoint, tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "a.gbnf"
+    properties = {"é": {"enum": [1, 2]}}
+    schema.write_text(json.dumps({
+        "type": "object", "properties": properties, "required": ["é"], "additionalProperties": False
+    }))  # fmt: skip
+    grammar.write_text('root ::= "a" [0-9]{2}')
+    options = ("--prompt", PROMPT, "--temperature", 0.3, "--max-tokens", 300)
+    assert json.loads(generate(checkpoint, *options, "--json-schema", schema))["é"] in (1, 2)
+    assert re.fullmatch("a[0-9]{2}\n", generate(checkpoint, *options, "--grammar", grammar))
+    assert re.fullmatch("x{3,5}\n", generate(checkpoint, *options, "--regex", "x{3,5}"))
+    assert generate(checkpoint, *options, "--choice", "yes", "--choice", "no") in ("yes\n", "no\n")
+    for wrong, message in {
+        ("--regex", "(["): r"The guide \(Regex\) is wrong", ("--json-schema", grammar): "schema is no JSON",
+        ("--grammar", tmp_path / "none"): "cannot be read", ("--regex", "a", "--choice", "b"): "by one of them",
+    }.items():  # fmt: skip
+        assert re.search(
+            message, fail("generate", "--model", checkpoint, "--executable", "eager", *options, *wrong)
+        )
+
+
 def test_errors_say_what_to_do(checkpoint, config_only, no_tokenizer, tmp_path):
     given = ("--prompt", "x")
     assert "does not exist" in fail("explain", tmp_path / "nowhere")
@@ -177,6 +199,9 @@ def test_errors_say_what_to_do(checkpoint, config_only, no_tokenizer, tmp_path):
     assert "no tokenizer.json" in fail("generate", "--model", no_tokenizer, *given)
     assert "no tokenizer.json" in fail(
         "generate", "--model", no_tokenizer, "--prompt-ids", "5", "--stop", "x"
+    )
+    assert "no tokenizer.json" in fail(
+        "generate", "--model", no_tokenizer, "--prompt-ids", "5", "--regex", "x"
     )
     assert "at least one --prompt" in fail("generate", "--model", checkpoint)
     assert "whole numbers" in fail("generate", "--model", checkpoint, "--prompt-ids", "1;2")

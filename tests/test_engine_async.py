@@ -45,7 +45,7 @@ def engine_of(compiled, stepping, **options):
 
 def with_common_ends(engine, tokens) -> Engine:
     """The same engine, but so many tokens end a text that most requests end early."""
-    engine.loop.model = dataclasses.replace(engine.loop.model, eos_token_ids=frozenset(tokens))
+    engine.model = engine.loop.model = dataclasses.replace(engine.model, eos_token_ids=frozenset(tokens))
     return engine
 
 

@@ -34,12 +34,12 @@ from pagebinder.runtime.engine_setup import (
     swap_space,
 )
 from pagebinder.runtime.engine_stats import StepClock, collect_stats
+from pagebinder.runtime.guides import GuideBook
 from pagebinder.runtime.kv import KVCacheManager
 from pagebinder.runtime.kv.event_log import KVEventLog
 from pagebinder.runtime.kv.event_recorder import KVEventRecorder
 from pagebinder.runtime.live_requests import AHEAD, QUIET, LiveRequest
 from pagebinder.runtime.memory_plan import plan_memory
-from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.request_checks import (
@@ -112,6 +112,7 @@ class Engine(NotPickled):
         )
         self._turns = Turns()
         self._live: dict[str, LiveRequest] = {}
+        self.guides = GuideBook(model.tokenizer, model.vocab_size, model.eos_token_ids)
         self.loop = StepLoop(model, self.config, self.scheduler, self.arena, self._live)
         # Outputs belong to the `stream` or `generate` call that made the request, else to `step`.
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
@@ -149,6 +150,7 @@ class Engine(NotPickled):
         encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens, cache_salt)
         tokens = decoder_prompt_ids(prompt, self.model)
         check_params(params, self.model.tokenizer, self.model.vocab_size)
+        guides = [self.guides.guide(params.guide) for _ in range(params.n)]
         ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         with deferred_interrupts(), self._turns.taken():
             taken = next(filter(self._is_taken, ids), None)
@@ -163,13 +165,10 @@ class Engine(NotPickled):
                 )
                 for i in ids
             ]  # fmt: skip
-            self._enter([self._make_live(r, params, base + k) for k, r in enumerate(requests)])
+            self._enter(
+                [LiveRequest.of(r, params, base + k, guides[k], self.model) for k, r in enumerate(requests)]
+            )
         return ids
-
-    def _make_live(self, request: Request, params: SamplingParams, seed: int) -> LiveRequest:
-        tokenizer = self.model.tokenizer
-        text = None if tokenizer is None else OutputText(tokenizer.backend_tokenizer, request, params.stop)
-        return LiveRequest(request, params, seed, text, [] if params.logprobs is not None else None)
 
     def _enter(self, lives: list[LiveRequest], *, quiet: bool = False) -> None:
         """Queue samples of one prompt: the first computes it, the others fork from it at their first token."""
@@ -210,9 +209,10 @@ class Engine(NotPickled):
         if params.logprobs is not None and parent.logprobs is None and old.num_output_tokens:
             raise RequestError(f"{request_id!r} kept no log-probabilities, so its fork cannot report them.")
         self.scheduler.check_fits(old.num_prompt_tokens, limit, old.num_encoder_tokens)
+        guide = self.guides.guide(params.guide, old.output_token_ids)
         seed = params.seed if params.seed is not None else self._fresh_seed()
         child = old.child(new_request_id, old.num_tokens, max_tokens=limit, params=params)
-        live = self._make_live(child, params, seed)
+        live = LiveRequest.of(child, params, seed, guide, self.model)
         if live.logprobs is not None:
             live.logprobs += parent.logprobs or ()
         if params.stop:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from pagebinder.config import SamplingParams
+from pagebinder.runtime.engine_setup import EngineModel
+from pagebinder.runtime.guides import Guide
+from pagebinder.runtime.logit_edits import LogitEdits
 from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import RequestOutput
 from pagebinder.runtime.request import Request
@@ -27,6 +30,7 @@ AHEAD = 16  # plain, and its next step can be prepared before its token is known
 class LiveRequest:
     """A request the engine works on.
 
+    `edits`: what it changes in its logits before a token is chosen; None: nothing.
     `samples`: the requests of one prompt (n > 1), the first one computes it; None once each goes its own way.
     `held_logits`: for a beam, which takes its next token from outside: [V] logits of the token to come.
     """
@@ -36,9 +40,20 @@ class LiveRequest:
     seed: int
     text: OutputText | None = None
     logprobs: list[dict[int, float]] | None = None
+    edits: LogitEdits | None = None
     samples: list[LiveRequest] | None = None
     is_beam: bool = False
     held_logits: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, request: Request, params: SamplingParams, seed: int, guide: Guide | None, model: EngineModel
+    ) -> LiveRequest:
+        """One that samples; `guide`: its own, as its parameters want it."""
+        tokenizer = model.tokenizer
+        text = None if tokenizer is None else OutputText(tokenizer.backend_tokenizer, request, params.stop)
+        logprobs = [] if params.logprobs is not None else None
+        return cls(request, params, seed, text, logprobs, LogitEdits.of(params, model.eos_token_ids, guide))
 
     @classmethod
     def held(cls, request: Request, params: SamplingParams) -> LiveRequest:
@@ -46,22 +61,28 @@ class LiveRequest:
         request.flags = QUIET
         return cls(request, params, 0, is_beam=True)
 
+    @property
+    def guide(self) -> Guide | None:
+        return None if self.edits is None else self.edits.guide
+
     def mark(self, *, quiet: bool = False) -> None:
         """Set the request's flags; before it enters the scheduler."""
         flags = IGNORE_EOS if self.params.ignore_eos else 0
         if quiet:
             flags |= QUIET
-        p = self.params
-        if p.temperature < GREEDY_TEMPERATURE and p.repetition_penalty == 1.0:
+        p, needs_tokens = self.params, self.sampling_row().needs_tokens
+        if p.temperature < GREEDY_TEMPERATURE and not needs_tokens:
             flags |= GREEDY
-        if not (p.stop or p.stop_token_ids or self.samples or self.is_beam) and p.logprobs is None:
-            flags |= PLAIN if p.repetition_penalty != 1.0 else PLAIN | AHEAD
+        has_stops = p.stop or p.stop_token_ids or self.guide is not None
+        if not (has_stops or self.samples or self.is_beam) and p.logprobs is None:
+            flags |= PLAIN if needs_tokens else PLAIN | AHEAD
         self.request.flags = flags
 
     def sampling_row(self, awaited: int = 0) -> SamplingRow:
         """`awaited`: 1 while a step in flight chooses the token before."""
         request = self.request
-        return SamplingRow(self.params, self.seed, request.all_token_ids, request.num_output_tokens + awaited)
+        num_output_tokens = request.num_output_tokens + awaited
+        return SamplingRow(self.params, self.seed, request.all_token_ids, num_output_tokens, self.edits)
 
     def output(self) -> RequestOutput:
         return RequestOutput(self.request, self.text, self.logprobs)

@@ -89,9 +89,10 @@ def check_params(params: SamplingParams, tokenizer, vocab_size: int) -> None:
         raise RequestError(f"params must be SamplingParams, not {type(params).__name__}.")
     if params.stop and tokenizer is None:
         raise RequestError("Stop strings need a tokenizer, and the model has none: use stop_token_ids.")
-    bad = [t for t in params.stop_token_ids if t >= vocab_size]
-    if bad:
-        raise RequestError(f"stop_token_ids {bad} are outside the vocabulary of {vocab_size}.")
+    for name in ("stop_token_ids", "logit_bias"):
+        bad = [t for t in getattr(params, name) if t >= vocab_size]
+        if bad:
+            raise RequestError(f"{name} {bad} are outside the vocabulary of {vocab_size}.")
 
 
 def whole_priority(priority) -> int:

@@ -1,9 +1,9 @@
 """Logits -> tokens, by the ops of `custom_ops/sampling`: kernels where they can be built, else references.
 
-Order of the steps: repetition penalty (Keskar et al., 2019), temperature, top-k, top-p (Holtzman et al., 2020),
-min-p (Nguyen et al., 2024), one draw. The draw is an argmax of p / e with e ~ Exp(1), from a stream that
-(request seed, token position) alone name: it does not depend on the batch, on chunking, or on preemption, nor on who
-computes it.
+Order of the steps: edits of single requests (`logit_edits.py`), repetition penalty (Keskar et al., 2019),
+temperature, top-k, top-p (Holtzman et al., 2020), min-p (Nguyen et al., 2024), one draw. The draw is an argmax of
+p / e with e ~ Exp(1), from a stream that (request seed, token position) alone name: it does not depend on the batch,
+on chunking, or on preemption, nor on who computes it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.config import SamplingParams
 from pagebinder.custom_ops.providers import OpNeed, select_provider
 from pagebinder.runtime.device_copies import to_device
+from pagebinder.runtime.logit_edits import LogitEdits
 
 logger = logging.getLogger("pagebinder")
 
@@ -36,12 +37,17 @@ _MIN_SCALE = 1e-30  # of float32, which -inf can be multiplied with
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
     """What the sampler needs of one request: its parameters, its seed, and the tokens it has (`num_output_tokens`
-    may count one that is still being chosen; a repetition penalty has to know them all)."""
+    may count one that is still being chosen; a repetition penalty and edits have to know them all)."""
 
     params: SamplingParams
     seed: int
     all_token_ids: Sequence[int]
     num_output_tokens: int
+    edits: LogitEdits | None = None
+
+    @property
+    def needs_tokens(self) -> bool:
+        return self.edits is not None or self.params.repetition_penalty != 1.0
 
 
 def prepare(device: torch.device) -> list[str]:
@@ -86,6 +92,32 @@ def draw_on_device(
     logits_LV: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]
 ) -> torch.Tensor:
     """`draw` as [R] int64 on the logits' device, which nobody waits for; negative: a row of NaN."""
+    edited = [i for i, row in enumerate(rows) if row.edits is not None]
+    if not edited:
+        return _sample(logits_LV, indices, rows)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits_LV.device)
+    own = [rows[i] for i in edited]
+    tokens[edited] = _sample(
+        _edited_logits(logits_LV, [indices[i] for i in edited], own), range(len(own)), own
+    )
+    rest = [i for i, row in enumerate(rows) if row.edits is None]
+    if rest:
+        tokens[rest] = _sample(logits_LV, [indices[i] for i in rest], [rows[i] for i in rest])
+    return tokens
+
+
+def _edited_logits(
+    logits_LV: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]
+) -> torch.Tensor:
+    """A row of float32 logits for each request, as its edits leave them."""
+    x_RV = logits_LV[torch.as_tensor(indices, device=logits_LV.device)].float()
+    for x_V, row in zip(x_RV, rows):
+        tokens = row.all_token_ids
+        row.edits.apply(x_V, tokens, len(tokens) - row.num_output_tokens)
+    return x_RV
+
+
+def _sample(logits_LV: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]) -> torch.Tensor:
     penalised = [_penalised(row, logits_LV.shape[1]) for row in rows]
     operands = (
         np.asarray(indices, np.int64),
@@ -101,8 +133,8 @@ def draw_on_device(
 
 def _penalised(row: SamplingRow, vocab_size: int) -> np.ndarray:
     """The tokens that a request has, but for those of a prompt that have no logit (of images, where they are not
-    written), [S] int64; none without a penalty."""
-    if row.params.repetition_penalty == 1.0:
+    written), [S] int64; none without a penalty, or where it is one of the edits."""
+    if row.params.repetition_penalty == 1.0 or row.edits is not None:
         return _NO_TOKENS
     tokens = np.asarray(row.all_token_ids, np.int64)
     return tokens[tokens < vocab_size]

@@ -7,7 +7,7 @@ new tokens          17     4      9     -1     30          n = 3: two more draws
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,9 +21,9 @@ from pagebinder.runtime.step_results import HELD
 
 @dataclass(slots=True)
 class StepTokens:
-    """tokens: [S] int64, -1 for requests that are held. stopped: ids that a token ended. forks: (parent id, new
-    request), the new request's own first token is appended already. further: request id -> tokens behind its first
-    new one, of guesses that stood and the one behind them."""
+    """tokens: [S] int64, -1 for requests that are held. stopped: why a token ended which request. forks: (parent id,
+    new request), the new request's own first token is appended already. further: request id -> tokens behind its
+    first new one, of guesses that stood and the one behind them."""
 
     tokens: np.ndarray
     stopped: dict[str, str] = field(default_factory=dict)
@@ -113,12 +113,14 @@ def _choose_others(
             picks += [(i, owner, one) for one in owner.samples or (owner,)]
     if not picks:
         return
-    tokens = draw(logits, [i for i, *_ in picks], [one.sampling_row() for *_, one in picks])
-    for (i, owner, one), token in zip(picks, tokens.tolist()):
+    tokens = draw(logits, [i for i, *_ in picks], [one.sampling_row() for *_, one in picks]).tolist()
+    for (*_, one), token in zip(picks, tokens):
+        ask_guide(one, token, eos)
+    for (i, owner, one), token in zip(picks, tokens):
         if one.logprobs is not None:
             one.logprobs.append(logprobs(logits[i], token, one.params.logprobs))
-        if ends_with(one, token, eos):
-            chosen.stopped[one.request.request_id] = "stop"
+        if (reason := end_of(one, token, eos)) is not None:
+            chosen.stopped[one.request.request_id] = reason
         if one is owner:
             chosen.tokens[i] = token
         else:
@@ -127,12 +129,28 @@ def _choose_others(
         owner.samples = None
 
 
-def ends_with(live: LiveRequest, token: int, eos: Collection[int], num_before: int = 0) -> bool:
-    """Does a new token end the request? (Length limits are the scheduler's business.) `num_before`: new tokens that
-    come before it and that the request does not have yet."""
-    params = live.params
-    if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
-        live.end_text_before_last_token(num_before)
-        return True
+def end_of(live: LiveRequest, token: int, eos: Collection[int], before: Sequence[int] = ()) -> str | None:
+    """Why a new token ends the request, if it does. (Length limits are the scheduler's business.) `before`: new
+    tokens that come before it and that the request does not have yet."""
+    guide = live.guide
+    if guide is not None and guide.error:
+        return "error"
+    if _is_end(live, token, eos):
+        live.end_text_before_last_token(len(before))
+        return "stop"
     # Only stop strings need the text at once.
-    return bool(params.stop) and live.text.append(token)
+    if live.params.stop and live.text.append(token):
+        return "stop"
+    if guide is not None and guide.ends_after([*live.request.output_token_ids, *before, token]):
+        return "error" if guide.error else "stop"
+    return None
+
+
+def ask_guide(live: LiveRequest, token: int, eos: Collection[int], before: Sequence[int] = ()) -> None:
+    """What `end_of` will ask, while nothing has been written down: a user's function may raise."""
+    if live.guide is not None and not _is_end(live, token, eos):
+        live.guide.ends_after([*live.request.output_token_ids, *before, token])
+
+
+def _is_end(live: LiveRequest, token: int, eos: Collection[int]) -> bool:
+    return token in live.params.stop_token_ids or (token in eos and not live.params.ignore_eos)

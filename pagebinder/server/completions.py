@@ -65,16 +65,21 @@ class Completions:
         if len(limits) > 1:
             raise RequestError("max_tokens and max_completion_tokens differ: give one of them.")
         params = body.sampling_params(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
-        ids = await self._tokenize(
-            lambda: self.chat_template.token_ids(
-                body.messages, body.chat_template_kwargs, self._conversations
-            )
-        )
+        ids = await self._tokenize(lambda: self._conversation_ids(body, params))
         new = [NewRequest(prompt=ids, params=params, priority=body.priority, cache_salt=body.cache_salt)]
         return await self._answer(new, ChatAnswer(self.model, self.tokenizer, body), body, request)
 
     async def _tokenize(self, function: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+    def _conversation_ids(self, body: ChatBody, params: SamplingParams) -> list[int]:
+        self._prepare(params)
+        return self.chat_template.token_ids(body.messages, body.chat_template_kwargs, self._conversations)
+
+    def _prepare(self, params: SamplingParams) -> None:
+        """Compile a guide here, where no step waits for it."""
+        if params.guide is not None:
+            self.worker.engine.guides.compiled(params.guide)
 
     def _new_requests(self, body: CompletionBody, params: SamplingParams) -> list[NewRequest]:
         """Of several prompts and a seed, prompt i draws from seed + i n: equal noise would make them alike."""
@@ -83,6 +88,7 @@ class Completions:
         pairs = pair_prompts(body.prompt, body.encoder_prompt)
         if not 1 <= len(pairs) <= MOST_PROMPTS:
             raise RequestError(f"{len(pairs)} prompts: give 1 to {MOST_PROMPTS}.")
+        self._prepare(params)
         if len(pairs) * params.n > MOST_SAMPLES_OF_ALL:
             raise RequestError(
                 f"{len(pairs)} prompts with n={params.n}: give {MOST_SAMPLES_OF_ALL} samples at most."

@@ -1,18 +1,19 @@
 """What requests may say: the fields of OpenAI's API that are served, and ours beside them.
 
-A field that nobody knows, and one whose effect is not built, are errors: a client that sets `logit_bias` should not
-take what it gets for its effect. Fields that ask for nothing (`user`, `metadata`, ...) are taken and ignored.
+A field that nobody knows, and one whose effect is not built, are errors: a client that sets `tools` should not take
+what it gets for its effect. Fields that ask for nothing (`user`, `metadata`, ...) are taken and ignored.
 """
 
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
+from pagebinder.guides import Choice, Grammar, JsonSchema, Regex
 
 # Of one HTTP request: prompts, samples of each, samples of all, log-probabilities of a token.
 MOST_PROMPTS, MOST_SAMPLES, MOST_SAMPLES_OF_ALL, MOST_LOGPROBS = 2048, 128, 4096, 20
@@ -50,6 +51,52 @@ class StreamOptions(BaseModel):
     include_usage: StrictBool = False
 
 
+class NamedSchema(BaseModel):
+    model_config = ConfigDict(extra="ignore")  # its name, a description, strict: it is kept to in any case
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's: "text", "json_object", or "json_schema" with a schema."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def guide(self) -> JsonSchema | None:
+        """Raises RequestError: there is no schema, or one that is not asked for."""
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise RequestError(
+                'response_format: json_schema goes with the type "json_schema", and only with it.'
+            )
+        if self.type == "text":
+            return None
+        return JsonSchema(None if self.json_schema is None else self.json_schema.schema_)
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's: one of these. `json`: a schema, or its text, with `disable_any_whitespace` if wanted."""
+
+    model_config = ConfigDict(extra="forbid")
+    json_: dict[str, Any] | StrictStr | None = Field(None, alias="json")
+    regex: StrictStr | None = None
+    choice: list[StrictStr] | None = None
+    grammar: StrictStr | None = None
+    disable_any_whitespace: StrictBool = False
+
+    def guide(self) -> JsonSchema | Regex | Choice | Grammar:
+        """Raises RequestError: it is not one of them, or a bad one."""
+        makers = {"json_": JsonSchema, "regex": Regex, "choice": Choice, "grammar": Grammar}
+        given = [name for name in makers if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError("structured_outputs: give one of json, regex, choice and grammar.")
+        if self.disable_any_whitespace:
+            if given != ["json_"]:
+                raise RequestError("structured_outputs: disable_any_whitespace is for json.")
+            return JsonSchema(self.json_, compact=True)
+        return makers[given[0]](getattr(self, given[0]))
+
+
 class Sampling(Body):
     """How tokens are chosen. Behind the blank line: ours, with the meaning of `SamplingParams`."""
 
@@ -59,21 +106,25 @@ class Sampling(Body):
     n: StrictInt | None = None
     seed: StrictInt | None = None
     stop: StrictStr | list[StrictStr] | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    response_format: ResponseFormat | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
 
     top_k: StrictInt = 0
     min_p: Number = 0.0
     repetition_penalty: Number = 1.0
+    min_tokens: StrictInt = 0
+    structured_outputs: StructuredOutputs | None = None
     stop_token_ids: Ids = []
     ignore_eos: StrictBool = False
     priority: StrictInt = 0
     cache_salt: StrictStr | None = None
     return_token_ids: StrictBool = False
 
-    WITHOUT_EFFECT: ClassVar = {
-        "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "logit_bias": ({},), "logprobs": (False,),
-    }  # fmt: skip
+    WITHOUT_EFFECT: ClassVar = {"logprobs": (False,)}
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Raises RequestError: a value that nothing can be sampled with."""
@@ -87,9 +138,17 @@ class Sampling(Body):
         return SamplingParams(
             max_tokens=max_tokens, temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p, top_k=self.top_k, min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty, seed=self.seed, stop=self.stop or (),
+            repetition_penalty=self.repetition_penalty, frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0, logit_bias=self.logit_bias, guide=self._guide(),
+            min_tokens=self.min_tokens, seed=self.seed, stop=self.stop or (),
             stop_token_ids=tuple(self.stop_token_ids), ignore_eos=self.ignore_eos, logprobs=logprobs, n=n,
         )  # fmt: skip
+
+    def _guide(self) -> JsonSchema | Regex | Choice | Grammar | None:
+        of_format = None if self.response_format is None else self.response_format.guide()
+        if of_format is not None and self.structured_outputs is not None:
+            raise RequestError("Give response_format or structured_outputs, not both.")
+        return of_format if self.structured_outputs is None else self.structured_outputs.guide()
 
     @property
     def includes_usage(self) -> bool:
@@ -127,7 +186,7 @@ class ChatBody(Sampling):
 
     WITHOUT_EFFECT: ClassVar = Sampling.WITHOUT_EFFECT | {
         "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
-        "response_format": ({"type": "text"},), "modalities": (["text"],), "reasoning_effort": ("none",),
+        "modalities": (["text"],), "reasoning_effort": ("none",),
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 
 import openai
@@ -83,6 +84,49 @@ def test_all_ways_of_sampling_arrive(client, expected):
     outputs = expected([[5, 6, 7]], **options, **ours)
     assert [c.text for c in answer.choices] == [o.text for o in outputs]
     assert [c.finish_reason for c in answer.choices] == [o.finish_reason for o in outputs]
+
+
+def test_changes_of_logits_arrive(client, expected):
+    options = {"max_tokens": 20, "temperature": 0, "frequency_penalty": 0.4, "presence_penalty": 0.6}
+    bias = {12: 1.5, 100: -3}
+    answer = client.completions.create(
+        model="tiny", prompt=[5, 6, 7], logit_bias={str(k): v for k, v in bias.items()},
+        extra_body={"min_tokens": 15}, **options,
+    )  # fmt: skip
+    (output,) = expected([[5, 6, 7]], logit_bias=bias, min_tokens=15, **options)
+    assert answer.choices[0].text == output.text and answer.usage.completion_tokens >= 15
+    assert output.token_ids != expected([[5, 6, 7]], max_tokens=20, temperature=0)[0].token_ids
+
+
+STRUCTURED = {
+    "json": ({"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}, json.loads),
+    "regex": ("[0-9]{2}-[a-z]{1,5}", re.compile("[0-9]{2}-[a-z]{1,5}").fullmatch), "choice": (["a file", "no file"], {
+        "a file", "no file"}.__contains__), "grammar": ('start: "yes" | "no"', {"yes", "no"}.__contains__),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STRUCTURED)
+def test_structured_outputs(client, kind):
+    wanted, holds = STRUCTURED[kind]
+    options = {
+        "model": "tiny",
+        "prompt": "The open function",
+        "max_tokens": 60,
+        "n": 3,
+        "seed": 3,
+        "temperature": 0.5,
+    }
+    answer = client.completions.create(**options, extra_body={"structured_outputs": {kind: wanted}})
+    texts = [c.text for c in answer.choices if c.finish_reason == "stop"]
+    assert texts and all(holds(text) for text in texts)
+    pieces = client.completions.create(
+        **options, stream=True, extra_body={"structured_outputs": {kind: wanted}}
+    )
+    streamed = ["", "", ""]
+    for piece in pieces:
+        for choice in piece.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == [c.text for c in answer.choices]
 
 
 def test_several_prompts_and_samples_keep_their_order_and_draw_apart(client, expected):

@@ -1,6 +1,7 @@
 """Speculative decoding without loss: tokens are guessed, and a step checks several of them at once.
 
 drafter.py          what guesses: the interface
+                    what a request's guide forces comes before it, whoever guesses
 ngram.py            what followed the last tokens when they came before (prompt lookup)
 model_drafter.py    a second, cheaper model, for example the same one with weights of 4 bits
 speculator.py       whom to guess for, how many tokens, and what came of it

@@ -23,6 +23,16 @@ class DraftRequest:
     limit: int
 
 
+class NoDrafter:
+    """Guesses nothing: what guides force is all that is guessed."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [[] for _ in requests]
+
+    def forget(self, key: str) -> None:
+        pass
+
+
 class Drafter(Protocol):
     """Guesses tokens. Several engines may share one, a step at a time: no two threads may step them at once."""
 

@@ -4,8 +4,9 @@
     logits of         c d e f                                       chosen:  d e x  ->  a b c d e x
 
 A step of few tokens waits for memory, not for arithmetic, so a few more tokens cost little: `budget` says up to how
-many tokens of a step guesses are added. A request whose guesses all stood is given twice as many in its next step,
-one whose guesses failed one more than stood.
+many tokens of a step guesses are added. What a request's guide forces (the keys of a JSON object, say) is guessed
+first; a drafter is asked where it forces nothing. A request whose guesses all stood is given twice as many in its
+next step, one whose guesses failed one more than stood.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pagebinder.errors import ConfigError
 from pagebinder.runtime.live_requests import LiveRequest
 from pagebinder.runtime.request import Request
 from pagebinder.runtime.scheduler import Scheduler
-from pagebinder.runtime.speculation.drafter import Drafter, DraftRequest
+from pagebinder.runtime.speculation.drafter import Drafter, DraftRequest, NoDrafter
 from pagebinder.runtime.speculation.ngram import NgramDrafter
 
-BY_NAME = {"ngram": NgramDrafter}  # those of config.DRAFTERS
+BY_NAME = {"ngram": NgramDrafter, "guide": NoDrafter}  # those of config.DRAFTERS
 # Tokens of a step up to which guesses are added: see docs/measurements.md. That of a GPU has not been measured.
 CPU_BUDGET, GPU_BUDGET = 8, 64
 FIRST_GUESSES = 2
@@ -72,16 +73,18 @@ class Speculator:
 
     def drafts(self) -> dict[str, list[int]]:
         """Guesses for the next step by request id, best request first."""
-        asks = self._asks()
-        if not asks:
-            return {}
-        proposals = self.drafter.propose(asks)
+        all_asks = self._asks()
+        forced = {ask.request_id: self._forced(ask) for ask in all_asks}
+        asks = [ask for ask in all_asks if not forced[ask.request_id]]
+        proposals = self.drafter.propose(asks) if asks else []
         if not hasattr(proposals, "__len__") or len(proposals) != len(asks):
             raise ValueError(
                 f"the drafter was asked for {len(asks)} requests and answered {_short(proposals)}: a list of token "
                 "ids for each is wanted"
             )
-        guesses = {ask.request_id: self._checked(ask, tokens) for ask, tokens in zip(asks, proposals)}
+        guesses = forced | {
+            ask.request_id: self._checked(ask, tokens) for ask, tokens in zip(asks, proposals)
+        }
         return {request_id: tokens for request_id, tokens in guesses.items() if tokens}
 
     def _checked(self, ask: DraftRequest, answer: Sequence[int]) -> list[int]:
@@ -95,7 +98,19 @@ class Speculator:
                 f"the drafter guessed {_short(answer)} for {ask.request_id!r}: token ids are wanted, whole numbers "
                 f"from 0 to {self._vocab_size - 1}"
             )
-        return tokens
+        return self._admitted(ask.request_id, tokens)
+
+    def _forced(self, ask: DraftRequest) -> list[int]:
+        """What the request's guide says will follow: nobody needs to guess it."""
+        live = self._live[ask.request_id]
+        return [] if live.guide is None else live.guide.forced(live.request.output_token_ids, ask.most)
+
+    def _admitted(self, request_id: str, tokens: list[int]) -> list[int]:
+        """Guesses up to the first one that the request's guide does not allow, which could not stand."""
+        live = self._live.get(request_id)  # a drafter may have aborted it
+        if live is None or live.guide is None:
+            return tokens
+        return tokens[: live.guide.num_allowed(live.request.output_token_ids, tokens)]
 
     def note(self, request_id: str, drafted: int, accepted: int) -> None:
         """What came of a request's guesses."""

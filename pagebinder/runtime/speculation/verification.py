@@ -10,6 +10,7 @@ stream, same tokens before. So what comes out is what would have come out one by
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from pagebinder.runtime.live_requests import GREEDY, LiveRequest
 from pagebinder.runtime.sampler import SamplingRow, draw, greedy, logprobs
 from pagebinder.runtime.scheduler_output import SchedulerOutput
-from pagebinder.runtime.step_tokens import StepTokens, choose_tokens, ends_with
+from pagebinder.runtime.step_tokens import StepTokens, ask_guide, choose_tokens, end_of
 
 
 class _Guessed(NamedTuple):
@@ -44,6 +45,8 @@ def choose_verified(
     # All that may raise comes before anything is written down, so that the step can be repeated.
     try:
         drawn = _draw(logits_LV, guessed)
+        for one, tokens in zip(guessed, drawn):
+            _ask_guide(one, tokens, eos)
     except FloatingPointError:  # behind a token that may be wrong: if it is right, the next step says so
         guessed, drawn = [], []
     chosen = choose_tokens(logits_LV[torch.from_numpy(first_rows).to(logits_LV.device)], output, live, eos)
@@ -51,9 +54,9 @@ def choose_verified(
         request_id = one.live.request.request_id
         if one.tokens[0] != chosen.tokens[one.place] or request_id in chosen.stopped:
             continue
-        chosen.further[request_id], ended = _stand(one, tokens, logits_LV, eos)
-        if ended:
-            chosen.stopped[request_id] = "stop"
+        chosen.further[request_id], reason = _stand(one, tokens, logits_LV, eos)
+        if reason is not None:
+            chosen.stopped[request_id] = reason
     return chosen
 
 
@@ -75,22 +78,30 @@ def _draw(logits_LV: torch.Tensor, guessed: list[_Guessed]) -> list[list[int]]:
 def _sampling_row(one: _Guessed, ahead: int) -> SamplingRow:
     """As the request would be drawn for, had it `ahead` of the guessed tokens already."""
     row = one.live.sampling_row(ahead)
-    if row.params.repetition_penalty == 1.0:
+    if not row.needs_tokens:
         return row
-    return SamplingRow(row.params, row.seed, [*row.all_token_ids, *one.tokens[:ahead]], row.num_output_tokens)
+    return dataclasses.replace(row, all_token_ids=[*row.all_token_ids, *one.tokens[:ahead]])
+
+
+def _ask_guide(one: _Guessed, drawn: list[int], eos: Collection[int]) -> None:
+    for j, token in enumerate(drawn):
+        ask_guide(one.live, token, eos, before=one.tokens[: j + 1])
+        if one.tokens[j + 1 : j + 2] != [token]:
+            break
 
 
 def _stand(
     one: _Guessed, drawn: list[int], logits_LV: torch.Tensor, eos: Collection[int]
-) -> tuple[list[int], bool]:
-    """The tokens behind the first one, up to one that was not guessed; whether the last one ends the request."""
+) -> tuple[list[int], str | None]:
+    """The tokens behind the first one, up to one that was not guessed; why the last one ends the request, if so."""
     live, further = one.live, []
     for j, token in enumerate(drawn):
         further.append(token)
         if live.logprobs is not None:
             live.logprobs.append(logprobs(logits_LV[one.first_row + j], token, live.params.logprobs))
-        if ends_with(live, token, eos, num_before=j + 1):
-            return further, True
-        if j + 1 == len(one.tokens) or token != one.tokens[j + 1]:
+        reason = end_of(live, token, eos, before=one.tokens[: j + 1])
+        if reason is not None:
+            return further, reason
+        if one.tokens[j + 1 : j + 2] != [token]:
             break
-    return further, False
+    return further, None

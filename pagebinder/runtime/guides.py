@@ -1,0 +1,268 @@
+"""`SamplingParams(guide=...)` at work: which tokens may come next, and where a text has come to its end.
+
+    tokens so far   { " a " :        allowed: digits, white space, "-"
+    guesses         1 7 x            2 of them are allowed
+    1 2 }                            nothing may follow: the text ends
+
+A guide is asked with all tokens of the output, so a step that is repeated, a fork, or guesses that failed need no
+bookkeeping: it goes back to what both texts share.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from pagebinder.errors import ConfigError, RequestError
+from pagebinder.guides import GUIDES, Choice, Grammar, JsonSchema, Regex
+
+logger = logging.getLogger("pagebinder")
+
+# Between the parts of JSON: small models get lost in white space that knows no end.
+JSON_SPACE = r" ?|\n[ \t]{0,32}"
+MOST_KEPT = 64  # grammars that are not compiled again
+KEPT_ANSWERS = 64  # of a function, for states of one request
+_SHOWN_CHARS = 400
+
+
+class Guide(Protocol):
+    """Of one request. `token_ids`: its output so far."""
+
+    def allowed(self, token_ids: list[int]) -> np.ndarray | None:
+        """[<= V] bool, tokens beyond are not allowed; None: any token is."""
+
+    def num_allowed(self, token_ids: list[int], guesses: Sequence[int]) -> int:
+        """How many of the guessed tokens, the first ones, may follow."""
+
+    def forced(self, token_ids: list[int], most: int) -> list[int]:
+        """Tokens, `most` at most, of which the guide says that they will follow: good guesses."""
+
+    def ends_after(self, token_ids: list[int]) -> bool:
+        """Nothing may follow any more: the text is complete, or `error` says why the guide cannot go on."""
+
+    error: str
+
+
+class GrammarGuide:
+    """A matcher of llguidance. `fresh`: one that has seen nothing, which is copied."""
+
+    def __init__(self, fresh: Any) -> None:
+        self._fresh, self._matcher = fresh, fresh.deep_copy()
+        self._taken: list[int] = []
+        self.error = ""
+
+    def allowed(self, token_ids: list[int]) -> np.ndarray:
+        self._go_to(token_ids)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._note_error()
+        return np.unpackbits(mask, bitorder="little").view(bool)
+
+    def num_allowed(self, token_ids: list[int], guesses: Sequence[int]) -> int:
+        self._go_to(token_ids)
+        return self._matcher.validate_tokens(list(guesses))
+
+    def forced(self, token_ids: list[int], most: int) -> list[int]:
+        """As the tokenizer would write the bytes that must come."""
+        self._go_to(token_ids)
+        return self._matcher.compute_ff_tokens()[:most]
+
+    def ends_after(self, token_ids: list[int]) -> bool:
+        if not self.error:
+            self._go_to(token_ids)
+            self._note_error()
+        return bool(self.error) or self._matcher.is_stopped()
+
+    def _go_to(self, token_ids: list[int]) -> None:
+        taken = self._taken
+        if token_ids[: len(taken)] != taken:
+            shared = next(
+                i for i, pair in enumerate(zip([*taken, -1], [*token_ids, -2])) if pair[0] != pair[1]
+            )
+            if not self._matcher.rollback(len(taken) - shared) or self._matcher.is_error():
+                self._matcher, shared = self._fresh.deep_copy(), 0
+            del taken[shared:]
+        if len(token_ids) > len(taken):
+            self._matcher.consume_tokens(token_ids[len(taken) :])
+            self._taken = list(token_ids)
+
+    def _note_error(self) -> None:
+        if self._matcher.is_error() and not self.error:
+            self.error = _shorter(self._matcher.get_error())
+            logger.warning("a guide gave up, and its request ends: %s", self.error)
+
+
+class FunctionGuide:
+    """A function of the user's own, with what it answered lately. Raises what it raises, and RequestError where the
+    answer is none."""
+
+    error = ""
+
+    def __init__(self, function: Callable[[list[int]], Any], vocab_size: int) -> None:
+        self._function, self._vocab_size = function, vocab_size
+        self._answers: OrderedDict[tuple[int, ...], np.ndarray | None] = OrderedDict()
+
+    def allowed(self, token_ids: list[int]) -> np.ndarray | None:
+        key = tuple(token_ids)
+        if key not in self._answers:
+            self._answers[key] = self._mask(self._function(list(token_ids)))
+            while len(self._answers) > KEPT_ANSWERS:
+                self._answers.popitem(last=False)
+        return self._answers[key]
+
+    def num_allowed(self, token_ids: list[int], guesses: Sequence[int]) -> int:
+        for count, token in enumerate(guesses):
+            allowed = self.allowed([*token_ids, *guesses[:count]])
+            if allowed is not None and not (token < len(allowed) and allowed[token]):
+                return count
+        return len(guesses)
+
+    def forced(self, token_ids: list[int], most: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < most:
+            allowed = self.allowed([*token_ids, *found])
+            if allowed is None or allowed.sum() != 1:
+                break
+            found.append(int(allowed.argmax()))
+        return found
+
+    def ends_after(self, token_ids: list[int]) -> bool:
+        allowed = self.allowed(token_ids)
+        return allowed is not None and not allowed.any()
+
+    def _mask(self, answer: Any) -> np.ndarray | None:
+        if answer is None:
+            return None
+        if hasattr(answer, "tolist") and hasattr(answer, "cpu"):
+            answer = answer.detach().cpu().numpy()
+        try:
+            array = np.asarray(list(answer) if isinstance(answer, Collection) else answer)
+        except (TypeError, ValueError):
+            array = np.empty((0, 0))
+        if array.dtype == bool and array.shape == (self._vocab_size,):
+            return array.copy()
+        if array.size == 0 and array.ndim == 1:
+            return np.zeros(self._vocab_size, bool)
+        are_ids = array.ndim == 1 and array.dtype.kind in "iu"
+        if are_ids and array.min() >= 0 and array.max() < self._vocab_size:
+            mask = np.zeros(self._vocab_size, bool)
+            mask[array] = True
+            return mask
+        raise RequestError(
+            f"A guide answered {_short(answer)}: token ids from 0 to {self._vocab_size - 1} are wanted, a mask of "
+            f"[{self._vocab_size}] bools, or None."
+        )
+
+
+class GuideBook:
+    """Makes the guides of one engine's requests. Grammars are compiled once; any thread may ask."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: Collection[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos)
+        self._compiled: OrderedDict[Any, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def guide(self, wanted: Any, token_ids: list[int] | None = None) -> Guide | None:
+        """A guide for one request, whose output so far is `token_ids`; None: nothing is wanted.
+
+        Raises:
+            RequestError: it cannot be compiled, admits no text, or does not admit `token_ids`.
+            ConfigError: llguidance is not installed.
+        """
+        if wanted is None:
+            return None
+        token_ids = token_ids or []
+        if not isinstance(wanted, GUIDES):
+            guide: Guide = FunctionGuide(wanted, self._vocab_size)
+        else:
+            guide = GrammarGuide(self.compiled(wanted))
+        if guide.num_allowed([], token_ids) < len(token_ids):
+            raise RequestError("The guide does not admit the tokens that the request has already.")
+        if guide.ends_after(token_ids):
+            raise RequestError("The guide admits no further token: there would be nothing to generate.")
+        return guide
+
+    def compiled(self, wanted: JsonSchema | Regex | Choice | Grammar) -> Any:
+        """The matcher of a grammar; the first time this may take a second."""
+        with self._lock:
+            if wanted in self._compiled:
+                self._compiled.move_to_end(wanted)
+                return self._compiled[wanted]
+        matcher = self._compile(wanted)
+        with self._lock:
+            self._compiled[wanted] = matcher
+            while len(self._compiled) > MOST_KEPT:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _compile(self, wanted: Any) -> Any:
+        words, llguidance = self._words, _llguidance()
+        matcher = llguidance.LLMatcher(words, _grammar(wanted, llguidance), log_level=0)
+        if matcher.is_error():
+            what = type(wanted).__name__
+            raise RequestError(f"The guide ({what}) is wrong: {_shorter(matcher.get_error())}")
+        return matcher
+
+    @functools.cached_property
+    def _words(self) -> Any:
+        """The tokenizer as llguidance knows it: 0.1 to 1 s."""
+        llguidance = _llguidance()
+        if self._tokenizer is None:
+            raise RequestError("A guide for texts needs a tokenizer, and the model has none: use a function.")
+        from tokenizers import Tokenizer
+
+        try:
+            backend = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+            backend.no_padding()
+            backend.no_truncation()
+            return llguidance.LLTokenizer(backend.to_str(), eos_token=self._eos or None)
+        except Exception as error:
+            raise RequestError(
+                f"llguidance does not take this model's tokenizer ({_shorter(str(error))}): use a function."
+            ) from error
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError(
+            "Guides for texts need llguidance: pip install 'pagebinder[guide]'. A function of your own works without."
+        ) from error
+    return llguidance
+
+
+def _grammar(wanted: Any, llguidance: Any) -> str:
+    """What a matcher is made from."""
+    match wanted:
+        case JsonSchema():
+            spaces = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+            overrides = spaces if wanted.compact else {"whitespace_pattern": JSON_SPACE}
+            return llguidance.LLMatcher.grammar_from_json_schema(wanted.schema, overrides=overrides)
+        case Regex():
+            return llguidance.LLMatcher.grammar_from_regex(wanted.pattern)
+        case Choice():
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.options)
+            return llguidance.LLMatcher.grammar_from_lark(f"start: {texts}")
+        case Grammar():
+            try:
+                return llguidance.grammar_from("grammar", wanted.text)
+            except ValueError as error:
+                raise RequestError(f"The guide (Grammar) is wrong: {_shorter(str(error))}") from error
+    raise AssertionError(wanted)
+
+
+def _shorter(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
