@@ -25,11 +25,11 @@ from pagebinder.errors import (
 )
 
 if TYPE_CHECKING:
+    from pagebinder.artefacts.load import load
     from pagebinder.compile import compile_model
-    from pagebinder.compile_bisect import BisectResult, bisect
     from pagebinder.compiled_encoder import CompiledEncoder
-    from pagebinder.compiled_load import load
     from pagebinder.compiled_model import CompiledModel
+    from pagebinder.compiler.bisect import BisectResult, bisect
     from pagebinder.config import CompileConfig, EngineConfig, SamplingParams
     from pagebinder.guides import Choice, Grammar, JsonSchema, Regex
     from pagebinder.report import CompileReport
@@ -77,7 +77,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BisectResult": "compile_bisect",
+    "BisectResult": "compiler.bisect",
     "Choice": "guides",
     "CompileConfig": "config",
     "CompileReport": "report",
@@ -94,9 +94,9 @@ _HOMES = {
     "Regex": "guides",
     "RequestOutput": "runtime.outputs",
     "SamplingParams": "config",
-    "bisect": "compile_bisect",
+    "bisect": "compiler.bisect",
     "compile_model": "compile",
-    "load": "compiled_load",
+    "load": "artefacts.load",
 }
 
 

@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_bench import bench_command
-from pagebinder.cli_bisect import bisect_command
-from pagebinder.cli_compile import HtmlOption, compile_command, print_report
-from pagebinder.cli_draft import DraftOption, MaxDraftOption, check_draft, drafter_of
-from pagebinder.cli_export import export_command
-from pagebinder.cli_kv import kv_picture
-from pagebinder.cli_serve import serve_command
-from pagebinder.cli_support import (
+from pagebinder.commands.bench import bench_command
+from pagebinder.commands.bisect import bisect_command
+from pagebinder.commands.compile import HtmlOption, compile_command, print_report
+from pagebinder.commands.draft import DraftOption, MaxDraftOption, check_draft, drafter_of
+from pagebinder.commands.export import export_command
+from pagebinder.commands.kv import kv_picture
+from pagebinder.commands.serve import serve_command
+from pagebinder.commands.support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
     CodedWeightsOption,
@@ -104,7 +104,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Same seed, same texts.")] = 0,
 ) -> None:
     """Compile a small model that ships with Pagebinder and stream three texts that share their beginning."""
-    from pagebinder.cli_demo import run_demo
+    from pagebinder.commands.demo import run_demo
 
     options = {
         "device": device, "executable": executable, "quantization": quantization,
@@ -177,7 +177,7 @@ def doctor(
 ) -> None:
     """What this machine has, which providers it can use and why not the others; or a model's KV cache plan."""
     if kv is not None:
-        from pagebinder.cli_plan import doctor_kv
+        from pagebinder.commands.plan import doctor_kv
 
         doctor_kv(
             checkpoint_dir(kv), contexts=context or [], memory=memory or [], workload=workload,
@@ -269,7 +269,7 @@ def generate(
     ] = False,
 ) -> None:
     """Continue one or more prompts. One prompt streams; several are printed as they finish."""
-    from pagebinder.cli_generate import guide_of, print_outputs, read_pairs, utf8
+    from pagebinder.commands.generate import guide_of, print_outputs, read_pairs, utf8
 
     prompts, encoder_prompts = read_pairs(
         prompt or [], prompt_ids or [], encoder_prompt or [], encoder_prompt_ids or []

@@ -19,15 +19,15 @@ from torch.fx import GraphModule
 
 from pagebinder.ambient import alone
 from pagebinder.collector import collector_paused
-from pagebinder.compile_checks import bounded, longest, unexplained
-from pagebinder.compile_executable import check_executable, executable_of, is_compiled
-from pagebinder.compile_kernels import start_by_config, start_by_source
-from pagebinder.compile_lock import expected_plan, settle_lock
-from pagebinder.compile_probe import can_probe, probe
-from pagebinder.compile_tensorrt import check_can_build, note_partitions
-from pagebinder.compile_verify import check_can_verify, verify
-from pagebinder.compile_weights import place_weights, placed_bytes
 from pagebinder.compiled_model import CompiledModel
+from pagebinder.compiler.checks import bounded, longest, unexplained
+from pagebinder.compiler.executable import check_executable, executable_of, is_compiled
+from pagebinder.compiler.kernels import start_by_config, start_by_source
+from pagebinder.compiler.lock import expected_plan, settle_lock
+from pagebinder.compiler.probe import can_probe, probe
+from pagebinder.compiler.tensorrt import check_can_build, note_partitions
+from pagebinder.compiler.verify import check_can_verify, verify
+from pagebinder.compiler.weights import place_weights, placed_bytes
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu.huge_pages import MemoryAhead
@@ -223,7 +223,7 @@ def compile_source(
     if note := source.tensors.note():
         report.notes.append(note)
     if source.encoder_only:
-        from pagebinder.compile_encoder import compile_encoder
+        from pagebinder.compiler.encoder import compile_encoder
 
         return compile_encoder(source, config, report, stage, trail)
     max_model_len, expected = longest(source, config), expected_plan(config)

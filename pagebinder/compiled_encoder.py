@@ -75,7 +75,7 @@ class CompiledEncoder(NotPickled):
         Raises:
             ArtefactError, ConfigError: see their messages. OSError: the files cannot be written.
         """
-        from pagebinder.compiled_save import save
+        from pagebinder.artefacts.save import save
 
         save(self, path, executable=executable)
 
@@ -96,7 +96,7 @@ class CompiledEncoder(NotPickled):
                 cannot be exported.
             OSError: the files cannot be written.
         """
-        from pagebinder.compiled_save import save_tokenizer_files
+        from pagebinder.artefacts.save import save_tokenizer_files
         from pagebinder.export.onnx import export_onnx
 
         paths = export_onnx(self, path, contrib=contrib)

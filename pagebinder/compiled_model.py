@@ -81,7 +81,7 @@ class CompiledModel(NotPickled):
         """How the fused graph uses two streams, or would if it ran."""
         if self.executable is not None:
             return getattr(self.executable, "overlap", None)
-        from pagebinder.compile_streams import overlap_of
+        from pagebinder.compiler.streams import overlap_of
 
         return overlap_of(self.graphs["fused"], self.config, self.report)
 
@@ -92,13 +92,13 @@ class CompiledModel(NotPickled):
 
     def predict_streams(self) -> None:
         """Fill in `report.streams`: which ops run side by side, the estimated gain, or why none do."""
-        from pagebinder.compile_streams import note_streams
+        from pagebinder.compiler.streams import note_streams
 
         note_streams(self.graphs["fused"], self.config, self.report)
 
     def write_lock(self, path) -> None:
         """Write the plan lock: a TOML file of what every layer was rewritten into. Raises OSError."""
-        from pagebinder.compile_lock import lock_of
+        from pagebinder.compiler.lock import lock_of
         from pagebinder.passes.lock_file import write_plan_lock
 
         write_plan_lock(lock_of(self.source, self.config, self.kv_spec, self.report, self.graphs), path)
@@ -109,11 +109,11 @@ class CompiledModel(NotPickled):
         Args:
             path: a directory that is new, empty, or an artefact, which is then replaced.
             executable: "aot" compiles the graphs into libraries that programs without Python can run, and writes
-                a plan of their steps (`compiled_aot.py`); None keeps what runs them here.
+                a plan of their steps (`artefacts/aot.py`); None keeps what runs them here.
         Raises:
             ArtefactError, ConfigError: see their messages. OSError: the files cannot be written.
         """
-        from pagebinder.compiled_save import save
+        from pagebinder.artefacts.save import save
 
         save(self, path, executable=executable)
 
@@ -131,7 +131,7 @@ class CompiledModel(NotPickled):
                 cannot be exported.
             OSError: the files cannot be written.
         """
-        from pagebinder.compiled_save import save_tokenizer_files
+        from pagebinder.artefacts.save import save_tokenizer_files
         from pagebinder.export.onnx import export_onnx
 
         paths = export_onnx(self, path, contrib=contrib)

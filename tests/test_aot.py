@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import pagebinder
-from pagebinder import ArtefactError, CompileConfig, ConfigError, EngineConfig, SamplingParams, compiled_load
-from pagebinder.compiled_aot import _packing
+from pagebinder import ArtefactError, CompileConfig, ConfigError, EngineConfig, SamplingParams
+from pagebinder.artefacts import load as compiled_load
+from pagebinder.artefacts.aot import _packing
 from pagebinder.custom_ops.linear import packed_weights
 from pagebinder.graph_tools import attribute
 from pagebinder.runtime.executables import AOTExecutable, EagerExecutable, input_names

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import pagebinder
-from pagebinder import ArtefactError, CheckpointError, CompileConfig, compiled_files, compiled_weights
+from pagebinder import ArtefactError, CheckpointError, CompileConfig
+from pagebinder.artefacts import files as artefact_files
+from pagebinder.artefacts import weights as artefact_weights
 from pagebinder.cli import app
 from pagebinder.compile import explain_model
 from tests.helpers import tiny_llama
@@ -90,29 +92,29 @@ def test_every_tensor_is_sampled_and_no_more_than_needed(tmp_path):
     save_file({name: torch.zeros(3 << 16) for name in names} | {"one": torch.zeros(1)}, file)
     num_bytes = file.stat().st_size
     header = file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")]
-    spans = compiled_weights._sampled_spans(header)
+    spans = artefact_weights._sampled_spans(header)
     for begin, end in (entry["data_offsets"] for entry in json.loads(header).values()):
         assert any(begin <= offset and offset + size <= end for offset, size in spans)
-    assert sum(size for _, size in spans) <= compiled_weights.SAMPLES * compiled_weights.SAMPLE_BYTES
-    before = compiled_weights._sample(file, num_bytes)
+    assert sum(size for _, size in spans) <= artefact_weights.SAMPLES * artefact_weights.SAMPLE_BYTES
+    before = artefact_weights._sample(file, num_bytes)
     for name in ("t0", "t39", "one"):
         fine = {n: torch.full((3 << 16,), float(n == name)) for n in names} | {
             "one": torch.full((1,), float(name == "one"))
         }
         save_file(fine, file)
-        assert compiled_weights._sample(file, num_bytes) != before, name
+        assert artefact_weights._sample(file, num_bytes) != before, name
     for damaged in (b"", b"\xff" * 100, (5).to_bytes(8, "little") + b"[1,2]" + bytes(50)):
         file.write_bytes(damaged)
-        assert compiled_weights._sample(file, len(damaged))
+        assert artefact_weights._sample(file, len(damaged))
 
 
 def test_an_artefact_without_samples_is_read_and_hashed(one, expected, monkeypatch):
     place, hashed = one / "checkpoint" / WEIGHTS, []
-    facts = compiled_weights._content(place)
-    monkeypatch.setattr(compiled_weights, "digest", lambda p: hashed.append(p) or compiled_files.digest(p))
-    assert compiled_weights._problem(place, facts, verify=False) is None and not hashed
+    facts = artefact_weights._content(place)
+    monkeypatch.setattr(artefact_weights, "digest", lambda p: hashed.append(p) or artefact_files.digest(p))
+    assert artefact_weights._problem(place, facts, verify=False) is None and not hashed
     del facts["sample"]
-    assert compiled_weights._problem(place, facts, verify=False) is None and hashed == [place]
+    assert artefact_weights._problem(place, facts, verify=False) is None and hashed == [place]
 
 
 def test_what_is_given_as_checkpoint_must_be_a_directory(one, tmp_path):
@@ -205,7 +207,7 @@ def test_a_directory_that_must_stay_is_refused_before_any_work(one, tmp_path, mo
     mounted.mkdir()
     mounts = tmp_path / "mounts"
     mounts.write_text(f"1 2 0:3 / {tmp_path}/a\\040mount rw - tmpfs tmpfs rw\n")
-    monkeypatch.setattr(compiled_files, "MOUNTS", mounts)
+    monkeypatch.setattr(artefact_files, "MOUNTS", mounts)
     with pytest.raises(ArtefactError, match="is a mount point"):
         compiled.save(mounted)
     result = CliRunner().invoke(app, ["compile", str(one / "checkpoint"), "--save", str(mounted)])
@@ -229,7 +231,7 @@ def test_links_and_empty_directories_of_others_are_not_lost(one, tmp_path):
             compiled.save(artefact)
         (artefact / "graphs" / "mine").rename(tmp_path / "out")
         (tmp_path / "out").unlink() if (tmp_path / "out").is_symlink() else (tmp_path / "out").rmdir()
-    (artefact / compiled_files.ADAPTERS).mkdir(parents=True)  # which is empty where no op needs an adapter
+    (artefact / artefact_files.ADAPTERS).mkdir(parents=True)  # which is empty where no op needs an adapter
     compiled.save(artefact)
 
 
@@ -237,12 +239,12 @@ def test_what_a_killed_save_left_goes_with_the_next_one(one, tmp_path):
     target = tmp_path / "kept"
     script = f"""
 import sys, time, pagebinder
-from pagebinder import compiled_save
+from pagebinder.artefacts import save
 compiled = pagebinder.load({str(one / "artefact")!r})
 def wait(*args):
     print("writing", flush=True)
     time.sleep(60)
-compiled_save.save_weights = wait
+save.save_weights = wait
 compiled.save({str(target)!r})
 """
     running = [

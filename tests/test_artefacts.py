@@ -20,15 +20,15 @@ from pagebinder import (
     CompileConfig,
     EngineConfig,
     SamplingParams,
-    compiled_machine,
-    compiled_save,
 )
+from pagebinder.artefacts import machine as artefact_machine
+from pagebinder.artefacts import save as artefact_save
+from pagebinder.artefacts.graphs import graph_from_json, graph_to_json
+from pagebinder.artefacts.sizes import SizeReader, size_to_json
+from pagebinder.artefacts.values import from_json, to_json
 from pagebinder.cli import app
 from pagebinder.compile import explain_model
-from pagebinder.compiled_graphs import graph_from_json, graph_to_json
 from pagebinder.compiled_model import LEVELS
-from pagebinder.compiled_sizes import SizeReader, size_to_json
-from pagebinder.compiled_values import from_json, to_json
 from pagebinder.models import SHIPPED
 from pagebinder.runtime.executables import InductorExecutable, ProgramExecutable
 from pagebinder.runtime.executables.program import HELPERS, Program
@@ -177,8 +177,8 @@ def test_families_without_a_checkpoint(build, encoder, tmp_path):
 
 @pytest.mark.parametrize("name", ["torch", "CPU"])
 def test_another_version_or_machine_compiles_again(name, saved, compiled, monkeypatch, caplog):
-    here = compiled_machine.made_with()
-    monkeypatch.setattr(compiled_machine, "made_with", lambda: here | {name: "another"})
+    here = artefact_machine.made_with()
+    monkeypatch.setattr(artefact_machine, "made_with", lambda: here | {name: "another"})
     with caplog.at_level(logging.WARNING, "pagebinder"):
         loaded = pagebinder.load(saved)
     assert f"{name} {here[name]} there, another here" in caplog.text
@@ -188,8 +188,8 @@ def test_another_version_or_machine_compiles_again(name, saved, compiled, monkey
 
 
 def test_another_transformers_is_only_told(eager, monkeypatch, caplog):
-    here = compiled_machine.made_with()
-    monkeypatch.setattr(compiled_machine, "made_with", lambda: here | {"transformers": "9.0"})
+    here = artefact_machine.made_with()
+    monkeypatch.setattr(artefact_machine, "made_with", lambda: here | {"transformers": "9.0"})
     with caplog.at_level(logging.WARNING, "pagebinder"):
         notes = pagebinder.load(eager).report.notes
     assert "9.0 here" in caplog.text
@@ -265,7 +265,7 @@ def test_only_artefacts_are_replaced_and_only_whole(eager, tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(compiled_save, "save_weights", interrupted)
+        patch.setattr(artefact_save, "save_weights", interrupted)
         compiled.save(target)
     assert (target / "SHA256SUMS").read_text() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["artefact", "full"], "nothing half written"

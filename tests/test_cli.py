@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import pagebinder
 from pagebinder import doctor
 from pagebinder.cli import app
-from pagebinder.cli_support import printable
+from pagebinder.commands.support import printable
 from pagebinder.models import tiny_path
 
 pytestmark = pytest.mark.usefixtures("captured_once")

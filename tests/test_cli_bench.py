@@ -5,7 +5,7 @@ import json
 from typer.testing import CliRunner
 
 from pagebinder.cli import app
-from pagebinder.cli_support import EXIT_ERROR
+from pagebinder.commands.support import EXIT_ERROR
 from pagebinder.models import tiny_path
 
 FEW = ["--prompt-tokens", "8", "--new-tokens", "3", "--rounds", "1"]

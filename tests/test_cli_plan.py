@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import pagebinder
 from pagebinder.cli import app
-from pagebinder.cli_plan import parse_bytes, parse_tokens
+from pagebinder.commands.plan import parse_bytes, parse_tokens
 from pagebinder.compile import explain_model
 from pagebinder.errors import ConfigError
 from pagebinder.runtime.kv import Workload

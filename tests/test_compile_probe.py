@@ -13,7 +13,7 @@ from torch import nn
 
 import pagebinder
 from pagebinder import CaptureError, CompileConfig
-from pagebinder.compile_probe import has_code_of_its_own
+from pagebinder.compiler.probe import has_code_of_its_own
 from pagebinder.models.llama import LlamaForCausalLM
 from pagebinder.models.llama_config import LlamaConfig
 from pagebinder.report import PassResult

@@ -26,8 +26,8 @@ from transformers import (
 
 import pagebinder
 from pagebinder import CaptureError, CheckpointError, CompileConfig, ConfigError, RequestError
-from pagebinder import compile_encoder as compile_encoder_module
 from pagebinder.compiled_encoder import CompiledEncoder
+from pagebinder.compiler import encoder as compile_encoder_module
 from pagebinder.frontend import unsupported
 from pagebinder.frontend.numbering import Numbering, numbering
 from pagebinder.graph_tools import calls

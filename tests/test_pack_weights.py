@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 import pagebinder
 from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
-from pagebinder.compiled_files import TENSORS
+from pagebinder.artefacts.files import TENSORS
 from pagebinder.custom_ops.cpu import huge_pages
 from pagebinder.custom_ops.cpu.provider import reads_packed_weights
 from pagebinder.custom_ops.linear.packed_weights import is_coded, is_packed, pack, plain_shape, unpack
@@ -53,8 +53,8 @@ def test_the_table_of_an_embedding_stays_mapped(checkpoint, tmp_path, monkeypatc
     def note(weights, *memory):
         moved.append({(tuple(w.shape), w.dtype) for w in weights})
 
-    monkeypatch.setattr("pagebinder.compile_weights.move_to_huge_pages", note)
-    monkeypatch.setattr("pagebinder.compiled_load.move_to_huge_pages", note)
+    monkeypatch.setattr("pagebinder.compiler.weights.move_to_huge_pages", note)
+    monkeypatch.setattr("pagebinder.artefacts.load.move_to_huge_pages", note)
     compiled = pagebinder.compile_model(checkpoint, eager())
     compiled.save(tmp_path / "artefact")
     loaded = pagebinder.load(tmp_path / "artefact")

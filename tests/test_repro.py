@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from pagebinder.compile_locate import Divergence
-from pagebinder.compile_repro import _plain, write_script
+from pagebinder.compiler.locate import Divergence
+from pagebinder.compiler.repro import _plain, write_script
 from pagebinder.custom_ops import library, providers
 from pagebinder.custom_ops.library import op_info
 from pagebinder.custom_ops.providers import Provider, register_provider, registered_providers

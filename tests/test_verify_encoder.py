@@ -8,7 +8,7 @@ import pytest
 from transformers import BertConfig, BertModel
 
 import pagebinder
-import pagebinder.compile_encoder as compiler
+import pagebinder.compiler.encoder as compiler
 from pagebinder import CompileConfig, ConfigError, VerificationError
 from tests.broken_passes import broken
 from tests.helpers import VOCAB_SIZE, scale_weights

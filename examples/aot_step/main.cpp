@@ -3,7 +3,7 @@
 //
 //     aot_step DIR NUM_TOKENS PROMPT_ID...          aot_step out 8 1 2 3   prints 8 token ids
 //
-// DIR/step_plan.json says what to load and what to pass; pagebinder/compiled_aot.py describes it. One request, alone:
+// DIR/step_plan.json says what to load and what to pass; pagebinder/artefacts/aot.py describes it. One request, alone:
 //
 //     blocks of the cache   | 0: nobody's | group 0: 1 .. n | group 1: n + 1 .. 2 n | ...
 //     position p of group g   block 1 + g n + p / block_size, slot block * block_size + p % block_size

@@ -6,7 +6,7 @@ The positions are those within a sequence, from 0 on. Families that come from fa
 padding_idx + 1 on and leave padding out; that offset is added here (`numbering.py`), and a sequence that contains the
 padding token would be numbered otherwise, so it is refused when it is encoded. Token types are zero.
 
-That all of this is what the source model does by itself is not assumed: `compile_encoder.py` compares the packed
+That all of this is what the source model does by itself is not assumed: `compiler/encoder.py` compares the packed
 graph with `source_rows`, the source given nothing but the ids, on sequences longer than every window.
 """
 

@@ -1,7 +1,7 @@
 """Whose code does a model run? That of torch, transformers and ours is compared as tiny models before each release.
 
 Anything else, a hook, a function in an attribute, a function of transformers' that was replaced, may do what nobody
-sees: it is run beside its graph (compile_probe.py), is not copied from layer to layer, and attention that it has
+sees: it is run beside its graph (compiler/probe.py), is not copied from layer to layer, and attention that it has
 a hand in is traced instead of taken for transformers'.
 """
 

@@ -10,7 +10,7 @@ from zipfile import ZipFile
 import pytest
 from rich.console import Console
 
-from pagebinder.compiled_machine import kernel_fits, kernel_key
+from pagebinder.artefacts.machine import kernel_fits, kernel_key
 from pagebinder.custom_ops.cpu import build, compiler, make_prebuilt, parts, prebuilt
 from pagebinder.doctor import examine, render
 

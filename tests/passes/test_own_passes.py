@@ -14,7 +14,7 @@ from torch import nn
 
 import pagebinder
 from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
-from pagebinder.compile_bisect import bisect
+from pagebinder.compiler.bisect import bisect
 from pagebinder.errors import ArtefactError, PassError, PlanDriftError, VerificationError
 from pagebinder.graph_tools import (
     aten,

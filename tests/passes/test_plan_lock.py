@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import pagebinder
 from pagebinder import CompileConfig, ConfigError, PlanDriftError, PlanLockError
 from pagebinder.compile import explain_model
-from pagebinder.compile_lock import lock_of
+from pagebinder.compiler.lock import lock_of
 from pagebinder.passes.layer_blocks import from_ranges, name_of_layers, place_of, to_ranges
 from pagebinder.passes.lock_drift import plan_drift
 from pagebinder.passes.lock_file import lock_text, read_plan_lock

@@ -11,8 +11,8 @@ import pagebinder
 import pagebinder.compile as compiler
 from pagebinder import CompileConfig, ConfigError, VerificationError
 from pagebinder.compile import explain_model
-from pagebinder.compile_verify import rescale
-from pagebinder.compile_verify_runs import lengths_to_test
+from pagebinder.compiler.verify import rescale
+from pagebinder.compiler.verify_runs import lengths_to_test
 from pagebinder.passes.verifier import difference
 from tests.broken_passes import (
     break_pass,

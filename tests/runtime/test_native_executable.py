@@ -15,8 +15,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 import pagebinder
-from pagebinder import CompileConfig, EngineConfig, SamplingParams, compile_executable
-from pagebinder.compile_executable import check_executable, loops_of_layers, share_of_light_loops
+from pagebinder import CompileConfig, EngineConfig, SamplingParams
+from pagebinder.compiler import executable as compile_executable
+from pagebinder.compiler.executable import check_executable, loops_of_layers, share_of_light_loops
 from pagebinder.errors import ConfigError
 from pagebinder.graph_tools import attach
 from pagebinder.models import tiny_path, tiny_v4_path

@@ -12,7 +12,7 @@ import torch
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import executable_of
-from pagebinder.compile_streams import RATES, describe_streams, node_costs
+from pagebinder.compiler.streams import RATES, describe_streams, node_costs
 from pagebinder.errors import ConfigError
 from pagebinder.explain_html import explain_html
 from pagebinder.explain_rates import Rates

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.compile_verify_runs import (
+from pagebinder.compiler.verify_runs import (
     KEPT_ROWS,
     Runs,
     Sequences,

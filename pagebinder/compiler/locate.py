@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from pagebinder.compile_verify_runs import Runs, World, call_source, source_encoder_states
+from pagebinder.compiler.verify_runs import Runs, World, call_source, source_encoder_states
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import module_path, val
 from pagebinder.passes.rewrite_cones import Cone, Diff, cones, writes_before

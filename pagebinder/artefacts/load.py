@@ -21,11 +21,11 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.ambient import alone
-from pagebinder.compiled_files import FORMAT, MANIFEST, WEIGHTS, check_files, read_json
-from pagebinder.compiled_kinds import DECODER, KINDS, Compiled
-from pagebinder.compiled_machine import differences, kernel_fits
-from pagebinder.compiled_values import from_json
-from pagebinder.compiled_weights import checkpoint_of, find_files, load_weights
+from pagebinder.artefacts.files import FORMAT, MANIFEST, WEIGHTS, check_files, read_json
+from pagebinder.artefacts.kinds import DECODER, KINDS, Compiled
+from pagebinder.artefacts.machine import differences, kernel_fits
+from pagebinder.artefacts.values import from_json
+from pagebinder.artefacts.weights import checkpoint_of, find_files, load_weights
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu import compiler
@@ -178,7 +178,7 @@ class SavedGraphs(Mapping[str, GraphModule]):
         return self._make(level, to_run=True)
 
     def _make(self, level: str, *, to_run: bool = False) -> GraphModule:
-        from pagebinder.compiled_graphs import graph_from_json
+        from pagebinder.artefacts.graphs import graph_from_json
 
         data, weights, name = json.loads(self._texts[level]), self._weights[level], level.capitalize()
         return _named(self._files[level], lambda: graph_from_json(data, weights, name, to_run=to_run))
@@ -238,7 +238,7 @@ def _prepare(ops: list[str], kernels: Mapping[str, Path]) -> None:
         if namespace.startswith("pagebinder_") and provider is not None:
             provider.prepare(name.partition(".")[0])
         elif namespace not in (*TORCHS, "pagebinder"):
-            from pagebinder.compiled_graphs import find_function
+            from pagebinder.artefacts.graphs import find_function
 
             find_function(op)
 
@@ -271,7 +271,7 @@ def _executable(
 def _eager(graphs: SavedGraphs, level: str, config: CompileConfig, report: CompileReport) -> Executable:
     if config.streams != "on":  # here is a CPU
         return EagerExecutable(graphs.to_run(level))
-    from pagebinder.compile_streams import eager_executable  # which needs formulas of costs
+    from pagebinder.compiler.streams import eager_executable  # which needs formulas of costs
 
     return eager_executable(graphs[level], config, report)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
-from pagebinder.cli_support import STAGES, quiet_third_parties, show, working
+from pagebinder.commands.support import STAGES, quiet_third_parties, show, working
 from pagebinder.errors import ConfigError
 
 UNITS = {"": 1, "b": 1}

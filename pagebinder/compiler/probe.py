@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 from pagebinder.ambient import inference
-from pagebinder.compile_verify_runs import call_source
+from pagebinder.compiler.verify_runs import call_source
 from pagebinder.config import CompileConfig
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import is_known

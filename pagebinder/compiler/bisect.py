@@ -17,10 +17,10 @@ from typing import Any
 
 from pagebinder import compile as compiler
 from pagebinder.ambient import alone
-from pagebinder.compile_locate import Divergence, in_capture, in_packing, in_pass, of_cone
-from pagebinder.compile_repro import write_script
-from pagebinder.compile_verify import chains, check_can_verify, conditions_of, worlds
-from pagebinder.compile_verify_runs import Runs, Sequences, choose_sequences, lengths_to_test
+from pagebinder.compiler.locate import Divergence, in_capture, in_packing, in_pass, of_cone
+from pagebinder.compiler.repro import write_script
+from pagebinder.compiler.verify import chains, check_can_verify, conditions_of, worlds
+from pagebinder.compiler.verify_runs import Runs, Sequences, choose_sequences, lengths_to_test
 from pagebinder.config import CompileConfig
 from pagebinder.errors import ConfigError
 from pagebinder.passes.certificates import UnequalRewriteError, certify

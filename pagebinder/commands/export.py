@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import (
+from pagebinder.commands.support import (
     MovedOption,
     check_folder,
     checkpoint_dir,
@@ -53,7 +53,7 @@ def export_command(
     if not onnx:
         raise typer.BadParameter("say which format: --onnx.")
     check_folder(out, new=True)
-    from pagebinder.compiled_files import is_artefact
+    from pagebinder.artefacts.files import is_artefact
 
     # Nothing is run here, so nothing is compiled to machine code; an artefact has been.
     options = (

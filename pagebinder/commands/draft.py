@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import checkpoint_dir, compile_dir, given_path
+from pagebinder.commands.support import checkpoint_dir, compile_dir, given_path
 
 DraftOption = Annotated[
     str | None,

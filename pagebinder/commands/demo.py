@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pagebinder.cli_support import checkpoint_dir, compile_dir, out, printable, show, working
+from pagebinder.commands.support import checkpoint_dir, compile_dir, out, printable, show, working
 
 KV_CACHE_BYTES = 8 << 20
 HEAD_START_STEPS = 8  # how long the first text runs alone

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pagebinder.cli_support import err, out, printable
+from pagebinder.commands.support import err, out, printable
 
 if TYPE_CHECKING:
     from pagebinder.guides import Choice, Grammar, JsonSchema, Regex

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
-from pagebinder.compile_tokenwise import check_tokenwise, tokenwise_ops
+from pagebinder.compiler.tokenwise import check_tokenwise, tokenwise_ops
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.cross import CROSS_ATTENTION
 from pagebinder.custom_ops.attention.indexed import INDEXED_ATTENTION

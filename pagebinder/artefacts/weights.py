@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from pagebinder.compiled_files import TENSORS, digest
-from pagebinder.compiled_values import from_json, to_json
+from pagebinder.artefacts.files import TENSORS, digest
+from pagebinder.artefacts.values import from_json, to_json
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.pack import code, code_all, pack_all, unpack
 from pagebinder.custom_ops.linear import packed_weights

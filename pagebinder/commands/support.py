@@ -240,10 +240,10 @@ def compile_dir(
         ConfigError: `checkpoint` is given, and no artefact.
         RequestError: a tokenizer is needed and the directory has none (said before the seconds of compilation).
     """
-    from pagebinder.compiled_files import is_artefact
+    from pagebinder.artefacts.files import is_artefact
 
     if is_artefact(path):
-        from pagebinder.cli_artefact import open_artefact
+        from pagebinder.commands.artefact import open_artefact
 
         return open_artefact(path, config_options, needs_tokenizer=needs_tokenizer, checkpoint=checkpoint)
     if checkpoint is not None:

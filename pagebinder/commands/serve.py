@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_draft import DraftOption, MaxDraftOption, check_draft, drafter_of
-from pagebinder.cli_support import (
+from pagebinder.commands.draft import DraftOption, MaxDraftOption, check_draft, drafter_of
+from pagebinder.commands.support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
     CodedWeightsOption,

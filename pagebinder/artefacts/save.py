@@ -2,9 +2,9 @@
 
     compiled      --> facts, plan, states, report   artefact.json
                       graphs                        graphs/<level>.json
-                      their weights                 by reference to the checkpoint, see compiled_weights.py
+                      their weights                 by reference to the checkpoint, see artefacts/weights.py
                       executables                   program/<graph>: source and libraries, see executables/program.py
-                        compiled ahead of time      program/<graph>, program/ops, step_plan.json: see compiled_aot.py
+                        compiled ahead of time      program/<graph>, program/ops, step_plan.json: see artefacts/aot.py
                       kernels that they call        kernels/<part>.so
                       tokenizer                     tokenizer/
 
@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from pagebinder.compile_lock import config_of
-from pagebinder.compiled_aot import save_compiled_ahead, write_step_plan
-from pagebinder.compiled_files import FORMAT, MANIFEST, WEIGHTS, check_target, write_json, written_whole
-from pagebinder.compiled_graphs import graph_to_json, weight_names
-from pagebinder.compiled_kinds import DECODER, Compiled, kind_of
-from pagebinder.compiled_machine import kernel_key, made_with
-from pagebinder.compiled_values import to_json
-from pagebinder.compiled_weights import save_weights
+from pagebinder.artefacts.aot import save_compiled_ahead, write_step_plan
+from pagebinder.artefacts.files import FORMAT, MANIFEST, WEIGHTS, check_target, write_json, written_whole
+from pagebinder.artefacts.graphs import graph_to_json, weight_names
+from pagebinder.artefacts.kinds import DECODER, Compiled, kind_of
+from pagebinder.artefacts.machine import kernel_key, made_with
+from pagebinder.artefacts.values import to_json
+from pagebinder.artefacts.weights import save_weights
+from pagebinder.compiler.lock import config_of
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.provider import NAMESPACE as CPU_NAMESPACE
 from pagebinder.custom_ops.cpu.provider import parts_of

@@ -1,6 +1,6 @@
 """A GraphModule as JSON and back: nodes, what they call by qualified name, and what reports need to know of them.
 
-    {"symbols": {"s26": {...}},                                  see compiled_sizes.py
+    {"symbols": {"s26": {...}},                                  see artefacts/sizes.py
      "schemas": {"pagebinder_cpu::linear": "(Tensor x, ...) -> Tensor"},
      "nodes": [{"op": "call_function", "name": "linear", "target": "pagebinder_cpu::linear.default",
                 "args": [{"node": "rms_norm"}, ...], "kwargs": {}, "val": {"tensor": [...]},
@@ -22,8 +22,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from pagebinder.compiled_sizes import SYMBOLIC, SizeReader, SizeWriter
-from pagebinder.compiled_values import from_json, to_json
+from pagebinder.artefacts.sizes import SYMBOLIC, SizeReader, SizeWriter
+from pagebinder.artefacts.values import from_json, to_json
 from pagebinder.errors import ArtefactError
 from pagebinder.graph_tools import TORCHS, attach, attribute, graph_module, module_path, source_line
 

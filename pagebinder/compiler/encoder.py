@@ -10,10 +10,10 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.compile import RECOGNISERS, clone
-from pagebinder.compile_checks import bounded, unexplained
-from pagebinder.compile_executable import check_executable, executable_of, is_compiled
-from pagebinder.compile_verify_encoder import verify_encoder
 from pagebinder.compiled_encoder import CompiledEncoder
+from pagebinder.compiler.checks import bounded, unexplained
+from pagebinder.compiler.executable import check_executable, executable_of, is_compiled
+from pagebinder.compiler.verify_encoder import verify_encoder
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.parts import PARTS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.compile_streams import eager_executable, inductor_executable
-from pagebinder.compile_tensorrt import tensorrt_executable
+from pagebinder.compiler.streams import eager_executable, inductor_executable
+from pagebinder.compiler.tensorrt import tensorrt_executable
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu import compiler

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from pagebinder.artefacts.values import to_json
 from pagebinder.compiled_encoder import CompiledEncoder
 from pagebinder.compiled_model import CompiledModel
-from pagebinder.compiled_values import to_json
 from pagebinder.runtime.encoder_batches import batches
 from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.single_sequence import single_sequence_inputs

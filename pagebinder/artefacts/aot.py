@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from pagebinder.compiled_files import TENSORS, write_json
+from pagebinder.artefacts.files import TENSORS, write_json
 from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.custom_ops.cpu.provider import parts_of
 from pagebinder.errors import ArtefactError

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pagebinder.cli_support import working
+from pagebinder.commands.support import working
 
 
 def open_artefact(path: Path, config_options: dict, *, needs_tokenizer: bool, checkpoint: Path | None = None):

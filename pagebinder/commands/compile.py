@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import (
+from pagebinder.artefacts.files import check_target
+from pagebinder.commands.support import (
     ActivationQuantizationOption,
     ActivationScalesOption,
     CodedWeightsOption,
@@ -23,7 +24,6 @@ from pagebinder.cli_support import (
     output_file,
     show,
 )
-from pagebinder.compiled_files import check_target
 from pagebinder.paths import replace_text
 
 HtmlOption = Annotated[

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import err, given_path, output_file, working
+from pagebinder.commands.support import err, given_path, output_file, working
 
 
 def kv_picture(

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from pagebinder.compile_locate import Divergence
+from pagebinder.compiler.locate import Divergence
 from pagebinder.custom_ops.library import NAMESPACE, is_our_op
 from pagebinder.custom_ops.providers import BUILTIN_MODULES, registered_providers
 from pagebinder.graph_tools import TORCHS

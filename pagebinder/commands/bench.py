@@ -21,7 +21,7 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
-from pagebinder.cli_support import (
+from pagebinder.commands.support import (
     ActivationQuantizationOption,
     CodedWeightsOption,
     DeviceOption,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pagebinder.cli_support import checkpoint_dir, given_path, quiet_third_parties, working
+from pagebinder.commands.support import checkpoint_dir, given_path, quiet_third_parties, working
 
 EXIT_DIVERGED = 1
 
@@ -37,7 +37,7 @@ def bisect_command(
 ) -> None:
     """Find the first compilation step, layer and node that differ from the source model (exit status 1 if any)."""
     with working("compiling, and running every step"):
-        from pagebinder.compile_bisect import bisect
+        from pagebinder.compiler.bisect import bisect
         from pagebinder.config import CompileConfig
 
         quiet_third_parties()

@@ -1,4 +1,4 @@
-"""Verification of an encoder alone: captured -> semantic -> packed, as `compile_verify.py` does it for decoders.
+"""Verification of an encoder alone: captured -> semantic -> packed, as `compiler/verify.py` does it for decoders.
 
 There is no cache: a packed graph runs each sequence in a call of its own, and then all of them in one.
 """
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.compile_verify import conditions_of, worlds
-from pagebinder.compile_verify_runs import (
+from pagebinder.compiler.verify import conditions_of, worlds
+from pagebinder.compiler.verify_runs import (
     KEPT_ROWS,
     PACKED,
     Runs,
