@@ -11,6 +11,7 @@ tensors, so the model and its graphs are never touched.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import psutil
@@ -29,6 +30,7 @@ from pagebinder.compiler.verify_runs import (
 )
 from pagebinder.config import CompileConfig
 from pagebinder.errors import ConfigError, VerificationError
+from pagebinder.frontend.capture import name_in_graph
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.python_state import evaluation_mode
 from pagebinder.frontend.source import ModelSource, source_from_module
@@ -169,9 +171,11 @@ def _fits(source: ModelSource, dtype: torch.dtype) -> bool:
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers under all their names."""
-    tensors = dict(module.named_parameters(remove_duplicate=False))
-    return tensors | dict(module.named_buffers(remove_duplicate=False))
+    """Parameters and buffers under all their names, as graphs have them."""
+    tensors = itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    )
+    return {name_in_graph(name): tensor for name, tensor in tensors}
 
 
 def rescale(module: torch.nn.Module, seed: int = 0) -> None:

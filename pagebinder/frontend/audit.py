@@ -217,7 +217,7 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool, tokenwise: f
             return "it merges, cuts or extends the token dimension"
         if not dims and any(input_dims):
             return "it reduces over the tokens"
-    if _computes_with_sizes(node):
+    if computes_with_sizes(node):
         return "it computes with the number of tokens in the batch"
     if not any(input_dims):
         if (
@@ -361,7 +361,7 @@ def _reason_against_convolution(node: Node) -> str | None:
     return None if of_tokens and one_tap and plain else "this op is not known to keep tokens apart"
 
 
-def _computes_with_sizes(node: Node) -> bool:
+def computes_with_sizes(node: Node) -> bool:
     """Does a number of tokens enter as a value, and not as the size of a result?"""
     if node.target not in _TAKE_SIZES:
         return any(_is_symbolic(n) for n in node.all_input_nodes)

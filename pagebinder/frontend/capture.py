@@ -69,6 +69,13 @@ DEPENDS_ON_LENGTH = (
 )
 
 
+# What a GraphModule has beside what every module has, and the inputs of graphs.
+GRAPHS_OWN_NAMES = {
+    *set(dir(GraphModule(torch.nn.Module(), torch.fx.Graph()))) - set(dir(torch.nn.Module())),
+    *("input_ids", "positions", "encoder_states", "shape_env"),
+}
+
+
 @dataclass(frozen=True)
 class TracedInput:
     """An example of an input of the graph, and the name of its first size, which is dynamic."""
@@ -347,7 +354,7 @@ def _unlift(program: ExportedProgram, input_names: list[str]) -> GraphModule:
         if spec is None or spec.kind is InputKind.USER_INPUT:
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
             continue
-        name = spec.target.removeprefix("source.")
+        name = name_in_graph(spec.target.removeprefix("source."))
         tensor = program.state_dict.get(spec.target)
         tensor = program.constants[spec.target] if tensor is None else tensor
         attach(root, name, tensor)
@@ -364,6 +371,11 @@ def _unlift(program: ExportedProgram, input_names: list[str]) -> GraphModule:
     for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], input_names, strict=True):
         node.name = node.target = name
     return graph_module(root, graph, "Captured")
+
+
+def name_in_graph(name: str) -> str:
+    """A weight's name in a graph: its own, but for names of a model's top that graphs have themselves."""
+    return f"source_{name}" if name.split(".")[0] in GRAPHS_OWN_NAMES else name
 
 
 def _keep_writes(

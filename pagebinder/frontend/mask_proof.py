@@ -27,6 +27,7 @@ import torch
 from torch.fx import Node
 
 from pagebinder.custom_ops.attention.semantic import visible_keys
+from pagebinder.frontend.audit import computes_with_sizes
 from pagebinder.frontend.mask_values import (
     MaskNotProven,
     NotPointwise,
@@ -39,7 +40,7 @@ from pagebinder.frontend.mask_values import (
 )
 from pagebinder.graph_tools import aten
 
-__all__ = ["HIDDEN", "MaskFacts", "MaskNotProven", "MaskTerm", "prove_mask", "prove_terms"]
+__all__ = ["HIDDEN", "MaskFacts", "MaskNotProven", "MaskTerm", "prove_mask", "prove_terms", "require_served"]
 
 SMALL_SIZES = (2, 3, 17, 64, 257)
 LEAST_SIZE = 520  # of the largest length
@@ -77,6 +78,8 @@ _STRAIGHT = {
     aten.zeros_like, aten._to_copy, aten._unsafe_view, aten.__and__, aten.__or__, aten.__rshift__, aten.__xor__,
     aten.mT, aten.numpy_T,
 }  # fmt: skip
+_COARSE = (torch.float16, torch.bfloat16)  # which know whole numbers up to 2048 and 256
+_PRODUCTS = {aten.mul, aten.multiply}
 _QUOTIENTS = {aten.div, aten.floor_divide, aten.fmod, aten.remainder}
 _SHIFTS = {aten.__rshift__.Scalar, aten.bitwise_right_shift.Tensor_Scalar}
 # Their literals are dimensions, not distances.
@@ -117,6 +120,12 @@ class MaskTerm:
     kind: str = "mask"
 
 
+def require_served(facts: MaskFacts) -> None:
+    """Raises MaskNotProven: the mask is known, but no layer's state is kept for it."""
+    if facts.window is not None and facts.chunk is not None:
+        raise MaskNotProven(f"the mask is {facts.describe()}: a window inside chunks is not served")
+
+
 def prove_mask(mask: Node) -> MaskFacts:
     """Classify the mask that `mask` computes ([.., T, T], bool or additive float).
 
@@ -150,10 +159,17 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
         if torch.equal(_expected(facts, rows, columns), chosen) and all(
             torch.equal(_expected(facts, *[torch.arange(s, device="cpu")] * 2), seen[s]) for s in seen
         ):
+            if counting := next((n for n in nodes if _counts_tokens(n)), None):
+                raise MaskNotProven(f"the mask is computed with the number of tokens ({counting.name})")
             if not all(map(_is_straight, nodes)):
                 _require_far(terms, nodes, facts, limit, numbers, divisors)
             return facts
     raise MaskNotProven(_named(seen[min(64, largest)]) + f" (compared at sizes {sorted({*whole, largest})})")
+
+
+def _counts_tokens(node: Node) -> bool:
+    """Does it take the length as a number? What it makes of lengths that were not tried, nobody knows."""
+    return node.op == "call_function" and not is_size(node) and computes_with_sizes(node)
 
 
 def _is_straight(node: Node) -> bool:
@@ -163,8 +179,23 @@ def _is_straight(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     op = node.target.overloadpacket
-    divides_by = [n for n in node.all_input_nodes[1:] if not is_size(n) and token_dims(n)]
-    return op in _STRAIGHT and not (op in _QUOTIENTS and divides_by)
+    of_tokens = [n for n in node.all_input_nodes if not is_size(n) and token_dims(n)]
+    if _dtype(node) in _COARSE and (op is aten.arange or any(map(_may_count, of_tokens))):
+        return False
+    if op in _PRODUCTS and len(of_tokens) > 1:  # which may overflow
+        return False
+    return op in _STRAIGHT and not (op in _QUOTIENTS and set(of_tokens) & set(node.all_input_nodes[1:]))
+
+
+def _may_count(node: Node) -> bool:
+    """Could it hold positions that 16 bits of floating point round? Where it has them so, that was told before."""
+    return _dtype(node) not in (torch.bool, *_COARSE)
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    """None: it is several tensors."""
+    value = node.meta["val"]
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _is_matrix(node: Node) -> bool:

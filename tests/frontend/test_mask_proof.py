@@ -140,6 +140,22 @@ REFUSED = {
         window_by(lambda d: 0.9995**d > 0.1),
         "is causal at some hundred tokens, and another one at 131072",
     ),
+    "positions in half precision, which is exact up to 2048": (
+        lambda p, j: (j <= p) & (p.half() - j.half() < 9),
+        "is causal, window=9 at some hundred tokens, and another one at 131072",
+    ),
+    "products of positions, which overflow": (
+        lambda p, j: p.int() * p.int() * p.int() >= j.int() * j.int() * j.int(),
+        "is causal at some hundred tokens, and another one at 131072",
+    ),
+    "another mask at a length that is not tried": (
+        lambda p, j: (j <= p) & ((torch.tensor(p.shape[0]) != 300) | (p - j < 9)),
+        "is computed with the number of tokens",
+    ),
+    "the same by a size": (
+        lambda p, j: (j <= p) & ((p - p + p.shape[0] <= 600) | (p - j < 64) | (p - p + p.shape[0] > 700)),
+        "is computed with the number of tokens",
+    ),
     "waves": (window_by(lambda d: torch.cos(0.1 * d) > -0.5), "none of"),
     "the last tokens alone": (lambda p, j: (j <= p) & ((j >= p.shape[0] - 30) | (j == p)), "none of"),
     "the last of many tokens": (lambda p, j: (j <= p) & ((j >= p.shape[0] - 3000) | (j == p)), "none of"),

@@ -113,6 +113,12 @@ def sinks_kept(x, positions):
     return (weights[..., 1:] @ q).transpose(1, 2).flatten(2)
 
 
+def product_scaled_by_length(x, positions):
+    q = heads(x)[0]
+    scores = torch.baddbmm(torch.zeros(1), q, q.transpose(-1, -2), beta=0, alpha=10 / x.shape[1])
+    return (torch.softmax(causal(scores[None]), dim=-1) @ q[None]).transpose(1, 2).flatten(2)
+
+
 NEAR_MISSES = {
     "differs in one place": (
         lambda x, p: attend(x, lambda s: causal(s).masked_fill((p[0, :, None] == 9) & (p[0] == 4), -1e9)),
@@ -149,6 +155,37 @@ NEAR_MISSES = {
     ),
     "weights rounded": (lambda x, p: attend(x, change_weights=torch.round), "round.* stands between"),
     "scores changed": (lambda x, p: attend(x, lambda s: causal(s.abs())), "abs stands between"),
+    "scaled by the length": (
+        lambda x, p: attend(
+            x, lambda s: causal(s * torch.tensor(x.shape[1], dtype=torch.float32).log().clamp(min=4.0))
+        ),
+        "multiplied by what depends on the number of tokens",
+    ),
+    "scaled by a table at the length": (
+        lambda x, p: attend(x, lambda s: causal(s * torch.ones(4096)[x.shape[1] - 1])),
+        "multiplied by what depends on the number of tokens",
+    ),
+    "capped by the length": (
+        lambda x, p: attend(x, lambda s: causal((s / torch.arange(x.shape[1]).float().mean()).tanh() * 5.0)),
+        "multiplied by what depends on the number of tokens|before the soft cap",
+    ),
+    "hidden by the length": (
+        lambda x, p: attend(
+            x, lambda s: torch.where(p[0] > p[0, :, None], torch.tensor(-1e9) * x.shape[1], s)
+        ),
+        "large negative number",
+    ),
+    "a product scaled by the length": (product_scaled_by_length, "scaled by what depends on the number"),
+    "a window inside chunks": (
+        lambda x, p: attend(
+            x,
+            lambda s: s.masked_fill(
+                (p[0] > p[0, :, None]) | (p[0, :, None] - p[0] >= 5) | (p[0, :, None] // 16 != p[0] // 16),
+                -1e9,
+            ),
+        ),
+        "a window inside chunks is not served",
+    ),
     "negative scale": (lambda x, p: attend(x, lambda s: causal(s * -0.5)), "not positive"),
     "masked before the cap": (
         lambda x, p: attend(x, lambda s: causal(s).tanh() * 5.0),

@@ -66,8 +66,11 @@ def product_of(node: Node) -> Product:
         [*leading, "row", "column"],
     )
     if first:
-        product.factor = Fraction(arg(node, 4, "alpha", 1))
-        product.bias, product.bias_factor = node.args[0], Fraction(arg(node, 3, "beta", 1))
+        alpha, beta = arg(node, 4, "alpha", 1), arg(node, 3, "beta", 1)
+        if isinstance(alpha, Node) or isinstance(beta, Node):
+            raise NotAttention("the product is scaled by what depends on the number of tokens")
+        product.factor = Fraction(alpha)
+        product.bias, product.bias_factor = node.args[0], Fraction(beta)
     return product
 
 
@@ -75,10 +78,12 @@ def _einsum(node: Node) -> Product:
     equation, operands = node.args[0].replace(" ", ""), node.args[1]
     labels = einsum_labels(node)
     if "." in equation or labels is None or len(operands) != 2:
-        raise NotAttention(f"the einsum {equation!r}")
+        raise NotAttention(
+            f"the einsum {equation!r} is no product of two tensors with every letter written out"
+        )
     (a, b), out = labels
     if any(len(set(labels)) != len(labels) for labels in (a, b)):
-        raise NotAttention(f"the einsum {equation!r}")
+        raise NotAttention(f"the einsum {equation!r} takes a diagonal")
     return Product(Operand(operands[0], a), Operand(operands[1], b), out)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.frontend.alibi_proof import classify_bias, prove_alibi
-from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, MaskTerm, prove_terms
+from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, MaskTerm, prove_terms, require_served
 from pagebinder.frontend.mask_values import by_shape_only, is_size
 from pagebinder.frontend.recognise.operands import (
     PRODUCTS,
@@ -139,6 +139,7 @@ class _Layer:
         facts = self._facts[terms]
         if isinstance(facts, MaskNotProven):
             raise facts
+        require_served(facts)
         return facts
 
     def _slopes_of(self, biases: list, facts: MaskFacts, chain: Chain, sizes: dict) -> Callable | None:

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from pagebinder.frontend.mask_proof import HIDDEN, MaskTerm
-from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors
+from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors, is_size
 from pagebinder.frontend.recognise.operands import PRODUCTS, NotAttention, Product, product_of, scaling
 from pagebinder.frontend.recognise.sinks import VIEWS, Sinks, joined
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, is_call, val
@@ -110,7 +110,9 @@ def _scaled(chain: Chain, node: Node, tainted: set[Node]) -> Node:
         chain.masks.append(MaskTerm(other, "factor"))
         return x
     if factor is None or not isinstance(x, Node):
-        raise NotAttention("the scores are multiplied by something else than a number")
+        counts = isinstance(other, Node) and any(is_size(n) for n in ancestors(other))
+        what = "what depends on the number of tokens" if counts else "something else than a number"
+        raise NotAttention(f"the scores are multiplied by {what}")
     if factor <= 0:
         raise NotAttention("the scores are multiplied by a number that is not positive")
     chain.factor *= factor
@@ -219,7 +221,8 @@ def _through_view(node: Node) -> Node:
 
 
 def number(value) -> float | None:
-    """A literal, or the value of a tensor of one entry that depends on nothing; else None."""
+    """A literal, or the value of a tensor of one entry that depends on nothing, not on how many tokens there are
+    either; else None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
@@ -228,7 +231,7 @@ def number(value) -> float | None:
     if any(isinstance(s, torch.SymInt) for s in shape) or math.prod(shape) != 1:
         return None
     nodes = ancestors(value)
-    if any(n.op == "placeholder" for n in nodes):
+    if any(n.op == "placeholder" or is_size(n) for n in nodes):
         return None
     try:
         return float(Values(nodes, 2).whole(value))

@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.frontend.alibi_proof import classify_bias, prove_alibi
-from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask, prove_terms
+from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask, prove_terms, require_served
 from pagebinder.frontend.recognise.operands import (
     NotAttention,
     Operand,
@@ -89,7 +89,7 @@ def _mask_of(sdpa: Node, proofs: dict[Node, Mask | MaskNotProven]) -> Mask:
 def _proven(mask: Node, num_heads: int) -> Mask:
     """A mask, or ALiBi with or without one. Raises MaskNotProven."""
     try:
-        return prove_mask(mask), None
+        facts = prove_mask(mask)
     except MaskNotProven as miss:
         try:
             bias = classify_bias(mask, Fraction(1))
@@ -97,7 +97,11 @@ def _proven(mask: Node, num_heads: int) -> Mask:
             raise miss from None
         if bias.node is None:
             raise
+    else:
+        require_served(facts)
+        return facts, None
     facts = MaskFacts(causal=False) if bias.mask is None else prove_terms((bias.mask,))
+    require_served(facts)
     return facts, prove_alibi(bias, facts, num_heads)
 
 
