@@ -1,4 +1,5 @@
-"""What a caller's thread may be in the middle of, and what concerns nobody here: autocast, another compilation.
+"""What a caller's thread may be in the middle of, and what concerns nobody here: autocast, another compilation,
+`torch.compile` of the caller.
 
 A model is compiled, and its steps run, in the dtypes that its weights and its own code say: `torch.autocast` around
 them changes nothing. Compilations of a process take turns, as torch's tracing is one for all threads.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
@@ -39,6 +41,23 @@ def alone(function: Callable[P, R]) -> Callable[P, R]:
                 return function(*args, **kwargs)
             finally:
                 _owner = before
+
+    return run
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that runs as it is where its caller, compiled by `torch.compile`, calls it: nothing traces into it."""
+
+    as_it_is: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        dynamo = sys.modules.get("torch._dynamo")  # whose import takes seconds, and which does nothing before
+        if dynamo is None:
+            return function(*args, **kwargs)
+        if not as_it_is:
+            as_it_is.append(dynamo.disable(function))
+        return as_it_is[0](*args, **kwargs)
 
     return run
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 
+from pagebinder.ambient import untraced
 from pagebinder.config import EngineConfig, SamplingParams
 from pagebinder.config_checks import check_unicode
 from pagebinder.custom_ops.cpu.freed_memory import keep_freed_memory
@@ -291,6 +292,7 @@ class Engine(NotPickled):
             outputs, self._undelivered = self._undelivered, []
         return outputs
 
+    @untraced
     @_in_turn
     def _step(self) -> None:
         self.arena.idle.clear()

@@ -22,7 +22,7 @@ class ApiKey:
         self.app, self._key = app, check_key(key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1") and not self._is_right(scope):
+        if scope["type"] == "http" and _route(scope).startswith("/v1") and not self._is_right(scope):
             message = "Bring the server's API key as a bearer token (Authorization: Bearer KEY)."
             refusal = JSONResponse(error_json(message, "authentication_error", "invalid_api_key"), 401)
             await refusal(scope, receive, send)
@@ -32,6 +32,12 @@ class ApiKey:
     def _is_right(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._key)
+
+
+def _route(scope: Scope) -> str:
+    """The path as routes have it: without that under which the application is mounted."""
+    path, root = scope["path"], scope.get("root_path", "")
+    return path.removeprefix(root) if root and f"{path}/".startswith(f"{root}/") else path
 
 
 def check_key(key: str) -> bytes:

@@ -51,7 +51,8 @@ class NewRequest:
 
 
 class EngineWorker:
-    """Runs `engine` in a thread of its own from `start` to `stop`; other methods are the event loop's."""
+    """Runs `engine` in a thread of its own from `start` (or the first request: nobody starts a mounted application) to
+    `stop`, after which it may be started again; other methods are the event loop's."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.latencies = engine, Latencies()
@@ -59,25 +60,32 @@ class EngineWorker:
         self._feeds: dict[str, Feed] = {}  # of the thread
         self._numbers = itertools.count()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="pagebinder-engine", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        if self._thread is None or not self._thread.is_alive():
+            self._stopping = False
+            self._thread = threading.Thread(target=self._run, name="pagebinder-engine", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
         """Fail what runs, and end the thread after the step that it is in."""
         self._stopping = True
-        self._post(lambda: None)
-        self._thread.join()
+        if self._thread is not None:
+            self._post(lambda: None)
+            self._thread.join()
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive() and not self._stopping
+        """Are requests served, or would the first one be?"""
+        return not self._stopping and (self._thread is None or self._thread.is_alive())
 
     async def call(self, function: Callable[[], Result]) -> Result:
         """What `function` returns or raises, run between two steps."""
         if not self.is_running:
             raise EngineStoppedError(SHUTTING_DOWN)
+        if self._thread is None:
+            self.start()
         return await asyncio.wrap_future(self._post(function))
 
     async def submit(self, requests: Sequence[NewRequest], *, every_step: bool) -> Feed:

@@ -8,6 +8,7 @@ import time
 
 import openai
 import pytest
+from fastapi import FastAPI
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -277,6 +278,26 @@ def test_the_end_of_the_server_is_the_end_of_its_requests(compiled, engines):
         started = time.monotonic()
     assert time.monotonic() - started < 30 and not engines[0].has_unfinished
     engines[0].check_integrity()
+
+
+def test_a_mounted_application_serves_from_the_first_request_and_wants_its_key(compiled):
+    """Nobody runs the lifespan of a mounted application."""
+    outer = FastAPI()
+    outer.mount("/llm", create_app(compiled, CONFIG, api_key="secret", model_name="tiny"))
+    with serving(outer) as server:
+        assert server.send("GET", "/llm/health")[0] == 200
+        body, key = {"prompt": "x", "max_tokens": 2}, {"authorization": "Bearer secret"}
+        for path in ("/llm/v1/completions", "/llm/v1/models"):
+            assert server.send("POST", path, body)[0] == 401
+        status, answer = server.post("/llm/v1/completions", body, **key)
+        assert status == 200 and answer["usage"]["completion_tokens"] == 2
+
+
+def test_an_application_may_be_served_again(compiled):
+    app = create_app(compiled, CONFIG)
+    for _ in range(2):
+        with serving(app) as server:
+            assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
 def test_the_api_key(compiled):
