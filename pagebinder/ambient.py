@@ -46,7 +46,7 @@ def alone(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that runs as it is where its caller, compiled by `torch.compile`, calls it: nothing traces into it."""
+    """A function that runs as it is, also where `torch.compile` has compiled its caller: nothing traces into it."""
 
     as_it_is: list[Callable[P, R]] = []
 

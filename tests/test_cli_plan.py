@@ -66,6 +66,13 @@ def test_the_json_has_what_the_constraint_costs(config_only):
     assert facts["constraint_cost"]["wasted_percent"] < facts["workload_waste_percent"]
 
 
+def test_an_encoder_has_no_plan(tmp_path):
+    config = {"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 32, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "vocab_size": 50}))
+    result = CliRunner().invoke(app, ["doctor", "--kv", str(tmp_path)])
+    assert result.exit_code == 2 and "holds an encoder, which has no KV cache" in result.stderr
+
+
 def test_blocks_are_no_larger_than_requests(config_only):
     facts = json.loads(succeed("--kv", config_only, "--max-model-len", 10, "--json"))
     assert facts["block_sizes"] == [16] and facts["constraint_cost"] is None

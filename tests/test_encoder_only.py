@@ -264,6 +264,12 @@ def test_bad_input_is_an_error_that_names_the_input(compiled):
 def test_options_of_a_cache_are_refused():
     with pytest.raises(ConfigError, match="block_size: these options are about a decoder's cache"):
         pagebinder.compile_model(bert(), CompileConfig(executable="eager", block_size=16))
+    without_effect = ({"kv_dtype": "int8"}, {"index_dtype": "fp8"}, {"cascade": True}, {"streams": "on"})
+    for options in without_effect:
+        with pytest.raises(ConfigError, match=f"{next(iter(options))}: these options are about a decoder's"):
+            pagebinder.compile_model(bert(), CompileConfig(executable="eager", **options))
+    with pytest.raises(ConfigError, match="pack_weights='coded' is for decoders"):
+        pagebinder.compile_model(bert(), CompileConfig(executable="eager", pack_weights="coded"))
     with pytest.raises(ConfigError, match="max_model_len=500"):
         pagebinder.compile_model(bert(), CompileConfig(executable="eager", max_model_len=500))
 

@@ -77,6 +77,9 @@ def bench_command(
         "activation_quantization": activation_quantization, "pack_weights": "coded" if coded_weights else None,
     }  # fmt: skip
     compiled = compile_dir(model, options, checkpoint=checkpoint)
+    if hasattr(compiled, "embed") or compiled.source.encoder is not None:
+        kind = "an encoder" if hasattr(compiled, "embed") else "an encoder-decoder"
+        raise typer.BadParameter(f"{model} holds {kind}; decoders alone are measured.", param_hint="DIR")
     with working("measuring"):
         from pagebinder.explain_rates import measured_rates
 

@@ -83,6 +83,8 @@ def doctor_kv(
             index_dtype=index_dtype,
         )  # fmt: skip
         model = explain_model(directory, config, on_stage=on_stage)
+    if hasattr(model, "embed"):
+        raise ConfigError(f"{directory} holds an encoder, which has no KV cache: there is nothing to plan.")
     plan, facts = model.kv_spec, model.report.kv
     for tokens in contexts:
         if not 1 <= tokens <= plan.max_model_len:

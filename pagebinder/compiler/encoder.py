@@ -6,6 +6,8 @@ At the end the packed graph is run against the source model itself, since what t
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch.fx import GraphModule
 
@@ -38,7 +40,16 @@ from pagebinder.runtime.encoder_batches import batches
 from pagebinder.runtime.executables import EagerExecutable
 
 # Options that say how a decoder is cached and served; here they would be ignored.
-DECODER_OPTIONS = ("block_size", "workload", "lock", "locked")
+DECODER_OPTIONS = (
+    "block_size",
+    "workload",
+    "lock",
+    "locked",
+    "kv_dtype",
+    "index_dtype",
+    "cascade",
+    "streams",
+)
 # Largest difference to the source model, relative to its largest value: rounding, far below any real difference.
 AGREEMENT = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 CHECK_TOKENS = (5, 12)
@@ -119,12 +130,15 @@ def compile_encoder(
 
 def _max_tokens(source: ModelSource, config: CompileConfig, recipe) -> int:
     """Of one sequence: what the position table holds, less where it begins, and what the recipe allows."""
-    unread = [name for name in DECODER_OPTIONS if getattr(config, name) is not None]
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    unread = [name for name in DECODER_OPTIONS if getattr(config, name) not in (None, defaults[name], "off")]
     if unread:
         raise ConfigError(
-            f"{', '.join(unread)}: these options are about a decoder's cache, and "
-            f"{type(source.module).__name__} is an encoder; leave them None."
+            f"{', '.join(unread)}: these options are about a decoder's cache and steps, and "
+            f"{type(source.module).__name__} is an encoder; leave them out."
         )
+    if config.pack_weights:
+        raise ConfigError(f"pack_weights={config.pack_weights!r} is for decoders (yet); leave it out.")
     if config.quantization is not None:
         raise ConfigError(f"quantization={config.quantization!r} is for decoders (yet); leave it None.")
     if levels := {"paged", "fused"} & config.passes.keys():

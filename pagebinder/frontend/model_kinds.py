@@ -24,6 +24,14 @@ def is_encoder_only(module) -> bool:
     return type(module).__name__ in _encoder_classes(getattr(config, "model_type", None))
 
 
+def is_headless(module) -> bool:
+    """Is this a transformers model of a kind that writes text, without the head that does?"""
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    bare = _tables()[1].get(model_type, ())
+    names = {bare} if isinstance(bare, str) else set(bare)
+    return type(module).__name__ in names - _writers(model_type) and not is_encoder_only(module)
+
+
 def auto_class(config, path: Path | None = None):
     """transformers' factory for a config: of causal, sequence-to-sequence or masked language models, or encoders."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
@@ -73,6 +81,14 @@ def _tables() -> tuple[dict, ...]:
         tables.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
         tables.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     )
+
+
+def _writers(model_type: str | None) -> set[str]:
+    """Classes that a table of models with heads has, too: those of some kinds are their own heads."""
+    from transformers.models.auto import modeling_auto as tables
+
+    names = (tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, tables.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    return {table.get(model_type) for table in names} - {None}
 
 
 def _encoder_classes(model_type: str | None) -> set[str]:

@@ -17,10 +17,11 @@ from pagebinder.errors import CheckpointError, ConfigError
 from pagebinder.frontend import fp8_loading
 from pagebinder.frontend.checkpoint_tensors import CheckpointTensors, compared, refuse_unsaid_codes
 from pagebinder.frontend.fp8_format import stored_fp8
-from pagebinder.frontend.model_kinds import auto_class, is_encoder_only
+from pagebinder.frontend.model_kinds import SENTENCE_MODULES, auto_class, is_encoder_only
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
 from pagebinder.frontend.unreadable import refuse_unreadable
+from pagebinder.frontend.unsupported import refuse_head
 from pagebinder.frontend.wrappers import is_transformers, said_inside, unwrapped
 from pagebinder.paths import user_path
 from pagebinder.report import PassResult
@@ -135,6 +136,7 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         weights: False builds the model on the meta device from config.json alone (for `explain`).
     Raises:
         CheckpointError: no such directory, no or bad config.json, no or bad weights, an artefact.
+        CaptureError: its model neither writes nor embeds texts.
     """
     path = user_path(path, CheckpointError)
     if not path.is_dir():
@@ -167,6 +169,9 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         )
     ends, bos = generation_tokens(path)
     config = _read_config(path, config_dict)
+    if not (path / SENTENCE_MODULES).exists():
+        for name in (getattr(config, "architectures", None) or ())[:1]:
+            refuse_head(name)
     module, of_weights = _build(path, config, config_dict, dtype, weights)
     facts = _facts(module.config, module)
     if ends is not None:

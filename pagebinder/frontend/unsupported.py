@@ -14,7 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.model_kinds import is_headless
 
+JUDGES = (
+    "ForSequenceClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+)
 NO_OP = "no op here does that yet"
 # Modules whose index a leaf traces as an op.
 INDEX_IN_LEAF = (
@@ -153,6 +160,15 @@ def _required_inputs(model: torch.nn.Module) -> set[str]:
     return required - {"self", "input_ids", "position_ids"}
 
 
+def refuse_head(name: str) -> None:
+    """Raises CaptureError: a class of this name judges texts, and neither writes nor embeds them."""
+    if name.endswith(JUDGES):
+        raise CaptureError(
+            f"{name} is not served: its head judges a text, and only heads that write text, and encoders without "
+            "one, are. Compile the model below the head (save it on its own, or give model.base_model of an encoder)."
+        )
+
+
 def refuse_unsupported(model: torch.nn.Module) -> None:
     """Nothing, for a model without any of the traits.
 
@@ -164,6 +180,12 @@ def refuse_unsupported(model: torch.nn.Module) -> None:
         raise CaptureError(
             f"{type(model).__name__} cannot be called: it has no forward, only parts ({parts}). Compile the one that "
             "writes text, for example compile_model(model.thinker)."
+        )
+    refuse_head(type(model).__name__)
+    if is_headless(model):
+        raise CaptureError(
+            f"{type(model).__name__} returns hidden states and no logits: there is nothing to generate with. Give "
+            "the model with its head (...ForCausalLM)."
         )
     if needed := sorted(_required_inputs(model)):
         raise CaptureError(

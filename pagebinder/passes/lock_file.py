@@ -39,6 +39,19 @@ def require_writable(path: str | Path) -> None:
     if path.is_dir() or not path.parent.is_dir():
         what = "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"
         raise PlanLockError(f"The plan lock cannot be written: {path} {what}. Give the path of a file.")
+    if path.is_file() and not _was_lock(path.read_bytes()):
+        raise PlanLockError(
+            f"The plan lock cannot be written: {path} holds something else. Give another path, or delete it first."
+        )
+
+
+def _was_lock(content: bytes) -> bool:
+    """A lock, whatever became of it since, or nothing at all."""
+    return (
+        not content.strip()
+        or b"`pagebinder compile" in content
+        or (b"[model]" in content and b"format" in content)
+    )
 
 
 def lock_text(lock: Mapping[str, Any]) -> str:
@@ -89,13 +102,13 @@ def read_plan_lock(path: str | Path) -> dict[str, Any]:
     """
     path = user_path(path, PlanLockError)
     again = "Write it again: pagebinder compile DIR --lock " + str(path)
+    elsewhere = "Give the path of a lock that was written by `pagebinder compile DIR --lock FILE`."
     try:
+        if not _was_lock(path.read_bytes()):
+            again = elsewhere
         lock = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanLockError(
-            f"The plan lock {path} cannot be read: {error.strerror}. Give the path of a lock that was written by "
-            "`pagebinder compile DIR --lock FILE`."
-        ) from error
+        raise PlanLockError(f"The plan lock {path} cannot be read: {error.strerror}. {elsewhere}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanLockError(f"The plan lock {path} is not a TOML file: {error}. {again}") from error
     if lock.get("format") != FORMAT:

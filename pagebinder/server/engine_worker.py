@@ -51,8 +51,8 @@ class NewRequest:
 
 
 class EngineWorker:
-    """Runs `engine` in a thread of its own from `start` (or the first request: nobody starts a mounted application) to
-    `stop`, after which it may be started again; other methods are the event loop's."""
+    """Runs `engine` in a thread of its own from `start` to `stop`, after which it may start again; other methods are
+    the event loop's. The first request starts it, too: nobody does that for a mounted application."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.latencies = engine, Latencies()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from pagebinder import CaptureError
+import pagebinder
+from pagebinder import CaptureError, CompileConfig
 from pagebinder.frontend.unsupported import TRAITS, refuse_unsupported
 from tests.zoo.architectures import architectures
 from tests.zoo.tiny_configs import tiny_config
@@ -124,3 +126,31 @@ def test_every_trait_is_that_of_a_model_above():
     models.append(dory("last_loop"))
     for trait in TRAITS:
         assert any(trait.found(part) for model in models for part in model.modules()), trait.reason
+
+
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("BertForSequenceClassification", "its head judges a text"),
+        ("LlamaForSequenceClassification", "its head judges a text"),
+        ("LlamaModel", "returns hidden states and no logits"),
+    ],
+)
+def test_models_without_a_head_that_writes_are_told_by_their_head(name, reason, tmp_path):
+    config = {"B": transformers.BertConfig, "L": transformers.LlamaConfig}[name[0]](**SMALL)
+    model = getattr(transformers, name)(config)
+    with pytest.raises(CaptureError, match=f"{name} .*{reason}"):
+        pagebinder.compile_model(model, CompileConfig(executable="eager"))
+    if "Classification" in name:
+        model.save_pretrained(tmp_path)
+        with pytest.raises(CaptureError, match=f"{name} .*{reason}"):
+            pagebinder.compile_model(tmp_path, CompileConfig(executable="eager"))

@@ -235,6 +235,16 @@ def test_a_missing_lock_is_told_before_the_capture(tmp_path):
         CompileConfig(lock=7)
 
 
+def test_a_file_that_is_no_lock_is_not_replaced(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"hidden_size": 64}')
+    with pytest.raises(PlanLockError, match="holds something else. Give another path") as refused:
+        pagebinder.compile_model(tiny_llama(), CompileConfig(executable="eager", lock=file))
+    assert file.read_text() == '{"hidden_size": 64}' and "compile DIR" not in str(refused.value)
+    with pytest.raises(PlanLockError, match="is not a TOML file.*Give the path of a lock that was written"):
+        read_plan_lock(file)
+
+
 def test_the_hash_is_of_the_model_and_not_of_the_file():
     config = {"hidden_size": 64, "rms_norm_eps": 1e-6, "_name_or_path": "a", "transformers_version": "5.17"}
     same = {"transformers_version": "5.23", "rms_norm_eps": 0.000001, "hidden_size": 64}

@@ -8,6 +8,8 @@ import threading
 
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig, SamplingParams
@@ -239,6 +241,29 @@ def test_tokens_that_are_parts_of_characters(client, compiled):
     assert bytes(byte for i in ids for byte in texts.bytes(i)).decode() == prompt
     assert any(texts.text(i).startswith("bytes:\\x") for i in ids)
     assert len(BYTES) == 256 and len(set(BYTES.values())) == 256
+
+
+def _word_pieces() -> Tokenizer:
+    pieces = ["[UNK]", "a", "open", "##ing", "the", "##s", "file"]
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    return tokenizer
+
+
+def _metaspace() -> Tokenizer:
+    pieces = ["<unk>", "▁a", "▁open", "ing", "▁the", "s", "▁file", "▁", "open", "file"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [_word_pieces, _metaspace])
+def test_a_tokens_text_is_that_behind_another(make):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make())
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer("opening the files", add_special_tokens=False)["input_ids"]
+    assert [texts.text(i) for i in ids] == [" open", "ing", " the", " file", "s"]
+    assert bytes(byte for i in ids for byte in texts.bytes(i)).decode() == " opening the files"
 
 
 def test_without_a_limit_a_conversation_goes_up_to_the_models_length():
