@@ -46,6 +46,7 @@ from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
 from pagebinder.frontend.plain_modules import with_vocabulary
 from pagebinder.frontend.recognise import (
+    recognise_causal_conv,
     recognise_gated_activation,
     recognise_layer_norm,
     recognise_raw_attention,
@@ -313,7 +314,7 @@ def _recognise(
 ) -> GraphModule:
     """The semantic graph; the encoder's becomes one in place."""
     semantic = clone(captured, "semantic")
-    recognisers = (*RECOGNISERS, recognise_row_positions)
+    recognisers = (recognise_causal_conv, *RECOGNISERS, recognise_row_positions)
     report.passes += run_passes(semantic, recognisers, after=trail.after("semantic"))
     report.passes += run_own_passes(semantic, "semantic", config.passes, report, trail)
     if encoder is not None:

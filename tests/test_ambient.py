@@ -96,3 +96,16 @@ def test_autocast_of_the_models_own_is_refused_by_name():
         CaptureError, match=r"is called under torch.autocast\(bfloat16\) by the model's own code"
     ):
         compiled(model)
+
+
+def test_an_engine_runs_as_it_is_in_a_caller_that_torch_compiles():
+    compiled = pagebinder.compile_model(tiny_llama(), CompileConfig(executable="native"))
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64))
+    params = SamplingParams(max_tokens=5, temperature=0.0)
+    expected = engine.generate([[5, 6, 7]], params)[0].token_ids
+
+    @torch.compile(backend="eager")
+    def score(x):
+        return x * 2, engine.generate([[5, 6, 7]], params)[0].token_ids
+
+    assert score(torch.ones(3))[1] == expected

@@ -26,6 +26,10 @@ from pagebinder.graph_tools import calls, module_path, num_ops
 from pagebinder.passes.page_recurrent import PAGED as RECURRENT_OPS
 from pagebinder.report import CompileReport, PassResult
 
+TOLD = {
+    "attention": "attention",
+    "causal_conv": "a convolution or shift",
+}  # patterns whose refusals come first
 MAX_PROBLEMS_SHOWN = 8
 DECODER_ATTENTION = (
     ATTENTION,
@@ -66,12 +70,13 @@ def unexplained(
         )
     )
     problems = [  # first: what the audit finds in an attention layer follows from its refusal
-        f"attention refused in {r.module_path or r.node}: {r.reason} ({r.source_line})"
+        f"{TOLD[r.pattern]} refused in {r.module_path or r.node}: {r.reason} ({r.source_line})"
         for r in report.refusals
-        if r.pattern == "attention"
+        if r.pattern in TOLD
     ]
     problems += [str(v) for v in violations]
-    problems += _miscounted(semantic, encoder, source)
+    in_code = {m.node for p in report.passes for m in p.matches if m.pattern == "causal_conv"}
+    problems += _miscounted(semantic, encoder, source, in_code)
     if not problems:
         check_tokenwise(declared, graphs, source, max_model_len)
         return None
@@ -86,10 +91,14 @@ def unexplained(
     return message
 
 
-def _miscounted(semantic: GraphModule, encoder: GraphModule | None, source: ModelSource) -> list[str]:
-    """Kinds of layers of which the graph has more or fewer than the config says."""
+def _miscounted(
+    semantic: GraphModule, encoder: GraphModule | None, source: ModelSource, in_code: set[str]
+) -> list[str]:
+    """Kinds of layers of which the graph has more or fewer than the config says. `in_code`: names of recurrences that
+    were found in a model's code, which no config counts."""
     problems = []
-    attention, recurrences = list(_attention(semantic)), calls(semantic.graph, *RECURRENT_OPS)
+    attention = list(_attention(semantic))
+    recurrences = [n for n in calls(semantic.graph, *RECURRENT_OPS) if n.name not in in_code]
     recurrent = {_layer_call(node) for node in recurrences}
     # A config counts layers that run several times each time (ALBERT), or once (Dory).
     attention_once = sum(not _is_run_again(node) for node in attention)

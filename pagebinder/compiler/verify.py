@@ -23,6 +23,7 @@ from pagebinder.compiler.verify_runs import (
     Runs,
     Sequences,
     World,
+    call_source,
     choose_sequences,
     lengths_to_test,
     source_encoder_states,
@@ -74,11 +75,33 @@ def verify(
         )
         return
     full = config.verify == "full"
-    sequences = choose_sequences(source, plan, states, lengths_to_test(plan, states, source, full=full))
+    lengths = _runnable(source, lengths_to_test(plan, states, source, full=full), report)
+    sequences = choose_sequences(source, plan, states, lengths)
     if full:  # first, as a certificate says more exactly what is wrong
         certify_steps(trail)
     for world in worlds(source, report.notes, full=full):
         verify_in_world(trail, world, source, plan, states, sequences, report)
+
+
+def _runnable(source: ModelSource, lengths: list[int], report: CompileReport) -> list[int]:
+    """Without those that a user's own code does not take: x[:, :-3] behind three zeros needs three tokens."""
+    if source.is_transformers or source.encoder is not None:
+        return lengths
+    failures: dict[int, Exception] = {}
+    with evaluation_mode(source.module):
+        for n in lengths:
+            try:
+                ids = torch.zeros(n, dtype=torch.int64, device=source.device)
+                if len(call_source(source.module, source, ids)) != n:
+                    raise RuntimeError(f"it returns another number of rows than {n}")
+            except (RuntimeError, IndexError) as error:
+                failures[n] = error
+    if len(failures) == len(lengths):
+        raise VerificationError(f"The source model cannot be run on its own: {failures[lengths[-1]]}")
+    if failures:
+        few = ", ".join(map(str, sorted(failures)))
+        report.notes.append(f"verify: the source model does not take sequences of {few} tokens; left out")
+    return [n for n in lengths if n not in failures]
 
 
 def verify_in_world(

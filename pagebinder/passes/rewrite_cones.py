@@ -186,6 +186,8 @@ class _Cutter:
         kept = (self.diff.kept_after, self.diff.kept)[side]
         read = set(inputs[side]) | {kept[n] for n in inputs[1 - side] if n in kept}
         level = list(node.all_input_nodes)
+        if level and all(n in read for n in level):  # of a weight, too: the other side makes the same of it
+            return True
         for _ in range(MAX_ORIGIN_DISTANCE):
             if any(n in read and n.op != "get_attr" for n in level):
                 return True
