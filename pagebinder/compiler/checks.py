@@ -74,6 +74,11 @@ def unexplained(
         for r in report.refusals
         if r.pattern in TOLD
     ]
+    if not problems and any("two token dimensions" in v.reason for v in violations):
+        problems.append(
+            "no softmax was found that could make attention of these: keys weighed by another function (sigmoid, "
+            "relu, powers, ...) are not served"
+        )
     problems += [str(v) for v in violations]
     in_code = {m.node for p in report.passes for m in p.matches if m.pattern == "causal_conv"}
     problems += _miscounted(semantic, encoder, source, in_code)

@@ -54,7 +54,8 @@ from pagebinder.report import Refusal
 _VIEWS = {
     aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int,
     aten.permute.default, aten.t.default, aten.mT.default, aten.swapaxes.default, aten.movedim.int,
-    aten.movedim.intlist, aten.view_as_complex.default, aten.view_as_real.default, *CASTS, *IDENTITIES,
+    aten.movedim.intlist, aten.view_as_complex.default, aten.view_as_real.default, aten._conj.default,
+    aten.resolve_conj.default, *CASTS, *IDENTITIES,
 }  # fmt: skip
 # Ops that read the elements in storage order and cut them anew: [T, C] -> [C, T] has a token dimension of the
 # right size with the wrong values in it.
@@ -69,7 +70,10 @@ _REPEATS = {aten.expand.default, aten.expand_as.default, aten.repeat.default}
 _ALONG_DIM = {
     aten.softmax.int: 1, aten._softmax.default: 1, aten.log_softmax.int: 1, aten._log_softmax.default: 1,
     aten.mean.dim: 1, aten.sum.dim_IntList: 1, aten.amax.default: 1, aten.amin.default: 1, aten.var.correction: 1,
-    aten.var.dim: 1, aten.logsumexp.default: 1,
+    aten.var.dim: 1, aten.logsumexp.default: 1, aten.std.correction: 1, aten.std.dim: 1, aten.std_mean.correction: 1,
+    aten.var_mean.correction: 1, aten.var_mean.dim: 1, aten.std_mean.dim: 1,
+    aten.prod.dim_int: 1, aten.any.dim: 1, aten.all.dim: 1, aten.argmin.default: 1,
+    aten.norm.ScalarOpt_dim: 2, aten.cumprod.default: 1, aten.logcumsumexp.default: 1,
     aten.max.dim: 1, aten.min.dim: 1, aten.argmax.default: 1, aten.topk.default: 2, aten.sort.default: 1,
     aten.cumsum.default: 1, aten.cat.default: 1, aten.concat.default: 1, aten.concatenate.default: 1,
     aten.slice.Tensor: 1, aten.select.int: 1,
@@ -90,7 +94,7 @@ _ELEMENTWISE = {
     aten.multiply.Scalar, aten.divide.Tensor, aten.divide.Scalar, aten.true_divide.Tensor, aten.subtract.Tensor,
     aten.negative.default, aten.absolute.default, aten.square.default, aten.isin.Tensor_Scalar,
     aten.floor_divide.default, aten.floor_divide.Scalar, aten.log_sigmoid.default, aten.hardswish.default,
-    aten.prelu.default,
+    aten.prelu.default, aten.fill.Tensor, aten.fill.Scalar,
 }  # fmt: skip
 # op -> position of the first of the two factors
 _CONTRACTIONS = {
@@ -109,7 +113,7 @@ _FACTORIES = {
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
     aten.ones.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
     aten.scalar_tensor.default, aten.empty.memory_format, aten.new_zeros.default, aten.new_ones.default,
-    aten.lift_fresh_copy.default, aten.new_empty.default,
+    aten.lift_fresh_copy.default, aten.new_empty.default, aten.empty_like.default,
 }  # fmt: skip
 # op -> position of the value it fills its result with
 _FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
@@ -339,6 +343,10 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
             if max(input_dims[0], default=-1) >= rank - num_dims
             else None
         )
+    if target is aten.batch_norm.default:
+        return "it computes means over the tokens" if node.args[5] else misaligned(inputs[:1], input_dims[:1])
+    if target is aten.group_norm.default:
+        return None if token_dims(node.args[0]) == [0] else "it computes means over the tokens"
     if target is aten.conv1d.default:
         return _reason_against_convolution(node)
     if target in TABLE_LOOKUPS:

@@ -145,6 +145,16 @@ MIXES_TOKENS = {
         weighted(lambda x, p, w: x + w.repeat(1 << 15, 1)[: x.shape[1]]),
         "counts the tokens",
     ),
+    "deviation over the tokens": (lambda x, p: x / x.std(1, keepdim=True), "reduces over the tokens"),
+    "products over the tokens": (lambda x, p: x.cumprod(1), "along the token dimension"),
+    "groups of channels and tokens": (
+        lambda x, p: F.group_norm(x.transpose(1, 2), 4).transpose(1, 2),
+        "means over the tokens",
+    ),
+    "statistics of the batch": (
+        lambda x, p: F.batch_norm(x[0], None, None, training=True)[None],
+        "means over the tokens",
+    ),
     "random numbers": (lambda x, p: x + torch.rand(x.shape[1], WIDTH), "at random"),
     "random numbers for all tokens": (lambda x, p: x + torch.rand(WIDTH), "at random"),
     "random slopes": (lambda x, p: F.rrelu(x, 0.1, 0.9, training=True), "at random"),
@@ -212,6 +222,18 @@ def test_a_buffer_update_is_found(write):
     assert violations[0].module_path == "body" and "test_audit.py:" in violations[0].source_line
 
 
+def written_by_parts(x, positions):
+    y = torch.empty_like(x)
+    y[..., ::2], y[..., 1::2] = -x[..., 1::2], x[..., ::2]
+    return y
+
+
+def set_channels(x, positions):
+    y = x.clone()
+    y[..., :3] = 0
+    return y
+
+
 KEEPS_TOKENS_APART = {
     "mlp": lambda x, p: F.silu(x) * x.exp() + x.clamp(-1, 1),
     "norms": lambda x, p: F.layer_norm(x, (WIDTH,)) + x / x.norm(dim=-1, keepdim=True),
@@ -233,6 +255,19 @@ KEEPS_TOKENS_APART = {
     "stack": lambda x, p: (
         torch.stack((x, x), -1).flatten(-2)[..., ::2] + torch.stack((p, p), -1).sum(-1)[..., None]
     ),
+    "deviations": lambda x, p: x / x.std(-1, keepdim=True) + torch.var_mean(x, -1, keepdim=True)[1],
+    "products and truths": lambda x, p: (
+        x * x.prod(-1, keepdim=True) * (x > 0).any(-1, keepdim=True) + x.cumprod(-1)
+    ),
+    "written by parts": written_by_parts,
+    "some channels set": set_channels,
+    "conjugates": lambda x, p: torch.view_as_real(
+        torch.view_as_complex(x.unflatten(-1, (-1, 2))).conj() * 1j
+    ).flatten(2),
+    "groups of channels": lambda x, p: F.group_norm(x.flatten(0, 1), 4).unflatten(0, (1, -1)),
+    "statistics that were measured": lambda x, p: F.batch_norm(
+        x.transpose(1, 2), torch.zeros(WIDTH), torch.ones(WIDTH)
+    ).transpose(1, 2),
     "positions": lambda x, p: x * p[..., None].float().cos(),
     "whole slices": lambda x, p: x[:, :, :8].repeat(1, 1, 2) + x[:],
     "ones of all tokens": lambda x, p: x + torch.ones(x.shape[1], WIDTH) + x.new_zeros(x.shape),

@@ -1,4 +1,5 @@
-"""Blocks in which a token learns of others without attention: each must be refused."""
+"""Blocks in which a token learns of others without attention: each must be refused, but for `LEGAL`, which see few
+earlier tokens and nothing else."""
 
 from __future__ import annotations
 
@@ -16,6 +17,11 @@ class _Plain(nn.Module):
 class TokenShift(_Plain):
     def forward(self, x, position_ids):
         return x + self.mix * torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+
+
+class NextToken(_Plain):
+    def forward(self, x, position_ids):
+        return x + self.mix * torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), dim=1)
 
 
 class MeanOverTokens(_Plain):
@@ -45,6 +51,12 @@ class Convolution(_Plain):
 
     def forward(self, x, position_ids):
         return x + self.taps(x.mT)[..., : x.shape[1]].mT
+
+
+class ConvolutionAhead(Convolution):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.taps.padding = (1,)
 
 
 class SoftmaxOverTokens(_Plain):
@@ -110,6 +122,11 @@ class Padding(_Plain):
         return x + self.mix * F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
+class PaddingBehind(_Plain):
+    def forward(self, x, position_ids):
+        return x + self.mix * F.pad(x, (0, 0, 0, 1))[:, 1:]
+
+
 class DeviationOverTokens(_Plain):
     def forward(self, x, position_ids):
         return x / (1 + self.mix * x.std(1, keepdim=True, correction=0))
@@ -149,7 +166,7 @@ MIXERS = {
     "positions from the first": PositionsFromTheFirst,
     "roll": Roll,
     "pooling": Pooling,
-    "padding": Padding,
+    "padding behind": PaddingBehind,
     "deviation over tokens": DeviationOverTokens,
     "sorted": Sorted,
     "triangle product": TriangleProduct,
@@ -157,15 +174,16 @@ MIXERS = {
     "norm over tokens": NormOverTokens,
     "gather": Gather,
     "router over tokens": RouterOverTokens,
-    "token shift": TokenShift,
+    "next token": NextToken,
     "mean over tokens": MeanOverTokens,
     "cumsum": CumSum,
     "largest position": LargestPosition,
     "last token": LastToken,
-    "convolution": Convolution,
+    "convolution ahead": ConvolutionAhead,
     "softmax over tokens": SoftmaxOverTokens,
     "linear attention": LinearAttention,
     "number of tokens": NumberOfTokens,
     "random drop": RandomDrop,
     "running buffer": RunningBuffer,
 }
+LEGAL = {"token shift": TokenShift, "convolution": Convolution, "padding": Padding}

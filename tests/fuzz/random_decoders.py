@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.fuzz.mixers import MIXERS
+from tests.fuzz.mixers import LEGAL, MIXERS
 from tests.fuzz.random_attention import Attention
 from tests.fuzz.random_norms import norm_of
-from tests.fuzz.recipes import ILLEGAL_MASKS, Recipe
+from tests.fuzz.recipes import Recipe
 from tests.helpers import scale_weights
 
 VOCAB_SIZE, WIDTH, MAX_TOKENS = 61, 32, 128
@@ -81,8 +81,8 @@ class RandomDecoder(nn.Module):
         self.embed = nn.Embedding(VOCAB_SIZE, WIDTH)
         self.place = nn.Embedding(MAX_TOKENS, WIDTH) if recipe.positions == "learned" else None
         self.layers = nn.ModuleList(Layer(recipe, mask, i) for i, mask in enumerate(recipe.masks))
-        mixes = recipe.illegal is not None and recipe.illegal not in ILLEGAL_MASKS
-        self.mixer = MIXERS[recipe.illegal](WIDTH) if mixes else None
+        mixer = (MIXERS | LEGAL).get(recipe.illegal or recipe.extra)
+        self.mixer = None if mixer is None else mixer(WIDTH)
         self.norm = norm_of(recipe.norm, WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB_SIZE, bias=False)
         if recipe.tied:

@@ -30,13 +30,14 @@ EXTRAS = (
     None, None, None, "output gate", "log scaling", "values from keys", "clipped", "layer scale", "first values",
     "shared cache", "centred keys", "alternating positions", "scaled positions", "one position late",
     "scaled values", "scaled keys", "scaled output", "whole positions",
+    "token shift", "convolution", "padding",
 )  # fmt: skip
 ILLEGAL = (
-    "token shift", "mean over tokens", "cumsum", "bidirectional", "largest position", "last token", "convolution",
-    "softmax over tokens", "linear attention", "number of tokens", "prefix of two", "strictly causal",
-    "mask of content", "random drop", "running buffer", "window ahead", "router over tokens",
-    "positions from the first", "roll", "pooling", "padding", "deviation over tokens", "sorted", "triangle product",
-    "attention without softmax", "norm over tokens", "gather",
+    "next token", "mean over tokens", "cumsum", "bidirectional", "largest position", "last token",
+    "convolution ahead", "softmax over tokens", "linear attention", "number of tokens", "prefix of two",
+    "strictly causal", "mask of content", "random drop", "running buffer", "window ahead", "router over tokens",
+    "positions from the first", "roll", "pooling", "padding behind", "deviation over tokens", "sorted",
+    "triangle product", "attention without softmax", "norm over tokens", "gather",
 )  # fmt: skip
 # These change the mask of an attention layer; the others are blocks of their own.
 ILLEGAL_MASKS = ("bidirectional", "prefix of two", "strictly causal", "mask of content", "window ahead")

@@ -33,13 +33,14 @@ def of_model(name: str, imitates: str, illegal: str, says: str, **recipe) -> Fau
 
 
 MIXING_FAULTS = [
-    of_model("token shift", "RWKV's shift, unknown to a compiler of attention", "token shift", "the token"),
+    of_model("shift to the next token", "RWKV's shift with its sign lost", "next token", "the token"),
     of_model("mean over tokens", "a norm with statistics of the batch", "mean over tokens", "reduces over"),
     of_model("cumsum over tokens", "a running sum in place of positions", "cumsum", "along the token dimension"),
     of_model("largest position of the batch", "longrope: frequencies by the longest request of the batch",
              "largest position", "reduces over"),
     of_model("last token of the batch", "pooling inside a layer", "last token", "reduces over"),
-    of_model("convolution over tokens", "a short convolution that nobody knows", "convolution", ""),
+    of_model("convolution over tokens", "a short convolution padded on both sides", "convolution ahead",
+             "looks at later tokens"),
     of_model("softmax over tokens", "dim=1 for dim=-1", "softmax over tokens", "along the token dimension"),
     of_model("linear attention", "attention without a softmax", "linear attention", "reduces over"),
     of_model("number of tokens as a factor", "log-length scaling by the size of the batch", "number of tokens",

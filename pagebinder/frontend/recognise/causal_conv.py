@@ -23,6 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.frontend.mask_values import fill_of
 from pagebinder.frontend.token_dims import tensor_inputs, token_dims
 from pagebinder.graph_tools import (
