@@ -113,6 +113,97 @@ def sinks_kept(x, positions):
     return (weights[..., 1:] @ q).transpose(1, 2).flatten(2)
 
 
+def of_two_products(x, positions):
+    """Scores of parts of the channels: one part of heads, one that all heads share, as MLA has them."""
+    q, shared = heads(x), x.mT[:, None, :3]
+    scores = q[..., 3:] @ q[..., 3:].mT + q[..., :3] @ shared
+    return (torch.softmax(causal(scores / 3), dim=-1) @ q).transpose(1, 2).flatten(2)
+
+
+def of_three_products(x, positions):
+    q = heads(x)
+    scores = q[..., :2] @ q[..., :2].mT + q[..., 2:5] @ q[..., 2:5].mT + q[..., 5:] @ q[..., 5:].mT
+    return (torch.softmax(causal(scores), dim=-1) @ q).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("body", [of_two_products, of_three_products], ids=lambda f: f.__name__)
+def test_scores_that_are_a_sum_of_products_are_one_product(body):
+    before = captured(body)
+    after = clone(before)
+    result = recognise_raw_attention(after)
+    assert not result.refusals and len(result.matches) == 1 and not audit(after)
+    (node,) = calls(after.graph, ATTENTION)
+    assert [n.meta["val"].shape[1:] for n in node.args[:2]] == [(2, WIDTH // 2)] * 2
+    for num_tokens in (1, 2, 17):
+        torch.testing.assert_close(run(after, num_tokens), run(before, num_tokens), atol=1e-5, rtol=1e-5)
+
+
+def rows_first(x):
+    """[b, s, h, d]."""
+    return x.unflatten(-1, (2, -1))
+
+
+def rows_before_heads(x, positions):
+    """As DeepSeek's inference code writes it."""
+    q, t = rows_first(x), x.shape[1]
+    scores = torch.einsum("bshd,bthd->bsht", q, q) * 0.4
+    scores = scores + torch.full((t, t), float("-inf")).triu(1).unsqueeze(1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).type_as(x)
+    return torch.einsum("bsht,bthd->bshd", weights, q).flatten(2)
+
+
+def rows_before_heads_of_two_products(x, positions):
+    """The same over latents, with a part that all heads share: absorbed MLA."""
+    q, latents = rows_first(x), x[..., :5]
+    scores = torch.einsum("bshc,btc->bsht", q[..., :5], latents)
+    scores = (scores + torch.einsum("bshr,btr->bsht", q[..., 5:], x[..., 5:8])) / 3
+    hidden = (positions[:, None, :] > positions[:, :, None])[:, :, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("bsht,btc->bshc", weights, latents).flatten(2)
+
+
+def rows_before_heads_capped(x, positions):
+    q = rows_first(x)
+    scores = 5.0 * torch.tanh(torch.einsum("bqhd,bkhd->bqhk", q, q) / 5.0)
+    scores = torch.where(
+        (positions[:, None, :] <= positions[:, :, None])[:, :, None], scores, torch.tensor(-1e30)
+    )
+    return torch.einsum("bqhk,bkhd->bqhd", scores.softmax(-1), q).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("body", "kv_heads", "widths"),
+    [
+        (rows_before_heads, 2, (8, 8)),
+        (rows_before_heads_of_two_products, 1, (8, 5)),
+        (rows_before_heads_capped, 2, (8, 8)),
+    ],
+)
+def test_rows_may_come_before_heads(body, kv_heads, widths):
+    before = captured(body)
+    after = clone(before)
+    result = recognise_raw_attention(after)
+    assert not result.refusals and len(result.matches) == 1 and not audit(after), result.refusals
+    (node,) = calls(after.graph, ATTENTION)
+    assert [tuple(n.meta["val"].shape[1:]) for n in node.args[1:3]] == [(kv_heads, width) for width in widths]
+    for num_tokens in (1, 2, 17):
+        torch.testing.assert_close(run(after, num_tokens), run(before, num_tokens), atol=1e-5, rtol=1e-5)
+
+
+def rows_before_heads_changed(x, positions):
+    q = rows_first(x)
+    scores = torch.einsum("bqhd,bkhd->bqhk", q, q).cumsum(2)  # over heads
+    scores = scores.masked_fill((positions[:, None, :] > positions[:, :, None])[:, :, None], float("-inf"))
+    return torch.einsum("bqhk,bkhd->bqhd", scores.softmax(-1), q).flatten(2)
+
+
+def one_of_two_products_is_used_elsewhere(x, positions):
+    q = heads(x)
+    first, second = q[..., :4] @ q[..., :4].mT, q[..., 4:] @ q[..., 4:].mT
+    weights = torch.softmax(causal(first + second), dim=-1)
+    return (weights @ q).transpose(1, 2).flatten(2) + first.mean((1, 3))[..., None]
+
+
 def product_scaled_by_length(x, positions):
     q = heads(x)[0]
     scores = torch.baddbmm(torch.zeros(1), q, q.transpose(-1, -2), beta=0, alpha=10 / x.shape[1])
@@ -186,6 +277,8 @@ NEAR_MISSES = {
         ),
         "a window inside chunks is not served",
     ),
+    "one of two products used elsewhere": (one_of_two_products_is_used_elsewhere, "values of the tokens"),
+    "rows before heads, and heads that see one another": (rows_before_heads_changed, ""),
     "negative scale": (lambda x, p: attend(x, lambda s: causal(s * -0.5)), "not positive"),
     "masked before the cap": (
         lambda x, p: attend(x, lambda s: causal(s).tanh() * 5.0),

@@ -35,9 +35,11 @@ from pagebinder.frontend.recognise.operands import (
     stripped,
     unrepeated,
 )
+from pagebinder.frontend.recognise.rows_before_heads import exchange_rows_and_heads
 from pagebinder.frontend.recognise.score_chain import Chain, read_chain
 from pagebinder.frontend.recognise.sinks import Sinks, cuts_column
 from pagebinder.frontend.recognise.slopes import SlopeConstants
+from pagebinder.frontend.recognise.summed_products import merge_summed_products
 from pagebinder.frontend.recognise.written_softmax import rewrite_written_softmaxes
 from pagebinder.graph_tools import (
     CASTS,
@@ -61,8 +63,9 @@ SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default
 def recognise_raw_attention(gm: GraphModule) -> PassResult:
     """Rewrite every softmax over tokens that is an attention; refuse the others."""
     result = PassResult(name="recognise_raw_attention")
+    merged = merge_summed_products(gm) | exchange_rows_and_heads(gm)
     written_out, result.refusals = rewrite_written_softmaxes(gm)
-    result.changed = bool(written_out)
+    result.changed = merged or bool(written_out)
     anchors = [n for n in calls(gm.graph, *SOFTMAXES) if _is_over_tokens(n)]
     if not anchors:
         return result
