@@ -95,12 +95,16 @@ class Completions:
             )
         requests = []
         for index, (prompt, encoder_prompt) in enumerate(pairs):
-            self._prompts.check(prompt)
-            self._encoder_prompts.check(encoder_prompt)
+            try:
+                self._prompts.check(prompt)
+                self._encoder_prompts.check(encoder_prompt)
+                ids = decoder_prompt_ids(prompt, self.worker.engine.model)
+            except RequestError as error:
+                raise RequestError(f"prompts[{index}]: {error}" if len(pairs) > 1 else str(error)) from error
             seed = None if params.seed is None else params.seed + index * params.n
             requests.append(
                 NewRequest(
-                    prompt=decoder_prompt_ids(prompt, self.worker.engine.model),
+                    prompt=ids,
                     params=dataclasses.replace(params, seed=seed), encoder_prompt=encoder_prompt,
                     priority=body.priority, cache_salt=body.cache_salt,
                 )

@@ -131,6 +131,8 @@ class Sampling(Body):
         if max_tokens is not None and max_tokens < 1:
             raise RequestError(f"max_tokens={max_tokens}: use at least 1.")
         n = 1 if self.n is None else self.n
+        if n < 1:
+            raise RequestError(f"n={n}: use 1 to {MOST_SAMPLES}.")
         if n > MOST_SAMPLES:
             raise RequestError(f"n={n}: use {MOST_SAMPLES} at most.")
         if logprobs is not None and logprobs > MOST_LOGPROBS:

@@ -89,7 +89,7 @@ BAD = [
     ({"prompt": []}, "prompt"),
     ({"prompt": None}, "Give a prompt"),
     ({"prompt": [99_999]}, "out of range"),
-    ({"prompt": ["x", ""]}, "The prompt is empty"),
+    ({"prompt": ["x", ""]}, "prompts[1]: The prompt is empty"),
     ({"prompt": ["x"] * 3000}, "3000 prompts: give 1 to 2048"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": "a b " * 5000}, "tokens"),
