@@ -28,7 +28,7 @@ logger = logging.getLogger("pagebinder")
 # Between the parts of JSON: small models get lost in white space that knows no end.
 JSON_SPACE = r" ?|\n[ \t]{0,32}"
 MOST_KEPT = 64  # grammars that are not compiled again
-KEPT_ANSWERS = 64  # of a function, for states of one request
+KEPT_ANSWERS = 16  # of a function, for states of one request: 150 KB each where a vocabulary is large
 _SHOWN_CHARS = 400
 
 

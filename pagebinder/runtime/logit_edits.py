@@ -50,7 +50,8 @@ class LogitEdits:
         if self.params.repetition_penalty != 1.0:
             seen = np.unique(np.asarray(token_ids, np.int64))
             tokens = to_device(seen[seen < len(x_V)], x_V.device)
-            values, penalty = x_V[tokens], torch.tensor(self.params.repetition_penalty, dtype=torch.float32)
+            values, penalty = x_V[tokens], self.params.repetition_penalty
+            penalty = torch.tensor(penalty, dtype=torch.float32, device=x_V.device)
             x_V[tokens] = torch.where(values > 0, values / penalty, values * penalty)
         if output and (self.params.frequency_penalty or self.params.presence_penalty):
             tokens, counts = np.unique(np.asarray(output, np.int64), return_counts=True)
