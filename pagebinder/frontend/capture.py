@@ -65,8 +65,8 @@ WRITES_ITS_ATTENTION = {"GitForCausalLM"}
 # Where torch finds that a graph would hold for some numbers of tokens only.
 DEPENDS_ON_LENGTH = (
     ", as what it computes depends on that number (a factor made of the length, a choice among tokens, a branch, a "
-    "loop over them); a step of a served model has parts of sequences, so it would compute something else. What torch "
-    "says"
+    "loop over them); a step of a served model has parts of sequences, so it would compute something else. What "
+    "torch says"
 )
 
 
