@@ -7,7 +7,8 @@ Grammar      a context-free grammar, in Lark's or llama.cpp's (GBNF) notation
 
 Every token is chosen among those with which the text can still become such a text; its end comes when it is one and
 nothing more may follow, or when the model ends it. `max_tokens` cuts it all the same. These here only say what is
-wanted; llguidance (extra `pagebinder[guide]`) knows what they mean.
+wanted; llguidance (extra `pagebinder[guide]`) knows what they mean. Tokens spell the wanted text exactly; decoders of
+some tokenizers (Llama 2) drop a blank at the beginning of a text, of this one, too.
 
 A function of your own is a guide, too: the tokens generated so far (list of ids) -> what may come next: token ids, a
 mask [V] of bools, or None for anything. No token: the text ends there. It is asked once for each state, and must

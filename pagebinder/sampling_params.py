@@ -31,7 +31,7 @@ class SamplingParams:
         repetition_penalty: > 1 makes tokens of the prompt and the output less likely (Keskar et al., 2019).
         frequency_penalty, presence_penalty: taken off a token's logit for each time that it is in the output, and
             once if it is there at all (OpenAI's API); the prompt does not count.
-        logit_bias: token id -> what is added to its logit.
+        logit_bias: token id -> what is added to its logit, -100 to 100.
         guide: what the text must look like: `JsonSchema`, `Regex`, `Choice`, `Grammar`, or a function (`guides.py`).
         seed: the same seed gives the same tokens, whatever else runs in the batch.
         stop: strings that end the text (not part of it), MOST_STOP_STRINGS at most.
@@ -127,8 +127,10 @@ def _checked_bias(bias: Any) -> dict[int, float]:
             token = int(token)
         if not (is_int(token) and token >= 0):
             raise RequestError(f"logit_bias is for token ids, 0 or more, not for {token!r}.")
-        if not is_number(value):
-            raise RequestError(f"logit_bias of token {token} is {value!r}: use a number.")
+        if not (is_number(value) and abs(value) <= MOST_PENALTY):
+            raise RequestError(
+                f"logit_bias of token {token} is {value!r}: use {-MOST_PENALTY} to {MOST_PENALTY}."
+            )
         checked[token] = float(value)
     return checked
 

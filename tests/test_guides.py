@@ -9,6 +9,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 import pagebinder
 from pagebinder import (
@@ -207,7 +209,12 @@ def test_a_function_may_answer_in_many_forms(compiled, kind):
     assert set(tokens) <= {7, 9} and len(tokens) == 9
 
 
-@pytest.mark.parametrize("answer", [[VOCAB_SIZE], [-1], [1.5], "abc", 7, [[1]], np.zeros(5, bool)])
+ZEROS_AND_ONES = [int(t == 9) for t in range(VOCAB_SIZE)]
+
+
+@pytest.mark.parametrize(
+    "answer", [[VOCAB_SIZE], [-1], [1.5], "abc", 7, [[1]], np.zeros(5, bool), ZEROS_AND_ONES]
+)
 def test_an_answer_that_is_none_is_named(compiled, answer):
     engine = engine_of(compiled)
     with pytest.raises(RequestError, match=r"A guide answered .*: token ids from 0 to \d+ are wanted"):
@@ -254,6 +261,28 @@ def test_log_probabilities_are_the_models_own(compiled):
 
 
 # Texts
+
+
+def tiny_with_bytes(add_prefix_space: bool, eos: str | None):
+    """A random Llama with a byte-level tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = [] if eos is None else [eos]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["keys of a cache, name and number " * 3], trainer)
+    model = tiny_llama(vocab_size=400, eos_token_id=None, bos_token_id=None)
+    return model, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
+
+
+def deep_schema(depth: int) -> JsonSchema:
+    schema: dict = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return JsonSchema(schema)
 
 
 def texts(tiny, guide, **options):
@@ -360,7 +389,73 @@ def test_a_text_may_end_where_more_could_follow(tiny):
     assert len(longer.token_ids) >= 12
 
 
+@pytest.mark.parametrize("drafter", [None, "guide"])
+@pytest.mark.parametrize("told", ["tokenizer", "nobody"])
+def test_without_an_end_of_sequence_a_text_ends_where_it_is_complete(tmp_path, told, drafter):
+    model, tokenizer = tiny_with_bytes(
+        add_prefix_space=told == "tokenizer", eos="<end>" if told == "tokenizer" else None
+    )
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = CompileConfig(executable="eager", device="cpu")
+    engine = engine_of(pagebinder.compile_model(tmp_path, config), drafter=drafter)
+    guides = [Choice(["yes", "no way", "A1"]), Regex("[0-9]{3}x"), JsonSchema(SCHEMA, compact=True)]
+    for guide in guides:
+        for output in engine.generate(["keys"], SamplingParams(max_tokens=300, seed=2, n=3, guide=guide)):
+            if output.finish_reason == "length":
+                continue
+            assert output.finish_reason == "stop"
+            if isinstance(guide, Choice):
+                assert output.text in guide.options
+            elif isinstance(guide, Regex):
+                assert re.fullmatch(guide.pattern, output.text)
+            else:
+                assert list(json.loads(output.text)) == ["name", "n"]
+
+
+def test_choices_may_be_many_and_of_any_characters(tiny):
+    odd = ["a|b", "(c)*", "x/y", "\x7f", "é\n", "\U0001f600!", "[d]{2}", "^$", "#\"'\\\\", "a b"]
+    for option in odd:
+        (output,) = engine_of(tiny).generate(
+            ["The"], greedy(max_tokens=40, guide=Choice([option, option + "?"]))
+        )
+        assert output.text in (option, option + "?") and output.finish_reason == "stop"
+    many = Choice([f"option {i}" for i in range(10_000)])
+    (output,) = engine_of(tiny).generate(["The"], greedy(max_tokens=40, guide=many))
+    assert output.text in many.options
+
+
+def test_a_function_is_named_by_its_request(compiled):
+    engine = engine_of(compiled)
+    engine.add_request("good", PROMPT, greedy())
+    calls = []
+
+    def breaks(output):
+        calls.append(output)
+        if len(output) > 2:
+            raise KeyError("boom")
+
+    engine.add_request("bad", PROMPT, greedy(guide=breaks))
+    with pytest.raises(KeyError) as caught:
+        while engine.has_unfinished:
+            engine.step()
+    assert (
+        "in the guide of request 'bad'; once that is aborted, the others go on" in caught.value.__notes__[0]
+    )
+    engine.abort("bad")
+    output = next(x for x in iter_finished(engine) if x.request_id == "good")
+    assert output.finish_reason == "length"
+
+
+def iter_finished(engine):
+    while engine.has_unfinished:
+        yield from (x for x in engine.step() if x.finished)
+
+
 WRONG = {
+    "nothing at all": (Regex(r"[^\s\S]"), "gave up|admits no"),
+    "a schema of itself": (JsonSchema({"$ref": "#"}), "is wrong|gave up|admits no"),
+    "a schema that is too deep": (deep_schema(300), r"The guide \(JsonSchema\) is wrong|gave up"),
     "a pattern": (Regex("(["), r"The guide \(Regex\) is wrong: .*unclosed"),
     "a schema": (JsonSchema({"type": "objekt"}), r"The guide \(JsonSchema\) is wrong: .*objekt"),
     "a schema that nothing fits": (JsonSchema({"enum": []}), r"The guide \(JsonSchema\) is wrong|admits no"),
@@ -379,6 +474,7 @@ def test_a_guide_that_is_wrong_is_refused(tiny, case):
 
 
 BAD = {
+    "a huge bias": (lambda: SamplingParams(logit_bias={1: 1e39}), "token 1 is 1e.39: use -100.0 to 100.0"),
     "a dict": (lambda: SamplingParams(guide=SCHEMA), r"goes into JsonSchema\(\.\.\.\)"),
     "a class": (lambda: SamplingParams(guide=Regex), "give one of its objects"),
     "no number": (lambda: SamplingParams(logit_bias={1: "x"}), "logit_bias of token 1 is 'x'"),

@@ -29,6 +29,7 @@ logger = logging.getLogger("pagebinder")
 JSON_SPACE = r" ?|\n[ \t]{0,32}"
 MOST_KEPT = 64  # grammars that are not compiled again
 KEPT_ANSWERS = 16  # of a function, for states of one request: 150 KB each where a vocabulary is large
+NO_END = "<|no end of sequence|>"
 _SHOWN_CHARS = 400
 
 
@@ -51,10 +52,11 @@ class Guide(Protocol):
 
 
 class GrammarGuide:
-    """A matcher of llguidance. `fresh`: one that has seen nothing, which is copied."""
+    """A matcher of llguidance. `fresh`: one that has seen nothing, which is copied; it may know more tokens than the
+    `vocab_size` that have logits."""
 
-    def __init__(self, fresh: Any) -> None:
-        self._fresh, self._matcher = fresh, fresh.deep_copy()
+    def __init__(self, fresh: Any, vocab_size: int) -> None:
+        self._fresh, self._matcher, self._vocab_size = fresh, fresh.deep_copy(), vocab_size
         self._taken: list[int] = []
         self.error = ""
 
@@ -62,7 +64,7 @@ class GrammarGuide:
         self._go_to(token_ids)
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._note_error()
-        return np.unpackbits(mask, bitorder="little").view(bool)
+        return np.unpackbits(mask, bitorder="little").view(bool)[: self._vocab_size]
 
     def num_allowed(self, token_ids: list[int], guesses: Sequence[int]) -> int:
         self._go_to(token_ids)
@@ -106,12 +108,19 @@ class FunctionGuide:
 
     def __init__(self, function: Callable[[list[int]], Any], vocab_size: int) -> None:
         self._function, self._vocab_size = function, vocab_size
+        self.owner = ""  # the request's id
         self._answers: OrderedDict[tuple[int, ...], np.ndarray | None] = OrderedDict()
 
     def allowed(self, token_ids: list[int]) -> np.ndarray | None:
         key = tuple(token_ids)
         if key not in self._answers:
-            self._answers[key] = self._mask(self._function(list(token_ids)))
+            try:
+                self._answers[key] = self._mask(self._function(list(token_ids)))
+            except Exception as error:
+                error.add_note(
+                    f"(in the guide of request {self.owner!r}; once that is aborted, the others go on)"
+                )
+                raise
             while len(self._answers) > KEPT_ANSWERS:
                 self._answers.popitem(last=False)
         return self._answers[key]
@@ -149,6 +158,12 @@ class FunctionGuide:
             return array.copy()
         if array.size == 0 and array.ndim == 1:
             return np.zeros(self._vocab_size, bool)
+        if (
+            array.shape == (self._vocab_size,)
+            and array.dtype.kind in "iu"
+            and array.max() <= 1 < array.size - 1
+        ):
+            array = np.empty((0, 0))  # zeros and ones for all tokens are meant as a mask, which is of bools
         are_ids = array.ndim == 1 and array.dtype.kind in "iu"
         if are_ids and array.min() >= 0 and array.max() < self._vocab_size:
             mask = np.zeros(self._vocab_size, bool)
@@ -165,6 +180,7 @@ class GuideBook:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Collection[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos)
+        self._num_chosen = vocab_size  # tokens that a grammar may ask for
         self._compiled: OrderedDict[Any, Any] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -181,10 +197,14 @@ class GuideBook:
         if not isinstance(wanted, GUIDES):
             guide: Guide = FunctionGuide(wanted, self._vocab_size)
         else:
-            guide = GrammarGuide(self.compiled(wanted))
+            fresh = self.compiled(wanted)
+            guide = GrammarGuide(fresh, self._num_chosen)
         if guide.num_allowed([], token_ids) < len(token_ids):
             raise RequestError("The guide does not admit the tokens that the request has already.")
-        if guide.ends_after(token_ids):
+        allowed = None if guide.ends_after(token_ids) else guide.allowed(token_ids)
+        if guide.error:
+            raise RequestError(f"The guide gave up: {guide.error}")
+        if guide.ends_after(token_ids) or (allowed is not None and not allowed.any()):
             raise RequestError("The guide admits no further token: there would be nothing to generate.")
         return guide
 
@@ -221,11 +241,27 @@ class GuideBook:
             backend = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
             backend.no_padding()
             backend.no_truncation()
-            return llguidance.LLTokenizer(backend.to_str(), eos_token=self._eos or None)
+            ends = self._eos
+            if not ends:  # one of ours, which nothing ever chooses
+                backend.add_special_tokens([NO_END])
+                ends = [backend.token_to_id(NO_END)]
+                self._num_chosen = min(self._num_chosen, ends[0])
+            described = json.loads(backend.to_str())
+            _without_prefix_space(described.get("pre_tokenizer"))
+            return llguidance.LLTokenizer(json.dumps(described), eos_token=ends)
         except Exception as error:
             raise RequestError(
                 f"llguidance does not take this model's tokenizer ({_shorter(str(error))}): use a function."
             ) from error
+
+
+def _without_prefix_space(described: Any) -> None:
+    """A blank that a tokenizer puts before every text is none before a part of one."""
+    if isinstance(described, dict):
+        if described.get("type") == "ByteLevel":
+            described["add_prefix_space"] = False
+        for part in described.get("pretokenizers", ()):
+            _without_prefix_space(part)
 
 
 def _llguidance() -> Any:
@@ -244,18 +280,25 @@ def _grammar(wanted: Any, llguidance: Any) -> str:
         case JsonSchema():
             spaces = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
             overrides = spaces if wanted.compact else {"whitespace_pattern": JSON_SPACE}
-            return llguidance.LLMatcher.grammar_from_json_schema(wanted.schema, overrides=overrides)
+            try:
+                return llguidance.LLMatcher.grammar_from_json_schema(wanted.schema, overrides=overrides)
+            except ValueError as error:
+                raise RequestError(f"The guide (JsonSchema) is wrong: {_shorter(str(error))}") from error
         case Regex():
             return llguidance.LLMatcher.grammar_from_regex(wanted.pattern)
-        case Choice():
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.options)
-            return llguidance.LLMatcher.grammar_from_lark(f"start: {texts}")
+        case Choice():  # as one expression, whose size does not count
+            return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literal, wanted.options)))
         case Grammar():
             try:
                 return llguidance.grammar_from("grammar", wanted.text)
             except ValueError as error:
                 raise RequestError(f"The guide (Grammar) is wrong: {_shorter(str(error))}") from error
     raise AssertionError(wanted)
+
+
+def _literal(text: str) -> str:
+    """An expression that only this text matches."""
+    return "".join(c if c.isalnum() or c in " _" else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _shorter(text: str) -> str:

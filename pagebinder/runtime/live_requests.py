@@ -12,7 +12,7 @@ import torch
 
 from pagebinder.config import SamplingParams
 from pagebinder.runtime.engine_setup import EngineModel
-from pagebinder.runtime.guides import Guide
+from pagebinder.runtime.guides import FunctionGuide, Guide
 from pagebinder.runtime.logit_edits import LogitEdits
 from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import RequestOutput
@@ -53,6 +53,8 @@ class LiveRequest:
         tokenizer = model.tokenizer
         text = None if tokenizer is None else OutputText(tokenizer.backend_tokenizer, request, params.stop)
         logprobs = [] if params.logprobs is not None else None
+        if isinstance(guide, FunctionGuide):
+            guide.owner = request.request_id
         return cls(request, params, seed, text, logprobs, LogitEdits.of(params, model.eos_token_ids, guide))
 
     @classmethod

@@ -21,7 +21,7 @@ class RequestOutput:
         text: the generated text, if the model has a tokenizer, else None. While a stop string could still be
             completing, its possible beginning is held back.
         finished: nothing more will come. finish_reason: "stop" (end-of-sequence, stop token or stop string),
-            "length", "abort"; None while running.
+            "length", "abort", "error" (its guide gave up: the log says why); None while running.
         logprobs: one dict token id -> log-probability per generated token, if asked for.
         num_cached_tokens: prompt tokens that the prefix cache served.
     """

@@ -146,10 +146,13 @@ def end_of(live: LiveRequest, token: int, eos: Collection[int], before: Sequence
     return None
 
 
-def ask_guide(live: LiveRequest, token: int, eos: Collection[int], before: Sequence[int] = ()) -> None:
-    """What `end_of` will ask, while nothing has been written down: a user's function may raise."""
-    if live.guide is not None and not _is_end(live, token, eos):
-        live.guide.ends_after([*live.request.output_token_ids, *before, token])
+def ask_guide(live: LiveRequest, token: int, eos: Collection[int], before: Sequence[int] = ()) -> bool:
+    """What `end_of` will ask, while nothing is written down: a user's function may raise. Is it the last one?"""
+    if live.guide is None:
+        return False
+    return _is_end(live, token, eos) or live.guide.ends_after(
+        [*live.request.output_token_ids, *before, token]
+    )
 
 
 def _is_end(live: LiveRequest, token: int, eos: Collection[int]) -> bool:

@@ -12,6 +12,7 @@ Replaces with:
 
 A convolution across channels takes the K tokens apart by taps of one 1 each, and multiplies them with its weights as
 one linear layer. What comes behind a convolution token by token before it is cut (an activation, a transpose) stays.
+Shifts multiply with ones and zeros: an infinite value makes its neighbours NaN, which no step passes over.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _VIEWS = (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, *CASTS, *IDENTITIES)
 _TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.mT.default)
 _END = 1 << 62
+_MOST_FILL = 1 << 23
 
 
 class NotCausalConv(Exception):
@@ -69,6 +71,7 @@ class Stretch:
 def recognise_causal_conv(gm: GraphModule) -> PassResult:
     """Rewrite every convolution and shift along the tokens that sees no later token; refuse the others."""
     result = PassResult(name="recognise_causal_conv")
+    result.changed = _drop_whole_parts(gm)
     sites = [
         (aten.conv1d.default, _rewrite_conv),
         *((op, _rewrite_shift) for op in (*_PADS, *_CATS, aten.slice.Tensor)),
@@ -86,10 +89,22 @@ def recognise_causal_conv(gm: GraphModule) -> PassResult:
             if op is not None:
                 taps = val(op.args[1]).shape[1]
                 result.matches.append(Match(pattern=PATTERN, detail=f"{taps} taps", **describe(op)))
-    result.changed = bool(result.matches)
+    result.changed |= bool(result.matches)
     if result.changed:
         finish(gm)
     return result
+
+
+def _drop_whole_parts(gm: GraphModule) -> bool:
+    """Zeros put before the tokens and taken away again: pad(x, (3, 0))[.., 3:] is x. Was there such a part?"""
+    found = False
+    for node in calls(gm.graph, aten.slice.Tensor):
+        stretch = _parts(node) if _is_of_tokens(node) else None
+        if stretch is not None and stretch.left == 0 and stretch.x is not node.args[0]:
+            node.replace_all_uses_with(stretch.x)
+            gm.graph.erase_node(node)
+            found = True
+    return found
 
 
 def _num_tokens(graph: torch.fx.Graph) -> object:
@@ -185,12 +200,12 @@ def _rewrite_shift(gm: GraphModule, node: Node) -> Node | None:
     x, dtype, fill = stretch.x, val(stretch.x).dtype, stretch.fill or 0
     is_whole = dtype in (torch.int32, torch.int64)
     what = f"tokens are shifted by {stretch.left} places"
-    if is_whole and not (_are_ids(x) and fill == int(fill)):
-        raise NotCausalConv(f"{what}, as whole numbers that are not their ids")
+    if is_whole and not (_are_ids(x) and fill == int(fill) and abs(fill) < _MOST_FILL):
+        raise NotCausalConv(f"{what}, as whole numbers that are not their ids, or behind {fill}")
     if not is_whole and (fill or dtype not in _FLOATS):
         raise NotCausalConv(f"{what}, as {dtype} with {fill} before the first")
     fill = int(fill)
-    if is_whole:  # exact in float32, as no vocabulary has 2^24 tokens
+    if is_whole:  # exact in float32: no vocabulary has 2^23 tokens
         x = insert_call(gm.graph, node, aten.sub.Tensor, (x, fill)) if fill else x
         x = insert_call(gm.graph, node, aten.to.dtype, (x, torch.float32))
     rows = _rows(gm, node, x)

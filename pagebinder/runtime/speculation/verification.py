@@ -84,10 +84,13 @@ def _sampling_row(one: _Guessed, ahead: int) -> SamplingRow:
 
 
 def _ask_guide(one: _Guessed, drawn: list[int], eos: Collection[int]) -> None:
+    """The first guess may end the text, too: what is drawn behind it says nothing then."""
+    is_over = ask_guide(one.live, one.tokens[0], eos)
     for j, token in enumerate(drawn):
-        ask_guide(one.live, token, eos, before=one.tokens[: j + 1])
-        if one.tokens[j + 1 : j + 2] != [token]:
+        if is_over:
             break
+        is_over = ask_guide(one.live, token, eos, before=one.tokens[: j + 1])
+        is_over |= one.tokens[j + 1 : j + 2] != [token]
 
 
 def _stand(
