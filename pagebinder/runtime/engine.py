@@ -35,7 +35,7 @@ from pagebinder.runtime.engine_setup import (
     swap_space,
 )
 from pagebinder.runtime.engine_stats import StepClock, collect_stats
-from pagebinder.runtime.guides import GuideBook
+from pagebinder.runtime.guide_book import GuideBook
 from pagebinder.runtime.kv import KVCacheManager
 from pagebinder.runtime.kv.event_log import KVEventLog
 from pagebinder.runtime.kv.event_recorder import KVEventRecorder

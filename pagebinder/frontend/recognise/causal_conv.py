@@ -18,14 +18,13 @@ Shifts multiply with ones and zeros: an infinite value makes its neighbours NaN,
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.frontend.mask_values import fill_of
+from pagebinder.frontend.recognise.token_stretches import CATS, PADS, is_of_tokens, parts_of, stretch_of
 from pagebinder.frontend.token_dims import tensor_inputs, token_dims
 from pagebinder.graph_tools import (
     CASTS,
@@ -44,28 +43,14 @@ from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "causal_conv"
 SHORT_CONV = torch.ops.pagebinder.short_conv.default
-_PADS = (aten.pad.default, aten.constant_pad_nd.default)
-_CATS = (aten.cat.default, aten.concat.default, aten.concatenate.default)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _VIEWS = (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, *CASTS, *IDENTITIES)
 _TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.mT.default)
-_END = 1 << 62
 _MOST_FILL = 1 << 23
 
 
 class NotCausalConv(Exception):
     """The reason why a site was refused."""
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Entry i along `dim` is x[i - left], and `fill` where x has none. `is_cut`: the last ones of x are gone."""
-
-    x: Node
-    dim: int
-    left: int = 0
-    is_cut: bool = False
-    fill: float | None = None
 
 
 def recognise_causal_conv(gm: GraphModule) -> PassResult:
@@ -74,7 +59,7 @@ def recognise_causal_conv(gm: GraphModule) -> PassResult:
     result.changed = _drop_whole_parts(gm)
     sites = [
         (aten.conv1d.default, _rewrite_conv),
-        *((op, _rewrite_shift) for op in (*_PADS, *_CATS, aten.slice.Tensor)),
+        *((op, _rewrite_shift) for op in (*PADS, *CATS, aten.slice.Tensor)),
     ]
     for target, rewrite in sites:
         for node in calls(gm.graph, target):
@@ -99,7 +84,7 @@ def _drop_whole_parts(gm: GraphModule) -> bool:
     """Zeros put before the tokens and taken away again: pad(x, (3, 0))[.., 3:] is x. Was there such a part?"""
     found = False
     for node in calls(gm.graph, aten.slice.Tensor):
-        stretch = _parts(node) if _is_of_tokens(node) else None
+        stretch = parts_of(node) if is_of_tokens(node) else None
         if stretch is not None and stretch.left == 0 and stretch.x is not node.args[0]:
             node.replace_all_uses_with(stretch.x)
             gm.graph.erase_node(node)
@@ -107,95 +92,12 @@ def _drop_whole_parts(gm: GraphModule) -> bool:
     return found
 
 
-def _num_tokens(graph: torch.fx.Graph) -> object:
-    return next(n for n in graph.nodes if n.op == "placeholder").meta["val"].shape[0].node.expr
-
-
-def _is_of_tokens(node: Node) -> bool:
-    """One entry for each token along one dimension."""
-    dims = token_dims(node)
-    return len(dims) == 1 and val(node).shape[dims[0]].node.expr == _num_tokens(node.graph)
-
-
-# Where zeros are put before the tokens
-
-
-def _stretch(node: Node) -> Stretch | None:
-    """The tokens behind pads, cuts and zeros; None: something else happens to them."""
-    if _is_of_tokens(node) and not (is_call(node, *_PADS, *_CATS, aten.slice.Tensor) and _parts(node)):
-        return Stretch(node, token_dims(node)[0])
-    return _parts(node)
-
-
-def _parts(node: Node) -> Stretch | None:
-    if is_call(node, *_PADS):
-        return _padded(node)
-    if is_call(node, aten.slice.Tensor):
-        return _sliced(node)
-    return _after_zeros(node) if is_call(node, *_CATS) else None
-
-
-def _padded(node: Node) -> Stretch | None:
-    x, pads = node.args[:2]
-    inner = _stretch(x)
-    is_pad = is_call(node, aten.pad.default)
-    if inner is None or (is_pad and arg(node, 2, "mode", "constant") != "constant"):
-        return None
-    fill = arg(node, 3 if is_pad else 2, "value", None) or 0
-    rank = val(x).dim()
-    by_dim = {rank - 1 - i: (pads[2 * i], pads[2 * i + 1]) for i in range(len(pads) // 2)}
-    left, right = by_dim.pop(inner.dim, (0, 0))
-    if any(pair != (0, 0) for pair in by_dim.values()):
-        return None
-    if not (isinstance(left, int) and isinstance(right, int)):
-        return None
-    return _with_pads(inner, left, right, fill)
-
-
-def _with_pads(inner: Stretch, left: int, right: int, fill: float) -> Stretch | None:
-    adds = left > 0 or right > 0
-    if (right > 0 and inner.is_cut) or inner.left + min(left, 0) < 0:
-        return None
-    if adds and inner.fill not in (None, fill):
-        return None
-    return Stretch(
-        inner.x, inner.dim, inner.left + left, inner.is_cut or right < 0, fill if adds else inner.fill
-    )
-
-
-def _sliced(node: Node) -> Stretch | None:
-    x = node.args[0]
-    inner = _stretch(x)
-    dim, start, step = (arg(node, 1, "dim", 0), arg(node, 2, "start", 0) or 0, arg(node, 4, "step", 1))
-    if inner is None or dim % val(x).dim() != inner.dim or step != 1:
-        return None
-    if not isinstance(start, int) or start < 0:
-        return None
-    # Whatever the end is, it can only take away.
-    end = arg(node, 3, "end", None)
-    whole = end is None or (isinstance(end, int) and end >= _END)
-    return _with_pads(inner, -start, 0 if whole else -1, 0)
-
-
-def _after_zeros(node: Node) -> Stretch | None:
-    """cat((zeros, x)): constants of one number before the tokens."""
-    parts, dim = node.args[0], arg(node, 1, "dim", 0) % val(node).dim()
-    of_tokens = [n for n in parts if token_dims(n)]
-    if len(of_tokens) != 1 or parts[-1] is not of_tokens[0]:
-        return None
-    inner = _stretch(parts[-1])
-    fills = {fill_of(n) for n in parts[:-1]}
-    if inner is None or inner.dim != dim or len(fills) != 1 or None in fills:
-        return None
-    return _with_pads(inner, sum(val(n).shape[dim] for n in parts[:-1]), 0, fills.pop())
-
-
 # Shifts
 
 
 def _rewrite_shift(gm: GraphModule, node: Node) -> Node | None:
     """The convolution that a shift became; None: it is no shift, or a part of one that comes later."""
-    if not _is_of_tokens(node) or (stretch := _parts(node)) is None or stretch.left == 0:
+    if not is_of_tokens(node) or (stretch := parts_of(node)) is None or stretch.left == 0:
         return None
     x, dtype, fill = stretch.x, val(stretch.x).dtype, stretch.fill or 0
     is_whole = dtype in (torch.int32, torch.int64)
@@ -249,7 +151,7 @@ def _rewrite_conv(gm: GraphModule, conv: Node) -> Node | None:
         )
     if groups not in (1, width) or (groups == width and val(conv).shape[1] != width):
         raise NotCausalConv(f"a convolution of {width} to {val(conv).shape[1]} channels in {groups} groups")
-    cuts, between = ([], []) if _is_of_tokens(conv) else _cuts_behind(conv)
+    cuts, between = ([], []) if is_of_tokens(conv) else _cuts_behind(conv)
     rows = _rows(gm, conv, source)
     if groups == width:
         op = _depthwise(gm, conv, rows, dilation, left)
@@ -276,9 +178,9 @@ def _rewrite_conv(gm: GraphModule, conv: Node) -> Node | None:
 def _source_of(conv: Node, x: Node) -> tuple[Node, int]:
     """What is convolved, and how many zeros come before its first token."""
     padding = _one(arg(conv, 4, "padding", 0))
-    if _is_of_tokens(x):
+    if is_of_tokens(x):
         return x, padding
-    stretch = _stretch(x)
+    stretch = stretch_of(x)
     if stretch is None or stretch.is_cut or (stretch.fill and stretch.left):
         raise NotCausalConv("a convolution of something else than the tokens behind zeros")
     return stretch.x, stretch.left + padding
@@ -306,7 +208,7 @@ def _cuts_behind(conv: Node) -> tuple[list[Node], list[Node]]:
 def _takes_first_tokens(node: Node, dim: int) -> bool:
     right_place = arg(node, 1, "dim", 0) % val(node.args[0]).dim() == dim
     from_first = (arg(node, 2, "start", 0) or 0) == 0 and arg(node, 4, "step", 1) == 1
-    return right_place and from_first and _is_of_tokens(node)
+    return right_place and from_first and is_of_tokens(node)
 
 
 def _moved(user: Node, node: Node, dim: int) -> int | None:
