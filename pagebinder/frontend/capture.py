@@ -77,6 +77,10 @@ GRAPHS_OWN_NAMES = {
 }
 
 
+# torch's words where code takes all tokens but one.
+FROM_THE_SECOND = "((-1) + L['input_ids'].size()[0]) != 1"
+
+
 @dataclass(frozen=True)
 class TracedInput:
     """An example of an input of the graph, and the name of its first size, which is dynamic."""
@@ -220,6 +224,10 @@ def _export(
             program, functionalised = _functional(limited[0])
             return program, f"export up to {limited[1]} tokens{functionalised}", None, limited[1]
     by_length = DEPENDS_ON_LENGTH if any("Constraints violated" in failure for failure in failures) else ""
+    if any(FROM_THE_SECOND in failure for failure in failures):
+        failures.append(
+            "  Parts from the second token on (x[:, 1:] = y[:, :-1]) may be F.pad(y, (0, 0, 1, -1))."
+        )
     raise CaptureError(
         f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens"
         + "\n".join((f"{by_length}:", *failures))

@@ -62,6 +62,10 @@ STYLES = {
         lambda m, x, p: (m.padded(x.mT) * 2.0 + m.mix[:, None]).permute(0, 2, 1)[:, : x.shape[1]],
         4,
     ),
+    "a gate before the cut": (
+        lambda m, x, p: (lambda y: (y * torch.sigmoid(y * 2.0))[..., : x.shape[1]].mT)(m.padded(x.mT)), 4,
+    ),
+    "narrow": (lambda m, x, p: m.padded(x.mT).narrow(2, 0, x.shape[1]).mT, 4),
     "dilated": (after(lambda m, x: m.dilated(before(x, 6))), 7),
     "across channels": (after(lambda m, x: m.across(before(x, 4))), 5),
     "a shift by pads": (lambda m, x, p: F.pad(x, (0, 0, 1, -1)) * m.mix + x, 2),
@@ -153,6 +157,9 @@ NEAR_MISSES = {
     "what comes behind is used": (
         after(lambda m, x: m.padded(x)[..., : x.shape[-1]] + m.padded(x).mean(-1, keepdim=True)),
         "computes beyond the tokens is used",
+    ),
+    "a gate by something longer": (
+        after(lambda m, x: (m.padded(x) * m.padded(x).flip(-1))[..., : x.shape[-1]]), "computes beyond the tokens",
     ),
     "zeros behind, too": (after(lambda m, x: m.plain(F.pad(x, (1, 2)))), "1 zeros before the tokens and 4 taps"),
     "ones before": (after(lambda m, x: m.plain(F.pad(x, (3, 0), value=1.0))), "something else than the tokens"),

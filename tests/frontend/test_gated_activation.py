@@ -51,6 +51,7 @@ NEAR_MISSES = {
     "by itself": lambda x: (a := F.silu(x)) * a,
     "differ in shape": lambda x: F.silu(x[..., :1]) * x,
     "is torch.float32": lambda x: F.silu(x.float()) * x,
+    "tokens are the last dimension": lambda x: (F.silu(x.mT) * x.mT.cos()).mT,
 }
 
 

@@ -188,31 +188,41 @@ def _source_of(conv: Node, x: Node) -> tuple[Node, int]:
 
 def _cuts_behind(conv: Node) -> tuple[list[Node], list[Node]]:
     """(the slices that take the first T entries, what is computed token by token before them, in order)."""
-    cuts, between, queue = [], [], [conv]
-    dims = {conv: 2}
+    cuts: dict[Node, None] = {}
+    dims, others, queue = (
+        {conv: 2},
+        set(),
+        [conv],
+    )  # others: not understood yet, for want of another operand perhaps
     while queue:
         node = queue.pop()
         for user in node.users:
-            if is_call(user, aten.slice.Tensor) and _takes_first_tokens(user, dims[node]):
-                cuts.append(user)
-            elif (dim := _moved(user, node, dims[node])) is not None:
+            if _takes_first_tokens(user, node, dims[node]):
+                cuts[user] = None
+            elif user not in dims and (dim := _moved(user, node, dims)) is not None:
                 dims[user] = dim
-                between.append(user)
                 queue.append(user)
             else:
-                raise NotCausalConv("what a convolution computes beyond the tokens is used")
+                others.add(user)
+    if others - set(dims):
+        raise NotCausalConv("what a convolution computes beyond the tokens is used")
     order = {node: i for i, node in enumerate(conv.graph.nodes)}
-    return cuts, sorted(set(between), key=order.__getitem__)
+    return list(cuts), sorted(dims.keys() - {conv}, key=order.__getitem__)
 
 
-def _takes_first_tokens(node: Node, dim: int) -> bool:
-    right_place = arg(node, 1, "dim", 0) % val(node.args[0]).dim() == dim
-    from_first = (arg(node, 2, "start", 0) or 0) == 0 and arg(node, 4, "step", 1) == 1
-    return right_place and from_first and is_of_tokens(node)
+def _takes_first_tokens(cut: Node, node: Node, dim: int) -> bool:
+    if not is_call(cut, aten.slice.Tensor, aten.narrow.default) or cut.args[0] is not node:
+        return False
+    right_place = arg(cut, 1, "dim", 0) % val(node).dim() == dim
+    from_first = (arg(cut, 2, "start", 0) or 0) == 0
+    every = is_call(cut, aten.narrow.default) or arg(cut, 4, "step", 1) == 1
+    return right_place and from_first and every and is_of_tokens(cut)
 
 
-def _moved(user: Node, node: Node, dim: int) -> int | None:
-    """Where the tokens of `node` are in `user`, which treats each of them alone; None: it is not known to."""
+def _moved(user: Node, node: Node, dims: dict[Node, int]) -> int | None:
+    """Where the tokens of `node` are in `user`, which treats each alone; None: it is not known to. `dims`: where
+    they are in what is known already."""
+    dim = dims[node]
     rank = val(node).dim() if isinstance(user.meta.get("val"), torch.Tensor) else 0
     if is_call(user, *_TRANSPOSES):
         if user.target is aten.permute.default:
@@ -220,8 +230,9 @@ def _moved(user: Node, node: Node, dim: int) -> int | None:
         a, b = (rank - 2, rank - 1) if user.target is aten.mT.default else (d % rank for d in user.args[1:3])
         return {a: b, b: a}.get(dim, dim)
     is_pointwise = isinstance(user.target, torch._ops.OpOverload) and torch.Tag.pointwise in user.target.tags
-    others = [n for n in tensor_inputs(user) if n is not node]
-    alone = is_pointwise and rank == user.meta["val"].dim() and not any(map(token_dims, others))
+    others = [n for n in tensor_inputs(user) if n is not node and token_dims(n)]
+    aligned = all(dims.get(n) == dim and val(n).dim() == rank for n in others)
+    alone = is_pointwise and rank == user.meta["val"].dim() and aligned
     return dim if alone and len(token_dims(user)) == 1 else None
 
 

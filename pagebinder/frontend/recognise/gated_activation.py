@@ -81,6 +81,8 @@ def _reason_against(active: Node, products: list[Node]) -> str | None:
     shapes = [[str(s) for s in val(x).shape] for x in (active, up)]
     if shapes[0] != shapes[1]:
         return "the activation and the value it gates differ in shape"
+    if isinstance(val(active).shape[-1], torch.SymInt):
+        return "the tokens are the last dimension"
     if val(active).dtype is not val(up).dtype:
         return f"the activation is {val(active).dtype}, and the value it gates {val(up).dtype}"
     return None
