@@ -81,6 +81,12 @@ def plain_value(value: Any) -> Any:
     return plain_number(value)
 
 
+def short_repr(value: object, most: int = 80) -> str:
+    """A value for a message, `most` characters of it."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def check_unicode(text: str, name: str) -> None:
     """Raises RequestError: `text` cannot be encoded, so neither tokenised nor hashed."""
     try:

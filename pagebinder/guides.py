@@ -22,10 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagebinder.config_checks import check_unicode
+from pagebinder.config_checks import check_unicode, short_repr
 from pagebinder.errors import RequestError
 
 MOST_CHARS = 1 << 20  # of a guide
+SHOWN_CHARS = 60  # of what is none, in a message
 ANY_OBJECT = {"type": "object"}
 
 
@@ -52,7 +53,7 @@ class JsonSchema:
             raise RequestError(f"The guide's JSON schema is no JSON: {error}") from error
         if not isinstance(schema, Mapping):
             raise RequestError(
-                f"A JSON schema is an object, as {json.dumps(ANY_OBJECT)}, not {_short(schema)}."
+                f"A JSON schema is an object, as {json.dumps(ANY_OBJECT)}, not {short_repr(schema, SHOWN_CHARS)}."
             )
         if not isinstance(self.compact, bool):
             raise RequestError(f"compact={self.compact!r}: use True or False.")
@@ -88,7 +89,9 @@ class Choice:
             or not options
             or not all(isinstance(o, str) for o in options)
         ):
-            raise RequestError(f"A guide's choices are a list of texts, not {_short(options)}.")
+            raise RequestError(
+                f"A guide's choices are a list of texts, not {short_repr(options, SHOWN_CHARS)}."
+            )
         if not all(options):
             raise RequestError("A guide's choices must not be empty texts.")
         _checked("".join(options), "choices")
@@ -113,13 +116,8 @@ GUIDES = (JsonSchema, Regex, Choice, Grammar)
 
 def _checked(text: Any, name: str) -> str:
     if not isinstance(text, str):
-        raise RequestError(f"A guide's {name} is a text, not {_short(text)}.")
+        raise RequestError(f"A guide's {name} is a text, not {short_repr(text, SHOWN_CHARS)}.")
     check_unicode(text, f"guide's {name}")
     if len(text) > MOST_CHARS:
         raise RequestError(f"The guide's {name} has {len(text):,} characters: use {MOST_CHARS:,} at most.")
     return text
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -70,13 +70,6 @@ DEPENDS_ON_LENGTH = (
 )
 
 
-# What a GraphModule has beside what every module has, and the inputs of graphs.
-GRAPHS_OWN_NAMES = {
-    *set(dir(GraphModule(torch.nn.Module(), torch.fx.Graph()))) - set(dir(torch.nn.Module())),
-    *("input_ids", "positions", "encoder_states", "shape_env"),
-}
-
-
 # torch's words where code takes all tokens but one.
 FROM_THE_SECOND = "((-1) + L['input_ids'].size()[0]) != 1"
 
@@ -384,7 +377,14 @@ def _unlift(program: ExportedProgram, input_names: list[str]) -> GraphModule:
 
 def name_in_graph(name: str) -> str:
     """A weight's name in a graph: its own, but for names of a model's top that graphs have themselves."""
-    return f"source_{name}" if name.split(".")[0] in GRAPHS_OWN_NAMES else name
+    return f"source_{name}" if name.split(".")[0] in _graphs_own_names() else name
+
+
+@functools.cache
+def _graphs_own_names() -> set[str]:
+    """What a GraphModule has beside what every module has, and the inputs of graphs."""
+    own = set(dir(GraphModule(torch.nn.Module(), torch.fx.Graph()))) - set(dir(torch.nn.Module()))
+    return own | {"input_ids", "positions", "encoder_states", "shape_env"}
 
 
 def _keep_writes(

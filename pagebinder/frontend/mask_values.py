@@ -84,6 +84,13 @@ def is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 
+def is_pointwise(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or target in _POINTWISE
+    )
+
+
 def by_shape_only(node: Node) -> bool:
     """Does it depend on its operands by their sizes alone?"""
     return is_size(node) or is_call(node, *_CONSTANTS, *_FILLS, aten.empty_like.default)
@@ -207,9 +214,7 @@ class Values:
             )
         if target in (aten.expand.default, aten.expand_as.default):
             return self._sampled(node.args[0], self._aligned(node, node.args[0], wanted)).expand(shape)
-        if isinstance(target, torch._ops.OpOverload) and (
-            torch.Tag.pointwise in target.tags or target in _POINTWISE
-        ):
+        if is_pointwise(node):
             return self._entry_by_entry(node, wanted)
         return self._moved(node, wanted, shape)
 

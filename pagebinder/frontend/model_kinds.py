@@ -27,9 +27,9 @@ def is_encoder_only(module) -> bool:
 def is_headless(module) -> bool:
     """Is this a transformers model of a kind that writes text, without the head that does?"""
     model_type = getattr(getattr(module, "config", None), "model_type", None)
-    bare = _tables()[1].get(model_type, ())
-    names = {bare} if isinstance(bare, str) else set(bare)
-    return type(module).__name__ in names - _writers(model_type) and not is_encoder_only(module)
+    return type(module).__name__ in _bare_classes(model_type) - _writers(model_type) and not is_encoder_only(
+        module
+    )
 
 
 def auto_class(config, path: Path | None = None):
@@ -83,6 +83,11 @@ def _tables() -> tuple[dict, ...]:
     )
 
 
+def _bare_classes(model_type: str | None) -> set[str]:
+    names = _tables()[1].get(model_type, ())
+    return {names} if isinstance(names, str) else set(names)
+
+
 def _writers(model_type: str | None) -> set[str]:
     """Classes that a table of models with heads has, too: those of some kinds are their own heads."""
     from transformers.models.auto import modeling_auto as tables
@@ -92,13 +97,11 @@ def _writers(model_type: str | None) -> set[str]:
 
 
 def _encoder_classes(model_type: str | None) -> set[str]:
-    masked, bare, text, per_token = _tables()
+    masked, _, text, per_token = _tables()
     found = {text.get(model_type, "")} if text.get(model_type, "").endswith(ENCODER_CLASS_SUFFIXES) else set()
     if model_type in masked:
         heads = {masked[model_type]} if "ConditionalGeneration" not in masked[model_type] else set()
         if not heads:
             return found
-        bare_names = bare.get(model_type, ())
-        found |= heads | {per_token.get(model_type, "")}
-        found |= {bare_names} if isinstance(bare_names, str) else set(bare_names)
+        found |= heads | {per_token.get(model_type, "")} | _bare_classes(model_type)
     return found - {""}

@@ -104,9 +104,10 @@ def read_plan_lock(path: str | Path) -> dict[str, Any]:
     again = "Write it again: pagebinder compile DIR --lock " + str(path)
     elsewhere = "Give the path of a lock that was written by `pagebinder compile DIR --lock FILE`."
     try:
-        if not _was_lock(path.read_bytes()):
+        content = path.read_bytes()
+        if not _was_lock(content):
             again = elsewhere
-        lock = tomllib.loads(path.read_text(encoding="utf-8"))
+        lock = tomllib.loads(content.decode("utf-8"))
     except OSError as error:
         raise PlanLockError(f"The plan lock {path} cannot be read: {error.strerror}. {elsewhere}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -151,7 +151,7 @@ class Engine(NotPickled):
         encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens, cache_salt)
         tokens = decoder_prompt_ids(prompt, self.model)
         check_params(params, self.model.tokenizer, self.model.vocab_size)
-        guides = [self.guides.guide(params.guide) for _ in range(params.n)]
+        guides = self.guides.guides(params.guide, params.n)
         ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         with deferred_interrupts(), self._turns.taken():
             taken = next(filter(self._is_taken, ids), None)
@@ -166,9 +166,7 @@ class Engine(NotPickled):
                 )
                 for i in ids
             ]  # fmt: skip
-            self._enter(
-                [LiveRequest.of(r, params, base + k, guides[k], self.model) for k, r in enumerate(requests)]
-            )
+            self._enter([LiveRequest.of(r, base + k, guides[k], self.model) for k, r in enumerate(requests)])
         return ids
 
     def _enter(self, lives: list[LiveRequest], *, quiet: bool = False) -> None:
@@ -213,7 +211,7 @@ class Engine(NotPickled):
         guide = self.guides.guide(params.guide, old.output_token_ids)
         seed = params.seed if params.seed is not None else self._fresh_seed()
         child = old.child(new_request_id, old.num_tokens, max_tokens=limit, params=params)
-        live = LiveRequest.of(child, params, seed, guide, self.model)
+        live = LiveRequest.of(child, seed, guide, self.model)
         if live.logprobs is not None:
             live.logprobs += parent.logprobs or ()
         if params.stop:

@@ -37,20 +37,27 @@ class GuideBook:
         """
         if wanted is None:
             return None
-        token_ids = token_ids or []
-        if not isinstance(wanted, GUIDES):
-            guide: Guide = FunctionGuide(wanted, self._vocab_size)
-        else:
-            fresh = self.compiled(wanted)
-            guide = GrammarGuide(fresh, self._num_chosen)
+        guide, token_ids = self._made(wanted), token_ids or []
         if guide.num_allowed([], token_ids) < len(token_ids):
             raise RequestError("The guide does not admit the tokens that the request has already.")
-        allowed = None if guide.ends_after(token_ids) else guide.allowed(token_ids)
+        is_over = guide.ends_after(token_ids)
+        allowed = None if is_over else guide.allowed(token_ids)
         if guide.error:
             raise RequestError(f"The guide gave up: {guide.error}")
-        if guide.ends_after(token_ids) or (allowed is not None and not allowed.any()):
+        if is_over or (allowed is not None and not allowed.any()):
             raise RequestError("The guide admits no further token: there would be nothing to generate.")
         return guide
+
+    def guides(self, wanted: Any, count: int) -> list[Guide | None]:
+        """One for each sample of a prompt; what holds for the first holds for all. Raises as `guide`."""
+        first = self.guide(wanted)
+        return [first, *(None if wanted is None else self._made(wanted) for _ in range(count - 1))]
+
+    def _made(self, wanted: Any) -> Guide:
+        if not isinstance(wanted, GUIDES):
+            return FunctionGuide(wanted, self._vocab_size)
+        fresh = self.compiled(wanted)
+        return GrammarGuide(fresh, self._num_chosen)
 
     def compiled(self, wanted: JsonSchema | Regex | Choice | Grammar) -> Any:
         """The matcher of a grammar; the first time this may take a second."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pagebinder.config_checks import short_repr
 from pagebinder.errors import RequestError
 
 logger = logging.getLogger("pagebinder")
@@ -100,7 +101,7 @@ class FunctionGuide:
 
     def __init__(self, function: Callable[[list[int]], Any], vocab_size: int) -> None:
         self._function, self._vocab_size = function, vocab_size
-        self.owner = ""  # the request's id
+        self.owner = ""  # the request's id, once it is one of the engine's
         self._answers: OrderedDict[tuple[int, ...], np.ndarray | None] = OrderedDict()
 
     def allowed(self, token_ids: list[int]) -> np.ndarray | None:
@@ -109,9 +110,10 @@ class FunctionGuide:
             try:
                 self._answers[key] = self._mask(self._function(list(token_ids)))
             except Exception as error:
-                error.add_note(
-                    f"(in the guide of request {self.owner!r}; once that is aborted, the others go on)"
-                )
+                if self.owner:
+                    error.add_note(
+                        f"(in the guide of request {self.owner!r}; once that is aborted, the others go on)"
+                    )
                 raise
             while len(self._answers) > KEPT_ANSWERS:
                 self._answers.popitem(last=False)
@@ -162,16 +164,11 @@ class FunctionGuide:
             mask[array] = True
             return mask
         raise RequestError(
-            f"A guide answered {_short(answer)}: token ids from 0 to {self._vocab_size - 1} are wanted, a mask of "
-            f"[{self._vocab_size}] bools, or None."
+            f"A guide answered {short_repr(answer)}: token ids from 0 to {self._vocab_size - 1} are wanted, a mask "
+            f"of [{self._vocab_size}] bools, or None."
         )
 
 
 def shortened(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

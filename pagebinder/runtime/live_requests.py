@@ -46,11 +46,9 @@ class LiveRequest:
     held_logits: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls, request: Request, params: SamplingParams, seed: int, guide: Guide | None, model: EngineModel
-    ) -> LiveRequest:
+    def of(cls, request: Request, seed: int, guide: Guide | None, model: EngineModel) -> LiveRequest:
         """One that samples; `guide`: its own, as its parameters want it."""
-        tokenizer = model.tokenizer
+        params, tokenizer = request.params, model.tokenizer
         text = None if tokenizer is None else OutputText(tokenizer.backend_tokenizer, request, params.stop)
         logprobs = [] if params.logprobs is not None else None
         if isinstance(guide, FunctionGuide):

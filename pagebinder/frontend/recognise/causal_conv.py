@@ -17,8 +17,6 @@ Shifts multiply with ones and zeros: an infinite value makes its neighbours NaN,
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -300,4 +298,4 @@ def _as_before(gm: GraphModule, like: Node, rows: Node, x: Node) -> Node:
 
 def _one(value) -> int:
     """A number, or a list of one."""
-    return value if isinstance(value, int) else next(itertools.chain(value))
+    return value if isinstance(value, int) else value[0]

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, einsum_labels, insert_call, is_call, val
 
+SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default)
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
              aten.squeeze.dim, aten.squeeze.default, aten.flatten.using_ints)  # fmt: skip

@@ -24,6 +24,7 @@ from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, MaskTerm, p
 from pagebinder.frontend.mask_values import by_shape_only, is_size
 from pagebinder.frontend.recognise.operands import (
     PRODUCTS,
+    SOFTMAXES,
     NotAttention,
     Operand,
     Product,
@@ -57,7 +58,6 @@ from pagebinder.graph_tools import (
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "attention"
-SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 
 
 def recognise_raw_attention(gm: GraphModule) -> PassResult:

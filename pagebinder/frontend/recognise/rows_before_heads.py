@@ -14,6 +14,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from pagebinder.frontend.mask_values import is_pointwise
+from pagebinder.frontend.recognise.operands import SOFTMAXES
+from pagebinder.frontend.token_dims import token_dims
 from pagebinder.graph_tools import (
     CASTS,
     IDENTITIES,
@@ -26,28 +29,23 @@ from pagebinder.graph_tools import (
     val,
 )
 
-_SOFTMAXES = (aten.softmax.int, aten._softmax.default)
-_ELEMENTWISE = (
-    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther,
-    *CASTS, *IDENTITIES,
-)  # fmt: skip
 _ORDER = [0, 2, 1, 3]
 
 
 def exchange_rows_and_heads(gm: GraphModule) -> bool:
     """Rewrite every softmax between two einsums that has rows before heads; was there one?"""
     found = False
-    for softmax in calls(gm.graph, *_SOFTMAXES):
-        if _token_dims(softmax) == [1, 3] and softmax.args[1] in (-1, 3):
+    for softmax in calls(gm.graph, *SOFTMAXES):
+        if _is_exchanged(softmax) and softmax.args[1] in (-1, 3):
             found |= _exchange(gm, softmax)
     if found:
         finish(gm)
     return found
 
 
-def _token_dims(node: Node) -> list[int]:
-    shape = val(node).shape
-    return [d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)] if len(shape) == 4 else []
+def _is_exchanged(node: Node) -> bool:
+    """[b, rows, heads, keys]"""
+    return token_dims(node) == [1, 3] and val(node).dim() == 4
 
 
 def _exchange(gm: GraphModule, softmax: Node) -> bool:
@@ -73,16 +71,14 @@ def _before(softmax: Node) -> list[Node] | None:
     """The einsum of the scores and what is done to them, in order; None: something else is there."""
     chain, node = [], softmax.args[0]
     while not is_call(node, aten.einsum.default):
-        if not _is_elementwise(node):
+        if not (isinstance(node, Node) and is_pointwise(node) and _is_exchanged(node)):
             return None
         chain.append(node)
-        of_scores = [
-            a for a in node.args if isinstance(a, Node) and _token_dims_of(a) == [1, 3] and _is_full(a, node)
-        ]
+        of_scores = [a for a in node.args if isinstance(a, Node) and _is_full(a, node)]
         if len(of_scores) != 1 or set(node.users) - {softmax, *chain}:
             return None
         node = of_scores[0]
-    is_ours = _token_dims(node) == [1, 3] and len(node.users) == 1 and _has_letters(node)
+    is_ours = _is_exchanged(node) and len(node.users) == 1 and _has_letters(node)
     return [node, *reversed(chain)] if is_ours else None
 
 
@@ -105,19 +101,9 @@ def _has_letters(einsum: Node) -> bool:
     return labels is not None and "." not in einsum.args[0] and len(einsum.args[1]) == len(labels[0]) == 2
 
 
-def _is_elementwise(node) -> bool:
-    if not isinstance(node, Node) or node.op != "call_function" or _token_dims_of(node) != [1, 3]:
-        return False
-    return is_call(node, *_ELEMENTWISE) or torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _token_dims_of(node: Node) -> list[int]:
-    return _token_dims(node) if isinstance(node.meta.get("val"), torch.Tensor) else []
-
-
 def _is_full(operand: Node, node: Node) -> bool:
     """Is it of the result's shape, as scores are and masks (one for all heads) are not?"""
-    if _token_dims_of(operand) != [1, 3]:
+    if not _is_exchanged(operand):
         return False
     return [str(s) for s in val(operand).shape] == [str(s) for s in val(node).shape]
 

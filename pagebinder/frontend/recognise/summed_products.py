@@ -59,7 +59,7 @@ def _merge_einsums(gm: GraphModule, node: Node) -> bool:
         or "." in first.args[0] + second.args[0]
     ):
         return False
-    as_first = {letter: letter for letter in labels[1][1]} | {summed[1][0]: summed[0][0]}
+    as_first = {summed[1][0]: summed[0][0]}
     (q1, k1), (q2, k2) = first.args[1], second.args[1]
     alike = [[[as_first.get(x, x) for x in of] for of in labels[1][0]], labels[1][1]] == [
         *map(list, labels[0])

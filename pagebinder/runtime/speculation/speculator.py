@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pagebinder.config import EngineConfig
+from pagebinder.config_checks import short_repr
 from pagebinder.errors import ConfigError
 from pagebinder.runtime.live_requests import LiveRequest
 from pagebinder.runtime.request import Request
@@ -79,8 +80,8 @@ class Speculator:
         proposals = self.drafter.propose(asks) if asks else []
         if not hasattr(proposals, "__len__") or len(proposals) != len(asks):
             raise ValueError(
-                f"the drafter was asked for {len(asks)} requests and answered {_short(proposals)}: a list of token "
-                "ids for each is wanted"
+                f"the drafter was asked for {len(asks)} requests and answered {short_repr(proposals)}: a list of "
+                "token ids for each is wanted"
             )
         guesses = forced | {
             ask.request_id: self._checked(ask, tokens) for ask, tokens in zip(asks, proposals)
@@ -95,8 +96,8 @@ class Speculator:
             tokens = [-1]
         if not all(0 <= token < self._vocab_size for token in tokens):
             raise ValueError(
-                f"the drafter guessed {_short(answer)} for {ask.request_id!r}: token ids are wanted, whole numbers "
-                f"from 0 to {self._vocab_size - 1}"
+                f"the drafter guessed {short_repr(answer)} for {ask.request_id!r}: token ids are wanted, whole "
+                f"numbers from 0 to {self._vocab_size - 1}"
             )
         return self._admitted(ask.request_id, tokens)
 
@@ -158,8 +159,3 @@ class Speculator:
         return (
             live is not None and not live.is_beam and live.samples is None and request.num_output_tokens > 0
         )
-
-
-def _short(answer: object) -> str:
-    text = repr(answer)
-    return text if len(text) <= 80 else f"{text[:77]}..."
