@@ -165,10 +165,10 @@ def test_what_nobody_waits_for_is_compiled_last():
     slots, order = compiler.Slots(1), []
 
     def work(rank, name):
-        with slots.taken(rank):
+        with slots.taken(lambda: rank):
             order.append(name)
 
-    with slots.taken(0):
+    with slots.taken(lambda: 0):
         threads = []
         for rank, name in ((1, "late"), (0, "first"), (1, "later"), (0, "second")):
             threads.append(threading.Thread(target=work, args=(rank, name)))
@@ -183,10 +183,44 @@ def test_what_nobody_waits_for_is_compiled_last():
 
 def test_a_failure_gives_its_slot_back():
     slots = compiler.Slots(1)
-    with pytest.raises(KeyError), slots.taken(0):
+    with pytest.raises(KeyError), slots.taken(lambda: 0):
         raise KeyError
-    with slots.taken(0):
+    with slots.taken(lambda: 0):
         pass
+
+
+def test_what_nobody_waits_for_leaves_a_processor_until_somebody_does():
+    slots, ranks, entered = compiler.Slots(2), {"late": 1}, threading.Event()
+
+    def work():
+        with slots.taken(lambda: ranks["late"]):
+            entered.set()
+
+    with slots.taken(lambda: 0):
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not slots._waiting:
+            time.sleep(0.001)
+        with slots.taken(lambda: 0):  # who comes later does not wait behind it
+            pass
+        assert not entered.wait(0.05)
+        ranks["late"] = 0
+        slots.look_again()
+        assert entered.wait(60)
+    thread.join()
+    with slots.taken(lambda: 1):
+        pass
+
+
+def test_a_call_hurries_the_part_that_it_waits_for(tiny_build, monkeypatch):
+    monkeypatch.setattr(compiler, "_hurried", set())
+    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(build, "_register", lambda part, path: None)
+    monkeypatch.setitem(parts.PARTS, "sampling", (".", ()))
+    build.start_build("sampling").join()
+    assert list(build._loaded) == ["sampling"] and not compiler._hurried
+    build.load("sampling")
+    assert compiler._hurried == {"sampling"}
 
 
 def test_parts_share_the_processors(tiny_build, monkeypatch, tmp_path):

@@ -25,8 +25,6 @@ namespace pagebinder {
 // Runs body(context, worker) for every worker in [0, num_workers), possibly at the same time.
 using ParallelRun = void (*)(int num_workers, void (*body)(void* context, int worker), void* context);
 
-enum class BiasType { FLOAT, BF16, HALF };
-
 constexpr int64_t NO_WINDOW = int64_t{1} << 40;
 
 struct AttentionArgs {
@@ -46,7 +44,7 @@ struct AttentionArgs {
   int64_t sinks_token_stride;     // 0: the same for all tokens
   const float* alibi_slopes;      // [H] or null
   const void* bias;               // by distance: [H, bias_columns], for each token or once, or null
-  BiasType bias_type;
+  bool wide_bias;                 // it is float32, else of q's type
   int64_t bias_columns, num_behind;  // num_behind: the column of distance 0
   int64_t bias_token_stride, bias_head_stride;  // in elements; token 0: the same for all tokens
   void* out;                      // [T, H, Dv] contiguous

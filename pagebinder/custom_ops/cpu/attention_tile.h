@@ -136,9 +136,7 @@ void lay_out_bias(const AttentionArgs& args, const SoftmaxState<STRIDE>& state, 
 template <class T, class R, int STRIDE>
 const float* bias_of_block(const BlockContext<T, R>& c, const SoftmaxState<STRIDE>& state, const BlockKeys& keys) {
   if (c.args.bias == nullptr) return nullptr;
-  const auto lay_out = c.args.bias_type == BiasType::FLOAT  ? lay_out_bias<float, STRIDE>
-                       : c.args.bias_type == BiasType::BF16 ? lay_out_bias<bf16, STRIDE>
-                                                            : lay_out_bias<f16, STRIDE>;
+  const auto lay_out = c.args.wide_bias ? lay_out_bias<float, STRIDE> : lay_out_bias<T, STRIDE>;
   lay_out(c.args, state, c.tile.rows, keys, c.scratch.weights);
   return c.scratch.weights;
 }

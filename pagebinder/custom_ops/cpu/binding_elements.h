@@ -36,28 +36,39 @@ Kernels load_kernels(const char* kernels, const char* type) {
   return reinterpret_cast<Kernels (*)()>(function)();
 }
 
+// The same, asked for once.
+template <class Kernels>
+Kernels load_once(std::atomic<Kernels>& found, const char* kernels, const char* type) {
+  Kernels loaded = found.load(std::memory_order_acquire);
+  if (loaded == nullptr) {
+    loaded = load_kernels<Kernels>(kernels, type);
+    found.store(loaded, std::memory_order_release);
+  }
+  return loaded;
+}
+
 inline const Float16Linear& float16_linear() {
   static std::atomic<const Float16Linear*> found;
-  const Float16Linear* kernels = found.load(std::memory_order_acquire);
-  if (kernels == nullptr) {
-    kernels = load_kernels<const Float16Linear*>("linear", "float16");
-    found.store(kernels, std::memory_order_release);
-  }
-  return *kernels;
+  return *load_once(found, "linear", "float16");
+}
+
+inline const char* type_name(float) { return "float32"; }
+inline const char* type_name(bf16) { return "bfloat16"; }
+inline const char* type_name(f16) { return "float16"; }
+
+template <class T>
+QkWriteKernel<T> qk_write_kernel(T element) {
+  static std::atomic<QkWriteKernel<T>> found;
+  return load_once(found, "qk_write", type_name(element));
 }
 
 // Paged attention of q's element type; null or what is wrong with the arguments.
 inline const char* attend(ScalarType type, const AttentionArgs& args) {
-  static std::atomic<JobKernel> kernels[3];  // of types whose library was found
+  static std::atomic<JobKernel> found[3];
   const int index = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
   if (index == 2 && type != ScalarType::Half) return "q must be float32, bfloat16 or float16";
-  JobKernel kernel = kernels[index].load(std::memory_order_acquire);
-  if (kernel == nullptr) {
-    constexpr const char* NAMES[] = {"float32", "bfloat16", "float16"};
-    kernel = load_kernels<JobKernel>("attention", NAMES[index]);
-    kernels[index].store(kernel, std::memory_order_release);
-  }
-  return run_attention(args, index == 0 ? 4 : 2, kernel);
+  constexpr const char* NAMES[] = {"float32", "bfloat16", "float16"};
+  return run_attention(args, index == 0 ? 4 : 2, load_once(found[index], "attention", NAMES[index]));
 }
 
 inline void attend_or_throw(ScalarType type, const AttentionArgs& args, const char* name) {

@@ -1,6 +1,7 @@
 // Registers the op between projections and attention under `pagebinder_cpu`.
 #include <torch/csrc/stable/library.h>
 
+#include "binding_elements.h"
 #include "binding_qk_write.h"
 #include "checks.h"
 #include "direct_calls.h"
@@ -19,9 +20,10 @@ Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   PB_CHECK(kv_cache.size(3) == k.size(2) + v.size(2), "a kv_cache row must hold a key and a value");
   return by_element_type(q, [&](auto element) {
     QkWriteArgs<decltype(element)> args{};
+    const auto kernel = qk_write_kernel(element);
     Tensor out = set_qk_operands(operands, args);
-    launch([args] {
-      const char* error = qk_norm_rope_write(args);
+    launch([args, kernel] {
+      const char* error = kernel(args);
       PB_CHECK(error == nullptr, "qk_norm_rope_write: ", error);
     });
     return out;

@@ -79,12 +79,15 @@ def build(part: str = "core") -> Path:
     return path
 
 
-def load(part: str = "core", *, built: Path | None = None) -> Path:
+def load(part: str = "core", *, built: Path | None = None, in_background: bool = False) -> Path:
     """Register a part's kernels with torch, once per process: prebuilt ones, else built if necessary. Raises
     ProviderError.
 
-    `built`: a library of this part that was built for this machine before; it is taken as it is.
+    `built`: a library of this part that was built for this machine before; it is taken as it is. `in_background`:
+    nobody waits for it, so that parts that come last (parts.RANKS) may.
     """
+    if not in_background:
+        compiler.hurry(part)
     with _locks[part]:
         if part in _failure:
             raise _failure[part]
@@ -159,7 +162,7 @@ def start_build(part: str = "core") -> threading.Thread:
 
     def work() -> None:
         with contextlib.suppress(ProviderError):
-            load(part)
+            load(part, in_background=True)
 
     thread = threading.Thread(target=work, name=f"pagebinder-build-{part}", daemon=True)
     thread.start()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
-import itertools
 import logging
 import os
 import platform
@@ -18,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -37,9 +35,9 @@ BASE_FLAGS = (
     "-fvisibility=hidden",
     "-Wno-psabi",
 )
-# Bindings check operands and hold no loops that matter. With -O1 they would compile faster still, but each call would
-# take some tenths of a microsecond longer.
-BINDING_FLAGS = ("-O2",)
+# Bindings check operands and hold no loops that matter: with -O2 they take half as long again to compile, and a call
+# is some tenths of a microsecond shorter. Steps that are replayed (CPU graphs) do not call them.
+BINDING_FLAGS = ("-O1",)
 # GCC makes two instructions of a multiply-add in a sum where it tunes for Zen 2 or 3, and later releases for more
 # processors: half the speed, and bits that depend on the loop around it. Only given to compilers that know it.
 FUSED_FLAGS = ("--param", "avoid-fma-max-bits=0")
@@ -48,21 +46,24 @@ MARCH = "PAGEBINDER_CPU_MARCH"
 
 
 class Slots:
-    """Lets so many callers in at a time; of those that wait the lowest ranks first, then who came first."""
+    """Lets so many callers in at a time; of those that wait the lowest ranks first, then who came first.
+
+    A rank is asked for whenever there is a choice. Those above 0 leave a slot free, where there are several: the
+    processor is busy with Python meanwhile, for which the others are waiting.
+    """
 
     def __init__(self, count: int):
         self._free = count
-        self._waiting: list[tuple[int, int]] = []  # (rank, arrival), a heap
-        self._arrivals = itertools.count()
+        self._left_free = min(count - 1, 1)
+        self._waiting: list[Callable[[], int]] = []  # ranks, in the order of arrival
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
-    def taken(self, rank: int):
+    def taken(self, rank: Callable[[], int]):
         with self._changed:
-            ticket = (rank, next(self._arrivals))
-            heapq.heappush(self._waiting, ticket)
-            self._changed.wait_for(lambda: self._free > 0 and self._waiting[0] == ticket)
-            heapq.heappop(self._waiting)
+            self._waiting.append(rank)
+            self._changed.wait_for(lambda: self._may_enter(rank))
+            self._waiting.remove(rank)
             self._free -= 1
             self._changed.notify_all()
         try:
@@ -72,8 +73,18 @@ class Slots:
                 self._free += 1
                 self._changed.notify_all()
 
+    def look_again(self) -> None:
+        """Ranks have changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _may_enter(self, rank: Callable[[], int]) -> bool:
+        first = min(self._waiting, key=lambda waiting: waiting())  # of equal ranks the first
+        return first is rank and self._free > (self._left_free if rank() > 0 else 0)
+
 
 _slots = Slots(os.cpu_count() or 1)  # of compilers that run at a time, for whatever part
+_hurried: set[str] = set()  # parts that somebody waits for
 
 
 def find_compiler() -> list[str]:
@@ -150,7 +161,7 @@ def compile_part(part: str, machine_flags: Sequence[str], library: Path) -> None
             commands.append(
                 [*command, *extra, "-c", str(_one_file(unit, sources, folder)), "-o", objects[-1]]
             )
-        _run_all(commands, parts.RANKS.get(part, 0))
+        _run_all(commands, part)
         made = folder / library.name
         link = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-o", str(made)]
         # Of an inline function that several objects hold the first is linked: a kernel's, not a binding's.
@@ -160,16 +171,27 @@ def compile_part(part: str, machine_flags: Sequence[str], library: Path) -> None
     logger.info("built the CPU kernels %s in %.1f s (%s)", part, seconds, " ".join(compiler))
 
 
-def _run_all(commands: list[list[str]], rank: int) -> None:
+def hurry(part: str) -> None:
+    """Somebody waits for this part now: it is compiled like any other."""
+    if part not in _hurried:
+        _hurried.add(part)
+        _slots.look_again()
+
+
+def _rank(part: str) -> int:
+    return 0 if part in _hurried else parts.RANKS.get(part, 0)
+
+
+def _run_all(commands: list[list[str]], part: str) -> None:
     """Run a part's commands in order; of all parts together as many at a time as there are processors."""
     problems: list[ProviderError] = []
 
     def work(command: list[str]) -> None:
-        with _slots.taken(rank):
+        with _slots.taken(lambda: _rank(part)):
             if problems:
                 return
             try:
-                _run([*_modestly(), *command] if rank > 0 else command)
+                _run([*_modestly(), *command] if _rank(part) > 0 else command)
             except ProviderError as error:
                 problems.append(error)
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "linear.h"
+#include "qk_write.h"
 
 namespace pagebinder {
 
@@ -17,9 +18,13 @@ struct Float16Linear {
 
 #define PAGEBINDER_EXPORT extern "C" __attribute__((visibility("default")))
 
+// Attention, and what comes before it.
 PAGEBINDER_EXPORT pagebinder::JobKernel pagebinder_attention_float32();
 PAGEBINDER_EXPORT pagebinder::JobKernel pagebinder_attention_bfloat16();
 PAGEBINDER_EXPORT pagebinder::JobKernel pagebinder_attention_float16();
+PAGEBINDER_EXPORT pagebinder::QkWriteKernel<float> pagebinder_qk_write_float32();
+PAGEBINDER_EXPORT pagebinder::QkWriteKernel<pagebinder::bf16> pagebinder_qk_write_bfloat16();
+PAGEBINDER_EXPORT pagebinder::QkWriteKernel<pagebinder::f16> pagebinder_qk_write_float16();
 PAGEBINDER_EXPORT const pagebinder::Float16Linear* pagebinder_linear_float16();
 
 #undef PAGEBINDER_EXPORT

@@ -113,6 +113,7 @@ _BY_ELEMENT_TYPE = {
     for info in (
         paged.PAGED_ATTENTION,
         paged.PAGED_ATTENTION_LSE,
+        qk_norm_rope_write.QK_NORM_ROPE_WRITE,
         FP8_QUANT_FORMS[paged.PAGED_ATTENTION],
         relative.PAGED_RELATIVE_ATTENTION,
         packed.PACKED_ATTENTION,

@@ -32,7 +32,7 @@ struct QkWriteArgs {
   ParallelRun run;
 };
 
-// Null, or what is wrong with the slots.
-template <class T> const char* qk_norm_rope_write(const QkWriteArgs<T>& args);
+// Null, or what is wrong with the slots. One of each element type, see qk_write_heads.h.
+template <class T> using QkWriteKernel = const char* (*)(const QkWriteArgs<T>& args);
 
 }  // namespace pagebinder

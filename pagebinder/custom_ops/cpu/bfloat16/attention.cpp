@@ -1,5 +1,6 @@
 #include "attention_amx.h"
 #include "element_kernels.h"
+#include "qk_write_heads.h"
 
 pagebinder::JobKernel pagebinder_attention_bfloat16() {
   using namespace pagebinder;
@@ -8,3 +9,5 @@ pagebinder::JobKernel pagebinder_attention_bfloat16() {
 #endif
   return attention_job<bf16>;
 }
+
+pagebinder::QkWriteKernel<pagebinder::bf16> pagebinder_qk_write_bfloat16() { return pagebinder::qk_norm_rope_write<pagebinder::bf16>; }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "qk_write_heads.h"
 #include "quantized_kv.h"
 #include "quantized_rows.h"
 

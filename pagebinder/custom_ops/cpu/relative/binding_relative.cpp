@@ -47,9 +47,9 @@ void widen_part(void* context, int worker) {
   }
 }
 
-// Describes the bias as the kernels want it: as it lies, or else as floats in memory of this thread that the next call
-// writes again.
-void take_bias(const Tensor& bias, AttentionArgs& a) {
+// Describes the bias as the kernels want it: as it lies if it is float32 or of q's type, or else as floats in memory of
+// this thread that the next call writes again.
+void take_bias(const Tensor& bias, ScalarType q_type, AttentionArgs& a) {
   static thread_local Buffer buffer;
   const ScalarType type = bias.scalar_type();
   PB_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
@@ -57,9 +57,11 @@ void take_bias(const Tensor& bias, AttentionArgs& a) {
   const bool by_token = bias.dim() == 3;
   a.bias_columns = bias.size(by_token + 1);
   int64_t end = bias.numel();
-  if (a.bias_columns == 1 || bias.stride(by_token + 1) == 1) {
+  const bool is_dense = a.bias_columns == 1 || bias.stride(by_token + 1) == 1;
+  const bool as_it_lies = is_dense && (type == ScalarType::Float || type == q_type);
+  a.wide_bias = type == ScalarType::Float || !as_it_lies;
+  if (as_it_lies) {
     a.bias = data<const void>(bias);
-    a.bias_type = type == ScalarType::Float ? BiasType::FLOAT : type == ScalarType::BFloat16 ? BiasType::BF16 : BiasType::HALF;
     a.bias_token_stride = by_token ? bias.stride(0) : 0, a.bias_head_stride = bias.stride(by_token);
     end = std::max<int64_t>(a.num_tokens - 1, 0) * a.bias_token_stride + a.num_heads * a.bias_head_stride;
   } else {
@@ -67,7 +69,7 @@ void take_bias(const Tensor& bias, AttentionArgs& a) {
     Widening w{bias, buffer.at_least<float>(bias.numel()), alone ? 1 : a.num_threads};
     if (alone) widen_part(&w, 0);
     else a.run(w.num_workers, widen_part, &w);
-    a.bias = w.to, a.bias_type = BiasType::FLOAT;
+    a.bias = w.to;
     a.bias_token_stride = by_token ? a.num_heads * a.bias_columns : 0, a.bias_head_stride = a.bias_columns;
   }
   PB_CHECK(end <= std::numeric_limits<int32_t>::max(), "bias is too large");
@@ -85,7 +87,7 @@ Tensor paged_relative_attention(const Tensor& q, const Tensor& kv_cache, const T
                num_behind >= 0 && num_behind < bias.size(by_token + 1),
            "bias must be [H, N] or [T, H, N] with num_behind one of its columns");
   a.sinks = head_or_token_data(sinks, a.num_tokens, a.num_heads, a.sinks_token_stride, "sinks");
-  take_bias(bias, a), a.num_behind = num_behind;
+  take_bias(bias, q.scalar_type(), a), a.num_behind = num_behind;
   Tensor out = new_tensor({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
   a.out = data(out);
   attend_or_throw(q.scalar_type(), a, "paged_relative_attention");

@@ -2,12 +2,13 @@
 //
 // Heads are widened to float32 once and stay in scratch, as many as a vector has lanes: their norms are one division and
 // one root. Every rounding of the separate ops is made on the way.
-#include "qk_write.h"
+#pragma once
 
 #include "norm_rows.h"
+#include "qk_write.h"
 
 namespace pagebinder {
-namespace {
+namespace qk_heads {
 
 constexpr int64_t SERIAL_CHANNELS = 1 << 14;
 constexpr int64_t TOKENS_A_TURN = 4;
@@ -58,28 +59,31 @@ class Heads {
         all_(2 * padded_ + whole_pairs(rest_)), scratch_(buffer, all_) {
     if (a_.q_weight != nullptr) widen_head(a_.q_weight, scratch_.q_weight);
     if (a_.k_weight != nullptr) widen_head(a_.k_weight, scratch_.k_weight);
+    const auto choose = [&](auto tail) {
+      constexpr NormTail TAIL = decltype(tail)::value;
+      turn_ = a_.wide_angles ? &Heads::turn<TAIL, true> : &Heads::turn<TAIL, false>;
+    };
+    if (a_.tail == NormTail::ABSENT) choose(Tail<NormTail::ABSENT>());
+    else with_tail(a_.tail, choose);
   }
 
-  template <NormTail TAIL>
-  void token(Tail<TAIL> tail, int64_t t) const {
-    const Angles angles{{scratch_.cos, scratch_.cos + padded_}, {scratch_.sin, scratch_.sin + padded_}};
+  void token(int64_t t) const {
     widen_angles(a_.cos, a_.cos_stride, t, scratch_.cos);
     widen_angles(a_.sin, a_.sin_stride, t, scratch_.sin);
     const Source queries{a_.q + t * a_.q_token_stride, a_.q_head_stride, a_.num_heads, scratch_.q_weight};
-    turn_heads(tail, queries, [&](int64_t h, auto turn) {
-      turn(angles, a_.out + (t * a_.num_heads + h) * a_.head_dim);
-    });
+    T* out = a_.out + t * a_.num_heads * a_.head_dim;
+    turn_heads(queries, [&](int64_t h) { return out + h * a_.head_dim; }, [](int64_t) {});
     const int64_t slot = a_.slot_mapping[t];
     if (slot < 0) return;
     char* rows = a_.cache + slot / a_.block_size * a_.cache_block_stride + slot % a_.block_size * a_.cache_slot_stride;
     const Source keys{a_.k + t * a_.k_token_stride, a_.k_head_stride, a_.num_kv_heads, scratch_.k_weight};
-    turn_heads(tail, keys, [&](int64_t g, auto turn) {
-      char* row = rows + g * a_.cache_head_stride;
+    const auto key_of = [&](int64_t g) {
+      return a_.encode == nullptr ? reinterpret_cast<T*>(rows + g * a_.cache_head_stride) : scratch_.key;
+    };
+    turn_heads(keys, key_of, [&](int64_t g) {
       const T* v = a_.v + t * a_.v_token_stride + g * a_.v_head_stride;
-      T* key = a_.encode == nullptr ? reinterpret_cast<T*>(row) : scratch_.key;
-      turn(angles, key);
-      if (a_.encode == nullptr) std::memcpy(key + a_.head_dim, v, a_.head_dim_v * sizeof(T));
-      else a_.encode(a_, g, key, v, row);
+      if (a_.encode == nullptr) std::memcpy(key_of(g) + a_.head_dim, v, a_.head_dim_v * sizeof(T));
+      else a_.encode(a_, g, scratch_.key, v, rows + g * a_.cache_head_stride);
     });
   }
 
@@ -106,19 +110,19 @@ class Heads {
     const float* weight;
   };
 
-  // each(h, turn) of all heads: turn(angles, to) writes head h normed and turned.
-  template <NormTail TAIL, class Each>
-  void turn_heads(Tail<TAIL> tail, const Source& from, Each each) const {
+  // Norms and turns head h of all into to(h), and calls then(h).
+  template <class To, class Then>
+  void turn_heads(const Source& from, To to, Then then) const {
     for (int64_t first = 0; first < from.count; first += W) {
       float scales[W] = {};
       const int64_t end = std::min<int64_t>(first + W, from.count);
       for (int64_t h = first; h < end; ++h)
         widen_head(from.first + h * from.stride, scratch_.heads + (h - first) * all_);
-      if constexpr (TAIL != NormTail::ABSENT) find_scales(end - first, scales);
-      for (int64_t h = first; h < end; ++h)
-        each(h, [&](const Angles& angles, T* to) __attribute__((always_inline)) {
-          turn(tail, scratch_.heads + (h - first) * all_, scales[h - first], from.weight, angles, to);
-        });
+      if (a_.tail != NormTail::ABSENT) find_scales(end - first, scales);
+      for (int64_t h = first; h < end; ++h) {
+        (this->*turn_)(scratch_.heads + (h - first) * all_, scales[h - first], from.weight, to(h));
+        then(h);
+      }
     }
   }
 
@@ -133,14 +137,15 @@ class Heads {
     store(scales, 1.0f / square_root(sum_lanes_in_order(squares) / static_cast<float>(a_.head_dim) + a_.eps));
   }
 
-  template <NormTail TAIL>
-  void turn(Tail<TAIL> tail, const float* x, float scale, const float* weight, const Angles& angles, T* to) const {
+  // One head. The forms of this are the only ones that a norm and angles have: all else is compiled once a type.
+  template <NormTail TAIL, bool WIDE_ANGLES>
+  void turn(const float* x, float scale, const float* weight, T* to) const {
     const auto normed = [&](int64_t i) __attribute__((always_inline)) {
       if constexpr (TAIL == NormTail::ABSENT) return load_pair(x + i);
-      else return rounded<T>(weighted<T>(tail, load_pair(x + i) * scale, load_pair(weight + i)));
+      else return rounded<T>(weighted<T>(Tail<TAIL>(), load_pair(x + i) * scale, load_pair(weight + i)));
     };
-    if (a_.wide_angles) turn_halves<true>(normed, angles, to);
-    else turn_halves<false>(normed, angles, to);
+    const Angles angles{{scratch_.cos, scratch_.cos + padded_}, {scratch_.sin, scratch_.sin + padded_}};
+    turn_halves<WIDE_ANGLES>(normed, angles, to);
     T* rest = to + 2 * half_;
     for (int64_t i = 0; i < rest_; i += WW) store_part(rest + i, narrowed<T>(normed(2 * padded_ + i)), rest_ - i);
   }
@@ -163,6 +168,7 @@ class Heads {
   const QkWriteArgs<T>& a_;
   const int64_t half_, rest_, padded_, all_;
   const Scratch<T> scratch_;
+  void (Heads::*turn_)(const float* x, float scale, const float* weight, T* to) const;
 };
 
 template <class T>
@@ -176,18 +182,16 @@ void heads_worker(void* context, int) {
   static thread_local Buffer buffer;
   HeadsRun<T>& run = *static_cast<HeadsRun<T>*>(context);
   const Heads<T> heads(run.args, buffer);
-  const auto work = [&](auto tail) {
-    for (int64_t t; (t = run.next.fetch_add(TOKENS_A_TURN, std::memory_order_relaxed)) < run.args.num_tokens;)
-      for (int64_t i = t; i < run.args.num_tokens && i < t + TOKENS_A_TURN; ++i) heads.token(tail, i);
-  };
-  if (run.args.tail == NormTail::ABSENT) work(Tail<NormTail::ABSENT>());
-  else with_tail(run.args.tail, work);
+  for (int64_t t; (t = run.next.fetch_add(TOKENS_A_TURN, std::memory_order_relaxed)) < run.args.num_tokens;)
+    for (int64_t i = t; i < run.args.num_tokens && i < t + TOKENS_A_TURN; ++i) heads.token(i);
 }
 
-}  // namespace
+}  // namespace qk_heads
 
+// Null, or what is wrong with the slots.
 template <class T>
 const char* qk_norm_rope_write(const QkWriteArgs<T>& args) {
+  using namespace qk_heads;
   const int64_t num_slots = args.num_blocks * args.block_size;
   for (int64_t t = 0; t < args.num_tokens; ++t)
     if (args.slot_mapping[t] >= num_slots) return "a slot in slot_mapping lies outside kv_cache";
@@ -197,9 +201,5 @@ const char* qk_norm_rope_write(const QkWriteArgs<T>& args) {
   else args.run(args.num_threads, heads_worker<T>, &run);
   return nullptr;
 }
-
-template const char* qk_norm_rope_write<float>(const QkWriteArgs<float>&);
-template const char* qk_norm_rope_write<bf16>(const QkWriteArgs<bf16>&);
-template const char* qk_norm_rope_write<f16>(const QkWriteArgs<f16>&);
 
 }  // namespace pagebinder
