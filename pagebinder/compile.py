@@ -45,6 +45,7 @@ from pagebinder.frontend.model_kinds import parts_beside_text
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
 from pagebinder.frontend.plain_modules import with_vocabulary
+from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows
 from pagebinder.frontend.recognise import (
     recognise_causal_conv,
     recognise_gated_activation,
@@ -223,6 +224,8 @@ def compile_source(
         report.notes.append(f"Text alone is served; nothing reads what belongs to {', '.join(unread)}.")
     if note := source.tensors.note():
         report.notes.append(note)
+    if config.prompt_embeds and (source.encoder_only or source.encoder is not None):
+        raise ConfigError("prompt_embeds: only a decoder alone takes embeddings in the place of tokens.")
     if source.encoder_only:
         from pagebinder.compiler.encoder import compile_encoder
 
@@ -232,6 +235,7 @@ def compile_source(
     if source.device.type == "cpu":
         start_by_source(source, config)
     memory = MemoryAhead(placed_bytes(source, config))
+    prompt_table = None
     with stage("capture"), collector_paused():
         captured, encoder = _capture(source, report)
         check_head(source, captured)
@@ -239,6 +243,9 @@ def compile_source(
         check_absent(source.tensors.absent, captured, source.path)
         max_model_len = bounded(max_model_len, captured, config, report)
         report.passes.append(captured_leaves(LEAVES, source.module, captured))
+        if config.prompt_embeds:
+            prompt_table = add_prompt_rows(captured, source, config.prompt_embeds)
+            report.notes.append(describe_prompt_rows(prompt_table))
         if encoder is not None:
             trail.add("encoder", "capture", encoder, chain=ENCODER)
         trail.add("captured", "capture", captured)
@@ -288,6 +295,7 @@ def compile_source(
         executable=executable,
         encoder_executable=encoder_executable,
         uncounted_id=numbering(source.module).uncounted_id,
+        prompt_table=prompt_table,
         _refused=refused,
     )
 
@@ -300,6 +308,10 @@ def _check_options(source: ModelSource, config: CompileConfig) -> None:
         raise ConfigError(
             'executable="cuda_graph" needs a CUDA GPU, and the model is on the CPU. There EngineConfig(capture="on") '
             "replays recorded steps."
+        )
+    if config.prompt_embeds and config.executable == "tensorrt":
+        raise ConfigError(
+            "prompt_embeds: TensorRT's engines keep what they were built with; use another executable."
         )
     check_executable(source, config)
     check_can_build(source, config)

@@ -5,10 +5,11 @@ What serving does not need is imported where it is used: a saved model should st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
@@ -16,7 +17,7 @@ from torch.fx import GraphModule
 from pagebinder.ambient import inference
 from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.config_checks import is_int, plain_number
-from pagebinder.errors import CaptureError, ConfigError
+from pagebinder.errors import CaptureError, ConfigError, RequestError
 from pagebinder.forks import NotPickled, use_threads
 from pagebinder.frontend.source import ModelSource
 from pagebinder.report import CompileReport
@@ -24,6 +25,7 @@ from pagebinder.runtime.engine import Engine, EngineModel
 from pagebinder.runtime.engine_setup import EncoderModel
 from pagebinder.runtime.executables import EagerExecutable, Executable
 from pagebinder.runtime.kv import KVPlan
+from pagebinder.runtime.prompt_rows import PromptRows
 from pagebinder.runtime.single_sequence import single_sequence_inputs
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class CompiledModel(NotPickled):
 
     Of an encoder-decoder they are the levels of its decoder, and `graphs["encoder"]` is its encoder, which
     `encoder_executable` runs. `uncounted_id`: the padding token of a model that leaves it out of the positions.
+    `prompt_table`: [S, C], what the graphs read in the place of prompts' embeddings (see `prompt_rows`).
     """
 
     source: ModelSource
@@ -52,6 +55,7 @@ class CompiledModel(NotPickled):
     executable: Executable | None
     encoder_executable: Executable | None = None
     uncounted_id: int | None = None
+    prompt_table: torch.Tensor | None = None
     _refused: str | None = None
 
     def __repr__(self) -> str:
@@ -163,6 +167,7 @@ class CompiledModel(NotPickled):
             tokenizer=self.source.tokenizer(),
             encoder=self._encoder_model(),
             uncounted_id=self.uncounted_id,
+            prompt_rows=self.prompt_rows,
             make_graph=lambda: self.graphs["fused"],
             not_captured=self._not_captured(),
             must_capture=self.config.executable == "cuda_graph",
@@ -215,6 +220,32 @@ class CompiledModel(NotPickled):
             self.executable, self.graphs["fused"], self.kv_spec, arena.caches, buckets, device=self.device,
             max_model_len=length, vocab_size=self.source.vocab_size,
         )  # fmt: skip
+
+    @functools.cached_property
+    def prompt_rows(self) -> PromptRows | None:
+        """Where embeddings of prompts are held (`CompileConfig(prompt_embeds=...)`), for all engines of this model; a
+        serving loop of one's own asks it for token ids. None: the model was not compiled for them."""
+        return None if self.prompt_table is None else PromptRows(self.prompt_table)
+
+    def media_prompt(self, inputs: Mapping[str, Any]) -> list[int | torch.Tensor]:
+        """A prompt, token ids and embeddings, of what a multimodal model's processor returns for one prompt with
+        images, sound or video: `inputs = processor(text=..., images=..., return_tensors="pt")`.
+
+        The source model's own code makes the embeddings, once, in PyTorch. For engines of models compiled with
+        `CompileConfig(prompt_embeds=...)`.
+
+        Raises:
+            RequestError: other inputs; a loaded artefact, which has no source model; the model tells its language
+                model more of the media than embeddings (positions in three dimensions, masks): says what.
+        """
+        from pagebinder.frontend.media_prompts import media_prompt
+
+        if not self.source.is_transformers:
+            raise RequestError(
+                f"{self.report.model_class}: there is no transformers model here that could make embeddings of media "
+                "(a loaded artefact has its graphs alone); make them elsewhere, and give them as tensors."
+            )
+        return media_prompt(self.source.module, inputs)
 
     def _check_runs(self) -> None:
         if self._refused:

@@ -23,6 +23,7 @@ __all__ = ["CompileConfig", "EngineConfig", "SamplingParams"]
 EXECUTABLES = ("auto", "eager", "native", "inductor", "cuda_graph", "tensorrt")
 DRAFTERS = ("ngram", "guide")
 VERIFY = ("off", "sample", "full")
+MOST_PROMPT_EMBEDS = 1 << 24
 
 
 KV_DTYPES = (
@@ -106,6 +107,8 @@ class CompileConfig:
         workload: what the KV cache is planned for, a pagebinder.runtime.kv.Workload or a dict of its fields, for
             example {"contexts": [[2000, 0.7], [8000, 0.3]], "concurrency": 64}; None: mixed lengths.
         max_model_len: longest prompt + output in tokens; None takes the model's.
+        prompt_embeds: let prompts hold embeddings (images, learned prompts) in the place of tokens, this many at a
+            time over all requests; 0: none. A row takes as much memory as one of the model's embedding.
         lock: write the plan lock to this file. locked: a plan lock that the compilation must agree with, else it is
             a PlanDriftError that says where matching stopped.
     """
@@ -133,6 +136,7 @@ class CompileConfig:
     block_size: int | None = None
     workload: Any = None
     max_model_len: int | None = None
+    prompt_embeds: int = 0
     lock: str | os.PathLike | None = None
     locked: str | os.PathLike | None = None
 
@@ -187,6 +191,11 @@ class CompileConfig:
         ok = length is None or (is_int(length) and length >= 1)
         require(
             ok, ConfigError, f"max_model_len={length!r}: use a whole number of tokens, at least 1, or None."
+        )
+        rows = self.prompt_embeds
+        ok = is_int(rows) and 0 <= rows <= MOST_PROMPT_EMBEDS
+        require(
+            ok, ConfigError, f"prompt_embeds={rows!r}: use a whole number from 0 to {MOST_PROMPT_EMBEDS}."
         )
         for name in ("lock", "locked"):
             path = getattr(self, name)

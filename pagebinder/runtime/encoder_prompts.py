@@ -17,6 +17,7 @@ from typing import Any
 from pagebinder.errors import RequestError
 from pagebinder.runtime.engine_setup import ENCODER_LIMIT, EngineModel
 from pagebinder.runtime.kv.hashing import encode_key
+from pagebinder.runtime.prompt_parts import has_embeds, parts_as_tokens
 from pagebinder.runtime.request_checks import Prompt, prompt_list, prompt_token_ids
 
 
@@ -53,6 +54,16 @@ def encoder_fields(
         "encoder_hash": encoder_hash(tokens, cache_salt),
         "num_encoder_tokens": len(tokens),
     }
+
+
+def decoder_prompt(prompt: Prompt | None, model: EngineModel) -> tuple[list[int], dict[str, Any]]:
+    """The decoder's prompt as token ids, and what its `Request` has beside them where it holds embeddings.
+
+    Raises RequestError, CacheCapacityError as `decoder_prompt_ids` and `parts_as_tokens`.
+    """
+    if has_embeds(prompt):
+        return parts_as_tokens(prompt, model)
+    return decoder_prompt_ids(prompt, model), {}
 
 
 def decoder_prompt_ids(prompt: Prompt | None, model: EngineModel) -> list[int]:

@@ -24,7 +24,7 @@ from pagebinder.forks import NotPickled
 from pagebinder.interrupts import deferred_interrupts
 from pagebinder.runtime.arena import KVArena
 from pagebinder.runtime.beam_search import BeamSearch
-from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, encoder_fields, pair_prompts
+from pagebinder.runtime.encoder_prompts import decoder_prompt, encoder_fields, pair_prompts
 from pagebinder.runtime.engine_setup import (
     EngineModel,
     in_flight_tokens,
@@ -131,6 +131,8 @@ class Engine(NotPickled):
         """Queue a prompt: token ids, or text when the model has a tokenizer (which decides on a BOS token).
 
         Args:
+            prompt: also a list of token ids, texts and embeddings (tensors [tokens, width]) in the place of tokens,
+                where the model was compiled with `CompileConfig(prompt_embeds=...)`.
             encoder_prompt: what the encoder of an encoder-decoder reads; only such models take it, and need it.
                 Then `prompt` is the decoder's, by default its start token (see `encoder_prompts.py`).
             priority: smaller is served first (policy "priority"). cache_salt: requests with different salts
@@ -149,7 +151,7 @@ class Engine(NotPickled):
         if cache_salt is not None:
             check_unicode(cache_salt, "cache_salt")
         encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens, cache_salt)
-        tokens = decoder_prompt_ids(prompt, self.model)
+        tokens, beside = decoder_prompt(prompt, self.model)
         check_params(params, self.model.tokenizer, self.model.vocab_size)
         guides = self.guides.guides(params.guide, params.n)
         ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
@@ -162,7 +164,7 @@ class Engine(NotPickled):
             requests = [
                 Request(
                     i, tokens, max_tokens=min(params.max_tokens or room, room), priority=priority,
-                    cache_salt=cache_salt, params=params, **encoder,
+                    cache_salt=cache_salt, params=params, **encoder, **beside,
                 )
                 for i in ids
             ]  # fmt: skip
@@ -366,7 +368,7 @@ class Engine(NotPickled):
         beam_width, max_tokens, length_penalty = beam_options(beam_width, max_tokens, length_penalty)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
         encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens)
-        tokens = decoder_prompt_ids(prompt, self.model)
+        tokens, beside = decoder_prompt(prompt, self.model)
         room = max(1, self.model.max_model_len - len(tokens))
         search = BeamSearch(
             self.scheduler, self._live, self._fresh_id(), width=beam_width, max_tokens=min(max_tokens, room),
@@ -374,7 +376,7 @@ class Engine(NotPickled):
         )  # fmt: skip
         with self._turns.taken():
             try:
-                search.start(tokens, params, **encoder)
+                search.start(tokens, params, **encoder, **beside)
                 while not search.done:
                     self._step()
                     with deferred_interrupts():

@@ -16,6 +16,7 @@ from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.kv import KVPlan
 from pagebinder.runtime.kv.host_blocks import HostBlocks
 from pagebinder.runtime.kv.retention import PrefixRetention
+from pagebinder.runtime.prompt_rows import PromptRows
 from pagebinder.runtime.swap_policy import SwapPolicy
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
@@ -48,6 +49,7 @@ class EngineModel:
     """What an engine needs of a compiled model: something to run, a cache plan, and the facts of its tokens.
 
     `uncounted_id`: the padding token of a model that leaves it out of the positions or masks; no prompt may hold it.
+    `prompt_rows`: what embeddings of prompts become rows of, where the model was compiled for them.
     `make_graph`: gives what `executable` runs, for capturing it in pieces; `cascades`: it reads shared prefixes.
     `not_captured`: why steps cannot be captured at all; `must_capture`: then that is an error.
     """
@@ -62,6 +64,7 @@ class EngineModel:
     tokenizer: object | None
     encoder: EncoderModel | None = None
     uncounted_id: int | None = None
+    prompt_rows: PromptRows | None = None
     make_graph: Callable[[], GraphModule] | None = None
     not_captured: str | None = None
     must_capture: bool = False

@@ -52,11 +52,13 @@ class Request:
     `cache_salt`, `adapter`: requests that differ in them share no cached prefix. `media`: (identifier, start, end)
     of token ranges that stand for images or the like. `encoder_hash`, `num_encoder_tokens`, `encoder_token_ids`: what
     the encoder of an encoder-decoder model reads (None, 0, empty: nothing). `swap_image`: where its state lies in
-    host memory, if anywhere.
+    host memory, if anywhere. `held`: what it keeps from others until it is finished, and its forks are (rows of
+    embeddings).
     Raises RequestError for an empty prompt or max_tokens < 1.
     """
 
     __slots__ = (
+        "_status",
         "adapter",
         "all_token_ids",
         "arrival",
@@ -65,6 +67,7 @@ class Request:
         "encoder_hash",
         "encoder_token_ids",
         "flags",
+        "held",
         "max_tokens",
         "media",
         "num_cached_tokens",
@@ -76,7 +79,6 @@ class Request:
         "priority",
         "prompt_token_ids",
         "request_id",
-        "status",
         "swap_image",
     )
 
@@ -84,7 +86,7 @@ class Request:
         self, request_id: str, prompt_token_ids: list[int], *, max_tokens: int, priority: int = 0,
         cache_salt: str | None = None, params: Any = None, adapter: str | None = None,
         media: tuple[tuple[str, int, int], ...] = (), encoder_hash: bytes | None = None,
-        num_encoder_tokens: int = 0, encoder_token_ids: tuple[int, ...] = (),
+        num_encoder_tokens: int = 0, encoder_token_ids: tuple[int, ...] = (), held: tuple = (),
     ) -> None:  # fmt: skip
         if not prompt_token_ids:
             raise RequestError(f"request {request_id!r} has an empty prompt; give at least one token")
@@ -113,12 +115,23 @@ class Request:
         self.cache_salt = cache_salt
         self.adapter = adapter
         self.media = tuple(media)
+        self.held = held
         self.encoder_hash = encoder_hash
         self.num_encoder_tokens = num_encoder_tokens
         self.encoder_token_ids = encoder_token_ids
         self.params = params
         self.flags = 0
         self.swap_image: Any = None
+
+    @property
+    def status(self) -> RequestStatus:
+        return self._status
+
+    @status.setter
+    def status(self, status: RequestStatus) -> None:
+        self._status = status
+        if status.is_finished:
+            self.held = ()
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -152,7 +165,7 @@ class Request:
             request_id, self.prompt_token_ids, max_tokens=max_tokens, priority=self.priority,
             cache_salt=self.cache_salt, params=params, adapter=self.adapter, media=self.media,
             encoder_hash=self.encoder_hash, num_encoder_tokens=self.num_encoder_tokens,
-            encoder_token_ids=self.encoder_token_ids,
+            encoder_token_ids=self.encoder_token_ids, held=self.held,
         )  # fmt: skip
         child.all_token_ids += self.all_token_ids[self.num_prompt_tokens : num_tokens]
         child.num_cached_tokens = self.num_cached_tokens

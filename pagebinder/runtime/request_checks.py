@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from numbers import Integral
 
+import numpy as np
+import torch
+
 from pagebinder.config import SamplingParams
 from pagebinder.config_checks import check_unicode, is_number, plain_number
 from pagebinder.errors import RequestError
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int]  # or a list of token ids, texts and embeddings (`prompt_parts.py`)
 MOST_BEAMS = 1024  # all are forked in one piece
 MOST_LENGTH_PENALTY = 16.0  # no number of tokens to this power is too large for a float
 
 
+def is_embeds(value) -> bool:
+    """Is it a tensor (or array) of embeddings, [tokens, width]?"""
+    return (isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 2) or (
+        isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.ndim == 2
+    )
+
+
 def prompt_list(prompts) -> list:
-    """One prompt or several (a list, or a tensor of token ids) as a list of prompts. Raises RequestError."""
+    """One prompt or several (a list, or a tensor of token ids) as a list of prompts. A list that holds embeddings is
+    one prompt. Raises RequestError."""
+    if is_embeds(prompts) or (isinstance(prompts, (list, tuple)) and any(map(is_embeds, prompts))):
+        return [prompts]
     prompts = _listed(prompts, "prompt")
     if not isinstance(prompts, (str, Sequence)):
         raise RequestError(f"Give a prompt or a list of prompts, not {type(prompts).__name__}.")

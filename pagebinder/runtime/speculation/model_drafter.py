@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagebinder.config import EngineConfig, SamplingParams
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID
 from pagebinder.errors import CacheCapacityError, ConfigError
 from pagebinder.runtime.live_requests import LiveRequest
 from pagebinder.runtime.request import Request
@@ -42,8 +43,9 @@ class _Twin:
 class ModelDrafter:
     """Guesses the likeliest tokens of `compiled`, a CompiledModel whose token ids mean the same.
 
-    A request that its cache cannot hold, or that is longer than it can read, gets no guesses. Layers with windows may
-    have lost the oldest few keys of a window where guesses failed: that costs a guess at most.
+    A request that its cache cannot hold, that is longer than it can read, or that holds embeddings gets no guesses.
+    Layers with windows may have lost the oldest few keys of a window where guesses failed: that costs a guess at
+    most.
 
     Args:
         config: of its engine. It has no prefix cache. max_num_seqs should be no less than that of the engine that it
@@ -98,7 +100,7 @@ class ModelDrafter:
         """The request's twin, with its tokens; None: it can have none."""
         tokens, room = request.token_ids, self.engine.model.max_model_len - len(request.token_ids) - 1
         twin = self._twins.get(request.key)
-        if room < 1:
+        if room < 1 or (twin is None and max(tokens) >= FIRST_ROW_ID):
             return None
         end = len(tokens) + min(request.most, room)
         if twin is None:

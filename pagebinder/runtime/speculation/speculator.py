@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from pagebinder.config import EngineConfig
 from pagebinder.config_checks import short_repr
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID
 from pagebinder.errors import ConfigError
 from pagebinder.runtime.live_requests import LiveRequest
 from pagebinder.runtime.request import Request
@@ -89,11 +90,13 @@ class Speculator:
         return {request_id: tokens for request_id, tokens in guesses.items() if tokens}
 
     def _checked(self, ask: DraftRequest, answer: Sequence[int]) -> list[int]:
-        """The guesses that are used. Raises ValueError where they are no token ids."""
+        """The guesses that are used: those before what stands for an embedding of the prompt, which none chooses.
+        Raises ValueError where they are no token ids."""
         try:
             tokens = [operator.index(token) for token in itertools.islice(answer, ask.most)]
         except TypeError:
             tokens = [-1]
+        tokens = list(itertools.takewhile(lambda token: token < FIRST_ROW_ID, tokens))
         if not all(0 <= token < self._vocab_size for token in tokens):
             raise ValueError(
                 f"the drafter guessed {short_repr(answer)} for {ask.request_id!r}: token ids are wanted, whole "

@@ -1,0 +1,177 @@
+"""Prompts with images, sound or video, of models that make embeddings of them: the model's own code makes the prompt.
+
+    processor(...) -> input_ids, pixel_values, ...
+        |  the source model, up to the call of its language model
+        v
+    language_model(inputs_embeds=[1, T, C], position_ids=..., attention_mask=..., ...)
+        |  where a row is not what the token's own would be, it is an embedding of the prompt
+        v
+    [1, 733, embeds [576, C], 733, 5]
+
+Nothing is known here of any family. That embeddings are all that the language model is told of an image is proven
+for each prompt: it is called again for the same tokens without media, and what else it is given must be the same.
+Where it is not (positions in three dimensions, a mask that lets parts of an image see each other, features for its
+layers), the prompt is refused with the name of what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pagebinder.errors import RequestError
+from pagebinder.frontend.python_state import put_back
+
+# What a processor gives of the text, and what tells a language model how to answer rather than what it reads.
+TEXT_INPUTS = ("input_ids", "attention_mask")
+EMBEDS = "inputs_embeds"
+REMEDY = {
+    "position_ids": "its positions are not counted token by token, as for text",
+    "attention_mask": "its tokens do not attend as text does, each to those before it",
+}
+
+
+class _ReachedLanguageModel(Exception):
+    """Ends the call of a source model whose language model was called. `given`: with these arguments, by name."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
+
+
+def media_prompt(model: torch.nn.Module, inputs: Mapping[str, Any]) -> list[int | torch.Tensor]:
+    """A prompt of token ids and embeddings [n, C], in the order of the tokens.
+
+    Args:
+        model: the source model, transformers' class for all kinds of inputs, with weights.
+        inputs: what its processor made of one prompt: input_ids [1, T], and tensors for the media.
+    Raises:
+        RequestError: no such model or inputs; the language model is told more of the media than embeddings.
+    """
+    ids, text, media = _split(model, inputs)
+    language_model = _language_model(model)
+    with put_back(model), torch.no_grad(), _evaluating(model):
+        plain = _call(model, language_model, text)
+        told = _call(model, language_model, text | media)
+    name = type(model).__name__
+    for argument in sorted(plain.keys() | told.keys()):
+        if argument != EMBEDS and not _same(plain.get(argument), told.get(argument)):
+            why = REMEDY.get(argument, "it is more than embeddings in the place of tokens")
+            raise RequestError(
+                f"{name} tells its language model more of this prompt than embeddings: {argument} is not what it is "
+                f"for text ({why}). Prompts like it are not served."
+            )
+    embeds, own = told[EMBEDS], plain[EMBEDS]
+    if embeds.shape != own.shape or embeds.dim() != 3 or embeds.shape[:2] != ids.shape:
+        raise RequestError(
+            f"{name} makes {tuple(embeds.shape)} embeddings of {tuple(ids.shape)} tokens: a row for each is wanted."
+        )
+    return _parts(ids[0], embeds[0], (embeds[0] != own[0]).any(-1))
+
+
+def _split(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict, dict]:
+    """The token ids, the inputs of the text, and those of the media."""
+    if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), torch.Tensor):
+        raise RequestError(
+            'Give what the model\'s processor returns with return_tensors="pt": a mapping with input_ids [1, T].'
+        )
+    ids = inputs["input_ids"]
+    if ids.dim() != 2 or len(ids) != 1 or ids.dtype != torch.int64 or not ids.numel():
+        raise RequestError(
+            f"input_ids must be int64 [1, T], of one prompt; they are {ids.dtype} {tuple(ids.shape)}."
+        )
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+        raise RequestError("attention_mask hides tokens: make the inputs without padding.")
+    device, dtype = ids.device, None
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.is_meta:
+        raise RequestError(f"{type(model).__name__} has no weights to compute embeddings with.")
+    device, dtype = parameter.device, parameter.dtype
+    given = {
+        key: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in inputs.items()
+    }
+    text = {key: given[key] for key in TEXT_INPUTS if key in given}
+    media = {key: value for key, value in given.items() if key not in text}
+    return given["input_ids"], text, media
+
+
+def _language_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The innermost module that takes embeddings in the place of the model's tokens. Raises RequestError."""
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if embedding is None:
+        raise RequestError(f"{type(model).__name__} is no transformers model: it has no processor's inputs.")
+    found = [
+        module
+        for module in model.modules()
+        if module is not model
+        and EMBEDS in inspect.signature(module.forward).parameters
+        and any(part is embedding for part in module.modules())
+    ]
+    if not found:
+        raise RequestError(f"{type(model).__name__} has no language model of its own that takes {EMBEDS}.")
+    return found[-1]
+
+
+def _call(model: torch.nn.Module, language_model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What the language model is called with, by name, when the model is called with `inputs`."""
+    names = list(inspect.signature(language_model.forward).parameters)
+
+    def stop(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        raise _ReachedLanguageModel(dict(zip(names, args)) | kwargs)
+
+    hook = language_model.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        model(**inputs, use_cache=False)
+    except _ReachedLanguageModel as reached:
+        if not isinstance(reached.given.get(EMBEDS), torch.Tensor):
+            reached.given[EMBEDS] = model.get_input_embeddings()(inputs["input_ids"])
+            reached.given.pop("input_ids", None)
+        return reached.given
+    except Exception as error:
+        kinds = ", ".join(sorted(inputs))
+        raise RequestError(f"{type(model).__name__} cannot be called with {kinds}: {error}") from error
+    finally:
+        hook.remove()
+    raise RequestError(f"{type(model).__name__} does not call its language model with these inputs.")
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module):
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Are two arguments the same, as far as they are tensors, numbers, and collections of such?"""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return False
+    return a is b or (type(a) is type(b) and a == b)
+
+
+def _parts(ids: torch.Tensor, embeds: torch.Tensor, is_embedding: torch.Tensor) -> list[int | torch.Tensor]:
+    parts: list[int | torch.Tensor] = []
+    flags, start = is_embedding.tolist(), 0
+    for end in range(1, len(flags) + 1):
+        if end < len(flags) and flags[end] == flags[start]:
+            continue
+        parts += [embeds[start:end].clone()] if flags[start] else ids[start:end].tolist()
+        start = end
+    return parts

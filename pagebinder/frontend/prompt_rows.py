@@ -1,0 +1,146 @@
+"""Prompts of embeddings: token ids from FIRST_ROW_ID on are rows of a table that the graph holds.
+
+    input_ids                  5   9   2^30+4   2^30+5   7
+    embedding(weight, .)       w5  w9  .        .        w7         what the model's own embedding returns
+    embedding(prompt_rows, .)  .   .   r4       r5       .          what somebody wrote there: parts of an image, say
+    where                      w5  w9  r4       r5       w7
+
+The table is an attribute of the graph, [S, C] in the dtype of the embedding's result, and written in place while
+requests hold its rows (`runtime/prompt_rows.py`): for all that comes after, such tokens are tokens like any other.
+What `inputs_embeds` is in transformers' models is what the rows are, which is checked by running both.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, PROMPT_ROWS
+from pagebinder.errors import ConfigError
+from pagebinder.frontend.source import ModelSource
+from pagebinder.graph_tools import (
+    CASTS,
+    IDENTITIES,
+    aten,
+    finish,
+    insert_call,
+    insert_constant,
+    is_call,
+    is_view_op,
+    module_path,
+    source_line,
+    val,
+)
+
+CHECKED_TOKENS = 5
+# Of the spread of the logits: both sides round in other places, but a missing factor or offset is no rounding.
+TOLERANCE = 0.05
+
+
+def add_prompt_rows(gm: GraphModule, source: ModelSource, num_rows: int) -> torch.Tensor:
+    """Let the captured graph take rows in the place of token ids; in place.
+
+    Returns:
+        the table [num_rows, C], zeros.
+    Raises:
+        ConfigError: the model reads token ids elsewhere, too, or its `inputs_embeds` are something else than the
+            result of its embedding.
+    """
+    lookup = _only_lookup(gm, type(source.module).__name__)
+    result = _of_module(lookup, source.module)
+    table = torch.zeros(num_rows, val(result).shape[-1], dtype=val(result).dtype, device=source.device)
+    ids, weight = lookup.args[1], lookup.args[0]
+    node = insert_constant(gm, lookup, PROMPT_ROWS, table)
+    is_row = insert_call(gm.graph, lookup, aten.ge.Scalar, (ids, FIRST_ROW_ID))
+    own = insert_call(gm.graph, lookup, aten.clamp.default, (ids, None, val(weight).shape[0] - 1))
+    lookup.update_arg(1, own)
+    after = result.next
+    number = insert_call(gm.graph, after, aten.sub.Tensor, (ids, FIRST_ROW_ID))
+    number = insert_call(gm.graph, after, aten.clamp.default, (number, 0, num_rows - 1))
+    row = insert_call(gm.graph, after, aten.embedding.default, (node, number))
+    is_row = insert_call(gm.graph, after, aten.unsqueeze.default, (is_row, -1))
+    both = insert_call(gm.graph, after, aten.where.self, (is_row, row, result), value=val(result))
+    result.replace_all_uses_with(both, delete_user_cb=lambda user: user is not both)
+    finish(gm)
+    _check_against_source(gm, source, table)
+    return table
+
+
+def describe_prompt_rows(table: torch.Tensor) -> str:
+    size = table.numel() * table.element_size() / 2**20
+    return (
+        f"Prompts may hold embeddings: {len(table):,} at a time, {table.shape[1]:,} wide, in {table.dtype} "
+        f"({size:,.1f} MiB)."
+    )
+
+
+def _only_lookup(gm: GraphModule, model: str) -> Node:
+    """The embedding of the token ids. Raises ConfigError where something else reads them."""
+    lookups = []
+    for node in _readers(next(n for n in gm.graph.nodes if n.op == "placeholder")):
+        if is_call(node, aten.embedding.default) and node.args[0].op == "get_attr":
+            lookups.append(node)
+        elif is_call(node, aten.sym_size.int):
+            continue
+        else:
+            where = ", ".join(filter(None, (module_path(node), source_line(node))))
+            raise ConfigError(
+                f"prompt_embeds: {model} reads token ids not only to embed them, and an embedding has none: "
+                f"{node.target} ({where}). Serve it without prompt_embeds."
+            )
+    if len(lookups) != 1:
+        raise ConfigError(
+            f"prompt_embeds: {model} looks token ids up in {len(lookups)} tables, and a prompt's embedding stands "
+            "for the row of one. Serve it without prompt_embeds."
+        )
+    return lookups[0]
+
+
+def _readers(ids: Node) -> list[Node]:
+    """What reads the ids, seen through views and casts."""
+    found = []
+    for user in ids.users:
+        passed_on = is_view_op(user.target) or is_call(user, *CASTS, *IDENTITIES)
+        found += _readers(user) if passed_on else [user]
+    return found
+
+
+def _of_module(lookup: Node, model: torch.nn.Module) -> Node:
+    """What the module that looks up returns: some scale the row."""
+    path = module_path(lookup)
+    try:
+        is_embedding = isinstance(model.get_submodule(path), torch.nn.Embedding)
+    except AttributeError:
+        is_embedding = False
+    node = lookup
+    while is_embedding and len(node.users) == 1 and module_path(next(iter(node.users))) == path:
+        node = next(iter(node.users))
+    return node
+
+
+def _check_against_source(gm: GraphModule, source: ModelSource, table: torch.Tensor) -> None:
+    """Does the graph compute of rows what the source model computes of `inputs_embeds`? Of models that take them."""
+    takes = source.is_transformers and "inputs_embeds" in inspect.signature(source.module.forward).parameters
+    if not takes or source.device.type == "meta":
+        return
+    count = min(CHECKED_TOKENS, len(table), source.max_model_len)
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(count, table.shape[1], generator=generator).to(table)
+    table[:count] = embeds
+    positions = torch.arange(count, device=source.device)
+    was_training = source.module.training
+    source.module.eval()
+    try:
+        with torch.no_grad():
+            wanted = source.module(inputs_embeds=embeds[None], use_cache=False).logits[0].float()
+            found = gm(FIRST_ROW_ID + positions, positions).float()
+    finally:
+        source.module.train(was_training)
+        table.zero_()
+    if (wanted - found).abs().max() > TOLERANCE * wanted.std():
+        raise ConfigError(
+            f"prompt_embeds: {type(source.module).__name__} computes something else of inputs_embeds than of rows in "
+            "the place of its embedding's. Serve it without prompt_embeds."
+        )

@@ -1,0 +1,119 @@
+"""Embeddings that stand in prompts for tokens: parts of an image or a sound, or a prompt that was learned.
+
+    prompt      [5, 9, embeds [2, C], 7]     ->     token ids  5  9  2^30+4  2^30+5  7
+    table       row 4, row 5 = embeds               media      (digest of embeds, 2, 4)
+
+A row is written once and read by the graph wherever its id stands, so chunked prefill, preemption, forks and the
+prefix cache see tokens; what a prefix is told by besides ids is the digest. Equal embeddings are kept once. Rows that
+no request holds any more stay until others need the place, so that an image that comes again finds its prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID
+from pagebinder.errors import CacheCapacityError, RequestError
+
+
+class HeldRows:
+    """Rows that stay as they are as long as this object lives. `token_ids`: theirs. `digest`: of what they hold."""
+
+    __slots__ = ("__weakref__", "digest", "token_ids")
+
+    def __init__(self, digest: str, rows: Sequence[int]) -> None:
+        self.digest = digest
+        self.token_ids = tuple(FIRST_ROW_ID + row for row in rows)
+
+
+class _Entry:
+    __slots__ = ("held", "rows")
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+        self.held: weakref.ref[HeldRows] | None = None
+
+    @property
+    def in_use(self) -> bool:
+        return self.held is not None and self.held() is not None
+
+
+class PromptRows:
+    """The table [S, C] that a compiled model's graph reads, and who holds what of it. Threads may share it.
+
+    Engines of one compiled model share it, too, as they share its weights.
+    """
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        self._free = list(range(len(table)))[::-1]
+        self._entries: dict[str, _Entry] = {}  # by digest, those asked for last at the end
+        self._lock = threading.Lock()
+
+    @property
+    def width(self) -> int:
+        return self.table.shape[1]
+
+    @property
+    def num_held(self) -> int:
+        """Rows that requests hold at present."""
+        with self._lock:
+            return sum(len(entry.rows) for entry in self._entries.values() if entry.in_use)
+
+    def hold(self, embeds: torch.Tensor) -> HeldRows:
+        """Rows with these embeddings [n, C], n >= 1, in the table's dtype.
+
+        Raises:
+            RequestError: other sizes, not floating, not finite, or more than the table has rows.
+            CacheCapacityError: requests hold too many of them at present.
+        """
+        values = self._checked(embeds)
+        digest = hashlib.sha256(values.contiguous().cpu().view(torch.uint8).numpy()).hexdigest()
+        with self._lock:
+            entry = self._entries.pop(digest, None)
+            if entry is None:
+                entry = _Entry(self._take(len(values)))
+                self.table[torch.tensor(entry.rows, device=self.table.device)] = values
+            self._entries[digest] = entry
+            held = None if entry.held is None else entry.held()
+            if held is None:
+                held = HeldRows(digest, entry.rows)
+                entry.held = weakref.ref(held)
+            return held
+
+    def _checked(self, embeds: torch.Tensor) -> torch.Tensor:
+        if not isinstance(embeds, torch.Tensor) or not embeds.is_floating_point() or embeds.dim() != 2:
+            raise RequestError("Embeddings of a prompt are a floating tensor [tokens, width].")
+        if embeds.shape[1] != self.width or not len(embeds):
+            raise RequestError(
+                f"Embeddings [{len(embeds)}, {embeds.shape[1]}]: the model's are {self.width} wide, and there must "
+                "be at least one."
+            )
+        if len(embeds) > len(self.table):
+            raise RequestError(
+                f"{len(embeds)} embeddings are more than the {len(self.table)} that the model was compiled for; "
+                f"compile it with CompileConfig(prompt_embeds={len(embeds)}) or more."
+            )
+        values = embeds.detach().to(device=self.table.device, dtype=self.table.dtype)
+        if not bool(values.isfinite().all()):
+            raise RequestError(f"An embedding is not finite in the model's {self.table.dtype}.")
+        return values
+
+    def _take(self, count: int) -> list[int]:
+        """Free rows; those that nobody holds go first who were asked for longest ago. Raises CacheCapacityError."""
+        idle = [digest for digest, entry in self._entries.items() if not entry.in_use]
+        if len(self._free) + sum(len(self._entries[digest].rows) for digest in idle) < count:
+            raise CacheCapacityError(
+                f"{count} embeddings do not fit beside those of other requests ({len(self.table)} in all): wait for "
+                "these to end, or compile with a larger CompileConfig(prompt_embeds=...)."
+            )
+        for digest in idle:
+            if len(self._free) >= count:
+                break
+            self._free += self._entries.pop(digest).rows[::-1]
+        return [self._free.pop() for _ in range(count)]
