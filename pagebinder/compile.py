@@ -45,7 +45,7 @@ from pagebinder.frontend.model_kinds import parts_beside_text
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
 from pagebinder.frontend.plain_modules import with_vocabulary
-from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows
+from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows, position_axes
 from pagebinder.frontend.recognise import (
     recognise_causal_conv,
     recognise_gated_activation,
@@ -235,17 +235,19 @@ def compile_source(
     if source.device.type == "cpu":
         start_by_source(source, config)
     memory = MemoryAhead(placed_bytes(source, config))
-    prompt_table = None
+    prompt_tables = None
     with stage("capture"), collector_paused():
-        captured, encoder = _capture(source, report)
+        captured, encoder = _capture(
+            source, report, axes=position_axes(source) if config.prompt_embeds else 0
+        )
+        if config.prompt_embeds:
+            prompt_tables = add_prompt_rows(captured, source, config.prompt_embeds)
+            report.notes.append(describe_prompt_rows(prompt_tables))
         check_head(source, captured)
         source = with_vocabulary(source, captured)
         check_absent(source.tensors.absent, captured, source.path)
         max_model_len = bounded(max_model_len, captured, config, report)
         report.passes.append(captured_leaves(LEAVES, source.module, captured))
-        if config.prompt_embeds:
-            prompt_table = add_prompt_rows(captured, source, config.prompt_embeds)
-            report.notes.append(describe_prompt_rows(prompt_table))
         if encoder is not None:
             trail.add("encoder", "capture", encoder, chain=ENCODER)
         trail.add("captured", "capture", captured)
@@ -295,7 +297,7 @@ def compile_source(
         executable=executable,
         encoder_executable=encoder_executable,
         uncounted_id=numbering(source.module).uncounted_id,
-        prompt_table=prompt_table,
+        prompt_tables=prompt_tables,
         _refused=refused,
     )
 
@@ -403,11 +405,13 @@ def _fuses_norms(config: CompileConfig, source: ModelSource) -> bool:
     return "norm_linears" in config.providers or (source.device.type == "cuda" and not is_compiled(config))
 
 
-def _capture(source: ModelSource, report: CompileReport) -> tuple[GraphModule, GraphModule | None]:
+def _capture(
+    source: ModelSource, report: CompileReport, *, axes: int
+) -> tuple[GraphModule, GraphModule | None]:
     """The captured graph of a decoder, and that of its encoder if it has one."""
     encoder = None
     if source.encoder is None:
-        captured, report.capture_route = capture(source)
+        captured, report.capture_route = capture(source, axes=axes)
     else:
         encoder, _ = capture_encoder(source)
         captured, report.capture_route = capture_decoder(source, states_of(encoder))

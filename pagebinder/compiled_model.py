@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from pagebinder.ambient import inference
 from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.config_checks import is_int, plain_number
+from pagebinder.custom_ops.prompt_rows import PromptTables
 from pagebinder.errors import CaptureError, ConfigError, RequestError
 from pagebinder.forks import NotPickled, use_threads
 from pagebinder.frontend.source import ModelSource
@@ -41,7 +42,7 @@ class CompiledModel(NotPickled):
 
     Of an encoder-decoder they are the levels of its decoder, and `graphs["encoder"]` is its encoder, which
     `encoder_executable` runs. `uncounted_id`: the padding token of a model that leaves it out of the positions.
-    `prompt_table`: [S, C], what the graphs read in the place of prompts' embeddings (see `prompt_rows`).
+    `prompt_tables`: what the graphs read in the place of prompts' embeddings (see `prompt_rows`).
     """
 
     source: ModelSource
@@ -55,7 +56,7 @@ class CompiledModel(NotPickled):
     executable: Executable | None
     encoder_executable: Executable | None = None
     uncounted_id: int | None = None
-    prompt_table: torch.Tensor | None = None
+    prompt_tables: PromptTables | None = None
     _refused: str | None = None
 
     def __repr__(self) -> str:
@@ -225,9 +226,9 @@ class CompiledModel(NotPickled):
     def prompt_rows(self) -> PromptRows | None:
         """Where embeddings of prompts are held (`CompileConfig(prompt_embeds=...)`), for all engines of this model; a
         serving loop of one's own asks it for token ids. None: the model was not compiled for them."""
-        return None if self.prompt_table is None else PromptRows(self.prompt_table)
+        return None if self.prompt_tables is None else PromptRows(self.prompt_tables)
 
-    def media_prompt(self, inputs: Mapping[str, Any]) -> list[int | torch.Tensor]:
+    def media_prompt(self, inputs: Mapping[str, Any]) -> list:
         """A prompt, token ids and embeddings, of what a multimodal model's processor returns for one prompt with
         images, sound or video: `inputs = processor(text=..., images=..., return_tensors="pt")`.
 
@@ -236,7 +237,7 @@ class CompiledModel(NotPickled):
 
         Raises:
             RequestError: other inputs; a loaded artefact, which has no source model; the model tells its language
-                model more of the media than embeddings (positions in three dimensions, masks): says what.
+                model more of the media than embeddings and positions (masks, features for layers): says what.
         """
         from pagebinder.frontend.media_prompts import media_prompt
 
@@ -245,7 +246,9 @@ class CompiledModel(NotPickled):
                 f"{self.report.model_class}: there is no transformers model here that could make embeddings of media "
                 "(a loaded artefact has its graphs alone); make them elsewhere, and give them as tensors."
             )
-        return media_prompt(self.source.module, inputs)
+        return media_prompt(
+            self.source.module, inputs, 0 if self.prompt_rows is None else self.prompt_rows.axes
+        )
 
     def _check_runs(self) -> None:
         if self._refused:

@@ -32,7 +32,7 @@ from pagebinder.custom_ops.cpu import compiler
 from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages, read_whole
 from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.custom_ops.linear.packed_weights import is_plain
-from pagebinder.custom_ops.prompt_rows import PROMPT_ROWS
+from pagebinder.custom_ops.prompt_rows import PromptTables
 from pagebinder.custom_ops.providers import registered_providers
 from pagebinder.errors import ArtefactError, CompilerNotFoundError
 from pagebinder.forks import use_threads
@@ -121,7 +121,7 @@ def _load(path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | No
         if part in manifest["kernels"]:
             cpu_build.load(part, built=parts.get(part))
     weights = load_weights(table, files)
-    prompt_table = _prompt_table(weights)
+    prompt_tables = _prompt_tables(weights)
     config = _value(path, manifest, "config")
     if not config.map_weights:
         executed = (
@@ -156,19 +156,16 @@ def _load(path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | No
         "_refused": manifest["refused"],
     }
     if kind is DECODER:
-        common["prompt_table"] = prompt_table
+        common["prompt_tables"] = prompt_tables
     return kind.restore(manifest, value, common, executables)
 
 
-def _prompt_table(weights: Mapping[str, dict[str, torch.Tensor]]) -> torch.Tensor | None:
+def _prompt_tables(weights: Mapping[str, dict[str, torch.Tensor]]) -> PromptTables | None:
     """What graphs read of prompts' embeddings: memory of their own, which is written, for all levels."""
-    named = [tensors for tensors in weights.values() if PROMPT_ROWS in tensors]
-    if not named:
-        return None
-    table = torch.zeros(named[0][PROMPT_ROWS].shape, dtype=named[0][PROMPT_ROWS].dtype, device="cpu")
-    for tensors in named:
-        tensors[PROMPT_ROWS] = table
-    return table
+    tables = PromptTables.found_in(weights[DECODER.main]) if DECODER.main in weights else None
+    for tensors in weights.values() if tables is not None else ():
+        tensors.update(tables.by_name)
+    return tables
 
 
 class SavedGraphs(Mapping[str, GraphModule]):

@@ -37,7 +37,6 @@ from pagebinder.compiler.lock import config_of
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.provider import NAMESPACE as CPU_NAMESPACE
 from pagebinder.custom_ops.cpu.provider import parts_of
-from pagebinder.custom_ops.prompt_rows import PROMPT_ROWS
 from pagebinder.errors import ArtefactError, ConfigError
 from pagebinder.graph_tools import attribute, dtype_name, looked_up, val
 from pagebinder.runtime.executables import AOTExecutable, Executable, InductorExecutable, ProgramExecutable
@@ -85,7 +84,7 @@ def save(compiled: Compiled, path: str | Path, *, executable: str | None = None)
         raise ConfigError(
             f"{compiled.report.model_class} is an encoder: programs without Python run decoders."
         )
-    if executable is not None and compiled.prompt_table is not None:
+    if executable is not None and compiled.prompt_tables is not None:
         raise ConfigError(
             "A program without Python takes no embeddings: compile without prompt_embeds to save it."
         )
@@ -106,10 +105,13 @@ def save(compiled: Compiled, path: str | Path, *, executable: str | None = None)
             level: {name: attribute(gm, name) for name in weight_names(gm)}
             for level, gm in compiled.graphs.items()
         }
-        if PROMPT_ROWS in tensors[kind.main]:  # what prompts have written there is nobody's
-            empty = attribute(compiled.graphs[kind.main], PROMPT_ROWS)
-            empty = torch.zeros(1, 1, dtype=empty.dtype, device="cpu").expand(empty.shape)
-            tensors = {level: named | {PROMPT_ROWS: empty} for level, named in tensors.items()}
+        if kind is DECODER and compiled.prompt_tables is not None:
+            # What prompts have written there is nobody's.
+            tables = compiled.prompt_tables.by_name.items()
+            empty = {
+                name: torch.zeros(1, 1, dtype=t.dtype, device="cpu").expand(t.shape) for name, t in tables
+            }
+            tensors = {level: named | empty for level, named in tensors.items()}
         table = save_weights(tensors, compiled.source.path, folder, path)
         write_json(folder / WEIGHTS, table)
         kept = {

@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from pagebinder.custom_ops.prompt_rows import POSITION_AXES
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import attention_hook, has_functions_of_its_own
 from pagebinder.frontend.equal_rows import merge_equal_rows
@@ -89,11 +90,18 @@ class FlatTokens(torch.nn.Module):
     that takes none has them given to its positional embeddings.
     """
 
-    def __init__(self, source: torch.nn.Module, is_transformers: bool, given: GivenPositions | None = None):
+    def __init__(
+        self,
+        source: torch.nn.Module,
+        is_transformers: bool,
+        given: GivenPositions | None = None,
+        axes: int = 0,
+    ):
         super().__init__()
         self.source = source
         self.is_transformers = is_transformers
         self.given = given
+        self.axes = axes
         self.offset = numbering(source).offset if is_transformers else 0
         self.call = None if is_transformers else plain_call(source)
 
@@ -105,6 +113,8 @@ class FlatTokens(torch.nn.Module):
         if not self.is_transformers:
             return logits_in(self.call(self.source, input_ids, positions), type(self.source).__name__)[0]
         positions = positions + self.offset if self.offset else positions
+        if self.axes:
+            positions = POSITION_AXES(positions[0], self.axes).unsqueeze(1)
         said = said_for_unpadded(self.source, input_ids)
         if self.given is None:
             return self.source(input_ids=input_ids, position_ids=positions, use_cache=False, **said).logits[0]
@@ -112,7 +122,7 @@ class FlatTokens(torch.nn.Module):
             return self.source(input_ids=input_ids, use_cache=False, **said).logits[0]
 
 
-def capture(source: ModelSource, *, hook: bool = True) -> tuple[GraphModule, str]:
+def capture(source: ModelSource, *, hook: bool = True, axes: int = 0) -> tuple[GraphModule, str]:
     """Trace a decoder-only source model.
 
     A graph that holds only up to some length (of a mask buffer, a table of positions, RoPE's frequencies) says so,
@@ -120,13 +130,14 @@ def capture(source: ModelSource, *, hook: bool = True) -> tuple[GraphModule, str
 
     Args:
         hook: False leaves attention as transformers' "eager" or "sdpa" writes it, for the recognisers to find.
+        axes: not 0: give a transformers model its positions along so many axes, for `prompt_rows.py`.
     Returns:
         the captured graph and the route that led to it ("export", "export strict", "export up to 1024 tokens").
     Raises:
         CaptureError: the model cannot be traced for any number of tokens; says what was tried.
     """
     if not source.is_transformers or takes_positions(source.module):
-        wrapper = FlatTokens(source.module, source.is_transformers)
+        wrapper = FlatTokens(source.module, source.is_transformers, axes=axes)
         if wrapper.call is not None:
             with put_back(source.module), evaluation_mode(source.module):
                 wrapper.call = checked_call(source.module, wrapper.call, source.vocab_size)

@@ -6,12 +6,12 @@
     language_model(inputs_embeds=[1, T, C], position_ids=..., attention_mask=..., ...)
         |  where a row is not what the token's own would be, it is an embedding of the prompt
         v
-    [1, 733, embeds [576, C], 733, 5]
+    [1, 733, embeds [576, C], 733, 5]              embeds with positions, where these have several axes
 
 Nothing is known here of any family. That embeddings are all that the language model is told of an image is proven
 for each prompt: it is called again for the same tokens without media, and what else it is given must be the same.
-Where it is not (positions in three dimensions, a mask that lets parts of an image see each other, features for its
-layers), the prompt is refused with the name of what differs.
+Where it is not (a mask that lets parts of an image see each other, features for its layers), the prompt is refused
+with the name of what differs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from pagebinder.errors import RequestError
-from pagebinder.frontend.python_state import put_back
+from pagebinder.runtime.prompt_rows import Embeds
 
 # What a processor gives of the text, and what tells a language model how to answer rather than what it reads.
 TEXT_INPUTS = ("input_ids", "attention_mask")
-EMBEDS = "inputs_embeds"
+EMBEDS, POSITIONS = "inputs_embeds", "position_ids"
 REMEDY = {
     "position_ids": "its positions are not counted token by token, as for text",
     "attention_mask": "its tokens do not attend as text does, each to those before it",
@@ -42,23 +42,26 @@ class _ReachedLanguageModel(Exception):
         self.given = given
 
 
-def media_prompt(model: torch.nn.Module, inputs: Mapping[str, Any]) -> list[int | torch.Tensor]:
-    """A prompt of token ids and embeddings [n, C], in the order of the tokens.
+def media_prompt(model: torch.nn.Module, inputs: Mapping[str, Any], axes: int) -> list:
+    """A prompt of token ids and embeddings (tensors [n, C], or where there are axes `Embeds`), in the order of the
+    tokens.
 
     Args:
         model: the source model, transformers' class for all kinds of inputs, with weights.
+        axes: along which the compiled model takes positions, 0: none.
         inputs: what its processor made of one prompt: input_ids [1, T], and tensors for the media.
     Raises:
         RequestError: no such model or inputs; the language model is told more of the media than embeddings.
     """
     ids, text, media = _split(model, inputs)
     language_model = _language_model(model)
-    with put_back(model), torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), _evaluating(model):
         plain = _call(model, language_model, text)
         told = _call(model, language_model, text | media)
     name = type(model).__name__
     for argument in sorted(plain.keys() | told.keys()):
-        if argument != EMBEDS and not _same(plain.get(argument), told.get(argument)):
+        understood = argument == EMBEDS or (axes and argument == POSITIONS)
+        if not understood and not _same(plain.get(argument), told.get(argument)):
             why = REMEDY.get(argument, "it is more than embeddings in the place of tokens")
             raise RequestError(
                 f"{name} tells its language model more of this prompt than embeddings: {argument} is not what it is "
@@ -69,7 +72,11 @@ def media_prompt(model: torch.nn.Module, inputs: Mapping[str, Any]) -> list[int 
         raise RequestError(
             f"{name} makes {tuple(embeds.shape)} embeddings of {tuple(ids.shape)} tokens: a row for each is wanted."
         )
-    return _parts(ids[0], embeds[0], (embeds[0] != own[0]).any(-1))
+    is_embedding = (embeds[0] != own[0]).any(-1).tolist()
+    positions = _positions(told.get(POSITIONS), axes, ids.shape[1], name) if axes else None
+    if positions is not None:
+        _check_text_positions(positions, is_embedding, name)
+    return _parts(ids[0], embeds[0], is_embedding, positions)
 
 
 def _split(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict, dict]:
@@ -166,12 +173,45 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and a == b)
 
 
-def _parts(ids: torch.Tensor, embeds: torch.Tensor, is_embedding: torch.Tensor) -> list[int | torch.Tensor]:
-    parts: list[int | torch.Tensor] = []
-    flags, start = is_embedding.tolist(), 0
-    for end in range(1, len(flags) + 1):
-        if end < len(flags) and flags[end] == flags[start]:
+def _positions(given: Any, axes: int, num_tokens: int, name: str) -> torch.Tensor:
+    """[T, A] of what the language model is called with: [A, 1, T], [1 + A, 1, T] with places in front, or nothing."""
+    places = torch.arange(num_tokens)
+    if given is None:
+        return places[:, None].expand(-1, axes)
+    if isinstance(given, torch.Tensor) and given.dim() == 3 and given.shape[1:] == (1, num_tokens):
+        rows = given[:, 0].cpu().to(torch.int64)
+        if len(rows) == axes + 1 and torch.equal(rows[0], places):
+            rows = rows[1:]
+        if len(rows) == axes:
+            return rows.T
+    raise RequestError(f"{name} gives its language model positions that are not [{axes}, 1, {num_tokens}].")
+
+
+def _check_text_positions(positions: torch.Tensor, is_embedding: list[bool], name: str) -> None:
+    """Tokens go on from the largest position before them, along all axes: that is how engines count."""
+    following = 0
+    for row, of_media in zip(positions.tolist(), is_embedding):
+        if not of_media and row != [following] * len(row):
+            raise RequestError(
+                f"{name} gives a token the positions {row} where the largest before it is {following - 1}: prompts "
+                "whose text does not go on from there are not served."
+            )
+        following = max(following, *(position + 1 for position in row))
+
+
+def _parts(
+    ids: torch.Tensor, embeds: torch.Tensor, is_embedding: list[bool], positions: torch.Tensor | None
+) -> list:
+    parts: list[int | torch.Tensor | Embeds] = []
+    start = 0
+    for end in range(1, len(is_embedding) + 1):
+        if end < len(is_embedding) and is_embedding[end] == is_embedding[start]:
             continue
-        parts += [embeds[start:end].clone()] if flags[start] else ids[start:end].tolist()
+        if not is_embedding[start]:
+            parts += ids[start:end].tolist()
+        elif positions is None:
+            parts.append(embeds[start:end].clone())
+        else:
+            parts.append(Embeds(embeds[start:end].clone(), positions[start:end].clone()))
         start = end
     return parts

@@ -7,7 +7,9 @@
 
 The table is an attribute of the graph, [S, C] in the dtype of the embedding's result, and written in place while
 requests hold its rows (`runtime/prompt_rows.py`): for all that comes after, such tokens are tokens like any other.
-What `inputs_embeds` is in transformers' models is what the rows are, which is checked by running both.
+What `inputs_embeds` is in transformers' models is what the rows are, which is checked by running both. Where RoPE
+turns by positions of several axes (time, height and width of images), rows have positions of their own in a second
+table [S, A], and tokens the same along each axis.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import inspect
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, PROMPT_ROWS
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, POSITION_AXES, POSITIONS, ROWS, PromptTables
 from pagebinder.errors import ConfigError
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import (
     CASTS,
     IDENTITIES,
     aten,
+    calls,
     finish,
     insert_call,
     insert_constant,
@@ -39,11 +42,19 @@ CHECKED_TOKENS = 5
 TOLERANCE = 0.05
 
 
-def add_prompt_rows(gm: GraphModule, source: ModelSource, num_rows: int) -> torch.Tensor:
+def position_axes(source: ModelSource) -> int:
+    """Along how many axes RoPE of a transformers model counts positions; 0: they are one number."""
+    config = source.config.get_text_config() if hasattr(source.config, "get_text_config") else None
+    said = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
+    sections = next((value["mrope_section"] for value in said if value and value.get("mrope_section")), ())
+    return len(sections)
+
+
+def add_prompt_rows(gm: GraphModule, source: ModelSource, num_rows: int) -> PromptTables:
     """Let the captured graph take rows in the place of token ids; in place.
 
     Returns:
-        the table [num_rows, C], zeros.
+        the tables, for num_rows rows, zeros.
     Raises:
         ConfigError: the model reads token ids elsewhere, too, or its `inputs_embeds` are something else than the
             result of its embedding.
@@ -52,7 +63,7 @@ def add_prompt_rows(gm: GraphModule, source: ModelSource, num_rows: int) -> torc
     result = _of_module(lookup, source.module)
     table = torch.zeros(num_rows, val(result).shape[-1], dtype=val(result).dtype, device=source.device)
     ids, weight = lookup.args[1], lookup.args[0]
-    node = insert_constant(gm, lookup, PROMPT_ROWS, table)
+    node = insert_constant(gm, lookup, ROWS, table)
     is_row = insert_call(gm.graph, lookup, aten.ge.Scalar, (ids, FIRST_ROW_ID))
     own = insert_call(gm.graph, lookup, aten.clamp.default, (ids, None, val(weight).shape[0] - 1))
     lookup.update_arg(1, own)
@@ -63,15 +74,35 @@ def add_prompt_rows(gm: GraphModule, source: ModelSource, num_rows: int) -> torc
     is_row = insert_call(gm.graph, after, aten.unsqueeze.default, (is_row, -1))
     both = insert_call(gm.graph, after, aten.where.self, (is_row, row, result), value=val(result))
     result.replace_all_uses_with(both, delete_user_cb=lambda user: user is not both)
+    tables = PromptTables(table, _add_positions(gm, source, num_rows))
     finish(gm)
-    _check_against_source(gm, source, table)
+    _check_against_source(gm, source, tables)
+    return tables
+
+
+def _add_positions(gm: GraphModule, source: ModelSource, num_rows: int) -> torch.Tensor | None:
+    """Positions of rows, where there are axes: the table."""
+    node = next(calls(gm.graph, POSITION_AXES), None)
+    if node is None:
+        return None
+    ids, positions = (n for n in gm.graph.nodes if n.op == "placeholder")
+    table = torch.zeros(num_rows, node.args[1], dtype=torch.int64, device=source.device)
+    stored = insert_constant(gm, node, POSITIONS, table)
+    is_row = insert_call(gm.graph, node, aten.ge.Scalar, (ids, FIRST_ROW_ID))
+    number = insert_call(gm.graph, node, aten.sub.Tensor, (ids, FIRST_ROW_ID))
+    number = insert_call(gm.graph, node, aten.clamp.default, (number, 0, num_rows - 1))
+    row = insert_call(gm.graph, node, aten.index_select.default, (stored, 0, number))
+    row = insert_call(gm.graph, node, aten.transpose.int, (row, 0, 1))
+    both = insert_call(gm.graph, node, aten.where.self, (is_row, row, positions), value=val(node))
+    node.replace_all_uses_with(both)
     return table
 
 
-def describe_prompt_rows(table: torch.Tensor) -> str:
-    size = table.numel() * table.element_size() / 2**20
+def describe_prompt_rows(tables: PromptTables) -> str:
+    rows = tables.rows
+    size = sum(table.numel() * table.element_size() for table in tables.by_name.values()) / 2**20
     return (
-        f"Prompts may hold embeddings: {len(table):,} at a time, {table.shape[1]:,} wide, in {table.dtype} "
+        f"Prompts may hold embeddings: {len(rows):,} at a time, {rows.shape[1]:,} wide, in {rows.dtype} "
         f"({size:,.1f} MiB)."
     )
 
@@ -120,8 +151,9 @@ def _of_module(lookup: Node, model: torch.nn.Module) -> Node:
     return node
 
 
-def _check_against_source(gm: GraphModule, source: ModelSource, table: torch.Tensor) -> None:
+def _check_against_source(gm: GraphModule, source: ModelSource, tables: PromptTables) -> None:
     """Does the graph compute of rows what the source model computes of `inputs_embeds`? Of models that take them."""
+    table, axes = tables.rows, {}
     takes = source.is_transformers and "inputs_embeds" in inspect.signature(source.module.forward).parameters
     if not takes or source.device.type == "meta":
         return
@@ -130,15 +162,22 @@ def _check_against_source(gm: GraphModule, source: ModelSource, table: torch.Ten
     embeds = torch.randn(count, table.shape[1], generator=generator).to(table)
     table[:count] = embeds
     positions = torch.arange(count, device=source.device)
+    if tables.positions is not None:
+        along = torch.randint(0, count, tuple(tables.positions[:count].shape), generator=generator).to(
+            positions
+        )
+        tables.positions[:count] = along
+        axes = {"position_ids": along.T[:, None]}
     was_training = source.module.training
     source.module.eval()
     try:
         with torch.no_grad():
-            wanted = source.module(inputs_embeds=embeds[None], use_cache=False).logits[0].float()
+            wanted = source.module(inputs_embeds=embeds[None], use_cache=False, **axes).logits[0].float()
             found = gm(FIRST_ROW_ID + positions, positions).float()
     finally:
         source.module.train(was_training)
-        table.zero_()
+        for written in tables.by_name.values():
+            written.zero_()
     if (wanted - found).abs().max() > TOLERANCE * wanted.std():
         raise ConfigError(
             f"prompt_embeds: {type(source.module).__name__} computes something else of inputs_embeds than of rows in "

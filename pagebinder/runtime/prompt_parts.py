@@ -1,6 +1,13 @@
 """A prompt of several parts: token ids, text, and embeddings in their place.
 
-[1, 733, "Describe this: ", embeds [576, C], 733]    ->    token ids, media ranges, rows that are held
+    [1, 733, "Describe this: ", embeds [576, C], 733]    ->    token ids, media ranges, rows that are held
+
+    positions along axes     0 1 2 | 3..3, 3..26, 3..26 | 27 28 ...      an image has more tokens than positions
+    tokens                   0 1 2 | 3 ...........  578 | 579 580 ...
+    shifts                              (579, -552)                      from token 579 on, 552 less
+
+What is behind an image is told from its place by its shift alone, which follows from the images before it: so the
+digests of these tell prefixes apart.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ import torch
 
 from pagebinder.errors import RequestError
 from pagebinder.runtime.engine_setup import EngineModel
-from pagebinder.runtime.prompt_rows import HeldRows
+from pagebinder.runtime.prompt_rows import Embeds, HeldRows
 from pagebinder.runtime.request_checks import is_embeds, prompt_token_ids
 
 
@@ -34,15 +41,24 @@ def parts_as_tokens(prompt: Any, model: EngineModel) -> tuple[list[int], dict[st
             "The prompt holds embeddings, which the model was not compiled for: use CompileConfig(prompt_embeds=N), "
             "N of them at a time."
         )
+    rows = model.prompt_rows
     tokens: list[int] = []
     media: list[tuple[str, int, int]] = []
     held: list[HeldRows] = []
+    shifts: list[tuple[int, int]] = []
     for part in _parts(prompt):
+        start, shift = len(tokens), shifts[-1][1] if shifts else 0
         if is_embeds(part):
-            held.append(model.prompt_rows.hold(torch.as_tensor(part)))
-            start = len(tokens)
+            embeds = part if isinstance(part, Embeds) else Embeds(torch.as_tensor(part))
+            positions = embeds.positions
+            if positions is None and rows.axes:
+                first = start + shift
+                positions = torch.arange(first, first + len(embeds.values))[:, None].expand(-1, rows.axes)
+            held.append(rows.hold(embeds.values, positions))
             tokens += held[-1].token_ids
             media.append((held[-1].digest, start, len(tokens)))
+            if positions is not None and (behind := int(positions.max()) + 1 - len(tokens)) != shift:
+                shifts.append((len(tokens), behind))
         elif not isinstance(part, str) or part:  # text may be empty
             tokens += prompt_token_ids(
                 part,
@@ -51,7 +67,7 @@ def parts_as_tokens(prompt: Any, model: EngineModel) -> tuple[list[int], dict[st
                 special_tokens=not tokens,
                 uncounted_id=model.uncounted_id,
             )
-    return tokens, {"media": tuple(media), "held": tuple(held)}
+    return tokens, {"media": tuple(media), "held": tuple(held), "position_shifts": tuple(shifts)}
 
 
 class _Tokens(list):

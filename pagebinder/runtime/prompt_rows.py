@@ -1,7 +1,7 @@
 """Embeddings that stand in prompts for tokens: parts of an image or a sound, or a prompt that was learned.
 
     prompt      [5, 9, embeds [2, C], 7]     ->     token ids  5  9  2^30+4  2^30+5  7
-    table       row 4, row 5 = embeds               media      (digest of embeds, 2, 4)
+    tables      rows 4, 5 = embeds                  media      (digest of embeds, 2, 4)
 
 A row is written once and read by the graph wherever its id stands, so chunked prefill, preemption, forks and the
 prefix cache see tokens; what a prefix is told by besides ids is the digest. Equal embeddings are kept once. Rows that
@@ -14,11 +14,27 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, PromptTables
 from pagebinder.errors import CacheCapacityError, RequestError
+
+
+@dataclass(frozen=True, eq=False)
+class Embeds:
+    """Embeddings in the place of tokens of a prompt, with positions of their own: for models whose RoPE counts
+    positions along several axes.
+
+    Args:
+        values: [n, C], floating.
+        positions: [n, A] int64, from the prompt's beginning; tokens behind them go on from the largest. None: as
+            those of tokens.
+    """
+
+    values: torch.Tensor
+    positions: torch.Tensor | None = None
 
 
 class HeldRows:
@@ -44,14 +60,14 @@ class _Entry:
 
 
 class PromptRows:
-    """The table [S, C] that a compiled model's graph reads, and who holds what of it. Threads may share it.
+    """The tables that a compiled model's graph reads, and who holds what of them. Threads may share it.
 
-    Engines of one compiled model share it, too, as they share its weights.
+    Engines of one compiled model share them, too, as they share its weights.
     """
 
-    def __init__(self, table: torch.Tensor) -> None:
-        self.table = table
-        self._free = list(range(len(table)))[::-1]
+    def __init__(self, tables: PromptTables) -> None:
+        self.table, self.positions = tables.rows, tables.positions
+        self._free = list(range(len(self.table)))[::-1]
         self._entries: dict[str, _Entry] = {}  # by digest, those asked for last at the end
         self._lock = threading.Lock()
 
@@ -65,20 +81,30 @@ class PromptRows:
         with self._lock:
             return sum(len(entry.rows) for entry in self._entries.values() if entry.in_use)
 
-    def hold(self, embeds: torch.Tensor) -> HeldRows:
-        """Rows with these embeddings [n, C], n >= 1, in the table's dtype.
+    @property
+    def axes(self) -> int:
+        """Of positions; 0: they are one number, and rows have none of their own."""
+        return 0 if self.positions is None else self.positions.shape[1]
+
+    def hold(self, embeds: torch.Tensor, positions: torch.Tensor | None = None) -> HeldRows:
+        """Rows with these embeddings [n, C], n >= 1, in the table's dtype, and where there are axes their positions
+        [n, A] int64.
 
         Raises:
             RequestError: other sizes, not floating, not finite, or more than the table has rows.
             CacheCapacityError: requests hold too many of them at present.
         """
-        values = self._checked(embeds)
-        digest = hashlib.sha256(values.contiguous().cpu().view(torch.uint8).numpy()).hexdigest()
+        values, positions = self._checked(embeds), self._checked_positions(positions, len(embeds))
+        written = [(self.table, values), *(() if positions is None else ((self.positions, positions),))]
+        contents = (x.contiguous().cpu().view(torch.uint8).numpy().tobytes() for _, x in written)
+        digest = hashlib.sha256(b"".join(contents)).hexdigest()
         with self._lock:
             entry = self._entries.pop(digest, None)
             if entry is None:
                 entry = _Entry(self._take(len(values)))
-                self.table[torch.tensor(entry.rows, device=self.table.device)] = values
+                rows = torch.tensor(entry.rows, device=self.table.device)
+                for table, contents in written:
+                    table[rows] = contents
             self._entries[digest] = entry
             held = None if entry.held is None else entry.held()
             if held is None:
@@ -103,6 +129,20 @@ class PromptRows:
         if not bool(values.isfinite().all()):
             raise RequestError(f"An embedding is not finite in the model's {self.table.dtype}.")
         return values
+
+    def _checked_positions(self, positions: torch.Tensor | None, count: int) -> torch.Tensor | None:
+        if self.positions is None:
+            if positions is not None:
+                raise RequestError(
+                    "This model counts positions token by token: embeddings have none of their own."
+                )
+            return None
+        ok = isinstance(positions, torch.Tensor) and positions.dtype == torch.int64
+        if not ok or positions.shape != (count, self.axes) or bool((positions < 0).any()):
+            raise RequestError(
+                f"Positions of {count} embeddings are int64 [{count}, {self.axes}], from 0 on."
+            )
+        return positions.to(self.positions.device)
 
     def _take(self, count: int) -> list[int]:
         """Free rows; those that nobody holds go first who were asked for longest ago. Raises CacheCapacityError."""

@@ -53,7 +53,8 @@ class Request:
     of token ranges that stand for images or the like. `encoder_hash`, `num_encoder_tokens`, `encoder_token_ids`: what
     the encoder of an encoder-decoder model reads (None, 0, empty: nothing). `swap_image`: where its state lies in
     host memory, if anywhere. `held`: what it keeps from others until it is finished, and its forks are (rows of
-    embeddings).
+    embeddings). `position_shifts`: (token, shift), sorted: from that token on positions are so much larger than
+    places, up to the next.
     Raises RequestError for an empty prompt or max_tokens < 1.
     """
 
@@ -76,6 +77,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "params",
+        "position_shifts",
         "priority",
         "prompt_token_ids",
         "request_id",
@@ -87,6 +89,7 @@ class Request:
         cache_salt: str | None = None, params: Any = None, adapter: str | None = None,
         media: tuple[tuple[str, int, int], ...] = (), encoder_hash: bytes | None = None,
         num_encoder_tokens: int = 0, encoder_token_ids: tuple[int, ...] = (), held: tuple = (),
+        position_shifts: tuple[tuple[int, int], ...] = (),
     ) -> None:  # fmt: skip
         if not prompt_token_ids:
             raise RequestError(f"request {request_id!r} has an empty prompt; give at least one token")
@@ -116,6 +119,7 @@ class Request:
         self.adapter = adapter
         self.media = tuple(media)
         self.held = held
+        self.position_shifts = position_shifts
         self.encoder_hash = encoder_hash
         self.num_encoder_tokens = num_encoder_tokens
         self.encoder_token_ids = encoder_token_ids
@@ -165,7 +169,7 @@ class Request:
             request_id, self.prompt_token_ids, max_tokens=max_tokens, priority=self.priority,
             cache_salt=self.cache_salt, params=params, adapter=self.adapter, media=self.media,
             encoder_hash=self.encoder_hash, num_encoder_tokens=self.num_encoder_tokens,
-            encoder_token_ids=self.encoder_token_ids, held=self.held,
+            encoder_token_ids=self.encoder_token_ids, held=self.held, position_shifts=self.position_shifts,
         )  # fmt: skip
         child.all_token_ids += self.all_token_ids[self.num_prompt_tokens : num_tokens]
         child.num_cached_tokens = self.num_cached_tokens

@@ -11,6 +11,7 @@ import torch
 from pagebinder.config import SamplingParams
 from pagebinder.config_checks import check_unicode, is_number, plain_number
 from pagebinder.errors import RequestError
+from pagebinder.runtime.prompt_rows import Embeds
 
 Prompt = str | Sequence[int]  # or a list of token ids, texts and embeddings (`prompt_parts.py`)
 MOST_BEAMS = 1024  # all are forked in one piece
@@ -19,6 +20,8 @@ MOST_LENGTH_PENALTY = 16.0  # no number of tokens to this power is too large for
 
 def is_embeds(value) -> bool:
     """Is it a tensor (or array) of embeddings, [tokens, width]?"""
+    if isinstance(value, Embeds):
+        return True
     return (isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 2) or (
         isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.ndim == 2
     )

@@ -107,6 +107,7 @@ class StepLoop:
         self.planner = StepPlanner(
             model.kv_plan.groups, self.kv.tables, model.device, max_steps_in_flight=self.in_flight,
             encoder_lens=scheduler.batch.encoder_lens,
+            shifts_positions=model.prompt_rows is not None and model.prompt_rows.axes > 0,
         )  # fmt: skip
         self.cascade = cascade_of(model.graph if model.cascades else None, self.planner, config)
         self.captured = engine_graphs(model, config, arena, self.kv)

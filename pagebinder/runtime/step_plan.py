@@ -93,12 +93,13 @@ class StepPlanner:
 
     `tables`: per group the KV cache's block tables by row. `max_steps_in_flight`: a plan must stay as it is until
     its step is done, so that many later plans leave it alone; with more than 1 the tables are copied too.
-    `encoder_lens`: encoder tokens by row, for cross attention.
+    `encoder_lens`: encoder tokens by row, for cross attention. `shifts_positions`: requests may have
+    `position_shifts`.
     """
 
     def __init__(
         self, groups: Sequence[KVCacheGroup], tables: Sequence[RowArray], device: torch.device, *,
-        max_steps_in_flight: int = 1, encoder_lens: RowArray | None = None,
+        max_steps_in_flight: int = 1, encoder_lens: RowArray | None = None, shifts_positions: bool = False,
     ) -> None:  # fmt: skip
         self.groups = tuple(groups)
         self.tables = tuple(tables)
@@ -111,6 +112,7 @@ class StepPlanner:
         self._cross_groups = tuple(cross)
         assert not cross or encoder_lens is not None, "cross attention needs encoder_lens"
         self._encoder_lens = encoder_lens
+        self._shifts_positions = shifts_positions
         self._buffers = [_Buffer(device) for _ in range(max_steps_in_flight)]
 
     def build(self, output: SchedulerOutput, encoder_rows: Sequence[int] = ()) -> StepPlan:
@@ -179,6 +181,8 @@ class StepPlanner:
             blocks, offsets = np.divmod(positions, size)
             row_ids = np.arange(len(counts)) if isinstance(rows, slice) else rows
             arrays[f"slot_mapping_{g}"][:] = table[row_ids, blocks] * size + offsets
+        if self._shifts_positions:
+            _shift_positions(output, last, positions)
         for g, table in enumerate(self.tables):
             packed = arrays.get(f"block_table_{g}")
             if packed is not None:
@@ -216,6 +220,17 @@ def _fill_tokens(output: SchedulerOutput, ends: np.ndarray, last: np.ndarray, to
         end, count = int(ends[row]), int(counts[row])
         stop = int(last[row]) + 1
         tokens[stop - count : stop] = output.requests[row].all_token_ids[end - count : end]
+
+
+def _shift_positions(output: SchedulerOutput, last: np.ndarray, positions: np.ndarray) -> None:
+    """Places of tokens in their requests become their positions, where images count otherwise. `last` [R]: where each
+    request's last token stands among the step's."""
+    for row in np.flatnonzero(output.counts).tolist():
+        if shifts := output.requests[row].position_shifts:
+            stop = int(last[row]) + 1
+            places = positions[stop - int(output.counts[row]) : stop]
+            firsts, by = np.array(shifts, np.int64).T
+            places += np.concatenate(([0], by))[np.searchsorted(firsts, places, side="right")]
 
 
 def _drafted_logits(output: SchedulerOutput, last: np.ndarray) -> np.ndarray:

@@ -1,0 +1,362 @@
+"""Prompts of embeddings, and prompts with images: the tokens of transformers' own `inputs_embeds` and `generate`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import pagebinder
+from pagebinder import (
+    CacheCapacityError,
+    CompileConfig,
+    ConfigError,
+    Embeds,
+    EngineConfig,
+    RequestError,
+    SamplingParams,
+)
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID
+from tests.helpers import tiny_llama
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+ENGINE = EngineConfig(num_kv_blocks=96, max_num_batched_tokens=16, check_integrity=True)
+NUM_ROWS = 64
+IMAGE = 120
+IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 121,
+    "vision_start_token_id": 122,
+    "vision_end_token_id": 123,
+}
+TEXT = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def spread(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights with which tokens depend on what is far away."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data = torch.randn(weight.shape, generator=generator) / weight[0].numel() ** 0.5
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return spread(tiny_llama())
+
+
+@pytest.fixture(scope="module")
+def compiled(model):
+    return pagebinder.compile_model(model, CompileConfig(prompt_embeds=NUM_ROWS))
+
+
+def embeds(model, count: int, seed: int = 0) -> torch.Tensor:
+    table = model.get_input_embeddings().weight
+    noise = torch.randn(count, table.shape[1], generator=torch.Generator().manual_seed(seed))
+    return noise * table.detach().std()
+
+
+def expected(model, parts, num_tokens: int = GREEDY.max_tokens) -> list[int]:
+    """What the source model says after these tokens and embeddings, greedily."""
+    embed, chosen = model.get_input_embeddings(), []
+    rows = [embed(torch.tensor([p])) if isinstance(p, int) else p for p in parts]
+    x = torch.cat(rows)[None]
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            chosen.append(int(model(inputs_embeds=x).logits[0, -1].argmax()))
+            x = torch.cat([x, embed(torch.tensor([[chosen[-1]]]))], 1)
+    return chosen
+
+
+def test_embeddings_are_computed_as_inputs_embeds(model, compiled):
+    """Prefilled in chunks, beside others, whole prompts of embeddings, arrays, and behind a cached prefix."""
+    first, second = embeds(model, 37), embeds(model, 9, seed=1)
+    prompts = [[1, 2, 3, first, 4, 5], [second, 7], [1, 2, 3, 4]]
+    engine = compiled.engine(ENGINE)
+    for again in (False, True):
+        outputs = engine.generate([prompts[0], [second.numpy(), 7], prompts[2]], GREEDY)
+        assert [o.token_ids for o in outputs] == [expected(model, prompt) for prompt in prompts]
+        assert outputs[0].num_cached_tokens == (32 if again else 0)
+    assert engine.generate(second, GREEDY)[0].token_ids == expected(model, [second])
+    assert outputs[0].prompt_token_ids[:3] == [1, 2, 3]
+    assert all(token >= FIRST_ROW_ID for token in outputs[0].prompt_token_ids[3:-2])
+
+
+def test_other_embeddings_of_the_same_place_share_no_prefix(model, compiled):
+    engine = compiled.engine(ENGINE)
+    for seed in range(2, 6):  # more rows than there are: places are taken again
+        prompt = [1, 2, embeds(model, 30, seed), 3]
+        output = engine.generate([prompt], GREEDY)[0]
+        assert output.token_ids == expected(model, prompt) and output.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("executable", ["eager", "native", "inductor"])
+def test_all_executables_read_what_is_written_later(model, executable):
+    compiled = pagebinder.compile_model(model, CompileConfig(prompt_embeds=NUM_ROWS, executable=executable))
+    prompt = [1, embeds(model, 5, seed=7), 2]
+    assert compiled.engine(ENGINE).generate([prompt], GREEDY)[0].token_ids == expected(model, prompt)
+
+
+@pytest.mark.parametrize(
+    "options", [{"capture": "on"}, {"drafter": "ngram"}, {"async_stepping": "on"}, {"num_kv_blocks": 8}]
+)
+def test_engines_of_all_kinds(model, compiled, options):
+    """Captured steps, guessed tokens, steps ahead, and a cache so small that requests are preempted."""
+    engine = compiled.engine(EngineConfig(**{"num_kv_blocks": 96, "max_num_batched_tokens": 16, **options}))
+    prompts = [[1, 2, embeds(model, 20, seed), 1, 2] for seed in range(3)]
+    long = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    outputs = engine.generate(prompts, long)
+    assert [o.token_ids for o in outputs] == [expected(model, prompt, 20) for prompt in prompts]
+    if "num_kv_blocks" in options:
+        assert engine.stats().preemptions > 0
+
+
+def test_a_model_drafter_has_no_guesses_for_embeddings(model, compiled):
+    drafter = pagebinder.ModelDrafter(pagebinder.compile_model(model))
+    engine = compiled.engine(EngineConfig(num_kv_blocks=96, drafter=drafter))
+    prompts = [[1, 2, embeds(model, 3), 4], [5, 6, 7]]
+    outputs = engine.generate(prompts, GREEDY)
+    assert [o.token_ids for o in outputs] == [expected(model, prompt) for prompt in prompts]
+    assert engine.stats().accepted_tokens > 0
+
+
+def test_samples_forks_beams_and_penalties(model, compiled):
+    engine, prompt = compiled.engine(ENGINE), [1, embeds(model, 12), 2]
+    two = engine.generate([prompt], SamplingParams(n=2, max_tokens=6, seed=3, repetition_penalty=1.3))
+    assert len(two) == 2 and all(len(output.token_ids) == 6 for output in two)
+    beams = engine.beam_search(prompt, beam_width=1, max_tokens=6, ignore_eos=True)
+    assert beams[0].token_ids == expected(model, prompt)
+    engine.add_request("a", prompt, GREEDY)
+    while not engine.step():
+        pass
+    engine.fork("a", "b")
+    engine.abort("a")
+    assert compiled.prompt_rows.num_held == 12  # the fork's
+    done = {}
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step()}
+    assert done["b"].token_ids == expected(model, prompt)
+    assert compiled.prompt_rows.num_held == 0
+
+
+def test_rows_are_held_until_their_requests_end(model, compiled):
+    engine = compiled.engine(ENGINE)
+    for seed in range(2):
+        engine.add_request(f"r{seed}", [1, embeds(model, 30, seed)], GREEDY)
+    engine.add_request("same", [5, embeds(model, 30, 0)], GREEDY)
+    assert compiled.prompt_rows.num_held == 60
+    with pytest.raises(CacheCapacityError, match="30 embeddings do not fit beside those of other requests"):
+        engine.add_request("more", [1, embeds(model, 30, 2)], GREEDY)
+    engine.abort("r0")
+    engine.abort("same")
+    engine.add_request("more", [1, embeds(model, 30, 2)], GREEDY)
+    while engine.has_unfinished:
+        outputs = engine.step()
+    assert outputs and compiled.prompt_rows.num_held == 0
+
+
+def test_bad_embeddings_are_refused(model, compiled):
+    engine, good = compiled.engine(ENGINE), embeds(model, 3)
+    width = good.shape[1]
+    for bad, message in (
+        (torch.zeros(3, width + 1), f"the model's are {width} wide"),
+        (torch.zeros(0, width), "at least one"),
+        (torch.full((2, width), float("nan")), "not finite"),
+        (torch.zeros(NUM_ROWS + 1, width), f"prompt_embeds={NUM_ROWS + 1}"),
+        (Embeds(good, torch.zeros(3, 3, dtype=torch.int64)), "token by token"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.add_request("x", [1, bad], GREEDY)
+    with pytest.raises(RequestError, match="out of range"):
+        engine.add_request("x", [1, good, FIRST_ROW_ID], GREEDY)
+    with pytest.raises(RequestError, match="no tokenizer"):
+        engine.add_request("x", ["text", good], GREEDY)
+    with pytest.raises(RequestError, match="whole numbers"):
+        engine.add_request("x", [1, good, torch.zeros(4)], GREEDY)
+    assert compiled.prompt_rows.num_held == 0
+    assert engine.generate([[np.int64(1), good]], GREEDY)[0].token_ids == expected(model, [1, good])
+    with pytest.raises(RequestError, match="was not compiled for"):
+        pagebinder.compile_model(model).engine(ENGINE).generate([[1, good]], GREEDY)
+
+
+def test_what_cannot_take_embeddings_is_refused():
+    config = CompileConfig(prompt_embeds=8)
+    for wrong in (-1, 1.5, True, 1 << 25):
+        with pytest.raises(ConfigError, match="prompt_embeds"):
+            CompileConfig(prompt_embeds=wrong)
+
+    class ReadsIds(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+
+        def forward(self, input_ids, position_ids):
+            return self.head(self.embed(input_ids) * (input_ids != 3).unsqueeze(-1))
+
+    with pytest.raises(ConfigError, match="not only to embed them.*aten.ne"):
+        pagebinder.compile_model(ReadsIds(), config)
+    t5 = transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
+    with pytest.raises(ConfigError, match="only a decoder alone"):
+        pagebinder.compile_model(transformers.T5ForConditionalGeneration(t5), config)
+    with pytest.raises(ConfigError, match="TensorRT"):
+        pagebinder.compile_model(tiny_llama(), CompileConfig(prompt_embeds=8, executable="tensorrt"))
+
+
+def test_a_scaled_embedding_is_replaced_behind_its_scale():
+    config = transformers.Gemma3TextConfig(**TEXT, sliding_window=16)
+    model = spread(transformers.Gemma3ForCausalLM(config))
+    compiled = pagebinder.compile_model(model, CompileConfig(prompt_embeds=NUM_ROWS, verify="sample"))
+    prompt = [1, 8 * embeds(model, 40), 2]
+    assert compiled.engine(ENGINE).generate([prompt], GREEDY)[0].token_ids == expected(model, prompt)
+
+
+def test_an_artefact_takes_embeddings_and_keeps_none(model, compiled, tmp_path):
+    prompt = [1, embeds(model, 8), 2]
+    compiled.engine(ENGINE).generate([prompt], GREEDY)
+    compiled.save(tmp_path / "saved")
+    loaded = pagebinder.load(tmp_path / "saved")
+    assert not loaded.prompt_rows.table.any()
+    assert loaded.engine(ENGINE).generate([prompt], GREEDY)[0].token_ids == expected(model, prompt)
+    with pytest.raises(RequestError, match="no transformers model"):
+        loaded.media_prompt({"input_ids": torch.tensor([[1]])})
+    with pytest.raises(ConfigError, match="takes no embeddings"):
+        compiled.save(tmp_path / "ahead", executable="aot")
+    with pytest.raises(ConfigError, match="takes token ids alone"):
+        compiled.export_onnx(tmp_path / "onnx")
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+def llava():
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
+    )
+    text = transformers.LlamaConfig(**TEXT)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
+    return spread(transformers.LlavaForConditionalGeneration(config))
+
+
+def llava_inputs(seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[1, 3, *[IMAGE] * 16, 5, *[IMAGE] * 16, 6, 7]])
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+def qwen2_5_vl():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 2, "temporal_patch_size": 1, "window_size": 8, "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    text = {**TEXT, "rope_parameters": rope}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
+    return spread(transformers.Qwen2_5_VLForConditionalGeneration(config))
+
+
+def qwen_inputs(seed: int) -> dict[str, torch.Tensor]:
+    """Two images of 4 x 6 and 2 x 2 tokens, whose positions are 6 and 2 long."""
+    ids = torch.tensor([[1, 3, 122, *[IMAGE] * 24, 123, 5, 122, *[IMAGE] * 4, 123, 6, 7]])
+    pixels = torch.randn(96 + 16, 12, generator=torch.Generator().manual_seed(seed))
+    grid = torch.tensor([[1, 8, 12], [1, 4, 4]])
+    return {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == IMAGE).long(),
+    }  # fmt: skip
+
+
+def generated(model, inputs: dict) -> list[int]:
+    """transformers' answer. Newer configs say no tokens that older ones did."""
+    new = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    return model.generate(**inputs, **new)[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_prompts_with_images_are_answered_as_by_transformers(family):
+    make, inputs_of = {"llava": (llava, llava_inputs), "qwen2_5_vl": (qwen2_5_vl, qwen_inputs)}[family]
+    model = make()
+    compiled = pagebinder.compile_model(model, CompileConfig(prompt_embeds=128))
+    long = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    prompts = [compiled.media_prompt(inputs_of(seed)) for seed in (1, 2)]
+    wanted = [generated(model, inputs_of(seed)) for seed in (1, 2)]
+    assert wanted[0] != wanted[1]
+    for options in ({}, {"capture": "on"}, {"num_kv_blocks": 10}):
+        engine = compiled.engine(
+            EngineConfig(**{"num_kv_blocks": 96, "max_num_batched_tokens": 16, **options})
+        )
+        outputs = engine.generate([*prompts, [1, 2, 3]], long)
+        assert [o.token_ids for o in outputs[:2]] == wanted, options
+        assert outputs[2].token_ids == expected_of_text(model, [1, 2, 3]), options
+        again = engine.generate([prompts[0]], long)[0]
+        assert again.token_ids == wanted[0] and (options or again.num_cached_tokens >= 32)
+
+
+def expected_of_text(model, ids: list[int]) -> list[int]:
+    ids = torch.tensor([ids])
+    return generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def test_what_a_model_tells_of_images_beside_embeddings_is_refused():
+    """Gemma 3 lets the parts of an image attend to each other; Qwen3-VL gives features of images to its layers."""
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
+    )
+    text = transformers.Gemma3TextConfig(**TEXT, sliding_window=64)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=16, image_token_index=IMAGE
+    )
+    gemma = transformers.Gemma3ForConditionalGeneration(config).eval()
+    ids = torch.tensor([[1, 3, *[IMAGE] * 16, 5]])
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
+    compiled = pagebinder.compile_model(gemma, CompileConfig(prompt_embeds=32))
+    with pytest.raises(RequestError, match="attention_mask is not what it is for text"):
+        compiled.media_prompt(inputs)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    config = transformers.Qwen3VLConfig(
+        text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **IDS
+    )
+    qwen = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    compiled = pagebinder.compile_model(qwen, CompileConfig(prompt_embeds=64))
+    with pytest.raises(RequestError, match="deepstack_visual_embeds is not what it is for text"):
+        compiled.media_prompt(qwen_inputs(0))
+
+
+def test_bad_inputs_of_a_processor_are_refused():
+    model = llava()
+    compiled = pagebinder.compile_model(model, CompileConfig(prompt_embeds=64))
+    good = llava_inputs(0)
+    for inputs, message in (
+        ([1, 2], "processor returns"),
+        ({"pixel_values": good["pixel_values"]}, "processor returns"),
+        ({**good, "input_ids": good["input_ids"].repeat(2, 1)}, "of one prompt"),
+        ({**good, "attention_mask": torch.zeros_like(good["input_ids"])}, "without padding"),
+        ({**good, "pixel_values": good["pixel_values"][:1]}, "cannot be called with.*pixel_values"),
+        ({**good, "sound": torch.zeros(3)}, "cannot be called with|sound"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            compiled.media_prompt(inputs)
+    assert compiled.media_prompt({"input_ids": torch.tensor([[1, 2, 3]])}) == [1, 2, 3]
+    prompt = compiled.media_prompt(good)
+    model.train()
+    assert torch.equal(prompt[2], compiled.media_prompt(good)[2])
+    assert model.training and model.model.vision_tower.training
