@@ -52,7 +52,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def compiled(model):
-    return pagebinder.compile_model(model, CompileConfig(prompt_embeds=NUM_ROWS))
+    return pagebinder.compile_model(model, CompileConfig(prompt_embeds=NUM_ROWS, block_size=16))
 
 
 def embeds(model, count: int, seed: int = 0) -> torch.Tensor:
@@ -285,7 +285,7 @@ def generated(model, inputs: dict) -> list[int]:
 def test_prompts_with_images_are_answered_as_by_transformers(family):
     make, inputs_of = {"llava": (llava, llava_inputs), "qwen2_5_vl": (qwen2_5_vl, qwen_inputs)}[family]
     model = make()
-    compiled = pagebinder.compile_model(model, CompileConfig(prompt_embeds=128))
+    compiled = pagebinder.compile_model(model, CompileConfig(prompt_embeds=128, block_size=16))
     long = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     prompts = [compiled.media_prompt(inputs_of(seed)) for seed in (1, 2)]
     wanted = [generated(model, inputs_of(seed)) for seed in (1, 2)]
