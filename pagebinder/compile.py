@@ -45,7 +45,7 @@ from pagebinder.frontend.model_kinds import parts_beside_text
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
 from pagebinder.frontend.plain_modules import with_vocabulary
-from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows, position_axes
+from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows, what_rows_bring
 from pagebinder.frontend.recognise import (
     recognise_causal_conv,
     recognise_gated_activation,
@@ -221,7 +221,9 @@ def compile_source(
     if source.stored_weights is not None:
         report.passes.append(source.stored_weights)
     if source.is_transformers and (unread := [*parts_beside_text(source.config), *source.other_parts]):
-        report.notes.append(f"Text alone is served; nothing reads what belongs to {', '.join(unread)}.")
+        said = "Text alone is served; nothing reads what belongs to"
+        said = "media_prompt() alone reads what belongs to" if config.prompt_embeds else said
+        report.notes.append(f"{said} {', '.join(unread)}.")
     if note := source.tensors.note():
         report.notes.append(note)
     if config.prompt_embeds and (source.encoder_only or source.encoder is not None):
@@ -237,9 +239,7 @@ def compile_source(
     memory = MemoryAhead(placed_bytes(source, config))
     prompt_tables = None
     with stage("capture"), collector_paused():
-        captured, encoder = _capture(
-            source, report, axes=position_axes(source) if config.prompt_embeds else 0
-        )
+        captured, encoder = _capture(source, report, prompts=config.prompt_embeds > 0)
         if config.prompt_embeds:
             prompt_tables = add_prompt_rows(captured, source, config.prompt_embeds)
             report.notes.append(describe_prompt_rows(prompt_tables))
@@ -406,12 +406,12 @@ def _fuses_norms(config: CompileConfig, source: ModelSource) -> bool:
 
 
 def _capture(
-    source: ModelSource, report: CompileReport, *, axes: int
+    source: ModelSource, report: CompileReport, *, prompts: bool
 ) -> tuple[GraphModule, GraphModule | None]:
     """The captured graph of a decoder, and that of its encoder if it has one."""
     encoder = None
     if source.encoder is None:
-        captured, report.capture_route = capture(source, axes=axes)
+        captured, report.capture_route = capture(source, **(what_rows_bring(source) if prompts else {}))
     else:
         encoder, _ = capture_encoder(source)
         captured, report.capture_route = capture_decoder(source, states_of(encoder))

@@ -237,7 +237,7 @@ class CompiledModel(NotPickled):
 
         Raises:
             RequestError: other inputs; a loaded artefact, which has no source model; the model tells its language
-                model more of the media than embeddings and positions (masks, features for layers): says what.
+                model more of the media than can be served (a mask among their parts, say): says what.
         """
         from pagebinder.frontend.media_prompts import media_prompt
 
@@ -246,9 +246,9 @@ class CompiledModel(NotPickled):
                 f"{self.report.model_class}: there is no transformers model here that could make embeddings of media "
                 "(a loaded artefact has its graphs alone); make them elsewhere, and give them as tensors."
             )
-        return media_prompt(
-            self.source.module, inputs, 0 if self.prompt_rows is None else self.prompt_rows.axes
-        )
+        rows = self.prompt_rows
+        axes, features = (0, 0) if rows is None else (rows.axes, len(rows.features))
+        return media_prompt(self.source.module, inputs, axes, features)
 
     def _check_runs(self) -> None:
         if self._refused:

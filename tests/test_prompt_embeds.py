@@ -264,6 +264,18 @@ def qwen2_5_vl():
     return spread(transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
+def qwen3_vl():
+    """Adds features of images behind two of its three layers."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
+    }  # fmt: skip
+    text = {**TEXT, "num_hidden_layers": 3, "rope_parameters": rope}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **IDS)
+    return spread(transformers.Qwen3VLForConditionalGeneration(config))
+
+
 def qwen_inputs(seed: int) -> dict[str, torch.Tensor]:
     """Two images of 4 x 6 and 2 x 2 tokens, whose positions are 6 and 2 long."""
     ids = torch.tensor([[1, 3, 122, *[IMAGE] * 24, 123, 5, 122, *[IMAGE] * 4, 123, 6, 7]])
@@ -281,9 +293,16 @@ def generated(model, inputs: dict) -> list[int]:
     return model.generate(**inputs, **new)[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+FAMILIES = {
+    "llava": (llava, llava_inputs),
+    "qwen2_5_vl": (qwen2_5_vl, qwen_inputs),
+    "qwen3_vl": (qwen3_vl, qwen_inputs),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_with_images_are_answered_as_by_transformers(family):
-    make, inputs_of = {"llava": (llava, llava_inputs), "qwen2_5_vl": (qwen2_5_vl, qwen_inputs)}[family]
+    make, inputs_of = FAMILIES[family]
     model = make()
     compiled = pagebinder.compile_model(model, CompileConfig(prompt_embeds=128, block_size=16))
     long = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -307,7 +326,7 @@ def expected_of_text(model, ids: list[int]) -> list[int]:
 
 
 def test_what_a_model_tells_of_images_beside_embeddings_is_refused():
-    """Gemma 3 lets the parts of an image attend to each other; Qwen3-VL gives features of images to its layers."""
+    """Gemma 3 lets the parts of an image attend to each other."""
     vision = transformers.SiglipVisionConfig(
         hidden_size=32,
         intermediate_size=32,
@@ -327,18 +346,27 @@ def test_what_a_model_tells_of_images_beside_embeddings_is_refused():
     compiled = pagebinder.compile_model(gemma, CompileConfig(prompt_embeds=32))
     with pytest.raises(RequestError, match="attention_mask is not what it is for text"):
         compiled.media_prompt(inputs)
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-    vision = {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
-        "patch_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
-    }  # fmt: skip
-    config = transformers.Qwen3VLConfig(
-        text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **IDS
-    )
-    qwen = transformers.Qwen3VLForConditionalGeneration(config).eval()
-    compiled = pagebinder.compile_model(qwen, CompileConfig(prompt_embeds=64))
-    with pytest.raises(RequestError, match="deepstack_visual_embeds is not what it is for text"):
-        compiled.media_prompt(qwen_inputs(0))
+
+
+def test_a_loaded_artefact_takes_positions_and_features(tmp_path):
+    model = qwen3_vl()
+    compiled = pagebinder.compile_model(model, CompileConfig(prompt_embeds=64))
+    prompt, inputs = compiled.media_prompt(qwen_inputs(0)), qwen_inputs(0)
+    compiled.save(tmp_path / "saved")
+    loaded = pagebinder.load(tmp_path / "saved")
+    long = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    assert loaded.engine(ENGINE).generate([prompt], long)[0].token_ids == generated(model, inputs)
+    image = next(part for part in prompt if isinstance(part, Embeds))
+    for bad, message in (
+        (Embeds(image.values, image.positions[:, :2], image.features), r"are int64 \[24, 3\]"),
+        (Embeds(image.values, -image.positions, image.features), "from 0 on"),
+        (Embeds(image.values, image.positions, image.features[:1]), "for 1 layers.*behind 2"),
+        (Embeds(image.values, image.positions, [image.values[:3]] * 2), "as many rows"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            loaded.engine(ENGINE).generate([[1, bad]], long)
+    plain = loaded.engine(ENGINE).generate([[1, image.values, 2]], GREEDY)[0]
+    assert plain.token_ids == expected(model, [1, image.values, 2])
 
 
 def test_bad_inputs_of_a_processor_are_refused():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,31 +13,47 @@ from pagebinder.custom_ops.library import NAMESPACE, library
 
 # Row r of the tables is token id FIRST_ROW_ID + r: beyond every vocabulary.
 FIRST_ROW_ID = 1 << 30
-ROWS, POSITIONS = "prompt_rows", "prompt_positions"  # names of the tables in graphs
+ROWS, POSITIONS, FEATURES = (
+    "prompt_rows",
+    "prompt_positions",
+    "prompt_features_{}",
+)  # names of the tables in graphs
 
 
 @dataclass(frozen=True, eq=False)
 class PromptTables:
-    """What graphs read in the place of tokens: rows [S, C] of embeddings, and where positions have axes (time, height
-    and width) those of each row [S, A] int64."""
+    """What graphs read in the place of tokens: rows [S, C] of embeddings; where positions have axes (time, height and
+    width) those of each row [S, A] int64; and what is added to rows behind the first layers, [S, C] for each."""
 
     rows: torch.Tensor
     positions: torch.Tensor | None = None
+    features: tuple[torch.Tensor, ...] = ()
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
-        tables = {ROWS: self.rows, POSITIONS: self.positions}
-        return {name: table for name, table in tables.items() if table is not None}
+        tables = {} if self.positions is None else {POSITIONS: self.positions}
+        return {
+            ROWS: self.rows,
+            **tables,
+            **{FEATURES.format(i): table for i, table in enumerate(self.features)},
+        }
 
     @classmethod
     def found_in(cls, attributes: Mapping[str, torch.Tensor]) -> PromptTables | None:
         """Empty ones of the sizes that a graph's attributes have; None: it has none."""
         if ROWS not in attributes:
             return None
-        found = (attributes.get(name) for name in (ROWS, POSITIONS))
+        names = itertools.takewhile(attributes.__contains__, map(FEATURES.format, itertools.count()))
+        positions = attributes.get(POSITIONS)
         return cls(
-            *(None if t is None else torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in found)
+            _empty(attributes[ROWS]),
+            None if positions is None else _empty(positions),
+            tuple(_empty(attributes[name]) for name in names),
         )
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _position_axes(positions: torch.Tensor, axes: int) -> torch.Tensor:
@@ -47,9 +64,18 @@ def _position_axes_fake(positions: torch.Tensor, axes: int) -> torch.Tensor:
     return positions.new_empty((axes, positions.shape[0]))
 
 
+def _row_features(x: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
 # Positions [T] along each axis [A, T], as tokens have them: stands in a graph while it is captured, where rows will
 # have their own.
 library(NAMESPACE).define("position_axes(Tensor positions, int axes) -> Tensor")
 library(NAMESPACE).impl("position_axes", _position_axes, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::position_axes", _position_axes_fake, lib=library(NAMESPACE))
+# What is added to the states x [1, T, C] of rows behind a layer, nothing for tokens: stands in a graph likewise.
+library(NAMESPACE).define("row_features(Tensor x, int number) -> Tensor")
+library(NAMESPACE).impl("row_features", _row_features, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::row_features", _row_features, lib=library(NAMESPACE))
+ROW_FEATURES = torch.ops.pagebinder.row_features.default
 POSITION_AXES = torch.ops.pagebinder.position_axes.default

@@ -48,6 +48,7 @@ from pagebinder.frontend.program_checks import (
 )
 from pagebinder.frontend.python_state import evaluation_mode, put_back, traced_in_steady_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
+from pagebinder.frontend.row_features import as_op
 from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.tidy import tidy
 from pagebinder.frontend.unpadded import said_for_unpadded
@@ -96,12 +97,14 @@ class FlatTokens(torch.nn.Module):
         is_transformers: bool,
         given: GivenPositions | None = None,
         axes: int = 0,
+        features: int = 0,
     ):
         super().__init__()
         self.source = source
         self.is_transformers = is_transformers
         self.given = given
         self.axes = axes
+        self.features = features
         self.offset = numbering(source).offset if is_transformers else 0
         self.call = None if is_transformers else plain_call(source)
 
@@ -117,12 +120,17 @@ class FlatTokens(torch.nn.Module):
             positions = POSITION_AXES(positions[0], self.axes).unsqueeze(1)
         said = said_for_unpadded(self.source, input_ids)
         if self.given is None:
-            return self.source(input_ids=input_ids, position_ids=positions, use_cache=False, **said).logits[0]
+            with as_op(self.source, self.features) if self.features else contextlib.nullcontext():
+                return self.source(
+                    input_ids=input_ids, position_ids=positions, use_cache=False, **said
+                ).logits[0]
         with self.given.of_call(positions[0]):
             return self.source(input_ids=input_ids, use_cache=False, **said).logits[0]
 
 
-def capture(source: ModelSource, *, hook: bool = True, axes: int = 0) -> tuple[GraphModule, str]:
+def capture(
+    source: ModelSource, *, hook: bool = True, axes: int = 0, features: int = 0
+) -> tuple[GraphModule, str]:
     """Trace a decoder-only source model.
 
     A graph that holds only up to some length (of a mask buffer, a table of positions, RoPE's frequencies) says so,
@@ -131,13 +139,14 @@ def capture(source: ModelSource, *, hook: bool = True, axes: int = 0) -> tuple[G
     Args:
         hook: False leaves attention as transformers' "eager" or "sdpa" writes it, for the recognisers to find.
         axes: not 0: give a transformers model its positions along so many axes, for `prompt_rows.py`.
+        features: let its language model add something behind so many layers, see `row_features.py`.
     Returns:
         the captured graph and the route that led to it ("export", "export strict", "export up to 1024 tokens").
     Raises:
         CaptureError: the model cannot be traced for any number of tokens; says what was tried.
     """
     if not source.is_transformers or takes_positions(source.module):
-        wrapper = FlatTokens(source.module, source.is_transformers, axes=axes)
+        wrapper = FlatTokens(source.module, source.is_transformers, axes=axes, features=features)
         if wrapper.call is not None:
             with put_back(source.module), evaluation_mode(source.module):
                 wrapper.call = checked_call(source.module, wrapper.call, source.vocab_size)

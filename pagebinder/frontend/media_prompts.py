@@ -10,13 +10,12 @@
 
 Nothing is known here of any family. That embeddings are all that the language model is told of an image is proven
 for each prompt: it is called again for the same tokens without media, and what else it is given must be the same.
-Where it is not (a mask that lets parts of an image see each other, features for its layers), the prompt is refused
-with the name of what differs.
+Positions of its own and features that layers add may come with an embedding. Where anything else differs (a mask that
+lets parts of an image see each other), the prompt is refused with the name of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +23,8 @@ from typing import Any
 import torch
 
 from pagebinder.errors import RequestError
+from pagebinder.frontend.python_state import evaluation_mode
+from pagebinder.frontend.row_features import ADDED, MASK, language_model
 from pagebinder.runtime.prompt_rows import Embeds
 
 # What a processor gives of the text, and what tells a language model how to answer rather than what it reads.
@@ -42,25 +43,27 @@ class _ReachedLanguageModel(Exception):
         self.given = given
 
 
-def media_prompt(model: torch.nn.Module, inputs: Mapping[str, Any], axes: int) -> list:
-    """A prompt of token ids and embeddings (tensors [n, C], or where there are axes `Embeds`), in the order of the
-    tokens.
+def media_prompt(model: torch.nn.Module, inputs: Mapping[str, Any], axes: int, num_features: int) -> list:
+    """A prompt of token ids and embeddings (tensors [n, C], or `Embeds` with what they have beside them), in the
+    order of the tokens.
 
     Args:
         model: the source model, transformers' class for all kinds of inputs, with weights.
-        axes: along which the compiled model takes positions, 0: none.
+        axes: along which the compiled model takes positions, 0: none. num_features: layers behind which it adds
+            something to embeddings.
         inputs: what its processor made of one prompt: input_ids [1, T], and tensors for the media.
     Raises:
         RequestError: no such model or inputs; the language model is told more of the media than embeddings.
     """
     ids, text, media = _split(model, inputs)
     language_model = _language_model(model)
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluation_mode(model):
         plain = _call(model, language_model, text)
         told = _call(model, language_model, text | media)
     name = type(model).__name__
     for argument in sorted(plain.keys() | told.keys()):
         understood = argument == EMBEDS or (axes and argument == POSITIONS)
+        understood = understood or (num_features and argument in (MASK, ADDED))
         if not understood and not _same(plain.get(argument), told.get(argument)):
             why = REMEDY.get(argument, "it is more than embeddings in the place of tokens")
             raise RequestError(
@@ -76,7 +79,8 @@ def media_prompt(model: torch.nn.Module, inputs: Mapping[str, Any], axes: int) -
     positions = _positions(told.get(POSITIONS), axes, ids.shape[1], name) if axes else None
     if positions is not None:
         _check_text_positions(positions, is_embedding, name)
-    return _parts(ids[0], embeds[0], is_embedding, positions)
+    features = _features(told, embeds[0], is_embedding, num_features, name)
+    return _parts(ids[0], embeds[0], is_embedding, positions, features)
 
 
 def _split(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict, dict]:
@@ -110,20 +114,11 @@ def _split(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Ten
 
 
 def _language_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The innermost module that takes embeddings in the place of the model's tokens. Raises RequestError."""
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if embedding is None:
-        raise RequestError(f"{type(model).__name__} is no transformers model: it has no processor's inputs.")
-    found = [
-        module
-        for module in model.modules()
-        if module is not model
-        and EMBEDS in inspect.signature(module.forward).parameters
-        and any(part is embedding for part in module.modules())
-    ]
-    if not found:
+    """Raises RequestError where there is none."""
+    found = language_model(model)
+    if found is None:
         raise RequestError(f"{type(model).__name__} has no language model of its own that takes {EMBEDS}.")
-    return found[-1]
+    return found
 
 
 def _call(model: torch.nn.Module, language_model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -147,17 +142,6 @@ def _call(model: torch.nn.Module, language_model: torch.nn.Module, inputs: dict[
     finally:
         hook.remove()
     raise RequestError(f"{type(model).__name__} does not call its language model with these inputs.")
-
-
-@contextlib.contextmanager
-def _evaluating(model: torch.nn.Module):
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -199,8 +183,34 @@ def _check_text_positions(positions: torch.Tensor, is_embedding: list[bool], nam
         following = max(following, *(position + 1 for position in row))
 
 
+def _features(
+    told: dict[str, Any], embeds: torch.Tensor, is_embedding: list[bool], count: int, name: str
+) -> list[torch.Tensor]:
+    """What is added to each token's states behind the first layers, [T, C] each; zeros where nothing is."""
+    mask, added = told.get(MASK), told.get(ADDED)
+    if not count or added is None or mask is None:
+        return []
+    places = mask.reshape(-1)
+    fits = len(added) == count and mask.shape == (1, len(embeds)) and places.dtype == torch.bool
+    wanted = (int(places.sum()), embeds.shape[1])
+    fits = fits and all(isinstance(one, torch.Tensor) and one.shape == wanted for one in added)
+    if not fits or any(there and not here for there, here in zip(places.tolist(), is_embedding)):
+        raise RequestError(
+            f"{name} adds something behind layers to other tokens than those that its media are."
+        )
+    features = []
+    for one in added:
+        features.append(torch.zeros_like(embeds))
+        features[-1][places] = one.to(embeds)
+    return features
+
+
 def _parts(
-    ids: torch.Tensor, embeds: torch.Tensor, is_embedding: list[bool], positions: torch.Tensor | None
+    ids: torch.Tensor,
+    embeds: torch.Tensor,
+    is_embedding: list[bool],
+    positions: torch.Tensor | None,
+    features: list[torch.Tensor],
 ) -> list:
     parts: list[int | torch.Tensor | Embeds] = []
     start = 0
@@ -209,9 +219,11 @@ def _parts(
             continue
         if not is_embedding[start]:
             parts += ids[start:end].tolist()
-        elif positions is None:
+        elif positions is None and not features:
             parts.append(embeds[start:end].clone())
         else:
-            parts.append(Embeds(embeds[start:end].clone(), positions[start:end].clone()))
+            along = None if positions is None else positions[start:end].clone()
+            beside = tuple(one[start:end].clone() for one in features)
+            parts.append(Embeds(embeds[start:end].clone(), along, beside))
         start = end
     return parts

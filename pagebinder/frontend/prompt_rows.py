@@ -9,18 +9,30 @@ The table is an attribute of the graph, [S, C] in the dtype of the embedding's r
 requests hold its rows (`runtime/prompt_rows.py`): for all that comes after, such tokens are tokens like any other.
 What `inputs_embeds` is in transformers' models is what the rows are, which is checked by running both. Where RoPE
 turns by positions of several axes (time, height and width of images), rows have positions of their own in a second
-table [S, A], and tokens the same along each axis.
+table [S, A], and tokens the same along each axis. What is added to rows behind the first layers (`row_features.py`)
+is in tables [S, C], one for each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, POSITION_AXES, POSITIONS, ROWS, PromptTables
+from pagebinder.custom_ops.prompt_rows import (
+    FEATURES,
+    FIRST_ROW_ID,
+    POSITION_AXES,
+    POSITIONS,
+    ROW_FEATURES,
+    ROWS,
+    PromptTables,
+)
 from pagebinder.errors import ConfigError
+from pagebinder.frontend.python_state import evaluation_mode
+from pagebinder.frontend.row_features import adding, num_features
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import (
     CASTS,
@@ -42,7 +54,14 @@ CHECKED_TOKENS = 5
 TOLERANCE = 0.05
 
 
-def position_axes(source: ModelSource) -> int:
+def what_rows_bring(source: ModelSource) -> dict[str, int]:
+    """What a capture is told of rows: along how many axes they have positions, behind how many layers features."""
+    if not source.is_transformers:
+        return {}
+    return {"axes": _position_axes(source), "features": num_features(source.module)}
+
+
+def _position_axes(source: ModelSource) -> int:
     """Along how many axes RoPE of a transformers model counts positions; 0: they are one number."""
     config = source.config.get_text_config() if hasattr(source.config, "get_text_config") else None
     said = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
@@ -74,7 +93,7 @@ def add_prompt_rows(gm: GraphModule, source: ModelSource, num_rows: int) -> Prom
     is_row = insert_call(gm.graph, after, aten.unsqueeze.default, (is_row, -1))
     both = insert_call(gm.graph, after, aten.where.self, (is_row, row, result), value=val(result))
     result.replace_all_uses_with(both, delete_user_cb=lambda user: user is not both)
-    tables = PromptTables(table, _add_positions(gm, source, num_rows))
+    tables = PromptTables(table, _add_positions(gm, source, num_rows), _add_features(gm, table))
     finish(gm)
     _check_against_source(gm, source, tables)
     return tables
@@ -96,6 +115,24 @@ def _add_positions(gm: GraphModule, source: ModelSource, num_rows: int) -> torch
     both = insert_call(gm.graph, node, aten.where.self, (is_row, row, positions), value=val(node))
     node.replace_all_uses_with(both)
     return table
+
+
+def _add_features(gm: GraphModule, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What is added to rows behind layers: the tables, in the order of the layers."""
+    ids, found = next(n for n in gm.graph.nodes if n.op == "placeholder"), []
+    for node in calls(gm.graph, ROW_FEATURES):
+        table = torch.zeros_like(rows)
+        stored = insert_constant(gm, node, FEATURES.format(node.args[1]), table)
+        is_row = insert_call(gm.graph, node, aten.ge.Scalar, (ids, FIRST_ROW_ID))
+        number = insert_call(gm.graph, node, aten.sub.Tensor, (ids, FIRST_ROW_ID))
+        number = insert_call(gm.graph, node, aten.clamp.default, (number, 0, len(rows) - 1))
+        row = insert_call(gm.graph, node, aten.embedding.default, (stored, number))
+        is_row = insert_call(gm.graph, node, aten.unsqueeze.default, (is_row, -1))
+        added = insert_call(gm.graph, node, aten.where.ScalarOther, (is_row, row, 0.0))
+        added = insert_call(gm.graph, node, aten.unsqueeze.default, (added, 0), value=val(node))
+        node.replace_all_uses_with(added)
+        found.append((node.args[1], table))
+    return tuple(table for _, table in sorted(found, key=lambda item: item[0]))
 
 
 def describe_prompt_rows(tables: PromptTables) -> str:
@@ -168,14 +205,18 @@ def _check_against_source(gm: GraphModule, source: ModelSource, tables: PromptTa
         )
         tables.positions[:count] = along
         axes = {"position_ids": along.T[:, None]}
-    was_training = source.module.training
-    source.module.eval()
+    told = contextlib.nullcontext()
+    for features in tables.features:
+        features[:count] = torch.randn(count, table.shape[1], generator=generator).to(table)
+    if tables.features:
+        everywhere = torch.ones(1, count, dtype=torch.bool, device=source.device)
+        told = adding(source.module, everywhere, [features[:count] for features in tables.features])
     try:
-        with torch.no_grad():
-            wanted = source.module(inputs_embeds=embeds[None], use_cache=False, **axes).logits[0].float()
+        with evaluation_mode(source.module), torch.no_grad():
+            with told:
+                wanted = source.module(inputs_embeds=embeds[None], use_cache=False, **axes).logits[0].float()
             found = gm(FIRST_ROW_ID + positions, positions).float()
     finally:
-        source.module.train(was_training)
         for written in tables.by_name.values():
             written.zero_()
     if (wanted - found).abs().max() > TOLERANCE * wanted.std():

@@ -54,7 +54,7 @@ def parts_as_tokens(prompt: Any, model: EngineModel) -> tuple[list[int], dict[st
             if positions is None and rows.axes:
                 first = start + shift
                 positions = torch.arange(first, first + len(embeds.values))[:, None].expand(-1, rows.axes)
-            held.append(rows.hold(embeds.values, positions))
+            held.append(rows.hold(embeds.values, positions, embeds.features))
             tokens += held[-1].token_ids
             media.append((held[-1].digest, start, len(tokens)))
             if positions is not None and (behind := int(positions.max()) + 1 - len(tokens)) != shift:

@@ -24,17 +24,18 @@ from pagebinder.errors import CacheCapacityError, RequestError
 
 @dataclass(frozen=True, eq=False)
 class Embeds:
-    """Embeddings in the place of tokens of a prompt, with positions of their own: for models whose RoPE counts
-    positions along several axes.
+    """Embeddings in the place of tokens of a prompt, with what some models take beside them.
 
     Args:
         values: [n, C], floating.
         positions: [n, A] int64, from the prompt's beginning; tokens behind them go on from the largest. None: as
             those of tokens.
+        features: [n, C] each, what is added behind the first layers; (): nothing.
     """
 
     values: torch.Tensor
     positions: torch.Tensor | None = None
+    features: tuple[torch.Tensor, ...] = ()
 
 
 class HeldRows:
@@ -66,7 +67,7 @@ class PromptRows:
     """
 
     def __init__(self, tables: PromptTables) -> None:
-        self.table, self.positions = tables.rows, tables.positions
+        self.table, self.positions, self.features = tables.rows, tables.positions, tables.features
         self._free = list(range(len(self.table)))[::-1]
         self._entries: dict[str, _Entry] = {}  # by digest, those asked for last at the end
         self._lock = threading.Lock()
@@ -86,9 +87,14 @@ class PromptRows:
         """Of positions; 0: they are one number, and rows have none of their own."""
         return 0 if self.positions is None else self.positions.shape[1]
 
-    def hold(self, embeds: torch.Tensor, positions: torch.Tensor | None = None) -> HeldRows:
-        """Rows with these embeddings [n, C], n >= 1, in the table's dtype, and where there are axes their positions
-        [n, A] int64.
+    def hold(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        features: Sequence[torch.Tensor] = (),
+    ) -> HeldRows:
+        """Rows with these embeddings [n, C], n >= 1, in the table's dtype; where there are axes their positions
+        [n, A] int64; where layers add something to them, that, [n, C] each, or nothing.
 
         Raises:
             RequestError: other sizes, not floating, not finite, or more than the table has rows.
@@ -96,6 +102,7 @@ class PromptRows:
         """
         values, positions = self._checked(embeds), self._checked_positions(positions, len(embeds))
         written = [(self.table, values), *(() if positions is None else ((self.positions, positions),))]
+        written += zip(self.features, self._checked_features(features, values))
         contents = (x.contiguous().cpu().view(torch.uint8).numpy().tobytes() for _, x in written)
         digest = hashlib.sha256(b"".join(contents)).hexdigest()
         with self._lock:
@@ -143,6 +150,19 @@ class PromptRows:
                 f"Positions of {count} embeddings are int64 [{count}, {self.axes}], from 0 on."
             )
         return positions.to(self.positions.device)
+
+    def _checked_features(self, features: Sequence[torch.Tensor], values: torch.Tensor) -> list[torch.Tensor]:
+        if not len(features):
+            return [torch.zeros_like(values) for _ in self.features]
+        if len(features) != len(self.features):
+            raise RequestError(
+                f"Embeddings with features for {len(features)} layers: this model adds them behind "
+                f"{len(self.features)}."
+            )
+        checked = [self._checked(one) for one in features]
+        if any(one.shape != values.shape for one in checked):
+            raise RequestError(f"Features of {len(values)} embeddings are as many rows.")
+        return checked
 
     def _take(self, count: int) -> list[int]:
         """Free rows; those that nobody holds go first who were asked for longest ago. Raises CacheCapacityError."""

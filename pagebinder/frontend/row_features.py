@@ -1,0 +1,74 @@
+"""Features of images that a language model adds to its states behind its first layers (deepstack: Qwen3-VL).
+
+    layer 0 -> x [1, T, C]      x[visual_pos_masks] += deepstack_visual_embeds[0]       the source
+                                x + row_features(x, 0)                                  while capturing
+
+A graph of text has none of it. So that prompts may bring such features with their embeddings, the language model is
+told to add them, and the method that adds them is ours, for the time of the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+
+import torch
+
+from pagebinder.custom_ops.prompt_rows import ROW_FEATURES
+
+MASK, ADDED, METHOD = "visual_pos_masks", "deepstack_visual_embeds", "_deepstack_process"
+WHERE_SAID = "deepstack_visual_indexes"
+
+
+def language_model(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The innermost module that takes embeddings in the place of the model's tokens, if there is one."""
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    found = [
+        module
+        for module in model.modules()
+        if module is not model
+        and "inputs_embeds" in inspect.signature(module.forward).parameters
+        and any(part is embedding for part in module.modules())
+    ]
+    return found[-1] if embedding is not None and found else None
+
+
+def num_features(model: torch.nn.Module) -> int:
+    """Behind how many layers features are added; 0: none, or in a way that is not known here."""
+    inner = language_model(model)
+    if inner is None or not hasattr(type(inner), METHOD):
+        return 0
+    takes = inspect.signature(inner.forward).parameters
+    if MASK not in takes or ADDED not in takes:
+        return 0
+    configs = (model.config, getattr(model.config, "vision_config", None))
+    return next(
+        (len(getattr(config, WHERE_SAID)) for config in configs if getattr(config, WHERE_SAID, None)), 0
+    )
+
+
+@contextlib.contextmanager
+def adding(model: torch.nn.Module, mask: torch.Tensor | None, added: list) -> Iterator[None]:
+    """Calls of the language model get these arguments in addition."""
+
+    def tell(module, args, kwargs):
+        return args, {**kwargs, MASK: mask, ADDED: added}
+
+    hook = language_model(model).register_forward_pre_hook(tell, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def as_op(model: torch.nn.Module, count: int) -> Iterator[None]:
+    """The language model adds `row_features` behind its first `count` layers."""
+    inner = language_model(model)
+    setattr(inner, METHOD, lambda states, mask, number: states + ROW_FEATURES(states, number))
+    try:
+        with adding(model, None, list(range(count))):
+            yield
+    finally:
+        delattr(inner, METHOD)
