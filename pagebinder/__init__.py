@@ -85,7 +85,7 @@ _HOMES = {
     "CompiledEncoder": "compiled_encoder",
     "CompiledModel": "compiled_model",
     "DraftRequest": "runtime.speculation",
-    "Embeds": "runtime.prompt_rows",
+    "Embeds": "custom_ops.prompt_rows",
     "Engine": "runtime.engine",
     "EngineConfig": "config",
     "EngineStats": "runtime.outputs",

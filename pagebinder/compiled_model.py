@@ -5,7 +5,6 @@ What serving does not need is imported where it is used: a saved model should st
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +57,9 @@ class CompiledModel(NotPickled):
     uncounted_id: int | None = None
     prompt_tables: PromptTables | None = None
     _refused: str | None = None
+
+    def __post_init__(self) -> None:
+        self._prompt_rows = None if self.prompt_tables is None else PromptRows(self.prompt_tables)
 
     def __repr__(self) -> str:
         return f"CompiledModel({self.report.headline})"
@@ -220,19 +222,22 @@ class CompiledModel(NotPickled):
         return StepGraphs(
             self.executable, self.graphs["fused"], self.kv_spec, arena.caches, buckets, device=self.device,
             max_model_len=length, vocab_size=self.source.vocab_size,
+            num_prompt_rows=0 if self.prompt_rows is None else len(self.prompt_rows.table),
         )  # fmt: skip
 
-    @functools.cached_property
+    @property
     def prompt_rows(self) -> PromptRows | None:
         """Where embeddings of prompts are held (`CompileConfig(prompt_embeds=...)`), for all engines of this model; a
         serving loop of one's own asks it for token ids. None: the model was not compiled for them."""
-        return None if self.prompt_tables is None else PromptRows(self.prompt_tables)
+        return self._prompt_rows
 
     def media_prompt(self, inputs: Mapping[str, Any]) -> list:
         """A prompt, token ids and embeddings, of what a multimodal model's processor returns for one prompt with
         images, sound or video: `inputs = processor(text=..., images=..., return_tensors="pt")`.
 
-        The source model's own code makes the embeddings, once, in PyTorch. For engines of models compiled with
+        The source model's own code makes the embeddings, once, in PyTorch. Tokens that are generated go on from the
+        largest position, as the model's forward counts (transformers' `generate` goes on from the last one along each
+        axis where a prompt ends with an image). For engines of models compiled with
         `CompileConfig(prompt_embeds=...)`.
 
         Raises:

@@ -21,6 +21,23 @@ ROWS, POSITIONS, FEATURES = (
 
 
 @dataclass(frozen=True, eq=False)
+class Embeds:
+    """Embeddings in the place of tokens of a prompt, with what some models take beside them.
+
+    Args:
+        values: [n, C], floating.
+        positions: [n, A] int64, from the prompt's beginning. None: as those of tokens.
+        next_position: of the token behind them, along each axis. None: the largest of them and one.
+        features: [n, C] each, what is added behind the first layers; (): nothing.
+    """
+
+    values: torch.Tensor
+    positions: torch.Tensor | None = None
+    features: tuple[torch.Tensor, ...] = ()
+    next_position: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class PromptTables:
     """What graphs read in the place of tokens: rows [S, C] of embeddings; where positions have axes (time, height and
     width) those of each row [S, A] int64; and what is added to rows behind the first layers, [S, C] for each."""
@@ -52,8 +69,14 @@ class PromptTables:
         )
 
 
+def empty_table(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that are written later, whatever mode they are made in."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
 def _empty(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    return empty_table(*like.shape, dtype=like.dtype, device=like.device)
 
 
 def _position_axes(positions: torch.Tensor, axes: int) -> torch.Tensor:

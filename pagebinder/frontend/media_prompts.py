@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from pagebinder.custom_ops.prompt_rows import Embeds
 from pagebinder.errors import RequestError
 from pagebinder.frontend.python_state import evaluation_mode
 from pagebinder.frontend.row_features import ADDED, MASK, language_model
-from pagebinder.runtime.prompt_rows import Embeds
 
 # What a processor gives of the text, and what tells a language model how to answer rather than what it reads.
 TEXT_INPUTS = ("input_ids", "attention_mask")
@@ -66,6 +66,7 @@ def media_prompt(model: torch.nn.Module, inputs: Mapping[str, Any], axes: int, n
         understood = understood or (num_features and argument in (MASK, ADDED))
         if not understood and not _same(plain.get(argument), told.get(argument)):
             why = REMEDY.get(argument, "it is more than embeddings in the place of tokens")
+            why = "it computes the media itself" if argument in media else why
             raise RequestError(
                 f"{name} tells its language model more of this prompt than embeddings: {argument} is not what it is "
                 f"for text ({why}). Prompts like it are not served."
@@ -97,16 +98,18 @@ def _split(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Ten
     mask = inputs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and not bool(mask.all()):
         raise RequestError("attention_mask hides tokens: make the inputs without padding.")
-    device, dtype = ids.device, None
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.is_meta:
         raise RequestError(f"{type(model).__name__} has no weights to compute embeddings with.")
-    device, dtype = parameter.device, parameter.dtype
+    if getattr(getattr(model, "config", None), "has_lora_adapter", False):
+        raise RequestError(
+            f"{type(model).__name__} puts on an adapter where there are media: prompts with them are not served."
+        )
+    takes = inspect.signature(model.forward).parameters
     given = {
-        key: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
-        if isinstance(value, torch.Tensor)
-        else value
+        key: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
         for key, value in inputs.items()
+        if isinstance(value, torch.Tensor) or key in takes  # else it tells `generate` how to answer
     }
     text = {key: given[key] for key in TEXT_INPUTS if key in given}
     media = {key: value for key, value in given.items() if key not in text}
@@ -172,15 +175,18 @@ def _positions(given: Any, axes: int, num_tokens: int, name: str) -> torch.Tenso
 
 
 def _check_text_positions(positions: torch.Tensor, is_embedding: list[bool], name: str) -> None:
-    """Tokens go on from the largest position before them, along all axes: that is how engines count."""
+    """Tokens that follow one another are counted one by one, the same along all axes; those in front from 0 on."""
     following = 0
     for row, of_media in zip(positions.tolist(), is_embedding):
-        if not of_media and row != [following] * len(row):
+        if of_media:
+            following = None
+            continue
+        if row != [row[0] if following is None else following] * len(row):
             raise RequestError(
-                f"{name} gives a token the positions {row} where the largest before it is {following - 1}: prompts "
-                "whose text does not go on from there are not served."
+                f"{name} gives tokens the positions {row}: prompts whose text is not counted one by one are not "
+                "served."
             )
-        following = max(following, *(position + 1 for position in row))
+        following = row[0] + 1
 
 
 def _features(
@@ -224,6 +230,7 @@ def _parts(
         else:
             along = None if positions is None else positions[start:end].clone()
             beside = tuple(one[start:end].clone() for one in features)
-            parts.append(Embeds(embeds[start:end].clone(), along, beside))
+            behind = int(positions[end, 0]) if positions is not None and end < len(positions) else None
+            parts.append(Embeds(embeds[start:end].clone(), along, beside, behind))
         start = end
     return parts

@@ -29,6 +29,7 @@ from pagebinder.custom_ops.prompt_rows import (
     ROW_FEATURES,
     ROWS,
     PromptTables,
+    empty_table,
 )
 from pagebinder.errors import ConfigError
 from pagebinder.frontend.python_state import evaluation_mode
@@ -49,9 +50,18 @@ from pagebinder.graph_tools import (
     val,
 )
 
+# How models write other ids over those of placeholders, which the ids of rows are none of.
+SWAPS = (
+    aten.eq.Scalar, aten.ne.Scalar, aten.bitwise_or.Tensor, aten.bitwise_and.Tensor, aten.bitwise_not.default,
+    aten.__or__.Tensor, aten.__and__.Tensor,
+    aten.logical_or.default, aten.logical_and.default, aten.logical_not.default, aten.where.self,
+    aten.where.ScalarSelf, aten.where.ScalarOther, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+    aten.index_put.default,
+)  # fmt: skip
 CHECKED_TOKENS = 5
-# Of the spread of the logits: both sides round in other places, but a missing factor or offset is no rounding.
-TOLERANCE = 0.05
+# Of the spread of the logits, and of what tokens differ by: both sides round in other places, but a missing factor or
+# offset is no rounding.
+TOLERANCE, TIMES_TOKENS = 0.05, 4.0
 
 
 def what_rows_bring(source: ModelSource) -> dict[str, int]:
@@ -78,9 +88,10 @@ def add_prompt_rows(gm: GraphModule, source: ModelSource, num_rows: int) -> Prom
         ConfigError: the model reads token ids elsewhere, too, or its `inputs_embeds` are something else than the
             result of its embedding.
     """
-    lookup = _only_lookup(gm, type(source.module).__name__)
+    lookup = _only_lookup(gm, type(source.module).__name__, checked=_takes_embeds(source))
     result = _of_module(lookup, source.module)
-    table = torch.zeros(num_rows, val(result).shape[-1], dtype=val(result).dtype, device=source.device)
+    shape, dtype = (num_rows, val(result).shape[-1]), val(result).dtype
+    table = empty_table(*shape, dtype=dtype, device=source.device)
     ids, weight = lookup.args[1], lookup.args[0]
     node = insert_constant(gm, lookup, ROWS, table)
     is_row = insert_call(gm.graph, lookup, aten.ge.Scalar, (ids, FIRST_ROW_ID))
@@ -105,7 +116,7 @@ def _add_positions(gm: GraphModule, source: ModelSource, num_rows: int) -> torch
     if node is None:
         return None
     ids, positions = (n for n in gm.graph.nodes if n.op == "placeholder")
-    table = torch.zeros(num_rows, node.args[1], dtype=torch.int64, device=source.device)
+    table = empty_table(num_rows, node.args[1], dtype=torch.int64, device=source.device)
     stored = insert_constant(gm, node, POSITIONS, table)
     is_row = insert_call(gm.graph, node, aten.ge.Scalar, (ids, FIRST_ROW_ID))
     number = insert_call(gm.graph, node, aten.sub.Tensor, (ids, FIRST_ROW_ID))
@@ -121,7 +132,7 @@ def _add_features(gm: GraphModule, rows: torch.Tensor) -> tuple[torch.Tensor, ..
     """What is added to rows behind layers: the tables, in the order of the layers."""
     ids, found = next(n for n in gm.graph.nodes if n.op == "placeholder"), []
     for node in calls(gm.graph, ROW_FEATURES):
-        table = torch.zeros_like(rows)
+        table = empty_table(*rows.shape, dtype=rows.dtype, device=rows.device)
         stored = insert_constant(gm, node, FEATURES.format(node.args[1]), table)
         is_row = insert_call(gm.graph, node, aten.ge.Scalar, (ids, FIRST_ROW_ID))
         number = insert_call(gm.graph, node, aten.sub.Tensor, (ids, FIRST_ROW_ID))
@@ -144,10 +155,11 @@ def describe_prompt_rows(tables: PromptTables) -> str:
     )
 
 
-def _only_lookup(gm: GraphModule, model: str) -> Node:
-    """The embedding of the token ids. Raises ConfigError where something else reads them."""
-    lookups = []
-    for node in _readers(next(n for n in gm.graph.nodes if n.op == "placeholder")):
+def _only_lookup(gm: GraphModule, model: str, *, checked: bool) -> Node:
+    """The embedding of the token ids. Raises ConfigError where something else reads them. `checked`: the graph will
+    be compared with the source, so ids may be swapped on the way, where they are those of placeholders."""
+    lookups, first = [], next(n for n in gm.graph.nodes if n.op == "placeholder")
+    for node in dict.fromkeys(_readers(first, SWAPS if checked else ())):
         if is_call(node, aten.embedding.default) and node.args[0].op == "get_attr":
             lookups.append(node)
         elif is_call(node, aten.sym_size.int):
@@ -166,33 +178,47 @@ def _only_lookup(gm: GraphModule, model: str) -> Node:
     return lookups[0]
 
 
-def _readers(ids: Node) -> list[Node]:
-    """What reads the ids, seen through views and casts."""
+def _readers(ids: Node, swaps: tuple) -> list[Node]:
+    """What reads the ids, seen through views and casts, and through what swaps ids for others."""
     found = []
     for user in ids.users:
-        passed_on = is_view_op(user.target) or is_call(user, *CASTS, *IDENTITIES)
-        found += _readers(user) if passed_on else [user]
+        passed_on = is_view_op(user.target) or is_call(user, *CASTS, *IDENTITIES, *swaps)
+        found += _readers(user, swaps) if passed_on else [user]
     return found
 
 
 def _of_module(lookup: Node, model: torch.nn.Module) -> Node:
-    """What the module that looks up returns: some scale the row."""
+    """What the module that looks up returns: some scale the row. Raises ConfigError where it is several values."""
     path = module_path(lookup)
     try:
         is_embedding = isinstance(model.get_submodule(path), torch.nn.Embedding)
     except AttributeError:
         is_embedding = False
-    node = lookup
-    while is_embedding and len(node.users) == 1 and module_path(next(iter(node.users))) == path:
-        node = next(iter(node.users))
-    return node
+    if not is_embedding:
+        return lookup
+    inside, returned = [lookup], []
+    for node in inside:  # grows
+        users = [user for user in node.users if user.op != "output"]
+        within = [user for user in users if f"{module_path(user)}.".startswith(f"{path}.")]
+        inside += [user for user in within if user not in inside]
+        if len(within) < len(node.users):
+            returned.append(node)
+    if len(returned) != 1:
+        raise ConfigError(
+            f"prompt_embeds: {type(model.get_submodule(path)).__name__} ({path}) returns {len(returned)} values of a "
+            "token, and a prompt's embedding stands for one. Serve it without prompt_embeds."
+        )
+    return returned[0]
+
+
+def _takes_embeds(source: ModelSource) -> bool:
+    return source.is_transformers and "inputs_embeds" in inspect.signature(source.module.forward).parameters
 
 
 def _check_against_source(gm: GraphModule, source: ModelSource, tables: PromptTables) -> None:
     """Does the graph compute of rows what the source model computes of `inputs_embeds`? Of models that take them."""
     table, axes = tables.rows, {}
-    takes = source.is_transformers and "inputs_embeds" in inspect.signature(source.module.forward).parameters
-    if not takes or source.device.type == "meta":
+    if not _takes_embeds(source) or source.device.type == "meta":
         return
     count = min(CHECKED_TOKENS, len(table), source.max_model_len)
     generator = torch.Generator().manual_seed(0)
@@ -211,15 +237,20 @@ def _check_against_source(gm: GraphModule, source: ModelSource, tables: PromptTa
     if tables.features:
         everywhere = torch.ones(1, count, dtype=torch.bool, device=source.device)
         told = adding(source.module, everywhere, [features[:count] for features in tables.features])
+    tokens = torch.arange(count, device=source.device) % source.vocab_size
     try:
         with evaluation_mode(source.module), torch.no_grad():
             with told:
                 wanted = source.module(inputs_embeds=embeds[None], use_cache=False, **axes).logits[0].float()
             found = gm(FIRST_ROW_ID + positions, positions).float()
+            of_tokens = (
+                gm(tokens, positions) - source.module(input_ids=tokens[None], use_cache=False).logits[0]
+            )
     finally:
         for written in tables.by_name.values():
             written.zero_()
-    if (wanted - found).abs().max() > TOLERANCE * wanted.std():
+    limit = TOLERANCE * wanted.std() + TIMES_TOKENS * of_tokens.abs().max()
+    if (wanted - found).abs().max() > limit:
         raise ConfigError(
             f"prompt_embeds: {type(source.module).__name__} computes something else of inputs_embeds than of rows in "
             "the place of its embedding's. Serve it without prompt_embeds."

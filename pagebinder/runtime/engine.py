@@ -42,6 +42,7 @@ from pagebinder.runtime.kv.event_recorder import KVEventRecorder
 from pagebinder.runtime.live_requests import AHEAD, QUIET, LiveRequest
 from pagebinder.runtime.memory_plan import plan_memory
 from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
+from pagebinder.runtime.prompt_parts import release
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.request_checks import (
     Prompt,
@@ -152,23 +153,29 @@ class Engine(NotPickled):
             check_unicode(cache_salt, "cache_salt")
         encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens, cache_salt)
         tokens, beside = decoder_prompt(prompt, self.model)
-        check_params(params, self.model.tokenizer, self.model.vocab_size)
-        guides = self.guides.guides(params.guide, params.n)
-        ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
-        with deferred_interrupts(), self._turns.taken():
-            taken = next(filter(self._is_taken, ids), None)
-            if taken is not None:
-                raise RequestError(f"Request id {taken!r} is already in use; choose another.")
-            base = params.seed if params.seed is not None else self._fresh_seed()
-            room = max(1, self.model.max_model_len - len(tokens))
-            requests = [
-                Request(
-                    i, tokens, max_tokens=min(params.max_tokens or room, room), priority=priority,
-                    cache_salt=cache_salt, params=params, **encoder, **beside,
+        try:
+            check_params(params, self.model.tokenizer, self.model.vocab_size)
+            guides = self.guides.guides(params.guide, params.n)
+            ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
+            with deferred_interrupts(), self._turns.taken():
+                taken = next(filter(self._is_taken, ids), None)
+                if taken is not None:
+                    raise RequestError(f"Request id {taken!r} is already in use; choose another.")
+                base = params.seed if params.seed is not None else self._fresh_seed()
+                room = max(1, self.model.max_model_len - len(tokens))
+                requests = [
+                    Request(
+                        i, tokens, max_tokens=min(params.max_tokens or room, room), priority=priority,
+                        cache_salt=cache_salt, params=params, **encoder, **beside,
+                    )
+                    for i in ids
+                ]  # fmt: skip
+                self._enter(
+                    [LiveRequest.of(r, base + k, guides[k], self.model) for k, r in enumerate(requests)]
                 )
-                for i in ids
-            ]  # fmt: skip
-            self._enter([LiveRequest.of(r, base + k, guides[k], self.model) for k, r in enumerate(requests)])
+        except BaseException:
+            release(beside.get("held", ()))
+            raise
         return ids
 
     def _enter(self, lives: list[LiveRequest], *, quiet: bool = False) -> None:
@@ -386,6 +393,7 @@ class Engine(NotPickled):
                 with deferred_interrupts():
                     search.close()
                     self._rest_if_done()
+                    release(beside.get("held", ()))
 
     def stream(
         self,

@@ -12,14 +12,18 @@ digests of these tell prefixes apart.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 
-from pagebinder.errors import RequestError
+from pagebinder.config_checks import is_int, short_repr
+from pagebinder.custom_ops.prompt_rows import Embeds
+from pagebinder.errors import CacheCapacityError, RequestError
 from pagebinder.runtime.engine_setup import EngineModel
-from pagebinder.runtime.prompt_rows import Embeds, HeldRows
+from pagebinder.runtime.prompt_rows import HeldRows
 from pagebinder.runtime.request_checks import is_embeds, prompt_token_ids
 
 
@@ -36,30 +40,56 @@ def parts_as_tokens(prompt: Any, model: EngineModel) -> tuple[list[int], dict[st
         RequestError: the model was not compiled for embeddings; a part is none, or is wrong.
         CacheCapacityError: there is no room for the embeddings at present.
     """
+    if model.encoder is not None:
+        raise RequestError("The prompt holds embeddings, and an encoder-decoder takes token ids alone.")
     if model.prompt_rows is None:
         raise RequestError(
             "The prompt holds embeddings, which the model was not compiled for: use CompileConfig(prompt_embeds=N), "
             "N of them at a time."
         )
+    held: list[HeldRows] = []
+    try:
+        return _as_tokens(_parts(prompt), model, held)
+    except CacheCapacityError as error:
+        release(held)
+        num_rows = sum(len(part.values) for part in map(_as_embeds, filter(is_embeds, _parts(prompt))))
+        if num_rows > len(model.prompt_rows.table):
+            raise RequestError(
+                f"The prompt's {num_rows} embeddings are more than the {len(model.prompt_rows.table)} that the model "
+                f"was compiled for; compile it with CompileConfig(prompt_embeds={num_rows}) or more."
+            ) from error
+        raise
+    except BaseException:
+        release(held)
+        raise
+
+
+def release(held: Iterable[HeldRows]) -> None:
+    """Of a request that is none: whoever keeps the exception keeps what the call held."""
+    for rows in held:
+        rows.release()
+
+
+def _as_tokens(parts: list, model: EngineModel, held: list[HeldRows]) -> tuple[list[int], dict[str, Any]]:
     rows = model.prompt_rows
     tokens: list[int] = []
     media: list[tuple[str, int, int]] = []
-    held: list[HeldRows] = []
     shifts: list[tuple[int, int]] = []
-    for part in _parts(prompt):
+    for part in parts:
         start, shift = len(tokens), shifts[-1][1] if shifts else 0
         if is_embeds(part):
-            embeds = part if isinstance(part, Embeds) else Embeds(torch.as_tensor(part))
+            embeds = _as_embeds(part)
             positions = embeds.positions
             if positions is None and rows.axes:
-                first = start + shift
-                positions = torch.arange(first, first + len(embeds.values))[:, None].expand(-1, rows.axes)
-            held.append(rows.hold(embeds.values, positions, embeds.features))
+                places = range(start + shift, start + shift + len(embeds.values))
+                positions = torch.tensor(places, device="cpu")[:, None].expand(-1, rows.axes)
+            behind = _position_behind(embeds.next_position, positions)
+            held.append(rows.hold(embeds.values, positions, embeds.features, behind))
             tokens += held[-1].token_ids
             media.append((held[-1].digest, start, len(tokens)))
-            if positions is not None and (behind := int(positions.max()) + 1 - len(tokens)) != shift:
-                shifts.append((len(tokens), behind))
-        elif not isinstance(part, str) or part:  # text may be empty
+            if behind is not None and behind - len(tokens) != shift:
+                shifts.append((len(tokens), behind - len(tokens)))
+        elif len(part):  # text and lists may be empty beside embeddings
             tokens += prompt_token_ids(
                 part,
                 model.tokenizer,
@@ -68,6 +98,26 @@ def parts_as_tokens(prompt: Any, model: EngineModel) -> tuple[list[int], dict[st
                 uncounted_id=model.uncounted_id,
             )
     return tokens, {"media": tuple(media), "held": tuple(held), "position_shifts": tuple(shifts)}
+
+
+def _position_behind(said: int | None, positions: torch.Tensor | None) -> int | None:
+    """Of the token behind embeddings; None: it is its place. Raises RequestError."""
+    if said is not None and (not is_int(said) or said < 0 or positions is None):
+        raise RequestError(
+            f"next_position={said!r}: use a whole number from 0 on, with positions along axes."
+        )
+    usable = isinstance(positions, torch.Tensor) and positions.numel() > 0
+    return int(positions.max()) + 1 if said is None and usable else said
+
+
+def _as_embeds(part: Any) -> Embeds:
+    """Raises RequestError for what is no tensor."""
+    if isinstance(part, np.ndarray):
+        part = torch.from_numpy(np.array(part, np.float64 if part.dtype.itemsize > 4 else np.float32))
+    embeds = part if isinstance(part, Embeds) else Embeds(part)
+    if not isinstance(embeds.values, torch.Tensor) or embeds.values.dim() != 2:
+        raise RequestError("Embeds holds a floating tensor [tokens, width].")
+    return embeds
 
 
 class _Tokens(list):
@@ -80,7 +130,13 @@ def _parts(prompt: Any) -> list:
         return [prompt]
     parts: list[Any] = []
     for item in prompt:
+        if isinstance(item, torch.Tensor) and item.dim() == 0 and not item.is_floating_point():
+            item = item.item()
         if not isinstance(item, Integral):
+            if not hasattr(item, "__len__") and not is_embeds(item):
+                raise RequestError(
+                    f"A prompt's parts are token ids, texts and embeddings [tokens, width], not {short_repr(item)}."
+                )
             parts.append(item)
         elif parts and type(parts[-1]) is _Tokens:
             parts[-1].append(item)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -22,42 +20,31 @@ from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, PromptTables
 from pagebinder.errors import CacheCapacityError, RequestError
 
 
-@dataclass(frozen=True, eq=False)
-class Embeds:
-    """Embeddings in the place of tokens of a prompt, with what some models take beside them.
-
-    Args:
-        values: [n, C], floating.
-        positions: [n, A] int64, from the prompt's beginning; tokens behind them go on from the largest. None: as
-            those of tokens.
-        features: [n, C] each, what is added behind the first layers; (): nothing.
-    """
-
-    values: torch.Tensor
-    positions: torch.Tensor | None = None
-    features: tuple[torch.Tensor, ...] = ()
-
-
 class HeldRows:
-    """Rows that stay as they are as long as this object lives. `token_ids`: theirs. `digest`: of what they hold."""
+    """Rows that stay as they are until `release`, or as long as this object lives. `token_ids`: theirs. `digest`: of
+    what they hold."""
 
-    __slots__ = ("__weakref__", "digest", "token_ids")
+    __slots__ = ("_holders", "digest", "token_ids")
 
-    def __init__(self, digest: str, rows: Sequence[int]) -> None:
+    def __init__(self, digest: str, rows: Sequence[int], holders: set[int]) -> None:
         self.digest = digest
         self.token_ids = tuple(FIRST_ROW_ID + row for row in rows)
+        self._holders = holders
+        holders.add(id(self))
+
+    def release(self) -> None:
+        """May be called again, and by the collector at any time, so no lock is taken."""
+        self._holders.discard(id(self))
+
+    __del__ = release
 
 
 class _Entry:
-    __slots__ = ("held", "rows")
+    __slots__ = ("holders", "rows")
 
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
-        self.held: weakref.ref[HeldRows] | None = None
-
-    @property
-    def in_use(self) -> bool:
-        return self.held is not None and self.held() is not None
+        self.holders: set[int] = set()
 
 
 class PromptRows:
@@ -80,7 +67,7 @@ class PromptRows:
     def num_held(self) -> int:
         """Rows that requests hold at present."""
         with self._lock:
-            return sum(len(entry.rows) for entry in self._entries.values() if entry.in_use)
+            return sum(len(entry.rows) for entry in self._entries.values() if entry.holders)
 
     @property
     def axes(self) -> int:
@@ -92,36 +79,37 @@ class PromptRows:
         embeds: torch.Tensor,
         positions: torch.Tensor | None = None,
         features: Sequence[torch.Tensor] = (),
+        next_position: int | None = None,
     ) -> HeldRows:
         """Rows with these embeddings [n, C], n >= 1, in the table's dtype; where there are axes their positions
-        [n, A] int64; where layers add something to them, that, [n, C] each, or nothing.
+        [n, A] int64; where layers add something to them, that, [n, C] each, or nothing. `next_position`: part of the
+        digest, as it is of what the tokens behind them are.
 
         Raises:
             RequestError: other sizes, not floating, not finite, or more than the table has rows.
             CacheCapacityError: requests hold too many of them at present.
         """
-        values, positions = self._checked(embeds), self._checked_positions(positions, len(embeds))
+        values = self._checked(embeds)
+        positions = self._checked_positions(positions, len(values))
         written = [(self.table, values), *(() if positions is None else ((self.positions, positions),))]
         written += zip(self.features, self._checked_features(features, values))
         contents = (x.contiguous().cpu().view(torch.uint8).numpy().tobytes() for _, x in written)
-        digest = hashlib.sha256(b"".join(contents)).hexdigest()
+        digest = hashlib.sha256(b"".join((repr(next_position).encode(), *contents))).hexdigest()
         with self._lock:
             entry = self._entries.pop(digest, None)
             if entry is None:
                 entry = _Entry(self._take(len(values)))
                 rows = torch.tensor(entry.rows, device=self.table.device)
-                for table, contents in written:
-                    table[rows] = contents
+                with torch.no_grad():
+                    for table, values in written:
+                        table[rows] = values
             self._entries[digest] = entry
-            held = None if entry.held is None else entry.held()
-            if held is None:
-                held = HeldRows(digest, entry.rows)
-                entry.held = weakref.ref(held)
-            return held
+            return HeldRows(digest, entry.rows, entry.holders)
 
     def _checked(self, embeds: torch.Tensor) -> torch.Tensor:
-        if not isinstance(embeds, torch.Tensor) or not embeds.is_floating_point() or embeds.dim() != 2:
-            raise RequestError("Embeddings of a prompt are a floating tensor [tokens, width].")
+        ok = isinstance(embeds, torch.Tensor) and embeds.is_floating_point() and embeds.dim() == 2
+        if not ok or embeds.layout != torch.strided or embeds.is_meta:
+            raise RequestError("Embeddings of a prompt are a dense floating tensor [tokens, width].")
         if embeds.shape[1] != self.width or not len(embeds):
             raise RequestError(
                 f"Embeddings [{len(embeds)}, {embeds.shape[1]}]: the model's are {self.width} wide, and there must "
@@ -132,7 +120,7 @@ class PromptRows:
                 f"{len(embeds)} embeddings are more than the {len(self.table)} that the model was compiled for; "
                 f"compile it with CompileConfig(prompt_embeds={len(embeds)}) or more."
             )
-        values = embeds.detach().to(device=self.table.device, dtype=self.table.dtype)
+        values = embeds.detach().resolve_neg().to(device=self.table.device, dtype=self.table.dtype)
         if not bool(values.isfinite().all()):
             raise RequestError(f"An embedding is not finite in the model's {self.table.dtype}.")
         return values
@@ -166,7 +154,7 @@ class PromptRows:
 
     def _take(self, count: int) -> list[int]:
         """Free rows; those that nobody holds go first who were asked for longest ago. Raises CacheCapacityError."""
-        idle = [digest for digest, entry in self._entries.items() if not entry.in_use]
+        idle = [digest for digest, entry in self._entries.items() if not entry.holders]
         if len(self._free) + sum(len(self._entries[digest].rows) for digest in idle) < count:
             raise CacheCapacityError(
                 f"{count} embeddings do not fit beside those of other requests ({len(self.table)} in all): wait for "

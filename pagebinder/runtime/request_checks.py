@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from pagebinder.config import SamplingParams
-from pagebinder.config_checks import check_unicode, is_number, plain_number
+from pagebinder.config_checks import check_unicode, is_number, plain_number, short_repr
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, Embeds
 from pagebinder.errors import RequestError
-from pagebinder.runtime.prompt_rows import Embeds
 
 Prompt = str | Sequence[int]  # or a list of token ids, texts and embeddings (`prompt_parts.py`)
 MOST_BEAMS = 1024  # all are forked in one piece
@@ -74,10 +74,12 @@ def prompt_token_ids(
         raise RequestError(f"The {name} is empty: give at least one token.")
     for token in prompt:
         if not isinstance(token, Integral) or isinstance(token, bool):
-            raise RequestError(f"Token ids are whole numbers; the {name} holds {token!r}.")
+            _refuse_floats(token, name)
+            raise RequestError(f"Token ids are whole numbers; the {name} holds {short_repr(token)}.")
         if not 0 <= token < vocab_size:
+            why = " (it stands for an embedding of another prompt)" if token >= FIRST_ROW_ID else ""
             raise RequestError(
-                f"Token id {token} is out of range: the vocabulary has ids 0 to {vocab_size - 1}."
+                f"Token id {token} is out of range: the vocabulary has ids 0 to {vocab_size - 1}{why}."
             )
         if token == uncounted_id:
             raise RequestError(
@@ -91,12 +93,22 @@ def _listed(prompt, name: str):
     """A tensor or an array as a list, other things as they are. Raises RequestError for bytes, whose numbers are no
     token ids."""
     if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview):
+        _refuse_floats(prompt, name)
         prompt = prompt.tolist()
     if isinstance(prompt, (bytes, bytearray, memoryview)):
         raise RequestError(
             f"The {name} is {type(prompt).__name__}: give text (bytes.decode), or a list of token ids."
         )
     return prompt
+
+
+def _refuse_floats(value, name: str) -> None:
+    """Raise RequestError for a tensor or an array of floating numbers."""
+    if str(getattr(value, "dtype", "")).startswith(("torch.float", "torch.bfloat", "float")):
+        raise RequestError(
+            f"The {name} holds floating numbers of the shape {tuple(value.shape)}: token ids are whole numbers, and "
+            "embeddings are [tokens, width]."
+        )
 
 
 def check_params(params: SamplingParams, tokenizer, vocab_size: int) -> None:

@@ -86,10 +86,12 @@ class StepGraphs:
     def __init__(
         self, executable: Executable, graph: GraphModule | None, plan: KVPlan, caches: Mapping[str, torch.Tensor],
         buckets: BucketTable, *, device: torch.device, max_model_len: int, vocab_size: int | None = None,
+        num_prompt_rows: int = 0,
         widths: Sequence[int] | None = None, backend: GraphBackend | None = None,
     ) -> None:  # fmt: skip
         self.executable, self.graph, self.plan, self.caches = executable, graph, plan, caches
         self.buckets, self.device, self.vocab_size = buckets, device, vocab_size
+        self.num_prompt_rows = num_prompt_rows
         self.backend = backend or graph_backend(device)
         self.widths = tuple(widths or table_widths(plan.groups, max_model_len))
         self.stats = GraphStats()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pagebinder.config_checks import is_int, plain_number
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID
 from pagebinder.errors import CaptureError, RequestError
 from pagebinder.runtime.kv import KVCacheGroup
 from pagebinder.runtime.step_plan import slot_groups
@@ -26,12 +27,14 @@ class StepSequence:
     """New tokens of one sequence in a step.
 
     tokens: ids to compute. start: tokens of the sequence that earlier steps have computed. blocks: for each KV group
-    the sequence's block ids so far, in order; 0 where a block was given back, or is not wanted.
+    the sequence's block ids so far, in order; 0 where a block was given back, or is not wanted. shift: how much
+    larger the tokens' positions are than their places, behind images that positions count otherwise.
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[Sequence[int]]
+    shift: int = 0
 
 
 def table_widths(groups: Sequence[KVCacheGroup], max_model_len: int) -> tuple[int, ...]:
@@ -61,7 +64,7 @@ def pack_sequences(
     positions = np.arange(len(rows)) + (starts - ends + counts)[rows]
     inputs = {
         "input_ids": np.concatenate([np.asarray(one.tokens, np.int64) for one in sequences]),
-        "positions": positions,
+        "positions": positions + np.array([one.shift for one in sequences], np.int64)[rows],
         "logits_rows": ends - 1,
         "query_start_loc": np.concatenate([[0], ends]).astype(np.int32),
         "seq_lens": (starts + counts).astype(np.int32),
@@ -129,7 +132,9 @@ def check_inputs(
         raise RequestError("query_start_loc must rise from 0 to the number of input_ids, at least 1.")
     if (lens < counts).any():
         raise RequestError("a length in seq_lens is less than the tokens that its sequence has in this step.")
-    _check_range("input_ids", arrays["input_ids"], 0, graphs.vocab_size or np.iinfo(np.int64).max)
+    ids = arrays["input_ids"]
+    is_row = (ids >= FIRST_ROW_ID) & (ids < FIRST_ROW_ID + graphs.num_prompt_rows)
+    _check_range("input_ids", ids[~is_row], 0, graphs.vocab_size or np.iinfo(np.int64).max)
     _check_range("logits_rows", arrays["logits_rows"], 0, num_tokens)
     num_blocks = min((len(cache) for cache in graphs.caches.values()), default=1)
     for g, group in enumerate(groups):
