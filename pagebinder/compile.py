@@ -237,9 +237,9 @@ def compile_source(
     if source.device.type == "cpu":
         start_by_source(source, config)
     memory = MemoryAhead(placed_bytes(source, config))
-    prompt_tables = None
+    prompt_tables, brought = None, what_rows_bring(source) if config.prompt_embeds else {}
     with stage("capture"), collector_paused():
-        captured, encoder = _capture(source, report, prompts=config.prompt_embeds > 0)
+        captured, encoder = _capture(source, report, **brought)
         if config.prompt_embeds:
             prompt_tables = add_prompt_rows(captured, source, config.prompt_embeds)
             report.notes.append(describe_prompt_rows(prompt_tables))
@@ -406,12 +406,12 @@ def _fuses_norms(config: CompileConfig, source: ModelSource) -> bool:
 
 
 def _capture(
-    source: ModelSource, report: CompileReport, *, prompts: bool
+    source: ModelSource, report: CompileReport, **brought: int
 ) -> tuple[GraphModule, GraphModule | None]:
-    """The captured graph of a decoder, and that of its encoder if it has one."""
+    """The captured graph of a decoder, and that of its encoder if it has one. `brought`: by rows of prompts."""
     encoder = None
     if source.encoder is None:
-        captured, report.capture_route = capture(source, **(what_rows_bring(source) if prompts else {}))
+        captured, report.capture_route = capture(source, **brought)
     else:
         encoder, _ = capture_encoder(source)
         captured, report.capture_route = capture_decoder(source, states_of(encoder))
