@@ -94,12 +94,10 @@ def add_prompt_rows(gm: GraphModule, source: ModelSource, num_rows: int) -> Prom
     table = empty_table(*shape, dtype=dtype, device=source.device)
     ids, weight = lookup.args[1], lookup.args[0]
     node = insert_constant(gm, lookup, ROWS, table)
-    is_row = insert_call(gm.graph, lookup, aten.ge.Scalar, (ids, FIRST_ROW_ID))
+    is_row, number = _which_rows(gm, lookup, ids, num_rows)
     own = insert_call(gm.graph, lookup, aten.clamp.default, (ids, None, val(weight).shape[0] - 1))
     lookup.update_arg(1, own)
     after = result.next
-    number = insert_call(gm.graph, after, aten.sub.Tensor, (ids, FIRST_ROW_ID))
-    number = insert_call(gm.graph, after, aten.clamp.default, (number, 0, num_rows - 1))
     row = insert_call(gm.graph, after, aten.embedding.default, (node, number))
     is_row = insert_call(gm.graph, after, aten.unsqueeze.default, (is_row, -1))
     both = insert_call(gm.graph, after, aten.where.self, (is_row, row, result), value=val(result))
@@ -110,6 +108,13 @@ def add_prompt_rows(gm: GraphModule, source: ModelSource, num_rows: int) -> Prom
     return tables
 
 
+def _which_rows(gm: GraphModule, before: Node, ids: Node, num_rows: int) -> tuple[Node, Node]:
+    """Which ids are rows, and their numbers, 0 for tokens; in the shape of the ids."""
+    is_row = insert_call(gm.graph, before, aten.ge.Scalar, (ids, FIRST_ROW_ID))
+    number = insert_call(gm.graph, before, aten.sub.Tensor, (ids, FIRST_ROW_ID))
+    return is_row, insert_call(gm.graph, before, aten.clamp.default, (number, 0, num_rows - 1))
+
+
 def _add_positions(gm: GraphModule, source: ModelSource, num_rows: int) -> torch.Tensor | None:
     """Positions of rows, where there are axes: the table."""
     node = next(calls(gm.graph, POSITION_AXES), None)
@@ -118,9 +123,7 @@ def _add_positions(gm: GraphModule, source: ModelSource, num_rows: int) -> torch
     ids, positions = (n for n in gm.graph.nodes if n.op == "placeholder")
     table = empty_table(num_rows, node.args[1], dtype=torch.int64, device=source.device)
     stored = insert_constant(gm, node, POSITIONS, table)
-    is_row = insert_call(gm.graph, node, aten.ge.Scalar, (ids, FIRST_ROW_ID))
-    number = insert_call(gm.graph, node, aten.sub.Tensor, (ids, FIRST_ROW_ID))
-    number = insert_call(gm.graph, node, aten.clamp.default, (number, 0, num_rows - 1))
+    is_row, number = _which_rows(gm, node, ids, num_rows)
     row = insert_call(gm.graph, node, aten.index_select.default, (stored, 0, number))
     row = insert_call(gm.graph, node, aten.transpose.int, (row, 0, 1))
     both = insert_call(gm.graph, node, aten.where.self, (is_row, row, positions), value=val(node))
@@ -134,9 +137,7 @@ def _add_features(gm: GraphModule, rows: torch.Tensor) -> tuple[torch.Tensor, ..
     for node in calls(gm.graph, ROW_FEATURES):
         table = empty_table(*rows.shape, dtype=rows.dtype, device=rows.device)
         stored = insert_constant(gm, node, FEATURES.format(node.args[1]), table)
-        is_row = insert_call(gm.graph, node, aten.ge.Scalar, (ids, FIRST_ROW_ID))
-        number = insert_call(gm.graph, node, aten.sub.Tensor, (ids, FIRST_ROW_ID))
-        number = insert_call(gm.graph, node, aten.clamp.default, (number, 0, len(rows) - 1))
+        is_row, number = _which_rows(gm, node, ids, len(rows))
         row = insert_call(gm.graph, node, aten.embedding.default, (stored, number))
         is_row = insert_call(gm.graph, node, aten.unsqueeze.default, (is_row, -1))
         added = insert_call(gm.graph, node, aten.where.ScalarOther, (is_row, row, 0.0))
