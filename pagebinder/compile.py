@@ -96,6 +96,7 @@ from pagebinder.paths import user_path
 from pagebinder.report import CompileReport, PassResult
 from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.kv import plan_kv_cache
+from pagebinder.runtime.prompt_rows import PromptRows
 
 RECOGNISERS = (
     recognise_layer_norm,
@@ -226,8 +227,6 @@ def compile_source(
         report.notes.append(f"{said} {', '.join(unread)}.")
     if note := source.tensors.note():
         report.notes.append(note)
-    if config.prompt_embeds and (source.encoder_only or source.encoder is not None):
-        raise ConfigError("prompt_embeds: only a decoder alone takes embeddings in the place of tokens.")
     if source.encoder_only:
         from pagebinder.compiler.encoder import compile_encoder
 
@@ -237,12 +236,10 @@ def compile_source(
     if source.device.type == "cpu":
         start_by_source(source, config)
     memory = MemoryAhead(placed_bytes(source, config))
-    prompt_tables, brought = None, what_rows_bring(source) if config.prompt_embeds else {}
+    brought = what_rows_bring(source) if config.prompt_embeds else {}
     with stage("capture"), collector_paused():
         captured, encoder = _capture(source, report, **brought)
-        if config.prompt_embeds:
-            prompt_tables = add_prompt_rows(captured, source, config.prompt_embeds)
-            report.notes.append(describe_prompt_rows(prompt_tables))
+        prompt_rows = _add_prompt_rows(captured, source, config, report)
         check_head(source, captured)
         source = with_vocabulary(source, captured)
         check_absent(source.tensors.absent, captured, source.path)
@@ -297,7 +294,7 @@ def compile_source(
         executable=executable,
         encoder_executable=encoder_executable,
         uncounted_id=numbering(source.module).uncounted_id,
-        prompt_tables=prompt_tables,
+        prompt_rows=prompt_rows,
         _refused=refused,
     )
 
@@ -311,6 +308,8 @@ def _check_options(source: ModelSource, config: CompileConfig) -> None:
             'executable="cuda_graph" needs a CUDA GPU, and the model is on the CPU. There EngineConfig(capture="on") '
             "replays recorded steps."
         )
+    if config.prompt_embeds and source.encoder is not None:
+        raise ConfigError("prompt_embeds: only a decoder alone takes embeddings in the place of tokens.")
     if config.prompt_embeds and config.executable == "tensorrt":
         raise ConfigError(
             "prompt_embeds: TensorRT's engines keep what they were built with; use another executable."
@@ -419,6 +418,17 @@ def _capture(
     report.passes.append(hooked_attention(captured))
     report.passes.append(hooked_experts(source.module, *(g for g in (encoder, captured) if g is not None)))
     return captured, encoder
+
+
+def _add_prompt_rows(
+    captured: GraphModule, source: ModelSource, config: CompileConfig, report: CompileReport
+) -> PromptRows | None:
+    """What the captured graph takes in the place of tokens from now on, if that was asked for."""
+    if not config.prompt_embeds:
+        return None
+    tables = add_prompt_rows(captured, source, config.prompt_embeds)
+    report.notes.append(describe_prompt_rows(tables))
+    return PromptRows(tables)
 
 
 def _of_encoder(result: PassResult) -> PassResult:

@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 from pagebinder.ambient import inference
 from pagebinder.config import CompileConfig, EngineConfig
 from pagebinder.config_checks import is_int, plain_number
-from pagebinder.custom_ops.prompt_rows import PromptTables
 from pagebinder.errors import CaptureError, ConfigError, RequestError
 from pagebinder.forks import NotPickled, use_threads
 from pagebinder.frontend.source import ModelSource
@@ -41,7 +40,8 @@ class CompiledModel(NotPickled):
 
     Of an encoder-decoder they are the levels of its decoder, and `graphs["encoder"]` is its encoder, which
     `encoder_executable` runs. `uncounted_id`: the padding token of a model that leaves it out of the positions.
-    `prompt_tables`: what the graphs read in the place of prompts' embeddings (see `prompt_rows`).
+    `prompt_rows`: where embeddings of prompts are held (`CompileConfig(prompt_embeds=...)`), for all engines of this
+    model; a serving loop of one's own asks it for token ids. None: the model was not compiled for them.
     """
 
     source: ModelSource
@@ -55,11 +55,8 @@ class CompiledModel(NotPickled):
     executable: Executable | None
     encoder_executable: Executable | None = None
     uncounted_id: int | None = None
-    prompt_tables: PromptTables | None = None
+    prompt_rows: PromptRows | None = None
     _refused: str | None = None
-
-    def __post_init__(self) -> None:
-        self._prompt_rows = None if self.prompt_tables is None else PromptRows(self.prompt_tables)
 
     def __repr__(self) -> str:
         return f"CompiledModel({self.report.headline})"
@@ -224,12 +221,6 @@ class CompiledModel(NotPickled):
             max_model_len=length, vocab_size=self.source.vocab_size,
             num_prompt_rows=0 if self.prompt_rows is None else len(self.prompt_rows.table),
         )  # fmt: skip
-
-    @property
-    def prompt_rows(self) -> PromptRows | None:
-        """Where embeddings of prompts are held (`CompileConfig(prompt_embeds=...)`), for all engines of this model; a
-        serving loop of one's own asks it for token ids. None: the model was not compiled for them."""
-        return self._prompt_rows
 
     def media_prompt(self, inputs: Mapping[str, Any]) -> list:
         """A prompt, token ids and embeddings, of what a multimodal model's processor returns for one prompt with

@@ -313,6 +313,9 @@ def test_what_cannot_take_embeddings_is_refused():
     t5 = transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
     with pytest.raises(ConfigError, match="only a decoder alone"):
         pagebinder.compile_model(transformers.T5ForConditionalGeneration(t5), config)
+    bert = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    with pytest.raises(ConfigError, match="prompt_embeds.*is an encoder"):
+        pagebinder.compile_model(transformers.BertForMaskedLM(bert), config)
     with pytest.raises(ConfigError, match="TensorRT"):
         pagebinder.compile_model(tiny_llama(), CompileConfig(prompt_embeds=8, executable="tensorrt"))
 

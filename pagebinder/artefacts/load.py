@@ -51,6 +51,7 @@ from pagebinder.runtime.executables import (
 from pagebinder.runtime.executables.aot import called_ops
 from pagebinder.runtime.executables.aot_ops import ADAPTERS_FOLDER, load_adapters
 from pagebinder.runtime.executables.program import Program
+from pagebinder.runtime.prompt_rows import PromptRows
 from pagebinder.runtime.saved_tokenizer import FILE_NAME, SavedTokenizer
 
 logger = logging.getLogger("pagebinder")
@@ -121,7 +122,7 @@ def _load(path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | No
         if part in manifest["kernels"]:
             cpu_build.load(part, built=parts.get(part))
     weights = load_weights(table, files)
-    prompt_tables = _prompt_tables(weights)
+    prompt_rows = _prompt_rows(weights)
     config = _value(path, manifest, "config")
     if not config.map_weights:
         executed = (
@@ -156,16 +157,18 @@ def _load(path: Path, manifest: Mapping, stale: list[str], checkpoint: Path | No
         "_refused": manifest["refused"],
     }
     if kind is DECODER:
-        common["prompt_tables"] = prompt_tables
+        common["prompt_rows"] = prompt_rows
     return kind.restore(manifest, value, common, executables)
 
 
-def _prompt_tables(weights: Mapping[str, dict[str, torch.Tensor]]) -> PromptTables | None:
-    """What graphs read of prompts' embeddings: memory of their own, which is written, for all levels."""
-    tables = PromptTables.found_in(weights[DECODER.main]) if DECODER.main in weights else None
-    for tensors in weights.values() if tables is not None else ():
+def _prompt_rows(weights: Mapping[str, dict[str, torch.Tensor]]) -> PromptRows | None:
+    """What graphs read of prompts' embeddings: memory of its own, which is written, for all levels."""
+    tables = PromptTables.found_in(weights.get(DECODER.main, {}))
+    if tables is None:
+        return None
+    for tensors in weights.values():
         tensors.update(tables.by_name)
-    return tables
+    return PromptRows(tables)
 
 
 class SavedGraphs(Mapping[str, GraphModule]):

@@ -84,7 +84,7 @@ def save(compiled: Compiled, path: str | Path, *, executable: str | None = None)
         raise ConfigError(
             f"{compiled.report.model_class} is an encoder: programs without Python run decoders."
         )
-    if executable is not None and compiled.prompt_tables is not None:
+    if executable is not None and compiled.prompt_rows is not None:
         raise ConfigError(
             "A program without Python takes no embeddings: compile without prompt_embeds to save it."
         )
@@ -105,9 +105,9 @@ def save(compiled: Compiled, path: str | Path, *, executable: str | None = None)
             level: {name: attribute(gm, name) for name in weight_names(gm)}
             for level, gm in compiled.graphs.items()
         }
-        if kind is DECODER and compiled.prompt_tables is not None:
+        if kind is DECODER and compiled.prompt_rows is not None:
             # What prompts have written there is nobody's.
-            tables = compiled.prompt_tables.by_name.items()
+            tables = compiled.prompt_rows.tables.by_name.items()
             empty = {
                 name: torch.zeros(1, 1, dtype=t.dtype, device="cpu").expand(t.shape) for name, t in tables
             }

@@ -48,6 +48,7 @@ DECODER_OPTIONS = (
     "kv_dtype",
     "index_dtype",
     "cascade",
+    "prompt_embeds",
     "streams",
 )
 # Largest difference to the source model, relative to its largest value: rounding, far below any real difference.

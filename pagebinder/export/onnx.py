@@ -83,7 +83,7 @@ def _check(compiled) -> None:
         )
     if compiled.device.type != "cpu":
         raise ConfigError('Weights are exported from CPU memory: compile with device="cpu".')
-    if getattr(compiled, "prompt_tables", None) is not None:
+    if getattr(compiled, "prompt_rows", None) is not None:
         raise ConfigError("An ONNX export takes token ids alone: compile without prompt_embeds.")
     config = compiled.config
     if config.quantization is not None or {config.kv_dtype, config.index_dtype} != {"auto"}:

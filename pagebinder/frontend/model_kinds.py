@@ -47,9 +47,14 @@ def auto_class(config, path: Path | None = None):
     return AutoModelForMaskedLM if has_head and not pooled else AutoModel
 
 
+def text_config(config):
+    """Of a multimodal config that of its text, else the config."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def parts_beside_text(config) -> list[str]:
     """The configs that a multimodal config holds beside that of its text ("vision_config")."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     if text is config:
         return []
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}

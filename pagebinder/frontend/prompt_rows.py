@@ -32,8 +32,9 @@ from pagebinder.custom_ops.prompt_rows import (
     empty_table,
 )
 from pagebinder.errors import ConfigError
+from pagebinder.frontend.model_kinds import text_config
 from pagebinder.frontend.python_state import evaluation_mode
-from pagebinder.frontend.row_features import adding, num_features
+from pagebinder.frontend.row_features import adding, language_model, num_features
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import (
     CASTS,
@@ -73,7 +74,7 @@ def what_rows_bring(source: ModelSource) -> dict[str, int]:
 
 def _position_axes(source: ModelSource) -> int:
     """Along how many axes RoPE of a transformers model counts positions; 0: they are one number."""
-    config = source.config.get_text_config() if hasattr(source.config, "get_text_config") else None
+    config = text_config(source.config)
     said = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
     sections = next((value["mrope_section"] for value in said if value and value.get("mrope_section")), ())
     return len(sections)
@@ -237,7 +238,9 @@ def _check_against_source(gm: GraphModule, source: ModelSource, tables: PromptTa
         features[:count] = torch.randn(count, table.shape[1], generator=generator).to(table)
     if tables.features:
         everywhere = torch.ones(1, count, dtype=torch.bool, device=source.device)
-        told = adding(source.module, everywhere, [features[:count] for features in tables.features])
+        told = adding(
+            language_model(source.module), everywhere, [features[:count] for features in tables.features]
+        )
     tokens = torch.arange(count, device=source.device) % source.vocab_size
     try:
         with evaluation_mode(source.module), torch.no_grad():

@@ -49,13 +49,13 @@ def num_features(model: torch.nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def adding(model: torch.nn.Module, mask: torch.Tensor | None, added: list) -> Iterator[None]:
-    """Calls of the language model get these arguments in addition."""
+def adding(inner: torch.nn.Module, mask: torch.Tensor | None, added: list) -> Iterator[None]:
+    """Calls of the language model `inner` get these arguments in addition."""
 
     def tell(module, args, kwargs):
         return args, {**kwargs, MASK: mask, ADDED: added}
 
-    hook = language_model(model).register_forward_pre_hook(tell, with_kwargs=True)
+    hook = inner.register_forward_pre_hook(tell, with_kwargs=True)
     try:
         yield
     finally:
@@ -68,7 +68,7 @@ def as_op(model: torch.nn.Module, count: int) -> Iterator[None]:
     inner = language_model(model)
     setattr(inner, METHOD, lambda states, mask, number: states + ROW_FEATURES(states, number))
     try:
-        with adding(model, None, list(range(count))):
+        with adding(inner, None, list(range(count))):
             yield
     finally:
         delattr(inner, METHOD)

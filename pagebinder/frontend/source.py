@@ -17,7 +17,7 @@ from pagebinder.errors import CheckpointError, ConfigError
 from pagebinder.frontend import fp8_loading
 from pagebinder.frontend.checkpoint_tensors import CheckpointTensors, compared, refuse_unsaid_codes
 from pagebinder.frontend.fp8_format import stored_fp8
-from pagebinder.frontend.model_kinds import SENTENCE_MODULES, auto_class, is_encoder_only
+from pagebinder.frontend.model_kinds import SENTENCE_MODULES, auto_class, is_encoder_only, text_config
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
 from pagebinder.frontend.unreadable import refuse_unreadable
@@ -296,7 +296,7 @@ def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
     """What the engine needs to know, from the config if there is one, else from the module."""
-    text = _text_config(config)
+    text = text_config(config)
     vocab_size = configured_vocab_size(config)
     if vocab_size is None:  # known when the module is captured, see `plain_modules.py`
         embedding = next((m for m in module.modules() if isinstance(m, torch.nn.Embedding)), None)
@@ -315,13 +315,9 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _text_config(config):
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def configured_vocab_size(config) -> int | None:
     """How many token ids a config says there are."""
-    return getattr(_text_config(config), "vocab_size", None)
+    return getattr(text_config(config), "vocab_size", None)
 
 
 def end_tokens(config, module: torch.nn.Module, vocab_size: int) -> frozenset[int]:
@@ -330,7 +326,7 @@ def end_tokens(config, module: torch.nn.Module, vocab_size: int) -> frozenset[in
     transformers makes a generation config of the config when it builds a model, and reads that one alone.
     """
     said = said_inside(module, "generation_config")
-    eos = getattr(_text_config(config) if said is None else said, "eos_token_id", None)
+    eos = getattr(text_config(config) if said is None else said, "eos_token_id", None)
     return frozenset(t for t in as_ids(eos) if 0 <= t < vocab_size)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from pagebinder.errors import RequestError
 from pagebinder.runtime.engine_setup import ENCODER_LIMIT, EngineModel
 from pagebinder.runtime.kv.hashing import encode_key
-from pagebinder.runtime.prompt_parts import has_embeds, parts_as_tokens
-from pagebinder.runtime.request_checks import Prompt, prompt_list, prompt_token_ids
+from pagebinder.runtime.prompt_parts import parts_as_tokens
+from pagebinder.runtime.request_checks import Prompt, has_embeds, prompt_list, prompt_token_ids
 
 
 def encoder_fields(

@@ -27,10 +27,6 @@ from pagebinder.runtime.prompt_rows import HeldRows
 from pagebinder.runtime.request_checks import is_embeds, prompt_token_ids
 
 
-def has_embeds(prompt: Any) -> bool:
-    return is_embeds(prompt) or (isinstance(prompt, (list, tuple)) and any(map(is_embeds, prompt)))
-
-
 def parts_as_tokens(prompt: Any, model: EngineModel) -> tuple[list[int], dict[str, Any]]:
     """Token ids of a prompt with embeddings, and the fields of its `Request` beside them.
 

@@ -47,6 +47,13 @@ class _Entry:
         self.holders: set[int] = set()
 
 
+def _digest(next_position: int | None, contents: Sequence[torch.Tensor]) -> str:
+    hashed = hashlib.sha256(repr(next_position).encode())
+    for tensor in contents:
+        hashed.update(tensor.contiguous().cpu().view(torch.uint8).numpy())
+    return hashed.hexdigest()
+
+
 class PromptRows:
     """The tables that a compiled model's graph reads, and who holds what of them. Threads may share it.
 
@@ -54,6 +61,7 @@ class PromptRows:
     """
 
     def __init__(self, tables: PromptTables) -> None:
+        self.tables = tables
         self.table, self.positions, self.features = tables.rows, tables.positions, tables.features
         self._free = list(range(len(self.table)))[::-1]
         self._entries: dict[str, _Entry] = {}  # by digest, those asked for last at the end
@@ -93,8 +101,7 @@ class PromptRows:
         positions = self._checked_positions(positions, len(values))
         written = [(self.table, values), *(() if positions is None else ((self.positions, positions),))]
         written += zip(self.features, self._checked_features(features, values))
-        contents = (x.contiguous().cpu().view(torch.uint8).numpy().tobytes() for _, x in written)
-        digest = hashlib.sha256(b"".join((repr(next_position).encode(), *contents))).hexdigest()
+        digest = _digest(next_position, [contents for _, contents in written])
         with self._lock:
             entry = self._entries.pop(digest, None)
             if entry is None:

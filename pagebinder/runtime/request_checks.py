@@ -27,10 +27,15 @@ def is_embeds(value) -> bool:
     )
 
 
+def has_embeds(prompt) -> bool:
+    """Is it one prompt that is embeddings, or a list that holds some?"""
+    return is_embeds(prompt) or (isinstance(prompt, (list, tuple)) and any(map(is_embeds, prompt)))
+
+
 def prompt_list(prompts) -> list:
     """One prompt or several (a list, or a tensor of token ids) as a list of prompts. A list that holds embeddings is
     one prompt. Raises RequestError."""
-    if is_embeds(prompts) or (isinstance(prompts, (list, tuple)) and any(map(is_embeds, prompts))):
+    if has_embeds(prompts):
         return [prompts]
     prompts = _listed(prompts, "prompt")
     if not isinstance(prompts, (str, Sequence)):

@@ -52,23 +52,23 @@ inline const Float16Linear& float16_linear() {
   return *load_once(found, "linear", "float16");
 }
 
-inline const char* type_name(float) { return "float32"; }
-inline const char* type_name(bf16) { return "bfloat16"; }
-inline const char* type_name(f16) { return "float16"; }
+constexpr const char* TYPE_NAMES[] = {"float32", "bfloat16", "float16"};
+// Which of them; float16 also stands for what is none.
+inline int type_index(ScalarType type) { return type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2; }
 
+// T: the type that `type` says.
 template <class T>
-QkWriteKernel<T> qk_write_kernel(T element) {
+QkWriteKernel<T> qk_write_kernel(ScalarType type) {
   static std::atomic<QkWriteKernel<T>> found;
-  return load_once(found, "qk_write", type_name(element));
+  return load_once(found, "qk_write", TYPE_NAMES[type_index(type)]);
 }
 
 // Paged attention of q's element type; null or what is wrong with the arguments.
 inline const char* attend(ScalarType type, const AttentionArgs& args) {
   static std::atomic<JobKernel> found[3];
-  const int index = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
+  const int index = type_index(type);
   if (index == 2 && type != ScalarType::Half) return "q must be float32, bfloat16 or float16";
-  constexpr const char* NAMES[] = {"float32", "bfloat16", "float16"};
-  return run_attention(args, index == 0 ? 4 : 2, load_once(found[index], "attention", NAMES[index]));
+  return run_attention(args, index == 0 ? 4 : 2, load_once(found[index], "attention", TYPE_NAMES[index]));
 }
 
 inline void attend_or_throw(ScalarType type, const AttentionArgs& args, const char* name) {

@@ -20,7 +20,7 @@ Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   PB_CHECK(kv_cache.size(3) == k.size(2) + v.size(2), "a kv_cache row must hold a key and a value");
   return by_element_type(q, [&](auto element) {
     QkWriteArgs<decltype(element)> args{};
-    const auto kernel = qk_write_kernel(element);
+    const auto kernel = qk_write_kernel<decltype(element)>(q.scalar_type());
     Tensor out = set_qk_operands(operands, args);
     launch([args, kernel] {
       const char* error = kernel(args);
