@@ -219,7 +219,7 @@ class CompiledModel(NotPickled):
         return StepGraphs(
             self.executable, self.graphs["fused"], self.kv_spec, arena.caches, buckets, device=self.device,
             max_model_len=length, vocab_size=self.source.vocab_size,
-            num_prompt_rows=0 if self.prompt_rows is None else len(self.prompt_rows.table),
+            prompt_tables=None if self.prompt_rows is None else self.prompt_rows.tables,
         )  # fmt: skip
 
     def media_prompt(self, inputs: Mapping[str, Any]) -> list:
@@ -233,8 +233,9 @@ class CompiledModel(NotPickled):
 
         Raises:
             RequestError: other inputs; a loaded artefact, which has no source model; the model tells its language
-                model more of the media than can be served (a mask among their parts, say): says what.
+                model more of the media than can be served: says what.
         """
+        from pagebinder.frontend.lookahead import layers_of
         from pagebinder.frontend.media_prompts import media_prompt
 
         if not self.source.is_transformers:
@@ -242,9 +243,8 @@ class CompiledModel(NotPickled):
                 f"{self.report.model_class}: there is no transformers model here that could make embeddings of media "
                 "(a loaded artefact has its graphs alone); make them elsewhere, and give them as tensors."
             )
-        rows = self.prompt_rows
-        axes, features = (0, 0) if rows is None else (rows.axes, len(rows.features))
-        return media_prompt(self.source.module, inputs, axes, features)
+        tables = None if self.prompt_rows is None else self.prompt_rows.tables
+        return media_prompt(self.source.module, inputs, tables, layers_of(self.graphs["captured"]))
 
     def _check_runs(self) -> None:
         if self._refused:

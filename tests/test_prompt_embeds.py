@@ -452,29 +452,6 @@ def expected_of_text(model, ids: list[int]) -> list[int]:
     return generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
-def test_what_a_model_tells_of_images_beside_embeddings_is_refused():
-    """Gemma 3 lets the parts of an image attend to each other."""
-    vision = transformers.SiglipVisionConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=4,
-    )
-    text = transformers.Gemma3TextConfig(**TEXT, sliding_window=64)
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=16, image_token_index=IMAGE
-    )
-    gemma = transformers.Gemma3ForConditionalGeneration(config).eval()
-    ids = torch.tensor([[1, 3, *[IMAGE] * 16, 5]])
-    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
-    compiled = pagebinder.compile_model(gemma, CompileConfig(prompt_embeds=32))
-    with pytest.raises(RequestError, match="attention_mask is not what it is for text"):
-        compiled.media_prompt(inputs)
-
-
 def test_a_loaded_artefact_takes_positions_and_features(tmp_path):
     model = qwen3_vl()
     compiled = pagebinder.compile_model(model, CompileConfig(prompt_embeds=64))

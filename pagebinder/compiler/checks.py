@@ -13,6 +13,7 @@ from pagebinder.compiler.tokenwise import check_tokenwise, tokenwise_ops
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.cross import CROSS_ATTENTION
 from pagebinder.custom_ops.attention.indexed import INDEXED_ATTENTION
+from pagebinder.custom_ops.attention.lookahead import LOOKAHEAD_ATTENTION
 from pagebinder.custom_ops.attention.relative import RELATIVE_ATTENTION
 from pagebinder.custom_ops.attention.semantic import ATTENTION
 from pagebinder.custom_ops.library import OpInfo
@@ -34,6 +35,7 @@ MAX_PROBLEMS_SHOWN = 8
 DECODER_ATTENTION = (
     ATTENTION,
     RELATIVE_ATTENTION,
+    LOOKAHEAD_ATTENTION,
     INDEXED_ATTENTION,
     MLA_ATTENTION,
     COMPRESSED_ATTENTION,

@@ -4,6 +4,7 @@ from pagebinder.custom_ops.activation import gated_activation
 from pagebinder.custom_ops.attention import (
     cross,
     indexed,
+    lookahead,
     merge_states,
     packed,
     paged,
@@ -56,6 +57,7 @@ __all__ = [
     "inverse_rope_grouped",
     "linear",
     "linears",
+    "lookahead",
     "merge_states",
     "mla",
     "mlstm",

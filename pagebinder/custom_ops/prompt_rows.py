@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,9 @@ from pagebinder.custom_ops.library import NAMESPACE, library
 
 # Row r of the tables is token id FIRST_ROW_ID + r: beyond every vocabulary.
 FIRST_ROW_ID = 1 << 30
-ROWS, POSITIONS, FEATURES = (
-    "prompt_rows",
-    "prompt_positions",
-    "prompt_features_{}",
-)  # names of the tables in graphs
+# Names of the tables in graphs.
+ROWS, POSITIONS, LOOKAHEAD, IDS = "prompt_rows", "prompt_positions", "prompt_lookahead", "prompt_ids"
+FEATURES = "prompt_features_{}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,29 +27,36 @@ class Embeds:
         positions: [n, A] int64, from the prompt's beginning. None: as those of tokens.
         next_position: of the token behind them, along each axis. None: the largest of them and one.
         features: [n, C] each, what is added behind the first layers; (): nothing.
+        lookahead: [n] int64, how many of the embeddings behind it each one sees beside those before it. None: none.
+        token_ids: [n] int64, what stood in their place, for models that read it besides (Gemma 3n).
     """
 
     values: torch.Tensor
     positions: torch.Tensor | None = None
     features: tuple[torch.Tensor, ...] = ()
     next_position: int | None = None
+    lookahead: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class PromptTables:
     """What graphs read in the place of tokens: rows [S, C] of embeddings; where positions have axes (time, height and
-    width) those of each row [S, A] int64; and what is added to rows behind the first layers, [S, C] for each."""
+    width) those of each row [S, A] int64; what is added to rows behind the first layers, [S, C] for each; where
+    layers let rows see those behind them, how many [S] int32; where token ids are read besides, those [S] int64."""
 
     rows: torch.Tensor
     positions: torch.Tensor | None = None
     features: tuple[torch.Tensor, ...] = ()
+    lookahead: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
-        tables = {} if self.positions is None else {POSITIONS: self.positions}
+        optional = {POSITIONS: self.positions, LOOKAHEAD: self.lookahead, IDS: self.token_ids}
         return {
             ROWS: self.rows,
-            **tables,
+            **{name: table for name, table in optional.items() if table is not None},
             **{FEATURES.format(i): table for i, table in enumerate(self.features)},
         }
 
@@ -61,12 +66,27 @@ class PromptTables:
         if ROWS not in attributes:
             return None
         names = itertools.takewhile(attributes.__contains__, map(FEATURES.format, itertools.count()))
-        positions = attributes.get(POSITIONS)
+        found = {name: _empty(attributes[name]) for name in (POSITIONS, LOOKAHEAD, IDS) if name in attributes}
         return cls(
             _empty(attributes[ROWS]),
-            None if positions is None else _empty(positions),
+            found.get(POSITIONS),
             tuple(_empty(attributes[name]) for name in names),
+            found.get(LOOKAHEAD),
+            found.get(IDS),
         )
+
+
+def seen_ranges(lookahead: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """[start, end) of rows that see each other, as one step has to compute them: of lookahead [n]."""
+    start = end = 0
+    for row, ahead in enumerate(lookahead.tolist()):
+        if row >= end:
+            if end - start > 1:
+                yield start, end
+            start = end = row
+        end = max(end, row + ahead + 1)
+    if end - start > 1:
+        yield start, end
 
 
 def empty_table(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -100,5 +120,10 @@ torch.library.register_fake(f"{NAMESPACE}::position_axes", _position_axes_fake, 
 library(NAMESPACE).define("row_features(Tensor x, int number) -> Tensor")
 library(NAMESPACE).impl("row_features", _row_features, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::row_features", _row_features, lib=library(NAMESPACE))
+# What a multimodal model gives its language model, x [1, T, C]: stands in a graph where rows will come in.
+library(NAMESPACE).define("language_model_entry(Tensor x) -> Tensor")
+library(NAMESPACE).impl("language_model_entry", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::language_model_entry", torch.clone, lib=library(NAMESPACE))
+ENTRY = torch.ops.pagebinder.language_model_entry.default
 ROW_FEATURES = torch.ops.pagebinder.row_features.default
 POSITION_AXES = torch.ops.pagebinder.position_axes.default

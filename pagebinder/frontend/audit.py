@@ -278,6 +278,11 @@ def _reason_against_ours(
         if not node.kwargs.get("causal", True) and not bidirectional:
             return "it attends to later tokens (not causal), which a decoder with a cache cannot do"
         return None
+    if target is torch.ops.pagebinder.lookahead_attention.default:
+        dims = [token_dims(n) for n in node.args if isinstance(n, Node)]
+        if dims[:4] != [[0]] * 4 or any(dims[4:]):
+            return "attention takes [tokens, heads, width], a lookahead of tokens, and sinks of heads"
+        return None
     if target in _RECURRENCES:
         per_token, weights = _RECURRENCES[target]
         if any(token_dims(node.args[i]) != [0] for i in per_token):

@@ -31,6 +31,7 @@ from pagebinder.frontend.attention_interface import attention_hook, has_function
 from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
+from pagebinder.frontend.language_model import entry_marked
 from pagebinder.frontend.layer_observer import LENGTHS, Layer
 from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
@@ -98,6 +99,7 @@ class FlatTokens(torch.nn.Module):
         given: GivenPositions | None = None,
         axes: int = 0,
         features: int = 0,
+        entry: bool = False,
     ):
         super().__init__()
         self.source = source
@@ -105,6 +107,7 @@ class FlatTokens(torch.nn.Module):
         self.given = given
         self.axes = axes
         self.features = features
+        self.entry = entry
         self.offset = numbering(source).offset if is_transformers else 0
         self.call = None if is_transformers else plain_call(source)
 
@@ -120,7 +123,11 @@ class FlatTokens(torch.nn.Module):
             positions = POSITION_AXES(positions[0], self.axes).unsqueeze(1)
         said = said_for_unpadded(self.source, input_ids)
         if self.given is None:
-            with as_op(self.source, self.features) if self.features else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if self.features:
+                    stack.enter_context(as_op(self.source, self.features))
+                if self.entry:
+                    stack.enter_context(entry_marked(self.source))
                 return self.source(
                     input_ids=input_ids, position_ids=positions, use_cache=False, **said
                 ).logits[0]
@@ -129,7 +136,7 @@ class FlatTokens(torch.nn.Module):
 
 
 def capture(
-    source: ModelSource, *, hook: bool = True, axes: int = 0, features: int = 0
+    source: ModelSource, *, hook: bool = True, axes: int = 0, features: int = 0, entry: bool = False
 ) -> tuple[GraphModule, str]:
     """Trace a decoder-only source model.
 
@@ -140,13 +147,14 @@ def capture(
         hook: False leaves attention as transformers' "eager" or "sdpa" writes it, for the recognisers to find.
         axes: not 0: give a transformers model its positions along so many axes, for `prompt_rows.py`.
         features: let its language model add something behind so many layers, see `row_features.py`.
+        entry: mark what a multimodal model gives its language model, see `language_model.py`.
     Returns:
         the captured graph and the route that led to it ("export", "export strict", "export up to 1024 tokens").
     Raises:
         CaptureError: the model cannot be traced for any number of tokens; says what was tried.
     """
     if not source.is_transformers or takes_positions(source.module):
-        wrapper = FlatTokens(source.module, source.is_transformers, axes=axes, features=features)
+        wrapper = FlatTokens(source.module, source.is_transformers, axes=axes, features=features, entry=entry)
         if wrapper.call is not None:
             with put_back(source.module), evaluation_mode(source.module):
                 wrapper.call = checked_call(source.module, wrapper.call, source.vocab_size)

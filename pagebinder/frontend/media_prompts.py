@@ -10,8 +10,8 @@
 
 Nothing is known here of any family. That embeddings are all that the language model is told of an image is proven
 for each prompt: it is called again for the same tokens without media, and what else it is given must be the same.
-Positions of its own and features that layers add may come with an embedding. Where anything else differs (a mask that
-lets parts of an image see each other), the prompt is refused with the name of it.
+Positions of its own, features that layers add, and how many of the embeddings behind it it sees (`lookahead.py`) may
+come with an embedding. Where anything else differs, the prompt is refused with the name of it.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from typing import Any
 
 import torch
 
-from pagebinder.custom_ops.prompt_rows import Embeds
+from pagebinder.custom_ops.prompt_rows import Embeds, PromptTables, seen_ranges
 from pagebinder.errors import RequestError
+from pagebinder.frontend.language_model import EMBEDS, MASK, given_to, language_model
+from pagebinder.frontend.lookahead import Layers, lookahead_of
 from pagebinder.frontend.python_state import evaluation_mode
-from pagebinder.frontend.row_features import ADDED, MASK, language_model
+from pagebinder.frontend.row_features import ADDED, ADDED_TO
 
 # What a processor gives of the text, and what tells a language model how to answer rather than what it reads.
 TEXT_INPUTS = ("input_ids", "attention_mask")
-EMBEDS, POSITIONS = "inputs_embeds", "position_ids"
+POSITIONS = "position_ids"
 REMEDY = {
     "position_ids": "its positions are not counted token by token, as for text",
     "attention_mask": "its tokens do not attend as text does, each to those before it",
 }
 
 
-class _ReachedLanguageModel(Exception):
-    """Ends the call of a source model whose language model was called. `given`: with these arguments, by name."""
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.given = given
-
-
-def media_prompt(model: torch.nn.Module, inputs: Mapping[str, Any], axes: int, num_features: int) -> list:
+def media_prompt(
+    model: torch.nn.Module, inputs: Mapping[str, Any], tables: PromptTables | None, layers: Layers
+) -> list:
     """A prompt of token ids and embeddings (tensors [n, C], or `Embeds` with what they have beside them), in the
     order of the tokens.
 
     Args:
         model: the source model, transformers' class for all kinds of inputs, with weights.
-        axes: along which the compiled model takes positions, 0: none. num_features: layers behind which it adds
-            something to embeddings.
         inputs: what its processor made of one prompt: input_ids [1, T], and tensors for the media.
+        tables: what the compiled model takes beside embeddings; None: nothing. layers: what its attention can do for
+            them, see `layers_of`.
     Raises:
         RequestError: no such model or inputs; the language model is told more of the media than embeddings.
     """
     ids, text, media = _split(model, inputs)
-    language_model = _language_model(model)
+    inner = _language_model(model)
+    tables = tables or PromptTables(torch.empty(0))
+    axes = 0 if tables.positions is None else tables.positions.shape[1]
+    num_features = len(tables.features)
     with torch.no_grad(), evaluation_mode(model):
-        plain = _call(model, language_model, text)
-        told = _call(model, language_model, text | media)
+        plain, told = given_to(inner, model, text), given_to(inner, model, text | media)
     name = type(model).__name__
     for argument in sorted(plain.keys() | told.keys()):
         understood = argument == EMBEDS or (axes and argument == POSITIONS)
-        understood = understood or (num_features and argument in (MASK, ADDED))
+        understood = understood or (num_features and argument in (ADDED_TO, ADDED))
+        understood = understood or (layers and argument == MASK)
         if not understood and not _same(plain.get(argument), told.get(argument)):
             why = REMEDY.get(argument, "it is more than embeddings in the place of tokens")
             why = "it computes the media itself" if argument in media else why
@@ -76,12 +76,18 @@ def media_prompt(model: torch.nn.Module, inputs: Mapping[str, Any], axes: int, n
         raise RequestError(
             f"{name} makes {tuple(embeds.shape)} embeddings of {tuple(ids.shape)} tokens: a row for each is wanted."
         )
-    is_embedding = (embeds[0] != own[0]).any(-1).tolist()
+    is_row = (embeds[0] != own[0]).any(-1)
+    lookahead = lookahead_of(told.get(MASK), layers, ids.shape[1], name)
+    for start, end in seen_ranges(lookahead):
+        is_row[start:end] = True  # what sees others is known by all of them, as an image is by its parts
+    is_embedding = is_row.tolist()
     positions = _positions(told.get(POSITIONS), axes, ids.shape[1], name) if axes else None
     if positions is not None:
         _check_text_positions(positions, is_embedding, name)
     features = _features(told, embeds[0], is_embedding, num_features, name)
-    return _parts(ids[0], embeds[0], is_embedding, positions, features)
+    return _parts(
+        ids[0], embeds[0], is_embedding, positions, features, lookahead, tables.token_ids is not None
+    )
 
 
 def _split(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict, dict]:
@@ -122,29 +128,6 @@ def _language_model(model: torch.nn.Module) -> torch.nn.Module:
     if found is None:
         raise RequestError(f"{type(model).__name__} has no language model of its own that takes {EMBEDS}.")
     return found
-
-
-def _call(model: torch.nn.Module, language_model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What the language model is called with, by name, when the model is called with `inputs`."""
-    names = list(inspect.signature(language_model.forward).parameters)
-
-    def stop(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        raise _ReachedLanguageModel(dict(zip(names, args)) | kwargs)
-
-    hook = language_model.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        model(**inputs, use_cache=False)
-    except _ReachedLanguageModel as reached:
-        if not isinstance(reached.given.get(EMBEDS), torch.Tensor):
-            reached.given[EMBEDS] = model.get_input_embeddings()(inputs["input_ids"])
-            reached.given.pop("input_ids", None)
-        return reached.given
-    except Exception as error:
-        kinds = ", ".join(sorted(inputs))
-        raise RequestError(f"{type(model).__name__} cannot be called with {kinds}: {error}") from error
-    finally:
-        hook.remove()
-    raise RequestError(f"{type(model).__name__} does not call its language model with these inputs.")
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -193,7 +176,7 @@ def _features(
     told: dict[str, Any], embeds: torch.Tensor, is_embedding: list[bool], count: int, name: str
 ) -> list[torch.Tensor]:
     """What is added to each token's states behind the first layers, [T, C] each; zeros where nothing is."""
-    mask, added = told.get(MASK), told.get(ADDED)
+    mask, added = told.get(ADDED_TO), told.get(ADDED)
     if not count or added is None or mask is None:
         return []
     places = mask.reshape(-1)
@@ -217,6 +200,8 @@ def _parts(
     is_embedding: list[bool],
     positions: torch.Tensor | None,
     features: list[torch.Tensor],
+    lookahead: torch.Tensor,
+    reads_ids: bool,
 ) -> list:
     parts: list[int | torch.Tensor | Embeds] = []
     start = 0
@@ -225,12 +210,14 @@ def _parts(
             continue
         if not is_embedding[start]:
             parts += ids[start:end].tolist()
-        elif positions is None and not features:
+        elif positions is None and not features and not lookahead[start:end].any() and not reads_ids:
             parts.append(embeds[start:end].clone())
         else:
             along = None if positions is None else positions[start:end].clone()
             beside = tuple(one[start:end].clone() for one in features)
             behind = int(positions[end, 0]) if positions is not None and end < len(positions) else None
-            parts.append(Embeds(embeds[start:end].clone(), along, beside, behind))
+            ahead = lookahead[start:end].clone() if lookahead[start:end].any() else None
+            stood = ids[start:end].clone() if reads_ids else None
+            parts.append(Embeds(embeds[start:end].clone(), along, beside, behind, ahead, stood))
         start = end
     return parts

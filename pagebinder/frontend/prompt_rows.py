@@ -5,12 +5,17 @@
     embedding(prompt_rows, .)  .   .   r4       r5       .          what somebody wrote there: parts of an image, say
     where                      w5  w9  r4       r5       w7
 
+Rows come in where a multimodal model calls its language model with embeddings, or else where the only embedding of
+the ids returns them. What the ids are read for besides (embeddings of each layer: Gemma 3n, small models of Gemma 4)
+reads a table of the ids that stood in the place of rows.
+
 The table is an attribute of the graph, [S, C] in the dtype of the embedding's result, and written in place while
 requests hold its rows (`runtime/prompt_rows.py`): for all that comes after, such tokens are tokens like any other.
 What `inputs_embeds` is in transformers' models is what the rows are, which is checked by running both. Where RoPE
 turns by positions of several axes (time, height and width of images), rows have positions of their own in a second
 table [S, A], and tokens the same along each axis. What is added to rows behind the first layers (`row_features.py`)
-is in tables [S, C], one for each.
+is in tables [S, C], one for each. Where layers let parts of an image see each other, a table [S] says how many of the
+tokens behind it a row sees (`lookahead.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +27,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.custom_ops.prompt_rows import (
+    ENTRY,
     FEATURES,
     FIRST_ROW_ID,
+    IDS,
+    LOOKAHEAD,
     POSITION_AXES,
     POSITIONS,
     ROW_FEATURES,
@@ -32,9 +40,11 @@ from pagebinder.custom_ops.prompt_rows import (
     empty_table,
 )
 from pagebinder.errors import ConfigError
+from pagebinder.frontend.language_model import entering, language_model
+from pagebinder.frontend.lookahead import attention_of, kinds_that_see_on, let_see_on
 from pagebinder.frontend.model_kinds import text_config
 from pagebinder.frontend.python_state import evaluation_mode
-from pagebinder.frontend.row_features import adding, language_model, num_features
+from pagebinder.frontend.row_features import adding, num_features
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import (
     CASTS,
@@ -66,10 +76,12 @@ TOLERANCE, TIMES_TOKENS = 0.05, 4.0
 
 
 def what_rows_bring(source: ModelSource) -> dict[str, int]:
-    """What a capture is told of rows: along how many axes they have positions, behind how many layers features."""
+    """What a capture is told of rows: along how many axes they have positions, behind how many layers features,
+    whether there is a language model whose entry can be marked."""
     if not source.is_transformers:
         return {}
-    return {"axes": _position_axes(source), "features": num_features(source.module)}
+    has_entry = language_model(source.module) is not None
+    return {"axes": _position_axes(source), "features": num_features(source.module), "entry": has_entry}
 
 
 def _position_axes(source: ModelSource) -> int:
@@ -89,24 +101,83 @@ def add_prompt_rows(gm: GraphModule, source: ModelSource, num_rows: int) -> Prom
         ConfigError: the model reads token ids elsewhere, too, or its `inputs_embeds` are something else than the
             result of its embedding.
     """
+    entry = next(calls(gm.graph, ENTRY), None)
+    token_ids = None
+    if entry is None:
+        table = _add_behind_lookup(gm, source, num_rows)
+    else:
+        table, token_ids = _add_at_entry(gm, source, entry, num_rows)
+    tables = PromptTables(
+        table,
+        _add_positions(gm, source, num_rows),
+        _add_features(gm, table),
+        _add_lookahead(gm, source, num_rows),
+        token_ids,
+    )
+    finish(gm)
+    _check_against_source(gm, source, tables)
+    return tables
+
+
+def _add_behind_lookup(gm: GraphModule, source: ModelSource, num_rows: int) -> torch.Tensor:
+    """Rows in the place of what the only embedding returns: the table."""
     lookup = _only_lookup(gm, type(source.module).__name__, checked=_takes_embeds(source))
     result = _of_module(lookup, source.module)
-    shape, dtype = (num_rows, val(result).shape[-1]), val(result).dtype
-    table = empty_table(*shape, dtype=dtype, device=source.device)
     ids, weight = lookup.args[1], lookup.args[0]
-    node = insert_constant(gm, lookup, ROWS, table)
     is_row, number = _which_rows(gm, lookup, ids, num_rows)
     own = insert_call(gm.graph, lookup, aten.clamp.default, (ids, None, val(weight).shape[0] - 1))
     lookup.update_arg(1, own)
+    return _put_rows(gm, source, result, is_row, number, num_rows)
+
+
+def _add_at_entry(
+    gm: GraphModule, source: ModelSource, entry: Node, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows in the place of what the language model is given: the table, and that of token ids where they are read for
+    anything besides."""
+    ids = next(n for n in gm.graph.nodes if n.op == "placeholder")
+    readers = list(ids.users)
+    before = next(n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr"))
+    is_row, number = _which_rows(gm, before, ids, num_rows)
+    token_ids = None
+    if _is_read_besides(ids, entry):
+        token_ids = empty_table(num_rows, dtype=torch.int64, device=source.device)
+        stored = insert_constant(gm, before, IDS, token_ids)
+        stood = insert_call(gm.graph, before, aten.index_select.default, (stored, 0, number))
+        own = insert_call(gm.graph, before, aten.where.self, (is_row, stood, ids), value=val(ids))
+    else:
+        own = insert_call(gm.graph, before, aten.masked_fill.Scalar, (ids, is_row, 0))
+    ids.replace_all_uses_with(own, delete_user_cb=lambda user: user in readers)
+    table = _put_rows(gm, source, entry, is_row, number, num_rows)
+    entry.replace_all_uses_with(entry.args[0])
+    gm.graph.erase_node(entry)
+    return table, token_ids
+
+
+def _is_read_besides(ids: Node, entry: Node) -> bool:
+    """Does a result depend on the ids in another way than by what the language model is given?"""
+    reached, seen = [ids], {ids, entry}
+    for node in reached:  # grows
+        if node.op == "output":
+            return True
+        if not is_call(node, aten.sym_size.int):
+            reached += [user for user in node.users if user not in seen]
+            seen.update(node.users)
+    return False
+
+
+def _put_rows(
+    gm: GraphModule, source: ModelSource, result: Node, is_row: Node, number: Node, num_rows: int
+) -> torch.Tensor:
+    """Rows where `is_row` [T] or [1, T], in the place of `result` [1, T, C]: the table."""
+    table = empty_table(num_rows, val(result).shape[-1], dtype=val(result).dtype, device=source.device)
     after = result.next
+    node = insert_constant(gm, after, ROWS, table)
     row = insert_call(gm.graph, after, aten.embedding.default, (node, number))
     is_row = insert_call(gm.graph, after, aten.unsqueeze.default, (is_row, -1))
     both = insert_call(gm.graph, after, aten.where.self, (is_row, row, result), value=val(result))
     result.replace_all_uses_with(both, delete_user_cb=lambda user: user is not both)
-    tables = PromptTables(table, _add_positions(gm, source, num_rows), _add_features(gm, table))
-    finish(gm)
-    _check_against_source(gm, source, tables)
-    return tables
+    return table
 
 
 def _which_rows(gm: GraphModule, before: Node, ids: Node, num_rows: int) -> tuple[Node, Node]:
@@ -146,6 +217,22 @@ def _add_features(gm: GraphModule, rows: torch.Tensor) -> tuple[torch.Tensor, ..
         node.replace_all_uses_with(added)
         found.append((node.args[1], table))
     return tuple(table for _, table in sorted(found, key=lambda item: item[0]))
+
+
+def _add_lookahead(gm: GraphModule, source: ModelSource, num_rows: int) -> torch.Tensor | None:
+    """How many of those behind them rows see, where some layers let them: the table."""
+    kinds = kinds_that_see_on(source.module) if source.is_transformers else frozenset()
+    nodes = attention_of(gm, kinds)
+    if not nodes:
+        return None
+    ids, first = (next(n for n in gm.graph.nodes if n.op == "placeholder"), nodes[0])
+    table = empty_table(num_rows, dtype=torch.int32, device=source.device)
+    stored = insert_constant(gm, first, LOOKAHEAD, table)
+    is_row, number = _which_rows(gm, first, ids, num_rows)
+    ahead = insert_call(gm.graph, first, aten.index_select.default, (stored, 0, number))
+    ahead = insert_call(gm.graph, first, aten.mul.Tensor, (ahead, is_row))
+    let_see_on(nodes, ahead)
+    return table
 
 
 def describe_prompt_rows(tables: PromptTables) -> str:
@@ -233,7 +320,7 @@ def _check_against_source(gm: GraphModule, source: ModelSource, tables: PromptTa
         )
         tables.positions[:count] = along
         axes = {"position_ids": along.T[:, None]}
-    told = contextlib.nullcontext()
+    told = entered = contextlib.nullcontext()
     for features in tables.features:
         features[:count] = torch.randn(count, table.shape[1], generator=generator).to(table)
     if tables.features:
@@ -242,10 +329,15 @@ def _check_against_source(gm: GraphModule, source: ModelSource, tables: PromptTa
             language_model(source.module), everywhere, [features[:count] for features in tables.features]
         )
     tokens = torch.arange(count, device=source.device) % source.vocab_size
+    given = {"inputs_embeds": embeds[None]}
+    if tables.token_ids is not None:  # both are given, each in its place
+        tables.token_ids[:count] = tokens
+        given = {"input_ids": tokens[None]}
+        entered = entering(language_model(source.module), lambda _: embeds[None])
     try:
         with evaluation_mode(source.module), torch.no_grad():
-            with told:
-                wanted = source.module(inputs_embeds=embeds[None], use_cache=False, **axes).logits[0].float()
+            with told, entered:
+                wanted = source.module(**given, use_cache=False, **axes).logits[0].float()
             found = gm(FIRST_ROW_ID + positions, positions).float()
             of_tokens = (
                 gm(tokens, positions) - source.module(input_ids=tokens[None], use_cache=False).logits[0]

@@ -16,22 +16,10 @@ from collections.abc import Iterator
 import torch
 
 from pagebinder.custom_ops.prompt_rows import ROW_FEATURES
+from pagebinder.frontend.language_model import language_model
 
-MASK, ADDED, METHOD = "visual_pos_masks", "deepstack_visual_embeds", "_deepstack_process"
+ADDED_TO, ADDED, METHOD = "visual_pos_masks", "deepstack_visual_embeds", "_deepstack_process"
 WHERE_SAID = "deepstack_visual_indexes"
-
-
-def language_model(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The innermost module that takes embeddings in the place of the model's tokens, if there is one."""
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    found = [
-        module
-        for module in model.modules()
-        if module is not model
-        and "inputs_embeds" in inspect.signature(module.forward).parameters
-        and any(part is embedding for part in module.modules())
-    ]
-    return found[-1] if embedding is not None and found else None
 
 
 def num_features(model: torch.nn.Module) -> int:
@@ -40,7 +28,7 @@ def num_features(model: torch.nn.Module) -> int:
     if inner is None or not hasattr(type(inner), METHOD):
         return 0
     takes = inspect.signature(inner.forward).parameters
-    if MASK not in takes or ADDED not in takes:
+    if ADDED_TO not in takes or ADDED not in takes:
         return 0
     configs = (model.config, getattr(model.config, "vision_config", None))
     return next(
@@ -53,7 +41,7 @@ def adding(inner: torch.nn.Module, mask: torch.Tensor | None, added: list) -> It
     """Calls of the language model `inner` get these arguments in addition."""
 
     def tell(module, args, kwargs):
-        return args, {**kwargs, MASK: mask, ADDED: added}
+        return args, {**kwargs, ADDED_TO: mask, ADDED: added}
 
     hook = inner.register_forward_pre_hook(tell, with_kwargs=True)
     try:

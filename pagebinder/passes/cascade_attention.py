@@ -29,6 +29,7 @@ ours = torch.ops.pagebinder
 OTHER_FORMS = {
     ours.quantized_paged_attention.default: "its cache holds codes",
     ours.paged_relative_attention.default: "its scores have a bias by distance",
+    ours.paged_lookahead_attention.default: "some of its queries see on",
     ours.paged_indexed_attention.default: "each query chooses its keys",
     ours.paged_attention_fp8_quant.default: "its output is quantised in the same op",
     ours.quantized_paged_attention_fp8_quant.default: "its cache holds codes",

@@ -4,7 +4,7 @@ Matches:
     q' = rope(rms_norm(q), cos, sin);  k' = rope(rms_norm(k), cos, sin)      norms of both or of none; nothing
     kv_cache_write(k', v, cache, slots)                                      else reads what lies between
     paged_attention(q', cache, ...)                 q', k' [T, heads, D] by transpositions and views of rope's result
-    or paged_indexed_attention(q', cache, ...)
+    or paged_lookahead_attention(q', cache, ...), paged_indexed_attention(q', cache, ...)
     or quantized_kv_cache_write(k', v, cache, slots, scales, codes), quantized_paged_attention(q', cache, ...)
     where rope(x) may be cat(rope(x[..., :C]), x[..., C:]), of heads whose leading channels turn
 Replaces with:
@@ -32,7 +32,11 @@ OURS = torch.ops.pagebinder
 # write -> (what may read its cache, the fused op)
 WRITES = {
     OURS.kv_cache_write.default: (
-        (OURS.paged_attention.default, OURS.paged_indexed_attention.default),
+        (
+            OURS.paged_attention.default,
+            OURS.paged_lookahead_attention.default,
+            OURS.paged_indexed_attention.default,
+        ),
         OURS.qk_norm_rope_write.default,
     ),
     OURS.quantized_kv_cache_write.default: (

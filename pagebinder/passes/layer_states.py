@@ -3,6 +3,7 @@
     semantic op           ->  LayerStates                              ->  page pass that rewrites the op
     attention                 AttentionState                               page_attention
     relative_attention        AttentionState                               page_attention
+    lookahead_attention       AttentionState                               page_attention
     indexed_attention         AttentionState                               page_attention
     cross_attention           CrossAttentionState                          page_cross_attention
     mla_attention             LatentState                                  page_mla
@@ -129,6 +130,7 @@ Builder = Callable[[Node, int, int, CacheFormats], list[LayerState]]
 BUILDERS: dict[torch._ops.OpOverload, Builder] = {
     torch.ops.pagebinder.attention.default: _one(_attention_state),
     torch.ops.pagebinder.relative_attention.default: _one(_attention_state),
+    torch.ops.pagebinder.lookahead_attention.default: _one(_attention_state),
     torch.ops.pagebinder.indexed_attention.default: _one(_attention_state),
     torch.ops.pagebinder.cross_attention.default: _one(_cross_attention_state),
     torch.ops.pagebinder.mla_attention.default: mla_states,

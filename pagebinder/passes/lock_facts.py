@@ -13,6 +13,7 @@ from pagebinder.graph_tools import arg
 SIZES = {
     "attention": {"q": {"heads": 1, "head_dim": 2}, "k": {"kv_heads": 1}, "v": {"head_dim_v": 2}},
     "relative_attention": {"q": {"heads": 1, "head_dim": 2}, "k": {"kv_heads": 1}, "v": {"head_dim_v": 2}},
+    "lookahead_attention": {"q": {"heads": 1, "head_dim": 2}, "k": {"kv_heads": 1}, "v": {"head_dim_v": 2}},
     "indexed_attention": {"q": {"heads": 1, "head_dim": 2}, "k": {"kv_heads": 1}, "v": {"head_dim_v": 2}},
     "cross_attention": {"q": {"heads": 1, "head_dim": 2}, "k": {"kv_heads": 1}, "v": {"head_dim_v": 2}},
     "gated_delta_rule": {"q": {"kv_heads": 1, "head_dim": 2}, "v": {"heads": 1, "head_dim_v": 2}},

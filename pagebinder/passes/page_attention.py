@@ -18,6 +18,12 @@ Replaces with:
     the same write, and paged_relative_attention(q, kv_cache_i, block_table_g, seq_lens, query_start_loc, bias, ...)
 
 Matches:
+    out = lookahead_attention(q, k, v, lookahead, sinks, scale, window, soft_cap)
+Replaces with:
+    the same write, and paged_lookahead_attention(q, kv_cache_i, block_table_g, seq_lens, query_start_loc, lookahead,
+    ...)
+
+Matches:
     out = indexed_attention(q, k, v, indices, scale, ratio)
 Replaces with:
     the same write, and paged_indexed_attention(q, kv_cache_i, block_table_g, seq_lens, query_start_loc, indices, ...)
@@ -48,6 +54,7 @@ ours = torch.ops.pagebinder
 PAGED_FORMS = {
     ours.attention.default: ours.paged_attention.default,
     ours.relative_attention.default: ours.paged_relative_attention.default,
+    ours.lookahead_attention.default: ours.paged_lookahead_attention.default,
     ours.indexed_attention.default: ours.paged_indexed_attention.default,
 }
 NUM_OPTIONAL = 2  # operands of attention after q, k and v

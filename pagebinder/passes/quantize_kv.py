@@ -40,6 +40,7 @@ FORMAT = "kv_format"  # of a round trip's node: its key of KV_FORMATS
 ours = torch.ops.pagebinder
 REFUSED = {
     ours.relative_attention.default: "attention with a bias by distance keeps K and V in the activations' dtype",
+    ours.lookahead_attention.default: "attention that sees on keeps K and V in the activations' dtype",
     ours.indexed_attention.default: "attention to chosen keys keeps K and V in the activations' dtype",
     ours.cross_attention.default: "cross attention keeps the encoder's K and V in the activations' dtype",
 }

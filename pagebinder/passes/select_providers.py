@@ -69,6 +69,7 @@ SELECTABLE = (
     "paged_attention",
     "paged_attention_fp8_quant",
     "paged_relative_attention",
+    "paged_lookahead_attention",
     "paged_indexed_attention",
     "unified_attention",
     "kv_cache_write",

@@ -39,6 +39,17 @@ def check_fits(
         )
 
 
+def check_whole_ranges(request: Request, max_num_batched_tokens: int) -> None:
+    """Raise RequestError unless a step has room for what must be computed as a whole."""
+    longest = max((end - start for start, end in request.whole_ranges), default=0)
+    if longest > max_num_batched_tokens:
+        raise RequestError(
+            f"{longest} embeddings of the prompt see each other (parts of an image), so one step computes them all, "
+            f"and steps have at most {max_num_batched_tokens} tokens: use "
+            f"EngineConfig(max_num_batched_tokens={longest}) or more"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A request got in: tokens it need not compute, tokens it computes in this step."""
@@ -57,10 +68,11 @@ class Admission:
         self.watermark_blocks = watermark_blocks
         self._memo = AdmissionMemo(kv)
 
-    def try_admit(self, request: Request, max_new_tokens: int, *, alone: bool) -> Entry | None:
+    def try_admit(self, request: Request, max_new_tokens: int, *, room: int, alone: bool) -> Entry | None:
         """Give a waiting request blocks for up to `max_new_tokens` tokens; None: it must wait.
 
-        `alone`: nothing runs, so it must be tried: it is known to fit.
+        `room`: tokens that a range may have that is computed as a whole. `alone`: nothing runs, so it must be tried:
+        it is known to fit.
         """
         if not alone and self._memo.still_refused(request):
             return None
@@ -68,9 +80,13 @@ class Admission:
         watermark = 0 if alone else self.watermark_blocks
         image = request.swap_image
         if image is not None and self.swaps.prefers_swap_in(image, request.num_tokens, hit.num_tokens):
-            entry = self._swap_in(request, max_new_tokens, watermark, alone)
+            entry = self._swap_in(request, max_new_tokens, room, watermark, alone)
         else:
-            entry = self._recompute(request, max_new_tokens, hit, watermark)
+            count = min(request.num_tokens - hit.num_tokens, max_new_tokens)
+            count = request.fit_chunk(hit.num_tokens, count, room)
+            if not count:  # for want of room in the step, not of blocks
+                return None
+            entry = self._recompute(request, count, hit, watermark)
         if entry is None:
             self._memo.refuse(request, hit.num_tokens)
         else:
@@ -91,8 +107,7 @@ class Admission:
             self.kv.drop_image(request.swap_image)
             request.swap_image = None
 
-    def _recompute(self, request: Request, max_new_tokens: int, hit, watermark: int) -> Entry | None:
-        count = min(request.num_tokens - hit.num_tokens, max_new_tokens)
+    def _recompute(self, request: Request, count: int, hit, watermark: int) -> Entry | None:
         request.num_computed_tokens = 0
         if not self.kv.allocate_slots(
             request, count, hit, full_sequence_must_fit=True, watermark_blocks=watermark
@@ -103,16 +118,20 @@ class Admission:
         self.forget(request)
         return Entry(hit.num_tokens, count)
 
-    def _swap_in(self, request: Request, max_new_tokens: int, watermark: int, alone: bool) -> Entry | None:
+    def _swap_in(
+        self, request: Request, max_new_tokens: int, room: int, watermark: int, alone: bool
+    ) -> Entry | None:
         image = request.swap_image
         # Room for the next tokens too, or it would be the first to be preempted again.
-        room = image.num_blocks + len(self.kv.groups) + watermark
-        if (not alone and self.kv.num_free_blocks < room) or not self.kv.swap_in(request, image):
+        blocks = image.num_blocks + len(self.kv.groups) + watermark
+        if (not alone and self.kv.num_free_blocks < blocks) or not self.kv.swap_in(request, image):
             return None
         request.swap_image = None
         request.num_computed_tokens = computed = image.num_computed_tokens
-        count = min(request.num_tokens - computed, max_new_tokens)
-        return Entry(computed, count if self.kv.allocate_slots(request, count) else 0, swapped_in=True)
+        count = request.fit_chunk(computed, min(request.num_tokens - computed, max_new_tokens), room)
+        return Entry(
+            computed, count if count and self.kv.allocate_slots(request, count) else 0, swapped_in=True
+        )
 
 
 class AdmissionMemo:

@@ -12,6 +12,7 @@ digests of these tell prefixes apart.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from pagebinder.config_checks import is_int, short_repr
-from pagebinder.custom_ops.prompt_rows import Embeds
+from pagebinder.custom_ops.prompt_rows import Embeds, seen_ranges
 from pagebinder.errors import CacheCapacityError, RequestError
 from pagebinder.runtime.engine_setup import EngineModel
 from pagebinder.runtime.prompt_rows import HeldRows
@@ -71,6 +72,7 @@ def _as_tokens(parts: list, model: EngineModel, held: list[HeldRows]) -> tuple[l
     tokens: list[int] = []
     media: list[tuple[str, int, int]] = []
     shifts: list[tuple[int, int]] = []
+    whole: list[tuple[int, int]] = []
     for part in parts:
         start, shift = len(tokens), shifts[-1][1] if shifts else 0
         if is_embeds(part):
@@ -79,9 +81,14 @@ def _as_tokens(parts: list, model: EngineModel, held: list[HeldRows]) -> tuple[l
             if positions is None and rows.axes:
                 places = range(start + shift, start + shift + len(embeds.values))
                 positions = torch.tensor(places, device="cpu")[:, None].expand(-1, rows.axes)
+            ids = embeds.token_ids
+            if isinstance(ids, torch.Tensor) and bool(((ids < 0) | (ids >= model.vocab_size)).any()):
+                raise RequestError(f"token_ids of embeddings: the model has {model.vocab_size} from 0 on.")
             behind = _position_behind(embeds.next_position, positions)
-            held.append(rows.hold(embeds.values, positions, embeds.features, behind))
+            held.append(rows.hold(dataclasses.replace(embeds, positions=positions, next_position=behind)))
             tokens += held[-1].token_ids
+            if embeds.lookahead is not None:
+                whole += [(start + first, start + end) for first, end in seen_ranges(embeds.lookahead)]
             media.append((held[-1].digest, start, len(tokens)))
             if behind is not None and behind - len(tokens) != shift:
                 shifts.append((len(tokens), behind - len(tokens)))
@@ -93,7 +100,12 @@ def _as_tokens(parts: list, model: EngineModel, held: list[HeldRows]) -> tuple[l
                 special_tokens=not tokens,
                 uncounted_id=model.uncounted_id,
             )
-    return tokens, {"media": tuple(media), "held": tuple(held), "position_shifts": tuple(shifts)}
+    return tokens, {
+        "media": tuple(media),
+        "held": tuple(held),
+        "position_shifts": tuple(shifts),
+        "whole_ranges": tuple(whole),
+    }
 
 
 def _position_behind(said: int | None, positions: torch.Tensor | None) -> int | None:

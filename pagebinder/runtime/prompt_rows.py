@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, PromptTables
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, Embeds, PromptTables
 from pagebinder.errors import CacheCapacityError, RequestError
 
 
@@ -82,26 +82,26 @@ class PromptRows:
         """Of positions; 0: they are one number, and rows have none of their own."""
         return 0 if self.positions is None else self.positions.shape[1]
 
-    def hold(
-        self,
-        embeds: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        features: Sequence[torch.Tensor] = (),
-        next_position: int | None = None,
-    ) -> HeldRows:
-        """Rows with these embeddings [n, C], n >= 1, in the table's dtype; where there are axes their positions
-        [n, A] int64; where layers add something to them, that, [n, C] each, or nothing. `next_position`: part of the
-        digest, as it is of what the tokens behind them are.
+    def hold(self, embeds: torch.Tensor | Embeds) -> HeldRows:
+        """Rows with these embeddings [n, C], n >= 1, in the table's dtype, and with what `Embeds` says beside them:
+        positions [n, A] where there are axes, features where layers add some, lookahead where attention has it.
+        `next_position` is part of the digest, as it is of what the tokens behind them are.
 
         Raises:
             RequestError: other sizes, not floating, not finite, or more than the table has rows.
             CacheCapacityError: requests hold too many of them at present.
         """
-        values = self._checked(embeds)
-        positions = self._checked_positions(positions, len(values))
-        written = [(self.table, values), *(() if positions is None else ((self.positions, positions),))]
-        written += zip(self.features, self._checked_features(features, values))
-        digest = _digest(next_position, [contents for _, contents in written])
+        embeds = embeds if isinstance(embeds, Embeds) else Embeds(embeds)
+        values = self._checked(embeds.values)
+        written = [(self.table, values)]
+        for table, contents in (
+            (self.positions, self._checked_positions(embeds.positions, len(values))),
+            (self.tables.lookahead, self._checked_lookahead(embeds.lookahead, len(values))),
+            (self.tables.token_ids, self._checked_ids(embeds.token_ids, len(values))),
+        ):
+            written += [] if table is None else [(table, contents)]
+        written += zip(self.features, self._checked_features(embeds.features, values))
+        digest = _digest(embeds.next_position, [contents for _, contents in written])
         with self._lock:
             entry = self._entries.pop(digest, None)
             if entry is None:
@@ -145,6 +145,38 @@ class PromptRows:
                 f"Positions of {count} embeddings are int64 [{count}, {self.axes}], from 0 on."
             )
         return positions.to(self.positions.device)
+
+    def _checked_lookahead(self, lookahead: torch.Tensor | None, count: int) -> torch.Tensor | None:
+        table = self.tables.lookahead
+        if lookahead is None:
+            return None if table is None else torch.zeros(count, dtype=table.dtype, device=table.device)
+        if table is None:
+            raise RequestError("This model's tokens see none behind them: embeddings have no lookahead.")
+        ok = isinstance(lookahead, torch.Tensor) and lookahead.shape == (count,)
+        ok = ok and lookahead.dtype in (torch.int32, torch.int64)
+        farthest = torch.arange(count - 1, -1, -1, device=lookahead.device) if ok else None
+        if not ok or bool(((lookahead < 0) | (lookahead > farthest)).any()):
+            raise RequestError(
+                f"lookahead of {count} embeddings is int64 [{count}], from 0 to as many as are behind each."
+            )
+        return lookahead.to(table)
+
+    def _checked_ids(self, token_ids: torch.Tensor | None, count: int) -> torch.Tensor | None:
+        table = self.tables.token_ids
+        if table is None:
+            return None
+        if token_ids is None:
+            raise RequestError(
+                "This model reads token ids beside embeddings (it has embeddings of each layer): give Embeds(..., "
+                "token_ids=...) of what stood in their place, as media_prompt() does."
+            )
+        if (
+            not isinstance(token_ids, torch.Tensor)
+            or token_ids.dtype != table.dtype
+            or token_ids.shape != (count,)
+        ):
+            raise RequestError(f"token_ids of {count} embeddings are int64 [{count}].")
+        return token_ids.to(table)
 
     def _checked_features(self, features: Sequence[torch.Tensor], values: torch.Tensor) -> list[torch.Tensor]:
         if not len(features):

@@ -54,7 +54,8 @@ class Request:
     the encoder of an encoder-decoder model reads (None, 0, empty: nothing). `swap_image`: where its state lies in
     host memory, if anywhere. `held`: what it keeps from others until it is finished, and its forks are (rows of
     embeddings). `position_shifts`: (token, shift), sorted: from that token on positions are so much larger than
-    places, up to the next.
+    places, up to the next. `whole_ranges`: (start, end), sorted and disjoint, of prompt tokens that see each other,
+    so that one step computes all of them.
     Raises RequestError for an empty prompt or max_tokens < 1.
     """
 
@@ -82,6 +83,7 @@ class Request:
         "prompt_token_ids",
         "request_id",
         "swap_image",
+        "whole_ranges",
     )
 
     def __init__(
@@ -89,7 +91,7 @@ class Request:
         cache_salt: str | None = None, params: Any = None, adapter: str | None = None,
         media: tuple[tuple[str, int, int], ...] = (), encoder_hash: bytes | None = None,
         num_encoder_tokens: int = 0, encoder_token_ids: tuple[int, ...] = (), held: tuple = (),
-        position_shifts: tuple[tuple[int, int], ...] = (),
+        position_shifts: tuple[tuple[int, int], ...] = (), whole_ranges: tuple[tuple[int, int], ...] = (),
     ) -> None:  # fmt: skip
         if not prompt_token_ids:
             raise RequestError(f"request {request_id!r} has an empty prompt; give at least one token")
@@ -120,6 +122,7 @@ class Request:
         self.media = tuple(media)
         self.held = held
         self.position_shifts = position_shifts
+        self.whole_ranges = whole_ranges
         self.encoder_hash = encoder_hash
         self.num_encoder_tokens = num_encoder_tokens
         self.encoder_token_ids = encoder_token_ids
@@ -159,6 +162,22 @@ class Request:
     def finish_reason(self) -> str | None:
         return self.status.value if self.status.is_finished else None
 
+    @property
+    def whole_until(self) -> int:
+        """Behind the last of its ranges that are computed as a whole; 0: there are none."""
+        return self.whole_ranges[-1][1] if self.whole_ranges else 0
+
+    def fit_chunk(self, start: int, count: int, room: int) -> int:
+        """How many tokens from `start` on a step computes that would compute `count` of them: fewer where that would
+        cut a range that is computed as a whole, all of the range where it begins there and `room` allows, else 0."""
+        end = start + count
+        for first, behind in self.whole_ranges:
+            if first < end < behind:
+                if first > start:
+                    return first - start
+                return behind - start if behind - start <= room else 0
+        return count
+
     def append_output(self, token_id: int) -> None:
         self.all_token_ids.append(token_id)
 
@@ -170,6 +189,7 @@ class Request:
             cache_salt=self.cache_salt, params=params, adapter=self.adapter, media=self.media,
             encoder_hash=self.encoder_hash, num_encoder_tokens=self.num_encoder_tokens,
             encoder_token_ids=self.encoder_token_ids, held=self.held, position_shifts=self.position_shifts,
+            whole_ranges=self.whole_ranges,
         )  # fmt: skip
         child.all_token_ids += self.all_token_ids[self.num_prompt_tokens : num_tokens]
         child.num_cached_tokens = self.num_cached_tokens

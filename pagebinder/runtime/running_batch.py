@@ -27,7 +27,7 @@ class Columns(NamedTuple):
     by_row: the requests. token_lists: their `all_token_ids`. known: tokens of the request. computed: tokens whose
     step's results are in. planned: computed and in flight. covered: tokens the request's blocks can take. cache_at:
     computed tokens at which a block can be stored for reuse. limit: tokens at which the request ends. last_token: its
-    newest token. flags: `Request.flags`.
+    newest token. flags: `Request.flags`. whole_until: `Request.whole_until`.
     """
 
     by_row: list[Request]
@@ -40,6 +40,7 @@ class Columns(NamedTuple):
     limit: np.ndarray
     last_token: np.ndarray
     flags: np.ndarray
+    whole_until: np.ndarray
 
 
 class RunningBatch:
@@ -52,10 +53,10 @@ class RunningBatch:
     def __init__(self, rows: RequestRows, requests: Mapping[str, Request]) -> None:
         self.rows = rows
         self._requests = requests
-        self._arrays = [rows.add_array(np.int64) for _ in range(8)]
+        self._arrays = [rows.add_array(np.int64) for _ in range(9)]
         (
             self._known, self._computed, self._planned, self._covered, self._cache_at, self._limit,
-            self._last_token, self._flags,
+            self._last_token, self._flags, self._whole_until,
         ) = self._arrays  # fmt: skip
         self.encoder_lens = rows.add_array(np.int32)
         # Rows that were given away since the start: while it stands still, a row keeps its request.
@@ -131,6 +132,11 @@ class RunningBatch:
             want[in_flight & ((now.flags & ahead_flags) != 0) & (now.known + 1 < now.limit)] = 1
         return want
 
+    def has_whole_ranges(self) -> bool:
+        """Has some row tokens to come that one step computes as a whole (`Request.whole_ranges`)?"""
+        now = self.now()
+        return bool((now.planned < now.whole_until).any())
+
     # Changes of one row
 
     def start(self, request: Request, computed: int, covered: int, cache_at: int, limit: int) -> None:
@@ -143,6 +149,7 @@ class RunningBatch:
         self._limit.data[row] = limit
         self._last_token.data[row] = request.all_token_ids[-1]
         self._flags.data[row] = request.flags
+        self._whole_until.data[row] = request.whole_until
         self.encoder_lens.data[row] = request.num_encoder_tokens
 
     def stop(self, request: Request, release: Callable[[Request], object]) -> object:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from pagebinder.errors import ConfigError, RequestError
-from pagebinder.runtime.admission import Admission, check_fits
+from pagebinder.runtime.admission import Admission, check_fits, check_whole_ranges
 from pagebinder.runtime.drafted_steps import DraftedSteps
 from pagebinder.runtime.kv.blocks import require
 from pagebinder.runtime.kv.coordinator import KVCacheManager
@@ -107,6 +107,7 @@ class Scheduler:
         """Put a new request in line. Raises RequestError for an id in use, and what `check_fits` raises."""
         self._check_id(request)
         self.check_fits(request.num_tokens, request.max_tokens, request.num_encoder_tokens)
+        check_whole_ranges(request, self.max_num_batched_tokens)
         self.kv.extend_hashes(request)  # first, as what raises here must not leave a request that nobody runs
         self._enlist(request)
         self.waiting.push(self._key(request), request)
@@ -223,9 +224,9 @@ class Scheduler:
         if self._after_chunk:
             self._give_back_behind()
         preempted: list[str] = []
-        counts, total, left = self._schedule_running(preempted)
+        counts, total, left, room = self._schedule_running(preempted)
         admitted: list[int] = []
-        self._schedule_waiting(admitted, left)
+        self._schedule_waiting(admitted, left, room)
         if total == 0 and not any(admitted) and self.requests and not self._in_flight:
             counts = self._make_room(admitted, preempted)
         if admitted:
@@ -319,7 +320,7 @@ class Scheduler:
                 self.mixed_prefill_tokens,
             )  # fmt: skip
             if preempted:
-                shares = shares._replace(left=0)
+                shares = shares._replace(left=0, room=0)
             counts = shares.counts
             now = batch.now()
             short = ((now.planned + counts > now.covered) & (counts > 0)).nonzero()[0]
@@ -332,7 +333,7 @@ class Scheduler:
                 # Blocks that are freed now come back when those steps are done: preempting would gain nothing.
                 order = batch.order(self._key)
                 counts[order[order.tolist().index(refused) :]] = 0
-                return Shares(counts, int(counts.sum()), 0)
+                return Shares(counts, int(counts.sum()), 0, 0)
             victim = batch.by_row[batch.order(self._key)[-1]]
             self._preempt(victim)
             preempted.append(victim.request_id)
@@ -353,14 +354,16 @@ class Scheduler:
 
     # Inside: waiting requests
 
-    def _schedule_waiting(self, admitted: list[int], budget: int) -> None:
-        """Admit from the head of the line; appends the tokens of every new row to `admitted`."""
+    def _schedule_waiting(self, admitted: list[int], budget: int, room: int) -> None:
+        """Admit from the head of the line; appends the tokens of every new row to `admitted`. room: see `Shares`."""
         limit = self._chunk_limit()
         while budget > 0 and len(self.batch) < self.max_num_seqs:
             request = self.waiting.peek()
             if request is None:
                 break
-            entry = self._admission.try_admit(request, min(limit, budget), alone=not len(self.batch))
+            entry = self._admission.try_admit(
+                request, min(limit, budget), room=room, alone=not len(self.batch)
+            )
             if entry is None:
                 break
             self.waiting.pop()
@@ -371,6 +374,7 @@ class Scheduler:
             if self.kv.needs_encoder(request.request_id):
                 budget -= request.num_encoder_tokens
             budget -= entry.num_new_tokens
+            room -= entry.num_new_tokens
 
     def _make_room(self, admitted: list[int], preempted: list[str]) -> np.ndarray:
         """Nobody advances: running requests that are held give their seats to waiting ones."""
@@ -383,7 +387,7 @@ class Scheduler:
             self._preempt(victim)
             preempted.append(victim.request_id)
             before = len(self.batch)
-            self._schedule_waiting(admitted, self.max_num_batched_tokens)
+            self._schedule_waiting(admitted, self.max_num_batched_tokens, self.max_num_batched_tokens)
             if any(admitted):
                 return np.zeros(before, np.int64)
         raise RuntimeError(f"nobody can advance: {self.num_running} running, {self.num_waiting} waiting")

@@ -3,6 +3,9 @@
 best first      A   B   C    D    E             want    1  1  2000  300  1      budget 1024, no chunk limit
                                                 gets    1  1  1022    0  0
                                                 gets    1  1   512    0  1      ... 512 prompt tokens beside decodes
+
+Tokens that see each other (parts of an image) are computed in one step: where a share would cut such a range it ends
+ahead of it, and a range that is next is taken as a whole, whatever limits stand besides the budget.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ SPARE_BLOCKS = 3
 
 class Shares(NamedTuple):
     """`counts`: tokens of every running row, [R] int64. `total`: their sum. `left`: what requests may take that begin
-    in this step."""
+    in this step, and `room` what a range may that is computed as a whole."""
 
     counts: np.ndarray
     total: int
     left: int
+    room: int
 
 
 def share_budget(
@@ -44,15 +48,34 @@ def share_budget(
     prompt_limit = min(budget, mixed_prefill) if mixed else budget
     prompt_tokens = int(want[want > 1].sum()) if most > 1 else 0
     if total <= budget and most <= chunk_limit and prompt_tokens <= prompt_limit:
-        return Shares(want, total, min(budget - total, prompt_limit - prompt_tokens))
+        return Shares(want, total, min(budget - total, prompt_limit - prompt_tokens), budget - total)
     order = batch.order(key)
+    if batch.has_whole_ranges():
+        return _with_whole_ranges(batch, order.tolist(), want, budget, prompt_limit, chunk_limit)
     want = np.minimum(want[order], chunk_limit)
     is_prompt = want > 1
     want = np.where(is_prompt, _first_come(want * is_prompt, prompt_limit), want)
     counts = np.empty_like(want)
     counts[order] = want = _first_come(want, budget)
     total, prompt_tokens = int(want.sum()), int(want[is_prompt].sum())
-    return Shares(counts, total, min(budget - total, prompt_limit - prompt_tokens))
+    return Shares(counts, total, min(budget - total, prompt_limit - prompt_tokens), budget - total)
+
+
+def _with_whole_ranges(
+    batch: RunningBatch, order: list[int], want: np.ndarray, budget: int, prompt_limit: int, chunk_limit: int
+) -> Shares:
+    """As `share_budget`, row by row."""
+    now, counts, left = batch.now(), np.zeros_like(want), budget
+    for row in order:
+        wanted = int(want[row])
+        count = min(wanted, chunk_limit, left)
+        if wanted > 1:
+            count = max(min(count, prompt_limit), 0)
+            count = now.by_row[row].fit_chunk(int(now.planned[row]), count, left) if count else 0
+            prompt_limit -= count
+        counts[row] = count
+        left -= count
+    return Shares(counts, budget - left, max(min(left, prompt_limit), 0), left)
 
 
 def _first_come(want: np.ndarray, budget: int) -> np.ndarray:

@@ -53,6 +53,7 @@ struct AttentionArgs {
   float soft_cap;                 // 0 = none
   int64_t window;                 // NO_WINDOW = none
   int64_t chunk;                  // 0 = none
+  const int32_t* lookahead;       // [T] keys behind its own position that a token sees though it is causal, or null
   bool causal;
   int num_threads;
   ParallelRun run;
@@ -73,12 +74,13 @@ struct AttentionArgs {
   }
 };
 
-// Keys that the query at absolute position p sees: [begin, end), empty as [0, 0). Every mask is such an interval.
+// Keys that a query sees: [begin, end), empty as [0, 0). Every mask is such an interval.
 struct KeyRange { int32_t begin, end; };
 inline int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
-inline KeyRange visible_keys(const AttentionArgs& args, int64_t request, int64_t p) {
+inline KeyRange visible_keys(const AttentionArgs& args, int64_t request, int64_t query) {
+  const int64_t p = args.position_of(request, query);
   int64_t begin = std::max<int64_t>(0, p - args.window + 1), end = args.seq_lens[request];
-  if (args.causal) end = std::min(end, p + 1);
+  if (args.causal) end = std::min(end, p + 1 + (args.lookahead == nullptr ? 0 : args.lookahead[query]));
   else end = std::min(end, p + args.window);
   if (args.chunk > 0) {
     const int64_t chunk_begin = floor_div(p, args.chunk) * args.chunk;

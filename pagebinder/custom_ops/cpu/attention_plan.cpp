@@ -103,10 +103,11 @@ KeyRange tile_keys(const AttentionArgs& args, const Tile& tile) {
   const int64_t begin = args.query_start_loc[tile.request] + tile.row_begin / args.group();
   const int64_t last = args.query_start_loc[tile.request] + (tile.row_begin + tile.rows - 1) / args.group();
   // Positions that rise by one: both ends of the interval never fall, so the first and the last query tell all.
-  const int64_t step = args.row_positions == nullptr ? std::max<int64_t>(last - begin, 1) : 1;
+  const bool rising = args.row_positions == nullptr && args.lookahead == nullptr;
+  const int64_t step = rising ? std::max<int64_t>(last - begin, 1) : 1;
   KeyRange all{0, 0};
   for (int64_t query = begin; query <= last; query += step) {
-    const KeyRange keys = visible_keys(args, tile.request, args.position_of(tile.request, query));
+    const KeyRange keys = visible_keys(args, tile.request, query);
     if (keys.begin == keys.end) continue;
     if (all.end == 0) all = keys;
     all.begin = std::min(all.begin, keys.begin);
@@ -120,7 +121,7 @@ int64_t dot_tile_rows(const AttentionArgs& args, int64_t r) {
   const int64_t start = args.query_start_loc[r], end = args.query_start_loc[r + 1], group = args.group();
   if (args.row_tokens != nullptr || group > DOT_ROWS) return DOT_ROWS;
   const auto part_of = [&](int64_t query) {
-    const KeyRange keys = visible_keys(args, r, args.position_of(r, query));
+    const KeyRange keys = visible_keys(args, r, query);
     return part_size(keys.end - keys.begin, true);
   };
   return part_of(start) == part_of(end - 1) ? DOT_ROWS / group * group : group;

@@ -26,11 +26,10 @@ void start_state(const TileContext<T>& c, SoftmaxState<STRIDE>& state) {
     begin[lane] = end[lane] = position[lane] = bias_at[lane] = 0;
     slope[lane] = 0.0f;
     if (row >= c.tile.rows) continue;
-    const int64_t p = c.position_of(row);
-    const KeyRange keys = visible_keys(c.args, c.tile.request, p);
+    const KeyRange keys = visible_keys(c.args, c.tile.request, c.query_of(row));
     begin[lane] = keys.begin;
     end[lane] = keys.end;
-    position[lane] = static_cast<int32_t>(p);
+    position[lane] = static_cast<int32_t>(c.position_of(row));
     if (c.args.alibi_slopes != nullptr) slope[lane] = c.args.alibi_slopes[c.head_of(row)] * LOG2_E;
     bias_at[lane] =
         static_cast<int32_t>(c.token_of(row) * c.args.bias_token_stride + c.head_of(row) * c.args.bias_head_stride);

@@ -21,6 +21,7 @@ PARTS = {
     "float32": ("float32", ()),
     "fp8": ("fp8", (POOL,)),
     "latent": ("latent", (POOL, "attention_plan.cpp", "linear.cpp")),
+    "lookahead": ("lookahead", (POOL, "attention_plan.cpp")),
     "moe": ("moe", (POOL,)),
     "quant": ("quant", (POOL,)),
     "quantized_kv": ("quantized_kv", (POOL, "attention_plan.cpp", "cache_write.cpp")),

@@ -7,6 +7,7 @@ import itertools
 import torch
 
 from pagebinder.custom_ops.attention import (
+    lookahead,
     merge_states,
     paged,
     qk_norm_rope_quantized_write,
@@ -86,6 +87,7 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         ssd.PAGED_SSD,
         *map(op_info, ("paged_linear_recurrence", "paged_selective_scan", "paged_wkv", "paged_mlstm")),
     ),
+    "lookahead": (lookahead.PAGED_LOOKAHEAD_ATTENTION,),
     "moe": (experts.MOE_EXPERTS, experts.EXPERT_LINEAR, routed_experts.MOE_ROUTED_EXPERTS),
     "quantized_moe": (
         quantized_experts.QUANTIZED_MOE_EXPERTS,
@@ -116,6 +118,7 @@ _BY_ELEMENT_TYPE = {
         qk_norm_rope_write.QK_NORM_ROPE_WRITE,
         FP8_QUANT_FORMS[paged.PAGED_ATTENTION],
         relative.PAGED_RELATIVE_ATTENTION,
+        lookahead.PAGED_LOOKAHEAD_ATTENTION,
         packed.PACKED_ATTENTION,
         packed.PACKED_RELATIVE_ATTENTION,
         mla.PAGED_MLA_ATTENTION,

@@ -85,9 +85,9 @@ def cut_keys(lo, hi, begins_ptr, request, is_padding, context, CONTEXT_ONLY: tl.
 
 @triton.jit(do_not_specialize=SIZES)
 def tile_kernel(
-    q_ptr, cache_ptr, cache, table_ptr, lens_ptr, starts_ptr, begins_ptr, sinks_ptr, slopes_ptr, bias_ptr, scales_ptr,
-    out_ptr, lse_ptr, stride_qt, stride_qh, stride_r, stride_bias, stride_sink, num_tokens, num_requests, num_blocks,
-    capacity, split_up_to, scale, soft_cap, behind, farthest,
+    q_ptr, cache_ptr, cache, table_ptr, lens_ptr, starts_ptr, begins_ptr, ahead_ptr, sinks_ptr, slopes_ptr, bias_ptr,
+    scales_ptr, out_ptr, lse_ptr, stride_qt, stride_qh, stride_r, stride_bias, stride_sink, num_tokens, num_requests,
+    num_blocks, capacity, split_up_to, scale, soft_cap, behind, farthest,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -126,6 +126,9 @@ def tile_kernel(
     table_ptr += request.to(tl.int64) * stride_r
     p_first = seq_len - end + start
     p_last = seq_len - end + tl.minimum(start + BLOCK_Q, end) - 1
+    ahead = None if ahead_ptr is None else tl.load(ahead_ptr + token, mask=is_row, other=0)
+    if ahead_ptr is not None:
+        p_last = tl.max(tl.where(is_row, p + ahead, 0), 0)
     lo, hi = key_range(p_first, p_last, seq_len, WINDOW, CHUNK, CAUSAL)
     lo, hi = cut_keys(lo, hi, begins_ptr, request, is_padding, seq_len - end + first, CONTEXT_ONLY)
     begin = lo // BLOCK_N * BLOCK_N
@@ -145,14 +148,14 @@ def tile_kernel(
             whole = hi if not CAUSAL else tl.maximum(tl.minimum(p_first + 1, hi), 0)
             whole = whole // BLOCK_N * BLOCK_N
             acc, m, l = attend(
-                q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, cache, kv_head, head_ptr, table_ptr,
-                num_blocks, lo, hi, begin, whole, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B,
-                BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K,
-                False,
+                q_a, q_b, p, ahead, slope, bias_ptrs, behind, farthest, acc, m, l, cache, kv_head, head_ptr,
+                table_ptr, num_blocks, lo, hi, begin, whole, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT,
+                D_A, D_B, BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE,
+                V_IS_K, False,
             )  # fmt: skip
             begin = whole
         acc, m, l = attend(
-            q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, None, kv_head, head_ptr, table_ptr,
+            q_a, q_b, p, ahead, slope, bias_ptrs, behind, farthest, acc, m, l, None, kv_head, head_ptr, table_ptr,
             num_blocks, lo, hi, begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B,
             BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K, True,
         )  # fmt: skip
@@ -224,9 +227,9 @@ def store_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def split_kernel(
-    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, slopes_ptr, bias_ptr, scales_ptr, part_ptr,
-    part_lse_ptr, arrivals_ptr, sinks_ptr, out_ptr, lse_ptr, stride_qt, stride_qh, stride_r, stride_bias, stride_sink,
-    num_tokens, num_blocks, capacity, split_up_to, row_tokens, scale, soft_cap, behind, farthest,
+    q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, begins_ptr, ahead_ptr, slopes_ptr, bias_ptr, scales_ptr,
+    part_ptr, part_lse_ptr, arrivals_ptr, sinks_ptr, out_ptr, lse_ptr, stride_qt, stride_qh, stride_r, stride_bias,
+    stride_sink, num_tokens, num_blocks, capacity, split_up_to, row_tokens, scale, soft_cap, behind, farthest,
     stride_n: tl.constexpr, stride_g: tl.constexpr, stride_b: tl.constexpr,
     SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr,
@@ -266,6 +269,9 @@ def split_kernel(
             bias_of_heads if stride_bias is None else of_queries(bias_of_heads, stride_bias, token, is_row)
         )
         p_last = seq_len - end + tl.minimum(start + BLOCK_Q, end) - 1
+        ahead = None if ahead_ptr is None else tl.load(ahead_ptr + token, mask=is_row, other=0)
+        if ahead_ptr is not None:
+            p_last = tl.max(tl.where(is_row, p + ahead, 0), 0)
         lo, hi = key_range(seq_len - end + start, p_last, seq_len, WINDOW, CHUNK, CAUSAL)
         lo, hi = cut_keys(lo, hi, begins_ptr, request, False, seq_len - end + first, CONTEXT_ONLY)
         begin = lo // BLOCK_N * BLOCK_N
@@ -288,10 +294,10 @@ def split_kernel(
                 q_a, q_b = load_queries(q_ptr, stride_qt, stride_qh, token, head, is_row, D, CUT, D_A, D_B)
                 acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
                 acc, m, l = attend(
-                    q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, None, kv_head, head_ptr, table_ptr,
-                    num_blocks, lo, hi, begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV, CUT, D_A, D_B,
-                    BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED, NATIVE, V_IS_K,
-                    True,
+                    q_a, q_b, p, ahead, slope, bias_ptrs, behind, farthest, acc, m, l, None, kv_head, head_ptr,
+                    table_ptr, num_blocks, lo, hi, begin, hi, scale, soft_cap, k_scale, stride_n, stride_b, D, DV,
+                    CUT, D_A, D_B, BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, CHUNK, CAUSAL, CODES, ROW_SCALES, ALIGNED,
+                    NATIVE, V_IS_K, True,
                 )  # fmt: skip
             if v_scale is not None:
                 acc *= v_scale

@@ -156,7 +156,11 @@ def attend_pairs(
         here = (j < hi) & exists
         if lo != 0:
             here &= j >= lo
-        s = tl.where(here[:, None] & visible(p[None, :], j[:, None], WINDOW, CHUNK, CAUSAL), s, float("-inf"))
+        s = tl.where(
+            here[:, None] & visible(p[None, :], p[None, :], j[:, None], WINDOW, CHUNK, CAUSAL),
+            s,
+            float("-inf"),
+        )
         # Of scores as the product made them: the largest less itself is 0 at any size, in bits it need not be.
         m_new = tl.maximum(m, tl.max(s, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)

@@ -31,11 +31,12 @@ def key_range(p_first, p_last, seq_len, WINDOW: tl.constexpr, CHUNK: tl.constexp
 
 
 @triton.jit
-def visible(p, j, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr):
-    """[queries, keys] for positions p [queries, 1] and j [1, keys]; a negative p is in no chunk of a key."""
+def visible(p, reach, j, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr):
+    """[queries, keys] for positions p [queries, 1] and j [1, keys]; a negative p is in no chunk of a key. reach: the
+    last key that a causal query sees, p itself unless it sees on."""
     see = j >= 0
     if CAUSAL:
-        see &= j <= p
+        see &= j <= reach
     if WINDOW > 0:
         see &= j > p - WINDOW
         if not CAUSAL:
@@ -73,8 +74,9 @@ def load_row_scales(scale_ptrs, mask, ALIGNED: tl.constexpr):
 
 @triton.jit
 def attend(
-    q_a, q_b, p, slope, bias_ptrs, behind, farthest, acc, m, l, cache, kv_head, head_ptr, table_ptr, num_blocks, lo,
-    hi, begin, end, scale, soft_cap, k_scale, stride_n: tl.constexpr, stride_b: tl.constexpr, D: tl.constexpr,
+    q_a, q_b, p, ahead, slope, bias_ptrs, behind, farthest, acc, m, l, cache, kv_head, head_ptr, table_ptr,
+    num_blocks, lo, hi, begin, end, scale, soft_cap, k_scale, stride_n: tl.constexpr, stride_b: tl.constexpr,
+    D: tl.constexpr,
     DV: tl.constexpr, CUT: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
     CODES: tl.constexpr, ROW_SCALES: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, V_IS_K: tl.constexpr,
@@ -83,7 +85,8 @@ def attend(
     """Adds the keys [begin, end), cut to [lo, hi), to the running softmax (acc, m, l); scores are in bits (log2).
 
     Args:
-        begin: a multiple of BLOCK_N. MASKED: False promises that every query sees all these keys.
+        ahead: per row, keys behind its own that a causal query sees; None: none. begin: a multiple of BLOCK_N.
+            MASKED: False promises that every query sees all these keys.
         cache: its descriptor, by which whole tiles of rows in one block are copied; None: by addresses of rows.
         head_ptr: the KV head in block 0. slope: per row, in bits; None without ALiBi. soft_cap: None without.
         bias_ptrs: per row, the bias of its head by distance; None without. behind, farthest: its columns of distance
@@ -145,7 +148,8 @@ def attend(
             column = tl.minimum(tl.maximum(j[None, :] - p[:, None] + behind, 0), farthest)
             s += tl.load(bias_ptrs[:, None] + column).to(tl.float32) * LOG2_E
         if MASKED:
-            see = here[None, :] & visible(p[:, None], j[None, :], WINDOW, CHUNK, CAUSAL)
+            reach = p if ahead is None else p + ahead
+            see = here[None, :] & visible(p[:, None], reach[:, None], j[None, :], WINDOW, CHUNK, CAUSAL)
             s = tl.where(see, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)

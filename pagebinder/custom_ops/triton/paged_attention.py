@@ -44,6 +44,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pagebinder.custom_ops.attention.lookahead import check_lookahead
 from pagebinder.custom_ops.attention.paged import check_attention, check_options
 from pagebinder.custom_ops.attention.quantized_paged import check_cache, check_format
 from pagebinder.custom_ops.attention.relative import check_bias, check_sinks
@@ -177,6 +178,17 @@ def paged_relative_attention(
     return attend_paged(q, kv_cache, *step, sinks, None, head_dim_v=head_dim_v, **relative, **options)
 
 
+def paged_lookahead_attention(
+    q, kv_cache, block_table, seq_lens, query_start_loc, lookahead, sinks=None, *, head_dim_v, **options
+):
+    """See `paged_lookahead_attention_reference`."""
+    step = (block_table, seq_lens, query_start_loc, sinks, None)
+    check_attention(q, kv_cache, *step, head_dim_v)
+    check_lookahead(q, lookahead)
+    lookahead = lookahead.contiguous()
+    return attend_paged(q, kv_cache, *step, head_dim_v=head_dim_v, lookahead=lookahead, **options)
+
+
 def _plain(
     q, kv_cache, block_table, seq_lens, query_start_loc, sinks=None, alibi_slopes=None, *, head_dim_v, lse=None,
     **options,
@@ -204,7 +216,7 @@ def quantized_paged_attention(
 def attend_paged(
     q, kv_cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, *, head_dim_v, scale, window=None,
     chunk=None, soft_cap=None, causal=True, lse=None, scales=None, codes="", v_is_k=False, out=None, key_begins=None,
-    context_only=False, bias=None, num_behind=0, splits=None,
+    context_only=False, bias=None, num_behind=0, lookahead=None, splits=None,
 ) -> torch.Tensor:  # fmt: skip
     """Attention [T, H, DV] over rows of values, or of codes (uint8); operands are checked by the callers.
 
@@ -214,6 +226,7 @@ def attend_paged(
         out: contiguous, of any float dtype, to write; None: a new one of q's dtype.
         key_begins: [R] int32, first key of each request that counts. context_only: keys of new tokens do not count.
         sinks: [H], or [T, H]. bias: [H, N] or [T, H, N] by distance, or None; num_behind: its column of distance 0.
+        lookahead: [T] int32, keys behind its own that each query sees though it is causal; None: none.
         splits: of contexts; None: to suit the GPU.
     """
     check_options(window=window, chunk=chunk, soft_cap=soft_cap)
@@ -263,10 +276,11 @@ def attend_paged(
             cache, tile = _described(kv_cache, widths, q.dtype) or (None, tile)
         grid = (num_tokens // (queries // heads) + num_requests + 1, num_kv_heads * chunks)
         tile_kernel[grid](
-            q, kv_cache, cache, block_table, seq_lens, query_start_loc, key_begins, sinks, alibi_slopes, bias, scales,
-            out, lse, *strides, bias_stride, sink_stride, num_tokens, num_requests, num_blocks, capacity, few, scale,
-            soft_cap, *distances, **options, PAIRS=is_decode and in_pairs, BLOCK_M=queries, BLOCK_N=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages, **(tile.limits if in_pairs or cache else {}),
+            q, kv_cache, cache, block_table, seq_lens, query_start_loc, key_begins, lookahead, sinks, alibi_slopes,
+            bias, scales, out, lse, *strides, bias_stride, sink_stride, num_tokens, num_requests, num_blocks,
+            capacity, few, scale, soft_cap, *distances, **options, PAIRS=is_decode and in_pairs, BLOCK_M=queries,
+            BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            **(tile.limits if in_pairs or cache else {}),
         )  # fmt: skip
     if splits == 1:
         return out
@@ -279,9 +293,9 @@ def attend_paged(
     if is_decode and splits * merged * widths.BLOCK_DV <= MOST_MERGES_AT_END * values_of_merge(decode.warps):
         arrivals = arrivals_at(kv_cache, num_requests * num_kv_heads * chunks)
     split_kernel[splits, num_kv_heads * chunks, num_requests](
-        q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, alibi_slopes, bias, scales, parts, part_lse,
-        arrivals, sinks, out, lse, *strides, bias_stride, sink_stride, num_tokens, num_blocks, capacity, few,
-        row_tokens, scale, soft_cap, *distances, SPLITS=splits, **options, BLOCK_M=rows, BLOCK_N=decode.keys,
+        q, kv_cache, block_table, seq_lens, query_start_loc, key_begins, lookahead, alibi_slopes, bias, scales, parts,
+        part_lse, arrivals, sinks, out, lse, *strides, bias_stride, sink_stride, num_tokens, num_blocks, capacity,
+        few, row_tokens, scale, soft_cap, *distances, SPLITS=splits, **options, BLOCK_M=rows, BLOCK_N=decode.keys,
         MIN_KEYS=min_keys_of_split(programs, q.device), PAIRS=in_pairs, ROWS=merged,
         **merge_options(splits, widths.BLOCK_DV, merged, decode.warps),
         num_warps=decode.warps, num_stages=decode.stages, **decode.limits,

@@ -18,6 +18,7 @@ import torch
 from pagebinder.custom_ops.activation import gated_activation
 from pagebinder.custom_ops.attention import (
     indexed,
+    lookahead,
     merge_states,
     packed,
     paged,
@@ -68,6 +69,7 @@ _FAMILIES: dict[str, tuple[OpInfo, ...]] = {
         paged.PAGED_ATTENTION_LSE,
         quantized_paged.QUANTIZED_PAGED_ATTENTION,
         relative.PAGED_RELATIVE_ATTENTION,
+        lookahead.PAGED_LOOKAHEAD_ATTENTION,
     ),
     "indexed_attention": (indexed.PAGED_INDEXED_ATTENTION,),
     "packed_attention": (packed.PACKED_ATTENTION, packed.PACKED_RELATIVE_ATTENTION),
@@ -121,6 +123,7 @@ _HEAD_DIM_OPS = (
     "paged_attention_lse",
     "quantized_paged_attention",
     "paged_relative_attention",
+    "paged_lookahead_attention",
     "paged_indexed_attention",
     "packed_attention",
     "packed_relative_attention",

@@ -83,9 +83,10 @@ def shared_kernel(
         if begin < hi:
             acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
             acc, m, l = attend(
-                q_a, q_b, p, slope, None, 0, 0, acc, m, l, None, 0, head_ptr, table_ptr + of.to(tl.int64) * stride_r,
-                num_blocks, lo, hi, begin, hi, scale, soft_cap, None, stride_n, stride_b, D, DV, CUT, D_A, D_B,
-                BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, 0, True, "", False, False, False, False, True,
+                q_a, q_b, p, None, slope, None, 0, 0, acc, m, l, None, 0, head_ptr,
+                table_ptr + of.to(tl.int64) * stride_r, num_blocks, lo, hi, begin, hi, scale, soft_cap, None,
+                stride_n, stride_b, D, DV, CUT, D_A, D_B, BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, 0, True, "", False,
+                False, False, False, True,
             )  # fmt: skip
             acc /= nonzero(l)[:, None]
             mask = mine[:, None] & (column[None, :] < DV)

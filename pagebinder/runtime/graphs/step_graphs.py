@@ -22,6 +22,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.ambient import inference
+from pagebinder.custom_ops.prompt_rows import PromptTables
 from pagebinder.errors import GraphCaptureError
 from pagebinder.runtime.executables.base import Executable
 from pagebinder.runtime.graphs.backend import GraphBackend, graph_backend
@@ -86,12 +87,12 @@ class StepGraphs:
     def __init__(
         self, executable: Executable, graph: GraphModule | None, plan: KVPlan, caches: Mapping[str, torch.Tensor],
         buckets: BucketTable, *, device: torch.device, max_model_len: int, vocab_size: int | None = None,
-        num_prompt_rows: int = 0,
+        prompt_tables: PromptTables | None = None,
         widths: Sequence[int] | None = None, backend: GraphBackend | None = None,
     ) -> None:  # fmt: skip
         self.executable, self.graph, self.plan, self.caches = executable, graph, plan, caches
         self.buckets, self.device, self.vocab_size = buckets, device, vocab_size
-        self.num_prompt_rows = num_prompt_rows
+        self.prompt_tables = prompt_tables
         self.backend = backend or graph_backend(device)
         self.widths = tuple(widths or table_widths(plan.groups, max_model_len))
         self.stats = GraphStats()

@@ -133,7 +133,15 @@ def check_inputs(
     if (lens < counts).any():
         raise RequestError("a length in seq_lens is less than the tokens that its sequence has in this step.")
     ids = arrays["input_ids"]
-    is_row = (ids >= FIRST_ROW_ID) & (ids < FIRST_ROW_ID + graphs.num_prompt_rows)
+    tables = graphs.prompt_tables
+    is_row = (ids >= FIRST_ROW_ID) & (ids < FIRST_ROW_ID + (0 if tables is None else len(tables.rows)))
+    if tables is not None and tables.lookahead is not None and is_row.any():
+        rows = torch.from_numpy(ids[is_row] - FIRST_ROW_ID)
+        seen = np.flatnonzero(is_row) + tables.lookahead[rows.to(tables.lookahead.device)].cpu().numpy()
+        if (seen >= np.repeat(loc[1:], counts)[is_row]).any():
+            raise RequestError(
+                "embeddings that see each other (parts of an image) are computed in one step, all of them."
+            )
     _check_range("input_ids", ids[~is_row], 0, graphs.vocab_size or np.iinfo(np.int64).max)
     _check_range("logits_rows", arrays["logits_rows"], 0, num_tokens)
     num_blocks = min((len(cache) for cache in graphs.caches.values()), default=1)
