@@ -62,6 +62,12 @@ def serve_command(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a step at most (2,048).")
     ] = None,
+    prompt_embeds: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Serve images: room for the embeddings of so many of their parts at a time."
+        ),
+    ] = 0,
     kv_cache_mib: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the state of equal prefixes.")] = True,
     seed: Annotated[
@@ -95,6 +101,7 @@ def serve_command(
         "quantization": quantization, "activation_quantization": activation_quantization,
         "pack_weights": "coded" if coded_weights else None,
         "activation_scales": activation_scales, "max_model_len": max_model_len,
+        "prompt_embeds": prompt_embeds,
     }  # fmt: skip
     compiled = compile_dir(model, options, checkpoint=checkpoint)
     drafter = drafter_of(draft, model, options, max_num_seqs or EngineConfig().max_num_seqs)

@@ -17,6 +17,7 @@ come with an embedding. Where anything else differs, the prompt is refused with 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ from pagebinder.frontend.row_features import ADDED, ADDED_TO
 # What a processor gives of the text, and what tells a language model how to answer rather than what it reads.
 TEXT_INPUTS = ("input_ids", "attention_mask")
 POSITIONS = "position_ids"
+_ASKING = threading.Lock()  # hooks of one call would end another's
 REMEDY = {
     "position_ids": "its positions are not counted token by token, as for text",
     "attention_mask": "its tokens do not attend as text does, each to those before it",
@@ -57,7 +59,7 @@ def media_prompt(
     tables = tables or PromptTables(torch.empty(0))
     axes = 0 if tables.positions is None else tables.positions.shape[1]
     num_features = len(tables.features)
-    with torch.no_grad(), evaluation_mode(model):
+    with _ASKING, torch.no_grad(), evaluation_mode(model):
         plain, told = given_to(inner, model, text), given_to(inner, model, text | media)
     name = type(model).__name__
     for argument in sorted(plain.keys() | told.keys()):

@@ -20,6 +20,10 @@ from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, Embeds, PromptTables
 from pagebinder.errors import CacheCapacityError, RequestError
 
 
+class PromptRowsTakenError(CacheCapacityError):
+    """Other requests hold the rows that embeddings need: when these end there is room."""
+
+
 class HeldRows:
     """Rows that stay as they are until `release`, or as long as this object lives. `token_ids`: theirs. `digest`: of
     what they hold."""
@@ -89,7 +93,7 @@ class PromptRows:
 
         Raises:
             RequestError: other sizes, not floating, not finite, or more than the table has rows.
-            CacheCapacityError: requests hold too many of them at present.
+            PromptRowsTakenError: requests hold too many of them at present.
         """
         embeds = embeds if isinstance(embeds, Embeds) else Embeds(embeds)
         values = self._checked(embeds.values)
@@ -192,10 +196,10 @@ class PromptRows:
         return checked
 
     def _take(self, count: int) -> list[int]:
-        """Free rows; those that nobody holds go first who were asked for longest ago. Raises CacheCapacityError."""
+        """Free rows; those that nobody holds go first who were asked for longest ago. Raises PromptRowsTakenError."""
         idle = [digest for digest, entry in self._entries.items() if not entry.holders]
         if len(self._free) + sum(len(self._entries[digest].rows) for digest in idle) < count:
-            raise CacheCapacityError(
+            raise PromptRowsTakenError(
                 f"{count} embeddings do not fit beside those of other requests ({len(self.table)} in all): wait for "
                 "these to end, or compile with a larger CompileConfig(prompt_embeds=...)."
             )

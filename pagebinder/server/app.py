@@ -26,6 +26,7 @@ from pagebinder.server.chat import ChatTemplate
 from pagebinder.server.completions import Completions, error_json
 from pagebinder.server.embeddings import Embeddings
 from pagebinder.server.engine_worker import EngineStoppedError, EngineWorker
+from pagebinder.server.media import IMAGES_BODY_BYTES, MediaPrompts
 from pagebinder.server.metrics import exposition
 from pagebinder.server.prompt_limits import BodyLimit, body_limit
 from pagebinder.server.protocol import ChatBody, CompletionBody, EmbeddingBody
@@ -66,7 +67,9 @@ def create_app(
         app = FastAPI(title="Pagebinder", lifespan=_running(worker))
         app.state.end_requests = worker.end_requests
         limit = body_limit(max(compiled.max_model_len, worker.engine.kv.max_encoder_tokens))
-        template = ChatTemplate(worker.engine.model.tokenizer, chat_template)
+        media = MediaPrompts(compiled, chat_template)
+        limit = limit if media.problem else max(limit, IMAGES_BODY_BYTES)
+        template = ChatTemplate(worker.engine.model.tokenizer, chat_template, media)
         _add_completions(app, worker, Completions(worker, name, template))
     _add_models(app, name)
     _handle_errors(app)

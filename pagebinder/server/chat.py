@@ -10,9 +10,11 @@ from jinja2 import TemplateSyntaxError
 
 from pagebinder.errors import ConfigError, RequestError
 from pagebinder.runtime.saved_tokenizer import SavedTokenizer
+from pagebinder.server.media import NO_IMAGES, MediaPrompts, image_part
 from pagebinder.server.prompt_limits import PromptLimit
 from pagebinder.server.protocol import Message
 
+MARK = "pagebinder"  # a text that shows whether a template looks at it
 OURS = {
     "conversation",
     "messages",
@@ -28,11 +30,12 @@ OURS = {
 class ChatTemplate:
     """The template of a tokenizer (transformers', or a saved one with its files beside it), or `text` instead.
 
+    `media`: makes prompts of conversations with images, by its own template or `text`.
     Raises ConfigError: `text` is no Jinja template.
     """
 
-    def __init__(self, tokenizer: Any, text: str | None = None) -> None:
-        self._tokenizer, self._text = tokenizer, text
+    def __init__(self, tokenizer: Any, text: str | None = None, media: MediaPrompts | None = None) -> None:
+        self._tokenizer, self._text, self._media = tokenizer, text, media
         if text is not None and tokenizer is not None:
             self._check_syntax()
 
@@ -62,6 +65,14 @@ class ChatTemplate:
             str(self._tokenizer.path.parent), local_files_only=True
         )
 
+    @functools.cached_property
+    def _wants_parts(self) -> bool:
+        """Does the template take contents as lists of parts alone, as those of multimodal models may?"""
+        try:
+            return MARK not in self._render([{"role": "user", "content": MARK}], {})
+        except Exception:  # it may want other conversations; what it makes of lists is not known either
+            return False
+
     def problem(self) -> str | None:
         """Why conversations cannot be served; None: they can."""
         if self._tokenizer is None:
@@ -73,16 +84,43 @@ class ChatTemplate:
             )
         return None
 
-    def token_ids(
+    def prompt(
         self, messages: Sequence[Message], variables: dict[str, Any], limit: PromptLimit | None = None
+    ) -> list:
+        """The prompt that asks for the assistant's answer: token ids, and embeddings where there are images.
+
+        Raises:
+            RequestError: there is none, or it is too long.
+        """
+        if taken := sorted(OURS & variables.keys()):
+            raise RequestError(f"chat_template_kwargs may not hold {', '.join(taken)}.")
+        if not holds_images(messages):
+            contents = [_parts(number, message) for number, message in enumerate(messages)]
+            return self._token_ids(messages, contents, variables, limit)
+        if self._media is None or self._media.problem is not None:
+            raise RequestError(NO_IMAGES if self._media is None else self._media.problem)
+        contents = [_parts(number, message) for number, message in enumerate(messages)]
+        if limit is not None:
+            limit.check("".join(part.get("text", "") for parts in contents for part in parts))
+        fields = (message.model_dump(exclude_none=True) for message in messages)
+        return self._media.prompt([{**f, "content": parts} for f, parts in zip(fields, contents)], variables)
+
+    def _token_ids(
+        self,
+        messages: Sequence[Message],
+        contents: list,
+        variables: dict[str, Any],
+        limit: PromptLimit | None,
     ) -> list[int]:
-        """The prompt that asks for the assistant's answer. Raises RequestError: there is none, or it is too long."""
         problem = self.problem()
         if problem is not None:
             raise RequestError(problem)
-        conversation = [_plain(number, message) for number, message in enumerate(messages)]
-        if taken := sorted(OURS & variables.keys()):
-            raise RequestError(f"chat_template_kwargs may not hold {', '.join(taken)}.")
+        conversation = []
+        for message, parts in zip(messages, contents):
+            fields = message.model_dump(exclude_none=True)
+            if message.content is not None:
+                fields["content"] = parts if self._wants_parts else "".join(part["text"] for part in parts)
+            conversation.append(fields)
         try:
             text = self._render(conversation, variables)
         except Exception as error:  # whatever a template does with a conversation it was not written for
@@ -92,17 +130,29 @@ class ChatTemplate:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _plain(number: int, message: Message) -> dict[str, Any]:
-    """A message with its content as one text. Raises RequestError: it has other parts."""
-    fields = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        for at, part in enumerate(message.content):
-            where = f"messages[{number}].content[{at}]"
-            if "type" not in part:
-                raise RequestError(f'{where} has no type: use "text", and put the text into "text".')
-            if part["type"] != "text":
-                raise RequestError(f"{where} is no text ({part['type']}): only text is served.")
-            if not isinstance(part.get("text"), str):
-                raise RequestError(f'{where} has the type "text" and no string "text".')
-        fields["content"] = "".join(part["text"] for part in message.content)
-    return fields
+def holds_images(messages: Sequence[Message]) -> bool:
+    """Is there a part of an image, before anybody looks into it?"""
+    contents = (message.content for message in messages if isinstance(message.content, list))
+    return any(part.get("type") == "image_url" for content in contents for part in content)
+
+
+def _parts(number: int, message: Message) -> list[dict[str, Any]]:
+    """A message's content as parts, texts and images. Raises RequestError: it has others."""
+    if message.content is None:
+        return []
+    if isinstance(message.content, str):
+        return [{"type": "text", "text": message.content}]
+    parts = []
+    for at, part in enumerate(message.content):
+        where = f"messages[{number}].content[{at}]"
+        if "type" not in part:
+            raise RequestError(f'{where} has no type: use "text", and put the text into "text".')
+        if part["type"] == "image_url":
+            parts.append(image_part(part, where))
+        elif part["type"] != "text":
+            raise RequestError(f"{where} is no text or image ({part['type']}): only these are served.")
+        elif not isinstance(part.get("text"), str):
+            raise RequestError(f'{where} has the type "text" and no string "text".')
+        else:
+            parts.append({"type": "text", "text": part["text"]})
+    return parts

@@ -18,8 +18,9 @@ from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
 from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, pair_prompts
 from pagebinder.runtime.outputs import RequestOutput
+from pagebinder.runtime.prompt_rows import PromptRowsTakenError
 from pagebinder.server.answers import Answer, ChatAnswer, CompletionAnswer, Progress
-from pagebinder.server.chat import ChatTemplate
+from pagebinder.server.chat import ChatTemplate, holds_images
 from pagebinder.server.engine_worker import EngineStoppedError, EngineWorker, NewRequest
 from pagebinder.server.feeds import Feed
 from pagebinder.server.prompt_limits import PromptLimit
@@ -32,6 +33,7 @@ from pagebinder.server.protocol import (
 )
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+ROWS_ASKED_EVERY = 0.05  # seconds
 Result = TypeVar("Result")
 
 
@@ -48,11 +50,14 @@ class Completions:
         self._conversations = PromptLimit(self.tokenizer, "conversation", room)
         # Of one thread: a tokenizer must not be changed by one while another uses it.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="pagebinder-tokenizer")
+        # What an image takes, seconds at times, others do not wait for; two at once would gain nothing.
+        self._seeing = ThreadPoolExecutor(1, thread_name_prefix="pagebinder-images")
+        self._waits_for_rows = asyncio.Lock()
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
-        new = await self._tokenize(lambda: self._new_requests(body, params))
+        new = await self._run(self._tokenizing, lambda: self._new_requests(body, params))
         return await self._answer(new, CompletionAnswer(self.model, self.tokenizer, body), body, request)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
@@ -65,16 +70,18 @@ class Completions:
         if len(limits) > 1:
             raise RequestError("max_tokens and max_completion_tokens differ: give one of them.")
         params = body.sampling_params(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
-        ids = await self._tokenize(lambda: self._conversation_ids(body, params))
-        new = [NewRequest(prompt=ids, params=params, priority=body.priority, cache_salt=body.cache_salt)]
+        images = holds_images(body.messages)
+        threads = self._seeing if images else self._tokenizing
+        prompt = await self._run(threads, lambda: self._conversation(body, params))
+        new = [NewRequest(prompt=prompt, params=params, priority=body.priority, cache_salt=body.cache_salt)]
         return await self._answer(new, ChatAnswer(self.model, self.tokenizer, body), body, request)
 
-    async def _tokenize(self, function: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+    async def _run(self, threads: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
 
-    def _conversation_ids(self, body: ChatBody, params: SamplingParams) -> list[int]:
+    def _conversation(self, body: ChatBody, params: SamplingParams) -> list:
         self._prepare(params)
-        return self.chat_template.token_ids(body.messages, body.chat_template_kwargs, self._conversations)
+        return self.chat_template.prompt(body.messages, body.chat_template_kwargs, self._conversations)
 
     def _prepare(self, params: SamplingParams) -> None:
         """Compile a guide here, where no step waits for it."""
@@ -114,11 +121,20 @@ class Completions:
     async def _answer(
         self, new: Sequence[NewRequest], answer: Answer, body: Sampling, request: Request
     ) -> Response:
-        feed = await self.worker.submit(new, every_step=bool(body.stream))
+        feed = await self._submit(new, every_step=bool(body.stream))
         if body.stream:
             return _Stream(self._events(answer, feed), lambda: self.worker.abort(feed))
         async with self._aborted_if_left(feed, request):
             return JSONResponse(answer.whole(await feed.last_outputs()))
+
+    async def _submit(self, new: Sequence[NewRequest], *, every_step: bool) -> Feed:
+        """First come, first served, where embeddings of images wait for the place of others'."""
+        async with self._waits_for_rows if any(map(_has_embeds, new)) else contextlib.nullcontext():
+            while True:
+                try:
+                    return await self.worker.submit(new, every_step=every_step)
+                except PromptRowsTakenError:
+                    await asyncio.sleep(ROWS_ASKED_EVERY)
 
     @contextlib.asynccontextmanager
     async def _aborted_if_left(self, feed: Feed, request: Request) -> AsyncIterator[None]:
@@ -165,6 +181,10 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._ended()
+
+
+def _has_embeds(new: NewRequest) -> bool:
+    return isinstance(new.prompt, list) and not all(isinstance(part, int) for part in new.prompt)
 
 
 async def _disconnected(request: Request) -> None:

@@ -126,7 +126,7 @@ def test_what_cannot_be_served_is_said_at_once(tmp_path):
 
 def test_a_saved_tokenizer_knows_its_chat_template(artefact):
     template = ChatTemplate(SavedTokenizer(artefact / "tokenizer" / "tokenizer.json"))
-    ids = template.token_ids([Message(role="user", content="The open function")], {})
+    ids = template.prompt([Message(role="user", content="The open function")], {})
     assert template._tokenizer.decode(ids) == "<user>The open function"
 
 

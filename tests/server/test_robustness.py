@@ -116,7 +116,7 @@ def test_bad_requests_say_what_is_wrong(server, fields, message):
 BAD_CHATS = [
     ({"messages": []}, "messages: "),
     ({"messages": [{"content": "x"}]}, "messages.0.role: "),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content[0] is no text (image_url)"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the server with --prompt-embeds"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 'has the type "text" and no string'),
     ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0] has no type"),
     ({"tools": [{"type": "function"}]}, "tools="),

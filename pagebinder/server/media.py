@@ -1,0 +1,114 @@
+"""Images in conversations: OpenAI's `image_url` parts with the image itself in a data: URL, read and made a prompt.
+
+{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0..."}}
+    |  decoded; no other URL is fetched, as a server that fetches what it is told reaches what its clients do not
+    v
+the checkpoint's processor (chat template, pixels)  ->  compiled.media_prompt  ->  token ids and embeddings
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pagebinder.errors import RequestError
+
+IMAGES_BODY_BYTES = 64 << 20  # of a request's body at least, where images are served
+MOST_PIXELS = 64_000_000  # of an image: what a few bytes of a file may ask for
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+NO_IMAGES = (
+    "Images are not served: start the server with --prompt-embeds N, room for the embeddings of so many parts of "
+    "images at a time."
+)
+
+
+class MediaPrompts:
+    """Makes prompts of conversations with images, for a compiled model whose directory holds its processor.
+
+    `text`: a chat template in place of the processor's.
+    """
+
+    def __init__(self, compiled: Any, text: str | None = None) -> None:
+        self._compiled, self._text = compiled, text
+        self._processor, self.problem = None, NO_IMAGES  # problem: why images are not served; None: they are
+        if compiled.prompt_rows is not None:
+            self._processor, self.problem = _processor_of(compiled.source.path)
+
+    def prompt(self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list:
+        """A prompt of token ids and embeddings that asks for the assistant's answer; contents are lists of parts,
+        texts and images as `image_part` gives them.
+
+        Raises:
+            RequestError: the processor or the model takes no such conversation.
+        """
+        options = {"add_generation_prompt": True} | dict(variables)
+        try:
+            inputs = self._processor.apply_chat_template(
+                list(conversation), chat_template=self._text, tokenize=True, return_dict=True, return_tensors="pt",
+                **options,
+            )  # fmt: skip
+        except Exception as error:  # whatever a processor does with a conversation it was not written for
+            raise RequestError(f"The model's processor does not take this conversation: {error}") from error
+        return self._compiled.media_prompt(dict(inputs))
+
+
+def _processor_of(path: Path | None) -> tuple[Any, str | None]:
+    """(the processor of a checkpoint directory, None), or (None, why there is none)."""
+    if path is None:
+        return None, "Images are not served: the model has no directory with a processor."
+    from transformers import AutoProcessor
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            processor = AutoProcessor.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # files of all kinds, and libraries that they ask for
+        return None, f"Images are not served: {path} has no processor that can be read ({error})."
+    if getattr(processor, "image_processor", None) is None:
+        return None, f"Images are not served: the processor in {path} takes none."
+    if not getattr(processor, "chat_template", None):
+        return None, f"Images are not served: the processor in {path} has no chat template."
+    return processor, None
+
+
+def image_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """An `image_url` part as processors take it. Raises RequestError: it holds no image in a data: URL."""
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str):
+        raise RequestError(f'{where} has the type "image_url" and no string in "image_url": {{"url": ...}}.')
+    head, comma, data = url.partition(",")
+    if not head.lower().startswith("data:image/") or not head.lower().endswith(";base64") or not comma:
+        raise RequestError(
+            f"{where}: give the image itself, as data:image/png;base64,...; URLs are not fetched by this server."
+        )
+    try:
+        content = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{where}: its data is no base64: {error}.") from error
+    return {"type": "image", "image": _decoded(content, where)}
+
+
+def _decoded(content: bytes, where: str) -> Any:
+    """A PIL image in RGB, the way up that the camera says. Raises RequestError: it is none, or too large."""
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise RequestError(
+                f"{where}: an image of {width} x {height} pixels: {MOST_PIXELS:,} are taken at most."
+            )
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except RequestError:
+        raise
+    except Exception as error:  # decoders raise all kinds of errors on broken files
+        raise RequestError(f"{where} is no image ({', '.join(FORMATS)}) that can be read: {error}") from error

@@ -1,0 +1,204 @@
+"""Images in conversations over HTTP: the answers of transformers' processor and `generate`, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import io
+import json
+
+import openai
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import pagebinder
+from pagebinder import CompileConfig, EngineConfig
+from pagebinder.server import create_app
+from tests.server.serving import serving
+from tests.test_prompt_embeds import IMAGE, generated, llava
+
+WORDS = ["<unk>", "<s>", "</s>", "user:", "assistant:", "what", "is", "this", "and", "that", "a", "cat"]
+TEMPLATE = """{{ '<s>' }}{% for m in messages %}{{ ' ' + m['role'] + ': ' }}{% for part in m['content'] %}\
+{% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}\
+{% if add_generation_prompt %}{{ ' assistant:' }}{% endif %}"""
+ANSWER = {"max_tokens": 12, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+
+
+def processor():
+    vocabulary = {word: i for i, word in enumerate(WORDS)} | {"<image>": IMAGE}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens={"image": "<image>"},
+    )
+    pixels = transformers.CLIPImageProcessor(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+    )
+    return transformers.LlavaProcessor(
+        pixels, tokenizer, patch_size=4, vision_feature_select_strategy="default", chat_template=TEMPLATE,
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llava")
+    llava().save_pretrained(path)
+    processor().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def compiled(directory):
+    return pagebinder.compile_model(directory, CompileConfig(prompt_embeds=40, executable="eager"))
+
+
+@pytest.fixture(scope="module")
+def server(compiled):
+    with serving(create_app(compiled, EngineConfig(num_kv_blocks=96), model_name="llava")) as running:
+        yield running
+
+
+def picture(seed: int, size=(20, 30)) -> Image.Image:
+    values = torch.randint(
+        0, 256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    return Image.fromarray(values.numpy())
+
+
+def url(image: Image.Image, kind: str = "png") -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def part(image: Image.Image, kind: str = "png") -> dict:
+    return {"type": "image_url", "image_url": {"url": url(image, kind), "detail": "auto"}}
+
+
+def conversation(*parts) -> list[dict]:
+    return [
+        {
+            "role": "user",
+            "content": [p if isinstance(p, dict) else {"type": "text", "text": p} for p in parts],
+        }
+    ]
+
+
+@pytest.fixture(scope="module")
+def wanted(directory):
+    """What transformers says of texts and images: its processor, its model, its `generate`."""
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(directory).eval()
+    return lambda *parts: answered(model, *parts)
+
+
+def answered(model, *parts) -> list[int]:
+    content = [
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts
+    ]
+    inputs = processor().apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt",
+        add_generation_prompt=True,
+    )  # fmt: skip
+    return generated(model, dict(inputs))[:12]
+
+
+def asked(server, *parts) -> list[int]:
+    body = {
+        "model": "llava",
+        "messages": conversation(*parts),
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    status, answer = server.post("/v1/chat/completions", {**body, "return_token_ids": True})
+    assert status == 200, answer
+    return answer["choices"][0]["token_ids"]
+
+
+def test_answers_are_those_of_transformers(server, wanted):
+    one, two = picture(1), picture(2)
+    assert asked(server, "what is this ", part(one)) == wanted("what is this ", one)
+    assert asked(server, part(one), "and ", part(two), "what") == wanted(one, "and ", two, "what")
+    turned = picture(3)
+    assert asked(server, part(turned.convert("L").convert("P"), "gif"), "a cat") == wanted(
+        turned.convert("L").convert("P").convert("RGB"), "a cat"
+    )
+
+
+def test_openais_client_and_streams(server):
+    client = server.client()
+    messages = conversation("what is ", part(picture(4)))
+    whole = client.chat.completions.create(model="llava", messages=messages, **ANSWER)
+    assert whole.usage.prompt_tokens == 16 + 5 and whole.usage.completion_tokens == 12
+    pieces = client.chat.completions.create(model="llava", messages=messages, stream=True, **ANSWER)
+    assert "".join(p.choices[0].delta.content or "" for p in pieces) == whole.choices[0].message.content
+    text = client.chat.completions.create(model="llava", messages=conversation("a cat"), **ANSWER)
+    assert text.usage.prompt_tokens == 5  # its template takes lists of parts alone
+
+
+def test_requests_wait_for_the_place_of_others(server, compiled, wanted):
+    """Twelve pictures of 16 parts each, and place for 40."""
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda seed: asked(server, part(picture(seed)), "what"), range(10, 22)))
+    assert answers[0] == wanted(picture(10), "what") and answers[11] == wanted(picture(21), "what")
+    assert compiled.prompt_rows.num_held == 0
+
+
+PNG = url(picture(0))
+BAD = [
+    ({"type": "image_url"}, 'no string in "image_url"'),
+    ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}, "URLs are not fetched"),
+    ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "URLs are not fetched"),
+    ({"type": "image_url", "image_url": "data:image/png,abc"}, "give the image itself"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}}, "no base64"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}, "is no image"),
+    ({"type": "image_url", "image_url": {"url": PNG[: len("data:image/png;base64,") + 800]}}, "is no image"),
+    ({"type": "input_audio", "input_audio": {}}, "is no text or image (input_audio)"),
+    ({"type": "image", "url": "/etc/passwd"}, "is no text or image (image)"),
+    ({"type": "text", "text": "<image>"}, "processor does not take|cannot be called|takes no such"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD)
+def test_what_is_no_image_is_refused(server, bad, message):
+
+    status, answer = server.post("/v1/chat/completions", {"messages": conversation(bad, part(picture(1)))})
+    assert status == 400 and any(m in answer["error"]["message"] for m in message.split("|")), answer
+
+
+def test_an_image_of_too_many_pixels_or_parts_is_refused(server):
+    huge = io.BytesIO()
+    Image.new("1", (9000, 9000)).save(huge, "png")
+    data = f"data:image/png;base64,{base64.b64encode(huge.getvalue()).decode()}"
+    status, answer = server.post(
+        "/v1/chat/completions", {"messages": conversation({"type": "image_url", "image_url": {"url": data}})}
+    )
+    assert status == 400 and "9000 x 9000 pixels" in answer["error"]["message"]
+    with pytest.raises(openai.BadRequestError, match="48 embeddings are more than the 40"):
+        server.client().chat.completions.create(
+            model="llava", messages=conversation(*(part(picture(seed)) for seed in range(3))), **ANSWER
+        )
+
+
+def test_servers_that_see_no_images_say_why(directory, tmp_path):
+    model = llava()
+    model.save_pretrained(tmp_path)
+    without = pagebinder.compile_model(tmp_path, CompileConfig(prompt_embeds=40, executable="eager"))
+    module = pagebinder.compile_model(model, CompileConfig(prompt_embeds=40, executable="eager"))
+    text = pagebinder.compile_model(directory, CompileConfig(executable="eager"))
+    for compiled, message in (
+        (without, "has no processor that can be read"),
+        (module, "no directory with a processor"),
+        (text, "start the server with --prompt-embeds N"),
+    ):
+        with serving(create_app(compiled, EngineConfig(num_kv_blocks=96))) as server:
+            status, answer = server.post("/v1/chat/completions", {"messages": conversation(part(picture(1)))})
+        assert status == 400 and message in json.dumps(answer), answer
