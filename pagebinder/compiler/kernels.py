@@ -16,6 +16,7 @@ from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
 from pagebinder.frontend.leaves import LEAVES
+from pagebinder.frontend.lookahead import kinds_that_see_on
 from pagebinder.frontend.position_bias import is_known as has_distance_bias
 from pagebinder.frontend.source import ModelSource
 
@@ -59,6 +60,8 @@ def _parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]:
     unified = ("unified",) if config.cascade else ()
     latent = ("latent",) if emitted & LATENT_OPS else ()
     relative = ("relative",) if any(map(has_distance_bias, source.module.modules())) else ()
+    sees_on = config.prompt_embeds and source.is_transformers and kinds_that_see_on(source.module)
+    lookahead = ("lookahead",) if sees_on else ()
     quantized_kv = ("quantized_kv",) if config.kv_dtype in KV_FORMATS else ()
     weights = ("quant",) if config.quantization or source.stored_weights is not None else ()
     activations = ("fp8",) if config.activation_quantization else ()
@@ -67,6 +70,7 @@ def _parts(source: ModelSource, config: CompileConfig) -> tuple[str, ...]:
         "core",
         *latent,
         *relative,
+        *lookahead,
         *quantized_kv,
         *weights,
         *activations,
