@@ -170,6 +170,10 @@ def test_bad_embeddings_are_refused(model, compiled):
         (torch.full((2, width), float("nan")), "not finite"),
         (torch.zeros(NUM_ROWS + 1, width), f"prompt_embeds={NUM_ROWS + 1}"),
         (Embeds(good, torch.zeros(3, 3, dtype=torch.int64)), "token by token"),
+        (
+            Embeds(good, token_ids=torch.zeros(2, dtype=torch.int64)),
+            r"token_ids of 3 embeddings are int64 \[3\]",
+        ),
     ):
         with pytest.raises(RequestError, match=message):
             engine.add_request("x", [1, bad], GREEDY)

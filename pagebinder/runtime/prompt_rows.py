@@ -167,20 +167,15 @@ class PromptRows:
 
     def _checked_ids(self, token_ids: torch.Tensor | None, count: int) -> torch.Tensor | None:
         table = self.tables.token_ids
-        if table is None:
-            return None
-        if token_ids is None:
+        if table is not None and token_ids is None:
             raise RequestError(
                 "This model reads token ids beside embeddings (it has embeddings of each layer): give Embeds(..., "
                 "token_ids=...) of what stood in their place, as media_prompt() does."
             )
-        if (
-            not isinstance(token_ids, torch.Tensor)
-            or token_ids.dtype != table.dtype
-            or token_ids.shape != (count,)
-        ):
+        ids = token_ids if isinstance(token_ids, torch.Tensor) else torch.empty(0)
+        if token_ids is not None and (ids.dtype != torch.int64 or ids.shape != (count,)):
             raise RequestError(f"token_ids of {count} embeddings are int64 [{count}].")
-        return token_ids.to(table)
+        return None if table is None else ids.to(table)
 
     def _checked_features(self, features: Sequence[torch.Tensor], values: torch.Tensor) -> list[torch.Tensor]:
         if not len(features):

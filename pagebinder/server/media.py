@@ -47,11 +47,15 @@ class MediaPrompts:
             RequestError: the processor or the model takes no such conversation.
         """
         options = {"add_generation_prompt": True} | dict(variables)
+        images = [part["image"] for message in conversation for part in message["content"] if "image" in part]
         try:
-            inputs = self._processor.apply_chat_template(
-                list(conversation), chat_template=self._text, tokenize=True, return_dict=True, return_tensors="pt",
-                **options,
-            )  # fmt: skip
+            # In two steps: in one, variables that a client gives would reach the processor (and files and URLs).
+            text = self._processor.apply_chat_template(
+                list(conversation), chat_template=self._text, tokenize=False, **options
+            )
+            begin = self._processor.tokenizer.bos_token
+            has_begin = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
+            inputs = self._processor(text=[text], images=[images], return_tensors="pt", **has_begin)
         except Exception as error:  # whatever a processor does with a conversation it was not written for
             raise RequestError(f"The model's processor does not take this conversation: {error}") from error
         return self._compiled.media_prompt(dict(inputs))
@@ -110,5 +114,9 @@ def _decoded(content: bytes, where: str) -> Any:
         return ImageOps.exif_transpose(image).convert("RGB")
     except RequestError:
         raise
+    except Image.DecompressionBombError as error:
+        raise RequestError(
+            f"{where}: its image has too many pixels: {MOST_PIXELS:,} are taken at most."
+        ) from error
     except Exception as error:  # decoders raise all kinds of errors on broken files
         raise RequestError(f"{where} is no image ({', '.join(FORMATS)}) that can be read: {error}") from error

@@ -174,6 +174,22 @@ def test_what_is_no_image_is_refused(server, bad, message):
     assert status == 400 and any(m in answer["error"]["message"] for m in message.split("|")), answer
 
 
+def test_variables_of_the_template_reach_nothing_else(server):
+    """A processor would load `images` from files and URLs."""
+    variables = {
+        "images": ["/etc/passwd"],
+        "size": {"shortest_edge": 4096},
+        "images_kwargs": {"do_resize": False},
+    }
+    body = {"messages": conversation(part(picture(1)), "what"), "max_tokens": 3, "temperature": 0}
+    plain = server.post("/v1/chat/completions", body)[1]
+    status, told = server.post("/v1/chat/completions", {**body, "chat_template_kwargs": variables})
+    assert status == 200 and told["choices"] == plain["choices"] and told["usage"]["prompt_tokens"] == 20
+    for name in ("tokenize", "return_tensors", "chat_template"):
+        refused = server.post("/v1/chat/completions", {**body, "chat_template_kwargs": {name: 1}})
+        assert refused[0] == 400 and name in refused[1]["error"]["message"]
+
+
 def test_an_image_of_too_many_pixels_or_parts_is_refused(server):
     huge = io.BytesIO()
     Image.new("1", (9000, 9000)).save(huge, "png")
