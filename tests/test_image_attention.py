@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -10,6 +12,7 @@ import transformers
 import pagebinder
 from pagebinder import CompileConfig, ConfigError, Embeds, EngineConfig, RequestError, SamplingParams
 from pagebinder.custom_ops.prompt_rows import seen_ranges
+from pagebinder.frontend.lookahead import layers_of, lookahead_of
 from pagebinder.runtime.graphs import StepSequence
 from pagebinder.runtime.request import Request
 from tests.test_prompt_embeds import IMAGE, TEXT, expected_of_text, generated, llava, spread
@@ -227,6 +230,15 @@ def test_what_has_no_kernel_for_it_says_so():
     with pytest.raises(ConfigError, match="attention that sees on keeps K and V"):
         pagebinder.compile_model(gemma3(), CompileConfig(prompt_embeds=32, kv_dtype="fp8_e4m3"))
     pagebinder.compile_model(gemma3(), CompileConfig(kv_dtype="fp8_e4m3"))  # for text alone nothing sees on
+
+
+def test_layers_of_a_kind_that_differ_have_no_mask_that_is_known(gemma):
+    graph = copy.deepcopy(gemma[1].graphs["captured"])
+    windows = [n for n in graph.graph.nodes if n.kwargs.get("window")]
+    assert layers_of(graph) == {"sliding_attention": (8, True), "full_attention": (None, True)}
+    windows[0].update_kwarg("window", 9)
+    assert layers_of(graph) == {}
+    assert not lookahead_of("whatever it is", {}, 3, "Model").any()
 
 
 def test_ranges_and_chunks():

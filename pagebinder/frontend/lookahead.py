@@ -113,10 +113,13 @@ def _kind(node: Node) -> str:
 
 
 def layers_of(gm: GraphModule) -> Layers:
-    """What is asked of masks, of a graph after `let_see_on`; {} where none of its layers sees on."""
+    """What is asked of masks, of a graph after `let_see_on`; {} where none of its layers sees on, or where layers
+    of a kind differ, of which there is one mask."""
     layers: dict[str, tuple[int | None, bool]] = {}
     for node in calls(gm.graph, ours.attention.default, ours.lookahead_attention.default):
-        layers[_kind(node)] = (node.kwargs.get("window"), node.target is ours.lookahead_attention.default)
+        layer = (node.kwargs.get("window"), node.target is ours.lookahead_attention.default)
+        if layers.setdefault(_kind(node), layer) != layer:
+            return {}
     return layers if any(sees_on for _, sees_on in layers.values()) else {}
 
 
@@ -126,9 +129,10 @@ def lookahead_of(given: Any, layers: Layers, num_tokens: int, name: str) -> torc
     Raises:
         RequestError: they say anything besides.
     """
+    place, lookahead = torch.arange(num_tokens), torch.zeros(num_tokens, dtype=torch.int64)
+    if not layers:  # then the masks are those of text
+        return lookahead
     masks = _matrices(given, num_tokens, name)
-    place = torch.arange(num_tokens)
-    lookahead = torch.zeros(num_tokens, dtype=torch.int64)
     for kind, (_, sees_on) in layers.items():
         if sees_on and kind in masks:
             last = (masks[kind].long() * place).amax(1)
