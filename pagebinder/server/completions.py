@@ -19,6 +19,7 @@ from pagebinder.errors import RequestError
 from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, pair_prompts
 from pagebinder.runtime.outputs import RequestOutput
 from pagebinder.runtime.prompt_rows import PromptRowsTakenError
+from pagebinder.runtime.request_checks import has_embeds
 from pagebinder.server.answers import Answer, ChatAnswer, CompletionAnswer, Progress
 from pagebinder.server.chat import ChatTemplate, holds_images
 from pagebinder.server.engine_worker import EngineStoppedError, EngineWorker, NewRequest
@@ -129,7 +130,9 @@ class Completions:
 
     async def _submit(self, new: Sequence[NewRequest], *, every_step: bool) -> Feed:
         """First come, first served, where embeddings of images wait for the place of others'."""
-        async with self._waits_for_rows if any(map(_has_embeds, new)) else contextlib.nullcontext():
+        async with (
+            self._waits_for_rows if any(has_embeds(one.prompt) for one in new) else contextlib.nullcontext()
+        ):
             while True:
                 try:
                     return await self.worker.submit(new, every_step=every_step)
@@ -181,10 +184,6 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._ended()
-
-
-def _has_embeds(new: NewRequest) -> bool:
-    return isinstance(new.prompt, list) and not all(isinstance(part, int) for part in new.prompt)
 
 
 async def _disconnected(request: Request) -> None:

@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 
 from pagebinder.custom_ops.attention.paged import check_attention, check_options
+from pagebinder.custom_ops.attention.paged_rows import rows_of_requests
 from pagebinder.custom_ops.attention.semantic import visible_keys
 from pagebinder.custom_ops.library import define_op
-from pagebinder.custom_ops.query_starts import query_starts
 
 
 def lookahead_attention_reference(
@@ -69,23 +69,11 @@ def paged_lookahead_attention_reference(
     )
     check_options(window=window, soft_cap=soft_cap)
     check_lookahead(q_THD, lookahead_T)
-    head_dim, block_size = q_THD.shape[2], kv_cache_NGBE.shape[2]
     out = q_THD.new_zeros((*q_THD.shape[:2], head_dim_v))
-    starts = query_starts(query_start_loc, len(q_THD))
-    for r, seq_len in enumerate(seq_lens_R.tolist()):
-        start, end = starts[r], starts[r + 1]
-        if start == end:
-            continue
-        if seq_len > block_table_RM.shape[1] * block_size:
-            raise ValueError("a seq_len exceeds its block table")
-        first_query = seq_len - (end - start)
-        first_key = 0 if window is None else max(0, first_query - window + 1)  # blocks before it may be gone
-        p = torch.arange(first_query, seq_len, device=q_THD.device)
-        j = torch.arange(first_key, seq_len, device=q_THD.device)
-        kv = kv_cache_NGBE[block_table_RM[r].long()[j // block_size], :, j % block_size]
-        visible = _visible(p, j, lookahead_T[start:end], window)
-        k, v = kv[..., :head_dim], kv[..., head_dim:]
-        out[start:end] = _attend(q_THD[start:end], k, v, visible, sinks, scale, soft_cap)
+    step = (block_table_RM, seq_lens_R, query_start_loc)
+    for tokens, p, j, k, v in rows_of_requests(q_THD, kv_cache_NGBE, *step, window):
+        visible = _visible(p, j, lookahead_T[tokens], window)
+        out[tokens] = _attend(q_THD[tokens], k, v, visible, sinks, scale, soft_cap)
     return out
 
 

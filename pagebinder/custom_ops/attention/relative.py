@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from pagebinder.custom_ops.attention.paged_rows import rows_of_requests
 from pagebinder.custom_ops.attention.semantic import visible_keys
 from pagebinder.custom_ops.library import define_op
 
@@ -34,7 +35,7 @@ def relative_attention_reference(
     """
     p = torch.arange(q_THD.shape[0], device=q_THD.device)
     options = {"scale": scale, "num_behind": num_behind, "window": window, "causal": causal}
-    return _attend(q_THD, k_TGD, v_TGD, bias, sinks, p, **options)
+    return _attend(q_THD, k_TGD, v_TGD, bias, sinks, p, p, **options)
 
 
 def paged_relative_attention_reference(
@@ -57,44 +58,24 @@ def paged_relative_attention_reference(
     Returns:
         [T, H, Dv] in q's dtype, zeros for padding rows.
     Raises:
-        ValueError: shapes do not fit, or a length exceeds the block table.
+        ValueError: shapes do not fit, query_start_loc does not rise, or a length exceeds the block table.
     """
     check_bias(q_THD, bias, num_behind)
     check_sinks(q_THD, sinks)
-    head_dim, block_size = q_THD.shape[2], kv_cache_NGBE.shape[2]
     out = q_THD.new_zeros((*q_THD.shape[:2], head_dim_v))
-    starts = query_start_loc.tolist()
-    for r, seq_len in enumerate(seq_lens_R.tolist()):
-        start, end = starts[r], starts[r + 1]
-        if start == end:
-            continue
-        if seq_len > block_table_RM.shape[1] * block_size:
-            raise ValueError("a seq_len exceeds its block table")
-        first_query = seq_len - (end - start)
-        first_key = 0 if window is None else max(0, first_query - window + 1)  # blocks before it may be gone
-        j = torch.arange(first_key, seq_len, device=q_THD.device)
-        kv = kv_cache_NGBE[block_table_RM[r].long()[j // block_size], :, j % block_size]
-        out[start:end] = _attend(
-            q_THD[start:end],
-            kv[..., :head_dim],
-            kv[..., head_dim:],
-            bias[start:end] if bias.dim() == 3 else bias,
-            sinks[start:end] if sinks is not None and sinks.dim() == 2 else sinks,
-            torch.arange(first_query, seq_len, device=q_THD.device),
-            first_key,
-            scale=scale,
-            num_behind=num_behind,
-            window=window,
-            causal=causal,
-        )
+    step = (block_table_RM, seq_lens_R, query_start_loc)
+    options = {"scale": scale, "num_behind": num_behind, "window": window, "causal": causal}
+    for tokens, p, j, k, v in rows_of_requests(q_THD, kv_cache_NGBE, *step, window):
+        bias_here = bias[tokens] if bias.dim() == 3 else bias
+        sinks_here = sinks[tokens] if sinks is not None and sinks.dim() == 2 else sinks
+        out[tokens] = _attend(q_THD[tokens], k, v, bias_here, sinks_here, p, j, **options)
     return out
 
 
-def _attend(q, k, v, bias, sinks, p, first_key=0, *, scale, num_behind, window, causal):
-    """Queries at positions p [Q] over keys at first_key .. first_key + K - 1."""
+def _attend(q, k, v, bias, sinks, p, j, *, scale, num_behind, window, causal):
+    """Queries at positions p [Q] over keys at positions j [K]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    j = first_key + torch.arange(k.shape[0], device=q.device)
     column = (j[None] - p[:, None] + num_behind).clamp(0, bias.shape[-1] - 1)
     if bias.dim() == 2:
         bias_HQK = bias.float()[:, column]
