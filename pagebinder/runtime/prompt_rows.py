@@ -172,10 +172,12 @@ class PromptRows:
                 "This model reads token ids beside embeddings (it has embeddings of each layer): give Embeds(..., "
                 "token_ids=...) of what stood in their place, as media_prompt() does."
             )
-        ids = token_ids if isinstance(token_ids, torch.Tensor) else torch.empty(0)
-        if token_ids is not None and (ids.dtype != torch.int64 or ids.shape != (count,)):
+        if token_ids is None:
+            return None
+        fits = isinstance(token_ids, torch.Tensor) and token_ids.dtype == torch.int64
+        if not fits or token_ids.shape != (count,):
             raise RequestError(f"token_ids of {count} embeddings are int64 [{count}].")
-        return None if table is None else ids.to(table)
+        return None if table is None else token_ids.to(table)
 
     def _checked_features(self, features: Sequence[torch.Tensor], values: torch.Tensor) -> list[torch.Tensor]:
         if not len(features):
