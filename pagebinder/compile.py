@@ -6,9 +6,6 @@ The only file, with the command line, that knows all rooms. Each stage is a few 
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +18,10 @@ from pagebinder.ambient import alone
 from pagebinder.collector import collector_paused
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.compiler.checks import bounded, longest, unexplained
-from pagebinder.compiler.executable import check_executable, executable_of, is_compiled
+from pagebinder.compiler.executable import check_executable, executable_of
 from pagebinder.compiler.kernels import start_by_config, start_by_source
 from pagebinder.compiler.lock import expected_plan, settle_lock
+from pagebinder.compiler.pipeline import fuse, of_encoder, page, quantizes_kv, recognise, store_kv
 from pagebinder.compiler.probe import can_probe, probe
 from pagebinder.compiler.tensorrt import check_can_build, note_partitions
 from pagebinder.compiler.verify import check_can_verify, verify
@@ -46,69 +44,17 @@ from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
 from pagebinder.frontend.plain_modules import with_vocabulary
 from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows, what_rows_bring
-from pagebinder.frontend.recognise import (
-    recognise_causal_conv,
-    recognise_gated_activation,
-    recognise_layer_norm,
-    recognise_raw_attention,
-    recognise_rms_norm,
-    recognise_rope,
-    recognise_row_positions,
-    recognise_sdpa,
-)
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
-from pagebinder.graph_tools import calls, graph_module
-from pagebinder.passes.cascade_attention import cascade_attention
-from pagebinder.passes.fuse_add_rms_norm import fuse_add_rms_norm
-from pagebinder.passes.fuse_attention_fp8_quant import fuse_attention_fp8_quant
-from pagebinder.passes.fuse_gated_activation_fp8_quant import fuse_gated_activation_fp8_quant
-from pagebinder.passes.fuse_gated_linear import fuse_gated_linear
-from pagebinder.passes.fuse_inverse_rope_linear import fuse_inverse_rope_linear
-from pagebinder.passes.fuse_kv_rope_store import fuse_kv_rope_store
-from pagebinder.passes.fuse_moe_routing import fuse_moe_routing
-from pagebinder.passes.fuse_norm_linears import fuse_norm_linears
-from pagebinder.passes.fuse_q_norm_rope import fuse_q_norm_rope
-from pagebinder.passes.fuse_qk_norm_rope_write import fuse_qk_norm_rope_write
-from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear
-from pagebinder.passes.fuse_rms_norm_fp8_quant import fuse_rms_norm_fp8_quant
-from pagebinder.passes.gather_logits import gather_logits
-from pagebinder.passes.keep_stored_codes import keep_stored_codes
+from pagebinder.graph_tools import calls
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
-from pagebinder.passes.manager import run_passes
-from pagebinder.passes.merge_linears import merge_linears
-from pagebinder.passes.narrow_rows import narrow_rows
-from pagebinder.passes.own_passes import run_own_passes
-from pagebinder.passes.page_attention import page_attention
-from pagebinder.passes.page_compressed import page_compressed
-from pagebinder.passes.page_cross_attention import page_cross_attention
-from pagebinder.passes.page_mla import page_mla
-from pagebinder.passes.page_recurrent import page_recurrent
-from pagebinder.passes.place_constants import place_constants
-from pagebinder.passes.place_linears import place_linears
-from pagebinder.passes.quantize_activations import quantize_activations
-from pagebinder.passes.quantize_kv import REFUSED, quantize_kv
-from pagebinder.passes.quantize_weights import quantize_weights
-from pagebinder.passes.select_providers import select_providers
-from pagebinder.passes.simplify import simplify
-from pagebinder.passes.simplify_views import simplify_views
+from pagebinder.passes.quantize_kv import REFUSED
 from pagebinder.passes.trail import ENCODER, Trail
 from pagebinder.paths import user_path
-from pagebinder.report import CompileReport, PassResult
+from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.kv import plan_kv_cache
 from pagebinder.runtime.prompt_rows import PromptRows
 
-RECOGNISERS = (
-    recognise_layer_norm,
-    recognise_rms_norm,
-    recognise_rope,
-    recognise_sdpa,
-    recognise_raw_attention,
-    recognise_gated_activation,
-    simplify,
-)
-PAGE_PASSES = (page_attention, page_cross_attention, page_compressed, page_mla, page_recurrent)
-FP8_QUANT_FUSIONS = (fuse_rms_norm_fp8_quant, fuse_gated_activation_fp8_quant, fuse_attention_fp8_quant)
 INDEX_LAYOUTS = {"fp8_index", "fp4_index"}
 
 
@@ -249,28 +195,24 @@ def compile_source(
             trail.add("encoder", "capture", encoder, chain=ENCODER)
         trail.add("captured", "capture", captured)
     with stage("recognise"):
-        semantic = _recognise(captured, encoder, config, report, trail)
+        semantic = recognise(captured, encoder, config, report, trail)
     with stage("audit"):
         refused = unexplained(semantic, encoder, source, config, report, max_model_len)
         as_written = not any(result.changes_numbers and result.changed for result in report.passes)
         if config.verify == "off" and encoder is None and not refused and as_written and can_probe(source):
             probe(source, semantic, max_model_len, config)
     with stage("plan"):
-        stored = _store_kv(semantic, config, report, trail)
+        stored = store_kv(semantic, config, report, trail)
         states = _states(stored, max_model_len, config)
         plan = plan_kv_cache(
             states, block_size=config.block_size, max_model_len=max_model_len,
             max_encoder_tokens=source.encoder.max_len if source.encoder else None, workload=config.workload,
         )  # fmt: skip
     with stage("page"):
-        paged = clone(stored, "paged")
-        paging = Paging.by_plan(states, plan)
-        page_passes = tuple(functools.partial(page, paging=paging) for page in PAGE_PASSES)
-        report.passes += run_passes(paged, (*page_passes, gather_logits), after=trail.after("paged"))
-        report.passes += run_own_passes(paged, "paged", config.passes, report, trail)
+        paged = page(stored, Paging.by_plan(states, plan), config, report, trail)
     device = torch.device("cpu") if source.device.type == "meta" else source.device
     with stage("fuse"):
-        fused = _fuse(paged, source, device, config, report, trail)
+        fused = fuse(paged, source, device, config, report, trail)
     if config.verify != "off":
         with stage("verify"):
             verify(trail, source, plan, states, config, report, refused)
@@ -318,58 +260,6 @@ def _check_options(source: ModelSource, config: CompileConfig) -> None:
     check_can_build(source, config)
 
 
-def _recognise(
-    captured: GraphModule,
-    encoder: GraphModule | None,
-    config: CompileConfig,
-    report: CompileReport,
-    trail: Trail,
-) -> GraphModule:
-    """The semantic graph; the encoder's becomes one in place."""
-    semantic = clone(captured, "semantic")
-    recognisers = (recognise_causal_conv, *RECOGNISERS, recognise_row_positions)
-    report.passes += run_passes(semantic, recognisers, after=trail.after("semantic"))
-    report.passes += run_own_passes(semantic, "semantic", config.passes, report, trail)
-    if encoder is not None:
-        of_encoder = run_passes(encoder, RECOGNISERS, after=trail.after("encoder", chain=ENCODER))
-        of_encoder += run_own_passes(
-            encoder, "semantic", config.passes, report, trail, chain=ENCODER, graph="encoder"
-        )
-        report.passes += [_of_encoder(result) for result in of_encoder]
-    return semantic
-
-
-def _store_kv(
-    semantic: GraphModule, config: CompileConfig, report: CompileReport, trail: Trail
-) -> GraphModule:
-    """The semantic graph with K and V as a quantised cache gives them back, or as it is."""
-    if not _quantizes_kv(config):
-        return semantic
-    stored = clone(semantic, "stored")
-    scales = _scales_file("kv_scales", config.kv_scales)
-    quantize = functools.partial(quantize_kv, format=config.kv_dtype, scales=scales)
-    report.passes += run_passes(stored, (quantize,), after=trail.after("stored"))
-    return stored
-
-
-def _fuse(
-    paged: GraphModule, source: ModelSource, device: torch.device, config: CompileConfig, report: CompileReport,
-    trail: Trail,
-) -> GraphModule:  # fmt: skip
-    """The fused graph, each op of ours with a provider that serves it on `device`."""
-    fused = clone(paged, "fused")
-    report.passes += run_passes(fused, _fuse_passes(config, source), after=trail.after("fused"))
-    report.passes += run_own_passes(fused, "fused", config.passes, report, trail)
-    if config.quantization is not None and source.encoder is not None:
-        report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
-    report.providers = select_providers(
-        fused, device=device, requested=config.providers, prepare=source.device.type != "meta",
-        is_compiled=is_compiled(config),
-    )  # fmt: skip
-    trail.add("fused", "select_providers", fused)
-    return fused
-
-
 def _executables(
     source: ModelSource, fused: GraphModule, encoder: GraphModule | None, config: CompileConfig,
     report: CompileReport, memory: MemoryAhead,
@@ -383,27 +273,6 @@ def _executables(
     return executable, None if encoder is None else executable_of(encoder, config, report)
 
 
-def _fuse_passes(config: CompileConfig, source: ModelSource) -> tuple:
-    """The passes from the paged graph to the fused one, in their order."""
-    quantization = _quantization(config, source)
-    cascade = (cascade_attention,) if config.cascade else ()
-    if not config.fusions:
-        return (place_constants, *quantization, *cascade)
-    around_rope = (fuse_kv_rope_store, fuse_q_norm_rope, fuse_inverse_rope_linear, fuse_qk_norm_rope_write)
-    around_linears = (place_linears, fuse_gated_linear, merge_linears)
-    routing = functools.partial(fuse_moe_routing, requested=config.providers)
-    cleaning = (fuse_add_rms_norm, place_constants, simplify)
-    fusions = (*around_rope, *cleaning, *quantization, *around_linears, routing, *cascade)
-    before_layers = (fuse_norm_linears,) if _fuses_norms(config, source) else ()
-    # Last, as fusions look through views, and through the last layer, as the model wrote them.
-    return (*fusions, narrow_rows, simplify_views, *before_layers)
-
-
-def _fuses_norms(config: CompileConfig, source: ModelSource) -> bool:
-    """Are norms one op with the layers behind them? On a GPU, unless a compiler fuses them with what is before."""
-    return "norm_linears" in config.providers or (source.device.type == "cuda" and not is_compiled(config))
-
-
 def _capture(
     source: ModelSource, report: CompileReport, **brought: int
 ) -> tuple[GraphModule, GraphModule | None]:
@@ -414,7 +283,7 @@ def _capture(
     else:
         encoder, _ = capture_encoder(source)
         captured, report.capture_route = capture_decoder(source, states_of(encoder))
-        report.passes.append(_of_encoder(hooked_attention(encoder)))
+        report.passes.append(of_encoder(hooked_attention(encoder)))
     report.passes.append(hooked_attention(captured))
     report.passes.append(hooked_experts(source.module, *(g for g in (encoder, captured) if g is not None)))
     return captured, encoder
@@ -431,47 +300,6 @@ def _add_prompt_rows(
     return PromptRows(tables)
 
 
-def _of_encoder(result: PassResult) -> PassResult:
-    """The result, under a name that says whose graph it is about."""
-    result.name = f"encoder.{result.name}"
-    return result
-
-
-def _quantizes_kv(config: CompileConfig) -> bool:
-    return config.kv_dtype in KV_FORMATS
-
-
-def _scales_file(option: str, path: str | os.PathLike | None) -> dict[str, torch.Tensor] | None:
-    """The tensors of the safetensors file that an option names."""
-    if path is None:
-        return None
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = user_path(path)
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{option}={str(path)!r} cannot be read: {error}") from error
-
-
-def _quantization(config: CompileConfig, source: ModelSource) -> tuple:
-    """The passes that make weights smaller, and activations, if that was asked for or the checkpoint has them so."""
-    if config.quantization is None:
-        if "mxfp4" not in source.stored_formats.values():
-            return ()
-        return functools.partial(keep_stored_codes, stored=source.stored_formats), fuse_quantized_linear
-    weights = functools.partial(quantize_weights, format=config.quantization), fuse_quantized_linear
-    if config.activation_quantization is None:
-        return weights
-    activations = functools.partial(
-        quantize_activations,
-        granularity=config.activation_quantization.removeprefix("fp8_per_"),
-        scales=_scales_file("activation_scales", config.activation_scales),
-    )
-    return *weights, activations, *(FP8_QUANT_FUSIONS if config.fusions else ())
-
-
 def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) -> tuple[LayerState, ...]:
     """What the layers keep, in the formats that the config asks for; ConfigError where nothing has such a format."""
     is_fp8 = config.kv_dtype == "fp8_ds_mla"
@@ -479,7 +307,7 @@ def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) ->
     formats = CacheFormats(latent="fp8_ds_mla" if is_fp8 else "plain", index=index[config.index_dtype])
     states = tuple(layer_states(semantic, max_model_len=max_model_len, formats=formats))
     layouts = {getattr(state, "layout", "plain") for state in states} - {"plain"}
-    quantized = _quantizes_kv(config)
+    quantized = quantizes_kv(config)
     what_of_kv = "attention whose K and V can be kept in codes" if quantized else "latent rows (MLA)"
     of_kv = layouts & KV_FORMATS.keys() if quantized else layouts - INDEX_LAYOUTS
     for option, wanted, kept, what in (
@@ -494,11 +322,6 @@ def _states(semantic: GraphModule, max_model_len: int, config: CompileConfig) ->
                 '"auto".'
             )
     return states
-
-
-def clone(gm: GraphModule, level: str) -> GraphModule:
-    """The start of the next level: a GraphModule with a graph of its own and the same weights."""
-    return graph_module(gm, copy.deepcopy(gm.graph), level.capitalize())
 
 
 class _StageTimer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 
@@ -199,6 +200,11 @@ def graph_module(root: torch.nn.Module, graph: torch.fx.Graph, class_name: str) 
     """A GraphModule whose Python code is written when it is first called or read, not after each pass: a compilation
     makes dozens of graphs and calls few of them."""
     return _LazyGraphModule(root, graph, class_name=class_name)
+
+
+def clone(gm: GraphModule, level: str) -> GraphModule:
+    """The start of the next level: a GraphModule with a graph of its own and the same weights."""
+    return graph_module(gm, copy.deepcopy(gm.graph), level.capitalize())
 
 
 def num_ops(gm: GraphModule) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-import pagebinder.compile as compiler
+from pagebinder.compiler import pipeline
 from pagebinder.graph_tools import aten, calls, insert_call
 
 ops = torch.ops.pagebinder
@@ -14,11 +14,10 @@ ops = torch.ops.pagebinder
 
 def break_pass(monkeypatch, name: str, change: Callable) -> None:
     """Run `change(gm)` on the graph that the pass `name` leaves."""
-    for pipeline in ("RECOGNISERS", "PAGE_PASSES"):
-        passes = tuple(broken(p, change) if p.__name__ == name else p for p in getattr(compiler, pipeline))
-        monkeypatch.setattr(compiler, pipeline, passes)
-    if hasattr(compiler, name):
-        monkeypatch.setattr(compiler, name, broken(getattr(compiler, name), change))
+    for listed in ("RECOGNISERS", "PAGE_PASSES"):
+        passes = tuple(broken(p, change) if p.__name__ == name else p for p in getattr(pipeline, listed))
+        monkeypatch.setattr(pipeline, listed, passes)
+    monkeypatch.setattr(pipeline, name, broken(getattr(pipeline, name), change))
 
 
 def broken(run: Callable, change: Callable) -> Callable:

@@ -13,6 +13,7 @@ import torch
 
 import pagebinder.compile as compiler
 from pagebinder.frontend import capture as frontend_capture
+from pagebinder.graph_tools import clone
 
 _captures: dict[str, tuple] = {}
 _capture = compiler._capture
@@ -76,7 +77,7 @@ def _over(model: torch.nn.Module, gm: torch.fx.GraphModule | None) -> torch.fx.G
     """A copy of the graph over the tensors of `model`, which have the same names."""
     if gm is None:
         return None
-    result = compiler.clone(gm, "captured")
+    result = clone(gm, "captured")
     own = _tensors(model)
     for name in _tensors(result):
         path, _, leaf = name.rpartition(".")

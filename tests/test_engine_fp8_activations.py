@@ -11,11 +11,12 @@ from safetensors.torch import save_file
 
 import pagebinder
 from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams, VerificationError
-from pagebinder.compile import clone, explain_model
+from pagebinder.compile import explain_model
+from pagebinder.compiler import pipeline
 from pagebinder.config import ACTIVATION_QUANTIZATIONS
 from pagebinder.custom_ops.fp8.quant import dequantise, scaled_fp8_quant_reference
 from pagebinder.custom_ops.linear.weight_formats import dequantize, quantize
-from pagebinder.graph_tools import aten, calls
+from pagebinder.graph_tools import aten, calls, clone
 from pagebinder.passes.fuse_attention_fp8_quant import fuse_attention_fp8_quant
 from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear
 from pagebinder.passes.manager import run_passes
@@ -121,7 +122,7 @@ def test_fusions_change_no_bit(activations, kv_dtype, monkeypatch):
     )
     references = dict.fromkeys(ops, "reference")
     fused = compiled(llama(), activations, providers=references, kv_dtype=kv_dtype)
-    monkeypatch.setattr("pagebinder.compile.FP8_QUANT_FUSIONS", ())
+    monkeypatch.setattr("pagebinder.compiler.pipeline.FP8_QUANT_FUSIONS", ())
     separate = compiled(llama(), activations, providers=references, kv_dtype=kv_dtype)
     assert matches(fused) == FUSIONS and not matches(separate)
     ids = torch.tensor(PROMPT)
@@ -157,7 +158,7 @@ FAULTS = {
 def test_a_fault_in_a_fusion_is_found(name, monkeypatch):
     break_pass(monkeypatch, name, FAULTS[name])
     monkeypatch.setattr(
-        "pagebinder.compile.FP8_QUANT_FUSIONS", tuple(getattr(pagebinder.compile, n) for n in FUSIONS)
+        "pagebinder.compiler.pipeline.FP8_QUANT_FUSIONS", tuple(getattr(pipeline, n) for n in FUSIONS)
     )
     with pytest.raises(VerificationError) as error:
         compiled(llama(), "fp8_per_token", verify="full")

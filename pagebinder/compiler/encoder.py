@@ -11,10 +11,10 @@ import dataclasses
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.compile import RECOGNISERS, clone
 from pagebinder.compiled_encoder import CompiledEncoder
 from pagebinder.compiler.checks import bounded, unexplained
 from pagebinder.compiler.executable import check_executable, executable_of, is_compiled
+from pagebinder.compiler.pipeline import RECOGNISERS
 from pagebinder.compiler.verify_encoder import verify_encoder
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
@@ -28,6 +28,7 @@ from pagebinder.frontend.leaves import LEAVES, captured_leaves
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.sentence_dir import sentence_recipe
 from pagebinder.frontend.source import ModelSource
+from pagebinder.graph_tools import clone
 from pagebinder.passes.layer_states import encoder_layer_states
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.own_passes import may_change, run_own_passes

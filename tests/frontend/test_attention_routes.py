@@ -7,11 +7,11 @@ import functools
 import pytest
 import torch
 
-from pagebinder.compile import RECOGNISERS, clone
+from pagebinder.compiler.pipeline import RECOGNISERS
 from pagebinder.frontend.audit import audit
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.source import source_from_module
-from pagebinder.graph_tools import calls
+from pagebinder.graph_tools import calls, clone
 from pagebinder.passes.manager import run_passes
 from tests.graphs import run
 from tests.helpers import tiny_gemma2, tiny_gemma3, tiny_gpt_oss, tiny_llama, tiny_mistral, tiny_qwen3

@@ -12,7 +12,7 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as source_file
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
-from pagebinder.compile import RECOGNISERS
+from pagebinder.compiler.pipeline import RECOGNISERS
 from pagebinder.frontend.audit import audit
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.experts_interface import hooked_experts

@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from pagebinder.compile import clone
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.recognise import recognise_rope
 from pagebinder.frontend.source import source_from_module
+from pagebinder.graph_tools import clone
 from tests.graphs import run
 from tests.helpers import VOCAB_SIZE, scale_weights, tiny_gpt_oss, tiny_llama4
 

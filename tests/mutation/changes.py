@@ -9,6 +9,7 @@ import pytest
 from torch.fx import GraphModule, Node
 
 import pagebinder.compile as compiler
+from pagebinder.compiler import pipeline
 from pagebinder.graph_tools import insert_call
 from pagebinder.report import PassResult
 from tests.broken_passes import break_pass
@@ -157,8 +158,8 @@ def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     nothing.__name__ = name
 
     def inject(patch):
-        passes = tuple(nothing if p.__name__ == name else p for p in compiler.RECOGNISERS)
-        patch.setattr(compiler, "RECOGNISERS", passes)
-        patch.setattr(compiler, name, nothing)
+        passes = tuple(nothing if p.__name__ == name else p for p in pipeline.RECOGNISERS)
+        patch.setattr(pipeline, "RECOGNISERS", passes)
+        patch.setattr(pipeline, name, nothing)
 
     return inject
