@@ -39,6 +39,7 @@ from pagebinder.frontend.leaves.rope_by_length import length_limit
 from pagebinder.frontend.length_limits import OF_CODE, OF_ROPE, LengthLimit, limit_of_tables, note_limit
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.one_token import OneToken, noting_branches, run_with_one_token
+from pagebinder.frontend.out_of_place import write_out_of_place
 from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_positions
 from pagebinder.frontend.plain_modules import logits_in
 from pagebinder.frontend.program_checks import (
@@ -224,7 +225,8 @@ def _export(
                 )
                 # Graphs on the way are called by strict alone.
                 lazy, watched = _use_lazy_graph_module(not strict), put_back(source.module)
-                with lazy, watched, traced_once(repeated), noting_branches(places):
+                once, cached = traced_once(repeated), _caching_fake_calls(not repeated)
+                with lazy, watched, once, cached, noting_branches(places):
                     program = (
                         exported() if strict else traced_in_steady_state(source.module, wrapper, exported)
                     )
@@ -253,6 +255,14 @@ def _export(
         f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens"
         + "\n".join((f"{by_length}:", *failures))
     )
+
+
+def _caching_fake_calls(on: bool) -> contextlib.AbstractContextManager:
+    """torch keeps the shapes that ops return for calls that are alike. That pays where layers are traced one after
+    the other; of a single layer few are, and what is kept takes a third of the time."""
+    from torch._dynamo import config  # a large package, which the export imports
+
+    return config.patch(fake_tensor_cache_enabled=on)
 
 
 def _route(strict: bool, repeated: list[tuple[Layer, Layer]]) -> str:
@@ -358,9 +368,14 @@ def _functional(program: ExportedProgram) -> tuple[ExportedProgram, str]:
     of functions, and what that adds to its route."""
     weights_behind_data(program)
     refuse_traced_constants(program)
-    if not any(_is_mutating(n) or _is_region(n) or is_transformed(n) for n in program.graph.nodes):
+    nodes = program.graph.nodes
+    has_graphs = any(_is_region(n) or is_transformed(n) for n in nodes)
+    if not has_graphs and not any(map(_is_mutating, nodes)):
         return program, ""
-    program = program.run_decompositions({})
+    if not has_graphs:
+        write_out_of_place(program.graph)
+    if has_graphs or any(map(_is_mutating, nodes)):
+        program = program.run_decompositions({})
     refuse_operands_with_graphs(program)
     return program, ", functionalised"
 

@@ -15,7 +15,7 @@ from pagebinder.frontend.leaves import LEAVES, captured_leaves, patched
 from pagebinder.frontend.leaves.latent_attention import latent_attention
 from pagebinder.frontend.leaves.sparse_indexer import SPARSE_INDEXER, KeyTaker, Scores
 from pagebinder.frontend.source import source_from_module
-from pagebinder.graph_tools import calls
+from pagebinder.graph_tools import calls, skip_casts
 from tests.graphs import count
 from tests.helpers import by_day
 from tests.zoo.architectures import architectures
@@ -184,7 +184,7 @@ def test_every_layer_has_its_own_sinks_and_the_keys_of_its_own_or_an_earlier_ind
     assert chosen == [indexers[0], indexers[0], indexers[1], indexers[1]]
     for i, node in enumerate(attentions):
         sinks = gm.get_parameter(f"model.layers.{i}.self_attn.sinks")
-        operand = node.args[7]
+        operand = skip_casts(node.args[7])
         assert operand.op == "get_attr" and torch.equal(gm.get_parameter(operand.target), sinks)
         assert operand.meta["val"].dtype == torch.float32
 
