@@ -224,6 +224,20 @@ def test_token_ids_besides():
             engine.add_request("x", [1, bad, 2], LONG)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4, embeddings of each layer"])
+def test_a_loaded_artefact(family, tmp_path):
+    make, inputs_of = FAMILIES[family]
+    model = make()
+    compiled = pagebinder.compile_model(model, CompileConfig(prompt_embeds=64, executable="eager"))
+    prompt = compiled.media_prompt(inputs_of(1))
+    compiled.engine(EngineConfig(num_kv_blocks=96)).generate([prompt], LONG)
+    compiled.save(tmp_path / "saved")
+    loaded = pagebinder.load(tmp_path / "saved")
+    assert not any(table.any() for table in loaded.prompt_rows.tables.by_name.values())
+    output = loaded.engine(EngineConfig(num_kv_blocks=96)).generate([prompt], LONG)[0]
+    assert output.token_ids == generated(model, inputs_of(1))
+
+
 def test_what_has_no_kernel_for_it_says_so():
     compiled = pagebinder.compile_model(gemma3(), CompileConfig(prompt_embeds=32, cascade=True))
     assert "some of its queries see on" in compiled.explain()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -159,6 +162,26 @@ def test_rows_are_held_until_their_requests_end(model, compiled):
     while engine.has_unfinished:
         outputs = engine.step()
     assert outputs and compiled.prompt_rows.num_held == 0
+
+
+def test_prompts_of_a_call_wait_for_those_before_them(model, compiled):
+    prompts = [[1, embeds(model, 28, seed), 2] for seed in range(5)]
+    wanted = [expected(model, prompt) for prompt in prompts]
+    engine = compiled.engine(ENGINE)
+    engine.add_request("beside", [7, 8, 9], GREEDY)
+    two = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, n=2)
+    outputs = engine.generate(prompts, [GREEDY, two, GREEDY, GREEDY, GREEDY])
+    assert [o.token_ids for o in outputs] == [wanted[0], wanted[1], *wanted[1:]]
+    assert compiled.prompt_rows.num_held == 0 and engine.step()[0].request_id == "beside"
+    last = {}
+    for output in engine.stream(prompts, GREEDY):
+        last[output.request_id] = output.token_ids
+    assert sorted(last.values()) == sorted(wanted)
+    others = compiled.prompt_rows.hold(embeds(model, 40, 9))  # for no request of this engine
+    with pytest.raises(CacheCapacityError, match="do not fit beside"):
+        engine.generate(prompts, GREEDY)
+    others.release()
+    assert not engine.has_unfinished and compiled.prompt_rows.num_held == 0
 
 
 def test_bad_embeddings_are_refused(model, compiled):
@@ -468,6 +491,7 @@ def test_a_loaded_artefact_takes_positions_and_features(tmp_path):
     for bad, message in (
         (Embeds(image.values, image.positions[:, :2], image.features), r"are int64 \[24, 3\]"),
         (Embeds(image.values, -image.positions, image.features), "from 0 on"),
+        (Embeds(image.values, image.positions, image.features, None, None, [1]), "token_ids"),
         (Embeds(image.values, image.positions, image.features[:1]), "for 1 layers.*behind 2"),
         (Embeds(image.values, image.positions, [image.values[:3]] * 2), "as many rows"),
     ):
@@ -475,6 +499,41 @@ def test_a_loaded_artefact_takes_positions_and_features(tmp_path):
             loaded.engine(ENGINE).generate([[1, bad]], long)
     plain = loaded.engine(ENGINE).generate([[1, image.values, 2]], GREEDY)[0]
     assert plain.token_ids == expected(model, [1, image.values, 2])
+
+
+def test_an_artefact_whose_rows_have_the_shape_of_a_weight(tmp_path):
+    model, inputs = llava(), llava_inputs(0)
+    model.save_pretrained(tmp_path / "model")
+    compiled = pagebinder.compile_model(tmp_path / "model", CompileConfig(prompt_embeds=64))
+    prompt = compiled.media_prompt(inputs)
+    compiled.save(tmp_path / "saved")
+    loaded = pagebinder.load(tmp_path / "saved")
+    long = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    assert loaded.engine(ENGINE).generate([prompt], long)[0].token_ids == generated(model, inputs)
+
+
+def test_the_model_may_be_called_while_prompts_are_made():
+    model, inputs = llava(), llava_inputs(0)
+    compiled, wanted = (
+        pagebinder.compile_model(model, CompileConfig(prompt_embeds=64)),
+        generated(model, inputs),
+    )
+    ended = threading.Event()
+
+    def make() -> int:
+        count = 0
+        while not ended.is_set():
+            assert torch.is_tensor(compiled.media_prompt(inputs)[2])
+            count += 1
+        return count
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        made = pool.submit(make)
+        try:
+            assert all(generated(model, inputs) == wanted for _ in range(3))
+        finally:
+            ended.set()
+        assert made.result() > 0
 
 
 def test_bad_inputs_of_a_processor_are_refused():
@@ -492,7 +551,7 @@ def test_bad_inputs_of_a_processor_are_refused():
         with pytest.raises(RequestError, match=message):
             compiled.media_prompt(inputs)
     assert compiled.media_prompt({"input_ids": torch.tensor([[1, 2, 3]])}) == [1, 2, 3]
-    prompt = compiled.media_prompt({**good, "generation_mode": "text"})  # that is for generate()
+    prompt = compiled.media_prompt({**good, "generation_mode": "text", "use_cache": True})  # for generate()
     model.train()
     assert torch.equal(prompt[2], compiled.media_prompt(good)[2])
     assert model.training and model.model.vision_tower.training

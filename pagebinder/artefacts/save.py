@@ -108,9 +108,7 @@ def save(compiled: Compiled, path: str | Path, *, executable: str | None = None)
         if kind is DECODER and compiled.prompt_rows is not None:
             # What prompts have written there is nobody's.
             tables = compiled.prompt_rows.tables.by_name.items()
-            empty = {
-                name: torch.zeros(1, 1, dtype=t.dtype, device="cpu").expand(t.shape) for name, t in tables
-            }
+            empty = {name: torch.zeros(1, dtype=t.dtype, device="cpu").expand(t.shape) for name, t in tables}
             tensors = {level: named | empty for level, named in tensors.items()}
         table = save_weights(tensors, compiled.source.path, folder, path)
         write_json(folder / WEIGHTS, table)

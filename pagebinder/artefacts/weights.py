@@ -156,7 +156,10 @@ class _Checkpoint:
                 self._names.setdefault(shape, {})[name] = number
 
     def find(self, names: list[str], tensor: torch.Tensor) -> _Place | None:
-        """Where the same values are: under one of our names, or under any other (tied weights, other prefixes)."""
+        """Where the same values are: under one of our names, or under any other (tied weights, other prefixes); None
+        for repeated values, which no file holds as they are."""
+        if 0 in tensor.stride():
+            return None
         numbers = self._names.get(tuple(tensor.shape), {})
         for name in dict.fromkeys((*(n for n in names if n in numbers), *numbers)):
             if _same(self._handles[numbers[name]].get_tensor(name), tensor):

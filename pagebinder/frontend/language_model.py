@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,12 +49,16 @@ def given_to(
     """
     names = list(inspect.signature(language_model.forward).parameters)
 
+    mine = threading.get_ident()
+
     def stop(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != mine:  # somebody else's call of the model goes on
+            return
         raise _ReachedLanguageModel(dict(zip(names, args)) | kwargs)
 
     hook = language_model.register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        model(**inputs, use_cache=False)
+        model(**{**inputs, "use_cache": False})
     except _ReachedLanguageModel as reached:
         if not isinstance(reached.given.get(EMBEDS), torch.Tensor):
             reached.given[EMBEDS] = model.get_input_embeddings()(inputs["input_ids"])

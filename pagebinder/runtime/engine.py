@@ -43,6 +43,7 @@ from pagebinder.runtime.live_requests import AHEAD, QUIET, LiveRequest
 from pagebinder.runtime.memory_plan import plan_memory
 from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
 from pagebinder.runtime.prompt_parts import release
+from pagebinder.runtime.prompt_rows import PromptRowsTakenError
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.request_checks import (
     Prompt,
@@ -345,14 +346,15 @@ class Engine(NotPickled):
     ) -> list[RequestOutput]:
         """Run prompts to the end; returns outputs in the order of the prompts (n > 1: n outputs per prompt).
 
+        Embeddings in prompts wait for those of prompts before them, where the model was compiled for fewer at a time.
         An encoder-decoder needs `encoder_prompts`, as many as there are prompts; `prompts` may be left away.
         """
         ids: list[str] = []
+        lives: list[LiveRequest] = []
         outputs, done = None, {}
         try:
             with self._turns.taken():  # of outputs the last one is wanted
-                outputs = self._start(ids, prompts, params, encoder_prompts, flags=QUIET)
-                lives = [self._live[i] for i in ids]
+                outputs = self._start(ids, lives, prompts, params, encoder_prompts, flags=QUIET)
             for output in outputs:
                 done[output.request_id] = output
         finally:
@@ -404,12 +406,12 @@ class Engine(NotPickled):
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields an output each time a request gets a token. Closing it aborts the rest."""
         with self._turns.taken():
-            return self._start([], prompts, params, encoder_prompts)
+            return self._start([], [], prompts, params, encoder_prompts)
 
     def _start(
-        self, ids: list[str], prompts, params, encoder_prompts, flags: int = 0
+        self, ids: list[str], lives: list[LiveRequest], prompts, params, encoder_prompts, flags: int = 0
     ) -> Generator[RequestOutput, None, None]:
-        """Queue all prompts, or none; `ids` becomes their requests, whose outputs the result is."""
+        """Queue all prompts, or none; `ids` and `lives` become their requests, whose outputs the result is."""
         prompts = pair_prompts(prompts, encoder_prompts)
         if not isinstance(params, (list, tuple)):
             params = [params] * len(prompts)
@@ -417,20 +419,36 @@ class Engine(NotPickled):
             raise RequestError(
                 f"{len(prompts)} prompts but {len(params)} sampling parameters; give one each."
             )
+        mailbox: deque[RequestOutput] = deque()
         try:
             for (prompt, encoder_prompt), p in zip(prompts, params):
-                with deferred_interrupts():
-                    ids += self.add_request(self._fresh_id(), prompt, p, encoder_prompt=encoder_prompt)
-            for i in ids:
-                self._live[i].request.flags |= flags
-            mailbox: deque[RequestOutput] = deque()
-            self._mailboxes.update(dict.fromkeys(ids, mailbox))
+                while (new := self._add_if_there_is_room(ids, prompt, p, encoder_prompt)) is None:
+                    self._step()
+                for live in new:
+                    live.request.flags |= flags
+                    self._mailboxes[live.request.request_id] = mailbox
+                lives += new
             reader = self._read(ids, mailbox)
             next(reader)  # enter its `try`, so that dropping it unread aborts the requests too
             return reader
         except BaseException:
             self._abort_all(ids)
             raise
+
+    @_in_turn
+    def _add_if_there_is_room(
+        self, ids: list[str], prompt, params, encoder_prompt
+    ) -> list[LiveRequest] | None:
+        """Queue a prompt of a whole call, and put its requests into `ids`; None: requests that there are hold the
+        place of its embeddings."""
+        try:
+            new = self.add_request(self._fresh_id(), prompt, params, encoder_prompt=encoder_prompt)
+        except PromptRowsTakenError:
+            if not self._live:  # somebody else does
+                raise
+            return None
+        ids += new
+        return [self._live[i] for i in new]
 
     def _read(self, ids: list[str], mailbox: deque) -> Generator[RequestOutput, None, None]:
         """Step until the requests are done; another stream that is read in between steps them too."""

@@ -180,7 +180,7 @@ class PromptRows:
         return None if table is None else token_ids.to(table)
 
     def _checked_features(self, features: Sequence[torch.Tensor], values: torch.Tensor) -> list[torch.Tensor]:
-        if not len(features):
+        if features is None or not len(features):
             return [torch.zeros_like(values) for _ in self.features]
         if len(features) != len(self.features):
             raise RequestError(

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from pagebinder.config import EngineConfig
 from pagebinder.errors import ConfigError, PagebinderError
 from pagebinder.server.api_key import ApiKey, check_key
-from pagebinder.server.chat import ChatTemplate
+from pagebinder.server.chat import ChatTemplate, stored_template
 from pagebinder.server.completions import Completions, error_json
 from pagebinder.server.embeddings import Embeddings
 from pagebinder.server.engine_worker import EngineStoppedError, EngineWorker
@@ -69,7 +69,9 @@ def create_app(
         limit = body_limit(max(compiled.max_model_len, worker.engine.kv.max_encoder_tokens))
         media = MediaPrompts(compiled, chat_template)
         limit = limit if media.problem else max(limit, IMAGES_BODY_BYTES)
-        template = ChatTemplate(worker.engine.model.tokenizer, chat_template, media)
+        template = ChatTemplate(
+            worker.engine.model.tokenizer, chat_template, media, stored_template(compiled.source.path)
+        )
         _add_completions(app, worker, Completions(worker, name, template))
     _add_models(app, name)
     _handle_errors(app)

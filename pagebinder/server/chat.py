@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
 from pagebinder.errors import ConfigError, RequestError
 from pagebinder.runtime.saved_tokenizer import SavedTokenizer
-from pagebinder.server.media import NO_IMAGES, MediaPrompts, image_part
+from pagebinder.server.contents import ContentForms
+from pagebinder.server.media import NO_IMAGES, MediaPrompts, PixelRoom, image_part
 from pagebinder.server.prompt_limits import PromptLimit
 from pagebinder.server.protocol import Message
 
-MARK = "pagebinder"  # a text that shows whether a template looks at it
 OURS = {
     "conversation",
     "messages",
@@ -30,14 +32,26 @@ OURS = {
 class ChatTemplate:
     """The template of a tokenizer (transformers', or a saved one with its files beside it), or `text` instead.
 
-    `media`: makes prompts of conversations with images, by its own template or `text`.
+    `media`: makes prompts of conversations with images, by its own template or `text`. `fallback`: the template where
+    neither the tokenizer nor `text` has one.
     Raises ConfigError: `text` is no Jinja template.
     """
 
-    def __init__(self, tokenizer: Any, text: str | None = None, media: MediaPrompts | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, text: str | None = None, media: MediaPrompts | None = None,
+        fallback: str | None = None,
+    ) -> None:  # fmt: skip
         self._tokenizer, self._text, self._media = tokenizer, text, media
+        self._forms = ContentForms(lambda conversation: self._render(conversation, {}))
         if text is not None and tokenizer is not None:
             self._check_syntax()
+        if (
+            text is None
+            and fallback is not None
+            and tokenizer is not None
+            and not self._renderer.chat_template
+        ):
+            self._text = fallback
 
     def _check_syntax(self) -> None:
         try:
@@ -65,14 +79,6 @@ class ChatTemplate:
             str(self._tokenizer.path.parent), local_files_only=True
         )
 
-    @functools.cached_property
-    def _wants_parts(self) -> bool:
-        """Does the template take contents as lists of parts alone, as those of multimodal models may?"""
-        try:
-            return MARK not in self._render([{"role": "user", "content": MARK}], {})
-        except Exception:  # it may want other conversations; what it makes of lists is not known either
-            return False
-
     def problem(self) -> str | None:
         """Why conversations cannot be served; None: they can."""
         if self._tokenizer is None:
@@ -99,11 +105,11 @@ class ChatTemplate:
             return self._token_ids(messages, contents, variables, limit)
         if self._media is None or self._media.problem is not None:
             raise RequestError(NO_IMAGES if self._media is None else self._media.problem)
-        contents = [_parts(number, message) for number, message in enumerate(messages)]
+        room = PixelRoom()
+        contents = [_parts(number, message, room) for number, message in enumerate(messages)]
         if limit is not None:
             limit.check("".join(part.get("text", "") for parts in contents for part in parts))
-        fields = (message.model_dump(exclude_none=True) for message in messages)
-        return self._media.prompt([{**f, "content": parts} for f, parts in zip(fields, contents)], variables)
+        return self._media.prompt(_conversation(messages, contents, self._media.forms), variables)
 
     def _token_ids(
         self,
@@ -115,14 +121,8 @@ class ChatTemplate:
         problem = self.problem()
         if problem is not None:
             raise RequestError(problem)
-        conversation = []
-        for message, parts in zip(messages, contents):
-            fields = message.model_dump(exclude_none=True)
-            if message.content is not None:
-                fields["content"] = parts if self._wants_parts else "".join(part["text"] for part in parts)
-            conversation.append(fields)
         try:
-            text = self._render(conversation, variables)
+            text = self._render(_conversation(messages, contents, self._forms), variables)
         except Exception as error:  # whatever a template does with a conversation it was not written for
             raise RequestError(f"The chat template does not take this conversation: {error}") from error
         if limit is not None:
@@ -136,8 +136,34 @@ def holds_images(messages: Sequence[Message]) -> bool:
     return any(part.get("type") == "image_url" for content in contents for part in content)
 
 
-def _parts(number: int, message: Message) -> list[dict[str, Any]]:
-    """A message's content as parts, texts and images. Raises RequestError: it has others."""
+def stored_template(folder: Path | None) -> str | None:
+    """Of a processor that was saved by an older transformers, in a file of its own that tokenizers do not read."""
+    try:
+        stored = json.loads((folder / "chat_template.json").read_text()) if folder is not None else None
+    except (OSError, ValueError):
+        return None
+    text = stored.get("chat_template") if isinstance(stored, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _conversation(
+    messages: Sequence[Message], contents: Sequence[list], forms: ContentForms
+) -> list[dict[str, Any]]:
+    """The messages as a template takes them. `contents`: as parts."""
+    conversation = []
+    for message, parts in zip(messages, contents):
+        fields = message.model_dump(exclude_none=True)
+        if message.content is not None:
+            fields["content"] = forms.content(message.role, parts)
+        conversation.append(fields)
+    return conversation
+
+
+def _parts(number: int, message: Message, room: PixelRoom | None = None) -> list[dict[str, Any]]:
+    """A message's content as parts, texts and images, these as `room` has place for their pixels.
+
+    Raises RequestError: it has others, or none has place.
+    """
     if message.content is None:
         return []
     if isinstance(message.content, str):
@@ -148,7 +174,7 @@ def _parts(number: int, message: Message) -> list[dict[str, Any]]:
         if "type" not in part:
             raise RequestError(f'{where} has no type: use "text", and put the text into "text".')
         if part["type"] == "image_url":
-            parts.append(image_part(part, where))
+            parts.append(image_part(part, where, room))
         elif part["type"] != "text":
             raise RequestError(f"{where} is no text or image ({part['type']}): only these are served.")
         elif not isinstance(part.get("text"), str):

@@ -59,12 +59,12 @@ class EngineWorker:
         self._inbox: queue.SimpleQueue[tuple[Future, Callable[[], Any]]] = queue.SimpleQueue()
         self._feeds: dict[str, Feed] = {}  # of the thread
         self._numbers = itertools.count()
-        self._stopping = False
+        self._stopping = self._ending = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._stopping = False
+            self._stopping = self._ending = False
             self._thread = threading.Thread(target=self._run, name="pagebinder-engine", daemon=True)
             self._thread.start()
 
@@ -91,8 +91,11 @@ class EngineWorker:
     async def submit(self, requests: Sequence[NewRequest], *, every_step: bool) -> Feed:
         """Queue all of some requests, or none.
 
-        Raises RequestError, CacheCapacityError: one of them cannot be served; nothing was queued.
+        Raises RequestError, CacheCapacityError, EngineStoppedError: one of them cannot be served, or all have been
+            ended; nothing was queued.
         """
+        if self._ending:
+            raise EngineStoppedError(SHUTTING_DOWN)
         bases = [f"http-{next(self._numbers)}" for _ in requests]
         feed = Feed([i for base, r in zip(bases, requests) for i in r.ids(base)], every_step=every_step)
         try:
@@ -107,7 +110,8 @@ class EngineWorker:
         self._post(lambda: self._abort(list(feed.places)))
 
     def end_requests(self) -> None:
-        """Answer all requests that there are with an error, soon: the server is shutting down."""
+        """Answer all requests with an error, soon, and those that come later: the server is shutting down."""
+        self._ending = True
         self._post(lambda: self._fail_all(EngineStoppedError(SHUTTING_DOWN)))
 
     def _post(self, function: Callable[[], Any]) -> Future:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from pagebinder.errors import RequestError
+from pagebinder.server.contents import ContentForms
 
 IMAGES_BODY_BYTES = 64 << 20  # of a request's body at least, where images are served
-MOST_PIXELS = 64_000_000  # of an image: what a few bytes of a file may ask for
+MOST_PIXELS = 64_000_000  # of the images of a request: what a few bytes of a file may ask for
+MOST_IMAGES = 128  # of a request: processors make small ones as large as others
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 NO_IMAGES = (
     "Images are not served: start the server with --prompt-embeds N, room for the embeddings of so many parts of "
@@ -36,23 +38,23 @@ class MediaPrompts:
     def __init__(self, compiled: Any, text: str | None = None) -> None:
         self._compiled, self._text = compiled, text
         self._processor, self.problem = None, NO_IMAGES  # problem: why images are not served; None: they are
+        self.forms = ContentForms(lambda conversation: self._render(conversation, {}))
         if compiled.prompt_rows is not None:
-            self._processor, self.problem = _processor_of(compiled.source.path)
+            self._processor, self.problem = _processor_of(compiled.source.path, text)
 
     def prompt(self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list:
-        """A prompt of token ids and embeddings that asks for the assistant's answer; contents are lists of parts,
-        texts and images as `image_part` gives them.
+        """A prompt of token ids and embeddings that asks for the assistant's answer; contents are in the form that
+        `forms` has for them, images as `image_part` gives them.
 
         Raises:
             RequestError: the processor or the model takes no such conversation.
         """
-        options = {"add_generation_prompt": True} | dict(variables)
-        images = [part["image"] for message in conversation for part in message["content"] if "image" in part]
+        contents = (message.get("content") for message in conversation)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        images = [part["image"] for part in parts if "image" in part]
         try:
             # In two steps: in one, variables that a client gives would reach the processor (and files and URLs).
-            text = self._processor.apply_chat_template(
-                list(conversation), chat_template=self._text, tokenize=False, **options
-            )
+            text = self._render(conversation, variables)
             begin = self._processor.tokenizer.bos_token
             has_begin = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
             inputs = self._processor(text=[text], images=[images], return_tensors="pt", **has_begin)
@@ -60,9 +62,15 @@ class MediaPrompts:
             raise RequestError(f"The model's processor does not take this conversation: {error}") from error
         return self._compiled.media_prompt(dict(inputs))
 
+    def _render(self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        options = {"add_generation_prompt": True} | dict(variables)
+        return self._processor.apply_chat_template(
+            list(conversation), chat_template=self._text, tokenize=False, **options
+        )
 
-def _processor_of(path: Path | None) -> tuple[Any, str | None]:
-    """(the processor of a checkpoint directory, None), or (None, why there is none)."""
+
+def _processor_of(path: Path | None, text: str | None) -> tuple[Any, str | None]:
+    """(the processor of a checkpoint directory, None), or (None, why there is none). `text`: a chat template."""
     if path is None:
         return None, "Images are not served: the model has no directory with a processor."
     from transformers import AutoProcessor
@@ -75,13 +83,38 @@ def _processor_of(path: Path | None) -> tuple[Any, str | None]:
         return None, f"Images are not served: {path} has no processor that can be read ({error})."
     if getattr(processor, "image_processor", None) is None:
         return None, f"Images are not served: the processor in {path} takes none."
-    if not getattr(processor, "chat_template", None):
-        return None, f"Images are not served: the processor in {path} has no chat template."
+    if text is None and not getattr(processor, "chat_template", None):
+        return None, (
+            f"Images are not served: the processor in {path} has no chat template; start the server with "
+            "--chat-template FILE (Jinja)."
+        )
     return processor, None
 
 
-def image_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """An `image_url` part as processors take it. Raises RequestError: it holds no image in a data: URL."""
+class PixelRoom:
+    """What the images of one request may have, of pixels and in number."""
+
+    def __init__(self) -> None:
+        self._pixels, self._images = MOST_PIXELS, MOST_IMAGES
+
+    def take(self, width: int, height: int, where: str) -> None:
+        """Raises RequestError: there is no place for one more image of this size."""
+        self._pixels -= width * height
+        self._images -= 1
+        if self._pixels < 0:
+            raise RequestError(
+                f"{where}: an image of {width} x {height} pixels: {MOST_PIXELS:,} are taken at most, of all images "
+                "of a request together."
+            )
+        if self._images < 0:
+            raise RequestError(f"{where}: {MOST_IMAGES} images of a request are taken at most.")
+
+
+def image_part(part: Mapping[str, Any], where: str, room: PixelRoom | None) -> dict[str, Any]:
+    """An `image_url` part as processors take it, decoded where `room` has place (None: it is the only one).
+
+    Raises RequestError: it holds no image in a data: URL, or has no place.
+    """
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(url, str):
@@ -95,22 +128,18 @@ def image_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
         content = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{where}: its data is no base64: {error}.") from error
-    return {"type": "image", "image": _decoded(content, where)}
+    return {"type": "image", "image": _decoded(content, where, room or PixelRoom())}
 
 
-def _decoded(content: bytes, where: str) -> Any:
+def _decoded(content: bytes, where: str, room: PixelRoom) -> Any:
     """A PIL image in RGB, the way up that the camera says. Raises RequestError: it is none, or too large."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(content), formats=FORMATS)
-        width, height = image.size
-        if width * height > MOST_PIXELS:
-            raise RequestError(
-                f"{where}: an image of {width} x {height} pixels: {MOST_PIXELS:,} are taken at most."
-            )
+        room.take(*image.size, where)
         return ImageOps.exif_transpose(image).convert("RGB")
     except RequestError:
         raise
@@ -118,5 +147,7 @@ def _decoded(content: bytes, where: str) -> Any:
         raise RequestError(
             f"{where}: its image has too many pixels: {MOST_PIXELS:,} are taken at most."
         ) from error
+    except UnidentifiedImageError as error:  # its message names an object of ours
+        raise RequestError(f"{where} is no image ({', '.join(FORMATS)}).") from error
     except Exception as error:  # decoders raise all kinds of errors on broken files
         raise RequestError(f"{where} is no image ({', '.join(FORMATS)}) that can be read: {error}") from error

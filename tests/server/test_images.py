@@ -6,6 +6,7 @@ import base64
 import concurrent.futures
 import io
 import json
+import shutil
 
 import openai
 import pytest
@@ -17,13 +18,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig
 from pagebinder.server import create_app
-from tests.server.serving import serving
+from tests.server.serving import eventually, serving
 from tests.test_prompt_embeds import IMAGE, generated, llava
 
 WORDS = ["<unk>", "<s>", "</s>", "user:", "assistant:", "what", "is", "this", "and", "that", "a", "cat"]
 TEMPLATE = """{{ '<s>' }}{% for m in messages %}{{ ' ' + m['role'] + ': ' }}{% for part in m['content'] %}\
 {% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}\
 {% if add_generation_prompt %}{{ ' assistant:' }}{% endif %}"""
+BODY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 ANSWER = {"max_tokens": 12, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
 
 
@@ -202,6 +204,78 @@ def test_an_image_of_too_many_pixels_or_parts_is_refused(server):
         server.client().chat.completions.create(
             model="llava", messages=conversation(*(part(picture(seed)) for seed in range(3))), **ANSWER
         )
+
+
+def test_images_of_a_request_are_bounded_together(server):
+    image = Image.new("1", (6000, 6000))
+    status, answer = server.post("/v1/chat/completions", {"messages": conversation(part(image), part(image))})
+    assert status == 400 and "content[1]: an image of 6000 x 6000 pixels" in answer["error"]["message"]
+    many = [part(Image.new("1", (1, 1)))] * 129
+    status, answer = server.post("/v1/chat/completions", {"messages": conversation(*many)})
+    assert status == 400 and "128 images" in answer["error"]["message"]
+
+
+# Takes strings of systems and assistants (what `trim` makes of a list is Python's text of it), and both of users.
+STRINGS = """{{ '<s>' }}{% for m in messages %}{{ ' ' + m['role'] + ': ' }}{% if m['role'] != 'user' %}\
+{{ m['content'] | trim }}{% elif m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}\
+{% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\
+{% endfor %}{% if add_generation_prompt %}{{ ' assistant:' }}{% endif %}"""
+
+
+def test_strings_stay_strings_where_a_template_takes_them(compiled, directory):
+    app = create_app(compiled, EngineConfig(num_kv_blocks=96), chat_template=STRINGS)
+    picked = picture(1)
+    told = [{"role": "system", "content": "a cat"}, *conversation("what ", part(picked))]
+    told += [{"role": "assistant", "content": [{"type": "text", "text": "that"}]}, *conversation("and this")]
+    with serving(app) as server:
+        status, answer = server.post("/v1/chat/completions", {"messages": told, **BODY})
+        plain = server.post("/v1/chat/completions", {"messages": told[2:], **BODY})[1]
+    assert status == 200, answer
+    ours = processor()
+    text = ours.apply_chat_template(
+        [
+            {"role": "system", "content": "a cat"},
+            {"role": "user", "content": [{"type": "text", "text": "what "}, {"type": "image"}]},
+            {"role": "assistant", "content": "that"},
+            {"role": "user", "content": "and this"},
+        ],
+        chat_template=STRINGS, tokenize=False, add_generation_prompt=True,
+    )  # fmt: skip
+    assert "system: a cat user: what <image>" in text
+    inputs = ours(text=[text], images=[picked], return_tensors="pt", add_special_tokens=False)
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(directory).eval()
+    assert answer["choices"][0]["token_ids"] == generated(model, dict(inputs))[:12]
+    assert answer["usage"]["prompt_tokens"] == inputs["input_ids"].shape[1]
+    assert plain["usage"]["prompt_tokens"] == 7
+
+
+@pytest.mark.parametrize("kept", ["in the old place", "nowhere"])
+def test_a_template_elsewhere_serves_texts_and_images(kept, directory, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(directory, folder)
+    (folder / "chat_template.jinja").unlink()
+    if kept == "in the old place":
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    elsewhere = pagebinder.compile_model(folder, CompileConfig(prompt_embeds=40, executable="eager"))
+    given = None if kept == "in the old place" else TEMPLATE
+    with serving(create_app(elsewhere, EngineConfig(num_kv_blocks=96), chat_template=given)) as server:
+        for messages, count in ((conversation("a cat"), 5), (conversation("what ", part(picture(4))), 20)):
+            status, answer = server.post("/v1/chat/completions", {"messages": messages, **BODY})
+            assert status == 200 and answer["usage"]["prompt_tokens"] == count, answer
+
+
+def test_the_end_reaches_requests_that_wait_for_the_place_of_others(compiled):
+    app = create_app(compiled, EngineConfig(num_kv_blocks=96, max_num_seqs=1))
+    long = {**BODY, "max_tokens": 200}
+    with serving(app) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        messages = [conversation(part(picture(seed)), part(picture(50 + seed))) for seed in range(8)]
+        waiting = [
+            pool.submit(server.post, "/v1/chat/completions", {**long, "messages": m}) for m in messages
+        ]
+        eventually(lambda: compiled.prompt_rows.num_held)
+        app.state.end_requests()
+        statuses = [future.result()[0] for future in waiting]
+    assert statuses.count(503) >= 7 and compiled.prompt_rows.num_held == 0
 
 
 def test_servers_that_see_no_images_say_why(directory, tmp_path):
