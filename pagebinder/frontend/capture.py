@@ -25,13 +25,13 @@ from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from pagebinder.custom_ops.prompt_rows import POSITION_AXES
+from pagebinder.custom_ops.prompt_rows import ENTRY, POSITION_AXES
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import attention_hook, has_functions_of_its_own
 from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
-from pagebinder.frontend.language_model import entry_marked
+from pagebinder.frontend.language_model import entering, language_model
 from pagebinder.frontend.layer_observer import LENGTHS, Layer
 from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
@@ -109,6 +109,8 @@ class FlatTokens(torch.nn.Module):
         self.axes = axes
         self.features = features
         self.entry = entry
+        # Looked for here: attributes are other modules while they are traced. In a tuple: it is no part of this.
+        self.inner = (language_model(source) if features or entry else None,)
         self.offset = numbering(source).offset if is_transformers else 0
         self.call = None if is_transformers else plain_call(source)
 
@@ -126,9 +128,9 @@ class FlatTokens(torch.nn.Module):
         if self.given is None:
             with contextlib.ExitStack() as stack:
                 if self.features:
-                    stack.enter_context(as_op(self.source, self.features))
+                    stack.enter_context(as_op(self.inner[0], self.features))
                 if self.entry:
-                    stack.enter_context(entry_marked(self.source))
+                    stack.enter_context(entering(self.inner[0], ENTRY))
                 return self.source(
                     input_ids=input_ids, position_ids=positions, use_cache=False, **said
                 ).logits[0]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from pagebinder.custom_ops.prompt_rows import ENTRY
 from pagebinder.errors import RequestError
 
 EMBEDS, MASK = "inputs_embeds", "attention_mask"
@@ -33,10 +32,15 @@ def language_model(model: torch.nn.Module) -> torch.nn.Module | None:
         module
         for module in model.modules()
         if module is not model
-        and EMBEDS in inspect.signature(module.forward).parameters
+        and EMBEDS in _parameters(module)
         and any(part is embedding for part in module.modules())
     ]
     return found[-1] if embedding is not None and found else None
+
+
+def _parameters(module: torch.nn.Module) -> list[str]:
+    """Names of what a module is called with. Of its class: the forward of an instance may be replaced for a while."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def given_to(
@@ -47,7 +51,7 @@ def given_to(
     Raises:
         RequestError: the model raises, or does not come to its language model.
     """
-    names = list(inspect.signature(language_model.forward).parameters)
+    names = _parameters(language_model)
 
     mine = threading.get_ident()
 
@@ -73,16 +77,9 @@ def given_to(
 
 
 @contextlib.contextmanager
-def entry_marked(model: torch.nn.Module) -> Iterator[None]:
-    """Embeddings that the language model is called with pass through `language_model_entry`."""
-    with entering(language_model(model), ENTRY):
-        yield
-
-
-@contextlib.contextmanager
 def entering(inner: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Calls of the language model `inner` that are given embeddings are given `change` of them."""
-    names = list(inspect.signature(inner.forward).parameters)
+    names = _parameters(inner)
 
     def give(
         module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]

@@ -51,9 +51,8 @@ def adding(inner: torch.nn.Module, mask: torch.Tensor | None, added: list) -> It
 
 
 @contextlib.contextmanager
-def as_op(model: torch.nn.Module, count: int) -> Iterator[None]:
-    """The language model adds `row_features` behind its first `count` layers."""
-    inner = language_model(model)
+def as_op(inner: torch.nn.Module, count: int) -> Iterator[None]:
+    """The language model `inner` adds `row_features` behind its first `count` layers."""
     setattr(inner, METHOD, lambda states, mask, number: states + ROW_FEATURES(states, number))
     try:
         with adding(inner, None, list(range(count))):
