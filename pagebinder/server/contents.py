@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MARK = "pagebinder"
+AS_PARTS = ({"type": "text", "text": MARK},)
 Part = Mapping[str, Any]
 
 
@@ -29,19 +30,24 @@ class ContentForms:
     def wants_parts(self, role: str) -> bool:
         """Does the template render nothing of a string in a message of this role, but of a list of parts?"""
         if role not in self._wants_parts:
-            as_list = [{"type": "text", "text": MARK}]
-            shows = [self._shows(role, MARK), self._shows(role, as_list)]
-            if shows == [False, False] and role != "user":  # it may want others, as users' in front
+            shows = [self._shows(role, content) for content in (MARK, list(AS_PARTS))]
+            if shows == [False, False] and role != "user":  # it may want such messages elsewhere, or nowhere
                 return self.wants_parts("user")
             self._wants_parts[role] = shows == [False, True]
         return self._wants_parts[role]
 
     def _shows(self, role: str, content: str | list[Part]) -> bool:
-        user = {"role": "user", "content": content}
         asked = {"role": role, "content": content}
-        conversations = {"user": [asked], "system": [asked, user], "assistant": [user, asked, user]}
-        conversation = conversations.get(role, [user, asked])
+        if role == "user":
+            conversation = [asked]
+        else:
+            user = {"role": "user", "content": self.content("user", AS_PARTS)}
+            conversation = {"system": [asked, user], "assistant": [user, asked, user]}.get(
+                role, [user, asked]
+            )
         try:
-            return self._render(conversation).count(MARK) == len(conversation)
+            text = self._render(conversation)
         except Exception:  # whatever a template does with a conversation it was not written for
             return False
+        as_python = repr("type") in text  # a list that was printed
+        return text.count(MARK) == len(conversation) and not as_python

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import pagebinder
 from pagebinder import CompileConfig, EngineConfig
 from pagebinder.server import create_app
+from pagebinder.server.contents import ContentForms
 from tests.server.serving import eventually, serving
 from tests.test_prompt_embeds import IMAGE, generated, llava
 
@@ -220,6 +221,30 @@ STRINGS = """{{ '<s>' }}{% for m in messages %}{{ ' ' + m['role'] + ': ' }}{% if
 {{ m['content'] | trim }}{% elif m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}\
 {% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\
 {% endfor %}{% if add_generation_prompt %}{{ ' assistant:' }}{% endif %}"""
+
+
+USERS_ALONE = """{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}\
+{{ messages[0]['content'][0]['text'] }}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        (TEMPLATE, {"user": True, "system": True, "assistant": True, "tool": True}),
+        (STRINGS, {"user": False, "system": False, "assistant": False, "tool": False}),
+        (STRINGS.replace("m['content'] is string", "false"), {"user": True, "system": False, "assistant": False}),
+        ("{{ messages[0]['content'] }}", {"user": False, "system": False}),
+        (USERS_ALONE, {"user": True, "system": True}),
+        ("{{ no_function() }}", {"user": False, "system": False}),
+    ],
+)  # fmt: skip
+def test_forms_of_contents_by_role(template, parts):
+    ours = processor()
+    forms = ContentForms(lambda c: ours.apply_chat_template(c, chat_template=template, tokenize=False))
+    assert {role: forms.wants_parts(role) for role in parts} == parts
+    text, image = {"type": "text", "text": "a"}, {"type": "image", "image": None}
+    assert forms.content("user", [text, text]) == ([text, text] if parts["user"] else "aa")
+    assert forms.content("system", [text, image]) == [text, image]
 
 
 def test_strings_stay_strings_where_a_template_takes_them(compiled, directory):
