@@ -8,10 +8,8 @@ add_request --> waiting --> running --> finished --> RequestOutput
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 
@@ -23,8 +21,7 @@ from pagebinder.errors import RequestError
 from pagebinder.forks import NotPickled
 from pagebinder.interrupts import deferred_interrupts
 from pagebinder.runtime.arena import KVArena
-from pagebinder.runtime.beam_search import BeamSearch
-from pagebinder.runtime.encoder_prompts import decoder_prompt, encoder_fields, pair_prompts
+from pagebinder.runtime.encoder_prompts import decoder_prompt, encoder_fields
 from pagebinder.runtime.engine_setup import (
     EngineModel,
     in_flight_tokens,
@@ -41,13 +38,11 @@ from pagebinder.runtime.kv.event_log import KVEventLog
 from pagebinder.runtime.kv.event_recorder import KVEventRecorder
 from pagebinder.runtime.live_requests import AHEAD, QUIET, LiveRequest
 from pagebinder.runtime.memory_plan import plan_memory
-from pagebinder.runtime.outputs import Beam, EngineStats, RequestOutput
+from pagebinder.runtime.outputs import EngineStats, RequestOutput
 from pagebinder.runtime.prompt_parts import release
-from pagebinder.runtime.prompt_rows import PromptRowsTakenError
 from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.request_checks import (
     Prompt,
-    beam_options,
     check_id,
     check_params,
     whole_priority,
@@ -57,21 +52,11 @@ from pagebinder.runtime.scheduler import Scheduler
 from pagebinder.runtime.scheduler_output import SchedulerOutput
 from pagebinder.runtime.step_loop import StepLoop
 from pagebinder.runtime.step_tokens import StepTokens
-from pagebinder.runtime.turns import Turns
+from pagebinder.runtime.turns import Turns, in_turn
+from pagebinder.runtime.whole_calls import WholeCalls
 
 
-def _in_turn(method: Callable) -> Callable:
-    """A method that no other thread interrupts, nor a signal."""
-
-    @functools.wraps(method)
-    def alone(self: Engine, *args, **options):
-        with deferred_interrupts(), self._turns.taken():
-            return method(self, *args, **options)
-
-    return alone
-
-
-class Engine(NotPickled):
+class Engine(WholeCalls, NotPickled):
     """Serves many requests at once over one KV cache.
 
     Several threads may use it: they take turns, a step or a change at a time (a beam search as a whole), and whoever
@@ -191,7 +176,7 @@ class Engine(NotPickled):
                 live.request.arrival = self.scheduler.next_arrival()
         self._live.update({live.request.request_id: live for live in lives})
 
-    @_in_turn
+    @in_turn
     def fork(self, request_id: str, new_request_id: str, params: SamplingParams | None = None) -> None:
         """Go on with a copy of a request besides the request itself: same tokens so far, shared cache blocks.
 
@@ -244,7 +229,7 @@ class Engine(NotPickled):
         """Also by a request that has ended in a `generate` beside it and whose outputs `step` still owes."""
         return request_id in self._live or any(o.request_id == request_id for o in self._undelivered)
 
-    @_in_turn
+    @in_turn
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request and free its blocks; returns what it had generated, or None if it is unknown. `step` returns
         no output of it any more.
@@ -301,7 +286,7 @@ class Engine(NotPickled):
         return outputs
 
     @untraced
-    @_in_turn
+    @in_turn
     def _step(self) -> None:
         self.arena.idle.clear()
         output, chosen, finished = self.loop.advance()
@@ -334,165 +319,6 @@ class Engine(NotPickled):
         for one in outputs:
             self._mailboxes.get(one.request_id, self._undelivered).append(one)
         self.loop.forget(request.request_id for request in finished)
-
-    # Whole calls
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt | None] | None = None,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        encoder_prompts: Prompt | Sequence[Prompt] | None = None,
-    ) -> list[RequestOutput]:
-        """Run prompts to the end; returns outputs in the order of the prompts (n > 1: n outputs per prompt).
-
-        Embeddings in prompts wait for those of prompts before them, where the model was compiled for fewer at a time.
-        An encoder-decoder needs `encoder_prompts`, as many as there are prompts; `prompts` may be left away.
-        """
-        ids: list[str] = []
-        lives: list[LiveRequest] = []
-        outputs, done = None, {}
-        try:
-            with self._turns.taken():  # of outputs the last one is wanted
-                outputs = self._start(ids, lives, prompts, params, encoder_prompts, flags=QUIET)
-            for output in outputs:
-                done[output.request_id] = output
-        finally:
-            if outputs is not None:
-                outputs.close()  # aborts what has not ended
-        # What somebody else aborted has no last output.
-        return [done[i] if i in done else live.output() for i, live in zip(ids, lives)]
-
-    def beam_search(
-        self, prompt: Prompt | None = None, *, beam_width: int, max_tokens: int, length_penalty: float = 1.0,
-        ignore_eos: bool = False, encoder_prompt: Prompt | None = None,
-    ) -> list[Beam]:  # fmt: skip
-        """The `beam_width` continuations of the highest score that beam search finds, best first.
-
-        Score: sum of log-probabilities / number of tokens ** length_penalty. Beams share the blocks of what they
-        have in common. Other requests of the engine go on meanwhile. `beam_width`: 1 to 1,024,
-        `length_penalty`: -16 to 16.
-        Raises RequestError, CacheCapacityError for what cannot be done; nothing was queued.
-        """
-        beam_width, max_tokens, length_penalty = beam_options(beam_width, max_tokens, length_penalty)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
-        encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens)
-        tokens, beside = decoder_prompt(prompt, self.model)
-        room = max(1, self.model.max_model_len - len(tokens))
-        search = BeamSearch(
-            self.scheduler, self._live, self._fresh_id(), width=beam_width, max_tokens=min(max_tokens, room),
-            length_penalty=length_penalty, eos=() if ignore_eos else self.model.eos_token_ids,
-        )  # fmt: skip
-        with self._turns.taken():
-            try:
-                search.start(tokens, params, **encoder, **beside)
-                while not search.done:
-                    self._step()
-                    with deferred_interrupts():
-                        search.advance()
-                return search.best()
-            finally:
-                with deferred_interrupts():
-                    search.close()
-                    self._rest_if_done()
-                    release(beside.get("held", ()))
-
-    def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt | None] | None = None,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        encoder_prompts: Prompt | Sequence[Prompt] | None = None,
-    ) -> Iterator[RequestOutput]:
-        """Like `generate`, but yields an output each time a request gets a token. Closing it aborts the rest."""
-        with self._turns.taken():
-            return self._start([], [], prompts, params, encoder_prompts)
-
-    def _start(
-        self, ids: list[str], lives: list[LiveRequest], prompts, params, encoder_prompts, flags: int = 0
-    ) -> Generator[RequestOutput, None, None]:
-        """Queue all prompts, or none; `ids` and `lives` become their requests, whose outputs the result is."""
-        prompts = pair_prompts(prompts, encoder_prompts)
-        if not isinstance(params, (list, tuple)):
-            params = [params] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts but {len(params)} sampling parameters; give one each."
-            )
-        mailbox: deque[RequestOutput] = deque()
-        try:
-            for (prompt, encoder_prompt), p in zip(prompts, params):
-                while (new := self._add_if_there_is_room(ids, prompt, p, encoder_prompt)) is None:
-                    self._step()
-                for live in new:
-                    live.request.flags |= flags
-                    self._mailboxes[live.request.request_id] = mailbox
-                lives += new
-            reader = self._read(ids, mailbox)
-            next(reader)  # enter its `try`, so that dropping it unread aborts the requests too
-            return reader
-        except BaseException:
-            self._abort_all(ids)
-            raise
-
-    @_in_turn
-    def _add_if_there_is_room(
-        self, ids: list[str], prompt, params, encoder_prompt
-    ) -> list[LiveRequest] | None:
-        """Queue a prompt of a whole call, and put its requests into `ids`; None: requests that there are hold the
-        place of its embeddings."""
-        try:
-            new = self.add_request(self._fresh_id(), prompt, params, encoder_prompt=encoder_prompt)
-        except PromptRowsTakenError:
-            if not self._live:  # somebody else does
-                raise
-            return None
-        ids += new
-        return [self._live[i] for i in new]
-
-    def _read(self, ids: list[str], mailbox: deque) -> Generator[RequestOutput, None, None]:
-        """Step until the requests are done; another stream that is read in between steps them too."""
-        try:
-            yield
-            while self._fill(mailbox, ids):
-                while mailbox:
-                    yield mailbox.popleft()
-        finally:
-            self._abort_all(ids)
-
-    @_in_turn
-    def _abort_all(self, ids: list[str]) -> None:
-        """The requests of a whole call; what one of them raises is raised when all have ended."""
-        gone, errors = set(ids), []
-        for i in ids:
-            self._mailboxes.pop(i, None)
-            leader = self._live.get(i)
-            if leader is None or not leader.samples:
-                continue
-            # Those that wait for its prompt, all at once: each abort would look through all of them.
-            rest = [leader]
-            for sample in leader.samples[1:]:
-                if sample.request.request_id in gone:
-                    sample.request.status = RequestStatus.FINISHED_ABORTED
-                    del self._live[sample.request.request_id]
-                else:
-                    rest.append(sample)
-            leader.samples = rest if len(rest) > 1 else None
-        for i in ids:
-            try:
-                self.abort(i)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    @_in_turn
-    def _fill(self, mailbox: deque[RequestOutput], ids: list[str]) -> bool:
-        """Step if the mailbox is empty. False: nothing will come any more."""
-        if not mailbox and any(i in self._live for i in ids):
-            self._step()
-            return True
-        return bool(mailbox)
 
     # State
 

@@ -7,9 +7,11 @@ fork waits for all turns: the child would inherit half a step, and a lock of a t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -94,6 +96,17 @@ def _torch_in_this_thread():
 
 _all: weakref.WeakSet[Turns] = weakref.WeakSet()
 _held_by_a_fork: list[Turns] = []
+
+
+def in_turn(method: Callable) -> Callable:
+    """A method of an engine that no other thread interrupts, nor a signal."""
+
+    @functools.wraps(method)
+    def alone(self, *args, **options):
+        with deferred_interrupts(), self._turns.taken():
+            return method(self, *args, **options)
+
+    return alone
 
 
 def _before_fork() -> None:
