@@ -367,7 +367,9 @@ class Scheduler:
             if entry is None:
                 break
             self.waiting.pop()
-            self._count_admission(request, entry.num_computed_tokens, entry.swapped_in)
+            if request.status is RequestStatus.WAITING and not entry.swapped_in:
+                request.num_cached_tokens = entry.num_computed_tokens
+            self.stats.count_admission(request, entry.num_computed_tokens, swapped_in=entry.swapped_in)
             self._seat(request, entry.num_computed_tokens)
             admitted.append(entry.num_new_tokens)
             # An encoder runs as a whole, so the last one admitted may go beyond the budget, and no other.
@@ -391,18 +393,6 @@ class Scheduler:
             if any(admitted):
                 return np.zeros(before, np.int64)
         raise RuntimeError(f"nobody can advance: {self.num_running} running, {self.num_waiting} waiting")
-
-    def _count_admission(self, request: Request, num_hit_tokens: int, swapped_in: bool) -> None:
-        stats = self.stats
-        if swapped_in:
-            stats.num_swaps_in += 1
-        elif request.status is RequestStatus.WAITING:
-            stats.prefix_queried_tokens += request.num_tokens
-            stats.prefix_hit_tokens += num_hit_tokens
-            request.num_cached_tokens = num_hit_tokens
-        else:
-            stats.resumed_queried_tokens += request.num_tokens
-            stats.resumed_hit_tokens += num_hit_tokens
 
     # Inside: changes of one request
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pagebinder.runtime.request import Request
+from pagebinder.runtime.request import Request, RequestStatus
 
 NOBODY = np.empty(0, np.int64)
 NO_DRAFTS: Mapping = MappingProxyType({})
@@ -137,3 +137,14 @@ class SchedulerStats:
     num_forks: int = 0
     num_swaps_out: int = 0
     num_swaps_in: int = 0
+
+    def count_admission(self, request: Request, num_hit_tokens: int, *, swapped_in: bool) -> None:
+        """Of a request that runs from now on, still with the status that it had in line."""
+        if swapped_in:
+            self.num_swaps_in += 1
+        elif request.status is RequestStatus.WAITING:
+            self.prefix_queried_tokens += request.num_tokens
+            self.prefix_hit_tokens += num_hit_tokens
+        else:
+            self.resumed_queried_tokens += request.num_tokens
+            self.resumed_hit_tokens += num_hit_tokens
