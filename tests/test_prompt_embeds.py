@@ -491,6 +491,8 @@ def test_a_loaded_artefact_takes_positions_and_features(tmp_path):
     for bad, message in (
         (Embeds(image.values, image.positions[:, :2], image.features), r"are int64 \[24, 3\]"),
         (Embeds(image.values, -image.positions, image.features), "from 0 on"),
+        (Embeds(image.values, image.positions << 40, image.features), "to 16,777,216"),
+        (Embeds(image.values, image.positions, image.features, 10**12), "next_position=1000000000000"),
         (Embeds(image.values, image.positions, image.features, None, None, [1]), "token_ids"),
         (Embeds(image.values, image.positions, image.features[:1]), "for 1 layers.*behind 2"),
         (Embeds(image.values, image.positions, [image.values[:3]] * 2), "as many rows"),

@@ -13,6 +13,7 @@ from pagebinder.custom_ops.library import NAMESPACE, library
 
 # Row r of the tables is token id FIRST_ROW_ID + r: beyond every vocabulary.
 FIRST_ROW_ID = 1 << 30
+MOST_POSITION = 1 << 24  # RoPE turns by positions in float32, which holds whole numbers up to here
 # Names of the tables in graphs.
 ROWS, POSITIONS, LOOKAHEAD, IDS = "prompt_rows", "prompt_positions", "prompt_lookahead", "prompt_ids"
 FEATURES = "prompt_features_{}"

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from pagebinder.config_checks import is_int, short_repr
-from pagebinder.custom_ops.prompt_rows import Embeds, seen_ranges
+from pagebinder.custom_ops.prompt_rows import MOST_POSITION, Embeds, seen_ranges
 from pagebinder.errors import CacheCapacityError, RequestError
 from pagebinder.runtime.engine_setup import EngineModel
 from pagebinder.runtime.prompt_rows import HeldRows
@@ -110,9 +110,9 @@ def _as_tokens(parts: list, model: EngineModel, held: list[HeldRows]) -> tuple[l
 
 def _position_behind(said: int | None, positions: torch.Tensor | None) -> int | None:
     """Of the token behind embeddings; None: it is its place. Raises RequestError."""
-    if said is not None and (not is_int(said) or said < 0 or positions is None):
+    if said is not None and (not is_int(said) or not 0 <= said <= MOST_POSITION or positions is None):
         raise RequestError(
-            f"next_position={said!r}: use a whole number from 0 on, with positions along axes."
+            f"next_position={said!r}: use a whole number from 0 to {MOST_POSITION:,}, with positions along axes."
         )
     usable = isinstance(positions, torch.Tensor) and positions.numel() > 0
     return int(positions.max()) + 1 if said is None and usable else said

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, Embeds, PromptTables
+from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID, MOST_POSITION, Embeds, PromptTables
 from pagebinder.errors import CacheCapacityError, RequestError
 
 
@@ -144,9 +144,10 @@ class PromptRows:
                 )
             return None
         ok = isinstance(positions, torch.Tensor) and positions.dtype == torch.int64
-        if not ok or positions.shape != (count, self.axes) or bool((positions < 0).any()):
+        ok = ok and positions.shape == (count, self.axes)
+        if not ok or bool(((positions < 0) | (positions > MOST_POSITION)).any()):
             raise RequestError(
-                f"Positions of {count} embeddings are int64 [{count}, {self.axes}], from 0 on."
+                f"Positions of {count} embeddings are int64 [{count}, {self.axes}], from 0 on to {MOST_POSITION:,}."
             )
         return positions.to(self.positions.device)
 
