@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ NO_IMAGES = (
     "Images are not served: start the server with --prompt-embeds N, room for the embeddings of so many parts of "
     "images at a time."
 )
+NO_MODEL = (
+    "Images are not served: an artefact has no model that makes embeddings of them; serve the checkpoint."
+)
+logger = logging.getLogger("pagebinder.server")
 
 
 class MediaPrompts:
@@ -39,8 +44,14 @@ class MediaPrompts:
         self._compiled, self._text = compiled, text
         self._processor, self.problem = None, NO_IMAGES  # problem: why images are not served; None: they are
         self.forms = ContentForms(lambda conversation: self._render(conversation, {}))
-        if compiled.prompt_rows is not None:
+        if compiled.prompt_rows is None:
+            return
+        if compiled.source.is_transformers:
             self._processor, self.problem = _processor_of(compiled.source.path, text)
+        else:
+            self.problem = NO_MODEL
+        if self.problem is not None:
+            logger.warning(self.problem)
 
     def prompt(self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list:
         """A prompt of token ids and embeddings that asks for the assistant's answer; contents are in the form that

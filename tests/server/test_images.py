@@ -303,17 +303,21 @@ def test_the_end_reaches_requests_that_wait_for_the_place_of_others(compiled):
     assert statuses.count(503) >= 7 and compiled.prompt_rows.num_held == 0
 
 
-def test_servers_that_see_no_images_say_why(directory, tmp_path):
+def test_servers_that_see_no_images_say_why(compiled, directory, tmp_path, caplog):
     model = llava()
     model.save_pretrained(tmp_path)
     without = pagebinder.compile_model(tmp_path, CompileConfig(prompt_embeds=40, executable="eager"))
     module = pagebinder.compile_model(model, CompileConfig(prompt_embeds=40, executable="eager"))
     text = pagebinder.compile_model(directory, CompileConfig(executable="eager"))
-    for compiled, message in (
+    compiled.save(tmp_path / "saved")
+    for one, message in (
         (without, "has no processor that can be read"),
         (module, "no directory with a processor"),
+        (pagebinder.load(tmp_path / "saved"), "an artefact has no model"),
         (text, "start the server with --prompt-embeds N"),
     ):
-        with serving(create_app(compiled, EngineConfig(num_kv_blocks=96))) as server:
+        caplog.clear()
+        with serving(create_app(one, EngineConfig(num_kv_blocks=96))) as server:
             status, answer = server.post("/v1/chat/completions", {"messages": conversation(part(picture(1)))})
+        assert one is text or message in caplog.text  # where place for images was asked for
         assert status == 400 and message in json.dumps(answer), answer
