@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 
@@ -42,6 +43,12 @@ def is_view_op(target) -> bool:
         return False
     aliases = [r.alias_info for r in target._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+@functools.cache
+def is_composite(target: torch._ops.OpOverload) -> bool:
+    """Is an op made of other ops, so that its schema does not say what its results alias?"""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -10,13 +10,12 @@ another kind are left as they are.
 
 from __future__ import annotations
 
-import functools
 import operator
 
 import torch
 from torch.fx import Node
 
-from pagebinder.graph_tools import aten, operands, set_val
+from pagebinder.graph_tools import aten, is_composite, operands, set_val
 
 NOTHING: frozenset[Node] = frozenset()
 # Ops that are made of others, so that their schema does not say what they return; these return a new tensor.
@@ -34,11 +33,6 @@ def write_out_of_place(graph: torch.fx.Graph) -> None:
         memory[node] = _memory(node, memory)
 
 
-@functools.cache
-def _is_composite(target: torch._ops.OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
-
-
 def _memory(node: Node, memory: dict[Node, frozenset[Node]]) -> frozenset[Node]:
     if node.op != "call_function":
         return frozenset({node})
@@ -49,7 +43,7 @@ def _memory(node: Node, memory: dict[Node, frozenset[Node]]) -> frozenset[Node]:
         return NOTHING  # of sizes
     if _makes(node):
         return frozenset({node})
-    composite = _is_composite(node.target)
+    composite = is_composite(node.target)
     shared = (n for argument, n in operands(node) if composite or argument.alias_info is not None)
     return frozenset({node} if composite else ()).union(*(memory[n] for n in shared))
 
@@ -60,7 +54,7 @@ def _makes(node: Node) -> bool:
         return False
     if node.target in NEW:
         return True
-    return not _is_composite(node.target) and all(r.alias_info is None for r in node.target._schema.returns)
+    return not is_composite(node.target) and all(r.alias_info is None for r in node.target._schema.returns)
 
 
 def _out_of_place(node: Node) -> torch._ops.OpOverload | None:

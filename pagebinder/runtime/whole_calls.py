@@ -37,19 +37,18 @@ class WholeCalls:
         Embeddings in prompts wait for those of prompts before them, where the model was compiled for fewer at a time.
         An encoder-decoder needs `encoder_prompts`, as many as there are prompts; `prompts` may be left away.
         """
-        ids: list[str] = []
         lives: list[LiveRequest] = []
         outputs, done = None, {}
         try:
             with self._turns.taken():  # of outputs the last one is wanted
-                outputs = self._start(ids, lives, prompts, params, encoder_prompts, flags=QUIET)
+                outputs = self._start(lives, prompts, params, encoder_prompts, flags=QUIET)
             for output in outputs:
                 done[output.request_id] = output
         finally:
             if outputs is not None:
                 outputs.close()  # aborts what has not ended
         # What somebody else aborted has no last output.
-        return [done[i] if i in done else live.output() for i, live in zip(ids, lives)]
+        return [done[i] if i in done else live.output() for i, live in zip(_ids(lives), lives)]
 
     def beam_search(
         self, prompt: Prompt | None = None, *, beam_width: int, max_tokens: int, length_penalty: float = 1.0,
@@ -94,12 +93,12 @@ class WholeCalls:
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields an output each time a request gets a token. Closing it aborts the rest."""
         with self._turns.taken():
-            return self._start([], [], prompts, params, encoder_prompts)
+            return self._start([], prompts, params, encoder_prompts)
 
     def _start(
-        self, ids: list[str], lives: list[LiveRequest], prompts, params, encoder_prompts, flags: int = 0
+        self, lives: list[LiveRequest], prompts, params, encoder_prompts, flags: int = 0
     ) -> Generator[RequestOutput, None, None]:
-        """Queue all prompts, or none; `ids` and `lives` become their requests, whose outputs the result is."""
+        """Queue all prompts, or none; `lives` become their requests, whose outputs the result is."""
         prompts = pair_prompts(prompts, encoder_prompts)
         if not isinstance(params, (list, tuple)):
             params = [params] * len(prompts)
@@ -110,33 +109,32 @@ class WholeCalls:
         mailbox: deque[RequestOutput] = deque()
         try:
             for (prompt, encoder_prompt), p in zip(prompts, params):
-                while (new := self._add_if_there_is_room(ids, prompt, p, encoder_prompt)) is None:
+                while not self._add_if_there_is_room(lives, mailbox, flags, prompt, p, encoder_prompt):
                     self._step()
-                for live in new:
-                    live.request.flags |= flags
-                    self._mailboxes[live.request.request_id] = mailbox
-                lives += new
-            reader = self._read(ids, mailbox)
+            reader = self._read(_ids(lives), mailbox)
             next(reader)  # enter its `try`, so that dropping it unread aborts the requests too
             return reader
         except BaseException:
-            self._abort_all(ids)
+            self._abort_all(_ids(lives))
             raise
 
     @in_turn
     def _add_if_there_is_room(
-        self, ids: list[str], prompt, params, encoder_prompt
-    ) -> list[LiveRequest] | None:
-        """Queue a prompt of a whole call, and put its requests into `ids`; None: requests that there are hold the
-        place of its embeddings."""
+        self, lives: list[LiveRequest], mailbox: deque, flags: int, prompt, params, encoder_prompt
+    ) -> bool:
+        """Queue a prompt of a whole call, whose requests are put into `lives`; False: requests that there are hold
+        the place of its embeddings."""
         try:
-            new = self.add_request(self._fresh_id(), prompt, params, encoder_prompt=encoder_prompt)
+            ids = self.add_request(self._fresh_id(), prompt, params, encoder_prompt=encoder_prompt)
         except PromptRowsTakenError:
             if not self._live:  # somebody else does
                 raise
-            return None
-        ids += new
-        return [self._live[i] for i in new]
+            return False
+        for i in ids:
+            lives.append(self._live[i])
+            lives[-1].request.flags |= flags
+            self._mailboxes[i] = mailbox
+        return True
 
     def _read(self, ids: list[str], mailbox: deque) -> Generator[RequestOutput, None, None]:
         """Step until the requests are done; another stream that is read in between steps them too."""
@@ -181,3 +179,7 @@ class WholeCalls:
             self._step()
             return True
         return bool(mailbox)
+
+
+def _ids(lives: Sequence[LiveRequest]) -> list[str]:
+    return [live.request.request_id for live in lives]

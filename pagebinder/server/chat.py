@@ -12,7 +12,7 @@ from jinja2 import TemplateSyntaxError
 
 from pagebinder.errors import ConfigError, RequestError
 from pagebinder.runtime.saved_tokenizer import SavedTokenizer
-from pagebinder.server.contents import ContentForms
+from pagebinder.server.contents import ContentForms, rendered
 from pagebinder.server.media import NO_IMAGES, MediaPrompts, PixelRoom, image_part
 from pagebinder.server.prompt_limits import PromptLimit
 from pagebinder.server.protocol import Message
@@ -64,10 +64,7 @@ class ChatTemplate:
             return
 
     def _render(self, conversation: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        options = {"add_generation_prompt": True} | variables
-        return self._renderer.apply_chat_template(
-            conversation, chat_template=self._text, tokenize=False, **options
-        )
+        return rendered(self._renderer, self._text, conversation, variables)
 
     @functools.cached_property
     def _renderer(self) -> Any:
@@ -100,13 +97,13 @@ class ChatTemplate:
         """
         if taken := sorted(OURS & variables.keys()):
             raise RequestError(f"chat_template_kwargs may not hold {', '.join(taken)}.")
-        if not holds_images(messages):
-            contents = [_parts(number, message) for number, message in enumerate(messages)]
-            return self._token_ids(messages, contents, variables, limit)
-        if self._media is None or self._media.problem is not None:
+        images = holds_images(messages)
+        if images and (self._media is None or self._media.problem is not None):
             raise RequestError(NO_IMAGES if self._media is None else self._media.problem)
         room = PixelRoom()
         contents = [_parts(number, message, room) for number, message in enumerate(messages)]
+        if not images:
+            return self._token_ids(messages, contents, variables, limit)
         if limit is not None:
             limit.check("".join(part.get("text", "") for parts in contents for part in parts))
         return self._media.prompt(_conversation(messages, contents, self._media.forms), variables)
@@ -159,7 +156,7 @@ def _conversation(
     return conversation
 
 
-def _parts(number: int, message: Message, room: PixelRoom | None = None) -> list[dict[str, Any]]:
+def _parts(number: int, message: Message, room: PixelRoom) -> list[dict[str, Any]]:
     """A message's content as parts, texts and images, these as `room` has place for their pixels.
 
     Raises RequestError: it has others, or none has place.

@@ -14,6 +14,17 @@ AS_PARTS = ({"type": "text", "text": MARK},)
 Part = Mapping[str, Any]
 
 
+def rendered(
+    renderer: Any,
+    template: str | None,
+    conversation: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> str:
+    """The text that asks for the assistant's answer, by `template` or the tokenizer's or processor's own."""
+    options = {"add_generation_prompt": True} | dict(variables)
+    return renderer.apply_chat_template(list(conversation), chat_template=template, tokenize=False, **options)
+
+
 class ContentForms:
     """`render`: makes the text of a conversation by the template that is asked about."""
 

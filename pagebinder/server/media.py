@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pagebinder.errors import RequestError
-from pagebinder.server.contents import ContentForms
+from pagebinder.server.contents import ContentForms, rendered
 
 IMAGES_BODY_BYTES = 64 << 20  # of a request's body at least, where images are served
 MOST_PIXELS = 64_000_000  # of the images of a request: what a few bytes of a file may ask for
@@ -43,7 +43,7 @@ class MediaPrompts:
     def __init__(self, compiled: Any, text: str | None = None) -> None:
         self._compiled, self._text = compiled, text
         self._processor, self.problem = None, NO_IMAGES  # problem: why images are not served; None: they are
-        self.forms = ContentForms(lambda conversation: self._render(conversation, {}))
+        self.forms = ContentForms(lambda conversation: rendered(self._processor, text, conversation, {}))
         if compiled.prompt_rows is None:
             return
         if compiled.source.is_transformers:
@@ -65,19 +65,13 @@ class MediaPrompts:
         images = [part["image"] for part in parts if "image" in part]
         try:
             # In two steps: in one, variables that a client gives would reach the processor (and files and URLs).
-            text = self._render(conversation, variables)
+            text = rendered(self._processor, self._text, conversation, variables)
             begin = self._processor.tokenizer.bos_token
             has_begin = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
             inputs = self._processor(text=[text], images=[images], return_tensors="pt", **has_begin)
         except Exception as error:  # whatever a processor does with a conversation it was not written for
             raise RequestError(f"The model's processor does not take this conversation: {error}") from error
         return self._compiled.media_prompt(dict(inputs))
-
-    def _render(self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        options = {"add_generation_prompt": True} | dict(variables)
-        return self._processor.apply_chat_template(
-            list(conversation), chat_template=self._text, tokenize=False, **options
-        )
 
 
 def _processor_of(path: Path | None, text: str | None) -> tuple[Any, str | None]:
@@ -121,8 +115,8 @@ class PixelRoom:
             raise RequestError(f"{where}: {MOST_IMAGES} images of a request are taken at most.")
 
 
-def image_part(part: Mapping[str, Any], where: str, room: PixelRoom | None) -> dict[str, Any]:
-    """An `image_url` part as processors take it, decoded where `room` has place (None: it is the only one).
+def image_part(part: Mapping[str, Any], where: str, room: PixelRoom) -> dict[str, Any]:
+    """An `image_url` part as processors take it, decoded where `room` has place.
 
     Raises RequestError: it holds no image in a data: URL, or has no place.
     """
@@ -139,7 +133,7 @@ def image_part(part: Mapping[str, Any], where: str, room: PixelRoom | None) -> d
         content = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{where}: its data is no base64: {error}.") from error
-    return {"type": "image", "image": _decoded(content, where, room or PixelRoom())}
+    return {"type": "image", "image": _decoded(content, where, room)}
 
 
 def _decoded(content: bytes, where: str, room: PixelRoom) -> Any:

@@ -15,7 +15,6 @@ pages are disjoint, and a block belongs to one group at a time.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import operands, written_by
+from pagebinder.graph_tools import is_composite, operands, written_by
 
-IMPLICIT = "CompositeImplicitAutograd"
 DATA, READ_AFTER_WRITE = "data", "read after write"
 WRITE_AFTER_READ, WRITE_AFTER_WRITE = "write after read", "write after write"
 
@@ -120,7 +118,7 @@ def launches(node: Node) -> bool:
     if not any("Tensor" in str(x.type) for x in (*target._schema.arguments, *returns)):
         return False
     views = all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    return not views or target._schema.is_mutable or _is_implicit(target)
+    return not views or target._schema.is_mutable or is_composite(target)
 
 
 def is_value(node: Node) -> bool:
@@ -157,7 +155,7 @@ def _storages(node: Node, known: dict[Node, frozenset[Node]]) -> frozenset[Node]
     if not isinstance(node.target, torch._ops.OpOverload):
         return frozenset()
     returns = node.target._schema.returns
-    implicit = _is_implicit(node.target)
+    implicit = is_composite(node.target)
     shared = [n for argument, n in operands(node) if implicit or argument.alias_info is not None]
     found = frozenset().union(*(known[n] for n in shared)) if _aliases(returns) or implicit else frozenset()
     allocates = implicit or any(r.alias_info is None for r in returns)
@@ -166,12 +164,6 @@ def _storages(node: Node, known: dict[Node, frozenset[Node]]) -> frozenset[Node]
 
 def _aliases(returns) -> bool:
     return any(r.alias_info is not None for r in returns)
-
-
-@functools.cache
-def _is_implicit(target: torch._ops.OpOverload) -> bool:
-    """Made of other ops, below what a schema tells."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), IMPLICIT)
 
 
 def _is_tensor(value) -> bool:
