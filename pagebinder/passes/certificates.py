@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from pagebinder.errors import VerificationError
-from pagebinder.graph_tools import module_path, written_by
+from pagebinder.graph_tools import aten, is_call, module_path, written_by
 from pagebinder.passes.graph_values import REDUCED, GraphRunner
 from pagebinder.passes.keep_stored_codes import certify_stored
 from pagebinder.passes.quantize_activations import certify_activations
@@ -29,12 +29,12 @@ from pagebinder.passes.quantize_kv import certify_kv
 from pagebinder.passes.quantize_weights import certify_weights
 from pagebinder.passes.rewrite_cones import Cone, Diff, cones
 from pagebinder.passes.trail import DECODER, ENCODER, Step, Trail
-from pagebinder.passes.verifier import Difference, difference
+from pagebinder.passes.verifier import Difference, difference, spread_of
 from pagebinder.report import Certificate, Match
 
-# How far a rewrite alone may differ, in units of the spread of its outputs: it has a few operations only, so this is
-# a few units in the last place of the largest outputs, which are some 5 deviations out. In float32 a sum over a
-# layer's width may differ by more, as the order of its terms is free.
+# How far a rewrite alone may differ, in units of the spread of its outputs, or of what these are a sum of: it has a
+# few operations only, so this is a few units in the last place of the largest outputs, which are some 5 deviations
+# out. In float32 a sum over a layer's width may differ by more, as the order of its terms is free.
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 2e-5, torch.float16: 2**-7, torch.bfloat16: 2**-4}
 NUM_TOKENS = (1, 3, 17)
 MAGNITUDES = (1.0, 1e-3)
@@ -220,17 +220,31 @@ def compare_sides(
                     if not _has_its_shape(expected, cone.output[0], num_tokens):
                         failure = "its result has not the shape that it was traced with"
                         continue
-                    got = GraphRunner(graphs[1], widen=widen).run(*given)
+                    got, spread = _run_with_terms(graphs[1], widen, given)
                 tried += 1
                 tolerance = TOLERANCES.get(expected.dtype, 0.0)
                 label = f"{num_tokens} tokens, inputs of magnitude {magnitude:g}, {expected.dtype}"
-                here = difference(got, expected, label)
+                here = difference(got, expected, label, spread=max(spread, spread_of(expected)))
                 if here.relative > tolerance:
                     return here, Counterexample(given, tolerance, widen)
                 worst = max(worst, here, key=lambda d: d.relative)
     if not tried:
         raise NotExtractable(f"what was replaced cannot be run on its own: {failure}")
     return worst, None
+
+
+def _run_with_terms(gm: GraphModule, widen: bool, inputs: list) -> tuple[torch.Tensor, float]:
+    """What a side returns and, if that is a sum or difference, the largest spread of its terms: where they cancel,
+    their rounding is large beside the result. (A term that is wrong is off by its own size.)"""
+    (output,) = (n.args[0] for n in gm.graph.nodes if n.op == "output")
+    terms = set(output.args) if is_call(output, aten.add.Tensor, aten.sub.Tensor) else set()
+    spreads = [0.0]
+
+    def observe(node: Node, value) -> None:
+        if node in terms and isinstance(value, torch.Tensor) and value.is_floating_point():
+            spreads.append(spread_of(value))
+
+    return GraphRunner(gm, widen=widen, observe=observe).run(*inputs), max(spreads)
 
 
 def _dtype_of(node: Node):

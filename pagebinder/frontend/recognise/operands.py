@@ -19,7 +19,7 @@ SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default
 PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default)
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
              aten.squeeze.dim, aten.squeeze.default, aten.flatten.using_ints)  # fmt: skip
-_SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 
 
 class NotAttention(Exception):
@@ -135,7 +135,7 @@ def stripped(operand: Operand, *, fold_factors: bool) -> Operand:
         elif is_call(node, *CASTS):
             if val(node).dtype is not val(x).dtype and not _widens(val(x).dtype, val(node).dtype):
                 break
-        elif is_call(node, *_SCALINGS) and fold_factors and (step := _exact_factor(node)) is not None:
+        elif is_call(node, *SCALINGS) and fold_factors and (step := _exact_factor(node)) is not None:
             factor *= step
         elif is_call(node, *_RESHAPES) and (relabelled := _without_ones(node, labels)) is not None:
             labels = relabelled
@@ -250,6 +250,21 @@ def flat_heads(
     if val(node).stride(-1) != 1:  # channels before tokens, as convolutions have them
         node = insert_call(gm.graph, where, aten.contiguous.default, (node,))
     return node
+
+
+def in_order(gm: GraphModule, where: Node, x: Node, labels: list[str], order: list[str]) -> Node:
+    """x, its dimensions the last of `labels`, with one for each label of `order`, of size 1 where it had none."""
+    own = labels[len(labels) - val(x).dim() :]
+    for dim in reversed(range(len(own))):
+        if own[dim] not in order:
+            if not _is_one(val(x).shape[dim]):
+                raise NotAttention("a factor differs along a dimension that what it multiplies lacks")
+            x = insert_call(gm.graph, where, aten.select.int, (x, dim, 0))
+            del own[dim]
+    for label in (label for label in order if label not in own):
+        x = insert_call(gm.graph, where, aten.unsqueeze.default, (x, 0))
+        own.insert(0, label)
+    return _permuted(gm, where, x, [own.index(label) for label in order])
 
 
 def from_flat_heads(

@@ -4,6 +4,7 @@ Matches:
     scores = q @ k^T * scale, soft-capped, masked, biased                    see score_chain.py
     weights = softmax(scores) or softmax(cat(scores, sinks))[..., :-1]       see sinks.py
     (the softmax as one op, or written out: written_softmax.py)
+    scores and weights times what a row or a head has one number of          see row_factors.py
     out = weights @ v                                     matmul, bmm, baddbmm or einsum, heads grouped or repeated
 Replaces with:
     pagebinder.attention(q [T, H, D], k [T, G, D], v [T, G, Dv], sinks, alibi_slopes, scale, window, chunk, soft_cap)
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule, Node
@@ -24,6 +26,7 @@ from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, MaskTerm, p
 from pagebinder.frontend.mask_values import by_shape_only, is_size
 from pagebinder.frontend.recognise.operands import (
     PRODUCTS,
+    SCALINGS,
     SOFTMAXES,
     NotAttention,
     Operand,
@@ -36,11 +39,14 @@ from pagebinder.frontend.recognise.operands import (
     stripped,
     unrepeated,
 )
+from pagebinder.frontend.recognise.row_factors import RowFactor, is_of_rows, multiplied
 from pagebinder.frontend.recognise.rows_before_heads import exchange_rows_and_heads
 from pagebinder.frontend.recognise.score_chain import Chain, read_chain
+from pagebinder.frontend.recognise.selected_heads import take_heads_first
 from pagebinder.frontend.recognise.sinks import Sinks, cuts_column
 from pagebinder.frontend.recognise.slopes import SlopeConstants
 from pagebinder.frontend.recognise.summed_products import merge_summed_products
+from pagebinder.frontend.recognise.summed_weights import distribute_summed_weights
 from pagebinder.frontend.recognise.written_softmax import rewrite_written_softmaxes
 from pagebinder.graph_tools import (
     CASTS,
@@ -65,7 +71,8 @@ def recognise_raw_attention(gm: GraphModule) -> PassResult:
     result = PassResult(name="recognise_raw_attention")
     merged = merge_summed_products(gm) | exchange_rows_and_heads(gm)
     written_out, result.refusals = rewrite_written_softmaxes(gm)
-    result.changed = merged or bool(written_out)
+    rearranged = take_heads_first(gm) | distribute_summed_weights(gm)
+    result.changed = merged or bool(written_out) or rearranged
     anchors = [n for n in calls(gm.graph, *SOFTMAXES) if _is_over_tokens(n)]
     if not anchors:
         return result
@@ -115,19 +122,19 @@ class _Layer:
         if softmax.args[1] % rank != rank - 1:
             raise NotAttention("the softmax is over another dimension than the last")
         chain = read_chain(softmax, self.tainted)
-        weights = _weights_of(softmax, chain.sinks)
-        product = next(iter(weights.users))
+        weights = _weights_of(softmax, chain.sinks, self.tainted)
+        product = next(iter(weights.node.users))
         chain.nodes |= {softmax}
         _require_private(chain, softmax)
-        of_scores, of_values = chain.product, product_with_values(product, weights)
-        q, k, v, leading, sizes = _operands(of_scores, of_values, val(weights))
+        of_scores, of_values = chain.product, product_with_values(product, weights.node)
+        q, k, v, leading, sizes = _operands(of_scores, of_values, val(weights.node))
         biases = [self._bias(*bias) for bias in chain.biases]
         facts = self._facts_of((*chain.masks, *(b.mask for b in biases if b.mask is not None)))
         slopes = self._slopes_of([b for b in biases if b.node is not None], facts, chain, sizes)
-        op = self._emit(product, chain, facts, (q, k, v), slopes, of_values, leading, sizes)
-        while not weights.users and weights is not softmax:  # a dropout in between would be kept by torch
-            unused, weights = weights, weights.args[0]
-            unused.graph.erase_node(unused)
+        q = (multiplied(self.gm, product, q[0], chain.row_factors, chain.anchor, of_scores.labels), *q[1:])
+        op = self._emit(product, chain, facts, (q, k, v), slopes, weights, of_values, leading, sizes)
+        for node in reversed(weights.path):  # a dropout in between would be kept by torch
+            node.graph.erase_node(node)
         detail = _detail(facts, op) + (", softmax written out" if softmax in self.written_out else "")
         return Match(pattern=PATTERN, detail=detail, **describe(op))
 
@@ -157,7 +164,7 @@ class _Layer:
             self._slopes[key] = prove_alibi(biases[0], facts, total)
         return lambda: self._constants.node_of(self._slopes[key], val(biases[0].node).device)
 
-    def _emit(self, product, chain, facts, qkv, slopes, of_values, leading, sizes) -> Node:
+    def _emit(self, product, chain, facts, qkv, slopes, weights, of_values, leading, sizes) -> Node:
         (row, width), (inner, column) = qkv[0][1:], qkv[1][1:]
         gm, graph = self.gm, self.gm.graph
         q, k, v = (x for x, *_ in qkv)
@@ -189,6 +196,9 @@ class _Layer:
         )
         if val(out).dtype is not val(product).dtype:
             out = insert_call(graph, product, aten.to.dtype, (out, val(product).dtype))
+        rows = [*of_values.weight_leading, "tokens", "columns"]
+        of_rows = Operand(out, of_values.out_labels)
+        out = multiplied(gm, product, of_rows, weights.row_factors, weights.node, rows).node
         product.replace_all_uses_with(out)
         graph.erase_node(product)
         return op
@@ -207,10 +217,19 @@ def _only_user(node: Node) -> Node:
     return next(iter(node.users))
 
 
-def _weights_of(softmax: Node, sinks: Sinks | None) -> Node:
-    """What multiplies the values: the softmax, cast, without the sink column; a dropout of zero is nothing."""
-    node, waits_for_cut = softmax, sinks is not None
-    while not is_call(user := _only_user(node), *PRODUCTS):
+@dataclass
+class _Weights:
+    """What multiplies the values, and the nodes on the way to it from the softmax."""
+
+    node: Node
+    path: list[Node] = field(default_factory=list)
+    row_factors: list[RowFactor] = field(default_factory=list)
+
+
+def _weights_of(softmax: Node, sinks: Sinks | None, tainted: set[Node]) -> _Weights:
+    """The softmax, cast, without the sink column, times factors of rows; a dropout of zero is nothing."""
+    weights, waits_for_cut = _Weights(softmax), sinks is not None
+    while not is_call(user := _only_user(weights.node), *PRODUCTS):
         if is_call(user, aten.dropout.default):
             if arg(user, 2, "train") and arg(user, 1, "p"):
                 raise NotAttention("attention with dropout: call model.eval() before compiling")
@@ -218,12 +237,27 @@ def _weights_of(softmax: Node, sinks: Sinks | None) -> Node:
             if not waits_for_cut or not cuts_column(user, sinks):
                 raise NotAttention("the weights of the attention are cut")
             waits_for_cut = False
+        elif is_call(user, *SCALINGS) and (factor := _row_factor(user, weights.node, tainted)) is not None:
+            weights.row_factors.append(factor)
         elif not is_call(user, *CASTS, *IDENTITIES) and not _keeps_matrices(user):
             raise NotAttention(f"{user.target} stands between the softmax and the product with the values")
-        node = user
+        weights.node = user
+        weights.path.append(user)
     if waits_for_cut:
         raise NotAttention("a column was appended to the scores and is not dropped after the softmax")
-    return node
+    return weights
+
+
+def _row_factor(scaling: Node, weights: Node, tainted: set[Node]) -> RowFactor | None:
+    """What a product or quotient does to each row of the weights; None: more than that."""
+    divides = is_call(scaling, aten.div.Tensor, aten.div.Scalar)
+    x, factor = scaling.args[:2]
+    if x is not weights and not divides:
+        x, factor = factor, x
+    is_number = isinstance(factor, (int, float))
+    if x is not weights or scaling.kwargs or not (is_number or is_of_rows(factor, weights, tainted)):
+        return None
+    return RowFactor(factor, divides, weights)
 
 
 def _keeps_matrices(view: Node) -> bool:

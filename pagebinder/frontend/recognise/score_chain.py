@@ -2,14 +2,14 @@
 
     scores = product -> * scale -> soft cap -> masks and biases, in any order -> (sink column) -> softmax
 
-Everything on the way is a scaling, a soft cap, a mask, a bias, a cast or a change of shape around [.., T, T]; the
-first thing that is none of them ends the walk with its name.
+Everything on the way is a scaling, a factor of rows (row_factors.py), a soft cap, a mask, a bias, a number added to a
+whole row, a cast or a change of shape around [.., T, T]; the first thing that is none of them ends the walk
+with its name.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -19,6 +19,7 @@ from torch.fx import Node
 from pagebinder.frontend.mask_proof import HIDDEN, MaskTerm
 from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors, is_size
 from pagebinder.frontend.recognise.operands import PRODUCTS, NotAttention, Product, product_of, scaling
+from pagebinder.frontend.recognise.row_factors import RowFactor, is_of_rows
 from pagebinder.frontend.recognise.sinks import VIEWS, Sinks, joined
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, is_call, val
 
@@ -29,7 +30,8 @@ _MAXIMA = (aten.maximum.default, aten.clamp.default, aten.clamp_min.default, ate
 
 @dataclass
 class Chain:
-    """The chain from a softmax up to its product. `biases`: (node, factor) of what is added to the scores."""
+    """The chain from a softmax up to its product. `biases`: (node, factor) of what is added to the scores;
+    `row_factors`: of the product itself; `shifts`: what rows are shifted by, which does not matter."""
 
     product: Product
     anchor: Node
@@ -37,6 +39,8 @@ class Chain:
     soft_cap: Fraction | None = None
     masks: list[MaskTerm] = field(default_factory=list)
     biases: list[tuple[Node, Fraction]] = field(default_factory=list)
+    row_factors: list[RowFactor] = field(default_factory=list)
+    shifts: list[Node] = field(default_factory=list)
     sinks: Sinks | None = None
     nodes: set[Node] = field(default_factory=set)
 
@@ -58,7 +62,7 @@ def read_chain(softmax: Node, tainted: set[Node]) -> Chain:
             raise NotAttention(f"no product of queries and keys is behind the softmax, but {_name(node)}")
         chain.nodes.add(node)
         node = _step(chain, node, tainted)
-    chain.nodes.add(node)
+    chain.nodes |= {node, *(n for shift in chain.shifts for n in _between(node, shift))}
     chain.product, chain.anchor = product_of(node), node
     if chain.product.bias is not None and chain.product.bias_factor:
         chain.biases.append((chain.product.bias, chain.factor * chain.product.bias_factor))
@@ -71,6 +75,8 @@ def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     """Take one node of the chain into account and return the one before it."""
     if is_call(node, *CASTS, *IDENTITIES):
         return node.args[0]
+    if is_call(node, aten.nan_to_num.default) and arg(node, 3, "neginf") is None:
+        return node.args[0]  # of finite scores: themselves; what is hidden stays so
     if is_call(node, *VIEWS):
         return _through_view(node)
     if is_call(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
@@ -78,6 +84,8 @@ def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     if is_call(node, aten.tanh.default):
         if chain.soft_cap is not None:
             raise NotAttention("the scores are soft-capped twice")
+        if chain.row_factors:
+            raise NotAttention("the scores are soft-capped before rows of them are multiplied")
         chain.soft_cap = chain.factor
         return node.args[0]
     if is_call(node, aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor):
@@ -108,6 +116,10 @@ def _scaled(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     if factor is None and not divides and isinstance(x, Node) and _is_of_pairs(other, tainted):
         _require_before_cap(chain)
         chain.masks.append(MaskTerm(other, "factor"))
+        return x
+    by_rows = isinstance(x, Node) and isinstance(other, Node) and (factor is None or factor <= 0)
+    if by_rows and is_of_rows(other, x, tainted):
+        chain.row_factors.append(RowFactor(other, divides, x))
         return x
     if factor is None or not isinstance(x, Node):
         counts = isinstance(other, Node) and any(is_size(n) for n in ancestors(other))
@@ -140,31 +152,41 @@ def _added(chain: Chain, node: Node, tainted: set[Node]) -> Node:
         raise NotAttention("a bias is added with a factor")
     if isinstance(x, Node) and not isinstance(other, Node) and other == 0:
         return x
-    if is_minus and _is_row_maximum(other, x):
-        if chain.soft_cap is not None or chain.sinks is not None:
-            raise NotAttention("the row's maximum is subtracted before a soft cap or a sink")
-        chain.nodes |= {other, other.args[0]}
-        return x
-    if not is_minus and (not isinstance(x, Node) or (x not in tainted and other in tainted)):
+    if not is_minus and (
+        not isinstance(x, Node) or (isinstance(other, Node) and _leads_to_scores(other, x, tainted))
+    ):
         x, other = other, x
-    if not isinstance(other, Node) or other in tainted:
-        what = (
-            "a number" if not isinstance(other, Node) else "a bias that depends on the values of the tokens"
-        )
-        raise NotAttention(f"the scores get {what}")
+    if isinstance(x, Node) and (not isinstance(other, Node) or is_of_rows(other, x, tainted)):
+        if chain.soft_cap is not None or chain.sinks is not None:
+            raise NotAttention("rows of the scores are shifted before a soft cap or a sink")
+        if isinstance(other, Node):
+            chain.shifts.append(other)
+        return x  # a softmax is the same without it
+    if not isinstance(x, Node) or other in tainted:
+        raise NotAttention("the scores get a bias that depends on the values of the tokens")
     _require_before_cap(chain)
     chain.biases.append((other, -chain.factor if is_minus else chain.factor))
     return x
 
 
-def _is_row_maximum(value, x: Node) -> bool:
-    """max(x, -1, keepdim) or amax: a softmax does not change when it is subtracted."""
-    if is_call(value, operator.getitem) and value.args[1] == 0 and is_call(value.args[0], aten.max.dim):
-        value = value.args[0]
-    if not is_call(value, aten.max.dim, aten.amax.default) or value.args[0] is not x:
-        return False
-    dims = value.args[1] if isinstance(value.args[1], (list, tuple)) else [value.args[1]]
-    return list(dims) in ([-1], [val(x).dim() - 1]) and bool(arg(value, 2, "keepdim", False))
+def _leads_to_scores(node: Node, other: Node, tainted: set[Node]) -> bool:
+    """Of two that are added, is this one the scores? They depend on the tokens and have a column for each."""
+    if (node in tainted) != (other in tainted):
+        return node in tainted
+    return _has_columns(node) and not _has_columns(other)
+
+
+def _has_columns(node: Node) -> bool:
+    return val(node).dim() > 0 and isinstance(val(node).shape[-1], torch.SymInt)
+
+
+def _between(x: Node, result: Node) -> set[Node]:
+    """`result` and what lies on the way to it from x; nothing if it does not depend on x."""
+    depends: dict[Node, bool] = {x: True}
+    for node in ancestors(result):
+        if node is not x:
+            depends[node] = any(depends.get(n, False) for n in node.all_input_nodes)
+    return {node for node, does in depends.items() if does and node is not x}
 
 
 def _filled(chain: Chain, x: Node, term: MaskTerm, fill, tainted: set[Node]) -> Node:
@@ -192,6 +214,8 @@ def _require_before_cap(chain: Chain) -> None:
         raise NotAttention("the scores are masked or biased before the soft cap")
     if any(term.kind == "factor" for term in chain.masks):
         raise NotAttention("the scores are masked or biased before they are multiplied with a mask")
+    if chain.row_factors:
+        raise NotAttention("the scores are masked or biased before rows of them are multiplied")
 
 
 def _with_sinks(chain: Chain, node: Node) -> Node:
@@ -199,6 +223,7 @@ def _with_sinks(chain: Chain, node: Node) -> Node:
     if (
         chain.masks
         or chain.biases
+        or chain.row_factors
         or chain.factor != 1
         or chain.soft_cap is not None
         or chain.sinks is not None

@@ -3,6 +3,7 @@
 Matches:
     e = exp(scores - shift);  w = e / sum(e, -1, keepdim)                          shift: one of a row, or none
     e / (sum(e) + exp(sink - shift))  |  e / (sum(e) + number)                     the number without a shift
+    exp(log_softmax(scores, -1))  |  exp(scores - logsumexp(scores, -1, keepdim))
 Replaces with:
     w = softmax(scores, -1)
     w = softmax(cat(scores, expand(sink)), -1)[..., :-1]                           sink = log(number)
@@ -22,6 +23,7 @@ from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_ca
 from pagebinder.report import Refusal
 
 PATTERN = "attention"
+_LOG_SOFTMAXES = (aten.log_softmax.int, aten._log_softmax.default)
 
 
 class NotThisSoftmax(Exception):
@@ -30,7 +32,7 @@ class NotThisSoftmax(Exception):
 
 def rewrite_written_softmaxes(gm: GraphModule) -> tuple[set[Node], list[Refusal]]:
     """Rewrite each quotient of exponentials by their sum over tokens: the softmax nodes made, and what is refused."""
-    made, refusals = set(), []
+    made, refusals = _rewrite_logarithms(gm), []
     for node in calls(gm.graph, aten.div.Tensor):
         exps, total = node.args
         if not is_call(exps, aten.exp.default) or not isinstance(val(exps).shape[-1], torch.SymInt):
@@ -52,6 +54,34 @@ def rewrite_written_softmaxes(gm: GraphModule) -> tuple[set[Node], list[Refusal]
     if made:
         finish(gm)
     return made, refusals
+
+
+def _rewrite_logarithms(gm: GraphModule) -> set[Node]:
+    """Softmaxes that are exponentials of their logarithms."""
+    made = set()
+    for node in calls(gm.graph, aten.exp.default):
+        scores = _of_logarithm(node.args[0])
+        if scores is None or not isinstance(val(node).shape[-1], torch.SymInt):
+            continue
+        softmax, weights = _emit(gm, node, scores, None)
+        node.replace_all_uses_with(weights)
+        gm.graph.erase_node(node)
+        made.add(softmax)
+    return made
+
+
+def _of_logarithm(x: Node) -> Node | None:
+    """Scores, if x is the logarithm of their softmax."""
+    last = (-1, val(x).dim() - 1)
+    if is_call(x, *_LOG_SOFTMAXES):
+        return x.args[0] if x.args[1] in last else None
+    if not is_call(x, aten.sub.Tensor) or x.kwargs:
+        return None
+    scores, total = x.args
+    if not is_call(total, aten.logsumexp.default) or total.args[0] is not scores:
+        return None
+    dims = total.args[1] if isinstance(total.args[1], (list, tuple)) else [total.args[1]]
+    return scores if list(dims) in ([-1], [last[1]]) and bool(arg(total, 2, "keepdim", False)) else None
 
 
 def _terms(total) -> list:

@@ -1,0 +1,204 @@
+"""Factors of rows around a softmax, numbers that rows are shifted by, softmaxes by way of their logarithms."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import pagebinder
+from pagebinder import CompileConfig, EngineConfig, SamplingParams
+from pagebinder.frontend.audit import audit
+from pagebinder.frontend.recognise import recognise_raw_attention
+from pagebinder.graph_tools import calls
+from tests.frontend import plain_decoders as plain
+from tests.frontend.test_raw_attention import ATTENTION, attend, causal, greedy, heads
+from tests.graphs import captured, clone, count, run
+
+HEAD_FACTORS = torch.tensor([0.3, -1.7])[:, None, None]
+
+
+class ByParameters(nn.Module):
+    """A temperature of each head, and one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperatures = nn.Parameter(torch.tensor([0.2, 1.4]))
+        self.gain = nn.Parameter(torch.tensor(-0.6))
+
+    def forward(self, x, positions):
+        temperatures = self.temperatures.exp().view(1, 2, 1, 1)
+        return attend(x, lambda s: causal(s * temperatures) / 0.5, lambda w: w * self.gain)
+
+
+def by_position(x, positions):
+    """As models that were trained on shorter texts scale longer ones: by the logarithm of the position."""
+    steps = (positions + 2.0).log()[:, None, :, None]
+    return attend(x, lambda s: causal(s * steps))
+
+
+def by_tokens(x, positions):
+    gates = torch.sigmoid(x[..., :2]).transpose(1, 2)[..., None]
+    return attend(x, lambda s: causal(gates * s), lambda w: w * gates.sqrt())
+
+
+def divided(x, positions):
+    """Cosine attention with its norms where the scores are."""
+    norms = heads(x).norm(dim=-1, keepdim=True)
+    return attend(x, lambda s: causal(s / norms), lambda w: w / 3)
+
+
+def capped(x, positions):
+    return attend(x, lambda s: causal(torch.tanh(s * HEAD_FACTORS / 4.0) * 4.0))
+
+
+def grouped(x, positions):
+    """Heads as [G, group], whose factors are, too; keys and values of one head for each group."""
+    q = x.view(1, -1, 2, 2, 4).permute(0, 2, 3, 1, 4)
+    k = x[..., :8].view(1, -1, 2, 1, 4).permute(0, 2, 3, 1, 4)
+    factors = torch.arange(1.0, 5.0).view(2, 2, 1, 1)
+    weights = torch.softmax(causal((q @ k.mT) * factors), dim=-1) * (1 / factors)
+    return (weights @ k).permute(0, 3, 1, 2, 4).flatten(2)
+
+
+def in_einsum(x, positions):
+    q = x.unflatten(-1, (2, -1))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, q) * HEAD_FACTORS
+    weights = causal(scores).softmax(-1) * HEAD_FACTORS
+    return torch.einsum("bhqk,bkhd->bqhd", weights, q).flatten(2)
+
+
+def shifted_by_maximum(x, positions):
+    return attend(x, lambda s: causal(s) - causal(s).detach().amax(-1, keepdim=True))
+
+
+def shifted_by_tokens(x, positions):
+    return attend(x, lambda s: causal(s + x.mean(-1)[:, None, :, None]) - 3.0)
+
+
+def by_log_softmax(x, positions):
+    q = heads(x)
+    return (torch.log_softmax(causal(q @ q.mT), dim=-1).exp() @ q).transpose(1, 2).flatten(2)
+
+
+def by_logsumexp(x, positions):
+    q = heads(x)
+    scores = causal(q @ q.mT)
+    weights = (scores - torch.logsumexp(scores, dim=-1, keepdim=True)).exp()
+    return (weights @ q).transpose(1, 2).flatten(2)
+
+
+def guarded_against_nan(x, positions):
+    return attend(x, lambda s: causal(torch.nan_to_num(s)))
+
+
+BODIES = [
+    ByParameters(), by_position, by_tokens, divided, capped, grouped, in_einsum, shifted_by_maximum,
+    shifted_by_tokens, by_log_softmax, by_logsumexp, guarded_against_nan,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda b: getattr(b, "__name__", type(b).__name__))
+def test_attention_that_is_recognised_computes_the_same(body):
+    before = captured(body)
+    after = clone(before)
+    result = recognise_raw_attention(after)
+    assert not result.refusals and len(result.matches) == 1 and not audit(after), result.refusals
+    for num_tokens in (1, 2, 17, 50):
+        torch.testing.assert_close(run(after, num_tokens), run(before, num_tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_heads_that_share_keys_stay_in_groups():
+    gm = captured(grouped)
+    recognise_raw_attention(gm)
+    (node,) = calls(gm.graph, ATTENTION)
+    assert [n.meta["val"].shape[1] for n in node.args[:3]] == [4, 2, 2]
+
+
+REFUSED = {
+    "of each key": (lambda x, p: attend(x, lambda s: causal(s * x.mean(-1)[:, None, None])), "multiplied by"),
+    "weights of each key": (
+        lambda x, p: attend(x, change_weights=lambda w: w * x.mean(-1)[:, None, None]),
+        "stands between",
+    ),
+    "behind the soft cap": (
+        lambda x, p: attend(x, lambda s: causal(s.tanh() * HEAD_FACTORS)),
+        "soft-capped before",
+    ),
+    "of masked scores": (
+        lambda x, p: attend(x, lambda s: causal(s) * HEAD_FACTORS.abs()),
+        "before rows of them",
+    ),
+    "of the number of tokens": (
+        lambda x, p: attend(x, lambda s: causal(s * torch.arange(x.shape[1]).float().sum())),
+        "depends on the number of tokens",
+    ),
+    "of all tokens": (lambda x, p: attend(x, lambda s: causal(s * x.mean())), "something else than a number"),
+    "shifted before the cap": (
+        lambda x, p: attend(x, lambda s: causal((s - s.amax(-1, keepdim=True)).tanh())),
+        "shifted before a soft cap",
+    ),
+    "rounded quotients": (
+        lambda x, p: attend(x, change_weights=lambda w: torch.div(w, 0.3, rounding_mode="floor")),
+        "stands between",
+    ),
+    "what is hidden becomes 0": (
+        lambda x, p: attend(x, lambda s: torch.nan_to_num(causal(s), neginf=0.0)),
+        "nan_to_num",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_factor_of_rows_is_refused(name):
+    body, reason = REFUSED[name]
+    before = captured(body)
+    after = clone(before)
+    (refusal,) = recognise_raw_attention(after).refusals
+    assert count(after, ATTENTION) == 0 and re.search(reason, refusal.reason), refusal.reason
+    assert torch.equal(run(after, 20), run(before, 20))
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda x, p: (p * 0.0 + x.shape[1]).log()[:, None, :, None],
+        lambda x, p: x.mean(-1).cumsum(1)[:, None, :, None],
+        lambda x, p: x.flip(1)[..., :1].unsqueeze(1),
+    ],
+    ids=["the length", "earlier tokens", "later tokens"],
+)
+def test_factors_that_see_other_tokens_are_left_to_the_audit(factor):
+    gm = captured(lambda x, p: attend(x, lambda s: causal(s * factor(x, p))))
+    recognise_raw_attention(gm)
+    assert audit(gm)
+
+
+class Tempered(plain.Attention):
+    """Queries and keys of length 1, a temperature of each head and position, gains of heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperatures = nn.Parameter(torch.linspace(1.0, 3.0, plain.HEADS))
+        self.gains = nn.Parameter(torch.linspace(-1.0, 1.0, plain.HEADS))
+
+    def forward(self, x):
+        _, t, _ = x.shape
+        q, k, v = (y.view(1, t, plain.HEADS, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k = (nn.functional.normalize(y, dim=-1) for y in (q, k))
+        scores = q @ k.mT * self.temperatures.exp().view(-1, 1, 1)
+        y = (causal(scores).softmax(-1) * self.gains.view(-1, 1, 1)) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_decoder_with_temperatures_is_served_and_every_step_verified(dtype):
+    model = plain.Decoder(Tempered).eval().to(dtype)
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", verify="full"))
+    if dtype is torch.float32:  # a tie in bfloat16 is no error
+        engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_batched_tokens=24))
+        prompts = [[1, 2, 3], list(range(20)), [7] * 45]
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+        assert [o.token_ids for o in outputs] == [greedy(model, p, 8) for p in prompts]
