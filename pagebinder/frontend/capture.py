@@ -9,6 +9,7 @@ they have in the source model, shared with it and not copied.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import io
@@ -60,6 +61,9 @@ from pagebinder.graph_tools import aten, attach, finish, graph_module
 EXAMPLE_TOKENS = 40
 MAX_STEP_TOKENS = 1 << 20
 MIN_STEP_TOKENS = 2
+CACHE_FROM = (
+    4  # layers that are traced one after the other: with fewer, torch's cache costs more than it saves
+)
 
 # Models that write out the attention of their text, and take functions for that of their images: the hook would
 # only take the mask away that the text needs.
@@ -227,7 +231,8 @@ def _export(
                 )
                 # Graphs on the way are called by strict alone.
                 lazy, watched = _use_lazy_graph_module(not strict), put_back(source.module)
-                once, cached = traced_once(repeated), _caching_fake_calls(not repeated)
+                once = traced_once(repeated)
+                cached = _caching_fake_calls(not repeated and _layers_alike(source.module) >= CACHE_FROM)
                 with lazy, watched, once, cached, noting_branches(places):
                     program = (
                         exported() if strict else traced_in_steady_state(source.module, wrapper, exported)
@@ -260,11 +265,17 @@ def _export(
 
 
 def _caching_fake_calls(on: bool) -> contextlib.AbstractContextManager:
-    """torch keeps the shapes that ops return for calls that are alike. That pays where layers are traced one after
-    the other; of a single layer few are, and what is kept takes a third of the time."""
+    """torch keeps the shapes that ops return for calls that are alike. That pays where several layers are traced one
+    after the other; of a single layer few are, and what is kept takes a third of the time."""
     from torch._dynamo import config  # a large package, which the export imports
 
     return config.patch(fake_tensor_cache_enabled=on)
+
+
+def _layers_alike(model: torch.nn.Module) -> int:
+    """How many modules with parts are of one class, at most."""
+    counts = collections.Counter(type(m) for m in model.modules() if next(m.children(), None) is not None)
+    return max(counts.values(), default=0)
 
 
 def _route(strict: bool, repeated: list[tuple[Layer, Layer]]) -> str:
