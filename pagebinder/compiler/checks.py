@@ -79,7 +79,7 @@ def unexplained(
     if not problems and any("two token dimensions" in v.reason for v in violations):
         problems.append(
             "no softmax was found that could make attention of these: keys weighed by another function (sigmoid, "
-            "relu, powers, ...) are not served"
+            "relu, powers, ...), or by a softmax in pieces that are not known, are not served"
         )
     problems += [str(v) for v in violations]
     in_code = {m.node for p in report.passes for m in p.matches if m.pattern == "causal_conv"}

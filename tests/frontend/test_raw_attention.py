@@ -279,7 +279,6 @@ NEAR_MISSES = {
     ),
     "one of two products used elsewhere": (one_of_two_products_is_used_elsewhere, "values of the tokens"),
     "rows before heads, and heads that see one another": (rows_before_heads_changed, ""),
-    "negative scale": (lambda x, p: attend(x, lambda s: causal(s * -0.5)), "not positive"),
     "masked before the cap": (
         lambda x, p: attend(x, lambda s: causal(s).tanh() * 5.0),
         "before the soft cap",

@@ -94,9 +94,30 @@ def guarded_against_nan(x, positions):
     return attend(x, lambda s: causal(torch.nan_to_num(s)))
 
 
+def of_any_sign(x, positions):
+    """Literals that are not positive, too, and a factor that is expanded by itself."""
+    gates = x[..., :2].mT[..., None]
+    return attend(x, lambda s: causal(-s * gates.expand_as(s) * -0.5), lambda w: w * -1.5)
+
+
+def shifted_by_the_length(x, positions):
+    return attend(x, lambda s: causal(s) - s.shape[-1])
+
+
+def filled_with_the_lowest(x, positions):
+    """Beyond what any factor makes of a score."""
+    return attend(
+        x,
+        lambda s: (s * HEAD_FACTORS).masked_fill(
+            positions[0] > positions[0, :, None], torch.finfo(s.dtype).min
+        ),
+    )
+
+
 BODIES = [
     ByParameters(), by_position, by_tokens, divided, capped, grouped, in_einsum, shifted_by_maximum,
-    shifted_by_tokens, by_log_softmax, by_logsumexp, guarded_against_nan,
+    shifted_by_tokens, of_any_sign, shifted_by_the_length, filled_with_the_lowest, by_log_softmax,
+    by_logsumexp, guarded_against_nan,
 ]  # fmt: skip
 
 
@@ -118,7 +139,10 @@ def test_heads_that_share_keys_stay_in_groups():
 
 
 REFUSED = {
-    "of each key": (lambda x, p: attend(x, lambda s: causal(s * x.mean(-1)[:, None, None])), "multiplied by"),
+    "of each key": (
+        lambda x, p: attend(x, lambda s: causal(s * x.mean(-1)[:, None, None])),
+        "a number for each key",
+    ),
     "weights of each key": (
         lambda x, p: attend(x, change_weights=lambda w: w * x.mean(-1)[:, None, None]),
         "stands between",
@@ -143,6 +167,26 @@ REFUSED = {
     "rounded quotients": (
         lambda x, p: attend(x, change_weights=lambda w: torch.div(w, 0.3, rounding_mode="floor")),
         "stands between",
+    ),
+    "shifted before a finite fill": (
+        lambda x, p: attend(x, lambda s: (s - 100.0 * p[0, :, None]).masked_fill(p[0] > p[0, :, None], -1e4)),
+        "shifted before hidden ones are filled with -10000",
+    ),
+    "shifted before a bound": (
+        lambda x, p: attend(x, lambda s: causal((s - x[..., :1].unsqueeze(1)).clamp(min=-1e4))),
+        "shifted before they are clamped",
+    ),
+    "shifted before a guard": (
+        lambda x, p: attend(x, lambda s: causal(torch.nan_to_num(s - x[..., :1].unsqueeze(1)))),
+        "shifted before what is not finite",
+    ),
+    "a factor before a fill that is near": (
+        lambda x, p: attend(x, lambda s: (s * HEAD_FACTORS).masked_fill(p[0] > p[0, :, None], -1e4)),
+        "factors of rows or heads before hidden ones",
+    ),
+    "a factor before a guard": (
+        lambda x, p: attend(x, lambda s: causal(torch.nan_to_num(s * x[..., :1].unsqueeze(1)))),
+        "factors of rows or heads before what is not finite",
     ),
     "what is hidden becomes 0": (
         lambda x, p: attend(x, lambda s: torch.nan_to_num(causal(s), neginf=0.0)),
@@ -183,13 +227,14 @@ class Tempered(plain.Attention):
         super().__init__()
         self.temperatures = nn.Parameter(torch.linspace(1.0, 3.0, plain.HEADS))
         self.gains = nn.Parameter(torch.linspace(-1.0, 1.0, plain.HEADS))
+        self.heat, self.sign = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.tensor(-1.0))
 
     def forward(self, x):
         _, t, _ = x.shape
         q, k, v = (y.view(1, t, plain.HEADS, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         q, k = (nn.functional.normalize(y, dim=-1) for y in (q, k))
         scores = q @ k.mT * self.temperatures.exp().view(-1, 1, 1)
-        y = (causal(scores).softmax(-1) * self.gains.view(-1, 1, 1)) @ v
+        y = ((causal(scores * self.sign) / self.heat).softmax(-1) * self.gains.view(-1, 1, 1)) @ v
         return self.out(y.transpose(1, 2).flatten(2))
 
 

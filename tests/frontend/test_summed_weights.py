@@ -69,6 +69,12 @@ class HalvesOfHeads(Differential):
         return self.dropout(first - self.shares.view(-1, 1, 1) * second).to(q.dtype)
 
 
+class Unbound(Differential):
+    def weights(self, q, k):
+        first, second = causal(self.scores(q, k)).softmax(-1).unflatten(1, (PAIRS, 2)).unbind(2)
+        return first - self.share * second
+
+
 class EverySecond(Differential):
     """A mask that differs between no heads but has a dimension for them; a softmax written out."""
 
@@ -81,7 +87,7 @@ class EverySecond(Differential):
         return weights[:, ::2] - self.share * weights[:, 1::2]
 
 
-STYLES = [TwoSoftmaxes, PairsOfHeads, HalvesOfHeads, EverySecond]
+STYLES = [TwoSoftmaxes, PairsOfHeads, HalvesOfHeads, Unbound, EverySecond]
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)

@@ -131,7 +131,8 @@ class _Layer:
         biases = [self._bias(*bias) for bias in chain.biases]
         facts = self._facts_of((*chain.masks, *(b.mask for b in biases if b.mask is not None)))
         slopes = self._slopes_of([b for b in biases if b.node is not None], facts, chain, sizes)
-        q = (multiplied(self.gm, product, q[0], chain.row_factors, chain.anchor, of_scores.labels), *q[1:])
+        factors = chain.row_factors + chain.learned
+        q = (multiplied(self.gm, product, q[0], factors, chain.anchor, of_scores.labels), *q[1:])
         op = self._emit(product, chain, facts, (q, k, v), slopes, weights, of_values, leading, sizes)
         for node in reversed(weights.path):  # a dropout in between would be kept by torch
             node.graph.erase_node(node)
@@ -254,8 +255,7 @@ def _row_factor(scaling: Node, weights: Node, tainted: set[Node]) -> RowFactor |
     x, factor = scaling.args[:2]
     if x is not weights and not divides:
         x, factor = factor, x
-    is_number = isinstance(factor, (int, float))
-    if x is not weights or scaling.kwargs or not (is_number or is_of_rows(factor, weights, tainted)):
+    if x is not weights or scaling.kwargs or not is_of_rows(factor, weights, tainted):
         return None
     return RowFactor(factor, divides, weights)
 

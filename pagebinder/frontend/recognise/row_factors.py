@@ -12,6 +12,7 @@ query's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +33,12 @@ class RowFactor:
 
 
 def is_of_rows(factor, scores: Node, tainted: set[Node]) -> bool:
-    """Is it one number for each row of [.., T, T], or for each head?
+    """Is it one number for each row of [.., T, T], for each head, or for all (a literal, too)?
 
     One that is for no row must not depend on the tokens or on their number: no audit of rows would see that.
     """
+    if isinstance(factor, (int, float)):
+        return math.isfinite(factor)
     if not isinstance(factor, Node) or not isinstance(factor.meta.get("val"), torch.Tensor):
         return False
     *leading, rows, columns = (1, 1, *val(factor).shape)[-max(2, val(factor).dim()) :]

@@ -10,6 +10,7 @@ with its name.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -21,17 +22,29 @@ from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors, is
 from pagebinder.frontend.recognise.operands import PRODUCTS, NotAttention, Product, product_of, scaling
 from pagebinder.frontend.recognise.row_factors import RowFactor, is_of_rows
 from pagebinder.frontend.recognise.sinks import VIEWS, Sinks, joined
-from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, is_call, val
+from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, attribute, is_call, val
 
 _MASKED_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _WHERES = (aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther)
+FAR = 1e8  # a temperature times a score is not below its negative
 _MAXIMA = (aten.maximum.default, aten.clamp.default, aten.clamp_min.default, aten.max.other)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A number that hidden scores are filled with, or that scores are bounded by. `is_far`: it is below all that a
+    score times a usual factor may be, or the lowest number of its dtype."""
+
+    what: str
+    is_far: bool
 
 
 @dataclass
 class Chain:
     """The chain from a softmax up to its product. `biases`: (node, factor) of what is added to the scores;
-    `row_factors`: of the product itself; `shifts`: what rows are shifted by, which does not matter."""
+    `row_factors`: of the product itself; `shifts`: what rows are shifted by, which does not matter; `floors`: what no
+    score is below any more; `learned`: positive factors that are parameters, `of_learned` their product as it is now.
+    """
 
     product: Product
     anchor: Node
@@ -42,11 +55,19 @@ class Chain:
     row_factors: list[RowFactor] = field(default_factory=list)
     shifts: list[Node] = field(default_factory=list)
     sinks: Sinks | None = None
+    floors: list[Floor] = field(default_factory=list)
+    learned: list[RowFactor] = field(default_factory=list)
+    of_learned: Fraction = Fraction(1)
     nodes: set[Node] = field(default_factory=set)
 
     @property
     def scale(self) -> float:
         return float(self.factor)
+
+    @property
+    def total(self) -> Fraction:
+        """What the scores are multiplied with between here and the softmax."""
+        return self.factor * self.of_learned
 
 
 def read_chain(softmax: Node, tainted: set[Node]) -> Chain:
@@ -65,7 +86,7 @@ def read_chain(softmax: Node, tainted: set[Node]) -> Chain:
     chain.nodes |= {node, *(n for shift in chain.shifts for n in _between(node, shift))}
     chain.product, chain.anchor = product_of(node), node
     if chain.product.bias is not None and chain.product.bias_factor:
-        chain.biases.append((chain.product.bias, chain.factor * chain.product.bias_factor))
+        chain.biases.append((chain.product.bias, chain.total * chain.product.bias_factor))
         _require_before_cap(chain)
     chain.factor *= chain.product.factor
     return chain
@@ -76,17 +97,21 @@ def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     if is_call(node, *CASTS, *IDENTITIES):
         return node.args[0]
     if is_call(node, aten.nan_to_num.default) and arg(node, 3, "neginf") is None:
+        chain.floors.append(Floor("what is not finite is replaced", False))
         return node.args[0]  # of finite scores: themselves; what is hidden stays so
     if is_call(node, *VIEWS):
         return _through_view(node)
     if is_call(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         return _scaled(chain, node, tainted)
+    if is_call(node, aten.neg.default):
+        return _times(chain, RowFactor(-1.0, False, node.args[0]))
     if is_call(node, aten.tanh.default):
         if chain.soft_cap is not None:
             raise NotAttention("the scores are soft-capped twice")
         if chain.row_factors:
             raise NotAttention("the scores are soft-capped before rows of them are multiplied")
-        chain.soft_cap = chain.factor
+        chain.soft_cap, chain.factor = chain.total, chain.total  # a cap is a number
+        chain.learned, chain.of_learned = [], Fraction(1)
         return node.args[0]
     if is_call(node, aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor):
         return _added(chain, node, tainted)
@@ -99,8 +124,9 @@ def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
             return _filled(chain, yes, MaskTerm(condition, "visible"), no, tainted)
         return _filled(chain, no, MaskTerm(condition, "hidden"), yes, tainted)
     if is_call(node, *_MAXIMA) and len(node.args) == 2:
-        if (bound := number(node.args[1])) is None or bound * chain.factor > -HIDDEN:
+        if (bound := number(node.args[1])) is None or bound * chain.total > -HIDDEN:
             raise NotAttention("the scores are clamped")
+        _note_floor(chain, "they are clamped", bound, node)
         return node.args[0]
     if is_call(node, aten.cat.default):
         return _with_sinks(chain, node)
@@ -110,25 +136,52 @@ def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
 def _scaled(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     x, other = node.args[0], node.args[1]
     divides = is_call(node, aten.div.Tensor, aten.div.Scalar)
-    if isinstance(other, Node) and other in tainted and not divides:
+    if not divides and isinstance(other, Node) and _leads_to_scores(other, x, tainted):
         x, other = other, x
+    while is_call(other, aten.expand.default, aten.expand_as.default):  # a product broadcasts by itself
+        chain.nodes.add(other)
+        other = other.args[0]
     factor = scaling(node) if not isinstance(other, Node) else _factor_of(other, divides)
     if factor is None and not divides and isinstance(x, Node) and _is_of_pairs(other, tainted):
         _require_before_cap(chain)
         chain.masks.append(MaskTerm(other, "factor"))
         return x
-    by_rows = isinstance(x, Node) and isinstance(other, Node) and (factor is None or factor <= 0)
-    if by_rows and is_of_rows(other, x, tainted):
-        chain.row_factors.append(RowFactor(other, divides, x))
+    if not isinstance(x, Node):
+        raise NotAttention("the scores divide something")
+    if factor is not None and factor > 0:
+        if _is_learned(other):
+            chain.learned.append(RowFactor(other, divides, x))
+            chain.of_learned *= factor
+        else:
+            chain.factor *= factor
         return x
-    if factor is None or not isinstance(x, Node):
-        counts = isinstance(other, Node) and any(is_size(n) for n in ancestors(other))
-        what = "what depends on the number of tokens" if counts else "something else than a number"
-        raise NotAttention(f"the scores are multiplied by {what}")
-    if factor <= 0:
-        raise NotAttention("the scores are multiplied by a number that is not positive")
-    chain.factor *= factor
-    return x
+    if not is_of_rows(other, x, tainted):
+        raise NotAttention(f"the scores are multiplied by {_no_factor(other)}")
+    return _times(chain, RowFactor(other, divides, x))
+
+
+def _is_learned(factor) -> bool:
+    """Does it depend on a parameter, which is not the same in every run of the graph?"""
+    if not isinstance(factor, Node):
+        return False
+    read = [n for n in ancestors(factor) if n.op == "get_attr"]
+    return any(isinstance(attribute(n.graph.owning_module, n.target), torch.nn.Parameter) for n in read)
+
+
+def _times(chain: Chain, factor: RowFactor) -> Node:
+    if near := [floor.what for floor in chain.floors if not floor.is_far]:
+        raise NotAttention(f"the scores have factors of rows or heads before {near[0]}")
+    chain.row_factors.append(factor)
+    return factor.scores
+
+
+def _no_factor(other) -> str:
+    """What scores are multiplied by, in words, where that is not understood."""
+    if _is_tensor(other) and _has_columns(other):
+        return "a number for each key"
+    if isinstance(other, Node) and any(is_size(n) for n in ancestors(other)):
+        return "what depends on the number of tokens"
+    return "something else than a number"
 
 
 def _is_of_pairs(node, tainted: set[Node]) -> bool:
@@ -156,24 +209,54 @@ def _added(chain: Chain, node: Node, tainted: set[Node]) -> Node:
         not isinstance(x, Node) or (isinstance(other, Node) and _leads_to_scores(other, x, tainted))
     ):
         x, other = other, x
-    if isinstance(x, Node) and (not isinstance(other, Node) or is_of_rows(other, x, tainted)):
-        if chain.soft_cap is not None or chain.sinks is not None:
-            raise NotAttention("rows of the scores are shifted before a soft cap or a sink")
-        if isinstance(other, Node):
-            chain.shifts.append(other)
-        return x  # a softmax is the same without it
+    if isinstance(x, Node) and (not _is_tensor(other) or is_of_rows(other, x, tainted)):
+        return _shifted(chain, x, other)
     if not isinstance(x, Node) or other in tainted:
         raise NotAttention("the scores get a bias that depends on the values of the tokens")
     _require_before_cap(chain)
-    chain.biases.append((other, -chain.factor if is_minus else chain.factor))
+    chain.biases.append((other, -chain.total if is_minus else chain.total))
     return x
 
 
-def _leads_to_scores(node: Node, other: Node, tainted: set[Node]) -> bool:
-    """Of two that are added, is this one the scores? They depend on the tokens and have a column for each."""
-    if (node in tainted) != (other in tainted):
+def _shifted(chain: Chain, x: Node, by) -> Node:
+    """A softmax is the same without a number that is added to a whole row; not so what bounds scores before it."""
+    if chain.soft_cap is not None or chain.sinks is not None:
+        raise NotAttention("rows of the scores are shifted before a soft cap or a sink")
+    bounds = [floor.what for floor in chain.floors]
+    bounds += ["they are multiplied with a mask" for term in chain.masks if term.kind == "factor"]
+    if bounds and not _is_row_maximum(by, x):
+        raise NotAttention(f"rows of the scores are shifted before {bounds[0]}")
+    if isinstance(by, Node):
+        chain.shifts.append(by)
+    return x
+
+
+def _is_row_maximum(value, x: Node) -> bool:
+    """max(x, -1, keepdim) or amax: what is left is as far below 0 as scores are apart."""
+    while is_call(value, *CASTS, *IDENTITIES):
+        value = value.args[0]
+    if is_call(value, operator.getitem) and value.args[1] == 0 and is_call(value.args[0], aten.max.dim):
+        value = value.args[0]
+    if not is_call(value, aten.max.dim, aten.amax.default) or value.args[0] is not x:
+        return False
+    dims = value.args[1] if isinstance(value.args[1], (list, tuple)) else [value.args[1]]
+    return list(dims) in ([-1], [val(x).dim() - 1]) and bool(arg(value, 2, "keepdim", False))
+
+
+def _note_floor(chain: Chain, what: str, value: float, node: Node) -> None:
+    lowest = value <= torch.finfo(val(node).dtype).min
+    chain.floors.append(Floor(what, lowest or value * chain.total <= -FAR))
+
+
+def _leads_to_scores(node: Node, other, tainted: set[Node]) -> bool:
+    """Of two operands, is this one the scores? They depend on the tokens and have a column for each."""
+    if not isinstance(other, Node) or (node in tainted) != (other in tainted):
         return node in tainted
     return _has_columns(node) and not _has_columns(other)
+
+
+def _is_tensor(value) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
 def _has_columns(node: Node) -> bool:
@@ -193,9 +276,11 @@ def _filled(chain: Chain, x: Node, term: MaskTerm, fill, tainted: set[Node]) -> 
     if term.node in tainted:
         raise NotAttention("the mask depends on the values of the tokens")
     value = number(fill)
-    if not isinstance(x, Node) or value is None or not value * chain.factor <= -HIDDEN:
+    if not isinstance(x, Node) or value is None or not value * chain.total <= -HIDDEN:
         raise NotAttention("hidden scores are not filled with a large negative number")
     _require_before_cap(chain)
+    if math.isfinite(value):
+        _note_floor(chain, f"hidden ones are filled with {value:g}", value, x)
     chain.masks.append(term)
     return x
 
@@ -224,7 +309,8 @@ def _with_sinks(chain: Chain, node: Node) -> Node:
         chain.masks
         or chain.biases
         or chain.row_factors
-        or chain.factor != 1
+        or chain.total != 1
+        or chain.learned
         or chain.soft_cap is not None
         or chain.sinks is not None
     ):

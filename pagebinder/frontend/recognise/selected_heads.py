@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from pagebinder.frontend.recognise.operands import SOFTMAXES
-from pagebinder.graph_tools import CASTS, IDENTITIES, aten, calls, finish, insert_call, is_call, val
+from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, calls, finish, insert_call, is_call, val
 
 HEADS = -3  # the dimension, of scores, of masks, and of the operands of their product
 _SPLITS = (aten.view.default, aten.reshape.default, aten.unflatten.int)
@@ -77,18 +77,30 @@ def _selections(softmax: Node):
         for user in node.users:
             if is_call(user, *CASTS, *IDENTITIES, aten.dropout.default):
                 queue.append(user)
-            elif is_call(user, aten.slice.Tensor) and _is_dim(user.args[1], node, HEADS):
+            elif is_call(user, aten.slice.Tensor) and _is_dim(arg(user, 1, "dim", 0), node, HEADS):
                 yield user, node, _Taking(count, _slice(*user.args[2:]))
-            elif is_call(user, *_LISTS) and _is_dim((*user.args, 0)[2], node, HEADS):
+            elif is_call(user, *_LISTS) and _is_dim(arg(user, 2, "dim", 0), node, HEADS):
                 for part in user.users:
                     yield part, node, _Taking(count, _slice(*_bounds(user, part.args[1])))
             elif is_call(user, *_SPLITS) and _splits_heads(node, user):
-                sizes = list(val(user).shape[HEADS - 1 : HEADS + 1])
-                for part in user.users:
-                    if is_call(part, aten.select.int) and (
-                        dim := part.args[1] - len(val(user).shape) * (part.args[1] >= 0)
-                    ) in (HEADS - 1, HEADS):
-                        yield part, node, _Taking(count, _select(sizes, dim - HEADS, part.args[2]))
+                yield from _of_split(node, user)
+
+
+def _of_split(weights: Node, split: Node):
+    """The same behind [.., a, b, T, T]: one of a or of b, by select or unbind."""
+    count, (*_, a, b, _rows, _columns) = val(weights).shape[HEADS], val(split).shape
+    for part in split.users:
+        if not is_call(part, aten.select.int, aten.unbind.int):
+            continue
+        dim = arg(part, 1, "dim", 0)
+        dim -= val(split).dim() * (dim >= 0)
+        if dim not in (HEADS - 1, HEADS):
+            continue
+        if is_call(part, aten.select.int):
+            yield part, weights, _Taking(count, _select([a, b], dim - HEADS, part.args[2]))
+        else:
+            for one in part.users:
+                yield one, weights, _Taking(count, _select([a, b], dim - HEADS, one.args[1]))
 
 
 def _is_dim(dim: int, node: Node, expected: int) -> bool:

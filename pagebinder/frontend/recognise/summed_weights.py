@@ -64,10 +64,11 @@ def _before(node: Node) -> Node | None:
 
 
 def _is_sum_of_weights(total: Node) -> bool:
-    if total.kwargs or len(total.args) != 2 or not all(isinstance(x, Node) for x in total.args):
+    terms = [x for x in total.args if isinstance(x, Node) and _is_of_pairs(x)]
+    if total.kwargs or len(total.args) != 2 or len(terms) != 2:
         return False
-    sizes = {str(list(val(x).shape)) for x in (*total.args, total)}
-    return len(sizes) == 1 and _is_of_pairs(total) and all(map(_are_weights, total.args))
+    sizes = {str(list(val(x).shape)) for x in (*terms, total)}
+    return len(sizes) == 1 and all(map(_are_weights, terms))
 
 
 def _are_weights(x: Node) -> bool:
