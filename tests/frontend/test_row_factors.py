@@ -90,6 +90,12 @@ def by_logsumexp(x, positions):
     return (weights @ q).transpose(1, 2).flatten(2)
 
 
+def normalised_last(x, positions):
+    q = heads(x)
+    exps = torch.exp(causal(q @ q.mT) - (q @ q.mT).amax(-1, keepdim=True))
+    return ((exps @ q) / (exps.sum(-1, keepdim=True))).transpose(1, 2).flatten(2)
+
+
 def guarded_against_nan(x, positions):
     return attend(x, lambda s: causal(torch.nan_to_num(s)))
 
@@ -117,7 +123,7 @@ def filled_with_the_lowest(x, positions):
 BODIES = [
     ByParameters(), by_position, by_tokens, divided, capped, grouped, in_einsum, shifted_by_maximum,
     shifted_by_tokens, of_any_sign, shifted_by_the_length, filled_with_the_lowest, by_log_softmax,
-    by_logsumexp, guarded_against_nan,
+    by_logsumexp, normalised_last, guarded_against_nan,
 ]  # fmt: skip
 
 

@@ -3,8 +3,8 @@
     scores = product -> * scale -> soft cap -> masks and biases, in any order -> (sink column) -> softmax
 
 Everything on the way is a scaling, a factor of rows (row_factors.py), a soft cap, a mask, a bias, a number added to a
-whole row, a cast or a change of shape around [.., T, T]; the first thing that is none of them ends the walk
-with its name.
+whole row, a cast or a change of shape around [.., T, T]; the first thing that is none of them ends the walk with its
+name.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def _scaled(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     if not divides and isinstance(other, Node) and _leads_to_scores(other, x, tainted):
         x, other = other, x
     while is_call(other, aten.expand.default, aten.expand_as.default):  # a product broadcasts by itself
-        chain.nodes.add(other)
+        if is_call(other, aten.expand_as.default):
+            chain.nodes.add(other)  # it may read the scores' sizes
         other = other.args[0]
     factor = scaling(node) if not isinstance(other, Node) else _factor_of(other, divides)
     if factor is None and not divides and isinstance(x, Node) and _is_of_pairs(other, tainted):

@@ -3,6 +3,7 @@
 Matches:
     e = exp(scores - shift);  w = e / sum(e, -1, keepdim)                          shift: one of a row, or none
     e / (sum(e) + exp(sink - shift))  |  e / (sum(e) + number)                     the number without a shift
+    (e @ v) / sum(e, -1, keepdim)                                                  normalised behind the values
     exp(log_softmax(scores, -1))  |  exp(scores - logsumexp(scores, -1, keepdim))
 Replaces with:
     w = softmax(scores, -1)
@@ -33,7 +34,8 @@ class NotThisSoftmax(Exception):
 def rewrite_written_softmaxes(gm: GraphModule) -> tuple[set[Node], list[Refusal]]:
     """Rewrite each quotient of exponentials by their sum over tokens: the softmax nodes made, and what is refused."""
     made, refusals = _rewrite_logarithms(gm), []
-    for node in calls(gm.graph, aten.div.Tensor):
+    for quotient in calls(gm.graph, aten.div.Tensor):
+        node = _normalised_first(gm, quotient)
         exps, total = node.args
         if not is_call(exps, aten.exp.default) or not isinstance(val(exps).shape[-1], torch.SymInt):
             continue
@@ -54,6 +56,21 @@ def rewrite_written_softmaxes(gm: GraphModule) -> tuple[set[Node], list[Refusal]
     if made:
         finish(gm)
     return made, refusals
+
+
+def _normalised_first(gm: GraphModule, node: Node) -> Node:
+    """(e @ v) / total -> (e / total) @ v, where the total has the sum of e: the new quotient, else the given one."""
+    product, total = node.args
+    if not is_call(product, aten.matmul.default, aten.bmm.default) or set(product.users) != {node}:
+        return node
+    exps, values = product.args
+    if not is_call(exps, aten.exp.default) or not any(_is_sum_of(term, exps) for term in _terms(total)):
+        return node
+    quotient = insert_call(gm.graph, node, aten.div.Tensor, (exps, total))
+    node.replace_all_uses_with(insert_call(gm.graph, node, product.target, (quotient, values)))
+    gm.graph.erase_node(node)
+    gm.graph.erase_node(product)
+    return quotient
 
 
 def _rewrite_logarithms(gm: GraphModule) -> set[Node]:
