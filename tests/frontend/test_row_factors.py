@@ -165,6 +165,10 @@ REFUSED = {
         lambda x, p: attend(x, lambda s: causal(s * torch.arange(x.shape[1]).float().sum())),
         "depends on the number of tokens",
     ),
+    "of the number of tokens in disguise": (
+        lambda x, p: attend(x, lambda s: causal(s * torch.ones_like(p).sum().clamp(min=90))),
+        "the scores are multiplied by",
+    ),
     "of all tokens": (lambda x, p: attend(x, lambda s: causal(s * x.mean())), "something else than a number"),
     "shifted before the cap": (
         lambda x, p: attend(x, lambda s: causal((s - s.amax(-1, keepdim=True)).tanh())),

@@ -48,7 +48,13 @@ def is_of_rows(factor, scores: Node, tainted: set[Node]) -> bool:
         return False
     if isinstance(rows, torch.SymInt):
         return rows.node.expr == val(scores).shape[-2].node.expr
-    return factor not in tainted and not any(is_size(n) for n in ancestors(factor))
+    return factor not in tainted and not any(map(counts_tokens, ancestors(factor)))
+
+
+def counts_tokens(node: Node) -> bool:
+    """A size, or a value with an entry for each token: what is summed over those depends on their number."""
+    value = node.meta.get("val")
+    return is_size(node) or any(isinstance(size, torch.SymInt) for size in getattr(value, "shape", ()))
 
 
 def multiplied(

@@ -20,7 +20,7 @@ from torch.fx import Node
 from pagebinder.frontend.mask_proof import HIDDEN, MaskTerm
 from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors, is_size
 from pagebinder.frontend.recognise.operands import PRODUCTS, NotAttention, Product, product_of, scaling
-from pagebinder.frontend.recognise.row_factors import RowFactor, is_of_rows
+from pagebinder.frontend.recognise.row_factors import RowFactor, counts_tokens, is_of_rows
 from pagebinder.frontend.recognise.sinks import VIEWS, Sinks, joined
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, attribute, is_call, val
 
@@ -343,7 +343,7 @@ def number(value) -> float | None:
     if any(isinstance(s, torch.SymInt) for s in shape) or math.prod(shape) != 1:
         return None
     nodes = ancestors(value)
-    if any(n.op == "placeholder" or is_size(n) for n in nodes):
+    if any(n.op == "placeholder" or counts_tokens(n) for n in nodes):
         return None
     try:
         return float(Values(nodes, 2).whole(value))
