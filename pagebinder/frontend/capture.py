@@ -61,9 +61,8 @@ from pagebinder.graph_tools import aten, attach, finish, graph_module
 EXAMPLE_TOKENS = 40
 MAX_STEP_TOKENS = 1 << 20
 MIN_STEP_TOKENS = 2
-CACHE_FROM = (
-    4  # layers that are traced one after the other: with fewer, torch's cache costs more than it saves
-)
+# Layers that are traced one after the other: with fewer, torch's cache of fake calls costs more than it saves.
+CACHE_FROM = 4
 
 # Models that write out the attention of their text, and take functions for that of their images: the hook would
 # only take the mask away that the text needs.

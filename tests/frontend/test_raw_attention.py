@@ -60,6 +60,17 @@ def greedy(model, prompt, num_tokens):
     return ids[len(prompt) :]
 
 
+def assert_verified_and_served(model, dtype):
+    """Every step is verified; in float32 tokens are compared, too: a tie in bfloat16 is no error."""
+    model = model.eval().to(dtype)
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", verify="full"))
+    if dtype is torch.float32:
+        engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_batched_tokens=24))
+        prompts = [[1, 2, 3], list(range(20)), [7] * 45]
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+        assert [o.token_ids for o in outputs] == [greedy(model, p, 8) for p in prompts]
+
+
 @pytest.mark.parametrize("style", [plain.NanoGPT, plain.Bloom], ids=lambda s: s.__name__)
 def test_a_plain_decoder_is_served_token_for_token(style):
     model = plain.Decoder(style).eval()

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import pagebinder
-from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.frontend.audit import audit
 from pagebinder.frontend.recognise import recognise_raw_attention
 from pagebinder.graph_tools import calls
 from tests.frontend import plain_decoders as plain
-from tests.frontend.test_raw_attention import ATTENTION, attend, causal, greedy, heads
+from tests.frontend.test_raw_attention import ATTENTION, assert_verified_and_served, attend, causal, heads
 from tests.graphs import captured, clone, count, run
 
 HEAD_FACTORS = torch.tensor([0.3, -1.7])[:, None, None]
@@ -250,10 +248,4 @@ class Tempered(plain.Attention):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_decoder_with_temperatures_is_served_and_every_step_verified(dtype):
-    model = plain.Decoder(Tempered).eval().to(dtype)
-    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", verify="full"))
-    if dtype is torch.float32:  # a tie in bfloat16 is no error
-        engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_batched_tokens=24))
-        prompts = [[1, 2, 3], list(range(20)), [7] * 45]
-        outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-        assert [o.token_ids for o in outputs] == [greedy(model, p, 8) for p in prompts]
+    assert_verified_and_served(plain.Decoder(Tempered), dtype)

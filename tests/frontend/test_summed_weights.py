@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import pagebinder
-from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.frontend.audit import audit
 from pagebinder.frontend.recognise import recognise_raw_attention
 from pagebinder.graph_tools import calls
 from tests.frontend import plain_decoders as plain
-from tests.frontend.test_raw_attention import ATTENTION, causal, greedy, heads
+from tests.frontend.test_raw_attention import ATTENTION, assert_verified_and_served, causal, heads
 from tests.graphs import captured, captured_model, clone, count, run
 
 PAIRS, HEAD_DIM = 2, plain.WIDTH // 4
@@ -105,13 +103,7 @@ def test_both_softmaxes_are_attentions_of_their_own(style):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 def test_differential_attention_is_served_and_every_step_verified(style, dtype):
-    model = plain.Decoder(style).eval().to(dtype)
-    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", verify="full"))
-    if dtype is torch.float32:  # a tie in bfloat16 is no error
-        engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_batched_tokens=24))
-        prompts = [[1, 2, 3], list(range(20)), [7] * 45]
-        outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-        assert [o.token_ids for o in outputs] == [greedy(model, p, 8) for p in prompts]
+    assert_verified_and_served(plain.Decoder(style), dtype)
 
 
 def three_of_four(x, positions):

@@ -160,6 +160,21 @@ def _exact_factor(node: Node) -> Fraction | None:
     return factor if power_of_two or val(node).dtype is torch.float32 else None
 
 
+def is_of_pairs(value) -> bool:
+    """[.., T, T]: a row and a column for each token."""
+    tensor = value.meta.get("val") if isinstance(value, Node) else None
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+        return False
+    return all(isinstance(size, torch.SymInt) for size in tensor.shape[-2:])
+
+
+def reduces_columns(node: Node) -> bool:
+    """Is a reduction (sum, amax, logsumexp, max) over the last dimension alone, which it keeps?"""
+    dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+    last = val(node.args[0]).dim() - 1
+    return list(dims) in ([-1], [last]) and bool(arg(node, 2, "keepdim", False))
+
+
 def scaling(node: Node) -> Fraction | None:
     """c of x * c, 1 / c of x / c, for a literal c."""
     c = node.args[1]

@@ -19,7 +19,16 @@ from torch.fx import Node
 
 from pagebinder.frontend.mask_proof import HIDDEN, MaskTerm
 from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors, is_size
-from pagebinder.frontend.recognise.operands import PRODUCTS, NotAttention, Product, product_of, scaling
+from pagebinder.frontend.recognise.operands import (
+    PRODUCTS,
+    SCALINGS,
+    NotAttention,
+    Product,
+    is_of_pairs,
+    product_of,
+    reduces_columns,
+    scaling,
+)
 from pagebinder.frontend.recognise.row_factors import RowFactor, counts_tokens, is_of_rows
 from pagebinder.frontend.recognise.sinks import VIEWS, Sinks, joined
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, attribute, is_call, val
@@ -101,7 +110,7 @@ def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
         return node.args[0]  # of finite scores: themselves; what is hidden stays so
     if is_call(node, *VIEWS):
         return _through_view(node)
-    if is_call(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+    if is_call(node, *SCALINGS):
         return _scaled(chain, node, tainted)
     if is_call(node, aten.neg.default):
         return _times(chain, RowFactor(-1.0, False, node.args[0]))
@@ -143,7 +152,8 @@ def _scaled(chain: Chain, node: Node, tainted: set[Node]) -> Node:
             chain.nodes.add(other)  # it may read the scores' sizes
         other = other.args[0]
     factor = scaling(node) if not isinstance(other, Node) else _factor_of(other, divides)
-    if factor is None and not divides and isinstance(x, Node) and _is_of_pairs(other, tainted):
+    # it could be a mask of ones and zeros, which the proof of masks then decides
+    if factor is None and not divides and isinstance(x, Node) and other not in tainted and is_of_pairs(other):
         _require_before_cap(chain)
         chain.masks.append(MaskTerm(other, "factor"))
         return x
@@ -183,13 +193,6 @@ def _no_factor(other) -> str:
     if isinstance(other, Node) and any(is_size(n) for n in ancestors(other)):
         return "what depends on the number of tokens"
     return "something else than a number"
-
-
-def _is_of_pairs(node, tainted: set[Node]) -> bool:
-    """Could this be a mask [.., T, T] of ones and zeros, which the proof of masks then decides?"""
-    if not isinstance(node, Node) or node in tainted or not isinstance(node.meta.get("val"), torch.Tensor):
-        return False
-    return all(isinstance(size, torch.SymInt) for size in val(node).shape[-2:]) and val(node).dim() >= 2
 
 
 def _factor_of(node: Node, divides: bool) -> Fraction | None:
@@ -238,10 +241,7 @@ def _is_row_maximum(value, x: Node) -> bool:
         value = value.args[0]
     if is_call(value, operator.getitem) and value.args[1] == 0 and is_call(value.args[0], aten.max.dim):
         value = value.args[0]
-    if not is_call(value, aten.max.dim, aten.amax.default) or value.args[0] is not x:
-        return False
-    dims = value.args[1] if isinstance(value.args[1], (list, tuple)) else [value.args[1]]
-    return list(dims) in ([-1], [val(x).dim() - 1]) and bool(arg(value, 2, "keepdim", False))
+    return is_call(value, aten.max.dim, aten.amax.default) and value.args[0] is x and reduces_columns(value)
 
 
 def _note_floor(chain: Chain, what: str, value: float, node: Node) -> None:

@@ -18,16 +18,16 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from pagebinder.frontend.recognise.operands import SOFTMAXES
+from pagebinder.frontend.recognise.operands import SCALINGS, SOFTMAXES, is_of_pairs
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, calls, finish, insert_call, is_call, val
 
 HEADS = -3  # the dimension, of scores, of masks, and of the operands of their product
 _SPLITS = (aten.view.default, aten.reshape.default, aten.unflatten.int)
 _LISTS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
 _BY_ENTRY = (
-    aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor,
-    aten.tanh.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarSelf,
-    aten.where.ScalarOther, aten.nan_to_num.default, aten.dropout.default, *CASTS, *IDENTITIES,
+    *SCALINGS, aten.add.Tensor, aten.sub.Tensor, aten.tanh.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+    aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.nan_to_num.default, aten.dropout.default,
+    *CASTS, *IDENTITIES,
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def take_heads_first(gm: GraphModule) -> bool:
     """Rewrite each selection of heads of weights; was there one?"""
     found = False
     for softmax in list(calls(gm.graph, *SOFTMAXES)):
-        if not _is_of_pairs(softmax):
+        if not is_of_pairs(softmax) or val(softmax).dim() < -HEADS:
             continue
         for taken, source, taking in list(_selections(softmax)):
             try:
@@ -59,13 +59,6 @@ def take_heads_first(gm: GraphModule) -> bool:
     if found:
         finish(gm)
     return found
-
-
-def _is_of_pairs(node: Node) -> bool:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() < 3:
-        return False
-    return all(isinstance(size, torch.SymInt) for size in value.shape[-2:])
 
 
 def _selections(softmax: Node):
@@ -149,7 +142,7 @@ class _Rewriter:
         return self._made[node]
 
     def _remade(self, node: Node) -> Node:
-        if is_call(node, *SOFTMAXES, *_BY_ENTRY) and _is_of_pairs(node):
+        if is_call(node, *SOFTMAXES, *_BY_ENTRY) and is_of_pairs(node):
             args = map_arg(node.args, self._entry)
             return self._insert(node.target, args, dict(node.kwargs))
         if is_call(node, aten.matmul.default):
@@ -158,18 +151,9 @@ class _Rewriter:
 
     def _entry(self, node: Node) -> Node:
         """An operand of what works entry by entry: scores, or what is broadcast to them."""
-        if _is_of_pairs(node) and val(node).shape[HEADS] == self.taking.count:
-            with_scores = is_call(node, *SOFTMAXES, *_BY_ENTRY, aten.matmul.default)
-            if with_scores and self.taking.count > 1 and self._has_product(node):
-                return self.of(node)
+        if _has_heads(node, self.taking.count) and _has_product(node):
+            return self.of(node)
         return self._heads_of(node)
-
-    def _has_product(self, node: Node) -> bool:
-        if is_call(node, aten.matmul.default):
-            return True
-        return is_call(node, *SOFTMAXES, *_BY_ENTRY) and any(
-            _is_of_pairs(n) and self._has_product(n) for n in node.all_input_nodes
-        )
 
     def _heads_of(self, x: Node) -> Node:
         value = x.meta.get("val")
@@ -181,3 +165,17 @@ class _Rewriter:
 
     def _insert(self, target, args: tuple, kwargs: dict | None = None) -> Node:
         return insert_call(self.gm.graph, self.where, target, args, kwargs)
+
+
+def _has_heads(node: Node, count: int) -> bool:
+    """[.., count, T, T], several heads."""
+    return is_of_pairs(node) and val(node).dim() >= -HEADS and val(node).shape[HEADS] == count > 1
+
+
+def _has_product(node: Node) -> bool:
+    """Is it scores, or weights?"""
+    if is_call(node, aten.matmul.default):
+        return True
+    return is_call(node, *SOFTMAXES, *_BY_ENTRY) and any(
+        is_of_pairs(n) and _has_product(n) for n in node.all_input_nodes
+    )

@@ -10,21 +10,16 @@ So each of them is recognised as attention by itself; it is no step of its own.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from pagebinder.frontend.recognise.operands import PRODUCTS, SCALINGS, SOFTMAXES
+from pagebinder.frontend.recognise.operands import PRODUCTS, SCALINGS, SOFTMAXES, is_of_pairs
 from pagebinder.graph_tools import CASTS, IDENTITIES, aten, calls, finish, insert_call, is_call, val
 
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _MULTIPLIES = (aten.matmul.default, aten.bmm.default, aten.einsum.default)
-_KEEPS = (
-    *CASTS,
-    *IDENTITIES,
-    *SCALINGS,
-    aten.dropout.default,
-)  # the sum of what they make is what they make of a sum
+# The sum of what these make is what they make of a sum.
+_KEEPS = (*CASTS, *IDENTITIES, *SCALINGS, aten.dropout.default)
 
 
 def distribute_summed_weights(gm: GraphModule) -> bool:
@@ -59,12 +54,12 @@ def _before(node: Node) -> Node | None:
     """The sum may be behind this one: its operand with a row and a column for each token."""
     if not is_call(node, *_KEEPS) or node.kwargs.get("rounding_mode"):
         return None
-    of_pairs = [n for n in node.all_input_nodes if _is_of_pairs(n)]
+    of_pairs = [n for n in node.all_input_nodes if is_of_pairs(n)]
     return of_pairs[0] if len(of_pairs) == 1 and of_pairs[0] is node.args[0] else None
 
 
 def _is_sum_of_weights(total: Node) -> bool:
-    terms = [x for x in total.args if isinstance(x, Node) and _is_of_pairs(x)]
+    terms = [x for x in total.args if is_of_pairs(x)]
     if total.kwargs or len(total.args) != 2 or len(terms) != 2:
         return False
     sizes = {str(list(val(x).shape)) for x in (*terms, total)}
@@ -76,19 +71,12 @@ def _are_weights(x: Node) -> bool:
     queue = [x]
     while queue:
         node = queue.pop()
-        if not _is_of_pairs(node) or is_call(node, *PRODUCTS):
+        if not is_of_pairs(node) or is_call(node, *PRODUCTS):
             continue
         if is_call(node, *SOFTMAXES):
             return node.args[1] in (-1, val(node).dim() - 1)
         queue += node.all_input_nodes
     return False
-
-
-def _is_of_pairs(node: Node) -> bool:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() < 2:
-        return False
-    return all(isinstance(size, torch.SymInt) for size in value.shape[-2:])
 
 
 def _instead(gm: GraphModule, where: Node, path: list[Node], before: Node, part: Node) -> Node:

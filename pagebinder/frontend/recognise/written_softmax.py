@@ -20,7 +20,8 @@ import math
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, is_call, source_line, val
+from pagebinder.frontend.recognise.operands import reduces_columns
+from pagebinder.graph_tools import aten, calls, describe, finish, insert_call, is_call, source_line, val
 from pagebinder.report import Refusal
 
 PATTERN = "attention"
@@ -89,16 +90,13 @@ def _rewrite_logarithms(gm: GraphModule) -> set[Node]:
 
 def _of_logarithm(x: Node) -> Node | None:
     """Scores, if x is the logarithm of their softmax."""
-    last = (-1, val(x).dim() - 1)
     if is_call(x, *_LOG_SOFTMAXES):
-        return x.args[0] if x.args[1] in last else None
+        return x.args[0] if x.args[1] in (-1, val(x).dim() - 1) else None
     if not is_call(x, aten.sub.Tensor) or x.kwargs:
         return None
     scores, total = x.args
-    if not is_call(total, aten.logsumexp.default) or total.args[0] is not scores:
-        return None
-    dims = total.args[1] if isinstance(total.args[1], (list, tuple)) else [total.args[1]]
-    return scores if list(dims) in ([-1], [last[1]]) and bool(arg(total, 2, "keepdim", False)) else None
+    is_total = is_call(total, aten.logsumexp.default) and total.args[0] is scores
+    return scores if is_total and reduces_columns(total) else None
 
 
 def _terms(total) -> list:
@@ -109,9 +107,7 @@ def _terms(total) -> list:
 
 
 def _is_sum_of(term, exps: Node) -> bool:
-    if not is_call(term, aten.sum.dim_IntList) or term.args[0] is not exps:
-        return False
-    return list(term.args[1]) in ([-1], [val(exps).dim() - 1]) and bool(arg(term, 2, "keepdim", False))
+    return is_call(term, aten.sum.dim_IntList) and term.args[0] is exps and reduces_columns(term)
 
 
 def _shifted(exps: Node) -> tuple[Node, Node | None]:
