@@ -53,24 +53,25 @@ def classify_bias(node: Node, factor: Fraction) -> Bias:
     return Bias(mask, node, slopes, float(factor))
 
 
-def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int) -> torch.Tensor:
-    """The slopes [H] in float32, after the bias was compared with them wherever a key is visible.
+def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int, *, shifts: bool = True) -> torch.Tensor:
+    """The slopes [H] in float32, after the bias was compared with them wherever a key is visible. `shifts`: it may
+    add a number to a whole row besides, which a softmax does not see.
 
     Raises:
         MaskNotProven: it is another bias.
     """
     nodes, limit = ancestors(bias.node), max_tokens(bias.node.graph)
     for size in sorted({min(s, limit or s) for s in (2, 3, 17, SIZE)}):
-        _compare(bias, facts, _run(nodes, bias.node, size), torch.arange(size, device="cpu"))
+        _compare(bias, facts, shifts, _run(nodes, bias.node, size), torch.arange(size, device="cpu"))
     if limit is None:
         parts = ((0, 40), (4000, 4040), (LARGE_SIZE - 40, LARGE_SIZE))
         places = torch.cat([torch.arange(start, end, device="cpu") for start, end in parts])
         try:
-            _compare(bias, facts, Values(nodes, LARGE_SIZE).at(bias.node, places, places), places)
+            _compare(bias, facts, shifts, Values(nodes, LARGE_SIZE).at(bias.node, places, places), places)
         except NotPointwise:
-            _compare(bias, facts, _run(nodes, bias.node, 2048), torch.arange(2048, device="cpu"))
+            _compare(bias, facts, shifts, _run(nodes, bias.node, 2048), torch.arange(2048, device="cpu"))
     else:
-        _compare(bias, facts, _run(nodes, bias.node, limit), torch.arange(limit, device="cpu"))
+        _compare(bias, facts, shifts, _run(nodes, bias.node, limit), torch.arange(limit, device="cpu"))
     slopes = bias.slopes
     if len(slopes) not in (1, num_heads):
         raise MaskNotProven(f"ALiBi of {len(slopes)} heads is added to the scores of {num_heads}")
@@ -98,13 +99,18 @@ def _slopes(value: torch.Tensor) -> torch.Tensor | None:
     return slopes if bool(slopes.any()) else None
 
 
-def _compare(bias: Bias, facts: MaskFacts, raw: torch.Tensor, places: torch.Tensor) -> None:
+def _compare(bias: Bias, facts: MaskFacts, shifts: bool, raw: torch.Tensor, places: torch.Tensor) -> None:
     """Is the bias slope * (j - p) but for a number per row, up to its own dtype's rounding?"""
     rounding = torch.finfo(raw.dtype).eps if raw.is_floating_point() else 0.0
     value = (_heads(raw) * bias.factor).double()
     visible = facts.visible(places[:, None], places[None])
     diagonal = value.expand(-1, len(places), -1).diagonal(dim1=1, dim2=2)[..., None]
     expected = bias.slopes[:, None, None] * (places[None, :] - places[:, None])
+    if not shifts and bool((diagonal.abs() > 4 * rounding * expected.abs().amax()).any()):
+        raise MaskNotProven(
+            "the bias of a row is not 0 for its own token: beside a sink, or where scores are filled with a number "
+            "that is not far below them or bounded, rows may not be shifted"
+        )
     error = (value - diagonal - expected).masked_fill(~visible, 0.0).abs()
     scale = value.masked_fill(~visible, 0.0).abs().amax() + diagonal.abs().amax() + expected.abs().amax()
     if bool((error <= 4 * rounding * scale).all()):

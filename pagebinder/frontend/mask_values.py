@@ -228,6 +228,8 @@ class Values:
     def _moved(self, node: Node, wanted: dict, shape: list[int]) -> torch.Tensor:
         """Ops that move, add or drop dimensions, and slices."""
         x, target = node.args[0], node.target
+        if not isinstance(x, Node):  # a list: stack, cat
+            raise NotPointwise(f"{target} joins values of all pairs of tokens")
         of_x = token_dims(x)
         if target is aten.slice.Tensor and len(of_x) < 2 and x in self._whole:
             self._run(node)  # a view

@@ -192,6 +192,34 @@ REFUSED = {
         lambda x, p: attend(x, lambda s: (s * HEAD_FACTORS).masked_fill(p[0] > p[0, :, None], -1e4)),
         "factors of rows or heads before hidden ones",
     ),
+    "ALiBi that shifts rows before a near fill": (
+        lambda x, p: attend(
+            x,
+            lambda s: (s + (0.5 * p[0] - 100.0 * p[0, :, None])).masked_fill(p[0] > p[0, :, None], -1e4),
+        ),
+        "not 0 for its own token",
+    ),
+    "ALiBi that shifts rows late before a bound": (
+        lambda x, p: attend(
+            x,
+            lambda s: causal(s + (0.5 * (p[0] - p[0, :, None]) - (p[0, :, None] - 80).clamp(0))).clamp(
+                min=-1e4
+            ),
+        ),
+        "not 0 for its own token",
+    ),
+    "rows of padding": (
+        lambda x, p: attend(x, lambda s: causal(s - 1e9 * (p[:, None, :, None] == 7))),
+        "may be rounded away",
+    ),
+    "rounded to integers": (
+        lambda x, p: attend(x, lambda s: causal(s.to(torch.int32).float())),
+        "rounded to torch.int32",
+    ),
+    "weights rounded to integers": (
+        lambda x, p: attend(x, change_weights=lambda w: w.to(torch.int32).float()),
+        "stands between",
+    ),
     "a factor before a guard": (
         lambda x, p: attend(x, lambda s: causal(torch.nan_to_num(s * x[..., :1].unsqueeze(1)))),
         "factors of rows or heads before what is not finite",

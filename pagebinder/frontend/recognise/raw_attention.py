@@ -160,9 +160,10 @@ class _Layer:
         if len(biases) > 1:
             raise NotAttention("several biases are added to the scores")
         total = functools.reduce(lambda a, b: a * b, sizes.values(), 1)
-        key = (biases[0].node, biases[0].factor, facts, total)
+        shifts = chain.sinks is None and all(floor.is_far for floor in chain.floors)
+        key = (biases[0].node, biases[0].factor, facts, total, shifts)
         if key not in self._slopes:
-            self._slopes[key] = prove_alibi(biases[0], facts, total)
+            self._slopes[key] = prove_alibi(biases[0], facts, total, shifts=shifts)
         return lambda: self._constants.node_of(self._slopes[key], val(biases[0].node).device)
 
     def _emit(self, product, chain, facts, qkv, slopes, weights, of_values, leading, sizes) -> Node:
@@ -240,7 +241,9 @@ def _weights_of(softmax: Node, sinks: Sinks | None, tainted: set[Node]) -> _Weig
             waits_for_cut = False
         elif is_call(user, *SCALINGS) and (factor := _row_factor(user, weights.node, tainted)) is not None:
             weights.row_factors.append(factor)
-        elif not is_call(user, *CASTS, *IDENTITIES) and not _keeps_matrices(user):
+        elif not val(user).is_floating_point() or not (
+            is_call(user, *CASTS, *IDENTITIES) or _keeps_matrices(user)
+        ):
             raise NotAttention(f"{user.target} stands between the softmax and the product with the values")
         weights.node = user
         weights.path.append(user)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import Node
 
 from pagebinder.frontend.mask_proof import HIDDEN, MaskTerm
@@ -35,6 +36,8 @@ from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, attribute, is_c
 
 _MASKED_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _WHERES = (aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther)
+LARGE = 1e6
+MAX_INDEX = torch.iinfo(torch.int64).max  # how slices say "to the end"
 FAR = 1e8  # a temperature times a score is not below its negative
 _MAXIMA = (aten.maximum.default, aten.clamp.default, aten.clamp_min.default, aten.max.other)
 
@@ -103,6 +106,8 @@ def read_chain(softmax: Node, tainted: set[Node]) -> Chain:
 
 def _step(chain: Chain, node: Node, tainted: set[Node]) -> Node:
     """Take one node of the chain into account and return the one before it."""
+    if not val(node).is_floating_point():
+        raise NotAttention(f"the scores are rounded to {val(node).dtype}")
     if is_call(node, *CASTS, *IDENTITIES):
         return node.args[0]
     if is_call(node, aten.nan_to_num.default) and arg(node, 3, "neginf") is None:
@@ -230,18 +235,36 @@ def _shifted(chain: Chain, x: Node, by) -> Node:
     bounds += ["they are multiplied with a mask" for term in chain.masks if term.kind == "factor"]
     if bounds and not _is_row_maximum(by, x):
         raise NotAttention(f"rows of the scores are shifted before {bounds[0]}")
+    if _maximum_of(by) is None and _has_large_numbers(by):  # what hides scores is no maximum of them
+        raise NotAttention(
+            "rows of the scores are shifted by numbers beside which scores may be rounded away"
+        )
     if isinstance(by, Node):
         chain.shifts.append(by)
     return x
 
 
+def _has_large_numbers(value) -> bool:
+    """Is a number of LARGE or more among what it is made of? -1e9 for rows of padding, for example."""
+    if not isinstance(value, Node):
+        return not abs(value) < LARGE
+    literals = [x for n in ancestors(value) for x in pytree.tree_leaves((n.args, n.kwargs))]
+    return any(isinstance(x, (int, float)) and x != MAX_INDEX and not abs(x) < LARGE for x in literals)
+
+
 def _is_row_maximum(value, x: Node) -> bool:
     """max(x, -1, keepdim) or amax: what is left is as far below 0 as scores are apart."""
+    return (of := _maximum_of(value)) is not None and of is x
+
+
+def _maximum_of(value) -> Node | None:
+    """What a value is the maximum of, row by row."""
     while is_call(value, *CASTS, *IDENTITIES):
         value = value.args[0]
     if is_call(value, operator.getitem) and value.args[1] == 0 and is_call(value.args[0], aten.max.dim):
         value = value.args[0]
-    return is_call(value, aten.max.dim, aten.amax.default) and value.args[0] is x and reduces_columns(value)
+    is_maximum = is_call(value, aten.max.dim, aten.amax.default) and reduces_columns(value)
+    return value.args[0] if is_maximum else None
 
 
 def _note_floor(chain: Chain, what: str, value: float, node: Node) -> None:

@@ -52,7 +52,7 @@ def _distributed(gm: GraphModule, product: Node) -> bool:
 
 def _before(node: Node) -> Node | None:
     """The sum may be behind this one: its operand with a row and a column for each token."""
-    if not is_call(node, *_KEEPS) or node.kwargs.get("rounding_mode"):
+    if not is_call(node, *_KEEPS) or node.kwargs.get("rounding_mode") or not val(node).is_floating_point():
         return None
     of_pairs = [n for n in node.all_input_nodes if is_of_pairs(n)]
     return of_pairs[0] if len(of_pairs) == 1 and of_pairs[0] is node.args[0] else None

@@ -67,6 +67,9 @@ def _normalised_first(gm: GraphModule, node: Node) -> Node:
     exps, values = product.args
     if not is_call(exps, aten.exp.default) or not any(_is_sum_of(term, exps) for term in _terms(total)):
         return node
+    columns = val(total).shape[-1]
+    if not isinstance(columns, int) or columns != 1:
+        return node
     quotient = insert_call(gm.graph, node, aten.div.Tensor, (exps, total))
     node.replace_all_uses_with(insert_call(gm.graph, node, product.target, (quotient, values)))
     gm.graph.erase_node(node)
