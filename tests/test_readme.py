@@ -1,4 +1,4 @@
-"""The README's examples run as written, one after the other."""
+"""The examples of README and docs/usage.md run as written, in one go; the links of all pages lead somewhere."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parents[1] / "README.md"
 
 
 def test_the_examples_run_and_print_text(tmp_path):
-    code = "\n".join(re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL))
+    pages = README.read_text() + (README.parent / "docs/usage.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", pages, re.DOTALL))
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
     )
@@ -27,7 +30,10 @@ def test_the_page_on_own_models_runs(tmp_path):
     assert "short_conv" in result.stdout and "RequestOutput" in result.stdout
 
 
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", README.read_text())
-    assert links
-    assert all((README.parent / link).exists() for link in links)
+@pytest.mark.parametrize(
+    "page", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    assert page.name != README.name or len(links) > 5
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
