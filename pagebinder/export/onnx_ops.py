@@ -78,10 +78,10 @@ def _with_sinks(step, mask, sinks, k, v):
     return with_sinks(mask, sinks, k.dtype), k, v
 
 
-def cross_attention(step, q, k, v, *, scale):
+def cross_attention(step, q, k, v, *, scale, soft_cap=None):
     num_keys = step.encoder_mask.shape[1]
     mask = step.encoder_mask[:, None, None].expand(-1, 1, step.position_ids.shape[1], -1)
-    return _attend(step, q, step.heads(k, num_keys), step.heads(v, num_keys), mask, scale)
+    return _attend(step, q, step.heads(k, num_keys), step.heads(v, num_keys), mask, scale, soft_cap)
 
 
 def _attend(step: Step, q, k, v, mask, scale, soft_cap=None):

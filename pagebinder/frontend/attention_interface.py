@@ -114,7 +114,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     indexed = {"indices": kwargs.pop("indices")} if is_latent and "indices" in kwargs else {}
     is_cross = _is_of_another_sequence(query, key)
     bias = read_bias(module, kwargs.pop("position_bias", None), is_cross)
-    options = _told_options(module, name, kwargs)
+    options = _told_options(module, name, kwargs, is_cross)
     causal = _told_causality(module, name, kwargs.pop("is_causal", None), is_cross, is_of_padding)
     _require_all_understood(name, kwargs)
     if dropout and module.training:
@@ -122,8 +122,9 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
     q_k_v = [x[0].transpose(0, 1) for x in (query, key, value)]
     if is_cross:
+        soft_cap = options.pop("soft_cap")
         _require_absent(name, "reads another sequence", {**options, "causality": causal or None})
-        return ours.cross_attention(*q_k_v, scale=scale).unsqueeze(0), None
+        return ours.cross_attention(*q_k_v, scale=scale, soft_cap=soft_cap).unsqueeze(0), None
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise CaptureError(
             f"{name} attends to {key.shape[2]} keys from {query.shape[2]} queries during capture."
@@ -136,6 +137,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         _require_absent(name, "attends to chosen keys", unread)
         out = ours.indexed_attention(*q_k_v, chosen.indices[0], scale=scale, ratio=chosen.ratio)
         return out.unsqueeze(0), None
+    if not causal:
+        options["window"] = _window_to_both_sides(module, options["window"])
     sinks = options.pop("sinks")
     if bias is not None:
         unread = {option: options.pop(option) for option in ("chunk", "soft_cap")}
@@ -174,8 +177,10 @@ def _attention_within_tokens(module, name: str, query, key, value, scaling, kwar
     return out.transpose(1, 2), None
 
 
-def _told_options(module, name: str, kwargs: dict) -> dict:
+def _told_options(module, name: str, kwargs: dict, is_cross: bool) -> dict:
     """window, chunk, soft_cap and sinks of a layer, None where it has none; taken out of `kwargs`.
+
+    A config's window is one over tokens of one sequence: cross attention need not have it.
 
     Raises:
         CaptureError: the config says something of a window or of chunks that does not arrive here.
@@ -184,7 +189,8 @@ def _told_options(module, name: str, kwargs: dict) -> dict:
     window = kwargs.pop("sliding_window", None)
     if window is None and type(module).__name__ in WINDOW_OF_THE_MASK and _may_have_window(module):
         window = module.config.sliding_window
-    _require_window_as_configured(module, window)
+    if not is_cross:
+        _require_window_as_configured(module, window)
     soft_cap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
     if sinks is None and has_bias_by_query(module) and kwargs.get("sinks") is not None:
@@ -195,6 +201,18 @@ def _told_options(module, name: str, kwargs: dict) -> dict:
         "soft_cap": None if soft_cap is None else float(soft_cap),
         "sinks": None if sinks is None else sinks.float(),  # they join float32 scores; widening is exact
     }
+
+
+def _window_to_both_sides(module, window: int | None) -> int | None:
+    """transformers' mask for both sides shows the key at the distance of the config's window, too. Most layers pass
+    one more, as flash attention counts; T5Gemma's encoder passes the window itself."""
+    is_by_mask = hasattr(sys.modules.get(type(module).__module__), "create_bidirectional_sliding_window_mask")
+    if window is None or not is_by_mask:
+        return window
+    config, of_layers = module.config, getattr(module.config, "per_layer_config", None)
+    if of_layers:  # NeoMME: a config of its own for each layer
+        config = of_layers[module.layer_idx]
+    return window + 1 if window == getattr(config, "sliding_window", None) else window
 
 
 def _told_causality(module, name: str, told: bool | None, is_cross: bool, is_of_padding: bool) -> bool:

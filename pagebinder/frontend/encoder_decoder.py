@@ -10,6 +10,8 @@ are put in its place (`leaves/given_positions.py`, `leaves/relative_bias.py`).
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch.fx import GraphModule
 
@@ -35,8 +37,10 @@ class FlatEncoder(torch.nn.Module):
 
     @same_grad_mode_untraced
     def forward(self, input_ids, positions):
+        encoder = self.source.get_encoder()
+        told = _told(encoder, "position_ids", positions)
         with self.given.of_call(positions):
-            return self.source.get_encoder()(input_ids=input_ids.unsqueeze(0)).last_hidden_state[0]
+            return encoder(input_ids=input_ids.unsqueeze(0), **told).last_hidden_state[0]
 
 
 class FlatDecoder(torch.nn.Module):
@@ -58,8 +62,16 @@ class FlatDecoder(torch.nn.Module):
                 decoder_input_ids=input_ids.unsqueeze(0),
                 encoder_outputs=encoder_outputs,
                 use_cache=False,
+                **_told(self.source, "decoder_position_ids", positions),
             )
         return out.logits[0]
+
+
+def _told(module: torch.nn.Module, name: str, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Positions [T] as the argument [1, T] of that name, where a model takes one (T5Gemma)."""
+    return (
+        {name: positions.unsqueeze(0)} if name in inspect.signature(type(module).forward).parameters else {}
+    )
 
 
 def capture_encoder(source: ModelSource) -> tuple[GraphModule, str]:

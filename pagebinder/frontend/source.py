@@ -301,7 +301,7 @@ def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
     if vocab_size is None:  # known when the module is captured, see `plain_modules.py`
         embedding = next((m for m in module.modules() if isinstance(m, torch.nn.Embedding)), None)
         vocab_size = 1 if embedding is None else embedding.num_embeddings
-    encoder_decoder = _encoder_facts(text, module)
+    encoder_decoder = _encoder_facts(config, module)
     vocab_size = encoder_decoder.get("vocab_size", vocab_size)
     length = _max_model_len(text)
     return {
@@ -370,30 +370,45 @@ def _encoder_facts(config, module: torch.nn.Module) -> dict[str, Any]:
     """The fields in which an encoder-decoder differs: a config's num_hidden_layers are those of its encoder."""
     if not (is_transformers(module) and getattr(config, "is_encoder_decoder", False)):
         return {}
-
-    def first(*names: str):
-        return next((v for v in (getattr(config, name, None) for name in names) if v is not None), None)
-
-    told = first("max_position_embeddings", "n_positions")
-    length = told or DEFAULT_MAX_MODEL_LEN
+    encoder, decoder = of_both_halves(config)
+    told = _first(decoder, "max_position_embeddings", "n_positions")
+    source_length = _first(encoder, "max_source_positions", "max_position_embeddings", "n_positions")
     return {
-        "vocab_size": first("decoder_vocab_size", "vocab_size"),
+        "vocab_size": _first(decoder, "decoder_vocab_size", "vocab_size"),
         "encoder": EncoderFacts(
-            vocab_size=first("vocab_size"),
-            max_len=first("max_source_positions") or length,
-            num_attention_layers=first("encoder_layers", "num_layers", "num_hidden_layers"),
+            vocab_size=_first(encoder, "vocab_size"),
+            max_len=source_length or DEFAULT_MAX_MODEL_LEN,
+            num_attention_layers=_first(encoder, "encoder_layers", "num_layers", "num_hidden_layers"),
             decoder_start_token_id=_decoder_start(config, module),
         ),
-        "max_model_len": first("max_target_positions") or length,
-        "says_length": (first("max_target_positions") or told) is not None,
-        "num_attention_layers": first("decoder_layers", "num_decoder_layers", "num_hidden_layers"),
+        "max_model_len": _first(decoder, "max_target_positions") or told or DEFAULT_MAX_MODEL_LEN,
+        "says_length": (_first(decoder, "max_target_positions") or told) is not None,
+        "num_attention_layers": _first(decoder, "decoder_layers", "num_decoder_layers", "num_hidden_layers"),
     }
 
 
+def of_both_halves(config) -> tuple[Any, Any]:
+    """The configs of encoder and decoder: of T5Gemma one each, of BART twice the same."""
+    from transformers import PretrainedConfig
+
+    halves = getattr(config, "encoder", None), getattr(config, "decoder", None)
+    if all(isinstance(half, PretrainedConfig) for half in halves):
+        return halves
+    text = text_config(config)
+    return text, text
+
+
+def _first(config, *names: str):
+    return next((v for v in (getattr(config, name, None) for name in names) if v is not None), None)
+
+
 def _decoder_start(config, module: torch.nn.Module) -> int | None:
-    """The generation config overrides the model's config, as in transformers' own `generate`."""
-    token = getattr(getattr(module, "generation_config", None), "decoder_start_token_id", None)
-    return getattr(config, "decoder_start_token_id", None) if token is None else token
+    """The generation config overrides the model's config, and of neither the token that begins a text is taken, as in
+    transformers' own `generate`."""
+    said = getattr(module, "generation_config", None)
+    name = "decoder_start_token_id"
+    tokens = (getattr(said, name, None), getattr(config, name, None), getattr(said, "bos_token_id", None))
+    return next((token for token in tokens if token is not None), None)
 
 
 def read_options(file: Path, what: str) -> dict:

@@ -146,6 +146,14 @@ TRAITS = (
         f"joins the embedding of every token with those of both neighbours: {NO_OP}",
     ),
     Trait(
+        _is("T5Gemma2MergedAttention"),
+        f"reads its own tokens and those of the encoder in one softmax: {NO_OP}",
+    ),
+    Trait(
+        _is("EncoderDecoderModel"),
+        "joins an encoder and a decoder that count the rows of a call, and takes no positions for either",
+    ),
+    Trait(
         _is("PerceiverEmbeddings"),
         "gives latents that read the whole sequence, and each output position reads the latents: the rows between "
         "are no tokens",
@@ -200,13 +208,3 @@ def refuse_unsupported(model: torch.nn.Module) -> None:
                 raise CaptureError(
                     f"{type(model).__name__} is not served: {type(module).__name__}{where} {trait.reason}."
                 )
-    config = getattr(model, "config", None)
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        and hasattr(config, "encoder")
-        and hasattr(config, "decoder")
-    ):
-        raise CaptureError(
-            f"{type(model).__name__} is not served: its encoder and decoder have a config each, and encoder-decoders "
-            "are understood with one config for both."
-        )

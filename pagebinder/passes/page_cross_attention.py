@@ -1,10 +1,10 @@
 """Cross attention without a cache -> write of the encoder's K and V + paged attention over them.
 
 Matches:
-    out = cross_attention(q [T, H, D], k [E, G, D], v [E, G, Dv], scale)
+    out = cross_attention(q [T, H, D], k [E, G, D], v [E, G, Dv], scale, soft_cap)
 Replaces with:
     kv_cache_write(k, v, kv_cache_i, slot_mapping_g)                            slot_mapping_g [E]
-    out = paged_attention(q, kv_cache_i, block_table_g, encoder_lens, query_start_loc, causal=False)
+    out = paged_attention(q, kv_cache_i, block_table_g, encoder_lens, query_start_loc, soft_cap, causal=False)
 
 The E rows of a step are the encoder tokens of the requests whose encoder ran for it, one request after another;
 every later step of such a request only reads. A step that writes nothing has one row with slot -1.

@@ -29,6 +29,14 @@ def test_the_reference_equals_torch(num_tokens, encoder_len):
     assert_close(cross_attention_reference(q, k, v, scale=0.3), expected[0].transpose(0, 1))
 
 
+def test_a_soft_cap_bends_the_scores():
+    q, k, v = rows(5, HEADS, D, 0), rows(9, KV_HEADS, D, 1), rows(9, KV_HEADS, DV, 2)
+    scores = torch.einsum("thd,ehd->hte", q, k.repeat_interleave(2, dim=1)) * 0.7
+    weights = (1.5 * torch.tanh(scores / 1.5)).softmax(-1)
+    expected = torch.einsum("hte,ehd->thd", weights, v.repeat_interleave(2, dim=1))
+    assert_close(cross_attention_reference(q, k, v, scale=0.7, soft_cap=1.5), expected)
+
+
 def test_the_op_refuses_operands_that_do_not_fit():
     op = torch.ops.pagebinder.cross_attention
     q, k, v = (torch.empty(3, h, D, device="meta") for h in (HEADS, KV_HEADS, KV_HEADS))
@@ -38,9 +46,10 @@ def test_the_op_refuses_operands_that_do_not_fit():
             op(*bad, scale=1.0)
 
 
+@pytest.mark.parametrize("soft_cap", [None, 0.8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("provider", ["reference", "cpu"])
-def test_the_paged_form_sees_every_encoder_token(provider, dtype):
+def test_the_paged_form_sees_every_encoder_token(provider, dtype, soft_cap):
     """More queries than keys, fewer, none, and no keys: positions mean nothing, all keys below the length count."""
     name = str(dtype).removeprefix("torch.")
     shape = {"head_dim": D, "head_dim_v": DV, "block_size": BLOCK, "num_kv_heads": KV_HEADS, "dtype": name}
@@ -60,7 +69,7 @@ def test_the_paged_form_sees_every_encoder_token(provider, dtype):
     q = rows(sum(query_lens), HEADS, D, 3, dtype)
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     got = attend(q, cache, tables.int(), torch.tensor(encoder_lens).int(), starts,
-                 head_dim_v=DV, scale=0.4, causal=False)  # fmt: skip
+                 head_dim_v=DV, scale=0.4, soft_cap=soft_cap, causal=False)  # fmt: skip
     key_start = 0
     for r, encoder_len in enumerate(encoder_lens):
         mine, keys = slice(starts[r], starts[r + 1]), slice(key_start, key_start + encoder_len)
@@ -68,10 +77,8 @@ def test_the_paged_form_sees_every_encoder_token(provider, dtype):
         if encoder_len == 0:
             assert not got[mine].any()
         else:
-            assert_close(
-                got[mine],
-                cross_attention_reference(q[mine].float(), k[keys].float(), v[keys].float(), scale=0.4),
-            )
+            operands = (q[mine].float(), k[keys].float(), v[keys].float())
+            assert_close(got[mine], cross_attention_reference(*operands, scale=0.4, soft_cap=soft_cap))
 
 
 def test_a_padding_row_writes_nothing():

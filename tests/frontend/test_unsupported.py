@@ -32,7 +32,8 @@ REASONS = {
     ("seq2seq", "led"): "global tokens",
     ("seq2seq", "longt5"): "within and beside blocks",
     ("seq2seq", "pegasus_x"): "global tokens beside the sequence",
-    ("seq2seq", "t5gemma"): "a config each",
+    ("seq2seq", "encoder-decoder"): "count the rows of a call",
+    ("seq2seq", "t5gemma2"): "in one softmax",
 }
 # One of each kind of attention, recurrence and encoder that is served, and those nearest to a trait.
 SERVED = {
@@ -51,7 +52,7 @@ SERVED = {
         "xlm",
     ),
     "encoder": ("bert", "mpnet", "deberta", "modernbert", "tapas"),
-    "seq2seq": ("bart", "t5", "m2m_100", "nllb-moe"),
+    "seq2seq": ("bart", "t5", "t5gemma", "m2m_100", "nllb-moe"),
     "multimodal": ("glm5_next",),
 }
 

@@ -15,23 +15,26 @@ import torch
 from pagebinder.custom_ops.library import define_op
 
 
-def cross_attention_reference(q_THD, k_EGD, v_EGD, *, scale):
+def cross_attention_reference(q_THD, k_EGD, v_EGD, *, scale, soft_cap=None):
     """Bidirectional attention from T queries to E keys, computed in float32 and returned in q's dtype.
 
     Args:
         q_THD: queries [T, H, D]. k_EGD: keys [E, G, D]. v_EGD: values [E, G, Dv]; H is a multiple of G, E >= 1.
-        scale: factor of q . k.
+        scale: factor of q . k. soft_cap: scores become soft_cap * tanh(scores / soft_cap); None = not.
     Returns:
         [T, H, Dv] in q's dtype.
     """
     group = q_THD.shape[1] // k_EGD.shape[1]
     k = k_EGD.float().repeat_interleave(group, dim=1)
     v = v_EGD.float().repeat_interleave(group, dim=1)
-    weights = torch.softmax(torch.einsum("thd,ehd->hte", q_THD.float(), k) * scale, dim=-1)
+    scores = torch.einsum("thd,ehd->hte", q_THD.float(), k) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = torch.softmax(scores, dim=-1)
     return torch.einsum("hte,ehd->thd", weights, v).to(q_THD.dtype).contiguous()
 
 
-def _cross_attention_fake(q, k, v, *, scale):
+def _cross_attention_fake(q, k, v, *, scale, soft_cap=None):
     torch._check(
         q.dim() == 3 and k.dim() == 3 and v.dim() == 3, lambda: "cross_attention takes [rows, heads, D]"
     )
@@ -44,7 +47,7 @@ def _cross_attention_fake(q, k, v, *, scale):
 
 CROSS_ATTENTION = define_op(
     "cross_attention",
-    "(Tensor q, Tensor k, Tensor v, *, float scale) -> Tensor",
+    "(Tensor q, Tensor k, Tensor v, *, float scale, float? soft_cap=None) -> Tensor",
     reference=cross_attention_reference,
     fake=_cross_attention_fake,
 )
