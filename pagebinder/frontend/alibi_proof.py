@@ -15,7 +15,8 @@ import torch
 from torch.fx import Node
 
 from pagebinder.frontend.mask_proof import HIDDEN, MaskFacts, MaskNotProven, MaskTerm, max_tokens
-from pagebinder.frontend.mask_values import NotPointwise, Values, ancestors, depends_on_tokens
+from pagebinder.frontend.mask_values import NotPointwise, Values, ancestors, depends_on_tokens, learned_in
+from pagebinder.graph_tools import val
 
 SIZE = 97
 LARGE_SIZE = 8192
@@ -25,12 +26,14 @@ HIDDEN_BESIDE_BIAS = 1e9  # a bias itself may be as low as -1e4 at long distance
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to the scores: `mask` hides entries (None = none does), `node` holds ALiBi (None = none)."""
+    """What is added to the scores: `mask` hides entries (None = none does), `node` holds a bias (None = none).
+    `slopes` [H]: those that it has now if it is ALiBi, None: it is something else."""
 
     mask: MaskTerm | None
     node: Node | None
     slopes: torch.Tensor | None = None
     factor: float = 1.0
+    is_learned: bool = False
 
 
 def classify_bias(node: Node, factor: Fraction) -> Bias:
@@ -38,19 +41,35 @@ def classify_bias(node: Node, factor: Fraction) -> Bias:
     nodes = ancestors(node)
     if depends_on_tokens(nodes, node):
         raise MaskNotProven("the bias depends on the values of the tokens")
-    limit = max_tokens(node.graph)
-    value = _heads(_run(nodes, node, min(SIZE, limit or SIZE)))
+    learned, size = is_learned(node), min(SIZE, max_tokens(node.graph) or SIZE)
+    # As they are now, learned ones may be 0 everywhere.
+    value = heads_of(_run(nodes, node, size, _zeros(nodes) if learned else None))
     if value.dtype is torch.bool:
         raise MaskNotProven("a boolean mask is added to the scores as numbers")
     value = value * float(factor)
-    if bool(((value == 0) | (value <= -HIDDEN)).all()):
+    if not learned and bool(((value == 0) | (value <= -HIDDEN)).all()):
         return Bias(MaskTerm(node), None)
     hidden = value <= -HIDDEN_BESIDE_BIAS
-    slopes = _slopes(value)
-    if slopes is None:
-        raise MaskNotProven("the mask adds a bias that is neither 0, nor a large negative number, nor ALiBi")
     mask = MaskTerm(node, "biased") if bool(hidden.any()) else None
-    return Bias(mask, node, slopes, float(factor))
+    if learned and not any(val(n).device.type == "meta" for n in learned_in(nodes)):
+        value = heads_of(_run(nodes, node, size)) * float(factor)
+    return Bias(mask, node, _slopes(value), float(factor), learned)
+
+
+def is_learned(bias: Node) -> bool:
+    """Is it made of parameters? Not, if they hide entries: a mask that was made a parameter is taken as it is now."""
+    nodes = ancestors(bias)
+    if not learned_in(nodes) or depends_on_tokens(nodes, bias):
+        return False
+    if any(val(n).device.type == "meta" for n in nodes if n.op == "get_attr"):
+        return True
+    size = min(SIZE, max_tokens(bias.graph) or SIZE)
+    now, without = (_run(nodes, bias, size, weights) for weights in (None, _zeros(nodes)))
+    return torch.equal(now <= -HIDDEN, without <= -HIDDEN)
+
+
+def _zeros(nodes: list[Node]) -> dict[Node, torch.Tensor]:
+    return {n: torch.zeros(val(n).shape, dtype=val(n).dtype, device="cpu") for n in learned_in(nodes)}
 
 
 def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int, *, shifts: bool = True) -> torch.Tensor:
@@ -60,6 +79,8 @@ def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int, *, shifts: bool = 
     Raises:
         MaskNotProven: it is another bias.
     """
+    if bias.slopes is None:
+        raise MaskNotProven("the mask adds a bias that is neither 0, nor a large negative number, nor ALiBi")
     nodes, limit = ancestors(bias.node), max_tokens(bias.node.graph)
     for size in sorted({min(s, limit or s) for s in (2, 3, 17, SIZE)}):
         _compare(bias, facts, shifts, _run(nodes, bias.node, size), torch.arange(size, device="cpu"))
@@ -78,14 +99,14 @@ def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int, *, shifts: bool = 
     return slopes.float().expand(num_heads).contiguous()
 
 
-def _run(nodes: list[Node], node: Node, size: int) -> torch.Tensor:
+def _run(nodes: list[Node], node: Node, size: int, weights=None) -> torch.Tensor:
     try:
-        return Values(nodes, size).whole(node)
+        return Values(nodes, size, weights=weights).whole(node)
     except (RuntimeError, IndexError) as error:
         raise MaskNotProven(f"the bias cannot be evaluated for {size} tokens: {error}") from error
 
 
-def _heads(value: torch.Tensor) -> torch.Tensor:
+def heads_of(value: torch.Tensor) -> torch.Tensor:
     """[H or 1, T or 1, T]"""
     return value.reshape(-1, *value.shape[-2:]) if value.dim() > 1 else value.reshape(1, 1, -1)
 
@@ -102,7 +123,7 @@ def _slopes(value: torch.Tensor) -> torch.Tensor | None:
 def _compare(bias: Bias, facts: MaskFacts, shifts: bool, raw: torch.Tensor, places: torch.Tensor) -> None:
     """Is the bias slope * (j - p) but for a number per row, up to its own dtype's rounding?"""
     rounding = torch.finfo(raw.dtype).eps if raw.is_floating_point() else 0.0
-    value = (_heads(raw) * bias.factor).double()
+    value = (heads_of(raw) * bias.factor).double()
     visible = facts.visible(places[:, None], places[None])
     diagonal = value.expand(-1, len(places), -1).diagonal(dim1=1, dim2=2)[..., None]
     expected = bias.slopes[:, None, None] * (places[None, :] - places[:, None])

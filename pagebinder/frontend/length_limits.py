@@ -10,14 +10,25 @@ The limit is meta["max_tokens"] of input_ids, the reason meta["max_tokens_reason
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import sympy
+import torch
 from torch.fx import Graph, Node
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.look_ups import LookUp, look_ups
-from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors, depends_on_tokens, token_dims
+from pagebinder.frontend.mask_values import (
+    MaskNotProven,
+    NotPointwise,
+    Values,
+    ancestors,
+    depends_on_tokens,
+    token_dims,
+)
+from pagebinder.graph_tools import val
 
 OF_CODE = "the model's code takes another branch, or a buffer of it (a mask for example) ends"
 OF_ROPE = "RoPE's original frequencies end"
@@ -66,14 +77,15 @@ def limit_of_tables(graph: Graph, longest: int) -> LengthLimit | None:
 def _num_tokens_within(look_up: LookUp, longest: int) -> int | None:
     """The first of `longest` positions whose row is not there; None: all are there, or ids choose the row.
 
-    An index over pairs of tokens is that of a bias or a mask, whose proof runs it; one that is made of values which
-    are not here (of a buffer on the meta device) cannot be told.
+    An index that is made of values which are not here (of a buffer on the meta device) cannot be told.
     """
-    if token_dims(look_up.table) or len(token_dims(look_up.index)) != 1:
+    if token_dims(look_up.table) or len(token_dims(look_up.index)) not in (1, 2):
         return None
     nodes = ancestors(look_up.index)
     if depends_on_tokens(nodes, look_up.index):
         return None
+    if _is_of_pairs(look_up.index):
+        return _num_tokens_of_pairs(look_up, nodes, longest)
     try:
         rows = Values(nodes, longest).vectors().get(look_up.index)
     except MaskNotProven:
@@ -84,6 +96,31 @@ def _num_tokens_within(look_up: LookUp, longest: int) -> int | None:
     (dim,) = token_dims(look_up.index)
     positions = outside.movedim(dim, 0).reshape(longest, -1).any(1).nonzero()
     return int(positions[0]) if len(positions) else None
+
+
+def _is_of_pairs(index: Node) -> bool:
+    """Has it two token dimensions, or one of all pairs?"""
+    dims = token_dims(index)
+    return len(dims) == 2 or sympy.degree(val(index).shape[dims[0]].node.expr) == 2
+
+
+def _num_tokens_of_pairs(look_up: LookUp, nodes: list[Node], longest: int) -> int | None:
+    """The same for an index over pairs of tokens, of a bias for example, whose proof runs all of it: the first and
+    last tokens of a sequence are furthest apart."""
+
+    def is_within(num_tokens: int) -> bool:
+        ends = torch.tensor(sorted({0, num_tokens // 2, num_tokens - 1}), device="cpu")
+        values = Values(nodes, num_tokens)
+        is_flat = len(token_dims(look_up.index)) == 1
+        rows = values.whole(look_up.index) if is_flat else values.at(look_up.index, ends, ends)
+        return bool(((rows >= look_up.lowest) & (rows < look_up.num_rows)).all())
+
+    try:
+        if is_within(longest):
+            return None
+        return bisect.bisect_left(range(1, longest), True, key=lambda num_tokens: not is_within(num_tokens))
+    except (MaskNotProven, NotPointwise):
+        return None
 
 
 def _input_ids(graph: Graph) -> Node:

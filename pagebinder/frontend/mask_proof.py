@@ -40,7 +40,19 @@ from pagebinder.frontend.mask_values import (
 )
 from pagebinder.graph_tools import aten
 
-__all__ = ["HIDDEN", "MaskFacts", "MaskNotProven", "MaskTerm", "prove_mask", "prove_terms", "require_served"]
+__all__ = [
+    "FAR_SIZE",
+    "HIDDEN",
+    "MaskFacts",
+    "MaskNotProven",
+    "MaskTerm",
+    "is_straight",
+    "max_tokens",
+    "numbers_in",
+    "prove_mask",
+    "prove_terms",
+    "require_served",
+]
 
 SMALL_SIZES = (2, 3, 17, 64, 257)
 LEAST_SIZE = 520  # of the largest length
@@ -141,7 +153,7 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
     if depends_on_tokens(nodes, *(t.node for t in terms)):
         raise MaskNotProven("the mask depends on the values of the tokens")
     limit = max_tokens(nodes[0].graph)
-    reach, numbers, divisors = _numbers_in(nodes)
+    reach, numbers, divisors = numbers_in(nodes)
     if sum(numbers) + sum(divisors) > LARGEST_SIZE // 2 and limit is None:
         raise MaskNotProven(
             f"the mask's numbers reach {reach} tokens, too many to evaluate at twice that size"
@@ -161,7 +173,7 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
         ):
             if counting := next((n for n in nodes if _counts_tokens(n)), None):
                 raise MaskNotProven(f"the mask is computed with the number of tokens ({counting.name})")
-            if not all(map(_is_straight, nodes)):
+            if not all(map(is_straight, nodes)):
                 _require_far(terms, nodes, facts, limit, numbers, divisors)
             return facts
     raise MaskNotProven(_named(seen[min(64, largest)]) + f" (compared at sizes {sorted({*whole, largest})})")
@@ -172,7 +184,7 @@ def _counts_tokens(node: Node) -> bool:
     return node.op == "call_function" and not is_size(node) and computes_with_sizes(node)
 
 
-def _is_straight(node: Node) -> bool:
+def is_straight(node: Node) -> bool:
     """Do its literals, if it has some, bound the distances that a mask made of it can tell apart?"""
     if node.op != "call_function" or is_size(node):
         return True
@@ -225,7 +237,7 @@ def max_tokens(graph: torch.fx.Graph) -> int | None:
     return next((n.meta.get("max_tokens") for n in inputs), None)
 
 
-def _numbers_in(nodes: list[Node]) -> tuple[int, set[int], set[int]]:
+def numbers_in(nodes: list[Node]) -> tuple[int, set[int], set[int]]:
     """A bound, in tokens, on the distances that the mask can tell apart, and the numbers and divisors behind it.
 
     A position divided by c makes every later number count c times: (p // 16 - j // 16) < 4 reaches 64 tokens.

@@ -11,10 +11,12 @@ only moves dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.fx import Node
 
-from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, is_call
+from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, attribute, is_call
 
 # Entry by entry, some without torch's tag that says so.
 _POINTWISE = {
@@ -38,6 +40,10 @@ _CONSTANTS = {
     aten.new_ones.default: 1, aten.new_zeros.default: 0,
 }  # fmt: skip
 _FILLS = {aten.full.default, aten.full_like.default, aten.new_full.default}
+
+
+# A dimension that is so many times as long as the sequence is one of pairs of tokens, unless it is short.
+MOST_TIMES, MOST_ROWS = 4, 1 << 20
 
 
 class MaskNotProven(Exception):
@@ -103,6 +109,28 @@ def token_dims(node: Node) -> list[int]:
     return [d for d, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
 
 
+def made_of(sources: Iterable[Node], nodes: list[Node]) -> set[Node]:
+    """These nodes and all of `nodes`, which are in execution order, whose values depend on theirs."""
+    made = set(sources)
+    for node in nodes if made else ():
+        if any(n in made for n in node.all_input_nodes) and not by_shape_only(node):
+            made.add(node)
+    return made
+
+
+def learned_in(nodes: list[Node]) -> list[Node]:
+    """What is made of parameters and has no token dimension, and what with tokens is made of: parameters mostly, or
+    for example their exponentials. Their values may change."""
+    read = [n for n in nodes if n.op == "get_attr"]
+    made = made_of([n for n in read if _is_parameter(n)], nodes)
+    found = [n for n in nodes if n in made and not token_dims(n)]
+    return [n for n in found if any(user in made and token_dims(user) for user in n.users)]
+
+
+def _is_parameter(node: Node) -> bool:
+    return isinstance(attribute(node.graph.owning_module, node.target), torch.nn.Parameter)
+
+
 def constant_of(node: Node) -> torch.Tensor:
     """The value of a weight or buffer of the graph, on the CPU."""
     tensor = node.graph.owning_module
@@ -116,11 +144,21 @@ def constant_of(node: Node) -> torch.Tensor:
 
 
 class Values:
-    """The values of a subgraph for one sequence of `size` tokens at `positions` (0, 1, ... by default)."""
+    """The values of a subgraph for one sequence of `size` tokens at `positions` (0, 1, ... by default).
 
-    def __init__(self, nodes: list[Node], size: int, positions: torch.Tensor | None = None):
-        self.nodes, self.size = nodes, size
+    `weights`: other values of some of its weights, and what is made of them keeps their dtype.
+    """
+
+    def __init__(
+        self,
+        nodes: list[Node],
+        size: int,
+        positions: torch.Tensor | None = None,
+        weights: dict[Node, torch.Tensor] | None = None,
+    ):
+        self.nodes, self.size, self.weights = nodes, size, weights or {}
         self.positions = torch.arange(size, device="cpu") if positions is None else positions
+        self._kept = _casts_of(nodes, self.weights)
         self._whole: dict[Node, object] = {}
         self._parts: dict[tuple, torch.Tensor] = {}
 
@@ -138,7 +176,12 @@ class Values:
         for node in self.nodes:
             ready = is_size(node) or fill_of(node) is not None
             ready = ready or all(n in self._whole for n in node.all_input_nodes)
-            if node not in self._whole and ready and len(token_dims(node)) < 2:
+            if (
+                node not in self._whole
+                and ready
+                and len(token_dims(node)) < 2
+                and not self._is_of_pairs(node)
+            ):
                 self._run(node)
         return {n: v for n, v in self._whole.items() if isinstance(v, torch.Tensor)}
 
@@ -152,7 +195,9 @@ class Values:
         return self._part(result, rows, columns)
 
     def _run(self, node: Node) -> None:
-        if is_size(node):
+        if node in self.weights:
+            self._whole[node] = self.weights[node]
+        elif is_size(node):
             self._whole[node] = self._size_of(node.meta["val"])
         elif node.op == "placeholder":
             self._whole[node] = self._input(node)
@@ -163,7 +208,7 @@ class Values:
             self._whole[node] = torch.full(shape, fill, dtype=node.meta["val"].dtype, device="cpu")
         else:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._whole.__getitem__)
-            self._whole[node] = node.target(*_on_cpu(args), **_on_cpu(kwargs))
+            self._whole[node] = self._computed(node, args, kwargs)
 
     def _input(self, node: Node) -> torch.Tensor:
         if node.target == "positions":
@@ -216,14 +261,34 @@ class Values:
             return self._sampled(node.args[0], self._aligned(node, node.args[0], wanted)).expand(shape)
         if is_pointwise(node):
             return self._entry_by_entry(node, wanted)
+        if target is aten.embedding.default and node.args[0] in self._whole:
+            index = self._sampled(node.args[1], wanted)
+            return target(self._whole[node.args[0]], index, *node.args[2:], **node.kwargs)
+        if target is aten.index.Tensor and node.args[0] in self._whole:
+            return self._looked_up(node, rows, columns)
         return self._moved(node, wanted, shape)
 
     def _entry_by_entry(self, node: Node, wanted: dict) -> torch.Tensor:
         def part(n: Node):
             return self._whole[n] if is_size(n) else self._sampled(n, self._aligned(node, n, wanted))
 
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), part)
-        return node.target(*_on_cpu(args), **_on_cpu(kwargs))
+        return self._computed(node, *torch.fx.node.map_arg((node.args, node.kwargs), part))
+
+    def _computed(self, node: Node, args, kwargs):
+        return args[0] if node in self._kept else node.target(*_on_cpu(args), **_on_cpu(kwargs))
+
+    def _looked_up(self, node: Node, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """table[.., index, ..] of one index over pairs of tokens."""
+        indices = [n for n in node.args[1] if n is not None]
+        if len(indices) != 1 or len(token_dims(indices[0])) != 2:
+            raise NotPointwise(f"{node.target} of several indices")
+        index = self._sampled(indices[0], dict(zip(token_dims(indices[0]), (rows, columns))))
+        return node.target(self._whole[node.args[0]], [None if n is None else index for n in node.args[1]])
+
+    def _is_of_pairs(self, node: Node) -> bool:
+        """Has it a row of all pairs of tokens? (only known of values with sizes)"""
+        sizes = [self._size_of(s) for s in getattr(node.meta.get("val"), "shape", ())]
+        return any(size > MOST_TIMES * self.size for size in sizes if size > MOST_ROWS)
 
     def _moved(self, node: Node, wanted: dict, shape: list[int]) -> torch.Tensor:
         """Ops that move, add or drop dimensions, and slices."""
@@ -279,6 +344,11 @@ class Values:
         for dim, index in wanted.items():
             value = value.index_select(dim, index)
         return value
+
+
+def _casts_of(nodes: list[Node], weights: dict[Node, torch.Tensor]) -> set[Node]:
+    """Casts of what is made of these weights."""
+    return {node for node in made_of(weights, nodes) - weights.keys() if is_call(node, *CASTS)}
 
 
 def _last_two(node: Node, rows: torch.Tensor, columns: torch.Tensor) -> dict:

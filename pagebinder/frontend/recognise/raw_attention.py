@@ -8,20 +8,21 @@ Matches:
     out = weights @ v                                     matmul, bmm, baddbmm or einsum, heads grouped or repeated
 Replaces with:
     pagebinder.attention(q [T, H, D], k [T, G, D], v [T, G, Dv], sinks, alibi_slopes, scale, window, chunk, soft_cap)
+    pagebinder.relative_attention(q, k, v, bias [H, N], sinks, scale, num_behind, window), for a bias by distance
 
-What the masks leave visible, and that a bias is ALiBi, is proven by running their subgraphs.
+What the masks leave visible, and that a bias is ALiBi or by distance, is proven by running their subgraphs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.frontend.alibi_proof import classify_bias, prove_alibi
+from pagebinder.frontend.alibi_proof import classify_bias
+from pagebinder.frontend.distance_proof import DistanceBias, Slopes, prove_bias
 from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, MaskTerm, prove_terms, require_served
 from pagebinder.frontend.mask_values import by_shape_only, is_size
 from pagebinder.frontend.recognise.operands import (
@@ -44,7 +45,7 @@ from pagebinder.frontend.recognise.rows_before_heads import exchange_rows_and_he
 from pagebinder.frontend.recognise.score_chain import Chain, read_chain
 from pagebinder.frontend.recognise.selected_heads import take_heads_first
 from pagebinder.frontend.recognise.sinks import Sinks, cuts_column
-from pagebinder.frontend.recognise.slopes import SlopeConstants
+from pagebinder.frontend.recognise.slopes import BiasConstants
 from pagebinder.frontend.recognise.summed_products import merge_summed_products
 from pagebinder.frontend.recognise.summed_weights import distribute_summed_weights
 from pagebinder.frontend.recognise.written_softmax import rewrite_written_softmaxes
@@ -113,8 +114,8 @@ class _Layer:
     def __init__(self, gm: GraphModule, tainted: set[Node], written_out: set[Node]):
         self.gm, self.tainted, self.written_out = gm, tainted, written_out
         self._facts: dict[tuple[MaskTerm, ...], MaskFacts | MaskNotProven] = {}
-        self._slopes: dict[tuple, torch.Tensor] = {}
-        self._constants = SlopeConstants(gm)
+        self._proven: dict[tuple, Slopes | DistanceBias] = {}
+        self._constants = BiasConstants(gm)
         self._bias = functools.cache(classify_bias)
 
     def rewrite(self, softmax: Node) -> Match:
@@ -130,10 +131,10 @@ class _Layer:
         q, k, v, leading, sizes = _operands(of_scores, of_values, val(weights.node))
         biases = [self._bias(*bias) for bias in chain.biases]
         facts = self._facts_of((*chain.masks, *(b.mask for b in biases if b.mask is not None)))
-        slopes = self._slopes_of([b for b in biases if b.node is not None], facts, chain, sizes)
+        bias = self._bias_of([b for b in biases if b.node is not None], facts, chain, sizes)
         factors = chain.row_factors + chain.learned
         q = (multiplied(self.gm, product, q[0], factors, chain.anchor, of_scores.labels), *q[1:])
-        op = self._emit(product, chain, facts, (q, k, v), slopes, weights, of_values, leading, sizes)
+        op = self._emit(product, chain, facts, (q, k, v), bias, weights, of_values, leading, sizes)
         for node in reversed(weights.path):  # a dropout in between would be kept by torch
             node.graph.erase_node(node)
         detail = _detail(facts, op) + (", softmax written out" if softmax in self.written_out else "")
@@ -153,20 +154,25 @@ class _Layer:
         require_served(facts)
         return facts
 
-    def _slopes_of(self, biases: list, facts: MaskFacts, chain: Chain, sizes: dict) -> Callable | None:
-        """Makes the operand of ALiBi slopes [H] float32, proven before; None if there is no ALiBi."""
+    def _bias_of(
+        self, biases: list, facts: MaskFacts, chain: Chain, sizes: dict
+    ) -> Slopes | DistanceBias | None:
+        """ALiBi's slopes [H] or a bias by distance, proven; None if there is none."""
         if not biases:
             return None
         if len(biases) > 1:
             raise NotAttention("several biases are added to the scores")
         total = functools.reduce(lambda a, b: a * b, sizes.values(), 1)
-        shifts = chain.sinks is None and all(floor.is_far for floor in chain.floors)
-        key = (biases[0].node, biases[0].factor, facts, total, shifts)
-        if key not in self._slopes:
-            self._slopes[key] = prove_alibi(biases[0], facts, total, shifts=shifts)
-        return lambda: self._constants.node_of(self._slopes[key], val(biases[0].node).device)
+        near_fill = not all(floor.is_far for floor in chain.floors)
+        shifts = chain.sinks is None and not near_fill
+        key = (biases[0].node, biases[0].factor, facts, total, shifts, near_fill)
+        if key not in self._proven:
+            self._proven[key] = prove_bias(biases[0], facts, total, shifts=shifts, near_fill=near_fill)
+        if isinstance(self._proven[key], DistanceBias) and chain.soft_cap is not None:
+            raise NotAttention("a bias by distance is added to soft-capped scores")
+        return self._proven[key]
 
-    def _emit(self, product, chain, facts, qkv, slopes, weights, of_values, leading, sizes) -> Node:
+    def _emit(self, product, chain, facts, qkv, bias, weights, of_values, leading, sizes) -> Node:
         (row, width), (inner, column) = qkv[0][1:], qkv[1][1:]
         gm, graph = self.gm, self.gm.graph
         q, k, v = (x for x, *_ in qkv)
@@ -181,7 +187,9 @@ class _Layer:
             for x in flat
         ]
         sinks = None if chain.sinks is None else chain.sinks.emit(gm, product)
-        optional = [sinks, None if slopes is None else slopes()]
+        constant = None if bias is None else self._constants.node_of(bias, val(product).device)
+        by_distance = isinstance(bias, DistanceBias)
+        optional = [constant, sinks] if by_distance else [sinks, constant]
         while optional and optional[-1] is None:
             optional.pop()
         options = {
@@ -190,9 +198,12 @@ class _Layer:
             "chunk": facts.chunk,
             "soft_cap": None if chain.soft_cap is None else float(chain.soft_cap),
             "causal": None if facts.causal else False,
+            "num_behind": bias.num_behind if by_distance else None,
         }
         options = {name: value for name, value in options.items() if value is not None}
-        op = insert_call(graph, product, torch.ops.pagebinder.attention.default, (*flat, *optional), options)
+        ours = torch.ops.pagebinder
+        target = ours.relative_attention.default if by_distance else ours.attention.default
+        op = insert_call(graph, product, target, (*flat, *optional), options)
         out = from_flat_heads(
             gm, product, op, dict(zip(of_values.weight_leading, sizes.values())), of_values.out_labels
         )
@@ -209,6 +220,9 @@ class _Layer:
 def _detail(facts: MaskFacts, op: Node) -> str:
     parts = [facts.describe()]
     parts += [f"soft_cap={op.kwargs['soft_cap']:g}"] if "soft_cap" in op.kwargs else []
+    if op.target is torch.ops.pagebinder.relative_attention.default:
+        parts += ["a bias by distance"] + (["sinks"] if arg(op, 4, "sinks") is not None else [])
+        return ", ".join(parts)
     parts += ["sinks"] if arg(op, 3, "sinks") is not None else []
     return ", ".join(parts + (["ALiBi"] if arg(op, 4, "alibi_slopes") is not None else []))
 

@@ -20,7 +20,8 @@ from fractions import Fraction
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.frontend.alibi_proof import classify_bias, prove_alibi
+from pagebinder.frontend.alibi_proof import classify_bias, is_learned
+from pagebinder.frontend.distance_proof import DistanceBias, Slopes, prove_bias
 from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask, prove_terms, require_served
 from pagebinder.frontend.recognise.operands import (
     NotAttention,
@@ -30,7 +31,7 @@ from pagebinder.frontend.recognise.operands import (
     stripped,
     unrepeated,
 )
-from pagebinder.frontend.recognise.slopes import SlopeConstants
+from pagebinder.frontend.recognise.slopes import BiasConstants
 from pagebinder.frontend.token_dims import token_dims
 from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, source_line, val
 from pagebinder.report import Match, PassResult, Refusal
@@ -38,21 +39,21 @@ from pagebinder.report import Match, PassResult, Refusal
 PATTERN = "attention"
 LABELS = ("batch", "heads", "tokens", "width")
 
-Mask = tuple[MaskFacts, torch.Tensor | None]  # and ALiBi slopes [H]
+Mask = tuple[MaskFacts, Slopes | DistanceBias | None]  # and ALiBi slopes [H], or a bias by distance
 
 
 def recognise_sdpa(gm: GraphModule) -> PassResult:
     """Rewrite every scaled_dot_product_attention whose mask is understood; refuse the others."""
     result = PassResult(name="recognise_sdpa")
     proofs: dict[Node, Mask | MaskNotProven] = {}
-    constants = SlopeConstants(gm)
+    constants = BiasConstants(gm)
     for sdpa in calls(gm.graph, aten.scaled_dot_product_attention.default):
         try:
             if _is_within_tokens(sdpa):
                 match = _rewrite_within_tokens(gm, sdpa)
             else:
-                facts, slopes = _mask_of(sdpa, proofs)
-                match = _rewrite(gm, sdpa, facts, slopes, constants)
+                facts, bias = _mask_of(sdpa, proofs)
+                match = _rewrite(gm, sdpa, facts, bias, constants)
         except (MaskNotProven, NotAttention) as miss:
             result.refusals.append(
                 Refusal(pattern=PATTERN, reason=str(miss), source_line=source_line(sdpa), **describe(sdpa))
@@ -87,8 +88,10 @@ def _mask_of(sdpa: Node, proofs: dict[Node, Mask | MaskNotProven]) -> Mask:
 
 
 def _proven(mask: Node, num_heads: int) -> Mask:
-    """A mask, or ALiBi with or without one. Raises MaskNotProven."""
+    """A mask, or ALiBi or a bias by distance with or without one. Raises MaskNotProven."""
     try:
+        if is_learned(mask):
+            raise MaskNotProven("the mask depends on parameters")
         facts = prove_mask(mask)
     except MaskNotProven as miss:
         try:
@@ -102,11 +105,15 @@ def _proven(mask: Node, num_heads: int) -> Mask:
         return facts, None
     facts = MaskFacts(causal=False) if bias.mask is None else prove_terms((bias.mask,))
     require_served(facts)
-    return facts, prove_alibi(bias, facts, num_heads)
+    return facts, prove_bias(bias, facts, num_heads)
 
 
 def _rewrite(
-    gm: GraphModule, sdpa: Node, facts: MaskFacts, slopes: torch.Tensor | None, constants: SlopeConstants
+    gm: GraphModule,
+    sdpa: Node,
+    facts: MaskFacts,
+    bias: Slopes | DistanceBias | None,
+    constants: BiasConstants,
 ) -> Match:
     q, k, v = sdpa.args[:3]
     for name, x in (("queries", q), ("keys", k), ("values", v)):
@@ -128,14 +135,20 @@ def _rewrite(
     options = {"scale": scale, "window": facts.window, "chunk": facts.chunk}
     options = {name: value for name, value in options.items() if value is not None}
     options |= {} if facts.causal else {"causal": False}
-    optional = [] if slopes is None else [None, constants.node_of(slopes, val(q.node).device)]
-    op = insert_call(gm.graph, sdpa, torch.ops.pagebinder.attention.default, (*flat, *optional), options)
+    constant = None if bias is None else constants.node_of(bias, val(q.node).device)
+    if isinstance(bias, DistanceBias):
+        options["num_behind"] = bias.num_behind
+        target, optional = torch.ops.pagebinder.relative_attention.default, [constant]
+    else:
+        target, optional = torch.ops.pagebinder.attention.default, [] if bias is None else [None, constant]
+    op = insert_call(gm.graph, sdpa, target, (*flat, *optional), options)
     out = from_flat_heads(gm, sdpa, op, {"batch": 1, "heads": q.size("heads")}, list(LABELS))
     if val(out).dtype is not val(sdpa).dtype:
         out = insert_call(gm.graph, sdpa, aten.to.dtype, (out, val(sdpa).dtype))
     sdpa.replace_all_uses_with(out)
     gm.graph.erase_node(sdpa)  # it may use dropout, so dead-code elimination takes it for impure
-    detail = facts.describe() + ("" if slopes is None else ", ALiBi")
+    kind = "a bias by distance" if isinstance(bias, DistanceBias) else "ALiBi"
+    detail = facts.describe() + ("" if bias is None else f", {kind}")
     return Match(pattern=PATTERN, detail=detail, **describe(op))
 
 
