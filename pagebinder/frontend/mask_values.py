@@ -41,7 +41,6 @@ _CONSTANTS = {
 }  # fmt: skip
 _FILLS = {aten.full.default, aten.full_like.default, aten.new_full.default}
 
-
 # A dimension that is so many times as long as the sequence is one of pairs of tokens, unless it is short.
 MOST_TIMES, MOST_ROWS = 4, 1 << 20
 
@@ -176,12 +175,8 @@ class Values:
         for node in self.nodes:
             ready = is_size(node) or fill_of(node) is not None
             ready = ready or all(n in self._whole for n in node.all_input_nodes)
-            if (
-                node not in self._whole
-                and ready
-                and len(token_dims(node)) < 2
-                and not self._is_of_pairs(node)
-            ):
+            is_vector = len(token_dims(node)) < 2 and not self._is_of_pairs(node)
+            if node not in self._whole and ready and is_vector:
                 self._run(node)
         return {n: v for n, v in self._whole.items() if isinstance(v, torch.Tensor)}
 
@@ -286,7 +281,7 @@ class Values:
         return node.target(self._whole[node.args[0]], [None if n is None else index for n in node.args[1]])
 
     def _is_of_pairs(self, node: Node) -> bool:
-        """Has it a row of all pairs of tokens? (only known of values with sizes)"""
+        """Has it a dimension of all pairs of tokens, too long to be computed?"""
         sizes = [self._size_of(s) for s in getattr(node.meta.get("val"), "shape", ())]
         return any(size > MOST_TIMES * self.size for size in sizes if size > MOST_ROWS)
 

@@ -25,6 +25,7 @@ from pagebinder.frontend.alibi_proof import classify_bias
 from pagebinder.frontend.distance_proof import DistanceBias, Slopes, prove_bias
 from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, MaskTerm, prove_terms, require_served
 from pagebinder.frontend.mask_values import by_shape_only, is_size
+from pagebinder.frontend.recognise.bias_constants import BiasConstants
 from pagebinder.frontend.recognise.operands import (
     PRODUCTS,
     SCALINGS,
@@ -45,7 +46,6 @@ from pagebinder.frontend.recognise.rows_before_heads import exchange_rows_and_he
 from pagebinder.frontend.recognise.score_chain import Chain, read_chain
 from pagebinder.frontend.recognise.selected_heads import take_heads_first
 from pagebinder.frontend.recognise.sinks import Sinks, cuts_column
-from pagebinder.frontend.recognise.slopes import BiasConstants
 from pagebinder.frontend.recognise.summed_products import merge_summed_products
 from pagebinder.frontend.recognise.summed_weights import distribute_summed_weights
 from pagebinder.frontend.recognise.written_softmax import rewrite_written_softmaxes

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from pagebinder.frontend.alibi_proof import classify_bias, is_learned
 from pagebinder.frontend.distance_proof import DistanceBias, Slopes, prove_bias
 from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask, prove_terms, require_served
+from pagebinder.frontend.recognise.bias_constants import BiasConstants
 from pagebinder.frontend.recognise.operands import (
     NotAttention,
     Operand,
@@ -31,7 +32,6 @@ from pagebinder.frontend.recognise.operands import (
     stripped,
     unrepeated,
 )
-from pagebinder.frontend.recognise.slopes import BiasConstants
 from pagebinder.frontend.token_dims import token_dims
 from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, source_line, val
 from pagebinder.report import Match, PassResult, Refusal
