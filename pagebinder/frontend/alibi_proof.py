@@ -15,7 +15,16 @@ import torch
 from torch.fx import Node
 
 from pagebinder.frontend.mask_proof import HIDDEN, MaskFacts, MaskNotProven, MaskTerm, max_tokens
-from pagebinder.frontend.mask_values import NotPointwise, Values, ancestors, depends_on_tokens, learned_in
+from pagebinder.frontend.mask_values import (
+    NotPointwise,
+    Values,
+    ancestors,
+    as_zeros,
+    constant_of,
+    depends_on_tokens,
+    is_parameter,
+    learned_in,
+)
 from pagebinder.graph_tools import val
 
 SIZE = 97
@@ -50,26 +59,28 @@ def classify_bias(node: Node, factor: Fraction) -> Bias:
     if not learned and bool(((value == 0) | (value <= -HIDDEN)).all()):
         return Bias(MaskTerm(node), None)
     hidden = value <= -HIDDEN_BESIDE_BIAS
-    mask = MaskTerm(node, "biased") if bool(hidden.any()) else None
+    mask = MaskTerm(node, "biased", learned) if bool(hidden.any()) else None
     if learned and not any(val(n).device.type == "meta" for n in learned_in(nodes)):
         value = heads_of(_run(nodes, node, size)) * float(factor)
     return Bias(mask, node, _slopes(value), float(factor), learned)
 
 
 def is_learned(bias: Node) -> bool:
-    """Is it made of parameters? Not, if they hide entries: a mask that was made a parameter is taken as it is now."""
+    """Is it made of parameters? Not, if they hide entries or could: a mask that was made one is taken as it is now."""
     nodes = ancestors(bias)
     if not learned_in(nodes) or depends_on_tokens(nodes, bias):
         return False
     if any(val(n).device.type == "meta" for n in nodes if n.op == "get_attr"):
         return True
+    if any(bool((constant_of(n) <= -HIDDEN).any()) for n in nodes if is_parameter(n)):
+        return False
     size = min(SIZE, max_tokens(bias.graph) or SIZE)
     now, without = (_run(nodes, bias, size, weights) for weights in (None, _zeros(nodes)))
     return torch.equal(now <= -HIDDEN, without <= -HIDDEN)
 
 
 def _zeros(nodes: list[Node]) -> dict[Node, torch.Tensor]:
-    return {n: torch.zeros(val(n).shape, dtype=val(n).dtype, device="cpu") for n in learned_in(nodes)}
+    return {n: as_zeros(n) for n in learned_in(nodes)}
 
 
 def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int, *, shifts: bool = True) -> torch.Tensor:

@@ -33,9 +33,12 @@ from pagebinder.frontend.mask_values import (
     NotPointwise,
     Values,
     ancestors,
+    as_zeros,
     constant_of,
     depends_on_tokens,
+    is_parameter,
     is_size,
+    learned_in,
     token_dims,
 )
 from pagebinder.graph_tools import aten
@@ -126,10 +129,12 @@ class MaskTerm:
 
     kind: "mask" (bool visible, or additive), "visible" or "hidden" (nonzero = so), "biased" (hidden by -1e9 or less,
     beside a bias), "factor" (multiplies scores before the others hide any: 1 where they leave visible, else 0 or 1).
+    is_learned: it is made of parameters that hide nothing, and taken as if they were 0.
     """
 
     node: Node
     kind: str = "mask"
+    is_learned: bool = False
 
 
 def require_served(facts: MaskFacts) -> None:
@@ -150,20 +155,22 @@ def prove_mask(mask: Node) -> MaskFacts:
 def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
     """Classify what several masks leave visible together; see `prove_mask`."""
     nodes = ancestors(*(t.node for t in terms))
+    weights = {n: as_zeros(n) for t in terms if t.is_learned for n in learned_in(ancestors(t.node))}
     if depends_on_tokens(nodes, *(t.node for t in terms)):
         raise MaskNotProven("the mask depends on the values of the tokens")
     limit = max_tokens(nodes[0].graph)
-    reach, numbers, divisors = numbers_in(nodes)
+    of_places = [n for n in nodes if not (weights and is_parameter(n))]
+    reach, numbers, divisors = numbers_in(of_places)
     if sum(numbers) + sum(divisors) > LARGEST_SIZE // 2 and limit is None:
         raise MaskNotProven(
             f"the mask's numbers reach {reach} tokens, too many to evaluate at twice that size"
         )
     largest = min(max(2 * reach + 3, LEAST_SIZE), limit or LARGEST_SIZE)
-    most = LARGEST_WHOLE_SIZE if any(map(_is_matrix, nodes)) else WHOLE_SIZE
+    most = LARGEST_WHOLE_SIZE if any(map(_is_matrix, of_places)) else WHOLE_SIZE
     whole = {min(s, largest) for s in SMALL_SIZES} | ({largest} if largest <= most else set())
-    seen = {size: _visible(terms, nodes, size) for size in sorted(whole)}
+    seen = {size: _visible(terms, nodes, size, weights) for size in sorted(whole)}
     if largest > most:
-        rows, columns, chosen = _visible_at_chosen(terms, nodes, largest, numbers, divisors)
+        rows, columns, chosen = _visible_at_chosen(terms, nodes, largest, weights, numbers, divisors)
     else:
         rows = columns = torch.arange(largest, device="cpu")
         chosen = seen[largest]
@@ -174,7 +181,7 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
             if counting := next((n for n in nodes if _counts_tokens(n)), None):
                 raise MaskNotProven(f"the mask is computed with the number of tokens ({counting.name})")
             if not all(map(is_straight, nodes)):
-                _require_far(terms, nodes, facts, limit, numbers, divisors)
+                _require_far(terms, nodes, facts, limit, weights, numbers, divisors)
             return facts
     raise MaskNotProven(_named(seen[min(64, largest)]) + f" (compared at sizes {sorted({*whole, largest})})")
 
@@ -219,12 +226,12 @@ def _is_matrix(node: Node) -> bool:
 
 
 def _require_far(
-    terms, nodes, facts: MaskFacts, limit: int | None, numbers: set[int], divisors: set[int]
+    terms, nodes, facts: MaskFacts, limit: int | None, weights: dict, numbers: set[int], divisors: set[int]
 ) -> None:
     """Raises unless a mask whose reach is not known is the same at a length that few sequences have."""
     edges = numbers | {n for n in (facts.window, facts.chunk) if n is not None}
     size = min(FAR_SIZE, limit or FAR_SIZE)
-    rows, columns, visible = _visible_at_chosen(terms, nodes, size, edges, divisors, FAR_WHOLE_SIZE)
+    rows, columns, visible = _visible_at_chosen(terms, nodes, size, weights, edges, divisors, FAR_WHOLE_SIZE)
     if not torch.equal(_expected(facts, rows, columns), visible):
         raise MaskNotProven(
             f"the mask is {facts.describe()} at some hundred tokens, and another one at {size}"
@@ -283,23 +290,29 @@ def _numbers_of(constant: torch.Tensor) -> set[int]:
     return {int(values.abs().max()) if values.numel() else 0, *constant.shape}
 
 
-def _visible(terms: Sequence[MaskTerm], nodes: list[Node], size: int) -> torch.Tensor:
+def _visible(terms: Sequence[MaskTerm], nodes: list[Node], size: int, weights: dict) -> torch.Tensor:
     """What a sequence of `size` tokens sees: boolean [size, size]."""
     try:
-        values = Values(nodes, size)
+        values = Values(nodes, size, weights=weights)
         return _together(terms, [values.whole(t.node) for t in terms], size, size)
     except (RuntimeError, IndexError) as error:
         raise MaskNotProven(f"the mask cannot be evaluated for {size} tokens: {error}") from error
 
 
 def _visible_at_chosen(
-    terms, nodes, size: int, numbers: set[int], divisors: set[int], most_whole: int | None = None
+    terms,
+    nodes,
+    size: int,
+    weights: dict,
+    numbers: set[int],
+    divisors: set[int],
+    most_whole: int | None = None,
 ):
     """(rows, columns, visible [rows, columns]) at entries that tell the masks of the family apart.
 
     `most_whole`: the size of which a mask that has no entries of its own is evaluated in full instead.
     """
-    values = Values(nodes, size)
+    values = Values(nodes, size, weights=weights)
     try:
         chosen = _chosen(size, numbers, divisors, values.vectors().values())
         parts = [values.at(t.node, chosen, chosen) for t in terms]
@@ -314,7 +327,7 @@ def _visible_at_chosen(
     except (RuntimeError, IndexError) as error:
         raise MaskNotProven(f"the mask cannot be evaluated for {size} tokens: {error}") from error
     everything = torch.arange(size, device="cpu")
-    return everything, everything, _visible(terms, nodes, size)
+    return everything, everything, _visible(terms, nodes, size, weights)
 
 
 def _chosen(size: int, numbers: set[int], divisors: set[int], vectors) -> torch.Tensor:

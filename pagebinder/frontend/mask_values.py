@@ -120,14 +120,19 @@ def made_of(sources: Iterable[Node], nodes: list[Node]) -> set[Node]:
 def learned_in(nodes: list[Node]) -> list[Node]:
     """What is made of parameters and has no token dimension, and what with tokens is made of: parameters mostly, or
     for example their exponentials. Their values may change."""
-    read = [n for n in nodes if n.op == "get_attr"]
-    made = made_of([n for n in read if _is_parameter(n)], nodes)
+    made = made_of(filter(is_parameter, nodes), nodes)
     found = [n for n in nodes if n in made and not token_dims(n)]
     return [n for n in found if any(user in made and token_dims(user) for user in n.users)]
 
 
-def _is_parameter(node: Node) -> bool:
-    return isinstance(attribute(node.graph.owning_module, node.target), torch.nn.Parameter)
+def is_parameter(node: Node) -> bool:
+    is_read = node.op == "get_attr"
+    return is_read and isinstance(attribute(node.graph.owning_module, node.target), torch.nn.Parameter)
+
+
+def as_zeros(node: Node) -> torch.Tensor:
+    value = node.meta["val"]
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
 
 
 def constant_of(node: Node) -> torch.Tensor:

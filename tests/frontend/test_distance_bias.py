@@ -306,7 +306,8 @@ class OfSomeLengths(plain.Attention):
         )
         places = torch.arange(t, device=x.device)
         bias = self.table[places[:, None] - places + plain.MAX_TOKENS - 1].permute(2, 0, 1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=causal(bias.to(q.dtype)))
+        mask = bias.to(q.dtype).masked_fill(places[:, None] < places, -torch.inf)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(y.transpose(1, 2).reshape(b, t, -1))
 
 
@@ -328,3 +329,52 @@ def test_weights_that_change_later_are_followed_by_an_engine():
     prompts = [[1, 2, 3], [7] * 45]
     outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
     assert [o.token_ids for o in outputs] == [greedy(model, p, 8) for p in prompts]
+
+
+class MaskAsParameter(Biased):
+    """What is a buffer in most models: it hides by its values, so it is taken as it is."""
+
+    alibi = False
+
+    def __init__(self):
+        super().__init__()
+        places = torch.arange(plain.MAX_TOKENS)
+        far = places[:, None] - places
+        slopes = torch.tensor([0.5, 0.25])[:, None, None] if self.alibi else 0.0
+        self.kept = nn.Parameter((-slopes * far).masked_fill(far < 0, -torch.inf), requires_grad=False)
+
+    def bias(self, positions):
+        num_tokens = positions.shape[1]
+        return self.kept[..., :num_tokens, :num_tokens]
+
+
+class MaskAsParameterBySdpa(MaskAsParameter):
+    by_sdpa = True
+
+
+class AlibiAsParameter(MaskAsParameter):
+    alibi = True
+
+
+class AlibiAsParameterBySdpa(MaskAsParameterBySdpa):
+    alibi = True
+
+
+@pytest.mark.parametrize(
+    "form",
+    [MaskAsParameter, MaskAsParameterBySdpa, AlibiAsParameter, AlibiAsParameterBySdpa],
+    ids=lambda form: form.__name__,
+)
+def test_a_mask_that_is_a_parameter_is_a_mask(form):
+    before, after, matches, refusals = recognised(form())
+    assert not refusals and ("ALiBi" in matches[0].detail) == form.alibi
+    assert count(after, ATTENTION) == 1
+    torch.testing.assert_close(run(after, 50), run(before, 50), atol=1e-5, rtol=1e-5)
+
+
+def test_weights_are_not_needed():
+    with torch.device("meta"):
+        model = plain.Decoder(OfSomeLengths).eval()
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
+    assert compiled.max_model_len == plain.MAX_TOKENS
+    assert count(compiled.graphs["semantic"], RELATIVE) == 2
