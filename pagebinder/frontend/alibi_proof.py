@@ -66,7 +66,7 @@ def classify_bias(node: Node, factor: Fraction) -> Bias:
 
 
 def is_learned(bias: Node) -> bool:
-    """Is it made of parameters? Not, if they hide entries or could: a mask that was made one is taken as it is now."""
+    """Is it made of parameters? Not, if they hide entries or could: a mask that was made one is taken as it is."""
     nodes = ancestors(bias)
     if not learned_in(nodes) or depends_on_tokens(nodes, bias):
         return False
