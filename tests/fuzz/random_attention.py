@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.fuzz.random_norms import RMSNorm
-from tests.fuzz.recipes import ILLEGAL_MASKS, Recipe
+from tests.fuzz.recipes import BIASES, ILLEGAL_MASKS, Recipe
 
 
 class Attention(nn.Module):
@@ -29,6 +29,8 @@ class Attention(nn.Module):
             self.gate = nn.Linear(width, h * dv)
         if recipe.sinks:
             self.sinks = nn.Parameter(torch.zeros(h))
+        if recipe.positions == "by distance":
+            self.table = nn.Parameter(torch.zeros(h, recipe.reach + 4))
         if recipe.mask_source == "buffer":
             self.register_buffer(
                 "tril", torch.ones(max_tokens, max_tokens, dtype=torch.bool).tril(), persistent=False
@@ -76,7 +78,7 @@ class Attention(nn.Module):
 
     def _rotated(self, x, position_ids):
         kind = self.recipe.positions
-        if kind in ("learned", "alibi", "none"):
+        if kind in ("learned", *BIASES, "none"):
             return x
         if self.recipe.extra == "alternating positions" and self.index % 2:
             return x
@@ -112,7 +114,10 @@ class Attention(nn.Module):
         return visible
 
     def _bias(self, position_ids):
-        """ALiBi [1, H, T, T]."""
+        """ALiBi or a learned bias [1, H, T, T]."""
+        if self.recipe.positions == "by distance":
+            distance = position_ids[0, :, None] - position_ids[0]
+            return self.table[None, :, distance.clamp(0, self.table.shape[1] - 1)]
         place = position_ids[0].float()
         return self.slopes[None, :, None, None] * (place[None, :] - place[:, None])
 
@@ -125,7 +130,7 @@ class Attention(nn.Module):
             mask = self.visible(position_ids, x)
         if recipe.attention == "sdpa float":
             mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-            mask = mask + self._bias(position_ids) if recipe.positions == "alibi" else mask
+            mask = mask + self._bias(position_ids) if recipe.positions in BIASES else mask
         causal = recipe.attention == "sdpa is_causal"
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=recipe.scale, enable_gqa=gqa
@@ -155,7 +160,7 @@ class Attention(nn.Module):
             scores = (q @ k.transpose(-1, -2)) * scale
         if recipe.soft_cap is not None:
             scores = recipe.soft_cap * torch.tanh(scores / recipe.soft_cap)
-        if recipe.positions == "alibi":
+        if recipe.positions in BIASES:
             scores = scores + self._bias(position_ids).view(*scores.shape[:-2], *scores.shape[-2:])
         scores = self._masked(scores, self.visible(position_ids, x))
         weights = self._softmax(scores)

@@ -16,8 +16,10 @@ NORMS = (
 )  # fmt: skip
 QK_NORMS = (None, None, "before transpose", "after transpose", "after rope")
 POSITIONS = (
-    "half", "half", "every_two", "chunked", "interleaved", "partial", "learned", "alibi", "none",
+    "half", "half", "every_two", "chunked", "interleaved", "partial", "learned", "alibi", "by distance",
+    "none",
 )  # fmt: skip
+BIASES = ("alibi", "by distance")  # positions that are added to the scores
 SDPA = ("sdpa is_causal", "sdpa bool", "sdpa float")
 WRITTEN = ("masked_fill", "additive", "where", "einsum")
 MASKS = ("causal", "window", "chunk")
@@ -88,8 +90,11 @@ def _consistent(**drawn) -> Recipe:
     written = drawn["attention"] in WRITTEN
     if not written:
         drawn |= {"soft_cap": None, "sinks": False}
-        if drawn["positions"] == "alibi":
+        if drawn["positions"] in BIASES:
             drawn["attention"] = "sdpa float"
+    if drawn["positions"] == "by distance":  # not behind soft-capped scores, nor within chunks
+        drawn["soft_cap"] = None
+        drawn["masks"] = tuple("window" if mask == "chunk" else mask for mask in drawn["masks"])
     if drawn["illegal"] in ILLEGAL_MASKS and drawn["attention"] == "sdpa is_causal":
         drawn["attention"] = "sdpa bool"
     if drawn["attention"] == "sdpa is_causal":
@@ -97,7 +102,7 @@ def _consistent(**drawn) -> Recipe:
     if drawn["norm"] == "none" and drawn["residual"] == "post":
         drawn["norm"] = "rms none"  # without any norm a deep sum overflows
     if drawn["illegal"] == "mask of content":
-        drawn["positions"] = "half" if drawn["positions"] == "alibi" else drawn["positions"]
+        drawn["positions"] = "half" if drawn["positions"] in BIASES else drawn["positions"]
     if drawn["extra"] == "values from keys":
         drawn["value_dim"] = drawn["head_dim"]
     return Recipe(**drawn)

@@ -102,5 +102,8 @@ def require_as_expected(recipe: Recipe) -> None:
 @example(recipe=Recipe(attention="sdpa bool", masks=ONE, extra="scaled values"))  # their factor was lost
 @example(recipe=Recipe(attention="masked_fill", masks=ONE, extra="scaled values"))
 @example(recipe=Recipe(attention="sdpa float", masks=ONE, positions="alibi"))  # was refused
+@example(
+    recipe=Recipe(attention="where", masks=ONE, positions="by distance", sinks=True, repeat="native")
+)  # sinks of groups
 def test_random_decoders_are_served_exactly_or_refused(recipe):
     require_as_expected(recipe)

@@ -43,6 +43,9 @@ BASES: dict[str, Callable[[], torch.nn.Module]] = {
     "plain": lambda: decoder_of(Recipe(**PLAIN)),
     "written out": lambda: decoder_of(Recipe(masks=("window",), attention="masked_fill")),
     "alibi": lambda: decoder_of(Recipe(masks=("causal",), attention="masked_fill", positions="alibi")),
+    "by distance": lambda: decoder_of(
+        Recipe(masks=("causal",), attention="masked_fill", positions="by distance")
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from tests.mutation.faults import ERRORS, NOTHING, Fault
 
 # One of each kind of layer; those of faults by day are captured anyway.
 BASES_BY_DAY = ("mistral", "gemma2", "lfm2", "gpt-oss experts", "bart", "plain", "written out")
-IN_FULL = {"alibi", "plain", "written out"} | {f.base for f in FAULTS if f.verify == "full"}
+IN_FULL = {"alibi", "by distance", "plain", "written out"} | {f.base for f in FAULTS if f.verify == "full"}
 
 
 def compile_with(fault: Fault, patch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Attention sinks: a column that is joined to the scores, one value for each head, and gets no value of its own.
 
-    cat(scores [.., H, T, T], column [.., H, T, 1])         or the column in front
+    cat(scores [.., H, T, T], column [.., H, T, 1])         or the column in front, or heads as [G, group]
     column = expand(sinks [H]) | expand(one number) | zeros
 
 Between the values and the column may stand views and casts; a cast rounds, so it is made again.
@@ -8,6 +8,7 @@ Between the values and the column may stand views and casts; a cast rounds, so i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -85,11 +86,12 @@ def cuts_column(cut: Node, sinks: Sinks) -> bool:
 
 
 def _sinks_of(column: Node, in_front: bool) -> Sinks:
-    node, rank = column, val(column).dim()
-    heads = val(column).shape[rank - 3] if rank >= 3 else 0
+    node, of_heads = column, _sizes(column)  # [H], or [G, group]
+    heads = math.prod(of_heads) if val(column).dim() >= 3 else 0
+    known = ([heads], of_heads, [])
     casts, nodes = [], set()
     while is_call(node, *CASTS, *IDENTITIES, *VIEWS, *_EXPANSIONS):
-        if _sizes(node) not in ([heads], []):
+        if _sizes(node) not in known:
             break
         if val(node).dtype is not val(node.args[0]).dtype:
             casts.insert(0, val(node).dtype)
@@ -100,7 +102,7 @@ def _sinks_of(column: Node, in_front: bool) -> Sinks:
         if isinstance(value, (int, float)):
             return Sinks(heads, float(value), [], in_front, nodes | {node, *_only_for_size(node)})
     has_tokens = any(isinstance(size, torch.SymInt) for size in val(node).shape)
-    if has_tokens or _sizes(node) not in ([heads], []):
+    if has_tokens or _sizes(node) not in known:
         raise NotAttention("the column appended to the scores is not of one sink per head")
     return Sinks(heads, node, casts, in_front, nodes)
 
