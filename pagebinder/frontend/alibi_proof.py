@@ -14,7 +14,15 @@ from fractions import Fraction
 import torch
 from torch.fx import Node
 
-from pagebinder.frontend.mask_proof import HIDDEN, MaskFacts, MaskNotProven, MaskTerm, max_tokens
+from pagebinder.frontend.mask_proof import (
+    HIDDEN,
+    MaskFacts,
+    MaskNotProven,
+    MaskTerm,
+    chosen_places,
+    max_tokens,
+    numbers_in,
+)
 from pagebinder.frontend.mask_values import (
     NotPointwise,
     Values,
@@ -28,7 +36,7 @@ from pagebinder.frontend.mask_values import (
 from pagebinder.graph_tools import val
 
 SIZE = 97
-LARGE_SIZE = 8192
+LARGE_SIZE, LARGEST_SIZE = 8192, 1 << 20
 BFLOAT16_ROUNDING = torch.finfo(torch.bfloat16).eps  # of two roundings to the nearest
 HIDDEN_BESIDE_BIAS = 1e9  # a bias itself may be as low as -1e4 at long distances
 
@@ -96,11 +104,21 @@ def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int, *, shifts: bool = 
     for size in sorted({min(s, limit or s) for s in (2, 3, 17, SIZE)}):
         _compare(bias, facts, shifts, _run(nodes, bias.node, size), torch.arange(size, device="cpu"))
     if limit is None:
-        parts = ((0, 40), (4000, 4040), (LARGE_SIZE - 40, LARGE_SIZE))
+        reach, numbers, divisors = numbers_in([n for n in nodes if not (bias.is_learned and is_parameter(n))])
+        size = max(LARGE_SIZE, 2 * reach + 3)
+        if size > LARGEST_SIZE:
+            raise MaskNotProven(f"the numbers of the bias reach {reach} tokens, too far to be compared")
+        values = Values(nodes, size)
+        parts = ((0, 40), (4000, 4040), (size - 40, size))
         places = torch.cat([torch.arange(start, end, device="cpu") for start, end in parts])
+        places = torch.cat(
+            [places, chosen_places(size, numbers, divisors, values.vectors().values())]
+        ).unique()
         try:
-            _compare(bias, facts, shifts, Values(nodes, LARGE_SIZE).at(bias.node, places, places), places)
+            _compare(bias, facts, shifts, values.at(bias.node, places, places), places)
         except NotPointwise:
+            if size > LARGE_SIZE:
+                raise MaskNotProven(f"the bias needs {size} tokens, and it cannot be run in parts") from None
             _compare(bias, facts, shifts, _run(nodes, bias.node, 2048), torch.arange(2048, device="cpu"))
     else:
         _compare(bias, facts, shifts, _run(nodes, bias.node, limit), torch.arange(limit, device="cpu"))

@@ -201,7 +201,7 @@ def _note_limits(gm: GraphModule, source: ModelSource, of_code: int | None) -> N
     limits = [LengthLimit(n, why) for n, why in ((of_code, OF_CODE), (of_rope, OF_ROPE)) if n is not None]
     asked = max(source.max_model_len, source.encoder.max_len if source.encoder else 0)
     of_tables = limit_of_tables(gm.graph, min((asked, *(limit.num_tokens for limit in limits))))
-    note_limit(gm.graph, limits if of_tables is None else [of_tables])
+    note_limit(gm.graph, limits if of_tables is None else [*limits, of_tables])
 
 
 def _export(

@@ -26,12 +26,13 @@ from pagebinder.frontend.mask_proof import (
     FAR_SIZE,
     MaskFacts,
     MaskNotProven,
+    chosen_places,
     is_straight,
     max_tokens,
     numbers_in,
 )
-from pagebinder.frontend.mask_values import NotPointwise, Values, ancestors, is_pointwise, learned_in, made_of
-from pagebinder.graph_tools import aten, is_call, val
+from pagebinder.frontend.mask_values import NotPointwise, Values, ancestors, learned_in, made_of
+from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, is_call, val
 
 SMALL_SIZES = (2, 3, 17, 97)
 WHOLE_SIZE = 2048  # up to this length a bias whose entries cannot be computed one by one is run in full
@@ -45,13 +46,14 @@ LARGEST_BESIDE_NEAR_FILL = 1e3  # hidden scores filled with -1e4 are below all t
 
 @dataclass(frozen=True)
 class Learned:
-    """Entries of `parameter` times `factor`, as `dtype`: `entries` count through it, flattened; how many it has stand
-    for 0. It is one of the graph's, or made of some."""
+    """Entries of `parameter` times `factor`, as `dtype`, times `outer` in float32: `entries` count through it,
+    flattened; how many it has stand for 0. It is one of the graph's, or made of some."""
 
     parameter: Node
     entries: torch.Tensor
     factor: float
     dtype: torch.dtype
+    outer: float
 
     @property
     def has_zeros(self) -> bool:
@@ -114,9 +116,12 @@ def prove_distance_bias(
     if not facts.causal or facts.chunk is not None:
         raise MaskNotProven(f"a bias by distance is not served where the mask is {facts.describe()}")
     nodes, limit = ancestors(bias.node), max_tokens(bias.node.graph)
-    learned = learned_in(nodes) if bias.is_learned else []
-    with_tokens = [n for n in nodes if n.op != "get_attr" and n not in learned] if learned else nodes
-    reach, numbers, _ = numbers_in(with_tokens)
+    learned = learned_in(nodes)
+    if learned and not bias.is_learned:
+        raise MaskNotProven("a parameter hides entries, and others have a bias by distance")
+    of_weights = set(ancestors(*learned)) if learned else set()
+    with_tokens = [n for n in nodes if n not in of_weights]
+    reach, numbers, divisors = numbers_in(with_tokens)
     numbers |= {entries for n in learned for entries in val(n).shape}
     size = limit or FAR_SIZE
     if learned and 2 * reach < WHOLE_SIZE and all(map(_is_straight, with_tokens)):
@@ -125,20 +130,23 @@ def prove_distance_bias(
         raise MaskNotProven(f"the numbers of the bias reach {reach} tokens, too far to be compared")
     if len(learned) > 1:
         raise MaskNotProven("the bias added to the scores is made of several parameters in several places")
+    made = made_of(learned, nodes)
+    if miss := next((n for n in made - set(learned) if not _is_linear_op(n, made)), None):
+        raise MaskNotProven(f"{_MORE_THAN_ENTRIES} ({miss.target})")
     if learned and near_fill:
         raise MaskNotProven("hidden scores are filled with a number that a learned bias may come close to")
     run = _Runs(bias, nodes, learned[0] if learned else None)
     values = run.last_row(size)  # [H, size], by distance
     for small in sorted({min(s, size) for s in SMALL_SIZES}):
         run.compare(values, facts, small, None)
-    places = _places(size, numbers)
+    places = run.places(size, numbers, divisors)
     for weights in run.weights():
         run.compare(values if weights is None else run.last_row(size, weights), facts, size, places, weights)
-    if learned and is_linear(values):
+    if learned and all(is_linear(run.last_row(size, weights)) for weights in run.weights()):
         entries, factor = run.entries(size, 2)  # of the distances 0, where it is 0, and 1
         of_heads = entries[:, 1].expand(num_heads if len(entries) == 1 else -1).contiguous()
         if len(of_heads) == num_heads:
-            return Slopes(Learned(learned[0], of_heads, -factor * bias.factor, run.dtype))
+            return Slopes(Learned(learned[0], of_heads, -factor, run.dtype, bias.factor))
     values = values[:, : _num_distances(values, facts, size == limit)]
     if near_fill and float(values.abs().amax()) > LARGEST_BESIDE_NEAR_FILL:
         raise MaskNotProven(
@@ -150,21 +158,29 @@ def prove_distance_bias(
         return DistanceBias((values * bias.factor).float().flip(1).expand(num_heads, -1).contiguous())
     entries, factor = run.entries(size, values.shape[1])
     entries = entries.flip(1).expand(num_heads, -1).contiguous()
-    return DistanceBias(Learned(learned[0], entries, factor * bias.factor, run.dtype))
+    return DistanceBias(Learned(learned[0], entries, factor, run.dtype, bias.factor))
 
 
 def is_linear(values: torch.Tensor) -> bool:
     """Of a row by distance [H, size]: are its values slope * distance?"""
     distances = torch.arange(values.shape[1], dtype=values.dtype, device="cpu")
-    return (
-        values.shape[1] > 2 and bool(values[:, 1].any()) and torch.equal(values, values[:, 1:2] * distances)
-    )
+    expected = values[:, 1:2] * distances
+    return values.shape[1] > 2 and bool(values[:, 1].any()) and torch.allclose(values, expected, 1e-12, 0.0)
 
 
 def _is_straight(node: Node) -> bool:
-    return is_straight(node) or (
-        node.op == "call_function" and (is_pointwise(node) or is_call(node, *LOOK_UPS))
-    )
+    return is_straight(node) or is_call(node, *LOOK_UPS)
+
+
+def _is_linear_op(node: Node, made: set[Node]) -> bool:
+    """Is a value made of weights linear in them? Then what it does to some weights tells what it does to all."""
+    if is_call(node, *_LINEAR, *LOOK_UPS, *CASTS, *IDENTITIES):
+        return val(node).is_floating_point()
+    if is_call(node, aten.dropout.default):
+        return not arg(node, 2, "train")
+    if is_call(node, aten.div.Tensor, aten.div.Scalar) and node.args[0] not in made:
+        return False
+    return is_call(node, *_LINEAR_BESIDE) and sum(n in made for n in node.all_input_nodes) == 1
 
 
 def _num_distances(values: torch.Tensor, facts: MaskFacts, is_all: bool) -> int:
@@ -200,6 +216,17 @@ class _Runs:
         last, everything = torch.tensor([size - 1], device="cpu"), torch.arange(size, device="cpu")
         return self._at(size, last, everything, weights)[:, -1].flip(1).contiguous()
 
+    def places(self, size: int, numbers: set[int], divisors: set[int]) -> torch.Tensor:
+        """Rows, and columns as well, all over a sequence: its ends, its middle, and where the bias may change."""
+        found = {*range(EDGE), *range(size - EDGE, size), *range(size // 2, size // 2 + EDGE)}
+        vectors = [
+            v
+            for n, v in self._values(size, None).vectors().items()
+            if not v.is_floating_point() or v.numel() == size
+        ]
+        found |= set(chosen_places(size, numbers, divisors, vectors).tolist())
+        return torch.tensor(sorted(n for n in found if 0 <= n < size), device="cpu")
+
     def weights(self) -> list[torch.Tensor | None]:
         """Those that a bias is compared with: 1, 2, 3, ..., and others of both signs."""
         return [None] if self.parameter is None else [None, self._drawn]
@@ -218,10 +245,13 @@ class _Runs:
         places = torch.arange(size, device="cpu") if places is None else places
         visible = facts.visible(places[:, None], places[None])
         distance = (places[:, None] - places[None]).clamp(min=0)
+        expected = values[:, distance]
+        error = (found - expected).masked_fill(~visible, 0.0).abs()
         rounding = 0.0
         if self.parameter is None:  # of a formula, which may be computed in other blocks
-            rounding = 4 * torch.finfo(torch.float32).eps * float(values[values.isfinite()].abs().amax())
-        error = (found - values[:, distance]).masked_fill(~visible, 0.0).abs()
+            rounding = (
+                4 * torch.finfo(torch.float32).eps * (found.abs() + expected.abs()).nan_to_num(0.0, 0.0)
+            )
         if not bool((error <= rounding).all()):
             raise MaskNotProven(
                 "the bias added to the scores depends on more than the head and the distance: it is neither ALiBi "
@@ -284,16 +314,20 @@ def _narrowest(nodes: list[Node], parameter: Node) -> torch.dtype:
     return max((d for d in dtypes if d.is_floating_point), key=lambda d: torch.finfo(d).eps)
 
 
+# Ops that move values of weights, and those that are linear beside something else.
+_LINEAR = (
+    aten.permute.default, aten.transpose.int, aten.mT.default, aten.t.default, aten.numpy_T.default,
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.squeeze.default,
+    aten.select.int, aten.slice.Tensor, aten.expand.default, aten.expand_as.default, aten.clone.default,
+    aten.contiguous.default, aten.neg.default, aten.flip.default, aten.flatten.using_ints, aten.unflatten.int,
+    aten.constant_pad_nd.default,
+)  # fmt: skip
+_LINEAR_BESIDE = (
+    aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.sub.Tensor,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf,
+)  # fmt: skip
 _MORE_THAN_ENTRIES = (
     "the bias added to the scores is by distance, but more than entries of one parameter, or of what is made of "
     "parameters alone, times a number"
 )
-
-
-def _places(size: int, numbers: set[int]) -> torch.Tensor:
-    """Rows, and columns as well, all over a sequence: its ends, its middle, near the bias's numbers, some others."""
-    found = {*range(EDGE), *range(size - EDGE, size), *range(size // 2, size // 2 + EDGE)}
-    found |= {n + e for n in numbers for e in (-2, -1, 0, 1, 2)}
-    generator = torch.Generator().manual_seed(0)
-    found |= set(torch.randint(size, (128,), generator=generator, device="cpu").tolist())
-    return torch.tensor(sorted(n for n in found if 0 <= n < size), device="cpu")

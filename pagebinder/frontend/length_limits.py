@@ -30,6 +30,7 @@ from pagebinder.frontend.mask_values import (
 )
 from pagebinder.graph_tools import val
 
+LONGEST_FLAT, FAR_SIZE = 4096, 1 << 17  # tokens
 OF_CODE = "the model's code takes another branch, or a buffer of it (a mask for example) ends"
 OF_ROPE = "RoPE's original frequencies end"
 
@@ -111,15 +112,21 @@ def _num_tokens_of_pairs(look_up: LookUp, nodes: list[Node], longest: int) -> in
     def is_within(num_tokens: int) -> bool:
         ends = torch.tensor(sorted({0, num_tokens // 2, num_tokens - 1}), device="cpu")
         values = Values(nodes, num_tokens)
-        is_flat = len(token_dims(look_up.index)) == 1
-        rows = values.whole(look_up.index) if is_flat else values.at(look_up.index, ends, ends)
+        try:
+            rows = values.whole(look_up.index) if is_flat else values.at(look_up.index, ends, ends)
+        except IndexError:  # of another table before
+            return False
         return bool(((rows >= look_up.lowest) & (rows < look_up.num_rows)).all())
 
+    is_flat = len(token_dims(look_up.index)) == 1
+    if is_flat and longest > LONGEST_FLAT:
+        return None  # whose numbers take gigabytes
+    longest = longest if is_flat else max(longest, FAR_SIZE)
     try:
         if is_within(longest):
             return None
         return bisect.bisect_left(range(1, longest), True, key=lambda num_tokens: not is_within(num_tokens))
-    except (MaskNotProven, NotPointwise):
+    except (MaskNotProven, NotPointwise, RuntimeError):
         return None
 
 

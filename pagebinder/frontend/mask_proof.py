@@ -49,6 +49,7 @@ __all__ = [
     "MaskFacts",
     "MaskNotProven",
     "MaskTerm",
+    "chosen_places",
     "is_straight",
     "max_tokens",
     "numbers_in",
@@ -314,7 +315,7 @@ def _visible_at_chosen(
     """
     values = Values(nodes, size, weights=weights)
     try:
-        chosen = _chosen(size, numbers, divisors, values.vectors().values())
+        chosen = chosen_places(size, numbers, divisors, values.vectors().values())
         parts = [values.at(t.node, chosen, chosen) for t in terms]
         return chosen, chosen, _together(terms, parts, len(chosen), len(chosen))
     except NotPointwise as miss:
@@ -330,7 +331,7 @@ def _visible_at_chosen(
     return everything, everything, _visible(terms, nodes, size, weights)
 
 
-def _chosen(size: int, numbers: set[int], divisors: set[int], vectors) -> torch.Tensor:
+def chosen_places(size: int, numbers: set[int], divisors: set[int], vectors) -> torch.Tensor:
     """Positions near which a mask made of these numbers can change, in order; and some others."""
     marks = {0, size - 1, size // 2}
     for a, b in itertools.product(sorted(numbers)[-12:], repeat=2):

@@ -348,7 +348,8 @@ class Values:
 
 def _casts_of(nodes: list[Node], weights: dict[Node, torch.Tensor]) -> set[Node]:
     """Casts of what is made of these weights."""
-    return {node for node in made_of(weights, nodes) - weights.keys() if is_call(node, *CASTS)}
+    casts = {node for node in made_of(weights, nodes) - weights.keys() if is_call(node, *CASTS)}
+    return {node for node in casts if node.meta["val"].is_floating_point()}
 
 
 def _last_two(node: Node, rows: torch.Tensor, columns: torch.Tensor) -> dict:

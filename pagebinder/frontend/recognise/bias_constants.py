@@ -31,7 +31,9 @@ class BiasConstants:
     def _of_parameter(self, learned: Learned, device: torch.device, *, wide: bool) -> Node:
         """The entries of the parameter times the factor, in the shape of `entries`; `wide`: in float32."""
         parameter, shape = learned.parameter, list(learned.entries.shape)
-        key = repr((parameter.name, learned.factor, shape, wide, learned.entries.numpy().tobytes()))
+        key = repr(
+            (parameter.name, learned.factor, learned.outer, shape, wide, learned.entries.numpy().tobytes())
+        )
         if key not in self._known:
             entries = self._once("entries_by_distance", learned.entries.flatten(), device)
             emit = functools.partial(insert_call, self.gm.graph, parameter.next)
@@ -41,9 +43,11 @@ class BiasConstants:
             values = emit(aten.index_select.default, (values, 0, entries))
             if learned.factor != 1:
                 values = emit(aten.mul.Tensor, (values, learned.factor))
-            for dtype in (learned.dtype, torch.float32 if wide else learned.dtype):
+            for dtype in (learned.dtype, torch.float32 if wide or learned.outer != 1 else learned.dtype):
                 if val(values).dtype is not dtype:
                     values = emit(aten.to.dtype, (values, dtype))
+            if learned.outer != 1:
+                values = emit(aten.mul.Tensor, (values, learned.outer))
             self._known[key] = emit(aten.reshape.default, (values, shape))
         return self._known[key]
 

@@ -162,6 +162,8 @@ class _Layer:
             return None
         if len(biases) > 1:
             raise NotAttention("several biases are added to the scores")
+        if biases[0].node in chain.before_learned:
+            raise NotAttention("a bias is added to the scores before they are multiplied with a parameter")
         total = functools.reduce(lambda a, b: a * b, sizes.values(), 1)
         near_fill = not all(floor.is_far for floor in chain.floors)
         shifts = chain.sinks is None and not near_fill

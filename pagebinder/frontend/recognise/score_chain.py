@@ -55,7 +55,8 @@ class Floor:
 class Chain:
     """The chain from a softmax up to its product. `biases`: (node, factor) of what is added to the scores;
     `row_factors`: of the product itself; `shifts`: what rows are shifted by, which does not matter; `floors`: what no
-    score is below any more; `learned`: positive factors that are parameters, `of_learned` their product as it is now.
+    score is below any more; `learned`: positive factors that are parameters, `of_learned` their product as it
+    is now, `before_learned`: what is added to the scores before one.
     """
 
     product: Product
@@ -70,6 +71,7 @@ class Chain:
     floors: list[Floor] = field(default_factory=list)
     learned: list[RowFactor] = field(default_factory=list)
     of_learned: Fraction = Fraction(1)
+    before_learned: set[Node] = field(default_factory=set)
     nodes: set[Node] = field(default_factory=set)
 
     @property
@@ -224,6 +226,8 @@ def _added(chain: Chain, node: Node, tainted: set[Node]) -> Node:
         raise NotAttention("the scores get a bias that depends on the values of the tokens")
     _require_before_cap(chain)
     chain.biases.append((other, -chain.total if is_minus else chain.total))
+    if chain.learned:
+        chain.before_learned.add(other)
     return x
 
 

@@ -45,7 +45,7 @@ Mask = tuple[MaskFacts, Slopes | DistanceBias | None]  # and ALiBi slopes [H], o
 def recognise_sdpa(gm: GraphModule) -> PassResult:
     """Rewrite every scaled_dot_product_attention whose mask is understood; refuse the others."""
     result = PassResult(name="recognise_sdpa")
-    proofs: dict[Node, Mask | MaskNotProven] = {}
+    proofs: dict[tuple[Node, int], Mask | MaskNotProven] = {}
     constants = BiasConstants(gm)
     for sdpa in calls(gm.graph, aten.scaled_dot_product_attention.default):
         try:
@@ -66,7 +66,7 @@ def recognise_sdpa(gm: GraphModule) -> PassResult:
     return result
 
 
-def _mask_of(sdpa: Node, proofs: dict[Node, Mask | MaskNotProven]) -> Mask:
+def _mask_of(sdpa: Node, proofs: dict[tuple[Node, int], Mask | MaskNotProven]) -> Mask:
     """What the layer's mask means. `proofs`: what is known already, since layers share masks."""
     if arg(sdpa, 4, "dropout_p", 0.0):
         raise MaskNotProven("attention with dropout: call model.eval() before compiling")
@@ -77,14 +77,15 @@ def _mask_of(sdpa: Node, proofs: dict[Node, Mask | MaskNotProven]) -> Mask:
         return MaskFacts(causal=True), None
     if mask is None:
         return MaskFacts(causal=False), None
-    if mask not in proofs:
+    key = mask, val(sdpa.args[0]).shape[1]
+    if key not in proofs:
         try:
-            proofs[mask] = _proven(mask, num_heads=val(sdpa.args[0]).shape[1])
+            proofs[key] = _proven(*key)
         except MaskNotProven as miss:
-            proofs[mask] = miss
-    if isinstance(proofs[mask], MaskNotProven):
-        raise proofs[mask]
-    return proofs[mask]
+            proofs[key] = miss
+    if isinstance(proofs[key], MaskNotProven):
+        raise proofs[key]
+    return proofs[key]
 
 
 def _proven(mask: Node, num_heads: int) -> Mask:
