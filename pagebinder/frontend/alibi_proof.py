@@ -111,11 +111,12 @@ def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int, *, shifts: bool = 
         values = Values(nodes, size)
         parts = ((0, 40), (4000, 4040), (size - 40, size))
         places = torch.cat([torch.arange(start, end, device="cpu") for start, end in parts])
-        places = torch.cat(
-            [places, chosen_places(size, numbers, divisors, values.vectors().values())]
-        ).unique()
         try:
+            vectors = values.vectors().values()
+            places = torch.cat([places, chosen_places(size, numbers, divisors, vectors)]).unique()
             _compare(bias, facts, shifts, values.at(bias.node, places, places), places)
+        except (RuntimeError, IndexError) as error:
+            raise MaskNotProven(f"the bias cannot be evaluated for {size} tokens: {error}") from error
         except NotPointwise:
             if size > LARGE_SIZE:
                 raise MaskNotProven(f"the bias needs {size} tokens, and it cannot be run in parts") from None

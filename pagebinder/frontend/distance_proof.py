@@ -219,11 +219,10 @@ class _Runs:
     def places(self, size: int, numbers: set[int], divisors: set[int]) -> torch.Tensor:
         """Rows, and columns as well, all over a sequence: its ends, its middle, and where the bias may change."""
         found = {*range(EDGE), *range(size - EDGE, size), *range(size // 2, size // 2 + EDGE)}
-        vectors = [
-            v
-            for n, v in self._values(size, None).vectors().items()
-            if not v.is_floating_point() or v.numel() == size
-        ]
+        try:
+            vectors = self._values(size, None).vectors().values()
+        except (RuntimeError, IndexError) as error:
+            raise MaskNotProven(f"the bias cannot be evaluated for {size} tokens: {error}") from error
         found |= set(chosen_places(size, numbers, divisors, vectors).tolist())
         return torch.tensor(sorted(n for n in found if 0 <= n < size), device="cpu")
 
