@@ -27,10 +27,11 @@ from pagebinder.frontend.mask_values import (
     NotPointwise,
     Values,
     ancestors,
-    as_zeros,
     constant_of,
     depends_on_tokens,
+    evaluated,
     is_parameter,
+    learned_as_zeros,
     learned_in,
 )
 from pagebinder.graph_tools import val
@@ -54,13 +55,13 @@ class Bias:
 
 
 def classify_bias(node: Node, factor: Fraction) -> Bias:
-    """A mask, ALiBi, or both. Raises MaskNotProven."""
+    """A mask, a bias, or both. Raises MaskNotProven."""
     nodes = ancestors(node)
     if depends_on_tokens(nodes, node):
         raise MaskNotProven("the bias depends on the values of the tokens")
     learned, size = is_learned(node), min(SIZE, max_tokens(node.graph) or SIZE)
     # As they are now, learned ones may be 0 everywhere.
-    value = heads_of(_run(nodes, node, size, _zeros(nodes) if learned else None))
+    value = heads_of(_run(nodes, node, size, learned_as_zeros(nodes) if learned else None))
     if value.dtype is torch.bool:
         raise MaskNotProven("a boolean mask is added to the scores as numbers")
     value = value * float(factor)
@@ -83,12 +84,8 @@ def is_learned(bias: Node) -> bool:
     if any(bool((constant_of(n) <= -HIDDEN).any()) for n in nodes if is_parameter(n)):
         return False
     size = min(SIZE, max_tokens(bias.graph) or SIZE)
-    now, without = (_run(nodes, bias, size, weights) for weights in (None, _zeros(nodes)))
+    now, without = (_run(nodes, bias, size, weights) for weights in (None, learned_as_zeros(nodes)))
     return torch.equal(now <= -HIDDEN, without <= -HIDDEN)
-
-
-def _zeros(nodes: list[Node]) -> dict[Node, torch.Tensor]:
-    return {n: as_zeros(n) for n in learned_in(nodes)}
 
 
 def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int, *, shifts: bool = True) -> torch.Tensor:
@@ -112,11 +109,10 @@ def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int, *, shifts: bool = 
         parts = ((0, 40), (4000, 4040), (size - 40, size))
         places = torch.cat([torch.arange(start, end, device="cpu") for start, end in parts])
         try:
-            vectors = values.vectors().values()
-            places = torch.cat([places, chosen_places(size, numbers, divisors, vectors)]).unique()
-            _compare(bias, facts, shifts, values.at(bias.node, places, places), places)
-        except (RuntimeError, IndexError) as error:
-            raise MaskNotProven(f"the bias cannot be evaluated for {size} tokens: {error}") from error
+            with evaluated("the bias", size):
+                vectors = values.vectors().values()
+                places = torch.cat([places, chosen_places(size, numbers, divisors, vectors)]).unique()
+                _compare(bias, facts, shifts, values.at(bias.node, places, places), places)
         except NotPointwise:
             if size > LARGE_SIZE:
                 raise MaskNotProven(f"the bias needs {size} tokens, and it cannot be run in parts") from None
@@ -130,10 +126,8 @@ def prove_alibi(bias: Bias, facts: MaskFacts, num_heads: int, *, shifts: bool = 
 
 
 def _run(nodes: list[Node], node: Node, size: int, weights=None) -> torch.Tensor:
-    try:
+    with evaluated("the bias", size):
         return Values(nodes, size, weights=weights).whole(node)
-    except (RuntimeError, IndexError) as error:
-        raise MaskNotProven(f"the bias cannot be evaluated for {size} tokens: {error}") from error
 
 
 def heads_of(value: torch.Tensor) -> torch.Tensor:

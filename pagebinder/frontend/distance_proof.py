@@ -31,7 +31,7 @@ from pagebinder.frontend.mask_proof import (
     max_tokens,
     numbers_in,
 )
-from pagebinder.frontend.mask_values import NotPointwise, Values, ancestors, learned_in, made_of
+from pagebinder.frontend.mask_values import NotPointwise, Values, ancestors, evaluated, learned_in, made_of
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, is_call, val
 
 SMALL_SIZES = (2, 3, 17, 97)
@@ -140,9 +140,11 @@ def prove_distance_bias(
     for small in sorted({min(s, size) for s in SMALL_SIZES}):
         run.compare(values, facts, small, None)
     places = run.places(size, numbers, divisors)
-    for weights in run.weights():
-        run.compare(values if weights is None else run.last_row(size, weights), facts, size, places, weights)
-    if learned and all(is_linear(run.last_row(size, weights)) for weights in run.weights()):
+    run.compare(values, facts, size, places)
+    if learned:
+        drawn = run.last_row(size, run.drawn)
+        run.compare(drawn, facts, size, places, run.drawn)
+    if learned and _is_linear(values) and _is_linear(drawn):
         entries, factor = run.entries(size, 2)  # of the distances 0, where it is 0, and 1
         of_heads = entries[:, 1].expand(num_heads if len(entries) == 1 else -1).contiguous()
         if len(of_heads) == num_heads:
@@ -161,7 +163,7 @@ def prove_distance_bias(
     return DistanceBias(Learned(learned[0], entries, factor, run.dtype, bias.factor))
 
 
-def is_linear(values: torch.Tensor) -> bool:
+def _is_linear(values: torch.Tensor) -> bool:
     """Of a row by distance [H, size]: are its values slope * distance?"""
     distances = torch.arange(values.shape[1], dtype=values.dtype, device="cpu")
     expected = values[:, 1:2] * distances
@@ -201,7 +203,8 @@ def _num_distances(values: torch.Tensor, facts: MaskFacts, is_all: bool) -> int:
 
 
 class _Runs:
-    """Runs a bias, in float64 if it is learned: with weights 1, 2, 3, ... if it is not said otherwise."""
+    """Runs a bias, in float64 if it is learned: with weights 1, 2, 3, ... if it is not said otherwise. `drawn`:
+    others, of both signs."""
 
     def __init__(self, bias: Bias, nodes: list[Node], parameter: Node | None) -> None:
         self.bias, self.nodes, self.parameter = bias, nodes, parameter
@@ -209,7 +212,7 @@ class _Runs:
         self.dtype = None if parameter is None else _narrowest(nodes, parameter)
         self._numbers = torch.arange(1, 1 + math.prod(self._shape), dtype=torch.float64, device="cpu")
         generator = torch.Generator().manual_seed(0)
-        self._drawn = torch.randn(len(self._numbers), generator=generator, dtype=torch.float64, device="cpu")
+        self.drawn = torch.randn(len(self._numbers), generator=generator, dtype=torch.float64, device="cpu")
 
     def last_row(self, size: int, weights: torch.Tensor | None = None) -> torch.Tensor:
         """[H, size]: the bias of the last token for the keys at distances 0, 1, ..."""
@@ -219,16 +222,10 @@ class _Runs:
     def places(self, size: int, numbers: set[int], divisors: set[int]) -> torch.Tensor:
         """Rows, and columns as well, all over a sequence: its ends, its middle, and where the bias may change."""
         found = {*range(EDGE), *range(size - EDGE, size), *range(size // 2, size // 2 + EDGE)}
-        try:
+        with evaluated("the bias", size):
             vectors = self._values(size, None).vectors().values()
-        except (RuntimeError, IndexError) as error:
-            raise MaskNotProven(f"the bias cannot be evaluated for {size} tokens: {error}") from error
         found |= set(chosen_places(size, numbers, divisors, vectors).tolist())
         return torch.tensor(sorted(n for n in found if 0 <= n < size), device="cpu")
-
-    def weights(self) -> list[torch.Tensor | None]:
-        """Those that a bias is compared with: 1, 2, 3, ..., and others of both signs."""
-        return [None] if self.parameter is None else [None, self._drawn]
 
     def compare(
         self,
@@ -264,7 +261,7 @@ class _Runs:
         Raises:
             MaskNotProven: the bias is more than that.
         """
-        drawn = self._drawn
+        drawn = self.drawn
         told = (torch.zeros_like(drawn), torch.ones_like(drawn), drawn, self._numbers)
         zeros, ones, values, numbers = (self.last_row(size, w)[:, :num_distances] for w in told)
         factor = next((float(x) for x in ones.flatten() if x != 0), 1.0)
@@ -282,7 +279,8 @@ class _Runs:
     def _at(self, size: int, rows: torch.Tensor, columns: torch.Tensor, weights=None) -> torch.Tensor:
         """[H, rows or 1, columns]"""
         try:
-            found = heads_of(self._values(size, weights).at(self.bias.node, rows, columns))
+            with evaluated("the bias", size):
+                found = heads_of(self._values(size, weights).at(self.bias.node, rows, columns))
         except NotPointwise as miss:
             if size > WHOLE_SIZE:
                 raise MaskNotProven(
@@ -290,15 +288,11 @@ class _Runs:
                 ) from miss
             found = self._whole(size, weights)
             found = found[:, rows if found.shape[1] > 1 else slice(None)][..., columns]
-        except (RuntimeError, IndexError) as error:
-            raise MaskNotProven(f"the bias cannot be evaluated for {size} tokens: {error}") from error
         return found.double()
 
     def _whole(self, size: int, weights=None) -> torch.Tensor:
-        try:
+        with evaluated("the bias", size):
             return heads_of(self._values(size, weights).whole(self.bias.node)).double()
-        except (RuntimeError, IndexError) as error:
-            raise MaskNotProven(f"the bias cannot be evaluated for {size} tokens: {error}") from error
 
     def _values(self, size: int, weights: torch.Tensor | None) -> Values:
         if self.parameter is None:

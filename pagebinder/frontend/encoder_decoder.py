@@ -69,9 +69,8 @@ class FlatDecoder(torch.nn.Module):
 
 def _told(module: torch.nn.Module, name: str, positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """Positions [T] as the argument [1, T] of that name, where a model takes one (T5Gemma)."""
-    return (
-        {name: positions.unsqueeze(0)} if name in inspect.signature(type(module).forward).parameters else {}
-    )
+    takes = inspect.signature(type(module).forward).parameters
+    return {name: positions.unsqueeze(0)} if name in takes else {}
 
 
 def capture_encoder(source: ModelSource) -> tuple[GraphModule, str]:

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.look_ups import LookUp, look_ups
+from pagebinder.frontend.mask_proof import FAR_SIZE
 from pagebinder.frontend.mask_values import (
     MaskNotProven,
     NotPointwise,
@@ -30,7 +31,7 @@ from pagebinder.frontend.mask_values import (
 )
 from pagebinder.graph_tools import val
 
-LONGEST_FLAT, FAR_SIZE = 4096, 1 << 17  # tokens
+LONGEST_FLAT = 4096  # tokens whose pairs are all computed
 OF_CODE = "the model's code takes another branch, or a buffer of it (a mask for example) ends"
 OF_ROPE = "RoPE's original frequencies end"
 

@@ -33,12 +33,12 @@ from pagebinder.frontend.mask_values import (
     NotPointwise,
     Values,
     ancestors,
-    as_zeros,
     constant_of,
     depends_on_tokens,
+    evaluated,
     is_parameter,
     is_size,
-    learned_in,
+    learned_as_zeros,
     token_dims,
 )
 from pagebinder.graph_tools import aten
@@ -156,7 +156,8 @@ def prove_mask(mask: Node) -> MaskFacts:
 def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
     """Classify what several masks leave visible together; see `prove_mask`."""
     nodes = ancestors(*(t.node for t in terms))
-    weights = {n: as_zeros(n) for t in terms if t.is_learned for n in learned_in(ancestors(t.node))}
+    learned = [t.node for t in terms if t.is_learned]
+    weights = learned_as_zeros(ancestors(*learned)) if learned else {}
     if depends_on_tokens(nodes, *(t.node for t in terms)):
         raise MaskNotProven("the mask depends on the values of the tokens")
     limit = max_tokens(nodes[0].graph)
@@ -293,11 +294,9 @@ def _numbers_of(constant: torch.Tensor) -> set[int]:
 
 def _visible(terms: Sequence[MaskTerm], nodes: list[Node], size: int, weights: dict) -> torch.Tensor:
     """What a sequence of `size` tokens sees: boolean [size, size]."""
-    try:
+    with evaluated("the mask", size):
         values = Values(nodes, size, weights=weights)
         return _together(terms, [values.whole(t.node) for t in terms], size, size)
-    except (RuntimeError, IndexError) as error:
-        raise MaskNotProven(f"the mask cannot be evaluated for {size} tokens: {error}") from error
 
 
 def _visible_at_chosen(
@@ -315,9 +314,10 @@ def _visible_at_chosen(
     """
     values = Values(nodes, size, weights=weights)
     try:
-        chosen = chosen_places(size, numbers, divisors, values.vectors().values())
-        parts = [values.at(t.node, chosen, chosen) for t in terms]
-        return chosen, chosen, _together(terms, parts, len(chosen), len(chosen))
+        with evaluated("the mask", size):
+            chosen = chosen_places(size, numbers, divisors, values.vectors().values())
+            parts = [values.at(t.node, chosen, chosen) for t in terms]
+            return chosen, chosen, _together(terms, parts, len(chosen), len(chosen))
     except NotPointwise as miss:
         if most_whole is not None:
             size = min(size, most_whole)
@@ -325,8 +325,6 @@ def _visible_at_chosen(
             raise MaskNotProven(
                 f"the mask's numbers need {size} tokens, and it cannot be evaluated in parts: {miss}"
             ) from miss
-    except (RuntimeError, IndexError) as error:
-        raise MaskNotProven(f"the mask cannot be evaluated for {size} tokens: {error}") from error
     everything = torch.arange(size, device="cpu")
     return everything, everything, _visible(terms, nodes, size, weights)
 

@@ -11,7 +11,8 @@ only moves dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.fx import Node
@@ -51,6 +52,15 @@ class MaskNotProven(Exception):
 
 class NotPointwise(Exception):
     """An op with two token dimensions that cannot be computed at chosen entries only."""
+
+
+@contextlib.contextmanager
+def evaluated(what: str, num_tokens: int) -> Iterator[None]:
+    """What fails inside is the evaluation of a mask or bias: raises MaskNotProven."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        raise MaskNotProven(f"{what} cannot be evaluated for {num_tokens} tokens: {error}") from error
 
 
 def ancestors(*results: Node) -> list[Node]:
@@ -130,9 +140,10 @@ def is_parameter(node: Node) -> bool:
     return is_read and isinstance(attribute(node.graph.owning_module, node.target), torch.nn.Parameter)
 
 
-def as_zeros(node: Node) -> torch.Tensor:
-    value = node.meta["val"]
-    return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+def learned_as_zeros(nodes: list[Node]) -> dict[Node, torch.Tensor]:
+    """`weights` of `Values` with which nothing learned is seen."""
+    values = {n: n.meta["val"] for n in learned_in(nodes)}
+    return {n: torch.zeros(v.shape, dtype=v.dtype, device="cpu") for n, v in values.items()}
 
 
 def constant_of(node: Node) -> torch.Tensor:

@@ -370,7 +370,7 @@ def _encoder_facts(config, module: torch.nn.Module) -> dict[str, Any]:
     """The fields in which an encoder-decoder differs: a config's num_hidden_layers are those of its encoder."""
     if not (is_transformers(module) and getattr(config, "is_encoder_decoder", False)):
         return {}
-    encoder, decoder = of_both_halves(config)
+    encoder, decoder = _of_both_halves(config)
     told = _first(decoder, "max_position_embeddings", "n_positions")
     source_length = _first(encoder, "max_source_positions", "max_position_embeddings", "n_positions")
     return {
@@ -387,7 +387,7 @@ def _encoder_facts(config, module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def of_both_halves(config) -> tuple[Any, Any]:
+def _of_both_halves(config) -> tuple[Any, Any]:
     """The configs of encoder and decoder: of T5Gemma one each, of BART twice the same."""
     from transformers import PretrainedConfig
 
@@ -403,12 +403,11 @@ def _first(config, *names: str):
 
 
 def _decoder_start(config, module: torch.nn.Module) -> int | None:
-    """The generation config overrides the model's config, and of neither the token that begins a text is taken, as in
-    transformers' own `generate`."""
-    said = getattr(module, "generation_config", None)
-    name = "decoder_start_token_id"
-    tokens = (getattr(said, name, None), getattr(config, name, None), getattr(said, "bos_token_id", None))
-    return next((token for token in tokens if token is not None), None)
+    """As in transformers' `generate`: the generation config's token, else the config's, else what begins a text."""
+    said, name = getattr(module, "generation_config", None), "decoder_start_token_id"
+    token = _first(said, name)
+    token = _first(config, name) if token is None else token
+    return _first(said, "bos_token_id") if token is None else token
 
 
 def read_options(file: Path, what: str) -> dict:

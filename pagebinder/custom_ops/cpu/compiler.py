@@ -163,7 +163,7 @@ def compile_part(part: str, machine_flags: Sequence[str], library: Path) -> None
             )
         _run_all(commands, part)
         made = folder / library.name
-        link = [*_linked_with_torch(compiler, folder), "-o", str(made)]
+        link = [*_linked_with_torch(compiler, torch_root / "lib", folder), "-o", str(made)]
         # Of an inline function that several objects hold the first is linked: a kernel's, not a binding's.
         _run([*compiler, "-shared", *objects[::-1], *link])
         os.replace(made, library)
@@ -171,25 +171,14 @@ def compile_part(part: str, machine_flags: Sequence[str], library: Path) -> None
     logger.info("built the CPU kernels %s in %.1f s (%s)", part, seconds, " ".join(compiler))
 
 
-def _linked_with_torch(compiler: list[str], folder: Path) -> list[str]:
+def _linked_with_torch(compiler: list[str], libraries: Path, folder: Path) -> list[str]:
     """Options that make a library need torch's, which is loaded by then. On Linux an empty one of its name says that:
     of torch's own the linker would read some 75,000 symbols, which takes as long as all else that it does."""
     if platform.system() != "Linux":
-        return [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
+        return [f"-L{libraries}", "-ltorch_cpu"]
     empty = folder / "libtorch_cpu.so"
-    _run(
-        [
-            *compiler,
-            "-shared",
-            "-fPIC",
-            f"-Wl,-soname,{empty.name}",
-            "-x",
-            "c++",
-            os.devnull,
-            "-o",
-            str(empty),
-        ]
-    )
+    named = ["-shared", "-fPIC", f"-Wl,-soname,{empty.name}", "-o", str(empty)]
+    _run([*compiler, *named, "-x", "c++", os.devnull])
     return [f"-L{folder}", "-Wl,--no-as-needed", "-ltorch_cpu"]
 
 

@@ -20,7 +20,7 @@ class BiasConstants:
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
-        self._known: dict[str, Node] = {}
+        self._known: dict[tuple, Node] = {}
 
     def node_of(self, proven: Slopes | DistanceBias, device: torch.device) -> Node:
         if isinstance(proven.values, Learned):
@@ -30,17 +30,15 @@ class BiasConstants:
 
     def _of_parameter(self, learned: Learned, device: torch.device, *, wide: bool) -> Node:
         """The entries of the parameter times the factor, in the shape of `entries`; `wide`: in float32."""
-        parameter, shape = learned.parameter, list(learned.entries.shape)
-        key = repr(
-            (parameter.name, learned.factor, learned.outer, shape, wide, learned.entries.numpy().tobytes())
-        )
+        parameter, entries = learned.parameter, learned.entries
+        key = (parameter, learned.factor, learned.outer, wide, *_contents(entries))
         if key not in self._known:
-            entries = self._once("entries_by_distance", learned.entries.flatten(), device)
+            flat = self._once("entries_by_distance", entries.flatten(), device)
             emit = functools.partial(insert_call, self.gm.graph, parameter.next)
             values = emit(aten.reshape.default, (parameter, [-1]))
             if learned.has_zeros:
                 values = emit(aten.constant_pad_nd.default, (values, [0, 1], 0.0))
-            values = emit(aten.index_select.default, (values, 0, entries))
+            values = emit(aten.index_select.default, (values, 0, flat))
             if learned.factor != 1:
                 values = emit(aten.mul.Tensor, (values, learned.factor))
             for dtype in (learned.dtype, torch.float32 if wide or learned.outer != 1 else learned.dtype):
@@ -48,11 +46,11 @@ class BiasConstants:
                     values = emit(aten.to.dtype, (values, dtype))
             if learned.outer != 1:
                 values = emit(aten.mul.Tensor, (values, learned.outer))
-            self._known[key] = emit(aten.reshape.default, (values, shape))
+            self._known[key] = emit(aten.reshape.default, (values, list(entries.shape)))
         return self._known[key]
 
     def _once(self, kind: str, values: torch.Tensor, device: torch.device) -> Node:
-        key = repr((kind, values.shape, values.numpy().tobytes()))
+        key = (kind, *_contents(values))
         if key not in self._known:
             self._known[key] = self._make(kind, values, device)
         return self._known[key]
@@ -66,3 +64,7 @@ class BiasConstants:
         with fake_mode_of(self.gm.graph):  # from_tensor would make the number of heads dynamic
             node.meta["val"] = torch.empty(values.shape, dtype=values.dtype, device=device)
         return node
+
+
+def _contents(values: torch.Tensor) -> tuple:
+    return tuple(values.shape), values.numpy().tobytes()
