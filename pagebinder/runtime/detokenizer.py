@@ -18,11 +18,13 @@ from tokenizers.decoders import DecodeStream
 class Detokenizer:
     """The text of one request. `text` is everything decoded; `visible_text` what may be shown already."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         self.text = ""
         self.stopped = False
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._hold_back = max((len(s) for s in self._stop), default=1) - 1
         self._pending: list[int] = []
@@ -33,8 +35,8 @@ class Detokenizer:
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokenizers raises this very type: the text does not begin as it did before
-            piece = self._tokenizer.decode(self._pending, skip_special_tokens=True)
-            self._stream = DecodeStream(skip_special_tokens=True)
+            piece = self._tokenizer.decode(self._pending, skip_special_tokens=self._skips)
+            self._stream = DecodeStream(skip_special_tokens=self._skips)
             self._stream.step(self._tokenizer, token_id)
         if piece:
             self._pending.clear()
@@ -44,7 +46,7 @@ class Detokenizer:
     def finish(self) -> None:
         """Decode what was held back as an incomplete character."""
         if self._pending and not self.stopped:
-            self._extend(self._tokenizer.decode(self._pending, skip_special_tokens=True))
+            self._extend(self._tokenizer.decode(self._pending, skip_special_tokens=self._skips))
         self._pending.clear()
         self._hold_back = 0
 

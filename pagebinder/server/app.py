@@ -70,8 +70,9 @@ def create_app(
         media = MediaPrompts(compiled, chat_template)
         limit = limit if media.problem else max(limit, IMAGES_BODY_BYTES)
         template = ChatTemplate(
-            worker.engine.model.tokenizer, chat_template, media, stored_template(compiled.source.path)
-        )
+            worker.engine.model.tokenizer, chat_template, media, stored_template(compiled.source.path),
+            worker.engine.model.eos_token_ids,
+        )  # fmt: skip
         _add_completions(app, worker, Completions(worker, name, template))
     _add_models(app, name)
     _handle_errors(app)
@@ -151,7 +152,9 @@ def _check_model(app: FastAPI, model: str | None) -> None:
 def _what_is_wrong(error: dict[str, Any]) -> tuple[str, str | None]:
     """(what a client should read, the field it is about) of an error of pydantic's."""
     fields = [str(part) for part in error["loc"] if part != "body"]
-    if error["type"] == "json_invalid":
+    if error["type"] == "json_invalid" and not any(
+        map(str.isalpha, "".join(fields))
+    ):  # the place in the body
         return f"The body is no JSON: {error.get('ctx', {}).get('error', error['msg'])}.", None
     if not fields and error["type"] != "value_error":
         return 'Send a JSON object, with the header "Content-Type: application/json".', None

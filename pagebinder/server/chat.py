@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,13 @@ from pagebinder.server.contents import ContentForms, rendered
 from pagebinder.server.media import NO_IMAGES, MediaPrompts, PixelRoom, image_part
 from pagebinder.server.prompt_limits import PromptLimit
 from pagebinder.server.protocol import Message
+from pagebinder.server.tool_formats import (
+    AS_OBJECTS,
+    CallFormat,
+    MessageForm,
+    UnknownFormatError,
+    find_format,
+)
 
 OURS = {
     "conversation",
@@ -33,15 +40,15 @@ class ChatTemplate:
     """The template of a tokenizer (transformers', or a saved one with its files beside it), or `text` instead.
 
     `media`: makes prompts of conversations with images, by its own template or `text`. `fallback`: the template where
-    neither the tokenizer nor `text` has one.
+    neither the tokenizer nor `text` has one. `ends`: tokens that end an assistant's turn.
     Raises ConfigError: `text` is no Jinja template.
     """
 
     def __init__(
         self, tokenizer: Any, text: str | None = None, media: MediaPrompts | None = None,
-        fallback: str | None = None,
+        fallback: str | None = None, ends: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self._tokenizer, self._text, self._media = tokenizer, text, media
+        self._tokenizer, self._text, self._media, self._ends = tokenizer, text, media, ends
         self._forms = ContentForms(lambda conversation: self._render(conversation, {}))
         if text is not None and tokenizer is not None:
             self._check_syntax()
@@ -87,10 +94,29 @@ class ChatTemplate:
             )
         return None
 
+    @functools.cached_property
+    def _calls(self) -> tuple[CallFormat, MessageForm] | UnknownFormatError:
+        """How calls of tools are written, or why that is not known."""
+        ends = [self._tokenizer.backend_tokenizer.id_to_token(token) or "" for token in self._ends]
+        try:
+            return find_format(lambda conversation, **options: self._render(conversation, options), ends)
+        except UnknownFormatError as error:
+            return error
+
+    def call_format(self) -> CallFormat:
+        """Of calls of tools. Raises RequestError: conversations are not served, or calls could not be found."""
+        if (problem := self.problem()) is not None:
+            raise RequestError(problem)
+        if isinstance(self._calls, UnknownFormatError):
+            raise RequestError(f"tools are not served with this model: its chat template {self._calls}.")
+        return self._calls[0]
+
     def prompt(
-        self, messages: Sequence[Message], variables: dict[str, Any], limit: PromptLimit | None = None
-    ) -> list:
-        """The prompt that asks for the assistant's answer: token ids, and embeddings where there are images.
+        self, messages: Sequence[Message], variables: dict[str, Any], limit: PromptLimit | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list:  # fmt: skip
+        """The prompt that asks for the assistant's answer: token ids, and embeddings where there are images. `tools`:
+        those that the model is told of.
 
         Raises:
             RequestError: there is none, or it is too long.
@@ -102,11 +128,13 @@ class ChatTemplate:
             raise RequestError(NO_IMAGES if self._media is None else self._media.problem)
         room = PixelRoom()
         contents = [_parts(number, message, room) for number, message in enumerate(messages)]
+        if tools:
+            variables = {**variables, "tools": list(tools)}
         if not images:
             return self._token_ids(messages, contents, variables, limit)
         if limit is not None:
             limit.check("".join(part.get("text", "") for parts in contents for part in parts))
-        return self._media.prompt(_conversation(messages, contents, self._media.forms), variables)
+        return self._media.prompt(self._conversation(messages, contents, self._media.forms), variables)
 
     def _token_ids(
         self,
@@ -119,12 +147,28 @@ class ChatTemplate:
         if problem is not None:
             raise RequestError(problem)
         try:
-            text = self._render(_conversation(messages, contents, self._forms), variables)
+            text = self._render(self._conversation(messages, contents, self._forms), variables)
         except Exception as error:  # whatever a template does with a conversation it was not written for
             raise RequestError(f"The chat template does not take this conversation: {error}") from error
         if limit is not None:
             limit.check(text)
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _conversation(
+        self, messages: Sequence[Message], contents: Sequence[list], forms: ContentForms
+    ) -> list[dict[str, Any]]:
+        """The messages as a template takes them. `contents`: as parts."""
+        conversation = []
+        for message, parts in zip(messages, contents):
+            fields = message.model_dump(exclude_none=True)
+            if message.tool_calls:
+                form = AS_OBJECTS if isinstance(self._calls, UnknownFormatError) else self._calls[1]
+                calls = [{"id": c.id, **c.function.model_dump()} for c in message.tool_calls]
+                fields |= form.calls(calls)
+            if message.content is not None:
+                fields["content"] = forms.content(message.role, parts)
+            conversation.append(fields)
+        return conversation
 
 
 def holds_images(messages: Sequence[Message]) -> bool:
@@ -141,19 +185,6 @@ def stored_template(folder: Path | None) -> str | None:
         return None
     text = stored.get("chat_template") if isinstance(stored, dict) else None
     return text if isinstance(text, str) else None
-
-
-def _conversation(
-    messages: Sequence[Message], contents: Sequence[list], forms: ContentForms
-) -> list[dict[str, Any]]:
-    """The messages as a template takes them. `contents`: as parts."""
-    conversation = []
-    for message, parts in zip(messages, contents):
-        fields = message.model_dump(exclude_none=True)
-        if message.content is not None:
-            fields["content"] = forms.content(message.role, parts)
-        conversation.append(fields)
-    return conversation
 
 
 def _parts(number: int, message: Message, room: PixelRoom) -> list[dict[str, Any]]:

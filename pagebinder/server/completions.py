@@ -32,6 +32,9 @@ from pagebinder.server.protocol import (
     CompletionBody,
     Sampling,
 )
+from pagebinder.server.tool_answers import ToolAnswer, special_marks
+from pagebinder.server.tool_calls import NO_PARAMETERS, Tool
+from pagebinder.server.tool_guides import guide_of_choice
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 ROWS_ASKED_EVERY = 0.05  # seconds
@@ -73,16 +76,30 @@ class Completions:
         params = body.sampling_params(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
         images = holds_images(body.messages)
         threads = self._seeing if images else self._tokenizing
-        prompt = await self._run(threads, lambda: self._conversation(body, params))
-        new = [NewRequest(prompt=prompt, params=params, priority=body.priority, cache_salt=body.cache_salt)]
-        return await self._answer(new, ChatAnswer(self.model, self.tokenizer, body), body, request)
+        new, answer = await self._run(threads, lambda: self._conversation(body, params))
+        return await self._answer([new], answer, body, request)
 
     async def _run(self, threads: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(threads, function)
 
-    def _conversation(self, body: ChatBody, params: SamplingParams) -> list:
+    def _conversation(self, body: ChatBody, params: SamplingParams) -> tuple[NewRequest, ChatAnswer]:
+        if shown := body.shown_tools():
+            form = self.chat_template.call_format()
+            tools = [Tool(tool.name, tool.parameters or NO_PARAMETERS) for tool in shown]
+            marks = special_marks(self.tokenizer, form)
+            params = dataclasses.replace(
+                params, guide=guide_of_choice(form, tools, body, params.guide, marks)
+            )
+            answer = ToolAnswer(self.model, self.tokenizer, body, form, tools)
+        else:
+            answer = ChatAnswer(self.model, self.tokenizer, body)
         self._prepare(params)
-        return self.chat_template.prompt(body.messages, body.chat_template_kwargs, self._conversations)
+        prompt = self.chat_template.prompt(
+            body.messages, body.chat_template_kwargs, self._conversations,
+            [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in shown],
+        )  # fmt: skip
+        new = NewRequest(prompt=prompt, params=params, priority=body.priority, cache_salt=body.cache_salt)
+        return new, answer
 
     def _prepare(self, params: SamplingParams) -> None:
         """Compile a guide here, where no step waits for it."""

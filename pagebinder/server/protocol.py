@@ -1,7 +1,7 @@
 """What requests may say: the fields of OpenAI's API that are served, and ours beside them.
 
-A field that nobody knows, and one whose effect is not built, are errors: a client that sets `tools` should not take
-what it gets for its effect. Fields that ask for nothing (`user`, `metadata`, ...) are taken and ignored.
+A field that nobody knows, and one whose effect is not built, are errors: a client that sets `modalities` should not
+take what it gets for its effect. Fields that ask for nothing (`user`, `metadata`, ...) are taken and ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,17 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
 from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
@@ -17,6 +27,8 @@ from pagebinder.guides import Choice, Grammar, JsonSchema, Regex
 
 # Of one HTTP request: prompts, samples of each, samples of all, log-probabilities of a token.
 MOST_PROMPTS, MOST_SAMPLES, MOST_SAMPLES_OF_ALL, MOST_LOGPROBS = 2048, 128, 4096, 20
+MOST_TOOLS = 512
+FUNCTION_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"
 Ids = list[StrictInt]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
@@ -153,6 +165,10 @@ class Sampling(Body):
         return of_format if self.structured_outputs is None else self.structured_outputs.guide()
 
     @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -168,12 +184,55 @@ class CompletionBody(Sampling):
     WITHOUT_EFFECT: ClassVar = Sampling.WITHOUT_EFFECT | {"echo": (False,), "suffix": ("",), "best_of": (1,)}
 
 
+class Function(BaseModel):
+    """`strict`: taken, and kept to only where a call is asked for (`tool_choice`)."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: Annotated[StrictStr, Field(pattern=FUNCTION_NAME)]
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class FunctionTool(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: StrictStr
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    name: StrictStr
+    arguments: Annotated[Json[dict[str, Any]] | dict[str, Any], BeforeValidator(lambda text: text or "{}")]
+
+
+class ToolCall(BaseModel):
+    """Of an assistant's message in a conversation."""
+
+    model_config = ConfigDict(extra="ignore")
+    id: StrictStr
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(BaseModel):
     """Of a conversation. What else a message holds is for the chat template."""
 
     model_config = ConfigDict(extra="allow")
     role: StrictStr
     content: StrictStr | list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatBody(Sampling):
@@ -183,13 +242,28 @@ class ChatBody(Sampling):
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool | None = None
 
     chat_template_kwargs: dict[str, Any] = {}
 
     WITHOUT_EFFECT: ClassVar = Sampling.WITHOUT_EFFECT | {
-        "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
         "modalities": (["text"],), "reasoning_effort": ("none",),
     }  # fmt: skip
+
+    def shown_tools(self) -> list[Function]:
+        """Those that the model is told of. Raises RequestError: tools or choices among them that do not fit."""
+        tools = [tool.function for tool in self.tools or []]
+        names = [tool.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise RequestError(f"tools: there are two with the name {max(names, key=names.count)!r}.")
+        choice = self.tool_choice
+        if not tools and choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice asks for a call: give tools.")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise RequestError(f"tool_choice: there is no tool {choice.function.name!r} among tools.")
+        return [] if choice == "none" else tools
 
 
 class EmbeddingBody(Body):
