@@ -184,13 +184,15 @@ class CompiledModel(NotPickled):
         a CPU. `examples/own_loop.py` is such a loop.
 
         Args:
-            num_kv_blocks: blocks of the KV cache, `graphs.caches`; block 0 is the null block, the others are yours.
-            max_num_seqs: most sequences of a step. max_num_batched_tokens: most tokens of a captured step.
+            num_kv_blocks: blocks of the KV cache, the first dim of all `graphs.caches`. Block 0 is the null block,
+                the others are yours: one pool of ids for all KV groups (docs/own_loop.md).
+            max_num_seqs: most sequences of a captured step. max_num_batched_tokens: most tokens of one. Larger steps
+                run uncaptured and are counted (`graphs.stats`).
             max_model_len: longest sequence; None: the model's. Its blocks are the columns of the block tables.
             decode_sizes: numbers of sequences to capture steps of one token each for; None: up to max_num_seqs.
             token_sizes: numbers of tokens to capture other steps for; None: 16 to 512; (): none.
         Raises:
-            ConfigError, CaptureError: sizes that contradict each other, or a model whose steps cannot be captured.
+            ConfigError: sizes that contradict each other, or a model whose steps cannot be captured.
             GraphCaptureError, CacheCapacityError: see their messages.
         """
         from pagebinder.runtime.arena import KVArena
@@ -205,8 +207,9 @@ class CompiledModel(NotPickled):
             ("num_kv_blocks", num_kv_blocks), ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
         ):  # fmt: skip
-            if not is_int(value) or value < 1:
-                raise ConfigError(f"{name}={value!r}: use a whole number, at least 1.")
+            least = 2 if name == "num_kv_blocks" else 1  # one is the null block
+            if not is_int(value) or value < least:
+                raise ConfigError(f"{name}={value!r}: use a whole number, at least {least}.")
         if (reason := self._not_captured()) is not None:
             raise ConfigError(f"Steps of this model cannot be captured: {reason}")
         if not is_int(length) or not 1 <= length <= self.max_model_len:
@@ -220,6 +223,7 @@ class CompiledModel(NotPickled):
             self.executable, self.graphs["fused"], self.kv_spec, arena.caches, buckets, device=self.device,
             max_model_len=length, vocab_size=self.source.vocab_size,
             prompt_tables=None if self.prompt_rows is None else self.prompt_rows.tables,
+            max_position=self.max_model_len if self.prompt_rows is None else None,
         )  # fmt: skip
 
     def media_prompt(self, inputs: Mapping[str, Any]) -> list:

@@ -1,4 +1,4 @@
-"""The examples of README and docs/usage.md run as written, in one go; the links of all pages lead somewhere."""
+"""The examples of README and of pages under docs run as written, in one go; the links of all pages lead somewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def test_the_examples_run_and_print_text(tmp_path):
-    pages = README.read_text() + (README.parent / "docs/usage.md").read_text()
+    others = ("docs/usage.md", "docs/own_loop.md")
+    pages = README.read_text() + "".join((README.parent / page).read_text() for page in others)
     code = "\n".join(re.findall(r"```python\n(.*?)```", pages, re.DOTALL))
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True

@@ -12,9 +12,11 @@ is counted: `stats`.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,10 +24,13 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.ambient import inference
+from pagebinder.config_checks import is_int
 from pagebinder.custom_ops.prompt_rows import PromptTables
-from pagebinder.errors import GraphCaptureError
+from pagebinder.errors import GraphCaptureError, RequestError
+from pagebinder.interrupts import deferred_interrupts
 from pagebinder.runtime.executables.base import Executable
 from pagebinder.runtime.graphs.backend import GraphBackend, graph_backend
+from pagebinder.runtime.graphs.block_rules import needed_entries
 from pagebinder.runtime.graphs.buckets import Bucket, BucketTable
 from pagebinder.runtime.graphs.capture import (
     BucketGraph,
@@ -38,13 +43,15 @@ from pagebinder.runtime.graphs.capture import (
 from pagebinder.runtime.graphs.compiled_pieces import compile_pieces
 from pagebinder.runtime.graphs.pieces import Break, Piece, find_breaks, split_at_breaks
 from pagebinder.runtime.graphs.static_inputs import StaticInputs, pad, real_part
-from pagebinder.runtime.graphs.step_sequences import StepSequence, check_inputs, pack_sequences, table_widths
+from pagebinder.runtime.graphs.step_checks import check_inputs
+from pagebinder.runtime.graphs.step_sequences import StepSequence, pack_sequences, table_widths
 from pagebinder.runtime.kv import KVPlan
 
 
 @dataclass
 class GraphStats:
-    """Counters since the start. `replays`: by bucket. `uncaptured`: steps that ran as they were, by reason."""
+    """Counters since the start. `replays`: by bucket. `uncaptured`: steps that ran as they were, by reason. `tokens`:
+    of all steps; `padding_tokens`: beside them, up to the buckets' sizes."""
 
     replays: Counter[str] = field(default_factory=Counter)
     uncaptured: Counter[str] = field(default_factory=Counter)
@@ -72,13 +79,18 @@ class GraphMemory:
 
 
 class StepGraphs:
-    """Captures every bucket when it is made, and replays them. Not thread safe.
+    """Captures every bucket when it is made, and replays them.
+
+    `pack`, `replay`, `needed_entries`, `copy_blocks` and `explain` are for a loop of one's own: they check what they
+    are given before anything runs. One thread runs steps at a time, and reads the logits before the next one. The
+    other methods are an engine's and check nothing.
 
     Args:
         executable, graph: what runs, and the graph that it was made of (None: nothing can be cut, so nothing in it
             may need to be).
         plan, caches: the KV plan, and caches by name of the graph's input; they must stay where they are.
-        max_model_len: longest context; `widths`: columns of the block tables, by default for that.
+        max_model_len: longest context; `widths`: columns of the block tables, by default for that. max_position:
+            positions of tokens are less; None: any.
     Raises:
         GraphCaptureError: an op cannot be captured though it is registered so.
         CacheCapacityError: the memory is not there.
@@ -87,12 +99,17 @@ class StepGraphs:
     def __init__(
         self, executable: Executable, graph: GraphModule | None, plan: KVPlan, caches: Mapping[str, torch.Tensor],
         buckets: BucketTable, *, device: torch.device, max_model_len: int, vocab_size: int | None = None,
-        prompt_tables: PromptTables | None = None,
+        prompt_tables: PromptTables | None = None, max_position: int | None = None,
         widths: Sequence[int] | None = None, backend: GraphBackend | None = None,
     ) -> None:  # fmt: skip
         self.executable, self.graph, self.plan, self.caches = executable, graph, plan, caches
         self.buckets, self.device, self.vocab_size = buckets, device, vocab_size
         self.prompt_tables = prompt_tables
+        self.max_position = np.iinfo(np.int64).max if max_position is None else max_position
+        self._steps = threading.Lock()
+        self._undelivered: tuple[dict[str, np.ndarray], torch.Tensor] | None = (
+            None  # of a step: inputs, logits
+        )
         self.backend = backend or graph_backend(device)
         self.widths = tuple(widths or table_widths(plan.groups, max_model_len))
         self.stats = GraphStats()
@@ -213,26 +230,94 @@ class StepGraphs:
 
     # A loop of the user's own
 
-    def pack(self, sequences: Sequence[StepSequence]) -> dict[str, np.ndarray]:
-        """The inputs of a step that computes `sequences`, with the logits of each one's last token."""
+    def pack(self, sequences: Iterable[StepSequence]) -> dict[str, np.ndarray]:
+        """The inputs of a step that computes `sequences`, and gives the logits of each one's last tokens
+        (`num_logits`), in their order. Raises RequestError: a sequence that does not fit."""
         return pack_sequences(self.plan.groups, self.widths, sequences)
+
+    def needed_entries(self, start: int, end: int) -> list[list[int]]:
+        """For each KV group, the entries of a sequence's block table that a step which computes its tokens
+        [start, end) reads or writes. Blocks of all others may be given back, and the entries be 0: before the step
+        those behind windows and chunks, of recurrent state all but the block that is read and the one that is
+        written. Raises RequestError for no token."""
+        if not (is_int(start) and is_int(end) and 0 <= start < end):
+            raise RequestError(
+                f"needed_entries({start!r}, {end!r}): give start and end of at least one token."
+            )
+        return [needed_entries(group.spec, start, end) for group in self.plan.groups]
+
+    @deferred_interrupts()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to) each, in the caches of all layers: for a fork, whose sequences go on writing what
+        they shared, and for snapshots of recurrent state. All are read before any is written.
+
+        Raises RequestError: block ids out of range, or the null block as a target.
+        """
+        most = min((len(cache) for cache in self.caches.values()), default=1)
+        try:
+            array = np.asarray([(int(one), int(other)) for one, other in pairs], np.int64).reshape(-1, 2)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestError("copy_blocks takes a list of (from, to) block ids.") from error
+        if not array.size:
+            return
+        if array.min() < 0 or array.max() >= most or array[:, 1].min() < 1:
+            raise RequestError(f"copy_blocks: use block ids up to {most - 1}, and none of 0 to copy to.")
+        if len(set(array[:, 1].tolist())) < len(array):
+            raise RequestError("copy_blocks: a block is copied to twice.")
+        one, other = torch.from_numpy(array).T.to(self.device)
+        with self._one_step(), inference():
+            self._undelivered = None
+            for cache in self.caches.values():
+                cache[other] = cache[one]
 
     def replay(
         self, inputs: Mapping[str, np.ndarray | torch.Tensor], *, captured: bool = True
     ) -> torch.Tensor:
         """Run one step: metadata by name (see `step_plan.py`), on the host -> logits [L, V] on the device.
 
-        The logits are overwritten by the next step. `captured`: False runs the same padded step without the graph.
+        The logits are overwritten by the next step. Handlers of signals (Ctrl-C) run when the step is done. If one
+        raises, the caller has no logits of a step that has changed recurrent states: the next call with the same
+        inputs returns them and runs nothing.
+
+        Args:
+            captured: False runs the same padded step without the graph.
         Raises:
-            RequestError: inputs are missing, of other shapes, or point outside the caches.
+            RequestError: inputs are missing, contradict each other, point outside the caches, to the null block or to
+                a block that somebody else has, or another thread is in a step. Nothing has run then.
         """
-        arrays, is_decode = check_inputs(self, inputs)
+        if not isinstance(captured, bool):
+            raise RequestError(f"captured={captured!r}: use True or False.")
+        with deferred_interrupts(), self._one_step():
+            arrays, is_decode = check_inputs(self, inputs)
+            if self._undelivered is None or not _same(self._undelivered[0], arrays):
+                self._undelivered = None
+                self._undelivered = arrays, self._run(dict(arrays), is_decode, captured)
+        # A handler has not raised, at least not before this line.
+        (_, logits), self._undelivered = self._undelivered, None
+        return logits
+
+    @contextlib.contextmanager
+    def _one_step(self) -> Iterator[None]:
+        if not self._steps.acquire(blocking=False):
+            raise RequestError(
+                "Another thread is in a step of these graphs, which have one set of inputs and logits: let threads "
+                "take turns until the logits are read, or capture once for each."
+            )
+        try:
+            yield
+        finally:
+            self._steps.release()
+
+    def _run(self, arrays: dict[str, np.ndarray], is_decode: bool, captured: bool) -> torch.Tensor:
         num_tokens, num_reqs = len(arrays["input_ids"]), len(arrays["seq_lens"])
         num_logits = len(arrays["logits_rows"])
         bucket = self.find(num_tokens, num_reqs, num_logits, is_decode=is_decode)
         if bucket is None:
+            self.stats.tokens += num_tokens
+            if not num_logits:  # a graph has at least one row
+                arrays["logits_rows"] = np.zeros(1, np.int64)
             tensors = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
-            return self.executable.run({**tensors, **self.caches})
+            return self.executable.run({**tensors, **self.caches})[:num_logits]
 
         def write(parts: dict[str, np.ndarray]) -> None:
             for name, part in parts.items():
@@ -242,11 +327,17 @@ class StepGraphs:
                     part[:, value.shape[1] :] = 0
 
         self.fill(bucket, num_tokens, num_reqs, num_logits, write)
-        run = self.replay_bucket if captured else self.run_bucket
-        return run(bucket, num_logits)
+        if captured:
+            return self.replay_bucket(bucket, num_logits)
+        self.stats.uncaptured["captured=False"] += 1
+        return self.run_bucket(bucket, num_logits)
 
     def explain(self) -> str:
         """Buckets, where graphs are cut and why, memory, as text."""
         from pagebinder.runtime.graphs.describe import describe_graphs
 
         return describe_graphs(self)
+
+
+def _same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    return all(np.array_equal(one[name], array) for name, array in other.items())

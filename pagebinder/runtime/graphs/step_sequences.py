@@ -5,36 +5,44 @@ StepSequence(tokens=[7, 3, 9], start=5, blocks=[[4, 1]])       positions 5, 6, 7
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 
-from pagebinder.config_checks import is_int, plain_number
-from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID
+from pagebinder.config_checks import is_int, plain_number, short_repr
 from pagebinder.errors import CaptureError, RequestError
 from pagebinder.runtime.kv import KVCacheGroup
 from pagebinder.runtime.step_plan import slot_groups
 
-if TYPE_CHECKING:
-    from pagebinder.runtime.graphs.step_graphs import StepGraphs
+MOST = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSequence:
     """New tokens of one sequence in a step.
 
-    tokens: ids to compute. start: tokens of the sequence that earlier steps have computed. blocks: for each KV group
-    the sequence's block ids so far, in order; 0 where a block was given back, or is not wanted. shift: how much
-    larger the tokens' positions are than their places, behind images that positions count otherwise.
+    Args:
+        tokens: ids to compute, one at least: a list or an array.
+        start: tokens of the sequence that earlier steps have computed, and whose state is in its blocks. That is the
+            loop's to know: nothing here can tell. A step that was run must not be run again where there is recurrent
+            state.
+        blocks: for each KV group the sequence's block ids so far, in order; entry i is of tokens i * block_size on
+            (of a ring there is one entry). 0, the null block, where nothing is needed any more:
+            `StepGraphs.needed_entries`.
+        shift: how much larger the tokens' positions are than their places, behind images that positions count
+            otherwise.
+        num_logits: of how many of the tokens, the last ones, logits are wanted. 0: the prompt goes on in a later
+            step.
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[Sequence[int]]
     shift: int = 0
+    num_logits: int = 1
 
 
 def table_widths(groups: Sequence[KVCacheGroup], max_model_len: int) -> tuple[int, ...]:
@@ -53,121 +61,99 @@ def pack_sequences(
     groups: Sequence[KVCacheGroup], widths: Sequence[int], sequences: Sequence[StepSequence]
 ) -> dict[str, np.ndarray]:
     """See `StepGraphs.pack`. Raises RequestError for a sequence that does not fit."""
-    for i, one in enumerate(sequences):
-        _check_sequence(i, one, groups, widths)
-    counts = np.array([len(one.tokens) for one in sequences], np.int64)
-    if not len(counts):
+    if isinstance(sequences, StepSequence | str) or not isinstance(sequences, Iterable):
+        raise RequestError(f"pack takes a list of StepSequences, not {short_repr(sequences)}.")
+    read = [_read(i, one, groups, widths) for i, one in enumerate(sequences)]
+    if not read:
         raise RequestError("A step needs at least one sequence.")
-    starts = np.array([one.start for one in sequences], np.int64)
+    counts = np.array([len(one.tokens) for one in read], np.int64)
+    starts, shifts, wanted = (
+        np.array([getattr(one, name) for one in read], np.int64) for name in ("start", "shift", "num_logits")
+    )
     ends = np.cumsum(counts)
     rows = np.repeat(np.arange(len(counts)), counts)
-    positions = np.arange(len(rows)) + (starts - ends + counts)[rows]
+    places = np.arange(len(rows)) + (starts - ends + counts)[rows]
     inputs = {
-        "input_ids": np.concatenate([np.asarray(one.tokens, np.int64) for one in sequences]),
-        "positions": positions + np.array([one.shift for one in sequences], np.int64)[rows],
-        "logits_rows": ends - 1,
+        "input_ids": np.concatenate([one.tokens for one in read]),
+        "positions": places + shifts[rows],
+        "logits_rows": np.arange(wanted.sum()) + np.repeat(ends - np.cumsum(wanted), wanted),
         "query_start_loc": np.concatenate([[0], ends]).astype(np.int32),
         "seq_lens": (starts + counts).astype(np.int32),
     }
     for g, width in enumerate(widths):
         table = np.zeros((len(counts), width), np.int32)
-        for row, one in enumerate(sequences):
+        for row, one in enumerate(read):
             table[row, : len(one.blocks[g])] = one.blocks[g]
         inputs[f"block_table_{g}"] = table
         if g in slot_groups(groups):
-            blocks, offsets = np.divmod(positions, groups[g].block_size)
-            inputs[f"slot_mapping_{g}"] = (table[rows, blocks] * groups[g].block_size + offsets).astype(
-                np.int32
-            )
+            inputs[f"slot_mapping_{g}"] = slots_of(table, groups[g].block_size, rows, places)
     return inputs
 
 
-def _check_sequence(i: int, one: StepSequence, groups: Sequence[KVCacheGroup], widths: Sequence[int]) -> None:
+def slots_of(table: np.ndarray, block_size: int, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Where the tokens at `places` of the sequences `rows` are written: block * block size + offset, [T] int32."""
+    blocks, offsets = np.divmod(places, block_size)
+    return (table[rows, blocks].astype(np.int64) * block_size + offsets).astype(np.int32)
+
+
+def _read(i: int, one: StepSequence, groups: Sequence[KVCacheGroup], widths: Sequence[int]) -> StepSequence:
+    """The same with arrays. Raises RequestError."""
     if not isinstance(one, StepSequence):
         raise RequestError(f"sequence {i}: use a StepSequence, not {type(one).__name__}.")
-    start = plain_number(one.start)
-    if not len(one.tokens) or not is_int(start) or start < 0:
+    tokens = _whole_numbers(f"sequence {i}: tokens", one.tokens, np.iinfo(np.int64).max)
+    if not len(tokens):
         raise RequestError(
-            f"sequence {i}: give at least one token, and a whole number as start, at least 0 (it is {one.start!r})."
+            f"sequence {i}: tokens are empty; give at least one token, or leave it out of the step."
         )
-    for name, numbers in (("tokens", one.tokens), *((f"blocks[{g}]", b) for g, b in enumerate(one.blocks))):
-        if len(numbers) and np.asarray(numbers).dtype.kind not in "iu":
-            raise RequestError(f"sequence {i}: {name} are no whole numbers.")
+    start, shift, num_logits = map(plain_number, (one.start, one.shift, one.num_logits))
+    if not is_int(start) or not 0 <= start <= MOST:
+        raise RequestError(f"sequence {i}: start={one.start!r}: use a whole number, at least 0.")
+    if not is_int(shift) or abs(shift) > MOST:
+        raise RequestError(f"sequence {i}: shift={one.shift!r}: use a whole number.")
+    if not is_int(num_logits) or not 0 <= num_logits <= len(tokens):
+        raise RequestError(
+            f"sequence {i}: num_logits={one.num_logits!r}: use 0 to {len(tokens)}, its tokens in this step."
+        )
+    if isinstance(one.blocks, str) or not isinstance(one.blocks, Sequence | np.ndarray | torch.Tensor):
+        raise RequestError(
+            f"sequence {i}: blocks={short_repr(one.blocks)}: give a list of block ids for each KV group."
+        )
     if len(one.blocks) != len(groups):
         raise RequestError(
             f"sequence {i}: {len(one.blocks)} block tables, but the model has {len(groups)} KV groups."
         )
-    end = one.start + len(one.tokens)
-    for g, (group, width) in enumerate(zip(groups, widths)):
-        if group.spec.kind == "ring":
-            continue
-        need = -(-end // group.block_size)
-        if not need <= len(one.blocks[g]) <= width:
+    blocks = [_whole_numbers(f"sequence {i}: blocks[{g}]", table, MOST) for g, table in enumerate(one.blocks)]
+    _check_tables(i, start + len(tokens), blocks, groups, widths)
+    return StepSequence(tokens=tokens, start=start, blocks=blocks, shift=shift, num_logits=num_logits)
+
+
+def _check_tables(
+    i: int, end: int, blocks: Sequence[np.ndarray], groups: Sequence[KVCacheGroup], widths: Sequence[int]
+) -> None:
+    for g, (group, width, table) in enumerate(zip(groups, widths, blocks)):
+        need = 1 if group.spec.kind == "ring" else -(-end // group.block_size)
+        if need > width or len(table) > width:
             raise RequestError(
-                f"sequence {i}: {end} tokens take {need} blocks of {group.block_size} in group {g}; its table has "
-                f"{len(one.blocks[g])} entries, of {width} at most."
+                f"sequence {i}: {max(end, len(table) * group.block_size)} tokens are more than max_model_len allows: "
+                f"blocks[{g}] has {len(table)} entries, {width} of {group.block_size} tokens are the most."
+            )
+        if len(table) < need:
+            raise RequestError(
+                f"sequence {i}: {end} tokens take {need} blocks of {group.block_size} in group {g}; blocks[{g}] has "
+                f"{len(table)} entries."
             )
 
 
-def check_inputs(
-    graphs: StepGraphs, inputs: Mapping[str, np.ndarray | torch.Tensor]
-) -> tuple[dict[str, np.ndarray], bool]:
-    """A step's metadata as arrays, and whether every sequence has one token. Raises RequestError."""
-    groups, written = graphs.plan.groups, slot_groups(graphs.plan.groups)
-    names = ["input_ids", "positions", "logits_rows", "query_start_loc", "seq_lens"]
-    names += [f"slot_mapping_{g}" for g in written] + [f"block_table_{g}" for g in range(len(groups))]
-    missing, unknown = [n for n in names if n not in inputs], sorted(set(inputs) - set(names))
-    if missing or unknown:
-        raise RequestError(f"A step takes {', '.join(names)}; missing: {missing}, unknown: {unknown}.")
-    arrays = {name: _array(name, inputs[name]) for name in names}
-    num_tokens, num_reqs = len(arrays["input_ids"]), len(arrays["seq_lens"])
-    shapes = {"positions": (num_tokens,), "query_start_loc": (num_reqs + 1,)}
-    shapes |= {f"slot_mapping_{g}": (num_tokens,) for g in written}
-    for name, shape in shapes.items():
-        if arrays[name].shape != shape:
-            raise RequestError(f"{name} has the shape {arrays[name].shape}, not {shape}.")
-    loc, lens = arrays["query_start_loc"], arrays["seq_lens"]
-    counts = np.diff(loc)
-    if not num_tokens or loc[0] != 0 or loc[-1] != num_tokens or (counts < 0).any():
-        raise RequestError("query_start_loc must rise from 0 to the number of input_ids, at least 1.")
-    if (lens < counts).any():
-        raise RequestError("a length in seq_lens is less than the tokens that its sequence has in this step.")
-    ids = arrays["input_ids"]
-    tables = graphs.prompt_tables
-    is_row = (ids >= FIRST_ROW_ID) & (ids < FIRST_ROW_ID + (0 if tables is None else len(tables.rows)))
-    if tables is not None and tables.lookahead is not None and is_row.any():
-        rows = torch.from_numpy(ids[is_row] - FIRST_ROW_ID)
-        seen = np.flatnonzero(is_row) + tables.lookahead[rows.to(tables.lookahead.device)].cpu().numpy()
-        if (seen >= np.repeat(loc[1:], counts)[is_row]).any():
-            raise RequestError(
-                "embeddings that see each other (parts of an image) are computed in one step, all of them."
-            )
-    _check_range("input_ids", ids[~is_row], 0, graphs.vocab_size or np.iinfo(np.int64).max)
-    _check_range("logits_rows", arrays["logits_rows"], 0, num_tokens)
-    num_blocks = min((len(cache) for cache in graphs.caches.values()), default=1)
-    for g, group in enumerate(groups):
-        table, width = arrays[f"block_table_{g}"], graphs.widths[g]
-        if len(table) < num_reqs or table.shape[1] > width:
-            raise RequestError(
-                f"block_table_{g} is {table.shape}: give {num_reqs} rows of up to {width} blocks."
-            )
-        _check_range(f"block_table_{g}", table[:num_reqs], 0, num_blocks)
-        if group.spec.kind != "ring" and (lens > table.shape[1] * group.block_size).any():
-            raise RequestError(f"a length in seq_lens is more than the blocks of block_table_{g} hold.")
-        if g in written:
-            _check_range(f"slot_mapping_{g}", arrays[f"slot_mapping_{g}"], -1, num_blocks * group.block_size)
-    return arrays, bool((counts == 1).all())
-
-
-def _array(name: str, value) -> np.ndarray:
-    array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-    dims = 2 if name.startswith("block_table") else 1
-    if array.ndim != dims or array.dtype.kind != "i":
-        raise RequestError(f"{name} must be {dims}-D and of whole numbers, not {array.dtype} {array.shape}.")
-    wide = name in ("input_ids", "positions", "logits_rows")
-    return np.ascontiguousarray(array, np.int64 if wide else np.int32)
-
-
-def _check_range(name: str, values: np.ndarray, low: int, high: int) -> None:
-    if values.size and not low <= values.min() <= values.max() < high:
-        raise RequestError(f"{name} holds {values.min()} to {values.max()}: use {low} to {high - 1}.")
+def _whole_numbers(name: str, values: Any, most: int) -> np.ndarray:
+    """[N] int64. Raises RequestError: it is anything else, or holds numbers below 0 or above `most`."""
+    if isinstance(values, torch.Tensor) and values.device.type == "meta":
+        raise RequestError(f"{name} are a tensor on the meta device, which has no numbers.")
+    try:
+        array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise RequestError(f"{name} are {short_repr(values)}: give a list of whole numbers.")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= most:
+        raise RequestError(f"{name} hold {array.min()} to {array.max()}: use numbers from 0 on that fit.")
+    return array.astype(np.int64)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -97,19 +95,3 @@ def test_what_cannot_be_captured_is_said(compiled, monkeypatch):
 def test_bad_options(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)
-
-
-def test_the_example_of_a_loop_of_ones_own(compiled):
-    """Its tokens are the engine's."""
-    spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    sys.modules["own_loop"] = example  # dataclasses look there
-    spec.loader.exec_module(example)
-    for name in ("llama", "windows"):
-        model, prompts = compiled(name), PROMPTS[:3]
-        graphs = model.capture(num_kv_blocks=64, max_num_seqs=3, max_model_len=96)
-        expected = model.engine(EngineConfig(num_kv_blocks=64)).generate(
-            prompts, SamplingParams(max_tokens=10, temperature=0.0)
-        )
-        assert example.generate(graphs, prompts, 10) == [output.token_ids for output in expected]
-        assert dict(graphs.stats.replays) == {"mixed 64": 1, "decode 3": 9}
