@@ -223,6 +223,25 @@ def test_an_answer_that_is_none_is_named(compiled, answer):
     engine.check_integrity()
 
 
+def test_a_function_must_not_step_its_own_engine(compiled):
+    """It would step for ever. Another engine is free to be asked."""
+    expected = engine_of(compiled).generate([PROMPT], greedy(guide=odd_then_even))[0]
+    engine, other, own = engine_of(compiled), engine_of(compiled), []
+
+    def asks(output):
+        if output and len(own) < 2:
+            own.append(len(output))
+            with pytest.raises(RequestError, match="in the middle of one"):
+                engine.step()
+            with pytest.raises(RequestError, match="in the middle of one"):
+                engine.generate([PROMPT], greedy())
+            assert other.generate([PROMPT], greedy())
+        return odd_then_even(output)
+
+    assert engine.generate([PROMPT], greedy(guide=asks))[0].token_ids == expected.token_ids and own
+    engine.check_integrity()
+
+
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_a_function_that_raises_loses_nothing(compiled, drafter):
     expected = engine_of(compiled).generate([PROMPT], greedy(guide=odd_then_even, logprobs=1))[0]

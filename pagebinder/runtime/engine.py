@@ -98,7 +98,7 @@ class Engine(WholeCalls, NotPickled):
             ahead_flags=AHEAD,
             swap_policy=self.swap_policy,
         )
-        self._turns = Turns()
+        self._turns, self._in_step = Turns(), False
         self._live: dict[str, LiveRequest] = {}
         self.guides = GuideBook(model.tokenizer, model.vocab_size, model.eos_token_ids)
         self.loop = StepLoop(model, self.config, self.scheduler, self.arena, self._live)
@@ -288,8 +288,17 @@ class Engine(WholeCalls, NotPickled):
     @untraced
     @in_turn
     def _step(self) -> None:
+        if self._in_step:
+            raise RequestError(
+                "The engine was asked for a step in the middle of one: a guide's function or a drafter must not "
+                "generate with the engine that asks it. Use another engine of the compiled model."
+            )
         self.arena.idle.clear()
-        output, chosen, finished = self.loop.advance()
+        self._in_step = True
+        try:
+            output, chosen, finished = self.loop.advance()
+        finally:
+            self._in_step = False
         clock = StepClock(self.loop.seconds)
         self._publish(output, chosen, finished)
         self.loop.drain()

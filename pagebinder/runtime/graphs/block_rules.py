@@ -65,44 +65,46 @@ def check_blocks(
 
     Raises RequestError: a block that a step needs is missing, or one that it writes is used in another place, too.
     """
-    uses = [_uses(group.spec, table, starts, ends) for group, table in zip(groups, tables)]
-    for g, (rows, entries, _) in enumerate(uses):
-        if (missing := np.flatnonzero(tables[g][rows, entries] == 0)).size:
-            row, entry = int(rows[missing[0]]), int(entries[missing[0]])
-            start, end = int(starts[row]), int(ends[row])
+    is_written = np.zeros(num_blocks, bool)
+    uses = []
+    for g, (group, table) in enumerate(zip(groups, tables)):
+        rows, entries, writes = _uses(group.spec, table, starts, ends)
+        blocks = table[rows, entries]
+        if not blocks.all():
+            at = int(np.flatnonzero(blocks == 0)[0])
+            start, end = int(starts[rows[at]]), int(ends[rows[at]])
             raise RequestError(
-                f"sequence {names[row]}: entry {entry} of its blocks of group {g} is 0, the null block, but its step "
-                f"of tokens {start} to {end - 1} needs entries {needed_entries(groups[g].spec, start, end)}."
+                f"sequence {names[rows[at]]}: entry {entries[at]} of its blocks of group {g} is 0, the null block, "
+                f"but its step of tokens {start} to {end - 1} needs entries {needed_entries(group.spec, start, end)}."
             )
-    counts = [len(rows) for rows, _, _ in uses]
-    group = np.repeat(np.arange(len(groups)), counts)
-    rows, _, is_written = (np.concatenate(part) for part in zip(*uses))
-    blocks = np.concatenate([tables[g][rows, entries] for g, (rows, entries, _) in enumerate(uses)])
-    in_place = np.repeat([isinstance(g.spec, RecurrentSpec) for g in groups], counts)
-    _check_shared(group, names[rows], blocks, is_written, in_place, num_blocks)
+        is_written[blocks[writes]] = True
+        uses.append((blocks, rows, writes))
+    # Of blocks that are written, every use: few, beside those that are read alone.
+    few = [np.flatnonzero(is_written[blocks]) for blocks, _, _ in uses]
+    group = np.repeat(np.arange(len(groups)), [len(places) for places in few])
+    in_place = np.array([isinstance(group.spec, RecurrentSpec) for group in groups])[group]
+    blocks, rows, writes = (
+        np.concatenate([one[places] for one, places in zip(part, few)]) for part in zip(*uses)
+    )
+    _check_shared(group, names[rows], blocks, writes, in_place)
 
 
 def _check_shared(
-    group: np.ndarray, rows: np.ndarray, blocks: np.ndarray, is_written: np.ndarray, in_place: np.ndarray,
-    num_blocks: int,
-) -> None:  # fmt: skip
-    """[N] of every use of a block. in_place: one sequence may read and write it, as it may a running state."""
-    uses, last_use, writer = np.arange(len(blocks)), np.full(num_blocks, -1), np.full(num_blocks, -1)
-    last_use[blocks], writer[blocks[is_written]] = uses, uses[is_written]
-    others = last_use[blocks]
-    wrong = group[others] != group
-    if not wrong.any():
-        others = writer[blocks]
-        alone = in_place & (rows[others] == rows) & ~is_written
-        wrong = (others >= 0) & (others != uses) & ~alone
-    if not wrong.any():
+    group: np.ndarray, rows: np.ndarray, blocks: np.ndarray, is_written: np.ndarray, in_place: np.ndarray
+) -> None:
+    """[N] of every use of blocks that are written. in_place: a sequence may read and write one, as it may a running
+    state."""
+    order = np.lexsort((~is_written, blocks))
+    first = order[np.searchsorted(blocks[order], blocks)]  # the one that writes the same block
+    alone = in_place & (group[first] == group) & (rows[first] == rows) & ~is_written
+    wrong = np.flatnonzero((first != np.arange(len(blocks))) & ~alone)
+    if not wrong.size:
         return
-    one = int(np.flatnonzero(wrong)[0])
-    other = int(others[one])
-    places = " and ".join(f"sequence {rows[i]}'s of group {group[i]}" for i in sorted((one, other)))
+    one, other = sorted((int(wrong[0]), int(first[wrong[0]])))
     raise RequestError(
-        f"block {blocks[one]} stands in two places, {places}. Block ids are of one pool, which all groups share, and "
-        "only a block that this step does not write may be several sequences': `copy_blocks` makes a copy."
+        f"block {blocks[one]} stands in two places, sequence {rows[one]}'s of group {group[one]} and sequence "
+        f"{rows[other]}'s of group {group[other]}. Block ids are of one pool, which all groups share, and only a "
+        "block that this step does not write may be several sequences': `copy_blocks` makes a copy."
     )
 
 

@@ -36,14 +36,20 @@ def check_inputs(
     _check_positions(graphs, arrays["positions"], places, rows)
     _check_range("logits_rows", arrays["logits_rows"], 0, len(rows))
     _check_tables(graphs, arrays, counts, rows, places)
-    return {
-        name: np.ascontiguousarray(array, np.int64 if name in WIDE else np.int32)
-        for name, array in arrays.items()
-    }, bool((counts == 1).all())
+    return as_arrays(arrays)
+
+
+def as_arrays(inputs: Mapping[str, np.ndarray | torch.Tensor]) -> tuple[dict[str, np.ndarray], bool]:
+    """Metadata in their dtypes on the host, and whether every sequence has one token. Checks nothing."""
+    arrays = {}
+    for name, value in inputs.items():
+        array = value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+        arrays[name] = np.ascontiguousarray(array, np.int64 if name in WIDE else np.int32)
+    return arrays, bool((np.diff(arrays["query_start_loc"]) == 1).all())
 
 
 def _named_arrays(graphs: StepGraphs, inputs: Mapping) -> dict[str, np.ndarray]:
-    """All inputs as int64."""
+    """All inputs, of whatever whole numbers they are: int32 may be too small."""
     if not isinstance(inputs, Mapping):
         raise RequestError(f"A step is metadata by name, as `pack` makes them, not {short_repr(inputs)}.")
     groups = graphs.plan.groups
@@ -66,9 +72,9 @@ def _array(name: str, value: np.ndarray | torch.Tensor) -> np.ndarray:
         array = np.asarray(None)
     if array.ndim != dims or array.dtype.kind not in "iu":
         raise RequestError(f"{name} must be {dims}-D and of whole numbers, not {array.dtype} {array.shape}.")
-    if array.dtype == np.uint64 and array.size:
+    if array.dtype == np.uint64:
         _check_range(name, array, 0, np.iinfo(np.int64).max)
-    return array.astype(np.int64)
+    return array if dims == 2 and array.dtype != np.uint64 else array.astype(np.int64)
 
 
 def _check_lengths(graphs: StepGraphs, arrays: Mapping[str, np.ndarray]) -> None:
@@ -136,9 +142,12 @@ def _check_tables(
 ) -> None:
     groups, num_reqs = graphs.plan.groups, len(counts)
     num_blocks = min((len(cache) for cache in graphs.caches.values()), default=1)
-    tables = [arrays[f"block_table_{g}"][:num_reqs] for g in range(len(groups))]
-    for g, table in enumerate(tables):
+    longest = int(arrays["seq_lens"].max())
+    tables = []
+    for g, group in enumerate(groups):  # columns behind the longest sequence are not read
+        table = arrays[f"block_table_{g}"][:num_reqs, : max(1, -(-longest // group.block_size))]
         _check_range(f"block_table_{g}", table, 0, num_blocks, np.repeat(np.arange(num_reqs), table.shape[1]))
+        tables.append(table.astype(np.int64))
     runs = np.flatnonzero(counts)
     ends = arrays["seq_lens"][runs]
     check_blocks(groups, [table[runs] for table in tables], ends - counts[runs], ends, num_blocks, runs)

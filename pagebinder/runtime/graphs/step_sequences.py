@@ -80,8 +80,8 @@ def pack_sequences(
         "query_start_loc": np.concatenate([[0], ends]).astype(np.int32),
         "seq_lens": (starts + counts).astype(np.int32),
     }
-    for g, width in enumerate(widths):
-        table = np.zeros((len(counts), width), np.int32)
+    for g in range(len(groups)):  # as wide as the longest: a table for max_model_len would take milliseconds
+        table = np.zeros((len(counts), max(1, *(len(one.blocks[g]) for one in read))), np.int32)
         for row, one in enumerate(read):
             table[row, : len(one.blocks[g])] = one.blocks[g]
         inputs[f"block_table_{g}"] = table

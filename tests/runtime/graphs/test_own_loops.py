@@ -225,7 +225,8 @@ def test_bad_metadata(capture):
             {"seq_lens": np.array([33])},
             "slot_mapping_0 writes its token 13 to slot 16; by block_table_0 it is 29",
         ),
-        ({"seq_lens": np.array([60])}, "is 0, the null block"),
+        ({"seq_lens": np.array([60])}, "more than the blocks of block_table_0 hold"),
+        ({"block_table_0": np.array([[1, 0, 3]])}, "entry 1 .* is 0, the null block"),
         ({"seq_lens": np.array([2**32 + 20])}, "more than the blocks"),
         ({"positions": good["positions"][::-1]}, "positions go from 19 to 18"),
         ({"positions": good["positions"] + 10**6}, "positions holds 1000000: use 0 to 511"),
@@ -247,12 +248,16 @@ def test_bad_metadata(capture):
     for inputs in (None, [StepSequence(**GOOD)], 5):
         with pytest.raises(RequestError, match="metadata by name, as `pack` makes them"):
             graphs.replay(inputs)
-    with pytest.raises(RequestError, match="captured='no': use True or False"):
-        graphs.replay(good, captured="no")
+    for option in ("captured", "check"):
+        with pytest.raises(RequestError, match=f"{option}='no': use True or False"):
+            graphs.replay(good, **{option: "no"})
     for span in ((0, 0), (5, 4), (-1, 4), (0.5, 4)):
         with pytest.raises(RequestError, match="needed_entries"):
             graphs.needed_entries(*span)
-    assert graphs.replay(good).shape == (1, 128)
+    checked = graphs.replay(good).clone()
+    assert torch.equal(graphs.replay(good, check=False), checked)
+    on_device = {name: torch.from_numpy(array) for name, array in good.items()}
+    assert torch.equal(graphs.replay(on_device, check=False), checked)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signals")
