@@ -84,6 +84,10 @@ class VerificationError(PagebinderError):
         self.error, self.places = error, places
 
 
+class UnrunnableGraphError(VerificationError):
+    """A pass left a graph that cannot be run."""
+
+
 class EventLogError(PagebinderError):
     """A KV event log cannot be read, or cannot be drawn."""
 

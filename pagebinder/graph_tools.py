@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils.weak import WeakTensorKeyDictionary
 
 aten = torch.ops.aten
 
@@ -251,6 +253,54 @@ def insert_constant(gm: GraphModule, like: Node, name: str, tensor: torch.Tensor
     attach(gm, name, tensor)
     with gm.graph.inserting_before(like):
         return read_attribute(gm, gm.graph.get_attr(name), device=device_of(gm.graph))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a constant was made of: `function` of the attributes `weights`, given here with their tensors."""
+
+    function: Callable[..., torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+
+    def made(self, others: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The constant for other weights; those that `others` lacks are its own."""
+        with torch.no_grad():
+            return self.function(*(others.get(name, tensor) for name, tensor in self.weights.items()))
+
+
+_recipes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def insert_derived(
+    gm: GraphModule, like: Node, name: str, function: Callable[..., torch.Tensor], weights: Sequence[Node]
+) -> Node:
+    """As `insert_constant`, of a tensor that is made of weights: function(*weights), a folded scale for example.
+
+    The verifier runs graphs with other weights, too, and makes the constant anew of these. In an engine it is a copy:
+    it does not follow weights that are changed later.
+
+    Args:
+        function: pure, of tensors alone. weights: nodes that read attributes of the graph's module.
+    Raises:
+        ValueError: the name is taken, a node reads no attribute, or the function gives no tensor.
+    """
+    others = [node for node in weights if not (isinstance(node, Node) and node.op == "get_attr")]
+    if others:
+        raise ValueError(f"constant {name!r}: {others[0]!r} is no node that reads a weight (get_attr).")
+    recipe = Recipe(function, {node.target: attribute(gm, node.target) for node in weights})
+    tensor = recipe.made({})
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"constant {name!r}: its function gave a {type(tensor).__name__} and no tensor.")
+    if any(tensor is weight for weight in recipe.weights.values()):
+        tensor = tensor.detach().clone()
+    node = insert_constant(gm, like, name, tensor)
+    _recipes[attribute(gm, name)] = recipe
+    return node
+
+
+def recipe_of(tensor: torch.Tensor) -> Recipe | None:
+    """What a constant was made of, if it was put in by `insert_derived`."""
+    return _recipes.get(tensor)
 
 
 def read_attribute(gm: GraphModule, node: Node, device: torch.device | None = None) -> Node:

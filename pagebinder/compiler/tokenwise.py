@@ -18,7 +18,7 @@ from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.token_dims import symbolic_dims, token_dims
 from pagebinder.graph_tools import TORCHS, module_path, tensors
-from pagebinder.passes.verifier import TOLERANCES, difference
+from pagebinder.passes.verifier import TOLERANCES, difference, what_failed
 from pagebinder.report import CompileReport
 
 NUM_TOKENS = 24  # at most
@@ -67,8 +67,16 @@ def check_tokenwise(
     num_tokens = min(NUM_TOKENS, max_model_len)
     for gm in graphs:
         runner = _Splitter(gm, ops, num_tokens)
-        with torch.inference_mode():
-            runner.run(*_inputs(gm, source, num_tokens))
+        try:
+            with torch.inference_mode():
+                runner.run(*_inputs(gm, source, num_tokens))
+        except CaptureError:
+            raise
+        except Exception as error:
+            names = ", ".join(sorted(op._schema.name for op in ops))
+            raise CaptureError(
+                f"With {names} (tokenwise_ops) the model cannot be run on {num_tokens} tokens: {what_failed(error)}"
+            ) from error
 
 
 class _Splitter(torch.fx.Interpreter):
@@ -82,15 +90,27 @@ class _Splitter(torch.fx.Interpreter):
         self.extra_traceback = False  # errors here are ours
 
     def run_node(self, n: Node):
-        whole = super().run_node(n)
-        if n.op == "call_function" and n.target in self.ops:
-            for part in self.parts:
-                self._compare(n, whole, part)
+        if n.op != "call_function" or n.target not in self.ops:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        whole = self._called(n, args, kwargs)
+        for part in self.parts:
+            self._compare(n, whole, part)
         return whole
+
+    @staticmethod
+    def _called(node: Node, args, kwargs):
+        try:
+            return node.target(*args, **kwargs)
+        except Exception as error:
+            raise CaptureError(
+                f"{node.target._schema.name} in {module_path(node) or node.name} cannot be called with what the "
+                f"model gives it: {type(error).__name__}: {error}"
+            ) from error
 
     def _compare(self, node: Node, whole, part: slice) -> None:
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: _cut(a, self.env[a], part))
-        got = node.target(*args, **kwargs)
+        got = self._called(node, args, kwargs)
         results = (whole, got) if isinstance(whole, (tuple, list)) else ((whole,), (got,))
         for fake, expected, alone in zip(tensors(node), *results, strict=True):
             dims = symbolic_dims(fake)

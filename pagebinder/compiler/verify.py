@@ -11,6 +11,7 @@ tensors, so the model and its graphs are never touched.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -30,7 +31,7 @@ from pagebinder.compiler.verify_runs import (
     source_logits,
 )
 from pagebinder.config import CompileConfig
-from pagebinder.errors import ConfigError, VerificationError
+from pagebinder.errors import ConfigError, UnrunnableGraphError, VerificationError
 from pagebinder.frontend.capture import name_in_graph
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.python_state import evaluation_mode
@@ -80,7 +81,20 @@ def verify(
     if full:  # first, as a certificate says more exactly what is wrong
         certify_steps(trail)
     for world in worlds(source, report.notes, full=full):
-        verify_in_world(trail, world, source, plan, states, sequences, report)
+        with own_kernels_may_refuse(world, config, report):
+            verify_in_world(trail, world, source, plan, states, sequences, report)
+
+
+@contextlib.contextmanager
+def own_kernels_may_refuse(world: World, config: CompileConfig, report: CompileReport) -> Iterator[None]:
+    """A kernel of the user's may be for bfloat16 alone: then graphs with it are judged in that, and not in float32,
+    too."""
+    try:
+        yield
+    except UnrunnableGraphError as error:
+        if not world.widen or not (config.passes or config.providers):
+            raise
+        report.notes.append(f"verify: not compared in float32, from this step on: {error}")
 
 
 def _runnable(source: ModelSource, lengths: list[int], report: CompileReport) -> list[int]:

@@ -7,6 +7,7 @@ compiler's choice is visible as a node's target in the graph and costs nothing a
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -86,6 +87,11 @@ def define_schema(namespace: str, info: OpInfo) -> None:
 
 
 def op_info(name: str) -> OpInfo:
+    """Raises ValueError: there is no op of ours with that name."""
+    if name not in _ops:
+        near = difflib.get_close_matches(str(name), _ops, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"there is no op {name!r}{hint} Ops: {', '.join(sorted(_ops))}.")
     return _ops[name]
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pagebinder.config_checks import short_repr
 from pagebinder.custom_ops import library
 from pagebinder.errors import CompilerNotFoundError, ProviderError
 
@@ -34,6 +35,10 @@ BUILTIN_MODULES = (
     "pagebinder.custom_ops.optional.flex_attention",
     "pagebinder.custom_ops.optional.flashmla",
 )
+
+
+BUILTIN = ("reference", "cpu", "triton", "flash_attn", "flashinfer", "flex_attention", "flashmla")
+CAPTURES = ("never", "uniform_decode", "always")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +154,33 @@ _providers: dict[str, Provider] = {}
 
 
 def register_provider(provider: Provider) -> None:
-    """Add a provider under its name; a name can be taken only once."""
-    if provider.name in _providers:
-        raise ValueError(f"a provider named {provider.name!r} is already registered")
-    _providers[provider.name] = provider
+    """Add a provider under its name; a name can be taken only once.
+
+    Raises ProviderError: it is none, says of itself what no provider is, or its name is taken or one of ours.
+    """
+    if not isinstance(provider, Provider):
+        raise ProviderError(
+            f"register_provider takes an instance of a subclass of Provider, not {short_repr(provider)}."
+        )
+    name = getattr(provider, "name", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ProviderError(f"name={name!r} of a provider: use a name like a function's.")
+    if name in BUILTIN and not type(provider).__module__.startswith("pagebinder."):
+        raise ProviderError(f"a provider named {name!r} is one of Pagebinder's: choose another name.")
+    if name in _providers:
+        raise ProviderError(f"a provider named {name!r} is already registered")
+    devices = provider.devices
+    if devices is not None and not (
+        isinstance(devices, (tuple, list)) and all(isinstance(d, str) for d in devices)
+    ):
+        raise ProviderError(
+            f'devices={devices!r} of {name}: use a tuple such as ("cpu", "cuda"), or None for any.'
+        )
+    if provider.graph_capture not in CAPTURES:
+        raise ProviderError(
+            f"graph_capture={provider.graph_capture!r} of {name}: use one of {', '.join(CAPTURES)}."
+        )
+    _providers[name] = provider
 
 
 register_provider(ReferenceProvider())
@@ -219,14 +247,58 @@ def _select_requested(
     if requested not in providers:
         raise ProviderError(f"unknown provider {requested!r}; registered: {', '.join(sorted(providers))}")
     provider = providers[requested]
-    reasons = provider.reasons_against(need)
+    reasons = _reasons(provider, need)
     if reasons:
         problem = provider.problem()
         kind = CompilerNotFoundError if isinstance(problem, CompilerNotFoundError) else ProviderError
         raise kind(_refusal(need, {requested: reasons}, providers))
     if prepare:
         provider.prepare_for(need)
-    return Selection(requested, provider.overload(need.op), f"{requested} was requested")
+    return Selection(requested, _overload(provider, need, has_kernel=prepare), f"{requested} was requested")
+
+
+def _reasons(provider: Provider, need: OpNeed) -> list[str]:
+    """Against it. Raises ProviderError: it does not answer so."""
+    try:
+        reasons = provider.reasons_against(need)
+    except ProviderError:
+        raise
+    except Exception as error:
+        raise ProviderError(
+            f"{provider.name}.reasons_against({need.op}) raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(reasons, (list, tuple)) or not all(isinstance(reason, str) for reason in reasons):
+        raise ProviderError(
+            f"{provider.name}.reasons_against({need.op}) returned {short_repr(reasons)}: give a list of reasons as "
+            "texts, an empty one where it can serve."
+        )
+    return list(reasons)
+
+
+def _overload(provider: Provider, need: OpNeed, *, has_kernel: bool) -> torch._ops.OpOverload:
+    """Raises ProviderError: there is none, or one of another schema, or (`has_kernel`) without a kernel."""
+    of = f"{provider.name}, asked for its overload of {need.op},"
+    how = (
+        "define_schema(namespace, op_info(op)) and library(namespace).impl(op, function, device) register one"
+    )
+    try:
+        found = provider.overload(need.op)
+    except ProviderError:
+        raise
+    except Exception as error:
+        raise ProviderError(f"{of} raised {type(error).__name__}: {error} ({how}).") from error
+    if not isinstance(found, torch._ops.OpOverload):
+        raise ProviderError(f"{of} returned {short_repr(found)} and no torch.ops overload ({how}).")
+    wanted, given = (str(op._schema).partition("(")[2] for op in (library.op_info(need.op).overload, found))
+    if wanted != given:
+        raise ProviderError(
+            f"{of} returned {found}, whose schema is not the op's: ({given} instead of ({wanted}."
+        )
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(need.device)
+    has_kernel = has_kernel and provider.name not in BUILTIN  # ours load theirs when they are prepared
+    if has_kernel and key and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(found.name(), key):
+        raise ProviderError(f"{of} returned {found}, which has no kernel for {need.device} ({how}).")
+    return found
 
 
 def available_providers(device: str | None = None) -> list[tuple[str, bool, str]]:

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from pagebinder.errors import VerificationError
-from pagebinder.graph_tools import aten, is_call, module_path, written_by
+from pagebinder.graph_tools import aten, is_call, module_path, recipe_of, written_by
 from pagebinder.passes.graph_values import REDUCED, GraphRunner
 from pagebinder.passes.keep_stored_codes import certify_stored
 from pagebinder.passes.quantize_activations import certify_activations
@@ -29,7 +29,7 @@ from pagebinder.passes.quantize_kv import certify_kv
 from pagebinder.passes.quantize_weights import certify_weights
 from pagebinder.passes.rewrite_cones import Cone, Diff, cones
 from pagebinder.passes.trail import DECODER, ENCODER, Step, Trail
-from pagebinder.passes.verifier import Difference, difference, spread_of
+from pagebinder.passes.verifier import Difference, difference, spread_of, what_failed
 from pagebinder.report import Certificate, Match
 
 # How far a rewrite alone may differ, in units of the spread of its outputs, or of what these are a sum of: it has a
@@ -61,6 +61,10 @@ class Counterexample:
     inputs: list
     tolerance: float
     widen: bool
+
+
+class RewriteFailedError(Exception):
+    """What a rewrite put in raises on inputs that what it replaced takes."""
 
 
 class UnequalRewriteError(VerificationError):
@@ -115,7 +119,14 @@ def certify(before: Step, after: Step) -> list[Certificate]:
             )
             kind.count += 1
             continue
-        own = [_kind_of(kinds, cone, match, before.graph) for cone in _smallest(found)]
+        try:
+            own = [_kind_of(kinds, cone, match, before.graph) for cone in _smallest(found)]
+        except RewriteFailedError as why:
+            raise VerificationError(
+                f"{after.name} (level {after.level}): the rewrite {match.pattern} at {match.module_path or '?'} "
+                f"(node {match.node}) cannot be run on inputs that what it replaced takes: {why}",
+                pass_name=after.name, level=after.level, error=math.inf, places=(match.module_path,),
+            ) from why  # fmt: skip
         worst = max(own, key=lambda k: math.inf if k.reason else k.worst.relative)
         worst.count += 1
         if worst.counterexample is not None and not after.result.changes_numbers:
@@ -184,7 +195,10 @@ def _input_kind(node: Node) -> tuple:
     shape = tuple(map(str, getattr(value, "shape", ())))
     constant = None
     if node.op == "get_attr" and not isinstance(tensor := _attribute(node), torch.nn.Parameter):
-        constant = (tensor.data_ptr(), tensor.stride())  # its values matter
+        recipe = recipe_of(tensor)
+        constant = (
+            (tensor.data_ptr(), tensor.stride()) if recipe is None else id(recipe.function)
+        )  # values matter
     return node.op, shape, str(getattr(value, "dtype", type(value))), constant
 
 
@@ -214,13 +228,19 @@ def compare_sides(
                 with torch.inference_mode():
                     try:
                         expected = GraphRunner(graphs[0], widen=widen).run(*given)
-                    except RuntimeError as error:
-                        failure = error
+                    except Exception as error:
+                        failure = f"what was replaced cannot be run on its own: {error}"
                         continue
                     if not _has_its_shape(expected, cone.output[0], num_tokens):
-                        failure = "its result has not the shape that it was traced with"
+                        failure = "what it replaced has another shape on its own than it was traced with"
                         continue
-                    got, spread = _run_with_terms(graphs[1], widen, given)
+                    try:
+                        got, spread = _run_with_terms(graphs[1], widen, given)
+                    except Exception as error:
+                        if not widen:
+                            raise RewriteFailedError(what_failed(error)) from error
+                        failure = f"it cannot be computed in float32: {what_failed(error)}"  # a kernel for bf16 only
+                        continue
                 tried += 1
                 tolerance = TOLERANCES.get(expected.dtype, 0.0)
                 label = f"{num_tokens} tokens, inputs of magnitude {magnitude:g}, {expected.dtype}"
@@ -229,7 +249,7 @@ def compare_sides(
                     return here, Counterexample(given, tolerance, widen)
                 worst = max(worst, here, key=lambda d: d.relative)
     if not tried:
-        raise NotExtractable(f"what was replaced cannot be run on its own: {failure}")
+        raise NotExtractable(str(failure))
     return worst, None
 
 
@@ -258,21 +278,34 @@ def _is_reduced(value) -> bool:
 def _random_inputs(cone: Cone, owner: GraphModule, num_tokens: int, magnitude: float) -> list:
     generator = torch.Generator().manual_seed(num_tokens)
     device = next((p.device for p in owner.parameters()), torch.device("cpu"))
-    inputs = []
+    inputs, weights = [], {}
     for pair in cone.inputs:
         node = pair[0] or pair[1]
-        value = _random_input(node, num_tokens, magnitude, generator)
+        if node.op == "get_attr":
+            value = _random_weight(node.target, _attribute(node), weights, generator)
+        else:
+            value = _random_input(node, num_tokens, magnitude, generator)
         inputs.append(value.to(device) if isinstance(value, torch.Tensor) else value)
     return inputs
 
 
-def _random_input(node: Node, num_tokens: int, magnitude: float, generator):
-    if node.op == "get_attr":
-        tensor = _attribute(node)
-        if not (isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()):
-            return tensor
+def _random_weight(
+    name: str, tensor: torch.Tensor, known: dict[str, torch.Tensor], generator
+) -> torch.Tensor:
+    """Of a parameter random values, of what is made of parameters what these give; other constants are themselves.
+    `known`: parameters by name, one set for both sides."""
+    if (recipe := recipe_of(tensor)) is not None:
+        return recipe.made({n: _random_weight(n, t, known, generator) for n, t in recipe.weights.items()})
+    if not (isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()):
+        return tensor
+    if name not in known:
         noise = torch.randn(tensor.shape, generator=generator, device="cpu")
-        return (noise * tensor.shape[-1] ** -0.5 if tensor.dim() >= 2 else 1 + 0.1 * noise).to(tensor.dtype)
+        noise = noise * tensor.shape[-1] ** -0.5 if tensor.dim() >= 2 else 1 + 0.1 * noise
+        known[name] = noise.to(tensor.dtype)
+    return known[name]
+
+
+def _random_input(node: Node, num_tokens: int, magnitude: float, generator):
     if node.target == "positions":
         return torch.arange(num_tokens, device="cpu")
     if node.target == "input_ids":
@@ -300,12 +333,13 @@ def _size(size, num_tokens: int) -> int:
 
 def _error(kind: _Kind, match: Match, after: Step) -> UnequalRewriteError:
     worst, where = kind.worst, match.module_path or module_path(kind.cone.output[1])
+    replaced = ", ".join(node.name for node in kind.cone.before[:8])
     error = UnequalRewriteError(
         f"{after.name} (level {after.level}): the rewrite {match.pattern} at {where} (node {match.node}) is not "
         f"equal to what it replaced. Alone, on {worst.where}, its error is {worst.absolute:.3g}, that is "
         f"{worst.relative:.3g} of the spread of its outputs; {kind.counterexample.tolerance:g} is tolerated. "
-        "It replaced "
-        f"{', '.join(n.name for n in kind.cone.before[:8])}. `pagebinder bisect` writes a script that shows it.",
+        f"{f'It replaced {replaced}.' if replaced else 'It replaced nothing.'} `pagebinder bisect` writes a script "
+        "that shows it.",
         pass_name=after.name,
         level=after.level,
         sequence=worst.where,

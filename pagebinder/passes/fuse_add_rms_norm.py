@@ -30,6 +30,9 @@ def fuse_add_rms_norm(gm: GraphModule) -> PassResult:
                 Refusal(pattern=PATTERN, reason=reason, source_line=source_line(norm), **describe(norm))
             )
             continue
+        for weight in norm.args[1:]:  # a constant that a pass put in before the norm
+            if isinstance(weight, Node) and total < weight:
+                total.prepend(weight)
         fused = insert_call(
             gm.graph,
             total,

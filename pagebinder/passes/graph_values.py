@@ -15,6 +15,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from pagebinder.graph_tools import recipe_of
+
 REDUCED = (torch.bfloat16, torch.float16)
 
 
@@ -57,7 +59,10 @@ class GraphRunner(torch.fx.Interpreter):
 
     def fetch_attr(self, target: str) -> Any:
         value = self.weights.get(target)
-        value = super().fetch_attr(target) if value is None else value
+        if value is None:
+            value = super().fetch_attr(target)
+            if self.weights and isinstance(value, torch.Tensor) and (recipe := recipe_of(value)) is not None:
+                value = recipe.made(self.weights)
         return widened(value) if self.widen else value
 
     def call_function(self, target, args, kwargs) -> Any:

@@ -9,11 +9,13 @@ Values are the verifier's to judge (`CompileConfig.verify`), as for every pass.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import math
 import operator
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -25,6 +27,7 @@ from pagebinder.graph_tools import (
     attribute,
     attributes,
     device_of,
+    fake_mode_of,
     finish,
     is_view_op,
     read_attribute,
@@ -54,7 +57,11 @@ def run_own_passes(
         PassError: a pass answers something else than a PassResult, or leaves a graph that cannot be run in place of
             the one it was given. What a pass raises itself goes through, with a note that names it.
     """
-    own = tuple(functools.partial(_checked, run=run, level=level) for run in passes.get(level, ()))
+    fingerprint = _whole if trail.keep == "full" else _sample
+    own = tuple(
+        functools.partial(_checked, run=run, level=level, fingerprint=fingerprint)
+        for run in passes.get(level, ())
+    )
     results = run_passes(gm, own, after=trail.after(graph or level, chain=chain))
     for result in results:
         if not result.matches and not result.refusals:
@@ -84,10 +91,14 @@ def _literal(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def _checked(gm: GraphModule, *, run: Pass, level: str) -> PassResult:
+Fingerprint = Callable[[torch.Tensor], bytes]
+
+
+def _checked(gm: GraphModule, *, run: Pass, level: str, fingerprint: Fingerprint) -> PassResult:
     where = f"{pass_name(run)}, a pass of your own on the {level} graph,"
     before, inputs, results = {n: _call(n) for n in gm.graph.nodes}, _inputs(gm), _results(gm, where)
-    weights = {name: (tensor, _version(tensor), _sample(tensor)) for name, tensor in attributes(gm).items()}
+    fixed = _fixed_sizes(gm)
+    weights = {n: (tensor, _version(tensor), fingerprint(tensor)) for n, tensor in attributes(gm).items()}
     try:
         result = run(gm)
     except Exception as error:
@@ -103,12 +114,17 @@ def _checked(gm: GraphModule, *, run: Pass, level: str) -> PassResult:
             f"{where} changes the graph's inputs from {inputs} to {_inputs(gm)}: an engine gives a step's inputs by "
             "these names. Leave them, and their meta; what a pass adds is a constant (graph_tools.insert_constant)."
         )
-    _check_weights(gm, weights, where)
+    _check_weights(gm, weights, where, fingerprint)
     for node in gm.graph.nodes:
         _check_call(node, where)
         _check_writes(node, where)
     result.changed = result.changed or {n: _call(n) for n in gm.graph.nodes} != before
     _find_values(gm, before, where)
+    if now := _fixed_sizes(gm) - fixed:
+        raise PassError(
+            f"{where}, or a fake kernel of what it puts in, makes {', '.join(sorted(now))}, a number of tokens, one "
+            "number for all sequences: do not ask for int(...) of a size, or whether it equals one."
+        )
     if _results(gm, where) != results:
         raise PassError(f"{where} makes the graph return {_results(gm, where)} instead of {results}.")
     finish(gm)
@@ -125,6 +141,17 @@ def _check_answer(result: object, where: str) -> None:
         raise PassError(
             f"{where} answers with something else than lists of Match and Refusal (pagebinder.report)."
         )
+    for one in (*result.matches, *result.refusals):
+        wrong = [f.name for f in dataclasses.fields(one) if not isinstance(getattr(one, f.name), str)]
+        if wrong:
+            value = getattr(one, wrong[0])
+            raise PassError(
+                f"{where} answers with a {type(one).__name__} whose {wrong[0]} is a {type(value).__name__} and no "
+                "text: graph_tools.describe(node) gives node and module_path."
+            )
+    flags = ("changed", "changes_numbers", "rounds_values", "rounds_activations", "mixes_tokens")
+    if wrong := [flag for flag in flags if not isinstance(getattr(result, flag), bool)]:
+        raise PassError(f"{where} answers with {wrong[0]}={getattr(result, wrong[0])!r}: use True or False.")
     name = result.name
     if not isinstance(name, str) or not name.isidentifier():
         raise PassError(
@@ -144,16 +171,20 @@ def _are_all(values: object, kind: type) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
-def _check_weights(gm: GraphModule, before: Mapping[str, tuple], where: str) -> None:
+def _check_weights(
+    gm: GraphModule, before: Mapping[str, tuple], where: str, fingerprint: Fingerprint
+) -> None:
     """Weights are the model's own, and constants those of the passes before: other values are other attributes."""
-    remedy = "read a constant of another name instead (graph_tools.insert_constant)."
+    remedy = "read a constant of another name instead (graph_tools.insert_constant, insert_derived)."
     for name, (tensor, version, sample) in before.items():
         if _attribute(gm, name) is not tensor:
             raise PassError(
                 f"{where} puts another tensor in the place of {name!r}, which others read, too: {remedy}"
             )
-        if _version(tensor) != version or _sample(tensor) != sample:
-            raise PassError(f"{where} writes into {name!r}, which is the model's own tensor: {remedy}")
+        if _version(tensor) != version or fingerprint(tensor) != sample:
+            raise PassError(
+                f"{where} has written into {name!r}, the model's own tensor, which is changed now: {remedy}"
+            )
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -163,10 +194,21 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _sample(tensor: torch.Tensor) -> bytes:
     """Of some values: writes through `.data` are not counted. Empty where there is nothing to read."""
-    if tensor.is_meta or not tensor.is_contiguous():
+    if tensor.is_meta or not tensor.numel():
         return b""
-    flat = tensor.detach().view(-1)
-    return flat[:: -(-max(len(flat), 1) // SAMPLED)].clone().view(torch.uint8).cpu().numpy().tobytes()
+    places = torch.arange(0, tensor.numel(), -(-tensor.numel() // SAMPLED), device=tensor.device)
+    values = tensor.detach()[torch.unravel_index(places, tensor.shape)] if tensor.dim() else tensor.detach()
+    return _bytes(values)
+
+
+def _whole(tensor: torch.Tensor) -> bytes:
+    """Of all values."""
+    return b"" if tensor.is_meta else zlib.crc32(_bytes(tensor.detach())).to_bytes(4)
+
+
+def _bytes(values: torch.Tensor) -> memoryview | bytes:
+    flat = values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return bytes(flat) if len(flat) <= 16 * SAMPLED else memoryview(flat)
 
 
 def _check_writes(node: Node, where: str) -> None:
@@ -245,6 +287,15 @@ def _find_values(gm: GraphModule, before: Mapping[Node, tuple], where: str) -> N
             node.meta["val"] = known
         else:
             changed.add(node)
+
+
+def _fixed_sizes(gm: GraphModule) -> set[str]:
+    """Symbols of sizes that somebody has made a number."""
+    fake_mode = fake_mode_of(gm.graph)
+    shape_env = None if fake_mode is None else fake_mode.shape_env
+    if shape_env is None:
+        return set()
+    return {str(symbol) for symbol, value in shape_env.replacements.items() if value.is_number}
 
 
 def _read(gm: GraphModule, node: Node, where: str) -> None:

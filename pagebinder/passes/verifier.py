@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.errors import PagebinderError, VerificationError
+from pagebinder.custom_ops.providers import BUILTIN
+from pagebinder.errors import PagebinderError, UnrunnableGraphError, VerificationError
 from pagebinder.passes.trail import Step, same_graph
 from pagebinder.report import VerifiedStep
 
@@ -41,7 +42,8 @@ ROUNDINGS_APART = 1.5
 # typical (of a sample) a value says nothing of how large the others' errors may be.
 MASKED, SAMPLED = 1e4, 1 << 16
 
-MAX_PLACES_SHOWN = 4
+OURS = ("aten.", "pagebinder.", *(f"pagebinder_{name}." for name in BUILTIN))
+MAX_PLACES_SHOWN, MAX_NODE_SHOWN = 4, 160
 
 # label of a way to run the sequences ("alone", "packed", ...) -> one tensor per sequence, None if it was not run so
 Outputs = dict[str, list[torch.Tensor | None]]
@@ -166,17 +168,32 @@ def _run(run: Callable[[GraphModule], Outputs], step: Step, conditions: Conditio
     """What a step's graph returns. A graph that cannot be run is as wrong as one that returns something else."""
     try:
         return run(step.graph)
+    except (
+        VerificationError
+    ) as error:  # an op's results are not what its fake kernel says; fx adds lines of its own
+        raise VerificationError(
+            f"{step.name} (level {step.level}): {str(error).splitlines()[0]}",
+            pass_name=step.name, level=step.level, error=math.inf, places=tuple(places_of(step)),
+        ) from error  # fmt: skip
     except (PagebinderError, torch.OutOfMemoryError):
         raise
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise VerificationError(
+    except Exception as error:  # what an op or a provider of a user's own raises
+        raise UnrunnableGraphError(
             f"{step.name} (level {step.level}) leaves a graph that cannot be run with {conditions}: "
-            f"{str(error).splitlines()[0]}",
+            f"{what_failed(error)}",
             pass_name=step.name,
             level=step.level,
             error=math.inf,
             places=tuple(places_of(step)),
         ) from error
+
+
+def what_failed(error: Exception) -> str:
+    """An error of a run in a line, with the node that fx says it was in."""
+    lines = str(error).splitlines() or [""]
+    node = next((line for line in lines if line.startswith("While executing %")), "")
+    said = f"{type(error).__name__}: {lines[0]}" if lines[0] != node else type(error).__name__
+    return f"{said} ({node.replace('While executing ', 'in ')[:MAX_NODE_SHOWN]})" if node else said
 
 
 def verify_steps(steps, expected, run, conditions: Conditions, lengths) -> list[VerifiedStep]:
@@ -190,7 +207,7 @@ def verify_steps(steps, expected, run, conditions: Conditions, lengths) -> list[
         line, step = measured.line, measured.step
         lines.append(line)
         if line.judged and line.max_rel_error > line.tolerance:
-            raise _error(step, conditions, measured.worst, line.tolerance)
+            raise _error(measured.before, step, conditions, measured.worst, line.tolerance)
         if step.result is not None:
             step.result.max_abs_error = max(step.result.max_abs_error or 0.0, line.max_abs_error)
             step.result.max_rel_error = max(step.result.max_rel_error or 0.0, line.max_rel_error)
@@ -225,11 +242,15 @@ def _line(
     )
 
 
-def _error(step: Step, conditions: Conditions, worst: Difference, tolerance: float) -> VerificationError:
+def _error(
+    before: Step | None, step: Step, conditions: Conditions, worst: Difference, tolerance: float
+) -> VerificationError:
     places = places_of(step)
     shown = ", ".join(places[:MAX_PLACES_SHOWN])
     more = f" and {len(places) - MAX_PLACES_SHOWN} more" if len(places) > MAX_PLACES_SHOWN else ""
     rewrote = f" It rewrote {shown}{more}." if places else ""
+    if not places and (new := new_ops(before, step)):
+        rewrote = f" It put in calls of {', '.join(new)}."
     return VerificationError(
         f"{step.name} (level {step.level}) changes what the model computes: on {worst.where} ({conditions}) the "
         f"error is {worst.absolute:.3g}, that is {worst.relative:.3g} of the spread of the outputs; "
@@ -240,6 +261,18 @@ def _error(step: Step, conditions: Conditions, worst: Difference, tolerance: flo
         error=worst.relative,
         places=tuple(places),
     )
+
+
+def new_ops(before: Step | None, step: Step) -> list[str]:
+    """Ops that the graph of a step calls and the one before did not: those of providers, for example."""
+    if before is None:
+        return []
+    was, now = (
+        {str(n.target) for n in one.graph.graph.nodes if n.op == "call_function"} for one in (before, step)
+    )
+    new = sorted(now - was)
+    own = [name for name in new if not name.startswith(OURS)]
+    return own or new
 
 
 def places_of(step: Step) -> list[str]:

@@ -1,8 +1,9 @@
 """How a provider is chosen, refused and reported."""
 
 import pytest
+import torch
 
-from pagebinder.custom_ops import providers
+from pagebinder.custom_ops import library, providers
 from pagebinder.custom_ops.cpu import build
 from pagebinder.custom_ops.providers import OpNeed, Provider, available_providers, select_provider
 from pagebinder.errors import CompilerNotFoundError, ProviderError
@@ -121,3 +122,81 @@ def test_a_name_is_registered_once(monkeypatch):
     with pytest.raises(ValueError, match="already registered"):
         providers.register_provider(Another())
     assert "another" in providers.registered_providers()
+
+
+class Mine(Provider):
+    name = "mine"
+
+    def overload(self, op):
+        return library.op_info(op).overload
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "cpu"}, "one of Pagebinder's"),
+        ({"name": "flashinfer"}, "one of Pagebinder's"),
+        ({"name": "my provider"}, "name='my provider'"),
+        ({"name": None}, "name=None"),
+        ({"devices": "cpu"}, "devices='cpu' of mine: use a tuple"),
+        ({"graph_capture": "sometimes"}, "graph_capture='sometimes' of mine: use one of never"),
+    ],
+)
+def test_what_a_provider_says_of_itself(change, message, monkeypatch):
+    monkeypatch.setattr(providers, "_providers", dict(providers._providers))
+    with pytest.raises(ProviderError, match=message):
+        providers.register_provider(type("Changed", (Mine,), change)())
+    assert "mine" not in providers.registered_providers()
+
+
+def test_only_providers_are_registered():
+    for wrong in (3, Mine, Provider, None):
+        with pytest.raises(ProviderError, match="takes an instance of a subclass of Provider"):
+            providers.register_provider(wrong)
+    with pytest.raises(ProviderError, match="name=None"):
+        providers.register_provider(Provider())
+
+
+def _raise(*_):
+    raise KeyError("boom")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reasons_against": lambda self, need: "no"}, r"mine.reasons_against\(rms_norm\) returned 'no'"),
+        ({"reasons_against": lambda self, need: None}, "returned None: give a list"),
+        ({"reasons_against": _raise}, r"reasons_against\(rms_norm\) raised KeyError: 'boom'"),
+        ({"overload": Provider.overload}, "its overload of rms_norm, raised NotImplementedError"),
+        ({"overload": _raise}, "raised KeyError: 'boom'"),
+        ({"overload": lambda self, op: library.overload(self.namespace, op)}, "raised AttributeError.*define_schema"),
+        ({"overload": lambda self, op: torch.relu}, "no torch.ops overload"),
+        ({"overload": lambda self, op: torch.ops.aten.relu.default}, "relu.default, whose schema is not the op's"),
+    ],
+)  # fmt: skip
+def test_what_a_provider_answers(change, message, monkeypatch):
+    monkeypatch.setattr(providers, "_providers", dict(providers._providers))
+    providers.register_provider(type("Changed", (Mine,), change)())
+    with pytest.raises(ProviderError, match=message):
+        select_provider(OpNeed(op="rms_norm"), "mine")
+
+
+def test_an_overload_without_a_kernel(monkeypatch):
+    monkeypatch.setattr(providers, "_providers", dict(providers._providers))
+
+    class Empty(Mine):
+        name = "empty"
+
+        def overload(self, op):
+            return library.overload(self.namespace, op)
+
+    library.define_schema("pagebinder_empty", library.op_info("rms_norm"))
+    providers.register_provider(Empty())
+    with pytest.raises(ProviderError, match="pagebinder_empty.rms_norm.default, which has no kernel for cpu"):
+        select_provider(OpNeed(op="rms_norm"), "empty")
+    assert select_provider(OpNeed(op="rms_norm"), "empty", prepare=False).provider == "empty"
+
+
+def test_there_is_no_such_op():
+    with pytest.raises(ValueError, match="there is no op 'rms_nrom'; did you mean 'rms_norm'"):
+        library.op_info("rms_nrom")

@@ -15,7 +15,7 @@ from torch import nn
 import pagebinder
 from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams
 from pagebinder.compiler.bisect import bisect
-from pagebinder.errors import ArtefactError, PassError, PlanDriftError, VerificationError
+from pagebinder.errors import ArtefactError, CaptureError, PassError, PlanDriftError, VerificationError
 from pagebinder.graph_tools import (
     aten,
     attach,
@@ -24,12 +24,14 @@ from pagebinder.graph_tools import (
     device_of,
     insert_call,
     insert_constant,
+    insert_derived,
     is_call,
     source_line,
 )
 from pagebinder.passes.own_passes import pass_name
 from pagebinder.report import Match, PassResult, Refusal
 from tests.encoder_decoders import tiny
+from tests.helpers import tiny_llama
 from tests.test_verify_encoder import bert
 
 DOCS = Path(__file__).parents[2] / "docs" / "passes.md"
@@ -367,8 +369,17 @@ def another_dtype(gm):
         (lambda gm: PassResult(name="my pass"), "takes a name like a function's"),
         (lambda gm: PassResult(name="a", matches=None), "something else than lists of Match"),
         (lambda gm: PassResult(name="a", refusals=["no"]), "something else than lists of Match"),
-        (write_to_a_weight, "writes into 'head.weight'"),
-        (write_past_the_count, "writes into 'head.weight'"),
+        (
+            lambda gm: PassResult(name="a", matches=[Match(pattern="p", node=None, module_path="")]),
+            "a Match whose node is a NoneType and no text",
+        ),
+        (
+            lambda gm: PassResult(name="a", refusals=[Refusal(pattern="p", reason=3, node="n", module_path="")]),
+            "a Refusal whose reason is a int and no text",
+        ),
+        (lambda gm: PassResult(name="a", changes_numbers="no"), "changes_numbers='no': use True or False"),
+        (write_to_a_weight, "has written into 'head.weight', the model's own tensor, which is changed now"),
+        (write_past_the_count, "has written into 'head.weight'"),
         (write_with_every_step, "writes into 'head.weight' with every step"),
         (replace_a_weight, "puts another tensor in the place of 'head.weight'"),
         (read_fewer_rows, "cannot be called so|makes the graph return"),
@@ -397,6 +408,164 @@ def another_dtype(gm):
 def test_what_cannot_run_is_an_error_that_names_the_pass(run, message):
     with pytest.raises(PassError, match=message):
         compiled_with(run, model=Decoder() if run is write_past_the_count else None)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_a_write_of_one_value_is_found_where_all_are_compared(layout):
+    model = Decoder()
+    if layout == "columns":
+        model.head.weight = nn.Parameter(model.head.weight.detach().t().contiguous().t())
+
+    def write_one(gm):
+        gm.get_submodule("head").weight.data[3, 1] += 1
+        return PassResult(name="write_one")
+
+    with pytest.raises(PassError, match="has written into 'head.weight'"):
+        compiled_with([write_one], model=model, verify="full")
+
+
+def fold(make):
+    """head(x) as twice a linear layer with half the weights, which `make` puts in."""
+
+    def fold_head(gm):
+        result = PassResult(name="fold_head")
+        (head,) = (n for n in calls(gm.graph, aten.linear.default) if n.args[1].target == "head.weight")
+        weight, bias = (make(gm, head, f"half_{i}", read) for i, read in enumerate(head.args[1:]))
+        half = insert_call(gm.graph, head, aten.linear.default, (head.args[0], weight, bias))
+        twice = insert_call(gm.graph, head, aten.mul.Tensor, (half, 2.0))
+        head.replace_all_uses_with(twice)
+        result.matches.append(Match(pattern="fold_head", **describe(twice)))
+        return result
+
+    return fold_head
+
+
+def halved(gm, like, name, read):
+    return insert_derived(gm, like, name, lambda weight: weight / 2, [read])
+
+
+@pytest.mark.parametrize("level", ["semantic", "paged"])
+def test_constants_made_of_weights_are_verified_with_other_weights(level, expected):
+    compiled = compiled_with([fold(halved)], level, verify="full")
+    assert tokens_of(compiled) == expected
+    (certificate,) = result_of(compiled, "fold_head").certificates
+    assert certificate.max_rel_error < 1e-5 and not certificate.reason
+
+
+def test_a_wrong_constant_is_found():
+    def wrong(gm, like, name, read):
+        return insert_derived(gm, like, name, lambda weight: weight / 1.9, [read])
+
+    def of_these_values(gm, like, name, read):
+        return insert_constant(gm, like, name, gm.get_parameter(read.target).detach() / 2)
+
+    for make in (wrong, of_these_values):  # the other one holds for the weights that the model has now
+        with pytest.raises(VerificationError, match="fold_head"):
+            compiled_with([fold(make)], "paged", verify="full")
+
+
+def test_derived_constants_that_cannot_be_made():
+    def made_of(function, weights=lambda gm, relu: [next(iter(gm.graph.find_nodes(op="get_attr")))]):
+        def run(gm):
+            relu = next(calls(gm.graph, aten.relu.default))
+            insert_derived(gm, relu, "made", function, weights(gm, relu))
+            return PassResult(name="run")
+
+        return run
+
+    for run, message in (
+        (made_of(lambda w: 3.0), "gave a float and no tensor"),
+        (made_of(lambda w: w, lambda gm, relu: [relu]), "is no node that reads a weight"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compiled_with([run])
+    compiled = compiled_with([made_of(lambda w: w)])  # the weight itself: a copy of it
+    assert compiled is not None
+
+
+@pytest.mark.parametrize("level", ["semantic", "paged"])
+def test_norms_of_ours_take_constants_of_a_pass(level):
+    """Also those that are fused with the sum before them."""
+    model = tiny_llama()
+    (before,) = (
+        pagebinder.compile_model(model, CompileConfig(executable="eager"))
+        .engine(EngineConfig(num_kv_blocks=32))
+        .generate(PROMPTS[:1], GREEDY)
+    )
+
+    def same_weights(gm):
+        result = PassResult(name="same_weights")
+        for i, norm in enumerate(calls(gm.graph, torch.ops.pagebinder.rms_norm.default)):
+            weight = gm.get_parameter(norm.args[1].target).detach().clone()
+            norm.args = (norm.args[0], insert_constant(gm, norm, f"mine_{i}", weight), *norm.args[2:])
+            result.matches.append(Match(pattern="same", **describe(norm)))
+        return result
+
+    compiled = compiled_with([same_weights], level, model=model)
+    assert len(result_of(compiled, "fuse_add_rms_norm").matches) == 4
+    (after,) = compiled.engine(EngineConfig(num_kv_blocks=32)).generate(PROMPTS[:1], GREEDY)
+    assert after.token_ids == before.token_ids
+
+
+def own_op(name, kernel, fake=torch.empty_like):
+    op = torch.library.custom_op(
+        f"pagebinder_tests::{name}", kernel, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_fake(fake)
+    return getattr(torch.ops.pagebinder_tests, name).default
+
+
+def put_behind_relu(op, name):
+    def run(gm):
+        result = PassResult(name=name)
+        relu = next(calls(gm.graph, aten.relu.default))
+        square = next(iter(relu.users))
+        new = insert_call(gm.graph, square, op, (relu,))
+        square.replace_input_with(relu, new)
+        result.matches.append(Match(pattern="put", **describe(new)))
+        return result
+
+    return run
+
+
+def test_fake_kernels_that_say_something_else_are_found():
+    half = own_op("half", torch.clone, lambda x: torch.empty_like(x, dtype=torch.float16))
+    said = r"torch.float32 \[.*says torch.float16"
+    with pytest.raises(VerificationError, match=rf"putting .*{half}, gives {said}"):
+        compiled_with([put_behind_relu(half, "putting")], "paged", verify="full")
+    fixed = own_op("fixed", torch.clone, lambda x: x.new_empty([int(n) for n in x.shape]))
+    for level in LEVELS:
+        with pytest.raises(
+            PassError, match="fake kernel of what it puts in, makes .*, a number of tokens, one"
+        ):
+            compiled_with([put_behind_relu(fixed, "putting")], level, model=Decoder())
+
+
+def test_what_an_op_raises_is_named():
+    def fails(x):
+        raise ZeroDivisionError("by zero")
+
+    op = own_op("fails", fails)
+    with pytest.raises(VerificationError, match=r"putting .*ZeroDivisionError: by zero \(in %fails"):
+        compiled_with([put_behind_relu(op, "putting")], verify="full")
+    with pytest.raises(
+        CaptureError, match="pagebinder_tests::fails in .* cannot be called .*ZeroDivisionError"
+    ):
+        compiled_with([put_behind_relu(op, "putting")], "semantic", tokenwise_ops=["pagebinder_tests::fails"])
+
+
+def test_a_kernel_for_bfloat16_alone_is_judged_in_that():
+    def only_bfloat16(x):
+        if x.dtype is not torch.bfloat16:
+            raise RuntimeError("this kernel is for bfloat16")
+        return x.clone()
+
+    op = own_op("only_bfloat16", only_bfloat16)
+    compiled = compiled_with([put_behind_relu(op, "putting")], model=Decoder().bfloat16(), verify="full")
+    notes = [note for note in compiled.report.notes if "not compared in float32" in note]
+    assert all("putting (level fused)" in note and "this kernel is for bfloat16" in note for note in notes)
+    assert len(notes) == 2  # with the model's weights, and with random ones
+    assert result_of(compiled, "putting").max_rel_error is not None
 
 
 def test_one_and_one_point_nothing_are_not_the_same():
