@@ -72,16 +72,16 @@ class VerificationError(PagebinderError):
     """A pass changed what the graph computes (CompileConfig.verify).
 
     `pass_name` and `level` say which pass, `sequence` on which input, `error` by how much, relative to the spread of
-    the values; `places` are the module paths that it rewrote.
+    the values; `places` are the module paths that it rewrote; `node` the one at fault, where that is known.
     """
 
     def __init__(
         self, message: str, *, pass_name: str = "", level: str = "", sequence: str = "", error: float = 0.0,
-        places: tuple[str, ...] = (),
+        places: tuple[str, ...] = (), node: str = "",
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.pass_name, self.level, self.sequence = pass_name, level, sequence
-        self.error, self.places = error, places
+        self.error, self.places, self.node = error, places, node
 
 
 class UnrunnableGraphError(VerificationError):

@@ -22,7 +22,8 @@ from pagebinder.compiler.repro import write_script
 from pagebinder.compiler.verify import chains, check_can_verify, conditions_of, worlds
 from pagebinder.compiler.verify_runs import Runs, Sequences, choose_sequences, lengths_to_test
 from pagebinder.config import CompileConfig
-from pagebinder.errors import ConfigError
+from pagebinder.errors import ConfigError, VerificationError
+from pagebinder.graph_tools import module_path
 from pagebinder.passes.certificates import UnequalRewriteError, certify
 from pagebinder.passes.trail import DECODER, ENCODER, Step, Trail
 from pagebinder.passes.verifier import ALONE, Measured, differences, measure_steps, places_of
@@ -39,7 +40,8 @@ class BisectResult:
     steps: every step that was measured, with its error. If nothing `diverged`, the other fields are empty.
     level, pass_name: the first step that differs. module_path, node, op: the first place in it, "" if the values
     inside could not be told apart. error, tolerance: in units of the spread. how: on which input. places: all that
-    the pass rewrote. script: reproduces it.
+    the pass rewrote. script: reproduces it. failure: what was raised, where a graph cannot be run or a kernel does
+    what its schema does not say; there is no script then.
     """
 
     diverged: bool
@@ -55,6 +57,7 @@ class BisectResult:
     places: tuple[str, ...] = ()
     script: Path | None = None
     notes: tuple[str, ...] = ()
+    failure: str = ""
 
     def describe(self) -> str:
         """The result as text."""
@@ -66,11 +69,12 @@ class BisectResult:
         lines += [f"note: {note}" for note in self.notes]
         if not self.diverged:
             return "\n".join(["nothing diverges: every step computes what the one before it does", *lines])
+        what = f"{self.error:.3g} of the spread, tolerated {self.tolerance:g}, on {self.how}"
         head = [
-            f"diverges in {self.pass_name} (level {self.level})",
+            f"{'fails' if self.failure else 'diverges'} in {self.pass_name} (level {self.level})",
             f"  layer  {self.module_path or '(not known)'}",
             f"  node   {self.node or '(not known)'} {self.op}".rstrip(),
-            f"  error  {self.error:.3g} of the spread, tolerated {self.tolerance:g}, on {self.how}",
+            f"  error  {self.failure or what}",
         ]
         if self.script is not None:
             head.append(f"  script {self.script}")
@@ -134,16 +138,31 @@ def bisect(
             raise ConfigError(f"num_tokens={num_tokens}: the model takes at most {compiled.max_model_len}.")
         lengths = [num_tokens]
     sequences = choose_sequences(source, plan, states, lengths)
-    suspect = _unequal_rewrite(trail, tolerance)
     steps: list[VerifiedStep] = []
-    for world in worlds(source, report.notes, full=True):
-        found = _first_differing(trail, world, source, plan, states, sequences, tolerance, steps)
-        if found is not None and (suspect is None or found.order < suspect.order):
-            suspect = found
-        if suspect is not None:
-            divergence = _locate(suspect, source)
-            return _result(suspect, divergence, steps, report.notes, out_dir)
+    try:
+        suspect = _unequal_rewrite(trail, tolerance)
+        for world in worlds(source, report.notes, full=True):
+            found = _first_differing(trail, world, source, plan, states, sequences, tolerance, steps)
+            if found is not None and (suspect is None or found.order < suspect.order):
+                suspect = found
+            if suspect is not None:
+                divergence = _locate(suspect, source)
+                return _result(suspect, divergence, steps, report.notes, out_dir)
+    except VerificationError as error:
+        return _failed(error, trail, steps, report.notes)
     return BisectResult(diverged=False, steps=steps, notes=tuple(report.notes))
+
+
+def _failed(error: VerificationError, trail: Trail, steps, notes) -> BisectResult:
+    """A kernel raises, or does what its schema does not say: there is nothing to compare behind it."""
+    step = next((s for s in trail.steps if (s.name, s.level) == (error.pass_name, error.level)), None)
+    nodes = () if step is None else (n for n in step.graph.graph.nodes if n.name == error.node)
+    node = next(iter(nodes), None)
+    return BisectResult(
+        diverged=True, steps=steps, level=error.level, pass_name=error.pass_name, node=error.node,
+        module_path="" if node is None else module_path(node), op="" if node is None else str(node.target),
+        error=error.error, places=error.places, notes=tuple(notes), failure=str(error),
+    )  # fmt: skip
 
 
 def _order(trail: Trail, step: Step) -> int:

@@ -12,15 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from pagebinder.custom_ops.library import NAMESPACE
-from pagebinder.custom_ops.providers import BUILTIN
-from pagebinder.errors import VerificationError
 from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_positions
 from pagebinder.frontend.plain_modules import logits_in
 from pagebinder.frontend.source import ModelSource
-from pagebinder.graph_tools import TORCHS
 from pagebinder.passes.graph_values import GraphRunner, widened
 from pagebinder.passes.layer_states import BUILDERS
 from pagebinder.passes.quantize_weights import add_quantized
@@ -38,35 +34,6 @@ SHORT_WINDOW = 1024
 PACKED, IN_TWO = "packed", "packed, in two chunks"
 
 
-def check_fake_kernel(node: Node, value) -> None:
-    """Raises VerificationError: an op that is not ours or torch's gives other results than its fake kernel says, by
-    which executables reserve memory and compile what follows."""
-    target, said = node.target, node.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload) or is_known(target):
-        return
-    results, saids = (x if isinstance(x, (list, tuple)) else (x,) for x in (value, said))
-    for got, wanted in zip(results, saids):
-        if not isinstance(wanted, torch.Tensor):
-            continue
-        if not isinstance(got, torch.Tensor):
-            raise VerificationError(f"{node.name}, a call of {target}, gives {got!r} and no tensor.")
-        fixed = [(n, int(m)) for n, m in zip(got.shape, wanted.shape) if not isinstance(m, torch.SymInt)]
-        if got.dtype == wanted.dtype and got.dim() == wanted.dim() and all(n == m for n, m in fixed):
-            continue
-        raise VerificationError(
-            f"{node.name}, a call of {target}, gives {got.dtype} {list(got.shape)}, and its fake kernel says "
-            f"{wanted.dtype} {list(wanted.shape)}: executables go by that (torch.library.register_fake; a size that "
-            "was made a number, by int(...), holds for the traced sequence alone)."
-        )
-
-
-def is_known(target: torch._ops.OpOverload) -> bool:
-    return target.namespace in TORCHS or target.namespace in {
-        NAMESPACE,
-        *(f"{NAMESPACE}_{name}" for name in BUILTIN),
-    }
-
-
 @dataclass
 class World:
     """One set of weights: the source model that has them, and what graphs take in place of their own."""
@@ -80,14 +47,8 @@ class World:
     def run(self, gm: GraphModule, inputs: dict[str, torch.Tensor], observe=None) -> torch.Tensor:
         if self.weights:
             add_quantized(gm, self.weights)
-
-        def observed(node: Node, value) -> None:
-            if not self.widen:
-                check_fake_kernel(node, value)
-            if observe is not None:
-                observe(node, value)
-
-        return GraphRunner(gm, weights=self.weights, widen=self.widen, observe=observed).run_named(inputs)
+        runner = GraphRunner(gm, weights=self.weights, widen=self.widen, observe=observe, check_kernels=True)
+        return runner.run_named(inputs)
 
     def convert(self, tensor: torch.Tensor) -> torch.Tensor:
         return widened(tensor) if self.widen else tensor

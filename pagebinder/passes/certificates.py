@@ -126,6 +126,7 @@ def certify(before: Step, after: Step) -> list[Certificate]:
                 f"{after.name} (level {after.level}): the rewrite {match.pattern} at {match.module_path or '?'} "
                 f"(node {match.node}) cannot be run on inputs that what it replaced takes: {why}",
                 pass_name=after.name, level=after.level, error=math.inf, places=(match.module_path,),
+                node=match.node,
             ) from why  # fmt: skip
         worst = max(own, key=lambda k: math.inf if k.reason else k.worst.relative)
         worst.count += 1

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from pagebinder.graph_tools import recipe_of
+from pagebinder.passes.kernel_checks import WatchedCall, is_foreign
 
 REDUCED = (torch.bfloat16, torch.float16)
 
@@ -36,6 +37,7 @@ class GraphRunner(torch.fx.Interpreter):
         weights: attribute name -> tensor, in place of the graph's.
         widen: compute in float32 what the graph computes in bfloat16 or float16.
         observe: called with every node and its value.
+        check_kernels: see `kernel_checks`; a fault is a VerificationError.
     """
 
     def __init__(
@@ -45,11 +47,12 @@ class GraphRunner(torch.fx.Interpreter):
         weights: Mapping[str, torch.Tensor] | None = None,
         widen: bool = False,
         observe: Callable[[Node, Any], None] | None = None,
+        check_kernels: bool = False,
     ) -> None:
         super().__init__(gm)
         self.weights = weights or {}
         self.widen = widen
-        self.observe = observe
+        self.observe, self.check_kernels = observe, check_kernels
         self.input_names = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
 
     def run_named(self, inputs: Mapping[str, torch.Tensor]) -> Any:
@@ -71,7 +74,12 @@ class GraphRunner(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:
+        watched = None
+        if self.check_kernels and is_foreign(n):
+            watched = WatchedCall(n, *self.fetch_args_kwargs_from_env(n), widened=self.widen)
         value = super().run_node(n)
+        if watched is not None:
+            watched.check(value)
         if self.observe is not None:
             self.observe(n, value)
         return value

@@ -97,7 +97,7 @@ Fingerprint = Callable[[torch.Tensor], bytes]
 def _checked(gm: GraphModule, *, run: Pass, level: str, fingerprint: Fingerprint) -> PassResult:
     where = f"{pass_name(run)}, a pass of your own on the {level} graph,"
     before, inputs, results = {n: _call(n) for n in gm.graph.nodes}, _inputs(gm), _results(gm, where)
-    fixed = _fixed_sizes(gm)
+    fixed, uses = _fixed_sizes(gm), _uses_of_inputs(gm)
     weights = {n: (tensor, _version(tensor), fingerprint(tensor)) for n, tensor in attributes(gm).items()}
     try:
         result = run(gm)
@@ -115,6 +115,7 @@ def _checked(gm: GraphModule, *, run: Pass, level: str, fingerprint: Fingerprint
             "these names. Leave them, and their meta; what a pass adds is a constant (graph_tools.insert_constant)."
         )
     _check_weights(gm, weights, where, fingerprint)
+    _check_order(gm, uses, where)
     for node in gm.graph.nodes:
         _check_call(node, where)
         _check_writes(node, where)
@@ -219,6 +220,49 @@ def _check_writes(node: Node, where: str) -> None:
                 f"{where} leaves {node.name}, a call of {node.target} that writes into {written.target!r} with every "
                 "step: use an op that returns a new tensor."
             )
+
+
+Uses = dict[str, tuple[set[Node], list[Node]]]
+
+
+def _uses_of_inputs(gm: GraphModule) -> Uses:
+    """For each input by name, the calls that write to it, and all that read or write it, in order."""
+    uses: Uses = {n.target: (set(), []) for n in gm.graph.nodes if n.op == "placeholder"}
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        written = {w.target for w in map(_viewed, written_by(node)) if w.op == "placeholder"}
+        for name in {n.target for n in map(_viewed, node.all_input_nodes) if n.op == "placeholder"}:
+            uses[name][1].append(node)
+            if name in written:
+                uses[name][0].add(node)
+    return uses
+
+
+def _check_order(gm: GraphModule, before: Uses, where: str) -> None:
+    """Caches are written by somebody, before the calls that read what is written; nothing else that a step is given
+    is written to."""
+    for name, (writers, now) in _uses_of_inputs(gm).items():
+        writers_before, order = before[name]
+        if writers and not writers_before:
+            writer = next(iter(writers)).name
+            raise PassError(
+                f"{where} leaves {writer}, which writes into {name}: an input that nobody writes."
+            )
+        if writers_before and not writers:
+            writer = next(iter(writers_before)).name
+            raise PassError(
+                f"{where} leaves nothing that writes to {name}, which {writer} did: what puts a step's state there says "
+                "so in its schema (mutates_args)."
+            )
+        places, places_before = ({node: i for i, node in enumerate(nodes)} for nodes in (now, order))
+        for writer in writers & writers_before:
+            for other in places.keys() & places_before.keys() - {writer}:
+                if (places[other] < places[writer]) != (places_before[other] < places_before[writer]):
+                    raise PassError(
+                        f"{where} moves {other.name} to the other side of {writer.name}, which writes to {name} "
+                        "that it uses."
+                    )
 
 
 def _viewed(node: Node) -> Node:

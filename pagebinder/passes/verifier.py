@@ -168,13 +168,15 @@ def _run(run: Callable[[GraphModule], Outputs], step: Step, conditions: Conditio
     """What a step's graph returns. A graph that cannot be run is as wrong as one that returns something else."""
     try:
         return run(step.graph)
-    except (
-        VerificationError
-    ) as error:  # an op's results are not what its fake kernel says; fx adds lines of its own
+    except VerificationError as error:  # of a kernel; fx adds lines of its own
         raise VerificationError(
             f"{step.name} (level {step.level}): {str(error).splitlines()[0]}",
-            pass_name=step.name, level=step.level, error=math.inf, places=tuple(places_of(step)),
-        ) from error  # fmt: skip
+            pass_name=step.name,
+            level=step.level,
+            error=math.inf,
+            places=tuple(places_of(step)),
+            node=error.node,
+        ) from error
     except (PagebinderError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what an op or a provider of a user's own raises
@@ -185,13 +187,23 @@ def _run(run: Callable[[GraphModule], Outputs], step: Step, conditions: Conditio
             level=step.level,
             error=math.inf,
             places=tuple(places_of(step)),
+            node=failing_node(error),
         ) from error
 
 
+EXECUTING = "While executing %"  # fx, behind the message of an error
+
+
+def failing_node(error: Exception) -> str:
+    """The name of the node that an error of a run was in, or ""."""
+    line = next((line for line in str(error).splitlines() if line.startswith(EXECUTING)), "")
+    return line.removeprefix(EXECUTING).partition(" ")[0]
+
+
 def what_failed(error: Exception) -> str:
-    """An error of a run in a line, with the node that fx says it was in."""
+    """An error of a run in a line, with the node that it was in."""
     lines = str(error).splitlines() or [""]
-    node = next((line for line in lines if line.startswith("While executing %")), "")
+    node = next((line for line in lines if line.startswith(EXECUTING)), "")
     said = f"{type(error).__name__}: {lines[0]}" if lines[0] != node else type(error).__name__
     return f"{said} ({node.replace('While executing ', 'in ')[:MAX_NODE_SHOWN]})" if node else said
 

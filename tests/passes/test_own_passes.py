@@ -410,6 +410,41 @@ def test_what_cannot_run_is_an_error_that_names_the_pass(run, message):
         compiled_with(run, model=Decoder() if run is write_past_the_count else None)
 
 
+def before_the_write(gm):
+    write = next(calls(gm.graph, torch.ops.pagebinder.kv_cache_write.default))
+    read = next(calls(gm.graph, torch.ops.pagebinder.paged_attention.default))
+    read.append(write)
+    return PassResult(name="before_the_write")
+
+
+def without_the_write(gm):
+    gm.graph.erase_node(next(calls(gm.graph, torch.ops.pagebinder.kv_cache_write.default)))
+    return PassResult(name="without_the_write")
+
+
+def another_write(gm):
+    read = next(calls(gm.graph, torch.ops.pagebinder.paged_attention.default))
+    (ids,) = (n for n in gm.graph.find_nodes(op="placeholder") if n.target == "input_ids")
+    insert_call(gm.graph, read, aten.add_.Scalar, (ids, 1))
+    return PassResult(name="another_write")
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            before_the_write,
+            "moves paged_attention_default to the other side of kv_cache_write_default, which writes to",
+        ),
+        (without_the_write, "leaves nothing that writes to kv_cache_0, which kv_cache_write_default did"),
+        (another_write, "which writes into input_ids: an input that nobody writes"),
+    ],
+)
+def test_writes_to_caches_stay_and_come_first(run, message):
+    with pytest.raises(PassError, match=message):
+        compiled_with([run], "paged")
+
+
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_a_write_of_one_value_is_found_where_all_are_compared(layout):
     model = Decoder()
@@ -548,10 +583,39 @@ def test_what_an_op_raises_is_named():
     op = own_op("fails", fails)
     with pytest.raises(VerificationError, match=r"putting .*ZeroDivisionError: by zero \(in %fails"):
         compiled_with([put_behind_relu(op, "putting")], verify="full")
+    found = bisect(decoder(), CompileConfig(passes={"fused": [put_behind_relu(op, "putting")]}))
+    assert found.diverged and found.op == "pagebinder_tests.fails.default" and "by zero" in found.describe()
     with pytest.raises(
         CaptureError, match="pagebinder_tests::fails in .* cannot be called .*ZeroDivisionError"
     ):
         compiled_with([put_behind_relu(op, "putting")], "semantic", tokenwise_ops=["pagebinder_tests::fails"])
+
+
+def test_what_a_kernel_does_to_its_operands_is_found():
+    """Undeclared, it would be seen in what others compute: bisect names the op itself."""
+
+    def in_place(x):
+        x.mul_(2.0)
+        return x.clone()
+
+    def itself(x):
+        return x.view(-1).view(x.shape)
+
+    lib = torch.library.Library("pagebinder_tests_lib", "FRAGMENT")  # which nobody watches
+    for name, kernel, what in (
+        ("in_place", in_place, "writes into its operand x"),
+        ("itself", itself, "memory of its"),
+    ):
+        lib.define(f"{name}(Tensor x) -> Tensor")
+        lib.impl(name, kernel, "CPU")
+        lib.impl(name, torch.empty_like, "Meta")
+        run = put_behind_relu(getattr(torch.ops.pagebinder_tests_lib, name).default, "putting")
+        with pytest.raises(VerificationError, match=f"putting .*{name}.default, .*{what}"):
+            compiled_with([run], "paged", verify="full")
+        config = CompileConfig(passes={"paged": [run]}, executable="eager")
+        found = bisect(decoder(), config)
+        assert found.diverged and found.op.endswith(f"{name}.default") and what in found.describe()
+    lib._destroy()
 
 
 def test_a_kernel_for_bfloat16_alone_is_judged_in_that():
