@@ -252,8 +252,8 @@ def _check_order(gm: GraphModule, before: Uses, where: str) -> None:
         if writers_before and not writers:
             writer = next(iter(writers_before)).name
             raise PassError(
-                f"{where} leaves nothing that writes to {name}, which {writer} did: what puts a step's state there says "
-                "so in its schema (mutates_args)."
+                f"{where} leaves nothing that writes to {name}, which {writer} did: what puts a step's state there "
+                "says so in its schema (mutates_args)."
             )
         places, places_before = ({node: i for i, node in enumerate(nodes)} for nodes in (now, order))
         for writer in writers & writers_before:
