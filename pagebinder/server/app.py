@@ -152,9 +152,8 @@ def _check_model(app: FastAPI, model: str | None) -> None:
 def _what_is_wrong(error: dict[str, Any]) -> tuple[str, str | None]:
     """(what a client should read, the field it is about) of an error of pydantic's."""
     fields = [str(part) for part in error["loc"] if part != "body"]
-    if error["type"] == "json_invalid" and not any(
-        map(str.isalpha, "".join(fields))
-    ):  # the place in the body
+    is_of_body = all(field.isdigit() for field in fields)  # the place where it ends to be JSON
+    if error["type"] == "json_invalid" and is_of_body:
         return f"The body is no JSON: {error.get('ctx', {}).get('error', error['msg'])}.", None
     if not fields and error["type"] != "value_error":
         return 'Send a JSON object, with the header "Content-Type: application/json".', None
