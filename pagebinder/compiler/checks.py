@@ -59,7 +59,8 @@ def unexplained(
         ConfigError: one of `tokenwise_ops` is called by no graph.
     """
     graphs = [semantic] if encoder is None else [semantic, encoder]
-    declared = tokenwise_ops(config.tokenwise_ops, graphs, report)
+    of_passes = bool(config.passes.get("semantic"))
+    declared = tokenwise_ops(config.tokenwise_ops, graphs, report, of_passes=of_passes)
     violations = audit(semantic, bidirectional=source.encoder_only, tokenwise=declared)
     violations += [] if encoder is None else audit(encoder, bidirectional=True, tokenwise=declared)
     size = num_ops(semantic)

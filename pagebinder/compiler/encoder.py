@@ -33,7 +33,7 @@ from pagebinder.passes.layer_states import encoder_layer_states
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.own_passes import may_change, run_own_passes
 from pagebinder.passes.pack_attention import pack_attention
-from pagebinder.passes.select_providers import select_providers
+from pagebinder.passes.select_providers import select_providers, unused_requests
 from pagebinder.passes.simplify import simplify
 from pagebinder.passes.trail import ENCODER, Trail
 from pagebinder.report import CompileReport
@@ -102,6 +102,7 @@ def compile_encoder(
             prepare=not on_meta,
             is_compiled=is_compiled(config),
         )
+        report.notes += unused_requests(config.providers, report.providers)
         trail.add("packed", "select_providers", packed, chain=ENCODER)
     graphs = {"captured": captured, "semantic": semantic, "packed": packed}
     states = tuple(encoder_layer_states(semantic))

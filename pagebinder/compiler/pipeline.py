@@ -54,7 +54,7 @@ from pagebinder.passes.place_linears import place_linears
 from pagebinder.passes.quantize_activations import quantize_activations
 from pagebinder.passes.quantize_kv import quantize_kv
 from pagebinder.passes.quantize_weights import quantize_weights
-from pagebinder.passes.select_providers import select_providers
+from pagebinder.passes.select_providers import select_providers, unused_requests
 from pagebinder.passes.simplify import simplify
 from pagebinder.passes.simplify_views import simplify_views
 from pagebinder.passes.trail import ENCODER, Trail
@@ -133,6 +133,7 @@ def fuse(
         fused, device=device, requested=config.providers, prepare=source.device.type != "meta",
         is_compiled=is_compiled(config),
     )  # fmt: skip
+    report.notes += unused_requests(config.providers, report.providers)
     trail.add("fused", "select_providers", fused)
     return fused
 

@@ -130,6 +130,17 @@ def select_providers(
     return list(choices.values())
 
 
+def unused_requests(requested: dict[str, str], choices: list[ProviderChoice]) -> list[str]:
+    """A note for each provider that was asked for and serves nothing: the graph has no such op."""
+    used = {choice.op for choice in choices}
+    return [
+        f"providers: {provider} was asked to serve {op}, and there is none in this graph (the model has none, or a "
+        "fusion made it part of a larger op)."
+        for op, provider in requested.items()
+        if op not in used and provider != "auto"
+    ]
+
+
 def _need(name: str, node: Node, device: torch.device) -> OpNeed:
     """What a node asks of a provider, from its arguments."""
     if name == "linear":

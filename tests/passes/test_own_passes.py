@@ -591,6 +591,20 @@ def test_what_an_op_raises_is_named():
         compiled_with([put_behind_relu(op, "putting")], "semantic", tokenwise_ops=["pagebinder_tests::fails"])
 
 
+def test_one_config_serves_models_in_which_a_pass_finds_nothing():
+    config = {
+        "tokenwise_ops": ["pagebinder_tests::squared_relu"],
+        "providers": {"paged_mla_attention": "cpu"},
+    }
+    compiled = compiled_with([fuse_squared_relu], "semantic", tiny_llama(num_hidden_layers=1), **config)
+    notes = " ".join(compiled.report.notes)
+    assert "the model calls no 'pagebinder_tests::squared_relu'" in notes
+    assert "cpu was asked to serve paged_mla_attention, and there is none in this graph" in notes
+    for name in ("aten::relu", "pagebinder_tests::squared_relu"):  # torch's are judged by what they do
+        with pytest.raises(ConfigError, match=f"calls no '{name}'"):
+            compiled_with([], "fused", tiny_llama(num_hidden_layers=1), tokenwise_ops=[name])
+
+
 def test_what_a_kernel_does_to_its_operands_is_found():
     """Undeclared, it would be seen in what others compute: bisect names the op itself."""
 
