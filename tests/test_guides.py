@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import pagebinder
@@ -568,3 +568,25 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(tiny):
     while engine.has_unfinished:
         done |= {o.request_id: o for o in engine.step() if o.finished}
     assert done["a"].finish_reason == "error" and done["b"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_texts_with_added_tokens_that_look_like_marks(special, tmp_path):
+    """<think> is one token, special or not; a guide's text is spelt, and never in tokens that it refuses."""
+    own = PreTrainedTokenizerFast.from_pretrained(str(tiny_path()))
+    own.add_tokens(
+        [AddedToken(mark, special=special, normalized=False) for mark in ("<think>", "<|the end|>")]
+    )
+    model = tiny_llama(vocab_size=len(own))
+    model.save_pretrained(tmp_path)
+    own.save_pretrained(tmp_path)
+    engine = engine_of(pagebinder.compile_model(tmp_path, CompileConfig(executable="eager")))
+    mark = own.convert_tokens_to_ids("<think>")
+    for text in ("<think> a", "x <|the end|>"):
+        if special:
+            continue  # not spelt in texts: a grammar names them by their ids
+        (output,) = engine.generate([PROMPT], greedy(guide=Choice([text])))
+        assert (output.text, output.finish_reason) == (text, "stop")
+    grammar = Grammar(f'start: <[{mark}]> "a"')
+    (output,) = engine.generate([PROMPT], greedy(guide=grammar))
+    assert output.token_ids[0] == mark and output.finish_reason == "stop"

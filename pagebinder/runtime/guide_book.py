@@ -99,6 +99,7 @@ class GuideBook:
                 self._num_chosen = min(self._num_chosen, ends[0])
             described = json.loads(backend.to_str())
             _without_prefix_space(described.get("pre_tokenizer"))
+            _as_words(described)
             return llguidance.LLTokenizer(json.dumps(described), eos_token=ends)
         except Exception as error:
             raise RequestError(
@@ -113,6 +114,30 @@ def _without_prefix_space(described: Any) -> None:
             described["add_prefix_space"] = False
         for part in described.get("pretokenizers", ()):
             _without_prefix_space(part)
+
+
+def _as_words(described: dict[str, Any]) -> None:
+    """Added tokens that are no special ones become words of the vocabulary: llguidance takes all that look like
+    <these> for special, and then both asks for them in a text and refuses them."""
+    words = described["model"].get("vocab")
+    if not isinstance(words, dict):
+        return
+    in_bytes = "ByteLevel" in json.dumps([described.get("pre_tokenizer"), described.get("decoder")])
+    kept = []
+    for token in described.get("added_tokens", ()):
+        text = token["content"]
+        if token["special"] or not (text.startswith("<") and text.endswith(">")):
+            kept.append(token)
+        else:
+            words.setdefault(_in_bytes(text) if in_bytes else text, token["id"])
+    described["added_tokens"] = kept
+
+
+def _in_bytes(text: str) -> str:
+    """As tokenizers write bytes: one character that can be printed each."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
 
 
 def _llguidance() -> Any:

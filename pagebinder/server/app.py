@@ -31,6 +31,7 @@ from pagebinder.server.metrics import exposition
 from pagebinder.server.prompt_limits import BodyLimit, body_limit
 from pagebinder.server.protocol import ChatBody, CompletionBody, EmbeddingBody
 
+TOOL_CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": "..."}}'
 SEVERAL = ("prompt", "encoder_prompt", "input")  # fields that take a text or token ids, or some of either
 
 
@@ -159,6 +160,11 @@ def _what_is_wrong(error: dict[str, Any]) -> tuple[str, str | None]:
         return 'Send a JSON object, with the header "Content-Type: application/json".', None
     if fields and fields[0] in SEVERAL:
         return f"{fields[0]}: use a text, a list of token ids, or a list of several of either.", fields[0]
+    if fields and fields[0] == "tool_choice":
+        return f"tool_choice: use {TOOL_CHOICES}.", "tool_choice"
+    if "arguments" in fields:
+        where = ".".join(fields[: fields.index("arguments") + 1])
+        return f"{where}: use the text of a JSON object.", where
     message = error["msg"].removeprefix("Value error, ")
     where = ".".join(fields)
     return (f"{where}: {message}" if where and error["type"] != "value_error" else message), where or None

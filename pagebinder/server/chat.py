@@ -165,6 +165,8 @@ class ChatTemplate:
                 form = AS_OBJECTS if isinstance(self._calls, UnknownFormatError) else self._calls[1]
                 calls = [{"id": c.id, **c.function.model_dump()} for c in message.tool_calls]
                 fields |= form.calls(calls)
+            else:
+                fields.pop("tool_calls", None)
             if message.content is not None:
                 fields["content"] = forms.content(message.role, parts)
             conversation.append(fields)

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
+from pagebinder.guides import JsonSchema
 from pagebinder.runtime.encoder_prompts import decoder_prompt_ids, pair_prompts
 from pagebinder.runtime.outputs import RequestOutput
 from pagebinder.runtime.prompt_rows import PromptRowsTakenError
@@ -30,9 +31,10 @@ from pagebinder.server.protocol import (
     MOST_SAMPLES_OF_ALL,
     ChatBody,
     CompletionBody,
+    Function,
     Sampling,
 )
-from pagebinder.server.tool_answers import ToolAnswer, special_marks
+from pagebinder.server.tool_answers import ToolAnswer, added_marks
 from pagebinder.server.tool_calls import NO_PARAMETERS, Tool
 from pagebinder.server.tool_guides import guide_of_choice
 
@@ -86,20 +88,35 @@ class Completions:
         if shown := body.shown_tools():
             form = self.chat_template.call_format()
             tools = [Tool(tool.name, tool.parameters or NO_PARAMETERS) for tool in shown]
-            marks = special_marks(self.tokenizer, form)
+            marks = added_marks(self.tokenizer, form)
             params = dataclasses.replace(
                 params, guide=guide_of_choice(form, tools, body, params.guide, marks)
             )
             answer = ToolAnswer(self.model, self.tokenizer, body, form, tools)
         else:
             answer = ChatAnswer(self.model, self.tokenizer, body)
-        self._prepare(params)
+        try:
+            self._prepare(params)
+        except RequestError:
+            self._check_tools(shown)
+            raise
+        described = [tool.model_dump(exclude_none=True, exclude={"strict"}) for tool in shown]
         prompt = self.chat_template.prompt(
             body.messages, body.chat_template_kwargs, self._conversations,
-            [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in shown],
+            [{"type": "function", "function": tool} for tool in described],
         )  # fmt: skip
         new = NewRequest(prompt=prompt, params=params, priority=body.priority, cache_salt=body.cache_salt)
         return new, answer
+
+    def _check_tools(self, tools: Sequence[Function]) -> None:
+        """Raises RequestError: the schema of a tool is wrong, which is named."""
+        for number, tool in enumerate(tools):
+            try:
+                self.worker.engine.guides.compiled(JsonSchema(tool.parameters))
+            except RequestError as error:
+                raise RequestError(
+                    f"tools[{number}].function.parameters, of {tool.name!r}: {error}"
+                ) from error
 
     def _prepare(self, params: SamplingParams) -> None:
         """Compile a guide here, where no step waits for it."""

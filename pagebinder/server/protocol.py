@@ -214,7 +214,10 @@ class NamedTool(BaseModel):
 class CalledFunction(BaseModel):
     model_config = ConfigDict(extra="ignore")
     name: StrictStr
-    arguments: Annotated[Json[dict[str, Any]] | dict[str, Any], BeforeValidator(lambda text: text or "{}")]
+    arguments: Annotated[
+        Json[dict[str, Any]] | dict[str, Any],
+        BeforeValidator(lambda text: "{}" if text in ("", None) else text),
+    ]
 
 
 class ToolCall(BaseModel):
@@ -258,6 +261,13 @@ class ChatBody(Sampling):
         names = [tool.name for tool in tools]
         if len(set(names)) < len(names):
             raise RequestError(f"tools: there are two with the name {max(names, key=names.count)!r}.")
+        for number, tool in enumerate(tools):
+            schema = tool.parameters or {}
+            if schema.get("type", "object") != "object" or not isinstance(schema.get("properties", {}), dict):
+                raise RequestError(
+                    f'tools[{number}].function.parameters: arguments are an object: use "type": "object", and an '
+                    "object of schemas as properties."
+                )
         choice = self.tool_choice
         if not tools and choice not in (None, "none", "auto"):
             raise RequestError("tool_choice asks for a call: give tools.")

@@ -20,8 +20,9 @@ class ToolAnswer(ChatAnswer):
         self, model: str, tokenizer: Any, body: ChatBody, form: CallFormat, tools: Sequence[Tool]
     ) -> None:
         super().__init__(model, tokenizer, body)
-        marks, samples = special_marks(tokenizer, form), range(self.num_samples)
-        self._readers = [CallReader(form, tools) for _ in samples]
+        marks, samples = added_marks(tokenizer, form, special=True), range(self.num_samples)
+        several = body.parallel_tool_calls is not False
+        self._readers = [CallReader(form, tools, several=several) for _ in samples]
         self._texts = [_MarkedText(tokenizer, marks, body.stop_strings) if marks else None for _ in samples]
 
     def _choice(self, place: int, piece: Piece) -> Json:
@@ -55,22 +56,25 @@ def _call(call: Call) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def special_marks(tokenizer: Any, form: CallFormat) -> dict[str, int]:
-    """Special tokens in what calls are written with: the text of an output leaves them out."""
+def added_marks(tokenizer: Any, form: CallFormat, *, special: bool = False) -> dict[str, int]:
+    """Added tokens in what calls are written with, which are one token wherever they stand. `special`: those of them
+    that the text of an output leaves out."""
     texts = "\n".join(form.texts)
-    return {token: i for token, i in _special_tokens(tokenizer).items() if token in texts}
+    return {token: i for token, i in _added_tokens(tokenizer, special).items() if token in texts}
 
 
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
+def _added_tokens(tokenizer: Any, special: bool) -> dict[str, int]:
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    return {token.content: i for i, token in added.items() if token.special}
+    return {token.content: i for i, token in added.items() if token.special or not special}
 
 
 class _MarkedText:
     """The text of an output with those special tokens that are `marks`."""
 
     def __init__(self, tokenizer: Any, marks: Collection[str], stop: Sequence[str]) -> None:
-        self._left_out = {i for token, i in _special_tokens(tokenizer).items() if token not in marks}
+        self._left_out = {
+            i for token, i in _added_tokens(tokenizer, special=True).items() if token not in marks
+        }
         self._detokenizer = Detokenizer(tokenizer.backend_tokenizer, stop, skip_special_tokens=False)
         self._num_shown = 0
 

@@ -38,7 +38,14 @@ TOOLS = [
     }
     for name in (NAME, OTHER_NAME)
 ]
-DECODER = json.JSONDecoder()
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+# Models write line ends into strings; NaN no client could read.
+DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
 
 Json = dict[str, Any]
 Render = Callable[..., str]  # (conversation, *, tools, add_generation_prompt) -> text
@@ -46,9 +53,10 @@ Render = Callable[..., str]  # (conversation, *, tools, add_generation_prompt) -
 
 @dataclass(frozen=True)
 class Wrapped:
-    """The JSON value that holds a call: where in it name, arguments and id are, as keys from the outside. `in_list`:
-    one list holds all calls."""
+    """The JSON value that holds a call: where in it name, arguments and id are, as keys from the outside, and `keys`,
+    all that it has there. `in_list`: one list holds all calls."""
 
+    keys: tuple[str, ...]
     name: tuple[str, ...]
     arguments: tuple[str, ...]
     id: tuple[str, ...] | None
@@ -84,11 +92,21 @@ class CallFormat:
 
     @property
     def end(self) -> str:
-        """What stands behind the last call, with the arguments of pairs or JSON behind the whole value."""
-        if self.wrapped is None:
-            return self.closing.strip()
-        text = f"{self.opening}{NAME}{self.middle}{{}}{self.closing}"
-        return text[json_at(text, _begin_of_json(text))[1] :].strip()
+        """What stands behind the last call: behind its arguments, or the whole value that holds it."""
+        return self.closing.strip() if self.wrapped is None else self._behind_value(self.closing).strip()
+
+    @property
+    def between_values(self) -> str | None:
+        """What stands between two values of calls behind one mark; None: each has its own mark, or a list has all."""
+        if self.wrapped is None or self.wrapped.in_list or self.between is None:
+            return None
+        rest = self._behind_value(self.between)
+        before_next = rest[: len(rest) - len(self.opening[_begin_of_json(self.opening) :])]
+        return None if self.mark and self.mark in before_next else before_next
+
+    def _behind_value(self, closing: str) -> str:
+        text = f"{self.opening}{NAME}{self.middle}{{}}{closing}"
+        return text[json_at(text, _begin_of_json(text))[1] :]
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -140,15 +158,19 @@ def find_format(render: Render, ends: Collection[str]) -> tuple[CallFormat, Mess
     if NAME not in template.asks:
         raise UnknownFormatError("shows the model no tools")
     takes_calls = False
-    for form in FORMS:
-        one = template.turn(form, [NAME], CONTENT) or template.turn(form, [NAME])
-        takes_calls |= one is not None
+    several = [form for form in FORMS if template.turn(form, [NAME, OTHER_NAME]) is not None]
+    for form in sorted(FORMS, key=lambda form: form not in several):
+        alone = template.turn(form, [NAME])
+        takes_calls |= alone is not None
+        one = alone and (template.turn(form, [NAME], CONTENT) or alone)
         found = None if one is None else _parts(one)
         if found is None:
             continue
         before, middle, after, pairs = found
         opening, closing = template.behind_content(before), template.without_end(after, ends)
-        between = _between(template.turn(form, [NAME, OTHER_NAME]), pairs)
+        if any(part in opening for part in (template.end_of_turn(), template.begin_of_turn()) if part):
+            raise UnknownFormatError("ends the assistant's turn before a call")
+        between = _between(template.turn(form, [NAME, OTHER_NAME]), middle, pairs)
         wrapped = None if pairs else _wrapping(opening + NAME + middle, closing)
         if pairs is not None and (empty := template.turn(form, [NAME], arguments={})) is not None:
             none = template.without_end(empty[empty.rindex(NAME) + len(NAME) :], ends)
@@ -156,7 +178,9 @@ def find_format(render: Render, ends: Collection[str]) -> tuple[CallFormat, Mess
         return CallFormat(opening, middle, closing, between, wrapped, pairs), form
     if takes_calls:
         raise UnknownFormatError("writes the arguments of calls in a form that is not understood")
-    raise UnknownFormatError("does not take messages that hold calls of tools")
+    raise UnknownFormatError(
+        "does not take messages that hold calls of tools, or does not write what is called"
+    )
 
 
 class _Asked:
@@ -201,9 +225,16 @@ class _Asked:
         places = [after.find(end) for end in ends if end]
         if found := [place for place in places if place >= 0]:
             return after[: min(found)].rstrip()
+        return after.rstrip().removesuffix(self.end_of_turn()).rstrip()
+
+    def begin_of_turn(self) -> str:
+        """What asks for an answer."""
+        return self.asks[len(self.shown) :].strip() if self.asks.startswith(self.shown) else ""
+
+    def end_of_turn(self) -> str:
+        """What stands behind the content of an answer without calls."""
         said = self.text({"role": "assistant", "content": CONTENT}, asks=False)
-        end = said[said.rindex(CONTENT) + len(CONTENT) :] if CONTENT in said else ""
-        return after.rstrip().removesuffix(end.strip()).rstrip()
+        return said[said.rindex(CONTENT) + len(CONTENT) :].strip() if CONTENT in said else ""
 
 
 def _parts(text: str) -> tuple[str, str, str, Pairs | None] | None:
@@ -232,13 +263,21 @@ def json_at(text: str, begin: int) -> tuple[Any, int]:
         return None, begin
 
 
-def _between(text: str | None, pairs: Pairs | None) -> str | None:
-    """What stands between the arguments of one call and the name of the next."""
+def _between(text: str | None, middle: str, pairs: Pairs | None) -> str | None:
+    """What stands between the arguments of one call and the name of the next.
+
+    Raises UnknownFormatError: the second one is written in another way, numbered for example.
+    """
     if text is None:
         return None
     other = text.rindex(OTHER_NAME)
     found = _parts(text[:other])
-    return None if found is None or (found[3] is None) != (pairs is None) else found[2]
+    if found is None or (found[3] is None) != (pairs is None):
+        return None
+    behind = text[other + len(OTHER_NAME) :]
+    if not behind.startswith(middle.replace(IDS[0], IDS[1])):
+        raise UnknownFormatError("writes the second call of a turn in another way than the first")
+    return found[2]
 
 
 def _wrapping(before_arguments: str, closing: str) -> Wrapped | None:
@@ -249,10 +288,11 @@ def _wrapping(before_arguments: str, closing: str) -> Wrapped | None:
         return None
     value, _ = json_at(text, begin)
     in_list = isinstance(value, list)
-    name, arguments, number = (
-        _path_to(wanted, value[0] if in_list else value) for wanted in (NAME, ARGUMENTS, IDS[0])
-    )
-    return None if name is None or arguments is None else Wrapped(name, arguments, number, in_list)
+    item = value[0] if in_list else value
+    name, arguments, number = (_path_to(wanted, item) for wanted in (NAME, ARGUMENTS, IDS[0]))
+    if name is None or arguments is None:
+        return None
+    return Wrapped(tuple(item), name, arguments, number, in_list)
 
 
 def _begin_of_json(text: str) -> int:

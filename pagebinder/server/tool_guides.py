@@ -75,7 +75,7 @@ def _calls(
         "start": "calls" if instead is None else "calls | answer",
         "calls": f"{literal(form.opening)} call {more} {literal(form.closing)}",
         "call": " | ".join(
-            f"{literal(tool.name + form.middle)} arguments_{i}" for i, tool in enumerate(tools)
+            f"{json.dumps(tool.name)} {literal(form.middle)} arguments_{i}" for i, tool in enumerate(tools)
         ),
         **{f"arguments_{i}": _json(tool.parameters) for i, tool in enumerate(tools)},
         **({} if instead is None else {"answer": f"%json {instead.schema}"}),

@@ -48,6 +48,7 @@ OPEN = {
         },
     },
 }
+WRONG = {"properties": {"a": {"type": "nothing"}}}
 CLOSE = {"type": "function", "function": {"name": "close_file"}}
 
 
@@ -133,6 +134,107 @@ def test_other_white_space_and_another_order_of_keys(chat):
     assert read(coder, text, 1) == ("", [("get_weather", {"city": "Ulm", "days": 3})])
     text = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
     assert read(coder, text, 1) == ("", [("now", {})])
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "calls"),
+    [
+        ("llama", '{"name": "now", "arguments": {"a": 1}}', [("now", {"a": 1})]),
+        ("llama", '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}', [("now", {})] * 2),
+        ("hermes", '<tool_call>\n{"name": "now", "parameters": {"a": 1}}\n</tool_call>', [("now", {"a": 1})]),
+        ("hermes", '<tool_call>{"name": "now"}</tool_call>', [("now", {})]),
+        ("hermes", '<tool_call>[{"name": "now"}, {"name": "now"}]</tool_call>', [("now", {})] * 2),
+        (
+            "hermes",
+            '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            [("now", {"a": 1})],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "now", "arguments": {"a": "b\nc"}}</tool_call>',
+            [("now", {"a": "b\nc"})],
+        ),
+        ("with ids", '[TOOL_CALLS]now[CALL_ID]aBc_9[ARGS]{"a": 1}', [("now", {"a": 1})]),
+    ],
+)
+def test_calls_as_models_write_them_too(chat, template, text, calls):
+    for step in (1, 10_000):
+        assert read(chat(templates.ALL[template]), text, step) == ("", calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "now", "arguments": "Ulm"}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": "{\\"a\\": 1"}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {"a": NaN}}\n</tool_call>',
+    ],
+)
+def test_arguments_that_are_no_object_are_no_call(chat, text):
+    assert read(chat(templates.HERMES), text, 1) == (text, [])
+
+
+def test_arguments_are_the_models_own_text(chat):
+    for arguments in ('{"a": 1.10, "b": 1E5, "c": "\\ud83d", "d": "\u00e9", "a": 2}', "{ }"):
+        reader = CallReader(chat(templates.HERMES).call_format(), TOOLS)
+        news = reader.read(
+            f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>', finished=True
+        )
+        assert [call.arguments for call in news.calls] == [arguments]
+
+
+def test_what_only_mentions_a_mark_is_shown_at_once(chat):
+    for name, text in (
+        ("hermes", "The <tool_call> tag"),
+        ("qwen coder", "<tool_call> is"),
+        ("llama", '[1] says, {"x'),
+    ):
+        reader = CallReader(chat(templates.ALL[name]).call_format(), TOOLS)
+        assert "".join(reader.read(c, finished=False).content for c in text) == text
+
+
+def test_values_of_pairs_by_their_schemas(chat):
+    schemas = {
+        "a": {"type": "string"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "c": {"enum": ["1", "2"]},
+        "d": {"type": ["integer", "null"]}, "e": {"type": "boolean"}, "f": {"type": "object"}, "g": {},
+    }  # fmt: skip
+    tools = [Tool("f", {"type": "object", "properties": schemas})]
+    given = {"a": "12", "b": "12", "c": "1", "d": "None", "e": "True", "f": '{"x": [1]}', "g": "[1, 2]"}
+    pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+    reader = CallReader(chat(templates.QWEN_CODER).call_format(), tools)
+    news = reader.read(f"<tool_call>\n<function=f>\n{pairs}</function>\n</tool_call>", finished=True)
+    values = {"a": "12", "b": "12", "c": "1", "d": None, "e": True, "f": {"x": [1]}, "g": [1, 2]}
+    assert [json.loads(call.arguments) for call in news.calls] == [values]
+    for properties in (None, [], "x"):  # no schemas
+        reader = CallReader(chat(templates.GLM).call_format(), [Tool("f", {"properties": properties})])
+        news = reader.read(
+            "<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", finished=True
+        )
+        assert [json.loads(call.arguments) for call in news.calls] == [{"k": 1}]
+
+
+def test_a_broken_call_takes_no_other_along(chat):
+    broken = "<tool_call>\n<function=now>\n<parameter=s>\nx\n</function>\n</tool_call>\n"
+    template = chat(templates.QWEN_CODER)
+    content, calls = read(template, broken + written(template, CALLS[:1]), 1)
+    assert (content.strip(), calls) == (broken.strip(), CALLS[:1])
+
+
+def test_the_end_may_be_cut(chat):
+    template = chat(templates.HERMES)
+    whole = written(template, CALLS[1:])
+    for end in range(whole.rindex("}") + 1, len(whole)):
+        assert read(template, whole[:end], 1) == ("", CALLS[1:])
+
+
+def test_one_call_where_several_are_not_wanted(chat):
+    template = chat(templates.HERMES)
+    reader = CallReader(template.call_format(), TOOLS, several=False)
+    news = [reader.read(c, finished=False) for c in written(template, CALLS)] + [
+        reader.read("", finished=True)
+    ]
+    assert [call.name for n in news for call in n.calls] == ["get_weather"]
+    assert "".join(n.content for n in news) == ""
 
 
 def test_json_without_a_mark_is_a_call_of_a_known_function_alone(chat):
@@ -263,14 +365,23 @@ def test_conversations_with_calls_and_their_results(client, chat, compiled):
         ({"tools": [OPEN], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         ({"tool_choice": "required"}, "give tools"),
+        ({"tools": [OPEN], "tool_choice": {"type": "function"}}, 'tool_choice: use "none", "auto", "required" or'),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            r"tools\[0\].function.parameters: arguments are an object",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": None}}}]},
+            r"tools\[0\].function.parameters: arguments are an object",
+        ),
         ({"tools": [OPEN], "tool_choice": "required", "response_format": {"type": "json_object"}}, "asks for a call"),
         ({"tools": [OPEN], "extra_body": {"structured_outputs": {"regex": "a+"}}}, "tools go with a JSON schema"),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": WRONG}}],
                 "tool_choice": "required",
             },
-            "The guide",
+            r"tools\[0\].function.parameters, of 'f': The guide",
         ),
     ],
 )  # fmt: skip
@@ -287,9 +398,19 @@ def test_bad_calls_in_a_conversation_are_refused(client):
         )
 
 
-@pytest.mark.parametrize("template", ["mistral", "names outside", "deepseek", "nested"])
-def test_marks_may_be_special_tokens(tokenizer, tmp_path, template):
-    """Which the text of an output leaves out."""
+@pytest.mark.parametrize(
+    ("template", "special"),
+    [
+        ("mistral", True),
+        ("names outside", True),
+        ("deepseek", True),
+        ("nested", True),
+        ("nested", False),
+        ("hermes", False),
+    ],
+)
+def test_marks_may_be_added_tokens(tmp_path, template, special):
+    """The text of an output leaves out special ones; others look special to the library of grammars."""
     own = PreTrainedTokenizerFast.from_pretrained(str(tiny_path()))
     marks = [
         "[TOOL_CALLS]",

@@ -57,13 +57,26 @@ MINIMAX = turns(
 )
 NESTED = turns("<|call|>{{ call | tojson }}<|/call|>")
 
+# The id between name and arguments, as Mistral Small 3.2 has it.
+WITH_IDS = turns(f"[TOOL_CALLS]{NAME}[CALL_ID]{{{{ call.id }}}}[ARGS]{ARGUMENTS}")
+# Several in one mark.
+LINES = turns(
+    "{{ '<calls>' if loop.first }}"
+    + f'\n{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'
+    + "{{ '\n</calls>' if loop.last }}"
+)
+
 ALL = {
     "hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "names outside": NAMES_OUTSIDE, "deepseek": DEEPSEEK,
     "qwen coder": QWEN_CODER, "glm": GLM, "minimax": MINIMAX, "nested": NESTED,
+    "with ids": WITH_IDS, "lines": LINES,
 }  # fmt: skip
 OF_PAIRS = {"qwen coder", "glm", "minimax"}
 # Strings in marks that numbers do not have.
 GEMMA = turns(
     f"<call>{NAME}:{ITEMS}{{{{ key }}}}={{{{ '<q>' + value + '<q>' if value is string else value }}}},{{% endfor %}}"
 )
+# The turn goes on in another channel, behind a mark of its end.
+HARMONY = turns(f"<|im_end|><|im_start|>assistant to={NAME}<|message|>{ARGUMENTS}")
+NUMBERED = turns(f"<call>{NAME}:{{{{ loop.index0 }}}}<args>{ARGUMENTS}</call>")
 WITHOUT_TOOLS = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}" + ASKS
