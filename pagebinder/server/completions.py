@@ -35,7 +35,7 @@ from pagebinder.server.protocol import (
     Sampling,
 )
 from pagebinder.server.tool_answers import ToolAnswer, added_marks
-from pagebinder.server.tool_calls import NO_PARAMETERS, Tool
+from pagebinder.server.tool_call_kinds import NO_PARAMETERS, Tool
 from pagebinder.server.tool_guides import guide_of_choice
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's

@@ -9,7 +9,8 @@ from typing import Any
 from pagebinder.runtime.detokenizer import Detokenizer
 from pagebinder.server.answers import ChatAnswer, Json, Piece
 from pagebinder.server.protocol import ChatBody
-from pagebinder.server.tool_calls import Call, CallReader, News, Tool
+from pagebinder.server.tool_call_kinds import Call, Tool
+from pagebinder.server.tool_calls import CallReader, News
 from pagebinder.server.tool_formats import CallFormat
 
 

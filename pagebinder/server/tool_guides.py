@@ -10,7 +10,7 @@ from typing import Any
 from pagebinder.errors import RequestError
 from pagebinder.guides import Choice, Grammar, JsonSchema, Regex
 from pagebinder.server.protocol import ChatBody, NamedTool
-from pagebinder.server.tool_calls import Tool
+from pagebinder.server.tool_call_kinds import Tool
 from pagebinder.server.tool_formats import IDS, CallFormat
 
 # As templates write JSON, and so models: one blank behind each comma and colon, no line ends.

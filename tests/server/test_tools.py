@@ -15,7 +15,8 @@ from pagebinder.errors import RequestError
 from pagebinder.models import tiny_path
 from pagebinder.server import create_app
 from pagebinder.server.chat import ChatTemplate
-from pagebinder.server.tool_calls import CallReader, Tool
+from pagebinder.server.tool_call_kinds import Tool
+from pagebinder.server.tool_calls import CallReader
 from tests.helpers import tiny_llama
 from tests.server import tool_templates as templates
 from tests.server.serving import serving
