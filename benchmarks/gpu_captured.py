@@ -78,7 +78,7 @@ def _inputs(graphs: StepGraphs, num_requests: int, context: int) -> dict:
 def _kernels_row(graphs: StepGraphs, context: int, case: str) -> dict:
     """Where the time of a replayed step of one request goes."""
     inputs = _inputs(graphs, 1, context)
-    return {"case": f"kernels of {case}", "kernels": kernel_us(lambda: graphs.replay(inputs))}
+    return {"case": f"kernels of {case}", "kernels": kernel_us(lambda: graphs.replay(inputs, check=False))}
 
 
 def _step_row(graphs: StepGraphs, num_requests: int, context: int, steps: int, case: str) -> dict:
@@ -94,11 +94,11 @@ def _step_row(graphs: StepGraphs, num_requests: int, context: int, steps: int, c
 
 
 def _median_ms(graphs: StepGraphs, inputs: dict, captured: bool, steps: int) -> float:
-    """Of a whole step, metadata and the wait for its logits included."""
+    """Of a whole step, metadata and the wait for its logits included, as a loop that is known to be right has it."""
     times = []
     for _ in range(steps):
         start = time.perf_counter()
-        graphs.replay(inputs, captured=captured)
+        graphs.replay(inputs, captured=captured, check=False)
         if graphs.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
@@ -112,7 +112,7 @@ def _gpu_ms(graphs: StepGraphs, inputs: dict, steps: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(200_000)  # the host is ahead
         start.record()
-        graphs.replay(inputs)
+        graphs.replay(inputs, check=False)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
