@@ -18,6 +18,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
@@ -199,17 +200,16 @@ def _sample(tensor: torch.Tensor) -> bytes:
         return b""
     places = torch.arange(0, tensor.numel(), -(-tensor.numel() // SAMPLED), device=tensor.device)
     values = tensor.detach()[torch.unravel_index(places, tensor.shape)] if tensor.dim() else tensor.detach()
-    return _bytes(values)
+    return _as_bytes(values).tobytes()
 
 
 def _whole(tensor: torch.Tensor) -> bytes:
     """Of all values."""
-    return b"" if tensor.is_meta else zlib.crc32(_bytes(tensor.detach())).to_bytes(4)
+    return b"" if tensor.is_meta else zlib.crc32(_as_bytes(tensor.detach())).to_bytes(4)
 
 
-def _bytes(values: torch.Tensor) -> memoryview | bytes:
-    flat = values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return bytes(flat) if len(flat) <= 16 * SAMPLED else memoryview(flat)
+def _as_bytes(values: torch.Tensor) -> np.ndarray:
+    return values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
 
 
 def _check_writes(node: Node, where: str) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.custom_ops.providers import BUILTIN
 from pagebinder.errors import PagebinderError, UnrunnableGraphError, VerificationError
+from pagebinder.passes.kernel_checks import is_foreign
 from pagebinder.passes.trail import Step, same_graph
 from pagebinder.report import VerifiedStep
 
@@ -42,7 +42,6 @@ ROUNDINGS_APART = 1.5
 # typical (of a sample) a value says nothing of how large the others' errors may be.
 MASKED, SAMPLED = 1e4, 1 << 16
 
-OURS = ("aten.", "pagebinder.", *(f"pagebinder_{name}." for name in BUILTIN))
 MAX_PLACES_SHOWN, MAX_NODE_SHOWN = 4, 160
 
 # label of a way to run the sequences ("alone", "packed", ...) -> one tensor per sequence, None if it was not run so
@@ -169,26 +168,23 @@ def _run(run: Callable[[GraphModule], Outputs], step: Step, conditions: Conditio
     try:
         return run(step.graph)
     except VerificationError as error:  # of a kernel; fx adds lines of its own
-        raise VerificationError(
-            f"{step.name} (level {step.level}): {str(error).splitlines()[0]}",
-            pass_name=step.name,
-            level=step.level,
-            error=math.inf,
-            places=tuple(places_of(step)),
-            node=error.node,
-        ) from error
+        message = f"{step.name} (level {step.level}): {str(error).splitlines()[0]}"
+        raise VerificationError(message, node=error.node, **_about(step)) from error
     except (PagebinderError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what an op or a provider of a user's own raises
         raise UnrunnableGraphError(
             f"{step.name} (level {step.level}) leaves a graph that cannot be run with {conditions}: "
             f"{what_failed(error)}",
-            pass_name=step.name,
-            level=step.level,
-            error=math.inf,
-            places=tuple(places_of(step)),
             node=failing_node(error),
+            **_about(step),
         ) from error
+
+
+def _about(step: Step) -> dict:
+    """The fields of a VerificationError about a step that cannot be compared."""
+    places = tuple(places_of(step))
+    return {"pass_name": step.name, "level": step.level, "error": math.inf, "places": places}
 
 
 EXECUTING = "While executing %"  # fx, behind the message of an error
@@ -279,12 +275,10 @@ def new_ops(before: Step | None, step: Step) -> list[str]:
     """Ops that the graph of a step calls and the one before did not: those of providers, for example."""
     if before is None:
         return []
-    was, now = (
-        {str(n.target) for n in one.graph.graph.nodes if n.op == "call_function"} for one in (before, step)
-    )
-    new = sorted(now - was)
-    own = [name for name in new if not name.startswith(OURS)]
-    return own or new
+    was, now = ([n for n in one.graph.graph.nodes if n.op == "call_function"] for one in (before, step))
+    known = {str(n.target) for n in was}
+    new = [n for n in now if str(n.target) not in known]
+    return sorted({str(n.target) for n in filter(is_foreign, new)} or {str(n.target) for n in new})
 
 
 def places_of(step: Step) -> list[str]:

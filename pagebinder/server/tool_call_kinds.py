@@ -106,9 +106,7 @@ class _WrappedCalls(Calls):
 
     def __init__(self, form: CallFormat, tools: Sequence[Tool]) -> None:
         self._wrapped, self.end = form.wrapped, form.end
-        self.stops = [self.end.split()[0]] if self.end else "}]"
-        if form.between_values is not None:
-            self.stops = "}]"
+        self.stops = [self.end.split()[0]] if self.end and form.between_values is None else "}]"
         super().__init__(form)
         self._mark = re.compile(_flexible(form.mark) + r"\s*")
         self.separators = [*filter(None, [(form.between_values or "").strip()]), ";", ","]

@@ -158,8 +158,8 @@ def find_format(render: Render, ends: Collection[str]) -> tuple[CallFormat, Mess
     if NAME not in template.asks:
         raise UnknownFormatError("shows the model no tools")
     takes_calls = False
-    several = [form for form in FORMS if template.turn(form, [NAME, OTHER_NAME]) is not None]
-    for form in sorted(FORMS, key=lambda form: form not in several):
+    of_two = {form: template.turn(form, [NAME, OTHER_NAME]) for form in FORMS}
+    for form in sorted(FORMS, key=lambda form: of_two[form] is None):
         alone = template.turn(form, [NAME])
         takes_calls |= alone is not None
         one = alone and (template.turn(form, [NAME], CONTENT) or alone)
@@ -170,7 +170,7 @@ def find_format(render: Render, ends: Collection[str]) -> tuple[CallFormat, Mess
         opening, closing = template.behind_content(before), template.without_end(after, ends)
         if any(part in opening for part in (template.end_of_turn(), template.begin_of_turn()) if part):
             raise UnknownFormatError("ends the assistant's turn before a call")
-        between = _between(template.turn(form, [NAME, OTHER_NAME]), middle, pairs)
+        between = _between(of_two[form], middle, pairs)
         wrapped = None if pairs else _wrapping(opening + NAME + middle, closing)
         if pairs is not None and (empty := template.turn(form, [NAME], arguments={})) is not None:
             none = template.without_end(empty[empty.rindex(NAME) + len(NAME) :], ends)

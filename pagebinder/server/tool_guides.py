@@ -24,7 +24,7 @@ def guide_of_choice(
     tools: Sequence[Tool],
     body: ChatBody,
     of_answer: Guide | None,
-    special_tokens: Mapping[str, int],
+    added_tokens: Mapping[str, int],
 ) -> Guide | None:
     """What `tool_choice` and the guide of an answer without calls ask for together.
 
@@ -48,13 +48,13 @@ def guide_of_choice(
         )
     if isinstance(choice, NamedTool):
         tools, several = [tool for tool in tools if tool.name == choice.function.name], False
-    return _calls(form, tools, special_tokens, several=several, instead=of_answer)
+    return _calls(form, tools, added_tokens, several=several, instead=of_answer)
 
 
 def _calls(
     form: CallFormat,
     tools: Sequence[Tool],
-    special_tokens: Mapping[str, int],
+    added_tokens: Mapping[str, int],
     *,
     several: bool,
     instead: JsonSchema | None,
@@ -63,8 +63,8 @@ def _calls(
     an answer that may come in their place."""
 
     def literal(text: str) -> str:
-        """This text, with any id where it has one of ours. Special tokens are none of a grammar's text."""
-        places = {token: f"<[{token_id}]>" for token, token_id in special_tokens.items()} | dict.fromkeys(
+        """This text, with any id where it has one of ours. Added tokens are none of a grammar's text."""
+        places = {token: f"<[{token_id}]>" for token, token_id in added_tokens.items()} | dict.fromkeys(
             IDS, "ID"
         )
         parts = re.split("(" + "|".join(map(re.escape, sorted(places, key=len, reverse=True))) + ")", text)

@@ -15,45 +15,15 @@ import numpy as np
 
 from pagebinder.errors import RequestError
 from pagebinder.runtime.kv import KVCacheGroup
-from pagebinder.runtime.kv.specs import (
-    ChunkedLocalSpec,
-    KVCacheSpec,
-    RecurrentSpec,
-    RingSpec,
-    SlidingWindowSpec,
-)
-
-Entries = tuple[np.ndarray, np.ndarray]
-
-
-def first_token_read(spec: KVCacheSpec, starts: np.ndarray) -> np.ndarray:
-    """The first token whose state a step from `starts` on reads or writes."""
-    if isinstance(spec, SlidingWindowSpec):
-        return np.maximum(0, starts - spec.window + 1)
-    if isinstance(spec, ChunkedLocalSpec):
-        return starts // spec.chunk * spec.chunk
-    return np.zeros_like(starts)
+from pagebinder.runtime.kv.specs import KVCacheSpec, RecurrentSpec, RingSpec
 
 
 def needed_entries(spec: KVCacheSpec, start: int, end: int) -> list[int]:
     """Entries of a sequence's block table that a step which computes its tokens [start, end) reads or writes. All
     others may be 0: of a window those behind it, of a recurrent state all but the one it reads and the one it writes.
     """
-    if isinstance(spec, RingSpec):
-        return [0]
-    last = (end - 1) // spec.block_size
-    if isinstance(spec, RecurrentSpec):
-        return sorted({max(start - 1, 0) // spec.block_size if start else last, last})
-    first = int(first_token_read(spec, np.array([start]))[0]) // spec.block_size
-    return list(range(first, last + 1))
-
-
-def written_entries(spec: KVCacheSpec, start: int, end: int) -> list[int]:
-    """Those of them whose blocks it writes; of a recurrent state also any between that is not 0."""
-    if isinstance(spec, RingSpec):
-        return [0]
-    last = (end - 1) // spec.block_size
-    return [last] if isinstance(spec, RecurrentSpec) else list(range(start // spec.block_size, last + 1))
+    _, entries, _ = uses(spec, np.zeros((1, 0), np.int64), np.array([start]), np.array([end]))
+    return sorted(set(entries.tolist()))
 
 
 def check_blocks(
@@ -66,9 +36,9 @@ def check_blocks(
     Raises RequestError: a block that a step needs is missing, or one that it writes is used in another place, too.
     """
     is_written = np.zeros(num_blocks, bool)
-    uses = []
+    used = []
     for g, (group, table) in enumerate(zip(groups, tables)):
-        rows, entries, writes = _uses(group.spec, table, starts, ends)
+        rows, entries, writes = uses(group.spec, table, starts, ends)
         blocks = table[rows, entries]
         if not blocks.all():
             at = int(np.flatnonzero(blocks == 0)[0])
@@ -78,13 +48,13 @@ def check_blocks(
                 f"but its step of tokens {start} to {end - 1} needs entries {needed_entries(group.spec, start, end)}."
             )
         is_written[blocks[writes]] = True
-        uses.append((blocks, rows, writes))
+        used.append((blocks, rows, writes))
     # Of blocks that are written, every use: few, beside those that are read alone.
-    few = [np.flatnonzero(is_written[blocks]) for blocks, _, _ in uses]
+    few = [np.flatnonzero(is_written[blocks]) for blocks, _, _ in used]
     group = np.repeat(np.arange(len(groups)), [len(places) for places in few])
     in_place = np.array([isinstance(group.spec, RecurrentSpec) for group in groups])[group]
     blocks, rows, writes = (
-        np.concatenate([one[places] for one, places in zip(part, few)]) for part in zip(*uses)
+        np.concatenate([one[places] for one, places in zip(part, few)]) for part in zip(*used)
     )
     _check_shared(group, names[rows], blocks, writes, in_place)
 
@@ -108,8 +78,9 @@ def _check_shared(
     )
 
 
-def _uses(spec: KVCacheSpec, table: np.ndarray, starts: np.ndarray, ends: np.ndarray):
-    """(sequence, entry, is it written?) of every entry that a step uses, [N] each."""
+def uses(spec: KVCacheSpec, table: np.ndarray, starts: np.ndarray, ends: np.ndarray):
+    """(sequence, entry, is it written?) of every entry that a step uses, [N] each. table: [R, M], which says where
+    snapshots of recurrent states are wanted."""
     rows = np.arange(len(starts))
     if isinstance(spec, RingSpec):
         return rows, np.zeros_like(rows), np.ones(len(rows), bool)
@@ -123,7 +94,8 @@ def _uses(spec: KVCacheSpec, table: np.ndarray, starts: np.ndarray, ends: np.nda
         at_row, at_entry = np.nonzero(between)
         is_written = np.repeat([False, True], [len(read), len(at_row) + len(rows)])
         return np.concatenate([rows[begun], at_row, rows]), np.concatenate([read, at_entry, last]), is_written
-    first = first_token_read(spec, starts) // spec.block_size
+    skipped = np.array([spec.num_skipped_tokens(start) for start in starts.tolist()])
+    first = skipped // spec.block_size
     counts = last - first + 1
     rows = np.repeat(rows, counts)
     entries = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)

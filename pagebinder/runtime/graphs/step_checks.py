@@ -13,7 +13,7 @@ from pagebinder.config_checks import short_repr
 from pagebinder.custom_ops.prompt_rows import FIRST_ROW_ID
 from pagebinder.errors import RequestError
 from pagebinder.runtime.graphs.block_rules import check_blocks
-from pagebinder.runtime.graphs.step_sequences import slots_of
+from pagebinder.runtime.graphs.step_sequences import host_array, slots_of
 from pagebinder.runtime.step_plan import slot_groups
 
 if TYPE_CHECKING:
@@ -64,12 +64,7 @@ def _named_arrays(graphs: StepGraphs, inputs: Mapping) -> dict[str, np.ndarray]:
 
 def _array(name: str, value: np.ndarray | torch.Tensor) -> np.ndarray:
     dims = 2 if name.startswith("block_table") else 1
-    if isinstance(value, torch.Tensor) and value.device.type == "meta":
-        raise RequestError(f"{name} is a tensor on the meta device, which has no numbers.")
-    try:
-        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-    except (TypeError, ValueError):
-        array = np.asarray(None)
+    array = host_array(name, value)
     if array.ndim != dims or array.dtype.kind not in "iu":
         raise RequestError(f"{name} must be {dims}-D and of whole numbers, not {array.dtype} {array.shape}.")
     if array.dtype == np.uint64:
@@ -140,8 +135,7 @@ def _check_tables(
     rows: np.ndarray,
     places: np.ndarray,
 ) -> None:
-    groups, num_reqs = graphs.plan.groups, len(counts)
-    num_blocks = min((len(cache) for cache in graphs.caches.values()), default=1)
+    groups, num_reqs, num_blocks = graphs.plan.groups, len(counts), graphs.num_kv_blocks
     longest = int(arrays["seq_lens"].max())
     tables = []
     for g, group in enumerate(groups):  # columns behind the longest sequence are not read

@@ -107,9 +107,8 @@ class StepGraphs:
         self.prompt_tables = prompt_tables
         self.max_position = np.iinfo(np.int64).max if max_position is None else max_position
         self._steps = threading.Lock()
-        self._undelivered: tuple[dict[str, np.ndarray], torch.Tensor] | None = (
-            None  # of a step: inputs, logits
-        )
+        # Inputs and logits of a step whose caller was interrupted.
+        self._undelivered: tuple[dict[str, np.ndarray], torch.Tensor] | None = None
         self.backend = backend or graph_backend(device)
         self.widths = tuple(widths or table_widths(plan.groups, max_model_len))
         self.stats = GraphStats()
@@ -230,6 +229,11 @@ class StepGraphs:
 
     # A loop of the user's own
 
+    @property
+    def num_kv_blocks(self) -> int:
+        """Block ids are below it."""
+        return min((len(cache) for cache in self.caches.values()), default=1)
+
     def pack(self, sequences: Iterable[StepSequence]) -> dict[str, np.ndarray]:
         """The inputs of a step that computes `sequences`, and gives the logits of each one's last tokens
         (`num_logits`), in their order. Raises RequestError: a sequence that does not fit."""
@@ -253,7 +257,7 @@ class StepGraphs:
 
         Raises RequestError: block ids out of range, or the null block as a target.
         """
-        most = min((len(cache) for cache in self.caches.values()), default=1)
+        most = self.num_kv_blocks
         try:
             array = np.asarray([(int(one), int(other)) for one, other in pairs], np.int64).reshape(-1, 2)
         except (TypeError, ValueError, OverflowError) as error:

@@ -146,14 +146,20 @@ def _check_tables(
 
 def _whole_numbers(name: str, values: Any, most: int) -> np.ndarray:
     """[N] int64. Raises RequestError: it is anything else, or holds numbers below 0 or above `most`."""
-    if isinstance(values, torch.Tensor) and values.device.type == "meta":
-        raise RequestError(f"{name} are a tensor on the meta device, which has no numbers.")
-    try:
-        array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    except (TypeError, ValueError, RuntimeError):
-        array = np.asarray(None)
+    array = host_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RequestError(f"{name} are {short_repr(values)}: give a list of whole numbers.")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) <= most:
         raise RequestError(f"{name} hold {array.min()} to {array.max()}: use numbers from 0 on that fit.")
     return array.astype(np.int64)
+
+
+def host_array(name: str, values: Any) -> np.ndarray:
+    """An array, or a tensor's values, on the host; of anything else one without dims, of no number. Raises
+    RequestError for a tensor without values."""
+    if isinstance(values, torch.Tensor) and values.device.type == "meta":
+        raise RequestError(f"{name} is a tensor on the meta device, which has no numbers.")
+    try:
+        return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):
+        return np.asarray(None)

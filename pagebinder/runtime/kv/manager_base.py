@@ -73,8 +73,8 @@ class SingleTypeManager:
         raise NotImplementedError
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Leading tokens that no query from position `num_computed_tokens` on can see."""
-        return 0
+        """See `KVCacheSpec.num_skipped_tokens`."""
+        return self.spec.num_skipped_tokens(num_computed_tokens)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Length of a table that covers `num_tokens` tokens."""

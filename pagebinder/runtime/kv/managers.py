@@ -122,9 +122,6 @@ class SlidingWindowManager(SuffixManager):
 
     spec: SlidingWindowSpec
 
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - self.spec.window + 1)
-
     def _keeps_every_block(self) -> bool:
         # A boundary lies in every block or at its end, and what it looks back on begins in the block.
         context = self.context
@@ -139,9 +136,6 @@ class ChunkedLocalManager(SuffixManager):
     """A query sees its own chunk only. A block that two chunks share stays until the second is over, too."""
 
     spec: ChunkedLocalSpec
-
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return num_computed_tokens // self.spec.chunk * self.spec.chunk
 
 
 MANAGERS: dict[type[KVCacheSpec], type[SingleTypeManager]] = {

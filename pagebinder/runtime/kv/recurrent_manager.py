@@ -43,9 +43,6 @@ class RecurrentManager(SingleTypeManager):
                 return GroupHit(length, [[*before, block] for block in found], [None] * len(group_ids))
         return GroupHit(0, [[] for _ in group_ids], [None] * len(group_ids))
 
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - 1)
-
     def max_admission_blocks(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
         """The block that is read, the one that is written, and the checkpoints of one step."""
         return min(cdiv(num_tokens, self.block_size), self.max_blocks, 2 + self._most_checkpoints())

@@ -85,6 +85,10 @@ class KVCacheSpec:
         """Whether a request's blocks grow with its context without limit."""
         return False
 
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Leading tokens whose state nothing from position `num_computed_tokens` on reads."""
+        return 0
+
     @property
     def blocks_formula(self) -> sympy.Expr:
         """Most blocks that a decoding request of TOKENS tokens (ENCODER_TOKENS of an encoder) holds."""
@@ -185,6 +189,9 @@ class SlidingWindowSpec(AttentionSpec):
     def table_key(self) -> tuple:
         return ("window", self.block_size, self.window)
 
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - self.window + 1)
+
     @property
     def blocks_formula(self) -> sympy.Expr:
         behind = sympy.Integer(self.window - 1)
@@ -222,6 +229,9 @@ class ChunkedLocalSpec(AttentionSpec):
     @property
     def table_key(self) -> tuple:
         return ("chunk", self.block_size, self.chunk)
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens // self.chunk * self.chunk
 
     @property
     def straddle(self) -> int:
@@ -283,6 +293,9 @@ class RecurrentSpec(KVCacheSpec):
     @property
     def table_key(self) -> tuple:
         return ("recurrent", self.block_size)
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - 1)
 
     @property
     def page_size_bytes(self) -> int:

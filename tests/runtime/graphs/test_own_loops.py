@@ -16,7 +16,7 @@ import torch
 from pagebinder import EngineConfig, SamplingParams, StepSequence
 from pagebinder.errors import RequestError
 from pagebinder.runtime.graphs import StepGraphs
-from pagebinder.runtime.graphs.block_rules import written_entries
+from pagebinder.runtime.graphs.block_rules import uses
 from tests.runtime.graphs.steps import memory, prompts
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -90,9 +90,9 @@ def test_entries_that_are_not_needed_are_not_looked_at(name, capture):
         few = StepSequence(tokens=ids[cut:], start=cut, blocks=kept)
         torch.testing.assert_close(graphs.replay(graphs.pack([few])), expected)
         for g, entries in enumerate(needed):
-            assert set(written_entries(graphs.plan.groups[g].spec, cut, 60)) <= set(entries) | set(
-                range(len(tables[g]))
-            )
+            span = (np.array([cut]), np.array([60]))
+            _, used, is_written = uses(graphs.plan.groups[g].spec, np.zeros((1, 0), np.int64), *span)
+            assert is_written.any() and set(used[is_written].tolist()) <= set(entries)
             for entry in entries:
                 missing = [list(table) for table in kept]
                 missing[g][entry] = 0
