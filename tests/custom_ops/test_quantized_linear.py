@@ -11,11 +11,16 @@ from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.latent.small_floats import E2M1_VALUES
 from pagebinder.custom_ops.linear.weight_formats import (
     FORMATS,
+    STORED_FORMATS,
     dequantize,
     error_bound,
+    pack_int4,
+    pack_int8,
+    packed_groups,
     packed_shapes,
     quantize,
     scale_dtype,
+    weight_format,
 )
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
@@ -116,7 +121,75 @@ def test_weights_come_back(name):
 
 
 def test_the_option_names_the_formats():
-    assert tuple(FORMATS) == QUANTIZATIONS
+    assert tuple(FORMATS) == QUANTIZATIONS and not set(FORMATS) & set(STORED_FORMATS)
+
+
+def stored_weight(name: str, columns: int, inner: int, dtype=torch.float16):
+    """(codes, scale tensor, the weight in float64), with zero points of any size, as checkpoints have them."""
+    fmt, generator = weight_format(name), torch.Generator().manual_seed(columns)
+    groups = inner // fmt.group
+    codes = torch.randint(0, 16, (columns, inner), generator=generator, dtype=torch.uint8)
+    scale = ((torch.rand(columns, groups, generator=generator) + 0.5) * inner**-0.5 / 8).to(dtype)
+    zeros = torch.full((columns, groups), 8)
+    if fmt.is_shifted:
+        zeros = torch.randint(0, 16, (columns, groups), generator=generator)
+    shift = (8 - zeros) * scale.float() if fmt.is_shifted else None
+    each = [part.double().repeat_interleave(fmt.group, dim=1) for part in (zeros, scale)]
+    return pack_int4(codes, name), packed_groups(scale, shift), (codes.double() - each[0]) * each[1]
+
+
+@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", STORED_FORMATS)
+def test_codes_of_checkpoints(ops, name, scales):
+    """Scales in float16 need float32, those in bfloat16 stay so; no number is lost, whatever the zero points."""
+    linear, linears, gated = ops
+    codes, scale, weight = stored_weight(name, 160, 640, scales)
+    assert (tuple(codes.shape), tuple(scale.shape)) == packed_shapes(160, 640, name)
+    assert scale.dtype == (
+        torch.bfloat16 if scales == torch.bfloat16 and "uint4" not in name else torch.float32
+    )
+    assert torch.equal(dequantize(codes, scale, name).double(), weight)
+    for rows in (1, 2, 3, 8, 17, 70):
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            x, bias = operands(rows, 160, 640, dtype)
+            x[:, :40] += 3  # sums of x that are far from zero
+            y = linear(x, codes, scale, bias, format=name)
+            assert_close(y, torch.nn.functional.linear(x.double(), weight, bias.double()))
+            both = linears(x, [codes, codes], [scale, scale], [bias, -bias], format=name)
+            assert torch.equal(both[0], y)
+            assert torch.equal(linear(x, codes, scale, -bias, format=name), both[1])
+        x, _ = operands(rows, 160, 640)
+        plain = linear(x, codes, scale, format=name)
+        expected = gated_activation_reference(plain, plain, activation="relu2")
+        assert torch.equal(gated(x, codes, scale, codes, scale, format=name, activation="relu2"), expected)
+
+
+@pytest.mark.parametrize("name", STORED_FORMATS)
+def test_the_same_bits_of_shifted_weights_in_any_batch(name):
+    chosen = registered_providers()["cpu"]
+    if chosen.problem() is not None:
+        pytest.skip(str(chosen.problem()))
+    chosen.prepare("quantized_linear")
+    linear, most = chosen.overload("quantized_linear"), 2 if has_matrix_tiles() else 0
+    codes, scale, _ = stored_weight(name, 320, 1152)
+    x, _ = operands(100, 320, 1152)
+    together, few = linear(x, codes, scale, format=name), linear(x[:2], codes, scale, format=name)
+    for rows in (1, 2, 3, 5, 8, 9, 31, 40):
+        whole = few if rows <= most else together
+        assert torch.equal(linear(x[:rows], codes, scale, format=name), whole[:rows])
+
+
+@pytest.mark.parametrize("name", STORED_FORMATS)
+def test_shifted_weights_may_be_made_of_plain_ones(name):
+    weight = weight_of(160, 640)
+    values = dequantize(*quantize(weight, name), name)
+    assert ((values - weight.float()).abs() <= error_bound(weight, name)).all()
+    assert (values - weight.float()).norm() < 0.115 * weight.float().norm()
+
+
+def test_int8_codes_of_checkpoints():
+    codes = torch.randint(-127, 128, (64, 96), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    assert torch.equal(dequantize(pack_int8(codes), torch.ones(64), "int8"), codes.float())
 
 
 def test_codes_are_zero_or_normal():

@@ -9,11 +9,21 @@
     int4_g32     -8 ... 7           32 neighbours of a row         [N/32, K/32, 32] bf16   4.5
     mxfp4        e2m1               32 neighbours of a row, 2^e    [N/32, K/32, 32] bf16   4.5
 
+Linear layers of checkpoints may have these beside them. Their scales are float32 where bf16 would round them, which
+doubles what there is beyond 4 bits:
+
+    int4_g128    -8 ... 7           128 neighbours of a row        [N/32, K/128, 32]       4.125
+    uint4_gG     -8 ... 7, shifted  G = 32, 64, 128 neighbours     [N/32, K/G, 2, 32]      5, 4.5, 4.25
+
+Of shifted formats a group has a scale [.., 0, :] and a shift [.., 1, :]: a weight is code * scale + shift. Codes
+0 ... 15 with a zero point z, as AWQ has them, are codes less 8 with the shift (8 - z) * scale.
+
 e2m1 is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6; with powers of two as scales it is OCP's MXFP4 ("OCP
 Microscaling Formats (MX) Specification", version 1.0), so weights that were stored so are packed without loss.
 
-A weight [N, K] is its codes times their scales. Only e4m3 codes that are zero or normal numbers are used: what is
-below 2^-6 of the scale, 0.003 % of the largest weight, becomes 0 or 2^-6. So moving a code's bits makes it bfloat16.
+A weight [N, K] is its codes times their scales, and shifts. Only e4m3 codes that are zero or normal numbers are used:
+what is below 2^-6 of the scale, 0.003 % of the largest weight, becomes 0 or 2^-6. So moving a code's bits makes it
+bfloat16.
 
 Codes are packed as [N/32 panels, K/32 steps, 2, bytes], tiles of 32 k x 16 columns in lines of 64 bytes:
 
@@ -44,12 +54,13 @@ LEAST_EXPONENT = -126  # of a scale: bf16's smallest normal number
 @dataclass(frozen=True)
 class WeightFormat:
     """`bits`: of a code. `group`: weights of a row that share a scale, None = all. `is_float`: codes are numbers with
-    an exponent of their own."""
+    an exponent of their own. `is_shifted`: a group has a shift beside its scale."""
 
     name: str
     bits: int
     group: int | None = None
     is_float: bool = False
+    is_shifted: bool = False
 
     @property
     def multiple_of(self) -> int:
@@ -57,7 +68,7 @@ class WeightFormat:
         return max(STEP, self.group or 1) if self.bits == 4 else STEP
 
 
-FORMATS = {
+FORMATS = {  # that CompileConfig.quantization offers
     f.name: f
     for f in (
         WeightFormat("fp8", 8, is_float=True),
@@ -69,10 +80,19 @@ FORMATS = {
         WeightFormat("mxfp4", 4, 32, is_float=True),
     )
 }
+STORED_FORMATS = {  # of linear layers whose checkpoint has them
+    f.name: f
+    for f in (
+        WeightFormat("int4_g128", 4, 128),
+        *(WeightFormat(f"uint4_g{group}", 4, group, is_shifted=True) for group in (128, 64, 32)),
+    )
+}
 
 
 def weight_format(name: str) -> WeightFormat:
     """Raises ValueError for a name that is no format."""
+    if name in STORED_FORMATS:
+        return STORED_FORMATS[name]
     if name not in FORMATS:
         raise ValueError(f"{name!r} is no format of weights; use one of {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -91,13 +111,14 @@ def packed_shapes(num_columns: int, inner: int, name: str) -> tuple[tuple[int, .
     panels, steps, fmt = num_columns // PANEL, inner // STEP, weight_format(name)
     codes = (panels, steps, 2, STEP * PANEL * fmt.bits // 16)
     if fmt.bits == 4:
-        return codes, (panels, inner // fmt.group, PANEL)
+        return codes, (panels, inner // fmt.group, *((2,) if fmt.is_shifted else ()), PANEL)
     if name == "fp8_block":
         return codes, (-(-num_columns // BLOCK), -(-inner // BLOCK))
     return codes, ((1,) if name == "fp8_tensor" else (num_columns,))
 
 
 def scale_dtype(name: str) -> torch.dtype:
+    """Of the scales that `quantize` chooses."""
     return torch.bfloat16 if weight_format(name).bits == 4 else torch.float32
 
 
@@ -136,6 +157,9 @@ def dequantize(qweight: torch.Tensor, scale: torch.Tensor, name: str) -> torch.T
     if fmt.bits == 4:
         codes = _unpack_4(qweight)
         values = from_e2m1(codes) if fmt.is_float else codes.float() - 8
+        if fmt.is_shifted:
+            scale, shift = (_of_groups(part, fmt.group) for part in scale.unbind(2))
+            return values * scale + shift
         return values * _of_groups(scale, fmt.group)
     codes = _unpack_8(qweight)
     values = codes.view(torch.int8 if name == "int8" else torch.float8_e4m3fn).float()
@@ -162,6 +186,44 @@ def pack_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
     return packed, num_subnormal
 
 
+def pack_int8(weight: torch.Tensor) -> torch.Tensor:
+    """weight [N, K] int8 as others made it, -127 ... 127 -> packed codes.
+
+    Raises:
+        ValueError: sizes that cannot be packed.
+    """
+    if problem := size_problem(*weight.shape, "int8"):
+        raise ValueError(problem)
+    return _packed_in_slices(weight, "int8", lambda part: _pack_8(part.view(torch.uint8)))
+
+
+def pack_int4(codes: torch.Tensor, name: str) -> torch.Tensor:
+    """codes [N, K] uint8 as others made them, 0 ... 15 (those of integers plus 8) -> packed codes.
+
+    Raises:
+        ValueError: sizes that cannot be packed.
+    """
+    if problem := size_problem(*codes.shape, name):
+        raise ValueError(problem)
+    return _packed_in_slices(codes, name, _pack_4)
+
+
+def packed_groups(scale: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+    """Scales of 4 bits [N, G], and shifts -> the scale tensor; in bf16 where that is exact, else in float32."""
+    parts = [_packed_groups(part.float()) for part in (scale, shift) if part is not None]
+    packed = parts[0] if shift is None else torch.stack(parts, 2)
+    rounded = packed.bfloat16()
+    return rounded if packed.is_meta or bool((rounded == packed).all()) else packed
+
+
+def _packed_in_slices(codes: torch.Tensor, name: str, pack) -> torch.Tensor:
+    packed = empty_codes(packed_shapes(*codes.shape, name)[0], codes.device)
+    rows = max(PANEL, SLICE_ELEMENTS // codes.shape[1] // PANEL * PANEL)
+    for part, to in zip(codes.split(rows), packed.split(rows // PANEL)):
+        to.copy_(pack(part))
+    return packed
+
+
 def scale_of_each(scale: torch.Tensor, shape) -> torch.Tensor:
     """scale [N/128, K/128], [N] or [1] of a weight [N, K] in fp8 -> something that multiplies it."""
     return _of_blocks(scale, shape) if scale.dim() == 2 else scale[:, None]
@@ -171,8 +233,13 @@ def error_bound(weight: torch.Tensor, name: str) -> torch.Tensor:
     """How far each weight [N, K] may be from its code times its scale: half a step, and what 4 bits cut off."""
     fmt, size = weight_format(name), weight.float().abs()
     if fmt.bits == 4:
-        shared = size.unflatten(1, (-1, fmt.group)).amax(2).repeat_interleave(fmt.group, dim=1)
-        return shared * (0.26 if fmt.is_float else 1.01 - min(INT4_SHRINKS))
+        groups = (weight.float() if fmt.is_shifted else size).unflatten(1, (-1, fmt.group))
+        shared = groups.amax(2).repeat_interleave(fmt.group, dim=1)
+        if fmt.is_shifted:  # half a step, and what rounding scale and shift to bf16 adds
+            least = groups.amin(2).repeat_interleave(fmt.group, dim=1)
+            return (shared - least) / 29 + torch.maximum(shared.abs(), least.abs()) / 60
+        # the largest of the other sign meets the code 7 where the largest has -8
+        return shared * (0.26 if fmt.is_float else 1.01 - min(INT4_SHRINKS) * 7 / 8)
     if name == "int8":
         return size.amax(1, keepdim=True) / 253
     return size / 15.9 + size.max() * (E4M3_SMALLEST_NORMAL / E4M3_MAX)
@@ -185,7 +252,11 @@ def _quantize_slice(w: torch.Tensor, name: str, whole: torch.Tensor | None):
     """w [n, K] float32 -> (packed codes, scale) of these rows; `whole`: the one scale of fp8_tensor."""
     fmt = weight_format(name)
     if fmt.bits == 4:
-        codes, scale = (_mxfp4 if fmt.is_float else _int4)(w.unflatten(1, (-1, fmt.group)))
+        groups = w.unflatten(1, (-1, fmt.group))
+        if fmt.is_shifted:
+            codes, scale, shift = _uint4(groups)
+            return _pack_4(codes.flatten(1)), torch.stack([_packed_groups(p) for p in (scale, shift)], 2)
+        codes, scale = (_mxfp4 if fmt.is_float else _int4)(groups)
         return _pack_4(codes.flatten(1)), _packed_groups(scale)
     if name == "int8":
         scale = _scale_to(w.abs().amax(1), 127)
@@ -238,6 +309,16 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _int4_codes(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (groups / scale).round_().clamp_(-8, 7)
+
+
+def _uint4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """groups [n, G, g] float32 -> (codes + 8 uint8, scale, shift [n, G] bf16), between the least and the largest."""
+    least, largest = groups.aminmax(dim=2, keepdim=True)
+    scale = ((largest - least) / 15).bfloat16().float()
+    scale = torch.where(scale == 0, 1.0, scale)
+    shift = (least + 8 * scale).bfloat16().float()
+    codes = ((groups - shift) / scale).round_().clamp_(-8, 7) + 8
+    return codes.to(torch.uint8), scale.squeeze(2).bfloat16(), shift.squeeze(2).bfloat16()
 
 
 def _mxfp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,8 @@ and put in order by reshaping, which moves nothing in memory:
     tile              [k, column]
 
 Codes are exact in 16 bits, and so are their products in float32; scales multiply sums. Scales that change with k
-multiply the sum of their own 32, 64 or 128 k, which is then what the loop takes at a time.
+multiply the sum of their own 32, 64 or 128 k, which is then what the loop takes at a time. W_SHARES "shifted group"
+is "group" with shifts behind the scales of a group and panel: they multiply the sum of x over its k.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ def scale_of_sum(
         scale = tl.load(ptrs, mask=(column < num_columns) & (step < num_steps), other=0.0)
     else:
         number = column // 32 * (num_steps // GROUP_STEPS) + step // GROUP_STEPS
+        if SHARES != "group":
+            number = number * 2 + (1 if SHARES == "shifts" else 0)
         mask = (column < num_columns) & (step < num_steps)
         scale = tl.load(scale_ptr + number * 32 + column % 32, mask=mask, other=0.0).to(tl.float32)
     return scale
@@ -137,17 +140,21 @@ def scale_of_sum(
 
 @triton.jit
 def scaled_part(
-    part, x_scale_ptr, w_scale_ptr, row, column, step, num_rows, num_columns, num_steps, W_SHARES: tl.constexpr,
+    part, x, x_scale_ptr, w_scale_ptr, row, column, step, num_rows, num_columns, num_steps, W_SHARES: tl.constexpr,
     GROUP_STEPS: tl.constexpr, X_SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Sums over k from `step` on by the scales of both sides that change with k."""
+    """Sums over k from `step` on by the scales of both sides that change with k; x [.., k]: what was summed."""
     if X_SHARES == "group":
         part *= scale_of_sum(
             x_scale_ptr, row, column, step, num_rows, num_columns, num_steps, "token groups", GROUP_STEPS
         )
-    if W_SHARES == "block" or W_SHARES == "group":
+    if W_SHARES == "block" or W_SHARES == "group" or W_SHARES == "shifted group":
         part *= scale_of_sum(
             w_scale_ptr, row, column, step, num_rows, num_columns, num_steps, W_SHARES, GROUP_STEPS
+        )
+    if W_SHARES == "shifted group":
+        part += tl.sum(x.to(tl.float32), -1, keep_dims=True) * scale_of_sum(
+            w_scale_ptr, row, column, step, num_rows, num_columns, num_steps, "shifts", GROUP_STEPS
         )
     return part
 
@@ -199,7 +206,7 @@ def sums_of_panels(
     """Sums [BLOCK_M, 32 PANELS] over the steps [first, last), by the scales that change with k; see below."""
     BLOCK_N: tl.constexpr = PANELS * 32
     BLOCK_K: tl.constexpr = STEPS * 32 // SUMS
-    HAS_PARTS: tl.constexpr = W_SHARES == "block" or W_SHARES == "group" or X_SHARES == "group"
+    HAS_PARTS: tl.constexpr = W_SHARES in ("block", "group", "shifted group") or X_SHARES == "group"
     column = panel * 32 + tl.arange(0, BLOCK_N)
     num_columns = num_panels * 32
     if SUMS == 1:
@@ -212,8 +219,9 @@ def sums_of_panels(
             )  # fmt: skip
             if HAS_PARTS:
                 acc += scaled_part(
-                    product(x, w, tl.zeros((BLOCK_M, BLOCK_N), tl.float32)), x_scale_ptr, w_scale_ptr, row[:, None],
-                    column[None, :], step, num_rows, num_columns, num_steps, W_SHARES, GROUP_STEPS, X_SHARES,
+                    product(x, w, tl.zeros((BLOCK_M, BLOCK_N), tl.float32)), x, x_scale_ptr, w_scale_ptr,
+                    row[:, None], column[None, :], step, num_rows, num_columns, num_steps, W_SHARES, GROUP_STEPS,
+                    X_SHARES,
                 )  # fmt: skip
             else:
                 acc = product(x, w, acc)
@@ -228,7 +236,7 @@ def sums_of_panels(
             )  # fmt: skip
             tiles = tl.reshape(w, (SUMS, BLOCK_K, BLOCK_N))
             sums += scaled_part(
-                product(x, tiles, tl.zeros((SUMS, BLOCK_M, BLOCK_N), tl.float32)), x_scale_ptr, w_scale_ptr,
+                product(x, tiles, tl.zeros((SUMS, BLOCK_M, BLOCK_N), tl.float32)), x, x_scale_ptr, w_scale_ptr,
                 row[None, :, None], column[None, None, :], step + number * (STEPS // SUMS), num_rows, num_columns,
                 num_steps, W_SHARES, GROUP_STEPS, X_SHARES,
             )  # fmt: skip
@@ -246,7 +254,7 @@ def packed_linear_kernel(
     """out [M, N] = (x * its scale) (codes * their scale)^T + bias.
 
     FORMAT: "e4m3", "int8", "int4" or "e2m1".
-    W_SHARES: "tensor", "row", "block" of 128 x 128, or "group" of 32 GROUP_STEPS.
+    W_SHARES: "tensor", "row", "block" of 128 x 128, "group" of 32 GROUP_STEPS, or such a "shifted group".
     X_SHARES: "" for x of numbers; else x is of e4m3 codes, with scales of the "tensor", a "token" or a "group".
     SUMS: a step of the loop makes so many sums, over 32 STEPS / SUMS of k each, which divide what shares a scale.
     PARTS: of k, of `part_steps` each, a multiple of STEPS; more than one: out [PARTS, M, N] float32 are their sums.

@@ -134,7 +134,8 @@ class Tiling(NamedTuple):
 def tiling(num_rows: int, dtype: torch.dtype, format: str, x_shares: str, device: torch.device) -> Tiling:
     """Of a product of so many rows of x of that dtype; `x_shares`: see packed_linear_kernel."""
     fmt = weight_format(format)
-    w_shares = "group" if fmt.bits == 4 else W_SHARES[format]
+    of_4_bits = "shifted group" if fmt.is_shifted else "group"
+    w_shares = of_4_bits if fmt.bits == 4 else W_SHARES[format]
     if dtype == torch.float32:
         block, at_once, taken, warps, stages = TILE_OF_FLOAT32
     else:
@@ -142,7 +143,8 @@ def tiling(num_rows: int, dtype: torch.dtype, format: str, x_shares: str, device
             t for most, *t in TILES if most is None or num_rows <= most
         )
     group_steps, sums = (fmt.group or GROUP) // STEP, 1
-    if dtype != torch.float32 and ("group" in (w_shares, x_shares) or w_shares == "block"):
+    changes_with_k = x_shares == "group" or w_shares in ("block", "group", "shifted group")
+    if dtype != torch.float32 and changes_with_k:
         if block == MIN_ROWS_OF_TILE and fmt.bits == 8:
             stages = STAGES_OF_SCALED_STEPS
         taken = max(group_steps, taken) if block == MIN_ROWS_OF_TILE and fmt.bits == 4 else group_steps

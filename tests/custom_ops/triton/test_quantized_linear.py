@@ -3,16 +3,18 @@
 import pytest
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import FORMATS, quantize
+from pagebinder.custom_ops.linear.weight_formats import FORMATS, STORED_FORMATS, quantize
 from pagebinder.custom_ops.triton import gpu
 from tests.custom_ops.test_quantized_linear import (  # noqa: F401  (run here with the provider of this folder)
     check,
     operands,
+    stored_weight,
     test_layouts,
     weight_of,
 )
 from tests.custom_ops.triton.on_device import DEVICE
 from tests.helpers import by_day
+from tests.tolerances import assert_close
 
 # Tiles of each kind, full and not: rows, columns (panels of 32), k (steps of 32).
 SIZES = [(1, 64, 64), (20, 96, 448)]
@@ -28,6 +30,16 @@ def test_against_float64(linear, name):
     for rows, columns, inner in (*SIZES, *([(130, 160, 192)] if name in ("fp8_block", "int4_g64") else [])):
         x, bias = operands(rows, columns, inner)
         check(linear, x, weight_of(columns, inner), name, bias if rows > 1 else None)
+
+
+@pytest.mark.parametrize("name", by_day(STORED_FORMATS, ("int4_g128", "uint4_g64")))
+def test_codes_of_checkpoints(linear, name, monkeypatch):
+    monkeypatch.setattr(gpu, "MULTIPROCESSORS_OF_NO_GPU", 8)
+    for rows, dtype in ((1, torch.bfloat16), (20, torch.bfloat16), (130, torch.float16), (3, torch.float32)):
+        codes, scale, weight = stored_weight(name, 64, 384)
+        x, bias = operands(rows, 64, 384, dtype)
+        y = linear(x, codes, scale, bias, format=name)
+        assert_close(y.cpu(), torch.nn.functional.linear(x.double(), weight, bias.double()))
 
 
 @pytest.mark.parametrize("name", by_day(FORMATS, ("fp8_block",)))

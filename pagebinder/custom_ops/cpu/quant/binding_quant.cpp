@@ -65,7 +65,11 @@ std::vector<Tensor> multiply(const Tensor& x, const std::vector<Weight>& weights
     }
     call.rounds = type != dtype;
     if (layers[0].rows == 0 || call.num_jobs(1) == 0) return;
-    const auto kernel = [call, layers, run]() mutable {
+    const auto kernel = [call, layers, run, type]() mutable {
+      if (layers[0].is_shifted) {
+        const float* sums = sums_of_groups(layers[0], type == ScalarType::BFloat16);
+        for (QuantizedLinearArgs& layer : layers) layer.x_sums = sums;
+      }
       call.layers = layers.data();
       run(call);
     };

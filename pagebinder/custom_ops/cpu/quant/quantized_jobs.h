@@ -63,6 +63,20 @@ inline void tell_next_weights(const QuantizedRun& run) {
   });
 }
 
+// What shifts add to the sums of a row with columns from `half` of a panel on: each the sum of x over its group.
+inline VF sum_of_shifts(const QuantizedLinearArgs& a, int64_t row, int64_t panel, int half) {
+  const int64_t groups = a.inner / a.scale_group;
+  const float* x = a.x_sums + row * groups;
+  const int64_t first = panel * a.scale_panel_stride + QUANT_PANEL + half;
+  VF total{};
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t at = first + g * a.scale_group_stride;
+    total += splat(x[g]) * (a.scale_is_bf16 ? load_float(static_cast<const bf16*>(a.scale) + at)
+                                            : load_float(static_cast<const float*>(a.scale) + at));
+  }
+  return total;
+}
+
 // Rows of a job's sums [row][32], of gated layers of both -> rows of out from `first_row` on.
 template <class Out>
 void write_panel(const QuantizedRun& run, const QuantizedJob& job, const float* const* sums, int64_t first_row,
@@ -78,9 +92,14 @@ void write_panel(const QuantizedRun& run, const QuantizedJob& job, const float* 
     const VF bias = bias_of(*job.layer), other = run.parts > 1 ? bias_of(job.layer[1]) : VF{};
     Out* out = static_cast<Out*>(job.layer->out) + first_row * job.layer->columns + column;
     for (int64_t r = 0; r < rows; ++r, out += job.layer->columns) {
-      VF value = load<VF>(sums[0] + r * QUANT_PANEL + half) + bias;
+      const auto sum_of = [&](int part) {
+        const QuantizedLinearArgs& layer = job.layer[part];
+        const VF sum = load<VF>(sums[part] + r * QUANT_PANEL + half);
+        return layer.is_shifted ? sum + sum_of_shifts(layer, first_row + r, job.panel, half) : sum;
+      };
+      VF value = sum_of(0) + bias;
       if (run.parts > 1) {
-        const VF up = rounded(load<VF>(sums[1] + r * QUANT_PANEL + half) + other);
+        const VF up = rounded(sum_of(1) + other);
         value = rounded(activate(gate, rounded(value))) * up;
       }
       store_float(out, value);

@@ -50,6 +50,8 @@ struct QuantizedLinearArgs {
   int64_t scale_panel_stride, scale_group_stride;  // in elements; panel_stride is that of `scale_panels` panels
   int64_t scale_panels;      // panels that share their scales
   bool scale_is_vector;      // one scale for each column of a panel, or one for all
+  bool is_shifted;           // behind the scales of a group and panel lie shifts: a weight is code * scale + shift
+  const float* x_sums;       // then: of each row of x the sums over what shares a scale, [rows, inner / scale_group]
   const float* x_scale;      // what rows of x are times, or null: [rows, k / x_group]
   int64_t x_group;           // k that share one: a multiple of 4 QUANT_STEP, or more than `inner`
   int64_t x_scale_stride;    // from row to row: 0 where all share it
@@ -95,6 +97,9 @@ struct QuantizedLayers {
     return count;
   }
 };
+
+// `x_sums` of a call's first layer, of x in bf16 or float32; they are this thread's until the next call.
+const float* sums_of_groups(const QuantizedLinearArgs& a, bool is_bf16);
 
 // bf16 on matrix tiles; false where there are none, and nothing was done.
 bool quantized_linear_has_tiles();

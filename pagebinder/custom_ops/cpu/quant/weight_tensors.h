@@ -20,12 +20,21 @@ constexpr int64_t FP8_BLOCK = 128;
 
 inline bool starts_with(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
 
+// How many weights of a row share a scale in "int4_g64" or, with a shift, "uint4_g64"; 0: it is no such format.
+inline int64_t group_of_4_bits(const std::string& format) {
+  for (const char* kind : {"int4_g", "uint4_g"})
+    for (const int64_t group : {32, 64, 128})
+      if (format == kind + std::to_string(group)) return group;
+  return 0;
+}
+
 // Fills in what the format says about codes and scales; throws if the tensors are not of such a format. Of a stack, whose
 // tensors have a dimension in front (`stacked` is 1, else 0), that is what it says about the first weight.
 inline void describe_weight(const Tensor& qweight, const Tensor& scale, const std::string& format,
                             QuantizedLinearArgs& a, int64_t stacked = 0) {
+  const bool is_shifted = starts_with(format, "uint4_g");
   const bool known = format == "fp8" || format == "fp8_tensor" || format == "fp8_block" || format == "int8" ||
-                     format == "int4_g32" || format == "int4_g64" || format == "mxfp4";
+                     format == "mxfp4" || group_of_4_bits(format) != 0;
   PB_CHECK(known, "unknown format ", format);
   a.code = starts_with(format, "fp8") ? Code::FP8
            : format == "int8"         ? Code::INT8
@@ -48,11 +57,13 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
     a.scale_group = FP8_BLOCK, a.scale_panels = FP8_BLOCK / QUANT_PANEL;
     a.scale_panel_stride = sizes[1], a.scale_group_stride = 1;
   } else if (has_4_bits(a.code)) {
-    a.scale_group = format == "int4_g64" ? 64 : 32;
+    a.scale_group = a.code == Code::FP4 ? QUANT_STEP : group_of_4_bits(format);
     PB_CHECK(a.inner % a.scale_group == 0, "K must be a multiple of ", a.scale_group);
     sizes = {panels, a.inner / a.scale_group, QUANT_PANEL};
-    a.scale_is_vector = true;
-    a.scale_panel_stride = sizes[1] * QUANT_PANEL, a.scale_group_stride = QUANT_PANEL;
+    if (is_shifted) sizes.insert(sizes.end() - 1, 2);
+    a.scale_is_vector = true, a.is_shifted = is_shifted;
+    a.scale_group_stride = is_shifted ? 2 * QUANT_PANEL : QUANT_PANEL;
+    a.scale_panel_stride = sizes[1] * a.scale_group_stride;
   } else {
     sizes = {a.columns};
     a.scale_is_vector = true, a.scale_panel_stride = QUANT_PANEL;
