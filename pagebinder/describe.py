@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS, TOKENS
-from pagebinder.frontend.fp8_linear import Fp8Linear
+from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import attributes, num_ops
 from pagebinder.passes.layer_view import layer_view
@@ -53,7 +53,7 @@ def describe_model(
     report: CompileReport, source: ModelSource, graphs: dict[str, GraphModule], device: torch.device
 ) -> None:
     """What the model is: class, size, dtype, ops of each level."""
-    codes = (module.codes for module in source.module.modules() if isinstance(module, Fp8Linear))
+    codes = (module.codes for module in source.module.modules() if isinstance(module, QuantizedLinear))
     parameters = [*source.module.parameters(), *codes]
     report.model, report.model_class = source.name, type(source.module).__name__
     report.num_parameters = sum(p.numel() for p in parameters)

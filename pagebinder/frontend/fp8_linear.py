@@ -1,7 +1,7 @@
 """Linear layers whose weights a checkpoint keeps in fp8: as they are loaded, and as they are served.
 
 LoadedFp8Linear    weight [N, K] e4m3, scale as stored        what transformers' loader fills
-  -> Fp8Linear     codes in the kernels' order, scale         calls quantized_linear: 8 bits a weight
+  -> QuantizedLinear   codes in the kernels' order, scale     calls quantized_linear: 8 bits a weight
   -> the module that stood there, with a plain weight         where no kernel reads codes; with the reason
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import torch
 
-import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.linear.weight_formats import (
-    dequantize,
     pack_e4m3,
     packed_shapes,
     scale_of_each,
@@ -20,37 +18,7 @@ from pagebinder.custom_ops.linear.weight_formats import (
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.fp8_format import GROUPED, StoredFp8
 from pagebinder.frontend.mx_numbers import SCALE_DTYPES, scale_values, times_scale
-
-# Modules whose weight is read as a matrix, not applied: latent attention splits it and multiplies queries with it.
-READ_AS_MATRIX = ("kv_b_proj",)
-
-
-class Fp8Linear(torch.nn.Module):
-    """y = x W^T + b; W in 8 bits. x [..., K] of the model's dtype -> [..., N]."""
-
-    def __init__(
-        self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.nn.Parameter | None, format: str
-    ):
-        super().__init__()
-        self.format = format
-        self.register_buffer("codes", codes)
-        self.register_buffer("scale", scale)
-        self.bias = bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.pagebinder.quantized_linear(x, self.codes, self.scale, self.bias, format=self.format)
-
-    def weight(self) -> torch.Tensor:
-        """The weight [N, K] that the codes stand for, float32."""
-        return dequantize(self.codes, self.scale, self.format)
-
-    def _apply(self, fn, recurse=True):
-        """A model that is moved or converted takes its scales along, in float32."""
-        scale = self.scale
-        super()._apply(fn, recurse)
-        if self.scale.dtype is not scale.dtype:
-            self.scale = scale.to(self.scale.device)
-        return self
+from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
 
 
 class LoadedFp8Linear(torch.nn.Module):
@@ -88,16 +56,13 @@ class LoadedFp8Linear(torch.nn.Module):
         else:
             codes, num_rounded = pack_e4m3(self.weight.detach())
         rounded = f", {num_rounded} of {self.weight.numel()} codes below 2^-6 rounded" if num_rounded else ""
-        return Fp8Linear(codes, scale, self.bias, self.stored.format), f"{self.stored}{rounded}"
+        return QuantizedLinear(codes, scale, self.bias, self.stored.format), f"{self.stored}{rounded}"
 
     def _reason_against_codes(self, path: str) -> str | None:
-        name = path.rpartition(".")[2]
         if self.stored.granularity == GROUPED:
             return "no kernel reads codes with a scale for 32 columns: it is stored in mxfp8 and expanded"
-        if name in READ_AS_MATRIX:
-            return "latent attention reads its weight as a matrix: it is expanded"
-        if type(self.replaced) is not torch.nn.Linear:
-            return f"it is a {type(self.replaced).__name__}: its weight is expanded"
+        if reason := reason_against_codes(path, self.replaced):
+            return reason
         problem = size_problem(*self.weight.shape, self.stored.format)
         return f"{problem}: its weight is expanded" if problem else None
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from pagebinder.errors import CheckpointError, ConfigError
-from pagebinder.frontend import fp8_loading
+from pagebinder.frontend import stored_loading
 from pagebinder.frontend.checkpoint_tensors import CheckpointTensors, compared, refuse_unsaid_codes
-from pagebinder.frontend.fp8_format import stored_fp8
 from pagebinder.frontend.model_kinds import SENTENCE_MODULES, auto_class, is_encoder_only, text_config
 from pagebinder.frontend.module_copy import copied
+from pagebinder.frontend.stored_format import stored_weights
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
 from pagebinder.frontend.unreadable import refuse_unreadable
 from pagebinder.frontend.unsupported import refuse_head
@@ -223,14 +223,14 @@ def _stored_by_class(config, path: Path):
     """What the class of a config adds to a config.json that is silent: Inkling 2 is published so."""
     added = getattr(config, "quantization_config", None)
     options = added if isinstance(added, dict) or added is None else added.to_dict()
-    return stored_fp8({"quantization_config": options}, f"{path}/config.json ({type(config).__name__})")
+    return stored_weights({"quantization_config": options}, f"{path}/config.json ({type(config).__name__})")
 
 
 def _build(
     path: Path, config, config_dict: dict, dtype: torch.dtype | None, weights: bool
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The model, and the fields of its source that are about weights."""
-    stored = stored_fp8(config_dict, f"{path}/config.json") or _stored_by_class(config, path)
+    stored = stored_weights(config_dict, f"{path}/config.json") or _stored_by_class(config, path)
     writer = writer_config(config)
     if stored is not None and writer is not config:
         raise CheckpointError(
@@ -240,7 +240,7 @@ def _build(
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if not weights:
         module = source_from_config(config, dtype=dtype).module
-        return module, {} if stored is None else _of_weights(*fp8_loading.replaced_on_meta(module, stored))
+        return module, {} if stored is None else _of_weights(*stored_loading.replaced_on_meta(module, stored))
     if not any(list(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise CheckpointError(
             f"{path} has no *.safetensors file. Save the weights as safetensors "
@@ -253,7 +253,7 @@ def _build(
             raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
     options = {} if writer is config else {"config": writer, "key_mapping": KEY_MAPPING}
     if stored is not None:
-        config.quantization_config = fp8_loading.loading_options(stored, path)
+        config.quantization_config = stored_loading.loading_options(stored, path)
         options = {"config": config}
     try:
         module, info = auto_class(writer, path).from_pretrained(
@@ -268,12 +268,14 @@ def _build(
     except Exception as error:
         raise CheckpointError(f"The weights in {path} cannot be loaded: {error}") from error
     if stored is not None:
-        fp8_loading.check_scales(stored, info.get("unexpected_keys", ()), info.get("missing_keys", ()), path)
+        stored_loading.check_names(
+            stored, info.get("unexpected_keys", ()), info.get("missing_keys", ()), path
+        )
     tensors = compared(module, info, path, other_parts(config))
     if stored is None:
         refuse_unsaid_codes(module, tensors, path)
         return module.eval(), {"tensors": tensors}
-    of_weights = _of_weights(*fp8_loading.finish(module, stored))
+    of_weights = _of_weights(*stored_loading.finish(module, stored))
     absent = tensors.absent | {f"{name.removesuffix('.weight')}.codes" for name in tensors.absent}
     return module.eval(), of_weights | {"tensors": CheckpointTensors(absent)}
 

@@ -15,9 +15,9 @@ import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import explain_model
 from pagebinder.custom_ops.latent.small_floats import E2M1_VALUES
-from pagebinder.frontend import fp8_loading
-from pagebinder.frontend.fp8_linear import Fp8Linear
+from pagebinder.frontend import stored_loading
 from pagebinder.frontend.mx_numbers import times_scale
+from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.source import source_from_dir
 from tests.frontend.test_inkling_leaves import architecture, built
 from tests.helpers import by_day, tiny_qwen3
@@ -237,7 +237,7 @@ def test_deepseek_v4_keeps_the_codes_of_its_blocks(beside, tmp_path):
         renamed = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
         save_file(renamed, tmp_path / "stored" / "model.safetensors", metadata={"format": "pt"})
     source, plain = source_from_dir(tmp_path / "stored"), source_from_dir(tmp_path / "plain")
-    layers = {path: m for path, m in source.module.named_modules() if isinstance(m, Fp8Linear)}
+    layers = {path: m for path, m in source.module.named_modules() if isinstance(m, QuantizedLinear)}
     assert {path.rpartition(".")[2] for path in layers} >= {"q_a_proj", "q_b_proj", "kv_proj", "o_b_proj"}
     for path, layer in layers.items():
         weight = plain.module.get_submodule(path).weight
@@ -316,7 +316,7 @@ def test_experts_that_are_stored_plain(tmp_path):
 def test_experts_that_are_not_known_as_such(tmp_path, monkeypatch):
     """They are expanded before transformers merges them, where it does."""
     both("mxfp8", tmp_path)
-    monkeypatch.setattr(fp8_loading, "experts_modules", lambda model: {})
+    monkeypatch.setattr(stored_loading, "experts_modules", lambda model: {})
     try:
         source = source_from_dir(tmp_path / "stored")
     except CheckpointError as error:
@@ -392,8 +392,8 @@ def test_explain_needs_config_json_alone(name, tmp_path):
 
 
 REFUSED = {
-    "awq": ({"quant_method": "awq", "bits": 4}, "'awq'"),
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+    "quip": ({"quant_method": "quip", "bits": 4}, "'quip'"),
+    "gptq": ({"quant_method": "gptq", "bits": 5}, "'gptq' with bits 5"),
     "nvfp4": ({"quant_method": "nvfp4"}, "'nvfp4'"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
     "blocks of 64": (GROUPED | {"weight_block_size": [1, 64]}, r"weight_block_size \[1, 64\]"),

@@ -10,10 +10,12 @@
     mxfp4        e2m1               32 neighbours of a row, 2^e    [N/32, K/32, 32] bf16   4.5
 
 Linear layers of checkpoints may have these beside them. Their scales are float32 where bf16 would round them, which
-doubles what there is beyond 4 bits:
+doubles what there is beyond the bits of codes:
 
     int4_g128    -8 ... 7           128 neighbours of a row        [N/32, K/128, 32]       4.125
     uint4_gG     -8 ... 7, shifted  G = 32, 64, 128 neighbours     [N/32, K/G, 2, 32]      5, 4.5, 4.25
+    int8_gG      -128 ... 127       G = 32, 64, 128 neighbours     [N/32, K/G, 32]         8.5, 8.25, 8.125
+    uint8_gG     the same, shifted  G = 32, 64, 128 neighbours     [N/32, K/G, 2, 32]      9, 8.5, 8.25
 
 Of shifted formats a group has a scale [.., 0, :] and a shift [.., 1, :]: a weight is code * scale + shift. Codes
 0 ... 15 with a zero point z, as AWQ has them, are codes less 8 with the shift (8 - z) * scale.
@@ -65,7 +67,12 @@ class WeightFormat:
     @property
     def multiple_of(self) -> int:
         """What K must be a multiple of."""
-        return max(STEP, self.group or 1) if self.bits == 4 else STEP
+        return self.group if self.has_groups else STEP
+
+    @property
+    def has_groups(self) -> bool:
+        """Is the scale tensor one of groups: [N/32, K/group, 32], or with shifts [N/32, K/group, 2, 32]?"""
+        return self.group is not None and self.name != "fp8_block"
 
 
 FORMATS = {  # that CompileConfig.quantization offers
@@ -80,11 +87,14 @@ FORMATS = {  # that CompileConfig.quantization offers
         WeightFormat("mxfp4", 4, 32, is_float=True),
     )
 }
+STORED_GROUPS = (128, 64, 32)
 STORED_FORMATS = {  # of linear layers whose checkpoint has them
     f.name: f
     for f in (
         WeightFormat("int4_g128", 4, 128),
-        *(WeightFormat(f"uint4_g{group}", 4, group, is_shifted=True) for group in (128, 64, 32)),
+        *(WeightFormat(f"uint4_g{group}", 4, group, is_shifted=True) for group in STORED_GROUPS),
+        *(WeightFormat(f"int8_g{group}", 8, group) for group in STORED_GROUPS),
+        *(WeightFormat(f"uint8_g{group}", 8, group, is_shifted=True) for group in STORED_GROUPS),
     )
 }
 
@@ -110,7 +120,7 @@ def packed_shapes(num_columns: int, inner: int, name: str) -> tuple[tuple[int, .
     """Shapes of the packed codes (uint8) and of the scale."""
     panels, steps, fmt = num_columns // PANEL, inner // STEP, weight_format(name)
     codes = (panels, steps, 2, STEP * PANEL * fmt.bits // 16)
-    if fmt.bits == 4:
+    if fmt.has_groups:
         return codes, (panels, inner // fmt.group, *((2,) if fmt.is_shifted else ()), PANEL)
     if name == "fp8_block":
         return codes, (-(-num_columns // BLOCK), -(-inner // BLOCK))
@@ -119,7 +129,7 @@ def packed_shapes(num_columns: int, inner: int, name: str) -> tuple[tuple[int, .
 
 def scale_dtype(name: str) -> torch.dtype:
     """Of the scales that `quantize` chooses."""
-    return torch.bfloat16 if weight_format(name).bits == 4 else torch.float32
+    return torch.bfloat16 if weight_format(name).has_groups else torch.float32
 
 
 def quantize(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,9 +164,9 @@ def empty_codes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
 def dequantize(qweight: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
     """(packed codes, scale) -> the weight [N, K] that they stand for, in float32, exactly."""
     fmt = weight_format(name)
-    if fmt.bits == 4:
-        codes = _unpack_4(qweight)
-        values = from_e2m1(codes) if fmt.is_float else codes.float() - 8
+    if fmt.has_groups:
+        codes = _unpack_4(qweight) if fmt.bits == 4 else _unpack_8(qweight).view(torch.int8)
+        values = from_e2m1(codes) if fmt.is_float else codes.float() - (8 if fmt.bits == 4 else 0)
         if fmt.is_shifted:
             scale, shift = (_of_groups(part, fmt.group) for part in scale.unbind(2))
             return values * scale + shift
@@ -186,42 +196,28 @@ def pack_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
     return packed, num_subnormal
 
 
-def pack_int8(weight: torch.Tensor) -> torch.Tensor:
-    """weight [N, K] int8 as others made it, -127 ... 127 -> packed codes.
-
-    Raises:
-        ValueError: sizes that cannot be packed.
-    """
-    if problem := size_problem(*weight.shape, "int8"):
-        raise ValueError(problem)
-    return _packed_in_slices(weight, "int8", lambda part: _pack_8(part.view(torch.uint8)))
-
-
-def pack_int4(codes: torch.Tensor, name: str) -> torch.Tensor:
-    """codes [N, K] uint8 as others made them, 0 ... 15 (those of integers plus 8) -> packed codes.
+def pack_integers(codes: torch.Tensor, name: str) -> torch.Tensor:
+    """codes [N, K] as others made them: int8, or uint8 0 ... 15, which are integers of 4 bits plus 8 -> packed codes.
 
     Raises:
         ValueError: sizes that cannot be packed.
     """
     if problem := size_problem(*codes.shape, name):
         raise ValueError(problem)
-    return _packed_in_slices(codes, name, _pack_4)
+    packed = empty_codes(packed_shapes(*codes.shape, name)[0], codes.device)
+    rows = max(PANEL, SLICE_ELEMENTS // codes.shape[1] // PANEL * PANEL)
+    pack = _pack_4 if weight_format(name).bits == 4 else _pack_8
+    for part, to in zip(codes.view(torch.uint8).split(rows), packed.split(rows // PANEL)):
+        to.copy_(pack(part))
+    return packed
 
 
 def packed_groups(scale: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
-    """Scales of 4 bits [N, G], and shifts -> the scale tensor; in bf16 where that is exact, else in float32."""
+    """Scales of groups [N, G], and shifts -> the scale tensor; in bf16 where that is exact, else in float32."""
     parts = [_packed_groups(part.float()) for part in (scale, shift) if part is not None]
     packed = parts[0] if shift is None else torch.stack(parts, 2)
     rounded = packed.bfloat16()
     return rounded if packed.is_meta or bool((rounded == packed).all()) else packed
-
-
-def _packed_in_slices(codes: torch.Tensor, name: str, pack) -> torch.Tensor:
-    packed = empty_codes(packed_shapes(*codes.shape, name)[0], codes.device)
-    rows = max(PANEL, SLICE_ELEMENTS // codes.shape[1] // PANEL * PANEL)
-    for part, to in zip(codes.split(rows), packed.split(rows // PANEL)):
-        to.copy_(pack(part))
-    return packed
 
 
 def scale_of_each(scale: torch.Tensor, shape) -> torch.Tensor:
@@ -232,12 +228,15 @@ def scale_of_each(scale: torch.Tensor, shape) -> torch.Tensor:
 def error_bound(weight: torch.Tensor, name: str) -> torch.Tensor:
     """How far each weight [N, K] may be from its code times its scale: half a step, and what 4 bits cut off."""
     fmt, size = weight_format(name), weight.float().abs()
-    if fmt.bits == 4:
+    if fmt.has_groups:
         groups = (weight.float() if fmt.is_shifted else size).unflatten(1, (-1, fmt.group))
         shared = groups.amax(2).repeat_interleave(fmt.group, dim=1)
         if fmt.is_shifted:  # half a step, and what rounding scale and shift to bf16 adds
             least = groups.amin(2).repeat_interleave(fmt.group, dim=1)
-            return (shared - least) / 29 + torch.maximum(shared.abs(), least.abs()) / 60
+            step = (shared - least) / ((1 << fmt.bits) - 2)
+            return step / 2 + torch.maximum(shared.abs(), least.abs()) / 60
+        if fmt.bits == 8:  # half a step, and what rounding the scale cuts off
+            return shared / 250 + shared / 250
         # the largest of the other sign meets the code 7 where the largest has -8
         return shared * (0.26 if fmt.is_float else 1.01 - min(INT4_SHRINKS) * 7 / 8)
     if name == "int8":
@@ -251,11 +250,15 @@ def error_bound(weight: torch.Tensor, name: str) -> torch.Tensor:
 def _quantize_slice(w: torch.Tensor, name: str, whole: torch.Tensor | None):
     """w [n, K] float32 -> (packed codes, scale) of these rows; `whole`: the one scale of fp8_tensor."""
     fmt = weight_format(name)
-    if fmt.bits == 4:
-        groups = w.unflatten(1, (-1, fmt.group))
+    if fmt.has_groups:
+        groups, pack = w.unflatten(1, (-1, fmt.group)), _pack_4 if fmt.bits == 4 else _pack_8
         if fmt.is_shifted:
-            codes, scale, shift = _uint4(groups)
-            return _pack_4(codes.flatten(1)), torch.stack([_packed_groups(p) for p in (scale, shift)], 2)
+            codes, scale, shift = _shifted(groups, fmt.bits)
+            return pack(codes.flatten(1)), torch.stack([_packed_groups(p) for p in (scale, shift)], 2)
+        if fmt.bits == 8:
+            scale = _scale_to(groups.abs().amax(2), 127).bfloat16()
+            codes = (groups / scale.float()[..., None]).round_().clamp_(-128, 127).to(torch.int8)
+            return _pack_8(codes.flatten(1).view(torch.uint8)), _packed_groups(scale)
         codes, scale = (_mxfp4 if fmt.is_float else _int4)(groups)
         return _pack_4(codes.flatten(1)), _packed_groups(scale)
     if name == "int8":
@@ -311,14 +314,16 @@ def _int4_codes(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (groups / scale).round_().clamp_(-8, 7)
 
 
-def _uint4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """groups [n, G, g] float32 -> (codes + 8 uint8, scale, shift [n, G] bf16), between the least and the largest."""
+def _shifted(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """groups [n, G, g] float32 -> (codes uint8, scale, shift [n, G] bf16), between the least and the largest."""
     least, largest = groups.aminmax(dim=2, keepdim=True)
-    scale = ((largest - least) / 15).bfloat16().float()
+    half = 1 << (bits - 1)
+    scale = ((largest - least) / (2 * half - 1)).bfloat16().float()
     scale = torch.where(scale == 0, 1.0, scale)
-    shift = (least + 8 * scale).bfloat16().float()
-    codes = ((groups - shift) / scale).round_().clamp_(-8, 7) + 8
-    return codes.to(torch.uint8), scale.squeeze(2).bfloat16(), shift.squeeze(2).bfloat16()
+    shift = (least + half * scale).bfloat16().float()
+    codes = ((groups - shift) / scale).round_().clamp_(-half, half - 1)
+    codes = (codes + half).to(torch.uint8) if bits == 4 else codes.to(torch.int8).view(torch.uint8)
+    return codes, scale.squeeze(2).bfloat16(), shift.squeeze(2).bfloat16()
 
 
 def _mxfp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -134,8 +134,8 @@ class Tiling(NamedTuple):
 def tiling(num_rows: int, dtype: torch.dtype, format: str, x_shares: str, device: torch.device) -> Tiling:
     """Of a product of so many rows of x of that dtype; `x_shares`: see packed_linear_kernel."""
     fmt = weight_format(format)
-    of_4_bits = "shifted group" if fmt.is_shifted else "group"
-    w_shares = of_4_bits if fmt.bits == 4 else W_SHARES[format]
+    of_groups = "shifted group" if fmt.is_shifted else "group"
+    w_shares = of_groups if fmt.has_groups else W_SHARES[format]
     if dtype == torch.float32:
         block, at_once, taken, warps, stages = TILE_OF_FLOAT32
     else:

@@ -32,7 +32,7 @@ def test_against_float64(linear, name):
         check(linear, x, weight_of(columns, inner), name, bias if rows > 1 else None)
 
 
-@pytest.mark.parametrize("name", by_day(STORED_FORMATS, ("int4_g128", "uint4_g64")))
+@pytest.mark.parametrize("name", by_day(STORED_FORMATS, ("int4_g128", "uint4_g64", "uint8_g32")))
 def test_codes_of_checkpoints(linear, name, monkeypatch):
     monkeypatch.setattr(gpu, "MULTIPROCESSORS_OF_NO_GPU", 8)
     for rows, dtype in ((1, torch.bfloat16), (20, torch.bfloat16), (130, torch.float16), (3, torch.float32)):

@@ -20,9 +20,9 @@ constexpr int64_t FP8_BLOCK = 128;
 
 inline bool starts_with(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
 
-// How many weights of a row share a scale in "int4_g64" or, with a shift, "uint4_g64"; 0: it is no such format.
-inline int64_t group_of_4_bits(const std::string& format) {
-  for (const char* kind : {"int4_g", "uint4_g"})
+// How many weights of a row share a scale in "int4_g64", "int8_g64" or, with a shift, "uint4_g64"; 0: it is no such format.
+inline int64_t group_of_integers(const std::string& format) {
+  for (const char* kind : {"int4_g", "uint4_g", "int8_g", "uint8_g"})
     for (const int64_t group : {32, 64, 128})
       if (format == kind + std::to_string(group)) return group;
   return 0;
@@ -32,14 +32,14 @@ inline int64_t group_of_4_bits(const std::string& format) {
 // tensors have a dimension in front (`stacked` is 1, else 0), that is what it says about the first weight.
 inline void describe_weight(const Tensor& qweight, const Tensor& scale, const std::string& format,
                             QuantizedLinearArgs& a, int64_t stacked = 0) {
-  const bool is_shifted = starts_with(format, "uint4_g");
-  const bool known = format == "fp8" || format == "fp8_tensor" || format == "fp8_block" || format == "int8" ||
-                     format == "mxfp4" || group_of_4_bits(format) != 0;
+  const bool is_shifted = starts_with(format, "uint");
+  const int64_t group = format == "mxfp4" ? QUANT_STEP : group_of_integers(format);
+  const bool known = format == "fp8" || format == "fp8_tensor" || format == "fp8_block" || format == "int8" || group != 0;
   PB_CHECK(known, "unknown format ", format);
-  a.code = starts_with(format, "fp8") ? Code::FP8
-           : format == "int8"         ? Code::INT8
-           : format == "mxfp4"        ? Code::FP4
-                                      : Code::INT4;
+  a.code = starts_with(format, "fp8")                          ? Code::FP8
+           : format == "mxfp4"                                 ? Code::FP4
+           : format.find("int8") != std::string::npos          ? Code::INT8
+                                                               : Code::INT4;
   PB_CHECK(qweight.scalar_type() == ScalarType::Byte && qweight.dim() == stacked + 4 && qweight.is_contiguous() &&
                qweight.size(stacked + 2) == 2 && qweight.size(stacked + 3) == a.tile_bytes(),
            "qweight must be contiguous uint8 [N / 32, K / 32, 2, ", a.tile_bytes(), "]");
@@ -56,8 +56,8 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
     sizes = {(a.columns + FP8_BLOCK - 1) / FP8_BLOCK, (a.inner + FP8_BLOCK - 1) / FP8_BLOCK};
     a.scale_group = FP8_BLOCK, a.scale_panels = FP8_BLOCK / QUANT_PANEL;
     a.scale_panel_stride = sizes[1], a.scale_group_stride = 1;
-  } else if (has_4_bits(a.code)) {
-    a.scale_group = a.code == Code::FP4 ? QUANT_STEP : group_of_4_bits(format);
+  } else if (group != 0) {
+    a.scale_group = group;
     PB_CHECK(a.inner % a.scale_group == 0, "K must be a multiple of ", a.scale_group);
     sizes = {panels, a.inner / a.scale_group, QUANT_PANEL};
     if (is_shifted) sizes.insert(sizes.end() - 1, 2);
@@ -71,7 +71,7 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
   bool fits = scale.dim() == stacked + static_cast<int64_t>(sizes.size()) && scale.is_contiguous() &&
               (stacked == 0 || scale.size(0) == qweight.size(0));
   for (size_t i = 0; fits && i < sizes.size(); ++i) fits = scale.size(stacked + i) == sizes[i];
-  PB_CHECK(fits && (scale.scalar_type() == ScalarType::Float || (a.scale_is_bf16 && has_4_bits(a.code))),
+  PB_CHECK(fits && (scale.scalar_type() == ScalarType::Float || (a.scale_is_bf16 && group != 0)),
            "scale is not that of a weight [", a.columns, ", ", a.inner, "] in ", format);
 }
 

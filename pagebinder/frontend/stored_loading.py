@@ -1,10 +1,10 @@
-"""Models whose checkpoints keep weights in 8 or 4 bits, through transformers' own loader.
+"""Models whose checkpoints keep weights in few bits, through transformers' own loader.
 
     from_pretrained
-      build on meta        linear layers that are stored in fp8 -> LoadedFp8Linear
+      build on meta        linear layers that are stored so -> LoadedFp8Linear, LoadedInts
                            experts with a scale for 32 columns -> LoadedExperts
       load                 names, shards and merges as for plain weights; other experts, which it merges, are expanded
-    finish                 LoadedFp8Linear -> Fp8Linear, LoadedExperts -> experts, one at a time
+    finish                 Loaded... -> QuantizedLinear, or the layer with a plain weight; experts; one at a time
 
 transformers calls what takes part in that a quantizer, and finds it by the `quant_method` of the config.
 """
@@ -12,6 +12,7 @@ transformers calls what takes part in that a quantizer, and finds it by the `qua
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,23 @@ from pagebinder.errors import CheckpointError
 from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import GROUPED, StoredFp8
-from pagebinder.frontend.fp8_linear import Fp8Linear, LoadedFp8Linear, expanded
+from pagebinder.frontend.fp8_linear import LoadedFp8Linear, expanded
+from pagebinder.frontend.int_format import StoredInts, tail
+from pagebinder.frontend.int_linear import LoadedInts
 from pagebinder.frontend.mx_experts import LoadedExperts
 from pagebinder.frontend.mx_numbers import scale_values, times_scale
+from pagebinder.frontend.quantized_module import QuantizedLinear
+from pagebinder.frontend.stored_format import Stored
 from pagebinder.report import Match, PassResult, Refusal
 
-METHOD = "pagebinder_fp8"
+METHOD = "pagebinder_stored"
 PATTERN = "quantized_linear"
-CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
 # Scales for activations of fp8 kernels: here activations keep their dtype.
 OF_ACTIVATIONS = ("activation_scale", "input_scale")
 
 
-def loading_options(stored: StoredFp8, path: Path) -> dict[str, Any]:
+def loading_options(stored: Stored, path: Path) -> dict[str, Any]:
     """What a transformers config must say as `quantization_config` for its model to be loaded by this file.
 
     Raises:
@@ -42,46 +47,58 @@ def loading_options(stored: StoredFp8, path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     _register()
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(path.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+                dtypes = {name: part.get_dtype() for name, part in slices.items()}
+                shapes |= {name: tuple(part.get_shape()) for name, part in slices.items()}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         if name := next((name for name, dtype in dtypes.items() if dtype == "F8_E5M2"), None):
             raise CheckpointError(f"{file}: {name} is stored in e5m2; e4m3 is served.")
+    if isinstance(stored, StoredInts):
+        stored = replace(stored, layers=_layers(stored, shapes))
     return {"quant_method": METHOD, "stored": stored}
 
 
-def check_scales(stored: StoredFp8, unexpected, missing, path: Path) -> None:
-    """Raises CheckpointError: a weight is without its scale, which is missing, or has no place in the model."""
-    endings = (f".{stored.scale_name}",) + ((f"proj{stored.scale_suffix}",) if stored.experts else ())
-    scales = (key for key in map(str, missing) if key.endswith(endings))
-    bare = sorted(
-        key for key in scales if key.removesuffix(stored.scale_suffix) + stored.codes_suffix not in missing
-    )
+def _layers(stored: StoredInts, shapes: dict[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of the tensors of layers that are stored as integers, by `tail` of the layer's path."""
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        owner, _, kind = name.rpartition(".")
+        if kind in stored.tensors.names and f"{owner}.{stored.tensors.marker}" in shapes:
+            layers.setdefault(tail(owner), {})[kind] = shape
+    return layers
+
+
+def check_names(stored: Stored, unexpected, missing, path: Path) -> None:
+    """Raises CheckpointError: tensors beside codes are missing, or have no place in the model."""
+    scales = (key for key in map(str, missing) if key.endswith(stored.endings))
+    bare = sorted(key for key in scales if stored.codes_beside(key) not in missing)
     if bare:
         raise CheckpointError(
             f"{path} lacks {counted(bare)} that its config asks for, for example the scale {bare[0]}."
         )
-    lost = sorted(key for key in map(str, unexpected) if key.endswith(endings))
+    lost = sorted(key for key in map(str, unexpected) if key.endswith(stored.endings))
     if lost:
         import transformers
 
         raise CheckpointError(
-            f"{path} holds scales of {len(lost)} weights that its config says are stored plain, for example "
-            f"{lost[0]}: its list of modules that are not quantised is wrong, or transformers "
-            f"{transformers.__version__} does not expand these."
+            f"{path} holds scales of {len({stored.codes_beside(key) for key in lost})} weights that its config says "
+            f"are stored plain, for example {lost[0]}: its list of modules that are not quantised is wrong, or "
+            f"transformers {transformers.__version__} does not expand these."
         )
 
 
-def finish(model: torch.nn.Module, stored: StoredFp8) -> tuple[PassResult, dict[str, str]]:
+def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str, str]]:
     """Put into place what is served, and say what became of each linear layer and mixture of experts.
 
     Returns:
         That, and the microscaled format of what was stored in one and is expanded, by path of the module.
     Raises:
-        CheckpointError: tensors that are no weights in fp8, or are left in it without a kernel; names the module.
+        CheckpointError: tensors that are no such weights, or codes that are left without a kernel; names the module.
     """
     result, formats = PassResult(name="stored_weights"), {}
 
@@ -89,10 +106,10 @@ def finish(model: torch.nn.Module, stored: StoredFp8) -> tuple[PassResult, dict[
         result.refusals.append(Refusal(pattern=PATTERN, reason=reason, node="", module_path=path))
 
     for path, module in list(model.named_modules()):
-        if isinstance(module, LoadedFp8Linear):
+        if isinstance(module, LoadedFp8Linear | LoadedInts):
             served, what = module.finished(path)
             model.set_submodule(path, served)
-            if isinstance(served, Fp8Linear):
+            if isinstance(served, QuantizedLinear):
                 result.matches.append(Match(pattern=PATTERN, node="", module_path=path, detail=what))
             else:
                 refuse(path, what)
@@ -117,26 +134,26 @@ def _check_left(model: torch.nn.Module) -> None:
     """Raises CheckpointError: codes are left where weights belong."""
     for path, module in model.named_modules():
         codes = [n for n, p in module.named_parameters(recurse=False) if p.dtype in CODES]
-        if codes and not isinstance(module, Fp8Linear):
+        if codes:
             import transformers
 
             raise CheckpointError(
-                f"{path}.{codes[0]} is stored in fp8 or fp4, and transformers {transformers.__version__} leaves it "
-                "so, without its scales; transformers 5.23 expands what the config describes."
+                f"{path}.{codes[0]} is stored as codes, and transformers {transformers.__version__} leaves it so, "
+                "without its scales; transformers 5.23 expands what the config describes."
             )
 
 
-def _of_experts(stored: StoredFp8, format: str | None) -> str:
+def _of_experts(stored: Stored, format: str | None) -> str:
     if format == "mxfp4":
         return "they are stored in mxfp4 and expanded; keep_stored_codes packs those that a kernel reads"
     if format is not None:
         return f"no kernel reads codes of experts: they are stored in {format} and expanded"
     if stored.experts is not None:
         return "they are stored plain"
-    return "no kernel reads codes of experts: they are expanded where they are stored in fp8"
+    return "no kernel reads these codes of experts: they are expanded where they are stored so"
 
 
-def replaced_on_meta(model: torch.nn.Module, stored: StoredFp8) -> tuple[PassResult, dict[str, str]]:
+def replaced_on_meta(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str, str]]:
     """The same for a model without weights."""
     _, quantizer_class, config_class = _register()
     quantizer = quantizer_class(config_class(stored=stored), pre_quantized=True)
@@ -144,7 +161,7 @@ def replaced_on_meta(model: torch.nn.Module, stored: StoredFp8) -> tuple[PassRes
     return finish(model, stored)
 
 
-def _replace(model: torch.nn.Module, stored: StoredFp8, kept: list[str]) -> None:
+def _replace(model: torch.nn.Module, stored: Stored, kept: list[str]) -> None:
     """Raises CheckpointError: a method stores experts alone, and the model has none."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -154,12 +171,16 @@ def _replace(model: torch.nn.Module, stored: StoredFp8, kept: list[str]) -> None
             f"quant_method {stored.method!r} is about experts, and {type(model).__name__} has none that are known."
         )
     for path, module in list(model.named_modules()):
-        if not should_convert_module(path, kept):
+        if isinstance(stored, StoredInts) and stored.layers is not None:
+            if isinstance(module, torch.nn.Linear) and (shapes := stored.layers.get(tail(path))):
+                model.set_submodule(path, LoadedInts(module, stored, shapes))
+        elif not should_convert_module(path, kept):
             continue
-        if path in experts:
+        elif path in experts:
             model.set_submodule(path, LoadedExperts(module, stored))
         elif isinstance(module, torch.nn.Linear) and stored.granularity is not None:
-            model.set_submodule(path, LoadedFp8Linear(module, stored))
+            loaded = LoadedInts if isinstance(stored, StoredInts) else LoadedFp8Linear
+            model.set_submodule(path, loaded(module, stored))
 
 
 @functools.cache
@@ -172,10 +193,10 @@ def _register() -> tuple[type, type, type]:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     @register_quantization_config(METHOD)
-    class Fp8Config(QuantizationConfigMixin):
+    class StoredConfig(QuantizationConfigMixin):
         dequantize = False
 
-        def __init__(self, stored: StoredFp8, quant_method: str = METHOD):
+        def __init__(self, stored: Stored, quant_method: str = METHOD):
             self.quant_method, self.stored = quant_method, stored
             self.modules_to_not_convert = None if stored.kept is None else list(stored.kept)
 
@@ -188,6 +209,8 @@ def _register() -> tuple[type, type, type]:
         def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
             stored = self.hf_quantizer.quantization_config.stored
             dtype, plain = model.get_parameter_or_buffer(full_layer_name).dtype, {}
+            if isinstance(stored, StoredInts):
+                return _ints_expanded(input_dict, stored, dtype)
             for name, weights in input_dict.items():
                 if name.endswith((stored.scale_name, *OF_ACTIVATIONS)):
                     continue
@@ -198,11 +221,15 @@ def _register() -> tuple[type, type, type]:
             return plain
 
     @register_quantizer(METHOD)
-    class Fp8Quantizer(FineGrainedFP8HfQuantizer):
+    class StoredQuantizer(FineGrainedFP8HfQuantizer):
         def __init__(self, quantization_config, **kwargs):
             super().__init__(quantization_config, **kwargs)
-            scale = quantization_config.stored.scale_name
-            self.serialized_names = {"weight": ["weight", scale, *OF_ACTIVATIONS]}
+            stored = quantization_config.stored
+            if isinstance(stored, StoredInts):
+                names = [*stored.tensors.names, *({"weight"} - {*stored.tensors.names})]
+            else:
+                names = ["weight", stored.scale_name, *OF_ACTIVATIONS]
+            self.serialized_names = {"weight": names}
 
         def validate_environment(self, *args, **kwargs):
             """No GPU is needed."""
@@ -214,7 +241,8 @@ def _register() -> tuple[type, type, type]:
             return {"dequantize": Expand}
 
         def update_weight_conversions(self, weight_conversions, *model):  # none in transformers 5.17
-            is_deepseek = self.quantization_config.stored.scale_name == "weight_scale_inv"
+            stored = self.quantization_config.stored
+            is_deepseek = isinstance(stored, StoredFp8) and stored.scale_name == "weight_scale_inv"
             owner = FineGrainedFP8HfQuantizer if is_deepseek else HfQuantizer
             return owner.update_weight_conversions(self, weight_conversions, *model)
 
@@ -227,7 +255,28 @@ def _register() -> tuple[type, type, type]:
         def _process_model_after_weight_loading(self, model, **kwargs):
             return model
 
-    return Expand, Fp8Quantizer, Fp8Config
+    return Expand, StoredQuantizer, StoredConfig
+
+
+def _ints_expanded(found: dict[str, list], stored: StoredInts, dtype: torch.dtype) -> dict[str, list]:
+    """Tensors of experts, as integers or plain, by name and for each of them -> plain weights."""
+    owners: dict[str, dict[str, list]] = {}
+    for name, tensors in found.items():
+        owner, _, kind = name.rpartition(".")
+        owners.setdefault(owner, {})[kind] = tensors
+    plain = {}
+    for owner, kinds in owners.items():
+        if stored.tensors.marker not in kinds:
+            plain[f"{owner}.weight"] = kinds["weight"]
+            continue
+        counts = {len(tensors) for tensors in kinds.values()}
+        if len(counts) != 1:
+            raise CheckpointError(
+                f"{owner}: some of its {max(counts)} weights lack one of {', '.join(kinds)}."
+            )
+        each = ({kind: tensors[i] for kind, tensors in kinds.items()} for i in range(counts.pop()))
+        plain[f"{owner}.weight"] = [stored.read(tensors).weight(dtype) for tensors in each]
+    return plain
 
 
 def _all_expanded(name: str, weights, scales, stored: StoredFp8, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -1,0 +1,173 @@
+"""Weights that tools for quantisation write as integers: what their tensors say, as codes, zero points and scales.
+
+A weight [N, K] is (code - zero point) * scale, with a zero point and a scale for each G neighbours of a row. Words of
+32 bits hold several values of b bits, the first one in the lowest bits; values of 3 bits lie across words.
+
+    layout   codes                         zero points                 scales            group of each column
+    gptq     qweight [K * b/32, N]         qzeros [K/G, N * b/32]      scales [K/G, N]   g_idx [K]
+    awq      qweight [K, N * b/32]         qzeros [K/G, N * b/32]      scales [K/G, N]
+    packed   weight_packed [N, K * b/32]   weight_zero_point           weight_scale      weight_g_idx [K], or -1
+                                           [N * b/32, K/G]             [N, K/G]
+    int8     weight [N, K] int8            weight_zero_point           weight_scale
+                                           [N, K/G] int8               [N, K/G]
+
+GPTQ's first format (checkpoint_format "gptq") stores zero points less 1. AWQ's words hold columns 0, 2, 4, 6, 1, 3,
+5, 7 of each 8. Of packed ones, codes and zero points are raised by half of their range. GPTQ: Frantar et al. 2022;
+AWQ: Lin et al. 2023; the tensors are those of AutoGPTQ and GPTQModel, AutoAWQ, and compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from pagebinder.errors import CheckpointError
+
+WORD = 32
+AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)  # where column i of 8 lies
+SLICE_WORDS = 1 << 22  # that are unpacked at once
+
+
+class Codes(NamedTuple):
+    """`bits` of a value; `values` [N, K] uint8, `zeros` [N, G] int16, `scales` [N, G] float32.
+
+    `order`: the column of the weight that each column of these belongs to, int64 [K]; None: in order.
+    """
+
+    bits: int
+    values: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    order: torch.Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        return self.values.shape[1] // self.scales.shape[1]
+
+    def integers(self) -> torch.Tensor:
+        """Values less their zero points, int16 [N, K]."""
+        groups = self.values.unflatten(1, (-1, self.group)).to(torch.int16)
+        return (groups - self.zeros[..., None]).flatten(1)
+
+    def weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """[N, K], rounded once."""
+        groups = self.integers().unflatten(1, (-1, self.group)).float()
+        weight = (groups * self.scales[..., None]).flatten(1).to(dtype)
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+
+def read_gptq(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int) -> Codes:
+    values = unpacked(tensors["qweight"].t().contiguous(), bits)
+    zeros = _raised(tensors["qzeros"], zeros_less, bits).t().to(torch.int16)
+    order = _order(tensors.get("g_idx"), values.shape[1], tensors["scales"].shape[0])
+    return _in_order(bits, values, zeros, tensors["scales"].t().float(), order)
+
+
+def read_awq(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int) -> Codes:
+    scales = tensors["scales"].t().float()
+    values = _awq_columns(unpacked(tensors["qweight"], bits)).t().contiguous()
+    if "qzeros" in tensors:
+        zeros = _awq_columns(unpacked(tensors["qzeros"], bits)).t().to(torch.int16)
+    else:
+        zeros = torch.full_like(scales, 1 << (bits - 1), dtype=torch.int16)
+    return Codes(bits, values, zeros, scales)
+
+
+def read_packed(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int) -> Codes:
+    rows, columns = _shape_of(tensors)
+    values = unpacked(tensors["weight_packed"], bits)[:, :columns]
+    scales = tensors["weight_scale"].float()
+    if "weight_zero_point" in tensors:
+        packed = tensors["weight_zero_point"]
+        zeros = unpacked(packed.t().contiguous(), bits).t()[:rows].to(torch.int16)
+    else:
+        zeros = torch.full_like(scales, 1 << (bits - 1), dtype=torch.int16)
+    order = _order(tensors.get("weight_g_idx"), columns, scales.shape[1])
+    return _in_order(bits, values.contiguous(), zeros, scales, order)
+
+
+def read_int8(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int) -> Codes:
+    weight, scales = tensors["weight"], tensors["weight_scale"].float()
+    scales = scales.reshape(1, 1).expand(len(weight), 1) if scales.numel() == 1 else scales
+    zeros = tensors.get("weight_zero_point", torch.zeros(1, dtype=torch.int8, device=weight.device)).to(
+        torch.int16
+    )
+    zeros = zeros.reshape(1, 1).expand_as(scales) if zeros.numel() == 1 else zeros
+    return Codes(8, weight.view(torch.uint8) ^ 0x80, zeros + 128, scales)
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """words int32 [R, W] -> the values that their rows hold, uint8 [R, W * 32 / bits].
+
+    Raises:
+        CheckpointError: words of another dtype, or rows that do not end with a value.
+    """
+    if words.dtype is not torch.int32 or words.dim() != 2 or words.shape[1] * WORD % bits:
+        raise CheckpointError(f"values of {bits} bits are stored as {words.dtype} {list(words.shape)}.")
+    rows = max(1, SLICE_WORDS // max(words.shape[1], 1))
+    take = _whole_values if WORD % bits == 0 else _values_across_words
+    parts = [take(part, bits) for part in words.split(rows)]
+    return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+def _whole_values(words: torch.Tensor, bits: int) -> torch.Tensor:
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)
+
+
+def _values_across_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """`bits` words hold 32 values."""
+    each = (words.long() & 0xFFFFFFFF).unflatten(1, (-1, bits))
+    values = []
+    for i in range(WORD):
+        word, shift = divmod(i * bits, WORD)
+        value = each[..., word] >> shift
+        if shift + bits > WORD:
+            value = value | each[..., word + 1] << (WORD - shift)
+        values.append((value & (1 << bits) - 1).to(torch.uint8))
+    return torch.stack(values, dim=-1).flatten(1)
+
+
+def _awq_columns(values: torch.Tensor) -> torch.Tensor:
+    return values.unflatten(1, (-1, len(AWQ_COLUMNS)))[..., list(AWQ_COLUMNS)].flatten(1)
+
+
+def _raised(words: torch.Tensor, by: int, bits: int) -> torch.Tensor:
+    """Words of zero points that are stored less 1 -> the zero points. Tools take it off words as whole numbers, so
+    that a zero point of 0 borrows from its neighbour; where values lie across words, off each by itself."""
+    if not by:
+        return unpacked(words, bits)
+    if WORD % bits:
+        return unpacked(words, bits) + by & (1 << bits) - 1
+    ones = sum(by << shift for shift in range(0, WORD, bits))
+    raised = (words.long() + ones & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+    return unpacked(raised, bits)
+
+
+def _shape_of(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    rows, columns = tensors["weight_shape"].flatten().tolist()
+    return rows, columns
+
+
+def _order(groups: torch.Tensor | None, columns: int, num_groups: int) -> torch.Tensor | None:
+    """The order in which the columns of each group are neighbours; None where they are.
+
+    Raises:
+        CheckpointError: groups that are not all of one size.
+    """
+    if groups is None or (num_groups == 1 or bool((groups == -1).all())):
+        return None
+    groups = groups.long()
+    in_a_row = torch.arange(columns, device=groups.device) // (columns // num_groups)
+    if torch.equal(groups, in_a_row):
+        return None
+    order = torch.argsort(groups, stable=True)
+    if len(groups) != columns or not torch.equal(groups[order], in_a_row):
+        raise CheckpointError(f"its columns are not in {num_groups} groups of one size.")
+    return order
+
+
+def _in_order(bits: int, values, zeros, scales, order: torch.Tensor | None) -> Codes:
+    return Codes(bits, values if order is None else values[:, order], zeros, scales, order)

@@ -1,0 +1,142 @@
+"""Linear layers whose weights a checkpoint keeps as integers: as they are loaded, and as they are served.
+
+LoadedInts             words and scales as stored, see int_codes.py     what transformers' loader fills
+  -> QuantizedLinear   codes in the kernels' order, scales              4 or 8 bits a weight, no number changed
+  -> the module that stood there, with a plain weight                   where no kernel reads codes; with the reason
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pagebinder.custom_ops.linear.weight_formats import (
+    STORED_GROUPS,
+    pack_integers,
+    packed_groups,
+    packed_shapes,
+    size_problem,
+    weight_format,
+)
+from pagebinder.errors import CheckpointError
+from pagebinder.frontend.int_codes import Codes
+from pagebinder.frontend.int_format import Shapes, StoredInts
+from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
+
+DTYPES = {
+    "scales": torch.float32,
+    "weight_scale": torch.float32,
+    "weight_shape": torch.int64,
+    "weight": torch.int8,
+}
+
+
+class LoadedInts(torch.nn.Module):
+    """The parameters of a linear layer as the checkpoint has them; `replaced` is the module that stood there."""
+
+    def __init__(self, replaced: torch.nn.Linear, stored: StoredInts, found: Shapes | None = None):
+        super().__init__()
+        self.__dict__["replaced"] = replaced  # no submodule: its weight is in no checkpoint
+        self.stored = stored
+        for name, shape in (found or stored.shapes(*replaced.weight.shape)).items():
+            dtype = DTYPES.get(name, torch.int32)
+            if stored.layout == "int8" and name == "weight_zero_point":
+                dtype = torch.int8
+            empty = torch.empty(shape, dtype=dtype, device=replaced.weight.device)
+            self.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
+        self.bias = replaced.bias
+
+    def finished(self, path: str) -> tuple[torch.nn.Module, str]:
+        """(the module to serve, what to say of it); the second begins with a reason where the weight is plain.
+
+        Raises:
+            CheckpointError: tensors that contradict each other or the model.
+        """
+        shape, stored = self.replaced.weight.shape, self.stored
+        is_meta = self.get_parameter(stored.tensors.marker).is_meta
+        codes = None if is_meta else self._codes(path)
+        reason = reason_against_codes(path, self.replaced)
+        if reason is None:
+            facts = (stored.bits, stored.group or shape[1], stored.symmetric)
+            format, reason = _format(shape, *(facts if codes is None else _facts(codes, stored.symmetric)))
+        if reason is not None:
+            meta = torch.empty_like(self.replaced.weight)
+            return self._plain(meta if codes is None else codes.weight(self.replaced.weight.dtype)), reason
+        said = f"{format} as stored (quant_method {stored.method})"
+        if codes is None:
+            of_codes, of_scale = packed_shapes(*shape, format)
+            parts = (
+                torch.empty(of_codes, dtype=torch.uint8, device="meta"),
+                torch.empty(of_scale, device="meta"),
+            )
+            return QuantizedLinear(*parts, self.bias, format), said
+        if codes.order is not None:
+            said += ", columns in another order"
+        return QuantizedLinear(*_packed(codes, format), self.bias, format, codes.order), said
+
+    def _codes(self, path: str) -> Codes:
+        tensors = {name: p.detach() for name, p in self.named_parameters(recurse=False) if name != "bias"}
+        rows, columns = self.replaced.weight.shape
+        try:
+            codes = self.stored.read(tensors, columns)
+        except (CheckpointError, KeyError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        groups = codes.scales.shape[-1]
+        if codes.values.shape != (rows, columns) or codes.zeros.shape != codes.scales.shape:
+            raise CheckpointError(
+                f"{path}: its codes are {list(codes.values.shape)} with zero points {list(codes.zeros.shape)} and "
+                f"scales {list(codes.scales.shape)}, and the model's weight is {[rows, columns]}."
+            )
+        if codes.scales.shape != (rows, groups) or not groups or columns % groups:
+            raise CheckpointError(f"{path}: scales {list(codes.scales.shape)} of a weight {[rows, columns]}.")
+        if not codes.scales.isfinite().all():
+            raise CheckpointError(f"{path}: a scale is NaN or infinity.")
+        return codes
+
+    def _plain(self, weight: torch.Tensor) -> torch.nn.Module:
+        self.replaced.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.replaced.bias = self.bias
+        return self.replaced
+
+
+def _facts(codes: Codes, is_symmetric: bool) -> tuple[int, int, bool]:
+    return codes.bits, codes.group, is_symmetric and bool((codes.zeros == 1 << (codes.bits - 1)).all())
+
+
+def _format(shape, bits: int, group: int, has_middle_zeros: bool) -> tuple[str | None, str | None]:
+    """(the format of the kernels, None), or (None, why there is none).
+
+    Args:
+        shape: (N, K). group: neighbours that share a scale. has_middle_zeros: zero points are half of the range.
+    """
+    rows, columns = shape
+    if bits == 8 and group == columns and has_middle_zeros:
+        format = "int8"
+    else:
+        served = next((g for g in STORED_GROUPS if group % g == 0), None)
+        if served is None:
+            return None, f"no kernel reads codes in groups of {group}: it is expanded"
+        sign = (
+            "" if has_middle_zeros or bits < 4 else "u"
+        )  # of fewer bits than 4, codes less zero points are codes
+        format = f"{sign}int{max(bits, 4)}_g{served}"
+    problem = size_problem(rows, columns, format)
+    return (None, f"{problem}: its weight is expanded") if problem else (format, None)
+
+
+def _packed(codes: Codes, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of a kernel and their scales."""
+    fmt = weight_format(format)
+    half = 1 << (codes.bits - 1)
+    values = codes.values
+    if codes.bits < 4:
+        values = (codes.integers() + 8).to(torch.uint8)
+    elif codes.bits == 8:
+        values = (values ^ half).view(torch.int8)
+    packed = pack_integers(values, format)
+    if not fmt.has_groups:
+        return packed, codes.scales[:, 0].contiguous()
+    shift = (half - codes.zeros.float()) * codes.scales if fmt.is_shifted else None
+    repeats = codes.group // fmt.group
+    return packed, packed_groups(
+        *(p if p is None else p.repeat_interleave(repeats, 1) for p in (codes.scales, shift))
+    )

@@ -1,0 +1,62 @@
+"""A linear layer whose weight a checkpoint keeps as codes, as it is served."""
+
+from __future__ import annotations
+
+import torch
+
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
+from pagebinder.custom_ops.linear.weight_formats import dequantize
+
+# Modules whose weight is read as a matrix, not applied: latent attention splits it and multiplies queries with it.
+READ_AS_MATRIX = ("kv_b_proj",)
+
+
+class QuantizedLinear(torch.nn.Module):
+    """y = x W^T + b; W in 8 or 4 bits. x [..., K] of the model's dtype -> [..., N].
+
+    Args:
+        codes, scale: of `format`, see `weight_formats`.
+        order: the column of the weight that each column of the codes belongs to, int64 [K]; None: they are in order.
+    """
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.nn.Parameter | None,
+        format: str,
+        order: torch.Tensor | None = None,
+    ):
+        super().__init__()
+        self.format = format
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.register_buffer("order", order)
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
+        return torch.ops.pagebinder.quantized_linear(x, self.codes, self.scale, self.bias, format=self.format)
+
+    def weight(self) -> torch.Tensor:
+        """The weight [N, K] that the codes stand for, float32."""
+        weight = dequantize(self.codes, self.scale, self.format)
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+    def _apply(self, fn, recurse=True):
+        """A model that is moved or converted takes its scales along, in their dtype."""
+        scale = self.scale
+        super()._apply(fn, recurse)
+        if self.scale.dtype is not scale.dtype:
+            self.scale = scale.to(self.scale.device)
+        return self
+
+
+def reason_against_codes(path: str, replaced: torch.nn.Module) -> str | None:
+    """Why a linear layer needs a plain weight, whatever its codes are."""
+    if path.rpartition(".")[2] in READ_AS_MATRIX:
+        return "latent attention reads its weight as a matrix: it is expanded"
+    if type(replaced) is not torch.nn.Linear:
+        return f"it is a {type(replaced).__name__}: its weight is expanded"
+    return None
