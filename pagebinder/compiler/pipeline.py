@@ -187,7 +187,7 @@ def _quantization(config: CompileConfig, source: ModelSource) -> tuple:
     """The passes that make weights smaller, and activations, if that was asked for or the checkpoint has them so."""
     if config.quantization is None:
         if "mxfp4" not in source.stored_formats.values():
-            return ()
+            return () if source.stored_weights is None else (fuse_quantized_linear,)
         return functools.partial(keep_stored_codes, stored=source.stored_formats), fuse_quantized_linear
     weights = functools.partial(quantize_weights, format=config.quantization), fuse_quantized_linear
     if config.activation_quantization is None:

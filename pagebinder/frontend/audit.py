@@ -206,6 +206,8 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool, tokenwise: f
     sequences = sequences_of(inputs, symbols)
     if len(sequences) > 1:
         return "it combines tokens of two sequences, the decoder's and the encoder's for example"
+    if target is torch.ops.pagebinder.dequantize_weight.default:
+        return "codes of a weight depend on tokens" if any(input_dims) else None
     if target.namespace == "pagebinder":
         if target not in _STATELESS and sequences - {symbols[0]}:
             return "it attends among, or keeps state of, other tokens than the decoder's"

@@ -16,6 +16,7 @@ import torch
 from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.expert_gates import find_gate
+from pagebinder.frontend.int_experts import CODES, SCALE, QuantizedExperts
 
 KEPT_AS = "_pagebinder_experts"  # where a module keeps its description while it is traced
 MINI_EXPERTS, MINI_TOKENS, MINI_SLOTS, MINI_WIDTH, MINI_INNER = 4, 6, 2, 12, 8
@@ -40,6 +41,11 @@ def weights_of(module: torch.nn.Module) -> tuple[torch.Tensor | None, ...]:
     up = up_name(module)
     biases = (getattr(module, f"{up}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
     return getattr(module, up), module.down_proj, *biases
+
+
+def dtype_of(module: torch.nn.Module) -> torch.dtype:
+    """Of its weights, be they computed from codes."""
+    return module.weights_dtype if isinstance(module, QuantizedExperts) else weights_of(module)[0].dtype
 
 
 def code_between(module: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -69,6 +75,8 @@ def _require_known_parts(name: str, module: torch.nn.Module) -> None:
     up = up_name(module)
     expected = {up, "down_proj"} | ({f"{up}_bias", "down_proj_bias"} if module.has_bias else set())
     have = {n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
+    if isinstance(module, QuantizedExperts):
+        have = have - {name + kind for name in module.names for kind in (CODES, SCALE)} | {*module.names}
     if have != expected:
         raise CaptureError(
             f"{name} holds the weights {sorted(have)} where {sorted(expected)} are understood; "
@@ -80,7 +88,7 @@ def _require_known_parts(name: str, module: torch.nn.Module) -> None:
 
 def _find_gate(name: str, module: torch.nn.Module, known: list[Gate]) -> Gate | None:
     numbers = [v for v in vars(module).values() if isinstance(v, (int, float)) and not isinstance(v, bool)]
-    options = {"gated": module.has_gate, "numbers": numbers, "dtype": weights_of(module)[0].dtype}
+    options = {"gated": module.has_gate, "numbers": numbers, "dtype": dtype_of(module)}
     try:
         gate = find_gate(code_between(module), guesses=known, **options)
     except Exception as error:
@@ -99,7 +107,7 @@ def _prove(name: str, module: torch.nn.Module, experts: Experts, run: Callable) 
     weights = _random(MINI_TOKENS, MINI_SLOTS, seed=3).abs()
     with torch.no_grad():
         try:
-            expected = type(module).forward.__wrapped__(mini, x, ids, weights)
+            expected = type(mini).forward.__wrapped__(mini, x, ids, weights)
         except Exception as error:
             raise CaptureError(f"{name}: its loop over experts cannot be run to compare: {error}") from error
         got = run(mini, x, ids, weights)
@@ -111,9 +119,8 @@ def _prove(name: str, module: torch.nn.Module, experts: Experts, run: Callable) 
 
 def _miniature(module: torch.nn.Module) -> torch.nn.Module:
     """A copy with few small experts of random float32 weights; it shares everything that has no weights."""
-    _, down, *_ = weights_of(module)
     has_norm = getattr(module, "has_post_expert_norm", False)
-    width = down.shape[2 if module.is_transposed else 1] if has_norm else MINI_WIDTH
+    width = weights_of(module)[1].shape[2 if module.is_transposed else 1] if has_norm else MINI_WIDTH
     up, inner_up = up_name(module), (2 if module.has_gate else 1) * MINI_INNER
     shapes = {up: (inner_up, width), "down_proj": (width, MINI_INNER)}
     if module.is_transposed:
@@ -122,6 +129,9 @@ def _miniature(module: torch.nn.Module) -> torch.nn.Module:
         shapes |= {f"{up}_bias": (inner_up,), "down_proj_bias": (width,)}
     mini = copy.copy(module)
     mini.__dict__ = dict(module.__dict__)
+    if isinstance(module, QuantizedExperts):
+        mini.__class__ = module.plain_class
+        mini._buffers = {}
     mini._parameters = {
         name: torch.nn.Parameter(_random(MINI_EXPERTS, *shape, seed=4 + i), requires_grad=False)
         for i, (name, shape) in enumerate(shapes.items())

@@ -77,6 +77,10 @@ def read_awq(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int) ->
 
 def read_packed(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int) -> Codes:
     rows, columns = _shape_of(tensors)
+    if tensors["weight_packed"].shape[1] != -(-columns * bits // WORD):
+        raise CheckpointError(
+            f"{columns} values of {bits} bits are in {tensors['weight_packed'].shape[1]} words."
+        )
     values = unpacked(tensors["weight_packed"], bits)[:, :columns]
     scales = tensors["weight_scale"].float()
     if "weight_zero_point" in tensors:

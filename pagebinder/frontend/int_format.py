@@ -57,7 +57,8 @@ class StoredInts:
 
     `zeros_less`: what is added to zero points as they are stored. `kept`: patterns of modules that are stored plain,
     None = those that transformers leaves out by default. `layers`: shapes of the tensors of each layer that the
-    checkpoint's files keep so, by `tail` of its path; None: unknown, `kept` says which.
+    checkpoint's files keep so, by `tail` of its path; None: unknown, `kept` says which. `bf16_scales`: all scales in
+    them are bfloat16. `by_activation`: columns are in an order of their own.
     """
 
     method: str
@@ -68,6 +69,8 @@ class StoredInts:
     zeros_less: int = 0
     kept: tuple[str, ...] | None = None
     layers: Mapping[str, Shapes] | None = None
+    bf16_scales: bool = False
+    by_activation: bool = False
 
     granularity = "group"
     experts = None
@@ -100,8 +103,10 @@ class StoredInts:
             CheckpointError: tensors that contradict each other; KeyError: one that is missing.
         """
         bits = self.bits
-        if self.layout == "gptq":
-            bits = tensors["qweight"].shape[0] * WORD // (columns or len(tensors["g_idx"]))
+        if self.layout == "gptq" and columns is None and "g_idx" in tensors:
+            columns = len(tensors["g_idx"])
+        if self.layout == "gptq" and columns is not None:
+            bits = tensors["qweight"].shape[0] * WORD // columns
         elif self.layout == "packed":
             bits = tensors["weight_packed"].shape[1] * WORD // (columns or int(tensors["weight_shape"][1]))
         return self.tensors.read(tensors, bits, self.zeros_less)
@@ -134,6 +139,7 @@ def gptq(options: dict) -> StoredInts:
         group=_group(options),
         symmetric=bool(options.get("sym", True)),
         zeros_less=1 if form == "gptq" else 0,
+        by_activation=bool(options.get("desc_act")),
         kept=() if options.get("lm_head") else None,
     )
 
@@ -156,7 +162,8 @@ def awq(options: dict) -> StoredInts:
 def auto_round(options: dict) -> StoredInts:
     form = options.get("packing_format", "auto_round:auto_gptq")
     require(form in _AUTO_ROUND, f"packing_format {form!r}")
-    return _AUTO_ROUND[form]({**options, "checkpoint_format": "gptq", "version": "gemm"})
+    read, more = _AUTO_ROUND[form]
+    return read({**options, **more})
 
 
 def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> StoredInts:
@@ -179,6 +186,7 @@ def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> Stor
         bits=weights["num_bits"],
         group=weights.get("group_size") if weights["strategy"] == "group" else None,
         symmetric=all(group["weights"].get("symmetric", True) for group in groups),
+        by_activation=any(group["weights"].get("actorder") in ("group", True) for group in groups),
         kept=kept,
     )
 
@@ -188,6 +196,11 @@ def _group(options: dict) -> int | None:
     return None if group in (-1, None) else group
 
 
-_COMPRESSED = {"pack-quantized": (4, 8), "int-quantized": (8,), "naive-quantized": (8,)}  # format -> bits
-_AUTO_ROUND = {"auto_round:auto_gptq": gptq, "auto_round:auto_awq": awq}
+_COMPRESSED = {"pack-quantized": (3, 4, 8), "int-quantized": (8,), "naive-quantized": (8,)}  # format -> bits
+_AUTO_ROUND = {
+    "auto_round:auto_gptq": (gptq, {"checkpoint_format": "gptq"}),
+    "auto_round:gptqmodel": (gptq, {"checkpoint_format": "gptq_v2"}),
+    "auto_round": (gptq, {"checkpoint_format": "gptq_v2"}),
+    "auto_round:auto_awq": (awq, {"version": "gemm"}),
+}
 INT_READERS = {"gptq": gptq, "awq": awq, "auto-round": auto_round}

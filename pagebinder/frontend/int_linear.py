@@ -57,7 +57,9 @@ class LoadedInts(torch.nn.Module):
         reason = reason_against_codes(path, self.replaced)
         if reason is None:
             facts = (stored.bits, stored.group or shape[1], stored.symmetric)
-            format, reason = _format(shape, *(facts if codes is None else _facts(codes, stored.symmetric)))
+            format, reason = kernel_format(
+                shape, *(facts if codes is None else _facts(codes, stored.symmetric))
+            )
         if reason is not None:
             meta = torch.empty_like(self.replaced.weight)
             return self._plain(meta if codes is None else codes.weight(self.replaced.weight.dtype)), reason
@@ -71,7 +73,7 @@ class LoadedInts(torch.nn.Module):
             return QuantizedLinear(*parts, self.bias, format), said
         if codes.order is not None:
             said += ", columns in another order"
-        return QuantizedLinear(*_packed(codes, format), self.bias, format, codes.order), said
+        return QuantizedLinear(*packed_codes(codes, format), self.bias, format, codes.order), said
 
     def _codes(self, path: str) -> Codes:
         tensors = {name: p.detach() for name, p in self.named_parameters(recurse=False) if name != "bias"}
@@ -102,7 +104,7 @@ def _facts(codes: Codes, is_symmetric: bool) -> tuple[int, int, bool]:
     return codes.bits, codes.group, is_symmetric and bool((codes.zeros == 1 << (codes.bits - 1)).all())
 
 
-def _format(shape, bits: int, group: int, has_middle_zeros: bool) -> tuple[str | None, str | None]:
+def kernel_format(shape, bits: int, group: int, has_middle_zeros: bool) -> tuple[str | None, str | None]:
     """(the format of the kernels, None), or (None, why there is none).
 
     Args:
@@ -123,7 +125,7 @@ def _format(shape, bits: int, group: int, has_middle_zeros: bool) -> tuple[str |
     return (None, f"{problem}: its weight is expanded") if problem else (format, None)
 
 
-def _packed(codes: Codes, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def packed_codes(codes: Codes, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of a kernel and their scales."""
     fmt = weight_format(format)
     half = 1 << (codes.bits - 1)

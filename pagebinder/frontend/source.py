@@ -266,7 +266,8 @@ def _build(
             **options,
         )
     except Exception as error:
-        raise CheckpointError(f"The weights in {path} cannot be loaded: {error}") from error
+        reason = next(iter(stored_loading.failures), error) if stored is not None else error
+        raise CheckpointError(f"The weights in {path} cannot be loaded: {reason}") from error
     if stored is not None:
         stored_loading.check_names(
             stored, info.get("unexpected_keys", ()), info.get("missing_keys", ()), path

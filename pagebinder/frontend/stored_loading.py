@@ -23,6 +23,12 @@ from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import GROUPED, StoredFp8
 from pagebinder.frontend.fp8_linear import LoadedFp8Linear, expanded
+from pagebinder.frontend.int_experts import (
+    LoadedIntExperts,
+    QuantizedExperts,
+    format_of_experts,
+    panel_bytes,
+)
 from pagebinder.frontend.int_format import StoredInts, tail
 from pagebinder.frontend.int_linear import LoadedInts
 from pagebinder.frontend.mx_experts import LoadedExperts
@@ -32,8 +38,10 @@ from pagebinder.frontend.stored_format import Stored
 from pagebinder.report import Match, PassResult, Refusal
 
 METHOD = "pagebinder_stored"
-PATTERN = "quantized_linear"
+PATTERN, EXPERTS = "quantized_linear", "quantized_moe_experts"
 CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
+# What went wrong with weights that a loader merges: it keeps that to itself, and raises something else.
+failures: list[CheckpointError] = []
 # Scales for activations of fp8 kernels: here activations keep their dtype.
 OF_ACTIVATIONS = ("activation_scale", "input_scale")
 
@@ -47,19 +55,24 @@ def loading_options(stored: Stored, path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     _register()
+    failures.clear()
     shapes: dict[str, tuple[int, ...]] = {}
+    of_scales = set()
     for file in sorted(path.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
                 slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
                 dtypes = {name: part.get_dtype() for name, part in slices.items()}
                 shapes |= {name: tuple(part.get_shape()) for name, part in slices.items()}
+                of_scales |= {
+                    dtype for name, dtype in dtypes.items() if name.endswith((".scales", ".weight_scale"))
+                }
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         if name := next((name for name, dtype in dtypes.items() if dtype == "F8_E5M2"), None):
             raise CheckpointError(f"{file}: {name} is stored in e5m2; e4m3 is served.")
     if isinstance(stored, StoredInts):
-        stored = replace(stored, layers=_layers(stored, shapes))
+        stored = replace(stored, layers=_layers(stored, shapes), bf16_scales=of_scales == {"BF16"})
     return {"quant_method": METHOD, "stored": stored}
 
 
@@ -118,11 +131,16 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
         elif isinstance(module, LoadedExperts):
             model.set_submodule(path, module.finished(path))
             formats[path] = stored.experts
+        elif isinstance(module, LoadedIntExperts):
+            model.set_submodule(path, module.finished(path))
+            said = f"{module.format} as stored (quant_method {stored.method})"
+            result.matches.append(Match(pattern=EXPERTS, node="", module_path=path, detail=said))
         elif isinstance(module, torch.nn.Linear):
             refuse(path, "it is stored plain")
     _check_left(model)
-    for path in experts_modules(model):
-        refuse(path, _of_experts(stored, formats.get(path)))
+    for path, module in experts_modules(model).items():
+        if not isinstance(module, QuantizedExperts):
+            refuse(path, _of_experts(stored, formats.get(path)))
     for name in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.__dict__.pop("is_quantized", None)
@@ -165,13 +183,18 @@ def _replace(model: torch.nn.Module, stored: Stored, kept: list[str]) -> None:
     """Raises CheckpointError: a method stores experts alone, and the model has none."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    experts = experts_modules(model) if stored.experts else {}
+    experts, int_experts = experts_modules(model) if stored.experts else {}, {}
+    if isinstance(stored, StoredInts):
+        found = experts_modules(model).items()
+        int_experts = {path: format for path, m in found if (format := format_of_experts(path, m, stored))}
     if stored.granularity is None and not experts:
         raise CheckpointError(
             f"quant_method {stored.method!r} is about experts, and {type(model).__name__} has none that are known."
         )
     for path, module in list(model.named_modules()):
-        if isinstance(stored, StoredInts) and stored.layers is not None:
+        if path in int_experts and (stored.layers is not None or should_convert_module(path, kept)):
+            model.set_submodule(path, LoadedIntExperts(module, stored, int_experts[path]))
+        elif isinstance(stored, StoredInts) and stored.layers is not None:
             if isinstance(module, torch.nn.Linear) and (shapes := stored.layers.get(tail(path))):
                 model.set_submodule(path, LoadedInts(module, stored, shapes))
         elif not should_convert_module(path, kept):
@@ -207,10 +230,18 @@ def _register() -> tuple[type, type, type]:
             self.hf_quantizer = hf_quantizer
 
         def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
+            try:
+                return self._converted(input_dict, model, full_layer_name)
+            except CheckpointError as error:
+                failures.append(error)
+                raise
+
+        def _converted(self, input_dict, model, full_layer_name):
             stored = self.hf_quantizer.quantization_config.stored
             dtype, plain = model.get_parameter_or_buffer(full_layer_name).dtype, {}
             if isinstance(stored, StoredInts):
-                return _ints_expanded(input_dict, stored, dtype)
+                owner = model.get_submodule(full_layer_name.rpartition(".")[0])
+                return _of_ints(input_dict, stored, dtype, getattr(owner, "format", None))
             for name, weights in input_dict.items():
                 if name.endswith((stored.scale_name, *OF_ACTIVATIONS)):
                     continue
@@ -258,25 +289,34 @@ def _register() -> tuple[type, type, type]:
     return Expand, StoredQuantizer, StoredConfig
 
 
-def _ints_expanded(found: dict[str, list], stored: StoredInts, dtype: torch.dtype) -> dict[str, list]:
-    """Tensors of experts, as integers or plain, by name and for each of them -> plain weights."""
+def _of_ints(
+    found: dict[str, list], stored: StoredInts, dtype: torch.dtype, format: str | None
+) -> dict[str, list]:
+    """Tensors of experts, as integers or plain, by name and of each -> plain weights, or bytes in `format`."""
     owners: dict[str, dict[str, list]] = {}
     for name, tensors in found.items():
         owner, _, kind = name.rpartition(".")
         owners.setdefault(owner, {})[kind] = tensors
-    plain = {}
+    made = {}
     for owner, kinds in owners.items():
+        weights = f"{owner}.weight"
         if stored.tensors.marker not in kinds:
-            plain[f"{owner}.weight"] = kinds["weight"]
+            made[weights] = kinds["weight"]
             continue
-        counts = {len(tensors) for tensors in kinds.values()}
-        if len(counts) != 1:
+        if len(counts := {len(tensors) for tensors in kinds.values()}) != 1:
             raise CheckpointError(
                 f"{owner}: some of its {max(counts)} weights lack one of {', '.join(kinds)}."
             )
         each = ({kind: tensors[i] for kind, tensors in kinds.items()} for i in range(counts.pop()))
-        plain[f"{owner}.weight"] = [stored.read(tensors).weight(dtype) for tensors in each]
-    return plain
+        all_codes = map(stored.read, each)
+        if format is None:
+            made[weights] = [codes.weight(dtype) for codes in all_codes]
+            continue
+        try:
+            made[weights] = [panel_bytes(codes, format, stored) for codes in all_codes]
+        except CheckpointError as error:
+            raise CheckpointError(f"{owner}: {error}") from error
+    return made
 
 
 def _all_expanded(name: str, weights, scales, stored: StoredFp8, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -98,6 +98,30 @@ def test_sizes_of_the_kernels(cpu, kind, width, inner, name, dtype):
         torch.testing.assert_close(got.float(), expected, rtol=max(2 * unit, 2e-6), atol=max(16 * unit, 5e-5))
 
 
+OF_CHECKPOINTS = ("int4_g128", "uint4_g64", "uint4_g128", "int8_g64", "uint8_g32")
+
+
+@pytest.mark.parametrize("name", OF_CHECKPOINTS)
+def test_codes_of_checkpoints(ops, name):
+    """With shifts far from zero, and scales in float32."""
+    for kind, dtype in (("silu", torch.bfloat16), ("gpt-oss", torch.float32), ("not gated", torch.float16)):
+        gate = GATES[kind]
+        operands = stacks(name, gate, width=256, inner=128, bias=True, dtype=dtype)
+        for i in (1, 3):
+            operands[i] = operands[i].float() * 1.0001
+            if "u" in name:
+                operands[i][..., 1, :] += 0.002
+        wide = [*operands[:4], *(b.float() for b in operands[4:])]
+        for num_tokens, num_slots in ((1, 3), (3, 2), (40, 2), (130, 3)):
+            x, (ids, chosen) = random(num_tokens, 256, dtype=dtype), routing(num_tokens, num_slots)
+            expected = oracle(x, ids, chosen, values(wide, name), gate, False)
+            got = run(ops, x, ids, chosen, operands, name, gate)
+            unit = torch.finfo(dtype).eps
+            torch.testing.assert_close(
+                got.double(), expected, rtol=max(2 * unit, 1e-5), atol=max(16 * unit, 1e-4)
+            )
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 9, 17, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FEW_FORMATS)

@@ -9,6 +9,7 @@ from pagebinder.custom_ops.linear.weight_formats import FORMATS
 from tests.custom_ops.test_moe_experts import GATES, NUM_EXPERTS, oracle, random, routing
 from tests.custom_ops.test_quantized_moe_experts import (  # noqa: F401  (run here with the provider of this folder)
     FEW_FORMATS,
+    OF_CHECKPOINTS,
     WIDTH,
     oracle_of,
     run,
@@ -53,6 +54,11 @@ def test_formats(ops, name):
     """k that tiles do not divide, and panels: 192 = 6 steps, 320 columns are 10 panels."""
     for dtype in (torch.bfloat16, torch.float16):
         check(ops, "silu", name, dtype, [(3, 2)], width=192, inner=320)
+
+
+@pytest.mark.parametrize("name", by_day(OF_CHECKPOINTS, ("uint4_g64",)))
+def test_codes_of_checkpoints(ops, name):
+    check(ops, "silu", name, torch.bfloat16, [(3, 2), (50, 2)], width=256, inner=128, bias=True)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gpt-oss", "not gated"])

@@ -63,6 +63,12 @@ inline void tell_next_weights(const QuantizedRun& run) {
   });
 }
 
+inline float sum_of_lanes(VF x) {
+  float sum = 0.0f;
+  for (int lane = 0; lane < W; ++lane) sum += x[lane];
+  return sum;
+}
+
 // What shifts add to the sums of a row with columns from `half` of a panel on: each the sum of x over its group.
 inline VF sum_of_shifts(const QuantizedLinearArgs& a, int64_t row, int64_t panel, int half) {
   const int64_t groups = a.inner / a.scale_group;

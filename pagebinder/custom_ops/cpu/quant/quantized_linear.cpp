@@ -60,8 +60,7 @@ void sum_groups(const QuantizedLinearArgs& a, float* sums) {
     for (int64_t group = 0; group < a.inner / a.scale_group; ++group, ++sums) {
       VF total{};
       for (int64_t k = 0; k < a.scale_group; k += W, x += W) total += load_float(x);
-      *sums = 0.0f;
-      for (int lane = 0; lane < W; ++lane) *sums += total[lane];
+      *sums = sum_of_lanes(total);
     }
   }
 }

@@ -25,7 +25,6 @@ CodedStack stack_of(const Tensor& codes, const Tensor& scale, const std::string&
   PB_CHECK(codes.dim() == 5, "quantized_moe_experts takes the codes of all experts, [E, ., ., 2, .]");
   CodedStack stack{};
   pagebinder::describe_weight(codes, scale, format, stack.first, 1);
-  PB_CHECK(!stack.first.is_shifted, "weights of experts have no shifts, as ", format, " has");
   const int64_t experts = codes.size(0);
   if (experts == 0) return stack;
   stack.code_bytes = codes.numel() / experts;

@@ -61,6 +61,26 @@ struct DotRows {
       meet_code<decltype(constant)::value>(weight, x, rows, panel, sums);
     });
   }
+
+  template <int COUNT>
+  static void sum_strip(const bf16* x, int64_t inner, int64_t group, float* to) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(x);
+    for (int64_t g = 0; g < inner / group; ++g) {
+      float sums[COUNT] = {};
+      for (int64_t pair = 0; pair < group / 2; ++pair, words += COUNT)
+        for (int r = 0; r < COUNT; ++r)
+          sums[r] += bit_cast<float>(words[r] << 16) + bit_cast<float>(words[r] & 0xffff0000u);
+      for (int r = 0; r < COUNT; ++r) to[r * (inner / group) + g] = sums[r];
+    }
+  }
+
+  static void sum_groups(const bf16* x, int rows, int64_t inner, int64_t group, float* to) {
+    for (int first = 0; first < rows; first += GROUP) {
+      const auto sum = by_count<GROUP>(std::min(GROUP, rows - first),
+                                       [](auto count) { return sum_strip<decltype(count)::value>; });
+      sum(x + first * inner, inner, group, to + first * (inner / group));
+    }
+  }
 };
 
 }  // namespace

@@ -9,10 +9,12 @@
 //     pack(rows, count, inner, to)                         a group of rows
 //     put(values, rows, row, column, inner, to)            32 columns of one of the rows of a run, rounded
 //     meet(weight, x, rows, panel, sums)                   sums [rows][32], scaled
+//     sum_groups(x, rows, inner, group, to)                [rows][inner / group]: what shifts of groups are times
 #pragma once
 
 #include "coded_stack.h"
 #include "moe/moe_flow.h"
+#include "quant/quantized_jobs.h"
 
 namespace pagebinder {
 
@@ -49,12 +51,23 @@ struct CodedEngine {
   static void sums_of(const Projection& p, const QuantizedLinearArgs& weight, const Run& run, const Operand* x,
                       int64_t column, float* sums) {
     Rows::meet(weight, x, run.rows, column / QUANT_PANEL, sums);
+    if (weight.is_shifted) add_shifts(weight, run.rows, x, column / QUANT_PANEL, sums);
     if (p.bias == nullptr) return;
     const Element* from = static_cast<const Element*>(p.bias) + run.expert * p.bias_stride + column;
     VF bias[VECTORS];
     for (int v = 0; v < VECTORS; ++v) bias[v] = load_float(from + v * W);
     for (int64_t i = 0; i < int64_t{run.rows} * QUANT_PANEL; i += W)
       store(sums + i, load<VF>(sums + i) + bias[i % QUANT_PANEL / W]);
+  }
+
+  static void add_shifts(QuantizedLinearArgs weight, int rows, const Operand* x, int64_t panel, float* sums) {
+    static thread_local Buffer buffer;
+    const int64_t groups = weight.inner / weight.scale_group;
+    float* of_groups = buffer.at_least<float>(static_cast<size_t>(rows * groups));
+    Rows::sum_groups(x, rows, weight.inner, weight.scale_group, of_groups);
+    weight.x_sums = of_groups;
+    for (int r = 0; r < rows; ++r, sums += QUANT_PANEL)
+      for (int i = 0; i < QUANT_PANEL; i += W) store(sums + i, load<VF>(sums + i) + sum_of_shifts(weight, r, panel, i));
   }
 
   // The first two panels of a row, whose columns take turns -> gates, values.

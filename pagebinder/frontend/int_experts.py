@@ -1,0 +1,165 @@
+"""Experts whose weights a checkpoint keeps as integers: as they are loaded, and as they are served.
+
+experts of transformers    gate_up_proj [E, N, K], down_proj [E, N, K], biases
+  -> LoadedIntExperts      bytes of codes and scales of each, uint8 [E, N/32, .]      what its loader merges and fills
+  -> the experts' class    codes and scales as buffers, weights computed from them:   4 or 8 bits a weight
+                           dequantize_weight(codes, scale), which a pass makes one op with their products
+
+A loader stacks the weights of experts and puts gates on top of the others. Panels of 32 rows may be stacked so, too:
+each has its codes, and behind them its scales.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+import pagebinder.custom_ops  # noqa: F401  (registers the ops)
+from pagebinder.custom_ops.linear.weight_formats import dequantize, packed_shapes, weight_format
+from pagebinder.errors import CheckpointError
+from pagebinder.frontend.int_codes import Codes
+from pagebinder.frontend.int_format import StoredInts, tail
+from pagebinder.frontend.int_linear import kernel_format, packed_codes
+
+CODES, SCALE = "_codes", "_scale"  # what the names of buffers add to the weight's
+
+
+def format_of_experts(path: str, module: torch.nn.Module, stored: StoredInts) -> str | None:
+    """The format in which kernels read the codes of a module's experts; None: they are plain, or have no kernel.
+
+    Up and down have one format there, and columns are in order.
+    """
+    if module.is_transposed or stored.by_activation:
+        return None
+    if stored.layers is not None:
+        layer = tail(path).rpartition(".")[0]
+        layer = (
+            ".".join(layer.split(".")[:2]) + "."
+        )  # names of what is inside a layer are the checkpoint's own
+        if not any(key.startswith(layer) and ".experts." in key for key in stored.layers):
+            return None
+    shapes = (p.shape[1:] for p in module.parameters(recurse=False) if p.dim() == 3)
+    formats = {
+        kernel_format(shape, stored.bits, stored.group or shape[1], stored.symmetric)[0] for shape in shapes
+    }
+    return formats.pop() if len(formats) == 1 and formats != {"int8"} else None
+
+
+class LoadedIntExperts(torch.nn.Module):
+    """The parameters of experts as a loader merges them; `replaced` is the module that stood there."""
+
+    def __init__(self, replaced: torch.nn.Module, stored: StoredInts, format: str):
+        super().__init__()
+        self.__dict__["replaced"] = replaced  # no submodule: its weights are in no checkpoint
+        self.stored, self.format = stored, format
+        self.shapes = {name: p.shape for name, p in replaced.named_parameters(recurse=False) if p.dim() == 3}
+        for name, parameter in replaced.named_parameters(recurse=False):
+            if name in self.shapes:
+                experts, rows, columns = parameter.shape
+                panels, num_bytes = _bytes_of_panels(rows, columns, format, stored)
+                empty = torch.empty((experts, panels, num_bytes), dtype=torch.uint8, device=parameter.device)
+                parameter = torch.nn.Parameter(empty, requires_grad=False)
+            self.register_parameter(name, parameter)
+        self._buffers.update(replaced._buffers)
+        self._modules.update(replaced._modules)
+
+    def finished(self, path: str) -> torch.nn.Module:
+        """The module that stood there, its weights as buffers of codes and scales.
+
+        Raises:
+            CheckpointError: the loader stacked them in another way.
+        """
+        module, dtype = self.replaced, next(iter(self.replaced._parameters.values())).dtype
+        for name, (experts, rows, columns) in self.shapes.items():
+            stacked = self._parameters.pop(name).detach()
+            of_codes, of_scale = packed_shapes(rows, columns, self.format)
+            expected = (experts, *_bytes_of_panels(rows, columns, self.format, self.stored))
+            if tuple(stacked.shape) != expected:
+                raise CheckpointError(
+                    f"{path}.{name} cannot be loaded: its experts were stacked to {list(stacked.shape)} bytes, not "
+                    f"to {list(expected)}."
+                )
+            of_panel = math.prod(of_codes[1:])
+            codes = stacked[..., :of_panel].contiguous().view(experts, *of_codes)
+            scale = stacked[..., of_panel:].contiguous().view(_scale_dtype(self.format, self.stored))
+            module._parameters.pop(name)
+            module.register_buffer(name + CODES, codes)
+            module.register_buffer(name + SCALE, scale.view(experts, *of_scale))
+        module._parameters.update(self._parameters)
+        module._buffers.update(self._buffers)
+        module.__class__ = _quantized_class(type(module), tuple(self.shapes), self.format)
+        module.weights_dtype = dtype
+        return module
+
+
+def panel_bytes(codes: Codes, format: str, stored: StoredInts) -> torch.Tensor:
+    """The weight of one expert, as codes: uint8 [N/32, bytes].
+
+    Raises:
+        CheckpointError: zero points or an order of columns that the config does not speak of.
+    """
+    has_zeros = bool((codes.zeros != 1 << (codes.bits - 1)).any())
+    if codes.order is not None or (has_zeros and codes.bits >= 4 and not weight_format(format).is_shifted):
+        raise CheckpointError("it has zero points or an order of columns that the config does not speak of.")
+    packed, scale = packed_codes(codes, format)
+    parts = (
+        packed.flatten(1),
+        scale.to(_scale_dtype(format, stored)).flatten(1).contiguous().view(torch.uint8),
+    )
+    return torch.cat(parts, dim=1)
+
+
+class QuantizedExperts:
+    """What a class of experts gets: its weights are computed from codes.
+
+    `format`: of the codes. `names`: of the weights. `plain_class`: that of the module as transformers has it.
+    """
+
+    format: str
+    names: tuple[str, ...]
+    plain_class: type
+    weights_dtype: torch.dtype  # in which weights are computed
+
+    def _apply(self, fn, recurse=True):
+        """A module that is moved or converted takes its scales along, in their dtype."""
+        scales = {name: self._buffers[name] for name in (n + SCALE for n in self.names)}
+        super()._apply(fn, recurse)
+        for name, scale in scales.items():
+            if self._buffers[name].dtype is not scale.dtype:
+                self._buffers[name] = scale.to(self._buffers[name].device)
+        self.weights_dtype = fn(torch.empty(0, dtype=self.weights_dtype, device="cpu")).dtype
+        return self
+
+    def expert_weight(self, name: str) -> torch.Tensor:
+        """[E, N, K] of the model's dtype."""
+        codes, scale = self._buffers[name + CODES], self._buffers[name + SCALE]
+        return torch.ops.pagebinder.dequantize_weight(
+            codes, scale, format=self.format, dtype=self.weights_dtype
+        )
+
+    def exact_weight(self, name: str, expert: int) -> torch.Tensor:
+        """[N, K] of one expert, in float32."""
+        codes, scale = self._buffers[name + CODES][expert], self._buffers[name + SCALE][expert]
+        return dequantize(codes, scale, self.format)
+
+
+@functools.cache
+def _quantized_class(plain: type, names: tuple[str, ...], format: str) -> type:
+    weights = {name: property(functools.partial(QuantizedExperts.expert_weight, name=name)) for name in names}
+    facts = {"format": format, "names": names, "plain_class": plain, "__module__": plain.__module__}
+    return type(plain.__name__, (QuantizedExperts, plain), {**weights, **facts})
+
+
+def _bytes_of_panels(rows: int, columns: int, format: str, stored: StoredInts) -> tuple[int, int]:
+    """(panels, bytes of each) of a weight [rows, columns]."""
+    of_codes, of_scale = packed_shapes(rows, columns, format)
+    return of_codes[0], math.prod(of_codes[1:]) + math.prod(of_scale[1:]) * _scale_dtype(
+        format, stored
+    ).itemsize
+
+
+def _scale_dtype(format: str, stored: StoredInts) -> torch.dtype:
+    """One for all experts, exact for each."""
+    return torch.bfloat16 if stored.bf16_scales and not weight_format(format).is_shifted else torch.float32

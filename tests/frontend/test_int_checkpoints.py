@@ -1,0 +1,415 @@
+"""Checkpoints that keep weights as integers: GPTQ, AWQ, AutoRound, compressed-tensors. No number is changed.
+
+What writes them here follows the tensors that these tools leave; docs/measurements.md says how files of the tools
+themselves were compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pagebinder
+from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
+from pagebinder.compile import explain_model
+from pagebinder.frontend.int_codes import unpacked
+from pagebinder.frontend.quantized_module import QuantizedLinear
+from pagebinder.frontend.source import source_from_dir
+from tests.helpers import by_day, nightly, tiny_qwen3
+from tests.moe_models import tiny_qwen3_moe
+
+AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of 8 that each nibble holds
+
+
+def words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows of values -> rows of int32 words, as one stream of bits, the lowest first."""
+    each = values.long()[..., None] >> torch.arange(bits) & 1
+    stream = each.flatten(1).unflatten(1, (-1, 32))
+    whole = (stream << torch.arange(32)).sum(-1)
+    return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).to(torch.int32)
+
+
+class Chosen:
+    """Codes, zero points and scales of a weight [N, K], and the plain weight that they stand for."""
+
+    def __init__(self, weight, *, bits, group, symmetric, order=False, dtype=torch.float16):
+        rows, columns = weight.shape
+        generator = torch.Generator().manual_seed(rows)
+        group, half = group or columns, 1 << (bits - 1)
+        self.bits, self.groups = bits, torch.arange(columns) // group
+        if order:
+            self.groups = self.groups[torch.randperm(columns, generator=generator)]
+        num_groups = columns // group
+        self.scales = (
+            weight.abs().max() / half * (0.5 + torch.rand(rows, num_groups, generator=generator))
+        ).to(dtype)
+        self.zeros = torch.full((rows, num_groups), half)
+        if not symmetric:
+            self.zeros = torch.randint(0, 2 * half, (rows, num_groups), generator=generator)
+        self.codes = torch.randint(0, 2 * half, (rows, columns), generator=generator)
+        self.plain = (self.codes - self.zeros[:, self.groups]).float() * self.scales.float()[:, self.groups]
+
+
+def gptq(c: Chosen, *, v2=False, **_) -> dict[str, torch.Tensor]:
+    zeros = words(c.zeros.t() % (1 << c.bits), c.bits)
+    if not v2:
+        less = sum(1 << i for i in range(0, 32, c.bits))
+        zeros = zeros - torch.tensor(less - (1 << 32) if less >= 1 << 31 else less).to(torch.int32)
+        if 32 % c.bits:
+            zeros = words((c.zeros.t() - 1) % (1 << c.bits), c.bits)
+    return {
+        "qweight": words(c.codes, c.bits).t().contiguous(),
+        "qzeros": zeros,
+        "scales": c.scales.t().contiguous(),
+        "g_idx": c.groups.to(torch.int32),
+    }
+
+
+def awq(c: Chosen, **_) -> dict[str, torch.Tensor]:
+    def packed(x):
+        return words(x.unflatten(1, (-1, 8))[..., AWQ_NIBBLES].flatten(1), 4)
+
+    return {
+        "qweight": packed(c.codes.t()),
+        "qzeros": packed(c.zeros.t()),
+        "scales": c.scales.t().contiguous(),
+    }
+
+
+def packed(c: Chosen, *, symmetric=True, order=False, **_) -> dict[str, torch.Tensor]:
+    stored = {
+        "weight_packed": words(c.codes, c.bits),
+        "weight_scale": c.scales,
+        "weight_shape": torch.tensor(c.codes.shape),
+    }
+    if not symmetric:
+        stored["weight_zero_point"] = words(c.zeros.t(), c.bits).t().contiguous()
+    if order:
+        stored["weight_g_idx"] = c.groups.to(torch.int32)
+    return stored
+
+
+def int8(c: Chosen, **_) -> dict[str, torch.Tensor]:
+    return {"weight": (c.codes - 128).to(torch.int8), "weight_scale": c.scales}
+
+
+def compressed(form: str, bits: int, group: int | None, symmetric: bool) -> dict:
+    weights = {
+        "num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group,
+        "strategy": "group" if group else "channel", "dynamic": False,
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+def by_gptq(bits, group, symmetric, **more) -> dict:
+    return {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group or -1,
+        "sym": symmetric,
+        "desc_act": False,
+        **more,
+    }
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+ROUNDED = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+# name -> (how it is written, options of that, quantization_config, format that is served)
+G32 = dict(bits=4, group=32)
+METHODS = {
+    "gptq": (gptq, dict(bits=4, group=64, symmetric=True), by_gptq(4, 64, True), "int4_g64"),
+    "gptq asymmetric": (gptq, dict(**G32, symmetric=False), by_gptq(4, 32, False), "uint4_g32"),
+    "gptq v2": (
+        functools.partial(gptq, v2=True),
+        dict(**G32, symmetric=False),
+        by_gptq(4, 32, False, checkpoint_format="gptq_v2"),
+        "uint4_g32",
+    ),
+    "gptq by activation": (
+        gptq,
+        dict(**G32, symmetric=True, order=True),
+        by_gptq(4, 32, True) | {"desc_act": True},
+        "int4_g32",
+    ),
+    "gptq rows": (gptq, dict(bits=4, group=None, symmetric=True), by_gptq(4, None, True), "int4_g"),
+    "gptq 8": (gptq, dict(bits=8, group=32, symmetric=True), by_gptq(8, 32, True), "int8_g32"),
+    "gptq 3": (gptq, dict(bits=3, group=32, symmetric=False), by_gptq(3, 32, False), "int4_g32"),
+    "gptq 2": (gptq, dict(bits=2, group=32, symmetric=False), by_gptq(2, 32, False), "int4_g32"),
+    "awq": (awq, dict(**G32, symmetric=False), {**AWQ, "group_size": 32}, "uint4_g32"),
+    "auto-round": (gptq, dict(**G32, symmetric=True), ROUNDED, "int4_g32"),
+    "auto-round as awq": (
+        awq,
+        dict(**G32, symmetric=False),
+        ROUNDED | {"packing_format": "auto_round:auto_awq", "sym": False},
+        "uint4_g32",
+    ),
+    "packed": (packed, dict(**G32, symmetric=True, dtype=torch.bfloat16), None, "int4_g32"),
+    "packed asymmetric": (packed, dict(**G32, symmetric=False, order=True), None, "uint4_g32"),
+    "packed 8": (packed, dict(bits=8, group=None, symmetric=True), None, "int8"),
+    "packed 8 asymmetric": (packed, dict(bits=8, group=None, symmetric=False), None, "uint8_g"),
+    "packed 3": (packed, dict(bits=3, group=32, symmetric=True), None, "int4_g32"),
+    "int8": (int8, dict(bits=8, group=None, symmetric=True), None, "int8"),
+}
+
+
+def options_of(name: str) -> dict:
+    write, how, options, _ = METHODS[name]
+    form = "int-quantized" if write is int8 else "pack-quantized"
+    return options or compressed(form, how["bits"], how["group"], how["symmetric"])
+
+
+def save(model, folder, name, *, change=None, kept=("lm_head",), **more):
+    """Write a checkpoint of a model, and give back the model with the plain weights that its codes stand for."""
+    write, how, _, _ = METHODS[name]
+    how = how | more
+    model = copy.deepcopy(model)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not path.endswith(kept):
+            chosen = Chosen(module.weight.detach(), **how)
+            module.weight.data.copy_(chosen.plain)
+            del tensors[f"{path}.weight"]
+            tensors |= {f"{path}.{kind}": tensor for kind, tensor in write(chosen, **how).items()}
+    if change is not None:
+        change(tensors)
+    save_file(
+        {k: t.contiguous() for k, t in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": options_of(name)}))
+    return model
+
+
+def qwen3(**sizes):
+    options = {"hidden_size": 160, "intermediate_size": 288, "attention_bias": True, "head_dim": 32}
+    return tiny_qwen3(**{**options, **sizes})
+
+
+def small(name: str):
+    """Groups of 64 need rows of a multiple of them."""
+    return qwen3(hidden_size=192, intermediate_size=320) if "64" in METHODS[name][3] else qwen3()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_codes_stand_for_the_very_weights(name, tmp_path):
+    plain = save(small(name), tmp_path, name)
+    source = source_from_dir(tmp_path)
+    layers = {p: m for p, m in source.module.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(layers) == 14 and all(m.format.startswith(METHODS[name][3]) for m in layers.values())
+    for path, layer in layers.items():
+        assert torch.equal(layer.weight(), plain.get_submodule(path).weight)
+    assert {r.module_path for r in source.stored_weights.refusals} == {"lm_head"}
+    ids = torch.arange(30)[None]
+    with torch.no_grad():
+        got, expected = (m.eval()(ids, use_cache=False).logits for m in (source.module, plain))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def tokens_of(compiled):
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_seqs=4, max_num_batched_tokens=48))
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    return [list(o.token_ids) for o in engine.generate([[1, 2, 3], list(range(20)), [7] * 45], sampling)]
+
+
+def exact(folder, plain, **options):
+    compiled = pagebinder.compile_model(folder, CompileConfig(dtype=torch.float32, **options))
+    tokens = tokens_of(compiled)
+    assert tokens == tokens_of(pagebinder.compile_model(plain))
+    return compiled, tokens
+
+
+@pytest.mark.parametrize("name", ["gptq by activation", "awq"])
+def test_a_checkpoint_is_served_token_for_token(name, tmp_path):
+    plain = save(small(name), tmp_path, name)
+    compiled, tokens = exact(tmp_path, plain, verify="full")
+    assert METHODS[name][3] in str(compiled.report.to_dict())
+    compiled.save(tmp_path / "saved")
+    assert tokens_of(pagebinder.load(tmp_path / "saved")) == tokens
+
+
+@nightly
+@pytest.mark.parametrize("name", METHODS)
+def test_checkpoints_are_served_token_for_token(name, tmp_path):
+    exact(tmp_path, save(small(name), tmp_path, name), verify="full")
+
+
+def test_layers_of_other_sizes_are_read_from_the_files(tmp_path):
+    """`dynamic` and its kind: a layer in 8 bits, one in larger groups, one that is plain."""
+
+    def change(tensors):
+        for layer, how in (("q_proj", dict(bits=8, group=32)), ("k_proj", dict(bits=4, group=160))):
+            path = f"model.layers.0.self_attn.{layer}"
+            rows = tensors[f"{path}.scales"].shape[1]
+            chosen = Chosen(torch.ones(rows, 160) / 50, **how, symmetric=True)
+            made[path] = chosen.plain
+            tensors.update({f"{path}.{kind}": tensor for kind, tensor in gptq(chosen).items()})
+        path = "model.layers.1.mlp.up_proj"
+        for kind in ("qweight", "qzeros", "scales", "g_idx"):
+            del tensors[f"{path}.{kind}"]
+        tensors[f"{path}.weight"] = made[path] = torch.randn(288, 160) / 20
+
+    made = {}
+    save(qwen3(), tmp_path, "auto-round", change=change)
+    module = source_from_dir(tmp_path).module
+    formats = {path: getattr(module.get_submodule(path), "format", None) for path in made}
+    assert list(formats.values()) == ["int8_g32", "int4_g32", None]
+    for path, weight in made.items():
+        layer = module.get_submodule(path)
+        assert torch.equal(layer.weight() if formats[path] else layer.weight, weight)
+
+
+def mixture(folder, name, **more):
+    """A mixture's checkpoint whose experts are integers -> the model that it stands for."""
+    model = tiny_qwen3_moe(hidden_size=64, moe_intermediate_size=64)
+    model.save_pretrained(folder)
+    write, how, _, _ = METHODS[name]
+    how = {**how, "group": 32, **more}
+    tensors = load_file(folder / "model.safetensors")
+    plain = dict(tensors)
+    for key in list(tensors):
+        if ".experts." in key:
+            chosen = Chosen(tensors.pop(key), **how)
+            plain[key] = chosen.plain
+            tensors |= {f"{key.removesuffix('.weight')}.{k}": t for k, t in write(chosen, **how).items()}
+    write_to = functools.partial(save_file, filename=folder / "model.safetensors", metadata={"format": "pt"})
+    write_to(plain)
+    expected = source_from_dir(folder).module
+    write_to({k: t.contiguous() for k, t in tensors.items()})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": options_of(name)}))
+    return expected
+
+
+def loaded(folder):
+    try:
+        return source_from_dir(folder)
+    except CheckpointError as error:
+        assert "does not expand these" in str(error)
+        pytest.skip(
+            "this version of transformers does not merge experts that are no plain weights, which is said"
+        )
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize("name", ["auto-round", "awq", "packed", "gptq 8", "gptq 3"])
+def test_experts_keep_their_codes(name, tmp_path):
+    expected = mixture(tmp_path, name)
+    source = loaded(tmp_path)
+    experts = source.module.get_submodule(EXPERTS)
+    assert experts.format == METHODS[name][3] and type(experts).__name__ == "Qwen3MoeExperts"
+    for kind in ("gate_up_proj", "down_proj"):
+        for i, weight in enumerate(expected.get_parameter(f"{EXPERTS}.{kind}")):
+            assert torch.equal(experts.exact_weight(kind, i), weight)
+    (match,) = [m for m in source.stored_weights.matches if m.module_path == EXPERTS]
+    assert match.pattern == "quantized_moe_experts" and METHODS[name][3] in match.detail
+
+
+@pytest.mark.parametrize("name", by_day(["awq", "auto-round", "packed", "gptq 8"], ("awq",)))
+def test_experts_are_served_from_codes(name, tmp_path):
+    expected = mixture(tmp_path, name)
+    loaded(tmp_path)
+    compiled, tokens = exact(tmp_path, expected, verify="full")
+    used = {c.op for c in compiled.report.providers}
+    assert "quantized_moe_routed_experts" in used and "moe_routed_experts" not in used
+    compiled.save(tmp_path / "saved")
+    assert tokens_of(pagebinder.load(tmp_path / "saved")) == tokens
+
+
+def test_experts_in_an_order_of_their_own_are_expanded_and_said(tmp_path):
+    expected = mixture(tmp_path, "gptq by activation")
+    source = loaded(tmp_path)
+    for key, parameter in expected.named_parameters():
+        assert torch.equal(source.module.get_parameter(key), parameter), key
+    reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
+    assert "they are expanded" in reasons[EXPERTS]
+
+
+def test_experts_with_zero_points_of_which_the_config_does_not_speak(tmp_path):
+    mixture(tmp_path, "auto-round", symmetric=False)
+    with pytest.raises(CheckpointError, match="experts.*(zero points|does not expand these)"):
+        source_from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq 8", "awq", "packed asymmetric", "int8"])
+def test_explain_shows_the_format_without_weights(name, tmp_path):
+    save(small(name), tmp_path, name)
+    (tmp_path / "model.safetensors").unlink()
+    (result,) = [p for p in explain_model(tmp_path).report.passes if p.name == "stored_weights"]
+    assert len(result.matches) == 14 and METHODS[name][3] in result.matches[0].detail
+
+
+def test_groups_that_no_kernel_reads_are_expanded(tmp_path):
+    plain = save(qwen3(), tmp_path, "auto-round", group=16)
+    source = source_from_dir(tmp_path)
+    assert {r.reason for r in source.stored_weights.refusals} == {
+        "no kernel reads codes in groups of 16: it is expanded", "it is stored plain",
+    }  # fmt: skip
+    for path, module in plain.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            assert torch.equal(source.module.get_submodule(path).weight, module.weight)
+
+
+NAME = "model.layers.0.mlp.up_proj"
+BROKEN = {
+    "no scales": (lambda t: t.pop(f"{NAME}.scales"), f"{NAME} cannot be read.*scales"),
+    "other sizes": (
+        lambda t: t.update({f"{NAME}.qweight": t[f"{NAME}.qweight"][:, :64]}),
+        f"{NAME}.*\\[64, 160\\]",
+    ),
+    "NaN": (lambda t: t[f"{NAME}.scales"].fill_(float("nan")), f"{NAME}: a scale is NaN"),
+    "groups": (lambda t: t[f"{NAME}.g_idx"].zero_(), f"{NAME} cannot be read: its columns"),
+    "another layer": (
+        lambda t: t.update({"model.layers.0.mlp.gates.qweight": t[f"{NAME}.qweight"].clone()}),
+        "gates.qweight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_checkpoints_that_contradict_themselves_are_errors(name, tmp_path):
+    change, message = BROKEN[name]
+    save(qwen3(num_hidden_layers=1), tmp_path, "auto-round", change=change)
+    with pytest.raises(CheckpointError, match=message):
+        source_from_dir(tmp_path)
+
+
+REFUSED = {
+    "bits": (by_gptq(5, 32, True), "'gptq' with bits 5"),
+    "marlin": (by_gptq(4, 32, True, checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
+    "gemv": (AWQ | {"version": "gemv"}, "version 'gemv'"),
+    "packing": (ROUNDED | {"packing_format": "auto_round:llm_compressor"}, "packing_format"),
+    "6 bits": (compressed("pack-quantized", 6, 32, True), "num_bits 6 as pack-quantized"),
+    "formats": (compressed("nvfp4-pack-quantized", 4, 16, True), "format 'nvfp4-pack-quantized'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_variants_that_are_not_served_are_refused_by_name(name, tmp_path):
+    options, message = REFUSED[name]
+    tiny_qwen3().config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": options}))
+    for weights in (True, False):
+        with pytest.raises(CheckpointError, match=f"{message}.*served are"):
+            source_from_dir(tmp_path, weights=weights)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_words_of_any_bits(bits):
+    values = torch.randint(0, 1 << bits, (5, 96), generator=torch.Generator().manual_seed(bits))
+    assert torch.equal(unpacked(words(values, bits), bits), values.to(torch.uint8))
