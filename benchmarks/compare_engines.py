@@ -40,7 +40,8 @@ DEFAULT = "qwen3-0.6b"
 GENERATE, GENERATE_BATCH = "transformers generate", "transformers generate_batch"
 STEP_TOKENS = 2_048  # the budget of a step, every engine's
 MAX_REQUESTS = 32
-QUANTIZATIONS = ("fp8", "int8", "int4_g64")
+QUANTIZATIONS = ("fp8", "int8", "int4_g64", "int4_g32")
+LLAMA_FORMATS = ("Q8_0", "Q4_0")
 OURS = Engine(sys.executable, "pagebinder_worker.py", "pagebinder")
 
 
@@ -139,9 +140,16 @@ def own_pool(pool: Pool, engines: dict[str, Engine], kv_bytes: int) -> Pool:
 
 
 def quantized(pool: Pool, about: Costs, o: dict) -> dict:
-    """One request with weights in fewer bits, against bf16, all ours."""
+    """One request with weights in fewer bits, against bf16, and against llama.cpp in as many bits."""
     formats = {f"{US} {f}": OURS.with_options({"compile": {"quantization": f}}) for f in QUANTIZATIONS}
     engines = {US: OURS, **formats}
+    if LLAMA in pool.engines:
+        llama = pool.engines[LLAMA]
+        for format in LLAMA_FORMATS:
+            gguf = pool.folder / f"{format}.gguf"
+            command = [llama.python, str(PEERS / "to_gguf.py"), pool.options["model"], str(gguf), format]
+            subprocess.run(command, check=True)
+            engines[f"{LLAMA} {format}"] = llama.with_options({"gguf": str(gguf)})
     with own_pool(pool, engines, 1 << 28) as own:
         return cases.batch(own, list(engines), about.vocab_size, 1, o["lengths"], o["rounds"])
 

@@ -159,6 +159,10 @@ def _start(case: dict, results: dict) -> Iterator[dict]:
         )
 
 
+# Ours and llama.cpp's of as many bits a weight.
+SAME_BITS = (("int8", "Q8_0"), ("int4_g32", "Q4_0"))
+
+
 def _quantized(case: dict, results: dict) -> Iterator[dict]:
     for name in case["engines"]:
         target = QUANTIZED_GOALS.get(name.removeprefix(f"{US} "))
@@ -166,6 +170,11 @@ def _quantized(case: dict, results: dict) -> Iterator[dict]:
             yield goal(
                 f"decode, 1 request, {name} over bf16", ratio(case["engines"], DECODE, US, us=name), target
             )
+    for ours, theirs in ((f"{US} {a}", f"{LLAMA} {b}") for a, b in SAME_BITS):
+        if {ours, theirs} <= {*case["engines"]}:
+            for what, key in (("decode, 1 request", DECODE), ("prefill, 1 request", PREFILL)):
+                value = ratio(case["engines"], key, theirs, us=ours)
+                yield goal(f"{what}, {ours} over {theirs}", value, 1.0)
 
 
 CASES = {

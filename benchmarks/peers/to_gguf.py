@@ -1,9 +1,9 @@
 """A Qwen3, Qwen3-MoE or Llama checkpoint in bf16 as a GGUF file, for llama.cpp. Runs in llama.cpp's environment.
 
-python to_gguf.py CHECKPOINT_DIR FILE.gguf
+python to_gguf.py CHECKPOINT_DIR FILE.gguf [Q4_0 | Q8_0]
 
-Weights are written as they are, but for Llama's q and k: llama.cpp turns neighbouring channels of these, and
-transformers those of two halves. There is no tokenizer.
+Weights are written as they are, or all matrices in a format of llama.cpp's, but for Llama's q and k: llama.cpp turns
+neighbouring channels of these, and transformers those of two halves. There is no tokenizer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 
 # what llama.cpp calls the parts of a layer, and whether they are matrices
 LAYER = {
@@ -68,7 +69,7 @@ def neighbouring(bits: np.ndarray, heads: int) -> np.ndarray:
     return bits.reshape(heads, 2, -1, bits.shape[1]).swapaxes(1, 2).reshape(bits.shape)
 
 
-def convert(source: Path, target: Path) -> None:
+def convert(source: Path, target: Path, format: str | None = None) -> None:
     config = json.loads((source / "config.json").read_text())
     kind = config["model_type"].replace("_", "")
     heads = {"attn_q.": config["num_attention_heads"], "attn_k.": config["num_key_value_heads"]}
@@ -85,7 +86,7 @@ def convert(source: Path, target: Path) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    writer.add_file_type(32)  # mostly bf16
+    writer.add_file_type({None: 32, "Q4_0": 2, "Q8_0": 7}[format])  # of most weights; 32 is bf16
     if kind == "llama":
         writer.add_rope_dimension_count(config["head_dim"])
     if kind == "qwen3moe":
@@ -97,6 +98,10 @@ def convert(source: Path, target: Path) -> None:
             bits = next((neighbouring(bits, n) for part, n in heads.items() if part in name), bits)
         if bits.ndim == 1 or any(part in name for part in FLOAT32):
             writer.add_tensor(name, (bits.astype(np.uint32) << 16).view(np.float32))
+        elif format is not None:
+            kind_of_weight = GGMLQuantizationType[format]
+            weight = quantize((bits.astype(np.uint32) << 16).view(np.float32), kind_of_weight)
+            writer.add_tensor(name, weight, raw_dtype=kind_of_weight)
         else:
             raw = np.ascontiguousarray(bits).view(np.uint8)
             writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType.BF16)
@@ -107,4 +112,4 @@ def convert(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
