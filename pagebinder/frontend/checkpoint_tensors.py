@@ -63,6 +63,17 @@ def compared(
     )
 
 
+def refuse_unsaid_words(unexpected: Collection[str], path: Path) -> None:
+    """Of a checkpoint whose config says nothing of quantisation. Raises CheckpointError: it keeps words of codes."""
+    if name := next(
+        (key for key in map(str, unexpected) if key.endswith((".qweight", ".weight_packed"))), None
+    ):
+        raise CheckpointError(
+            f"{path} keeps codes of weights ({name}), but its config.json has no quantization_config that says how "
+            "to read them; where a tool has written a quantize_config.json, that belongs there, with a quant_method."
+        )
+
+
 def refuse_unsaid_codes(module: torch.nn.Module, tensors: CheckpointTensors, path: Path) -> None:
     """Of a checkpoint whose config says nothing of quantisation: transformers takes codes for plain weights.
 

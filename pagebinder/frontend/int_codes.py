@@ -31,51 +31,66 @@ SLICE_WORDS = 1 << 22  # that are unpacked at once
 
 
 class Codes(NamedTuple):
-    """`bits` of a value; `values` [N, K] uint8, `zeros` [N, G] int16, `scales` [N, G] float32.
+    """`bits` of a value; `values` [N, K] uint8; of each `group` of neighbours `zeros` int16, `scales` float32 [N, G].
 
-    `order`: the column of the weight that each column of these belongs to, int64 [K]; None: in order.
+    The last group may be smaller. `order`: the column of the weight that each column of these belongs to, int64 [K];
+    None: in order.
     """
 
     bits: int
+    group: int
     values: torch.Tensor
     zeros: torch.Tensor
     scales: torch.Tensor
     order: torch.Tensor | None = None
 
-    @property
-    def group(self) -> int:
-        return self.values.shape[1] // self.scales.shape[1]
+    def of_columns(self, parts: torch.Tensor, span: int = 1) -> torch.Tensor:
+        """Zero points or scales [N, G] -> those of each `span` columns, which have one group."""
+        return parts[:, torch.arange(0, self.values.shape[1], span, device=parts.device) // self.group]
 
     def integers(self) -> torch.Tensor:
         """Values less their zero points, int16 [N, K]."""
-        groups = self.values.unflatten(1, (-1, self.group)).to(torch.int16)
-        return (groups - self.zeros[..., None]).flatten(1)
+        return self.values.to(torch.int16) - self.of_columns(self.zeros)
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K], rounded once."""
-        groups = self.integers().unflatten(1, (-1, self.group)).float()
-        weight = (groups * self.scales[..., None]).flatten(1).to(dtype)
+        weight = (self.integers().float() * self.of_columns(self.scales)).to(dtype)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
 
-def read_gptq(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int) -> Codes:
+def group_of(columns: int, num_groups: int, said: int | None) -> int:
+    """How many columns share a scale, as the config says it, or as the tensors do where they say something else.
+
+    Raises:
+        CheckpointError: they fit nothing.
+    """
+    group = said or columns
+    if num_groups == -(-columns // group):
+        return group
+    if not num_groups or columns % num_groups:
+        raise CheckpointError(f"{columns} columns have scales of {num_groups} groups.")
+    return columns // num_groups
+
+
+def read_gptq(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
     values = unpacked(tensors["qweight"].t().contiguous(), bits)
-    zeros = _raised(tensors["qzeros"], zeros_less, bits).t().to(torch.int16)
-    order = _order(tensors.get("g_idx"), values.shape[1], tensors["scales"].shape[0])
-    return _in_order(bits, values, zeros, tensors["scales"].t().float(), order)
+    zeros = _raised(tensors["qzeros"], zeros_less, bits)[:, : len(values)].t().to(torch.int16)
+    group = group_of(values.shape[1], len(tensors["scales"]), group)
+    order = _order(tensors.get("g_idx"), values.shape[1], group)
+    return _in_order(bits, group, values, zeros, tensors["scales"].t().float(), order)
 
 
-def read_awq(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int) -> Codes:
+def read_awq(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
     scales = tensors["scales"].t().float()
     values = _awq_columns(unpacked(tensors["qweight"], bits)).t().contiguous()
     if "qzeros" in tensors:
         zeros = _awq_columns(unpacked(tensors["qzeros"], bits)).t().to(torch.int16)
     else:
         zeros = torch.full_like(scales, 1 << (bits - 1), dtype=torch.int16)
-    return Codes(bits, values, zeros, scales)
+    return Codes(bits, group_of(values.shape[1], scales.shape[1], group), values, zeros, scales)
 
 
-def read_packed(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int) -> Codes:
+def read_packed(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
     rows, columns = _shape_of(tensors)
     if tensors["weight_packed"].shape[1] != -(-columns * bits // WORD):
         raise CheckpointError(
@@ -88,27 +103,29 @@ def read_packed(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int)
         zeros = unpacked(packed.t().contiguous(), bits).t()[:rows].to(torch.int16)
     else:
         zeros = torch.full_like(scales, 1 << (bits - 1), dtype=torch.int16)
-    order = _order(tensors.get("weight_g_idx"), columns, scales.shape[1])
-    return _in_order(bits, values.contiguous(), zeros, scales, order)
+    group = group_of(columns, scales.shape[1], group)
+    order = _order(tensors.get("weight_g_idx"), columns, group)
+    return _in_order(bits, group, values.contiguous(), zeros, scales, order)
 
 
-def read_int8(tensors: Mapping[str, torch.Tensor], bits: int, zeros_less: int) -> Codes:
+def read_int8(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
     weight, scales = tensors["weight"], tensors["weight_scale"].float()
     scales = scales.reshape(1, 1).expand(len(weight), 1) if scales.numel() == 1 else scales
     zeros = tensors.get("weight_zero_point", torch.zeros(1, dtype=torch.int8, device=weight.device)).to(
         torch.int16
     )
     zeros = zeros.reshape(1, 1).expand_as(scales) if zeros.numel() == 1 else zeros
-    return Codes(8, weight.view(torch.uint8) ^ 0x80, zeros + 128, scales)
+    group = group_of(weight.shape[1], scales.shape[1], group)
+    return Codes(8, group, weight.view(torch.uint8) ^ 0x80, zeros + 128, scales)
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """words int32 [R, W] -> the values that their rows hold, uint8 [R, W * 32 / bits].
+    """words int32 [R, W] -> the values that their rows hold, uint8 [R, W * 32 / bits], and maybe some of padding.
 
     Raises:
-        CheckpointError: words of another dtype, or rows that do not end with a value.
+        CheckpointError: words of another dtype.
     """
-    if words.dtype is not torch.int32 or words.dim() != 2 or words.shape[1] * WORD % bits:
+    if words.dtype is not torch.int32 or words.dim() != 2:
         raise CheckpointError(f"values of {bits} bits are stored as {words.dtype} {list(words.shape)}.")
     rows = max(1, SLICE_WORDS // max(words.shape[1], 1))
     take = _whole_values if WORD % bits == 0 else _values_across_words
@@ -123,6 +140,7 @@ def _whole_values(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _values_across_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """`bits` words hold 32 values."""
+    words = torch.nn.functional.pad(words, (0, -words.shape[1] % bits))
     each = (words.long() & 0xFFFFFFFF).unflatten(1, (-1, bits))
     values = []
     for i in range(WORD):
@@ -155,23 +173,23 @@ def _shape_of(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     return rows, columns
 
 
-def _order(groups: torch.Tensor | None, columns: int, num_groups: int) -> torch.Tensor | None:
+def _order(groups: torch.Tensor | None, columns: int, group: int) -> torch.Tensor | None:
     """The order in which the columns of each group are neighbours; None where they are.
 
     Raises:
-        CheckpointError: groups that are not all of one size.
+        CheckpointError: groups that are not of that size.
     """
-    if groups is None or (num_groups == 1 or bool((groups == -1).all())):
+    if groups is None or group >= columns or bool((groups == -1).all()):
         return None
     groups = groups.long()
-    in_a_row = torch.arange(columns, device=groups.device) // (columns // num_groups)
+    in_a_row = torch.arange(columns, device=groups.device) // group
     if torch.equal(groups, in_a_row):
         return None
     order = torch.argsort(groups, stable=True)
     if len(groups) != columns or not torch.equal(groups[order], in_a_row):
-        raise CheckpointError(f"its columns are not in {num_groups} groups of one size.")
+        raise CheckpointError(f"its columns are not in groups of {group}.")
     return order
 
 
-def _in_order(bits: int, values, zeros, scales, order: torch.Tensor | None) -> Codes:
-    return Codes(bits, values if order is None else values[:, order], zeros, scales, order)
+def _in_order(bits: int, group: int, values, zeros, scales, order: torch.Tensor | None) -> Codes:
+    return Codes(bits, group, values if order is None else values[:, order], zeros, scales, order)

@@ -20,7 +20,7 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.linear.weight_formats import dequantize, packed_shapes, weight_format
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.int_codes import Codes
-from pagebinder.frontend.int_format import StoredInts, tail
+from pagebinder.frontend.int_format import Shapes, StoredInts, stack_of
 from pagebinder.frontend.int_linear import kernel_format, packed_codes
 
 CODES, SCALE = "_codes", "_scale"  # what the names of buffers add to the weight's
@@ -34,17 +34,35 @@ def format_of_experts(path: str, module: torch.nn.Module, stored: StoredInts) ->
     if module.is_transposed or stored.by_activation:
         return None
     if stored.layers is not None:
-        layer = tail(path).rpartition(".")[0]
-        layer = (
-            ".".join(layer.split(".")[:2]) + "."
-        )  # names of what is inside a layer are the checkpoint's own
-        if not any(key.startswith(layer) and ".experts." in key for key in stored.layers):
+        found = stored.experts_of.get(stack_of(path), ())  # names inside a layer are the checkpoint's own
+        if len(found) != _num_matrices(module) or not all(
+            _as_said(shapes, module, stored) for shapes in found
+        ):
             return None
     shapes = (p.shape[1:] for p in module.parameters(recurse=False) if p.dim() == 3)
     formats = {
         kernel_format(shape, stored.bits, stored.group or shape[1], stored.symmetric)[0] for shape in shapes
     }
     return formats.pop() if len(formats) == 1 and formats != {"int8"} else None
+
+
+def _num_matrices(module: torch.nn.Module) -> int:
+    """How many weights of a module's experts a checkpoint has."""
+    return next(p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3) * (
+        3 if module.has_gate else 2
+    )
+
+
+def _as_said(found: Shapes, module: torch.nn.Module, stored: StoredInts) -> bool:
+    """Has a weight the sizes that the config says? Tools may give some of them other bits or groups."""
+    expected = []
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() == 3:
+            _, rows, columns = parameter.shape
+            parts = 2 if module.has_gate and name != "down_proj" else 1
+            expected.append(stored.shapes(rows // parts, columns))
+    known = [{name: shapes[name] for name in shapes if name in found} for shapes in expected]
+    return any(shapes == {name: found[name] for name in shapes} for shapes in known)
 
 
 class LoadedIntExperts(torch.nn.Module):
@@ -100,8 +118,13 @@ def panel_bytes(codes: Codes, format: str, stored: StoredInts) -> torch.Tensor:
     Raises:
         CheckpointError: zero points or an order of columns that the config does not speak of.
     """
+    fmt = weight_format(format)
+    if max(codes.bits, 4) != fmt.bits or codes.group % (fmt.group or codes.group):
+        raise CheckpointError(
+            f"it has {codes.bits} bits in groups of {codes.group}, of which the config says nothing."
+        )
     has_zeros = bool((codes.zeros != 1 << (codes.bits - 1)).any())
-    if codes.order is not None or (has_zeros and codes.bits >= 4 and not weight_format(format).is_shifted):
+    if codes.order is not None or (has_zeros and codes.bits >= 4 and not fmt.is_shifted):
         raise CheckpointError("it has zero points or an order of columns that the config does not speak of.")
     packed, scale = packed_codes(codes, format)
     parts = (

@@ -14,11 +14,13 @@ config_groups).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from pagebinder.errors import CheckpointError
 from pagebinder.frontend import int_codes
 from pagebinder.frontend.int_codes import WORD
 from pagebinder.frontend.not_served import require
@@ -28,27 +30,40 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Layout:
-    """`marker`: the tensor that a layer has if it is stored so. `others`: what may lie beside it."""
+    """`marker`: the tensor that a layer has if it is stored so. `dtypes`: of it and of what may lie beside it, in
+    safetensors' names; None: a float type."""
 
     marker: str
-    others: tuple[str, ...]
+    dtypes: Mapping[str, tuple[str, ...] | None]
     read: Callable
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.marker, *self.others)
+        return tuple(self.dtypes)
 
 
+_WORDS, _INDEX = ("I32",), ("I32", "I64")
 LAYOUTS = {
-    "gptq": Layout("qweight", ("qzeros", "scales", "g_idx"), int_codes.read_gptq),
-    "awq": Layout("qweight", ("qzeros", "scales"), int_codes.read_awq),
+    "gptq": Layout(
+        "qweight",
+        {"qweight": _WORDS, "qzeros": _WORDS, "scales": None, "g_idx": _INDEX},
+        int_codes.read_gptq,
+    ),
+    "awq": Layout("qweight", {"qweight": _WORDS, "qzeros": _WORDS, "scales": None}, int_codes.read_awq),
     "packed": Layout(
         "weight_packed",
-        ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        {
+            "weight_packed": _WORDS, "weight_scale": None, "weight_zero_point": _WORDS, "weight_shape": _INDEX,
+            "weight_g_idx": _INDEX,
+        },
         int_codes.read_packed,
     ),
-    "int8": Layout("weight_scale", ("weight", "weight_zero_point"), int_codes.read_int8),
-}
+    "int8": Layout(
+        "weight_scale",
+        {"weight_scale": None, "weight": ("I8",), "weight_zero_point": ("I8",)},
+        int_codes.read_int8,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +72,9 @@ class StoredInts:
 
     `zeros_less`: what is added to zero points as they are stored. `kept`: patterns of modules that are stored plain,
     None = those that transformers leaves out by default. `layers`: shapes of the tensors of each layer that the
-    checkpoint's files keep so, by `tail` of its path; None: unknown, `kept` says which. `bf16_scales`: all scales in
-    them are bfloat16. `by_activation`: columns are in an order of their own.
+    checkpoint's files keep so, by its name there; None: unknown, `kept` says which. `bf16_scales`: all scales in them
+    are bfloat16. `plain`: names of other layers there. `by_activation`: columns are in an order of their own.
+    `needs`: tensors without which codes mean something else.
     """
 
     method: str
@@ -70,7 +86,9 @@ class StoredInts:
     kept: tuple[str, ...] | None = None
     layers: Mapping[str, Shapes] | None = None
     bf16_scales: bool = False
+    plain: frozenset[str] = frozenset()
     by_activation: bool = False
+    needs: tuple[str, ...] = ()
 
     granularity = "group"
     experts = None
@@ -100,16 +118,46 @@ class StoredInts:
         Args:
             columns: of the weight; None: as the tensors say.
         Raises:
-            CheckpointError: tensors that contradict each other; KeyError: one that is missing.
+            CheckpointError: tensors that contradict each other, scales that are no numbers; KeyError: one is missing.
         """
         bits = self.bits
+        if lacking := [name for name in (*self.needs, self.tensors.marker) if name not in tensors]:
+            raise CheckpointError(f"its config says that it has {lacking[0]}, which is missing.")
         if self.layout == "gptq" and columns is None and "g_idx" in tensors:
             columns = len(tensors["g_idx"])
         if self.layout == "gptq" and columns is not None:
             bits = tensors["qweight"].shape[0] * WORD // columns
         elif self.layout == "packed":
             bits = tensors["weight_packed"].shape[1] * WORD // (columns or int(tensors["weight_shape"][1]))
-        return self.tensors.read(tensors, bits, self.zeros_less)
+        codes = self.tensors.read(tensors, bits, self.group, self.zeros_less)
+        if not codes.scales.isfinite().all():
+            raise CheckpointError("a scale is NaN or infinity.")
+        return codes
+
+    def found(self, path: str) -> Shapes | None:
+        """Shapes of the tensors of a layer of the model in the files, None where it is plain there.
+
+        A name in the files may begin differently: of all that end alike, the one with most in common is the layer's.
+        """
+        if path in self.layers or path in self.plain:
+            return self.layers.get(path)
+        alike, parts = self._by_tail.get(tail(path), ()), set(path.split("."))
+        return self.layers.get(max(alike, key=lambda name: len(parts & set(name.split("."))), default=None))
+
+    @functools.cached_property
+    def _by_tail(self) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        for name in (*self.layers, *self.plain):
+            names.setdefault(tail(name), []).append(name)
+        return names
+
+    @functools.cached_property
+    def experts_of(self) -> dict[str, list[Shapes]]:
+        """The same shapes of what is below `.experts.`, by the stack and the number of their layer: layers.3."""
+        found: dict[str, list[Shapes]] = {}
+        for name in (name for name in self.layers if ".experts." in name):
+            found.setdefault(stack_of(name), []).append(self.layers[name])
+        return found
 
     @property
     def endings(self) -> tuple[str, ...]:
@@ -121,6 +169,11 @@ class StoredInts:
         return f"{name.rpartition('.')[0]}.{self.tensors.marker}"
 
 
+def stack_of(path: str) -> str:
+    """layers.3 of a path below it."""
+    return ".".join(tail(path).split(".")[:2])
+
+
 def tail(path: str) -> str:
     """A layer's path from the name of its stack on: layers.3.mlp.up_proj, whatever models put around that."""
     names = path.split(".")
@@ -130,8 +183,11 @@ def tail(path: str) -> str:
 
 def gptq(options: dict) -> StoredInts:
     bits, form = options.get("bits"), options.get("checkpoint_format") or options.get("format") or "gptq"
-    require(bits in (2, 3, 4, 8), f"bits {bits}")
+    require(bits in (2, 3, 4, 8), f"bits {bits!r}")
     require(form in ("gptq", "gptq_v2"), f"checkpoint_format {form!r}")
+    for name in ("adapter", "rotation"):
+        require(not options.get(name), f"{name} {options.get(name)!r}")
+    require(options.get("pack_dtype") in (None, "int32"), f"pack_dtype {options.get('pack_dtype')!r}")
     return StoredInts(
         method=options["quant_method"],
         layout="gptq",
@@ -140,13 +196,14 @@ def gptq(options: dict) -> StoredInts:
         symmetric=bool(options.get("sym", True)),
         zeros_less=1 if form == "gptq" else 0,
         by_activation=bool(options.get("desc_act")),
+        needs=("scales", "qzeros", *(("g_idx",) if options.get("desc_act") else ())),
         kept=() if options.get("lm_head") else None,
     )
 
 
 def awq(options: dict) -> StoredInts:
-    bits, version = options.get("bits", options.get("w_bit")), str(options.get("version", "gemm")).lower()
-    require(bits == 4, f"bits {bits}")
+    bits, version = options.get("bits", options.get("w_bit")), str(options.get("version") or "gemm").lower()
+    require(bits == 4, f"bits {bits!r}")
     require(version == "gemm", f"version {version!r}")
     kept = options.get("modules_to_not_convert")
     return StoredInts(
@@ -155,6 +212,7 @@ def awq(options: dict) -> StoredInts:
         bits=bits,
         group=_group(options),
         symmetric=not options.get("zero_point", True),
+        needs=("scales", *(("qzeros",) if options.get("zero_point", True) else ())),
         kept=None if kept is None else tuple(kept),
     )
 
@@ -178,22 +236,35 @@ def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> Stor
             weights.get("strategy") in ("channel", "group", "tensor"), f"strategy {weights.get('strategy')!r}"
         )
         bits = weights.get("num_bits")
-        require(bits in _COMPRESSED[form], f"num_bits {bits} as {form}")
+        require(bits in _COMPRESSED[form], f"num_bits {bits!r} as {form}")
     weights = groups[0]["weights"]
+    are_symmetric = [group["weights"].get("symmetric", True) for group in groups]
+    by_activation = [group["weights"].get("actorder") in ("group", True) for group in groups]
+    needs = {
+        "weight_scale": True,
+        "weight_zero_point": not any(are_symmetric),
+        "weight_g_idx": all(by_activation),
+    }
     return StoredInts(
         method="compressed-tensors",
         layout="packed" if form == "pack-quantized" else "int8",
         bits=weights["num_bits"],
-        group=weights.get("group_size") if weights["strategy"] == "group" else None,
-        symmetric=all(group["weights"].get("symmetric", True) for group in groups),
-        by_activation=any(group["weights"].get("actorder") in ("group", True) for group in groups),
+        group=_checked(weights.get("group_size")) if weights["strategy"] == "group" else None,
+        symmetric=all(are_symmetric),
+        by_activation=any(by_activation),
+        needs=tuple(name for name, is_needed in needs.items() if is_needed),
         kept=kept,
     )
 
 
 def _group(options: dict) -> int | None:
     group = options.get("group_size", options.get("q_group_size", 128))
-    return None if group in (-1, None) else group
+    return _checked(None if group == -1 else group)
+
+
+def _checked(group) -> int | None:
+    require(group is None or (isinstance(group, int) and group > 0), f"group_size {group!r}")
+    return group
 
 
 _COMPRESSED = {"pack-quantized": (3, 4, 8), "int-quantized": (8,), "naive-quantized": (8,)}  # format -> bits

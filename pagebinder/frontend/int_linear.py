@@ -82,16 +82,13 @@ class LoadedInts(torch.nn.Module):
             codes = self.stored.read(tensors, columns)
         except (CheckpointError, KeyError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        groups = codes.scales.shape[-1]
         if codes.values.shape != (rows, columns) or codes.zeros.shape != codes.scales.shape:
             raise CheckpointError(
                 f"{path}: its codes are {list(codes.values.shape)} with zero points {list(codes.zeros.shape)} and "
                 f"scales {list(codes.scales.shape)}, and the model's weight is {[rows, columns]}."
             )
-        if codes.scales.shape != (rows, groups) or not groups or columns % groups:
+        if codes.scales.shape != (rows, -(-columns // codes.group)):
             raise CheckpointError(f"{path}: scales {list(codes.scales.shape)} of a weight {[rows, columns]}.")
-        if not codes.scales.isfinite().all():
-            raise CheckpointError(f"{path}: a scale is NaN or infinity.")
         return codes
 
     def _plain(self, weight: torch.Tensor) -> torch.nn.Module:
@@ -111,12 +108,12 @@ def kernel_format(shape, bits: int, group: int, has_middle_zeros: bool) -> tuple
         shape: (N, K). group: neighbours that share a scale. has_middle_zeros: zero points are half of the range.
     """
     rows, columns = shape
-    if bits == 8 and group == columns and has_middle_zeros:
+    if bits == 8 and group >= columns and has_middle_zeros:
         format = "int8"
     else:
-        served = next((g for g in STORED_GROUPS if group % g == 0), None)
+        served = next((g for g in STORED_GROUPS if group % g == 0 and columns % g == 0), None)
         if served is None:
-            return None, f"no kernel reads codes in groups of {group}: it is expanded"
+            return None, f"no kernel reads {columns} columns of codes in groups of {group}: it is expanded"
         sign = (
             "" if has_middle_zeros or bits < 4 else "u"
         )  # of fewer bits than 4, codes less zero points are codes
@@ -138,7 +135,5 @@ def packed_codes(codes: Codes, format: str) -> tuple[torch.Tensor, torch.Tensor]
     if not fmt.has_groups:
         return packed, codes.scales[:, 0].contiguous()
     shift = (half - codes.zeros.float()) * codes.scales if fmt.is_shifted else None
-    repeats = codes.group // fmt.group
-    return packed, packed_groups(
-        *(p if p is None else p.repeat_interleave(repeats, 1) for p in (codes.scales, shift))
-    )
+    parts = (codes.scales, shift)
+    return packed, packed_groups(*(p if p is None else codes.of_columns(p, fmt.group) for p in parts))

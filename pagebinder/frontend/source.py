@@ -15,7 +15,12 @@ import torch
 
 from pagebinder.errors import CheckpointError, ConfigError
 from pagebinder.frontend import stored_loading
-from pagebinder.frontend.checkpoint_tensors import CheckpointTensors, compared, refuse_unsaid_codes
+from pagebinder.frontend.checkpoint_tensors import (
+    CheckpointTensors,
+    compared,
+    refuse_unsaid_codes,
+    refuse_unsaid_words,
+)
 from pagebinder.frontend.model_kinds import SENTENCE_MODULES, auto_class, is_encoder_only, text_config
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.stored_format import stored_weights
@@ -268,7 +273,9 @@ def _build(
     except Exception as error:
         reason = next(iter(stored_loading.failures), error) if stored is not None else error
         raise CheckpointError(f"The weights in {path} cannot be loaded: {reason}") from error
-    if stored is not None:
+    if stored is None:
+        refuse_unsaid_words(info.get("unexpected_keys", ()), path)
+    else:
         stored_loading.check_names(
             stored, info.get("unexpected_keys", ()), info.get("missing_keys", ()), path
         )

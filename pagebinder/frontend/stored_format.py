@@ -16,8 +16,8 @@ from pagebinder.frontend.not_served import NotServedError, require
 Stored = StoredFp8 | StoredInts
 SERVED = (
     "'fp8' (e4m3 in blocks of 128 x 128 or 1 x 32 or whole tensors; experts in fp8 or fp4), 'mxfp8' (1 x 32), "
-    "'mxfp4', 'fbgemm_fp8', 'compressed-tensors' (e4m3 by tensor, channel or block of 128 x 128; integers of 4 and 8 "
-    "bits), 'gptq' (2, 3, 4 and 8 bits), 'awq' (gemm) and 'auto-round'"
+    "'mxfp4', 'fbgemm_fp8', 'compressed-tensors' (e4m3 by tensor, channel or block of 128 x 128; integers of 3, "
+    "4 and 8 bits), 'gptq' (2, 3, 4 and 8 bits), 'awq' (gemm) and 'auto-round'"
 )
 
 
@@ -58,6 +58,7 @@ def _compressed_tensors(options: dict) -> Stored:
         f"{len(groups)} config_groups of weights",
     )
     require(not options.get("sparsity_config"), "a sparsity_config")
+    require(not options.get("transform_config"), "a transform_config")
     require(not options.get("kv_cache_scheme"), "a kv_cache_scheme")
     kept = tuple(map(_pattern, options.get("ignore") or ()))
     are_ints = all(group["weights"].get("type", "int") == "int" for group in groups)

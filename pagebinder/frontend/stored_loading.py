@@ -12,6 +12,7 @@ transformers calls what takes part in that a quantizer, and finds it by the `qua
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from pagebinder.frontend.int_experts import (
     format_of_experts,
     panel_bytes,
 )
-from pagebinder.frontend.int_format import StoredInts, tail
+from pagebinder.frontend.int_format import StoredInts
 from pagebinder.frontend.int_linear import LoadedInts
 from pagebinder.frontend.mx_experts import LoadedExperts
 from pagebinder.frontend.mx_numbers import scale_values, times_scale
@@ -57,33 +58,57 @@ def loading_options(stored: Stored, path: Path) -> dict[str, Any]:
     _register()
     failures.clear()
     shapes: dict[str, tuple[int, ...]] = {}
-    of_scales = set()
-    for file in sorted(path.glob("*.safetensors")):
+    dtypes: dict[str, str] = {}
+    for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-                dtypes = {name: part.get_dtype() for name, part in slices.items()}
+                dtypes |= {name: part.get_dtype() for name, part in slices.items()}
                 shapes |= {name: tuple(part.get_shape()) for name, part in slices.items()}
-                of_scales |= {
-                    dtype for name, dtype in dtypes.items() if name.endswith((".scales", ".weight_scale"))
-                }
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        if name := next((name for name, dtype in dtypes.items() if dtype == "F8_E5M2"), None):
+        if name := next((name for name in slices if dtypes[name] == "F8_E5M2"), None):
             raise CheckpointError(f"{file}: {name} is stored in e5m2; e4m3 is served.")
     if isinstance(stored, StoredInts):
-        stored = replace(stored, layers=_layers(stored, shapes), bf16_scales=of_scales == {"BF16"})
+        stored = _of_files(stored, shapes, dtypes)
     return {"quant_method": METHOD, "stored": stored}
 
 
-def _layers(stored: StoredInts, shapes: dict[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Shapes of the tensors of layers that are stored as integers, by `tail` of the layer's path."""
+def _of_files(stored: StoredInts, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> StoredInts:
+    """With what the files say of layers: which are stored as integers, and how.
+
+    Raises:
+        CheckpointError: codes are no integers there; a loader would round them without a word.
+    """
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    plain, of_scales = set(), set()
     for name, shape in shapes.items():
         owner, _, kind = name.rpartition(".")
-        if kind in stored.tensors.names and f"{owner}.{stored.tensors.marker}" in shapes:
-            layers.setdefault(tail(owner), {})[kind] = shape
-    return layers
+        if f"{owner}.{stored.tensors.marker}" not in shapes:
+            plain |= {owner} if kind == "weight" else set()
+        elif kind in stored.tensors.names:
+            layers.setdefault(owner, {})[kind] = shape
+            wanted = stored.tensors.dtypes.get(kind)
+            if wanted is None:
+                of_scales.add(dtypes[name])
+            elif dtypes[name] not in wanted:
+                raise CheckpointError(
+                    f"{name} is stored as {dtypes[name]}; {' or '.join(wanted)} is what codes are."
+                )
+    return replace(stored, layers=layers, plain=frozenset(plain), bf16_scales=of_scales == {"BF16"})
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that transformers reads, of all that lie there. Raises CheckpointError: the index cannot be read."""
+    index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
+    if whole.exists():
+        return [whole]
+    if index.exists():
+        try:
+            return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} names no files of weights: {error!r}") from error
+    return sorted(path.glob("*.safetensors"))
 
 
 def check_names(stored: Stored, unexpected, missing, path: Path) -> None:
@@ -98,6 +123,12 @@ def check_names(stored: Stored, unexpected, missing, path: Path) -> None:
     if lost:
         import transformers
 
+        if isinstance(stored, StoredInts):
+            raise CheckpointError(
+                f"{path} keeps {len({stored.codes_beside(key) for key in lost})} weights as integers that are of no "
+                f"linear layer and no experts that the model has under these names, for example {lost[0]}: of other "
+                f"modules (Conv1D, say) transformers {transformers.__version__} reads plain weights."
+            )
         raise CheckpointError(
             f"{path} holds scales of {len({stored.codes_beside(key) for key in lost})} weights that its config says "
             f"are stored plain, for example {lost[0]}: its list of modules that are not quantised is wrong, or "
@@ -195,7 +226,7 @@ def _replace(model: torch.nn.Module, stored: Stored, kept: list[str]) -> None:
         if path in int_experts and (stored.layers is not None or should_convert_module(path, kept)):
             model.set_submodule(path, LoadedIntExperts(module, stored, int_experts[path]))
         elif isinstance(stored, StoredInts) and stored.layers is not None:
-            if isinstance(module, torch.nn.Linear) and (shapes := stored.layers.get(tail(path))):
+            if isinstance(module, torch.nn.Linear) and (shapes := stored.found(path)):
                 model.set_submodule(path, LoadedInts(module, stored, shapes))
         elif not should_convert_module(path, kept):
             continue
@@ -308,14 +339,13 @@ def _of_ints(
                 f"{owner}: some of its {max(counts)} weights lack one of {', '.join(kinds)}."
             )
         each = ({kind: tensors[i] for kind, tensors in kinds.items()} for i in range(counts.pop()))
-        all_codes = map(stored.read, each)
-        if format is None:
-            made[weights] = [codes.weight(dtype) for codes in all_codes]
-            continue
         try:
-            made[weights] = [panel_bytes(codes, format, stored) for codes in all_codes]
-        except CheckpointError as error:
-            raise CheckpointError(f"{owner}: {error}") from error
+            if format is None:
+                made[weights] = [stored.read(tensors).weight(dtype) for tensors in each]
+            else:
+                made[weights] = [panel_bytes(stored.read(tensors), format, stored) for tensors in each]
+        except (CheckpointError, KeyError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{owner} cannot be read: {error}") from error
     return made
 
 

@@ -18,8 +18,11 @@ import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import explain_model
 from pagebinder.frontend.int_codes import unpacked
+from pagebinder.frontend.int_format import INT_READERS
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.source import source_from_dir
+from pagebinder.frontend.stored_format import stored_weights
+from pagebinder.frontend.stored_loading import _of_files
 from tests.helpers import by_day, nightly, tiny_qwen3
 from tests.moe_models import tiny_qwen3_moe
 
@@ -29,7 +32,7 @@ AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of 8 that each nibble holds
 def words(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Rows of values -> rows of int32 words, as one stream of bits, the lowest first."""
     each = values.long()[..., None] >> torch.arange(bits) & 1
-    stream = each.flatten(1).unflatten(1, (-1, 32))
+    stream = torch.nn.functional.pad(each.flatten(1), (0, -each[0].numel() % 32)).unflatten(1, (-1, 32))
     whole = (stream << torch.arange(32)).sum(-1)
     return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).to(torch.int32)
 
@@ -44,7 +47,7 @@ class Chosen:
         self.bits, self.groups = bits, torch.arange(columns) // group
         if order:
             self.groups = self.groups[torch.randperm(columns, generator=generator)]
-        num_groups = columns // group
+        num_groups = -(-columns // group)
         self.scales = (
             weight.abs().max() / half * (0.5 + torch.rand(rows, num_groups, generator=generator))
         ).to(dtype)
@@ -271,7 +274,7 @@ def test_layers_of_other_sizes_are_read_from_the_files(tmp_path):
         assert torch.equal(layer.weight() if formats[path] else layer.weight, weight)
 
 
-def mixture(folder, name, **more):
+def mixture(folder, name, change=None, **more):
     """A mixture's checkpoint whose experts are integers -> the model that it stands for."""
     model = tiny_qwen3_moe(hidden_size=64, moe_intermediate_size=64)
     model.save_pretrained(folder)
@@ -284,6 +287,8 @@ def mixture(folder, name, **more):
             chosen = Chosen(tensors.pop(key), **how)
             plain[key] = chosen.plain
             tensors |= {f"{key.removesuffix('.weight')}.{k}": t for k, t in write(chosen, **how).items()}
+    if change is not None:
+        change(tensors, plain)
     write_to = functools.partial(save_file, filename=folder / "model.safetensors", metadata={"format": "pt"})
     write_to(plain)
     expected = source_from_dir(folder).module
@@ -297,7 +302,7 @@ def loaded(folder):
     try:
         return source_from_dir(folder)
     except CheckpointError as error:
-        assert "does not expand these" in str(error)
+        assert "of no linear layer and no experts" in str(error)
         pytest.skip(
             "this version of transformers does not merge experts that are no plain weights, which is said"
         )
@@ -339,9 +344,24 @@ def test_experts_in_an_order_of_their_own_are_expanded_and_said(tmp_path):
     assert "they are expanded" in reasons[EXPERTS]
 
 
+def test_experts_of_other_sizes_than_the_config_says_are_expanded(tmp_path):
+    """As GPTQModel's `dynamic` makes them: 8 bits in one expert."""
+
+    def change(tensors, plain):
+        name = f"{EXPERTS}.3.up_proj"
+        chosen = Chosen(plain[f"{name}.weight"], bits=8, group=32, symmetric=True)
+        plain[f"{name}.weight"] = chosen.plain
+        tensors.update({f"{name}.{kind}": tensor for kind, tensor in gptq(chosen).items()})
+
+    expected = mixture(tmp_path, "auto-round", change=change)
+    source = loaded(tmp_path)
+    for key, parameter in expected.named_parameters():
+        assert torch.equal(source.module.get_parameter(key), parameter), key
+
+
 def test_experts_with_zero_points_of_which_the_config_does_not_speak(tmp_path):
     mixture(tmp_path, "auto-round", symmetric=False)
-    with pytest.raises(CheckpointError, match="experts.*(zero points|does not expand these)"):
+    with pytest.raises(CheckpointError, match="experts.*(zero points|no experts that the model has)"):
         source_from_dir(tmp_path)
 
 
@@ -357,21 +377,61 @@ def test_groups_that_no_kernel_reads_are_expanded(tmp_path):
     plain = save(qwen3(), tmp_path, "auto-round", group=16)
     source = source_from_dir(tmp_path)
     assert {r.reason for r in source.stored_weights.refusals} == {
-        "no kernel reads codes in groups of 16: it is expanded", "it is stored plain",
+        "it is stored plain",
+        *(f"no kernel reads {k} columns of codes in groups of 16: it is expanded" for k in (128, 160, 288)),
     }  # fmt: skip
     for path, module in plain.named_modules():
         if isinstance(module, torch.nn.Linear):
             assert torch.equal(source.module.get_submodule(path).weight, module.weight)
 
 
+def test_padding_behind_the_last_words_is_cut(tmp_path):
+    """A layer of 3 rows, whose zero points fill a part of a word, and one of 136 columns in 3 bits."""
+    weight = torch.randn(3, 160) / 20
+    stored = gptq(chosen := Chosen(weight, bits=4, group=32, symmetric=False))
+    codes = INT_READERS["gptq"](by_gptq(4, 32, False)).read(stored, 160)
+    assert torch.equal(codes.weight(torch.float32), chosen.plain)
+    stored = packed(chosen := Chosen(torch.randn(32, 136), bits=3, group=136, symmetric=True))
+    options = compressed("pack-quantized", 3, None, True)
+    codes = stored_weights({"quantization_config": options}, "").read(stored, 136)
+    assert torch.equal(codes.weight(torch.float32), chosen.plain)
+
+
+@pytest.mark.parametrize("name", ["auto-round", "packed asymmetric"])
+def test_the_last_group_may_be_smaller(name, tmp_path):
+    """192 columns in groups of 128; where columns have an order, groups say themselves which they are."""
+    plain = save(qwen3(hidden_size=192, intermediate_size=320), tmp_path, name, group=128, order=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    options = config["quantization_config"]
+    if name == "auto-round":
+        options["group_size"] = 128
+    else:
+        options["config_groups"]["group_0"]["weights"]["group_size"] = 128
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layers = {
+        p: m for p, m in source_from_dir(tmp_path).module.named_modules() if isinstance(m, QuantizedLinear)
+    }
+    assert len(layers) == 14 and {m.format.rpartition("_g")[2] for m in layers.values()} == {"64", "128"}
+    for path, layer in layers.items():
+        assert torch.equal(layer.weight(), plain.get_submodule(path).weight)
+
+
 NAME = "model.layers.0.mlp.up_proj"
 BROKEN = {
-    "no scales": (lambda t: t.pop(f"{NAME}.scales"), f"{NAME} cannot be read.*scales"),
+    "no scales": (lambda t: t.pop(f"{NAME}.scales"), f"{NAME} cannot be read: .*scales, which is missing"),
+    "no zero points": (
+        lambda t: t.pop(f"{NAME}.qzeros"),
+        f"{NAME} cannot be read: .*qzeros, which is missing",
+    ),
+    "floats": (
+        lambda t: t.update({f"{NAME}.qweight": t[f"{NAME}.qweight"].float()}),
+        f"{NAME}.qweight is stored as F32; I32 is what codes are",
+    ),
     "other sizes": (
         lambda t: t.update({f"{NAME}.qweight": t[f"{NAME}.qweight"][:, :64]}),
         f"{NAME}.*\\[64, 160\\]",
     ),
-    "NaN": (lambda t: t[f"{NAME}.scales"].fill_(float("nan")), f"{NAME}: a scale is NaN"),
+    "NaN": (lambda t: t[f"{NAME}.scales"].fill_(float("nan")), f"{NAME} cannot be read: a scale is NaN"),
     "groups": (lambda t: t[f"{NAME}.g_idx"].zero_(), f"{NAME} cannot be read: its columns"),
     "another layer": (
         lambda t: t.update({"model.layers.0.mlp.gates.qweight": t[f"{NAME}.qweight"].clone()}),
@@ -388,9 +448,74 @@ def test_checkpoints_that_contradict_themselves_are_errors(name, tmp_path):
         source_from_dir(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("gptq by activation", "g_idx"), ("awq", "qzeros"), ("packed 8 asymmetric", "weight_zero_point")],
+)
+def test_what_the_config_promises_is_not_left_out_in_silence(name, kind, tmp_path):
+    save(qwen3(num_hidden_layers=1), tmp_path, name, change=lambda t: t.pop(f"{NAME}.{kind}"))
+    with pytest.raises(CheckpointError, match=f"{NAME} cannot be read: .*{kind}, which is missing"):
+        source_from_dir(tmp_path)
+
+
+def test_files_that_the_index_does_not_name_are_not_read(tmp_path):
+    """And layers of another stack with names that end alike: of a head for several tokens."""
+    plain = save(qwen3(), tmp_path, "auto-round")
+    whole = tmp_path / "model.safetensors"
+    tensors = load_file(whole)
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, some in parts.items():
+        save_file({n: tensors[n] for n in some}, tmp_path / file, metadata={"format": "pt"})
+    stale = {n: t[:, :32].contiguous() for n, t in tensors.items() if n.endswith("qweight")}
+    save_file(stale, tmp_path / "old.safetensors", metadata={"format": "pt"})
+    weight_map = {n: file for file, some in parts.items() for n in some}
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map, "metadata": {}})
+    )
+    whole.unlink()
+    for path, layer in source_from_dir(tmp_path).module.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            assert torch.equal(layer.weight(), plain.get_submodule(path).weight)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="index.json names no files"):
+        source_from_dir(tmp_path)
+
+
+def test_layers_of_other_parts_that_are_named_alike_stay_plain():
+    """A vision tower's layers beside those of the language model, whose names begin otherwise in the files."""
+    end = "layers.0.self_attn.q_proj"
+    shapes = {
+        f"language_model.model.{end}.qweight": (20, 160),
+        f"mtp.{end}.qweight": (8, 64),
+        f"vision_tower.encoder.{end}.weight": (64, 64),
+    }
+    stored = _of_files(INT_READERS["gptq"](by_gptq(4, 32, True)), shapes, dict.fromkeys(shapes, "I32"))
+    assert stored.found(f"model.language_model.{end}") == {"qweight": (20, 160)}
+    assert stored.found(f"model.vision_tower.encoder.{end}") is None
+    assert stored.found(f"mtp.{end}") == {"qweight": (8, 64)}
+    assert stored.found(f"model.{end.replace('q_proj', 'k_proj')}") is None
+
+
+def test_codes_without_a_config_of_them(tmp_path):
+    save(qwen3(num_hidden_layers=1), tmp_path, "auto-round")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="keeps codes of weights .*no quantization_config"):
+        source_from_dir(tmp_path)
+
+
 REFUSED = {
     "bits": (by_gptq(5, 32, True), "'gptq' with bits 5"),
     "marlin": (by_gptq(4, 32, True, checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
+    "a string": (by_gptq("4", 32, True), "bits '4'"),
+    "another string": (AWQ | {"group_size": "32"}, "group_size '32'"),
+    "rotated": (
+        compressed("pack-quantized", 4, 32, True) | {"transform_config": {"a": {}}},
+        "a transform_config",
+    ),
+    "adapter": (by_gptq(4, 32, True, adapter={"name": "eora"}), "adapter"),
     "gemv": (AWQ | {"version": "gemv"}, "version 'gemv'"),
     "packing": (ROUNDED | {"packing_format": "auto_round:llm_compressor"}, "packing_format"),
     "6 bits": (compressed("pack-quantized", 6, 32, True), "num_bits 6 as pack-quantized"),

@@ -13,6 +13,7 @@ namespace {
 struct DotRows {
   using Element = bf16;
   using Operand = bf16;
+  using Ready = PackedRows<bf16>;
   static constexpr int GROUP = 8;  // a strip
   static_assert(GROUP <= DOT_MOST_ROWS);
 
@@ -56,9 +57,11 @@ struct DotRows {
     }, sums);
   }
 
-  static void meet(QuantizedLinearArgs weight, const bf16* x, int rows, int64_t panel, float* sums) {
+  static Ready ready(const QuantizedLinearArgs&, const bf16* x, int rows) { return {x, rows}; }
+
+  static void meet(QuantizedLinearArgs weight, const Ready& ready, int64_t panel, float* sums) {
     with_code(weight.code, [&](auto constant) {
-      meet_code<decltype(constant)::value>(weight, x, rows, panel, sums);
+      meet_code<decltype(constant)::value>(weight, ready.x, ready.rows, panel, sums);
     });
   }
 

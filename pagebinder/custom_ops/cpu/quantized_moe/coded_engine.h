@@ -8,7 +8,8 @@
 //     GROUP, Element, Operand                              as an engine has them; a row takes `inner` operands
 //     pack(rows, count, inner, to)                         a group of rows
 //     put(values, rows, row, column, inner, to)            32 columns of one of the rows of a run, rounded
-//     meet(weight, x, rows, panel, sums)                   sums [rows][32], scaled
+//     Ready, ready(weight, x, rows)                        rows as panels of a weight meet them
+//     meet(weight, ready, panel, sums)                     sums [rows][32], scaled
 //     sum_groups(x, rows, inner, group, to)                [rows][inner / group]: what shifts of groups are times
 #pragma once
 
@@ -25,10 +26,18 @@ struct CodedPanel {
   int width;  // columns; of a gated expert inner columns
 };
 
+// Rows that panels meet as they were packed.
+template <class Operand>
+struct PackedRows {
+  const Operand* x;
+  int rows;
+};
+
 template <class Rows>
 struct CodedEngine {
   using Element = typename Rows::Element;
   using Operand = typename Rows::Operand;
+  using Ready = typename Rows::Ready;
   using Setup = NoSetup;
   using Panel = CodedPanel;
   static constexpr int GROUP = Rows::GROUP, PANEL = 2 * QUANT_PANEL, MOST_HIDDEN = PANEL, VECTORS = QUANT_PANEL / W;
@@ -49,8 +58,8 @@ struct CodedEngine {
 
   // sums [rows][32] of the columns from `column` on, with bias.
   static void sums_of(const Projection& p, const QuantizedLinearArgs& weight, const Run& run, const Operand* x,
-                      int64_t column, float* sums) {
-    Rows::meet(weight, x, run.rows, column / QUANT_PANEL, sums);
+                      const Ready& ready, int64_t column, float* sums) {
+    Rows::meet(weight, ready, column / QUANT_PANEL, sums);
     if (weight.is_shifted) add_shifts(weight, run.rows, x, column / QUANT_PANEL, sums);
     if (p.bias == nullptr) return;
     const Element* from = static_cast<const Element*>(p.bias) + run.expert * p.bias_stride + column;
@@ -100,16 +109,18 @@ struct CodedEngine {
     const int64_t size = int64_t{run.rows} * QUANT_PANEL;
     float *first = buffer.at_least<float>(static_cast<size_t>(2 * size)), *second = first + size;
     const QuantizedLinearArgs weight = a.up.codes->of(run.expert);
+    const Ready ready = Rows::ready(weight, x, run.rows);
     if (!a.gate.gated) {
       for (int64_t column = panel.column; column < panel.column + panel.width; column += QUANT_PANEL) {
-        sums_of(a.up, weight, run, x, column, first);
+        sums_of(a.up, weight, run, x, ready, column, first);
         gate_rows(a, run, column, first, first, to);
       }
       return;
     }
     const bool take_turns = a.gate.interleaved;
-    sums_of(a.up, weight, run, x, take_turns ? 2 * panel.column : panel.column, first);
-    sums_of(a.up, weight, run, x, take_turns ? 2 * panel.column + QUANT_PANEL : a.down.inner + panel.column, second);
+    sums_of(a.up, weight, run, x, ready, take_turns ? 2 * panel.column : panel.column, first);
+    sums_of(a.up, weight, run, x, ready,
+            take_turns ? 2 * panel.column + QUANT_PANEL : a.down.inner + panel.column, second);
     gate_rows(a, run, panel.column, first, second, to);
   }
 
@@ -118,8 +129,9 @@ struct CodedEngine {
     static thread_local Buffer buffer;
     float* sums = buffer.at_least<float>(static_cast<size_t>(run.rows) * QUANT_PANEL);
     const QuantizedLinearArgs weight = p.codes->of(run.expert);
+    const Ready ready = Rows::ready(weight, x, run.rows);
     for (int i = 0; i < panel.width; i += QUANT_PANEL) {
-      sums_of(p, weight, run, x, panel.column + i, sums);
+      sums_of(p, weight, run, x, ready, panel.column + i, sums);
       for (int r = 0; r < run.rows; ++r)
         std::memcpy(y + r * PANEL + i, sums + r * QUANT_PANEL, QUANT_PANEL * sizeof(float));
     }

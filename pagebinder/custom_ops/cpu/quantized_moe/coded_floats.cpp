@@ -10,6 +10,7 @@ template <class T>
 struct FloatRows {
   using Element = T;
   using Operand = float;  // [row][inner]
+  using Ready = PackedRows<float>;
   static constexpr int GROUP = 4;
 
   static void pack(const T* const* rows, int count, int64_t inner, float* to) {
@@ -25,7 +26,10 @@ struct FloatRows {
     }
   }
 
-  static void meet(QuantizedLinearArgs weight, const float* x, int rows, int64_t panel, float* sums) {
+  static Ready ready(const QuantizedLinearArgs&, const float* x, int rows) { return {x, rows}; }
+
+  static void meet(QuantizedLinearArgs weight, const Ready& ready, int64_t panel, float* sums) {
+    const auto [x, rows] = ready;
     static thread_local Buffer buffer;
     float lowering[FLOAT_FEW_ROWS];
     weight.x = x, weight.rows = rows, weight.x_stride = weight.inner;
@@ -51,8 +55,12 @@ void run_in(const MoeArgs& a) { in_pieces<T>(a, moe_pass<CodedEngine<FloatRows<T
 
 }  // namespace
 
+void panel_of_rows_in_floats(const QuantizedLinearArgs& weight, const float* x, int rows, int64_t panel, float* sums) {
+  FloatRows<float>::meet(weight, {x, rows}, panel, sums);
+}
+
 void quantized_moe_experts(const MoeArgs& a) {
-  if (a.type == Element::BF16 && quantized_moe_experts_with_dots(a)) return;
+  if (a.type == Element::BF16 && (quantized_moe_experts_with_dots(a) || quantized_moe_experts_with_integers(a))) return;
   if (a.type == Element::F32) run_in<float>(a);
   else if (a.type == Element::BF16) run_in<bf16>(a);
   else run_in<f16>(a);

@@ -1,0 +1,112 @@
+// Experts in int8 or int4 on integer products of 16 bits (AVX2), see quant/panel_int16.h. What a job's panels meet is made
+// of the rows of a run for that job: a sixth of what one row's products with two panels cost.
+#include "coded_engine.h"
+#include "quant/panel_int16.h"
+
+namespace pagebinder {
+#if PAGEBINDER_INT16_PRODUCTS
+namespace {
+
+struct StripSizes {  // what IntegerStrips asks of a kernel
+  static constexpr int MOST_ROWS = MOST_STRIP_ROWS, BEGINS = 1;
+};
+
+struct IntegerRows {
+  using Element = bf16;
+  using Operand = bf16;  // [row][inner]
+  static constexpr int GROUP = MOST_STRIP_ROWS;
+
+  struct Ready {
+    const bf16* x;
+    IntegerStrips<StripSizes> strips;
+    bool fits;  // or some row has a group that integers cannot hold
+  };
+
+  static void pack(const bf16* const* rows, int count, int64_t inner, bf16* to) {
+    for (int r = 0; r < count; ++r) std::memcpy(to + r * inner, rows[r], inner * sizeof(bf16));
+  }
+
+  static void put(const VF* values, int, int row, int64_t column, int64_t inner, bf16* to) {
+    for (int v = 0; v < QUANT_PANEL / W; ++v) store_float(to + row * inner + column + v * W, values[v]);
+  }
+
+  template <Code CODE>
+  static bool make(QuantizedLinearArgs weight, const Ready& ready) {
+    weight.x = ready.x, weight.x_stride = weight.inner;
+    bool fits = true;
+    for (int strip = 0; strip < ready.strips.count; ++strip) fits &= make_wholes<CODE>(weight, ready.strips[strip]);
+    return fits;
+  }
+
+  static Ready ready(const QuantizedLinearArgs& weight, const bf16* x, int rows) {
+    static thread_local Buffer memory;
+    const int steps = static_cast<int>(weight.inner / QUANT_STEP);
+    const int span = static_cast<int>(std::min<int64_t>(weight.scaled_steps(), INTEGER_GROUP_STEPS));
+    Ready ready{x, {rows, steps, span}, true};
+    ready.strips.memory = memory.at_least<int32_t>(static_cast<size_t>(ready.strips.words()));
+    ready.fits = weight.code == Code::INT8 ? make<Code::INT8>(weight, ready) : make<Code::INT4>(weight, ready);
+    return ready;
+  }
+
+  // ASKS: for codes ahead, as the first strip does.
+  template <Code CODE, bool ASKS>
+  static void meet_strip(const QuantizedLinearArgs& weight, const Wholes& x, int64_t panel, float* sums) {
+    const auto meet = by_count<MOST_STRIP_ROWS>(
+        x.rows, [](auto rows) { return panel_of_strip<CODE, decltype(rows)::value, ASKS>; });
+    meet(weight, x, panel, sums + x.first_row * QUANT_PANEL);
+  }
+
+  template <Code CODE>
+  static void meet_strips(const QuantizedLinearArgs& weight, const Ready& ready, int64_t panel, float* sums) {
+    meet_strip<CODE, true>(weight, ready.strips[0], panel, sums);
+    for (int strip = 1; strip < ready.strips.count; ++strip)
+      meet_strip<CODE, false>(weight, ready.strips[strip], panel, sums);
+  }
+
+  static void meet(const QuantizedLinearArgs& weight, const Ready& ready, int64_t panel, float* sums) {
+    weight.code == Code::INT8 ? meet_strips<Code::INT8>(weight, ready, panel, sums)
+                              : meet_strips<Code::INT4>(weight, ready, panel, sums);
+    if (ready.fits) return;
+    for (int64_t row = 0; row < ready.strips.rows; ++row)
+      if (const bf16* x = ready.x + row * weight.inner; !fits(ready.strips, x))
+        meet_floats(weight, x, panel, sums + row * QUANT_PANEL);
+  }
+
+  static bool fits(const IntegerStrips<StripSizes>& strips, const bf16* x) {
+    for (int begin = 0; begin < strips.steps; begin += strips.span)
+      if (!integers_hold(largest_of_group(x, begin, std::min(begin + strips.span, strips.steps)))) return false;
+    return true;
+  }
+
+  // A row by itself: what others in its run hold changes nothing.
+  static void meet_floats(const QuantizedLinearArgs& weight, const bf16* row, int64_t panel, float* sums) {
+    static thread_local Buffer memory;
+    float* x = memory.at_least<float>(static_cast<size_t>(weight.inner));
+    for (int64_t i = 0; i < weight.inner; i += W) store(x + i, load_float(row + i));
+    panel_of_rows_in_floats(weight, x, 1, panel, sums);
+  }
+
+  static void sum_groups(const bf16* x, int rows, int64_t inner, int64_t group, float* to) {
+    for (const bf16* end = x + rows * inner; x < end; ++to) {
+      VF total{};
+      for (int64_t k = 0; k < group; k += W, x += W) total += load_float(x);
+      *to = sum_of_lanes(total);
+    }
+  }
+};
+
+}  // namespace
+
+bool quantized_moe_experts_with_integers(const MoeArgs& a) {
+  const Code code = a.up.codes->first.code;
+  if (code != Code::INT8 && code != Code::INT4) return false;
+  in_pieces<bf16>(a, moe_pass<CodedEngine<IntegerRows>>);
+  return true;
+}
+
+#else
+
+bool quantized_moe_experts_with_integers(const MoeArgs&) { return false; }
+
+#endif
+}  // namespace pagebinder
