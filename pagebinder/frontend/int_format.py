@@ -31,36 +31,40 @@ Shapes = Mapping[str, tuple[int, ...]]
 @dataclass(frozen=True)
 class Layout:
     """`marker`: the tensor that a layer has if it is stored so. `dtypes`: of it and of what may lie beside it, in
-    safetensors' names; None: a float type."""
+    safetensors' names."""
 
     marker: str
-    dtypes: Mapping[str, tuple[str, ...] | None]
+    dtypes: Mapping[str, tuple[str, ...]]
     read: Callable
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.dtypes)
 
+    @property
+    def scales(self) -> str:
+        return next(name for name in self.dtypes if "scale" in name)
 
-_WORDS, _INDEX = ("I32",), ("I32", "I64")
+
+_WORDS, _INDEX, _FLOATS = ("I32",), ("I32", "I64"), ("F16", "BF16", "F32", "F64")
 LAYOUTS = {
     "gptq": Layout(
         "qweight",
-        {"qweight": _WORDS, "qzeros": _WORDS, "scales": None, "g_idx": _INDEX},
+        {"qweight": _WORDS, "qzeros": _WORDS, "scales": _FLOATS, "g_idx": _INDEX},
         int_codes.read_gptq,
     ),
-    "awq": Layout("qweight", {"qweight": _WORDS, "qzeros": _WORDS, "scales": None}, int_codes.read_awq),
+    "awq": Layout("qweight", {"qweight": _WORDS, "qzeros": _WORDS, "scales": _FLOATS}, int_codes.read_awq),
     "packed": Layout(
         "weight_packed",
         {
-            "weight_packed": _WORDS, "weight_scale": None, "weight_zero_point": _WORDS, "weight_shape": _INDEX,
+            "weight_packed": _WORDS, "weight_scale": _FLOATS, "weight_zero_point": _WORDS, "weight_shape": _INDEX,
             "weight_g_idx": _INDEX,
         },
         int_codes.read_packed,
     ),
     "int8": Layout(
         "weight_scale",
-        {"weight_scale": None, "weight": ("I8",), "weight_zero_point": ("I8",)},
+        {"weight_scale": _FLOATS, "weight": ("I8",), "weight_zero_point": ("I8",)},
         int_codes.read_int8,
     ),
 }  # fmt: skip
@@ -240,14 +244,17 @@ def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> Stor
     weights = groups[0]["weights"]
     are_symmetric = [group["weights"].get("symmetric", True) for group in groups]
     by_activation = [group["weights"].get("actorder") in ("group", True) for group in groups]
+    is_packed = form == "pack-quantized"
     needs = {
         "weight_scale": True,
+        "weight_shape": is_packed,
+        "weight": not is_packed,
         "weight_zero_point": not any(are_symmetric),
         "weight_g_idx": all(by_activation),
     }
     return StoredInts(
         method="compressed-tensors",
-        layout="packed" if form == "pack-quantized" else "int8",
+        layout="packed" if is_packed else "int8",
         bits=weights["num_bits"],
         group=_checked(weights.get("group_size")) if weights["strategy"] == "group" else None,
         symmetric=all(are_symmetric),

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pagebinder.custom_ops.cpu.freed_memory import give_back_freed_memory
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
@@ -78,7 +79,7 @@ def _of_files(stored: StoredInts, shapes: dict[str, tuple[int, ...]], dtypes: di
     """With what the files say of layers: which are stored as integers, and how.
 
     Raises:
-        CheckpointError: codes are no integers there; a loader would round them without a word.
+        CheckpointError: a tensor has another dtype there; a loader would round it without a word.
     """
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
     plain, of_scales = set(), set()
@@ -88,13 +89,11 @@ def _of_files(stored: StoredInts, shapes: dict[str, tuple[int, ...]], dtypes: di
             plain |= {owner} if kind == "weight" else set()
         elif kind in stored.tensors.names:
             layers.setdefault(owner, {})[kind] = shape
-            wanted = stored.tensors.dtypes.get(kind)
-            if wanted is None:
+            wanted = stored.tensors.dtypes[kind]
+            if dtypes[name] not in wanted:
+                raise CheckpointError(f"{name} is stored as {dtypes[name]}; {' or '.join(wanted)} is read.")
+            if kind == stored.tensors.scales:
                 of_scales.add(dtypes[name])
-            elif dtypes[name] not in wanted:
-                raise CheckpointError(
-                    f"{name} is stored as {dtypes[name]}; {' or '.join(wanted)} is what codes are."
-                )
     return replace(stored, layers=layers, plain=frozenset(plain), bf16_scales=of_scales == {"BF16"})
 
 
@@ -149,7 +148,10 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
     def refuse(path: str, reason: str) -> None:
         result.refusals.append(Refusal(pattern=PATTERN, reason=reason, node="", module_path=path))
 
-    for path, module in list(model.named_modules()):
+    for path in [
+        path for path, _ in model.named_modules()
+    ]:  # what was replaced is not held: words are let go
+        module = model.get_submodule(path)
         if isinstance(module, LoadedFp8Linear | LoadedInts):
             served, what = module.finished(path)
             model.set_submodule(path, served)
@@ -175,6 +177,7 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
     for name in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.__dict__.pop("is_quantized", None)
+    give_back_freed_memory()  # words, which became codes
     model.config.__dict__.pop("quantization_config", None)
     return result, formats
 
@@ -303,6 +306,10 @@ def _register() -> tuple[type, type, type]:
             return {"dequantize": Expand}
 
         def update_weight_conversions(self, weight_conversions, *model):  # none in transformers 5.17
+            if not hasattr(HfQuantizer, "get_load_operations") and isinstance(
+                self.quantization_config.stored, StoredInts
+            ):
+                return [_with_words(converter, Expand(self)) for converter in weight_conversions]
             stored = self.quantization_config.stored
             is_deepseek = isinstance(stored, StoredFp8) and stored.scale_name == "weight_scale_inv"
             owner = FineGrainedFP8HfQuantizer if is_deepseek else HfQuantizer
@@ -320,6 +327,18 @@ def _register() -> tuple[type, type, type]:
     return Expand, StoredQuantizer, StoredConfig
 
 
+def _with_words(converter, expand):
+    """A converter of transformers 5.17 that merges experts, with what lies beside words, which are expanded first."""
+    from transformers.core_model_loading import WeightConverter
+
+    sources = list(converter.source_patterns)
+    if not isinstance(converter, WeightConverter) or not all(name.endswith(".weight") for name in sources):
+        return converter
+    names = expand.hf_quantizer.serialized_names["weight"]
+    all_sources = [f"{source.removesuffix('weight')}{name}$" for source in sources for name in names]
+    return WeightConverter(all_sources, list(converter.target_patterns), [expand, *converter.operations])
+
+
 def _of_ints(
     found: dict[str, list], stored: StoredInts, dtype: torch.dtype, format: str | None
 ) -> dict[str, list]:
@@ -327,12 +346,17 @@ def _of_ints(
     owners: dict[str, dict[str, list]] = {}
     for name, tensors in found.items():
         owner, _, kind = name.rpartition(".")
-        owners.setdefault(owner, {})[kind] = tensors
-    made = {}
+        owners.setdefault(owner, {})[kind.removesuffix("$")] = tensors
+    made, end = (
+        {},
+        "$" if any(name.endswith("$") for name in found) else "",
+    )  # of patterns: names, or their ends
     for owner, kinds in owners.items():
-        weights = f"{owner}.weight"
+        weights = f"{owner}.weight{end}"
         if stored.tensors.marker not in kinds:
-            made[weights] = kinds["weight"]
+            made[weights] = (
+                [weight.to(dtype) for weight in kinds["weight"]] if format is None else kinds["weight"]
+            )
             continue
         if len(counts := {len(tensors) for tensors in kinds.values()}) != 1:
             raise CheckpointError(

@@ -359,6 +359,22 @@ def test_experts_of_other_sizes_than_the_config_says_are_expanded(tmp_path):
         assert torch.equal(source.module.get_parameter(key), parameter), key
 
 
+def test_experts_of_which_some_are_plain_are_expanded(tmp_path):
+    """A layer's down projections, in the checkpoint's own dtype."""
+
+    def change(tensors, plain):
+        for name in [name for name in plain if name.startswith(EXPERTS) and "down_proj" in name]:
+            tensors[name] = plain[name] = (plain[name] / 3).bfloat16()
+            for kind in ("qweight", "qzeros", "scales", "g_idx"):
+                del tensors[f"{name.removesuffix('.weight')}.{kind}"]
+
+    expected = mixture(tmp_path, "auto-round", change=change)
+    source = loaded(tmp_path)
+    for key, parameter in expected.named_parameters():
+        got = source.module.get_parameter(key)
+        assert got.dtype == torch.float32 and torch.equal(got, parameter.float()), key
+
+
 def test_experts_with_zero_points_of_which_the_config_does_not_speak(tmp_path):
     mixture(tmp_path, "auto-round", symmetric=False)
     with pytest.raises(CheckpointError, match="experts.*(zero points|no experts that the model has)"):
@@ -425,7 +441,7 @@ BROKEN = {
     ),
     "floats": (
         lambda t: t.update({f"{NAME}.qweight": t[f"{NAME}.qweight"].float()}),
-        f"{NAME}.qweight is stored as F32; I32 is what codes are",
+        f"{NAME}.qweight is stored as F32; I32 is read",
     ),
     "other sizes": (
         lambda t: t.update({f"{NAME}.qweight": t[f"{NAME}.qweight"][:, :64]}),
@@ -490,7 +506,11 @@ def test_layers_of_other_parts_that_are_named_alike_stay_plain():
         f"mtp.{end}.qweight": (8, 64),
         f"vision_tower.encoder.{end}.weight": (64, 64),
     }
-    stored = _of_files(INT_READERS["gptq"](by_gptq(4, 32, True)), shapes, dict.fromkeys(shapes, "I32"))
+    stored = _of_files(
+        INT_READERS["gptq"](by_gptq(4, 32, True)),
+        shapes,
+        {name: "I32" if "qweight" in name else "F32" for name in shapes},
+    )
     assert stored.found(f"model.language_model.{end}") == {"qweight": (20, 160)}
     assert stored.found(f"model.vision_tower.encoder.{end}") is None
     assert stored.found(f"mtp.{end}") == {"qweight": (8, 64)}
