@@ -171,12 +171,18 @@ def test_bits_depend_on_neither_threads_nor_other_tokens(cpu, dtype):
         assert torch.equal(got, whole[part])
 
 
-def test_other_tokens_never_enter_a_row(ops):
-    operands, x = stacks("int8"), random(8, WIDTH, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["int8", "int4_g64"])
+@pytest.mark.parametrize("other", [float("nan"), 1e-35], ids=str)
+def test_other_tokens_never_enter_a_row(ops, name, other):
+    """Be they no numbers, or so small that integers cannot hold them."""
+    operands, x = stacks(name), random(8, WIDTH, dtype=torch.bfloat16)
     ids, chosen = routing(8, 2)
-    expected = run(ops, x, ids, chosen, operands, "int8")[3]
-    x[torch.arange(8) != 3] = float("nan")
-    torch.testing.assert_close(run(ops, x, ids, chosen, operands, "int8")[3], expected)
+    expected = run(ops, x, ids, chosen, operands, name)[3]
+    x[torch.arange(8) != 3] *= other
+    got = run(ops, x, ids, chosen, operands, name)
+    assert torch.equal(got[3], expected) if ops is not torch.ops.pagebinder else True
+    torch.testing.assert_close(got[3], expected)
+    assert bool(got[[0, 7]].isfinite().all()) == (other == other)
 
 
 def test_more_slots_than_one_pass_takes(cpu):

@@ -35,6 +35,12 @@ static_assert(PAIRS == INTEGER_WORDS);
 template <Code CODE>
 constexpr int OFFSET = CODE == Code::INT4 ? 8 : 0;
 
+inline int32_t sum_of_lanes(VI x) {
+  int32_t sum = 0;
+  for (int lane = 0; lane < W; ++lane) sum += x[lane];
+  return sum;
+}
+
 // False: wholes cannot hold some group, and zeros stand in its place.
 template <Code CODE>
 bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
@@ -47,19 +53,26 @@ bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
       const bool holds = integers_hold(largest);
       fits &= holds;
       const float factor = holds ? to_integers(largest) : 0.0f;
-      int32_t sum = 0;
+      __m256i sum = _mm256_setzero_si256();
       for (int step = begin; step < end; ++step) {
-        int16_t whole[QUANT_STEP];
-        for (int k = 0; k < QUANT_STEP; k += W) {
-          const VF value = holds ? load_float(x + step * QUANT_STEP + k) : VF{};
-          const VI rounded = __builtin_convertvector(round_nearest(value * factor), VI);
-          for (int i = 0; i < W; ++i) whole[k + i] = static_cast<int16_t>(rounded[i]), sum += rounded[i];
+        int32_t pairs[PAIRS];
+        PB_UNROLL
+        for (int k = 0; k < QUANT_STEP; k += 2 * W) {
+          __m256i whole[2];
+          PB_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            const VF value = holds ? load_float(x + step * QUANT_STEP + k + i * W) : VF{};
+            whole[i] = _mm256_cvtps_epi32(bit_cast<__m256>(value * factor));
+          }
+          sum = _mm256_add_epi32(sum, _mm256_add_epi32(whole[0], whole[1]));
+          store(pairs + k / 2, _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[0], whole[1]), 0b11011000));
         }
-        int32_t* pair = to.words + int64_t{step} * PAIRS * to.rows + row;
-        for (int p = 0; p < PAIRS; ++p) std::memcpy(pair + p * to.rows, whole + 2 * p, sizeof *pair);
+        int32_t* to_row = to.words + int64_t{step} * PAIRS * to.rows + row;
+        if (to.rows == 1) std::memcpy(to_row, pairs, sizeof pairs);
+        else for (int p = 0; p < PAIRS; ++p) to_row[p * to.rows] = pairs[p];
       }
-      to.factors[group * to.rows + row] = largest / LARGEST_INTEGER;
-      to.begins[group * to.rows + row] = -OFFSET<CODE> * sum;
+      to.factors[group * to.rows + row] = holds ? largest / LARGEST_INTEGER : 0.0f;
+      to.begins[group * to.rows + row] = -OFFSET<CODE> * sum_of_lanes(bit_cast<VI>(sum));
     }
   }
   return fits;

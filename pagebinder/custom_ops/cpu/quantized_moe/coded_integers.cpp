@@ -1,5 +1,6 @@
-// Experts in int8 or int4 on integer products of 16 bits (AVX2), see quant/panel_int16.h. What a job's panels meet is made
-// of the rows of a run for that job: a sixth of what one row's products with two panels cost.
+// Experts in int4 on integer products of 16 bits (AVX2), see quant/panel_int16.h. What a job's panels meet is made of the
+// rows of a run for that job, a small part of their products. In int8, whose codes become floats in two instructions, one
+// row of an expert takes no longer in floats.
 #include "coded_engine.h"
 #include "quant/panel_int16.h"
 
@@ -30,11 +31,10 @@ struct IntegerRows {
     for (int v = 0; v < QUANT_PANEL / W; ++v) store_float(to + row * inner + column + v * W, values[v]);
   }
 
-  template <Code CODE>
   static bool make(QuantizedLinearArgs weight, const Ready& ready) {
     weight.x = ready.x, weight.x_stride = weight.inner;
     bool fits = true;
-    for (int strip = 0; strip < ready.strips.count; ++strip) fits &= make_wholes<CODE>(weight, ready.strips[strip]);
+    for (int strip = 0; strip < ready.strips.count; ++strip) fits &= make_wholes<Code::INT4>(weight, ready.strips[strip]);
     return fits;
   }
 
@@ -44,28 +44,22 @@ struct IntegerRows {
     const int span = static_cast<int>(std::min<int64_t>(weight.scaled_steps(), INTEGER_GROUP_STEPS));
     Ready ready{x, {rows, steps, span}, true};
     ready.strips.memory = memory.at_least<int32_t>(static_cast<size_t>(ready.strips.words()));
-    ready.fits = weight.code == Code::INT8 ? make<Code::INT8>(weight, ready) : make<Code::INT4>(weight, ready);
+    ready.fits = make(weight, ready);
     return ready;
   }
 
   // ASKS: for codes ahead, as the first strip does.
-  template <Code CODE, bool ASKS>
+  template <bool ASKS>
   static void meet_strip(const QuantizedLinearArgs& weight, const Wholes& x, int64_t panel, float* sums) {
     const auto meet = by_count<MOST_STRIP_ROWS>(
-        x.rows, [](auto rows) { return panel_of_strip<CODE, decltype(rows)::value, ASKS>; });
+        x.rows, [](auto rows) { return panel_of_strip<Code::INT4, decltype(rows)::value, ASKS>; });
     meet(weight, x, panel, sums + x.first_row * QUANT_PANEL);
   }
 
-  template <Code CODE>
-  static void meet_strips(const QuantizedLinearArgs& weight, const Ready& ready, int64_t panel, float* sums) {
-    meet_strip<CODE, true>(weight, ready.strips[0], panel, sums);
-    for (int strip = 1; strip < ready.strips.count; ++strip)
-      meet_strip<CODE, false>(weight, ready.strips[strip], panel, sums);
-  }
-
   static void meet(const QuantizedLinearArgs& weight, const Ready& ready, int64_t panel, float* sums) {
-    weight.code == Code::INT8 ? meet_strips<Code::INT8>(weight, ready, panel, sums)
-                              : meet_strips<Code::INT4>(weight, ready, panel, sums);
+    meet_strip<true>(weight, ready.strips[0], panel, sums);
+    for (int strip = 1; strip < ready.strips.count; ++strip)
+      meet_strip<false>(weight, ready.strips[strip], panel, sums);
     if (ready.fits) return;
     for (int64_t row = 0; row < ready.strips.rows; ++row)
       if (const bf16* x = ready.x + row * weight.inner; !fits(ready.strips, x))
@@ -98,8 +92,7 @@ struct IntegerRows {
 }  // namespace
 
 bool quantized_moe_experts_with_integers(const MoeArgs& a) {
-  const Code code = a.up.codes->first.code;
-  if (code != Code::INT8 && code != Code::INT4) return false;
+  if (a.up.codes->first.code != Code::INT4) return false;
   in_pieces<bf16>(a, moe_pass<CodedEngine<IntegerRows>>);
   return true;
 }

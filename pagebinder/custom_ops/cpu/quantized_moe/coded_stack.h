@@ -25,8 +25,8 @@ void quantized_moe_experts(const MoeArgs& args);
 // In bf16 on BF16 dots; false, and nothing was done, where the machine has none.
 bool quantized_moe_experts_with_dots(const MoeArgs& args);
 
-// In bf16, codes of int8 and int4, on integer products of 16 bits; false, and nothing was done, where the machine has
-// better ones, and for other codes.
+// In bf16, codes of int4, on integer products of 16 bits; false, and nothing was done, where the machine has better ones,
+// and for other codes.
 bool quantized_moe_experts_with_integers(const MoeArgs& args);
 
 // sums [rows][32] = x [rows][inner] times a panel.
