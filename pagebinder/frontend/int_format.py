@@ -103,10 +103,8 @@ class StoredInts:
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """Of a layer's tensors as the config says them, but for orders of columns."""
-        words, groups = (
-            (rows * self.bits // 32, columns * self.bits // 32),
-            columns // (self.group or columns),
-        )
+        words = rows * self.bits // WORD, columns * self.bits // WORD
+        groups = -(-columns // (self.group or columns))
         if self.layout == "gptq":
             return {"qweight": (words[1], rows), "qzeros": (groups, words[0]), "scales": (groups, rows)}
         if self.layout == "awq":

@@ -114,9 +114,8 @@ def kernel_format(shape, bits: int, group: int, has_middle_zeros: bool) -> tuple
         served = next((g for g in STORED_GROUPS if group % g == 0 and columns % g == 0), None)
         if served is None:
             return None, f"no kernel reads {columns} columns of codes in groups of {group}: it is expanded"
-        sign = (
-            "" if has_middle_zeros or bits < 4 else "u"
-        )  # of fewer bits than 4, codes less zero points are codes
+        # of fewer bits than 4, codes less their zero points are codes of 4
+        sign = "" if has_middle_zeros or bits < 4 else "u"
         format = f"{sign}int{max(bits, 4)}_g{served}"
     problem = size_problem(rows, columns, format)
     return (None, f"{problem}: its weight is expanded") if problem else (format, None)

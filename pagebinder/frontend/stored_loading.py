@@ -148,9 +148,10 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
     def refuse(path: str, reason: str) -> None:
         result.refusals.append(Refusal(pattern=PATTERN, reason=reason, node="", module_path=path))
 
-    for path in [
+    paths = [
         path for path, _ in model.named_modules()
-    ]:  # what was replaced is not held: words are let go
+    ]  # modules that are replaced are let go, with their words
+    for path in paths:
         module = model.get_submodule(path)
         if isinstance(module, LoadedFp8Linear | LoadedInts):
             served, what = module.finished(path)
@@ -177,8 +178,8 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
     for name in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.__dict__.pop("is_quantized", None)
-    give_back_freed_memory()  # words, which became codes
     model.config.__dict__.pop("quantization_config", None)
+    give_back_freed_memory()
     return result, formats
 
 
