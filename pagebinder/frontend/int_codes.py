@@ -6,14 +6,17 @@ A weight [N, K] is (code - zero point) * scale, with a zero point and a scale fo
     layout   codes                         zero points                 scales            group of each column
     gptq     qweight [K * b/32, N]         qzeros [K/G, N * b/32]      scales [K/G, N]   g_idx [K]
     awq      qweight [K, N * b/32]         qzeros [K/G, N * b/32]      scales [K/G, N]
+    gemv     qweight [N, K * b/32]         qzeros [N, .]               scales [N, .]
     packed   weight_packed [N, K * b/32]   weight_zero_point           weight_scale      weight_g_idx [K], or -1
                                            [N * b/32, K/G]             [N, K/G]
     int8     weight [N, K] int8            weight_zero_point           weight_scale
                                            [N, K/G] int8               [N, K/G]
+    bnb8     weight [N, K] int8                                        SCB [N] / 127
 
 GPTQ's first format (checkpoint_format "gptq") stores zero points less 1. AWQ's words hold columns 0, 2, 4, 6, 1, 3,
-5, 7 of each 8. Of packed ones, codes and zero points are raised by half of their range. GPTQ: Frantar et al. 2022;
-AWQ: Lin et al. 2023; the tensors are those of AutoGPTQ and GPTQModel, AutoAWQ, and compressed-tensors.
+5, 7 of each 8, and its version gemv pads groups. Of packed ones, codes and zero points are raised by half of their
+range, and old files of 3 bits have ten values in a word. GPTQ: Frantar et al. 2022; AWQ: Lin et al. 2023; LLM.int8:
+Dettmers et al. 2022; the tensors are those of AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors, and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -90,17 +93,26 @@ def read_awq(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, 
     return Codes(bits, group_of(values.shape[1], scales.shape[1], group), values, zeros, scales)
 
 
+def read_gemv(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
+    values = unpacked(tensors["qweight"], bits)
+    group = group or values.shape[1]
+    groups = -(-values.shape[1] // group)  # behind them there is padding
+    zeros = unpacked(tensors["qzeros"], bits)[:, :groups].to(torch.int16)
+    return Codes(bits, group, values, zeros, tensors["scales"].float()[:, :groups].contiguous())
+
+
 def read_packed(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
     rows, columns = _shape_of(tensors)
-    if tensors["weight_packed"].shape[1] != -(-columns * bits // WORD):
-        raise CheckpointError(
-            f"{columns} values of {bits} bits are in {tensors['weight_packed'].shape[1]} words."
-        )
-    values = unpacked(tensors["weight_packed"], bits)[:, :columns]
+    width = tensors["weight_packed"].shape[1]
+    in_words = width == -(-columns // (WORD // bits))
+    if not in_words and width != -(-columns * bits // WORD):
+        raise CheckpointError(f"{columns} values of {bits} bits are in {width} words.")
+    take = _values_in_words if in_words else unpacked
+    values = take(tensors["weight_packed"], bits)[:, :columns]
     scales = tensors["weight_scale"].float()
     if "weight_zero_point" in tensors:
         packed = tensors["weight_zero_point"]
-        zeros = unpacked(packed.t().contiguous(), bits).t()[:rows].to(torch.int16)
+        zeros = take(packed.t().contiguous(), bits).t()[:rows].to(torch.int16)
     else:
         zeros = torch.full_like(scales, 1 << (bits - 1), dtype=torch.int16)
     group = group_of(columns, scales.shape[1], group)
@@ -119,6 +131,14 @@ def read_int8(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None,
     return Codes(8, group, weight.view(torch.uint8) ^ 0x80, zeros + 128, scales)
 
 
+def read_bnb8(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
+    if int(tensors.get("weight_format", 0)):
+        raise CheckpointError(f"its weight_format is {int(tensors['weight_format'])}; 0 is read: rows.")
+    return read_int8(
+        {"weight": tensors["weight"], "weight_scale": tensors["SCB"][:, None].float() / 127}, 8, None, 0
+    )
+
+
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """words int32 [R, W] -> the values that their rows hold, uint8 [R, W * 32 / bits], and maybe some of padding.
 
@@ -128,13 +148,14 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     if words.dtype is not torch.int32 or words.dim() != 2:
         raise CheckpointError(f"values of {bits} bits are stored as {words.dtype} {list(words.shape)}.")
     rows = max(1, SLICE_WORDS // max(words.shape[1], 1))
-    take = _whole_values if WORD % bits == 0 else _values_across_words
+    take = _values_in_words if WORD % bits == 0 else _values_across_words
     parts = [take(part, bits) for part in words.split(rows)]
     return torch.cat(parts) if len(parts) != 1 else parts[0]
 
 
-def _whole_values(words: torch.Tensor, bits: int) -> torch.Tensor:
-    shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device)
+def _values_in_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """As many whole values as a word has room for."""
+    shifts = torch.arange(0, WORD - bits + 1, bits, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)
 
 

@@ -2,10 +2,11 @@
 
     quant_method         layout (int_codes.py)     of the options                             left out
     gptq                 gptq                      bits, group_size, sym, checkpoint_format   lm_head, if not said
-    awq                  awq                       bits, group_size, zero_point, version      modules_to_not_convert
+    awq                  awq or gemv               bits, group_size, zero_point, version      modules_to_not_convert
     auto-round           gptq or awq               bits, group_size, sym, packing_format      as gptq
     compressed-tensors   packed (pack-quantized)   num_bits, group_size, symmetric            ignore
                          int8 (int-quantized)
+    bitsandbytes, 8 bits bnb8                                                                 llm_int8_skip_modules
 
 Which layers are stored so, and in how many bits, is read from the checkpoint's files where they are at hand: tools
 also leave layers out, or give some of them other sizes, in ways of their own (`dynamic`, `extra_config`, several
@@ -26,6 +27,7 @@ from pagebinder.frontend.int_codes import WORD
 from pagebinder.frontend.not_served import require
 
 Shapes = Mapping[str, tuple[int, ...]]
+GEMV_GROUPS = 8  # whose zero points are in a word; words of a row are a multiple of 128 / the group's size
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Layout:
 
     @property
     def scales(self) -> str:
-        return next(name for name in self.dtypes if "scale" in name)
+        return next(name for name in self.dtypes if "scale" in name or name == "SCB")
 
 
 _WORDS, _INDEX, _FLOATS = ("I32",), ("I32", "I64"), ("F16", "BF16", "F32", "F64")
@@ -54,6 +56,7 @@ LAYOUTS = {
         int_codes.read_gptq,
     ),
     "awq": Layout("qweight", {"qweight": _WORDS, "qzeros": _WORDS, "scales": _FLOATS}, int_codes.read_awq),
+    "gemv": Layout("qweight", {"qweight": _WORDS, "qzeros": _WORDS, "scales": _FLOATS}, int_codes.read_gemv),
     "packed": Layout(
         "weight_packed",
         {
@@ -67,6 +70,7 @@ LAYOUTS = {
         {"weight_scale": _FLOATS, "weight": ("I8",), "weight_zero_point": ("I8",)},
         int_codes.read_int8,
     ),
+    "bnb8": Layout("SCB", {"SCB": _FLOATS, "weight": ("I8",), "weight_format": ("U8",)}, int_codes.read_bnb8),
 }  # fmt: skip
 
 
@@ -109,10 +113,21 @@ class StoredInts:
             return {"qweight": (words[1], rows), "qzeros": (groups, words[0]), "scales": (groups, rows)}
         if self.layout == "awq":
             return {"qweight": (columns, words[0]), "qzeros": (groups, words[0]), "scales": (groups, rows)}
+        if self.layout == "gemv":
+            padded = -(-groups // GEMV_GROUPS)
+            padded += -padded % (128 // min(self.group or columns, 128))
+            return {
+                "qweight": (rows, words[1]),
+                "qzeros": (rows, padded),
+                "scales": (rows, padded * GEMV_GROUPS),
+            }
         zeros = {} if self.symmetric else {"weight_zero_point": (words[0], groups)}
         if self.layout == "packed":
             return {"weight_packed": (rows, words[1]), "weight_scale": (rows, groups), **zeros}
-        return {"weight": (rows, columns), "weight_scale": (rows, groups)}
+        return {
+            "weight": (rows, columns),
+            **({"SCB": (rows,)} if self.layout == "bnb8" else {"weight_scale": (rows, groups)}),
+        }
 
     def read(self, tensors: Mapping[str, torch.Tensor], columns: int | None = None) -> int_codes.Codes:
         """The codes of a weight, in as many bits as its tensors have; tools may give some weights others.
@@ -206,15 +221,15 @@ def gptq(options: dict) -> StoredInts:
 def awq(options: dict) -> StoredInts:
     bits, version = options.get("bits", options.get("w_bit")), str(options.get("version") or "gemm").lower()
     require(bits == 4, f"bits {bits!r}")
-    require(version == "gemm", f"version {version!r}")
+    require(version in ("gemm", "gemv"), f"version {version!r}")
     kept = options.get("modules_to_not_convert")
     return StoredInts(
         method=options["quant_method"],
-        layout="awq",
+        layout="awq" if version == "gemm" else "gemv",
         bits=bits,
         group=_group(options),
         symmetric=not options.get("zero_point", True),
-        needs=("scales", *(("qzeros",) if options.get("zero_point", True) else ())),
+        needs=("scales", *(("qzeros",) if options.get("zero_point", True) or version == "gemv" else ())),
         kept=None if kept is None else tuple(kept),
     )
 
@@ -259,6 +274,20 @@ def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> Stor
         by_activation=any(by_activation),
         needs=tuple(name for name, is_needed in needs.items() if is_needed),
         kept=kept,
+    )
+
+
+def bnb_int8(options: dict) -> StoredInts:
+    """Of a quantization_config of bitsandbytes in 8 bits; the columns that it multiplies in 16 have codes, too."""
+    kept = options.get("llm_int8_skip_modules")
+    return StoredInts(
+        method="bitsandbytes",
+        layout="bnb8",
+        bits=8,
+        group=None,
+        symmetric=True,
+        needs=("weight",),
+        kept=None if kept is None else tuple(kept),
     )
 
 

@@ -27,6 +27,8 @@ DTYPES = {
     "weight_scale": torch.float32,
     "weight_shape": torch.int64,
     "weight": torch.int8,
+    "SCB": torch.float32,
+    "weight_format": torch.uint8,
 }
 
 

@@ -1,6 +1,6 @@
-"""How a checkpoint keeps its weights: `quantization_config` of config.json -> StoredFp8, StoredInts, None: plain.
+"""How a checkpoint keeps its weights: `quantization_config` of config.json -> one of `Stored`, or None: plain.
 
-fp8_format.py and int_format.py read the methods; any other is refused by name.
+fp8_format.py, int_format.py and bnb_weights.py read the methods; any other is refused by name.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from typing import Any
 
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend import fp8_format, int_format
+from pagebinder.frontend.bnb_weights import StoredTables, tables
 from pagebinder.frontend.fp8_format import FP8_READERS, StoredFp8
 from pagebinder.frontend.int_format import INT_READERS, StoredInts
 from pagebinder.frontend.not_served import NotServedError, require
 
-Stored = StoredFp8 | StoredInts
+Stored = StoredFp8 | StoredInts | StoredTables
 SERVED = (
     "'fp8' (e4m3 in blocks of 128 x 128 or 1 x 32 or whole tensors; experts in fp8 or fp4), 'mxfp8' (1 x 32), "
     "'mxfp4', 'fbgemm_fp8', 'compressed-tensors' (e4m3 by tensor, channel or block of 128 x 128; integers of 3, "
-    "4 and 8 bits), 'gptq' (2, 3, 4 and 8 bits), 'awq' (gemm) and 'auto-round'"
+    "4 and 8 bits), 'gptq' (2, 3, 4 and 8 bits), 'awq' (gemm, gemv), 'auto-round' and 'bitsandbytes' (int8, nf4, fp4)"
 )
 
 
@@ -65,9 +66,18 @@ def _compressed_tensors(options: dict) -> Stored:
     return (int_format if are_ints else fp8_format).compressed(options, groups, kept)
 
 
+def _bitsandbytes(options: dict) -> Stored:
+    return int_format.bnb_int8(options) if options.get("load_in_8bit") else tables(options)
+
+
 def _pattern(name: str) -> str:
     """compressed-tensors marks regular expressions; names are expressions for themselves."""
     return name.removeprefix("re:")
 
 
-_READERS = {**FP8_READERS, **INT_READERS, "compressed-tensors": _compressed_tensors}
+_READERS = {
+    **FP8_READERS,
+    **INT_READERS,
+    "compressed-tensors": _compressed_tensors,
+    "bitsandbytes": _bitsandbytes,
+}

@@ -21,6 +21,8 @@ import torch
 
 from pagebinder.custom_ops.cpu.freed_memory import give_back_freed_memory
 from pagebinder.errors import CheckpointError
+from pagebinder.frontend import bnb_weights
+from pagebinder.frontend.bnb_weights import StoredTables
 from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import GROUPED, StoredFp8
@@ -31,7 +33,7 @@ from pagebinder.frontend.int_experts import (
     format_of_experts,
     panel_bytes,
 )
-from pagebinder.frontend.int_format import StoredInts
+from pagebinder.frontend.int_format import StoredInts, tail
 from pagebinder.frontend.int_linear import LoadedInts
 from pagebinder.frontend.mx_experts import LoadedExperts
 from pagebinder.frontend.mx_numbers import scale_values, times_scale
@@ -40,6 +42,9 @@ from pagebinder.frontend.stored_format import Stored
 from pagebinder.report import Match, PassResult, Refusal
 
 METHOD = "pagebinder_stored"
+IN_TABLES = (
+    "_pagebinder_in_tables"  # of a model: paths of layers whose weights become plain as they are loaded
+)
 PATTERN, EXPERTS = "quantized_linear", "quantized_moe_experts"
 CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
 # What went wrong with weights that a loader merges: it keeps that to itself, and raises something else.
@@ -72,6 +77,9 @@ def loading_options(stored: Stored, path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file}: {name} is stored in e5m2; e4m3 is served.")
     if isinstance(stored, StoredInts):
         stored = _of_files(stored, shapes, dtypes)
+    elif isinstance(stored, StoredTables):
+        owners = (name.removesuffix(".weight.absmax") for name in shapes if name.endswith(".weight.absmax"))
+        stored = replace(stored, layers=frozenset(map(tail, owners)))
     return {"quant_method": METHOD, "stored": stored}
 
 
@@ -148,9 +156,10 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
     def refuse(path: str, reason: str) -> None:
         result.refusals.append(Refusal(pattern=PATTERN, reason=reason, node="", module_path=path))
 
+    in_tables = model.__dict__.pop(IN_TABLES, ())
     paths = [
         path for path, _ in model.named_modules()
-    ]  # modules that are replaced are let go, with their words
+    ]  # no modules: those replaced are let go, with their words
     for path in paths:
         module = model.get_submodule(path)
         if isinstance(module, LoadedFp8Linear | LoadedInts):
@@ -170,7 +179,7 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
             said = f"{module.format} as stored (quant_method {stored.method})"
             result.matches.append(Match(pattern=EXPERTS, node="", module_path=path, detail=said))
         elif isinstance(module, torch.nn.Linear):
-            refuse(path, "it is stored plain")
+            refuse(path, stored.said if path in in_tables else "it is stored plain")
     _check_left(model)
     for path, module in experts_modules(model).items():
         if not isinstance(module, QuantizedExperts):
@@ -199,6 +208,8 @@ def _check_left(model: torch.nn.Module) -> None:
 def _of_experts(stored: Stored, format: str | None) -> str:
     if format == "mxfp4":
         return "they are stored in mxfp4 and expanded; keep_stored_codes packs those that a kernel reads"
+    if isinstance(stored, StoredTables):
+        return f"no kernel reads codes of {stored.kind}: they are expanded where they are stored so"
     if format is not None:
         return f"no kernel reads codes of experts: they are stored in {format} and expanded"
     if stored.experts is not None:
@@ -218,6 +229,14 @@ def _replace(model: torch.nn.Module, stored: Stored, kept: list[str]) -> None:
     """Raises CheckpointError: a method stores experts alone, and the model has none."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
+    if isinstance(stored, StoredTables):
+        layers = (path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+        model.__dict__[IN_TABLES] = {
+            path
+            for path in layers
+            if (should_convert_module(path, kept) if stored.layers is None else tail(path) in stored.layers)
+        }
+        return
     experts, int_experts = experts_modules(model) if stored.experts else {}, {}
     if isinstance(stored, StoredInts):
         found = experts_modules(model).items()
@@ -244,7 +263,7 @@ def _replace(model: torch.nn.Module, stored: Stored, kept: list[str]) -> None:
 @functools.cache
 def _register() -> tuple[type, type, type]:
     """Make the method known to transformers; (operation on merged weights, quantizer, config)."""
-    from transformers.core_model_loading import ConversionOps
+    from transformers.core_model_loading import ConversionOps, WeightConverter
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -274,6 +293,8 @@ def _register() -> tuple[type, type, type]:
         def _converted(self, input_dict, model, full_layer_name):
             stored = self.hf_quantizer.quantization_config.stored
             dtype, plain = model.get_parameter_or_buffer(full_layer_name).dtype, {}
+            if isinstance(stored, StoredTables):
+                return _of_tables(input_dict, dtype)
             if isinstance(stored, StoredInts):
                 owner = model.get_submodule(full_layer_name.rpartition(".")[0])
                 return _of_ints(input_dict, stored, dtype, getattr(owner, "format", None))
@@ -291,7 +312,9 @@ def _register() -> tuple[type, type, type]:
         def __init__(self, quantization_config, **kwargs):
             super().__init__(quantization_config, **kwargs)
             stored = quantization_config.stored
-            if isinstance(stored, StoredInts):
+            if isinstance(stored, StoredTables):
+                names = [*stored.names]
+            elif isinstance(stored, StoredInts):
                 names = [*stored.tensors.names, *({"weight"} - {*stored.tensors.names})]
             else:
                 names = ["weight", stored.scale_name, *OF_ACTIVATIONS]
@@ -306,12 +329,16 @@ def _register() -> tuple[type, type, type]:
         def get_load_operations(self):
             return {"dequantize": Expand}
 
+        def get_weight_conversions(self):
+            if not isinstance(self.quantization_config.stored, StoredTables):
+                return super().get_weight_conversions()
+            return [WeightConverter(self.serialized_names["weight"], "weight", [Expand(self)])]
+
         def update_weight_conversions(self, weight_conversions, *model):  # none in transformers 5.17
-            if not hasattr(HfQuantizer, "get_load_operations") and isinstance(
-                self.quantization_config.stored, StoredInts
-            ):
-                return [_with_words(converter, Expand(self)) for converter in weight_conversions]
             stored = self.quantization_config.stored
+            if not hasattr(HfQuantizer, "get_load_operations") and not isinstance(stored, StoredFp8):
+                merged = [_with_words(converter, Expand(self)) for converter in weight_conversions]
+                return merged + (self.get_weight_conversions() if isinstance(stored, StoredTables) else [])
             is_deepseek = isinstance(stored, StoredFp8) and stored.scale_name == "weight_scale_inv"
             owner = FineGrainedFP8HfQuantizer if is_deepseek else HfQuantizer
             return owner.update_weight_conversions(self, weight_conversions, *model)
@@ -338,6 +365,25 @@ def _with_words(converter, expand):
     names = expand.hf_quantizer.serialized_names["weight"]
     all_sources = [f"{source.removesuffix('weight')}{name}$" for source in sources for name in names]
     return WeightConverter(all_sources, list(converter.target_patterns), [expand, *converter.operations])
+
+
+def _of_tables(found: dict[str, list], dtype: torch.dtype) -> dict[str, list]:
+    """Tensors of bitsandbytes, or plain weights, by name and of each -> plain weights."""
+    weights: dict[str, dict[str, list]] = {}
+    for name, tensors in found.items():
+        owner, _, kind = name.removesuffix("$").rpartition("weight")
+        weights.setdefault(owner, {})[kind.removeprefix(".")] = tensors
+    made, end = {}, "$" if any(name.endswith("$") for name in found) else ""
+    for owner, kinds in weights.items():
+        made[f"{owner}weight{end}"] = plain = []
+        for i in range(max(map(len, kinds.values()))):
+            tensors = {kind: of_each[i] for kind, of_each in kinds.items() if i < len(of_each)}
+            try:
+                is_plain = tensors.keys() == {""}
+                plain.append(tensors[""].to(dtype) if is_plain else bnb_weights.expanded(tensors, dtype))
+            except CheckpointError as error:
+                raise CheckpointError(f"{owner}weight cannot be read: {error}") from error
+    return made
 
 
 def _of_ints(

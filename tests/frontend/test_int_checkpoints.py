@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import explain_model
+from pagebinder.frontend.bnb_weights import expanded
 from pagebinder.frontend.int_codes import unpacked
 from pagebinder.frontend.int_format import INT_READERS
 from pagebinder.frontend.quantized_module import QuantizedLinear
@@ -101,6 +102,27 @@ def int8(c: Chosen, **_) -> dict[str, torch.Tensor]:
     return {"weight": (c.codes - 128).to(torch.int8), "weight_scale": c.scales}
 
 
+def gemv(c: Chosen, **_) -> dict[str, torch.Tensor]:
+    """Groups are padded to whole words, and to as many of them as 128 / group."""
+    pad = (0, -c.zeros.shape[1] % (8 * 128 // 32))
+    zeros, scales = (torch.nn.functional.pad(x, pad) for x in (c.zeros, c.scales))
+    return {"qweight": words(c.codes, 4), "qzeros": words(zeros, 4), "scales": scales}
+
+
+def bnb8(c: Chosen, **_) -> dict[str, torch.Tensor]:
+    largest = c.scales[:, 0].float() * 127
+    c.plain = (c.codes - 128).float() * (largest[:, None] / 127)
+    return {
+        "weight": (c.codes - 128).to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }  # fmt: skip
+
+
+def old_packed(c: Chosen, **_) -> dict[str, torch.Tensor]:
+    """compressed-tensors of 3 bits, once: ten values a word."""
+    columns = torch.nn.functional.pad(c.codes, (0, -c.codes.shape[1] % 10)).unflatten(1, (-1, 10))
+    return packed(c) | {"weight_packed": (columns << torch.arange(0, 30, 3)).sum(-1).to(torch.int32)}
+
+
 def compressed(form: str, bits: int, group: int | None, symmetric: bool) -> dict:
     weights = {
         "num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group,
@@ -149,6 +171,12 @@ METHODS = {
     "gptq 3": (gptq, dict(bits=3, group=32, symmetric=False), by_gptq(3, 32, False), "int4_g32"),
     "gptq 2": (gptq, dict(bits=2, group=32, symmetric=False), by_gptq(2, 32, False), "int4_g32"),
     "awq": (awq, dict(**G32, symmetric=False), {**AWQ, "group_size": 32}, "uint4_g32"),
+    "awq gemv": (
+        gemv,
+        dict(**G32, symmetric=False),
+        AWQ | {"group_size": 32, "version": "gemv"},
+        "uint4_g32",
+    ),
     "auto-round": (gptq, dict(**G32, symmetric=True), ROUNDED, "int4_g32"),
     "auto-round as awq": (
         awq,
@@ -161,6 +189,13 @@ METHODS = {
     "packed 8": (packed, dict(bits=8, group=None, symmetric=True), None, "int8"),
     "packed 8 asymmetric": (packed, dict(bits=8, group=None, symmetric=False), None, "uint8_g"),
     "packed 3": (packed, dict(bits=3, group=32, symmetric=True), None, "int4_g32"),
+    "old packed 3": (old_packed, dict(bits=3, group=32, symmetric=True), None, "int4_g32"),
+    "bitsandbytes": (
+        bnb8,
+        dict(bits=8, group=None, symmetric=True),
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "int8",
+    ),
     "int8": (int8, dict(bits=8, group=None, symmetric=True), None, "int8"),
 }
 
@@ -181,9 +216,10 @@ def save(model, folder, name, *, change=None, kept=("lm_head",), **more):
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and not path.endswith(kept):
             chosen = Chosen(module.weight.detach(), **how)
+            written = write(chosen, **how)
             module.weight.data.copy_(chosen.plain)
             del tensors[f"{path}.weight"]
-            tensors |= {f"{path}.{kind}": tensor for kind, tensor in write(chosen, **how).items()}
+            tensors |= {f"{path}.{kind}": tensor for kind, tensor in written.items()}
     if change is not None:
         change(tensors)
     save_file(
@@ -536,7 +572,7 @@ REFUSED = {
         "a transform_config",
     ),
     "adapter": (by_gptq(4, 32, True, adapter={"name": "eora"}), "adapter"),
-    "gemv": (AWQ | {"version": "gemv"}, "version 'gemv'"),
+    "gemv_fast": (AWQ | {"version": "gemv_fast"}, "version 'gemv_fast'"),
     "packing": (ROUNDED | {"packing_format": "auto_round:llm_compressor"}, "packing_format"),
     "6 bits": (compressed("pack-quantized", 6, 32, True), "num_bits 6 as pack-quantized"),
     "formats": (compressed("nvfp4-pack-quantized", 4, 16, True), "format 'nvfp4-pack-quantized'"),
@@ -552,6 +588,80 @@ def test_variants_that_are_not_served_are_refused_by_name(name, tmp_path):
     for weights in (True, False):
         with pytest.raises(CheckpointError, match=f"{message}.*served are"):
             source_from_dir(tmp_path, weights=weights)
+
+
+def in_table(weight: torch.Tensor, nested: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tensors of bitsandbytes' nf4, by what their names add to the weight's, and the weight that they stand for."""
+    generator = torch.Generator().manual_seed(weight.numel())
+    codes = torch.randint(0, 16, (weight.numel(),), generator=generator)
+    table = torch.linspace(-1, 1, 16) ** 3
+    state = {"shape": list(weight.shape), "blocksize": 64}
+    absmax = torch.rand(-(-weight.numel() // 64), generator=generator) * weight.abs().max()
+    tensors = {"": (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None], ".quant_map": table}
+    if nested:
+        of_blocks = torch.randint(0, 256, absmax.shape, generator=generator)
+        numbers, times = (
+            torch.linspace(-1, 1, 256),
+            torch.rand(-(-len(absmax) // 256), generator=generator) / 20,
+        )
+        absmax = numbers[of_blocks] * times.repeat_interleave(256)[: len(absmax)] + 0.03
+        tensors |= {
+            ".absmax": of_blocks.to(torch.uint8), ".nested_quant_map": numbers, ".nested_absmax": times,
+        }  # fmt: skip
+        state |= {"nested_blocksize": 256, "nested_offset": 0.03}
+    else:
+        tensors[".absmax"] = absmax
+    tensors[".quant_state.bitsandbytes__nf4"] = torch.tensor(
+        list(json.dumps(state).encode()), dtype=torch.uint8
+    )
+    return tensors, (table[codes] * absmax.repeat_interleave(64)[: len(codes)]).view_as(weight)
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_tables_of_bitsandbytes_are_expanded_and_said(nested, tmp_path):
+    """Layers and experts in nf4; the last block of a weight may be smaller."""
+    model = tiny_qwen3_moe(hidden_size=80, moe_intermediate_size=24)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    plain = dict(tensors)
+    linear = {
+        path for path, m in model.named_modules() if isinstance(m, torch.nn.Linear) and path != "lm_head"
+    }
+    stored = [n for n in tensors if n.removesuffix(".weight") in linear or ".experts." in n]
+    for name in stored:
+        written, plain[name] = in_table(tensors.pop(name), nested)
+        tensors |= {name + kind: tensor for kind, tensor in written.items()}
+    save_file(
+        {n: t.contiguous() for n, t in plain.items()},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    expected = source_from_dir(tmp_path).module
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": NF4}))
+    source = source_from_dir(tmp_path)
+    for key, parameter in expected.named_parameters():
+        assert torch.equal(source.module.get_parameter(key), parameter), key
+    reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
+    assert reasons["lm_head"] == "it is stored plain" and "nf4" in reasons[EXPERTS]
+    assert all("nf4: its weight is expanded" in reasons[path] for path in linear)
+    (tmp_path / "model.safetensors").unlink()
+    (result,) = [p for p in explain_model(tmp_path).report.passes if p.name == "stored_weights"]
+    assert {r.reason for r in result.refusals} == {*reasons.values()}
+
+
+def test_tables_that_contradict_themselves_are_errors(tmp_path):
+    for broken in ("quant_map", "absmax", "quant_state.bitsandbytes__nf4", "nested_quant_map"):
+        written, _ = in_table(torch.randn(32, 80), nested=True)
+        tensors = {kind.removeprefix("."): tensor for kind, tensor in written.items()}
+        assert expanded(tensors, torch.float32).shape == (32, 80)
+        del tensors[broken]
+        with pytest.raises(CheckpointError, match=broken):
+            expanded(tensors, torch.float32)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -395,7 +395,10 @@ REFUSED = {
     "quip": ({"quant_method": "quip", "bits": 4}, "'quip'"),
     "gptq": ({"quant_method": "gptq", "bits": 5}, "'gptq' with bits 5"),
     "nvfp4": ({"quant_method": "nvfp4"}, "'nvfp4'"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf8"},
+        "'bitsandbytes' with bnb_4bit_quant_type 'nf8'",
+    ),
     "blocks of 64": (GROUPED | {"weight_block_size": [1, 64]}, r"weight_block_size \[1, 64\]"),
     "mxfp8 in blocks": (MXFP8 | {"weight_block_size": [128, 128]}, r"weight_block_size \[128, 128\]"),
     "scales in e5m3": (GROUPED | {"scale_fmt": "ue5m3"}, "scale_fmt 'ue5m3'"),
