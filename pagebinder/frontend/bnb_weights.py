@@ -38,7 +38,7 @@ class StoredTables:
     method = "bitsandbytes"
     granularity = "table"
     experts = None
-    names = ("weight", *(f"weight.{name}" for name in BESIDE))
+    names = (*(f"weight.{name}" for name in BESIDE), "weight")  # older loaders take the first that fits
     endings = tuple(f".weight.{name}" for name in BESIDE)
 
     def codes_beside(self, name: str) -> str:
