@@ -28,6 +28,7 @@ from pagebinder.compiler.verify import check_can_verify, verify
 from pagebinder.compiler.weights import place_weights, placed_bytes
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
+from pagebinder.custom_ops.cpu.freed_memory import give_back_freed_memory
 from pagebinder.custom_ops.cpu.huge_pages import MemoryAhead
 from pagebinder.custom_ops.layer_state import CacheFormats, LayerState
 from pagebinder.describe import fill_report
@@ -224,6 +225,8 @@ def compile_source(
     settle_lock(expected, source, config, plan, report, graphs)
     with stage("executable"):
         executable, encoder_executable = _executables(source, fused, encoder, config, report, memory)
+    if source.stored_weights is not None:  # words of a checkpoint became codes
+        give_back_freed_memory()
     return CompiledModel(
         source=source,
         config=config,

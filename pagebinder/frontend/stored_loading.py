@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from pagebinder.custom_ops.cpu.freed_memory import give_back_freed_memory
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend import bnb_weights
 from pagebinder.frontend.bnb_weights import StoredTables
@@ -188,7 +187,6 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
         model.__dict__.pop(name, None)
     model.__dict__.pop("is_quantized", None)
     model.config.__dict__.pop("quantization_config", None)
-    give_back_freed_memory()
     return result, formats
 
 
