@@ -275,7 +275,7 @@ def test_same_bits_with_any_number_of_rows_and_threads(name, dtype):
         assert torch.equal(linear(x[:rows], qweight, scale, format=name), whole[:rows])
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4_g32"])
+@pytest.mark.parametrize("name", ["fp8", "int4_g32", "uint4_g64"])
 def test_rows_that_come_in_blocks(ops, name, request):
     if request.node.callspec.params["ops"] == "reference":
         pytest.skip("promised of the kernels")

@@ -178,6 +178,7 @@ QuantizedLinearArgs with_rows(QuantizedLinearArgs layer, int64_t first, int64_t 
   layer.x = static_cast<const bf16*>(layer.x) + first * layer.x_stride;
   layer.out = static_cast<char*>(layer.out) + first * layer.columns * (layer.wide_out ? sizeof(float) : sizeof(bf16));
   if (layer.x_scale != nullptr) layer.x_scale += first * layer.x_scale_stride;
+  if (layer.is_shifted) layer.x_sums += first * (layer.inner / layer.scale_group);
   return layer;
 }
 
