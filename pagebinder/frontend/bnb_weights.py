@@ -58,24 +58,28 @@ def tables(options: dict) -> StoredTables:
 
 
 def expanded(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The weight [N, K] of the tensors above, by what their names add to the weight's ("" for its codes).
+    """The weight [N, K] of the tensors above, by these names.
 
     Raises:
         CheckpointError: one is missing, or they contradict each other.
     """
-    state = next((name for name in STATES if name in tensors), STATES[0])
-    if lacking := [name for name in ("", "quant_map", "absmax", state) if name not in tensors]:
-        raise CheckpointError(f"it lacks {'.'.join(filter(None, ('weight', lacking[0])))}.")
+    states = [f"weight.{name}" for name in STATES]
+    state = next((name for name in states if name in tensors), states[0])
+    if lacking := [
+        name for name in ("weight", "weight.quant_map", "weight.absmax", state) if name not in tensors
+    ]:
+        raise CheckpointError(f"it lacks {lacking[0]}.")
     try:
         facts = json.loads(bytes(tensors[state].tolist()))
         shape, block = facts["shape"], facts["blocksize"]
-        scales = tensors["absmax"]
+        scales = tensors["weight.absmax"]
         if scales.dtype is torch.uint8:
-            nested = tensors["nested_quant_map"][scales.int()].unflatten(0, (-1, 1))
-            times = tensors["nested_absmax"].repeat_interleave(facts["nested_blocksize"])[: len(scales), None]
-            scales = (nested * times).flatten() + facts["nested_offset"]
-        codes = tensors[""].contiguous().view(torch.uint8).flatten()
-        values = tensors["quant_map"][torch.stack((codes >> 4, codes & 15), 1).flatten().int()]
+            times = tensors["weight.nested_absmax"].repeat_interleave(facts["nested_blocksize"])[
+                : len(scales)
+            ]
+            scales = tensors["weight.nested_quant_map"][scales.int()] * times + facts["nested_offset"]
+        codes = tensors["weight"].contiguous().view(torch.uint8).flatten()
+        values = tensors["weight.quant_map"][torch.stack((codes >> 4, codes & 15), 1).flatten().int()]
         weight = values * scales.repeat_interleave(block)[: len(values)]
         return weight.view(shape).to(dtype)
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:

@@ -30,6 +30,8 @@ from pagebinder.frontend.not_served import require
 # Granularities of scales whose codes a kernel reads -> the format's name in `weight_formats`.
 FORMATS = {"block": "fp8_block", "channel": "fp8", "tensor": "fp8_tensor"}
 GROUPED = "group"
+# Scales for activations of fp8 kernels: here activations keep their dtype.
+OF_ACTIVATIONS = ("activation_scale", "input_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,11 @@ class StoredFp8:
         if self.granularity == GROUPED:
             return rows, num_groups(columns)
         return (rows, 1) if self.granularity == "channel" else self.scalar_shape
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors of a linear layer's weight."""
+        return "weight", self.scale_name, *OF_ACTIVATIONS
 
     @property
     def endings(self) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ class StoredInts:
     by_activation: bool = False
     needs: tuple[str, ...] = ()
 
-    granularity = "group"
+    granularity = "integers"
     experts = None
 
     @property
@@ -175,6 +175,11 @@ class StoredInts:
         for name in (name for name in self.layers if ".experts." in name):
             found.setdefault(stack_of(name), []).append(self.layers[name])
         return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors of a weight, be it stored so or plain."""
+        return tuple(dict.fromkeys((*self.tensors.names, "weight")))
 
     @property
     def endings(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from pagebinder.frontend import bnb_weights
 from pagebinder.frontend.bnb_weights import StoredTables
 from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
-from pagebinder.frontend.fp8_format import GROUPED, StoredFp8
+from pagebinder.frontend.fp8_format import GROUPED, OF_ACTIVATIONS, StoredFp8
 from pagebinder.frontend.fp8_linear import LoadedFp8Linear, expanded
 from pagebinder.frontend.int_experts import (
     LoadedIntExperts,
@@ -41,15 +42,12 @@ from pagebinder.frontend.stored_format import Stored
 from pagebinder.report import Match, PassResult, Refusal
 
 METHOD = "pagebinder_stored"
-IN_TABLES = (
-    "_pagebinder_in_tables"  # of a model: paths of layers whose weights become plain as they are loaded
-)
+# Where a model keeps the paths of layers whose weights become plain as they are loaded.
+IN_TABLES = "_pagebinder_in_tables"
 PATTERN, EXPERTS = "quantized_linear", "quantized_moe_experts"
 CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
 # What went wrong with weights that a loader merges: it keeps that to itself, and raises something else.
 failures: list[CheckpointError] = []
-# Scales for activations of fp8 kernels: here activations keep their dtype.
-OF_ACTIVATIONS = ("activation_scale", "input_scale")
 
 
 def loading_options(stored: Stored, path: Path) -> dict[str, Any]:
@@ -156,9 +154,8 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
         result.refusals.append(Refusal(pattern=PATTERN, reason=reason, node="", module_path=path))
 
     in_tables = model.__dict__.pop(IN_TABLES, ())
-    paths = [
-        path for path, _ in model.named_modules()
-    ]  # no modules: those replaced are let go, with their words
+    # no modules: those that are replaced are let go, with their words
+    paths = [path for path, _ in model.named_modules()]
     for path in paths:
         module = model.get_submodule(path)
         if isinstance(module, LoadedFp8Linear | LoadedInts):
@@ -292,7 +289,7 @@ def _register() -> tuple[type, type, type]:
             stored = self.hf_quantizer.quantization_config.stored
             dtype, plain = model.get_parameter_or_buffer(full_layer_name).dtype, {}
             if isinstance(stored, StoredTables):
-                return _of_tables(input_dict, dtype)
+                return _of_tables(input_dict, stored, dtype)
             if isinstance(stored, StoredInts):
                 owner = model.get_submodule(full_layer_name.rpartition(".")[0])
                 return _of_ints(input_dict, stored, dtype, getattr(owner, "format", None))
@@ -310,13 +307,7 @@ def _register() -> tuple[type, type, type]:
         def __init__(self, quantization_config, **kwargs):
             super().__init__(quantization_config, **kwargs)
             stored = quantization_config.stored
-            if isinstance(stored, StoredTables):
-                names = [*stored.names]
-            elif isinstance(stored, StoredInts):
-                names = [*stored.tensors.names, *({"weight"} - {*stored.tensors.names})]
-            else:
-                names = ["weight", stored.scale_name, *OF_ACTIVATIONS]
-            self.serialized_names = {"weight": names}
+            self.serialized_names = {"weight": list(stored.names)}
 
         def validate_environment(self, *args, **kwargs):
             """No GPU is needed."""
@@ -365,20 +356,31 @@ def _with_words(converter, expand):
     return WeightConverter(all_sources, list(converter.target_patterns), [expand, *converter.operations])
 
 
-def _of_tables(found: dict[str, list], dtype: torch.dtype) -> dict[str, list]:
+def _by_owner(found: dict[str, list], names) -> Iterator[tuple[str, dict[str, list], str]]:
+    """What a loader collected, by the patterns of its names: of each owner of weights its name and a dot behind it,
+    its tensors by `names`, and the pattern of its weight."""
+    owners: dict[str, dict[str, list]] = {}
+    for pattern, tensors in found.items():
+        name = pattern.removesuffix("$")
+        kind = max(filter(name.endswith, names), key=len)
+        owners.setdefault(name.removesuffix(kind), {})[kind] = tensors
+    end = "$" if any(pattern.endswith("$") for pattern in found) else ""  # of transformers 5.17
+    for owner, kinds in owners.items():
+        yield owner, kinds, f"{owner}weight{end}"
+
+
+def _of_tables(found: dict[str, list], stored: StoredTables, dtype: torch.dtype) -> dict[str, list]:
     """Tensors of bitsandbytes, or plain weights, by name and of each -> plain weights."""
-    weights: dict[str, dict[str, list]] = {}
-    for name, tensors in found.items():
-        owner, _, kind = name.removesuffix("$").rpartition("weight")
-        weights.setdefault(owner, {})[kind.removeprefix(".")] = tensors
-    made, end = {}, "$" if any(name.endswith("$") for name in found) else ""
-    for owner, kinds in weights.items():
-        made[f"{owner}weight{end}"] = plain = []
+    made = {}
+    for owner, kinds, weights in _by_owner(found, stored.names):
+        made[weights] = plain = []
         for i in range(max(map(len, kinds.values()))):
             tensors = {kind: of_each[i] for kind, of_each in kinds.items() if i < len(of_each)}
             try:
-                is_plain = tensors.keys() == {""}
-                plain.append(tensors[""].to(dtype) if is_plain else bnb_weights.expanded(tensors, dtype))
+                is_plain = tensors.keys() == {"weight"}
+                plain.append(
+                    tensors["weight"].to(dtype) if is_plain else bnb_weights.expanded(tensors, dtype)
+                )
             except CheckpointError as error:
                 raise CheckpointError(f"{owner}weight cannot be read: {error}") from error
     return made
@@ -388,16 +390,8 @@ def _of_ints(
     found: dict[str, list], stored: StoredInts, dtype: torch.dtype, format: str | None
 ) -> dict[str, list]:
     """Tensors of experts, as integers or plain, by name and of each -> plain weights, or bytes in `format`."""
-    owners: dict[str, dict[str, list]] = {}
-    for name, tensors in found.items():
-        owner, _, kind = name.rpartition(".")
-        owners.setdefault(owner, {})[kind.removesuffix("$")] = tensors
-    made, end = (
-        {},
-        "$" if any(name.endswith("$") for name in found) else "",
-    )  # of patterns: names, or their ends
-    for owner, kinds in owners.items():
-        weights = f"{owner}.weight{end}"
+    made = {}
+    for owner, kinds, weights in _by_owner(found, stored.names):
         if stored.tensors.marker not in kinds:
             made[weights] = (
                 [weight.to(dtype) for weight in kinds["weight"]] if format is None else kinds["weight"]
@@ -405,7 +399,7 @@ def _of_ints(
             continue
         if len(counts := {len(tensors) for tensors in kinds.values()}) != 1:
             raise CheckpointError(
-                f"{owner}: some of its {max(counts)} weights lack one of {', '.join(kinds)}."
+                f"{owner[:-1]}: some of its {max(counts)} weights lack one of {', '.join(kinds)}."
             )
         each = ({kind: tensors[i] for kind, tensors in kinds.items()} for i in range(counts.pop()))
         try:
@@ -414,7 +408,7 @@ def _of_ints(
             else:
                 made[weights] = [panel_bytes(stored.read(tensors), format, stored) for tensors in each]
         except (CheckpointError, KeyError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{owner} cannot be read: {error}") from error
+            raise CheckpointError(f"{owner[:-1]} cannot be read: {error}") from error
     return made
 
 

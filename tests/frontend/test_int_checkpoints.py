@@ -251,6 +251,7 @@ def test_codes_stand_for_the_very_weights(name, tmp_path):
     for path, layer in layers.items():
         assert torch.equal(layer.weight(), plain.get_submodule(path).weight)
     assert {r.module_path for r in source.stored_weights.refusals} == {"lm_head"}
+    assert not source.stored_formats
     ids = torch.arange(30)[None]
     with torch.no_grad():
         got, expected = (m.eval()(ids, use_cache=False).logits for m in (source.module, plain))
@@ -657,9 +658,9 @@ def test_tables_of_bitsandbytes_are_expanded_and_said(nested, tmp_path):
 def test_tables_that_contradict_themselves_are_errors(tmp_path):
     for broken in ("quant_map", "absmax", "quant_state.bitsandbytes__nf4", "nested_quant_map"):
         written, _ = in_table(torch.randn(32, 80), nested=True)
-        tensors = {kind.removeprefix("."): tensor for kind, tensor in written.items()}
+        tensors = {f"weight{kind}": tensor for kind, tensor in written.items()}
         assert expanded(tensors, torch.float32).shape == (32, 80)
-        del tensors[broken]
+        del tensors[f"weight.{broken}"]
         with pytest.raises(CheckpointError, match=broken):
             expanded(tensors, torch.float32)
 

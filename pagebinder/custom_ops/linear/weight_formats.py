@@ -236,7 +236,7 @@ def error_bound(weight: torch.Tensor, name: str) -> torch.Tensor:
             step = (shared - least) / ((1 << fmt.bits) - 2)
             return step / 2 + torch.maximum(shared.abs(), least.abs()) / 60
         if fmt.bits == 8:  # half a step, and what rounding the scale cuts off
-            return shared / 250 + shared / 250
+            return shared / 125
         # the largest of the other sign meets the code 7 where the largest has -8
         return shared * (0.26 if fmt.is_float else 1.01 - min(INT4_SHRINKS) * 7 / 8)
     if name == "int8":

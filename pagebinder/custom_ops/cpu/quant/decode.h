@@ -77,9 +77,7 @@ inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step,
   const int64_t at = panel / a.scale_panels * a.scale_panel_stride +
                      step * QUANT_STEP / a.scale_group * a.scale_group_stride;
   if (a.scale_is_vector) {
-    for (int i = 0; i < QUANT_PANEL; i += W)
-      store(to + i, a.scale_is_bf16 ? load_float(static_cast<const bf16*>(a.scale) + at + i)
-                                    : load_float(static_cast<const float*>(a.scale) + at + i));
+    for (int i = 0; i < QUANT_PANEL; i += W) store(to + i, load_scales(a, at + i));
     return;
   }
   for (int i = 0; i < QUANT_PANEL; i += W) store(to + i, splat(static_cast<const float*>(a.scale)[at]));

@@ -35,12 +35,6 @@ static_assert(PAIRS == INTEGER_WORDS);
 template <Code CODE>
 constexpr int OFFSET = CODE == Code::INT4 ? 8 : 0;
 
-inline int32_t sum_of_lanes(VI x) {
-  int32_t sum = 0;
-  for (int lane = 0; lane < W; ++lane) sum += x[lane];
-  return sum;
-}
-
 // False: wholes cannot hold some group, and zeros stand in its place.
 template <Code CODE>
 bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {

@@ -63,10 +63,22 @@ inline void tell_next_weights(const QuantizedRun& run) {
   });
 }
 
-inline float sum_of_lanes(VF x) {
-  float sum = 0.0f;
-  for (int lane = 0; lane < W; ++lane) sum += x[lane];
+template <class Vector>
+auto sum_of_lanes(Vector x) {
+  auto sum = x[0];
+  for (int lane = 1; lane < W; ++lane) sum += x[lane];
   return sum;
+}
+
+// to [rows][inner / group]: the sums of rows of x over groups of k.
+template <class T>
+void sum_groups(const T* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t group, float* to) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t begin = 0; begin < inner; begin += group, ++to) {
+      VF total{};
+      for (int64_t k = begin; k < begin + group; k += W) total += load_float(x + row * x_stride + k);
+      *to = sum_of_lanes(total);
+    }
 }
 
 // What shifts add to the sums of a row with columns from `half` of a panel on: each the sum of x over its group.
@@ -75,11 +87,7 @@ inline VF sum_of_shifts(const QuantizedLinearArgs& a, int64_t row, int64_t panel
   const float* x = a.x_sums + row * groups;
   const int64_t first = panel * a.scale_panel_stride + QUANT_PANEL + half;
   VF total{};
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t at = first + g * a.scale_group_stride;
-    total += splat(x[g]) * (a.scale_is_bf16 ? load_float(static_cast<const bf16*>(a.scale) + at)
-                                            : load_float(static_cast<const float*>(a.scale) + at));
-  }
+  for (int64_t g = 0; g < groups; ++g) total += splat(x[g]) * load_scales(a, first + g * a.scale_group_stride);
   return total;
 }
 

@@ -53,24 +53,13 @@ bool run_on_copies(const QuantizedLayers& call, bool (*run)(const QuantizedLayer
   return run(copied);
 }
 
-template <class T>
-void sum_groups(const QuantizedLinearArgs& a, float* sums) {
-  for (int64_t row = 0; row < a.rows; ++row) {
-    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-    for (int64_t group = 0; group < a.inner / a.scale_group; ++group, ++sums) {
-      VF total{};
-      for (int64_t k = 0; k < a.scale_group; k += W, x += W) total += load_float(x);
-      *sums = sum_of_lanes(total);
-    }
-  }
-}
-
 }  // namespace
 
 const float* sums_of_groups(const QuantizedLinearArgs& a, bool is_bf16) {
   static thread_local Buffer buffer;
   float* sums = buffer.at_least<float>(static_cast<size_t>(a.rows * (a.inner / a.scale_group)));
-  is_bf16 ? sum_groups<bf16>(a, sums) : sum_groups<float>(a, sums);
+  const auto sum = [&](const auto* x) { sum_groups(x, a.x_stride, a.rows, a.inner, a.scale_group, sums); };
+  is_bf16 ? sum(static_cast<const bf16*>(a.x)) : sum(static_cast<const float*>(a.x));
   return sums;
 }
 

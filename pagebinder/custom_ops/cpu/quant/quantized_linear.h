@@ -76,6 +76,12 @@ struct QuantizedLinearArgs {
   }
 };
 
+// W scales or shifts, in their order in memory.
+inline VF load_scales(const QuantizedLinearArgs& a, int64_t at) {
+  return a.scale_is_bf16 ? load_float(static_cast<const bf16*>(a.scale) + at)
+                         : load_float(static_cast<const float*>(a.scale) + at);
+}
+
 struct PanelOf {
   const QuantizedLinearArgs* weight;
   int64_t panel;

@@ -42,11 +42,7 @@ struct FloatRows {
   }
 
   static void sum_groups(const float* x, int rows, int64_t inner, int64_t group, float* to) {
-    for (const float* end = x + rows * inner; x < end; ++to) {
-      VF total{};
-      for (int64_t k = 0; k < group; k += W, x += W) total += load<VF>(x);
-      *to = sum_of_lanes(total);
-    }
+    pagebinder::sum_groups(x, inner, rows, inner, group, to);
   }
 };
 

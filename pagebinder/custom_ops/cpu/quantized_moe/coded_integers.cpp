@@ -81,11 +81,7 @@ struct IntegerRows {
   }
 
   static void sum_groups(const bf16* x, int rows, int64_t inner, int64_t group, float* to) {
-    for (const bf16* end = x + rows * inner; x < end; ++to) {
-      VF total{};
-      for (int64_t k = 0; k < group; k += W, x += W) total += load_float(x);
-      *to = sum_of_lanes(total);
-    }
+    pagebinder::sum_groups(x, inner, rows, inner, group, to);
   }
 };
 
