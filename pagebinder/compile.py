@@ -41,11 +41,12 @@ from pagebinder.frontend.encoder_decoder import capture_decoder, capture_encoder
 from pagebinder.frontend.experts_interface import hooked_experts
 from pagebinder.frontend.leaves import LEAVES, captured_leaves
 from pagebinder.frontend.model_kinds import parts_beside_text
+from pagebinder.frontend.model_path import source_from_path
 from pagebinder.frontend.numbering import numbering
-from pagebinder.frontend.onnx_source import check_head, onnx_file, source_from_onnx
+from pagebinder.frontend.onnx_source import check_head
 from pagebinder.frontend.plain_modules import with_vocabulary
 from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows, what_rows_bring
-from pagebinder.frontend.source import ModelSource, source_from_config, source_from_dir, source_from_module
+from pagebinder.frontend.source import ModelSource, source_from_config, source_from_module
 from pagebinder.graph_tools import calls
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.quantize_kv import REFUSED
@@ -112,10 +113,8 @@ def explain_model(
     report = CompileReport()
     stage = _StageTimer(report.stage_seconds, on_stage)
     with stage("load"):
-        if isinstance(model, (str, Path)) and (file := onnx_file(model)) is not None:
-            source = source_from_onnx(file, dtype=config.dtype, weights=False)
-        elif isinstance(model, (str, Path)):
-            source = source_from_dir(model, dtype=config.dtype, weights=False)
+        if isinstance(model, (str, Path)):
+            source = source_from_path(model, dtype=config.dtype, weights=False)
         else:
             source = source_from_config(model, dtype=config.dtype)
     compiled = compile_source(source, config, report, stage)
@@ -136,12 +135,7 @@ def load_source(model: Any, config: CompileConfig) -> ModelSource:
                 f'device="{config.device}": there are {torch.cuda.device_count()} GPUs here, counted from 0.'
             )
     if isinstance(model, (str, Path)):
-        file = onnx_file(model)
-        source = (
-            source_from_dir(model, dtype=config.dtype)
-            if file is None
-            else source_from_onnx(file, dtype=config.dtype)
-        )
+        source = source_from_path(model, dtype=config.dtype)
         source.module.to(("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device)
         return source
     if not isinstance(model, torch.nn.Module):

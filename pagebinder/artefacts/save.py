@@ -110,7 +110,8 @@ def save(compiled: Compiled, path: str | Path, *, executable: str | None = None)
             tables = compiled.prompt_rows.tables.by_name.items()
             empty = {name: torch.zeros(1, dtype=t.dtype, device="cpu").expand(t.shape) for name, t in tables}
             tensors = {level: named | empty for level, named in tensors.items()}
-        table = save_weights(tensors, compiled.source.path, folder, path)
+        checkpoint = compiled.source.path if compiled.source.file is None else None
+        table = save_weights(tensors, checkpoint, folder, path)
         write_json(folder / WEIGHTS, table)
         kept = {
             level: _compiled_ahead(running, compiled, level, folder, asked=executable is not None) or running
@@ -241,6 +242,9 @@ def save_tokenizer_files(source: ModelSource, folder: Path) -> None:
     if tokenizer is None:
         return
     folder.mkdir(exist_ok=True)
+    if source.file is not None and not isinstance(tokenizer, SavedTokenizer):
+        tokenizer.save_pretrained(str(folder))
+        return
     save_tokenizer(tokenizer, folder / FILE_NAME)
     home = tokenizer.path.parent if isinstance(tokenizer, SavedTokenizer) else source.path
     for name in COMPANIONS:

@@ -167,14 +167,14 @@ def quiet_third_parties() -> None:
 
 
 def checkpoint_dir(path: Path) -> Path:
-    """Refuse a missing directory before anything heavy is imported. An ONNX file is as good as a directory."""
+    """Refuse a missing directory before anything heavy is imported. A file that holds a model is as good."""
     from pagebinder.errors import CheckpointError
 
-    if path.is_dir() or (path.suffix == ".onnx" and path.is_file()):
+    if path.is_dir() or (path.suffix in (".onnx", ".gguf") and path.is_file()):
         return path
     if path.exists():
         raise CheckpointError(
-            f"{path} is a file. Give the checkpoint directory that holds config.json, or an ONNX file (*.onnx)."
+            f"{path} is a file. Give the checkpoint directory that holds config.json, or a file *.onnx or *.gguf."
         )
     raise CheckpointError(
         f"{path} does not exist. Give a local checkpoint directory with a config.json; nothing is downloaded "
@@ -254,13 +254,13 @@ def compile_dir(
         from pagebinder.compile import compile_model
         from pagebinder.config import CompileConfig
         from pagebinder.errors import RequestError
+        from pagebinder.frontend.model_path import tokenizer_problem
 
         def on_stage(name: str) -> None:
             quiet_third_parties()  # again: transformers is imported by now
-            folder = path if path.is_dir() else path.parent
-            if name == "capture" and needs_tokenizer and not (folder / "tokenizer.json").exists():
+            if name == "capture" and needs_tokenizer and (problem := tokenizer_problem(path)):
                 raise RequestError(
-                    f"{folder} has no tokenizer.json, so prompts and stop strings cannot be text: give --prompt-ids "
+                    f"{problem}, so prompts and stop strings cannot be text: give --prompt-ids "
                     "(--encoder-prompt-ids) and --stop-token-id."
                 )
             step(STAGES.get(name, name))

@@ -90,6 +90,7 @@ class LoadedIntExperts(torch.nn.Module):
             CheckpointError: the loader stacked them in another way.
         """
         module, dtype = self.replaced, next(iter(self.replaced._parameters.values())).dtype
+        weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, (experts, rows, columns) in self.shapes.items():
             stacked = self._parameters.pop(name).detach()
             of_codes, of_scale = packed_shapes(rows, columns, self.format)
@@ -102,14 +103,26 @@ class LoadedIntExperts(torch.nn.Module):
             of_panel = math.prod(of_codes[1:])
             codes = stacked[..., :of_panel].contiguous().view(experts, *of_codes)
             scale = stacked[..., of_panel:].contiguous().view(_scale_dtype(self.format, self.stored))
-            module._parameters.pop(name)
-            module.register_buffer(name + CODES, codes)
-            module.register_buffer(name + SCALE, scale.view(experts, *of_scale))
+            weights[name] = (codes, scale.view(experts, *of_scale))
         module._parameters.update(self._parameters)
         module._buffers.update(self._buffers)
-        module.__class__ = _quantized_class(type(module), tuple(self.shapes), self.format)
-        module.weights_dtype = dtype
-        return module
+        return with_codes(module, weights, self.format, dtype)
+
+
+def with_codes(
+    module: torch.nn.Module,
+    weights: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    format: str,
+    dtype: torch.dtype,
+) -> torch.nn.Module:
+    """The same experts, with weights that are computed from (codes [E, ...], scale [E, ...]), in `dtype`."""
+    for name, (codes, scale) in weights.items():
+        module._parameters.pop(name, None)
+        module.register_buffer(name + CODES, codes)
+        module.register_buffer(name + SCALE, scale)
+    module.__class__ = _quantized_class(type(module), tuple(weights), format)
+    module.weights_dtype = dtype
+    return module
 
 
 def panel_bytes(codes: Codes, format: str, stored: StoredInts) -> torch.Tensor:

@@ -64,6 +64,7 @@ class ModelSource:
     """A decoder ready to be captured. `is_transformers` models are called by keyword and return `.logits`.
 
     Of an encoder-decoder, `encoder` holds the encoder's facts, and the other fields mean its decoder.
+    `path`: the directory that it came from. `file`: of a model in one file, which holds its tokenizer, too.
     `stored_weights`: of a checkpoint in 8 or 4 bits, which layers keep its codes, for the report. `stored_formats`:
     modules whose weights it has in a microscaled format and which are expanded: path -> "mxfp4" or "mxfp8".
     `tensors`: what a checkpoint lacks, and what it has beyond the model. `other_parts`: configs beside the module's,
@@ -82,6 +83,7 @@ class ModelSource:
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
     path: Path | None = None
+    file: Path | None = None
     config: Any = None
     stored_weights: PassResult | None = None
     stored_formats: dict[str, str] = field(default_factory=dict)
@@ -129,7 +131,7 @@ def source_from_module(module: torch.nn.Module, *, dtype: torch.dtype | None = N
     config = said_inside(module, "config")
     return ModelSource(
         module=module, name=type(module).__name__, is_transformers=is_transformers(module), config=config,
-        other_parts=beside, **_facts(config, module),
+        other_parts=beside, **facts_of(config, module),
     )  # fmt: skip
 
 
@@ -178,7 +180,7 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         for name in (getattr(config, "architectures", None) or ())[:1]:
             refuse_head(name)
     module, of_weights = _build(path, config, config_dict, dtype, weights)
-    facts = _facts(module.config, module)
+    facts = facts_of(module.config, module)
     if ends is not None:
         facts["eos_token_ids"] = frozenset(t for t in ends if 0 <= t < facts["vocab_size"])
     if bos is not None:
@@ -304,7 +306,7 @@ def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return module
 
 
-def _facts(config, module: torch.nn.Module) -> dict[str, Any]:
+def facts_of(config, module: torch.nn.Module) -> dict[str, Any]:
     """What the engine needs to know, from the config if there is one, else from the module."""
     text = text_config(config)
     vocab_size = configured_vocab_size(config)

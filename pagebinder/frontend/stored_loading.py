@@ -27,6 +27,7 @@ from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import GROUPED, OF_ACTIVATIONS, StoredFp8
 from pagebinder.frontend.fp8_linear import LoadedFp8Linear, expanded
+from pagebinder.frontend.gguf_weights import LoadedBlockExperts, LoadedBlocks, StoredBlocks
 from pagebinder.frontend.int_experts import (
     LoadedIntExperts,
     QuantizedExperts,
@@ -58,7 +59,7 @@ def loading_options(stored: Stored, path: Path) -> dict[str, Any]:
     """
     from safetensors import SafetensorError, safe_open
 
-    _register()
+    register()
     failures.clear()
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
@@ -140,7 +141,7 @@ def check_names(stored: Stored, unexpected, missing, path: Path) -> None:
         )
 
 
-def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str, str]]:
+def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> tuple[PassResult, dict[str, str]]:
     """Put into place what is served, and say what became of each linear layer and mixture of experts.
 
     Returns:
@@ -158,7 +159,7 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
     paths = [path for path, _ in model.named_modules()]
     for path in paths:
         module = model.get_submodule(path)
-        if isinstance(module, LoadedFp8Linear | LoadedInts):
+        if isinstance(module, LoadedFp8Linear | LoadedInts | LoadedBlocks):
             served, what = module.finished(path)
             model.set_submodule(path, served)
             if isinstance(served, QuantizedLinear):
@@ -170,16 +171,16 @@ def finish(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str
         elif isinstance(module, LoadedExperts):
             model.set_submodule(path, module.finished(path))
             formats[path] = stored.experts
-        elif isinstance(module, LoadedIntExperts):
+        elif isinstance(module, LoadedIntExperts | LoadedBlockExperts):
             model.set_submodule(path, module.finished(path))
             said = f"{module.format} as stored (quant_method {stored.method})"
             result.matches.append(Match(pattern=EXPERTS, node="", module_path=path, detail=said))
         elif isinstance(module, torch.nn.Linear):
-            refuse(path, stored.said if path in in_tables else "it is stored plain")
+            refuse(path, _why_plain(path, module, stored, in_tables))
     _check_left(model)
     for path, module in experts_modules(model).items():
         if not isinstance(module, QuantizedExperts):
-            refuse(path, _of_experts(stored, formats.get(path)))
+            refuse(path, _of_experts(path, module, stored, formats.get(path)))
     for name in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.__dict__.pop("is_quantized", None)
@@ -200,7 +201,15 @@ def _check_left(model: torch.nn.Module) -> None:
             )
 
 
-def _of_experts(stored: Stored, format: str | None) -> str:
+def _why_plain(path: str, module: torch.nn.Module, stored: Stored | StoredBlocks, in_tables) -> str:
+    if isinstance(stored, StoredBlocks):
+        return stored.why_plain(path, module) or "it is stored plain"
+    return stored.said if path in in_tables else "it is stored plain"
+
+
+def _of_experts(path: str, module: torch.nn.Module, stored: Stored | StoredBlocks, format: str | None) -> str:
+    if isinstance(stored, StoredBlocks):
+        return stored.why_plain_experts(path, module)
     if format == "mxfp4":
         return "they are stored in mxfp4 and expanded; keep_stored_codes packs those that a kernel reads"
     if isinstance(stored, StoredTables):
@@ -212,16 +221,21 @@ def _of_experts(stored: Stored, format: str | None) -> str:
     return "no kernel reads these codes of experts: they are expanded where they are stored so"
 
 
-def replaced_on_meta(model: torch.nn.Module, stored: Stored) -> tuple[PassResult, dict[str, str]]:
+def replaced_on_meta(
+    model: torch.nn.Module, stored: Stored | StoredBlocks
+) -> tuple[PassResult, dict[str, str]]:
     """The same for a model without weights."""
-    _, quantizer_class, config_class = _register()
+    _, quantizer_class, config_class = register()
     quantizer = quantizer_class(config_class(stored=stored), pre_quantized=True)
     quantizer._process_model_before_weight_loading(model)
     return finish(model, stored)
 
 
-def _replace(model: torch.nn.Module, stored: Stored, kept: list[str]) -> None:
+def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[str]) -> None:
     """Raises CheckpointError: a method stores experts alone, and the model has none."""
+    if isinstance(stored, StoredBlocks):
+        stored.replace(model)
+        return
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     if isinstance(stored, StoredTables):
@@ -256,7 +270,7 @@ def _replace(model: torch.nn.Module, stored: Stored, kept: list[str]) -> None:
 
 
 @functools.cache
-def _register() -> tuple[type, type, type]:
+def register() -> tuple[type, type, type]:
     """Make the method known to transformers; (operation on merged weights, quantizer, config)."""
     from transformers.core_model_loading import ConversionOps, WeightConverter
     from transformers.quantizers.auto import register_quantization_config, register_quantizer

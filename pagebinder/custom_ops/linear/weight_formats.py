@@ -12,10 +12,10 @@
 Linear layers of checkpoints may have these beside them. Their scales are float32 where bf16 would round them, which
 doubles what there is beyond the bits of codes:
 
-    int4_g128    -8 ... 7           128 neighbours of a row        [N/32, K/128, 32]       4.125
-    uint4_gG     -8 ... 7, shifted  G = 32, 64, 128 neighbours     [N/32, K/G, 2, 32]      5, 4.5, 4.25
-    int8_gG      -128 ... 127       G = 32, 64, 128 neighbours     [N/32, K/G, 32]         8.5, 8.25, 8.125
-    uint8_gG     the same, shifted  G = 32, 64, 128 neighbours     [N/32, K/G, 2, 32]      9, 8.5, 8.25
+    int4_gG      -8 ... 7           G = 16, 128 neighbours         [N/32, K/G, 32]         5, 4.125
+    uint4_gG     -8 ... 7, shifted  G = 16, 32, 64, 128 of them    [N/32, K/G, 2, 32]      6, 5, 4.5, 4.25
+    int8_gG      -128 ... 127       G = 16, 32, 64, 128            [N/32, K/G, 32]         9, 8.5, 8.25, 8.125
+    uint8_gG     the same, shifted  G = 16, 32, 64, 128            [N/32, K/G, 2, 32]      10, 9, 8.5, 8.25
 
 Of shifted formats a group has a scale [.., 0, :] and a shift [.., 1, :]: a weight is code * scale + shift. Codes
 0 ... 15 with a zero point z, as AWQ has them, are codes less 8 with the shift (8 - z) * scale.
@@ -67,7 +67,7 @@ class WeightFormat:
     @property
     def multiple_of(self) -> int:
         """What K must be a multiple of."""
-        return self.group if self.has_groups else STEP
+        return max(self.group, STEP) if self.has_groups else STEP
 
     @property
     def has_groups(self) -> bool:
@@ -87,11 +87,12 @@ FORMATS = {  # that CompileConfig.quantization offers
         WeightFormat("mxfp4", 4, 32, is_float=True),
     )
 }
-STORED_GROUPS = (128, 64, 32)
+STORED_GROUPS = (128, 64, 32, 16)
 STORED_FORMATS = {  # of linear layers whose checkpoint has them
     f.name: f
     for f in (
         WeightFormat("int4_g128", 4, 128),
+        WeightFormat("int4_g16", 4, 16),
         *(WeightFormat(f"uint4_g{group}", 4, group, is_shifted=True) for group in STORED_GROUPS),
         *(WeightFormat(f"int8_g{group}", 8, group) for group in STORED_GROUPS),
         *(WeightFormat(f"uint8_g{group}", 8, group, is_shifted=True) for group in STORED_GROUPS),

@@ -72,10 +72,9 @@ PB_INLINE void decode_tile_to_floats(const uint8_t* from, float* to) {
     }
 }
 
-// Scales of the columns of a panel, for the k that begin at `step`, as 32 floats.
-inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step, float* to) {
-  const int64_t at = panel / a.scale_panels * a.scale_panel_stride +
-                     step * QUANT_STEP / a.scale_group * a.scale_group_stride;
+// Scales of the columns of a panel, for what begins at `k`, as 32 floats.
+inline void scales_at(const QuantizedLinearArgs& a, int64_t panel, int64_t k, float* to) {
+  const int64_t at = panel / a.scale_panels * a.scale_panel_stride + k / a.scale_group * a.scale_group_stride;
   if (a.scale_is_vector) {
     for (int i = 0; i < QUANT_PANEL; i += W) store(to + i, load_scales(a, at + i));
     return;
@@ -83,10 +82,13 @@ inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step,
   for (int i = 0; i < QUANT_PANEL; i += W) store(to + i, splat(static_cast<const float*>(a.scale)[at]));
 }
 
-// Asks memory for the scales that scales_of reads: a line for each group, in a stream beside that of the codes.
-inline void ask_for_scales(const QuantizedLinearArgs& a, int64_t panel, int64_t step) {
-  const int64_t at = panel / a.scale_panels * a.scale_panel_stride +
-                     step * QUANT_STEP / a.scale_group * a.scale_group_stride;
+inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step, float* to) {
+  scales_at(a, panel, step * QUANT_STEP, to);
+}
+
+// Asks memory for the scales of what begins at `k`: a line for each group, in a stream beside that of the codes.
+inline void ask_for_scales(const QuantizedLinearArgs& a, int64_t panel, int64_t k) {
+  const int64_t at = panel / a.scale_panels * a.scale_panel_stride + k / a.scale_group * a.scale_group_stride;
   __builtin_prefetch(static_cast<const char*>(a.scale) + at * (a.scale_is_bf16 ? 2 : 4), 0, 2);
 }
 

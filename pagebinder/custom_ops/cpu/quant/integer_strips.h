@@ -3,9 +3,10 @@
 //
 //     x [row][group of k]   =   factor * integer          to 1 / 65,024 of the group's largest
 //
-// A group is at most 128 k, and at most what shares a scale of the weight. A kernel is a struct with
+// A group is at most 128 k, and at most what shares a scale of the weight; that may be half a step. A kernel is a struct with
 //
 //     MOST_ROWS, BEGINS, MOST_PANELS             rows of a strip; sums that each of them begins; panels of a job
+//     HALF_STEPS                                 are groups of half a step served?
 //     make<CODE>(layer, strip)                   fills in a strip; false: x has a group that integers cannot hold
 //     meet<CODE, ROWS>(run, strip, job, first)   a strip's rows times a job's panels, written. first: of the job
 #pragma once
@@ -19,48 +20,55 @@
 
 namespace pagebinder {
 
-constexpr int INTEGER_GROUP_STEPS = 4;
+constexpr int MOST_INTEGER_GROUP = 128;
 constexpr int INTEGER_WORDS = QUANT_STEP / 2;    // of 32 bits, of a row and a step
 constexpr int64_t SERIAL_INTEGERS = 1 << 15;     // elements of x
 constexpr float LARGEST_INTEGER = 32512.0f;
 constexpr float LEAST_LARGEST = 1e-30f;          // of a group's largest x, unless that is zero
 
+// k of a group of integers.
+inline int integer_span(const QuantizedLinearArgs& a) {
+  const int64_t shared = a.has_half_steps() ? a.scale_group : a.scaled_steps() * QUANT_STEP;
+  return static_cast<int>(std::min<int64_t>(shared, MOST_INTEGER_GROUP));
+}
+
 // Words [step][word][row], in the kernel's order within a step; factors [group][row]; begins [group][row][BEGINS].
+// `inner`: k of a row, `span`: of a group.
 struct IntegerStrip {
   int64_t first_row;
-  int rows, steps, span;
+  int rows, inner, span;
   int32_t* words;
   float* factors;
   int32_t* begins;
 
-  int groups() const { return (steps + span - 1) / span; }
+  int groups() const { return (inner + span - 1) / span; }
 };
 
 // Strips of the same length; the last may be shorter.
 template <class Kernel>
 struct IntegerStrips {
   int64_t rows;
-  int steps, span;
+  int inner, span;
   int count = static_cast<int>((rows + Kernel::MOST_ROWS - 1) / Kernel::MOST_ROWS);
   int most_rows = static_cast<int>((rows + count - 1) / std::max(count, 1));
   int32_t* memory = nullptr;
 
-  int64_t words_of_row() const { return int64_t{steps} * INTEGER_WORDS; }
-  int64_t groups() const { return (steps + span - 1) / span; }
+  int64_t words_of_row() const { return inner / 2; }
+  int64_t groups() const { return (inner + span - 1) / span; }
   int64_t words() const { return rows * (words_of_row() + (Kernel::BEGINS + 1) * groups()); }  // of everything
   IntegerStrip operator[](int strip) const {
     const int64_t first = int64_t{strip} * most_rows;
     int32_t* begins = memory + rows * words_of_row();
     int32_t* factors = begins + rows * groups() * Kernel::BEGINS;
-    return {first, static_cast<int>(std::min<int64_t>(most_rows, rows - first)), steps, span,
+    return {first, static_cast<int>(std::min<int64_t>(most_rows, rows - first)), inner, span,
             memory + first * words_of_row(), reinterpret_cast<float*>(factors + first * groups()),
             begins + first * groups() * Kernel::BEGINS};
   }
 };
 
-// The largest magnitude of the steps [begin, end) of a row of x, and whether integers can stand for them.
+// The largest magnitude of the k in [begin, end) of a row of x, and whether integers can stand for them.
 inline float largest_of_group(const bf16* x, int begin, int end) {
-  return bit_cast<float>(largest_bits(x + int64_t{begin} * QUANT_STEP, int64_t{end - begin} * QUANT_STEP));
+  return bit_cast<float>(largest_bits(x + begin, end - begin));
 }
 inline bool integers_hold(float largest) {
   return std::isfinite(largest) && (largest == 0 || largest >= LEAST_LARGEST);
@@ -103,10 +111,8 @@ bool multiply_integers(const QuantizedLayers& call) {
   static thread_local Buffer memory;
   const QuantizedLinearArgs& a = call.first();
   const bool is_integer = a.code == Code::INT8 || a.code == Code::INT4;
-  if (!is_integer || a.x_scale != nullptr || a.wide_out) return false;
-  const int steps = static_cast<int>(a.inner / QUANT_STEP);
-  const int span = static_cast<int>(std::min<int64_t>(a.scaled_steps(), INTEGER_GROUP_STEPS));
-  IntegerStrips<Kernel> strips{a.rows, steps, span};
+  if (!is_integer || a.x_scale != nullptr || a.wide_out || (a.has_half_steps() && !Kernel::HALF_STEPS)) return false;
+  IntegerStrips<Kernel> strips{a.rows, static_cast<int>(a.inner), integer_span(a)};
   strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
   IntegerRun<Kernel> run(call, strips);
   const bool is_int8 = a.code == Code::INT8;

@@ -55,11 +55,11 @@ void rows_for_codes(Code code, const T* x, int64_t x_stride, int64_t rows, int64
 template <int ROWS>
 struct TileSums { VF of[2][ROWS][TILE_VECTORS]; };
 
-// sums += x [row][32 k] times a tile of 16 columns.
-template <Code CODE, int ROWS>
-PB_INLINE void add_tile(const uint8_t* tile, const float* x, int64_t x_stride, TileSums<ROWS>& sums) {
+// sums += x [row][k] times LINES lines of a tile of 16 columns.
+template <Code CODE, int ROWS, int LINES>
+PB_INLINE void add_lines(const uint8_t* tile, const float* x, int64_t x_stride, TileSums<ROWS>& sums) {
   TileSums<ROWS> own = sums;  // in registers
-  for (int line = 0; line < TILE_LINES_OF<CODE>; ++line, tile += 64, x += IN_LANE<CODE>) {
+  for (int line = 0; line < LINES; ++line, tile += 64, x += IN_LANE<CODE>) {
     __builtin_prefetch(tile + FLOAT_AHEAD);
     PB_UNROLL
     for (int v = 0; v < TILE_VECTORS; ++v) {
@@ -74,29 +74,34 @@ PB_INLINE void add_tile(const uint8_t* tile, const float* x, int64_t x_stride, T
   sums = own;
 }
 
-template <Code CODE, int ROWS>
+// PARTS: of a step, that have scales of their own; where these are two, a block is one step.
+template <Code CODE, int ROWS, int PARTS>
 void few_rows_in_floats(const QuantizedLinearArgs& a, int64_t panel, int block, float* sums) {
+  constexpr int LINES = TILE_LINES_OF<CODE> / PARTS, PART = QUANT_STEP / PARTS;
   alignas(64) float scales[QUANT_PANEL];
-  const uint8_t* tile = a.weight + panel * a.panel_bytes();
+  const uint8_t* tiles = a.weight + panel * a.panel_bytes();
   const int steps = static_cast<int>(a.inner / QUANT_STEP);
-  for (int step = 0; step < steps; step += block) {
-    TileSums<ROWS> halves[2] = {};
-    for (int i = step; i < std::min(step + block, steps); ++i)
-      for (TileSums<ROWS>& half : halves) {
-        add_tile<CODE, ROWS>(tile, static_cast<const float*>(a.x) + i * QUANT_STEP, a.x_stride, half);
-        tile += a.tile_bytes();
-      }
-    scales_of(a, panel, step, scales);
-    for (int half = 0; half < 2; ++half) {
-      auto& [sum, odd] = halves[half].of;
-      for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < TILE_VECTORS; ++v) {
-          sum[r][v] += odd[r][v];
-          if (CODE == Code::FP8) sum[r][v] *= a.lowering[r];
+  for (int step = 0; step < steps; step += block, tiles += block * 2 * a.tile_bytes())
+    for (int part = 0; part < PARTS; ++part) {
+      TileSums<ROWS> halves[2] = {};
+      const uint8_t* tile = tiles + part * LINES * 64;
+      const float* x = static_cast<const float*>(a.x) + part * PART;
+      for (int i = step; i < std::min(step + block, steps); ++i)
+        for (TileSums<ROWS>& half : halves) {
+          add_lines<CODE, ROWS, LINES>(tile, x + i * QUANT_STEP, a.x_stride, half);
+          tile += a.tile_bytes();
         }
-      add_scaled<CODE, ROWS>(a, 0, step, scales + half * TILE_COLUMNS, sum, sums + half * TILE_COLUMNS);
+      scales_at(a, panel, int64_t{step} * QUANT_STEP + part * PART, scales);
+      for (int half = 0; half < 2; ++half) {
+        auto& [sum, odd] = halves[half].of;
+        for (int r = 0; r < ROWS; ++r)
+          for (int v = 0; v < TILE_VECTORS; ++v) {
+            sum[r][v] += odd[r][v];
+            if (CODE == Code::FP8) sum[r][v] *= a.lowering[r];
+          }
+        add_scaled<CODE, ROWS>(a, 0, step, scales + half * TILE_COLUMNS, sum, sums + half * TILE_COLUMNS);
+      }
     }
-  }
 }
 
 // ---- more rows -------------------------------------------------------------------------------------------------
@@ -122,11 +127,11 @@ PB_INLINE void every_second(const float* x, int64_t x_stride, const float* codes
   }
 }
 
-// sums [rows][16 of 32] += scale * (x [rows][k] codes [k][16]) for one half of a panel, the k from `step` on.
+// sums [rows][16 of 32] += scale * (x [rows][k] codes [k][16]) for one half of a panel, `inner` from k on.
 template <Code CODE, int ROWS>
-void add_rows(const QuantizedLinearArgs& a, int64_t row, int step, const float* codes, int inner, const float* scales,
+void add_rows(const QuantizedLinearArgs& a, int64_t row, int64_t k, const float* codes, int inner, const float* scales,
               float* sums) {
-  const float* x = static_cast<const float*>(a.x) + row * a.x_stride + step * QUANT_STEP;
+  const float* x = static_cast<const float*>(a.x) + row * a.x_stride + k;
   alignas(64) float even[ROWS][TILE_COLUMNS];
   VF sum[ROWS][TILE_VECTORS];
   every_second<ROWS>(x, a.x_stride, codes, inner, sum);
@@ -139,7 +144,7 @@ void add_rows(const QuantizedLinearArgs& a, int64_t row, int step, const float* 
   for (int r = 0; r < ROWS; ++r)
     PB_UNROLL
     for (int v = 0; v < TILE_VECTORS; ++v) sum[r][v] = load<VF>(even[r] + v * W) + sum[r][v];
-  add_scaled<CODE, ROWS>(a, row, step, scales, sum, sums);
+  add_scaled<CODE, ROWS>(a, row, static_cast<int>(k / QUANT_STEP), scales, sum, sums);
 }
 
 template <Code CODE>
@@ -152,13 +157,17 @@ void more_rows_in_floats(const QuantizedLinearArgs& a, int64_t panel, int block,
     const int count = std::min(block, steps - step);
     for (int i = 0; i < 2 * count; ++i, from += a.tile_bytes())
       decode_tile_to_floats<CODE>(from, codes[i % 2] + i / 2 * QUANT_STEP * TILE_COLUMNS);
-    scales_of(a, panel, step, scales);
-    for (int half = 0; half < 2; ++half)
-      for (int64_t row = 0; row < a.rows; row += FLOAT_ROWS) {
-        const int rows = static_cast<int>(std::min<int64_t>(FLOAT_ROWS, a.rows - row));
-        const auto add = by_count<FLOAT_ROWS>(rows, [](auto number) { return add_rows<CODE, decltype(number)::value>; });
-        add(a, row, step, codes[half], count * QUANT_STEP, scales + half * TILE_COLUMNS, sums + half * TILE_COLUMNS);
-      }
+    const int span = a.has_half_steps() ? QUANT_HALF_STEP : count * QUANT_STEP;  // that shares its scales
+    for (int at = 0; at < count * QUANT_STEP; at += span) {
+      const int64_t k = int64_t{step} * QUANT_STEP + at;
+      scales_at(a, panel, k, scales);
+      for (int half = 0; half < 2; ++half)
+        for (int64_t row = 0; row < a.rows; row += FLOAT_ROWS) {
+          const int rows = static_cast<int>(std::min<int64_t>(FLOAT_ROWS, a.rows - row));
+          const auto add = by_count<FLOAT_ROWS>(rows, [](auto number) { return add_rows<CODE, decltype(number)::value>; });
+          add(a, row, k, codes[half] + at * TILE_COLUMNS, span, scales + half * TILE_COLUMNS, sums + half * TILE_COLUMNS);
+        }
+    }
   }
 }
 
@@ -169,9 +178,15 @@ void panel_in_floats(const QuantizedLinearArgs& a, int64_t panel, float* sums) {
   std::fill(sums, sums + a.rows * QUANT_PANEL, 0.0f);
   if (a.rows == 0) return;
   if (a.rows > FLOAT_FEW_ROWS) return more_rows_in_floats<CODE>(a, panel, block, sums);
-  const auto few = by_count<FLOAT_FEW_ROWS>(static_cast<int>(a.rows),
-                                            [](auto number) { return few_rows_in_floats<CODE, decltype(number)::value>; });
-  few(a, panel, block, sums);
+  const auto meet = [&](auto parts) {
+    const auto few = by_count<FLOAT_FEW_ROWS>(
+        static_cast<int>(a.rows),
+        [](auto rows) { return few_rows_in_floats<CODE, decltype(rows)::value, decltype(parts)::value>; });
+    few(a, panel, block, sums);
+  };
+  if constexpr (CODE == Code::INT8 || CODE == Code::INT4)
+    if (a.has_half_steps()) return meet(std::integral_constant<int, 2>());
+  meet(std::integral_constant<int, 1>());
 }
 
 using PanelSums = void (*)(const QuantizedLinearArgs&, int64_t panel, float* sums);

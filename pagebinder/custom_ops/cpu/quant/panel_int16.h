@@ -21,15 +21,15 @@ namespace pagebinder {
 
 constexpr int MOST_STRIP_ROWS = 4;
 constexpr int MOST_WHOLE_ROWS = 2;              // that meet both halves of a panel at once
-constexpr int PAIRS = QUANT_STEP / 2;           // of k, of a step
+constexpr int PAIRS = QUANT_HALF_STEP / 2;      // of k, of half a step
+static_assert(QUANT_HALF_STEP == 2 * W);
 constexpr int FAR_BYTES = 4096;                 // of codes that are asked for ahead
 constexpr int LANES = 8, VECTORS = TILE_COLUMNS / LANES;
 
 // ---- x ---------------------------------------------------------------------------------------------------------
 
-// Words of a strip: [step][pair of k][row]. Sums begin with what takes off that codes are too large.
+// Words of a strip: [pair of k][row]. Sums begin with what takes off that codes are too large.
 using Wholes = IntegerStrip;
-static_assert(PAIRS == INTEGER_WORDS);
 
 // What codes are too large by.
 template <Code CODE>
@@ -42,26 +42,23 @@ bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
   for (int row = 0; row < to.rows; ++row) {
     const bf16* x = static_cast<const bf16*>(a.x) + (to.first_row + row) * a.x_stride;
     for (int group = 0; group < to.groups(); ++group) {
-      const int begin = group * to.span, end = std::min(begin + to.span, to.steps);
+      const int begin = group * to.span, end = std::min(begin + to.span, to.inner);
       const float largest = largest_of_group(x, begin, end);
       const bool holds = integers_hold(largest);
       fits &= holds;
       const float factor = holds ? to_integers(largest) : 0.0f;
       __m256i sum = _mm256_setzero_si256();
-      for (int step = begin; step < end; ++step) {
+      for (int k = begin; k < end; k += QUANT_HALF_STEP) {
         int32_t pairs[PAIRS];
+        __m256i whole[2];
         PB_UNROLL
-        for (int k = 0; k < QUANT_STEP; k += 2 * W) {
-          __m256i whole[2];
-          PB_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            const VF value = holds ? load_float(x + step * QUANT_STEP + k + i * W) : VF{};
-            whole[i] = _mm256_cvtps_epi32(bit_cast<__m256>(value * factor));
-          }
-          sum = _mm256_add_epi32(sum, _mm256_add_epi32(whole[0], whole[1]));
-          store(pairs + k / 2, _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[0], whole[1]), 0b11011000));
+        for (int i = 0; i < 2; ++i) {
+          const VF value = holds ? load_float(x + k + i * W) : VF{};
+          whole[i] = _mm256_cvtps_epi32(bit_cast<__m256>(value * factor));
         }
-        int32_t* to_row = to.words + int64_t{step} * PAIRS * to.rows + row;
+        sum = _mm256_add_epi32(sum, _mm256_add_epi32(whole[0], whole[1]));
+        store(pairs, _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[0], whole[1]), 0b11011000));
+        int32_t* to_row = to.words + int64_t{k / 2} * to.rows + row;
         if (to.rows == 1) std::memcpy(to_row, pairs, sizeof pairs);
         else for (int p = 0; p < PAIRS; ++p) to_row[p * to.rows] = pairs[p];
       }
@@ -85,10 +82,10 @@ PB_INLINE __m256i codes_of_pair(__m256i lanes, int i) {
   return i == 3 ? down : _mm256_and_si256(down, _mm256_set1_epi16(15));
 }
 
-// sums += 32 k of each row times a tile.
-template <Code CODE, int ROWS, bool ASKS>
-PB_INLINE void add_tile(const uint8_t* tile, const int32_t* pairs, Sums<ROWS>& sums) {
-  for (int line = 0; line < TILE_LINES_OF<CODE>; ++line, tile += 64) {
+// sums += the k of each row that meet LINES lines of a tile.
+template <Code CODE, int ROWS, bool ASKS, int LINES>
+PB_INLINE void add_lines(const uint8_t* tile, const int32_t* pairs, Sums<ROWS>& sums) {
+  for (int line = 0; line < LINES; ++line, tile += 64) {
     if (ASKS) __builtin_prefetch(tile + FAR_BYTES);
     __m256i lanes[VECTORS];
     PB_UNROLL
@@ -133,23 +130,27 @@ PB_INLINE void end_sums(const Wholes& x, int group, const float* scales, const S
   }
 }
 
-// totals [row][32] of one panel. ASKS: for codes ahead.
-template <Code CODE, int ROWS, bool ASKS>
+// totals [row][32] of one panel. ASKS: for codes ahead. PARTS: of a step, that have scales of their own.
+template <Code CODE, int ROWS, bool ASKS, int PARTS>
 void panel_of_strip(const QuantizedLinearArgs& a, const Wholes& x, int64_t panel, float* totals) {
+  constexpr int PART = QUANT_STEP / PARTS, LINES = TILE_LINES_OF<CODE> / PARTS;
   const uint8_t* codes = a.weight + panel * a.panel_bytes();
   const int64_t tile = a.tile_bytes();
   alignas(64) float scales[QUANT_PANEL];
   for (int group = 0; group < x.groups(); ++group) {
-    const int begin = group * x.span, end = std::min(begin + x.span, x.steps);
-    scales_of(a, panel, begin, scales);
+    const int begin = group * x.span, end = std::min(begin + x.span, x.inner);
+    scales_at(a, panel, begin, scales);
     if (ASKS) ask_for_scales(a, panel + 1, begin);
-    const auto pairs_at = [&](int step) { return x.words + int64_t{step} * PAIRS * ROWS; };
+    const auto add_half = [&](int half, int k, Sums<ROWS>& sums) __attribute__((always_inline)) {
+      const uint8_t* lines = codes + (2 * (k / QUANT_STEP) + half) * tile + k % QUANT_STEP / PART * LINES * 64;
+      add_lines<CODE, ROWS, ASKS, LINES>(lines, x.words + int64_t{k / 2} * ROWS, sums);
+    };
     if constexpr (ROWS <= MOST_WHOLE_ROWS) {  // tiles in the order in which they lie
       Sums<ROWS> sums[2];
       for (auto& half : sums) begin_sums<ROWS>(x, group, half);
-      for (int step = begin; step < end; ++step) {
-        add_tile<CODE, ROWS, ASKS>(codes + 2 * step * tile, pairs_at(step), sums[0]);
-        add_tile<CODE, ROWS, ASKS>(codes + (2 * step + 1) * tile, pairs_at(step), sums[1]);
+      for (int k = begin; k < end; k += PART) {
+        add_half(0, k, sums[0]);
+        add_half(1, k, sums[1]);
       }
       for (int half = 0; half < 2; ++half)
         end_sums<ROWS>(x, group, scales + half * TILE_COLUMNS, sums[half], totals + half * TILE_COLUMNS);
@@ -157,8 +158,7 @@ void panel_of_strip(const QuantizedLinearArgs& a, const Wholes& x, int64_t panel
       for (int half = 0; half < 2; ++half) {
         Sums<ROWS> sums;
         begin_sums<ROWS>(x, group, sums);
-        for (int step = begin; step < end; ++step)
-          add_tile<CODE, ROWS, ASKS>(codes + (2 * step + half) * tile, pairs_at(step), sums);
+        for (int k = begin; k < end; k += PART) add_half(half, k, sums);
         end_sums<ROWS>(x, group, scales + half * TILE_COLUMNS, sums, totals + half * TILE_COLUMNS);
       }
     }

@@ -20,6 +20,7 @@ namespace pagebinder {
 
 constexpr int QUANT_PANEL = 32;  // columns of a panel
 constexpr int QUANT_STEP = 32;   // k of a step
+constexpr int QUANT_HALF_STEP = QUANT_STEP / 2;
 constexpr int64_t QUANT_MOST_DOT_ROWS = 2;  // that meet codes in registers
 
 enum class Code { FP8, INT8, INT4, FP4 };
@@ -46,7 +47,7 @@ struct QuantizedLinearArgs {
   const uint8_t* weight;     // packed
   const void* scale;         // see scales_of
   bool scale_is_bf16;
-  int64_t scale_group;       // k that share a scale: a multiple of QUANT_STEP
+  int64_t scale_group;       // k that share a scale: a multiple of QUANT_STEP, or half of it
   int64_t scale_panel_stride, scale_group_stride;  // in elements; panel_stride is that of `scale_panels` panels
   int64_t scale_panels;      // panels that share their scales
   bool scale_is_vector;      // one scale for each column of a panel, or one for all
@@ -65,6 +66,8 @@ struct QuantizedLinearArgs {
   int64_t panels() const { return columns / QUANT_PANEL; }
   int64_t jobs(int64_t group) const { return (panels() + group - 1) / group; }  // of `group` panels at most
   int64_t panel_bytes() const { return inner / QUANT_STEP * 2 * tile_bytes(); }
+  // Does a step have two scales? Products of integers and floats serve that.
+  bool has_half_steps() const { return scale_group < QUANT_STEP; }
   // k that share a scale of the weight and one of x, in steps.
   int64_t scaled_steps() const {
     const int64_t group = x_scale == nullptr ? scale_group : std::min(scale_group, x_group);
@@ -122,6 +125,8 @@ bool quantized_linear_with_int16_products(const QuantizedLayers& call);
 bool quantized_linear_with_vectors(const QuantizedLayers& call);
 bool quantized_linear_in_bf16_with_vectors(const QuantizedLayers& call);
 inline bool quantized_linear_in_bf16(const QuantizedLayers& call) {
+  if (call.first().has_half_steps())
+    return quantized_linear_with_int16_products(call) || quantized_linear_in_bf16_with_vectors(call);
   return quantized_linear_with_int8_dots(call) || quantized_linear_with_int16_products(call) ||
          quantized_linear_with_dots(call) || quantized_linear_with_tiles(call) ||
          quantized_linear_in_bf16_with_vectors(call);

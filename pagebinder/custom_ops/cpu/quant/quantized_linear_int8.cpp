@@ -49,11 +49,11 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
   for (int row = 0; row < d.rows; ++row) {
     const bf16* x = static_cast<const bf16*>(a.x) + (d.first_row + row) * a.x_stride;
     for (int group = 0; group < d.groups(); ++group) {
-      const int begin = group * d.span, end = std::min(begin + d.span, d.steps);
+      const int begin = group * d.span, end = std::min(begin + d.span, d.inner);
       const float largest = largest_of_group(x, begin, end), factor = to_integers(largest);
       if (!integers_hold(largest)) return false;
       __m512i sum_high{}, sum_low{};
-      for (int step = begin; step < end; ++step) {
+      for (int step = begin / QUANT_STEP; step < end / QUANT_STEP; ++step) {
         Bytes high, low;
         for (int half = 0; half < QUANT_STEP / W; ++half) {
           const VF value = load_float(x + step * QUANT_STEP + half * W) * factor;
@@ -177,10 +177,10 @@ void add_panels(const PanelOf (&panels)[PANELS], const Digits& d, VF (&totals)[P
   const QuantizedLinearArgs& a = *panels[0].weight;
   const int64_t tile_bytes = a.tile_bytes();
   for (int group = 0; group < d.groups(); ++group) {
-    const int begin = group * d.span, end = std::min(begin + d.span, d.steps);
+    const int begin = group * d.span / QUANT_STEP, end = std::min((group + 1) * d.span, d.inner) / QUANT_STEP;
     alignas(64) float scales[PANELS][QUANT_PANEL];
     for (int p = 0; p < PANELS; ++p) scales_of(*panels[p].weight, panels[p].panel, begin, scales[p]);
-    if (RISING) ask_for_scales(a, panels[0].panel + 1, begin);
+    if (RISING) ask_for_scales(a, panels[0].panel + 1, int64_t{begin} * QUANT_STEP);
     for (int first = 0; first < 2; first += HALVES) {
       Sums<ROWS, CHAINS> sums[PANELS] = {};
       PB_UNROLL
@@ -212,6 +212,7 @@ void add_panels(const PanelOf (&panels)[PANELS], const Digits& d, VF (&totals)[P
 
 struct Int8Dots {
   static constexpr int MOST_ROWS = 8, BEGINS = 2, MOST_PANELS = 2;
+  static constexpr bool HALF_STEPS = false;
 
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Digits& to) { return make_digits<CODE>(layer, to); }

@@ -23,7 +23,7 @@ inline bool starts_with(const std::string& text, const char* prefix) { return te
 // How many weights of a row share a scale in "int4_g64", "int8_g64" or, with a shift, "uint4_g64"; 0: it is no such format.
 inline int64_t group_of_integers(const std::string& format) {
   for (const char* kind : {"int4_g", "uint4_g", "int8_g", "uint8_g"})
-    for (const int64_t group : {32, 64, 128})
+    for (const int64_t group : {16, 32, 64, 128})
       if (format == kind + std::to_string(group)) return group;
   return 0;
 }

@@ -56,7 +56,9 @@ void panel_of_rows_in_floats(const QuantizedLinearArgs& weight, const float* x, 
 }
 
 void quantized_moe_experts(const MoeArgs& a) {
-  if (a.type == Element::BF16 && (quantized_moe_experts_with_dots(a) || quantized_moe_experts_with_integers(a))) return;
+  const bool whole_steps = !a.up.codes->first.has_half_steps();
+  if (a.type == Element::BF16 && whole_steps && quantized_moe_experts_with_dots(a)) return;
+  if (a.type == Element::BF16 && quantized_moe_experts_with_integers(a)) return;
   if (a.type == Element::F32) run_in<float>(a);
   else if (a.type == Element::BF16) run_in<bf16>(a);
   else run_in<f16>(a);

@@ -40,9 +40,7 @@ struct IntegerRows {
 
   static Ready ready(const QuantizedLinearArgs& weight, const bf16* x, int rows) {
     static thread_local Buffer memory;
-    const int steps = static_cast<int>(weight.inner / QUANT_STEP);
-    const int span = static_cast<int>(std::min<int64_t>(weight.scaled_steps(), INTEGER_GROUP_STEPS));
-    Ready ready{x, {rows, steps, span}, true};
+    Ready ready{x, {rows, static_cast<int>(weight.inner), integer_span(weight)}, true};
     ready.strips.memory = memory.at_least<int32_t>(static_cast<size_t>(ready.strips.words()));
     ready.fits = make(weight, ready);
     return ready;
@@ -51,9 +49,13 @@ struct IntegerRows {
   // ASKS: for codes ahead, as the first strip does.
   template <bool ASKS>
   static void meet_strip(const QuantizedLinearArgs& weight, const Wholes& x, int64_t panel, float* sums) {
-    const auto meet = by_count<MOST_STRIP_ROWS>(
-        x.rows, [](auto rows) { return panel_of_strip<Code::INT4, decltype(rows)::value, ASKS>; });
-    meet(weight, x, panel, sums + x.first_row * QUANT_PANEL);
+    const auto meet = [&](auto parts) {
+      const auto panel_of = by_count<MOST_STRIP_ROWS>(x.rows, [](auto rows) {
+        return panel_of_strip<Code::INT4, decltype(rows)::value, ASKS, decltype(parts)::value>;
+      });
+      panel_of(weight, x, panel, sums + x.first_row * QUANT_PANEL);
+    };
+    weight.has_half_steps() ? meet(std::integral_constant<int, 2>()) : meet(std::integral_constant<int, 1>());
   }
 
   static void meet(const QuantizedLinearArgs& weight, const Ready& ready, int64_t panel, float* sums) {
@@ -67,8 +69,8 @@ struct IntegerRows {
   }
 
   static bool fits(const IntegerStrips<StripSizes>& strips, const bf16* x) {
-    for (int begin = 0; begin < strips.steps; begin += strips.span)
-      if (!integers_hold(largest_of_group(x, begin, std::min(begin + strips.span, strips.steps)))) return false;
+    for (int begin = 0; begin < strips.inner; begin += strips.span)
+      if (!integers_hold(largest_of_group(x, begin, std::min(begin + strips.span, strips.inner)))) return false;
     return true;
   }
 

@@ -1,0 +1,293 @@
+"""Blocks in which a GGUF file keeps weights: their bytes, as codes of our kernels, with scales and shifts of groups.
+
+A row of a weight [N, K] is blocks one after the other, of 32 or 256 weights. Integers q become weights by
+
+    kind       q              of a group                      weights       format here
+    Q4_0       0 ... 15       d                               d (q - 8)     int4_g32
+    Q4_1       0 ... 15       d, m                            d q + m       uint4_g32
+    Q5_0       0 ... 31       d                               d (q - 16)    int8_g32
+    Q5_1       0 ... 31       d, m                            d q + m       uint8_g32
+    Q8_0       -128 ... 127   d                               d q           int8_g32
+    IQ4_NL     16 integers    d                               d q           int8_g32
+    MXFP4      e2m1           2^e                             2^e q         mxfp4
+
+of 256 weights, whose d and m are times small integers of each group (K-quants):
+
+    Q2_K       0 ... 3        d s, m t: 4 bits each, of 16    d s q - m t   uint4_g16
+    Q3_K       -4 ... 3       d s: 6 bits, of 16              d s q         int4_g16
+    Q4_K       0 ... 15       d s, m t: 6 bits each, of 32    d s q - m t   uint4_g32
+    Q5_K       0 ... 31       d s, m t: 6 bits each, of 32    d s q - m t   uint8_g32
+    Q6_K       -32 ... 31     d s: 8 bits, of 16              d s q         int8_g16
+    IQ4_XS     16 integers    d s: 6 bits, of 32              d s q         int8_g32
+
+d and m are float16; their products with integers have at most 19 bits, so scales are exact in float32. Codes are q
+less half of their range, or q; what that adds is in the shift, which is rounded to float32. Other kinds (grids: IQ1,
+IQ2, IQ3; ternary ones) have no kernel; the package `gguf` expands them. The kinds are ggml's (ggml-quants.c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagebinder.custom_ops.latent.small_floats import from_e2m1
+from pagebinder.custom_ops.linear.weight_formats import (
+    PANEL,
+    empty_codes,
+    pack_integers,
+    packed_groups,
+    packed_shapes,
+    weight_format,
+)
+from pagebinder.errors import ConfigError
+
+SLICE_BYTES = 1 << 24  # of blocks that are unpacked at once
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E8M0_BIAS = 127
+
+
+class Unpacked(NamedTuple):
+    """`codes` [M, weights of a block]: int8, or of 4 bits uint8 that are 8 too large.
+
+    `scales`, `shifts`: of each group, float64, exact.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    shifts: torch.Tensor | None = None
+
+
+class BlockKind(NamedTuple):
+    """`size`: weights of a block, `num_bytes`: its bytes. `format`: that of the kernels."""
+
+    size: int
+    num_bytes: int
+    format: str
+    read: Callable[[torch.Tensor], Unpacked]
+
+
+def packed(data: np.ndarray, kind: str, format: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of blocks, uint8 [N, bytes] -> (packed codes, scale) of the kernels; no weight changes.
+
+    Args:
+        kind: of BLOCK_KINDS. format: one that holds more than that of the kind, see `widest`; None: that of the kind.
+    """
+    block = BLOCK_KINDS[kind]
+    format = format or block.format
+    columns = data.shape[1] // block.num_bytes * block.size
+    rows = max(PANEL, SLICE_BYTES // data.shape[1] // PANEL * PANEL)
+    codes, scales, shifts = (
+        empty_codes(packed_shapes(len(data), columns, format)[0], torch.device("cpu")),
+        [],
+        [],
+    )
+    for first in range(0, len(data), rows):
+        part = np.ascontiguousarray(data[first : first + rows])
+        found = _widened(
+            block.read(torch.from_numpy(part).reshape(-1, block.num_bytes)), block.format, format
+        )
+        pieces = pack_integers(found.codes.reshape(len(part), columns), format)
+        codes[first // PANEL : first // PANEL + len(pieces)].copy_(pieces)
+        scales.append(found.scales.reshape(len(part), -1))
+        shifts.append(None if found.shifts is None else found.shifts.reshape(len(part), -1))
+    shift = torch.cat(shifts) if weight_format(format).is_shifted else None
+    return codes, packed_groups(torch.cat(scales), shift)
+
+
+def expanded(data: np.ndarray, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of blocks, or plain numbers of any shape -> weights, rounded once."""
+    if kind == "BF16":
+        return torch.from_numpy(np.ascontiguousarray(data)).view(torch.bfloat16).to(dtype)
+    if data.dtype != np.uint8:
+        return torch.from_numpy(np.ascontiguousarray(data)).to(dtype)
+    values = _values if kind in BLOCK_KINDS else _values_by_gguf
+    rows = max(1, SLICE_BYTES // data.shape[-1])
+    flat = data.reshape(-1, data.shape[-1])
+    parts = [values(flat[first : first + rows], kind).to(dtype) for first in range(0, len(flat), rows)]
+    return torch.cat(parts).reshape(*data.shape[:-1], -1)
+
+
+def _values(rows: np.ndarray, kind: str) -> torch.Tensor:
+    block = BLOCK_KINDS[kind]
+    found = block.read(torch.from_numpy(np.ascontiguousarray(rows)).reshape(-1, block.num_bytes))
+    fmt = weight_format(block.format)
+    codes = from_e2m1(found.codes) if fmt.is_float else found.codes.double() - (8 if fmt.bits == 4 else 0)
+    groups = codes.unflatten(1, (-1, fmt.group)) * found.scales[..., None]
+    return (groups if found.shifts is None else groups + found.shifts[..., None]).reshape(len(rows), -1)
+
+
+def _values_by_gguf(rows: np.ndarray, kind: str) -> torch.Tensor:
+    """Raises ConfigError: the package is missing."""
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise ConfigError(
+            f"Weights in {kind} need the package gguf: pip install 'pagebinder[gguf]'."
+        ) from error
+    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind]))
+
+
+def widest(formats: set[str]) -> str:
+    """The format that holds weights of all of these: int4_g32 and uint8_g16 -> uint8_g16. Integers only."""
+    kinds = [weight_format(name) for name in formats]
+    sign = "u" if any(kind.is_shifted for kind in kinds) else ""
+    return f"{sign}int{max(kind.bits for kind in kinds)}_g{min(kind.group for kind in kinds)}"
+
+
+def _widened(found: Unpacked, format: str, to: str) -> Unpacked:
+    if format == to:
+        return found
+    was, wanted = weight_format(format), weight_format(to)
+    codes, times = found.codes, was.group // wanted.group
+    if was.bits < wanted.bits:
+        codes = (codes.to(torch.int16) - 8).to(torch.int8)
+    scales, shifts = (
+        p if p is None else p.repeat_interleave(times, dim=1) for p in (found.scales, found.shifts)
+    )
+    return Unpacked(
+        codes, scales, torch.zeros_like(scales) if wanted.is_shifted and shifts is None else shifts
+    )
+
+
+# ---- of 32 weights -----------------------------------------------------------------------------------------------
+
+
+def _halves(blocks: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
+    """float16 at the beginning of blocks as float64 [M, 1], then bytes as `sizes` say."""
+    count = (blocks.shape[1] - sum(sizes)) // 2
+    numbers = blocks[:, : 2 * count].contiguous().view(torch.float16).double()
+    return [*numbers.split(1, dim=1), *blocks[:, 2 * count :].split(sizes, dim=1)]
+
+
+def _nibbles(qs: torch.Tensor) -> torch.Tensor:
+    """Bytes [M, 16] -> the integers of their lower halves, then those of their upper ones."""
+    return torch.cat((qs & 15, qs >> 4), dim=-1)
+
+
+def _fifth_bits(qh: torch.Tensor) -> torch.Tensor:
+    """4 bytes -> the fifth bit of 32 integers."""
+    return ((qh[:, :, None] >> torch.arange(8)) & 1).flatten(1) << 4
+
+
+def _q4_0(blocks: torch.Tensor) -> Unpacked:
+    d, qs = _halves(blocks, 16)
+    return Unpacked(_nibbles(qs), d)
+
+
+def _q4_1(blocks: torch.Tensor) -> Unpacked:
+    d, m, qs = _halves(blocks, 16)
+    return Unpacked(_nibbles(qs), d, m + 8 * d)
+
+
+def _q5_0(blocks: torch.Tensor) -> Unpacked:
+    d, qh, qs = _halves(blocks, 4, 16)
+    return Unpacked(_less(_nibbles(qs) | _fifth_bits(qh), 16), d)
+
+
+def _q5_1(blocks: torch.Tensor) -> Unpacked:
+    d, m, qh, qs = _halves(blocks, 4, 16)
+    return Unpacked(_less(_nibbles(qs) | _fifth_bits(qh), 16), d, m + 16 * d)
+
+
+def _q8_0(blocks: torch.Tensor) -> Unpacked:
+    d, qs = _halves(blocks, 32)
+    return Unpacked(qs.contiguous().view(torch.int8), d)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> Unpacked:
+    d, qs = _halves(blocks, 16)
+    return Unpacked(torch.tensor(IQ4_VALUES, dtype=torch.int8)[_nibbles(qs).int()], d)
+
+
+def _mxfp4(blocks: torch.Tensor) -> Unpacked:
+    exponents, qs = blocks.split((1, 16), dim=1)
+    return Unpacked(
+        _nibbles(qs), torch.ldexp(torch.ones(exponents.shape).double(), exponents.int() - E8M0_BIAS)
+    )
+
+
+def _less(q: torch.Tensor, half: int) -> torch.Tensor:
+    return (q.to(torch.int16) - half).to(torch.int8)
+
+
+# ---- of 256 weights ----------------------------------------------------------------------------------------------
+
+
+def _shifted_down(qs: torch.Tensor, run: int, *shifts: int) -> torch.Tensor:
+    """Bytes [M, n] -> [M, n / run, shifts, run], each run moved down by each of the shifts, as one row."""
+    runs = qs.unflatten(1, (-1, 1, run))
+    return (runs >> torch.tensor(shifts, dtype=torch.uint8)[:, None]).flatten(1)
+
+
+def _six_bits(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """12 bytes -> 8 scales and 8 factors of m, of 6 bits: the first ones hold the upper two of the last four."""
+    d, m, last = scales.unflatten(1, (3, 4)).unbind(1)
+    return (
+        torch.cat((d & 63, (last & 15) | (d >> 2) & 48), dim=1),
+        torch.cat((m & 63, (last >> 4) | (m >> 2) & 48), dim=1),
+    )
+
+
+def _q2_k(blocks: torch.Tensor) -> Unpacked:
+    scales, qs, numbers = blocks.split((16, 64, 4), dim=1)
+    d, m = _halves(numbers)
+    q = _shifted_down(qs, 32, 0, 2, 4, 6) & 3
+    return Unpacked(q + 8, d * (scales & 15), -(m * (scales >> 4)))
+
+
+def _q3_k(blocks: torch.Tensor) -> Unpacked:
+    high, qs, scales, numbers = blocks.split((32, 64, 12, 2), dim=1)
+    (d,) = _halves(numbers)
+    low = _shifted_down(scales[:, :8], 8, 0, 4) & 15
+    s = low | (_shifted_down(scales[:, 8:], 4, 0, 2, 4, 6) & 3) << 4
+    q = _shifted_down(qs, 32, 0, 2, 4, 6) & 3
+    return Unpacked(q + 4 + 4 * (_shifted_down(high, 32, *range(8)) & 1), d * _less(s, 32))
+
+
+def _q4_k(blocks: torch.Tensor) -> Unpacked:
+    d, m, scales, qs = _halves(blocks, 12, 128)
+    s, t = _six_bits(scales)
+    return Unpacked(_shifted_down(qs, 32, 0, 4) & 15, d * s, 8 * (d * s) - m * t)
+
+
+def _q5_k(blocks: torch.Tensor) -> Unpacked:
+    d, m, scales, high, qs = _halves(blocks, 12, 32, 128)
+    s, t = _six_bits(scales)
+    q = (_shifted_down(qs, 32, 0, 4) & 15) | (_shifted_down(high, 32, *range(8)) & 1) << 4
+    return Unpacked(_less(q, 16), d * s, 16 * (d * s) - m * t)
+
+
+def _q6_k(blocks: torch.Tensor) -> Unpacked:
+    low, high, scales, numbers = blocks.split((128, 64, 16, 2), dim=1)
+    (d,) = _halves(numbers)
+    q = (_shifted_down(low, 64, 0, 4) & 15) | (_shifted_down(high, 32, 0, 2, 4, 6) & 3) << 4
+    return Unpacked(_less(q, 32), d * scales.contiguous().view(torch.int8))
+
+
+def _iq4_xs(blocks: torch.Tensor) -> Unpacked:
+    d, high, low, qs = _halves(blocks, 2, 4, 128)
+    s = (low[:, :, None] >> torch.tensor((0, 4), dtype=torch.uint8) & 15).flatten(1)
+    s |= (high[:, :, None] >> torch.tensor((0, 2, 4, 6), dtype=torch.uint8) & 3).flatten(1) << 4
+    values = torch.tensor(IQ4_VALUES, dtype=torch.int8)[(_shifted_down(qs, 16, 0, 4) & 15).int()]
+    return Unpacked(values, d * _less(s, 32))
+
+
+BLOCK_KINDS = {
+    "Q4_0": BlockKind(32, 18, "int4_g32", _q4_0),
+    "Q4_1": BlockKind(32, 20, "uint4_g32", _q4_1),
+    "Q5_0": BlockKind(32, 22, "int8_g32", _q5_0),
+    "Q5_1": BlockKind(32, 24, "uint8_g32", _q5_1),
+    "Q8_0": BlockKind(32, 34, "int8_g32", _q8_0),
+    "IQ4_NL": BlockKind(32, 18, "int8_g32", _iq4_nl),
+    "MXFP4": BlockKind(32, 17, "mxfp4", _mxfp4),
+    "Q2_K": BlockKind(256, 84, "uint4_g16", _q2_k),
+    "Q3_K": BlockKind(256, 110, "int4_g16", _q3_k),
+    "Q4_K": BlockKind(256, 144, "uint4_g32", _q4_k),
+    "Q5_K": BlockKind(256, 176, "uint8_g32", _q5_k),
+    "Q6_K": BlockKind(256, 210, "int8_g16", _q6_k),
+    "IQ4_XS": BlockKind(256, 136, "int8_g32", _iq4_xs),
+}

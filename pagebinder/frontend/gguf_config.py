@@ -1,0 +1,306 @@
+"""What a GGUF file says of its model -> a config of transformers, by architecture.
+
+Keys are "ARCHITECTURE.name". Each one must be known: one that nothing reads could mean another model, so it is an
+error, as is one that a model needs and the file lacks. Where llama.cpp's code knows what files do not say (which
+layers of Gemma have windows), the same is said here. Another architecture is an entry in ARCHITECTURES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagebinder.errors import CheckpointError
+from pagebinder.frontend.gguf_file import GgufFile
+
+# Parts of names, and what they are in the decoders of transformers. `{}`: the layer.
+LAYER = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "attn_qkv": "self_attn.qkv_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+AROUND_FFN = {  # of Gemma: norms before and behind each half of a layer
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+BEHIND_HALVES = {  # of OLMo 2: behind them alone
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+PAIRED = frozenset(
+    {"attn_q", "attn_k"}
+)  # whose rows llama.cpp turns in pairs of neighbours, transformers in halves
+FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# What says nothing of how a model computes.
+SILENT = frozenset({"vocab_size", "rope.scaling.finetuned", "attention.causal", "leading_dense_block_count"})
+
+
+class Options:
+    """The options of a file's architecture; what is read is remembered."""
+
+    def __init__(self, file: GgufFile):
+        self.file, self._prefix, self._read = file, f"{file.architecture}.", set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A list of equal values, one for each layer, is that value."""
+        self._read.add(name)
+        value = self.file.options.get(self._prefix + name, default)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            return value[0]
+        if isinstance(value, list):
+            raise CheckpointError(
+                f"{self.file.path}: {self._prefix}{name} differs from layer to layer, which is not served."
+            )
+        return value
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise CheckpointError(f"{self.file.path} lacks {self._prefix}{name}.")
+        return value
+
+    def refuse(self, name: str) -> None:
+        raise CheckpointError(
+            f"{self.file.path}: {self._prefix}{name} = {self.file.options[self._prefix + name]!r} is not served."
+        )
+
+    def check_all_read(self) -> None:
+        """Raises CheckpointError: the file says something that nothing has read."""
+        said = (
+            name.removeprefix(self._prefix) for name in self.file.options if name.startswith(self._prefix)
+        )
+        if unread := [name for name in said if name not in self._read and name not in SILENT]:
+            self.refuse(unread[0])
+
+    def has(self, *tensors: str) -> bool:
+        return any(name in self.file.tensors for name in tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """`model_type`: of transformers. `config`: options -> what its config has beyond what `config_of` says.
+
+    `names`: parts of names that differ from LAYER. `paired`: those whose rows are in pairs of neighbours.
+    `norms_are_one_more`: weights of norms have 1 added.
+    """
+
+    model_type: str | Callable[[Options], str]
+    config: Callable[[Options], dict[str, Any]] = lambda options: {}
+    names: Mapping[str, str] = field(default_factory=dict)
+    paired: frozenset[str] = frozenset()
+    norms_are_one_more: bool = False
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """Raises CheckpointError: it is not served."""
+    if file.architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{file.path} holds a model of the architecture {file.architecture!r}; of GGUF files "
+            f"{', '.join(sorted(ARCHITECTURES))} are served. The model's safetensors may be: give their directory."
+        )
+    return ARCHITECTURES[file.architecture]
+
+
+def config_of(file: GgufFile):
+    """The config of transformers that describes a file's model.
+
+    Raises:
+        CheckpointError: an architecture, or something that the file says of it, is not served; something is missing.
+    """
+    from transformers import AutoConfig
+
+    architecture, options = architecture_of(file), Options(file)
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError(f"{file.path} lacks token_embd.weight.")
+    if options.file.options.get(f"{file.architecture}.attention.causal") is False:
+        options.refuse("attention.causal")
+    head = (
+        options.get("attention.key_length") or options["embedding_length"] // options["attention.head_count"]
+    )
+    if options.get("attention.value_length", head) != head:
+        options.refuse("attention.value_length")
+    kind = architecture.model_type
+    said = {
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": options["embedding_length"],
+        "intermediate_size": options["feed_forward_length"],
+        "num_hidden_layers": options["block_count"],
+        "num_attention_heads": options["attention.head_count"],
+        "num_key_value_heads": options.get("attention.head_count_kv", options["attention.head_count"]),
+        "head_dim": head,
+        "max_position_embeddings": options["context_length"],
+        "rms_norm_eps": options["attention.layer_norm_rms_epsilon"],
+        "rope_parameters": _rope(options, head),
+        "tie_word_embeddings": not options.has("output.weight"),
+        "pad_token_id": None,
+        "dtype": _dtype(file),
+    } | architecture.config(options)
+    options.check_all_read()
+    model_type = kind if isinstance(kind, str) else kind(options)
+    try:
+        return AutoConfig.for_model(model_type, **said)
+    except Exception as error:
+        raise CheckpointError(
+            f"{file.path} describes no {model_type} that transformers takes: {error}"
+        ) from error
+
+
+def _dtype(file: GgufFile) -> str:
+    """That of matrices if they are plain, else bfloat16."""
+    kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    plain = {"F32": "float32", "F16": "float16"}
+    return plain.get(next(iter(kinds)), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _rope(options: Options, head: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.get("rope.freq_base", 10_000.0)}
+    if (turned := options.get("rope.dimension_count", head)) != head:
+        rope["partial_rotary_factor"] = turned / head
+    kind = options.get("rope.scaling.type", "none")
+    if kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": options["rope.scaling.factor"]}
+    elif kind not in ("none", "longrope"):
+        options.refuse("rope.scaling.type")
+    original = options.get("rope.scaling.original_context_length")
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = original or options["context_length"]
+        for name, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if (value := options.get(f"rope.scaling.{name}")) is not None:
+                rope[ours] = value
+    if options.has(*FREQUENCIES[1:]):
+        factors = (options.file.tensors[name].data for name in FREQUENCIES[1:])
+        rope |= dict(zip(("long_factor", "short_factor"), (part.tolist() for part in factors)))
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+        if (factor := options.get("rope.scaling.attn_factor")) is not None:
+            rope["attention_factor"] = factor
+    elif kind == "longrope":
+        options.refuse("rope.scaling.type")
+    return rope
+
+
+def _biases(options: Options) -> dict[str, Any]:
+    return {
+        "attention_bias": options.has("blk.0.attn_q.bias"),
+        "mlp_bias": options.has("blk.0.ffn_up.bias"),
+    }
+
+
+def _experts(options: Options) -> dict[str, Any]:
+    return {
+        "num_experts_per_tok": options["expert_used_count"],
+        "moe_intermediate_size": options["expert_feed_forward_length"],
+        "num_experts": options["expert_count"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _llama(options: Options) -> dict[str, Any]:
+    if options.get("expert_count"):
+        return {
+            "num_local_experts": options["expert_count"],
+            "num_experts_per_tok": options["expert_used_count"],
+        }
+    options.get("expert_used_count")
+    return _biases(options)
+
+
+def _granite(options: Options) -> dict[str, Any]:
+    return _biases(options) | {
+        "attention_multiplier": options["attention.scale"],
+        "embedding_multiplier": options.get("embedding_scale", 1.0),
+        "residual_multiplier": options.get("residual_scale", 1.0),
+        "logits_scaling": options["logit_scale"],
+    }
+
+
+def _gemma(options: Options) -> dict[str, Any]:
+    """Of Gemma 2 and 3: queries are times heads' widths ** -0.5, but in the largest of each."""
+    largest = options["block_count"] in (46, 62)
+    heads = options["attention.head_count"]
+    head = options.get("attention.key_length", options["embedding_length"] // heads)
+    return {
+        "query_pre_attn_scalar": options["embedding_length"] // heads if largest else head,
+        "attn_logit_softcapping": options.get("attn_logit_softcapping"),
+        "final_logit_softcapping": options.get("final_logit_softcapping"),
+    }
+
+
+def _alternating(options: Options, period: int) -> list[str]:
+    """Every `period`th layer sees everything."""
+    pattern = options.file.options.get(f"{options.file.architecture}.attention.sliding_window_pattern")
+    layers = range(options["block_count"])
+    if isinstance(pattern, list):
+        options._read.add("attention.sliding_window_pattern")
+        windows = pattern
+    else:
+        period = options.get("attention.sliding_window_pattern", period)
+        windows = [bool((layer + 1) % period) for layer in layers]
+    return ["sliding_attention" if windows[layer] else "full_attention" for layer in layers]
+
+
+def _gemma2(options: Options) -> dict[str, Any]:
+    return _gemma(options) | {
+        "sliding_window": options.get("attention.sliding_window", 4096),
+        "layer_types": _alternating(options, 2),
+    }
+
+
+def _gemma3(options: Options) -> dict[str, Any]:
+    window = options.get("attention.sliding_window") or 0
+    local = {"rope_type": "default", "rope_theta": options.get("rope.freq_base_swa", 10_000.0)}
+    rope = _rope(options, options["attention.key_length"])
+    return _gemma(options) | {
+        "sliding_window": window or None,
+        "layer_types": _alternating(options, 6) if window else ["full_attention"] * options["block_count"],
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+    }
+
+
+def _phi3(options: Options) -> dict[str, Any]:
+    original = options.get("rope.scaling.original_context_length", options["context_length"])
+    return {
+        "sliding_window": options.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _smollm3(options: Options) -> dict[str, Any]:
+    turns = [
+        int((layer + 1) % 4 != 0) for layer in range(options["block_count"])
+    ]  # every fourth has no positions
+    return _biases(options) | {"no_rope_layers": turns, "use_sliding_window": False}
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        model_type=lambda options: "mixtral" if options.get("expert_count") else "llama",
+        config=_llama,
+        paired=PAIRED,
+    ),
+    "qwen2": Architecture(model_type="qwen2", config=lambda options: {"use_sliding_window": False}),
+    "qwen3": Architecture(model_type="qwen3", config=lambda o: _biases(o) | {"use_sliding_window": False}),
+    "qwen2moe": Architecture(
+        model_type="qwen2_moe",
+        config=lambda options: _experts(options) | {
+            "shared_expert_intermediate_size": options["expert_shared_feed_forward_length"],
+            "norm_topk_prob": False, "use_sliding_window": False,
+        },
+    ),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe",
+        config=lambda o: _experts(o) | _biases(o) | {"norm_topk_prob": True, "use_sliding_window": False},
+    ),
+    "gemma": Architecture(model_type="gemma", norms_are_one_more=True),
+    "gemma2": Architecture(model_type="gemma2", config=_gemma2, names=AROUND_FFN, norms_are_one_more=True),
+    "gemma3": Architecture(model_type="gemma3_text", config=_gemma3, names=AROUND_FFN, norms_are_one_more=True),
+    "phi3": Architecture(model_type="phi3", config=_phi3, names={"ffn_up": "mlp.gate_up_proj"}),
+    "granite": Architecture(model_type="granite", config=_granite, paired=PAIRED),
+    "olmo2": Architecture(model_type="olmo2", config=_biases, names=BEHIND_HALVES),
+    "smollm3": Architecture(model_type="smollm3", config=_smollm3, paired=PAIRED),
+}  # fmt: skip

@@ -1,0 +1,209 @@
+"""The tokenizer of a GGUF file: its vocabulary as a tokenizer of `tokenizers`, in the wrapper that transformers has.
+
+    tokenizer.ggml.model   "gpt2": BPE of bytes, with merges; "llama": SentencePiece's BPE, scores say the merges
+    tokenizer.ggml.pre     how a text is split before; of a name that is not known nothing is guessed
+    .tokens .token_type .scores .merges   .bos_token_id .add_bos_token ...   tokenizer.chat_template
+
+Splits are those of the models' own tokenizer.json, as are NFC of Qwen 2 and the merges that Llama 3 leaves out. Rows
+of the vocabulary that are unused stay out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pagebinder.errors import CheckpointError
+from pagebinder.frontend.gguf_file import GgufFile
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
+SPACE = "▁"
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_OF_CASES = (
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{0}|"
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{0}|{1}|"
+    r" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT2, DIGITS = "gpt2", "digits"  # GPT-2's own split, and single digits before that
+LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+TEKKEN = _OF_CASES.format("", r"\p{N}")
+GPT4O = _OF_CASES.format(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
+SPLITS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "granite-docling"), GPT2),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "dbrx", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
+    "tekken": TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
+}  # fmt: skip
+WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")
+BEGINS_WITH_BOS = WHOLE_WORDS_FIRST  # where the file does not say
+COMPOSED = ("qwen2",)  # NFC
+
+# Tokens that end an answer, whatever a file says of them; "<|end|>" not of models that use channels, and two of these
+# only where they are control tokens.
+OFTEN_PLAIN = frozenset(("</s>", "<eos>"))
+ENDS = OFTEN_PLAIN | {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>", "<EOT>",
+}  # fmt: skip
+
+
+def tokenizer_of(file: GgufFile) -> Any:
+    """The tokenizer, or None where the file has none, or one that is not known (`unknown_tokenizer` says which).
+
+    Raises:
+        CheckpointError: its parts contradict each other.
+    """
+    if unknown_tokenizer(file) is not None:
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = _Vocabulary(file)
+    try:
+        backend = _of_bytes(vocabulary) if vocabulary.model == "gpt2" else _of_pieces(vocabulary)
+        backend.add_tokens([vocabulary.added(token) for token in vocabulary.numbers(CONTROL, USER_DEFINED)])
+        backend.post_processor = _with_ends(vocabulary)
+    except Exception as error:  # tokenizers raises this very type
+        raise CheckpointError(f"{file.path}: its vocabulary cannot be read: {error}") from error
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    given = {name: vocabulary.special(kind) for name, kind in names.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        chat_template=file.options.get("tokenizer.chat_template"),
+        **{name: token for name, token in given.items() if token is not None},
+    )
+
+
+def unknown_tokenizer(file: GgufFile) -> str | None:
+    """What is not known of a file's tokenizer; None: it is known."""
+    vocabulary = _Vocabulary(file)
+    if vocabulary.model not in ("gpt2", "llama") or not vocabulary.tokens:
+        return f"tokenizer.ggml.model {vocabulary.model!r}"
+    if vocabulary.model == "gpt2" and vocabulary.get("pre") not in SPLITS:
+        return f"tokenizer.ggml.pre {vocabulary.get('pre')!r}"
+    return None
+
+
+def end_tokens(file: GgufFile) -> frozenset[int]:
+    """Ids that end an answer."""
+    vocabulary = _Vocabulary(file)
+    ends = {vocabulary.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
+    control = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.type_of(i) == CONTROL}
+    named = ENDS - ({"<|end|>"} if control.keys() >= {"<|return|>", "<|call|>"} else frozenset())
+    ends |= {control[token] for token in named & control.keys()}
+    return frozenset(i for i in ends if i is not None and 0 <= i < max(len(vocabulary.tokens), 1))
+
+
+class _Vocabulary:
+    """What a file says of its tokens."""
+
+    def __init__(self, file: GgufFile):
+        self._options = file.options
+        self.model: str | None = self.get("model")
+        self.tokens: list[str] = self.get("tokens") or []
+        self._types: list[int] = self.get("token_type") or []
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._options.get(f"tokenizer.ggml.{name}", default)
+
+    def type_of(self, number: int) -> int:
+        if self.tokens[number] in ENDS - OFTEN_PLAIN:
+            return CONTROL
+        return self._types[number] if number < len(self._types) else NORMAL
+
+    def numbers(self, *types: int) -> Iterator[int]:
+        return (i for i in range(len(self.tokens)) if self.type_of(i) in types)
+
+    def ids(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(self.tokens) if self.type_of(i) != UNUSED}
+
+    def special(self, kind: str) -> str | None:
+        number = self.get(f"{kind}_token_id")
+        return self.tokens[number] if number is not None and 0 <= number < len(self.tokens) else None
+
+    def added(self, number: int) -> Any:
+        from tokenizers import AddedToken
+
+        is_control = self.type_of(number) == CONTROL
+        return AddedToken(self.tokens[number], special=is_control, normalized=False)
+
+
+def _of_bytes(vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = vocabulary.get("pre")
+    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.get("merges") or ()]
+    whole = pre in WHOLE_WORDS_FIRST
+    backend = Tokenizer(models.BPE(vocab=vocabulary.ids(), merges=merges, ignore_merges=whole))
+    split = SPLITS[pre]
+    own = split in (GPT2, DIGITS)
+    first = [pre_tokenizers.Digits(individual_digits=True)] if split == DIGITS else []
+    first += [] if own else [pre_tokenizers.Split(Regex(split), "isolated")]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, in_bytes])
+    if pre in COMPOSED:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _of_pieces(vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    ids, begins_with_space = vocabulary.ids(), vocabulary.get("add_space_prefix", True)
+    unknown = next((vocabulary.tokens[i] for i in vocabulary.numbers(UNKNOWN)), None)
+    backend = Tokenizer(
+        models.BPE(
+            vocab=ids, merges=_merges(ids, vocabulary.get("scores") or ()), unk_token=unknown, fuse_unk=True,
+            byte_fallback=True,
+        )
+    )  # fmt: skip
+    prefix = [normalizers.Prepend(SPACE)] if begins_with_space else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    ends = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
+    )
+    return backend
+
+
+def _merges(ids: dict[str, int], scores) -> list[tuple[str, str]]:
+    """Of two pieces that make one, the one with the highest score first."""
+    found = []
+    for piece, number in ids.items():
+        if number < len(scores):
+            halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+            found += [
+                (-scores[number], ids[left], ids[right], (left, right))
+                for left, right in halves
+                if left in ids and right in ids
+            ]
+    return [pair for *_, pair in sorted(found)]
+
+
+def _with_ends(vocabulary: _Vocabulary) -> Any:
+    """What puts a text's first and last token to it."""
+    from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
+
+    begins = vocabulary.model == "llama" or vocabulary.get("pre") in BEGINS_WITH_BOS
+    bos = vocabulary.special("bos") if vocabulary.get("add_bos_token", begins) else None
+    eos = vocabulary.special("eos") if vocabulary.get("add_eos_token", False) else None
+    first, last = ([bos] if bos else []), ([eos] if eos else [])
+    template = TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=[
+            *first,
+            "$A",
+            *last,
+            *(f"{token}:1" for token in first),
+            "$B:1",
+            *(f"{token}:1" for token in last),
+        ],
+        special_tokens=[(token, vocabulary.tokens.index(token)) for token in {*first, *last}],
+    )
+    return template if vocabulary.model == "llama" else Sequence([ByteLevel(trim_offsets=False), template])

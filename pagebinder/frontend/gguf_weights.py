@@ -1,0 +1,279 @@
+"""Weights of a GGUF file in a model of transformers: which tensors a parameter is made of, and how each is served.
+
+    linear layer     blocks that a kernel has a format for -> QuantizedLinear, straight from the mapped file
+    experts          the same, gates on top of ups; one format for all weights of a layer
+    everything else  expanded to the model's dtype, and loaded as any checkpoint's weights
+
+Rows of queries and keys lie in pairs of neighbours there, where an architecture rotates such pairs: blocks lie along
+rows, so they are put into transformers' order as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagebinder.custom_ops.linear.weight_formats import FORMATS, STORED_FORMATS, packed_shapes, size_problem
+from pagebinder.errors import CheckpointError
+from pagebinder.frontend.checkpoint_tensors import counted
+from pagebinder.frontend.experts_interface import experts_modules
+from pagebinder.frontend.gguf_blocks import BLOCK_KINDS, expanded, packed, widest
+from pagebinder.frontend.gguf_config import FREQUENCIES, LAYER, architecture_of
+from pagebinder.frontend.gguf_file import NUMBERS, GgufFile, GgufTensor
+from pagebinder.frontend.int_experts import with_codes
+from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
+
+PARAMETER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+EXPERTS = {  # of experts, and where a tensor's rows are among those of the parameter
+    "ffn_gate_exps": ("gate_up_proj", 0), "ffn_up_exps": ("gate_up_proj", 1), "ffn_gate_up_exps": ("gate_up_proj", 0),
+    "ffn_down_exps": ("down_proj", 0),
+}  # fmt: skip
+NO_BIASES = ("self_attn.o_proj.bias",)  # which a file may lack where transformers has all of them: zeros
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a parameter is made of: `tensors`, the rows of one behind those of another.
+
+    `heads`: rows of each of so many are in pairs of neighbours; None: they are in order. `added`: to all values.
+    """
+
+    tensors: tuple[GgufTensor, ...]
+    heads: int | None = None
+    added: float = 0.0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(tensor.kind for tensor in self.tensors)
+
+    @property
+    def is_plain(self) -> bool:
+        return all(kind in NUMBERS for kind in self.kinds)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *outer, rows, columns = (
+            self.tensors[0].shape if len(self.tensors[0].shape) > 1 else (1, *self.tensors[0].shape)
+        )
+        more = sum(tensor.shape[-2] for tensor in self.tensors[1:])
+        return (*outer, rows + more, columns)
+
+    def data(self, number: int) -> np.ndarray:
+        """Of a tensor, with its rows in transformers' order."""
+        data = self.tensors[number].data
+        if self.heads is None:
+            return data
+        return data.reshape(self.heads, -1, 2, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Of the parameter, rounded once."""
+        wide = torch.float32 if self.added else dtype
+        parts = [expanded(self.data(i), kind, wide) for i, kind in enumerate(self.kinds)]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+        return (values + self.added).to(dtype) if self.added else values
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """The weights of a file as a model has them: the source of each parameter, by its name.
+
+    `without_weights`: codes are made on the meta device.
+    """
+
+    file: GgufFile
+    sources: Mapping[str, Source]
+    without_weights: bool = False
+
+    method = "gguf"
+    granularity = "blocks"
+    experts = None
+    kept = ()
+    names = ("weight",)
+    endings = ()
+
+    def __deepcopy__(self, memo: dict) -> StoredBlocks:
+        return self
+
+    def replace(self, model: torch.nn.Module) -> None:
+        """Put modules that read codes into the places of linear layers and experts that a kernel serves."""
+        for path, module in list(experts_modules(model).items()):
+            if (format := self._format_of_experts(path, module)) is not None:
+                sources = self._of_experts(path, module)
+                model.set_submodule(path, LoadedBlockExperts(module, sources, format, self.without_weights))
+        for path, module in list(model.named_modules()):
+            if isinstance(module, torch.nn.Linear) and self.why_plain(path, module) is None:
+                source = self.sources[f"{path}.weight"]
+                model.set_submodule(path, LoadedBlocks(module, source, self.without_weights))
+
+    def why_plain(self, path: str, module: torch.nn.Module) -> str | None:
+        """Why a linear layer has a plain weight; None: it keeps its codes."""
+        source = self.sources.get(f"{path}.weight")
+        if source is None or source.is_plain:
+            return "it is stored plain"
+        (kind,) = source.kinds
+        if kind not in BLOCK_KINDS:
+            return f"no kernel reads {kind}: it is expanded"
+        if problem := _problem(source.shape, BLOCK_KINDS[kind].format):
+            return f"{kind} {problem}: it is expanded"
+        return reason_against_codes(path, module)
+
+    def why_plain_experts(self, path: str, module: torch.nn.Module) -> str:
+        kinds = sorted({kind for source in self._of_experts(path, module).values() for kind in source.kinds})
+        if all(kind in NUMBERS for kind in kinds):
+            return "they are stored plain"
+        return f"they are stored in {', '.join(kinds)}, for which experts have no kernel: they are expanded"
+
+    def _of_experts(self, path: str, module: torch.nn.Module) -> dict[str, Source]:
+        return {
+            name: self.sources[f"{path}.{name}"]
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.dim() == 3
+        }
+
+    def _format_of_experts(self, path: str, module: torch.nn.Module) -> str | None:
+        sources = self._of_experts(path, module).values()
+        kinds = {kind for source in sources for kind in source.kinds}
+        if module.is_transposed or not kinds <= BLOCK_KINDS.keys():
+            return None
+        formats = {BLOCK_KINDS[kind].format for kind in kinds}
+        if len(formats) > 1 and formats & FORMATS.keys() - {"int4_g32"}:
+            return None
+        format = formats.pop() if len(formats) == 1 else widest(formats)
+        return None if any(_problem(source.shape[1:], format) for source in sources) else format
+
+
+def _problem(shape: tuple[int, ...], format: str) -> str | None:
+    if format not in STORED_FORMATS and format not in FORMATS:
+        return "has no kernel"
+    return size_problem(*shape, format)
+
+
+class LoadedBlocks(torch.nn.Module):
+    """A linear layer whose weight is blocks of a file."""
+
+    def __init__(self, replaced: torch.nn.Linear, source: Source, without_weights: bool):
+        super().__init__()
+        self.source, self.without_weights = source, without_weights
+        self.bias = replaced.bias
+
+    def finished(self, path: str) -> tuple[torch.nn.Module, str]:
+        """(the module to serve, what to say of it)."""
+        (kind,) = self.source.kinds
+        format = BLOCK_KINDS[kind].format
+        parts = (
+            _on_meta(self.source.shape, format) if self.without_weights else packed(self.source.data(0), kind)
+        )
+        return QuantizedLinear(*parts, self.bias, format), f"{format}: {kind} of a GGUF file"
+
+
+class LoadedBlockExperts(torch.nn.Module):
+    """Experts whose weights are blocks of a file."""
+
+    def __init__(
+        self, replaced: torch.nn.Module, sources: Mapping[str, Source], format: str, without_weights: bool
+    ):
+        super().__init__()
+        self.__dict__["replaced"] = replaced  # no submodule: nobody loads its weights
+        self.sources, self.format, self.without_weights = sources, format, without_weights
+        for name, parameter in replaced.named_parameters(recurse=False):
+            if name not in sources:
+                self.register_parameter(name, parameter)
+        self._buffers.update(replaced._buffers)
+        self._modules.update(replaced._modules)
+
+    def finished(self, path: str) -> torch.nn.Module:
+        """The module that stood there, its weights as buffers of codes and scales."""
+        module, dtype = self.replaced, next(iter(self.replaced._parameters.values())).dtype
+        module._parameters.update(self._parameters)
+        return with_codes(
+            module, {name: self._packed(source) for name, source in self.sources.items()}, self.format, dtype
+        )
+
+    def _packed(self, source: Source) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.without_weights:
+            return _on_meta(source.shape, self.format)
+        experts = []
+        for expert in range(source.shape[0]):
+            parts = [packed(source.data(i)[expert], kind, self.format) for i, kind in enumerate(source.kinds)]
+            experts.append([torch.cat(each) for each in zip(*parts)])
+        codes, scales = ([each[i] for each in experts] for i in range(2))
+        return torch.stack(codes), torch.stack(scales)
+
+
+def _on_meta(shape: tuple[int, ...], format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    *outer, rows, columns = shape
+    of_codes, of_scale = packed_shapes(rows, columns, format)
+    return (
+        torch.empty((*outer, *of_codes), dtype=torch.uint8, device="meta"),
+        torch.empty((*outer, *of_scale), device="meta"),
+    )
+
+
+def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
+    """What each parameter of a model on the meta device is made of.
+
+    Raises:
+        CheckpointError: a tensor has no place in the model, or another shape; a parameter has no tensor.
+    """
+    architecture, config = architecture_of(file), model.config
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found: dict[str, dict[int, tuple[GgufTensor, str]]] = {}
+    for name, tensor in file.tensors.items():
+        if name in FREQUENCIES:
+            continue
+        parameter, number, part = _place(name, LAYER | dict(architecture.names))
+        if parameter not in shapes:
+            raise CheckpointError(
+                f"{file.path}: nothing in a {config.model_type} of transformers is its {name}."
+            )
+        found.setdefault(parameter, {})[number] = tensor, part
+    sources = {}
+    for parameter, tensors in found.items():
+        is_norm = architecture.norms_are_one_more and parameter.endswith("norm.weight")
+        part = tensors[min(tensors)][1]
+        source = sources[parameter] = Source(
+            tuple(tensors[number][0] for number in sorted(tensors)),
+            heads.get(part) if part in architecture.paired else None,
+            -1.0 if is_norm else 0.0,
+        )
+        if source.shape[-len(shapes[parameter]) :] != shapes[parameter]:
+            raise CheckpointError(
+                f"{file.path}: {parameter} is {list(source.shape)} there, and {list(shapes[parameter])} in the model "
+                "that the file describes."
+            )
+    if HEAD in shapes and HEAD not in sources:
+        sources[HEAD] = sources[TABLE]
+    if missing := [name for name in shapes if name not in sources and not name.endswith(NO_BIASES)]:
+        raise CheckpointError(f"{file.path} lacks {counted(missing)} of its model, for example {missing[0]}.")
+    return sources
+
+
+def _place(name: str, parts: Mapping[str, str]) -> tuple[str | None, int, str]:
+    """(The parameter that a tensor belongs to, the place of its rows among those of others, its part of the name)."""
+    if name.removesuffix(".weight") in WHOLE:
+        return f"{WHOLE[name.removesuffix('.weight')]}.weight", 0, name
+    match = PARAMETER.fullmatch(name)
+    if match is None:
+        return None, 0, name
+    layer, part, kind = match.groups()
+    if part in EXPERTS and kind == "weight":
+        parameter, number = EXPERTS[part]
+        return f"model.layers.{layer}.mlp.experts.{parameter}", number, part
+    return (f"model.layers.{layer}.{parts[part]}.{kind}" if part in parts else None), 0, part
+
+
+def plain_values(model: torch.nn.Module, stored: StoredBlocks, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The parameters that a model still has once modules that read codes are in place, by name."""
+    return {
+        name: stored.sources[name].values(dtype).reshape(parameter.shape)
+        if name in stored.sources
+        else torch.zeros(parameter.shape, dtype=dtype)
+        for name, parameter in model.named_parameters()
+    }
