@@ -46,6 +46,7 @@ from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head
 from pagebinder.frontend.plain_modules import with_vocabulary
 from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows, what_rows_bring
+from pagebinder.frontend.small_groups import expand_small_groups
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_module
 from pagebinder.graph_tools import calls
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
@@ -136,7 +137,10 @@ def load_source(model: Any, config: CompileConfig) -> ModelSource:
             )
     if isinstance(model, (str, Path)):
         source = source_from_path(model, dtype=config.dtype)
-        source.module.to(("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device)
+        device = ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
+        if device.startswith("cuda") and source.stored_weights is not None:
+            expand_small_groups(source.module, source.dtype, source.stored_weights)
+        source.module.to(device)
         return source
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(

@@ -20,8 +20,8 @@ of 256 weights, whose d and m are times small integers of each group (K-quants):
     Q6_K       -32 ... 31     d s: 8 bits, of 16              d s q         int8_g16
     IQ4_XS     16 integers    d s: 6 bits, of 32              d s q         int8_g32
 
-d and m are float16; their products with integers have at most 19 bits, so scales are exact in float32. Codes are q
-less half of their range, or q; what that adds is in the shift, which is rounded to float32. Other kinds (grids: IQ1,
+d and m are float16, s and t integers: scales of two levels in weight_formats.py, which kernels multiply. Codes are q
+less 8, 16 or 32. Scales of the first table are float16; shifts there are rounded to float32. Other kinds (grids: IQ1,
 IQ2, IQ3; ternary ones) have no kernel; the package `gguf` expands them. The kinds are ggml's (ggml-quants.c).
 """
 
@@ -35,10 +35,12 @@ import torch
 
 from pagebinder.custom_ops.latent.small_floats import from_e2m1
 from pagebinder.custom_ops.linear.weight_formats import (
+    LEVEL_OFFSETS,
     PANEL,
     empty_codes,
     pack_integers,
     packed_groups,
+    packed_levels,
     packed_shapes,
     weight_format,
 )
@@ -50,14 +52,34 @@ E8M0_BIAS = 127
 
 
 class Unpacked(NamedTuple):
-    """`codes` [M, weights of a block]: int8, or of 4 bits uint8 that are 8 too large.
+    """`codes` [M, weights of a block]: int8, or of 4 bits uint8 that are 8 too large. Of these a weight is
 
-    `scales`, `shifts`: of each group, float64, exact.
+        code d s,   or with m   code d s + LEVEL_OFFSETS[bits] d s - m t
+
+    with numbers `d`, `m` float64 [M, 1] and integers `s`, `t` of each group; without them 1.
     """
 
     codes: torch.Tensor
-    scales: torch.Tensor
-    shifts: torch.Tensor | None = None
+    d: torch.Tensor
+    s: torch.Tensor | None = None
+    m: torch.Tensor | None = None
+    t: torch.Tensor | None = None
+
+    def scales(self) -> torch.Tensor:
+        """[M, groups], exact."""
+        return _products(self.d, self.s)
+
+    def shifts(self, bits: int) -> torch.Tensor | None:
+        """[M, groups], exact."""
+        if self.m is None:
+            return None
+        return LEVEL_OFFSETS[bits] * self.scales() - _products(self.m, self.t)
+
+
+def _products(wide: torch.Tensor, narrow: torch.Tensor | None) -> torch.Tensor:
+    if narrow is None:
+        return wide
+    return (narrow.unflatten(1, (wide.shape[1], -1)) * wide[..., None]).flatten(1)
 
 
 class BlockKind(NamedTuple):
@@ -79,22 +101,37 @@ def packed(data: np.ndarray, kind: str, format: str | None = None) -> tuple[torc
     format = format or block.format
     columns = data.shape[1] // block.num_bytes * block.size
     rows = max(PANEL, SLICE_BYTES // data.shape[1] // PANEL * PANEL)
-    codes, scales, shifts = (
-        empty_codes(packed_shapes(len(data), columns, format)[0], torch.device("cpu")),
-        [],
-        [],
-    )
+    codes, parts = empty_codes(packed_shapes(len(data), columns, format)[0], torch.device("cpu")), []
     for first in range(0, len(data), rows):
         part = np.ascontiguousarray(data[first : first + rows])
-        found = _widened(
-            block.read(torch.from_numpy(part).reshape(-1, block.num_bytes)), block.format, format
-        )
-        pieces = pack_integers(found.codes.reshape(len(part), columns), format)
+        found = block.read(torch.from_numpy(part).reshape(-1, block.num_bytes))
+        wide = found.codes if format == block.format else _widened(found.codes, block.format, format)
+        pieces = pack_integers(wide.reshape(len(part), columns), format)
         codes[first // PANEL : first // PANEL + len(pieces)].copy_(pieces)
-        scales.append(found.scales.reshape(len(part), -1))
-        shifts.append(None if found.shifts is None else found.shifts.reshape(len(part), -1))
-    shift = torch.cat(shifts) if weight_format(format).is_shifted else None
-    return codes, packed_groups(torch.cat(scales), shift)
+        of_rows = (p if p is None else p.reshape(len(part), -1) for p in found[1:])
+        parts.append(Unpacked(wide[:0], *of_rows))
+    whole = (None if each[0] is None else torch.cat(each) for each in zip(*parts))
+    return codes, _packed_scales(Unpacked(*whole), block.format, format)
+
+
+def _packed_scales(found: Unpacked, format: str, to: str) -> torch.Tensor:
+    """Of rows [N, ...], codes of `format` that were widened to another."""
+    was, wanted = weight_format(format), weight_format(to)
+    if found.s is not None and was == wanted:
+        return packed_levels(found.d, found.s, None if found.m is None else (found.m, found.t))
+    scales, shifts = found.scales(), found.shifts(was.bits)
+    if shifts is None and wanted.is_shifted:
+        shifts = torch.zeros_like(scales)
+    times = was.group // wanted.group
+    return packed_groups(*(p if p is None else p.repeat_interleave(times, dim=1) for p in (scales, shifts)))
+
+
+def _widened(codes: torch.Tensor, format: str, to: str) -> torch.Tensor:
+    return (
+        (codes.to(torch.int16) - 8).to(torch.int8)
+        if weight_format(format).bits < weight_format(to).bits
+        else codes
+    )
 
 
 def expanded(data: np.ndarray, kind: str, dtype: torch.dtype) -> torch.Tensor:
@@ -115,8 +152,8 @@ def _values(rows: np.ndarray, kind: str) -> torch.Tensor:
     found = block.read(torch.from_numpy(np.ascontiguousarray(rows)).reshape(-1, block.num_bytes))
     fmt = weight_format(block.format)
     codes = from_e2m1(found.codes) if fmt.is_float else found.codes.double() - (8 if fmt.bits == 4 else 0)
-    groups = codes.unflatten(1, (-1, fmt.group)) * found.scales[..., None]
-    return (groups if found.shifts is None else groups + found.shifts[..., None]).reshape(len(rows), -1)
+    groups, shifts = codes.unflatten(1, (-1, fmt.group)) * found.scales()[..., None], found.shifts(fmt.bits)
+    return (groups if shifts is None else groups + shifts[..., None]).reshape(len(rows), -1)
 
 
 def _values_by_gguf(rows: np.ndarray, kind: str) -> torch.Tensor:
@@ -136,21 +173,6 @@ def widest(formats: set[str]) -> str:
     kinds = [weight_format(name) for name in formats]
     sign = "u" if any(kind.is_shifted for kind in kinds) else ""
     return f"{sign}int{max(kind.bits for kind in kinds)}_g{min(kind.group for kind in kinds)}"
-
-
-def _widened(found: Unpacked, format: str, to: str) -> Unpacked:
-    if format == to:
-        return found
-    was, wanted = weight_format(format), weight_format(to)
-    codes, times = found.codes, was.group // wanted.group
-    if was.bits < wanted.bits:
-        codes = (codes.to(torch.int16) - 8).to(torch.int8)
-    scales, shifts = (
-        p if p is None else p.repeat_interleave(times, dim=1) for p in (found.scales, found.shifts)
-    )
-    return Unpacked(
-        codes, scales, torch.zeros_like(scales) if wanted.is_shifted and shifts is None else shifts
-    )
 
 
 # ---- of 32 weights -----------------------------------------------------------------------------------------------
@@ -180,7 +202,7 @@ def _q4_0(blocks: torch.Tensor) -> Unpacked:
 
 def _q4_1(blocks: torch.Tensor) -> Unpacked:
     d, m, qs = _halves(blocks, 16)
-    return Unpacked(_nibbles(qs), d, m + 8 * d)
+    return Unpacked(_nibbles(qs), d, m=-m)
 
 
 def _q5_0(blocks: torch.Tensor) -> Unpacked:
@@ -190,7 +212,7 @@ def _q5_0(blocks: torch.Tensor) -> Unpacked:
 
 def _q5_1(blocks: torch.Tensor) -> Unpacked:
     d, m, qh, qs = _halves(blocks, 4, 16)
-    return Unpacked(_less(_nibbles(qs) | _fifth_bits(qh), 16), d, m + 16 * d)
+    return Unpacked(_less(_nibbles(qs) | _fifth_bits(qh), 16), d, m=-m)
 
 
 def _q8_0(blocks: torch.Tensor) -> Unpacked:
@@ -236,7 +258,7 @@ def _q2_k(blocks: torch.Tensor) -> Unpacked:
     scales, qs, numbers = blocks.split((16, 64, 4), dim=1)
     d, m = _halves(numbers)
     q = _shifted_down(qs, 32, 0, 2, 4, 6) & 3
-    return Unpacked(q + 8, d * (scales & 15), -(m * (scales >> 4)))
+    return Unpacked(q, d, scales & 15, m, scales >> 4)
 
 
 def _q3_k(blocks: torch.Tensor) -> Unpacked:
@@ -245,27 +267,27 @@ def _q3_k(blocks: torch.Tensor) -> Unpacked:
     low = _shifted_down(scales[:, :8], 8, 0, 4) & 15
     s = low | (_shifted_down(scales[:, 8:], 4, 0, 2, 4, 6) & 3) << 4
     q = _shifted_down(qs, 32, 0, 2, 4, 6) & 3
-    return Unpacked(q + 4 + 4 * (_shifted_down(high, 32, *range(8)) & 1), d * _less(s, 32))
+    return Unpacked(q + 4 + 4 * (_shifted_down(high, 32, *range(8)) & 1), d, _less(s, 32))
 
 
 def _q4_k(blocks: torch.Tensor) -> Unpacked:
     d, m, scales, qs = _halves(blocks, 12, 128)
     s, t = _six_bits(scales)
-    return Unpacked(_shifted_down(qs, 32, 0, 4) & 15, d * s, 8 * (d * s) - m * t)
+    return Unpacked(_shifted_down(qs, 32, 0, 4) & 15, d, s, m, t)
 
 
 def _q5_k(blocks: torch.Tensor) -> Unpacked:
     d, m, scales, high, qs = _halves(blocks, 12, 32, 128)
     s, t = _six_bits(scales)
     q = (_shifted_down(qs, 32, 0, 4) & 15) | (_shifted_down(high, 32, *range(8)) & 1) << 4
-    return Unpacked(_less(q, 16), d * s, 16 * (d * s) - m * t)
+    return Unpacked(_less(q, 16), d, s, m, t)
 
 
 def _q6_k(blocks: torch.Tensor) -> Unpacked:
     low, high, scales, numbers = blocks.split((128, 64, 16, 2), dim=1)
     (d,) = _halves(numbers)
     q = (_shifted_down(low, 64, 0, 4) & 15) | (_shifted_down(high, 32, 0, 2, 4, 6) & 3) << 4
-    return Unpacked(_less(q, 32), d * scales.contiguous().view(torch.int8))
+    return Unpacked(_less(q, 32), d, scales.contiguous().view(torch.int8))
 
 
 def _iq4_xs(blocks: torch.Tensor) -> Unpacked:
@@ -273,7 +295,7 @@ def _iq4_xs(blocks: torch.Tensor) -> Unpacked:
     s = (low[:, :, None] >> torch.tensor((0, 4), dtype=torch.uint8) & 15).flatten(1)
     s |= (high[:, :, None] >> torch.tensor((0, 2, 4, 6), dtype=torch.uint8) & 3).flatten(1) << 4
     values = torch.tensor(IQ4_VALUES, dtype=torch.int8)[(_shifted_down(qs, 16, 0, 4) & 15).int()]
-    return Unpacked(values, d * _less(s, 32))
+    return Unpacked(values, d, _less(s, 32))
 
 
 BLOCK_KINDS = {

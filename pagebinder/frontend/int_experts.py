@@ -22,6 +22,7 @@ from pagebinder.errors import CheckpointError
 from pagebinder.frontend.int_codes import Codes
 from pagebinder.frontend.int_format import Shapes, StoredInts, stack_of
 from pagebinder.frontend.int_linear import kernel_format, packed_codes
+from pagebinder.frontend.quantized_module import moved_scale
 
 CODES, SCALE = "_codes", "_scale"  # what the names of buffers add to the weight's
 
@@ -163,10 +164,18 @@ class QuantizedExperts:
         scales = {name: self._buffers[name] for name in (n + SCALE for n in self.names)}
         super()._apply(fn, recurse)
         for name, scale in scales.items():
-            if self._buffers[name].dtype is not scale.dtype:
-                self._buffers[name] = scale.to(self._buffers[name].device)
+            self._buffers[name] = moved_scale(scale, self._buffers[name], self.format)
         self.weights_dtype = fn(torch.empty(0, dtype=self.weights_dtype, device="cpu")).dtype
         return self
+
+    def expand(self) -> None:
+        """Have plain weights from now on."""
+        weights = {name: self.expert_weight(name) for name in self.names}
+        for name in self.names:
+            del self._buffers[name + CODES], self._buffers[name + SCALE]
+        self.__class__ = self.plain_class
+        for name, weight in weights.items():
+            self.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
 
     def expert_weight(self, name: str) -> torch.Tensor:
         """[E, N, K] of the model's dtype."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.custom_ops.linear.weight_formats import dequantize
+from pagebinder.custom_ops.linear.weight_formats import dequantize, plain_scale
 
 # Modules whose weight is read as a matrix, not applied: latent attention splits it and multiplies queries with it.
 READ_AS_MATRIX = ("kv_b_proj",)
@@ -48,9 +48,15 @@ class QuantizedLinear(torch.nn.Module):
         """A model that is moved or converted takes its scales along, in their dtype."""
         scale = self.scale
         super()._apply(fn, recurse)
-        if self.scale.dtype is not scale.dtype:
-            self.scale = scale.to(self.scale.device)
+        self.scale = moved_scale(scale, self.scale, self.format)
         return self
+
+
+def moved_scale(scale: torch.Tensor, moved: torch.Tensor, format: str) -> torch.Tensor:
+    """A scale tensor where a module was moved to, in its own dtype; two levels are for the kernels of a CPU."""
+    if moved.device.type == "cuda" and scale.dtype is torch.uint8:
+        return plain_scale(moved, format)
+    return moved if moved.dtype is scale.dtype else scale.to(moved.device)
 
 
 def reason_against_codes(path: str, replaced: torch.nn.Module) -> str | None:

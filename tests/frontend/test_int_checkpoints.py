@@ -427,11 +427,11 @@ def test_explain_shows_the_format_without_weights(name, tmp_path):
 
 
 def test_groups_that_no_kernel_reads_are_expanded(tmp_path):
-    plain = save(qwen3(), tmp_path, "auto-round", group=16)
+    plain = save(qwen3(), tmp_path, "auto-round", group=8)
     source = source_from_dir(tmp_path)
     assert {r.reason for r in source.stored_weights.refusals} == {
         "it is stored plain",
-        *(f"no kernel reads {k} columns of codes in groups of 16: it is expanded" for k in (128, 160, 288)),
+        *(f"no kernel reads {k} columns of codes in groups of 8: it is expanded" for k in (128, 160, 288)),
     }  # fmt: skip
     for path, module in plain.named_modules():
         if isinstance(module, torch.nn.Linear):

@@ -9,8 +9,8 @@
     int4_g32     -8 ... 7           32 neighbours of a row         [N/32, K/32, 32] bf16   4.5
     mxfp4        e2m1               32 neighbours of a row, 2^e    [N/32, K/32, 32] bf16   4.5
 
-Linear layers of checkpoints may have these beside them. Their scales are float32 where bf16 would round them, which
-doubles what there is beyond the bits of codes:
+Linear layers of checkpoints may have these beside them. Their scales are float16 or float32 where bf16 would round
+them; float32 doubles what there is beyond the bits of codes:
 
     int4_gG      -8 ... 7           G = 16, 128 neighbours         [N/32, K/G, 32]         5, 4.125
     uint4_gG     -8 ... 7, shifted  G = 16, 32, 64, 128 of them    [N/32, K/G, 2, 32]      6, 5, 4.5, 4.25
@@ -19,6 +19,13 @@ doubles what there is beyond the bits of codes:
 
 Of shifted formats a group has a scale [.., 0, :] and a shift [.., 1, :]: a weight is code * scale + shift. Codes
 0 ... 15 with a zero point z, as AWQ has them, are codes less 8 with the shift (8 - z) * scale.
+
+Scales of groups may also have two levels, as llama.cpp's K-quants have them: a number for 256 neighbours times an
+integer for each group. They are bytes then, uint8 [N/32, K/256, .]; of 32 rows
+
+    d  float16    [m  float16]     and of each group    s  int8    [t  int8]        in brackets: of shifted formats
+
+and a scale is d s, a shift LEVEL_OFFSETS[bits] d s - m t.
 
 e2m1 is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6; with powers of two as scales it is OCP's MXFP4 ("OCP
 Microscaling Formats (MX) Specification", version 1.0), so weights that were stored so are packed without loss.
@@ -50,6 +57,8 @@ E4M3_MAX, E4M3_SMALLEST_NORMAL = 448.0, 2.0**-6
 SLICE_ELEMENTS = 1 << 24  # of a weight that are quantised at once: what its float32 copies may hold
 # Scales tried for a group of int4, in parts of the one that reaches its largest weight.
 INT4_SHRINKS = (1.0, 0.93, 0.86, 0.79)
+LEVEL_SPAN = 256  # neighbours that share the upper of two levels of scales
+LEVEL_OFFSETS = {4: 8, 8: 16}
 LEAST_EXPONENT = -126  # of a scale: bf16's smallest normal number
 
 
@@ -168,10 +177,11 @@ def dequantize(qweight: torch.Tensor, scale: torch.Tensor, name: str) -> torch.T
     if fmt.has_groups:
         codes = _unpack_4(qweight) if fmt.bits == 4 else _unpack_8(qweight).view(torch.int8)
         values = from_e2m1(codes) if fmt.is_float else codes.float() - (8 if fmt.bits == 4 else 0)
+        parts = plain_scale(scale, name)
         if fmt.is_shifted:
-            scale, shift = (_of_groups(part, fmt.group) for part in scale.unbind(2))
+            scale, shift = (_of_groups(part, fmt.group) for part in parts.unbind(2))
             return values * scale + shift
-        return values * _of_groups(scale, fmt.group)
+        return values * _of_groups(parts, fmt.group)
     codes = _unpack_8(qweight)
     values = codes.view(torch.int8 if name == "int8" else torch.float8_e4m3fn).float()
     return values * scale_of_each(scale, values.shape)
@@ -214,11 +224,42 @@ def pack_integers(codes: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def packed_groups(scale: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
-    """Scales of groups [N, G], and shifts -> the scale tensor; in bf16 where that is exact, else in float32."""
+    """Scales of groups [N, G], and shifts -> the scale tensor; in bf16 or float16 if that is exact, else float32."""
     parts = [_packed_groups(part.float()) for part in (scale, shift) if part is not None]
     packed = parts[0] if shift is None else torch.stack(parts, 2)
-    rounded = packed.bfloat16()
-    return rounded if packed.is_meta or bool((rounded == packed).all()) else packed
+    if packed.is_meta:
+        return packed.bfloat16()
+    rounded = (packed.to(dtype) for dtype in (torch.bfloat16, torch.float16))
+    return next((narrow for narrow in rounded if bool((narrow == packed).all())), packed)
+
+
+def packed_levels(
+    wide: torch.Tensor, narrow: torch.Tensor, other: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """d [N, K/256] and s [N, G] integers -> the scale tensor of two levels; `other`: m and t, of shifted formats."""
+    pairs = [(wide, narrow)] + ([] if other is None else [other])
+    spans = wide.shape[1]
+    upper = torch.stack([_packed_groups(d.half()) for d, _ in pairs], 2)  # [N/32, K/256, parts, 32]
+    lower = torch.stack([_packed_groups(s.to(torch.int8)) for _, s in pairs], 2).unflatten(1, (spans, -1))
+    return torch.cat(
+        (upper.view(torch.uint8).flatten(2), lower.view(torch.uint8).flatten(2)), dim=2
+    ).contiguous()
+
+
+def plain_scale(scale: torch.Tensor, name: str) -> torch.Tensor:
+    """A scale tensor [..., N/32, ., .] of groups -> the same without levels: one of two levels becomes float32."""
+    if scale.dtype is not torch.uint8:
+        return scale
+    fmt = weight_format(name)
+    parts = 2 if fmt.is_shifted else 1
+    upper, lower = scale.split((2 * parts * PANEL, scale.shape[-1] - 2 * parts * PANEL), dim=-1)
+    wide = upper.contiguous().view(torch.float16).float().unflatten(-1, (1, parts, PANEL))
+    products = wide * lower.contiguous().view(torch.int8).float().unflatten(-1, (-1, parts, PANEL))
+    products = products.flatten(-4, -3)  # [..., N/32, K/G, parts, 32]
+    if not fmt.is_shifted:
+        return products.squeeze(-2).contiguous()
+    scales, shifts = products.unbind(-2)
+    return torch.stack((scales, LEVEL_OFFSETS[fmt.bits] * scales - shifts), dim=-2)
 
 
 def scale_of_each(scale: torch.Tensor, shape) -> torch.Tensor:

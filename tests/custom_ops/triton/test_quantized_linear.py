@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import FORMATS, STORED_FORMATS, quantize
+from pagebinder.custom_ops.linear.weight_formats import (
+    FORMATS,
+    STEP,
+    STORED_FORMATS,
+    quantize,
+    weight_format,
+)
 from pagebinder.custom_ops.triton import gpu
 from tests.custom_ops.test_quantized_linear import (  # noqa: F401  (run here with the provider of this folder)
     check,
@@ -32,7 +38,10 @@ def test_against_float64(linear, name):
         check(linear, x, weight_of(columns, inner), name, bias if rows > 1 else None)
 
 
-@pytest.mark.parametrize("name", by_day(STORED_FORMATS, ("int4_g128", "uint4_g64", "uint8_g32")))
+READ = [name for name in STORED_FORMATS if weight_format(name).group >= STEP]
+
+
+@pytest.mark.parametrize("name", by_day(READ, ("int4_g128", "uint4_g64", "uint8_g32")))
 def test_codes_of_checkpoints(linear, name, monkeypatch):
     monkeypatch.setattr(gpu, "MULTIPROCESSORS_OF_NO_GPU", 8)
     for rows, dtype in ((1, torch.bfloat16), (20, torch.bfloat16), (130, torch.float16), (3, torch.float32)):
@@ -40,6 +49,13 @@ def test_codes_of_checkpoints(linear, name, monkeypatch):
         x, bias = operands(rows, 64, 384, dtype)
         y = linear(x, codes, scale, bias, format=name)
         assert_close(y.cpu(), torch.nn.functional.linear(x.double(), weight, bias.double()))
+
+
+@pytest.mark.parametrize("name", sorted(set(STORED_FORMATS) - set(READ)))
+def test_groups_of_half_a_step_are_refused(linear, name):
+    codes, scale, _ = stored_weight(name, 64, 384)
+    with pytest.raises(ValueError, match="16 weights share a scale"):
+        linear(operands(3, 64, 384)[0], codes, scale, None, format=name)
 
 
 @pytest.mark.parametrize("name", by_day(FORMATS, ("fp8_block",)))

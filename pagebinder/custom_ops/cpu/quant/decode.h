@@ -74,12 +74,10 @@ PB_INLINE void decode_tile_to_floats(const uint8_t* from, float* to) {
 
 // Scales of the columns of a panel, for what begins at `k`, as 32 floats.
 inline void scales_at(const QuantizedLinearArgs& a, int64_t panel, int64_t k, float* to) {
-  const int64_t at = panel / a.scale_panels * a.scale_panel_stride + k / a.scale_group * a.scale_group_stride;
-  if (a.scale_is_vector) {
-    for (int i = 0; i < QUANT_PANEL; i += W) store(to + i, load_scales(a, at + i));
-    return;
-  }
-  for (int i = 0; i < QUANT_PANEL; i += W) store(to + i, splat(static_cast<const float*>(a.scale)[at]));
+  PanelScales scales;
+  if (a.scale_is_vector) scales = load_scales(a, panel, k);
+  else for (VF& each : scales.of) each = splat(static_cast<const float*>(a.scale)[scales_begin(a, panel, k)]);
+  for (int v = 0; v < QUANT_PANEL / W; ++v) store(to + v * W, scales.of[v]);
 }
 
 inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step, float* to) {
@@ -88,8 +86,9 @@ inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step,
 
 // Asks memory for the scales of what begins at `k`: a line for each group, in a stream beside that of the codes.
 inline void ask_for_scales(const QuantizedLinearArgs& a, int64_t panel, int64_t k) {
-  const int64_t at = panel / a.scale_panels * a.scale_panel_stride + k / a.scale_group * a.scale_group_stride;
-  __builtin_prefetch(static_cast<const char*>(a.scale) + at * (a.scale_is_bf16 ? 2 : 4), 0, 2);
+  if (a.scale_kind == ScaleKind::LEVELS) return __builtin_prefetch(Levels(a, panel, k).narrow, 0, 2);
+  const int64_t size = a.scale_kind == ScaleKind::F32 ? 4 : 2;
+  __builtin_prefetch(static_cast<const char*>(a.scale) + scales_begin(a, panel, k) * size, 0, 2);
 }
 
 // ---- bf16 pairs ------------------------------------------------------------------------------------------------

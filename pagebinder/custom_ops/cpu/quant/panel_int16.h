@@ -114,6 +114,11 @@ PB_INLINE void begin_sums(const Wholes& x, int group, Sums<ROWS>& sums) {
     for (int v = 0; v < VECTORS; ++v) sums[r][v] = _mm256_set1_epi32(x.begins[group * ROWS + r]);
 }
 
+// to [group][32]: the scales of a panel, for several strips.
+inline void scales_of_panel(const QuantizedLinearArgs& a, const Wholes& x, int64_t panel, float* to) {
+  for (int group = 0; group < x.groups(); ++group, to += QUANT_PANEL) scales_at(a, panel, int64_t{group} * x.span, to);
+}
+
 // totals [row][16 of 32] += sums with their scales; the first ones are all there is.
 template <int ROWS>
 PB_INLINE void end_sums(const Wholes& x, int group, const float* scales, const Sums<ROWS>& sums, float* totals) {
@@ -130,16 +135,19 @@ PB_INLINE void end_sums(const Wholes& x, int group, const float* scales, const S
   }
 }
 
-// totals [row][32] of one panel. ASKS: for codes ahead. PARTS: of a step, that have scales of their own.
+// totals [row][32] of one panel. ASKS: for codes ahead. PARTS: of a step, that have scales of their own. all_scales:
+// [group][32], or null.
 template <Code CODE, int ROWS, bool ASKS, int PARTS>
-void panel_of_strip(const QuantizedLinearArgs& a, const Wholes& x, int64_t panel, float* totals) {
+void panel_of_strip(const QuantizedLinearArgs& a, const Wholes& x, int64_t panel, float* totals,
+                    const float* all_scales) {
   constexpr int PART = QUANT_STEP / PARTS, LINES = TILE_LINES_OF<CODE> / PARTS;
   const uint8_t* codes = a.weight + panel * a.panel_bytes();
   const int64_t tile = a.tile_bytes();
-  alignas(64) float scales[QUANT_PANEL];
+  alignas(64) float own_scales[QUANT_PANEL];
   for (int group = 0; group < x.groups(); ++group) {
     const int begin = group * x.span, end = std::min(begin + x.span, x.inner);
-    scales_at(a, panel, begin, scales);
+    const float* scales = all_scales == nullptr ? own_scales : all_scales + int64_t{group} * QUANT_PANEL;
+    if (all_scales == nullptr) scales_at(a, panel, begin, own_scales);
     if (ASKS) ask_for_scales(a, panel + 1, begin);
     const auto add_half = [&](int half, int k, Sums<ROWS>& sums) __attribute__((always_inline)) {
       const uint8_t* lines = codes + (2 * (k / QUANT_STEP) + half) * tile + k % QUANT_STEP / PART * LINES * 64;

@@ -81,20 +81,66 @@ void sum_groups(const T* x, int64_t x_stride, int64_t rows, int64_t inner, int64
     }
 }
 
-// What shifts add to the sums of a row with columns from `half` of a panel on: each the sum of x over its group.
-inline VF sum_of_shifts(const QuantizedLinearArgs& a, int64_t row, int64_t panel, int half) {
-  const int64_t groups = a.inner / a.scale_group;
-  const float* x = a.x_sums + row * groups;
-  const int64_t first = panel * a.scale_panel_stride + QUANT_PANEL + half;
-  VF total{};
-  for (int64_t g = 0; g < groups; ++g) total += splat(x[g]) * load_scales(a, first + g * a.scale_group_stride);
-  return total;
+// sums [row][32] += of each of `count` groups from `begin` on, its sum of x times its shifts.
+inline void add_shifts_of(const QuantizedLinearArgs& a, int64_t first_row, int64_t rows, int64_t begin, int64_t count,
+                          const PanelScales* shifts, float* sums) {
+  for (int64_t r = 0; r < rows; ++r, sums += QUANT_PANEL) {
+    const float* x = a.x_sums + (first_row + r) * (a.inner / a.scale_group) + begin;
+    PanelScales total{};
+    for (int64_t g = 0; g < count; ++g)
+      PB_UNROLL
+      for (int v = 0; v < QUANT_PANEL / W; ++v) total.of[v] += splat(x[g]) * shifts[g].of[v];
+    PB_UNROLL
+    for (int v = 0; v < QUANT_PANEL / W; ++v) store(sums + v * W, load<VF>(sums + v * W) + total.of[v]);
+  }
 }
 
-// Rows of a job's sums [row][32], of gated layers of both -> rows of out from `first_row` on.
+// The same of all groups that share the numbers of two levels, from k on: integers are summed first.
+inline void add_level_shifts(const QuantizedLinearArgs& a, int64_t panel, int64_t k, int64_t first_row, int64_t rows,
+                             float* sums) {
+  constexpr int MOST_GROUPS = LEVEL_SPAN / QUANT_HALF_STEP, VECTORS = QUANT_PANEL / W;
+  const int64_t count = LEVEL_SPAN >> a.scale_group_bits;
+  const VF offset = splat(level_offset(has_4_bits(a.code) ? 4 : 8));
+  Levels levels(a, panel, k);
+  PanelScales s[MOST_GROUPS], t[MOST_GROUPS], d, m;
+  PB_UNROLL
+  for (int v = 0; v < VECTORS; ++v) d.of[v] = offset * levels.upper(v * W), m.of[v] = levels.upper(QUANT_PANEL + v * W);
+  for (int64_t g = 0; g < count; ++g, levels.narrow += a.scale_group_stride)
+    PB_UNROLL
+    for (int v = 0; v < VECTORS; ++v) s[g].of[v] = levels.lower(v * W), t[g].of[v] = levels.lower(QUANT_PANEL + v * W);
+  for (int64_t r = 0; r < rows; ++r, sums += QUANT_PANEL) {
+    const float* x = a.x_sums + (first_row + r) * (a.inner / a.scale_group) + (k >> a.scale_group_bits);
+    PanelScales of_s{}, of_t{};
+    for (int64_t g = 0; g < count; ++g)
+      PB_UNROLL
+      for (int v = 0; v < VECTORS; ++v) of_s.of[v] += splat(x[g]) * s[g].of[v], of_t.of[v] += splat(x[g]) * t[g].of[v];
+    PB_UNROLL
+    for (int v = 0; v < VECTORS; ++v)
+      store(sums + v * W, load<VF>(sums + v * W) + (d.of[v] * of_s.of[v] - m.of[v] * of_t.of[v]));
+  }
+}
+
+// sums [row][32] of a panel += what shifts add.
+inline void add_shifts(const QuantizedLinearArgs& a, int64_t panel, int64_t first_row, int64_t rows, float* sums) {
+  if (a.scale_kind == ScaleKind::LEVELS) {
+    for (int64_t k = 0; k < a.inner; k += LEVEL_SPAN) add_level_shifts(a, panel, k, first_row, rows, sums);
+    return;
+  }
+  constexpr int64_t AT_ONCE = 32;  // groups, whose shifts all rows meet
+  const int64_t groups = a.inner / a.scale_group;
+  PanelScales shifts[AT_ONCE];
+  for (int64_t begin = 0; begin < groups; begin += AT_ONCE) {
+    const int64_t count = std::min(AT_ONCE, groups - begin);
+    for (int64_t g = 0; g < count; ++g) shifts[g] = load_shifts(a, panel, (begin + g) * a.scale_group);
+    add_shifts_of(a, first_row, rows, begin, count, shifts, sums);
+  }
+}
+
+// Rows of a job's sums [row][32], of gated layers of both, with shifts -> rows of out from `first_row` on.
 template <class Out>
-void write_panel(const QuantizedRun& run, const QuantizedJob& job, const float* const* sums, int64_t first_row,
-                 int64_t rows) {
+void write_panel(const QuantizedRun& run, const QuantizedJob& job, float* const* sums, int64_t first_row, int64_t rows) {
+  for (int part = 0; part < run.parts; ++part)
+    if (job.layer[part].is_shifted) add_shifts(job.layer[part], job.panel, first_row, rows, sums[part]);
   const Activation gate = run.call.gate;
   const bool rounds = std::is_same_v<Out, bf16> || run.call.rounds;
   const auto rounded = [rounds](VF value) { return rounds ? bit_cast<VF>(round_to_bf16(value)) : value; };
@@ -106,11 +152,7 @@ void write_panel(const QuantizedRun& run, const QuantizedJob& job, const float* 
     const VF bias = bias_of(*job.layer), other = run.parts > 1 ? bias_of(job.layer[1]) : VF{};
     Out* out = static_cast<Out*>(job.layer->out) + first_row * job.layer->columns + column;
     for (int64_t r = 0; r < rows; ++r, out += job.layer->columns) {
-      const auto sum_of = [&](int part) {
-        const QuantizedLinearArgs& layer = job.layer[part];
-        const VF sum = load<VF>(sums[part] + r * QUANT_PANEL + half);
-        return layer.is_shifted ? sum + sum_of_shifts(layer, first_row + r, job.panel, half) : sum;
-      };
+      const auto sum_of = [&](int part) { return load<VF>(sums[part] + r * QUANT_PANEL + half); };
       VF value = sum_of(0) + bias;
       if (run.parts > 1) {
         const VF up = rounded(sum_of(1) + other);
@@ -137,7 +179,7 @@ void meet_panels(const QuantizedRun& run, const QuantizedJob& job, int64_t first
     add(panel, total);
     std::copy_n(&total[0][0][0], 2 * ROWS, &totals[i][0][0]);
   }
-  const float* const sums[] = {reinterpret_cast<float*>(totals[0]), reinterpret_cast<float*>(totals[1])};
+  float* const sums[] = {reinterpret_cast<float*>(totals[0]), reinterpret_cast<float*>(totals[1])};
   for (int p = 0; p < job.panels; ++p) write_panel<bf16>(run, {job.layer, job.panel + p, 1}, sums + p, first_row, ROWS);
 }
 

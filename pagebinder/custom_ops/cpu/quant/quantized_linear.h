@@ -23,6 +23,16 @@ constexpr int QUANT_STEP = 32;   // k of a step
 constexpr int QUANT_HALF_STEP = QUANT_STEP / 2;
 constexpr int64_t QUANT_MOST_DOT_ROWS = 2;  // that meet codes in registers
 
+// What scales are: numbers, or of two levels, products of a number for 256 k and an integer for each group. Of a panel
+// and 256 k these are bytes
+//
+//     d  32 f16   [m  32 f16]   and of each group   s  32 int8   [t  32 int8]      in brackets: with shifts
+//
+// A scale is d s, a shift LEVEL_OFFSET d s - m t.
+enum class ScaleKind { F32, BF16, F16, LEVELS };
+constexpr int LEVEL_SPAN = 256;
+constexpr float level_offset(int bits) { return bits == 4 ? 8.0f : 16.0f; }
+
 enum class Code { FP8, INT8, INT4, FP4 };
 constexpr bool has_4_bits(Code code) { return code == Code::INT4 || code == Code::FP4; }
 constexpr int tile_bytes_of(Code code) { return has_4_bits(code) ? 256 : 512; }
@@ -46,9 +56,12 @@ struct QuantizedLinearArgs {
   const float* lowering;     // what sums of rows of x that were lifted (panel_floats.h) are times, or null
   const uint8_t* weight;     // packed
   const void* scale;         // see scales_of
-  bool scale_is_bf16;
+  ScaleKind scale_kind;
   int64_t scale_group;       // k that share a scale: a multiple of QUANT_STEP, or half of it
-  int64_t scale_panel_stride, scale_group_stride;  // in elements; panel_stride is that of `scale_panels` panels
+  int64_t scale_panel_stride, scale_group_stride;  // in elements; panel_stride is that of `scale_panels` panels. Of
+                             // two levels, in bytes: group_stride is that of the integers of a group
+  int64_t level_bytes;       // of two levels: of 256 k of a panel
+  int scale_group_bits;      // log2 of scale_group, where that is a power of two
   int64_t scale_panels;      // panels that share their scales
   bool scale_is_vector;      // one scale for each column of a panel, or one for all
   bool is_shifted;           // behind the scales of a group and panel lie shifts: a weight is code * scale + shift
@@ -79,10 +92,64 @@ struct QuantizedLinearArgs {
   }
 };
 
-// W scales or shifts, in their order in memory.
-inline VF load_scales(const QuantizedLinearArgs& a, int64_t at) {
-  return a.scale_is_bf16 ? load_float(static_cast<const bf16*>(a.scale) + at)
-                         : load_float(static_cast<const float*>(a.scale) + at);
+// Scales, or shifts, of the 32 columns of a panel for what begins at k, W in a vector.
+struct PanelScales {
+  VF of[QUANT_PANEL / W];
+};
+
+// Where the scales begin of what is from `k` on: of numbers, in elements.
+inline int64_t scales_begin(const QuantizedLinearArgs& a, int64_t panel, int64_t k) {
+  return panel / a.scale_panels * a.scale_panel_stride + k / a.scale_group * a.scale_group_stride;
+}
+
+// Where the numbers of two levels lie, and the integers of the group of k.
+struct Levels {
+  const f16* wide;
+  const int8_t* narrow;
+
+  Levels(const QuantizedLinearArgs& a, int64_t panel, int64_t k) {
+    const uint64_t in_span = static_cast<uint64_t>(k) % LEVEL_SPAN, spans = static_cast<uint64_t>(k) / LEVEL_SPAN;
+    const char* at = static_cast<const char*>(a.scale) + panel * a.scale_panel_stride + spans * a.level_bytes;
+    wide = reinterpret_cast<const f16*>(at);
+    const int64_t group = static_cast<int64_t>(in_span >> a.scale_group_bits);
+    narrow = reinterpret_cast<const int8_t*>(at + (a.is_shifted ? 4 : 2) * QUANT_PANEL + group * a.scale_group_stride);
+  }
+
+  // d and s of columns from `column` on, or m and t, which are QUANT_PANEL further.
+  PB_INLINE VF upper(int column) const { return load_float(wide + column); }
+  PB_INLINE VF lower(int column) const {
+    typedef int8_t Bytes __attribute__((vector_size(W)));
+    return __builtin_convertvector(load<Bytes>(narrow + column), VF);
+  }
+};
+
+template <class T>
+PB_INLINE PanelScales load_panel(const void* scale, int64_t at) {
+  PanelScales scales;
+  PB_UNROLL
+  for (int v = 0; v < QUANT_PANEL / W; ++v) scales.of[v] = load_float(static_cast<const T*>(scale) + at + v * W);
+  return scales;
+}
+
+PB_INLINE PanelScales load_numbers(const QuantizedLinearArgs& a, int64_t at) {
+  if (a.scale_kind == ScaleKind::BF16) return load_panel<bf16>(a.scale, at);
+  if (a.scale_kind == ScaleKind::F16) return load_panel<f16>(a.scale, at);
+  return load_panel<float>(a.scale, at);
+}
+
+// Of scales that are a vector.
+PB_INLINE PanelScales load_scales(const QuantizedLinearArgs& a, int64_t panel, int64_t k) {
+  if (a.scale_kind != ScaleKind::LEVELS) return load_numbers(a, scales_begin(a, panel, k));
+  const Levels levels(a, panel, k);
+  PanelScales scales;
+  PB_UNROLL
+  for (int v = 0; v < QUANT_PANEL / W; ++v) scales.of[v] = levels.upper(v * W) * levels.lower(v * W);
+  return scales;
+}
+
+// Of shifts that are numbers.
+PB_INLINE PanelScales load_shifts(const QuantizedLinearArgs& a, int64_t panel, int64_t k) {
+  return load_numbers(a, scales_begin(a, panel, k) + QUANT_PANEL);
 }
 
 struct PanelOf {

@@ -160,8 +160,8 @@ void worker(void* context, int index) {
     for (int part = 0; part < run.parts; ++part)
       run_panel<CODE>({run, job.layer[part], job.panel, decoded, memory + part * size});
     for (int tile = 0; tile < run.row_tiles; ++tile) {
-      const float* at = memory + tile * 2 * TILE_FLOATS;
-      const float* const sums[] = {at, at + (run.parts - 1) * size};
+      float* at = memory + tile * 2 * TILE_FLOATS;
+      float* const sums[] = {at, at + (run.parts - 1) * size};
       write(run, job, sums, run.first_row(tile), run.tile_rows());
     }
   }

@@ -47,7 +47,11 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
   a.columns = panels * QUANT_PANEL, a.inner = qweight.size(stacked + 1) * QUANT_STEP;
   a.weight = static_cast<const uint8_t*>(qweight.const_data_ptr());
   a.scale = scale.const_data_ptr();
-  a.scale_is_bf16 = scale.scalar_type() == ScalarType::BFloat16;
+  const ScalarType type = scale.scalar_type();
+  a.scale_kind = type == ScalarType::BFloat16 ? ScaleKind::BF16
+                 : type == ScalarType::Half   ? ScaleKind::F16
+                 : type == ScalarType::Byte   ? ScaleKind::LEVELS
+                                              : ScaleKind::F32;
   a.scale_group = std::max<int64_t>(a.inner, QUANT_STEP), a.scale_panels = 1;
   std::vector<int64_t> sizes;
   if (format == "fp8_tensor") {
@@ -64,6 +68,13 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
     a.scale_is_vector = true, a.is_shifted = is_shifted;
     a.scale_group_stride = is_shifted ? 2 * QUANT_PANEL : QUANT_PANEL;
     a.scale_panel_stride = sizes[1] * a.scale_group_stride;
+    a.scale_group_bits = __builtin_ctzll(static_cast<unsigned long long>(group));
+    if (a.scale_kind == ScaleKind::LEVELS) {
+      PB_CHECK(a.inner % LEVEL_SPAN == 0, "K must be a multiple of ", LEVEL_SPAN, " where scales have two levels");
+      a.level_bytes = (is_shifted ? 4 : 2) * QUANT_PANEL + LEVEL_SPAN / group * a.scale_group_stride;
+      sizes = {panels, a.inner / LEVEL_SPAN, a.level_bytes};
+      a.scale_panel_stride = sizes[1] * sizes[2];
+    }
   } else {
     sizes = {a.columns};
     a.scale_is_vector = true, a.scale_panel_stride = QUANT_PANEL;
@@ -71,7 +82,7 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
   bool fits = scale.dim() == stacked + static_cast<int64_t>(sizes.size()) && scale.is_contiguous() &&
               (stacked == 0 || scale.size(0) == qweight.size(0));
   for (size_t i = 0; fits && i < sizes.size(); ++i) fits = scale.size(stacked + i) == sizes[i];
-  PB_CHECK(fits && (scale.scalar_type() == ScalarType::Float || (a.scale_is_bf16 && group != 0)),
+  PB_CHECK(fits && (type == ScalarType::Float || (a.scale_kind != ScaleKind::F32 && group != 0)),
            "scale is not that of a weight [", a.columns, ", ", a.inner, "] in ", format);
 }
 

@@ -28,7 +28,7 @@ CodedStack stack_of(const Tensor& codes, const Tensor& scale, const std::string&
   const int64_t experts = codes.size(0);
   if (experts == 0) return stack;
   stack.code_bytes = codes.numel() / experts;
-  stack.scale_bytes = scale.numel() / experts * (stack.first.scale_is_bf16 ? 2 : 4);
+  stack.scale_bytes = scale.numel() / experts * static_cast<int64_t>(scale.element_size());
   return stack;
 }
 

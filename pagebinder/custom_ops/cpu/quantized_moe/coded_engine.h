@@ -75,8 +75,7 @@ struct CodedEngine {
     float* of_groups = buffer.at_least<float>(static_cast<size_t>(rows * groups));
     Rows::sum_groups(x, rows, weight.inner, weight.scale_group, of_groups);
     weight.x_sums = of_groups;
-    for (int r = 0; r < rows; ++r, sums += QUANT_PANEL)
-      for (int i = 0; i < QUANT_PANEL; i += W) store(sums + i, load<VF>(sums + i) + sum_of_shifts(weight, r, panel, i));
+    pagebinder::add_shifts(weight, panel, 0, rows, sums);
   }
 
   // The first two panels of a row, whose columns take turns -> gates, values.

@@ -53,7 +53,7 @@ struct IntegerRows {
       const auto panel_of = by_count<MOST_STRIP_ROWS>(x.rows, [](auto rows) {
         return panel_of_strip<Code::INT4, decltype(rows)::value, ASKS, decltype(parts)::value>;
       });
-      panel_of(weight, x, panel, sums + x.first_row * QUANT_PANEL);
+      panel_of(weight, x, panel, sums + x.first_row * QUANT_PANEL, nullptr);
     };
     weight.has_half_steps() ? meet(std::integral_constant<int, 2>()) : meet(std::integral_constant<int, 1>());
   }

@@ -1,0 +1,44 @@
+"""Weights whose scales no kernel of a GPU reads: groups of fewer than 32 are expanded before a model goes there."""
+
+from __future__ import annotations
+
+import torch
+
+from pagebinder.custom_ops.linear.weight_formats import STEP, weight_format
+from pagebinder.frontend.int_experts import QuantizedExperts
+from pagebinder.frontend.quantized_module import QuantizedLinear
+from pagebinder.report import PassResult, Refusal
+
+REASON = "no kernel of a GPU reads {format}: it is expanded"
+
+
+def expand_small_groups(model: torch.nn.Module, dtype: torch.dtype, result: PassResult) -> None:
+    """Give such modules of a model plain weights of `dtype`, and say so: matches of `result` become refusals."""
+    reasons = {}
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, QuantizedLinear | QuantizedExperts):
+            continue
+        if (weight_format(module.format).group or STEP) >= STEP:
+            continue
+        reasons[path] = REASON.format(format=module.format)
+        if isinstance(module, QuantizedLinear):
+            model.set_submodule(path, _linear(module, dtype))
+        else:
+            module.expand()
+    kept = [match for match in result.matches if match.module_path not in reasons]
+    lost = [match for match in result.matches if match.module_path in reasons]
+    result.refusals += [
+        Refusal(
+            pattern=match.pattern, reason=reasons[match.module_path], node="", module_path=match.module_path
+        )
+        for match in lost
+    ]
+    result.matches[:] = kept
+
+
+def _linear(module: QuantizedLinear, dtype: torch.dtype) -> torch.nn.Linear:
+    weight = module.weight().to(dtype)
+    linear = torch.nn.Linear(*reversed(weight.shape), bias=False, device="meta", dtype=dtype)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    linear.bias = module.bias
+    return linear

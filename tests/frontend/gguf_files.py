@@ -1,0 +1,243 @@
+"""GGUF files of tiny models with random blocks, and the plain models that they stand for, by the package `gguf`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
+from gguf.quants import dequantize
+from gguf.tensor_mapping import get_tensor_name_map
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HALVES = {  # where the numbers of a block lie, and how many
+    "Q4_0": (0, 1), "Q4_1": (0, 2), "Q5_0": (0, 1), "Q5_1": (0, 2), "Q8_0": (0, 1), "IQ4_NL": (0, 1), "Q2_K": (80, 2),
+    "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, 1), "IQ4_XS": (0, 1), "IQ3_XXS": (0, 1),
+}  # fmt: skip
+MIDDLES = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
+SIZES = dict(
+    vocab_size=96, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128,
+)  # fmt: skip
+HEAD = {"head_dim": 64}
+THETA = {"rope_type": "default", "rope_theta": 10_000.0}
+LLAMA3 = THETA | {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = THETA | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = THETA | {
+    "rope_type": "longrope", "original_max_position_embeddings": 128,
+    "short_factor": [1 + i / 100 for i in range(32)], "long_factor": [1 + i / 5 for i in range(32)],
+}  # fmt: skip
+TWO_ROPES = {
+    "full_attention": THETA | {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": THETA,
+}
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
+
+# name -> architecture of the file, model_type, options of its config, options of the file beyond the common ones
+MODELS = {
+    "llama": ("llama", "llama", HEAD | {"rope_parameters": LLAMA3}, {}),
+    "llama biases": ("llama", "llama", HEAD | {"attention_bias": True, "mlp_bias": True}, {}),
+    "mixtral": (
+        "llama", "mixtral", HEAD | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "qwen2": ("qwen2", "qwen2", {"rope_parameters": YARN}, {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
+    }),
+    "qwen3": ("qwen3", "qwen3", HEAD | {"tie_word_embeddings": True}, {}),
+    "qwen2moe": (
+        "qwen2moe", "qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 256, "norm_topk_prob": False},
+        {
+            "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 256,
+            "expert_shared_feed_forward_length": 256,
+        },
+    ),
+    "qwen3moe": ("qwen3moe", "qwen3_moe", HEAD | EXPERTS | {"norm_topk_prob": True}, {
+        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 256,
+    }),
+    "gemma": ("gemma", "gemma", HEAD, {}),
+    "gemma2": (
+        "gemma2", "gemma2", HEAD | {"sliding_window": 16, "query_pre_attn_scalar": 64},
+        {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention.sliding_window": 16},
+    ),
+    "gemma3": (
+        "gemma3", "gemma3_text",
+        HEAD
+        | {"sliding_window": 16, "query_pre_attn_scalar": 64, "num_hidden_layers": 6, "rope_parameters": TWO_ROPES},
+        {
+            "attention.sliding_window": 16, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
+            "rope.freq_base": 1e6, "rope.freq_base_swa": 10_000.0,
+        },
+    ),
+    "phi3": ("phi3", "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 128, "pad_token_id": 0}, {
+        "rope.scaling.original_context_length": 128, "attention.sliding_window": 0,
+    }),
+    "granite": (
+        "granite", "granite",
+        {
+            "attention_multiplier": 0.02, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+            "logits_scaling": 8.0, "tie_word_embeddings": True,
+        },
+        {"attention.scale": 0.02, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0},
+    ),
+    "olmo2": ("olmo2", "olmo2", {}, {}),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4, "pad_token_id": 0, "use_sliding_window": False}, {}),
+}  # fmt: skip
+PAIRED = ("llama", "granite", "smollm3")
+ONE_MORE = ("gemma", "gemma2", "gemma3")
+
+
+def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarray:
+    """uint8 [..., bytes of a row]: weights of about 0.05."""
+    size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // size, num_bytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = generator.integers(119, 123, blocks.shape[:-1])
+    else:
+        at, count = HALVES[kind]
+        largest = {
+            "Q8_0": 127,
+            "IQ4_NL": 127,
+            "IQ4_XS": 4000,
+            "Q6_K": 4000,
+            "Q3_K": 128,
+            "Q4_K": 900,
+            "Q5_K": 2000,
+        }
+        numbers = generator.uniform(0.5, 1, (*blocks.shape[:-1], count)) * 0.08 / largest.get(kind, 15)
+        if count == 2:  # so that weights are about zero in the middle
+            numbers[..., 1] = numbers[..., 0] * MIDDLES[kind]
+        blocks[..., at : at + 2 * count] = numbers.astype(np.float16).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def plain_model(name: str, **options):
+    _, model_type, of_model, _ = MODELS[name]
+    sizes = SIZES | {"eos_token_id": None, "bos_token_id": None} | of_model | options
+    if "rope_parameters" not in sizes:
+        sizes["rope_parameters"] = THETA
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(0, 0.05)
+            if parameter.dim() == 1 and "norm" in key and name not in ONE_MORE:
+                parameter.add_(1)
+    return model
+
+
+def write_gguf(
+    path: Path, name: str, kinds: dict[str, str] | str = "F32", more: dict | None = None, **options
+):
+    """A file of the model `name`; the plain model that it stands for, in float32.
+
+    Args:
+        kinds: parts of llama.cpp's names -> the kind of their weights, the first that fits; or one kind for all.
+        more: options of the file; None leaves one out. options: of the config.
+    """
+    architecture, _, _, of_file = MODELS[name]
+    model, kinds = plain_model(name, **options), {"": kinds} if isinstance(kinds, str) else kinds
+    config = model.config
+    writer = GGUFWriter(path, architecture)
+    for key, value in (_common(config) | of_file | (more or {})).items():
+        if value is not None:
+            add = {
+                str: writer.add_string,
+                float: writer.add_float32,
+                bool: writer.add_bool,
+                list: writer.add_array,
+            }
+            key = (
+                key
+                if "." in key and key.split(".")[0] in ("general", "tokenizer")
+                else f"{architecture}.{key}"
+            )
+            add.get(type(value), writer.add_uint32)(key, value)
+    with torch.no_grad():
+        for seed, (tensor, parameters) in enumerate(_tensors(model, architecture).items()):
+            _write(writer, tensor, parameters, architecture, config, _kind(tensor, parameters, kinds), seed)
+    _write_frequencies(writer, name, model)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _common(config) -> dict:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head, "attention.value_length": head,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": 10_000.0,
+        "tokenizer.ggml.model": "no_vocab",
+    }  # fmt: skip
+
+
+def _tensors(model, architecture: str) -> dict[str, list[torch.Tensor]]:
+    """llama.cpp's name -> the parameter, or the part of one, that it holds."""
+    arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == architecture)
+    names = get_tensor_name_map(arch, model.config.num_hidden_layers)
+    found = {}
+    for key, parameter in model.named_parameters():
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj", key):
+            parts = parameter.chunk(2, dim=1) if match[2] == "gate_up" else [parameter]
+            for part, values in zip(("gate", "up") if match[2] == "gate_up" else ("down",), parts):
+                found[f"blk.{match[1]}.ffn_{part}_exps.weight"] = values
+            continue
+        owner, _, kind = key.rpartition(".")
+        found[f"{names.get_name(owner)}.{kind}"] = parameter
+    return found
+
+
+def _kind(tensor: str, parameter: torch.Tensor, kinds: dict[str, str]) -> str:
+    if parameter.dim() == 1 or "ffn_gate_inp" in tensor:
+        return "F32"
+    return next(kind for part, kind in kinds.items() if part in tensor)
+
+
+def _write(
+    writer, tensor: str, parameter: torch.Tensor, architecture: str, config, kind: str, seed: int
+) -> None:
+    """A tensor; of blocks, the parameter becomes what they stand for."""
+    heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
+    heads = next((n for part, n in heads.items() if part in tensor and architecture in PAIRED), None)
+    if kind == "F32":
+        values = parameter.detach().clone().numpy()
+        values = values + 1 if architecture in ONE_MORE and tensor.endswith("norm.weight") else values
+        values = values[0] if "inp_shexp" in tensor else values
+        writer.add_tensor(tensor, np.ascontiguousarray(_pairs(values, heads)))
+        return
+    blocks = random_blocks(tuple(parameter.shape), kind, seed)
+    parameter.copy_(torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind])))
+    writer.add_tensor(tensor, _pairs(blocks, heads), raw_dtype=GGMLQuantizationType[kind])
+
+
+def _pairs(rows: np.ndarray, heads: int | None) -> np.ndarray:
+    """The two halves of a head in turns, as llama.cpp has them."""
+    if heads is None:
+        return rows
+    return np.ascontiguousarray(
+        rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    )
+
+
+def _write_frequencies(writer, name: str, model) -> None:
+    rope = model.config.rope_parameters
+    if rope.get("rope_type") == "llama3":
+        plain = 1 / rope["rope_theta"] ** (torch.arange(0, 64, 2).float() / 64)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    for part in ("long", "short") if rope.get("rope_type") == "longrope" else ():
+        writer.add_tensor(f"rope_factors_{part}.weight", np.array(rope[f"{part}_factor"], dtype=np.float32))

@@ -1,0 +1,267 @@
+"""GGUF files: every kind of block against the package `gguf`, every architecture against transformers, bad files."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+import pagebinder
+from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
+from pagebinder.compile import explain_model
+from pagebinder.custom_ops.linear import weight_formats
+from pagebinder.errors import ConfigError
+from pagebinder.frontend.gguf_blocks import BLOCK_KINDS, expanded, packed, widest
+from pagebinder.frontend.gguf_config import ARCHITECTURES
+from pagebinder.frontend.gguf_file import KINDS, gguf_path, read_gguf
+from pagebinder.frontend.int_experts import QuantizedExperts
+from pagebinder.frontend.model_path import source_from_path
+from pagebinder.frontend.quantized_module import QuantizedLinear
+from pagebinder.frontend.small_groups import expand_small_groups
+from tests.frontend.gguf_files import MODELS, random_blocks, write_gguf
+from tests.tolerances import assert_close
+
+PROMPTS = [[1, 2, 3], list(range(20)), [7] * 45]
+IDS = torch.arange(60)[None] % 90
+
+
+def tokens_of(compiled):
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_seqs=4, max_num_batched_tokens=48))
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    return [list(output.token_ids) for output in engine.generate(PROMPTS, params)]
+
+
+def tokens_of_plain(model):
+    found = []
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            ids = model.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=10, do_sample=False,
+                min_new_tokens=10, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+# ---- blocks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_blocks_are_what_gguf_says(kind):
+    blocks = random_blocks((96, 512), kind)
+    exact = torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind]))
+    assert torch.equal(expanded(blocks, kind, torch.float32), exact)
+    format = BLOCK_KINDS[kind].format
+    codes, scale = packed(blocks, kind)
+    values = weight_formats.dequantize(codes, scale, format)
+    assert torch.equal(values, exact) or kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K")
+    torch.testing.assert_close(values, exact, rtol=0, atol=2e-7 * exact.abs().max().item())
+    if kind != "MXFP4":
+        wide = widest({format, "uint8_g32"})
+        values = weight_formats.dequantize(*packed(blocks, kind, wide), wide)
+        torch.testing.assert_close(values, exact, rtol=0, atol=2e-7 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_kernels_read_blocks(kind, dtype):
+    blocks = random_blocks((64, 512), kind)
+    exact, (codes, scale) = expanded(blocks, kind, torch.float64), packed(blocks, kind)
+    for rows in (1, 3, 9, 40):
+        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        y = torch.ops.pagebinder.quantized_linear(x, codes, scale, None, format=BLOCK_KINDS[kind].format)
+        assert_close(y, torch.nn.functional.linear(x.double(), exact))
+
+
+def test_sizes_of_kinds_are_those_of_gguf():
+    for number, (name, size, num_bytes) in KINDS.items():
+        kind = GGMLQuantizationType(number)
+        assert (kind.name, GGML_QUANT_SIZES[kind]) == (name, (size, num_bytes))
+    for name, kind in BLOCK_KINDS.items():
+        assert (name, kind.size, kind.num_bytes) in KINDS.values()
+
+
+# ---- models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", ["F32", "mixed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_architectures(name, kinds, tmp_path):
+    """The modules compute what transformers does with the plain weights, in a file's own order of rows."""
+    mixed = {"ffn_down": "Q6_K", "attn_v": "Q8_0", "ffn_up": "Q5_K", "token_embd": "Q6_K", "": "Q4_K"}
+    path = tmp_path / "model.gguf"
+    plain = write_gguf(path, name, mixed if kinds == "mixed" else kinds)
+    source = source_from_path(path, dtype=torch.float32)
+    assert source.module.config.model_type == MODELS[name][1]
+    with torch.no_grad():
+        expected, logits = plain(IDS).logits, source.module(IDS).logits
+    torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4 * expected.abs().max().item())
+    coded = [m for m in source.module.modules() if isinstance(m, QuantizedLinear | QuantizedExperts)]
+    assert len(coded) == len(source.stored_weights.matches)
+    refused = {refusal.reason for refusal in source.stored_weights.refusals}
+    if kinds == "F32":
+        assert not coded and refused <= {"it is stored plain", "they are stored plain"}
+    else:  # what is left is Qwen 2's gate of its shared expert
+        assert coded and all(reason == "it is stored plain" for reason in refused)
+
+
+def test_every_architecture_has_a_model():
+    assert {architecture for architecture, *_ in MODELS.values()} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("llama", {"token_embd": "Q4_K", "output": "Q6_K", "attn_v": "Q6_K", "ffn_down": "Q5_K", "": "Q4_K"}),
+        (
+            "qwen3",
+            {"token_embd": "Q2_K", "attn_q.": "Q3_K", "attn_k.": "IQ4_XS", "ffn_up": "Q4_1", "": "Q5_0"},
+        ),
+        ("qwen3moe", {"ffn_down_exps": "Q6_K", "": "Q4_K"}),
+        ("gemma2", {"ffn_gate": "IQ4_NL", "": "Q5_1"}),
+    ],
+)
+def test_tokens(name, kinds, tmp_path):
+    path = tmp_path / "model.gguf"
+    plain = write_gguf(path, name, kinds)
+    compiled = pagebinder.compile_model(
+        path, CompileConfig(dtype="float32", verify="full" if "moe" in name else "off")
+    )
+    tokens = tokens_of_plain(plain)
+    assert tokens_of(compiled) == tokens
+    compiled.save(tmp_path / "saved")
+    path.unlink()
+    assert tokens_of(pagebinder.load(tmp_path / "saved")) == tokens
+
+
+def test_explain_needs_no_weights(tmp_path):
+    write_gguf(tmp_path / "model.gguf", "qwen3moe", "Q4_K")
+    explained = explain_model(tmp_path / "model.gguf")
+    found = next(result for result in explained.report.passes if result.name == "stored_weights")
+    loaded = source_from_path(tmp_path / "model.gguf").stored_weights
+    assert found.matches == loaded.matches and found.refusals == loaded.refusals
+    assert {m.detail for m in found.matches} >= {"uint4_g32: Q4_K of a GGUF file"}
+
+
+def test_kinds_without_a_kernel_are_expanded(tmp_path):
+    plain = write_gguf(tmp_path / "model.gguf", "llama", {"ffn_up": "IQ3_XXS", "": "Q8_0"})
+    source = source_from_path(tmp_path / "model.gguf", dtype=torch.float32)
+    assert {r.reason for r in source.stored_weights.refusals} == {"no kernel reads IQ3_XXS: it is expanded"}
+    with torch.no_grad():
+        expected = plain(IDS).logits
+        torch.testing.assert_close(source.module(IDS).logits, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_what_no_gpu_reads_is_expanded_for_one(tmp_path):
+    plain = write_gguf(
+        tmp_path / "model.gguf", "qwen3moe", {"ffn_down_exps": "Q6_K", "attn_v": "Q6_K", "": "Q8_0"}
+    )
+    source = source_from_path(tmp_path / "model.gguf", dtype=torch.float32)
+    expand_small_groups(source.module, torch.float32, source.stored_weights)
+    formats = {m.format for m in source.module.modules() if isinstance(m, QuantizedLinear | QuantizedExperts)}
+    assert formats == {"int8_g32"}
+    reasons = [r.reason for r in source.stored_weights.refusals]
+    assert reasons == ["no kernel of a GPU reads int8_g16: it is expanded"] * 4
+    with torch.no_grad():
+        expected = plain(IDS).logits
+        torch.testing.assert_close(source.module(IDS).logits, expected, rtol=2e-4, atol=2e-4)
+
+
+# ---- what files say ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"attention.clamp_kqv": 4.0}, "llama.attention.clamp_kqv = 4.0 is not served"),
+        ({"attention.sliding_window": 16}, "llama.attention.sliding_window = 16 is not served"),
+        ({"rope.scaling.type": "su"}, "llama.rope.scaling.type = 'su' is not served"),
+        ({"rope.scaling.type": "yarn"}, "lacks llama.rope.scaling.factor"),
+        ({"attention.value_length": 32}, "llama.attention.value_length = 32 is not served"),
+        ({"attention.causal": False}, "llama.attention.causal = False is not served"),
+        ({"attention.head_count": None}, "lacks llama.attention.head_count"),
+        ({"attention.head_count_kv": [2, 4]}, "differs from layer to layer"),
+        ({"feed_forward_length": 128}, r"ffn_|mlp.* \[256, 256\] there, and \[128, 256\]"),
+        ({"block_count": 3}, "lacks 9 tensors of its model"),
+        ({"block_count": 1}, "nothing in a llama of transformers is its blk.1"),
+        ({"general.architecture": "mamba9"}, "of the architecture 'mamba9'"),
+        ({"general.type": "adapter"}, "holds no model: it is of the type 'adapter'"),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_said(more, said, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", more=more)
+    with pytest.raises(CheckpointError, match=said):
+        source_from_path(path)
+
+
+def test_equal_values_of_layers_are_one(tmp_path):
+    write_gguf(tmp_path / "model.gguf", "llama", more={"attention.head_count_kv": [2, 2]})
+    assert source_from_path(tmp_path / "model.gguf", weights=False).module.config.num_key_value_heads == 2
+
+
+def test_damaged_files(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", "Q8_0")
+    whole = path.read_bytes()
+    for length in (0, 3, 4, 8, 23, 40, 300, 1500, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="is no GGUF file, or a damaged one|ends"):
+            read_gguf(path)
+    for at, value in (
+        (0, b"GGML"),
+        (4, struct.pack("<I", 1)),
+        (4, struct.pack(">I", 3)),
+        (8, b"\xff" * 8),
+        (16, b"\xff" * 8),
+    ):
+        path.write_bytes(whole[:at] + value + whole[at + len(value) :])
+        with pytest.raises(CheckpointError, match="is no GGUF file, or a damaged one"):
+            read_gguf(path)
+
+
+def test_paths(tmp_path):
+    write_gguf(tmp_path / "a.gguf", "qwen3")
+    assert gguf_path(tmp_path) == gguf_path(tmp_path / "a.gguf") == tmp_path / "a.gguf"
+    os.link(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    with pytest.raises(CheckpointError, match=r"holds 2 models \(a.gguf, b.gguf\): name the file"):
+        gguf_path(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert gguf_path(tmp_path) is None
+    with pytest.raises(CheckpointError, match="does not exist"):
+        source_from_path(tmp_path / "c.gguf")
+    with pytest.raises(CheckpointError, match=r"name the first, a-00001-of-00002.gguf"):
+        gguf_path(tmp_path / "a-00002-of-00002.gguf")
+
+
+def test_a_model_in_parts(tmp_path):
+    """Tensors in the second file, options in the first."""
+    from gguf import GGUFWriter
+
+    plain = write_gguf(tmp_path / "whole.gguf", "qwen3", "Q8_0")
+    whole = read_gguf(tmp_path / "whole.gguf")
+    (tmp_path / "whole.gguf").rename(tmp_path / "m-00001-of-00002.gguf")
+    with pytest.raises(CheckpointError, match="all lie in one directory"):
+        source_from_path(tmp_path / "m-00001-of-00002.gguf")
+    writer = GGUFWriter(tmp_path / "m-00002-of-00002.gguf", "qwen3")
+    writer.add_tensor("blk.0.attn_q.bias", np.zeros(256, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = read_gguf(tmp_path / "m-00001-of-00002.gguf")
+    assert parts.tensors.keys() == whole.tensors.keys() | {"blk.0.attn_q.bias"}
+    assert parts.options["qwen3.block_count"] == plain.config.num_hidden_layers
+
+
+def test_rare_kinds_name_the_package_they_need(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "model.gguf", "llama", {"ffn_up": "IQ3_XXS", "": "Q8_0"})
+    monkeypatch.setitem(__import__("sys").modules, "gguf.quants", None)
+    with pytest.raises(ConfigError, match=r"IQ3_XXS need the package gguf"):
+        source_from_path(tmp_path / "model.gguf")
