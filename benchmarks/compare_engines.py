@@ -42,6 +42,7 @@ STEP_TOKENS = 2_048  # the budget of a step, every engine's
 MAX_REQUESTS = 32
 QUANTIZATIONS = ("fp8", "int8", "int4_g64", "int4_g32")
 LLAMA_FORMATS = ("Q8_0", "Q4_0")
+GGUF_FORMATS = ("Q8_0", "Q4_0", "Q4_K_M", "Q6_K")  # of files that both engines serve
 OURS = Engine(sys.executable, "pagebinder_worker.py", "pagebinder")
 
 
@@ -146,10 +147,30 @@ def quantized(pool: Pool, about: Costs, o: dict) -> dict:
     if LLAMA in pool.engines:
         llama = pool.engines[LLAMA]
         for format in LLAMA_FORMATS:
-            gguf = pool.folder / f"{format}.gguf"
-            command = [llama.python, str(PEERS / "to_gguf.py"), pool.options["model"], str(gguf), format]
-            subprocess.run(command, check=True)
-            engines[f"{LLAMA} {format}"] = llama.with_options({"gguf": str(gguf)})
+            engines[f"{LLAMA} {format}"] = llama.with_options({"gguf": str(gguf_file(pool, format))})
+    with own_pool(pool, engines, 1 << 28) as own:
+        return cases.batch(own, list(engines), about.vocab_size, 1, o["lengths"], o["rounds"])
+
+
+def gguf_file(pool: Pool, format: str) -> Path:
+    """The checkpoint in a format of llama.cpp's, made once."""
+    file = pool.folder / f"{format}.gguf"
+    if not file.exists():
+        python = pool.engines[LLAMA].python
+        command = [python, str(PEERS / "to_gguf.py"), pool.options["model"], str(file), format]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return file
+
+
+def gguf(pool: Pool, about: Costs, o: dict) -> dict:
+    """One request, and the same file of llama.cpp's for both."""
+    if LLAMA not in pool.engines:
+        return {}
+    engines = {}
+    for format in GGUF_FORMATS:
+        file = str(gguf_file(pool, format))
+        engines[f"{US} {format}"] = OURS.with_options({"model": file})
+        engines[f"{LLAMA} {format}"] = pool.engines[LLAMA].with_options({"gguf": file})
     with own_pool(pool, engines, 1 << 28) as own:
         return cases.batch(own, list(engines), about.vocab_size, 1, o["lengths"], o["rounds"])
 
@@ -161,7 +182,7 @@ def stepping(pool: Pool) -> list[str]:
 
 # Cases of the first row share workers; those of the second make their own when these have ended.
 SHARED = {"batch": batches, "mixed": mixed, "contention": contention}
-OWN = {"start": start, "context": context, "quantized": quantized}
+OWN = {"start": start, "context": context, "quantized": quantized, "gguf": gguf}
 CASES = (*SHARED, *OWN, "step")
 
 

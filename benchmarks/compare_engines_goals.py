@@ -177,7 +177,16 @@ def _quantized(case: dict, results: dict) -> Iterator[dict]:
                 yield goal(f"{what}, {ours} over {theirs}", value, 1.0)
 
 
+def _gguf(case: dict, results: dict) -> Iterator[dict]:
+    """The same file in both."""
+    for ours in (name for name in case["engines"] if name.startswith(f"{US} ")):
+        format = ours.removeprefix(f"{US} ")
+        for what, key in (("decode", DECODE), ("prefill", PREFILL)):
+            value = ratio(case["engines"], key, f"{LLAMA} {format}", us=ours)
+            yield goal(f"{what}, 1 request, the GGUF file in {format} over llama.cpp", value, 1.0)
+
+
 CASES = {
     "batch": _batch, "mixed": _mixed, "contention": _contention, "context": _context, "start": _start,
-    "quantized": _quantized,
+    "quantized": _quantized, "gguf": _gguf,
 }  # fmt: skip

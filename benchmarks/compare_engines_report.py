@@ -50,7 +50,7 @@ def report(results: dict) -> None:
 def compared(results: dict) -> dict[str, dict]:
     """The cases that compare engines, by what they are called."""
     found = {f"batch of {n}": case for n, case in results.get("batch", {}).items()}
-    names = ("mixed", "contention", "context", "quantized")
+    names = ("mixed", "contention", "context", "quantized", "gguf")
     return found | {name: results[name] for name in names if name in results}
 
 

@@ -1,17 +1,20 @@
 """A Qwen3, Qwen3-MoE or Llama checkpoint in bf16 as a GGUF file, for llama.cpp. Runs in llama.cpp's environment.
 
-python to_gguf.py CHECKPOINT_DIR FILE.gguf [Q4_0 | Q8_0]
+python to_gguf.py CHECKPOINT_DIR FILE.gguf [Q4_0 | Q8_0 | Q4_K_M | Q6_K]
 
 Weights are written as they are, or all matrices in a format of llama.cpp's, but for Llama's q and k: llama.cpp turns
-neighbouring channels of these, and transformers those of two halves. There is no tokenizer.
+neighbouring channels of these, and transformers those of two halves. There is no tokenizer. K-quants are chosen by
+llama.cpp itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import struct
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -111,5 +114,24 @@ def convert(source: Path, target: Path, format: str | None = None) -> None:
     writer.close()
 
 
+def quantize_by_library(source: Path, target: Path, format: str) -> None:
+    """A file in bf16 as llama.cpp's own tool quantises it, which gives some tensors other kinds."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{format}")
+    status = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
+    assert status == 0, f"llama_model_quantize returned {status}"
+
+
+def main(source: Path, target: Path, format: str | None = None) -> None:
+    if format is None or "K" not in format:
+        return convert(source, target, format)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        convert(source, Path(folder) / "bf16.gguf")
+        quantize_by_library(Path(folder) / "bf16.gguf", target, format)
+    return None
+
+
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
