@@ -46,7 +46,7 @@ from pagebinder.custom_ops.linear.weight_formats import (
 )
 from pagebinder.errors import ConfigError
 
-SLICE_BYTES = 1 << 24  # of blocks that are unpacked at once
+SLICE_BYTES = 1 << 20  # of blocks that are unpacked at once: what is made of them stays in a cache
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E8M0_BIAS = 127
 
@@ -56,7 +56,7 @@ class Unpacked(NamedTuple):
 
         code d s,   or with m   code d s + LEVEL_OFFSETS[bits] d s - m t
 
-    with numbers `d`, `m` float64 [M, 1] and integers `s`, `t` of each group; without them 1.
+    with numbers `d`, `m` float32 [M, 1] and integers `s`, `t` of each group; without them 1.
     """
 
     codes: torch.Tensor
@@ -70,7 +70,7 @@ class Unpacked(NamedTuple):
         return _products(self.d, self.s)
 
     def shifts(self, bits: int) -> torch.Tensor | None:
-        """[M, groups], exact."""
+        """[M, groups], rounded once."""
         if self.m is None:
             return None
         return LEVEL_OFFSETS[bits] * self.scales() - _products(self.m, self.t)
@@ -148,12 +148,19 @@ def expanded(data: np.ndarray, kind: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _values(rows: np.ndarray, kind: str) -> torch.Tensor:
+    """In float32, as ggml computes them."""
     block = BLOCK_KINDS[kind]
     found = block.read(torch.from_numpy(np.ascontiguousarray(rows)).reshape(-1, block.num_bytes))
     fmt = weight_format(block.format)
-    codes = from_e2m1(found.codes) if fmt.is_float else found.codes.double() - (8 if fmt.bits == 4 else 0)
-    groups, shifts = codes.unflatten(1, (-1, fmt.group)) * found.scales()[..., None], found.shifts(fmt.bits)
-    return (groups if shifts is None else groups + shifts[..., None]).reshape(len(rows), -1)
+    if fmt.is_float:
+        q = from_e2m1(found.codes)
+    else:  # shifts are of codes that are less by an offset
+        less = (8 if fmt.bits == 4 else 0) - (LEVEL_OFFSETS[fmt.bits] if fmt.is_shifted else 0)
+        q = found.codes.float() - less
+    values = q.unflatten(1, (-1, fmt.group)) * found.scales()[..., None]
+    if found.m is not None:
+        values -= _products(found.m, found.t)[..., None]
+    return values.reshape(len(rows), -1)
 
 
 def _values_by_gguf(rows: np.ndarray, kind: str) -> torch.Tensor:
@@ -179,9 +186,9 @@ def widest(formats: set[str]) -> str:
 
 
 def _halves(blocks: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
-    """float16 at the beginning of blocks as float64 [M, 1], then bytes as `sizes` say."""
+    """float16 at the beginning of blocks as float32 [M, 1], then bytes as `sizes` say."""
     count = (blocks.shape[1] - sum(sizes)) // 2
-    numbers = blocks[:, : 2 * count].contiguous().view(torch.float16).double()
+    numbers = blocks[:, : 2 * count].contiguous().view(torch.float16).float()
     return [*numbers.split(1, dim=1), *blocks[:, 2 * count :].split(sizes, dim=1)]
 
 
@@ -227,9 +234,7 @@ def _iq4_nl(blocks: torch.Tensor) -> Unpacked:
 
 def _mxfp4(blocks: torch.Tensor) -> Unpacked:
     exponents, qs = blocks.split((1, 16), dim=1)
-    return Unpacked(
-        _nibbles(qs), torch.ldexp(torch.ones(exponents.shape).double(), exponents.int() - E8M0_BIAS)
-    )
+    return Unpacked(_nibbles(qs), torch.ldexp(torch.ones(exponents.shape), exponents.int() - E8M0_BIAS))
 
 
 def _less(q: torch.Tensor, half: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from pagebinder.frontend import stored_loading
 from pagebinder.frontend.gguf_config import FREQUENCIES, config_of
 from pagebinder.frontend.gguf_file import GgufFile, read_gguf
 from pagebinder.frontend.gguf_tokenizer import end_tokens, tokenizer_of
-from pagebinder.frontend.gguf_weights import StoredBlocks, plain_values, sources_of
+from pagebinder.frontend.gguf_weights import StoredBlocks, plain_values, read_all, sources_of
 from pagebinder.frontend.source import ModelSource, facts_of, source_from_config
 
 
@@ -39,6 +39,7 @@ def source_from_gguf(path: Path, *, dtype: torch.dtype | None = None, weights: b
     if weights:
         stored.replace(module)
         module = _loaded(type(module), config, plain_values(module, stored, dtype), stored, dtype)
+        read_all(module)
         result, formats = stored_loading.finish(module, stored)
         _turn_frequencies(module, file)
     else:

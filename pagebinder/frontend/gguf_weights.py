@@ -11,13 +11,21 @@ rows, so they are put into transformers' order as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import FORMATS, STORED_FORMATS, packed_shapes, size_problem
+from pagebinder.custom_ops.linear.weight_formats import (
+    FORMATS,
+    STORED_FORMATS,
+    packed_shapes,
+    plain_scale,
+    size_problem,
+)
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
@@ -27,6 +35,7 @@ from pagebinder.frontend.gguf_file import NUMBERS, GgufFile, GgufTensor
 from pagebinder.frontend.int_experts import with_codes
 from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
 
+T, R = TypeVar("T"), TypeVar("R")
 PARAMETER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 EXPERTS = {  # of experts, and where a tensor's rows are among those of the parameter
@@ -155,25 +164,27 @@ def _problem(shape: tuple[int, ...], format: str) -> str | None:
 
 
 class LoadedBlocks(torch.nn.Module):
-    """A linear layer whose weight is blocks of a file."""
+    """A linear layer whose weight is blocks of a file. `read` comes first, then `finished`."""
 
     def __init__(self, replaced: torch.nn.Linear, source: Source, without_weights: bool):
         super().__init__()
         self.source, self.without_weights = source, without_weights
         self.bias = replaced.bias
 
+    def read(self) -> None:
+        (kind,) = self.source.kinds
+        self.__dict__["codes"] = packed(self.source.data(0), kind)
+
     def finished(self, path: str) -> tuple[torch.nn.Module, str]:
         """(the module to serve, what to say of it)."""
         (kind,) = self.source.kinds
         format = BLOCK_KINDS[kind].format
-        parts = (
-            _on_meta(self.source.shape, format) if self.without_weights else packed(self.source.data(0), kind)
-        )
-        return QuantizedLinear(*parts, self.bias, format), f"{format}: {kind} of a GGUF file"
+        codes = _on_meta(self.source.shape, format) if self.without_weights else self.__dict__.pop("codes")
+        return QuantizedLinear(*codes, self.bias, format), f"{format}: {kind} of a GGUF file"
 
 
 class LoadedBlockExperts(torch.nn.Module):
-    """Experts whose weights are blocks of a file."""
+    """Experts whose weights are blocks of a file. `read` comes first, then `finished`."""
 
     def __init__(
         self, replaced: torch.nn.Module, sources: Mapping[str, Source], format: str, without_weights: bool
@@ -187,23 +198,46 @@ class LoadedBlockExperts(torch.nn.Module):
         self._buffers.update(replaced._buffers)
         self._modules.update(replaced._modules)
 
+    def read(self) -> None:
+        self.__dict__["codes"] = {name: self._packed(source) for name, source in self.sources.items()}
+
     def finished(self, path: str) -> torch.nn.Module:
         """The module that stood there, its weights as buffers of codes and scales."""
         module, dtype = self.replaced, next(iter(self.replaced._parameters.values())).dtype
         module._parameters.update(self._parameters)
-        return with_codes(
-            module, {name: self._packed(source) for name, source in self.sources.items()}, self.format, dtype
-        )
+        if self.without_weights:
+            codes = {name: _on_meta(source.shape, self.format) for name, source in self.sources.items()}
+        else:
+            codes = self.__dict__.pop("codes")
+        return with_codes(module, codes, self.format, dtype)
 
     def _packed(self, source: Source) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.without_weights:
-            return _on_meta(source.shape, self.format)
         experts = []
         for expert in range(source.shape[0]):
             parts = [packed(source.data(i)[expert], kind, self.format) for i, kind in enumerate(source.kinds)]
+            if len(set(source.kinds)) > 1:  # scales of one kind for all rows
+                parts = [(codes, plain_scale(scale, self.format)) for codes, scale in parts]
             experts.append([torch.cat(each) for each in zip(*parts)])
         codes, scales = ([each[i] for each in experts] for i in range(2))
         return torch.stack(codes), torch.stack(scales)
+
+
+def read_all(model: torch.nn.Module) -> None:
+    """Read the weights of all such modules, some at a time."""
+    modules = [m for m in model.modules() if isinstance(m, LoadedBlocks | LoadedBlockExperts)]
+    _at_once(lambda module: module.read(), modules)
+
+
+def _at_once(body: Callable[[T], R], each: Sequence[T]) -> list[R]:
+    """As many at a time as torch has threads, each in one: what they read are slices that fit a cache, and loops of
+    torch that small wait for each other longer than they take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(body, each))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _on_meta(shape: tuple[int, ...], format: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,9 +305,12 @@ def _place(name: str, parts: Mapping[str, str]) -> tuple[str | None, int, str]:
 
 def plain_values(model: torch.nn.Module, stored: StoredBlocks, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The parameters that a model still has once modules that read codes are in place, by name."""
-    return {
-        name: stored.sources[name].values(dtype).reshape(parameter.shape)
-        if name in stored.sources
-        else torch.zeros(parameter.shape, dtype=dtype)
-        for name, parameter in model.named_parameters()
-    }
+
+    def values(named: tuple[str, torch.nn.Parameter]) -> torch.Tensor:
+        name, parameter = named
+        if name not in stored.sources:
+            return torch.zeros(parameter.shape, dtype=dtype)
+        return stored.sources[name].values(dtype).reshape(parameter.shape)
+
+    parameters = list(model.named_parameters())
+    return {name: found for (name, _), found in zip(parameters, _at_once(values, parameters))}

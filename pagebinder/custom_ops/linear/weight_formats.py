@@ -392,19 +392,21 @@ def _mxfp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- order in memory -------------------------------------------------------------------------------------------
 
 
-def _tiles(codes: torch.Tensor, *inside_step: int) -> torch.Tensor:
-    """[N, K] -> [panel, half, column, step, *inside_step]."""
-    return codes.reshape(-1, 2, PANEL // 2, codes.shape[1] // STEP, *inside_step)
+def _lines(words: torch.Tensor, in_step: int) -> torch.Tensor:
+    """int32 [N, K / 32 * in_step], what a row has in each line of a tile -> bytes [panel, step, half, line]."""
+    tiles = words.reshape(-1, 2, PANEL // 2, words.shape[1] // in_step, in_step)
+    return tiles.permute(0, 3, 1, 4, 2).contiguous().view(torch.uint8).flatten(3)
 
 
 def _from_tiles(tiles: torch.Tensor) -> torch.Tensor:
-    """The inverse: [panel, half, column, step, ...] -> [N, K]."""
+    """[panel, half, column, step, ...] -> [N, K]."""
     return tiles.reshape(tiles.shape[0] * PANEL, -1)
 
 
 def _pack_8(codes: torch.Tensor) -> torch.Tensor:
-    lines = _tiles(codes, 8, 2, 2).permute(0, 3, 1, 4, 2, 6, 5)  # k = 4 line + 2 high byte + odd
-    return lines.flatten(3).contiguous()
+    words = codes.contiguous().view(torch.int32)  # bytes of k = 4 line + 0, 1, 2, 3
+    swapped = words >> 8 & 0xFF00 | words << 8 & 0xFF0000  # 2 and 1
+    return _lines(words & ~0xFFFF00 | swapped, 8)
 
 
 def _unpack_8(packed: torch.Tensor) -> torch.Tensor:
@@ -413,8 +415,13 @@ def _unpack_8(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_4(codes: torch.Tensor) -> torch.Tensor:
-    nibbles = _tiles(codes, 4, 4, 2).permute(0, 3, 1, 4, 2, 6, 5)  # k = 8 line + 2 nibble + odd
-    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).flatten(3).contiguous()
+    eight = codes.contiguous().view(torch.int64)  # bytes of k = 8 line + 0 ... 7
+    even, odd = (
+        nibbles | nibbles >> 12  # the first two in byte 0, the others in byte 4
+        for nibbles in (eight & 0x000F000F000F000F, eight >> 8 & 0x000F000F000F000F)
+    )
+    even, odd = ((pairs & 0xFF | pairs >> 24 & 0xFF00).to(torch.int32) for pairs in (even, odd))
+    return _lines(even | odd << 16, 4)
 
 
 def _unpack_4(packed: torch.Tensor) -> torch.Tensor:
