@@ -37,7 +37,7 @@ PAIRED = frozenset(
 )  # whose rows llama.cpp turns in pairs of neighbours, transformers in halves
 FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # What says nothing of how a model computes.
-SILENT = frozenset({"vocab_size", "rope.scaling.finetuned", "attention.causal", "leading_dense_block_count"})
+SILENT = frozenset({"vocab_size", "rope.scaling.finetuned", "attention.causal"})
 
 
 class Options:
@@ -69,6 +69,11 @@ class Options:
             f"{self.file.path}: {self._prefix}{name} = {self.file.options[self._prefix + name]!r} is not served."
         )
 
+    def require(self, *tensors: str) -> None:
+        """Raises CheckpointError: one is missing."""
+        if missing := [name for name in tensors if name not in self.file.tensors]:
+            raise CheckpointError(f"{self.file.path} lacks {missing[0]}.")
+
     def check_all_read(self) -> None:
         """Raises CheckpointError: the file says something that nothing has read."""
         said = (
@@ -86,7 +91,8 @@ class Architecture:
     """`model_type`: of transformers. `config`: options -> what its config has beyond what `config_of` says.
 
     `names`: parts of names that differ from LAYER. `paired`: those whose rows are in pairs of neighbours.
-    `norms_are_one_more`: weights of norms have 1 added.
+    `norms_are_one_more`: weights of norms have 1 added. `frequencies`: tensors about RoPE that it may have.
+    `turns_parts`: some of a head's width may be left as it is by RoPE.
     """
 
     model_type: str | Callable[[Options], str]
@@ -94,6 +100,8 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)
     paired: frozenset[str] = frozenset()
     norms_are_one_more: bool = False
+    frequencies: tuple[str, ...] = ()
+    turns_parts: bool = False
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -115,8 +123,7 @@ def config_of(file: GgufFile):
     from transformers import AutoConfig
 
     architecture, options = architecture_of(file), Options(file)
-    if "token_embd.weight" not in file.tensors:
-        raise CheckpointError(f"{file.path} lacks token_embd.weight.")
+    options.require("token_embd.weight")
     if options.file.options.get(f"{file.architecture}.attention.causal") is False:
         options.refuse("attention.causal")
     head = (
@@ -135,7 +142,7 @@ def config_of(file: GgufFile):
         "head_dim": head,
         "max_position_embeddings": options["context_length"],
         "rms_norm_eps": options["attention.layer_norm_rms_epsilon"],
-        "rope_parameters": _rope(options, head),
+        "rope_parameters": _rope(options, head, architecture.turns_parts),
         "tie_word_embeddings": not options.has("output.weight"),
         "pad_token_id": None,
         "dtype": _dtype(file),
@@ -157,9 +164,11 @@ def _dtype(file: GgufFile) -> str:
     return plain.get(next(iter(kinds)), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
-def _rope(options: Options, head: int) -> dict[str, Any]:
+def _rope(options: Options, head: int, turns_parts: bool = False) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.get("rope.freq_base", 10_000.0)}
     if (turned := options.get("rope.dimension_count", head)) != head:
+        if not turns_parts:
+            options.refuse("rope.dimension_count")
         rope["partial_rotary_factor"] = turned / head
     kind = options.get("rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
@@ -173,6 +182,7 @@ def _rope(options: Options, head: int) -> dict[str, Any]:
             if (value := options.get(f"rope.scaling.{name}")) is not None:
                 rope[ours] = value
     if options.has(*FREQUENCIES[1:]):
+        options.require(*FREQUENCIES[1:])
         factors = (options.file.tensors[name].data for name in FREQUENCIES[1:])
         rope |= dict(zip(("long_factor", "short_factor"), (part.tolist() for part in factors)))
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original}
@@ -211,6 +221,8 @@ def _llama(options: Options) -> dict[str, Any]:
 
 
 def _granite(options: Options) -> dict[str, Any]:
+    if options.get("rope.scaling.finetuned") is False:  # which says there: no positions
+        options.refuse("rope.scaling.finetuned")
     return _biases(options) | {
         "attention_multiplier": options["attention.scale"],
         "embedding_multiplier": options.get("embedding_scale", 1.0),
@@ -282,6 +294,7 @@ ARCHITECTURES = {
         model_type=lambda options: "mixtral" if options.get("expert_count") else "llama",
         config=_llama,
         paired=PAIRED,
+        frequencies=FREQUENCIES[:1],
     ),
     "qwen2": Architecture(model_type="qwen2", config=lambda options: {"use_sliding_window": False}),
     "qwen3": Architecture(model_type="qwen3", config=lambda o: _biases(o) | {"use_sliding_window": False}),
@@ -299,7 +312,10 @@ ARCHITECTURES = {
     "gemma": Architecture(model_type="gemma", norms_are_one_more=True),
     "gemma2": Architecture(model_type="gemma2", config=_gemma2, names=AROUND_FFN, norms_are_one_more=True),
     "gemma3": Architecture(model_type="gemma3_text", config=_gemma3, names=AROUND_FFN, norms_are_one_more=True),
-    "phi3": Architecture(model_type="phi3", config=_phi3, names={"ffn_up": "mlp.gate_up_proj"}),
+    "phi3": Architecture(
+        model_type="phi3", config=_phi3, names={"ffn_up": "mlp.gate_up_proj"}, frequencies=FREQUENCIES[1:],
+        turns_parts=True,
+    ),
     "granite": Architecture(model_type="granite", config=_granite, paired=PAIRED),
     "olmo2": Architecture(model_type="olmo2", config=_biases, names=BEHIND_HALVES),
     "smollm3": Architecture(model_type="smollm3", config=_smollm3, paired=PAIRED),

@@ -30,7 +30,7 @@ from pagebinder.errors import CheckpointError
 from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.gguf_blocks import BLOCK_KINDS, expanded, packed, widest
-from pagebinder.frontend.gguf_config import FREQUENCIES, LAYER, architecture_of
+from pagebinder.frontend.gguf_config import LAYER, architecture_of
 from pagebinder.frontend.gguf_file import NUMBERS, GgufFile, GgufTensor
 from pagebinder.frontend.int_experts import with_codes
 from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
@@ -67,9 +67,7 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *outer, rows, columns = (
-            self.tensors[0].shape if len(self.tensors[0].shape) > 1 else (1, *self.tensors[0].shape)
-        )
+        *outer, rows, columns = (1, *self.tensors[0].shape)[-max(len(self.tensors[0].shape), 2) :]
         more = sum(tensor.shape[-2] for tensor in self.tensors[1:])
         return (*outer, rows + more, columns)
 
@@ -260,7 +258,7 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     found: dict[str, dict[int, tuple[GgufTensor, str]]] = {}
     for name, tensor in file.tensors.items():
-        if name in FREQUENCIES:
+        if name in architecture.frequencies:
             continue
         parameter, number, part = _place(name, LAYER | dict(architecture.names))
         if parameter not in shapes:

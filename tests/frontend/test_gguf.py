@@ -183,6 +183,7 @@ def test_what_no_gpu_reads_is_expanded_for_one(tmp_path):
         ({"attention.sliding_window": 16}, "llama.attention.sliding_window = 16 is not served"),
         ({"rope.scaling.type": "su"}, "llama.rope.scaling.type = 'su' is not served"),
         ({"rope.scaling.type": "yarn"}, "lacks llama.rope.scaling.factor"),
+        ({"rope.dimension_count": 32}, "llama.rope.dimension_count = 32 is not served"),
         ({"attention.value_length": 32}, "llama.attention.value_length = 32 is not served"),
         ({"attention.causal": False}, "llama.attention.causal = False is not served"),
         ({"attention.head_count": None}, "lacks llama.attention.head_count"),
@@ -199,6 +200,13 @@ def test_what_is_not_served_is_said(more, said, tmp_path):
     write_gguf(path, "llama", more=more)
     with pytest.raises(CheckpointError, match=said):
         source_from_path(path)
+
+
+def test_granite_without_positions_is_refused(tmp_path):
+    """llama.cpp takes this for a switch, of this architecture alone."""
+    write_gguf(tmp_path / "model.gguf", "granite", more={"rope.scaling.finetuned": False})
+    with pytest.raises(CheckpointError, match=r"granite.rope.scaling.finetuned = False is not served"):
+        source_from_path(tmp_path / "model.gguf")
 
 
 def test_equal_values_of_layers_are_one(tmp_path):
