@@ -170,7 +170,7 @@ def checkpoint_dir(path: Path) -> Path:
     """Refuse a missing directory before anything heavy is imported. A file that holds a model is as good."""
     from pagebinder.errors import CheckpointError
 
-    if path.is_dir() or (path.suffix in (".onnx", ".gguf") and path.is_file()):
+    if path.is_dir() or (path.suffix.lower() in (".onnx", ".gguf") and path.is_file()):
         return path
     if path.exists():
         raise CheckpointError(

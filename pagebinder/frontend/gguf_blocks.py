@@ -44,7 +44,7 @@ from pagebinder.custom_ops.linear.weight_formats import (
     packed_shapes,
     weight_format,
 )
-from pagebinder.errors import ConfigError
+from pagebinder.errors import CheckpointError, ConfigError
 
 SLICE_BYTES = 1 << 20  # of blocks that are unpacked at once: what is made of them stays in a cache
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -104,7 +104,7 @@ def packed(data: np.ndarray, kind: str, format: str | None = None) -> tuple[torc
     codes, parts = empty_codes(packed_shapes(len(data), columns, format)[0], torch.device("cpu")), []
     for first in range(0, len(data), rows):
         part = np.ascontiguousarray(data[first : first + rows])
-        found = block.read(torch.from_numpy(part).reshape(-1, block.num_bytes))
+        found = _checked(block.read(torch.from_numpy(part).reshape(-1, block.num_bytes)), kind)
         wide = found.codes if format == block.format else _widened(found.codes, block.format, format)
         pieces = pack_integers(wide.reshape(len(part), columns), format)
         codes[first // PANEL : first // PANEL + len(pieces)].copy_(pieces)
@@ -112,6 +112,14 @@ def packed(data: np.ndarray, kind: str, format: str | None = None) -> tuple[torc
         parts.append(Unpacked(wide[:0], *of_rows))
     whole = (None if each[0] is None else torch.cat(each) for each in zip(*parts))
     return codes, _packed_scales(Unpacked(*whole), block.format, format)
+
+
+def _checked(found: Unpacked, kind: str) -> Unpacked:
+    """Raises CheckpointError: a number of a block is none."""
+    for numbers in (found.d, found.m):
+        if numbers is not None and not numbers.isfinite().all():
+            raise CheckpointError(f"a block of {kind} has a scale that is NaN or infinity")
+    return found
 
 
 def _packed_scales(found: Unpacked, format: str, to: str) -> torch.Tensor:
@@ -150,7 +158,8 @@ def expanded(data: np.ndarray, kind: str, dtype: torch.dtype) -> torch.Tensor:
 def _values(rows: np.ndarray, kind: str) -> torch.Tensor:
     """In float32, as ggml computes them."""
     block = BLOCK_KINDS[kind]
-    found = block.read(torch.from_numpy(np.ascontiguousarray(rows)).reshape(-1, block.num_bytes))
+    part = torch.from_numpy(np.ascontiguousarray(rows)).reshape(-1, block.num_bytes)
+    found = _checked(block.read(part), kind)
     fmt = weight_format(block.format)
     if fmt.is_float:
         q = from_e2m1(found.codes)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.gguf_file import GgufFile
 
@@ -36,6 +38,7 @@ PAIRED = frozenset(
     {"attn_q", "attn_k"}
 )  # whose rows llama.cpp turns in pairs of neighbours, transformers in halves
 FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+LARGEST = 1 << 27  # more than any number that a model has
 # What says nothing of how a model computes.
 SILENT = frozenset({"vocab_size", "rope.scaling.finetuned", "attention.causal"})
 
@@ -64,10 +67,38 @@ class Options:
             raise CheckpointError(f"{self.file.path} lacks {self._prefix}{name}.")
         return value
 
+    def number(self, name: str, default: float | None = None) -> Any:
+        """One that is positive, and finite. Raises CheckpointError: it is missing, or something else."""
+        value = self[name] if default is None else self.get(name, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < LARGEST:
+            self.refuse(name)
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """One that is whole, too."""
+        value = self.number(name, default)
+        if not isinstance(value, int):
+            self.refuse(name)
+        return value
+
+    def factors(self, name: str, count: int) -> np.ndarray:
+        """A tensor of factors of RoPE's frequencies, float32 [count]. Raises CheckpointError: it is something else.
+
+        Args:
+            count: how many there must be.
+        """
+        tensor = self.file.tensors[name]
+        values = tensor.data.astype(np.float32) if tensor.kind in ("F32", "F16") else np.zeros(0)
+        if values.shape != (count,) or not (np.isfinite(values) & (values > 0)).all():
+            raise CheckpointError(
+                f"{self.file.path}: {name} {list(tensor.shape)} in {tensor.kind} is not {count} positive factors."
+            )
+        return values
+
     def refuse(self, name: str) -> None:
-        raise CheckpointError(
-            f"{self.file.path}: {self._prefix}{name} = {self.file.options[self._prefix + name]!r} is not served."
-        )
+        value = self.file.options.get(self._prefix + name)
+        raise CheckpointError(f"{self.file.path}: {self._prefix}{name} = {value!r} is not served.")
 
     def require(self, *tensors: str) -> None:
         """Raises CheckpointError: one is missing."""
@@ -124,24 +155,28 @@ def config_of(file: GgufFile):
 
     architecture, options = architecture_of(file), Options(file)
     options.require("token_embd.weight")
-    if options.file.options.get(f"{file.architecture}.attention.causal") is False:
+    if options.get("attention.causal", True) is not True:
         options.refuse("attention.causal")
-    head = (
-        options.get("attention.key_length") or options["embedding_length"] // options["attention.head_count"]
-    )
+    layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if options.count("block_count") > len(layers):
+        raise CheckpointError(
+            f"{file.path} says that it has {options['block_count']:,} layers, and holds tensors of {len(layers)}."
+        )
+    width, heads = options.count("embedding_length"), options.count("attention.head_count")
+    head = options.count("attention.key_length", max(width // heads, 1))
     if options.get("attention.value_length", head) != head:
         options.refuse("attention.value_length")
     kind = architecture.model_type
     said = {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "hidden_size": options["embedding_length"],
-        "intermediate_size": options["feed_forward_length"],
-        "num_hidden_layers": options["block_count"],
-        "num_attention_heads": options["attention.head_count"],
-        "num_key_value_heads": options.get("attention.head_count_kv", options["attention.head_count"]),
+        "hidden_size": width,
+        "intermediate_size": options.count("feed_forward_length"),
+        "num_hidden_layers": options.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": options.count("attention.head_count_kv", heads),
         "head_dim": head,
-        "max_position_embeddings": options["context_length"],
-        "rms_norm_eps": options["attention.layer_norm_rms_epsilon"],
+        "max_position_embeddings": options.count("context_length"),
+        "rms_norm_eps": options.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(options, head, architecture.turns_parts),
         "tie_word_embeddings": not options.has("output.weight"),
         "pad_token_id": None,
@@ -160,34 +195,36 @@ def config_of(file: GgufFile):
 def _dtype(file: GgufFile) -> str:
     """That of matrices if they are plain, else bfloat16."""
     kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    kinds = kinds - {"F32"} or kinds  # routers are in float32 whatever the others are
     plain = {"F32": "float32", "F16": "float16"}
     return plain.get(next(iter(kinds)), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
 def _rope(options: Options, head: int, turns_parts: bool = False) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.get("rope.freq_base", 10_000.0)}
-    if (turned := options.get("rope.dimension_count", head)) != head:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.number("rope.freq_base", 10_000.0)}
+    if (turned := options.count("rope.dimension_count", head)) != head:
         if not turns_parts:
             options.refuse("rope.dimension_count")
         rope["partial_rotary_factor"] = turned / head
     kind = options.get("rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": options["rope.scaling.factor"]}
+        rope |= {"rope_type": kind, "factor": options.number("rope.scaling.factor")}
     elif kind not in ("none", "longrope"):
         options.refuse("rope.scaling.type")
-    original = options.get("rope.scaling.original_context_length")
+    original = options.count("rope.scaling.original_context_length", options.count("context_length"))
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = original or options["context_length"]
+        rope["original_max_position_embeddings"] = original
         for name, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if (value := options.get(f"rope.scaling.{name}")) is not None:
-                rope[ours] = value
+            if options.get(f"rope.scaling.{name}") is not None:
+                rope[ours] = options.number(f"rope.scaling.{name}")
     if options.has(*FREQUENCIES[1:]):
         options.require(*FREQUENCIES[1:])
-        factors = (options.file.tensors[name].data for name in FREQUENCIES[1:])
-        rope |= dict(zip(("long_factor", "short_factor"), (part.tolist() for part in factors)))
+        if kind not in ("none", "longrope"):
+            options.refuse("rope.scaling.type")
+        factors = (options.factors(name, turned // 2).tolist() for name in FREQUENCIES[1:])
+        rope |= dict(zip(("long_factor", "short_factor"), factors))
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original}
-        if (factor := options.get("rope.scaling.attn_factor")) is not None:
-            rope["attention_factor"] = factor
+        rope["attention_factor"] = options.number("rope.scaling.attn_factor", 1.0)
     elif kind == "longrope":
         options.refuse("rope.scaling.type")
     return rope
@@ -200,11 +237,20 @@ def _biases(options: Options) -> dict[str, Any]:
     }
 
 
+def _counts(options: Options) -> tuple[int, int]:
+    """Of experts, and of those that a token goes to."""
+    count, used = options.count("expert_count"), options.count("expert_used_count")
+    if used > count:
+        options.refuse("expert_used_count")
+    return count, used
+
+
 def _experts(options: Options) -> dict[str, Any]:
+    count, used = _counts(options)
     return {
-        "num_experts_per_tok": options["expert_used_count"],
-        "moe_intermediate_size": options["expert_feed_forward_length"],
-        "num_experts": options["expert_count"],
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": options.count("expert_feed_forward_length"),
+        "num_experts": count,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
@@ -212,10 +258,8 @@ def _experts(options: Options) -> dict[str, Any]:
 
 def _llama(options: Options) -> dict[str, Any]:
     if options.get("expert_count"):
-        return {
-            "num_local_experts": options["expert_count"],
-            "num_experts_per_tok": options["expert_used_count"],
-        }
+        count, used = _counts(options)
+        return {"num_local_experts": count, "num_experts_per_tok": used}
     options.get("expert_used_count")
     return _biases(options)
 
@@ -224,22 +268,22 @@ def _granite(options: Options) -> dict[str, Any]:
     if options.get("rope.scaling.finetuned") is False:  # which says there: no positions
         options.refuse("rope.scaling.finetuned")
     return _biases(options) | {
-        "attention_multiplier": options["attention.scale"],
-        "embedding_multiplier": options.get("embedding_scale", 1.0),
-        "residual_multiplier": options.get("residual_scale", 1.0),
-        "logits_scaling": options["logit_scale"],
+        "attention_multiplier": options.number("attention.scale"),
+        "embedding_multiplier": options.number("embedding_scale", 1.0),
+        "residual_multiplier": options.number("residual_scale", 1.0),
+        "logits_scaling": options.number("logit_scale"),
     }
 
 
 def _gemma(options: Options) -> dict[str, Any]:
-    """Of Gemma 2 and 3: queries are times heads' widths ** -0.5, but in the largest of each."""
-    largest = options["block_count"] in (46, 62)
-    heads = options["attention.head_count"]
-    head = options.get("attention.key_length", options["embedding_length"] // heads)
+    """Of Gemma 2 and 3: queries are times heads' widths ** -0.5, but in the largest of each. A cap of 0 is none."""
+    is_largest = options["block_count"] in (46, 62)
+    width, heads = options["embedding_length"], options["attention.head_count"]
+    head = options.count("attention.key_length", max(width // heads, 1))
     return {
-        "query_pre_attn_scalar": options["embedding_length"] // heads if largest else head,
-        "attn_logit_softcapping": options.get("attn_logit_softcapping"),
-        "final_logit_softcapping": options.get("final_logit_softcapping"),
+        "query_pre_attn_scalar": width // heads if is_largest else head,
+        "attn_logit_softcapping": options.get("attn_logit_softcapping") or None,
+        "final_logit_softcapping": options.get("final_logit_softcapping") or None,
     }
 
 
@@ -250,32 +294,36 @@ def _alternating(options: Options, period: int) -> list[str]:
     if isinstance(pattern, list):
         options._read.add("attention.sliding_window_pattern")
         windows = pattern
+        if len(windows) != len(layers):
+            options.refuse("attention.sliding_window_pattern")
     else:
-        period = options.get("attention.sliding_window_pattern", period)
+        period = options.count("attention.sliding_window_pattern", period)
         windows = [bool((layer + 1) % period) for layer in layers]
     return ["sliding_attention" if windows[layer] else "full_attention" for layer in layers]
 
 
 def _gemma2(options: Options) -> dict[str, Any]:
     return _gemma(options) | {
-        "sliding_window": options.get("attention.sliding_window", 4096),
+        "attn_logit_softcapping": options.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": options.number("final_logit_softcapping", 30.0),
+        "sliding_window": options.count("attention.sliding_window", 4096),
         "layer_types": _alternating(options, 2),
     }
 
 
 def _gemma3(options: Options) -> dict[str, Any]:
-    window = options.get("attention.sliding_window") or 0
-    local = {"rope_type": "default", "rope_theta": options.get("rope.freq_base_swa", 10_000.0)}
-    rope = _rope(options, options["attention.key_length"])
+    layers, window = options["block_count"], options.get("attention.sliding_window")
+    local = {"rope_type": "default", "rope_theta": options.number("rope.freq_base_swa", 10_000.0)}
+    rope = _rope(options, options.count("attention.key_length"))
     return _gemma(options) | {
-        "sliding_window": window or None,
-        "layer_types": _alternating(options, 6) if window else ["full_attention"] * options["block_count"],
+        "sliding_window": window or options["context_length"],  # of no layer then
+        "layer_types": _alternating(options, 6) if window else ["full_attention"] * layers,
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
     }
 
 
 def _phi3(options: Options) -> dict[str, Any]:
-    original = options.get("rope.scaling.original_context_length", options["context_length"])
+    original = options.count("rope.scaling.original_context_length", options.count("context_length"))
     return {
         "sliding_window": options.get("attention.sliding_window") or None,
         "original_max_position_embeddings": original,
@@ -301,7 +349,7 @@ ARCHITECTURES = {
     "qwen2moe": Architecture(
         model_type="qwen2_moe",
         config=lambda options: _experts(options) | {
-            "shared_expert_intermediate_size": options["expert_shared_feed_forward_length"],
+            "shared_expert_intermediate_size": options.count("expert_shared_feed_forward_length"),
             "norm_topk_prob": False, "use_sliding_window": False,
         },
     ),

@@ -27,6 +27,7 @@ from pagebinder.errors import CheckpointError
 from pagebinder.paths import user_path
 
 SUFFIX = ".gguf"
+PROJECTOR = "mmproj"  # how names of files begin that make embeddings of images for a model beside them
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MODEL = "model"  # general.type, where it is said; others are adapters, projectors of images, vocabularies
 VERSIONS = (2, 3)
@@ -43,10 +44,8 @@ KINDS = {
     29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
-NUMBERS = {  # kinds that are no blocks, as numpy reads them; of bfloat16 the bits
-    "F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16, "I8": np.int8, "I16": np.int16,
-    "I32": np.int32, "I64": np.int64,
-}  # fmt: skip
+FLOATS = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16}  # of bfloat16 the bits
+NUMBERS = FLOATS | {"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}  # that are no blocks
 SCALARS = {
     0: "B",
     1: "b",
@@ -100,14 +99,15 @@ def gguf_path(path: str | Path) -> Path | None:
     if path.is_dir():
         if (path / "config.json").exists():
             return None
-        found = sorted(file for file in path.glob(f"*{SUFFIX}") if _is_first(file))
+        files = (file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+        found = sorted(file for file in files if _is_first(file) and not file.name.startswith(PROJECTOR))
         if len(found) > 1:
             raise CheckpointError(
                 f"{path} holds {len(found)} models ({', '.join(file.name for file in found[:4])}): name the file "
                 "that is meant."
             )
         return found[0] if found else None
-    if path.suffix != SUFFIX:
+    if path.suffix.lower() != SUFFIX:
         return None
     if not _is_first(path):
         first = PART.sub(r"\1-00001-of-\3.gguf", path.name)
@@ -130,9 +130,17 @@ def read_gguf(path: Path) -> GgufFile:
     tensors: dict[str, GgufTensor] = {}
     for file in (path.with_name(name) for name in names):
         of_part, more = _read_one(file)
+        if other := _contradiction(options, of_part | {"split.no": options.get("split.no")}):
+            raise CheckpointError(f"{file} and the part before it say different things of {other}.")
+        if of_part.get("split.no", names.index(file.name)) != names.index(file.name):
+            raise CheckpointError(f"{file} says that it is part {of_part['split.no'] + 1} of its model.")
         if twice := tensors.keys() & more.keys():
             raise CheckpointError(f"{file} holds {min(twice)}, which a part before it holds, too.")
         options, tensors = of_part | options, tensors | more
+    if options.get("split.count", len(names)) not in (0, len(names)):
+        raise CheckpointError(
+            f"{path} is one of {options['split.count']} files: give the first by its name, *-00001-of-0000N.gguf."
+        )
     said = options.get("general.type", MODEL)
     if said != MODEL or not isinstance(options.get("general.architecture"), str):
         what = "a file without general.architecture" if said == MODEL else f"of the type {said!r}"
@@ -140,17 +148,22 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, options, tensors)
 
 
+def _contradiction(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    return next((name for name in sorted(one.keys() & other.keys()) if one[name] != other[name]), None)
+
+
 def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     if not path.is_file():
-        raise CheckpointError(
-            f"{path} does not exist. Of a model in several files, all lie in one directory."
-        )
+        more = " Of a model in several files, all lie in one directory." if PART.fullmatch(path.name) else ""
+        raise CheckpointError(f"{path} does not exist.{more}")
     try:
         reader = _Reader(np.memmap(path, np.uint8, "c"))
-        return reader.options, {name: reader.tensor(*rest) for name, *rest in reader.infos}
+        return reader.options, reader.tensors
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except struct.error as error:
+        raise CheckpointError(f"{path} is no GGUF file, or a damaged one: it ends early") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no GGUF file, or a damaged one: {error}") from error
 
 
@@ -165,17 +178,42 @@ class _Reader:
         if version not in VERSIONS:
             raise ValueError(f"its version is {version}; 2 and 3 are read, with the lower bytes first")
         num_tensors, num_options = self._take("QQ")
-        self.options = {self._string(): self._value(*self._take("I")) for _ in range(num_options)}
-        self.infos = [self._info() for _ in range(num_tensors)]
-        alignment = self.options.get("general.alignment", ALIGNMENT)
-        self._begin = -(-self._at // alignment) * alignment
+        self.options: dict[str, Any] = {}
+        for _ in range(num_options):
+            name = self._string()
+            if name in self.options:
+                raise ValueError(f"it says {name} twice")
+            self.options[name] = self._value(*self._take("I"))
+        infos = [self._info() for _ in range(num_tensors)]
+        self._alignment = self.options.get("general.alignment", ALIGNMENT)
+        if (
+            not isinstance(self._alignment, int)
+            or self._alignment < 1
+            or self._alignment & (self._alignment - 1)
+        ):
+            raise ValueError(f"its general.alignment is {self._alignment!r}")
+        self._begin = -(-self._at // self._alignment) * self._alignment
+        self.tensors = self._tensors(infos)
 
-    def tensor(self, shape: tuple[int, ...], number: int, offset: int) -> GgufTensor:
+    def _tensors(self, infos: list[tuple]) -> dict[str, GgufTensor]:
+        tensors, end = {}, 0
+        for name, shape, number, offset in sorted(infos, key=lambda info: info[-1]):
+            if name in tensors:
+                raise ValueError(f"it holds {name} twice")
+            if offset < end or offset % self._alignment:
+                raise ValueError(
+                    f"{name} begins at {offset:,}, inside of another tensor or off its alignment"
+                )
+            tensors[name] = self._tensor(name, shape, number, offset)
+            end = offset + tensors[name].data.nbytes
+        return tensors
+
+    def _tensor(self, name: str, shape: tuple[int, ...], number: int, offset: int) -> GgufTensor:
         if number not in KINDS:
-            raise ValueError(f"a tensor has the kind {number}, which is not known")
+            raise ValueError(f"{name} has the kind {number}, which is not known")
         kind, size, num_bytes = KINDS[number]
-        if shape[-1] % size:
-            raise ValueError(f"a tensor {list(shape)} is of {kind}, whose blocks are {size} long")
+        if not shape or 0 in shape or shape[-1] % size:
+            raise ValueError(f"{name} {list(shape)} is of {kind}, whose blocks are {size} long")
         total = math.prod(shape) // size * num_bytes
         data = self._data[self._begin + offset : self._begin + offset + total]
         if len(data) != total:
@@ -202,9 +240,13 @@ class _Reader:
             return self._string()
         if kind == ARRAY:
             of, count = self._take("IQ")
+            if of == ARRAY:
+                raise ValueError("it has an array of arrays")
             if of in SCALARS:
                 return list(self._take(f"{count}{SCALARS[of]}"))
             return [self._value(of) for _ in range(count)]
+        if kind not in SCALARS:
+            raise ValueError(f"an option has the type {kind}, which is not known")
         return self._take(SCALARS[kind])[0]
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:

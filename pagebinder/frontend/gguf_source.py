@@ -13,7 +13,7 @@ import torch
 
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend import stored_loading
-from pagebinder.frontend.gguf_config import FREQUENCIES, config_of
+from pagebinder.frontend.gguf_config import FREQUENCIES, Options, config_of
 from pagebinder.frontend.gguf_file import GgufFile, read_gguf
 from pagebinder.frontend.gguf_tokenizer import end_tokens, tokenizer_of
 from pagebinder.frontend.gguf_weights import StoredBlocks, plain_values, read_all, sources_of
@@ -71,9 +71,8 @@ def _turn_frequencies(model: torch.nn.Module, file: GgufFile) -> None:
     """Llama 3's frequencies of RoPE are those of its base, over factors that the file has."""
     if FREQUENCIES[0] not in file.tensors:
         return
-    rotary, factors = model.model.rotary_emb, torch.from_numpy(file.tensors[FREQUENCIES[0]].data.copy())
-    if rotary.inv_freq.shape != factors.shape:
-        raise CheckpointError(f"{file.path}: {FREQUENCIES[0]} has {len(factors)} factors.")
+    rotary = model.model.rotary_emb
+    factors = torch.from_numpy(Options(file).factors(FREQUENCIES[0], len(rotary.inv_freq)))
     for name, buffer in list(rotary.named_buffers()):
         if name.endswith("inv_freq"):
             rotary.register_buffer(name, buffer / factors, persistent=False)

@@ -18,6 +18,12 @@ from pagebinder.frontend.gguf_file import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
 SPACE = "▁"
+OF_PIECES = {"unknown": 0, "bos": 1, "eos": 2}  # SentencePiece's, where a file does not say
+KINDS = {  # of what is said
+    "model": str, "pre": str, "tokens": list, "token_type": list, "merges": list, "scores": list,
+    **{f"{name}_token_id": int for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+    "add_bos_token": bool, "add_eos_token": bool, "add_space_prefix": bool,
+}  # fmt: skip
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -65,16 +71,18 @@ def tokenizer_of(file: GgufFile) -> Any:
     vocabulary = _Vocabulary(file)
     try:
         backend = _of_bytes(vocabulary) if vocabulary.model == "gpt2" else _of_pieces(vocabulary)
-        backend.add_tokens([vocabulary.added(token) for token in vocabulary.numbers(CONTROL, USER_DEFINED)])
+        known = vocabulary.numbers(CONTROL, USER_DEFINED, UNKNOWN)
+        backend.add_tokens([vocabulary.added(token) for token in known])
         backend.post_processor = _with_ends(vocabulary)
+        names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        given = {name: vocabulary.special(kind) for name, kind in names.items()}
     except Exception as error:  # tokenizers raises this very type
         raise CheckpointError(f"{file.path}: its vocabulary cannot be read: {error}") from error
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    given = {name: vocabulary.special(kind) for name, kind in names.items()}
+    template = file.options.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
-        chat_template=file.options.get("tokenizer.chat_template"),
+        chat_template=template if isinstance(template, str) else None,
         **{name: token for name, token in given.items() if token is not None},
     )
 
@@ -86,13 +94,15 @@ def unknown_tokenizer(file: GgufFile) -> str | None:
         return f"tokenizer.ggml.model {vocabulary.model!r}"
     if vocabulary.model == "gpt2" and vocabulary.get("pre") not in SPLITS:
         return f"tokenizer.ggml.pre {vocabulary.get('pre')!r}"
-    return None
+    needed = "merges" if vocabulary.model == "gpt2" else "scores"
+    return None if vocabulary.get(needed) else f"no tokenizer.ggml.{needed}"
 
 
 def end_tokens(file: GgufFile) -> frozenset[int]:
     """Ids that end an answer."""
     vocabulary = _Vocabulary(file)
-    ends = {vocabulary.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
+    ends = {vocabulary.get(f"{name}_token_id") for name in ("eot", "eom")}
+    ends.add(vocabulary.get("eos_token_id", OF_PIECES["eos"] if vocabulary.model == "llama" else None))
     control = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.type_of(i) == CONTROL}
     named = ENDS - ({"<|end|>"} if control.keys() >= {"<|return|>", "<|call|>"} else frozenset())
     ends |= {control[token] for token in named & control.keys()}
@@ -104,9 +114,20 @@ class _Vocabulary:
 
     def __init__(self, file: GgufFile):
         self._options = file.options
+        for name, kind in KINDS.items():
+            value = self.get(name, kind())
+            parts = value if isinstance(value, list) else ()
+            if not isinstance(value, kind) or len({type(part) for part in parts}) > 1:
+                raise CheckpointError(f"{file.path}: tokenizer.ggml.{name} is {str(value)[:40]!r}.")
         self.model: str | None = self.get("model")
         self.tokens: list[str] = self.get("tokens") or []
         self._types: list[int] = self.get("token_type") or []
+        table = file.tensors.get("token_embd.weight")
+        if table is not None and len(self.tokens) > table.shape[0]:
+            rows, count = table.shape[0], len(self.tokens)
+            raise CheckpointError(
+                f"{file.path} names {count:,} tokens, and its token_embd.weight has {rows:,} rows."
+            )
 
     def get(self, name: str, default: Any = None) -> Any:
         return self._options.get(f"tokenizer.ggml.{name}", default)
@@ -123,8 +144,13 @@ class _Vocabulary:
         return {token: i for i, token in enumerate(self.tokens) if self.type_of(i) != UNUSED}
 
     def special(self, kind: str) -> str | None:
-        number = self.get(f"{kind}_token_id")
-        return self.tokens[number] if number is not None and 0 <= number < len(self.tokens) else None
+        """The token of a kind, if there is one. Raises ValueError: its number is none of a token."""
+        number = self.get(f"{kind}_token_id", OF_PIECES.get(kind) if self.model == "llama" else None)
+        if number is None:
+            return None
+        if not 0 <= number < len(self.tokens):
+            raise ValueError(f"its {kind}_token_id is {number}, of {len(self.tokens):,} tokens")
+        return self.tokens[number]
 
     def added(self, number: int) -> Any:
         from tokenizers import AddedToken
@@ -193,6 +219,8 @@ def _with_ends(vocabulary: _Vocabulary) -> Any:
     begins = vocabulary.model == "llama" or vocabulary.get("pre") in BEGINS_WITH_BOS
     bos = vocabulary.special("bos") if vocabulary.get("add_bos_token", begins) else None
     eos = vocabulary.special("eos") if vocabulary.get("add_eos_token", False) else None
+    if vocabulary.get("add_bos_token") and bos is None:
+        raise ValueError("texts begin with a token that it does not name (bos_token_id)")
     first, last = ([bos] if bos else []), ([eos] if eos else [])
     template = TemplateProcessing(
         single=[*first, "$A", *last],

@@ -31,7 +31,7 @@ from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.gguf_blocks import BLOCK_KINDS, expanded, packed, widest
 from pagebinder.frontend.gguf_config import LAYER, architecture_of
-from pagebinder.frontend.gguf_file import NUMBERS, GgufFile, GgufTensor
+from pagebinder.frontend.gguf_file import FLOATS, NUMBERS, GgufFile, GgufTensor
 from pagebinder.frontend.int_experts import with_codes
 from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
 
@@ -42,7 +42,8 @@ EXPERTS = {  # of experts, and where a tensor's rows are among those of the para
     "ffn_gate_exps": ("gate_up_proj", 0), "ffn_up_exps": ("gate_up_proj", 1), "ffn_gate_up_exps": ("gate_up_proj", 0),
     "ffn_down_exps": ("down_proj", 0),
 }  # fmt: skip
-NO_BIASES = ("self_attn.o_proj.bias",)  # which a file may lack where transformers has all of them: zeros
+NO_BIASES = ("self_attn.o_proj.bias",)  # which no layer may have where transformers has all of them: zeros
+NO_WEIGHTS = frozenset(NUMBERS) - frozenset(FLOATS) | {"Q8_1", "Q8_K"}
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -67,9 +68,10 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *outer, rows, columns = (1, *self.tensors[0].shape)[-max(len(self.tensors[0].shape), 2) :]
-        more = sum(tensor.shape[-2] for tensor in self.tensors[1:])
-        return (*outer, rows + more, columns)
+        if len(self.tensors) == 1:
+            return self.tensors[0].shape
+        *outer, rows, columns = self.tensors[0].shape
+        return (*outer, rows + sum(tensor.shape[-2] for tensor in self.tensors[1:]), columns)
 
     def data(self, number: int) -> np.ndarray:
         """Of a tensor, with its rows in transformers' order."""
@@ -265,7 +267,12 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
             raise CheckpointError(
                 f"{file.path}: nothing in a {config.model_type} of transformers is its {name}."
             )
-        found.setdefault(parameter, {})[number] = tensor, part
+        if tensor.kind in NO_WEIGHTS:
+            raise CheckpointError(f"{file.path}: {name} is stored in {tensor.kind}, which no weights are.")
+        others = found.setdefault(parameter, {})
+        if number in others or any(not _stack(tensor, other) for other, _ in others.values()):
+            raise CheckpointError(f"{file.path}: {name} does not go with others of {parameter}.")
+        others[number] = tensor, part
     sources = {}
     for parameter, tensors in found.items():
         is_norm = architecture.norms_are_one_more and parameter.endswith("norm.weight")
@@ -275,22 +282,30 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
             heads.get(part) if part in architecture.paired else None,
             -1.0 if is_norm else 0.0,
         )
-        if source.shape[-len(shapes[parameter]) :] != shapes[parameter]:
+        if source.shape != shapes[parameter] and (1, *source.shape) != shapes[parameter]:
             raise CheckpointError(
                 f"{file.path}: {parameter} is {list(source.shape)} there, and {list(shapes[parameter])} in the model "
                 "that the file describes."
             )
     if HEAD in shapes and HEAD not in sources:
         sources[HEAD] = sources[TABLE]
-    if missing := [name for name in shapes if name not in sources and not name.endswith(NO_BIASES)]:
+    some = {bias for bias in NO_BIASES if any(name.endswith(bias) for name in sources)}
+    needed = (name for name in shapes if not name.endswith(NO_BIASES) or name.endswith(tuple(some)))
+    if missing := [name for name in needed if name not in sources]:
         raise CheckpointError(f"{file.path} lacks {counted(missing)} of its model, for example {missing[0]}.")
     return sources
 
 
+def _stack(one: GgufTensor, other: GgufTensor) -> bool:
+    """May rows of one stand behind those of the other?"""
+    sizes = ((*tensor.shape[:-2], tensor.shape[-1]) for tensor in (one, other) if len(tensor.shape) == 3)
+    return len(one.shape) == len(other.shape) == 3 and len(set(sizes)) == 1
+
+
 def _place(name: str, parts: Mapping[str, str]) -> tuple[str | None, int, str]:
     """(The parameter that a tensor belongs to, the place of its rows among those of others, its part of the name)."""
-    if name.removesuffix(".weight") in WHOLE:
-        return f"{WHOLE[name.removesuffix('.weight')]}.weight", 0, name
+    if (owner := name.removesuffix(".weight")) in WHOLE and owner != name:
+        return f"{WHOLE[owner]}.weight", 0, name
     match = PARAMETER.fullmatch(name)
     if match is None:
         return None, 0, name

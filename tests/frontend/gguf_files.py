@@ -31,7 +31,8 @@ LLAMA3 = THETA | {
 YARN = THETA | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LONG = THETA | {
     "rope_type": "longrope", "original_max_position_embeddings": 128,
-    "short_factor": [1 + i / 100 for i in range(32)], "long_factor": [1 + i / 5 for i in range(32)],
+    "attention_factor": 1.0, "short_factor": [1 + i / 100 for i in range(32)],
+    "long_factor": [1 + i / 5 for i in range(32)],
 }  # fmt: skip
 TWO_ROPES = {
     "full_attention": THETA | {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -159,7 +160,7 @@ def write_gguf(
             }
             key = (
                 key
-                if "." in key and key.split(".")[0] in ("general", "tokenizer")
+                if "." in key and key.split(".")[0] in ("general", "tokenizer", "split")
                 else f"{architecture}.{key}"
             )
             add.get(type(value), writer.add_uint32)(key, value)

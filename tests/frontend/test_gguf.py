@@ -184,12 +184,21 @@ def test_what_no_gpu_reads_is_expanded_for_one(tmp_path):
         ({"rope.scaling.type": "su"}, "llama.rope.scaling.type = 'su' is not served"),
         ({"rope.scaling.type": "yarn"}, "lacks llama.rope.scaling.factor"),
         ({"rope.dimension_count": 32}, "llama.rope.dimension_count = 32 is not served"),
+        ({"rope.freq_base": 0.0}, "llama.rope.freq_base = 0.0 is not served"),
+        ({"rope.freq_base": float("nan")}, "llama.rope.freq_base = nan is not served"),
+        ({"context_length": 0}, "llama.context_length = 0 is not served"),
+        ({"block_count": "two"}, "llama.block_count = 'two' is not served"),
+        ({"expert_count": 2, "expert_used_count": 3}, "llama.expert_used_count = 3 is not served"),
+        ({"split.count": 2}, "is one of 2 files"),
         ({"attention.value_length": 32}, "llama.attention.value_length = 32 is not served"),
         ({"attention.causal": False}, "llama.attention.causal = False is not served"),
         ({"attention.head_count": None}, "lacks llama.attention.head_count"),
         ({"attention.head_count_kv": [2, 4]}, "differs from layer to layer"),
         ({"feed_forward_length": 128}, r"ffn_|mlp.* \[256, 256\] there, and \[128, 256\]"),
-        ({"block_count": 3}, "lacks 9 tensors of its model"),
+        ({"block_count": 3}, "says that it has 3 layers, and holds tensors of 2"),
+        ({"attention.causal": 0}, "llama.attention.causal = 0 is not served"),
+        ({"block_count": 2.0}, "llama.block_count = 2.0 is not served"),
+        ({"context_length": 1 << 31}, "llama.context_length = 2147483648 is not served"),
         ({"block_count": 1}, "nothing in a llama of transformers is its blk.1"),
         ({"general.architecture": "mamba9"}, "of the architecture 'mamba9'"),
         ({"general.type": "adapter"}, "holds no model: it is of the type 'adapter'"),
@@ -206,6 +215,13 @@ def test_granite_without_positions_is_refused(tmp_path):
     """llama.cpp takes this for a switch, of this architecture alone."""
     write_gguf(tmp_path / "model.gguf", "granite", more={"rope.scaling.finetuned": False})
     with pytest.raises(CheckpointError, match=r"granite.rope.scaling.finetuned = False is not served"):
+        source_from_path(tmp_path / "model.gguf")
+
+
+def test_factors_beside_another_scaling_are_refused(tmp_path):
+    more = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    write_gguf(tmp_path / "model.gguf", "phi3", more=more)
+    with pytest.raises(CheckpointError, match="phi3.rope.scaling.type = 'linear' is not served"):
         source_from_path(tmp_path / "model.gguf")
 
 
@@ -234,6 +250,97 @@ def test_damaged_files(tmp_path):
             read_gguf(path)
 
 
+def edited(path, change) -> None:
+    """A file again, with `change(writer)` behind its own options and tensors."""
+    from gguf import GGUFReader, GGUFWriter
+
+    reader = GGUFReader(path)
+    writer = GGUFWriter(path.with_suffix(".new"), "qwen3")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data.copy(), raw_dtype=tensor.tensor_type)
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".new").rename(path)
+
+
+FLOATS = np.zeros(256, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("output", np.zeros((96, 256), dtype=np.float32), "nothing in a qwen3 of transformers is its output"),
+        ("blk.0.attn_q.scale", FLOATS, "nothing in a qwen3 of transformers is its blk.0.attn_q.scale"),
+        ("blk.0.attn_q.bias", FLOATS, "lacks 5 tensors of its model"),
+        ("rope_freqs.weight", FLOATS[:32], "nothing in a qwen3 of transformers is its rope_freqs.weight"),
+        (
+            "output.weight",
+            np.zeros((96, 256), dtype=np.int32),
+            "output.weight is stored in I32, which no weights",
+        ),
+        (
+            "output.weight",
+            np.zeros((96, 256, 1), dtype=np.float32),
+            r"lm_head.weight is \[96, 256, 1\] there",
+        ),
+    ],
+)
+def test_tensors_without_a_place(name, values, said, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen3", "Q8_0")
+    edited(path, lambda writer: writer.add_tensor(name, values))
+    with pytest.raises(CheckpointError, match=said):
+        source_from_path(path)
+
+
+def test_scales_that_are_no_numbers(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", "Q4_K")
+    at = read_gguf(path).tensors["blk.0.attn_q.weight"].data
+    whole = bytearray(path.read_bytes())
+    begin = whole.index(at.tobytes())
+    whole[begin : begin + 2] = np.array([np.nan], dtype=np.float16).tobytes()
+    path.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="a block of Q4_K has a scale that is NaN or infinity"):
+        source_from_path(path)
+
+
+def test_factors_of_frequencies(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama")
+    at = read_gguf(path).tensors["rope_freqs.weight"].data
+    whole = bytearray(path.read_bytes())
+    begin = whole.index(at.tobytes())
+    whole[begin : begin + 4] = np.zeros(1, dtype=np.float32).tobytes()
+    path.write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight \[32\] in F32 is not 32 positive factors"):
+        source_from_path(path)
+
+
+@pytest.mark.parametrize("window", [None, 0])
+def test_gemma_3_without_windows(window, tmp_path):
+    write_gguf(tmp_path / "model.gguf", "gemma3", more={"attention.sliding_window": window})
+    source = source_from_path(tmp_path / "model.gguf", dtype=torch.float32)
+    assert set(source.module.config.layer_types) == {"full_attention"}
+    assert source.module(IDS).logits.isfinite().all()
+
+
+def test_caps_that_are_not_said(tmp_path):
+    """Gemma 2 has them as llama.cpp does; of Gemma 3 a cap of 0 is none."""
+    missing = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    write_gguf(tmp_path / "a.gguf", "gemma2", more=missing)
+    config = source_from_path(tmp_path / "a.gguf", weights=False).module.config
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
+    write_gguf(tmp_path / "b.gguf", "gemma3", more={"final_logit_softcapping": 0.0})
+    assert source_from_path(tmp_path / "b.gguf", weights=False).module.config.final_logit_softcapping is None
+
+
 def test_paths(tmp_path):
     write_gguf(tmp_path / "a.gguf", "qwen3")
     assert gguf_path(tmp_path) == gguf_path(tmp_path / "a.gguf") == tmp_path / "a.gguf"
@@ -244,6 +351,11 @@ def test_paths(tmp_path):
     assert gguf_path(tmp_path) is None
     with pytest.raises(CheckpointError, match="does not exist"):
         source_from_path(tmp_path / "c.gguf")
+    os.link(tmp_path / "a.gguf", tmp_path / "mmproj-a.gguf")
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "b.gguf").rename(tmp_path / "B.GGUF")
+    (tmp_path / "a.gguf").unlink()
+    assert gguf_path(tmp_path) == gguf_path(tmp_path / "B.GGUF") == tmp_path / "B.GGUF"
     with pytest.raises(CheckpointError, match=r"name the first, a-00001-of-00002.gguf"):
         gguf_path(tmp_path / "a-00002-of-00002.gguf")
 
@@ -257,12 +369,22 @@ def test_a_model_in_parts(tmp_path):
     (tmp_path / "whole.gguf").rename(tmp_path / "m-00001-of-00002.gguf")
     with pytest.raises(CheckpointError, match="all lie in one directory"):
         source_from_path(tmp_path / "m-00001-of-00002.gguf")
-    writer = GGUFWriter(tmp_path / "m-00002-of-00002.gguf", "qwen3")
-    writer.add_tensor("blk.0.attn_q.bias", np.zeros(256, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for options, said in (
+        ({"qwen3.block_count": 9}, "say different things of qwen3.block_count"),
+        ({"split.no": 4}, "says that it is part 5 of its model"),
+        ({}, None),
+    ):
+        writer = GGUFWriter(tmp_path / "m-00002-of-00002.gguf", "qwen3")
+        for name, value in options.items():
+            writer.add_uint32(name, value)
+        writer.add_tensor("blk.0.attn_q.bias", np.zeros(256, dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        if said is not None:
+            with pytest.raises(CheckpointError, match=said):
+                read_gguf(tmp_path / "m-00001-of-00002.gguf")
     parts = read_gguf(tmp_path / "m-00001-of-00002.gguf")
     assert parts.tensors.keys() == whole.tensors.keys() | {"blk.0.attn_q.bias"}
     assert parts.options["qwen3.block_count"] == plain.config.num_hidden_layers

@@ -68,7 +68,7 @@ def vocabulary(tokenizer: Tokenizer) -> tuple[list[str], list[int]]:
     return tokens, [{"<tool>": 4}.get(token, 3) if token in SPECIAL else 1 for token in tokens]
 
 
-def write(path: Path, model: str | None, tokens=(), types=(), **options) -> Path:
+def write(path: Path, model: str | None, tokens=(), types=(), rows=4, **options) -> Path:
     writer = GGUFWriter(path, "llama")
     if model is not None:
         writer.add_tokenizer_model(model)
@@ -77,7 +77,7 @@ def write(path: Path, model: str | None, tokens=(), types=(), **options) -> Path
         writer.add_token_types(types)
     for name, value in options.items():
         getattr(writer, f"add_{name}")(value)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))
+    writer.add_tensor("token_embd.weight", np.zeros((rows, 32), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -94,7 +94,7 @@ def test_bpe_of_bytes(pre, tmp_path):
     file = read_gguf(
         write(
             tmp_path / "m.gguf", "gpt2", tokens, types, token_merges=merges, tokenizer_pre=pre, eos_token_id=end,
-            bos_token_id=end, add_bos_token=False, chat_template="{{ messages[0]['content'] }}",
+            bos_token_id=end, add_bos_token=False, rows=700, chat_template="{{ messages[0]['content'] }}",
         )
     )  # fmt: skip
     built = tokenizer_of(file)
@@ -105,17 +105,8 @@ def test_bpe_of_bytes(pre, tmp_path):
     assert end_tokens(file) == {end, tokens.index("<|endoftext|>")}
     assert built.decode([end, *built("a")["input_ids"]], skip_special_tokens=True) == "a"
     assert built.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
-    with_bos = read_gguf(
-        write(
-            tmp_path / "b.gguf",
-            "gpt2",
-            tokens,
-            types,
-            token_merges=merges,
-            tokenizer_pre=pre,
-            bos_token_id=end,
-        )
-    )
+    options = {"token_merges": merges, "tokenizer_pre": pre, "bos_token_id": end, "rows": 700}
+    with_bos = read_gguf(write(tmp_path / "b.gguf", "gpt2", tokens, types, **options))
     assert (tokenizer_of(with_bos)("a")["input_ids"][0] == end) == (pre == "llama-bpe")
 
 
@@ -144,7 +135,7 @@ def test_pieces(tmp_path):
     file = read_gguf(
         write(
             tmp_path / "m.gguf", "llama", [*pieces, *words], types + [1] * len(words), token_scores=scores,
-            bos_token_id=1, eos_token_id=2,
+            rows=300,
         )
     )  # fmt: skip
     tokenizer = tokenizer_of(file)
@@ -162,6 +153,8 @@ def test_pieces(tmp_path):
     [
         ("gpt2", {"tokenizer_pre": "never-heard-of"}, "tokenizer.ggml.pre 'never-heard-of'"),
         ("gpt2", {}, "tokenizer.ggml.pre None"),
+        ("gpt2", {"tokenizer_pre": "gpt-2"}, "no tokenizer.ggml.merges"),
+        ("llama", {}, "no tokenizer.ggml.scores"),
         ("t5", {}, "tokenizer.ggml.model 't5'"),
         (None, {}, "tokenizer.ggml.model None"),
     ],
@@ -175,10 +168,17 @@ def test_what_is_not_known_is_no_tokenizer(model, options, said, tmp_path):
 
 
 def test_parts_that_contradict_each_other(tmp_path):
-    file = read_gguf(
-        write(tmp_path / "m.gguf", "gpt2", ["a"], [1], token_merges=["x y"], tokenizer_pre="gpt-2")
-    )
-    with pytest.raises(CheckpointError, match="vocabulary cannot be read"):
+    for options, said in (
+        ({"token_merges": ["x y"]}, "vocabulary cannot be read"),
+        ({"token_merges": ["a b"], "bos_token_id": 7}, "bos_token_id is 7, of 3 tokens"),
+        ({"token_merges": ["a b"], "add_bos_token": True}, "does not name"),
+    ):
+        options = {"tokenizer_pre": "gpt-2"} | options
+        file = read_gguf(write(tmp_path / "m.gguf", "gpt2", ["a", "b", "ab"], [1, 1, 1], **options))
+        with pytest.raises(CheckpointError, match=said):
+            tokenizer_of(file)
+    file = read_gguf(write(tmp_path / "m.gguf", "gpt2", list("abcde"), [1] * 5))
+    with pytest.raises(CheckpointError, match="names 5 tokens, and its token_embd.weight has 4 rows"):
         tokenizer_of(file)
 
 
