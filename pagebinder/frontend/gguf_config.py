@@ -7,6 +7,7 @@ layers of Gemma have windows), the same is said here. Another architecture is an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +39,7 @@ PAIRED = frozenset(
     {"attn_q", "attn_k"}
 )  # whose rows llama.cpp turns in pairs of neighbours, transformers in halves
 FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-LARGEST = 1 << 27  # more than any number that a model has
+MOST = 1 << 27  # of layers, tokens, channels
 # What says nothing of how a model computes.
 SILENT = frozenset({"vocab_size", "rope.scaling.finetuned", "attention.causal"})
 
@@ -71,22 +72,32 @@ class Options:
         """One that is positive, and finite. Raises CheckpointError: it is missing, or something else."""
         value = self[name] if default is None else self.get(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value < LARGEST:
+        if not is_number or not 0 < value < math.inf:
             self.refuse(name)
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
-        """One that is whole, too."""
+        """One that is whole, too, and no more than a model may have of anything."""
         value = self.number(name, default)
-        if not isinstance(value, int):
+        if not isinstance(value, int) or value > MOST:
+            self.refuse(name)
+        return value
+
+    def of_layers(self, name: str) -> list | None:
+        """A list with a value for each layer; None: it is something else."""
+        value = self.file.options.get(self._prefix + name)
+        if not isinstance(value, list):
+            return None
+        self._read.add(name)
+        if len(value) != self["block_count"]:
             self.refuse(name)
         return value
 
     def factors(self, name: str, count: int) -> np.ndarray:
-        """A tensor of factors of RoPE's frequencies, float32 [count]. Raises CheckpointError: it is something else.
+        """A tensor of factors of RoPE's frequencies, float32 [count].
 
-        Args:
-            count: how many there must be.
+        Raises:
+            CheckpointError: there are others.
         """
         tensor = self.file.tensors[name]
         values = tensor.data.astype(np.float32) if tensor.kind in ("F32", "F16") else np.zeros(0)
@@ -289,17 +300,11 @@ def _gemma(options: Options) -> dict[str, Any]:
 
 def _alternating(options: Options, period: int) -> list[str]:
     """Every `period`th layer sees everything."""
-    pattern = options.file.options.get(f"{options.file.architecture}.attention.sliding_window_pattern")
-    layers = range(options["block_count"])
-    if isinstance(pattern, list):
-        options._read.add("attention.sliding_window_pattern")
-        windows = pattern
-        if len(windows) != len(layers):
-            options.refuse("attention.sliding_window_pattern")
-    else:
+    windows = options.of_layers("attention.sliding_window_pattern")
+    if windows is None:
         period = options.count("attention.sliding_window_pattern", period)
-        windows = [bool((layer + 1) % period) for layer in layers]
-    return ["sliding_attention" if windows[layer] else "full_attention" for layer in layers]
+        windows = [(layer + 1) % period for layer in range(options["block_count"])]
+    return ["sliding_attention" if has_window else "full_attention" for has_window in windows]
 
 
 def _gemma2(options: Options) -> dict[str, Any]:

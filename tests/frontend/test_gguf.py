@@ -225,6 +225,19 @@ def test_factors_beside_another_scaling_are_refused(tmp_path):
         source_from_path(tmp_path / "model.gguf")
 
 
+def test_windows_may_be_said_for_each_layer(tmp_path):
+    more = {"attention.sliding_window_pattern": [1, 0, 1, 1, 1, 0]}
+    write_gguf(tmp_path / "model.gguf", "gemma3", more=more)
+    types = source_from_path(tmp_path / "model.gguf", weights=False).module.config.layer_types
+    assert [kind == "sliding_attention" for kind in types] == [True, False, True, True, True, False]
+
+
+def test_large_bases_of_frequencies(tmp_path):
+    write_gguf(tmp_path / "model.gguf", "qwen3", more={"rope.freq_base": 1e9})
+    config = source_from_path(tmp_path / "model.gguf", weights=False).module.config
+    assert config.rope_parameters["rope_theta"] == 1e9
+
+
 def test_equal_values_of_layers_are_one(tmp_path):
     write_gguf(tmp_path / "model.gguf", "llama", more={"attention.head_count_kv": [2, 2]})
     assert source_from_path(tmp_path / "model.gguf", weights=False).module.config.num_key_value_heads == 2
