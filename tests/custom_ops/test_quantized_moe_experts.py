@@ -6,7 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import FORMATS
+from pagebinder.custom_ops.linear.weight_formats import (
+    FORMATS,
+    LEVEL_OFFSETS,
+    LEVEL_SPAN,
+    PANEL,
+    packed_levels,
+    weight_format,
+)
 from pagebinder.custom_ops.linear.weight_stacks import dequantize_stack, quantize_stack
 from pagebinder.custom_ops.moe.router import Router
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
@@ -98,7 +105,7 @@ def test_sizes_of_the_kernels(cpu, kind, width, inner, name, dtype):
         torch.testing.assert_close(got.float(), expected, rtol=max(2 * unit, 2e-6), atol=max(16 * unit, 5e-5))
 
 
-OF_CHECKPOINTS = ("int4_g128", "uint4_g64", "uint4_g128", "int8_g64", "uint8_g32")
+OF_CHECKPOINTS = ("int4_g128", "uint4_g64", "uint4_g128", "int8_g64", "uint8_g32", "int8_g16", "uint4_g16")
 
 
 @pytest.mark.parametrize("name", OF_CHECKPOINTS)
@@ -119,6 +126,37 @@ def test_codes_of_checkpoints(ops, name):
             unit = torch.finfo(dtype).eps
             torch.testing.assert_close(
                 got.double(), expected, rtol=max(2 * unit, 1e-5), atol=max(16 * unit, 1e-4)
+            )
+
+
+def levels(scale: torch.Tensor, name: str, inner: int) -> torch.Tensor:
+    """Scales of two levels about as large as those of a stack [E, N/32, ...]."""
+    fmt, (experts, panels), size = weight_format(name), scale.shape[:2], scale.float().abs().mean().item()
+    rows, groups = panels * PANEL, inner // fmt.group
+
+    def numbers(seed: int, factor: float):
+        wide = random(experts * rows, inner // LEVEL_SPAN, seed=seed).sigmoid() * (size * factor / 16)
+        narrow = torch.randint(1, 32, (experts * rows, groups), generator=torch.Generator().manual_seed(seed))
+        return wide, narrow
+
+    other = numbers(2, LEVEL_OFFSETS[fmt.bits]) if fmt.is_shifted else None
+    return packed_levels(*numbers(1, 1.0), other).unflatten(0, (experts, panels))
+
+
+@pytest.mark.parametrize("name", ["uint4_g32", "uint4_g16", "int4_g16", "int8_g16", "uint8_g32"])
+def test_scales_of_two_levels(ops, name):
+    """As K-quants have them."""
+    gate = GATES["silu"]
+    for dtype in (torch.bfloat16, torch.float32):
+        operands = stacks(name, gate, width=256, inner=512, dtype=dtype)
+        operands[1], operands[3] = levels(operands[1], name, 256), levels(operands[3], name, 512)
+        for num_tokens, num_slots in ((1, 3), (3, 2), (40, 2)):
+            x, (ids, chosen) = random(num_tokens, 256, dtype=dtype), routing(num_tokens, num_slots)
+            expected = oracle(x, ids, chosen, values(operands, name), gate, False)
+            got = run(ops, x, ids, chosen, operands, name, gate).double()
+            unit, size = torch.finfo(dtype).eps, expected.abs().max().item()
+            torch.testing.assert_close(
+                got, expected, rtol=max(2 * unit, 1e-5), atol=max(2 * unit, 1e-5) * size
             )
 
 

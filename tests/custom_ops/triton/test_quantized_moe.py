@@ -56,7 +56,10 @@ def test_formats(ops, name):
         check(ops, "silu", name, dtype, [(3, 2)], width=192, inner=320)
 
 
-@pytest.mark.parametrize("name", by_day(OF_CHECKPOINTS, ("uint4_g64",)))
+READ = [name for name in OF_CHECKPOINTS if not name.endswith("_g16")]  # see check_weight
+
+
+@pytest.mark.parametrize("name", by_day(READ, ("uint4_g64",)))
 def test_codes_of_checkpoints(ops, name):
     check(ops, "silu", name, torch.bfloat16, [(3, 2), (50, 2)], width=256, inner=128, bias=True)
 
