@@ -103,19 +103,20 @@ def packed(data: np.ndarray, kind: str, format: str | None = None) -> tuple[torc
     rows = max(PANEL, SLICE_BYTES // data.shape[1] // PANEL * PANEL)
     codes, parts = empty_codes(packed_shapes(len(data), columns, format)[0], torch.device("cpu")), []
     for first in range(0, len(data), rows):
-        part = np.ascontiguousarray(data[first : first + rows])
-        found = _checked(block.read(torch.from_numpy(part).reshape(-1, block.num_bytes)), kind)
-        wide = found.codes if format == block.format else _widened(found.codes, block.format, format)
+        part = data[first : first + rows]
+        found = _unpacked(part, kind)
+        wide = _widened(found.codes, block.format, format)
         pieces = pack_integers(wide.reshape(len(part), columns), format)
         codes[first // PANEL : first // PANEL + len(pieces)].copy_(pieces)
-        of_rows = (p if p is None else p.reshape(len(part), -1) for p in found[1:])
-        parts.append(Unpacked(wide[:0], *of_rows))
+        parts.append([p if p is None else p.reshape(len(part), -1) for p in found[1:]])
     whole = (None if each[0] is None else torch.cat(each) for each in zip(*parts))
-    return codes, _packed_scales(Unpacked(*whole), block.format, format)
+    return codes, _packed_scales(Unpacked(codes, *whole), block.format, format)
 
 
-def _checked(found: Unpacked, kind: str) -> Unpacked:
+def _unpacked(rows: np.ndarray, kind: str) -> Unpacked:
     """Raises CheckpointError: a number of a block is none."""
+    block = BLOCK_KINDS[kind]
+    found = block.read(torch.from_numpy(np.ascontiguousarray(rows)).reshape(-1, block.num_bytes))
     for numbers in (found.d, found.m):
         if numbers is not None and not numbers.isfinite().all():
             raise CheckpointError(f"a block of {kind} has a scale that is NaN or infinity")
@@ -135,11 +136,7 @@ def _packed_scales(found: Unpacked, format: str, to: str) -> torch.Tensor:
 
 
 def _widened(codes: torch.Tensor, format: str, to: str) -> torch.Tensor:
-    return (
-        (codes.to(torch.int16) - 8).to(torch.int8)
-        if weight_format(format).bits < weight_format(to).bits
-        else codes
-    )
+    return _less(codes, 8) if weight_format(format).bits < weight_format(to).bits else codes
 
 
 def expanded(data: np.ndarray, kind: str, dtype: torch.dtype) -> torch.Tensor:
@@ -157,10 +154,7 @@ def expanded(data: np.ndarray, kind: str, dtype: torch.dtype) -> torch.Tensor:
 
 def _values(rows: np.ndarray, kind: str) -> torch.Tensor:
     """In float32, as ggml computes them."""
-    block = BLOCK_KINDS[kind]
-    part = torch.from_numpy(np.ascontiguousarray(rows)).reshape(-1, block.num_bytes)
-    found = _checked(block.read(part), kind)
-    fmt = weight_format(block.format)
+    found, fmt = _unpacked(rows, kind), weight_format(BLOCK_KINDS[kind].format)
     if fmt.is_float:
         q = from_e2m1(found.codes)
     else:  # shifts are of codes that are less by an offset
@@ -208,7 +202,7 @@ def _nibbles(qs: torch.Tensor) -> torch.Tensor:
 
 def _fifth_bits(qh: torch.Tensor) -> torch.Tensor:
     """4 bytes -> the fifth bit of 32 integers."""
-    return ((qh[:, :, None] >> torch.arange(8)) & 1).flatten(1) << 4
+    return (_shifted_down(qh, 1, *range(8)) & 1) << 4
 
 
 def _q4_0(blocks: torch.Tensor) -> Unpacked:
@@ -306,8 +300,7 @@ def _q6_k(blocks: torch.Tensor) -> Unpacked:
 
 def _iq4_xs(blocks: torch.Tensor) -> Unpacked:
     d, high, low, qs = _halves(blocks, 2, 4, 128)
-    s = (low[:, :, None] >> torch.tensor((0, 4), dtype=torch.uint8) & 15).flatten(1)
-    s |= (high[:, :, None] >> torch.tensor((0, 2, 4, 6), dtype=torch.uint8) & 3).flatten(1) << 4
+    s = (_shifted_down(low, 1, 0, 4) & 15) | (_shifted_down(high, 1, 0, 2, 4, 6) & 3) << 4
     values = torch.tensor(IQ4_VALUES, dtype=torch.int8)[(_shifted_down(qs, 16, 0, 4) & 15).int()]
     return Unpacked(values, d, _less(s, 32))
 

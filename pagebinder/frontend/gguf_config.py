@@ -83,6 +83,10 @@ class Options:
             self.refuse(name)
         return value
 
+    def head_width(self) -> int:
+        equal = max(self.count("embedding_length") // self.count("attention.head_count"), 1)
+        return self.count("attention.key_length", equal)
+
     def of_layers(self, name: str) -> list | None:
         """A list with a value for each layer; None: it is something else."""
         value = self.file.options.get(self._prefix + name)
@@ -173,14 +177,13 @@ def config_of(file: GgufFile):
         raise CheckpointError(
             f"{file.path} says that it has {options['block_count']:,} layers, and holds tensors of {len(layers)}."
         )
-    width, heads = options.count("embedding_length"), options.count("attention.head_count")
-    head = options.count("attention.key_length", max(width // heads, 1))
+    heads, head = options.count("attention.head_count"), options.head_width()
     if options.get("attention.value_length", head) != head:
         options.refuse("attention.value_length")
     kind = architecture.model_type
     said = {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "hidden_size": width,
+        "hidden_size": options.count("embedding_length"),
         "intermediate_size": options.count("feed_forward_length"),
         "num_hidden_layers": options.count("block_count"),
         "num_attention_heads": heads,
@@ -289,10 +292,9 @@ def _granite(options: Options) -> dict[str, Any]:
 def _gemma(options: Options) -> dict[str, Any]:
     """Of Gemma 2 and 3: queries are times heads' widths ** -0.5, but in the largest of each. A cap of 0 is none."""
     is_largest = options["block_count"] in (46, 62)
-    width, heads = options["embedding_length"], options["attention.head_count"]
-    head = options.count("attention.key_length", max(width // heads, 1))
+    of_largest = options["embedding_length"] // options["attention.head_count"]
     return {
-        "query_pre_attn_scalar": width // heads if is_largest else head,
+        "query_pre_attn_scalar": of_largest if is_largest else options.head_width(),
         "attn_logit_softcapping": options.get("attn_logit_softcapping") or None,
         "final_logit_softcapping": options.get("final_logit_softcapping") or None,
     }

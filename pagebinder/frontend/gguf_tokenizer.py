@@ -52,10 +52,11 @@ COMPOSED = ("qwen2",)  # NFC
 # Tokens that end an answer, whatever a file says of them; "<|end|>" not of models that use channels, and two of these
 # only where they are control tokens.
 OFTEN_PLAIN = frozenset(("</s>", "<eos>"))
-ENDS = OFTEN_PLAIN | {
+ALWAYS_ENDS = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<EOT>",
-}  # fmt: skip
+})  # fmt: skip
+ENDS = OFTEN_PLAIN | ALWAYS_ENDS
 
 
 def tokenizer_of(file: GgufFile) -> Any:
@@ -64,11 +65,11 @@ def tokenizer_of(file: GgufFile) -> Any:
     Raises:
         CheckpointError: its parts contradict each other.
     """
-    if unknown_tokenizer(file) is not None:
+    vocabulary = _Vocabulary(file)
+    if vocabulary.unknown() is not None:
         return None
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = _Vocabulary(file)
     try:
         backend = _of_bytes(vocabulary) if vocabulary.model == "gpt2" else _of_pieces(vocabulary)
         known = vocabulary.numbers(CONTROL, USER_DEFINED, UNKNOWN)
@@ -89,13 +90,7 @@ def tokenizer_of(file: GgufFile) -> Any:
 
 def unknown_tokenizer(file: GgufFile) -> str | None:
     """What is not known of a file's tokenizer; None: it is known."""
-    vocabulary = _Vocabulary(file)
-    if vocabulary.model not in ("gpt2", "llama") or not vocabulary.tokens:
-        return f"tokenizer.ggml.model {vocabulary.model!r}"
-    if vocabulary.model == "gpt2" and vocabulary.get("pre") not in SPLITS:
-        return f"tokenizer.ggml.pre {vocabulary.get('pre')!r}"
-    needed = "merges" if vocabulary.model == "gpt2" else "scores"
-    return None if vocabulary.get(needed) else f"no tokenizer.ggml.{needed}"
+    return _Vocabulary(file).unknown()
 
 
 def end_tokens(file: GgufFile) -> frozenset[int]:
@@ -103,7 +98,7 @@ def end_tokens(file: GgufFile) -> frozenset[int]:
     vocabulary = _Vocabulary(file)
     ends = {vocabulary.get(f"{name}_token_id") for name in ("eot", "eom")}
     ends.add(vocabulary.get("eos_token_id", OF_PIECES["eos"] if vocabulary.model == "llama" else None))
-    control = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.type_of(i) == CONTROL}
+    control = {vocabulary.tokens[i]: i for i in vocabulary.numbers(CONTROL)}
     named = ENDS - ({"<|end|>"} if control.keys() >= {"<|return|>", "<|call|>"} else frozenset())
     ends |= {control[token] for token in named & control.keys()}
     return frozenset(i for i in ends if i is not None and 0 <= i < max(len(vocabulary.tokens), 1))
@@ -132,8 +127,17 @@ class _Vocabulary:
     def get(self, name: str, default: Any = None) -> Any:
         return self._options.get(f"tokenizer.ggml.{name}", default)
 
+    def unknown(self) -> str | None:
+        """What is not known of it."""
+        if self.model not in ("gpt2", "llama") or not self.tokens:
+            return f"tokenizer.ggml.model {self.model!r}"
+        if self.model == "gpt2" and self.get("pre") not in SPLITS:
+            return f"tokenizer.ggml.pre {self.get('pre')!r}"
+        needed = "merges" if self.model == "gpt2" else "scores"
+        return None if self.get(needed) else f"no tokenizer.ggml.{needed}"
+
     def type_of(self, number: int) -> int:
-        if self.tokens[number] in ENDS - OFTEN_PLAIN:
+        if self.tokens[number] in ALWAYS_ENDS:
             return CONTROL
         return self._types[number] if number < len(self._types) else NORMAL
 

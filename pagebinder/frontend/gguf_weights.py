@@ -258,11 +258,12 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
     architecture, config = architecture_of(file), model.config
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    parts = LAYER | dict(architecture.names)
     found: dict[str, dict[int, tuple[GgufTensor, str]]] = {}
     for name, tensor in file.tensors.items():
         if name in architecture.frequencies:
             continue
-        parameter, number, part = _place(name, LAYER | dict(architecture.names))
+        parameter, number, part = _place(name, parts)
         if parameter not in shapes:
             raise CheckpointError(
                 f"{file.path}: nothing in a {config.model_type} of transformers is its {name}."
