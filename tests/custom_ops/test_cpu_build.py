@@ -389,3 +389,14 @@ for name in t_quantized.FORMATS:
 print("passed")
 """
     assert "passed" in run_python(code, PAGEBINDER_CPU_MARCH=march)
+
+
+def test_a_processor_between_those_compiles():
+    """AVX-512 without dot products (Skylake): wide vectors, and not what has dots or is 8 lanes wide."""
+    if os.uname().machine != "x86_64":
+        pytest.skip("x86 only")
+    folder = Path(parts.SOURCE_DIR)
+    kernels = [*folder.glob("quant/quantized_linear*.cpp"), *folder.glob("quantized_moe/coded_*.cpp")]
+    assert len(kernels) >= 8
+    options = ("-std=c++17", "-march=skylake-avx512", "-fsyntax-only", "-Wno-psabi", f"-I{folder}")
+    subprocess.run([*compiler.find_compiler(), *options, *map(str, kernels)], check=True)

@@ -1,20 +1,22 @@
 // What kernels on integer products have in common (quantized_linear_int8.cpp, quantized_linear_int16.cpp): x as integers
-// of 16 bits, in strips of rows and in groups of k that share a scale, and the jobs in which strips meet panels.
+// of 16 bits, in strips of rows and in spans of k that share a factor, and the jobs in which strips meet panels.
 //
-//     x [row][group of k]   =   factor * integer          to 1 / 65,024 of the group's largest
+//     x [row][span of k]   =   factor * integer          to 1 / 65,024 of the span's largest
 //
-// A group is at most 128 k, and at most what shares a scale of the weight; that may be half a step. A kernel is a struct with
+// A group, k whose products are summed before a scale is put on, is at most 128 k, and at most what shares a scale of the
+// weight; that may be half a step. A span is a group, or 128 k with their groups. A kernel is a struct with
 //
-//     MOST_ROWS, BEGINS, MOST_PANELS             rows of a strip; sums that each of them begins; panels of a job
+//     FIRST_ROWS, MOST_ROWS, BEGINS, MOST_PANELS   rows of the first strip and of others; sums that each row begins; panels
+//                                                of a job
 //     HALF_STEPS                                 are groups of half a step served?
-//     make<CODE>(layer, strip)                   fills in a strip; false: x has a group that integers cannot hold
-//     meet<CODE, ROWS>(run, strip, job, first)   a strip's rows times a job's panels, written. first: of the job
+//     LONG_SPANS                                 are spans of 128 k, whatever groups are?
+//     make<CODE>(layer, strip)                   fills in a strip; false: x has a span that integers cannot hold
+//     meet<CODE>(run, strips, job)               all rows times a job's panels, written
 #pragma once
 
 #include <atomic>
 #include <cmath>
 
-#include "by_count.h"
 #include "lifted_rows.h"
 #include "quantized_jobs.h"
 
@@ -24,50 +26,55 @@ constexpr int MOST_INTEGER_GROUP = 128;
 constexpr int INTEGER_WORDS = QUANT_STEP / 2;    // of 32 bits, of a row and a step
 constexpr int64_t SERIAL_INTEGERS = 1 << 15;     // elements of x
 constexpr float LARGEST_INTEGER = 32512.0f;
-constexpr float LEAST_LARGEST = 1e-30f;          // of a group's largest x, unless that is zero
+constexpr float LEAST_LARGEST = 1e-30f;          // of a span's largest x, unless that is zero
 
 // k of a group of integers.
-inline int integer_span(const QuantizedLinearArgs& a) {
+inline int integer_group(const QuantizedLinearArgs& a) {
   const int64_t shared = a.has_half_steps() ? a.scale_group : a.scaled_steps() * QUANT_STEP;
   return static_cast<int>(std::min<int64_t>(shared, MOST_INTEGER_GROUP));
 }
 
-// Words [step][word][row], in the kernel's order within a step; factors [group][row]; begins [group][row][BEGINS].
-// `inner`: k of a row, `span`: of a group.
+// Words [step][word][row], in the kernel's order within a step; factors [span][row]; begins [group][row][BEGINS].
+// `inner`: k of a row; `group`, `span`: of those.
 struct IntegerStrip {
   int64_t first_row;
-  int rows, inner, span;
+  int rows, inner, group, span;
   int32_t* words;
   float* factors;
   int32_t* begins;
 
-  int groups() const { return (inner + span - 1) / span; }
+  int groups() const { return (inner + group - 1) / group; }
 };
 
-// Strips of the same length; the last may be shorter.
+// The first strip has up to FIRST_ROWS rows. Others are alike; the last may be shorter.
 template <class Kernel>
 struct IntegerStrips {
   int64_t rows;
-  int inner, span;
-  int count = static_cast<int>((rows + Kernel::MOST_ROWS - 1) / Kernel::MOST_ROWS);
-  int most_rows = static_cast<int>((rows + count - 1) / std::max(count, 1));
+  int inner, group;
+  int span = Kernel::LONG_SPANS ? MOST_INTEGER_GROUP : group;
+  int64_t rest = std::max<int64_t>(rows - Kernel::FIRST_ROWS, 0);
+  int others = static_cast<int>((rest + Kernel::MOST_ROWS - 1) / Kernel::MOST_ROWS);
+  int most_rows = static_cast<int>((rest + others - 1) / std::max(others, 1));
+  int count = (rows > 0) + others;
   int32_t* memory = nullptr;
 
   int64_t words_of_row() const { return inner / 2; }
-  int64_t groups() const { return (inner + span - 1) / span; }
-  int64_t words() const { return rows * (words_of_row() + (Kernel::BEGINS + 1) * groups()); }  // of everything
+  int64_t groups() const { return (inner + group - 1) / group; }
+  int64_t spans() const { return (inner + span - 1) / span; }
+  int64_t words() const { return rows * (words_of_row() + Kernel::BEGINS * groups() + spans()); }  // of everything
   IntegerStrip operator[](int strip) const {
-    const int64_t first = int64_t{strip} * most_rows;
+    const int64_t first = strip == 0 ? 0 : Kernel::FIRST_ROWS + int64_t{strip - 1} * most_rows;
+    const int64_t at_most = strip == 0 ? Kernel::FIRST_ROWS : most_rows;
     int32_t* begins = memory + rows * words_of_row();
     int32_t* factors = begins + rows * groups() * Kernel::BEGINS;
-    return {first, static_cast<int>(std::min<int64_t>(most_rows, rows - first)), inner, span,
-            memory + first * words_of_row(), reinterpret_cast<float*>(factors + first * groups()),
+    return {first, static_cast<int>(std::min(at_most, rows - first)), inner, group, span,
+            memory + first * words_of_row(), reinterpret_cast<float*>(factors + first * spans()),
             begins + first * groups() * Kernel::BEGINS};
   }
 };
 
 // The largest magnitude of the k in [begin, end) of a row of x, and whether integers can stand for them.
-inline float largest_of_group(const bf16* x, int begin, int end) {
+inline float largest_of_span(const bf16* x, int begin, int end) {
   return bit_cast<float>(largest_bits(x + begin, end - begin));
 }
 inline bool integers_hold(float largest) {
@@ -97,12 +104,7 @@ template <class Kernel, Code CODE>
 void integer_panels_worker(void* context, int index) {
   auto& run = static_cast<IntegerRun<Kernel>&>(*static_cast<QuantizedRun*>(context));
   for (int i; (i = run.work.take(index)) < run.num_jobs;)
-    for (int strip = 0; strip < run.strips.count; ++strip) {
-      const IntegerStrip x = run.strips[strip];
-      const auto meet = by_count<Kernel::MOST_ROWS>(
-          x.rows, [](auto rows) { return &Kernel::template meet<CODE, decltype(rows)::value>; });
-      meet(run, x, run.job(i), strip == 0);
-    }
+    Kernel::template meet<CODE>(run, run.strips, run.job(i));
 }
 
 // False, and nothing was done: other codes, rows with scales or wide results, an x that integers cannot hold.
@@ -112,7 +114,7 @@ bool multiply_integers(const QuantizedLayers& call) {
   const QuantizedLinearArgs& a = call.first();
   const bool is_integer = a.code == Code::INT8 || a.code == Code::INT4;
   if (!is_integer || a.x_scale != nullptr || a.wide_out || (a.has_half_steps() && !Kernel::HALF_STEPS)) return false;
-  IntegerStrips<Kernel> strips{a.rows, static_cast<int>(a.inner), integer_span(a)};
+  IntegerStrips<Kernel> strips{a.rows, static_cast<int>(a.inner), integer_group(a)};
   strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
   IntegerRun<Kernel> run(call, strips);
   const bool is_int8 = a.code == Code::INT8;

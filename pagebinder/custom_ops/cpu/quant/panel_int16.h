@@ -1,25 +1,27 @@
 // One panel of a quantised weight meets rows of x on integer products of 16 bits (AVX2).
 //
-//     x [row][group of k]   =   scale * whole          16 bits: x to 1 / 65,024 of the group's largest
+//     x [row][span of k]    =   factor * whole          16 bits: x to 1 / 65,024 of the span's largest
 //     sum [row][8 columns]  +=  the codes of a pair of k of each column  .  a pair of wholes, in every lane
 //
 // An instruction multiplies and adds twice as many numbers as one of floats, and a code needs one or two to be widened.
-// Sums of a group are integers, exact; codes of int4 are taken as they are, 8 too large, and that times the sum of wholes
-// is taken off again. Then scales are put on in float32, group by group.
+// Sums of a group are integers, exact. Codes of int4 are taken as they are, 8 too large, and that times the sum of wholes
+// is taken off again; shifts of two levels put some of it back, so all that is what a sum begins with. Then, in
+// float32, groups are added up with their scales, of two levels the integers, and spans with factors and numbers.
 //
-// A group is at most 128 k, and at most what shares a scale of the weight, as for integer dot products
-// (quantized_linear_int8.cpp). Up to four rows, a strip, meet codes at a time. An element of y has the same bits for any
-// number of rows and threads.
+// A span is 128 k, a group at most that, and at most what shares a scale of the weight. Up to four rows meet codes in
+// registers. They leave them, widened, in the nearest cache, where other rows meet them in strips of six. An element of y has
+// the same bits for any number of rows and threads.
 #pragma once
 
+#include "by_count.h"
 #include "decode.h"
 #include "integer_strips.h"
 
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512VNNI__)
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 #define PAGEBINDER_INT16_PRODUCTS 1
 namespace pagebinder {
 
-constexpr int MOST_STRIP_ROWS = 4;
+constexpr int MOST_STRIP_ROWS = 6, MOST_FIRST_ROWS = 4;
 constexpr int MOST_WHOLE_ROWS = 2;              // that meet both halves of a panel at once
 constexpr int PAIRS = QUANT_HALF_STEP / 2;      // of k, of half a step
 static_assert(QUANT_HALF_STEP == 2 * W);
@@ -28,51 +30,155 @@ constexpr int LANES = 8, VECTORS = TILE_COLUMNS / LANES;
 
 // ---- x ---------------------------------------------------------------------------------------------------------
 
-// Words of a strip: [pair of k][row]. Sums begin with what takes off that codes are too large.
+// Words of a strip: [pair of k][row].
 using Wholes = IntegerStrip;
 
 // What codes are too large by.
 template <Code CODE>
 constexpr int OFFSET = CODE == Code::INT4 ? 8 : 0;
 
-// False: wholes cannot hold some group, and zeros stand in its place.
+// What a sum of wholes is times in the beginning of a group's sums. Shifts of two levels count codes larger than they are.
+template <Code CODE>
+int beginning_of(const QuantizedLinearArgs& a) {
+  const bool is_shifted = a.is_shifted && a.scale_kind == ScaleKind::LEVELS;
+  return (is_shifted ? static_cast<int>(level_offset(has_4_bits(CODE) ? 4 : 8)) : 0) - OFFSET<CODE>;
+}
+
+// The k in [begin, end) of a row of x as wholes, from `to_row` on; returns their sum. factor 0: all are zero.
+inline int32_t make_wholes_of_group(const bf16* x, int begin, int end, float factor, int rows, int32_t* to_row) {
+  __m256i sum = _mm256_setzero_si256();
+  for (int k = begin; k < end; k += QUANT_HALF_STEP, to_row += PAIRS * rows) {
+    int32_t pairs[PAIRS];
+    __m256i whole[2];
+    PB_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const VF value = factor == 0 ? VF{} : load_float(x + k + i * W) * factor;
+      whole[i] = _mm256_cvtps_epi32(bit_cast<__m256>(value));
+    }
+    sum = _mm256_add_epi32(sum, _mm256_add_epi32(whole[0], whole[1]));
+    store(pairs, _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[0], whole[1]), 0b11011000));
+    if (rows == 1) std::memcpy(to_row, pairs, sizeof pairs);
+    else for (int p = 0; p < PAIRS; ++p) to_row[p * rows] = pairs[p];
+  }
+  return sum_of_lanes(bit_cast<VI>(sum));
+}
+
+// False: wholes cannot hold some span, and zeros stand in its place.
 template <Code CODE>
 bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
+  const int32_t beginning = beginning_of<CODE>(a);
   bool fits = true;
   for (int row = 0; row < to.rows; ++row) {
     const bf16* x = static_cast<const bf16*>(a.x) + (to.first_row + row) * a.x_stride;
-    for (int group = 0; group < to.groups(); ++group) {
-      const int begin = group * to.span, end = std::min(begin + to.span, to.inner);
-      const float largest = largest_of_group(x, begin, end);
+    float* factor = to.factors + row;
+    int32_t* begins = to.begins + row;
+    for (int span = 0; span < to.inner; span += to.span, factor += to.rows) {
+      const int end = std::min(span + to.span, to.inner);
+      const float largest = largest_of_span(x, span, end);
       const bool holds = integers_hold(largest);
       fits &= holds;
-      const float factor = holds ? to_integers(largest) : 0.0f;
-      __m256i sum = _mm256_setzero_si256();
-      for (int k = begin; k < end; k += QUANT_HALF_STEP) {
-        int32_t pairs[PAIRS];
-        __m256i whole[2];
-        PB_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          const VF value = holds ? load_float(x + k + i * W) : VF{};
-          whole[i] = _mm256_cvtps_epi32(bit_cast<__m256>(value * factor));
-        }
-        sum = _mm256_add_epi32(sum, _mm256_add_epi32(whole[0], whole[1]));
-        store(pairs, _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[0], whole[1]), 0b11011000));
-        int32_t* to_row = to.words + int64_t{k / 2} * to.rows + row;
-        if (to.rows == 1) std::memcpy(to_row, pairs, sizeof pairs);
-        else for (int p = 0; p < PAIRS; ++p) to_row[p * to.rows] = pairs[p];
-      }
-      to.factors[group * to.rows + row] = holds ? largest / LARGEST_INTEGER : 0.0f;
-      to.begins[group * to.rows + row] = -OFFSET<CODE> * sum_of_lanes(bit_cast<VI>(sum));
+      *factor = holds ? largest / LARGEST_INTEGER : 0.0f;
+      for (int k = span; k < end; k += to.group, begins += to.rows)
+        *begins = beginning * make_wholes_of_group(x, k, std::min(k + to.group, end), holds ? to_integers(largest) : 0.0f,
+                                                   to.rows, to.words + int64_t{k / 2} * to.rows + row);
     }
   }
   return fits;
 }
 
+// ---- scales ----------------------------------------------------------------------------------------------------
+
+// Scales of a panel, of one group after the other; of two levels the integers.
+struct GroupScales {
+  ScaleKind kind;      // LEVELS: int8
+  const char* panel;   // those of the first group
+  int64_t stride;      // in bytes, from group to group
+  int group;           // k that share one
+  int64_t level_bytes; // of two levels: of 256 k, or 0: groups follow each other
+  int64_t next_panel;  // in bytes
+
+  GroupScales(const QuantizedLinearArgs& a, int64_t of)
+      : kind(a.scale_kind), group(static_cast<int>(a.scale_group)), level_bytes(0) {
+    const int64_t size = kind == ScaleKind::LEVELS ? 1 : kind == ScaleKind::F32 ? 4 : 2;
+    next_panel = a.scale_panel_stride * size, stride = a.scale_group_stride * size;
+    panel = static_cast<const char*>(a.scale) + of * next_panel;
+    if (kind == ScaleKind::LEVELS) panel += (a.is_shifted ? 4 : 2) * QUANT_PANEL, level_bytes = a.level_bytes;
+  }
+
+  // Those of the group that begins at k, a multiple of 128.
+  const char* at(int k) const {
+    if (level_bytes == 0) return panel + k / group * stride;
+    return panel + k / LEVEL_SPAN * level_bytes + k % LEVEL_SPAN / group * stride;
+  }
+
+  template <class T>
+  static PB_INLINE __m256 floats(const char* at, int v) {
+    return bit_cast<__m256>(load_float(reinterpret_cast<const T*>(at) + v * LANES));
+  }
+  // Of LANES columns.
+  PB_INLINE __m256 load(const char* at, int v) const {
+    switch (kind) {
+      case ScaleKind::F32: return floats<float>(at, v);
+      case ScaleKind::BF16: return floats<bf16>(at, v);
+      case ScaleKind::F16: return floats<f16>(at, v);
+      default: {
+        __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at + v * LANES));
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+      }
+    }
+  }
+};
+
 // ---- sums ------------------------------------------------------------------------------------------------------
 
+// Of 16 columns.
 template <int ROWS>
-using Sums = __m256i[ROWS][VECTORS];  // of a tile's 16 columns
+using Sums = __m256i[ROWS][VECTORS];
+template <int ROWS>
+using Totals = __m256[ROWS][VECTORS];
+
+// sum += the products of pairs. Where it stands: a compiler that makes trees of such sums spills most of them.
+PB_INLINE void add_products(__m256i& sum, __m256i codes, __m256i pair) {
+  __m256i products;
+  asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(codes), "x"(pair));
+}
+
+template <int ROWS>
+PB_INLINE void begin_sums(const int32_t* begins, Sums<ROWS>& sums) {
+  by_constants<ROWS>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][1] = _mm256_set1_epi32(begins[r]); });
+}
+
+template <int ROWS>
+PB_INLINE void add_pair(const __m256i (&codes)[VECTORS], const int32_t* pairs, Sums<ROWS>& sums) {
+  by_constants<ROWS>([&](auto r) __attribute__((always_inline)) {
+    const __m256i pair = _mm256_set1_epi32(pairs[r]);
+    add_products(sums[r][0], codes[0], pair);
+    add_products(sums[r][1], codes[1], pair);
+  });
+}
+
+// totals of a span += sums of a group with their scales, of two levels the integers.
+template <int ROWS>
+PB_INLINE void add_group(const __m256 (&scale)[VECTORS], const Sums<ROWS>& sums, Totals<ROWS>& totals) {
+  by_constants<ROWS>([&](auto r) __attribute__((always_inline)) {
+    totals[r][0] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][0]), scale[0], totals[r][0]);
+    totals[r][1] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][1]), scale[1], totals[r][1]);
+  });
+}
+
+// to [row][16 of 32] += a span's totals times factors, and of two levels the numbers, else null; the first ones are all.
+template <int ROWS>
+PB_INLINE void add_span(const Totals<ROWS>& totals, const float* factors, const float* numbers, bool first, float* to) {
+  by_constants<ROWS>([&](auto r) __attribute__((always_inline)) {
+    const __m256 factor = _mm256_set1_ps(factors[r]);
+    by_constants<VECTORS>([&](auto v) __attribute__((always_inline)) {
+      float* at = to + r * QUANT_PANEL + v * LANES;
+      __m256 sum = totals[r][v];
+      if (numbers != nullptr) sum = _mm256_mul_ps(sum, _mm256_loadu_ps(numbers + v * LANES));
+      _mm256_storeu_ps(at, _mm256_fmadd_ps(sum, factor, first ? _mm256_setzero_ps() : _mm256_loadu_ps(at)));
+    });
+  });
+}
 
 // Codes of the pair `i` of k of each lane, as words of 16 bits.
 template <Code CODE>
@@ -82,95 +188,150 @@ PB_INLINE __m256i codes_of_pair(__m256i lanes, int i) {
   return i == 3 ? down : _mm256_and_si256(down, _mm256_set1_epi16(15));
 }
 
-// sums += the k of each row that meet LINES lines of a tile.
-template <Code CODE, int ROWS, bool ASKS, int LINES>
-PB_INLINE void add_lines(const uint8_t* tile, const int32_t* pairs, Sums<ROWS>& sums) {
+// Calls visit(pair of k, codes) for LINES lines of a tile; codes further on are asked for.
+template <Code CODE, int LINES, class Visit>
+PB_INLINE void visit_pairs(const uint8_t* tile, const Visit& visit) {
+  constexpr int IN_LINE = IN_LANE<CODE> / 2;
   for (int line = 0; line < LINES; ++line, tile += 64) {
-    if (ASKS) __builtin_prefetch(tile + FAR_BYTES);
+    __builtin_prefetch(tile + FAR_BYTES);
     __m256i lanes[VECTORS];
     PB_UNROLL
     for (int v = 0; v < VECTORS; ++v) lanes[v] = load<__m256i>(tile + v * sizeof(__m256i));
     PB_UNROLL
-    for (int i = 0; i < IN_LANE<CODE> / 2; ++i, pairs += ROWS) {
+    for (int i = 0; i < IN_LINE; ++i) {
       __m256i codes[VECTORS];
       PB_UNROLL
       for (int v = 0; v < VECTORS; ++v) codes[v] = codes_of_pair<CODE>(lanes[v], i);
-      PB_UNROLL
-      for (int r = 0; r < ROWS; ++r) {
-        const __m256i pair = _mm256_set1_epi32(pairs[r]);
-        PB_UNROLL
-        for (int v = 0; v < VECTORS; ++v)
-          sums[r][v] = _mm256_add_epi32(sums[r][v], _mm256_madd_epi16(codes[v], pair));
-      }
+      visit(line * IN_LINE + i, codes);
     }
   }
 }
 
-template <int ROWS>
-PB_INLINE void begin_sums(const Wholes& x, int group, Sums<ROWS>& sums) {
+// Of two levels the numbers of a panel's columns from k on, in `to`; else null.
+inline const float* numbers_of_span(const QuantizedLinearArgs& a, int64_t panel, int k, float (&to)[QUANT_PANEL]) {
+  if (a.scale_kind != ScaleKind::LEVELS) return nullptr;
+  const Levels levels(a, panel, k);
   PB_UNROLL
-  for (int r = 0; r < ROWS; ++r)
-    PB_UNROLL
-    for (int v = 0; v < VECTORS; ++v) sums[r][v] = _mm256_set1_epi32(x.begins[group * ROWS + r]);
+  for (int v = 0; v < QUANT_PANEL / W; ++v) store(to + v * W, levels.upper(v * W));
+  return to;
 }
 
-// to [group][32]: the scales of a panel, for several strips.
-inline void scales_of_panel(const QuantizedLinearArgs& a, const Wholes& x, int64_t panel, float* to) {
-  for (int group = 0; group < x.groups(); ++group, to += QUANT_PANEL) scales_at(a, panel, int64_t{group} * x.span, to);
-}
+// What the first strip leaves of a span to the others: widened codes [half][pair of k][column][k of the pair], scales
+// [group][32], numbers [32] or null.
+struct WideSpan {
+  static constexpr int MOST_GROUPS = MOST_INTEGER_GROUP / QUANT_HALF_STEP, HALF_WORDS = MOST_INTEGER_GROUP * TILE_COLUMNS;
+  alignas(64) int16_t codes[2][HALF_WORDS];
+  alignas(64) float scales[MOST_GROUPS][QUANT_PANEL];
+  alignas(64) float kept_numbers[QUANT_PANEL];
+  const float* numbers;
+  int begin, end;
 
-// totals [row][16 of 32] += sums with their scales; the first ones are all there is.
+  const float* numbers_of(int half) const { return numbers == nullptr ? nullptr : numbers + half * TILE_COLUMNS; }
+};
+
+// ---- other strips ----------------------------------------------------------------------------------------------
+
+// The sums of a strip over `count` pairs of k of 16 columns.
 template <int ROWS>
-PB_INLINE void end_sums(const Wholes& x, int group, const float* scales, const Sums<ROWS>& sums, float* totals) {
-  PB_UNROLL
-  for (int r = 0; r < ROWS; ++r) {
-    const __m256 factor = _mm256_set1_ps(x.factors[group * ROWS + r]);
-    PB_UNROLL
-    for (int v = 0; v < VECTORS; ++v) {
-      float* at = totals + r * QUANT_PANEL + v * LANES;
-      const __m256 total = group == 0 ? _mm256_setzero_ps() : _mm256_loadu_ps(at);
-      const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(scales + v * LANES), factor);
-      _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][v]), scale, total));
-    }
+PB_INLINE void sum_pairs(const int16_t* codes, const int32_t* pairs, int count, const int32_t* begins, Sums<ROWS>& sums) {
+  begin_sums<ROWS>(begins, sums);
+  for (int i = 0; i < count; ++i, codes += 2 * TILE_COLUMNS, pairs += ROWS) {
+    const __m256i both[] = {load<__m256i>(codes), load<__m256i>(codes + 2 * LANES)};
+    add_pair<ROWS>(both, pairs, sums);
   }
 }
 
-// totals [row][32] of one panel. ASKS: for codes ahead. PARTS: of a step, that have scales of their own. all_scales:
-// [group][32], or null.
-template <Code CODE, int ROWS, bool ASKS, int PARTS>
-void panel_of_strip(const QuantizedLinearArgs& a, const Wholes& x, int64_t panel, float* totals,
-                    const float* all_scales) {
-  constexpr int PART = QUANT_STEP / PARTS, LINES = TILE_LINES_OF<CODE> / PARTS;
+// totals [row][32] of a strip += a span.
+template <int ROWS>
+void meet_span(const Wholes& x, const WideSpan& span, float* totals) {
+  for (int half = 0; half < 2; ++half) {
+    Totals<ROWS> of_span = {};
+    const int32_t* begins = x.begins + int64_t{span.begin / x.group} * ROWS;
+    for (int k = span.begin, i = 0; k < span.end; k += x.group, ++i, begins += ROWS) {
+      const int16_t* codes = span.codes[half] + (k - span.begin) * TILE_COLUMNS;
+      const int32_t* pairs = x.words + int64_t{k / 2} * ROWS;
+      Sums<ROWS> sums;
+      sum_pairs<ROWS>(codes, pairs, std::min(x.group, span.end - k) / 2, begins, sums);
+      const float* scales = span.scales[i] + half * TILE_COLUMNS;
+      const __m256 scale[] = {_mm256_load_ps(scales), _mm256_load_ps(scales + LANES)};
+      add_group<ROWS>(scale, sums, of_span);
+    }
+    const int column = half * TILE_COLUMNS;
+    add_span<ROWS>(of_span, x.factors + span.begin / x.span * ROWS,
+                   span.numbers_of(half), span.begin == 0, totals + column);
+  }
+}
+
+// ---- a panel, and the first strip ------------------------------------------------------------------------------
+
+// totals [row][16 of 32] of the first strip += a span, of some halves. PARTS: of a step, that have scales of their own. KEEPS:
+// for other strips.
+template <Code CODE, int ROWS, int PARTS, int HALVES, bool KEEPS>
+PB_INLINE void meet_codes(const Wholes& x, const uint8_t* codes, const GroupScales& scales, int first, WideSpan& span,
+                          float* totals) {
+  constexpr int PART = QUANT_STEP / PARTS, LINES = TILE_LINES_OF<CODE> / PARTS, TILE = tile_bytes_of(CODE);
+  Totals<ROWS> of_span[HALVES] = {};
+  const char* at = scales.at(span.begin);
+  const int32_t* begins = x.begins + int64_t{span.begin / x.group} * ROWS;
+  for (int group = span.begin, i = 0; group < span.end; group += x.group, at += scales.stride, begins += ROWS, ++i) {
+    __builtin_prefetch(at + scales.next_panel, 0, 2);
+    Sums<ROWS> sums[HALVES];
+    by_constants<HALVES>([&](auto half) __attribute__((always_inline)) { begin_sums<ROWS>(begins, sums[half]); });
+    for (int k = group; k < std::min(group + x.group, span.end); k += PART)
+      by_constants<HALVES>([&](auto half) __attribute__((always_inline)) {
+        const uint8_t* lines = codes + (k / QUANT_STEP * 2 + first + half) * TILE + k % QUANT_STEP / PART * LINES * 64;
+        const int32_t* pairs = x.words + int64_t{k / 2} * ROWS;
+        int16_t* kept = span.codes[first + half] + (k - span.begin) * TILE_COLUMNS;
+        visit_pairs<CODE, LINES>(lines, [&](int pair, const auto& of_pair) __attribute__((always_inline)) {
+          add_pair<ROWS>(of_pair, pairs + pair * ROWS, sums[half]);
+          if (KEEPS) store(kept + 2 * pair * TILE_COLUMNS, of_pair[0]), store(kept + (2 * pair + 1) * TILE_COLUMNS, of_pair[1]);
+        });
+      });
+    by_constants<HALVES>([&](auto half) __attribute__((always_inline)) {
+      const int v = (first + half) * VECTORS;
+      const __m256 scale[] = {scales.load(at, v), scales.load(at, v + 1)};
+      add_group<ROWS>(scale, sums[half], of_span[half]);
+      if (KEEPS) for (int j = 0; j < VECTORS; ++j) _mm256_store_ps(span.scales[i] + (v + j) * LANES, scale[j]);
+    });
+  }
+  by_constants<HALVES>([&](auto half) __attribute__((always_inline)) {
+    add_span<ROWS>(of_span[half], x.factors + span.begin / x.span * ROWS, span.numbers_of(first + half), span.begin == 0,
+                   totals + (first + half) * TILE_COLUMNS);
+  });
+}
+
+// totals [row][32] of one panel and all strips.
+template <Code CODE, int ROWS, int PARTS, bool KEEPS, class Strips>
+void panel_of_strips(const QuantizedLinearArgs& a, const Strips& strips, int64_t panel, float* totals) {
+  constexpr int HALVES = ROWS <= MOST_WHOLE_ROWS ? 2 : 1;  // at once, tiles in the order in which they lie
   const uint8_t* codes = a.weight + panel * a.panel_bytes();
-  const int64_t tile = a.tile_bytes();
-  alignas(64) float own_scales[QUANT_PANEL];
-  for (int group = 0; group < x.groups(); ++group) {
-    const int begin = group * x.span, end = std::min(begin + x.span, x.inner);
-    const float* scales = all_scales == nullptr ? own_scales : all_scales + int64_t{group} * QUANT_PANEL;
-    if (all_scales == nullptr) scales_at(a, panel, begin, own_scales);
-    if (ASKS) ask_for_scales(a, panel + 1, begin);
-    const auto add_half = [&](int half, int k, Sums<ROWS>& sums) __attribute__((always_inline)) {
-      const uint8_t* lines = codes + (2 * (k / QUANT_STEP) + half) * tile + k % QUANT_STEP / PART * LINES * 64;
-      add_lines<CODE, ROWS, ASKS, LINES>(lines, x.words + int64_t{k / 2} * ROWS, sums);
-    };
-    if constexpr (ROWS <= MOST_WHOLE_ROWS) {  // tiles in the order in which they lie
-      Sums<ROWS> sums[2];
-      for (auto& half : sums) begin_sums<ROWS>(x, group, half);
-      for (int k = begin; k < end; k += PART) {
-        add_half(0, k, sums[0]);
-        add_half(1, k, sums[1]);
-      }
-      for (int half = 0; half < 2; ++half)
-        end_sums<ROWS>(x, group, scales + half * TILE_COLUMNS, sums[half], totals + half * TILE_COLUMNS);
-    } else {
-      for (int half = 0; half < 2; ++half) {
-        Sums<ROWS> sums;
-        begin_sums<ROWS>(x, group, sums);
-        for (int k = begin; k < end; k += PART) add_half(half, k, sums);
-        end_sums<ROWS>(x, group, scales + half * TILE_COLUMNS, sums, totals + half * TILE_COLUMNS);
-      }
+  const GroupScales scales(a, panel);
+  const Wholes first = strips[0];
+  WideSpan span;
+  for (int begin = 0; begin < strips.inner; begin += strips.span) {
+    span.begin = begin, span.end = std::min(begin + strips.span, strips.inner);
+    span.numbers = numbers_of_span(a, panel, begin, span.kept_numbers);
+    for (int half = 0; half < 2; half += HALVES)
+      meet_codes<CODE, ROWS, PARTS, HALVES, KEEPS>(first, codes, scales, half, span, totals);
+    for (int i = 1; KEEPS && i < strips.count; ++i) {
+      const Wholes x = strips[i];
+      const auto meet = by_count<MOST_STRIP_ROWS>(x.rows, [](auto rows) { return meet_span<decltype(rows)::value>; });
+      meet(x, span, totals + x.first_row * QUANT_PANEL);
     }
   }
+}
+
+template <Code CODE, class Strips>
+void panel_in_integers(const QuantizedLinearArgs& a, const Strips& strips, int64_t panel, float* totals) {
+  const auto meet = [&](auto parts) {
+    constexpr int PARTS = decltype(parts)::value;
+    if (strips.count > 1) return panel_of_strips<CODE, MOST_FIRST_ROWS, PARTS, true>(a, strips, panel, totals);
+    const auto panel_of = by_count<MOST_FIRST_ROWS>(static_cast<int>(strips.rows), [](auto rows) {
+      return panel_of_strips<CODE, decltype(rows)::value, PARTS, false, Strips>;
+    });
+    panel_of(a, strips, panel, totals);
+  };
+  a.has_half_steps() ? meet(std::integral_constant<int, 2>()) : meet(std::integral_constant<int, 1>());
 }
 
 }  // namespace pagebinder

@@ -95,35 +95,61 @@ inline void add_shifts_of(const QuantizedLinearArgs& a, int64_t first_row, int64
   }
 }
 
-// The same of all groups that share the numbers of two levels, from k on: integers are summed first.
-inline void add_level_shifts(const QuantizedLinearArgs& a, int64_t panel, int64_t k, int64_t first_row, int64_t rows,
-                             float* sums) {
-  constexpr int MOST_GROUPS = LEVEL_SPAN / QUANT_HALF_STEP, VECTORS = QUANT_PANEL / W;
-  const int64_t count = LEVEL_SPAN >> a.scale_group_bits;
-  const VF offset = splat(level_offset(has_4_bits(a.code) ? 4 : 8));
-  Levels levels(a, panel, k);
-  PanelScales s[MOST_GROUPS], t[MOST_GROUPS], d, m;
-  PB_UNROLL
-  for (int v = 0; v < VECTORS; ++v) d.of[v] = offset * levels.upper(v * W), m.of[v] = levels.upper(QUANT_PANEL + v * W);
-  for (int64_t g = 0; g < count; ++g, levels.narrow += a.scale_group_stride)
+// What shifts of two levels add: LEVEL_OFFSET d s - m t times sums of x. Kernels whose codes are larger by the offset have
+// counted the first of these.
+enum class LevelParts { BOTH, SECOND, FIRST };
+
+// integers [group of 256 k][32] += of each of `rows` rows, times its sums of x.
+template <int ROWS>
+PB_INLINE void sum_levels(const float* const* x, const PanelScales* integers, int64_t count, PanelScales (&sums)[ROWS]) {
+  for (int64_t g = 0; g < count; ++g)
     PB_UNROLL
-    for (int v = 0; v < VECTORS; ++v) s[g].of[v] = levels.lower(v * W), t[g].of[v] = levels.lower(QUANT_PANEL + v * W);
-  for (int64_t r = 0; r < rows; ++r, sums += QUANT_PANEL) {
-    const float* x = a.x_sums + (first_row + r) * (a.inner / a.scale_group) + (k >> a.scale_group_bits);
-    PanelScales of_s{}, of_t{};
-    for (int64_t g = 0; g < count; ++g)
+    for (int r = 0; r < ROWS; ++r)
       PB_UNROLL
-      for (int v = 0; v < VECTORS; ++v) of_s.of[v] += splat(x[g]) * s[g].of[v], of_t.of[v] += splat(x[g]) * t[g].of[v];
+      for (int v = 0; v < QUANT_PANEL / W; ++v) sums[r].of[v] += splat(x[r][g]) * integers[g].of[v];
+}
+
+// sums [row][32] += what the shifts of 256 k from k on add: integers are summed first.
+inline void add_level_shifts(const QuantizedLinearArgs& a, int64_t panel, int64_t k, int64_t first_row, int64_t rows,
+                             float* sums, LevelParts parts) {
+  constexpr int MOST_GROUPS = LEVEL_SPAN / QUANT_HALF_STEP, VECTORS = QUANT_PANEL / W;
+  constexpr int64_t AT_ONCE = 2;
+  const int64_t count = LEVEL_SPAN >> a.scale_group_bits, row_groups = a.inner / a.scale_group;
+  const float offset = level_offset(has_4_bits(a.code) ? 4 : 8);
+  for (const bool first : {true, false}) {
+    if (parts == (first ? LevelParts::SECOND : LevelParts::FIRST)) continue;
+    Levels levels(a, panel, k);
+    const int begin = first ? 0 : QUANT_PANEL;
+    PanelScales integers[MOST_GROUPS], number;
     PB_UNROLL
-    for (int v = 0; v < VECTORS; ++v)
-      store(sums + v * W, load<VF>(sums + v * W) + (d.of[v] * of_s.of[v] - m.of[v] * of_t.of[v]));
+    for (int v = 0; v < VECTORS; ++v) number.of[v] = levels.upper(begin + v * W) * splat(first ? offset : -1.0f);
+    for (int64_t g = 0; g < count; ++g, levels.narrow += a.scale_group_stride)
+      PB_UNROLL
+      for (int v = 0; v < VECTORS; ++v) integers[g].of[v] = levels.lower(begin + v * W);
+    const auto add = [&](auto constant, int64_t row) {
+      constexpr int ROWS = decltype(constant)::value;
+      const float* x[ROWS];
+      for (int r = 0; r < ROWS; ++r) x[r] = a.x_sums + (first_row + row + r) * row_groups + (k >> a.scale_group_bits);
+      PanelScales total[ROWS] = {};
+      sum_levels<ROWS>(x, integers, count, total);
+      for (int r = 0; r < ROWS; ++r)
+        PB_UNROLL
+        for (int v = 0; v < VECTORS; ++v) {
+          float* to = sums + (row + r) * QUANT_PANEL + v * W;
+          store(to, load<VF>(to) + number.of[v] * total[r].of[v]);
+        }
+    };
+    int64_t row = 0;
+    for (; row + AT_ONCE <= rows; row += AT_ONCE) add(std::integral_constant<int, AT_ONCE>(), row);
+    for (; row < rows; ++row) add(std::integral_constant<int, 1>(), row);
   }
 }
 
-// sums [row][32] of a panel += what shifts add.
-inline void add_shifts(const QuantizedLinearArgs& a, int64_t panel, int64_t first_row, int64_t rows, float* sums) {
+// sums [row][32] of a panel += what shifts add; of two levels, those parts.
+inline void add_shifts(const QuantizedLinearArgs& a, int64_t panel, int64_t first_row, int64_t rows, float* sums,
+                       LevelParts parts = LevelParts::BOTH) {
   if (a.scale_kind == ScaleKind::LEVELS) {
-    for (int64_t k = 0; k < a.inner; k += LEVEL_SPAN) add_level_shifts(a, panel, k, first_row, rows, sums);
+    for (int64_t k = 0; k < a.inner; k += LEVEL_SPAN) add_level_shifts(a, panel, k, first_row, rows, sums, parts);
     return;
   }
   constexpr int64_t AT_ONCE = 32;  // groups, whose shifts all rows meet
@@ -138,9 +164,10 @@ inline void add_shifts(const QuantizedLinearArgs& a, int64_t panel, int64_t firs
 
 // Rows of a job's sums [row][32], of gated layers of both, with shifts -> rows of out from `first_row` on.
 template <class Out>
-void write_panel(const QuantizedRun& run, const QuantizedJob& job, float* const* sums, int64_t first_row, int64_t rows) {
+void write_panel(const QuantizedRun& run, const QuantizedJob& job, float* const* sums, int64_t first_row, int64_t rows,
+                 LevelParts parts = LevelParts::BOTH) {
   for (int part = 0; part < run.parts; ++part)
-    if (job.layer[part].is_shifted) add_shifts(job.layer[part], job.panel, first_row, rows, sums[part]);
+    if (job.layer[part].is_shifted) add_shifts(job.layer[part], job.panel, first_row, rows, sums[part], parts);
   const Activation gate = run.call.gate;
   const bool rounds = std::is_same_v<Out, bf16> || run.call.rounds;
   const auto rounded = [rounds](VF value) { return rounds ? bit_cast<VF>(round_to_bf16(value)) : value; };

@@ -119,7 +119,8 @@ struct Levels {
   PB_INLINE VF upper(int column) const { return load_float(wide + column); }
   PB_INLINE VF lower(int column) const {
     typedef int8_t Bytes __attribute__((vector_size(W)));
-    return __builtin_convertvector(load<Bytes>(narrow + column), VF);
+    // Two conversions: one from bytes to floats becomes one of each number with g++ 12.
+    return __builtin_convertvector(__builtin_convertvector(load<Bytes>(narrow + column), VI), VF);
   }
 };
 

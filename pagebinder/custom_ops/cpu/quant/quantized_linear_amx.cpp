@@ -162,7 +162,7 @@ void worker(void* context, int index) {
     for (int tile = 0; tile < run.row_tiles; ++tile) {
       float* at = memory + tile * 2 * TILE_FLOATS;
       float* const sums[] = {at, at + (run.parts - 1) * size};
-      write(run, job, sums, run.first_row(tile), run.tile_rows());
+      write(run, job, sums, run.first_row(tile), run.tile_rows(), LevelParts::BOTH);
     }
   }
 }

@@ -97,7 +97,7 @@ void strip_worker(void* context, int index) {
     for (int part = 0; part < run.parts; ++part)
       panel_of_strips<CODE, IN_REGISTERS, CODE == Code::FP8>(job.layer[part], job.panel, run.strips.count, strip_of,
                                                               totals[part]);
-    write(run, job, totals, 0, run.args.rows);
+    write(run, job, totals, 0, run.args.rows, LevelParts::BOTH);
   }
 }
 

@@ -10,6 +10,7 @@
 // A group is at most 128 k, and at most what shares a scale of the weight. What its digits leave out is below 1 / 128 of
 // what bf16 had left out of the group's largest x. Up to eight rows, a strip, meet codes at a time. An element of y has the
 // same bits for any number of rows and threads.
+#include "by_count.h"
 #include "decode.h"
 #include "integer_strips.h"
 #include "memory_streams.h"
@@ -49,8 +50,8 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
   for (int row = 0; row < d.rows; ++row) {
     const bf16* x = static_cast<const bf16*>(a.x) + (d.first_row + row) * a.x_stride;
     for (int group = 0; group < d.groups(); ++group) {
-      const int begin = group * d.span, end = std::min(begin + d.span, d.inner);
-      const float largest = largest_of_group(x, begin, end), factor = to_integers(largest);
+      const int begin = group * d.group, end = std::min(begin + d.group, d.inner);
+      const float largest = largest_of_span(x, begin, end), factor = to_integers(largest);
       if (!integers_hold(largest)) return false;
       __m512i sum_high{}, sum_low{};
       for (int step = begin / QUANT_STEP; step < end / QUANT_STEP; ++step) {
@@ -177,7 +178,7 @@ void add_panels(const PanelOf (&panels)[PANELS], const Digits& d, VF (&totals)[P
   const QuantizedLinearArgs& a = *panels[0].weight;
   const int64_t tile_bytes = a.tile_bytes();
   for (int group = 0; group < d.groups(); ++group) {
-    const int begin = group * d.span / QUANT_STEP, end = std::min((group + 1) * d.span, d.inner) / QUANT_STEP;
+    const int begin = group * d.group / QUANT_STEP, end = std::min((group + 1) * d.group, d.inner) / QUANT_STEP;
     alignas(64) float scales[PANELS][QUANT_PANEL];
     for (int p = 0; p < PANELS; ++p) scales_of(*panels[p].weight, panels[p].panel, begin, scales[p]);
     if (RISING) ask_for_scales(a, panels[0].panel + 1, int64_t{begin} * QUANT_STEP);
@@ -211,15 +212,24 @@ void add_panels(const PanelOf (&panels)[PANELS], const Digits& d, VF (&totals)[P
 }
 
 struct Int8Dots {
-  static constexpr int MOST_ROWS = 8, BEGINS = 2, MOST_PANELS = 2;
-  static constexpr bool HALF_STEPS = false;
+  static constexpr int FIRST_ROWS = 8, MOST_ROWS = 8, BEGINS = 2, MOST_PANELS = 2;
+  static constexpr bool HALF_STEPS = false, LONG_SPANS = false;
 
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Digits& to) { return make_digits<CODE>(layer, to); }
 
+  template <Code CODE>
+  static void meet(const QuantizedRun& run, const IntegerStrips<Int8Dots>& strips, const QuantizedJob& job) {
+    for (int strip = 0; strip < strips.count; ++strip) {
+      const Digits x = strips[strip];
+      const auto meet = by_count<MOST_ROWS>(x.rows, [](auto rows) { return &meet_strip<CODE, decltype(rows)::value>; });
+      meet(run, x, job);
+    }
+  }
+
   // Two panels side by side where rows are few and the prefetcher follows two.
   template <Code CODE, int ROWS>
-  static void meet(const QuantizedRun& run, const Digits& digits, const QuantizedJob& job, bool) {
+  static void meet_strip(const QuantizedRun& run, const Digits& digits, const QuantizedJob& job) {
     constexpr bool STREAMS = halves_of(ROWS) == 2;  // one half at a time is read in order anyway
     const bool rising = prefetcher_follows_rising_lines();
     meet_panels<ROWS>(run, job, digits.first_row, !rising, [&](const auto& panels, auto& totals) {

@@ -46,7 +46,7 @@ void encode_row(const T* x, int64_t width, const float* fixed, char* codes, char
     std::memcpy(scale, &factor, sizeof(factor));
   }
   for (int64_t d = 0; d < width; d += W) {
-    const VB packed = __builtin_convertvector(encode<CODES>(lanes(d) / factor), VB);
+    const VB packed = low_bytes(encode<CODES>(lanes(d) / factor));
     std::memcpy(codes + d, &packed, std::min<int64_t>(W, width - d));
   }
 }

@@ -15,6 +15,7 @@ struct DotRows {
   using Operand = bf16;
   using Ready = PackedRows<bf16>;
   static constexpr int GROUP = 8;  // a strip
+  static constexpr LevelParts LEVEL_PARTS = LevelParts::BOTH;
   static_assert(GROUP <= DOT_MOST_ROWS);
 
   static void pack(const bf16* const* rows, int count, int64_t inner, bf16* to) {

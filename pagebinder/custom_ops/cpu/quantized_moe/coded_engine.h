@@ -75,7 +75,7 @@ struct CodedEngine {
     float* of_groups = buffer.at_least<float>(static_cast<size_t>(rows * groups));
     Rows::sum_groups(x, rows, weight.inner, weight.scale_group, of_groups);
     weight.x_sums = of_groups;
-    pagebinder::add_shifts(weight, panel, 0, rows, sums);
+    pagebinder::add_shifts(weight, panel, 0, rows, sums, Rows::LEVEL_PARTS);
   }
 
   // The first two panels of a row, whose columns take turns -> gates, values.

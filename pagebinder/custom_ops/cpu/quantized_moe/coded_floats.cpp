@@ -12,6 +12,7 @@ struct FloatRows {
   using Operand = float;  // [row][inner]
   using Ready = PackedRows<float>;
   static constexpr int GROUP = 4;
+  static constexpr LevelParts LEVEL_PARTS = LevelParts::BOTH;
 
   static void pack(const T* const* rows, int count, int64_t inner, float* to) {
     for (int r = 0; r < count; ++r, to += inner)

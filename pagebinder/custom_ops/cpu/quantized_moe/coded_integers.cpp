@@ -9,18 +9,20 @@ namespace pagebinder {
 namespace {
 
 struct StripSizes {  // what IntegerStrips asks of a kernel
-  static constexpr int MOST_ROWS = MOST_STRIP_ROWS, BEGINS = 1;
+  static constexpr int FIRST_ROWS = MOST_FIRST_ROWS, MOST_ROWS = MOST_STRIP_ROWS, BEGINS = 1;
+  static constexpr bool LONG_SPANS = true;
 };
 
 struct IntegerRows {
   using Element = bf16;
   using Operand = bf16;  // [row][inner]
-  static constexpr int GROUP = MOST_STRIP_ROWS;
+  static constexpr int GROUP = MOST_FIRST_ROWS;
+  static constexpr LevelParts LEVEL_PARTS = LevelParts::SECOND;
 
   struct Ready {
     const bf16* x;
     IntegerStrips<StripSizes> strips;
-    bool fits;  // or some row has a group that integers cannot hold
+    bool fits;  // or some row has a span that integers cannot hold
   };
 
   static void pack(const bf16* const* rows, int count, int64_t inner, bf16* to) {
@@ -40,28 +42,14 @@ struct IntegerRows {
 
   static Ready ready(const QuantizedLinearArgs& weight, const bf16* x, int rows) {
     static thread_local Buffer memory;
-    Ready ready{x, {rows, static_cast<int>(weight.inner), integer_span(weight)}, true};
+    Ready ready{x, {rows, static_cast<int>(weight.inner), integer_group(weight)}, true};
     ready.strips.memory = memory.at_least<int32_t>(static_cast<size_t>(ready.strips.words()));
     ready.fits = make(weight, ready);
     return ready;
   }
 
-  // ASKS: for codes ahead, as the first strip does.
-  template <bool ASKS>
-  static void meet_strip(const QuantizedLinearArgs& weight, const Wholes& x, int64_t panel, float* sums) {
-    const auto meet = [&](auto parts) {
-      const auto panel_of = by_count<MOST_STRIP_ROWS>(x.rows, [](auto rows) {
-        return panel_of_strip<Code::INT4, decltype(rows)::value, ASKS, decltype(parts)::value>;
-      });
-      panel_of(weight, x, panel, sums + x.first_row * QUANT_PANEL, nullptr);
-    };
-    weight.has_half_steps() ? meet(std::integral_constant<int, 2>()) : meet(std::integral_constant<int, 1>());
-  }
-
   static void meet(const QuantizedLinearArgs& weight, const Ready& ready, int64_t panel, float* sums) {
-    meet_strip<true>(weight, ready.strips[0], panel, sums);
-    for (int strip = 1; strip < ready.strips.count; ++strip)
-      meet_strip<false>(weight, ready.strips[strip], panel, sums);
+    panel_in_integers<Code::INT4>(weight, ready.strips, panel, sums);
     if (ready.fits) return;
     for (int64_t row = 0; row < ready.strips.rows; ++row)
       if (const bf16* x = ready.x + row * weight.inner; !fits(ready.strips, x))
@@ -70,7 +58,7 @@ struct IntegerRows {
 
   static bool fits(const IntegerStrips<StripSizes>& strips, const bf16* x) {
     for (int begin = 0; begin < strips.inner; begin += strips.span)
-      if (!integers_hold(largest_of_group(x, begin, std::min(begin + strips.span, strips.inner)))) return false;
+      if (!integers_hold(largest_of_span(x, begin, std::min(begin + strips.span, strips.inner)))) return false;
     return true;
   }
 
@@ -80,6 +68,16 @@ struct IntegerRows {
     float* x = memory.at_least<float>(static_cast<size_t>(weight.inner));
     for (int64_t i = 0; i < weight.inner; i += W) store(x + i, load_float(row + i));
     panel_of_rows_in_floats(weight, x, 1, panel, sums);
+    if (weight.is_shifted && weight.scale_kind == ScaleKind::LEVELS) add_level_offset(weight, x, panel, sums);
+  }
+
+  // What sums of wholes begin with, and those of floats do not.
+  static void add_level_offset(QuantizedLinearArgs weight, const float* x, int64_t panel, float* sums) {
+    static thread_local Buffer memory;
+    float* of_groups = memory.at_least<float>(static_cast<size_t>(weight.inner / weight.scale_group));
+    pagebinder::sum_groups(x, weight.inner, 1, weight.inner, weight.scale_group, of_groups);
+    weight.x_sums = of_groups;
+    add_shifts(weight, panel, 0, 1, sums, LevelParts::FIRST);
   }
 
   static void sum_groups(const bf16* x, int rows, int64_t inner, int64_t group, float* to) {
