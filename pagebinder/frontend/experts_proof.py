@@ -76,7 +76,7 @@ def _require_known_parts(name: str, module: torch.nn.Module) -> None:
     expected = {up, "down_proj"} | ({f"{up}_bias", "down_proj_bias"} if module.has_bias else set())
     have = {n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     if isinstance(module, QuantizedExperts):
-        have = have - {name + kind for name in module.names for kind in (CODES, SCALE)} | {*module.names}
+        have = have - {name + kind for name in module.formats for kind in (CODES, SCALE)} | {*module.formats}
     if have != expected:
         raise CaptureError(
             f"{name} holds the weights {sorted(have)} where {sorted(expected)} are understood; "

@@ -112,9 +112,9 @@ class StoredBlocks:
     def replace(self, model: torch.nn.Module) -> None:
         """Put modules that read codes into the places of linear layers and experts that a kernel serves."""
         for path, module in list(experts_modules(model).items()):
-            if (format := self._format_of_experts(path, module)) is not None:
+            if (formats := self._formats_of_experts(path, module)) is not None:
                 sources = self._of_experts(path, module)
-                model.set_submodule(path, LoadedBlockExperts(module, sources, format, self.without_weights))
+                model.set_submodule(path, LoadedBlockExperts(module, sources, formats, self.without_weights))
         for path, module in list(model.named_modules()):
             if isinstance(module, torch.nn.Linear) and self.why_plain(path, module) is None:
                 source = self.sources[f"{path}.weight"]
@@ -145,16 +145,26 @@ class StoredBlocks:
             if parameter.dim() == 3
         }
 
-    def _format_of_experts(self, path: str, module: torch.nn.Module) -> str | None:
-        sources = self._of_experts(path, module).values()
-        kinds = {kind for source in sources for kind in source.kinds}
-        if module.is_transposed or not kinds <= BLOCK_KINDS.keys():
+    def _formats_of_experts(self, path: str, module: torch.nn.Module) -> dict[str, str] | None:
+        """Of each weight; None: some have no kernel."""
+        if module.is_transposed:
             return None
-        formats = {BLOCK_KINDS[kind].format for kind in kinds}
-        if len(formats) > 1 and formats & FORMATS.keys() - {"int4_g32"}:
-            return None
-        format = formats.pop() if len(formats) == 1 else widest(formats)
-        return None if any(_problem(source.shape[1:], format) for source in sources) else format
+        sources = self._of_experts(path, module)
+        formats = {name: _format_of_parts(source) for name, source in sources.items()}
+        known = all(
+            format and not _problem(sources[name].shape[1:], format) for name, format in formats.items()
+        )
+        return formats if known else None
+
+
+def _format_of_parts(source: Source) -> str | None:
+    """One that holds all parts of a weight; None: there is none."""
+    if not set(source.kinds) <= BLOCK_KINDS.keys():
+        return None
+    formats = {BLOCK_KINDS[kind].format for kind in source.kinds}
+    if len(formats) == 1:
+        return formats.pop()
+    return None if formats & FORMATS.keys() - {"int4_g32"} else widest(formats)
 
 
 def _problem(shape: tuple[int, ...], format: str) -> str | None:
@@ -187,11 +197,15 @@ class LoadedBlockExperts(torch.nn.Module):
     """Experts whose weights are blocks of a file. `read` comes first, then `finished`."""
 
     def __init__(
-        self, replaced: torch.nn.Module, sources: Mapping[str, Source], format: str, without_weights: bool
+        self,
+        replaced: torch.nn.Module,
+        sources: Mapping[str, Source],
+        formats: Mapping[str, str],
+        without_weights: bool,
     ):
         super().__init__()
         self.__dict__["replaced"] = replaced  # no submodule: nobody loads its weights
-        self.sources, self.format, self.without_weights = sources, format, without_weights
+        self.sources, self.formats, self.without_weights = sources, formats, without_weights
         for name, parameter in replaced.named_parameters(recurse=False):
             if name not in sources:
                 self.register_parameter(name, parameter)
@@ -199,24 +213,28 @@ class LoadedBlockExperts(torch.nn.Module):
         self._modules.update(replaced._modules)
 
     def read(self) -> None:
-        self.__dict__["codes"] = {name: self._packed(source) for name, source in self.sources.items()}
+        self.__dict__["codes"] = {
+            name: self._packed(source, self.formats[name]) for name, source in self.sources.items()
+        }
 
     def finished(self, path: str) -> torch.nn.Module:
         """The module that stood there, its weights as buffers of codes and scales."""
         module, dtype = self.replaced, next(iter(self.replaced._parameters.values())).dtype
         module._parameters.update(self._parameters)
         if self.without_weights:
-            codes = {name: _on_meta(source.shape, self.format) for name, source in self.sources.items()}
+            codes = {
+                name: _on_meta(source.shape, self.formats[name]) for name, source in self.sources.items()
+            }
         else:
             codes = self.__dict__.pop("codes")
-        return with_codes(module, codes, self.format, dtype)
+        return with_codes(module, codes, self.formats, dtype)
 
-    def _packed(self, source: Source) -> tuple[torch.Tensor, torch.Tensor]:
+    def _packed(self, source: Source, format: str) -> tuple[torch.Tensor, torch.Tensor]:
         experts = []
         for expert in range(source.shape[0]):
-            parts = [packed(source.data(i)[expert], kind, self.format) for i, kind in enumerate(source.kinds)]
+            parts = [packed(source.data(i)[expert], kind, format) for i, kind in enumerate(source.kinds)]
             if len(set(source.kinds)) > 1:  # scales of one kind for all rows
-                parts = [(codes, plain_scale(scale, self.format)) for codes, scale in parts]
+                parts = [(codes, plain_scale(scale, format)) for codes, scale in parts]
             experts.append([torch.cat(each) for each in zip(*parts)])
         codes, scales = ([each[i] for each in experts] for i in range(2))
         return torch.stack(codes), torch.stack(scales)

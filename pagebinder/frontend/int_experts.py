@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -107,21 +108,21 @@ class LoadedIntExperts(torch.nn.Module):
             weights[name] = (codes, scale.view(experts, *of_scale))
         module._parameters.update(self._parameters)
         module._buffers.update(self._buffers)
-        return with_codes(module, weights, self.format, dtype)
+        return with_codes(module, weights, dict.fromkeys(weights, self.format), dtype)
 
 
 def with_codes(
     module: torch.nn.Module,
     weights: dict[str, tuple[torch.Tensor, torch.Tensor]],
-    format: str,
+    formats: Mapping[str, str],
     dtype: torch.dtype,
 ) -> torch.nn.Module:
-    """The same experts, with weights that are computed from (codes [E, ...], scale [E, ...]), in `dtype`."""
+    """The same experts, weights computed in `dtype` from (codes [E, ...], scale [E, ...]), each in its format."""
     for name, (codes, scale) in weights.items():
         module._parameters.pop(name, None)
         module.register_buffer(name + CODES, codes)
         module.register_buffer(name + SCALE, scale)
-    module.__class__ = _quantized_class(type(module), tuple(weights), format)
+    module.__class__ = _quantized_class(type(module), tuple((name, formats[name]) for name in weights))
     module.weights_dtype = dtype
     return module
 
@@ -151,27 +152,28 @@ def panel_bytes(codes: Codes, format: str, stored: StoredInts) -> torch.Tensor:
 class QuantizedExperts:
     """What a class of experts gets: its weights are computed from codes.
 
-    `format`: of the codes. `names`: of the weights. `plain_class`: that of the module as transformers has it.
+    `formats`: of the codes, by the names of the weights. `plain_class`: that of the module as transformers has it.
     """
 
-    format: str
-    names: tuple[str, ...]
+    formats: Mapping[str, str]
     plain_class: type
     weights_dtype: torch.dtype  # in which weights are computed
 
     def _apply(self, fn, recurse=True):
         """A module that is moved or converted takes its scales along, in their dtype."""
-        scales = {name: self._buffers[name] for name in (n + SCALE for n in self.names)}
+        scales = {name: self._buffers[name] for name in (n + SCALE for n in self.formats)}
         super()._apply(fn, recurse)
         for name, scale in scales.items():
-            self._buffers[name] = moved_scale(scale, self._buffers[name], self.format)
+            self._buffers[name] = moved_scale(
+                scale, self._buffers[name], self.formats[name.removesuffix(SCALE)]
+            )
         self.weights_dtype = fn(torch.empty(0, dtype=self.weights_dtype, device="cpu")).dtype
         return self
 
     def expand(self) -> None:
         """Have plain weights from now on."""
-        weights = {name: self.expert_weight(name) for name in self.names}
-        for name in self.names:
+        weights = {name: self.expert_weight(name) for name in self.formats}
+        for name in self.formats:
             del self._buffers[name + CODES], self._buffers[name + SCALE]
         self.__class__ = self.plain_class
         for name, weight in weights.items():
@@ -181,19 +183,22 @@ class QuantizedExperts:
         """[E, N, K] of the model's dtype."""
         codes, scale = self._buffers[name + CODES], self._buffers[name + SCALE]
         return torch.ops.pagebinder.dequantize_weight(
-            codes, scale, format=self.format, dtype=self.weights_dtype
+            codes, scale, format=self.formats[name], dtype=self.weights_dtype
         )
 
     def exact_weight(self, name: str, expert: int) -> torch.Tensor:
         """[N, K] of one expert, in float32."""
         codes, scale = self._buffers[name + CODES][expert], self._buffers[name + SCALE][expert]
-        return dequantize(codes, scale, self.format)
+        return dequantize(codes, scale, self.formats[name])
 
 
 @functools.cache
-def _quantized_class(plain: type, names: tuple[str, ...], format: str) -> type:
-    weights = {name: property(functools.partial(QuantizedExperts.expert_weight, name=name)) for name in names}
-    facts = {"format": format, "names": names, "plain_class": plain, "__module__": plain.__module__}
+def _quantized_class(plain: type, named: tuple[tuple[str, str], ...]) -> type:
+    formats = dict(named)
+    weights = {
+        name: property(functools.partial(QuantizedExperts.expert_weight, name=name)) for name in formats
+    }
+    facts = {"formats": formats, "plain_class": plain, "__module__": plain.__module__}
     return type(plain.__name__, (QuantizedExperts, plain), {**weights, **facts})
 
 

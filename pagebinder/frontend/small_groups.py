@@ -18,9 +18,11 @@ def expand_small_groups(model: torch.nn.Module, dtype: torch.dtype, result: Pass
     for path, module in list(model.named_modules()):
         if not isinstance(module, QuantizedLinear | QuantizedExperts):
             continue
-        if (weight_format(module.format).group or STEP) >= STEP:
+        formats = module.formats.values() if isinstance(module, QuantizedExperts) else (module.format,)
+        small = [name for name in formats if (weight_format(name).group or STEP) < STEP]
+        if not small:
             continue
-        reasons[path] = REASON.format(format=module.format)
+        reasons[path] = REASON.format(format=small[0])
         if isinstance(module, QuantizedLinear):
             model.set_submodule(path, _linear(module, dtype))
         else:

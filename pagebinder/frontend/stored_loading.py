@@ -149,7 +149,7 @@ def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> tuple[PassR
     Raises:
         CheckpointError: tensors that are no such weights, or codes that are left without a kernel; names the module.
     """
-    result, formats = PassResult(name="stored_weights"), {}
+    result, scaled = PassResult(name="stored_weights"), {}
 
     def refuse(path: str, reason: str) -> None:
         result.refusals.append(Refusal(pattern=PATTERN, reason=reason, node="", module_path=path))
@@ -167,25 +167,27 @@ def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> tuple[PassR
             else:
                 refuse(path, what)
             if stored.granularity == GROUPED:
-                formats[path] = "mxfp8"
+                scaled[path] = "mxfp8"
         elif isinstance(module, LoadedExperts):
             model.set_submodule(path, module.finished(path))
-            formats[path] = stored.experts
+            scaled[path] = stored.experts
         elif isinstance(module, LoadedIntExperts | LoadedBlockExperts):
-            model.set_submodule(path, module.finished(path))
-            said = f"{module.format} as stored (quant_method {stored.method})"
+            experts = module.finished(path)
+            model.set_submodule(path, experts)
+            formats = ", ".join(dict.fromkeys(experts.formats.values()))
+            said = f"{formats} as stored (quant_method {stored.method})"
             result.matches.append(Match(pattern=EXPERTS, node="", module_path=path, detail=said))
         elif isinstance(module, torch.nn.Linear):
             refuse(path, _why_plain(path, module, stored, in_tables))
     _check_left(model)
     for path, module in experts_modules(model).items():
         if not isinstance(module, QuantizedExperts):
-            refuse(path, _of_experts(path, module, stored, formats.get(path)))
+            refuse(path, _of_experts(path, module, stored, scaled.get(path)))
     for name in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.__dict__.pop("is_quantized", None)
     model.config.__dict__.pop("quantization_config", None)
-    return result, formats
+    return result, scaled
 
 
 def _check_left(model: torch.nn.Module) -> None:

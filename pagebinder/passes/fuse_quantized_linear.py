@@ -5,7 +5,7 @@ Matches:
     moe_experts(x, ids, weights, dequantize_weight(...), dequantize_weight(...), ...)
 Replaces with:
     pagebinder.quantized_linear(x, codes, scale, b, format=f)
-    pagebinder.quantized_moe_experts(x, ids, weights, codes, scale, codes, scale, ..., format=f)
+    pagebinder.quantized_moe_experts(x, ids, weights, codes, scale, codes, scale, ..., format=f or "f/g")
 
 Same numbers, but for the rounding of the weight to its dtype, which is left out.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from pagebinder.custom_ops.linear.weight_formats import format_of_both
 from pagebinder.graph_tools import arg, calls, describe, finish, insert_call, is_call, val
 from pagebinder.passes.quantize_weights import EXPERTS, LINEARS
 from pagebinder.report import Match, PassResult
@@ -48,8 +49,12 @@ def _linear(node: Node) -> tuple:
 
 
 def _experts(node: Node) -> tuple:
-    """quantize_weights takes both stacks or none, in one format, and turns those that are transposed."""
+    """Both stacks are codes or none is, and none of them is transposed."""
     up, down = node.args[3:5]
     args = (*node.args[:3], *up.args, *down.args, *node.args[5:])
     options = {name: value for name, value in node.kwargs.items() if name != "transposed"}
-    return ours.quantized_moe_experts.default, args, {**options, "format": up.kwargs["format"]}
+    return (
+        ours.quantized_moe_experts.default,
+        args,
+        {**options, "format": format_of_both(up.kwargs["format"], down.kwargs["format"])},
+    )

@@ -11,6 +11,7 @@ from pagebinder.custom_ops.linear.weight_formats import (
     LEVEL_OFFSETS,
     LEVEL_SPAN,
     PANEL,
+    formats_of_experts,
     packed_levels,
     weight_format,
 )
@@ -54,13 +55,15 @@ def stacks(name, gate=GATES["silu"], *, width=WIDTH, inner=INNER, bias=False, dt
     biases = [
         random(NUM_EXPERTS, s[0], seed=3 + i, dtype=dtype) if bias else None for i, s in enumerate(shapes)
     ]
-    return [part for w in weights for part in quantize_stack(w, name)] + biases
+    formats = formats_of_experts(name)
+    return [part for w, own in zip(weights, formats) for part in quantize_stack(w, own)] + biases
 
 
 def values(operands, name):
     """The same as operands of `moe_experts`."""
     up, up_scale, down, down_scale, *biases = operands
-    return dequantize_stack(up, up_scale, name), dequantize_stack(down, down_scale, name), *biases
+    of_up, of_down = formats_of_experts(name)
+    return dequantize_stack(up, up_scale, of_up), dequantize_stack(down, down_scale, of_down), *biases
 
 
 def run(ops, x, ids, chosen, operands, name, gate=GATES["silu"]):
@@ -143,13 +146,15 @@ def levels(scale: torch.Tensor, name: str, inner: int) -> torch.Tensor:
     return packed_levels(*numbers(1, 1.0), other).unflatten(0, (experts, panels))
 
 
-@pytest.mark.parametrize("name", ["uint4_g32", "uint4_g16", "int4_g16", "int8_g16", "uint8_g32"])
+@pytest.mark.parametrize(
+    "name", ["uint4_g32", "uint4_g16", "int4_g16", "int8_g16", "uint8_g32", "uint4_g32/int8_g16"]
+)
 def test_scales_of_two_levels(ops, name):
     """As K-quants have them."""
-    gate = GATES["silu"]
+    gate, (of_up, of_down) = GATES["silu"], formats_of_experts(name)
     for dtype in (torch.bfloat16, torch.float32):
         operands = stacks(name, gate, width=256, inner=512, dtype=dtype)
-        operands[1], operands[3] = levels(operands[1], name, 256), levels(operands[3], name, 512)
+        operands[1], operands[3] = levels(operands[1], of_up, 256), levels(operands[3], of_down, 512)
         for num_tokens, num_slots in ((1, 3), (3, 2), (40, 2)):
             x, (ids, chosen) = random(num_tokens, 256, dtype=dtype), routing(num_tokens, num_slots)
             expected = oracle(x, ids, chosen, values(operands, name), gate, False)
@@ -158,6 +163,32 @@ def test_scales_of_two_levels(ops, name):
             torch.testing.assert_close(
                 got, expected, rtol=max(2 * unit, 1e-5), atol=max(2 * unit, 1e-5) * size
             )
+
+
+MIXED = ("int4_g64/int8", "fp8_block/int4_g32", "int8_g32/mxfp4", "uint8_g16/int4_g64")
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_each_projection_in_its_format(ops, name):
+    for kind, dtype in (("silu", torch.bfloat16), ("gpt-oss", torch.float32), ("not gated", torch.float16)):
+        gate = GATES[kind]
+        operands = stacks(name, gate, bias=True, dtype=dtype)
+        wide = [*operands[:4], *(b.float() for b in operands[4:])]
+        for num_tokens, num_slots in ((1, 3), (3, 2), (40, 2), (130, 3)):
+            x, (ids, chosen) = random(num_tokens, WIDTH, dtype=dtype), routing(num_tokens, num_slots)
+            expected = oracle(x, ids, chosen, values(wide, name), gate, False)
+            got = run(ops, x, ids, chosen, operands, name, gate)
+            unit = torch.finfo(dtype).eps
+            torch.testing.assert_close(
+                got.double(), expected, rtol=max(2 * unit, 1e-5), atol=max(16 * unit, 1e-4)
+            )
+
+
+@pytest.mark.parametrize("name", ["int8/", "int8/int9", "/int8", "int8/int8/int8"])
+def test_formats_that_are_none(ops, name):
+    operands = stacks("int8")
+    with pytest.raises((RuntimeError, ValueError), match="format"):
+        run(ops, random(3, WIDTH), *routing(3, 2), operands, name)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 9, 17, 70])

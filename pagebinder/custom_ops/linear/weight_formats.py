@@ -118,6 +118,17 @@ def weight_format(name: str) -> WeightFormat:
     return FORMATS[name]
 
 
+def formats_of_experts(name: str) -> tuple[str, str]:
+    """The formats of `up` and `down`: "int8_g16" is that of both, "uint4_g32/int8_g16" is one for each."""
+    up, slash, down = name.partition("/")
+    return (up, down) if slash else (up, up)
+
+
+def format_of_both(up: str, down: str) -> str:
+    """The other way round."""
+    return up if up == down else f"{up}/{down}"
+
+
 def size_problem(num_columns: int, inner: int, name: str) -> str | None:
     """Why a weight [num_columns, inner] cannot be packed, or None."""
     multiple = weight_format(name).multiple_of

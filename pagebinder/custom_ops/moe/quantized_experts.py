@@ -3,6 +3,8 @@
     up     codes [E, J/32, C/32, 2, bytes]    up_scale [E, ...]        J = 2 I for gated experts, else I
     down   codes [E, C/32, I/32, 2, bytes]    down_scale [E, ...]      formats: `weight_formats`, experts side by side
 
+`format` is that of both stacks, or "uint4_g32/int8_g16": of `up` and of `down`.
+
 Otherwise `moe_experts` and `moe_routed_experts` with weights [E, N, K]. Only experts that some token chose are read.
 Each product is computed in float32 and rounded once, as that of `quantized_linear`.
 """
@@ -13,7 +15,7 @@ import torch
 
 from pagebinder.custom_ops.library import define_op
 from pagebinder.custom_ops.linear.quantized import quantized_linear_reference
-from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP
+from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP, formats_of_experts
 from pagebinder.custom_ops.moe.experts import check_slots, mixture
 from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.custom_ops.moe.routed_experts import ROUTER_OPTIONS, choose
@@ -27,21 +29,21 @@ def quantized_moe_experts_reference(
     Args:
         up, up_scale, down, down_scale: stacks in `format`, see above. up_bias [E, J], down_bias [E, C]: or None.
     Raises:
-        ValueError: operands do not fit.
+        ValueError: operands do not fit, or no such format.
     """
     check_slots(x_TC, expert_ids_TK, expert_weights_TK)
     if up.dim() != 5 or down.dim() != 5 or up.shape[0] != down.shape[0]:
         raise ValueError("quantized_moe_experts takes the codes of all experts, [E, ., ., 2, .]")
     gate = Gate(**gate)
+    up_format, down_format = formats_of_experts(format)
 
-    def project(rows, codes, scale, bias, expert):
+    def project(rows, codes, scale, bias, expert, format):
         own_bias = None if bias is None else bias[expert]
         return quantized_linear_reference(rows, codes[expert], scale[expert], own_bias, format=format)
 
     def run_expert(expert, rows):
-        return project(
-            gate(project(rows, up, up_scale, up_bias, expert)), down, down_scale, down_bias, expert
-        )
+        hidden = gate(project(rows, up, up_scale, up_bias, expert, up_format))
+        return project(hidden, down, down_scale, down_bias, expert, down_format)
 
     return mixture(x_TC, expert_ids_TK, expert_weights_TK, up.shape[0], run_expert)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP
+from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP, formats_of_experts
 from pagebinder.custom_ops.moe.experts import check_slots
 from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.custom_ops.triton.moe import combine, sorted_slots
@@ -25,8 +25,9 @@ def quantized_moe_experts(
     check_slots(x, expert_ids, expert_weights)
     if up.dim() != 5 or down.dim() != 5 or up.shape[0] != down.shape[0]:
         raise ValueError("quantized_moe_experts takes the codes of all experts, [E, ., ., 2, .]")
-    for codes, scale, bias in ((up, up_scale, up_bias), (down, down_scale, down_bias)):
-        check_weight(codes, scale, bias, format)
+    up_format, down_format = formats_of_experts(format)
+    check_weight(up, up_scale, up_bias, up_format)
+    check_weight(down, down_scale, down_bias, down_format)
     gate = Gate(**gate)
     num_experts, width, inner = up.shape[0], down.shape[1] * PANEL, down.shape[2] * STEP
     fits = up.shape[1] * PANEL == inner * (2 if gate.gated else 1) and up.shape[2] * STEP == width
@@ -43,8 +44,8 @@ def quantized_moe_experts(
     slots, starts = sorted_slots(ids, num_experts)
     h, rows = x.new_empty((len(slots), inner)), x.new_empty((len(slots), width))
     first = (up, up_scale, up_bias, h)
-    _project(rows_of(x), slots, starts, *first, format, slots_per_row=ids.shape[1], gate=gate)
-    _project(h, slots, starts, down, down_scale, down_bias, rows, format)
+    _project(rows_of(x), slots, starts, *first, up_format, slots_per_row=ids.shape[1], gate=gate)
+    _project(h, slots, starts, down, down_scale, down_bias, rows, down_format)
     combine(rows, ids, expert_weights, num_experts, out)
     return out
 

@@ -56,6 +56,11 @@ def test_formats(ops, name):
         check(ops, "silu", name, dtype, [(3, 2)], width=192, inner=320)
 
 
+@pytest.mark.parametrize("name", ["int4_g64/int8", "int8_g32/mxfp4"])
+def test_each_projection_in_its_format(ops, name):
+    check(ops, "silu", name, torch.bfloat16, [(3, 2)])
+
+
 READ = [name for name in OF_CHECKPOINTS if not name.endswith("_g16")]  # see check_weight
 
 

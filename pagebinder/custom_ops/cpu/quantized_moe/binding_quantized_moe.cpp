@@ -21,6 +21,15 @@ namespace {
 using namespace pagebinder::binding;
 using pagebinder::CodedStack;
 
+// "int8_g16" is the format of both, "uint4_g32/int8_g16" one for each.
+struct Formats {
+  std::string up, down;
+
+  explicit Formats(const std::string& name) : up(name.substr(0, name.find('/'))), down(up) {
+    if (const size_t at = name.find('/'); at != std::string::npos) down = name.substr(at + 1);
+  }
+};
+
 CodedStack stack_of(const Tensor& codes, const Tensor& scale, const std::string& format) {
   PB_CHECK(codes.dim() == 5, "quantized_moe_experts takes the codes of all experts, [E, ., ., 2, .]");
   CodedStack stack{};
@@ -52,7 +61,8 @@ Tensor quantized_moe_experts(const Tensor& x_in, const Tensor& ids_in, const Ten
   PB_CHECK(x_in.dim() == 2 && ids_in.dim() == 2 && weights_in.dim() == 2 && ids_in.size(0) == x_in.size(0) &&
                weights_in.size(0) == x_in.size(0) && weights_in.size(1) == ids_in.size(1),
            "quantized_moe_experts takes x [T, C], expert ids and weights [T, K]");
-  const CodedStack up_stack = stack_of(up, up_scale, format), down_stack = stack_of(down, down_scale, format);
+  const Formats formats(format);
+  const CodedStack up_stack = stack_of(up, up_scale, formats.up), down_stack = stack_of(down, down_scale, formats.down);
   PB_CHECK(up.size(0) == down.size(0), "up and down have different numbers of experts");
   const Tensor x = dense(x_in), ids = dense_ids(ids_in);
   const Tensor weights = torch::stable::contiguous(cast(weights_in, ScalarType::Float));

@@ -90,7 +90,7 @@ struct DotRows {
 }  // namespace
 
 bool quantized_moe_experts_with_dots(const MoeArgs& a) {
-  in_pieces<bf16>(a, moe_pass<CodedEngine<DotRows>>);
+  in_pieces<bf16>(a, coded_pass<DotRows>);
   return true;
 }
 

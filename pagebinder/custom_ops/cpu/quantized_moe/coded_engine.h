@@ -8,10 +8,12 @@
 //     GROUP, Element, Operand                              as an engine has them; a row takes `inner` operands
 //     pack(rows, count, inner, to)                         a group of rows
 //     put(values, rows, row, column, inner, to)            32 columns of one of the rows of a run, rounded
-//     Ready, ready(weight, x, rows)                        rows as panels of a weight meet them
+//     Ready, ready(weight, x, rows)                        rows as panels of a weight meet them; a thread keeps one
 //     meet(weight, ready, panel, sums)                     sums [rows][32], scaled
 //     sum_groups(x, rows, inner, group, to)                [rows][inner / group]: what shifts of groups are times
 #pragma once
+
+#include <atomic>
 
 #include "coded_stack.h"
 #include "moe/moe_flow.h"
@@ -33,11 +35,38 @@ struct PackedRows {
   int rows;
 };
 
+// Rows as the panels of an expert meet them, and, of shifted weights, their sums over groups: made once for jobs of the
+// same run that a thread takes one after the other.
+template <class Rows>
+struct PreparedRows {
+  int64_t pass = 0;
+  const uint8_t* weight = nullptr;
+  const typename Rows::Operand* x = nullptr;
+  typename Rows::Ready ready{};
+  const float* sums = nullptr;
+
+  static const PreparedRows& of(const CodedStack& stack, const QuantizedLinearArgs& weight, const typename Rows::Operand* x,
+                                int rows) {
+    static thread_local PreparedRows kept;
+    if (kept.pass == stack.pass && kept.weight == weight.weight && kept.x == x) return kept;
+    kept = {stack.pass, weight.weight, x, Rows::ready(weight, x, rows), nullptr};
+    if (weight.is_shifted) kept.sums = sums_of(weight, x, rows);
+    return kept;
+  }
+
+  static const float* sums_of(const QuantizedLinearArgs& weight, const typename Rows::Operand* x, int rows) {
+    static thread_local Buffer buffer;
+    float* sums = buffer.at_least<float>(static_cast<size_t>(rows * (weight.inner / weight.scale_group)));
+    Rows::sum_groups(x, rows, weight.inner, weight.scale_group, sums);
+    return sums;
+  }
+};
+
 template <class Rows>
 struct CodedEngine {
   using Element = typename Rows::Element;
   using Operand = typename Rows::Operand;
-  using Ready = typename Rows::Ready;
+  using Prepared = PreparedRows<Rows>;
   using Setup = NoSetup;
   using Panel = CodedPanel;
   static constexpr int GROUP = Rows::GROUP, PANEL = 2 * QUANT_PANEL, MOST_HIDDEN = PANEL, VECTORS = QUANT_PANEL / W;
@@ -57,10 +86,10 @@ struct CodedEngine {
   }
 
   // sums [rows][32] of the columns from `column` on, with bias.
-  static void sums_of(const Projection& p, const QuantizedLinearArgs& weight, const Run& run, const Operand* x,
-                      const Ready& ready, int64_t column, float* sums) {
-    Rows::meet(weight, ready, column / QUANT_PANEL, sums);
-    if (weight.is_shifted) add_shifts(weight, run.rows, x, column / QUANT_PANEL, sums);
+  static void sums_of(const Projection& p, const QuantizedLinearArgs& weight, const Run& run, const Prepared& rows,
+                      int64_t column, float* sums) {
+    Rows::meet(weight, rows.ready, column / QUANT_PANEL, sums);
+    if (weight.is_shifted) add_shifts(weight, run.rows, rows.sums, column / QUANT_PANEL, sums);
     if (p.bias == nullptr) return;
     const Element* from = static_cast<const Element*>(p.bias) + run.expert * p.bias_stride + column;
     VF bias[VECTORS];
@@ -69,11 +98,7 @@ struct CodedEngine {
       store(sums + i, load<VF>(sums + i) + bias[i % QUANT_PANEL / W]);
   }
 
-  static void add_shifts(QuantizedLinearArgs weight, int rows, const Operand* x, int64_t panel, float* sums) {
-    static thread_local Buffer buffer;
-    const int64_t groups = weight.inner / weight.scale_group;
-    float* of_groups = buffer.at_least<float>(static_cast<size_t>(rows * groups));
-    Rows::sum_groups(x, rows, weight.inner, weight.scale_group, of_groups);
+  static void add_shifts(QuantizedLinearArgs weight, int rows, const float* of_groups, int64_t panel, float* sums) {
     weight.x_sums = of_groups;
     pagebinder::add_shifts(weight, panel, 0, rows, sums, Rows::LEVEL_PARTS);
   }
@@ -108,17 +133,17 @@ struct CodedEngine {
     const int64_t size = int64_t{run.rows} * QUANT_PANEL;
     float *first = buffer.at_least<float>(static_cast<size_t>(2 * size)), *second = first + size;
     const QuantizedLinearArgs weight = a.up.codes->of(run.expert);
-    const Ready ready = Rows::ready(weight, x, run.rows);
+    const Prepared& rows = Prepared::of(*a.up.codes, weight, x, run.rows);
     if (!a.gate.gated) {
       for (int64_t column = panel.column; column < panel.column + panel.width; column += QUANT_PANEL) {
-        sums_of(a.up, weight, run, x, ready, column, first);
+        sums_of(a.up, weight, run, rows, column, first);
         gate_rows(a, run, column, first, first, to);
       }
       return;
     }
     const bool take_turns = a.gate.interleaved;
-    sums_of(a.up, weight, run, x, ready, take_turns ? 2 * panel.column : panel.column, first);
-    sums_of(a.up, weight, run, x, ready,
+    sums_of(a.up, weight, run, rows, take_turns ? 2 * panel.column : panel.column, first);
+    sums_of(a.up, weight, run, rows,
             take_turns ? 2 * panel.column + QUANT_PANEL : a.down.inner + panel.column, second);
     gate_rows(a, run, panel.column, first, second, to);
   }
@@ -128,13 +153,24 @@ struct CodedEngine {
     static thread_local Buffer buffer;
     float* sums = buffer.at_least<float>(static_cast<size_t>(run.rows) * QUANT_PANEL);
     const QuantizedLinearArgs weight = p.codes->of(run.expert);
-    const Ready ready = Rows::ready(weight, x, run.rows);
+    const Prepared& rows = Prepared::of(*p.codes, weight, x, run.rows);
     for (int i = 0; i < panel.width; i += QUANT_PANEL) {
-      sums_of(p, weight, run, x, ready, panel.column + i, sums);
+      sums_of(p, weight, run, rows, panel.column + i, sums);
       for (int r = 0; r < run.rows; ++r)
         std::memcpy(y + r * PANEL + i, sums + r * QUANT_PANEL, QUANT_PANEL * sizeof(float));
     }
   }
 };
+
+// A pass over experts by such an engine.
+template <class Rows>
+void coded_pass(const MoeArgs& args) {
+  static std::atomic<int64_t> passes{0};
+  CodedStack up = *args.up.codes, down = *args.down.codes;
+  up.pass = down.pass = passes.fetch_add(1, std::memory_order_relaxed) + 1;
+  MoeArgs own = args;
+  own.up.codes = &up, own.down.codes = &down;
+  moe_pass<CodedEngine<Rows>>(own);
+}
 
 }  // namespace pagebinder

@@ -48,7 +48,7 @@ struct FloatRows {
 };
 
 template <class T>
-void run_in(const MoeArgs& a) { in_pieces<T>(a, moe_pass<CodedEngine<FloatRows<T>>>); }
+void run_in(const MoeArgs& a) { in_pieces<T>(a, coded_pass<FloatRows<T>>); }
 
 }  // namespace
 
@@ -57,7 +57,7 @@ void panel_of_rows_in_floats(const QuantizedLinearArgs& weight, const float* x, 
 }
 
 void quantized_moe_experts(const MoeArgs& a) {
-  const bool whole_steps = !a.up.codes->first.has_half_steps();
+  const bool whole_steps = !a.up.codes->first.has_half_steps() && !a.down.codes->first.has_half_steps();
   if (a.type == Element::BF16 && whole_steps && quantized_moe_experts_with_dots(a)) return;
   if (a.type == Element::BF16 && quantized_moe_experts_with_integers(a)) return;
   if (a.type == Element::F32) run_in<float>(a);

@@ -1,6 +1,4 @@
-// Experts in int4 on integer products of 16 bits (AVX2), see quant/panel_int16.h. What a job's panels meet is made of the
-// rows of a run for that job, a small part of their products. In int8, whose codes become floats in two instructions, one
-// row of an expert takes no longer in floats.
+// Experts in int4 and int8 on integer products of 16 bits (AVX2), see quant/panel_int16.h.
 #include "coded_engine.h"
 #include "quant/panel_int16.h"
 
@@ -36,7 +34,8 @@ struct IntegerRows {
   static bool make(QuantizedLinearArgs weight, const Ready& ready) {
     weight.x = ready.x, weight.x_stride = weight.inner;
     bool fits = true;
-    for (int strip = 0; strip < ready.strips.count; ++strip) fits &= make_wholes<Code::INT4>(weight, ready.strips[strip]);
+    const auto make = weight.code == Code::INT8 ? make_wholes<Code::INT8> : make_wholes<Code::INT4>;
+    for (int strip = 0; strip < ready.strips.count; ++strip) fits &= make(weight, ready.strips[strip]);
     return fits;
   }
 
@@ -49,7 +48,10 @@ struct IntegerRows {
   }
 
   static void meet(const QuantizedLinearArgs& weight, const Ready& ready, int64_t panel, float* sums) {
-    panel_in_integers<Code::INT4>(weight, ready.strips, panel, sums);
+    using Strips = IntegerStrips<StripSizes>;
+    const auto panel_of =
+        weight.code == Code::INT8 ? panel_in_integers<Code::INT8, Strips> : panel_in_integers<Code::INT4, Strips>;
+    panel_of(weight, ready.strips, panel, sums);
     if (ready.fits) return;
     for (int64_t row = 0; row < ready.strips.rows; ++row)
       if (const bf16* x = ready.x + row * weight.inner; !fits(ready.strips, x))
@@ -88,8 +90,11 @@ struct IntegerRows {
 }  // namespace
 
 bool quantized_moe_experts_with_integers(const MoeArgs& a) {
-  if (a.up.codes->first.code != Code::INT4) return false;
-  in_pieces<bf16>(a, moe_pass<CodedEngine<IntegerRows>>);
+  const auto is_integer = [](const Projection& p) {
+    return p.codes->first.code == Code::INT4 || p.codes->first.code == Code::INT8;
+  };
+  if (!is_integer(a.up) || !is_integer(a.down)) return false;
+  in_pieces<bf16>(a, coded_pass<IntegerRows>);
   return true;
 }
 

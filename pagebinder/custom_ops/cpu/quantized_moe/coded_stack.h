@@ -10,6 +10,7 @@ namespace pagebinder {
 struct CodedStack {
   QuantizedLinearArgs first;       // of the first expert, without rows and result
   int64_t code_bytes, scale_bytes; // from expert to expert
+  int64_t pass;                    // a number that no other pass over a model's experts has (coded_engine.h)
 
   QuantizedLinearArgs of(int expert) const {
     QuantizedLinearArgs a = first;
@@ -25,8 +26,8 @@ void quantized_moe_experts(const MoeArgs& args);
 // In bf16 on BF16 dots; false, and nothing was done, where the machine has none.
 bool quantized_moe_experts_with_dots(const MoeArgs& args);
 
-// In bf16, codes of int4, on integer products of 16 bits; false, and nothing was done, where the machine has better ones,
-// and for other codes.
+// In bf16, codes of int4 and int8, on integer products of 16 bits; false, and nothing was done, where the machine has better
+// ones, and for other codes.
 bool quantized_moe_experts_with_integers(const MoeArgs& args);
 
 // sums [rows][32] = x [rows][inner] times a panel.
