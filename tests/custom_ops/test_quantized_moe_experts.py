@@ -108,7 +108,16 @@ def test_sizes_of_the_kernels(cpu, kind, width, inner, name, dtype):
         torch.testing.assert_close(got.float(), expected, rtol=max(2 * unit, 2e-6), atol=max(16 * unit, 5e-5))
 
 
-OF_CHECKPOINTS = ("int4_g128", "uint4_g64", "uint4_g128", "int8_g64", "uint8_g32", "int8_g16", "uint4_g16")
+OF_CHECKPOINTS = (
+    "int4_g128",
+    "uint4_g64",
+    "uint4_g128",
+    "int8_g64",
+    "uint8_g32",
+    "int8_g16",
+    "uint4_g16",
+    "int6_g16",
+)
 
 
 @pytest.mark.parametrize("name", OF_CHECKPOINTS)
@@ -147,7 +156,7 @@ def levels(scale: torch.Tensor, name: str, inner: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["uint4_g32", "uint4_g16", "int4_g16", "int8_g16", "uint8_g32", "uint4_g32/int8_g16"]
+    "name", ["uint4_g32", "uint4_g16", "int4_g16", "int6_g16", "int8_g16", "uint8_g32", "uint4_g32/int6_g16"]
 )
 def test_scales_of_two_levels(ops, name):
     """As K-quants have them."""
@@ -165,7 +174,7 @@ def test_scales_of_two_levels(ops, name):
             )
 
 
-MIXED = ("int4_g64/int8", "fp8_block/int4_g32", "int8_g32/mxfp4", "uint8_g16/int4_g64")
+MIXED = ("int4_g64/int8", "fp8_block/int4_g32", "int8_g32/mxfp4", "uint8_g16/int4_g64", "int6_g16/uint4_g32")
 
 
 @pytest.mark.parametrize("name", MIXED)

@@ -14,6 +14,7 @@ them; float32 doubles what there is beyond the bits of codes:
 
     int4_gG      -8 ... 7           G = 16, 128 neighbours         [N/32, K/G, 32]         5, 4.125
     uint4_gG     -8 ... 7, shifted  G = 16, 32, 64, 128 of them    [N/32, K/G, 2, 32]      6, 5, 4.5, 4.25
+    int6_g16     -32 ... 31         16 neighbours                  [N/32, K/16, 32]        7
     int8_gG      -128 ... 127       G = 16, 32, 64, 128            [N/32, K/G, 32]         9, 8.5, 8.25, 8.125
     uint8_gG     the same, shifted  G = 16, 32, 64, 128            [N/32, K/G, 2, 32]      10, 9, 8.5, 8.25
 
@@ -39,6 +40,8 @@ Codes are packed as [N/32 panels, K/32 steps, 2, bytes], tiles of 32 k x 16 colu
     8 bits   lane n of line L (4 bytes):     k = 4L + 0, 2, 1, 3 of column n
     4 bits   lane n of line L (8 nibbles):   k = 8L + 0, 2, 4, 6, 1, 3, 5, 7 of column n; a nibble is the code + 8,
                                              or e2m1 as it is
+    6 bits   of each 16 k two lines of the lower 4 bits of the code + 32, as above, and one of the upper ones:
+             lane n (16 times 2 bits)        k = 0, 2, ... 14, 1, 3, ... 15 of column n
 """
 
 from __future__ import annotations
@@ -102,6 +105,7 @@ STORED_FORMATS = {  # of linear layers whose checkpoint has them
     for f in (
         WeightFormat("int4_g128", 4, 128),
         WeightFormat("int4_g16", 4, 16),
+        WeightFormat("int6_g16", 6, 16),
         *(WeightFormat(f"uint4_g{group}", 4, group, is_shifted=True) for group in STORED_GROUPS),
         *(WeightFormat(f"int8_g{group}", 8, group) for group in STORED_GROUPS),
         *(WeightFormat(f"uint8_g{group}", 8, group, is_shifted=True) for group in STORED_GROUPS),
@@ -186,8 +190,10 @@ def dequantize(qweight: torch.Tensor, scale: torch.Tensor, name: str) -> torch.T
     """(packed codes, scale) -> the weight [N, K] that they stand for, in float32, exactly."""
     fmt = weight_format(name)
     if fmt.has_groups:
-        codes = _unpack_4(qweight) if fmt.bits == 4 else _unpack_8(qweight).view(torch.int8)
-        values = from_e2m1(codes) if fmt.is_float else codes.float() - (8 if fmt.bits == 4 else 0)
+        codes = _UNPACK[fmt.bits](qweight)
+        values = (
+            from_e2m1(codes) if fmt.is_float else codes.view(torch.int8).float() - (8 if fmt.bits == 4 else 0)
+        )
         parts = plain_scale(scale, name)
         if fmt.is_shifted:
             scale, shift = (_of_groups(part, fmt.group) for part in parts.unbind(2))
@@ -228,7 +234,7 @@ def pack_integers(codes: torch.Tensor, name: str) -> torch.Tensor:
         raise ValueError(problem)
     packed = empty_codes(packed_shapes(*codes.shape, name)[0], codes.device)
     rows = max(PANEL, SLICE_ELEMENTS // codes.shape[1] // PANEL * PANEL)
-    pack = _pack_4 if weight_format(name).bits == 4 else _pack_8
+    pack = _PACK[weight_format(name).bits]
     for part, to in zip(codes.view(torch.uint8).split(rows), packed.split(rows // PANEL)):
         to.copy_(pack(part))
     return packed
@@ -288,8 +294,8 @@ def error_bound(weight: torch.Tensor, name: str) -> torch.Tensor:
             least = groups.amin(2).repeat_interleave(fmt.group, dim=1)
             step = (shared - least) / ((1 << fmt.bits) - 2)
             return step / 2 + torch.maximum(shared.abs(), least.abs()) / 60
-        if fmt.bits == 8:  # half a step, and what rounding the scale cuts off
-            return shared / 125
+        if fmt.bits > 4:  # half a step, and what rounding the scale cuts off
+            return shared / (125 if fmt.bits == 8 else 54)
         # the largest of the other sign meets the code 7 where the largest has -8
         return shared * (0.26 if fmt.is_float else 1.01 - min(INT4_SHRINKS) * 7 / 8)
     if name == "int8":
@@ -304,14 +310,15 @@ def _quantize_slice(w: torch.Tensor, name: str, whole: torch.Tensor | None):
     """w [n, K] float32 -> (packed codes, scale) of these rows; `whole`: the one scale of fp8_tensor."""
     fmt = weight_format(name)
     if fmt.has_groups:
-        groups, pack = w.unflatten(1, (-1, fmt.group)), _pack_4 if fmt.bits == 4 else _pack_8
+        groups, pack = w.unflatten(1, (-1, fmt.group)), _PACK[fmt.bits]
         if fmt.is_shifted:
             codes, scale, shift = _shifted(groups, fmt.bits)
             return pack(codes.flatten(1)), torch.stack([_packed_groups(p) for p in (scale, shift)], 2)
-        if fmt.bits == 8:
-            scale = _scale_to(groups.abs().amax(2), 127).bfloat16()
-            codes = (groups / scale.float()[..., None]).round_().clamp_(-128, 127).to(torch.int8)
-            return _pack_8(codes.flatten(1).view(torch.uint8)), _packed_groups(scale)
+        if fmt.bits > 4:
+            half = 1 << (fmt.bits - 1)
+            scale = _scale_to(groups.abs().amax(2), half - 1).bfloat16()
+            codes = (groups / scale.float()[..., None]).round_().clamp_(-half, half - 1).to(torch.int8)
+            return pack(codes.flatten(1).view(torch.uint8)), _packed_groups(scale)
         codes, scale = (_mxfp4 if fmt.is_float else _int4)(groups)
         return _pack_4(codes.flatten(1)), _packed_groups(scale)
     if name == "int8":
@@ -439,6 +446,32 @@ def _unpack_4(packed: torch.Tensor) -> torch.Tensor:
     lines = packed.unflatten(3, (4, PANEL // 2, 2, 2))
     nibbles = torch.stack((lines & 15, lines >> 4), dim=-1).flatten(-2)
     return _from_tiles(nibbles.permute(0, 2, 4, 1, 3, 6, 5))
+
+
+def _pack_6(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes of two's complement."""
+    whole = codes.contiguous() + 32  # 0 ... 63
+    lower = _pack_4(whole & 15).unflatten(3, (2, -1))
+    eight = (whole >> 4).view(torch.int64)  # bytes of k = 0 ... 7
+    even, odd = (
+        (pairs | pairs >> 14 | pairs >> 28 | pairs >> 42).to(torch.uint8)  # four pairs of bits
+        for pairs in (eight & 0x0003000300030003, eight >> 8 & 0x0003000300030003)
+    )
+    halves = torch.stack((even.unflatten(1, (-1, 2)), odd.unflatten(1, (-1, 2))), dim=2)  # [N, K / 16, 2, 2]
+    upper = _lines(halves.flatten(2).view(torch.int32).squeeze(2), 2).unflatten(3, (2, -1))
+    return torch.cat((lower, upper), dim=4).flatten(3)
+
+
+def _unpack_6(packed: torch.Tensor) -> torch.Tensor:
+    lower, upper = packed.unflatten(3, (2, -1)).split((PANEL // 2 * 8, PANEL // 2 * 4), dim=4)
+    lanes = upper.unflatten(4, (PANEL // 2, 2, 2))  # [panel, step, tile, half, column, k odd, four of them]
+    pairs = torch.stack([lanes >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(-2)
+    high = _from_tiles(pairs.permute(0, 2, 4, 1, 3, 6, 5))
+    return (_unpack_4(lower.flatten(3)) | high << 4) - 32
+
+
+_PACK = {4: _pack_4, 6: _pack_6, 8: _pack_8}
+_UNPACK = {4: _unpack_4, 6: _unpack_6, 8: _unpack_8}
 
 
 def _packed_groups(scale: torch.Tensor) -> torch.Tensor:

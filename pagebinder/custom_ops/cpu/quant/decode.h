@@ -3,6 +3,7 @@
 //     FP8   e4m3 without subnormals (they are never stored), so a number is its bits moved into place
 //     INT8  two's complement
 //     INT4  value + 8
+//     INT6  value + 32, of groups of half a step only
 //     FP4   e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 #pragma once
 
@@ -18,9 +19,16 @@ constexpr int TILE_COLUMNS = 16;
 
 // Codes of a lane, and lines of a tile.
 template <Code CODE>
-constexpr int IN_LANE = has_4_bits(CODE) ? 8 : 4;
+constexpr int IN_LANE = has_4_bits(CODE) || CODE == Code::INT6 ? 8 : 4;
 template <Code CODE>
 constexpr int TILE_LINES_OF = QUANT_STEP / IN_LANE<CODE>;
+
+// Lines of 6 bits are those of the lower ones. Where line `line` of a tile, or of half of one, begins, and its upper bits.
+template <Code CODE>
+constexpr int line_at(int line) {
+  return CODE == Code::INT6 ? line / 2 * (tile_bytes_of(CODE) / 2) + line % 2 * 64 : line * 64;
+}
+constexpr int upper_line_at(int line) { return line / 2 * (tile_bytes_of(Code::INT6) / 2) + 2 * 64; }
 
 // Floats are the codes' values over this. The largest FP8 code, 448, would leave sums of large x no room.
 template <Code CODE>
@@ -60,15 +68,35 @@ PB_INLINE void place_lanes(VU lanes, VF (&codes)[IN_LANE<CODE>]) {
   }
 }
 
+// The codes of vector `v` of line `line` of a tile.
+template <Code CODE>
+PB_INLINE void place_line(const uint8_t* tile, int line, int v, VF (&codes)[IN_LANE<CODE>]) {
+  const VU lanes = load<VU>(tile + line_at<CODE>(line) + v * W * 4);
+  if constexpr (CODE == Code::INT6) {
+    // Those of this line from bits 0 and 16 on.
+    const VU upper = load<VU>(tile + upper_line_at(line) + v * W * 4) >> (line % 2 * 8);
+    PB_UNROLL
+    for (int i = 0; i < IN_LANE<CODE>; ++i) {
+      const VU low = lanes >> (i % 2 * 16 + i / 2 * 4) & 15u, high = upper >> (i % 2 * 16 + i / 2 * 2) & 3u;
+      codes[i] = __builtin_convertvector(bit_cast<VI>(low | high << 4) - 32, VF);
+    }
+  } else {
+    place_lanes<CODE>(lanes, codes);
+  }
+}
+
 // A tile -> floats [32 k][16 columns].
 template <Code CODE>
 PB_INLINE void decode_tile_to_floats(const uint8_t* from, float* to) {
   for (int line = 0; line < TILE_LINES_OF<CODE>; ++line)
     for (int column = 0; column < TILE_COLUMNS; column += W) {
-      const VU lanes = load<VU>(from + line * 64 + column * 4);
+      VF six[IN_LANE<CODE>];
+      if constexpr (CODE == Code::INT6) place_line<CODE>(from, line, column / W, six);
+      const VU lanes = load<VU>(from + line_at<CODE>(line) + column * 4);
       PB_UNROLL
       for (int i = 0; i < IN_LANE<CODE>; ++i)
-        store(to + (line * IN_LANE<CODE> + i) * TILE_COLUMNS + column, decode_lanes<CODE>(lanes, i));
+        store(to + (line * IN_LANE<CODE> + i) * TILE_COLUMNS + column,
+              CODE == Code::INT6 ? six[i] : decode_lanes<CODE>(lanes, i));
     }
 }
 

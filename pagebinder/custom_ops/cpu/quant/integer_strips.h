@@ -28,6 +28,17 @@ constexpr int64_t SERIAL_INTEGERS = 1 << 15;     // elements of x
 constexpr float LARGEST_INTEGER = 32512.0f;
 constexpr float LEAST_LARGEST = 1e-30f;          // of a span's largest x, unless that is zero
 
+inline bool is_integer(Code code) { return code == Code::INT8 || code == Code::INT6 || code == Code::INT4; }
+
+// body(std::integral_constant<Code, ...>) of such a code; int6 where half steps are served.
+template <bool HALF_STEPS, class Body>
+auto with_integer_code(Code code, const Body& body) {
+  if constexpr (HALF_STEPS)
+    if (code == Code::INT6) return body(std::integral_constant<Code, Code::INT6>());
+  return code == Code::INT8 ? body(std::integral_constant<Code, Code::INT8>())
+                            : body(std::integral_constant<Code, Code::INT4>());
+}
+
 // k of a group of integers.
 inline int integer_group(const QuantizedLinearArgs& a) {
   const int64_t shared = a.has_half_steps() ? a.scale_group : a.scaled_steps() * QUANT_STEP;
@@ -112,17 +123,17 @@ template <class Kernel>
 bool multiply_integers(const QuantizedLayers& call) {
   static thread_local Buffer memory;
   const QuantizedLinearArgs& a = call.first();
-  const bool is_integer = a.code == Code::INT8 || a.code == Code::INT4;
-  if (!is_integer || a.x_scale != nullptr || a.wide_out || (a.has_half_steps() && !Kernel::HALF_STEPS)) return false;
+  if (!is_integer(a.code) || a.x_scale != nullptr || a.wide_out || (a.has_half_steps() && !Kernel::HALF_STEPS)) return false;
   IntegerStrips<Kernel> strips{a.rows, static_cast<int>(a.inner), integer_group(a)};
   strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
   IntegerRun<Kernel> run(call, strips);
-  const bool is_int8 = a.code == Code::INT8;
-  run.in_workers(a.rows * a.inner < SERIAL_INTEGERS, is_int8 ? make_integers_worker<Kernel, Code::INT8>
-                                                             : make_integers_worker<Kernel, Code::INT4>);
+  const auto make = with_integer_code<Kernel::HALF_STEPS>(
+      a.code, [](auto code) { return make_integers_worker<Kernel, decltype(code)::value>; });
+  run.in_workers(a.rows * a.inner < SERIAL_INTEGERS, make);
   if (!run.fits.load()) return false;
   tell_next_weights(run);
-  run.in_workers(false, is_int8 ? integer_panels_worker<Kernel, Code::INT8> : integer_panels_worker<Kernel, Code::INT4>);
+  run.in_workers(false, with_integer_code<Kernel::HALF_STEPS>(
+      a.code, [](auto code) { return integer_panels_worker<Kernel, decltype(code)::value>; }));
   return true;
 }
 

@@ -59,12 +59,12 @@ struct TileSums { VF of[2][ROWS][TILE_VECTORS]; };
 template <Code CODE, int ROWS, int LINES>
 PB_INLINE void add_lines(const uint8_t* tile, const float* x, int64_t x_stride, TileSums<ROWS>& sums) {
   TileSums<ROWS> own = sums;  // in registers
-  for (int line = 0; line < LINES; ++line, tile += 64, x += IN_LANE<CODE>) {
-    __builtin_prefetch(tile + FLOAT_AHEAD);
+  for (int line = 0; line < LINES; ++line, x += IN_LANE<CODE>) {
+    __builtin_prefetch(tile + line_at<CODE>(line) + FLOAT_AHEAD);
     PB_UNROLL
     for (int v = 0; v < TILE_VECTORS; ++v) {
       VF codes[IN_LANE<CODE>];
-      place_lanes<CODE>(load<VU>(tile + v * W * 4), codes);
+      place_line<CODE>(tile, line, v, codes);
       PB_UNROLL
       for (int i = 0; i < IN_LANE<CODE>; ++i)
         PB_UNROLL
@@ -84,7 +84,7 @@ void few_rows_in_floats(const QuantizedLinearArgs& a, int64_t panel, int block, 
   for (int step = 0; step < steps; step += block, tiles += block * 2 * a.tile_bytes())
     for (int part = 0; part < PARTS; ++part) {
       TileSums<ROWS> halves[2] = {};
-      const uint8_t* tile = tiles + part * LINES * 64;
+      const uint8_t* tile = tiles + part * (tile_bytes_of(CODE) / PARTS);
       const float* x = static_cast<const float*>(a.x) + part * PART;
       for (int i = step; i < std::min(step + block, steps); ++i)
         for (TileSums<ROWS>& half : halves) {
@@ -184,15 +184,16 @@ void panel_in_floats(const QuantizedLinearArgs& a, int64_t panel, float* sums) {
         [](auto rows) { return few_rows_in_floats<CODE, decltype(rows)::value, decltype(parts)::value>; });
     few(a, panel, block, sums);
   };
+  if constexpr (CODE == Code::INT6) return meet(std::integral_constant<int, 2>());
   if constexpr (CODE == Code::INT8 || CODE == Code::INT4)
     if (a.has_half_steps()) return meet(std::integral_constant<int, 2>());
-  meet(std::integral_constant<int, 1>());
+  if constexpr (CODE != Code::INT6) meet(std::integral_constant<int, 1>());
 }
 
 using PanelSums = void (*)(const QuantizedLinearArgs&, int64_t panel, float* sums);
 
 inline PanelSums panel_in_floats_of(Code code) {
-  return with_code(code, [](auto constant) -> PanelSums { return panel_in_floats<decltype(constant)::value>; });
+  return with_any_code(code, [](auto constant) -> PanelSums { return panel_in_floats<decltype(constant)::value>; });
 }
 
 }  // namespace pagebinder

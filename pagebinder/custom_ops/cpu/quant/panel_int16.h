@@ -3,10 +3,11 @@
 //     x [row][span of k]    =   factor * whole          16 bits: x to 1 / 65,024 of the span's largest
 //     sum [row][8 columns]  +=  the codes of a pair of k of each column  .  a pair of wholes, in every lane
 //
-// An instruction multiplies and adds twice as many numbers as one of floats, and a code needs one or two to be widened.
-// Sums of a group are integers, exact. Codes of int4 are taken as they are, 8 too large, and that times the sum of wholes
-// is taken off again; shifts of two levels put some of it back, so all that is what a sum begins with. Then, in
-// float32, groups are added up with their scales, of two levels the integers, and spans with factors and numbers.
+// An instruction multiplies and adds twice as many numbers as one of floats, and a code needs one or two to be widened, one
+// of 6 bits four. Sums of a group are integers, exact. Codes of int4 and int6 are taken as they are, 8 and 32 too large, and
+// that times the sum of wholes is taken off again; shifts of two levels put some of it back, so all that is what a sum
+// begins with. Then, in float32, groups are added up with their scales, of two levels the integers, and spans with
+// factors and numbers.
 //
 // A span is 128 k, a group at most that, and at most what shares a scale of the weight. Up to four rows meet codes in
 // registers. They leave them, widened, in the nearest cache, where other rows meet them in strips of six. An element of y has
@@ -35,7 +36,7 @@ using Wholes = IntegerStrip;
 
 // What codes are too large by.
 template <Code CODE>
-constexpr int OFFSET = CODE == Code::INT4 ? 8 : 0;
+constexpr int OFFSET = CODE == Code::INT4 ? 8 : CODE == Code::INT6 ? 32 : 0;
 
 // What a sum of wholes is times in the beginning of a group's sums. Shifts of two levels count codes larger than they are.
 template <Code CODE>
@@ -187,11 +188,31 @@ PB_INLINE __m256i codes_of_pair(__m256i lanes, int i) {
   const __m256i down = i == 0 ? lanes : _mm256_srli_epi16(lanes, 4 * i);
   return i == 3 ? down : _mm256_and_si256(down, _mm256_set1_epi16(15));
 }
+// Of the upper bits of half a tile those of pair `pair`, where codes have them.
+template <int PAIR>
+PB_INLINE __m256i upper_bits_of_pair(__m256i upper) {
+  const __m256i placed = PAIR < 2 ? _mm256_slli_epi16(upper, 4 - 2 * PAIR) : _mm256_srli_epi16(upper, 2 * PAIR - 4);
+  return _mm256_and_si256(placed, _mm256_set1_epi16(0x30));
+}
 
 // Calls visit(pair of k, codes) for LINES lines of a tile; codes further on are asked for.
 template <Code CODE, int LINES, class Visit>
 PB_INLINE void visit_pairs(const uint8_t* tile, const Visit& visit) {
   constexpr int IN_LINE = IN_LANE<CODE> / 2;
+  if constexpr (CODE == Code::INT6) {
+    static_assert(LINES == 2, "half a tile");
+    for (int line = 0; line < 3; ++line) __builtin_prefetch(tile + line * 64 + FAR_BYTES);
+    by_constants<LINES * IN_LINE>([&](auto pair) __attribute__((always_inline)) {
+      __m256i codes[VECTORS];
+      by_constants<VECTORS>([&](auto v) __attribute__((always_inline)) {
+        const __m256i lanes = load<__m256i>(tile + (pair / IN_LINE * VECTORS + v) * sizeof(__m256i));
+        const __m256i upper = load<__m256i>(tile + upper_line_at(0) + v * sizeof(__m256i));
+        codes[v] = _mm256_or_si256(codes_of_pair<CODE>(lanes, pair % IN_LINE), upper_bits_of_pair<pair>(upper));
+      });
+      visit(pair, codes);
+    });
+    return;
+  }
   for (int line = 0; line < LINES; ++line, tile += 64) {
     __builtin_prefetch(tile + FAR_BYTES);
     __m256i lanes[VECTORS];
@@ -264,12 +285,13 @@ void meet_span(const Wholes& x, const WideSpan& span, float* totals) {
 
 // ---- a panel, and the first strip ------------------------------------------------------------------------------
 
-// totals [row][16 of 32] of the first strip += a span, of some halves. PARTS: of a step, that have scales of their own. KEEPS:
-// for other strips.
+// totals [row][16 of 32] of the first strip += a span, of some halves. PARTS: of a step, that have scales of their own.
+// KEEPS: for other strips.
 template <Code CODE, int ROWS, int PARTS, int HALVES, bool KEEPS>
 PB_INLINE void meet_codes(const Wholes& x, const uint8_t* codes, const GroupScales& scales, int first, WideSpan& span,
                           float* totals) {
   constexpr int PART = QUANT_STEP / PARTS, LINES = TILE_LINES_OF<CODE> / PARTS, TILE = tile_bytes_of(CODE);
+  constexpr int PART_BYTES = TILE / PARTS;
   Totals<ROWS> of_span[HALVES] = {};
   const char* at = scales.at(span.begin);
   const int32_t* begins = x.begins + int64_t{span.begin / x.group} * ROWS;
@@ -279,12 +301,14 @@ PB_INLINE void meet_codes(const Wholes& x, const uint8_t* codes, const GroupScal
     by_constants<HALVES>([&](auto half) __attribute__((always_inline)) { begin_sums<ROWS>(begins, sums[half]); });
     for (int k = group; k < std::min(group + x.group, span.end); k += PART)
       by_constants<HALVES>([&](auto half) __attribute__((always_inline)) {
-        const uint8_t* lines = codes + (k / QUANT_STEP * 2 + first + half) * TILE + k % QUANT_STEP / PART * LINES * 64;
+        const uint8_t* lines = codes + (k / QUANT_STEP * 2 + first + half) * TILE + k % QUANT_STEP / PART * PART_BYTES;
         const int32_t* pairs = x.words + int64_t{k / 2} * ROWS;
         int16_t* kept = span.codes[first + half] + (k - span.begin) * TILE_COLUMNS;
         visit_pairs<CODE, LINES>(lines, [&](int pair, const auto& of_pair) __attribute__((always_inline)) {
           add_pair<ROWS>(of_pair, pairs + pair * ROWS, sums[half]);
-          if (KEEPS) store(kept + 2 * pair * TILE_COLUMNS, of_pair[0]), store(kept + (2 * pair + 1) * TILE_COLUMNS, of_pair[1]);
+          if (!KEEPS) return;
+          store(kept + 2 * pair * TILE_COLUMNS, of_pair[0]);
+          store(kept + (2 * pair + 1) * TILE_COLUMNS, of_pair[1]);
         });
       });
     by_constants<HALVES>([&](auto half) __attribute__((always_inline)) {
@@ -331,7 +355,8 @@ void panel_in_integers(const QuantizedLinearArgs& a, const Strips& strips, int64
     });
     panel_of(a, strips, panel, totals);
   };
-  a.has_half_steps() ? meet(std::integral_constant<int, 2>()) : meet(std::integral_constant<int, 1>());
+  if constexpr (CODE == Code::INT6) return meet(std::integral_constant<int, 2>());
+  else a.has_half_steps() ? meet(std::integral_constant<int, 2>()) : meet(std::integral_constant<int, 1>());
 }
 
 }  // namespace pagebinder

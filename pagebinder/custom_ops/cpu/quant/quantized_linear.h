@@ -1,10 +1,12 @@
-// y = x W^T (+ bias) with W in 8 or 4 bits. A weight is read once, whatever the number of rows, and its codes become
+// y = x W^T (+ bias) with W in 8, 6 or 4 bits. A weight is read once, whatever the number of rows, and its codes become
 // bf16 or float in a few instructions; codes of every format are exact in bf16, scales multiply float32 sums.
 //
 //     packed  [columns / 32] panels  x  [K / 32] steps  x  [2] tiles of 32 k x 16 columns
 //
 //     8 bits  tile = 8 lines of 64 bytes; lane n (4 bytes) of line L: k = 4L + 0, 2, 1, 3 of column n
 //     4 bits  tile = 4 lines of 64 bytes; lane n (8 nibbles) of line L: k = 8L + 0, 2, 4, 6, 1, 3, 5, 7
+//     6 bits  tile = 6 lines of 64 bytes: of each half of the k two as of 4 bits, the lower bits, and one of the upper ones;
+//             lane n (16 times 2 bits) of that: k = 0, 2, ... 14, 1, 3, ... 15
 //
 // So a byte (a nibble) of each 16-bit word of a line is, in place, a line of pairs as matrix tiles and BF16 dot
 // products want them. custom_ops/linear/quantized.py packs.
@@ -33,11 +35,12 @@ enum class ScaleKind { F32, BF16, F16, LEVELS };
 constexpr int LEVEL_SPAN = 256;
 constexpr float level_offset(int bits) { return bits == 4 ? 8.0f : 16.0f; }
 
-enum class Code { FP8, INT8, INT4, FP4 };
+enum class Code { FP8, INT8, INT4, FP4, INT6 };
 constexpr bool has_4_bits(Code code) { return code == Code::INT4 || code == Code::FP4; }
-constexpr int tile_bytes_of(Code code) { return has_4_bits(code) ? 256 : 512; }
+constexpr int tile_bytes_of(Code code) { return has_4_bits(code) ? 256 : code == Code::INT6 ? 384 : 512; }
 
-// The function object `body` called with a code as a constant: body(std::integral_constant<Code, ...>).
+// The function object `body` called with a code as a constant: body(std::integral_constant<Code, ...>). Of codes that all
+// kernels read, or of any.
 template <class Body>
 auto with_code(Code code, const Body& body) {
   switch (code) {
@@ -46,6 +49,10 @@ auto with_code(Code code, const Body& body) {
     case Code::INT4: return body(std::integral_constant<Code, Code::INT4>());
     default: return body(std::integral_constant<Code, Code::FP4>());
   }
+}
+template <class Body>
+auto with_any_code(Code code, const Body& body) {
+  return code == Code::INT6 ? body(std::integral_constant<Code, Code::INT6>()) : with_code(code, body);
 }
 
 struct QuantizedLinearArgs {

@@ -25,7 +25,7 @@ inline int64_t group_of_integers(const std::string& format) {
   for (const char* kind : {"int4_g", "uint4_g", "int8_g", "uint8_g"})
     for (const int64_t group : {16, 32, 64, 128})
       if (format == kind + std::to_string(group)) return group;
-  return 0;
+  return format == "int6_g16" ? QUANT_HALF_STEP : 0;
 }
 
 // Fills in what the format says about codes and scales; throws if the tensors are not of such a format. Of a stack, whose
@@ -39,6 +39,7 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
   a.code = starts_with(format, "fp8")                          ? Code::FP8
            : format == "mxfp4"                                 ? Code::FP4
            : format.find("int8") != std::string::npos          ? Code::INT8
+           : format.find("int6") != std::string::npos          ? Code::INT6
                                                                : Code::INT4;
   PB_CHECK(qweight.scalar_type() == ScalarType::Byte && qweight.dim() == stacked + 4 && qweight.is_contiguous() &&
                qweight.size(stacked + 2) == 2 && qweight.size(stacked + 3) == a.tile_bytes(),

@@ -1,4 +1,4 @@
-// Experts in int4 and int8 on integer products of 16 bits (AVX2), see quant/panel_int16.h.
+// Experts in int4, int6 and int8 on integer products of 16 bits (AVX2), see quant/panel_int16.h.
 #include "coded_engine.h"
 #include "quant/panel_int16.h"
 
@@ -34,7 +34,8 @@ struct IntegerRows {
   static bool make(QuantizedLinearArgs weight, const Ready& ready) {
     weight.x = ready.x, weight.x_stride = weight.inner;
     bool fits = true;
-    const auto make = weight.code == Code::INT8 ? make_wholes<Code::INT8> : make_wholes<Code::INT4>;
+    const auto make =
+        with_integer_code<true>(weight.code, [](auto code) { return make_wholes<decltype(code)::value>; });
     for (int strip = 0; strip < ready.strips.count; ++strip) fits &= make(weight, ready.strips[strip]);
     return fits;
   }
@@ -49,8 +50,8 @@ struct IntegerRows {
 
   static void meet(const QuantizedLinearArgs& weight, const Ready& ready, int64_t panel, float* sums) {
     using Strips = IntegerStrips<StripSizes>;
-    const auto panel_of =
-        weight.code == Code::INT8 ? panel_in_integers<Code::INT8, Strips> : panel_in_integers<Code::INT4, Strips>;
+    const auto panel_of = with_integer_code<true>(
+        weight.code, [](auto code) { return panel_in_integers<decltype(code)::value, Strips>; });
     panel_of(weight, ready.strips, panel, sums);
     if (ready.fits) return;
     for (int64_t row = 0; row < ready.strips.rows; ++row)
@@ -90,10 +91,7 @@ struct IntegerRows {
 }  // namespace
 
 bool quantized_moe_experts_with_integers(const MoeArgs& a) {
-  const auto is_integer = [](const Projection& p) {
-    return p.codes->first.code == Code::INT4 || p.codes->first.code == Code::INT8;
-  };
-  if (!is_integer(a.up) || !is_integer(a.down)) return false;
+  if (!is_integer(a.up.codes->first.code) || !is_integer(a.down.codes->first.code)) return false;
   in_pieces<bf16>(a, coded_pass<IntegerRows>);
   return true;
 }
