@@ -5,8 +5,8 @@ A row of a weight [N, K] is blocks one after the other, of 32 or 256 weights. In
     kind       q              of a group                      weights       format here
     Q4_0       0 ... 15       d                               d (q - 8)     int4_g32
     Q4_1       0 ... 15       d, m                            d q + m       uint4_g32
-    Q5_0       0 ... 31       d                               d (q - 16)    int8_g32
-    Q5_1       0 ... 31       d, m                            d q + m       uint8_g32
+    Q5_0       0 ... 31       d                               d (q - 16)    int6_g32
+    Q5_1       0 ... 31       d, m                            d q + m       uint6_g32
     Q8_0       -128 ... 127   d                               d q           int8_g32
     IQ4_NL     16 integers    d                               d q           int8_g32
     MXFP4      e2m1           2^e                             2^e q         mxfp4
@@ -16,16 +16,16 @@ of 256 weights, whose d and m are times small integers of each group (K-quants):
     Q2_K       0 ... 3        d s, m t: 4 bits each, of 16    d s q - m t   uint4_g16
     Q3_K       -4 ... 3       d s: 6 bits, of 16              d s q         int4_g16
     Q4_K       0 ... 15       d s, m t: 6 bits each, of 32    d s q - m t   uint4_g32
-    Q5_K       0 ... 31       d s, m t: 6 bits each, of 32    d s q - m t   uint8_g32
-    Q6_K       -32 ... 31     d s: 8 bits, of 16              d s q         int6_g16, or int8_g16
+    Q5_K       0 ... 31       d s, m t: 6 bits each, of 32    d s q - m t   uint6_g32
+    Q6_K       -32 ... 31     d s: 8 bits, of 16              d s q         int6_g16
     IQ4_XS     16 integers    d s: 6 bits, of 32              d s q         int8_g32
 
 d and m are float16, s and t integers: scales of two levels in weight_formats.py, which kernels multiply. Codes are q
 less 8, 16 or 32. Scales of the first table are float16; shifts there are rounded to float32. Other kinds (grids: IQ1,
 IQ2, IQ3; ternary ones) have no kernel; the package `gguf` expands them. The kinds are ggml's (ggml-quants.c).
 
-Codes of 6 bits take a quarter less memory than those of 8, and more instructions: they serve where kernels multiply
-integers of groups of 16 (AVX2), those of 8 bits where they take floats.
+Codes of 6 bits take a quarter less memory than those of 8, and more instructions: kernels with AVX2 multiply them as
+integers. Those for AVX-512 would take floats, so there these kinds have codes of 8 bits (int8_g32 and so on).
 """
 
 from __future__ import annotations
@@ -313,24 +313,23 @@ def _iq4_xs(blocks: torch.Tensor) -> Unpacked:
     return Unpacked(values, d, _less(s, 32))
 
 
-def format_of_6_bits() -> str:
-    """See above."""
+def _of_6_bits(format: str) -> str:
     features = cpu_features().split()
-    return "int6_g16" if "avx2" in features and "avx512f" not in features else "int8_g16"
+    return format if "avx2" in features and "avx512f" not in features else format.replace("int6", "int8")
 
 
 BLOCK_KINDS = {
     "Q4_0": BlockKind(32, 18, "int4_g32", _q4_0),
     "Q4_1": BlockKind(32, 20, "uint4_g32", _q4_1),
-    "Q5_0": BlockKind(32, 22, "int8_g32", _q5_0),
-    "Q5_1": BlockKind(32, 24, "uint8_g32", _q5_1),
+    "Q5_0": BlockKind(32, 22, _of_6_bits("int6_g32"), _q5_0),
+    "Q5_1": BlockKind(32, 24, _of_6_bits("uint6_g32"), _q5_1),
     "Q8_0": BlockKind(32, 34, "int8_g32", _q8_0),
     "IQ4_NL": BlockKind(32, 18, "int8_g32", _iq4_nl),
     "MXFP4": BlockKind(32, 17, "mxfp4", _mxfp4),
     "Q2_K": BlockKind(256, 84, "uint4_g16", _q2_k),
     "Q3_K": BlockKind(256, 110, "int4_g16", _q3_k),
     "Q4_K": BlockKind(256, 144, "uint4_g32", _q4_k),
-    "Q5_K": BlockKind(256, 176, "uint8_g32", _q5_k),
-    "Q6_K": BlockKind(256, 210, format_of_6_bits(), _q6_k),
+    "Q5_K": BlockKind(256, 176, _of_6_bits("uint6_g32"), _q5_k),
+    "Q6_K": BlockKind(256, 210, _of_6_bits("int6_g16"), _q6_k),
     "IQ4_XS": BlockKind(256, 136, "int8_g32", _iq4_xs),
 }

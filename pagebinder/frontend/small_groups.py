@@ -1,10 +1,10 @@
-"""Weights whose scales no kernel of a GPU reads: groups of fewer than 32 are expanded before a model goes there."""
+"""Weights that no kernel of a GPU reads, in small groups or 6 bits: expanded before a model goes there."""
 
 from __future__ import annotations
 
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import STEP, weight_format
+from pagebinder.custom_ops.linear.weight_formats import weight_format
 from pagebinder.frontend.int_experts import QuantizedExperts
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.report import PassResult, Refusal
@@ -19,7 +19,7 @@ def expand_small_groups(model: torch.nn.Module, dtype: torch.dtype, result: Pass
         if not isinstance(module, QuantizedLinear | QuantizedExperts):
             continue
         formats = module.formats.values() if isinstance(module, QuantizedExperts) else (module.format,)
-        small = [name for name in formats if (weight_format(name).group or STEP) < STEP]
+        small = [name for name in formats if weight_format(name).gpu_problem]
         if not small:
             continue
         reasons[path] = REASON.format(format=small[0])

@@ -185,7 +185,7 @@ def test_shifted_weights_may_be_made_of_plain_ones(name):
     weight = weight_of(160, 640)
     values = dequantize(*quantize(weight, name), name)
     assert ((values - weight.float()).abs() <= error_bound(weight, name)).all()
-    most = {4: 0.115, 6: 0.02, 8: 0.01}[weight_format(name).bits]
+    most = {4: 0.115, 6: 0.025, 8: 0.01}[weight_format(name).bits]
     assert (values - weight.float()).norm() < most * weight.float().norm()
 
 

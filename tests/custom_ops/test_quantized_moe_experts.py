@@ -117,6 +117,7 @@ OF_CHECKPOINTS = (
     "int8_g16",
     "uint4_g16",
     "int6_g16",
+    "uint6_g32",
 )
 
 
@@ -156,7 +157,17 @@ def levels(scale: torch.Tensor, name: str, inner: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["uint4_g32", "uint4_g16", "int4_g16", "int6_g16", "int8_g16", "uint8_g32", "uint4_g32/int6_g16"]
+    "name",
+    [
+        "uint4_g32",
+        "uint4_g16",
+        "int4_g16",
+        "int6_g16",
+        "int8_g16",
+        "uint6_g32",
+        "uint8_g32",
+        "uint4_g32/int6_g16",
+    ],
 )
 def test_scales_of_two_levels(ops, name):
     """As K-quants have them."""

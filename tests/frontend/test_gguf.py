@@ -27,6 +27,7 @@ from pagebinder.frontend.small_groups import expand_small_groups
 from tests.frontend.gguf_files import MODELS, random_blocks, write_gguf
 from tests.tolerances import assert_close
 
+OF_6_BITS = {"Q5_0": "int6_g32", "Q5_1": "uint6_g32", "Q5_K": "uint6_g32", "Q6_K": "int6_g16"}
 PROMPTS = [[1, 2, 3], list(range(20)), [7] * 45]
 IDS = torch.arange(60)[None] % 90
 
@@ -72,9 +73,11 @@ def test_blocks_are_what_gguf_says(kind):
 @pytest.mark.parametrize(
     ("kind", "format"),
     [
-        *((kind, block.format) for kind, block in BLOCK_KINDS.items() if kind != "Q6_K"),
-        ("Q6_K", "int6_g16"),
-        ("Q6_K", "int8_g16"),
+        (kind, format)  # where there are two, whatever processor this is
+        for kind, block in BLOCK_KINDS.items()
+        for format in sorted(
+            {block.format, block.format.replace("int6", "int8"), OF_6_BITS.get(kind, block.format)}
+        )
     ],
 )
 def test_kernels_read_blocks(kind, format, dtype):

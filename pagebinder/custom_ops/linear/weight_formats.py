@@ -14,7 +14,8 @@ them; float32 doubles what there is beyond the bits of codes:
 
     int4_gG      -8 ... 7           G = 16, 128 neighbours         [N/32, K/G, 32]         5, 4.125
     uint4_gG     -8 ... 7, shifted  G = 16, 32, 64, 128 of them    [N/32, K/G, 2, 32]      6, 5, 4.5, 4.25
-    int6_g16     -32 ... 31         16 neighbours                  [N/32, K/16, 32]        7
+    int6_gG      -32 ... 31         G = 16, 32 neighbours          [N/32, K/G, 32]         7, 6.5
+    uint6_gG     the same, shifted  G = 16, 32 neighbours          [N/32, K/G, 2, 32]      8, 7
     int8_gG      -128 ... 127       G = 16, 32, 64, 128            [N/32, K/G, 32]         9, 8.5, 8.25, 8.125
     uint8_gG     the same, shifted  G = 16, 32, 64, 128            [N/32, K/G, 2, 32]      10, 9, 8.5, 8.25
 
@@ -61,7 +62,7 @@ SLICE_ELEMENTS = 1 << 24  # of a weight that are quantised at once: what its flo
 # Scales tried for a group of int4, in parts of the one that reaches its largest weight.
 INT4_SHRINKS = (1.0, 0.93, 0.86, 0.79)
 LEVEL_SPAN = 256  # neighbours that share the upper of two levels of scales
-LEVEL_OFFSETS = {4: 8, 8: 16}
+LEVEL_OFFSETS = {4: 8, 6: 16, 8: 16}
 LEAST_EXPONENT = -126  # of a scale: bf16's smallest normal number
 
 
@@ -80,6 +81,15 @@ class WeightFormat:
     def multiple_of(self) -> int:
         """What K must be a multiple of."""
         return max(self.group, STEP) if self.has_groups else STEP
+
+    @property
+    def gpu_problem(self) -> str | None:
+        """Why no kernel of a GPU reads it; None: one does."""
+        if self.bits == 6:
+            return "codes are bytes or halves of them there"
+        if (self.group or STEP) < STEP:
+            return f"{self.group} weights share a scale, {STEP} are taken at a time"
+        return None
 
     @property
     def has_groups(self) -> bool:
@@ -105,7 +115,8 @@ STORED_FORMATS = {  # of linear layers whose checkpoint has them
     for f in (
         WeightFormat("int4_g128", 4, 128),
         WeightFormat("int4_g16", 4, 16),
-        WeightFormat("int6_g16", 6, 16),
+        *(WeightFormat(f"int6_g{group}", 6, group) for group in (32, 16)),
+        *(WeightFormat(f"uint6_g{group}", 6, group, is_shifted=True) for group in (32, 16)),
         *(WeightFormat(f"uint4_g{group}", 4, group, is_shifted=True) for group in STORED_GROUPS),
         *(WeightFormat(f"int8_g{group}", 8, group) for group in STORED_GROUPS),
         *(WeightFormat(f"uint8_g{group}", 8, group, is_shifted=True) for group in STORED_GROUPS),

@@ -187,10 +187,8 @@ def parts_of(num_rows: int, programs: int, tiles: int, device: torch.device) -> 
 
 def check_weight(qweight, scale, bias, format) -> None:
     """Of one layer, or of experts, whose number stands in front of each shape. Raises ValueError."""
-    if (group := weight_format(format).group or STEP) < STEP:
-        raise ValueError(
-            f"no kernel here reads {format}: {group} weights share a scale, {STEP} are taken at a time"
-        )
+    if problem := weight_format(format).gpu_problem:
+        raise ValueError(f"no kernel here reads {format}: {problem}")
     experts = tuple(qweight.shape[:-4])
     columns, inner = (s * m for s, m in zip(qweight.shape[-4:-2], (PANEL, STEP)))
     shapes = tuple((*experts, *shape) for shape in packed_shapes(columns, inner, format))

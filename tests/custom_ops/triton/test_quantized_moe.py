@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import FORMATS
+from pagebinder.custom_ops.linear.weight_formats import FORMATS, weight_format
 from tests.custom_ops.test_moe_experts import GATES, NUM_EXPERTS, oracle, random, routing
 from tests.custom_ops.test_quantized_moe_experts import (  # noqa: F401  (run here with the provider of this folder)
     FEW_FORMATS,
@@ -61,7 +61,7 @@ def test_each_projection_in_its_format(ops, name):
     check(ops, "silu", name, torch.bfloat16, [(3, 2)])
 
 
-READ = [name for name in OF_CHECKPOINTS if not name.endswith("_g16")]  # see check_weight
+READ = [name for name in OF_CHECKPOINTS if weight_format(name).gpu_problem is None]
 
 
 @pytest.mark.parametrize("name", by_day(READ, ("uint4_g64",)))

@@ -3,7 +3,7 @@
 //     FP8   e4m3 without subnormals (they are never stored), so a number is its bits moved into place
 //     INT8  two's complement
 //     INT4  value + 8
-//     INT6  value + 32, of groups of half a step only
+//     INT6  value + 32, of groups of half a step or one
 //     FP4   e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 #pragma once
 

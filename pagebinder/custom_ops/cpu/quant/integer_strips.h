@@ -28,9 +28,12 @@ constexpr int64_t SERIAL_INTEGERS = 1 << 15;     // elements of x
 constexpr float LARGEST_INTEGER = 32512.0f;
 constexpr float LEAST_LARGEST = 1e-30f;          // of a span's largest x, unless that is zero
 
-inline bool is_integer(Code code) { return code == Code::INT8 || code == Code::INT6 || code == Code::INT4; }
+// Codes of int6 are read in halves of a step.
+inline bool is_integer(Code code, bool half_steps) {
+  return code == Code::INT8 || code == Code::INT4 || (code == Code::INT6 && half_steps);
+}
 
-// body(std::integral_constant<Code, ...>) of such a code; int6 where half steps are served.
+// body(std::integral_constant<Code, ...>) of such a code.
 template <bool HALF_STEPS, class Body>
 auto with_integer_code(Code code, const Body& body) {
   if constexpr (HALF_STEPS)
@@ -123,7 +126,7 @@ template <class Kernel>
 bool multiply_integers(const QuantizedLayers& call) {
   static thread_local Buffer memory;
   const QuantizedLinearArgs& a = call.first();
-  if (!is_integer(a.code) || a.x_scale != nullptr || a.wide_out || (a.has_half_steps() && !Kernel::HALF_STEPS)) return false;
+  if (!is_integer(a.code, Kernel::HALF_STEPS) || a.x_scale != nullptr || a.wide_out || (a.has_half_steps() && !Kernel::HALF_STEPS)) return false;
   IntegerStrips<Kernel> strips{a.rows, static_cast<int>(a.inner), integer_group(a)};
   strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
   IntegerRun<Kernel> run(call, strips);

@@ -200,7 +200,7 @@ bool quantized_linear_with_int16_products(const QuantizedLayers& call);
 bool quantized_linear_with_vectors(const QuantizedLayers& call);
 bool quantized_linear_in_bf16_with_vectors(const QuantizedLayers& call);
 inline bool quantized_linear_in_bf16(const QuantizedLayers& call) {
-  if (call.first().has_half_steps())
+  if (call.first().has_half_steps() || call.first().code == Code::INT6)
     return quantized_linear_with_int16_products(call) || quantized_linear_in_bf16_with_vectors(call);
   return quantized_linear_with_int8_dots(call) || quantized_linear_with_int16_products(call) ||
          quantized_linear_with_dots(call) || quantized_linear_with_tiles(call) ||

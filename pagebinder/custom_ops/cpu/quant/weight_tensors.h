@@ -25,7 +25,10 @@ inline int64_t group_of_integers(const std::string& format) {
   for (const char* kind : {"int4_g", "uint4_g", "int8_g", "uint8_g"})
     for (const int64_t group : {16, 32, 64, 128})
       if (format == kind + std::to_string(group)) return group;
-  return format == "int6_g16" ? QUANT_HALF_STEP : 0;
+  for (const char* kind : {"int6_g", "uint6_g"})
+    for (const int64_t group : {16, 32})
+      if (format == kind + std::to_string(group)) return group;
+  return 0;
 }
 
 // Fills in what the format says about codes and scales; throws if the tensors are not of such a format. Of a stack, whose

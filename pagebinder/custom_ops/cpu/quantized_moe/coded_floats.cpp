@@ -57,8 +57,10 @@ void panel_of_rows_in_floats(const QuantizedLinearArgs& weight, const float* x, 
 }
 
 void quantized_moe_experts(const MoeArgs& a) {
-  const bool whole_steps = !a.up.codes->first.has_half_steps() && !a.down.codes->first.has_half_steps();
-  if (a.type == Element::BF16 && whole_steps && quantized_moe_experts_with_dots(a)) return;
+  const auto in_halves = [](const Projection& p) {
+    return p.codes->first.has_half_steps() || p.codes->first.code == Code::INT6;
+  };
+  if (a.type == Element::BF16 && !in_halves(a.up) && !in_halves(a.down) && quantized_moe_experts_with_dots(a)) return;
   if (a.type == Element::BF16 && quantized_moe_experts_with_integers(a)) return;
   if (a.type == Element::F32) run_in<float>(a);
   else if (a.type == Element::BF16) run_in<bf16>(a);

@@ -91,7 +91,7 @@ struct IntegerRows {
 }  // namespace
 
 bool quantized_moe_experts_with_integers(const MoeArgs& a) {
-  if (!is_integer(a.up.codes->first.code) || !is_integer(a.down.codes->first.code)) return false;
+  if (!is_integer(a.up.codes->first.code, true) || !is_integer(a.down.codes->first.code, true)) return false;
   in_pieces<bf16>(a, coded_pass<IntegerRows>);
   return true;
 }
