@@ -7,6 +7,7 @@ import torch
 
 from pagebinder.config import QUANTIZATIONS
 from pagebinder.custom_ops.activation.gated_activation import gated_activation_reference
+from pagebinder.custom_ops.cpu.compiler import cpu_features
 from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.latent.small_floats import E2M1_VALUES
 from pagebinder.custom_ops.linear.weight_formats import (
@@ -178,6 +179,27 @@ def test_the_same_bits_of_shifted_weights_in_any_batch(name):
     for rows in (1, 2, 3, 5, 8, 9, 31, 40):
         whole = few if rows <= most else together
         assert torch.equal(linear(x[:rows], codes, scale, format=name), whole[:rows])
+
+
+@pytest.mark.parametrize("other", [float("nan"), float("inf"), 1e-35], ids=str)
+@pytest.mark.parametrize("name", ["int8", "int4_g64", "int6_g16", "uint4_g32", "uint8_g128"])
+def test_other_rows_never_enter_a_row(linear, name, other):
+    """Be they no numbers, or too small for integers to hold; kernels with AVX-512 then take floats for all rows."""
+    codes, scale = quantize(weight_of(96, 640), name)
+    x, _ = operands(9, 96, 640)
+    expected = linear(x, codes, scale, format=name)
+    for row in (0, 4, 8):
+        changed = x.clone()
+        changed[row] *= other
+        got = linear(changed, codes, scale, format=name)
+        kept = torch.arange(9) != row
+        assert_close(got[kept], expected[kept].double())
+        if "avx512f" not in cpu_features().split():
+            assert torch.equal(got[kept], expected[kept])
+        exact = torch.nn.functional.linear(changed[row].double(), dequantize(codes, scale, name).double())
+        assert bool(got[row].isfinite().all()) == (other == 1e-35)
+        if other == 1e-35:
+            torch.testing.assert_close(got[row].double(), exact, rtol=2**-7, atol=1e-38)
 
 
 @pytest.mark.parametrize("name", STORED_FORMATS)

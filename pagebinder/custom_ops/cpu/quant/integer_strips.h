@@ -10,8 +10,9 @@
 //                                                of a job
 //     HALF_STEPS                                 are groups of half a step served?
 //     LONG_SPANS                                 are spans of 128 k, whatever groups are?
+//     ANY_ROWS                                   does it serve rows that integers cannot hold?
 //     make<CODE>(layer, strip)                   fills in a strip; false: x has a span that integers cannot hold
-//     meet<CODE>(run, strips, job)               all rows times a job's panels, written
+//     meet<CODE>(run, job)                       all rows times a job's panels, written
 #pragma once
 
 #include <atomic>
@@ -118,10 +119,10 @@ template <class Kernel, Code CODE>
 void integer_panels_worker(void* context, int index) {
   auto& run = static_cast<IntegerRun<Kernel>&>(*static_cast<QuantizedRun*>(context));
   for (int i; (i = run.work.take(index)) < run.num_jobs;)
-    Kernel::template meet<CODE>(run, run.strips, run.job(i));
+    Kernel::template meet<CODE>(run, run.job(i));
 }
 
-// False, and nothing was done: other codes, rows with scales or wide results, an x that integers cannot hold.
+// False, and nothing was done: other codes, rows with scales or wide results, unless ANY_ROWS an x that integers cannot hold.
 template <class Kernel>
 bool multiply_integers(const QuantizedLayers& call) {
   static thread_local Buffer memory;
@@ -133,7 +134,7 @@ bool multiply_integers(const QuantizedLayers& call) {
   const auto make = with_integer_code<Kernel::HALF_STEPS>(
       a.code, [](auto code) { return make_integers_worker<Kernel, decltype(code)::value>; });
   run.in_workers(a.rows * a.inner < SERIAL_INTEGERS, make);
-  if (!run.fits.load()) return false;
+  if (!Kernel::ANY_ROWS && !run.fits) return false;
   tell_next_weights(run);
   run.in_workers(false, with_integer_code<Kernel::HALF_STEPS>(
       a.code, [](auto code) { return integer_panels_worker<Kernel, decltype(code)::value>; }));

@@ -17,6 +17,7 @@
 #include "by_count.h"
 #include "decode.h"
 #include "integer_strips.h"
+#include "panel_floats.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 #define PAGEBINDER_INT16_PRODUCTS 1
@@ -64,7 +65,7 @@ inline int32_t make_wholes_of_group(const bf16* x, int begin, int end, float fac
   return sum_of_lanes(bit_cast<VI>(sum));
 }
 
-// False: wholes cannot hold some span, and zeros stand in its place.
+// False: wholes cannot hold some span. Zeros stand in its place, and a factor that makes no number of its row's sums.
 template <Code CODE>
 bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
   const int32_t beginning = beginning_of<CODE>(a);
@@ -78,7 +79,7 @@ bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
       const float largest = largest_of_span(x, span, end);
       const bool holds = integers_hold(largest);
       fits &= holds;
-      *factor = holds ? largest / LARGEST_INTEGER : 0.0f;
+      *factor = holds ? largest / LARGEST_INTEGER : NAN;
       for (int k = span; k < end; k += to.group, begins += to.rows)
         *begins = beginning * make_wholes_of_group(x, k, std::min(k + to.group, end), holds ? to_integers(largest) : 0.0f,
                                                    to.rows, to.words + int64_t{k / 2} * to.rows + row);
@@ -357,6 +358,25 @@ void panel_in_integers(const QuantizedLinearArgs& a, const Strips& strips, int64
   };
   if constexpr (CODE == Code::INT6) return meet(std::integral_constant<int, 2>());
   else a.has_half_steps() ? meet(std::integral_constant<int, 2>()) : meet(std::integral_constant<int, 1>());
+}
+
+// The rows of totals [row][32] that wholes cannot hold, in floats: each by itself, as others change nothing about it.
+// x: [row][inner] bf16.
+inline void other_rows_in_floats(QuantizedLinearArgs a, const bf16* x, int64_t x_stride, int64_t rows, int64_t panel,
+                                 float* totals) {
+  static thread_local Buffer memory;
+  const bool counts_offset = a.is_shifted && a.scale_kind == ScaleKind::LEVELS;  // as beginning_of
+  const int64_t groups = counts_offset ? a.inner / a.scale_group : 0;
+  float* row = memory.at_least<float>(static_cast<size_t>(a.inner + groups));
+  for (int64_t r = 0; r < rows; ++r, x += x_stride, totals += QUANT_PANEL) {
+    if (!std::isnan(*totals)) continue;
+    for (int64_t k = 0; k < a.inner; k += W) store(row + k, load_float(x + k));
+    a.x = row, a.x_stride = a.inner, a.rows = 1, a.x_sums = row + a.inner;
+    panel_in_floats_of(a.code)(a, panel, totals);
+    if (!counts_offset) continue;
+    sum_groups(row, a.inner, 1, a.inner, a.scale_group, row + a.inner);
+    add_shifts(a, panel, 0, 1, totals, LevelParts::FIRST);
+  }
 }
 
 }  // namespace pagebinder

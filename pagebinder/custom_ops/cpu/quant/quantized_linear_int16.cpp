@@ -7,18 +7,24 @@ namespace {
 
 struct Int16Products {
   static constexpr int FIRST_ROWS = MOST_FIRST_ROWS, MOST_ROWS = MOST_STRIP_ROWS, BEGINS = 1, MOST_PANELS = 1;
-  static constexpr bool HALF_STEPS = true, LONG_SPANS = true;
+  static constexpr bool HALF_STEPS = true, LONG_SPANS = true, ANY_ROWS = true;
 
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Wholes& to) { return make_wholes<CODE>(layer, to); }
 
   template <Code CODE>
-  static void meet(const QuantizedRun& run, const IntegerStrips<Int16Products>& strips, const QuantizedJob& job) {
+  static void meet(const IntegerRun<Int16Products>& run, const QuantizedJob& job) {
+    const auto& strips = run.strips;
     static thread_local Buffer buffer;
     const size_t size = static_cast<size_t>(strips.rows) * QUANT_PANEL;
     float* totals = buffer.at_least<float>(size * run.parts);
-    for (int part = 0; part < run.parts; ++part)
-      panel_in_integers<CODE>(job.layer[part], strips, job.panel, totals + part * size);
+    for (int part = 0; part < run.parts; ++part) {
+      const QuantizedLinearArgs& layer = job.layer[part];
+      panel_in_integers<CODE>(layer, strips, job.panel, totals + part * size);
+      if (run.fits) continue;
+      const bf16* x = static_cast<const bf16*>(run.args.x);
+      other_rows_in_floats(layer, x, run.args.x_stride, strips.rows, job.panel, totals + part * size);
+    }
     float* const of[] = {totals, totals + (run.parts - 1) * size};
     write_panel<bf16>(run, job, of, 0, strips.rows, LevelParts::SECOND);
   }

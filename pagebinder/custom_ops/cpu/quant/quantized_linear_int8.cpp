@@ -213,15 +213,15 @@ void add_panels(const PanelOf (&panels)[PANELS], const Digits& d, VF (&totals)[P
 
 struct Int8Dots {
   static constexpr int FIRST_ROWS = 8, MOST_ROWS = 8, BEGINS = 2, MOST_PANELS = 2;
-  static constexpr bool HALF_STEPS = false, LONG_SPANS = false;
+  static constexpr bool HALF_STEPS = false, LONG_SPANS = false, ANY_ROWS = false;
 
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Digits& to) { return make_digits<CODE>(layer, to); }
 
   template <Code CODE>
-  static void meet(const QuantizedRun& run, const IntegerStrips<Int8Dots>& strips, const QuantizedJob& job) {
-    for (int strip = 0; strip < strips.count; ++strip) {
-      const Digits x = strips[strip];
+  static void meet(const IntegerRun<Int8Dots>& run, const QuantizedJob& job) {
+    for (int strip = 0; strip < run.strips.count; ++strip) {
+      const Digits x = run.strips[strip];
       const auto meet = by_count<MOST_ROWS>(x.rows, [](auto rows) { return &meet_strip<CODE, decltype(rows)::value>; });
       meet(run, x, job);
     }

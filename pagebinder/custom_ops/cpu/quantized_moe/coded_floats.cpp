@@ -52,10 +52,6 @@ void run_in(const MoeArgs& a) { in_pieces<T>(a, coded_pass<FloatRows<T>>); }
 
 }  // namespace
 
-void panel_of_rows_in_floats(const QuantizedLinearArgs& weight, const float* x, int rows, int64_t panel, float* sums) {
-  FloatRows<float>::meet(weight, {x, rows}, panel, sums);
-}
-
 void quantized_moe_experts(const MoeArgs& a) {
   const auto in_halves = [](const Projection& p) {
     return p.codes->first.has_half_steps() || p.codes->first.code == Code::INT6;

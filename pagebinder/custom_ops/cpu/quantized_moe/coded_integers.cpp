@@ -53,34 +53,7 @@ struct IntegerRows {
     const auto panel_of = with_integer_code<true>(
         weight.code, [](auto code) { return panel_in_integers<decltype(code)::value, Strips>; });
     panel_of(weight, ready.strips, panel, sums);
-    if (ready.fits) return;
-    for (int64_t row = 0; row < ready.strips.rows; ++row)
-      if (const bf16* x = ready.x + row * weight.inner; !fits(ready.strips, x))
-        meet_floats(weight, x, panel, sums + row * QUANT_PANEL);
-  }
-
-  static bool fits(const IntegerStrips<StripSizes>& strips, const bf16* x) {
-    for (int begin = 0; begin < strips.inner; begin += strips.span)
-      if (!integers_hold(largest_of_span(x, begin, std::min(begin + strips.span, strips.inner)))) return false;
-    return true;
-  }
-
-  // A row by itself: what others in its run hold changes nothing.
-  static void meet_floats(const QuantizedLinearArgs& weight, const bf16* row, int64_t panel, float* sums) {
-    static thread_local Buffer memory;
-    float* x = memory.at_least<float>(static_cast<size_t>(weight.inner));
-    for (int64_t i = 0; i < weight.inner; i += W) store(x + i, load_float(row + i));
-    panel_of_rows_in_floats(weight, x, 1, panel, sums);
-    if (weight.is_shifted && weight.scale_kind == ScaleKind::LEVELS) add_level_offset(weight, x, panel, sums);
-  }
-
-  // What sums of wholes begin with, and those of floats do not.
-  static void add_level_offset(QuantizedLinearArgs weight, const float* x, int64_t panel, float* sums) {
-    static thread_local Buffer memory;
-    float* of_groups = memory.at_least<float>(static_cast<size_t>(weight.inner / weight.scale_group));
-    pagebinder::sum_groups(x, weight.inner, 1, weight.inner, weight.scale_group, of_groups);
-    weight.x_sums = of_groups;
-    add_shifts(weight, panel, 0, 1, sums, LevelParts::FIRST);
+    if (!ready.fits) other_rows_in_floats(weight, ready.x, weight.inner, ready.strips.rows, panel, sums);
   }
 
   static void sum_groups(const bf16* x, int rows, int64_t inner, int64_t group, float* to) {

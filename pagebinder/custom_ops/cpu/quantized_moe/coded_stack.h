@@ -30,7 +30,4 @@ bool quantized_moe_experts_with_dots(const MoeArgs& args);
 // ones, and for other codes.
 bool quantized_moe_experts_with_integers(const MoeArgs& args);
 
-// sums [rows][32] = x [rows][inner] times a panel.
-void panel_of_rows_in_floats(const QuantizedLinearArgs& weight, const float* x, int rows, int64_t panel, float* sums);
-
 }  // namespace pagebinder
