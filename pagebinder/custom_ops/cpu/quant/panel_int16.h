@@ -27,7 +27,8 @@ constexpr int MOST_STRIP_ROWS = 6, MOST_FIRST_ROWS = 4;
 constexpr int MOST_WHOLE_ROWS = 2;              // that meet both halves of a panel at once
 constexpr int PAIRS = QUANT_HALF_STEP / 2;      // of k, of half a step
 static_assert(QUANT_HALF_STEP == 2 * W);
-constexpr int FAR_BYTES = 4096;                 // of codes that are asked for ahead
+template <Code CODE>
+constexpr int FAR_BYTES = CODE == Code::INT8 ? 16384 : 4096;  // of codes that are asked for ahead
 constexpr int LANES = 8, VECTORS = TILE_COLUMNS / LANES;
 
 // ---- x ---------------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ PB_INLINE void visit_pairs(const uint8_t* tile, const Visit& visit) {
   constexpr int IN_LINE = IN_LANE<CODE> / 2;
   if constexpr (CODE == Code::INT6) {
     static_assert(LINES == 2, "half a tile");
-    for (int line = 0; line < 3; ++line) __builtin_prefetch(tile + line * 64 + FAR_BYTES);
+    for (int line = 0; line < 3; ++line) __builtin_prefetch(tile + line * 64 + FAR_BYTES<CODE>);
     by_constants<LINES * IN_LINE>([&](auto pair) __attribute__((always_inline)) {
       __m256i codes[VECTORS];
       by_constants<VECTORS>([&](auto v) __attribute__((always_inline)) {
@@ -215,7 +216,7 @@ PB_INLINE void visit_pairs(const uint8_t* tile, const Visit& visit) {
     return;
   }
   for (int line = 0; line < LINES; ++line, tile += 64) {
-    __builtin_prefetch(tile + FAR_BYTES);
+    __builtin_prefetch(tile + FAR_BYTES<CODE>);
     __m256i lanes[VECTORS];
     PB_UNROLL
     for (int v = 0; v < VECTORS; ++v) lanes[v] = load<__m256i>(tile + v * sizeof(__m256i));
