@@ -1,4 +1,4 @@
-"""Linear layers with weights of 8 or 4 bits, and the weight alone: y = x W^T + b, W = codes times scales.
+"""Linear layers with weights of 8, 6 or 4 bits, and the weight alone: y = x W^T + b, W = codes times scales.
 
     quantized_linear        one layer
     quantized_linears       layers that read the same x, in one call: q, k and v

@@ -1,4 +1,4 @@
-"""`quantized_moe_experts` and `quantized_moe_routed_experts`: mixtures whose experts have weights of 8 or 4 bits.
+"""`quantized_moe_experts` and `quantized_moe_routed_experts`: mixtures of experts in 8, 6 or 4 bits.
 
     up     codes [E, J/32, C/32, 2, bytes]    up_scale [E, ...]        J = 2 I for gated experts, else I
     down   codes [E, C/32, I/32, 2, bytes]    down_scale [E, ...]      formats: `weight_formats`, experts side by side

@@ -6,8 +6,8 @@
 // A group, k whose products are summed before a scale is put on, is at most 128 k, and at most what shares a scale of the
 // weight; that may be half a step. A span is a group, or 128 k with their groups. A kernel is a struct with
 //
-//     FIRST_ROWS, MOST_ROWS, BEGINS, MOST_PANELS   rows of the first strip and of others; sums that each row begins; panels
-//                                                of a job
+//     FIRST_ROWS, MOST_ROWS                      rows of the first strip and of others
+//     BEGINS, MOST_PANELS                        sums that each row begins; panels of a job
 //     HALF_STEPS                                 are groups of half a step served?
 //     LONG_SPANS                                 are spans of 128 k, whatever groups are?
 //     ANY_ROWS                                   does it serve rows that integers cannot hold?
@@ -122,12 +122,14 @@ void integer_panels_worker(void* context, int index) {
     Kernel::template meet<CODE>(run, run.job(i));
 }
 
-// False, and nothing was done: other codes, rows with scales or wide results, unless ANY_ROWS an x that integers cannot hold.
+// False, and nothing was done: other codes, rows with scales or wide results; unless ANY_ROWS an x that integers cannot
+// hold.
 template <class Kernel>
 bool multiply_integers(const QuantizedLayers& call) {
   static thread_local Buffer memory;
   const QuantizedLinearArgs& a = call.first();
-  if (!is_integer(a.code, Kernel::HALF_STEPS) || a.x_scale != nullptr || a.wide_out || (a.has_half_steps() && !Kernel::HALF_STEPS)) return false;
+  if (!is_integer(a.code, Kernel::HALF_STEPS) || (a.has_half_steps() && !Kernel::HALF_STEPS)) return false;
+  if (a.x_scale != nullptr || a.wide_out) return false;
   IntegerStrips<Kernel> strips{a.rows, static_cast<int>(a.inner), integer_group(a)};
   strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
   IntegerRun<Kernel> run(call, strips);

@@ -10,8 +10,8 @@
 // factors and numbers.
 //
 // A span is 128 k, a group at most that, and at most what shares a scale of the weight. Up to four rows meet codes in
-// registers. They leave them, widened, in the nearest cache, where other rows meet them in strips of six. An element of y has
-// the same bits for any number of rows and threads.
+// registers. They leave them, widened, in the nearest cache, where other rows meet them in strips of six. An element of y
+// has the same bits for any number of rows and threads.
 #pragma once
 
 #include "by_count.h"

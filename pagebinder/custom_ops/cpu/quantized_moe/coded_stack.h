@@ -1,4 +1,4 @@
-// The weights of all experts of one projection, in 8 or 4 bits: codes and scales as quant/quantized_linear.h has them,
+// The weights of all experts of one projection, in 8, 6 or 4 bits: codes and scales as quant/quantized_linear.h has them,
 // one expert's behind the other's. Only those of experts that some row goes to are read.
 #pragma once
 
@@ -26,8 +26,8 @@ void quantized_moe_experts(const MoeArgs& args);
 // In bf16 on BF16 dots; false, and nothing was done, where the machine has none.
 bool quantized_moe_experts_with_dots(const MoeArgs& args);
 
-// In bf16, codes of int4 and int8, on integer products of 16 bits; false, and nothing was done, where the machine has better
-// ones, and for other codes.
+// In bf16, codes of int4, int6 and int8, on integer products of 16 bits; false, and nothing was done, where the machine
+// has better ones, and for other codes.
 bool quantized_moe_experts_with_integers(const MoeArgs& args);
 
 }  // namespace pagebinder
