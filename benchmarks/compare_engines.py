@@ -4,9 +4,10 @@ python benchmarks/compare_engines.py [--vllm-python PYTHON] [--llama-python PYTH
                                      [--checkpoint qwen3-0.6b|llama-1b|qwen3-moe|tiny]
 
 The model is a checkpoint of checkpoints.py, of random weights but for the shipped one (tiny), made in a temporary
-directory unless --model-dir names one. Each engine lives in a process, and where it needs to in an environment, of
-its own; one runs, the others are stopped (compare_engines_workers.py). Cases are in compare_engines_cases.py, targets
-in compare_engines_goals.py; `plot_compare.py` draws what is kept here. Peers without an option are left out.
+directory unless --model-dir names one, where it is made once. Each engine lives in a process, and where it needs to
+in an environment, of its own; one runs, the others are stopped (compare_engines_workers.py). Cases are in
+compare_engines_cases.py, targets in compare_engines_goals.py; `plot_compare.py` draws what is kept here. Peers
+without an option are left out.
 
 The environments:
     python3 -m venv llama && CMAKE_ARGS=-DGGML_NATIVE=ON llama/bin/pip install llama-cpp-python==0.3.36 gguf numpy
@@ -71,9 +72,9 @@ def known_engines(
 
 
 def make_checkpoint(model: Path | None, name: str, llama_python: str, folder: Path) -> tuple[Path, Path]:
-    """The checkpoint and its GGUF; what is not there already is made in `folder`."""
-    if model is None:
-        model = folder / name
+    """The checkpoint and its GGUF; what is not there already is made, without a place for it in `folder`."""
+    model = model or folder / name
+    if not (model / "config.json").exists():
         CHECKPOINTS[name](model)
     gguf = model.with_name(f"{model.name}.gguf")
     if llama_python and not gguf.exists():
@@ -202,7 +203,9 @@ def main(
     llama_python: Annotated[str, typer.Option(help="... with llama-cpp-python, gguf and numpy.")] = "",
     transformers_python: Annotated[str, typer.Option(help="... with transformers.")] = sys.executable,
     checkpoint: Annotated[str, typer.Option(help=f"One of {', '.join(CHECKPOINTS)}.")] = DEFAULT,
-    model_dir: Annotated[Path | None, typer.Option(help="Where it lies; DIR.gguf beside it serves.")] = None,
+    model_dir: Annotated[
+        Path | None, typer.Option(help="Where it lies or is made; DIR.gguf beside it serves.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help=f"Cases: {', '.join(CASES)}.")] = None,
     engine: Annotated[list[str] | None, typer.Option(help="Engines; default all that can be had.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
