@@ -46,7 +46,7 @@ from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head
 from pagebinder.frontend.plain_modules import with_vocabulary
 from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows, what_rows_bring
-from pagebinder.frontend.small_groups import expand_small_groups
+from pagebinder.frontend.small_groups import fit_for_gpu
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_module
 from pagebinder.graph_tools import calls
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
@@ -116,6 +116,8 @@ def explain_model(
     with stage("load"):
         if isinstance(model, (str, Path)):
             source = source_from_path(model, dtype=config.dtype, weights=False)
+            if config.device.startswith("cuda") and source.stored_weights is not None:
+                fit_for_gpu(source.module, source.dtype, source.stored_weights)
         else:
             source = source_from_config(model, dtype=config.dtype)
     compiled = compile_source(source, config, report, stage)
@@ -139,7 +141,7 @@ def load_source(model: Any, config: CompileConfig) -> ModelSource:
         source = source_from_path(model, dtype=config.dtype)
         device = ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
         if device.startswith("cuda") and source.stored_weights is not None:
-            expand_small_groups(source.module, source.dtype, source.stored_weights)
+            fit_for_gpu(source.module, source.dtype, source.stored_weights)
         source.module.to(device)
         return source
     if not isinstance(model, torch.nn.Module):

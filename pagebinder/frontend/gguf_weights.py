@@ -1,7 +1,7 @@
 """Weights of a GGUF file in a model of transformers: which tensors a parameter is made of, and how each is served.
 
     linear layer     blocks that a kernel has a format for -> QuantizedLinear, straight from the mapped file
-    experts          the same, gates on top of ups; one format for all weights of a layer
+    experts          the same, gates on top of ups in one format; downs may be in another
     everything else  expanded to the model's dtype, and loaded as any checkpoint's weights
 
 Rows of queries and keys lie in pairs of neighbours there, where an architecture rotates such pairs: blocks lie along

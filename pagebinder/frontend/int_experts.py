@@ -18,7 +18,12 @@ from collections.abc import Mapping
 import torch
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.custom_ops.linear.weight_formats import dequantize, packed_shapes, weight_format
+from pagebinder.custom_ops.linear.weight_formats import (
+    codes_of_8_bits,
+    dequantize,
+    packed_shapes,
+    weight_format,
+)
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.int_codes import Codes
 from pagebinder.frontend.int_format import Shapes, StoredInts, stack_of
@@ -169,6 +174,16 @@ class QuantizedExperts:
             )
         self.weights_dtype = fn(torch.empty(0, dtype=self.weights_dtype, device="cpu")).dtype
         return self
+
+    def widen_6_bits(self) -> dict[str, str]:
+        """As that of QuantizedLinear."""
+        formats = dict(self.formats)
+        for name in [name for name, format in formats.items() if weight_format(format).bits == 6]:
+            codes, formats[name] = codes_of_8_bits(self._buffers[name + CODES], formats[name])
+            self._buffers[name + CODES] = codes
+        renamed = {old: formats[name] for name, old in self.formats.items() if formats[name] != old}
+        self.__class__ = _quantized_class(self.plain_class, tuple(formats.items()))
+        return renamed
 
     def expand(self) -> None:
         """Have plain weights from now on."""

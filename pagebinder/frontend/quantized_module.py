@@ -5,14 +5,19 @@ from __future__ import annotations
 import torch
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.custom_ops.linear.weight_formats import dequantize, plain_scale
+from pagebinder.custom_ops.linear.weight_formats import (
+    codes_of_8_bits,
+    dequantize,
+    plain_scale,
+    weight_format,
+)
 
 # Modules whose weight is read as a matrix, not applied: latent attention splits it and multiplies queries with it.
 READ_AS_MATRIX = ("kv_b_proj",)
 
 
 class QuantizedLinear(torch.nn.Module):
-    """y = x W^T + b; W in 8 or 4 bits. x [..., K] of the model's dtype -> [..., N].
+    """y = x W^T + b; W in 8, 6 or 4 bits. x [..., K] of the model's dtype -> [..., N].
 
     Args:
         codes, scale: of `format`, see `weight_formats`.
@@ -38,6 +43,14 @@ class QuantizedLinear(torch.nn.Module):
         if self.order is not None:
             x = x.index_select(-1, self.order)
         return torch.ops.pagebinder.quantized_linear(x, self.codes, self.scale, self.bias, format=self.format)
+
+    def widen_6_bits(self) -> dict[str, str]:
+        """Have codes of 8 bits instead of 6; returns {the format: that of now}, or nothing where codes are others."""
+        old = self.format
+        if weight_format(old).bits != 6:
+            return {}
+        self.codes, self.format = codes_of_8_bits(self.codes, old)
+        return {old: self.format}
 
     def weight(self) -> torch.Tensor:
         """The weight [N, K] that the codes stand for, float32."""

@@ -1,15 +1,34 @@
-"""Weights that no kernel of a GPU reads, in small groups or 6 bits: expanded before a model goes there."""
+"""Weights that no kernel of a GPU reads: in 6 bits, or in groups of fewer than 32, before a model goes there."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from pagebinder.custom_ops.linear.weight_formats import weight_format
 from pagebinder.frontend.int_experts import QuantizedExperts
 from pagebinder.frontend.quantized_module import QuantizedLinear
-from pagebinder.report import PassResult, Refusal
+from pagebinder.report import Match, PassResult, Refusal
 
 REASON = "no kernel of a GPU reads {format}: it is expanded"
+
+
+def fit_for_gpu(model: torch.nn.Module, dtype: torch.dtype, result: PassResult) -> None:
+    """Codes of 6 bits get 8, which changes no number; modules with small groups get plain weights of `dtype`. Both is
+    said: matches of `result` are of other formats, or become refusals."""
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear | QuantizedExperts):
+            renamed = module.widen_6_bits()
+            result.matches[:] = [_of_formats(match, path, renamed) for match in result.matches]
+    expand_small_groups(model, dtype, result)
+
+
+def _of_formats(match: Match, path: str, renamed: dict[str, str]) -> Match:
+    detail = match.detail
+    for old, new in renamed.items() if match.module_path == path else ():
+        detail = detail.replace(old, new)
+    return replace(match, detail=detail)
 
 
 def expand_small_groups(model: torch.nn.Module, dtype: torch.dtype, result: PassResult) -> None:

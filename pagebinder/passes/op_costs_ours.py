@@ -245,8 +245,7 @@ def _experts(model: CostModel, node: Node, tokens, chosen, read: tuple[str, ...]
 
 
 def _values_of_expert(model: CostModel, stack: Node):
-    """Of weights [E, N, K] in any form, or of their codes [E, panels, steps, 2, bytes]: bytes hold values of 8 or 4
-    bits."""
+    """Of weights [E, N, K] in any form, or of their codes [E, panels, steps, 2, bytes], of 8, 6 or 4 bits."""
     if is_coded(val(stack)):
         return math.prod(plain_shape(val(stack))[1:])
     shape = model.shape(stack)

@@ -176,9 +176,11 @@ def test_the_same_bits_of_shifted_weights_in_any_batch(name):
     codes, scale, _ = stored_weight(name, 320, 1152)
     x, _ = operands(100, 320, 1152)
     together, few = linear(x, codes, scale, format=name), linear(x[:2], codes, scale, format=name)
+    wide = linear(x.float(), codes, scale, format=name)
     for rows in (1, 2, 3, 5, 8, 9, 31, 40):
         whole = few if rows <= most else together
         assert torch.equal(linear(x[:rows], codes, scale, format=name), whole[:rows])
+        assert torch.equal(linear(x[:rows].float(), codes, scale, format=name), wide[:rows])
 
 
 @pytest.mark.parametrize("other", [float("nan"), float("inf"), 1e-35], ids=str)

@@ -245,18 +245,19 @@ def test_only_chosen_experts_are_read(ops, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_depend_on_neither_threads_nor_other_tokens(cpu, dtype):
+@pytest.mark.parametrize("name", ["int4_g32", "int6_g32/uint6_g32"])
+def test_bits_depend_on_neither_threads_nor_other_tokens(cpu, name, dtype):
     """In bfloat16 an expert's rows, up to 2, are summed in another order than more of them."""
-    operands = stacks("int4_g32", width=320, inner=96)
+    operands = stacks(name, width=320, inner=96)
     x, (ids, chosen) = random(96, 320, dtype=dtype), routing(96, 3)
-    whole, threads = run(cpu, x, ids, chosen, operands, "int4_g32"), torch.get_num_threads()
+    whole, threads = run(cpu, x, ids, chosen, operands, name), torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(run(cpu, x, ids, chosen, operands, "int4_g32"), whole)
+        assert torch.equal(run(cpu, x, ids, chosen, operands, name), whole)
     finally:
         torch.set_num_threads(threads)
     for part in (slice(0, 1), slice(5, 7), slice(0, 60)) if dtype is torch.float32 else (slice(0, 60),):
-        got = run(cpu, x[part], ids[part], chosen[part], operands, "int4_g32")
+        got = run(cpu, x[part], ids[part], chosen[part], operands, name)
         assert torch.equal(got, whole[part])
 
 

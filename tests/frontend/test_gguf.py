@@ -23,7 +23,7 @@ from pagebinder.frontend.gguf_file import KINDS, gguf_path, read_gguf
 from pagebinder.frontend.int_experts import QuantizedExperts
 from pagebinder.frontend.model_path import source_from_path
 from pagebinder.frontend.quantized_module import QuantizedLinear
-from pagebinder.frontend.small_groups import expand_small_groups
+from pagebinder.frontend.small_groups import fit_for_gpu
 from tests.frontend.gguf_files import MODELS, random_blocks, write_gguf
 from tests.tolerances import assert_close
 
@@ -177,15 +177,34 @@ def test_what_no_gpu_reads_is_expanded_for_one(tmp_path):
         tmp_path / "model.gguf", "qwen3moe", {"ffn_down_exps": "Q6_K", "attn_v": "Q6_K", "": "Q8_0"}
     )
     source = source_from_path(tmp_path / "model.gguf", dtype=torch.float32)
-    expand_small_groups(source.module, torch.float32, source.stored_weights)
+    fit_for_gpu(source.module, torch.float32, source.stored_weights)
     modules = [*source.module.modules()]
     assert {m.format for m in modules if isinstance(m, QuantizedLinear)} == {"int8_g32"}
     assert not any(isinstance(m, QuantizedExperts) for m in modules)
     reasons = [r.reason for r in source.stored_weights.refusals]
-    assert reasons == [f"no kernel of a GPU reads {BLOCK_KINDS['Q6_K'].format}: it is expanded"] * 4
+    assert reasons == ["no kernel of a GPU reads int8_g16: it is expanded"] * 4
     with torch.no_grad():
         expected = plain(IDS).logits
         torch.testing.assert_close(source.module(IDS).logits, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_codes_of_6_bits_get_8_for_a_gpu(tmp_path):
+    plain = write_gguf(tmp_path / "model.gguf", "qwen3moe", {"ffn_down_exps": "Q5_K", "": "Q5_0"})
+    source = source_from_path(tmp_path / "model.gguf", dtype=torch.float32)
+    fit_for_gpu(source.module, torch.float32, source.stored_weights)
+    found = set()
+    for module in source.module.modules():
+        if isinstance(module, QuantizedExperts):
+            found |= {*module.formats.values()}
+        elif isinstance(module, QuantizedLinear):
+            found.add(module.format)
+    assert found == {"int8_g32", "uint8_g32"} and not source.stored_weights.refusals
+    assert not any("int6" in match.detail for match in source.stored_weights.matches)
+    with torch.no_grad():
+        torch.testing.assert_close(source.module(IDS).logits, plain(IDS).logits, rtol=2e-4, atol=2e-4)
+    explained = explain_model(tmp_path / "model.gguf", CompileConfig(device="cuda"))
+    stored = next(result for result in explained.report.passes if result.name == "stored_weights")
+    assert [m.detail for m in stored.matches] == [m.detail for m in source.stored_weights.matches]
 
 
 # ---- what files say ----------------------------------------------------------------------------------------------

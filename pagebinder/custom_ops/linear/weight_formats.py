@@ -251,6 +251,16 @@ def pack_integers(codes: torch.Tensor, name: str) -> torch.Tensor:
     return packed
 
 
+def codes_of_8_bits(codes: torch.Tensor, name: str) -> tuple[torch.Tensor, str]:
+    """Packed codes of 6 bits, of a weight or a stack of them -> the same numbers in 8 bits, and that format."""
+    *outer, panels, steps, halves, num_bytes = codes.shape
+    wide = empty_codes((*outer, panels, steps, halves, num_bytes // 3 * 4), codes.device)
+    if not codes.is_meta:
+        for one, to in zip(codes.flatten(0, -4).split(BLOCK), wide.flatten(0, -4).split(BLOCK)):
+            to.copy_(_pack_8(_unpack_6(one)))
+    return wide, name.replace("int6", "int8")
+
+
 def packed_groups(scale: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
     """Scales of groups [N, G], and shifts -> the scale tensor; in bf16 or float16 if that is exact, else float32."""
     parts = [_packed_groups(part.float()) for part in (scale, shift) if part is not None]

@@ -122,14 +122,14 @@ void integer_panels_worker(void* context, int index) {
     Kernel::template meet<CODE>(run, run.job(i));
 }
 
-// False, and nothing was done: other codes, rows with scales or wide results; unless ANY_ROWS an x that integers cannot
-// hold.
+// False, and nothing was done: other codes, rows with scales or wide results, no k; unless ANY_ROWS an x that integers
+// cannot hold.
 template <class Kernel>
 bool multiply_integers(const QuantizedLayers& call) {
   static thread_local Buffer memory;
   const QuantizedLinearArgs& a = call.first();
   if (!is_integer(a.code, Kernel::HALF_STEPS) || (a.has_half_steps() && !Kernel::HALF_STEPS)) return false;
-  if (a.x_scale != nullptr || a.wide_out) return false;
+  if (a.x_scale != nullptr || a.wide_out || a.inner == 0) return false;
   IntegerStrips<Kernel> strips{a.rows, static_cast<int>(a.inner), integer_group(a)};
   strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
   IntegerRun<Kernel> run(call, strips);

@@ -157,7 +157,8 @@ void more_rows_in_floats(const QuantizedLinearArgs& a, int64_t panel, int block,
     const int count = std::min(block, steps - step);
     for (int i = 0; i < 2 * count; ++i, from += a.tile_bytes())
       decode_tile_to_floats<CODE>(from, codes[i % 2] + i / 2 * QUANT_STEP * TILE_COLUMNS);
-    const int span = a.has_half_steps() ? QUANT_HALF_STEP : count * QUANT_STEP;  // that shares its scales
+    const bool in_halves = CODE == Code::INT6 || a.has_half_steps();  // as few rows are summed
+    const int span = in_halves ? QUANT_HALF_STEP : count * QUANT_STEP;
     for (int at = 0; at < count * QUANT_STEP; at += span) {
       const int64_t k = int64_t{step} * QUANT_STEP + at;
       scales_at(a, panel, k, scales);
