@@ -9,6 +9,8 @@
 // begins with. Then, in float32, groups are added up with their scales, of two levels the integers, and spans with
 // factors and numbers.
 //
+// A row with a span that wholes cannot hold (no numbers, or one that is far beyond the others) is left to floats.
+//
 // A span is 128 k, a group at most that, and at most what shares a scale of the weight. Up to four rows meet codes in
 // registers. They leave them, widened, in the nearest cache, where other rows meet them in strips of six. An element of y
 // has the same bits for any number of rows and threads.
@@ -26,6 +28,7 @@ namespace pagebinder {
 constexpr int MOST_STRIP_ROWS = 6, MOST_FIRST_ROWS = 4;
 constexpr int MOST_WHOLE_ROWS = 2;              // that meet both halves of a panel at once
 constexpr int PAIRS = QUANT_HALF_STEP / 2;      // of k, of half a step
+constexpr float MOST_LARGEST = 256.0f;          // times the mean of the others: their errors are about those of bf16
 static_assert(QUANT_HALF_STEP == 2 * W);
 template <Code CODE>
 constexpr int FAR_BYTES = CODE == Code::INT8 ? 16384 : 4096;  // of codes that are asked for ahead
@@ -66,6 +69,19 @@ inline int32_t make_wholes_of_group(const bf16* x, int begin, int end, float fac
   return sum_of_lanes(bit_cast<VI>(sum));
 }
 
+// Can wholes stand for the k in [begin, end) of a row of x, whose largest is known? Not where it leaves the others few bits.
+inline bool wholes_hold(const bf16* x, int begin, int end, float largest) {
+  if (!integers_hold(largest)) return false;
+  VF sum{};
+  VI zeros{};
+  for (int k = begin; k < end; k += W) {
+    const VF magnitude = bit_cast<VF>(bit_cast<VU>(load_float(x + k)) & 0x7fffffffu);
+    sum += magnitude, zeros -= magnitude == VF{};
+  }
+  const int others = end - begin - 1 - sum_of_lanes(zeros);  // that are not zero
+  return others <= 0 || largest * static_cast<float>(others) <= MOST_LARGEST * (sum_of_lanes(sum) - largest);
+}
+
 // False: wholes cannot hold some span. Zeros stand in its place, and a factor that makes no number of its row's sums.
 template <Code CODE>
 bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
@@ -78,7 +94,7 @@ bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
     for (int span = 0; span < to.inner; span += to.span, factor += to.rows) {
       const int end = std::min(span + to.span, to.inner);
       const float largest = largest_of_span(x, span, end);
-      const bool holds = integers_hold(largest);
+      const bool holds = wholes_hold(x, span, end, largest);
       fits &= holds;
       *factor = holds ? largest / LARGEST_INTEGER : NAN;
       for (int k = span; k < end; k += to.group, begins += to.rows)
