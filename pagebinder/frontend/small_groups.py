@@ -17,16 +17,18 @@ REASON = "no kernel of a GPU reads {format}: it is expanded"
 def fit_for_gpu(model: torch.nn.Module, dtype: torch.dtype, result: PassResult) -> None:
     """Codes of 6 bits get 8, which changes no number; modules with small groups get plain weights of `dtype`. Both is
     said: matches of `result` are of other formats, or become refusals."""
-    for path, module in model.named_modules():
-        if isinstance(module, QuantizedLinear | QuantizedExperts):
-            renamed = module.widen_6_bits()
-            result.matches[:] = [_of_formats(match, path, renamed) for match in result.matches]
+    renamed = {
+        path: module.widen_6_bits()
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedLinear | QuantizedExperts)
+    }
+    result.matches[:] = [_of_formats(match, renamed.get(match.module_path, {})) for match in result.matches]
     expand_small_groups(model, dtype, result)
 
 
-def _of_formats(match: Match, path: str, renamed: dict[str, str]) -> Match:
+def _of_formats(match: Match, renamed: dict[str, str]) -> Match:
     detail = match.detail
-    for old, new in renamed.items() if match.module_path == path else ():
+    for old, new in renamed.items():
         detail = detail.replace(old, new)
     return replace(match, detail=detail)
 

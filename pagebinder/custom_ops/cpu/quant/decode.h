@@ -90,13 +90,16 @@ template <Code CODE>
 PB_INLINE void decode_tile_to_floats(const uint8_t* from, float* to) {
   for (int line = 0; line < TILE_LINES_OF<CODE>; ++line)
     for (int column = 0; column < TILE_COLUMNS; column += W) {
-      VF six[IN_LANE<CODE>];
-      if constexpr (CODE == Code::INT6) place_line<CODE>(from, line, column / W, six);
-      const VU lanes = load<VU>(from + line_at<CODE>(line) + column * 4);
+      VF codes[IN_LANE<CODE>];
+      if constexpr (CODE == Code::FP8) {  // not only placed
+        const VU lanes = load<VU>(from + line_at<CODE>(line) + column * 4);
+        PB_UNROLL
+        for (int i = 0; i < IN_LANE<CODE>; ++i) codes[i] = decode_lanes<CODE>(lanes, i);
+      } else {
+        place_line<CODE>(from, line, column / W, codes);
+      }
       PB_UNROLL
-      for (int i = 0; i < IN_LANE<CODE>; ++i)
-        store(to + (line * IN_LANE<CODE> + i) * TILE_COLUMNS + column,
-              CODE == Code::INT6 ? six[i] : decode_lanes<CODE>(lanes, i));
+      for (int i = 0; i < IN_LANE<CODE>; ++i) store(to + (line * IN_LANE<CODE> + i) * TILE_COLUMNS + column, codes[i]);
     }
 }
 
@@ -115,8 +118,7 @@ inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step,
 // Asks memory for the scales of what begins at `k`: a line for each group, in a stream beside that of the codes.
 inline void ask_for_scales(const QuantizedLinearArgs& a, int64_t panel, int64_t k) {
   if (a.scale_kind == ScaleKind::LEVELS) return __builtin_prefetch(Levels(a, panel, k).narrow, 0, 2);
-  const int64_t size = a.scale_kind == ScaleKind::F32 ? 4 : 2;
-  __builtin_prefetch(static_cast<const char*>(a.scale) + scales_begin(a, panel, k) * size, 0, 2);
+  __builtin_prefetch(static_cast<const char*>(a.scale) + scales_begin(a, panel, k) * scale_bytes(a.scale_kind), 0, 2);
 }
 
 // ---- bf16 pairs ------------------------------------------------------------------------------------------------

@@ -43,11 +43,13 @@ using Wholes = IntegerStrip;
 template <Code CODE>
 constexpr int OFFSET = CODE == Code::INT4 ? 8 : CODE == Code::INT6 ? 32 : 0;
 
-// What a sum of wholes is times in the beginning of a group's sums. Shifts of two levels count codes larger than they are.
+// Shifts of two levels count codes larger than they are.
+inline bool counts_level_offset(const QuantizedLinearArgs& a) { return a.is_shifted && a.scale_kind == ScaleKind::LEVELS; }
+
+// What a sum of wholes is times in the beginning of a group's sums.
 template <Code CODE>
 int beginning_of(const QuantizedLinearArgs& a) {
-  const bool is_shifted = a.is_shifted && a.scale_kind == ScaleKind::LEVELS;
-  return (is_shifted ? static_cast<int>(level_offset(has_4_bits(CODE) ? 4 : 8)) : 0) - OFFSET<CODE>;
+  return (counts_level_offset(a) ? static_cast<int>(level_offset(has_4_bits(CODE) ? 4 : 8)) : 0) - OFFSET<CODE>;
 }
 
 // The k in [begin, end) of a row of x as wholes, from `to_row` on; returns their sum. factor 0: all are zero.
@@ -109,25 +111,17 @@ bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
 
 // Scales of a panel, of one group after the other; of two levels the integers.
 struct GroupScales {
-  ScaleKind kind;      // LEVELS: int8
-  const char* panel;   // those of the first group
-  int64_t stride;      // in bytes, from group to group
-  int group;           // k that share one
-  int64_t level_bytes; // of two levels: of 256 k, or 0: groups follow each other
-  int64_t next_panel;  // in bytes
-
-  GroupScales(const QuantizedLinearArgs& a, int64_t of)
-      : kind(a.scale_kind), group(static_cast<int>(a.scale_group)), level_bytes(0) {
-    const int64_t size = kind == ScaleKind::LEVELS ? 1 : kind == ScaleKind::F32 ? 4 : 2;
-    next_panel = a.scale_panel_stride * size, stride = a.scale_group_stride * size;
-    panel = static_cast<const char*>(a.scale) + of * next_panel;
-    if (kind == ScaleKind::LEVELS) panel += (a.is_shifted ? 4 : 2) * QUANT_PANEL, level_bytes = a.level_bytes;
-  }
+  const QuantizedLinearArgs& weight;
+  const int64_t panel;
+  const ScaleKind kind = weight.scale_kind;                                  // LEVELS: int8
+  const int64_t stride = weight.scale_group_stride * scale_bytes(kind);      // in bytes, from group to group
+  const int64_t next_panel = weight.scale_panel_stride * scale_bytes(kind);  // in bytes
+  const int group = static_cast<int>(weight.scale_group);                    // k that share one
 
   // Those of the group that begins at k, a multiple of 128.
   const char* at(int k) const {
-    if (level_bytes == 0) return panel + k / group * stride;
-    return panel + k / LEVEL_SPAN * level_bytes + k % LEVEL_SPAN / group * stride;
+    if (kind == ScaleKind::LEVELS) return reinterpret_cast<const char*>(Levels(weight, panel, k).narrow);
+    return static_cast<const char*>(weight.scale) + panel * next_panel + k / group * stride;
   }
 
   template <class T>
@@ -347,7 +341,7 @@ template <Code CODE, int ROWS, int PARTS, bool KEEPS, class Strips>
 void panel_of_strips(const QuantizedLinearArgs& a, const Strips& strips, int64_t panel, float* totals) {
   constexpr int HALVES = ROWS <= MOST_WHOLE_ROWS ? 2 : 1;  // at once, tiles in the order in which they lie
   const uint8_t* codes = a.weight + panel * a.panel_bytes();
-  const GroupScales scales(a, panel);
+  const GroupScales scales{a, panel};
   const Wholes first = strips[0];
   WideSpan span;
   for (int begin = 0; begin < strips.inner; begin += strips.span) {
@@ -382,7 +376,7 @@ void panel_in_integers(const QuantizedLinearArgs& a, const Strips& strips, int64
 inline void other_rows_in_floats(QuantizedLinearArgs a, const bf16* x, int64_t x_stride, int64_t rows, int64_t panel,
                                  float* totals) {
   static thread_local Buffer memory;
-  const bool counts_offset = a.is_shifted && a.scale_kind == ScaleKind::LEVELS;  // as beginning_of
+  const bool counts_offset = counts_level_offset(a);
   const int64_t groups = counts_offset ? a.inner / a.scale_group : 0;
   float* row = memory.at_least<float>(static_cast<size_t>(a.inner + groups));
   for (int64_t r = 0; r < rows; ++r, x += x_stride, totals += QUANT_PANEL) {

@@ -32,6 +32,9 @@ constexpr int64_t QUANT_MOST_DOT_ROWS = 2;  // that meet codes in registers
 //
 // A scale is d s, a shift LEVEL_OFFSET d s - m t.
 enum class ScaleKind { F32, BF16, F16, LEVELS };
+constexpr int64_t scale_bytes(ScaleKind kind) {  // of what strides count
+  return kind == ScaleKind::LEVELS ? 1 : kind == ScaleKind::F32 ? 4 : 2;
+}
 constexpr int LEVEL_SPAN = 256;
 constexpr float level_offset(int bits) { return bits == 4 ? 8.0f : 16.0f; }
 
