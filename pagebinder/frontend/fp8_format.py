@@ -6,6 +6,7 @@
     fp8 [1, 32], mxfp8   32 columns of a row           weight_scale_inv [N, K/32]              modules_to_not_convert
     fbgemm_fp8           one scale a row               weight_scale [N, 1]                     modules_to_not_convert
     compressed-tensors   tensor, channel or block      weight_scale [1] | [N, 1] | as above    ignore
+    modelopt             one scale                     weight_scale []                         ignore
     mxfp4                plain                                                                 modules_to_not_convert
 
     experts [E, N, K]    stored by                     codes                   scale, of 32 columns of a row
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 
 from pagebinder.custom_ops.linear.weight_formats import BLOCK
 from pagebinder.frontend.mx_numbers import GROUP, num_groups
-from pagebinder.frontend.not_served import require
+from pagebinder.frontend.not_served import described, kept_by_wildcards, require
 
 # Granularities of scales whose codes a kernel reads -> the format's name in `weight_formats`.
 FORMATS = {"block": "fp8_block", "channel": "fp8", "tensor": "fp8_tensor"}
@@ -135,6 +136,13 @@ def _fbgemm_fp8(options: dict) -> StoredFp8:
     )
 
 
+def modelopt(options: dict) -> StoredFp8:
+    """Of a quantization_config of ModelOpt whose quant_algo is FP8."""
+    return StoredFp8(
+        method="modelopt", granularity="tensor", scale_suffix="_scale", kept=kept_by_wildcards(options)
+    )
+
+
 def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> StoredFp8:
     """Of config groups of compressed-tensors whose weights are e4m3."""
     require(len(groups) == 1, f"{len(groups)} config_groups")
@@ -148,13 +156,6 @@ def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> Stor
     require(strategy != "block" or list(blocks or ()) == [BLOCK, BLOCK], f"block_structure {blocks}")
     return StoredFp8(
         method="compressed-tensors", granularity=strategy, scale_suffix="_scale", scalar_shape=(1,), kept=kept
-    )
-
-
-def described(weights: dict) -> str:
-    names = ("num_bits", "type", "strategy", "group_size")
-    return "weights of " + ", ".join(
-        f"{name} {weights[name]}" for name in names if weights.get(name) is not None
     )
 
 

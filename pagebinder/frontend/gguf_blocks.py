@@ -8,7 +8,7 @@ A row of a weight [N, K] is blocks one after the other, of 32 or 256 weights. In
     Q5_0       0 ... 31       d                               d (q - 16)    int6_g32
     Q5_1       0 ... 31       d, m                            d q + m       uint6_g32
     Q8_0       -128 ... 127   d                               d q           int8_g32
-    IQ4_NL     16 integers    d                               d q           int8_g32
+    IQ4_NL     16 integers    d                               d q           iq4_g32
     MXFP4      e2m1           2^e                             2^e q         mxfp4
 
 of 256 weights, whose d and m are times small integers of each group (K-quants):
@@ -18,7 +18,7 @@ of 256 weights, whose d and m are times small integers of each group (K-quants):
     Q4_K       0 ... 15       d s, m t: 6 bits each, of 32    d s q - m t   uint4_g32
     Q5_K       0 ... 31       d s, m t: 6 bits each, of 32    d s q - m t   uint6_g32
     Q6_K       -32 ... 31     d s: 8 bits, of 16              d s q         int6_g16
-    IQ4_XS     16 integers    d s: 6 bits, of 32              d s q         int8_g32
+    IQ4_XS     16 integers    d s: 6 bits, of 32              d s q         iq4_g32
 
 d and m are float16, s and t integers: scales of two levels in weight_formats.py, which kernels multiply. Codes are q
 less 8, 16 or 32. Scales of the first table are float16; shifts there are rounded to float32. Other kinds (grids: IQ1,
@@ -44,7 +44,8 @@ from pagebinder.custom_ops.linear.weight_formats import (
     PANEL,
     STORED_FORMATS,
     empty_codes,
-    pack_integers,
+    in_8_bits,
+    pack_codes,
     packed_groups,
     packed_levels,
     packed_shapes,
@@ -53,12 +54,12 @@ from pagebinder.custom_ops.linear.weight_formats import (
 from pagebinder.errors import CheckpointError, ConfigError
 
 SLICE_BYTES = 1 << 20  # of blocks that are unpacked at once: what is made of them stays in a cache
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E8M0_BIAS = 127
 
 
 class Unpacked(NamedTuple):
-    """`codes` [M, weights of a block]: int8, or of 4 bits uint8 that are 8 too large. Of these a weight is
+    """`codes` [M, weights of a block]: int8, or of 4 bits uint8, which are 8 too large or stand for other numbers. A
+    weight is such a number times d s, of integers
 
         code d s,   or with m   code d s + LEVEL_OFFSETS[bits] d s - m t
 
@@ -112,7 +113,7 @@ def packed(data: np.ndarray, kind: str, format: str | None = None) -> tuple[torc
         part = data[first : first + rows]
         found = _unpacked(part, kind)
         wide = _widened(found.codes, block.format, format)
-        pieces = pack_integers(wide.reshape(len(part), columns), format)
+        pieces = pack_codes(wide.reshape(len(part), columns), format)
         codes[first // PANEL : first // PANEL + len(pieces)].copy_(pieces)
         parts.append([p if p is None else p.reshape(len(part), -1) for p in found[1:]])
     whole = (None if each[0] is None else torch.cat(each) for each in zip(*parts))
@@ -133,7 +134,7 @@ def _packed_scales(found: Unpacked, format: str, to: str) -> torch.Tensor:
     """Of rows [N, ...], codes of `format` that were widened to another."""
     was, wanted = weight_format(format), weight_format(to)
     if found.s is not None and was == wanted:
-        return packed_levels(found.d, found.s, None if found.m is None else (found.m, found.t))
+        return packed_levels(found.d, found.s, format, None if found.m is None else (found.m, found.t))
     scales, shifts = found.scales(), found.shifts(was.bits)
     if shifts is None and wanted.is_shifted:
         shifts = torch.zeros_like(scales)
@@ -142,7 +143,14 @@ def _packed_scales(found: Unpacked, format: str, to: str) -> torch.Tensor:
 
 
 def _widened(codes: torch.Tensor, format: str, to: str) -> torch.Tensor:
-    return _less(codes, 8) if weight_format(format).bits == 4 < weight_format(to).bits else codes
+    was = weight_format(format)
+    if was.bits != 4 or weight_format(to).bits == 4:
+        return codes
+    return _less(codes, 8) if was.table is None else _of_table(codes, was.table).to(torch.int8)
+
+
+def _of_table(codes: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(table, dtype=torch.float32)[codes.int()]
 
 
 def expanded(data: np.ndarray, kind: str, dtype: torch.dtype) -> torch.Tensor:
@@ -161,7 +169,9 @@ def expanded(data: np.ndarray, kind: str, dtype: torch.dtype) -> torch.Tensor:
 def _values(rows: np.ndarray, kind: str) -> torch.Tensor:
     """In float32, as ggml computes them."""
     found, fmt = _unpacked(rows, kind), weight_format(BLOCK_KINDS[kind].format)
-    if fmt.is_float:
+    if fmt.table is not None:
+        q = _of_table(found.codes, fmt.table)
+    elif fmt.is_float:
         q = from_e2m1(found.codes)
     else:  # shifts are of codes that are less by an offset
         less = (8 if fmt.bits == 4 else 0) - (LEVEL_OFFSETS[fmt.bits] if fmt.is_shifted else 0)
@@ -186,7 +196,7 @@ def _values_by_gguf(rows: np.ndarray, kind: str) -> torch.Tensor:
 
 def widest(formats: set[str]) -> str:
     """The format that holds weights of all of these: int4_g32 and uint8_g16 -> uint8_g16. Integers only."""
-    kinds = [weight_format(name) for name in formats]
+    kinds = [weight_format(in_8_bits(name) if weight_format(name).table else name) for name in formats]
     sign = "u" if any(kind.is_shifted for kind in kinds) else ""
     bits, group = max(kind.bits for kind in kinds), min(kind.group for kind in kinds)
     name = f"{sign}int{bits}_g{group}"
@@ -240,7 +250,7 @@ def _q8_0(blocks: torch.Tensor) -> Unpacked:
 
 def _iq4_nl(blocks: torch.Tensor) -> Unpacked:
     d, qs = _halves(blocks, 16)
-    return Unpacked(torch.tensor(IQ4_VALUES, dtype=torch.int8)[_nibbles(qs).int()], d)
+    return Unpacked(_nibbles(qs), d)
 
 
 def _mxfp4(blocks: torch.Tensor) -> Unpacked:
@@ -309,8 +319,7 @@ def _q6_k(blocks: torch.Tensor) -> Unpacked:
 def _iq4_xs(blocks: torch.Tensor) -> Unpacked:
     d, high, low, qs = _halves(blocks, 2, 4, 128)
     s = (_shifted_down(low, 1, 0, 4) & 15) | (_shifted_down(high, 1, 0, 2, 4, 6) & 3) << 4
-    values = torch.tensor(IQ4_VALUES, dtype=torch.int8)[(_shifted_down(qs, 16, 0, 4) & 15).int()]
-    return Unpacked(values, d, _less(s, 32))
+    return Unpacked(_shifted_down(qs, 16, 0, 4) & 15, d, _less(s, 32))
 
 
 def _of_6_bits(format: str) -> str:
@@ -324,12 +333,12 @@ BLOCK_KINDS = {
     "Q5_0": BlockKind(32, 22, _of_6_bits("int6_g32"), _q5_0),
     "Q5_1": BlockKind(32, 24, _of_6_bits("uint6_g32"), _q5_1),
     "Q8_0": BlockKind(32, 34, "int8_g32", _q8_0),
-    "IQ4_NL": BlockKind(32, 18, "int8_g32", _iq4_nl),
+    "IQ4_NL": BlockKind(32, 18, "iq4_g32", _iq4_nl),
     "MXFP4": BlockKind(32, 17, "mxfp4", _mxfp4),
     "Q2_K": BlockKind(256, 84, "uint4_g16", _q2_k),
     "Q3_K": BlockKind(256, 110, "int4_g16", _q3_k),
     "Q4_K": BlockKind(256, 144, "uint4_g32", _q4_k),
     "Q5_K": BlockKind(256, 176, _of_6_bits("uint6_g32"), _q5_k),
     "Q6_K": BlockKind(256, 210, _of_6_bits("int6_g16"), _q6_k),
-    "IQ4_XS": BlockKind(256, 136, "int8_g32", _iq4_xs),
+    "IQ4_XS": BlockKind(256, 136, "iq4_g32", _iq4_xs),
 }

@@ -1,7 +1,8 @@
-"""Weights that tools for quantisation write as integers: what their tensors say, as codes, zero points and scales.
+"""Weights that tools for quantisation write in few bits: what their tensors say, as codes, zero points and scales.
 
 A weight [N, K] is (code - zero point) * scale, with a zero point and a scale for each G neighbours of a row. Words of
-32 bits hold several values of b bits, the first one in the lowest bits; values of 3 bits lie across words.
+32 bits hold several values of b bits, the first one in the lowest bits; values of 3 bits lie across words. Codes may
+also be e2m1 (`weight_formats`), two in a byte, the first one in the lower half; they have no zero points.
 
     layout   codes                         zero points                 scales            group of each column
     gptq     qweight [K * b/32, N]         qzeros [K/G, N * b/32]      scales [K/G, N]   g_idx [K]
@@ -12,11 +13,18 @@ A weight [N, K] is (code - zero point) * scale, with a zero point and a scale fo
     int8     weight [N, K] int8            weight_zero_point           weight_scale
                                            [N, K/G] int8               [N, K/G]
     bnb8     weight [N, K] int8                                        SCB [N] / 127
+    nvfp4    weight_packed [N, K/2]                                    weight_scale [N, K/16] e4m3
+             e2m1                                                      / weight_global_scale [1]
+    modelopt weight [N, K/2] e2m1                                      weight_scale [N, K/16] e4m3
+                                                                       * weight_scale_2 []
+    mxfp4    weight_packed [N, K/2]                                    weight_scale [N, K/32] ue8m0
+             e2m1
 
 GPTQ's first format (checkpoint_format "gptq") stores zero points less 1. AWQ's words hold columns 0, 2, 4, 6, 1, 3,
 5, 7 of each 8, and its version gemv pads groups. Of packed ones, codes and zero points are raised by half of their
 range, and old files of 3 bits have ten values in a word. GPTQ: Frantar et al. 2022; AWQ: Lin et al. 2023; LLM.int8:
-Dettmers et al. 2022; the tensors are those of AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors, and bitsandbytes.
+Dettmers et al. 2022; the tensors are those of AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors, bitsandbytes, and
+NVIDIA's ModelOpt.
 """
 
 from __future__ import annotations
@@ -26,7 +34,9 @@ from typing import NamedTuple
 
 import torch
 
+from pagebinder.custom_ops.latent.small_floats import from_e2m1
 from pagebinder.errors import CheckpointError
+from pagebinder.frontend.mx_numbers import scale_values
 
 WORD = 32
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)  # where column i of 8 lies
@@ -37,7 +47,8 @@ class Codes(NamedTuple):
     """`bits` of a value; `values` [N, K] uint8; of each `group` of neighbours `zeros` int16, `scales` float32 [N, G].
 
     The last group may be smaller. `order`: the column of the weight that each column of these belongs to, int64 [K];
-    None: in order.
+    None: in order. `is_e2m1`: values are no integers; zero points are half of the range then. `levels`: what scales
+    are products of, to one rounding of float32: a number [] and one for each group [N, G], float32 that e4m3 holds.
     """
 
     bits: int
@@ -46,6 +57,8 @@ class Codes(NamedTuple):
     zeros: torch.Tensor
     scales: torch.Tensor
     order: torch.Tensor | None = None
+    is_e2m1: bool = False
+    levels: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def of_columns(self, parts: torch.Tensor, span: int = 1) -> torch.Tensor:
         """Zero points or scales [N, G] -> those of each `span` columns, which have one group."""
@@ -57,7 +70,8 @@ class Codes(NamedTuple):
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K], rounded once."""
-        weight = (self.integers().float() * self.of_columns(self.scales)).to(dtype)
+        numbers = from_e2m1(self.values) if self.is_e2m1 else self.integers().float()
+        weight = (numbers * self.of_columns(self.scales)).to(dtype)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
 
@@ -137,6 +151,40 @@ def read_bnb8(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None,
     return read_int8(
         {"weight": tensors["weight"], "weight_scale": tensors["SCB"][:, None].float() / 127}, 8, None, 0
     )
+
+
+def read_nvfp4(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
+    whole = _one(tensors, "weight_global_scale")
+    scales = tensors["weight_scale"].float()
+    return _e2m1(tensors["weight_packed"], group, scales / whole, (1 / whole, scales))
+
+
+def read_modelopt(
+    tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int
+) -> Codes:
+    whole = _one(tensors, "weight_scale_2")
+    scales = tensors["weight_scale"].float()
+    return _e2m1(tensors["weight"], group, scales * whole, (whole, scales))
+
+
+def read_mxfp4(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
+    return _e2m1(tensors["weight_packed"], group, scale_values(tensors["weight_scale"]))
+
+
+def _e2m1(pairs: torch.Tensor, group: int | None, scales: torch.Tensor, levels=None) -> Codes:
+    if pairs.dtype is not torch.uint8 or pairs.dim() != 2:
+        raise CheckpointError(f"values of 4 bits are stored as {pairs.dtype} {list(pairs.shape)}.")
+    values = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    zeros = torch.full_like(scales, 8, dtype=torch.int16)
+    group = group_of(values.shape[1], scales.shape[1], group)
+    return Codes(4, group, values, zeros, scales, is_e2m1=True, levels=levels)
+
+
+def _one(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The one number of a tensor, []."""
+    if tensors[name].numel() != 1:
+        raise CheckpointError(f"{name} is {list(tensors[name].shape)}; one number is read.")
+    return tensors[name].reshape(()).float()
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

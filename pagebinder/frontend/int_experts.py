@@ -1,4 +1,4 @@
-"""Experts whose weights a checkpoint keeps as integers: as they are loaded, and as they are served.
+"""Experts whose weights a checkpoint keeps as integers or e2m1: as they are loaded, and as they are served.
 
 experts of transformers    gate_up_proj [E, N, K], down_proj [E, N, K], biases
   -> LoadedIntExperts      bytes of codes and scales of each, uint8 [E, N/32, .]      what its loader merges and fills
@@ -21,13 +21,14 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.linear.weight_formats import (
     codes_of_8_bits,
     dequantize,
+    in_8_bits,
     packed_shapes,
     weight_format,
 )
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.int_codes import Codes
 from pagebinder.frontend.int_format import Shapes, StoredInts, stack_of
-from pagebinder.frontend.int_linear import kernel_format, packed_codes
+from pagebinder.frontend.int_linear import e2m1_format, kernel_format, packed_codes, scale_of_stored
 from pagebinder.frontend.quantized_module import moved_scale
 
 CODES, SCALE = "_codes", "_scale"  # what the names of buffers add to the weight's
@@ -47,10 +48,14 @@ def format_of_experts(path: str, module: torch.nn.Module, stored: StoredInts) ->
         ):
             return None
     shapes = (p.shape[1:] for p in module.parameters(recurse=False) if p.dim() == 3)
-    formats = {
-        kernel_format(shape, stored.bits, stored.group or shape[1], stored.symmetric)[0] for shape in shapes
-    }
+    formats = {_format(shape, stored) for shape in shapes}
     return formats.pop() if len(formats) == 1 and formats != {"int8"} else None
+
+
+def _format(shape: tuple[int, int], stored: StoredInts) -> str | None:
+    if stored.is_e2m1:
+        return e2m1_format(shape, stored.group)[0]
+    return kernel_format(shape, stored.bits, stored.group or shape[1], stored.symmetric)[0]
 
 
 def _num_matrices(module: torch.nn.Module) -> int:
@@ -100,7 +105,8 @@ class LoadedIntExperts(torch.nn.Module):
         weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, (experts, rows, columns) in self.shapes.items():
             stacked = self._parameters.pop(name).detach()
-            of_codes, of_scale = packed_shapes(rows, columns, self.format)
+            of_codes = packed_shapes(rows, columns, self.format)[0]
+            of_scale, scale_dtype = _scale_of(rows, columns, self.format, self.stored)
             expected = (experts, *_bytes_of_panels(rows, columns, self.format, self.stored))
             if tuple(stacked.shape) != expected:
                 raise CheckpointError(
@@ -109,7 +115,7 @@ class LoadedIntExperts(torch.nn.Module):
                 )
             of_panel = math.prod(of_codes[1:])
             codes = stacked[..., :of_panel].contiguous().view(experts, *of_codes)
-            scale = stacked[..., of_panel:].contiguous().view(_scale_dtype(self.format, self.stored))
+            scale = stacked[..., of_panel:].contiguous().view(scale_dtype)
             weights[name] = (codes, scale.view(experts, *of_scale))
         module._parameters.update(self._parameters)
         module._buffers.update(self._buffers)
@@ -139,7 +145,11 @@ def panel_bytes(codes: Codes, format: str, stored: StoredInts) -> torch.Tensor:
         CheckpointError: zero points or an order of columns that the config does not speak of.
     """
     fmt = weight_format(format)
-    if max(codes.bits, 4) != fmt.bits or codes.group % (fmt.group or codes.group):
+    if (
+        max(codes.bits, 4) != fmt.bits
+        or codes.is_e2m1 != fmt.is_float
+        or codes.group % (fmt.group or codes.group)
+    ):
         raise CheckpointError(
             f"it has {codes.bits} bits in groups of {codes.group}, of which the config says nothing."
         )
@@ -147,11 +157,8 @@ def panel_bytes(codes: Codes, format: str, stored: StoredInts) -> torch.Tensor:
     if codes.order is not None or (has_zeros and codes.bits >= 4 and not fmt.is_shifted):
         raise CheckpointError("it has zero points or an order of columns that the config does not speak of.")
     packed, scale = packed_codes(codes, format)
-    parts = (
-        packed.flatten(1),
-        scale.to(_scale_dtype(format, stored)).flatten(1).contiguous().view(torch.uint8),
-    )
-    return torch.cat(parts, dim=1)
+    scale = scale.to(_scale_of(*codes.values.shape, format, stored)[1])
+    return torch.cat((packed.flatten(1), scale.flatten(1).contiguous().view(torch.uint8)), dim=1)
 
 
 class QuantizedExperts:
@@ -175,12 +182,13 @@ class QuantizedExperts:
         self.weights_dtype = fn(torch.empty(0, dtype=self.weights_dtype, device="cpu")).dtype
         return self
 
-    def widen_6_bits(self) -> dict[str, str]:
+    def widen_codes(self) -> dict[str, str]:
         """As that of QuantizedLinear."""
         formats = dict(self.formats)
-        for name in [name for name, format in formats.items() if weight_format(format).bits == 6]:
-            codes, formats[name] = codes_of_8_bits(self._buffers[name + CODES], formats[name])
-            self._buffers[name + CODES] = codes
+        for name, old in self.formats.items():
+            if (new := in_8_bits(old)) is not None:
+                self._buffers[name + CODES] = codes_of_8_bits(self._buffers[name + CODES], old)
+                formats[name] = new
         renamed = {old: formats[name] for name, old in self.formats.items() if formats[name] != old}
         self.__class__ = _quantized_class(self.plain_class, tuple(formats.items()))
         return renamed
@@ -219,12 +227,15 @@ def _quantized_class(plain: type, named: tuple[tuple[str, str], ...]) -> type:
 
 def _bytes_of_panels(rows: int, columns: int, format: str, stored: StoredInts) -> tuple[int, int]:
     """(panels, bytes of each) of a weight [rows, columns]."""
-    of_codes, of_scale = packed_shapes(rows, columns, format)
-    return of_codes[0], math.prod(of_codes[1:]) + math.prod(of_scale[1:]) * _scale_dtype(
-        format, stored
-    ).itemsize
+    of_codes = packed_shapes(rows, columns, format)[0]
+    of_scale, dtype = _scale_of(rows, columns, format, stored)
+    return of_codes[0], math.prod(of_codes[1:]) + math.prod(of_scale[1:]) * dtype.itemsize
 
 
-def _scale_dtype(format: str, stored: StoredInts) -> torch.dtype:
-    """One for all experts, exact for each."""
-    return torch.bfloat16 if stored.bf16_scales and not weight_format(format).is_shifted else torch.float32
+def _scale_of(
+    rows: int, columns: int, format: str, stored: StoredInts
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """(shape, dtype) of the scale tensor of one expert: one for all of them, exact for each."""
+    shape, dtype = scale_of_stored(rows, columns, format)
+    is_narrow = stored.bf16_scales and not weight_format(format).is_shifted and not stored.is_e2m1
+    return shape, torch.bfloat16 if is_narrow else dtype

@@ -1,4 +1,5 @@
-"""How a checkpoint says that it keeps weights of linear layers as integers of 2, 3, 4 or 8 bits -> `StoredInts`.
+"""How a checkpoint says that it keeps weights of linear layers as integers of 2, 3, 4 or 8 bits, or in 4 bits as
+floats with scales of groups -> `StoredInts`.
 
     quant_method         layout (int_codes.py)     of the options                             left out
     gptq                 gptq                      bits, group_size, sym, checkpoint_format   lm_head, if not said
@@ -6,6 +7,8 @@
     auto-round           gptq or awq               bits, group_size, sym, packing_format      as gptq
     compressed-tensors   packed (pack-quantized)   num_bits, group_size, symmetric            ignore
                          int8 (int-quantized)
+                         nvfp4, mxfp4 (...-pack-quantized)
+    modelopt             modelopt                  quant_algo, config_groups                  ignore
     bitsandbytes, 8 bits bnb8                                                                 llm_int8_skip_modules
 
 Which layers are stored so, and in how many bits, is read from the checkpoint's files where they are at hand: tools
@@ -24,7 +27,7 @@ import torch
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend import int_codes
 from pagebinder.frontend.int_codes import WORD
-from pagebinder.frontend.not_served import require
+from pagebinder.frontend.not_served import described, kept_by_wildcards, require
 
 Shapes = Mapping[str, tuple[int, ...]]
 GEMV_GROUPS = 8  # whose zero points are in a word; words of a row are a multiple of 128 / the group's size
@@ -47,8 +50,13 @@ class Layout:
     def scales(self) -> str:
         return next(name for name in self.dtypes if "scale" in name or name == "SCB")
 
+    def loaded_as(self, name: str) -> torch.dtype:
+        """The dtype of a parameter that a loader fills: one that holds all that may be stored."""
+        return _LOADED_AS.get(self.dtypes[name][0], torch.float32)
+
 
 _WORDS, _INDEX, _FLOATS = ("I32",), ("I32", "I64"), ("F16", "BF16", "F32", "F64")
+_LOADED_AS = {"I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
 LAYOUTS = {
     "gptq": Layout(
         "qweight",
@@ -69,6 +77,19 @@ LAYOUTS = {
         "weight_scale",
         {"weight_scale": _FLOATS, "weight": ("I8",), "weight_zero_point": ("I8",)},
         int_codes.read_int8,
+    ),
+    "nvfp4": Layout(
+        "weight_packed",
+        {"weight_packed": ("U8",), "weight_scale": ("F8_E4M3",), "weight_global_scale": _FLOATS},
+        int_codes.read_nvfp4,
+    ),
+    "modelopt": Layout(
+        "weight_scale_2",
+        {"weight_scale_2": _FLOATS, "weight_scale": ("F8_E4M3",), "weight": ("U8",)},
+        int_codes.read_modelopt,
+    ),
+    "mxfp4": Layout(
+        "weight_packed", {"weight_packed": ("U8",), "weight_scale": ("U8", "F8_E8M0")}, int_codes.read_mxfp4
     ),
     "bnb8": Layout("SCB", {"SCB": _FLOATS, "weight": ("I8",), "weight_format": ("U8",)}, int_codes.read_bnb8),
 }  # fmt: skip
@@ -105,6 +126,11 @@ class StoredInts:
     def tensors(self) -> Layout:
         return LAYOUTS[self.layout]
 
+    @property
+    def is_e2m1(self) -> bool:
+        """Are values e2m1?"""
+        return self.layout in ("nvfp4", "modelopt", "mxfp4")
+
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """Of a layer's tensors as the config says them, but for orders of columns."""
         words = rows * self.bits // WORD, columns * self.bits // WORD
@@ -121,6 +147,11 @@ class StoredInts:
                 "qzeros": (rows, padded),
                 "scales": (rows, padded * GEMV_GROUPS),
             }
+        if self.is_e2m1:
+            codes = "weight" if self.layout == "modelopt" else "weight_packed"
+            whole = {"nvfp4": {"weight_global_scale": (1,)}, "modelopt": {"weight_scale_2": ()}}
+            both = {codes: (rows, columns // 2), "weight_scale": (rows, groups)}
+            return both | whole.get(self.layout, {})
         zeros = {} if self.symmetric else {"weight_zero_point": (words[0], groups)}
         if self.layout == "packed":
             return {"weight_packed": (rows, words[1]), "weight_scale": (rows, groups), **zeros}
@@ -252,8 +283,11 @@ def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> Stor
     forms = {group.get("format") or options.get("format") for group in groups}
     require(len(forms) == 1, f"config_groups of the formats {', '.join(sorted(map(repr, forms)))}")
     form = forms.pop()
+    if form in _COMPRESSED_FLOATS:
+        return _compressed_floats(form, [group["weights"] for group in groups], kept)
     require(form in _COMPRESSED, f"format {form!r}")
     for weights in (group["weights"] for group in groups):
+        require(weights.get("type", "int") == "int", described(weights))
         require(
             weights.get("strategy") in ("channel", "group", "tensor"), f"strategy {weights.get('strategy')!r}"
         )
@@ -282,6 +316,38 @@ def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> Stor
     )
 
 
+def _compressed_floats(form: str, weights: list[dict], kept: tuple[str, ...]) -> StoredInts:
+    layout, strategy, group = _COMPRESSED_FLOATS[form]
+    for each in weights:
+        said = tuple(each.get(name) for name in ("num_bits", "type", "strategy", "group_size"))
+        require(said == (4, "float", strategy, group) and each.get("symmetric", True), described(each))
+    return StoredInts(
+        method="compressed-tensors",
+        layout=layout,
+        bits=4,
+        group=group,
+        symmetric=True,
+        needs=LAYOUTS[layout].names,
+        kept=kept,
+    )
+
+
+def modelopt(options: dict) -> StoredInts:
+    """Of a quantization_config of ModelOpt whose weights are nvfp4. Activations keep their dtype, as always."""
+    groups = [group.get("weights") or {} for group in (options.get("config_groups") or {}).values()]
+    sizes = {weights.get("group_size") for weights in groups} | {options.get("group_size")}
+    require(sizes <= {None, 16}, f"group_size {sorted(sizes - {None, 16}, key=str)}")
+    return StoredInts(
+        method="modelopt",
+        layout="modelopt",
+        bits=4,
+        group=16,
+        symmetric=True,
+        needs=LAYOUTS["modelopt"].names,
+        kept=kept_by_wildcards(options),
+    )
+
+
 def bnb_int8(options: dict) -> StoredInts:
     """Of a quantization_config of bitsandbytes in 8 bits; the columns that it multiplies in 16 have codes, too."""
     kept = options.get("llm_int8_skip_modules")
@@ -306,6 +372,10 @@ def _checked(group) -> int | None:
     return group
 
 
+_COMPRESSED_FLOATS = {  # format -> layout, strategy and group of its weights
+    "nvfp4-pack-quantized": ("nvfp4", "tensor_group", 16),
+    "mxfp4-pack-quantized": ("mxfp4", "group", 32),
+}
 _COMPRESSED = {"pack-quantized": (3, 4, 8), "int-quantized": (8,), "naive-quantized": (8,)}  # format -> bits
 _AUTO_ROUND = {
     "auto_round:auto_gptq": (gptq, {"checkpoint_format": "gptq"}),

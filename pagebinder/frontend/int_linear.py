@@ -1,4 +1,4 @@
-"""Linear layers whose weights a checkpoint keeps as integers: as they are loaded, and as they are served.
+"""Linear layers whose weights a checkpoint keeps as integers or e2m1: as they are loaded, and as they are served.
 
 LoadedInts             words and scales as stored, see int_codes.py     what transformers' loader fills
   -> QuantizedLinear   codes in the kernels' order, scales              4 or 8 bits a weight, no number changed
@@ -10,9 +10,12 @@ from __future__ import annotations
 import torch
 
 from pagebinder.custom_ops.linear.weight_formats import (
+    LEVEL_SPAN,
     STORED_GROUPS,
-    pack_integers,
+    levels_shape,
+    pack_codes,
     packed_groups,
+    packed_levels,
     packed_shapes,
     size_problem,
     weight_format,
@@ -22,14 +25,7 @@ from pagebinder.frontend.int_codes import Codes
 from pagebinder.frontend.int_format import Shapes, StoredInts
 from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
 
-DTYPES = {
-    "scales": torch.float32,
-    "weight_scale": torch.float32,
-    "weight_shape": torch.int64,
-    "weight": torch.int8,
-    "SCB": torch.float32,
-    "weight_format": torch.uint8,
-}
+E2M1_FORMATS = {16: "nvfp4", 32: "mxfp4"}  # by the size of their groups
 
 
 class LoadedInts(torch.nn.Module):
@@ -40,10 +36,7 @@ class LoadedInts(torch.nn.Module):
         self.__dict__["replaced"] = replaced  # no submodule: its weight is in no checkpoint
         self.stored = stored
         for name, shape in (found or stored.shapes(*replaced.weight.shape)).items():
-            dtype = DTYPES.get(name, torch.int32)
-            if stored.layout == "int8" and name == "weight_zero_point":
-                dtype = torch.int8
-            empty = torch.empty(shape, dtype=dtype, device=replaced.weight.device)
+            empty = torch.empty(shape, dtype=stored.tensors.loaded_as(name), device=replaced.weight.device)
             self.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
         self.bias = replaced.bias
 
@@ -57,7 +50,9 @@ class LoadedInts(torch.nn.Module):
         is_meta = self.get_parameter(stored.tensors.marker).is_meta
         codes = None if is_meta else self._codes(path)
         reason = reason_against_codes(path, self.replaced)
-        if reason is None:
+        if reason is None and stored.is_e2m1:
+            format, reason = e2m1_format(shape, stored.group if codes is None else codes.group)
+        elif reason is None:
             facts = (stored.bits, stored.group or shape[1], stored.symmetric)
             format, reason = kernel_format(
                 shape, *(facts if codes is None else _facts(codes, stored.symmetric))
@@ -67,10 +62,10 @@ class LoadedInts(torch.nn.Module):
             return self._plain(meta if codes is None else codes.weight(self.replaced.weight.dtype)), reason
         said = f"{format} as stored (quant_method {stored.method})"
         if codes is None:
-            of_codes, of_scale = packed_shapes(*shape, format)
+            of_scale = scale_of_stored(*shape, format)
             parts = (
-                torch.empty(of_codes, dtype=torch.uint8, device="meta"),
-                torch.empty(of_scale, device="meta"),
+                torch.empty(packed_shapes(*shape, format)[0], dtype=torch.uint8, device="meta"),
+                torch.empty(of_scale[0], dtype=of_scale[1], device="meta"),
             )
             return QuantizedLinear(*parts, self.bias, format), said
         if codes.order is not None:
@@ -123,18 +118,45 @@ def kernel_format(shape, bits: int, group: int, has_middle_zeros: bool) -> tuple
     return (None, f"{problem}: its weight is expanded") if problem else (format, None)
 
 
+def e2m1_format(shape, group: int) -> tuple[str | None, str | None]:
+    """As `kernel_format`, of codes that are e2m1."""
+    format = E2M1_FORMATS.get(group)
+    if format is None:
+        return None, f"no kernel reads e2m1 in groups of {group}: it is expanded"
+    problem = size_problem(*shape, format)
+    return (None, f"{problem}: its weight is expanded") if problem else (format, None)
+
+
+def scale_of_stored(rows: int, columns: int, format: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """(shape, dtype) of a scale tensor that holds whatever a checkpoint has, exactly."""
+    if format == "nvfp4" and columns % LEVEL_SPAN == 0:
+        return levels_shape(rows, columns, format), torch.uint8
+    return packed_shapes(rows, columns, format)[1], torch.bfloat16 if format == "mxfp4" else torch.float32
+
+
 def packed_codes(codes: Codes, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of a kernel and their scales."""
     fmt = weight_format(format)
     half = 1 << (codes.bits - 1)
     values = codes.values
+    if codes.is_e2m1:
+        return pack_codes(values, format), _packed_scales(codes, format)
     if codes.bits < 4:
         values = (codes.integers() + 8).to(torch.uint8)
     elif codes.bits == 8:
         values = (values ^ half).view(torch.int8)
-    packed = pack_integers(values, format)
+    packed = pack_codes(values, format)
     if not fmt.has_groups:
         return packed, codes.scales[:, 0].contiguous()
     shift = (half - codes.zeros.float()) * codes.scales if fmt.is_shifted else None
     parts = (codes.scales, shift)
     return packed, packed_groups(*(p if p is None else codes.of_columns(p, fmt.group) for p in parts))
+
+
+def _packed_scales(codes: Codes, format: str) -> torch.Tensor:
+    """Of e2m1."""
+    rows, columns = codes.values.shape
+    if scale_of_stored(rows, columns, format)[1] is torch.uint8:
+        whole, scales = codes.levels
+        return packed_levels(whole.expand(rows, columns // LEVEL_SPAN), scales, format)
+    return packed_groups(codes.scales)

@@ -1,6 +1,9 @@
-"""What readers of `quantization_config` raise: which part of a method is not served."""
+"""What readers of `quantization_config` share: how they say which part of a method is not served, and which modules
+are left out."""
 
 from __future__ import annotations
+
+import re
 
 
 class NotServedError(Exception):
@@ -10,3 +13,17 @@ class NotServedError(Exception):
 def require(condition: bool, what: str) -> None:
     if not condition:
         raise NotServedError(what)
+
+
+def described(weights: dict) -> str:
+    """Weights of a config group of compressed-tensors."""
+    names = ("num_bits", "type", "strategy", "group_size")
+    return "weights of " + ", ".join(
+        f"{name} {weights[name]}" for name in names if weights.get(name) is not None
+    )
+
+
+def kept_by_wildcards(options: dict) -> tuple[str, ...]:
+    """The modules that a quantization_config of ModelOpt leaves out, as expressions for names and what begins so."""
+    names = options.get("ignore") or options.get("exclude_modules") or ()
+    return tuple(re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)" for name in names)

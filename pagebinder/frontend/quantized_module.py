@@ -8,8 +8,8 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.linear.weight_formats import (
     codes_of_8_bits,
     dequantize,
+    in_8_bits,
     plain_scale,
-    weight_format,
 )
 
 # Modules whose weight is read as a matrix, not applied: latent attention splits it and multiplies queries with it.
@@ -44,13 +44,14 @@ class QuantizedLinear(torch.nn.Module):
             x = x.index_select(-1, self.order)
         return torch.ops.pagebinder.quantized_linear(x, self.codes, self.scale, self.bias, format=self.format)
 
-    def widen_6_bits(self) -> dict[str, str]:
-        """Have codes of 8 bits instead of 6; returns {the format: that of now}, or nothing where codes are others."""
-        old = self.format
-        if weight_format(old).bits != 6:
+    def widen_codes(self) -> dict[str, str]:
+        """Have codes of 8 bits instead of others that stand for integers, but that no GPU reads; returns {the format:
+        that of now}, or nothing where codes are others."""
+        old, new = self.format, in_8_bits(self.format)
+        if new is None:
             return {}
-        self.codes, self.format = codes_of_8_bits(self.codes, old)
-        return {old: self.format}
+        self.codes, self.format = codes_of_8_bits(self.codes, old), new
+        return {old: new}
 
     def weight(self) -> torch.Tensor:
         """The weight [N, K] that the codes stand for, float32."""

@@ -1,4 +1,4 @@
-"""Weights that no kernel of a GPU reads: in 6 bits, or in groups of fewer than 32, before a model goes there."""
+"""Weights that no kernel of a GPU reads, before a model goes there: in 6 bits, of tables, in groups below 32."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ REASON = "no kernel of a GPU reads {format}: it is expanded"
 
 
 def fit_for_gpu(model: torch.nn.Module, dtype: torch.dtype, result: PassResult) -> None:
-    """Codes of 6 bits get 8, which changes no number; modules with small groups get plain weights of `dtype`. Both is
-    said: matches of `result` are of other formats, or become refusals."""
+    """Codes that stand for integers get 8 bits, which changes no number; other modules get plain weights of `dtype`.
+    Both is said: matches of `result` are of other formats, or become refusals."""
     renamed = {
-        path: module.widen_6_bits()
+        path: module.widen_codes()
         for path, module in model.named_modules()
         if isinstance(module, QuantizedLinear | QuantizedExperts)
     }

@@ -23,7 +23,7 @@ from pagebinder.frontend.checkpoint_tensors import (
 )
 from pagebinder.frontend.model_kinds import SENTENCE_MODULES, auto_class, is_encoder_only, text_config
 from pagebinder.frontend.module_copy import copied
-from pagebinder.frontend.stored_format import stored_weights
+from pagebinder.frontend.stored_format import stored_weights, with_modelopt_options
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
 from pagebinder.frontend.unreadable import refuse_unreadable
 from pagebinder.frontend.unsupported import refuse_head
@@ -237,7 +237,8 @@ def _build(
     path: Path, config, config_dict: dict, dtype: torch.dtype | None, weights: bool
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The model, and the fields of its source that are about weights."""
-    stored = stored_weights(config_dict, f"{path}/config.json") or _stored_by_class(config, path)
+    said = with_modelopt_options(config_dict, path)
+    stored = stored_weights(said, f"{path}/config.json") or _stored_by_class(config, path)
     writer = writer_config(config)
     if stored is not None and writer is not config:
         raise CheckpointError(

@@ -1,10 +1,14 @@
 """How a checkpoint keeps its weights: `quantization_config` of config.json -> one of `Stored`, or None: plain.
 
-fp8_format.py, int_format.py and bnb_weights.py read the methods; any other is refused by name.
+fp8_format.py, int_format.py and bnb_weights.py read the methods; any other is refused by name. Older checkpoints of
+ModelOpt say it in a file of their own, hf_quant_config.json. A cache of keys and values that is said to be quantised
+is not: it has the dtype that `compile_model` is asked for.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from pagebinder.errors import CheckpointError
@@ -18,7 +22,8 @@ Stored = StoredFp8 | StoredInts | StoredTables
 SERVED = (
     "'fp8' (e4m3 in blocks of 128 x 128 or 1 x 32 or whole tensors; experts in fp8 or fp4), 'mxfp8' (1 x 32), "
     "'mxfp4', 'fbgemm_fp8', 'compressed-tensors' (e4m3 by tensor, channel or block of 128 x 128; integers of 3, "
-    "4 and 8 bits), 'gptq' (2, 3, 4 and 8 bits), 'awq' (gemm, gemv), 'auto-round' and 'bitsandbytes' (int8, nf4, fp4)"
+    "4 and 8 bits; nvfp4, mxfp4), 'modelopt' (FP8, NVFP4, W4A16_NVFP4), 'gptq' (2, 3, 4 and 8 bits), 'awq' (gemm, "
+    "gemv), 'auto-round' and 'bitsandbytes' (int8, nf4, fp4)"
 )
 
 
@@ -52,6 +57,23 @@ def stored_weights(config: dict[str, Any], where: str) -> Stored | None:
         ) from reason
 
 
+def with_modelopt_options(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The options of a config.json, and as its quantization_config what a hf_quant_config.json beside it says.
+
+    Raises:
+        CheckpointError: that file cannot be read.
+    """
+    file = path / "hf_quant_config.json"
+    if config.get("quantization_config") or not file.exists():
+        return config
+    try:
+        said = json.loads(file.read_text())
+        options = dict(said.get("quantization") or said)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return config | {"quantization_config": {"quant_method": "modelopt"} | options}
+
+
 def _compressed_tensors(options: dict) -> Stored:
     groups = list((options.get("config_groups") or {}).values())
     require(
@@ -60,10 +82,17 @@ def _compressed_tensors(options: dict) -> Stored:
     )
     require(not options.get("sparsity_config"), "a sparsity_config")
     require(not options.get("transform_config"), "a transform_config")
-    require(not options.get("kv_cache_scheme"), "a kv_cache_scheme")
     kept = tuple(map(_pattern, options.get("ignore") or ()))
-    are_ints = all(group["weights"].get("type", "int") == "int" for group in groups)
-    return (int_format if are_ints else fp8_format).compressed(options, groups, kept)
+    are_bytes = all(
+        group["weights"].get("type") == "float" and group["weights"].get("num_bits") == 8 for group in groups
+    )
+    return (fp8_format if are_bytes else int_format).compressed(options, groups, kept)
+
+
+def _modelopt(options: dict) -> Stored:
+    algorithm = str(options.get("quant_algo") or "").upper()
+    require(algorithm in _MODELOPT, f"quant_algo {options.get('quant_algo')!r}")
+    return _MODELOPT[algorithm](options)
 
 
 def _bitsandbytes(options: dict) -> Stored:
@@ -75,9 +104,16 @@ def _pattern(name: str) -> str:
     return name.removeprefix("re:")
 
 
+_MODELOPT = {
+    "FP8": fp8_format.modelopt,
+    "NVFP4": int_format.modelopt,
+    "W4A16_NVFP4": int_format.modelopt,
+}
 _READERS = {
     **FP8_READERS,
     **INT_READERS,
     "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
     "bitsandbytes": _bitsandbytes,
 }

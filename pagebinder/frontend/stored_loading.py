@@ -2,6 +2,7 @@
 
     from_pretrained
       build on meta        linear layers that are stored so -> LoadedFp8Linear, LoadedInts
+                           ... in nf4 -> LoadedTables
                            experts with a scale for 32 columns -> LoadedExperts
       load                 names, shards and merges as for plain weights; other experts, which it merges, are expanded
     finish                 Loaded... -> QuantizedLinear, or the layer with a plain weight; experts; one at a time
@@ -22,7 +23,7 @@ import torch
 
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend import bnb_weights
-from pagebinder.frontend.bnb_weights import StoredTables
+from pagebinder.frontend.bnb_weights import LoadedTables, StoredTables
 from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import GROUPED, OF_ACTIVATIONS, StoredFp8
@@ -43,7 +44,7 @@ from pagebinder.frontend.stored_format import Stored
 from pagebinder.report import Match, PassResult, Refusal
 
 METHOD = "pagebinder_stored"
-# Where a model keeps the paths of layers whose weights become plain as they are loaded.
+# Where a model keeps the layers whose weights become plain as they are loaded: path -> why.
 IN_TABLES = "_pagebinder_in_tables"
 PATTERN, EXPERTS = "quantized_linear", "quantized_moe_experts"
 CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
@@ -76,8 +77,12 @@ def loading_options(stored: Stored, path: Path) -> dict[str, Any]:
     if isinstance(stored, StoredInts):
         stored = _of_files(stored, shapes, dtypes)
     elif isinstance(stored, StoredTables):
-        owners = (name.removesuffix(".weight.absmax") for name in shapes if name.endswith(".weight.absmax"))
-        stored = replace(stored, layers=frozenset(map(tail, owners)))
+        blocks = {
+            tail(name.removesuffix(".weight.absmax")): shape[0]
+            for name, shape in shapes.items()
+            if name.endswith(".weight.absmax")
+        }
+        stored = replace(stored, layers=blocks)
     return {"quant_method": METHOD, "stored": stored}
 
 
@@ -154,12 +159,12 @@ def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> tuple[PassR
     def refuse(path: str, reason: str) -> None:
         result.refusals.append(Refusal(pattern=PATTERN, reason=reason, node="", module_path=path))
 
-    in_tables = model.__dict__.pop(IN_TABLES, ())
+    in_tables = model.__dict__.pop(IN_TABLES, {})
     # no modules: those that are replaced are let go, with their words
     paths = [path for path, _ in model.named_modules()]
     for path in paths:
         module = model.get_submodule(path)
-        if isinstance(module, LoadedFp8Linear | LoadedInts | LoadedBlocks):
+        if isinstance(module, LoadedFp8Linear | LoadedInts | LoadedTables | LoadedBlocks):
             served, what = module.finished(path)
             model.set_submodule(path, served)
             if isinstance(served, QuantizedLinear):
@@ -206,7 +211,7 @@ def _check_left(model: torch.nn.Module) -> None:
 def _why_plain(path: str, module: torch.nn.Module, stored: Stored | StoredBlocks, in_tables) -> str:
     if isinstance(stored, StoredBlocks):
         return stored.why_plain(path, module) or "it is stored plain"
-    return stored.said if path in in_tables else "it is stored plain"
+    return in_tables.get(path, "it is stored plain")
 
 
 def _of_experts(path: str, module: torch.nn.Module, stored: Stored | StoredBlocks, format: str | None) -> str:
@@ -241,12 +246,21 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     if isinstance(stored, StoredTables):
-        layers = (path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-        model.__dict__[IN_TABLES] = {
-            path
-            for path in layers
-            if (should_convert_module(path, kept) if stored.layers is None else tail(path) in stored.layers)
-        }
+        expanded = model.__dict__[IN_TABLES] = {}
+        for path, module in list(model.named_modules()):
+            if not isinstance(module, torch.nn.Linear):
+                continue
+            if stored.layers is None:
+                is_stored, num_blocks = should_convert_module(path, kept), None
+            else:
+                num_blocks = stored.layers.get(tail(path))
+                is_stored = num_blocks is not None
+            if not is_stored:
+                continue
+            if reason := stored.reason_against(path, module, num_blocks):
+                expanded[path] = reason
+            else:
+                model.set_submodule(path, LoadedTables(module))
         return
     experts, int_experts = experts_modules(model) if stored.experts else {}, {}
     if isinstance(stored, StoredInts):
@@ -305,7 +319,9 @@ def register() -> tuple[type, type, type]:
             stored = self.hf_quantizer.quantization_config.stored
             dtype, plain = model.get_parameter_or_buffer(full_layer_name).dtype, {}
             if isinstance(stored, StoredTables):
-                return _of_tables(input_dict, stored, dtype)
+                owner = model.get_submodule(full_layer_name.rpartition(".")[0])
+                shape = owner.replaced.weight.shape if isinstance(owner, LoadedTables) else None
+                return _of_tables(input_dict, stored, dtype, shape)
             if isinstance(stored, StoredInts):
                 owner = model.get_submodule(full_layer_name.rpartition(".")[0])
                 return _of_ints(input_dict, stored, dtype, getattr(owner, "format", None))
@@ -385,14 +401,20 @@ def _by_owner(found: dict[str, list], names) -> Iterator[tuple[str, dict[str, li
         yield owner, kinds, f"{owner}weight{end}"
 
 
-def _of_tables(found: dict[str, list], stored: StoredTables, dtype: torch.dtype) -> dict[str, list]:
-    """Tensors of bitsandbytes, or plain weights, by name and of each -> plain weights."""
+def _of_tables(
+    found: dict[str, list], stored: StoredTables, dtype: torch.dtype, shape: tuple[int, int] | None
+) -> dict[str, list]:
+    """Tensors of bitsandbytes, or plain weights, by name and of each -> plain weights; of a layer that keeps its
+    codes, and whose weight has that shape, what LoadedTables keeps."""
     made = {}
     for owner, kinds, weights in _by_owner(found, stored.names):
         made[weights] = plain = []
         for i in range(max(map(len, kinds.values()))):
             tensors = {kind: of_each[i] for kind, of_each in kinds.items() if i < len(of_each)}
             try:
+                if shape is not None:
+                    plain.append(bnb_weights.panel_bytes(tensors, shape))
+                    continue
                 is_plain = tensors.keys() == {"weight"}
                 plain.append(
                     tensors["weight"].to(dtype) if is_plain else bnb_weights.expanded(tensors, dtype)

@@ -15,8 +15,10 @@ from pagebinder.custom_ops.linear.weight_formats import (
     STORED_FORMATS,
     dequantize,
     error_bound,
-    pack_integers,
+    levels_shape,
+    pack_codes,
     packed_groups,
+    packed_levels,
     packed_shapes,
     quantize,
     scale_dtype,
@@ -129,6 +131,13 @@ def stored_weight(name: str, columns: int, inner: int, dtype=torch.float16):
     fmt, generator = weight_format(name), torch.Generator().manual_seed(columns)
     groups, half = inner // fmt.group, 1 << (fmt.bits - 1)
     codes = torch.randint(0, 2 * half, (columns, inner), generator=generator)
+    if fmt.is_float:
+        numbers = torch.tensor(fmt.table or [*E2M1_VALUES, *(-x for x in E2M1_VALUES)], dtype=torch.float32)
+        scale = ((torch.rand(columns, groups, generator=generator) + 0.5) * inner**-0.5 / numbers.max()).to(
+            dtype
+        )
+        weight = numbers[codes] * scale.float().repeat_interleave(fmt.group, dim=1)
+        return pack_codes(codes.to(torch.uint8), name), packed_groups(scale), weight.double()
     scale = ((torch.rand(columns, groups, generator=generator) + 0.5) * inner**-0.5 / half).to(dtype)
     zeros = torch.full((columns, groups), half)
     if fmt.is_shifted:
@@ -136,7 +145,7 @@ def stored_weight(name: str, columns: int, inner: int, dtype=torch.float16):
     shift = (half - zeros) * scale.float() if fmt.is_shifted else None
     each = [part.double().repeat_interleave(fmt.group, dim=1) for part in (zeros, scale)]
     stored = codes.to(torch.uint8) if fmt.bits == 4 else (codes - half).to(torch.int8)
-    return pack_integers(stored, name), packed_groups(scale, shift), (codes.double() - each[0]) * each[1]
+    return pack_codes(stored, name), packed_groups(scale, shift), (codes.double() - each[0]) * each[1]
 
 
 @pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16], ids=str)
@@ -166,6 +175,29 @@ def test_codes_of_checkpoints(ops, name, scales):
         assert torch.equal(gated(x, codes, scale, codes, scale, format=name, activation="relu2"), expected)
 
 
+def test_scales_of_nvfp4_in_two_levels(ops):
+    """All that e4m3 has: subnormal ones, zero; and numbers that differ by columns, as layers are merged."""
+    linear, linears, _ = ops
+    generator, columns, inner = torch.Generator().manual_seed(0), 96, 512
+    codes = torch.randint(0, 16, (columns, inner), generator=generator).to(torch.uint8)
+    lower = torch.randint(0, 0x7F, (columns, inner // 16), generator=generator).to(torch.uint8)
+    lower = lower.view(torch.float8_e4m3fn)
+    lower.view(torch.uint8)[:, ::5] %= 9
+    upper = (torch.rand(columns, 1, generator=generator) * inner**-0.5 / 900).expand(columns, inner // 256)
+    scale = packed_levels(upper, lower, "nvfp4")
+    assert tuple(scale.shape) == levels_shape(columns, inner, "nvfp4") and scale.dtype is torch.uint8
+    packed = pack_codes(codes, "nvfp4")
+    numbers = torch.tensor([*E2M1_VALUES, *(-x for x in E2M1_VALUES)])
+    weight = (numbers[codes.int()] * (upper[:, :1] * lower.float()).repeat_interleave(16, dim=1)).double()
+    assert torch.equal(dequantize(packed, scale, "nvfp4").double(), weight)
+    for rows in (1, 2, 3, 9, 40):
+        for dtype in (torch.bfloat16, torch.float32):
+            x, bias = operands(rows, columns, inner, dtype)
+            y = linear(x, packed, scale, bias, format="nvfp4")
+            assert_close(y, torch.nn.functional.linear(x.double(), weight, bias.double()))
+            assert torch.equal(linears(x, [packed] * 2, [scale] * 2, [bias] * 2, format="nvfp4")[1], y)
+
+
 @pytest.mark.parametrize("name", STORED_FORMATS)
 def test_the_same_bits_of_shifted_weights_in_any_batch(name):
     chosen = registered_providers()["cpu"]
@@ -184,7 +216,9 @@ def test_the_same_bits_of_shifted_weights_in_any_batch(name):
 
 
 @pytest.mark.parametrize("other", [float("nan"), float("inf"), 1e-35], ids=str)
-@pytest.mark.parametrize("name", ["int8", "int4_g64", "int6_g16", "uint4_g32", "uint8_g128"])
+@pytest.mark.parametrize(
+    "name", ["int8", "int4_g64", "int6_g16", "uint4_g32", "uint8_g128", "nvfp4", "nf4_g64", "iq4_g32"]
+)
 def test_other_rows_never_enter_a_row(linear, name, other):
     """Be they no numbers, or too small for integers to hold; kernels with AVX-512 then take floats for all rows."""
     codes, scale = quantize(weight_of(96, 640), name)
@@ -217,7 +251,7 @@ def test_int8_codes_of_checkpoints(linear):
     """With -128, which the formats that we choose ourselves do without."""
     codes = torch.randint(-128, 128, (64, 96), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     codes[:, :3], scale = -128, torch.rand(64, generator=torch.Generator().manual_seed(1)) / 1000
-    packed = pack_integers(codes, "int8")
+    packed = pack_codes(codes, "int8")
     assert torch.equal(dequantize(packed, torch.ones(64), "int8"), codes.float())
     for rows in (1, 4, 20):
         x, _ = operands(rows, 64, 96)

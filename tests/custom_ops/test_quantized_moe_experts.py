@@ -118,6 +118,9 @@ OF_CHECKPOINTS = (
     "uint4_g16",
     "int6_g16",
     "uint6_g32",
+    "nvfp4",
+    "nf4_g64",
+    "iq4_g32",
 )
 
 
@@ -153,7 +156,7 @@ def levels(scale: torch.Tensor, name: str, inner: int) -> torch.Tensor:
         return wide, narrow
 
     other = numbers(2, LEVEL_OFFSETS[fmt.bits]) if fmt.is_shifted else None
-    return packed_levels(*numbers(1, 1.0), other).unflatten(0, (experts, panels))
+    return packed_levels(*numbers(1, 1.0), name, other).unflatten(0, (experts, panels))
 
 
 @pytest.mark.parametrize(
@@ -167,6 +170,9 @@ def levels(scale: torch.Tensor, name: str, inner: int) -> torch.Tensor:
         "uint6_g32",
         "uint8_g32",
         "uint4_g32/int6_g16",
+        "nvfp4",
+        "iq4_g32",
+        "nvfp4/int6_g16",
     ],
 )
 def test_scales_of_two_levels(ops, name):
@@ -185,7 +191,14 @@ def test_scales_of_two_levels(ops, name):
             )
 
 
-MIXED = ("int4_g64/int8", "fp8_block/int4_g32", "int8_g32/mxfp4", "uint8_g16/int4_g64", "int6_g16/uint4_g32")
+MIXED = (
+    "int4_g64/int8",
+    "fp8_block/int4_g32",
+    "int8_g32/mxfp4",
+    "nvfp4/mxfp4",
+    "uint8_g16/int4_g64",
+    "int6_g16/uint4_g32",
+)
 
 
 @pytest.mark.parametrize("name", MIXED)

@@ -1,4 +1,5 @@
-"""Checkpoints that keep weights as integers: GPTQ, AWQ, AutoRound, compressed-tensors. No number is changed.
+"""Checkpoints that keep weights as integers or in 4 bits: GPTQ, AWQ, AutoRound, compressed-tensors, ModelOpt,
+bitsandbytes. No number is changed.
 
 What writes them here follows the tensors that these tools leave; docs/measurements.md says how files of the tools
 themselves were compared.
@@ -17,6 +18,8 @@ from safetensors.torch import load_file, save_file
 import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import explain_model
+from pagebinder.custom_ops.latent.small_floats import from_e2m1
+from pagebinder.custom_ops.linear.weight_formats import NF4_VALUES
 from pagebinder.frontend.bnb_weights import expanded
 from pagebinder.frontend.int_codes import unpacked
 from pagebinder.frontend.int_format import INT_READERS
@@ -41,7 +44,9 @@ def words(values: torch.Tensor, bits: int) -> torch.Tensor:
 class Chosen:
     """Codes, zero points and scales of a weight [N, K], and the plain weight that they stand for."""
 
-    def __init__(self, weight, *, bits, group, symmetric, order=False, dtype=torch.float16):
+    def __init__(
+        self, weight, *, bits=4, group, symmetric=True, order=False, dtype=torch.float16, e2m1=False
+    ):
         rows, columns = weight.shape
         generator = torch.Generator().manual_seed(rows)
         group, half = group or columns, 1 << (bits - 1)
@@ -56,7 +61,38 @@ class Chosen:
         if not symmetric:
             self.zeros = torch.randint(0, 2 * half, (rows, num_groups), generator=generator)
         self.codes = torch.randint(0, 2 * half, (rows, columns), generator=generator)
+        if e2m1:
+            self.scales = self.scales.float() * 4
+            self.plain = from_e2m1(self.codes)
+            return
         self.plain = (self.codes - self.zeros[:, self.groups]).float() * self.scales.float()[:, self.groups]
+
+
+def bytes_of_pairs(c: Chosen) -> torch.Tensor:
+    return (c.codes[:, ::2] + 16 * c.codes[:, 1::2]).to(torch.uint8)
+
+
+def nvfp4(c: Chosen, **_) -> dict[str, torch.Tensor]:
+    """Also with scales that are subnormal in e4m3, and 0."""
+    whole = 400 / c.scales.max() * 1.01
+    scales = (c.scales * whole).to(torch.float8_e4m3fn)
+    scales.view(torch.uint8)[::3, ::2] %= 8
+    c.plain = c.plain * (scales.float() / whole).repeat_interleave(16, dim=1)
+    return {"weight_packed": bytes_of_pairs(c), "weight_scale": scales, "weight_global_scale": whole[None]}
+
+
+def modelopt(c: Chosen, **_) -> dict[str, torch.Tensor]:
+    whole = c.scales.max() / 441
+    scales = (c.scales / whole).to(torch.float8_e4m3fn)
+    scales.view(torch.uint8)[::3, ::2] %= 8
+    c.plain = c.plain * (scales.float() * whole).repeat_interleave(16, dim=1)
+    return {"weight": bytes_of_pairs(c), "weight_scale": scales, "weight_scale_2": whole}
+
+
+def mxfp4(c: Chosen, **_) -> dict[str, torch.Tensor]:
+    exponents = torch.frexp(c.scales).exponent
+    c.plain = torch.ldexp(c.plain, exponents.repeat_interleave(32, dim=1))
+    return {"weight_packed": bytes_of_pairs(c), "weight_scale": (exponents + 127).to(torch.uint8)}
 
 
 def gptq(c: Chosen, *, v2=False, **_) -> dict[str, torch.Tensor]:
@@ -136,6 +172,12 @@ def compressed(form: str, bits: int, group: int | None, symmetric: bool) -> dict
     }
 
 
+def in_float4(form: str, group: int, strategy: str) -> dict:
+    options = compressed(form, 4, group, True)
+    options["config_groups"]["group_0"]["weights"] |= {"type": "float", "strategy": strategy}
+    return options | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+
+
 def by_gptq(bits, group, symmetric, **more) -> dict:
     return {
         "quant_method": "gptq",
@@ -148,6 +190,13 @@ def by_gptq(bits, group, symmetric, **more) -> dict:
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+OF_NVIDIA = {
+    "quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    "config_groups": {
+        "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]},
+    },
+}  # fmt: skip
 ROUNDED = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
 # name -> (how it is written, options of that, quantization_config, format that is served)
 G32 = dict(bits=4, group=32)
@@ -196,6 +245,14 @@ METHODS = {
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         "int8",
     ),
+    "nvfp4": (
+        nvfp4,
+        dict(group=16, e2m1=True),
+        in_float4("nvfp4-pack-quantized", 16, "tensor_group"),
+        "nvfp4",
+    ),
+    "modelopt": (modelopt, dict(group=16, e2m1=True), OF_NVIDIA, "nvfp4"),
+    "mxfp4": (mxfp4, dict(group=32, e2m1=True), in_float4("mxfp4-pack-quantized", 32, "group"), "mxfp4"),
     "int8": (int8, dict(bits=8, group=None, symmetric=True), None, "int8"),
 }
 
@@ -238,7 +295,9 @@ def qwen3(**sizes):
 
 
 def small(name: str):
-    """Groups of 64 need rows of a multiple of them."""
+    """Groups of 64 need rows of a multiple of them, two levels of scales rows of 256."""
+    if name == "modelopt":
+        return qwen3(hidden_size=256, intermediate_size=512, head_dim=64)
     return qwen3(hidden_size=192, intermediate_size=320) if "64" in METHODS[name][3] else qwen3()
 
 
@@ -271,7 +330,7 @@ def exact(folder, plain, **options):
     return compiled, tokens
 
 
-@pytest.mark.parametrize("name", ["gptq by activation", "awq"])
+@pytest.mark.parametrize("name", ["gptq by activation", "awq", "nvfp4", "modelopt"])
 def test_a_checkpoint_is_served_token_for_token(name, tmp_path):
     plain = save(small(name), tmp_path, name)
     compiled, tokens = exact(tmp_path, plain, verify="full")
@@ -313,17 +372,19 @@ def test_layers_of_other_sizes_are_read_from_the_files(tmp_path):
 
 def mixture(folder, name, change=None, **more):
     """A mixture's checkpoint whose experts are integers -> the model that it stands for."""
-    model = tiny_qwen3_moe(hidden_size=64, moe_intermediate_size=64)
+    width = 256 if name == "modelopt" else 64
+    model = tiny_qwen3_moe(hidden_size=width, moe_intermediate_size=width)
     model.save_pretrained(folder)
     write, how, _, _ = METHODS[name]
-    how = {**how, "group": 32, **more}
+    how = {**how, **({} if how.get("e2m1") else {"group": 32}), **more}
     tensors = load_file(folder / "model.safetensors")
     plain = dict(tensors)
     for key in list(tensors):
         if ".experts." in key:
             chosen = Chosen(tensors.pop(key), **how)
+            written = write(chosen, **how)
             plain[key] = chosen.plain
-            tensors |= {f"{key.removesuffix('.weight')}.{k}": t for k, t in write(chosen, **how).items()}
+            tensors |= {f"{key.removesuffix('.weight')}.{k}": t for k, t in written.items()}
     if change is not None:
         change(tensors, plain)
     write_to = functools.partial(save_file, filename=folder / "model.safetensors", metadata={"format": "pt"})
@@ -348,7 +409,9 @@ def loaded(folder):
 EXPERTS = "model.layers.1.mlp.experts"
 
 
-@pytest.mark.parametrize("name", ["auto-round", "awq", "packed", "gptq 8", "gptq 3"])
+@pytest.mark.parametrize(
+    "name", ["auto-round", "awq", "packed", "gptq 8", "gptq 3", "nvfp4", "modelopt", "mxfp4"]
+)
 def test_experts_keep_their_codes(name, tmp_path):
     expected = mixture(tmp_path, name)
     source = loaded(tmp_path)
@@ -361,7 +424,10 @@ def test_experts_keep_their_codes(name, tmp_path):
     assert match.pattern == "quantized_moe_experts" and METHODS[name][3] in match.detail
 
 
-@pytest.mark.parametrize("name", by_day(["awq", "auto-round", "packed", "gptq 8"], ("awq",)))
+@pytest.mark.parametrize(
+    "name",
+    by_day(["awq", "auto-round", "packed", "gptq 8", "nvfp4", "modelopt", "mxfp4"], ("awq", "modelopt")),
+)
 def test_experts_are_served_from_codes(name, tmp_path):
     expected = mixture(tmp_path, name)
     loaded(tmp_path)
@@ -418,7 +484,7 @@ def test_experts_with_zero_points_of_which_the_config_does_not_speak(tmp_path):
         source_from_dir(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq 8", "awq", "packed asymmetric", "int8"])
+@pytest.mark.parametrize("name", ["gptq", "gptq 8", "awq", "packed asymmetric", "int8", "nvfp4", "modelopt"])
 def test_explain_shows_the_format_without_weights(name, tmp_path):
     save(small(name), tmp_path, name)
     (tmp_path / "model.safetensors").unlink()
@@ -576,7 +642,12 @@ REFUSED = {
     "gemv_fast": (AWQ | {"version": "gemv_fast"}, "version 'gemv_fast'"),
     "packing": (ROUNDED | {"packing_format": "auto_round:llm_compressor"}, "packing_format"),
     "6 bits": (compressed("pack-quantized", 6, 32, True), "num_bits 6 as pack-quantized"),
-    "formats": (compressed("nvfp4-pack-quantized", 4, 16, True), "format 'nvfp4-pack-quantized'"),
+    "formats": (compressed("marlin-24", 4, 16, True), "format 'marlin-24'"),
+    "integers": (compressed("nvfp4-pack-quantized", 4, 16, True), "weights of num_bits 4, type int"),
+    "larger groups": (in_float4("nvfp4-pack-quantized", 32, "tensor_group"), "group_size 32"),
+    "floats as words": (in_float4("pack-quantized", 16, "group"), "weights of num_bits 4, type float"),
+    "scaled inputs": (OF_NVIDIA | {"quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ'"),
+    "groups of NVIDIA": (OF_NVIDIA | {"config_groups": {}, "group_size": 32}, r"group_size \[32\]"),
 }
 
 
@@ -591,13 +662,15 @@ def test_variants_that_are_not_served_are_refused_by_name(name, tmp_path):
             source_from_dir(tmp_path, weights=weights)
 
 
-def in_table(weight: torch.Tensor, nested: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def in_table(
+    weight: torch.Tensor, nested: bool, block: int = 64
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Tensors of bitsandbytes' nf4, by what their names add to the weight's, and the weight that they stand for."""
     generator = torch.Generator().manual_seed(weight.numel())
     codes = torch.randint(0, 16, (weight.numel(),), generator=generator)
-    table = torch.linspace(-1, 1, 16) ** 3
-    state = {"shape": list(weight.shape), "blocksize": 64}
-    absmax = torch.rand(-(-weight.numel() // 64), generator=generator) * weight.abs().max()
+    table = torch.tensor(NF4_VALUES)
+    state = {"shape": list(weight.shape), "blocksize": block}
+    absmax = torch.rand(-(-weight.numel() // block), generator=generator) * weight.abs().max()
     tensors = {"": (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None], ".quant_map": table}
     if nested:
         of_blocks = torch.randint(0, 256, absmax.shape, generator=generator)
@@ -615,7 +688,7 @@ def in_table(weight: torch.Tensor, nested: bool) -> tuple[dict[str, torch.Tensor
     tensors[".quant_state.bitsandbytes__nf4"] = torch.tensor(
         list(json.dumps(state).encode()), dtype=torch.uint8
     )
-    return tensors, (table[codes] * absmax.repeat_interleave(64)[: len(codes)]).view_as(weight)
+    return tensors, (table[codes] * absmax.repeat_interleave(block)[: len(codes)]).view_as(weight)
 
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -649,10 +722,115 @@ def test_tables_of_bitsandbytes_are_expanded_and_said(nested, tmp_path):
         assert torch.equal(source.module.get_parameter(key), parameter), key
     reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
     assert reasons["lm_head"] == "it is stored plain" and "nf4" in reasons[EXPERTS]
-    assert all("nf4: its weight is expanded" in reasons[path] for path in linear)
+    assert all("nf4: its weight is expanded" in reasons[path] for path in linear if "o_proj" not in path)
     (tmp_path / "model.safetensors").unlink()
     (result,) = [p for p in explain_model(tmp_path).report.passes if p.name == "stored_weights"]
     assert {r.reason for r in result.refusals} == {*reasons.values()}
+
+
+def save_in_tables(folder, nested=False, block=64, change=None):
+    """A model of which a layer has rows that no blocks fit -> the model that its codes stand for."""
+    model = qwen3(hidden_size=192, intermediate_size=320, num_hidden_layers=2)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and path != "lm_head":
+            name = f"{path}.weight"
+            written, module.weight.data = in_table(tensors.pop(name), nested, block)
+            tensors |= {name + kind: tensor for kind, tensor in written.items()}
+    if change is not None:
+        change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": NF4}))
+    return model
+
+
+@pytest.mark.parametrize(("nested", "block", "served"), [(False, 64, 14), (True, 64, 14), (True, 128, 2)])
+def test_layers_in_nf4_keep_their_codes(nested, block, served, tmp_path):
+    """192 and 320 columns are no whole blocks of 128, those of o_proj are."""
+    plain = save_in_tables(tmp_path, nested, block)
+    source = source_from_dir(tmp_path)
+    layers = {p: m for p, m in source.module.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(layers) == served and {m.format for m in layers.values()} == {"nf4_g64"}
+    for path, module in plain.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            got = source.module.get_submodule(path)
+            assert torch.equal(got.weight() if path in layers else got.weight, module.weight)
+    if block == 64:
+        (tmp_path / "saved").mkdir()
+        compiled, tokens = exact(tmp_path, plain, verify="full")
+        compiled.save(tmp_path / "saved")
+        assert tokens_of(pagebinder.load(tmp_path / "saved")) == tokens
+
+
+TABLES = {
+    "another table": ("quant_map", lambda t: t + 0.01, "its table is not that of nf4"),
+    "NaN": ("absmax", lambda t: t * float("nan"), "a scale is NaN"),
+    "fewer codes": ("", lambda t: t[:-64], "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_layers_in_nf4_that_cannot_be_served_are_errors(name, tmp_path):
+    kind, change, message = TABLES[name]
+    path = f"model.layers.1.mlp.up_proj.weight{'.' if kind else ''}{kind}"
+    save_in_tables(tmp_path, change=lambda tensors: tensors.update({path: change(tensors[path])}))
+    with pytest.raises(CheckpointError, match=f"up_proj.weight cannot be read.*{message}|{message}"):
+        source_from_dir(tmp_path)
+
+
+def test_what_modelopt_says_in_a_file_of_its_own(tmp_path):
+    plain = save(small("modelopt"), tmp_path, "modelopt")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = {
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_*"],
+    }
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    for path, layer in source_from_dir(tmp_path).module.named_modules():
+        if isinstance(layer, torch.nn.Linear | QuantizedLinear) and path != "lm_head":
+            assert layer.format == "nvfp4" and torch.equal(layer.weight(), plain.get_submodule(path).weight)
+    (result,) = [p for p in explain_model(tmp_path).report.passes if p.name == "stored_weights"]
+    assert len(result.matches) == 14 and {r.module_path for r in result.refusals} == {"lm_head"}
+    beside.write_text("[")
+    with pytest.raises(CheckpointError, match="hf_quant_config.json cannot be read"):
+        source_from_dir(tmp_path)
+
+
+def test_two_levels_of_compressed_tensors_are_exact_to_a_rounding_of_float32(tmp_path):
+    plain = save(small("modelopt"), tmp_path, "nvfp4")
+    for path, layer in source_from_dir(tmp_path).module.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            assert layer.scale.dtype is torch.uint8
+            torch.testing.assert_close(layer.weight(), plain.get_submodule(path).weight, rtol=2**-22, atol=0)
+
+
+FLOAT4 = {
+    "no global scale": (lambda t: t.pop(f"{NAME}.weight_scale_2"), "weight_scale_2|no linear layer"),
+    "no scales": (lambda t: t.pop(f"{NAME}.weight_scale"), "weight_scale, which is missing"),
+    "NaN": (lambda t: t[f"{NAME}.weight_scale"].view(torch.uint8).fill_(0x7F), "a scale is NaN"),
+    "infinity": (lambda t: t[f"{NAME}.weight_scale_2"].fill_(float("inf")), "a scale is NaN or infinity"),
+    "two of them": (lambda t: t.update({f"{NAME}.weight_scale_2": torch.ones(2)}), "one number is read"),
+    "scales of others": (
+        lambda t: t.update({f"{NAME}.weight_scale": t[f"{NAME}.weight_scale"].float()}),
+        "is stored as F32; F8_E4M3 is read",
+    ),
+    "fewer rows": (lambda t: t.update({f"{NAME}.weight": t[f"{NAME}.weight"][:64]}), r"\[64, 256\]"),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT4)
+def test_float4_that_contradicts_itself_is_an_error(name, tmp_path):
+    change, message = FLOAT4[name]
+    save(qwen3(num_hidden_layers=1, hidden_size=256), tmp_path, "modelopt", change=change)
+    with pytest.raises(CheckpointError, match=message):
+        source_from_dir(tmp_path)
 
 
 def test_tables_that_contradict_themselves_are_errors(tmp_path):

@@ -89,6 +89,19 @@ PB_INLINE VF one_of_8(const float* table, VI index) {
 #endif
 }
 
+// table[index] of each lane, index 0 .. 15.
+PB_INLINE VF one_of_16(const float* table, VU index) {
+#if defined(__AVX512F__)
+  return bit_cast<VF>(_mm512_permutexvar_ps(bit_cast<__m512i>(index), _mm512_loadu_ps(table)));
+#elif defined(__AVX2__)
+  const __m256 lower = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), bit_cast<__m256i>(index));
+  const __m256 upper = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), bit_cast<__m256i>(index));
+  return bit_cast<VF>(_mm256_blendv_ps(lower, upper, bit_cast<__m256>(index << 28)));
+#else
+  return gather(table, bit_cast<VI>(index));
+#endif
+}
+
 // Keeps a product from being merged with the addition behind it, which would round once instead of twice.
 PB_INLINE VF unfused(VF x) {
 #if defined(__x86_64__)

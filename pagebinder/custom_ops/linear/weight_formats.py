@@ -1,4 +1,4 @@
-"""Formats of quantised weights: numbers, scales and the order in memory. Plain PyTorch, on any device.
+"""Formats of quantised weights: numbers and scales. Plain PyTorch, on any device.
 
     format       code               scale of                       scale tensor            bits per weight
     fp8          e4m3               a row (output channel)         [N] float32             8
@@ -18,6 +18,9 @@ them; float32 doubles what there is beyond the bits of codes:
     uint6_gG     the same, shifted  G = 16, 32 neighbours          [N/32, K/G, 2, 32]      8, 7
     int8_gG      -128 ... 127       G = 16, 32, 64, 128            [N/32, K/G, 32]         9, 8.5, 8.25, 8.125
     uint8_gG     the same, shifted  G = 16, 32, 64, 128            [N/32, K/G, 2, 32]      10, 9, 8.5, 8.25
+    nvfp4        e2m1               16 neighbours                  [N/32, K/16, 32]        5
+    nf4_g64      of a table         64 neighbours                  [N/32, K/64, 32]        4.25
+    iq4_g32      of a table         32 neighbours                  [N/32, K/32, 32]        4.5
 
 Of shifted formats a group has a scale [.., 0, :] and a shift [.., 1, :]: a weight is code * scale + shift. Codes
 0 ... 15 with a zero point z, as AWQ has them, are codes less 8 with the shift (8 - z) * scale.
@@ -27,22 +30,19 @@ integer for each group. They are bytes then, uint8 [N/32, K/256, .]; of 32 rows
 
     d  float16    [m  float16]     and of each group    s  int8    [t  int8]        in brackets: of shifted formats
 
-and a scale is d s, a shift LEVEL_OFFSETS[bits] d s - m t.
+and a scale is d s, a shift LEVEL_OFFSETS[bits] d s - m t. Those of nvfp4, d float32 and s e4m3, are what checkpoints
+have: 4.6 bits a weight.
 
 e2m1 is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6; with powers of two as scales it is OCP's MXFP4 ("OCP
-Microscaling Formats (MX) Specification", version 1.0), so weights that were stored so are packed without loss.
+Microscaling Formats (MX) Specification", version 1.0), so weights that were stored so are packed without loss. The
+table of nf4 has 16 quantiles of a normal distribution (Dettmers et al. 2023, QLoRA), in the float32 of bitsandbytes,
+that of iq4 16 integers (llama.cpp's IQ4_NL and IQ4_XS).
 
 A weight [N, K] is its codes times their scales, and shifts. Only e4m3 codes that are zero or normal numbers are used:
 what is below 2^-6 of the scale, 0.003 % of the largest weight, becomes 0 or 2^-6. So moving a code's bits makes it
 bfloat16.
 
-Codes are packed as [N/32 panels, K/32 steps, 2, bytes], tiles of 32 k x 16 columns in lines of 64 bytes:
-
-    8 bits   lane n of line L (4 bytes):     k = 4L + 0, 2, 1, 3 of column n
-    4 bits   lane n of line L (8 nibbles):   k = 8L + 0, 2, 4, 6, 1, 3, 5, 7 of column n; a nibble is the code + 8,
-                                             or e2m1 as it is
-    6 bits   of each 16 k two lines of the lower 4 bits of the code + 32, as above, and one of the upper ones:
-             lane n (16 times 2 bits)        k = 0, 2, ... 14, 1, 3, ... 15 of column n
+Codes are packed as [N/32 panels, K/32 steps, 2, bytes], see `code_order`; a nibble of int4 is the code + 8.
 """
 
 from __future__ import annotations
@@ -53,9 +53,16 @@ import torch
 
 from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
 from pagebinder.custom_ops.latent.small_floats import from_e2m1, to_e2m1
+from pagebinder.custom_ops.linear.code_order import (
+    PACK,
+    PANEL,
+    STEP,
+    UNPACK,
+    pack_4,
+    pack_8,
+    unpack_8,
+)
 
-PANEL = 32  # columns; N must be a multiple of it
-STEP = 32  # k; K must be a multiple of it
 BLOCK = 128
 E4M3_MAX, E4M3_SMALLEST_NORMAL = 448.0, 2.0**-6
 SLICE_ELEMENTS = 1 << 24  # of a weight that are quantised at once: what its float32 copies may hold
@@ -64,18 +71,26 @@ INT4_SHRINKS = (1.0, 0.93, 0.86, 0.79)
 LEVEL_SPAN = 256  # neighbours that share the upper of two levels of scales
 LEVEL_OFFSETS = {4: 8, 6: 16, 8: 16}
 LEAST_EXPONENT = -126  # of a scale: bf16's smallest normal number
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+    0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """`bits`: of a code. `group`: weights of a row that share a scale, None = all. `is_float`: codes are numbers with
-    an exponent of their own. `is_shifted`: a group has a shift beside its scale."""
+    """`bits`: of a code. `group`: weights of a row that share a scale, None = all. `is_float`: codes are no integers.
+    `is_shifted`: a group has a shift beside its scale. `upper`, `lower`: dtypes of two levels of scales."""
 
     name: str
     bits: int
     group: int | None = None
     is_float: bool = False
     is_shifted: bool = False
+    upper: torch.dtype = torch.float16
+    lower: torch.dtype = torch.int8
 
     @property
     def multiple_of(self) -> int:
@@ -87,9 +102,16 @@ class WeightFormat:
         """Why no kernel of a GPU reads it; None: one does."""
         if self.bits == 6:
             return "codes are bytes or halves of them there"
+        if self.table is not None:
+            return "codes are numbers there, not places in a table"
         if (self.group or STEP) < STEP:
             return f"{self.group} weights share a scale, {STEP} are taken at a time"
         return None
+
+    @property
+    def table(self) -> tuple[float, ...] | None:
+        """What the codes of 4 bits stand for, if that is in a table of its own."""
+        return _TABLES.get(self.name)
 
     @property
     def has_groups(self) -> bool:
@@ -109,12 +131,16 @@ FORMATS = {  # that CompileConfig.quantization offers
         WeightFormat("mxfp4", 4, 32, is_float=True),
     )
 }
+_TABLES = {"nf4_g64": NF4_VALUES, "iq4_g32": IQ4_VALUES}
 STORED_GROUPS = (128, 64, 32, 16)
 STORED_FORMATS = {  # of linear layers whose checkpoint has them
     f.name: f
     for f in (
         WeightFormat("int4_g128", 4, 128),
         WeightFormat("int4_g16", 4, 16),
+        WeightFormat("nvfp4", 4, 16, is_float=True, upper=torch.float32, lower=torch.float8_e4m3fn),
+        WeightFormat("nf4_g64", 4, 64, is_float=True),
+        WeightFormat("iq4_g32", 4, 32, is_float=True),
         *(WeightFormat(f"int6_g{group}", 6, group) for group in (32, 16)),
         *(WeightFormat(f"uint6_g{group}", 6, group, is_shifted=True) for group in (32, 16)),
         *(WeightFormat(f"uint4_g{group}", 4, group, is_shifted=True) for group in STORED_GROUPS),
@@ -163,6 +189,14 @@ def packed_shapes(num_columns: int, inner: int, name: str) -> tuple[tuple[int, .
     return codes, ((1,) if name == "fp8_tensor" else (num_columns,))
 
 
+def levels_shape(num_columns: int, inner: int, name: str) -> tuple[int, ...]:
+    """Of a scale tensor of two levels, uint8."""
+    fmt = weight_format(name)
+    of_group = fmt.lower.itemsize * LEVEL_SPAN // fmt.group
+    num_bytes = PANEL * (2 if fmt.is_shifted else 1) * (fmt.upper.itemsize + of_group)
+    return num_columns // PANEL, inner // LEVEL_SPAN, num_bytes
+
+
 def scale_dtype(name: str) -> torch.dtype:
     """Of the scales that `quantize` chooses."""
     return torch.bfloat16 if weight_format(name).has_groups else torch.float32
@@ -201,16 +235,14 @@ def dequantize(qweight: torch.Tensor, scale: torch.Tensor, name: str) -> torch.T
     """(packed codes, scale) -> the weight [N, K] that they stand for, in float32, exactly."""
     fmt = weight_format(name)
     if fmt.has_groups:
-        codes = _UNPACK[fmt.bits](qweight)
-        values = (
-            from_e2m1(codes) if fmt.is_float else codes.view(torch.int8).float() - (8 if fmt.bits == 4 else 0)
-        )
+        codes = UNPACK[fmt.bits](qweight)
+        values = _numbers(codes, fmt)
         parts = plain_scale(scale, name)
         if fmt.is_shifted:
             scale, shift = (_of_groups(part, fmt.group) for part in parts.unbind(2))
             return values * scale + shift
         return values * _of_groups(parts, fmt.group)
-    codes = _unpack_8(qweight)
+    codes = unpack_8(qweight)
     values = codes.view(torch.int8 if name == "int8" else torch.float8_e4m3fn).float()
     return values * scale_of_each(scale, values.shape)
 
@@ -231,12 +263,12 @@ def pack_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
     for part, to in zip(weight.split(rows), packed.split(rows // PANEL)):
         values = part.float()
         num_subnormal += int(((values != 0) & (values.abs() < E4M3_SMALLEST_NORMAL)).sum())
-        to.copy_(_pack_8(_e4m3(values)))
+        to.copy_(pack_8(_e4m3(values)))
     return packed, num_subnormal
 
 
-def pack_integers(codes: torch.Tensor, name: str) -> torch.Tensor:
-    """codes [N, K] as others made them: int8, or uint8 0 ... 15, which are integers of 4 bits plus 8 -> packed codes.
+def pack_codes(codes: torch.Tensor, name: str) -> torch.Tensor:
+    """codes [N, K] as others made them -> packed: int8, or uint8 0 ... 15: integers plus 8, e2m1 or nf4 as they are.
 
     Raises:
         ValueError: sizes that cannot be packed.
@@ -245,20 +277,29 @@ def pack_integers(codes: torch.Tensor, name: str) -> torch.Tensor:
         raise ValueError(problem)
     packed = empty_codes(packed_shapes(*codes.shape, name)[0], codes.device)
     rows = max(PANEL, SLICE_ELEMENTS // codes.shape[1] // PANEL * PANEL)
-    pack = _PACK[weight_format(name).bits]
+    pack = PACK[weight_format(name).bits]
     for part, to in zip(codes.view(torch.uint8).split(rows), packed.split(rows // PANEL)):
         to.copy_(pack(part))
     return packed
 
 
-def codes_of_8_bits(codes: torch.Tensor, name: str) -> tuple[torch.Tensor, str]:
-    """Packed codes of 6 bits, of a weight or a stack of them -> the same numbers in 8 bits, and that format."""
+def in_8_bits(name: str) -> str | None:
+    """Of codes of 6 bits or of a table that stand for integers, the format that has these in 8 bits; else None."""
+    fmt = weight_format(name)
+    if fmt.bits != 6 and name != "iq4_g32":
+        return None
+    return name.replace("int6", "int8").replace("iq4", "int8")
+
+
+def codes_of_8_bits(codes: torch.Tensor, name: str) -> torch.Tensor:
+    """Packed codes of a weight, or of a stack of them, in a format of which `in_8_bits` knows another -> in that."""
+    fmt = weight_format(name)
     *outer, panels, steps, halves, num_bytes = codes.shape
-    wide = empty_codes((*outer, panels, steps, halves, num_bytes // 3 * 4), codes.device)
+    wide = empty_codes((*outer, panels, steps, halves, num_bytes * 8 // fmt.bits), codes.device)
     if not codes.is_meta:
         for one, to in zip(codes.flatten(0, -4).split(BLOCK), wide.flatten(0, -4).split(BLOCK)):
-            to.copy_(_pack_8(_unpack_6(one)))
-    return wide, name.replace("int6", "int8")
+            to.copy_(pack_8(_integers(UNPACK[fmt.bits](one), fmt)))
+    return wide
 
 
 def packed_groups(scale: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
@@ -272,13 +313,16 @@ def packed_groups(scale: torch.Tensor, shift: torch.Tensor | None = None) -> tor
 
 
 def packed_levels(
-    wide: torch.Tensor, narrow: torch.Tensor, other: tuple[torch.Tensor, torch.Tensor] | None = None
+    wide: torch.Tensor,
+    narrow: torch.Tensor,
+    name: str,
+    other: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """d [N, K/256] and s [N, G] integers -> the scale tensor of two levels; `other`: m and t, of shifted formats."""
-    pairs = [(wide, narrow)] + ([] if other is None else [other])
+    """d [N, K/256] and s [N, G] -> the scale tensor of two levels; `other`: m and t, of shifted formats."""
+    pairs, fmt = [(wide, narrow)] + ([] if other is None else [other]), weight_format(name)
     spans = wide.shape[1]
-    upper = torch.stack([_packed_groups(d.half()) for d, _ in pairs], 2)  # [N/32, K/256, parts, 32]
-    lower = torch.stack([_packed_groups(s.to(torch.int8)) for _, s in pairs], 2).unflatten(1, (spans, -1))
+    upper = torch.stack([_packed_groups(d.to(fmt.upper)) for d, _ in pairs], 2)  # [N/32, K/256, parts, 32]
+    lower = torch.stack([_packed_groups(s.to(fmt.lower)) for _, s in pairs], 2).unflatten(1, (spans, -1))
     return torch.cat(
         (upper.view(torch.uint8).flatten(2), lower.view(torch.uint8).flatten(2)), dim=2
     ).contiguous()
@@ -290,9 +334,10 @@ def plain_scale(scale: torch.Tensor, name: str) -> torch.Tensor:
         return scale
     fmt = weight_format(name)
     parts = 2 if fmt.is_shifted else 1
-    upper, lower = scale.split((2 * parts * PANEL, scale.shape[-1] - 2 * parts * PANEL), dim=-1)
-    wide = upper.contiguous().view(torch.float16).float().unflatten(-1, (1, parts, PANEL))
-    products = wide * lower.contiguous().view(torch.int8).float().unflatten(-1, (-1, parts, PANEL))
+    in_front = fmt.upper.itemsize * parts * PANEL
+    upper, lower = scale.split((in_front, scale.shape[-1] - in_front), dim=-1)
+    wide = upper.contiguous().view(fmt.upper).float().unflatten(-1, (1, parts, PANEL))
+    products = wide * lower.contiguous().view(fmt.lower).float().unflatten(-1, (-1, parts, PANEL))
     products = products.flatten(-4, -3)  # [..., N/32, K/G, parts, 32]
     if not fmt.is_shifted:
         return products.squeeze(-2).contiguous()
@@ -331,7 +376,7 @@ def _quantize_slice(w: torch.Tensor, name: str, whole: torch.Tensor | None):
     """w [n, K] float32 -> (packed codes, scale) of these rows; `whole`: the one scale of fp8_tensor."""
     fmt = weight_format(name)
     if fmt.has_groups:
-        groups, pack = w.unflatten(1, (-1, fmt.group)), _PACK[fmt.bits]
+        groups, pack = w.unflatten(1, (-1, fmt.group)), PACK[fmt.bits]
         if fmt.is_shifted:
             codes, scale, shift = _shifted(groups, fmt.bits)
             return pack(codes.flatten(1)), torch.stack([_packed_groups(p) for p in (scale, shift)], 2)
@@ -340,18 +385,21 @@ def _quantize_slice(w: torch.Tensor, name: str, whole: torch.Tensor | None):
             scale = _scale_to(groups.abs().amax(2), half - 1).bfloat16()
             codes = (groups / scale.float()[..., None]).round_().clamp_(-half, half - 1).to(torch.int8)
             return pack(codes.flatten(1).view(torch.uint8)), _packed_groups(scale)
-        codes, scale = (_mxfp4 if fmt.is_float else _int4)(groups)
-        return _pack_4(codes.flatten(1)), _packed_groups(scale)
+        if fmt.table is not None:
+            codes, scale = _nearest(groups, fmt.table)
+        else:
+            codes, scale = _OF_4_BITS.get(name, _int4)(groups)
+        return pack_4(codes.flatten(1)), _packed_groups(scale)
     if name == "int8":
         scale = _scale_to(w.abs().amax(1), 127)
-        return _pack_8((w / scale[:, None]).round().to(torch.int8).view(torch.uint8)), scale
+        return pack_8((w / scale[:, None]).round().to(torch.int8).view(torch.uint8)), scale
     if name == "fp8_block":
         padded = torch.nn.functional.pad(w, (0, -w.shape[1] % BLOCK, 0, -w.shape[0] % BLOCK))
         blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
         scale = _scale_to(blocks.abs().amax((1, 3)), E4M3_MAX)
-        return _pack_8(_e4m3(w / _of_blocks(scale, w.shape))), scale
+        return pack_8(_e4m3(w / _of_blocks(scale, w.shape))), scale
     scale = _scale_to(w.abs().amax(1), E4M3_MAX) if whole is None else whole.expand(len(w))
-    return _pack_8(_e4m3(w / scale[:, None])), scale
+    return pack_8(_e4m3(w / scale[:, None])), scale
 
 
 def _scale_to(amax: torch.Tensor, largest: float) -> torch.Tensor:
@@ -428,71 +476,37 @@ def _mxfp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return best[0], best[1].squeeze(2).bfloat16()
 
 
-# ---- order in memory -------------------------------------------------------------------------------------------
+def _nvfp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """groups [n, G, g] float32 -> (e2m1 codes uint8, scale [n, G] bf16 that reaches the largest weight)."""
+    scale = _scale_to(groups.abs().amax(2), 6.0).bfloat16()
+    return to_e2m1(groups / scale.float()[..., None]), scale
 
 
-def _lines(words: torch.Tensor, in_step: int) -> torch.Tensor:
-    """int32 [N, K / 32 * in_step], what a row has in each line of a tile -> bytes [panel, step, half, line]."""
-    tiles = words.reshape(-1, 2, PANEL // 2, words.shape[1] // in_step, in_step)
-    return tiles.permute(0, 3, 1, 4, 2).contiguous().view(torch.uint8).flatten(3)
+def _nearest(groups: torch.Tensor, table: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """groups [n, G, g] float32 -> (codes uint8 of the nearest numbers of a table, scale [n, G] bf16; 0 for zeros)."""
+    scale = (groups.abs().amax(2, keepdim=True) / table[-1]).bfloat16()
+    values = torch.tensor(table, device=groups.device, dtype=torch.float32)
+    numbers = groups / torch.where(scale == 0, 1.0, scale.float())
+    return torch.bucketize(numbers, values[1:] / 2 + values[:-1] / 2).byte(), scale.squeeze(2)
 
 
-def _from_tiles(tiles: torch.Tensor) -> torch.Tensor:
-    """[panel, half, column, step, ...] -> [N, K]."""
-    return tiles.reshape(tiles.shape[0] * PANEL, -1)
+_OF_4_BITS = {"mxfp4": _mxfp4, "nvfp4": _nvfp4}
 
 
-def _pack_8(codes: torch.Tensor) -> torch.Tensor:
-    words = codes.contiguous().view(torch.int32)  # bytes of k = 4 line + 0, 1, 2, 3
-    swapped = words >> 8 & 0xFF00 | words << 8 & 0xFF0000  # 2 and 1
-    return _lines(words & ~0xFFFF00 | swapped, 8)
+def _numbers(codes: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """What unpacked codes uint8 stand for, float32."""
+    if fmt.table is not None:
+        return torch.tensor(fmt.table, device=codes.device, dtype=torch.float32)[codes.int()]
+    if fmt.is_float:
+        return from_e2m1(codes)
+    return codes.view(torch.int8).float() - (8 if fmt.bits == 4 else 0)
 
 
-def _unpack_8(packed: torch.Tensor) -> torch.Tensor:
-    lines = packed.unflatten(3, (8, PANEL // 2, 2, 2))
-    return _from_tiles(lines.permute(0, 2, 4, 1, 3, 6, 5))
-
-
-def _pack_4(codes: torch.Tensor) -> torch.Tensor:
-    eight = codes.contiguous().view(torch.int64)  # bytes of k = 8 line + 0 ... 7
-    even, odd = (
-        nibbles | nibbles >> 12  # the first two in byte 0, the others in byte 4
-        for nibbles in (eight & 0x000F000F000F000F, eight >> 8 & 0x000F000F000F000F)
-    )
-    even, odd = ((pairs & 0xFF | pairs >> 24 & 0xFF00).to(torch.int32) for pairs in (even, odd))
-    return _lines(even | odd << 16, 4)
-
-
-def _unpack_4(packed: torch.Tensor) -> torch.Tensor:
-    lines = packed.unflatten(3, (4, PANEL // 2, 2, 2))
-    nibbles = torch.stack((lines & 15, lines >> 4), dim=-1).flatten(-2)
-    return _from_tiles(nibbles.permute(0, 2, 4, 1, 3, 6, 5))
-
-
-def _pack_6(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes of two's complement."""
-    whole = codes.contiguous() + 32  # 0 ... 63
-    lower = _pack_4(whole & 15).unflatten(3, (2, -1))
-    eight = (whole >> 4).view(torch.int64)  # bytes of k = 0 ... 7
-    even, odd = (
-        (pairs | pairs >> 14 | pairs >> 28 | pairs >> 42).to(torch.uint8)  # four pairs of bits
-        for pairs in (eight & 0x0003000300030003, eight >> 8 & 0x0003000300030003)
-    )
-    halves = torch.stack((even.unflatten(1, (-1, 2)), odd.unflatten(1, (-1, 2))), dim=2)  # [N, K / 16, 2, 2]
-    upper = _lines(halves.flatten(2).view(torch.int32).squeeze(2), 2).unflatten(3, (2, -1))
-    return torch.cat((lower, upper), dim=4).flatten(3)
-
-
-def _unpack_6(packed: torch.Tensor) -> torch.Tensor:
-    lower, upper = packed.unflatten(3, (2, -1)).split((PANEL // 2 * 8, PANEL // 2 * 4), dim=4)
-    lanes = upper.unflatten(4, (PANEL // 2, 2, 2))  # [panel, step, tile, half, column, k odd, four of them]
-    pairs = torch.stack([lanes >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(-2)
-    high = _from_tiles(pairs.permute(0, 2, 4, 1, 3, 6, 5))
-    return (_unpack_4(lower.flatten(3)) | high << 4) - 32
-
-
-_PACK = {4: _pack_4, 6: _pack_6, 8: _pack_8}
-_UNPACK = {4: _unpack_4, 6: _unpack_6, 8: _unpack_8}
+def _integers(codes: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """The same as uint8 that are int8 in two's complement, of codes of 6 bits and of tables."""
+    if fmt.table is None:
+        return codes
+    return torch.tensor(fmt.table, device=codes.device, dtype=torch.int8).view(torch.uint8)[codes.int()]
 
 
 def _packed_groups(scale: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@
 //     INT4  value + 8
 //     INT6  value + 32, of groups of half a step or one
 //     FP4   e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+//     NF4   quantiles of a normal distribution, between -1 and 1; pairs are rounded to bf16
+//     IQ4   integers between -127 and 113
 #pragma once
 
 #include "amx.h"
@@ -14,6 +16,19 @@
 namespace pagebinder {
 
 constexpr int TILE_COLUMNS = 16;
+
+// Dettmers et al. 2023, QLoRA; the very float32 that bitsandbytes has.
+constexpr float NF4_VALUES[16] = {
+    -1.0f,                -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+    0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+// Of llama.cpp's IQ4_NL and IQ4_XS.
+constexpr float IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// What the codes of a table stand for.
+template <Code CODE>
+constexpr const float (&TABLE)[16] = CODE == Code::FP4 ? E2M1_VALUES : CODE == Code::NF4 ? NF4_VALUES : IQ4_VALUES;
 
 // ---- floats ----------------------------------------------------------------------------------------------------
 
@@ -43,6 +58,8 @@ PB_INLINE VF decode_lanes(VU lanes, int i) {
   } else if constexpr (CODE == Code::FP4) {
     const VU codes = lanes >> (i % 2 * 16 + i / 2 * 4);
     return bit_cast<VF>(bit_cast<VU>(one_of_8(E2M1_VALUES, bit_cast<VI>(codes & 7u))) | (codes & 8u) << 28);
+  } else if constexpr (is_of_table(CODE)) {
+    return one_of_16(TABLE<CODE>, lanes >> (i % 2 * 16 + i / 2 * 4) & 15u);
   } else {
     const VI top = bit_cast<VI>(lanes << (24 - (i % 2 * 16 + i / 2 * 8)));
     if constexpr (CODE == Code::INT8) return __builtin_convertvector(top >> 24, VF);
@@ -117,7 +134,7 @@ inline void scales_of(const QuantizedLinearArgs& a, int64_t panel, int64_t step,
 
 // Asks memory for the scales of what begins at `k`: a line for each group, in a stream beside that of the codes.
 inline void ask_for_scales(const QuantizedLinearArgs& a, int64_t panel, int64_t k) {
-  if (a.scale_kind == ScaleKind::LEVELS) return __builtin_prefetch(Levels(a, panel, k).narrow, 0, 2);
+  if (has_levels(a.scale_kind)) return __builtin_prefetch(Levels(a, panel, k).narrow, 0, 2);
   __builtin_prefetch(static_cast<const char*>(a.scale) + scales_begin(a, panel, k) * scale_bytes(a.scale_kind), 0, 2);
 }
 
@@ -168,11 +185,17 @@ PB_INLINE void pairs_of_line(__m512i codes, __m512i (&pairs)[CODE_LINES<CODE>]) 
     pairs[1] = int8_pairs(_mm512_shuffle_epi8(codes, byte_1), _mm512_and_si512(codes, top));
   } else {
     // A permutation looks at the lower 5 bits of a word: of two equal halves of a table, bit 4 does not matter.
-    const VH integers = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                         0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const VH e2m1 = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
-                     0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
-    const __m512i table = _mm512_broadcast_i64x4(bit_cast<__m256i>(CODE == Code::INT4 ? integers : e2m1));
+    constexpr VH INTEGERS = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                             0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    constexpr VH E2M1 = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                         0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    constexpr VH IQ4 = {0xc2fe, 0xc2d0, 0xc2a6, 0xc282, 0xc244, 0xc20c, 0xc1b0, 0xc120,
+                        0x3f80, 0x4150, 0x41c8, 0x4218, 0x4254, 0x428a, 0x42b2, 0x42e2};
+    constexpr VH NF4 = {0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000,
+                        0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80};
+    constexpr VH VALUES =
+        CODE == Code::INT4 ? INTEGERS : CODE == Code::FP4 ? E2M1 : CODE == Code::NF4 ? NF4 : IQ4;
+    const __m512i table = _mm512_broadcast_i64x4(bit_cast<__m256i>(VALUES));
     PB_UNROLL
     for (int i = 0; i < 4; ++i)
       pairs[i] = _mm512_permutexvar_epi16(i == 0 ? codes : _mm512_srli_epi16(codes, 4 * i), table);

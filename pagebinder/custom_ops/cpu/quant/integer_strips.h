@@ -8,7 +8,7 @@
 //
 //     FIRST_ROWS, MOST_ROWS                      rows of the first strip and of others
 //     BEGINS, MOST_PANELS                        sums that each row begins; panels of a job
-//     HALF_STEPS                                 are groups of half a step served?
+//     ALL_CODES                                  are all codes served but fp8, and groups of half a step? Else int8, int4
 //     LONG_SPANS                                 are spans of 128 k, whatever groups are?
 //     ANY_ROWS                                   does it serve rows that integers cannot hold?
 //     make<CODE>(layer, strip)                   fills in a strip; false: x has a span that integers cannot hold
@@ -29,16 +29,19 @@ constexpr int64_t SERIAL_INTEGERS = 1 << 15;     // elements of x
 constexpr float LARGEST_INTEGER = 32512.0f;
 constexpr float LEAST_LARGEST = 1e-30f;          // of a span's largest x, unless that is zero
 
-// Codes of int6 are read in halves of a step.
-inline bool is_integer(Code code, bool half_steps) {
-  return code == Code::INT8 || code == Code::INT4 || (code == Code::INT6 && half_steps);
+inline bool is_integer(Code code, bool all_codes) {
+  return code == Code::INT8 || code == Code::INT4 || (all_codes && code != Code::FP8);
 }
 
 // body(std::integral_constant<Code, ...>) of such a code.
-template <bool HALF_STEPS, class Body>
+template <bool ALL_CODES, class Body>
 auto with_integer_code(Code code, const Body& body) {
-  if constexpr (HALF_STEPS)
+  if constexpr (ALL_CODES) {
     if (code == Code::INT6) return body(std::integral_constant<Code, Code::INT6>());
+    if (code == Code::FP4) return body(std::integral_constant<Code, Code::FP4>());
+    if (code == Code::NF4) return body(std::integral_constant<Code, Code::NF4>());
+    if (code == Code::IQ4) return body(std::integral_constant<Code, Code::IQ4>());
+  }
   return code == Code::INT8 ? body(std::integral_constant<Code, Code::INT8>())
                             : body(std::integral_constant<Code, Code::INT4>());
 }
@@ -128,17 +131,17 @@ template <class Kernel>
 bool multiply_integers(const QuantizedLayers& call) {
   static thread_local Buffer memory;
   const QuantizedLinearArgs& a = call.first();
-  if (!is_integer(a.code, Kernel::HALF_STEPS) || (a.has_half_steps() && !Kernel::HALF_STEPS)) return false;
+  if (!is_integer(a.code, Kernel::ALL_CODES) || (a.has_half_steps() && !Kernel::ALL_CODES)) return false;
   if (a.x_scale != nullptr || a.wide_out || a.inner == 0) return false;
   IntegerStrips<Kernel> strips{a.rows, static_cast<int>(a.inner), integer_group(a)};
   strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
   IntegerRun<Kernel> run(call, strips);
-  const auto make = with_integer_code<Kernel::HALF_STEPS>(
+  const auto make = with_integer_code<Kernel::ALL_CODES>(
       a.code, [](auto code) { return make_integers_worker<Kernel, decltype(code)::value>; });
   run.in_workers(a.rows * a.inner < SERIAL_INTEGERS, make);
   if (!Kernel::ANY_ROWS && !run.fits) return false;
   tell_next_weights(run);
-  run.in_workers(false, with_integer_code<Kernel::HALF_STEPS>(
+  run.in_workers(false, with_integer_code<Kernel::ALL_CODES>(
       a.code, [](auto code) { return integer_panels_worker<Kernel, decltype(code)::value>; }));
   return true;
 }

@@ -186,7 +186,7 @@ void panel_in_floats(const QuantizedLinearArgs& a, int64_t panel, float* sums) {
     few(a, panel, block, sums);
   };
   if constexpr (CODE == Code::INT6) return meet(std::integral_constant<int, 2>());
-  if constexpr (CODE == Code::INT8 || CODE == Code::INT4)
+  if constexpr (CODE == Code::INT8 || CODE == Code::INT4 || CODE == Code::FP4)
     if (a.has_half_steps()) return meet(std::integral_constant<int, 2>());
   if constexpr (CODE != Code::INT6) meet(std::integral_constant<int, 1>());
 }

@@ -17,6 +17,7 @@
 
 #include "activations.h"
 #include "attention.h"
+#include "small_floats.h"
 
 namespace pagebinder {
 
@@ -25,21 +26,25 @@ constexpr int QUANT_STEP = 32;   // k of a step
 constexpr int QUANT_HALF_STEP = QUANT_STEP / 2;
 constexpr int64_t QUANT_MOST_DOT_ROWS = 2;  // that meet codes in registers
 
-// What scales are: numbers, or of two levels, products of a number for 256 k and an integer for each group. Of a panel
-// and 256 k these are bytes
+// What scales are: numbers, or of two levels, products of a number for 256 k and a byte for each group. Of a panel and
+// 256 k these are bytes
 //
-//     d  32 f16   [m  32 f16]   and of each group   s  32 int8   [t  32 int8]      in brackets: with shifts
+//     LEVELS       d  32 f16   [m  32 f16]   and of each group   s  32 int8   [t  32 int8]      in brackets: with shifts
+//     LEVELS_E4M3  d  32 f32                                     s  32 e4m3
 //
 // A scale is d s, a shift LEVEL_OFFSET d s - m t.
-enum class ScaleKind { F32, BF16, F16, LEVELS };
+enum class ScaleKind { F32, BF16, F16, LEVELS, LEVELS_E4M3 };
+constexpr bool has_levels(ScaleKind kind) { return kind == ScaleKind::LEVELS || kind == ScaleKind::LEVELS_E4M3; }
 constexpr int64_t scale_bytes(ScaleKind kind) {  // of what strides count
-  return kind == ScaleKind::LEVELS ? 1 : kind == ScaleKind::F32 ? 4 : 2;
+  return has_levels(kind) ? 1 : kind == ScaleKind::F32 ? 4 : 2;
 }
 constexpr int LEVEL_SPAN = 256;
 constexpr float level_offset(int bits) { return bits == 4 ? 8.0f : 16.0f; }
 
-enum class Code { FP8, INT8, INT4, FP4, INT6 };
-constexpr bool has_4_bits(Code code) { return code == Code::INT4 || code == Code::FP4; }
+enum class Code { FP8, INT8, INT4, FP4, NF4, IQ4, INT6 };
+// Do codes stand for numbers of a table (decode.h)?
+constexpr bool is_of_table(Code code) { return code == Code::FP4 || code == Code::NF4 || code == Code::IQ4; }
+constexpr bool has_4_bits(Code code) { return code == Code::INT4 || is_of_table(code); }
 constexpr int tile_bytes_of(Code code) { return has_4_bits(code) ? 256 : code == Code::INT6 ? 384 : 512; }
 
 // The function object `body` called with a code as a constant: body(std::integral_constant<Code, ...>). Of codes that all
@@ -50,6 +55,8 @@ auto with_code(Code code, const Body& body) {
     case Code::FP8: return body(std::integral_constant<Code, Code::FP8>());
     case Code::INT8: return body(std::integral_constant<Code, Code::INT8>());
     case Code::INT4: return body(std::integral_constant<Code, Code::INT4>());
+    case Code::NF4: return body(std::integral_constant<Code, Code::NF4>());
+    case Code::IQ4: return body(std::integral_constant<Code, Code::IQ4>());
     default: return body(std::integral_constant<Code, Code::FP4>());
   }
 }
@@ -87,6 +94,10 @@ struct QuantizedLinearArgs {
 
   int64_t tile_bytes() const { return tile_bytes_of(code); }
   int64_t panels() const { return columns / QUANT_PANEL; }
+  // Bytes of the numbers of 256 k, in front of those of groups.
+  int64_t number_bytes() const {
+    return (scale_kind == ScaleKind::LEVELS_E4M3 || is_shifted ? 4 : 2) * QUANT_PANEL;
+  }
   int64_t jobs(int64_t group) const { return (panels() + group - 1) / group; }  // of `group` panels at most
   int64_t panel_bytes() const { return inner / QUANT_STEP * 2 * tile_bytes(); }
   // Does a step have two scales? Products of integers and floats serve that.
@@ -112,22 +123,25 @@ inline int64_t scales_begin(const QuantizedLinearArgs& a, int64_t panel, int64_t
   return panel / a.scale_panels * a.scale_panel_stride + k / a.scale_group * a.scale_group_stride;
 }
 
-// Where the numbers of two levels lie, and the integers of the group of k.
+// Where the numbers of two levels lie, and the bytes of the group of k.
 struct Levels {
-  const f16* wide;
-  const int8_t* narrow;
+  const bool are_e4m3;
+  const char* wide;
+  const uint8_t* narrow;
 
-  Levels(const QuantizedLinearArgs& a, int64_t panel, int64_t k) {
+  Levels(const QuantizedLinearArgs& a, int64_t panel, int64_t k) : are_e4m3(a.scale_kind == ScaleKind::LEVELS_E4M3) {
     const uint64_t in_span = static_cast<uint64_t>(k) % LEVEL_SPAN, spans = static_cast<uint64_t>(k) / LEVEL_SPAN;
-    const char* at = static_cast<const char*>(a.scale) + panel * a.scale_panel_stride + spans * a.level_bytes;
-    wide = reinterpret_cast<const f16*>(at);
+    wide = static_cast<const char*>(a.scale) + panel * a.scale_panel_stride + spans * a.level_bytes;
     const int64_t group = static_cast<int64_t>(in_span >> a.scale_group_bits);
-    narrow = reinterpret_cast<const int8_t*>(at + (a.is_shifted ? 4 : 2) * QUANT_PANEL + group * a.scale_group_stride);
+    narrow = reinterpret_cast<const uint8_t*>(wide + a.number_bytes() + group * a.scale_group_stride);
   }
 
-  // d and s of columns from `column` on, or m and t, which are QUANT_PANEL further.
-  PB_INLINE VF upper(int column) const { return load_float(wide + column); }
+  // d and s of columns from `column` on, or m and t, which are QUANT_PANEL further. Of e4m3 256 d and s / 256.
+  PB_INLINE VF upper(int column) const {
+    return are_e4m3 ? load<VF>(wide + 4 * column) * 256.0f : load_float(reinterpret_cast<const f16*>(wide) + column);
+  }
   PB_INLINE VF lower(int column) const {
+    if (are_e4m3) return load_e4m3_over_256(narrow + column);
     typedef int8_t Bytes __attribute__((vector_size(W)));
     // Two conversions: one from bytes to floats becomes one of each number with g++ 12.
     return __builtin_convertvector(__builtin_convertvector(load<Bytes>(narrow + column), VI), VF);
@@ -150,7 +164,7 @@ PB_INLINE PanelScales load_numbers(const QuantizedLinearArgs& a, int64_t at) {
 
 // Of scales that are a vector.
 PB_INLINE PanelScales load_scales(const QuantizedLinearArgs& a, int64_t panel, int64_t k) {
-  if (a.scale_kind != ScaleKind::LEVELS) return load_numbers(a, scales_begin(a, panel, k));
+  if (!has_levels(a.scale_kind)) return load_numbers(a, scales_begin(a, panel, k));
   const Levels levels(a, panel, k);
   PanelScales scales;
   PB_UNROLL

@@ -7,7 +7,7 @@ namespace {
 
 struct Int16Products {
   static constexpr int FIRST_ROWS = MOST_FIRST_ROWS, MOST_ROWS = MOST_STRIP_ROWS, BEGINS = 1, MOST_PANELS = 1;
-  static constexpr bool HALF_STEPS = true, LONG_SPANS = true, ANY_ROWS = true;
+  static constexpr bool ALL_CODES = true, LONG_SPANS = true, ANY_ROWS = true;
 
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Wholes& to) { return make_wholes<CODE>(layer, to); }

@@ -213,7 +213,7 @@ void add_panels(const PanelOf (&panels)[PANELS], const Digits& d, VF (&totals)[P
 
 struct Int8Dots {
   static constexpr int FIRST_ROWS = 8, MOST_ROWS = 8, BEGINS = 2, MOST_PANELS = 2;
-  static constexpr bool HALF_STEPS = false, LONG_SPANS = false, ANY_ROWS = false;
+  static constexpr bool ALL_CODES = false, LONG_SPANS = false, ANY_ROWS = false;
 
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Digits& to) { return make_digits<CODE>(layer, to); }

@@ -36,11 +36,17 @@ inline int64_t group_of_integers(const std::string& format) {
 inline void describe_weight(const Tensor& qweight, const Tensor& scale, const std::string& format,
                             QuantizedLinearArgs& a, int64_t stacked = 0) {
   const bool is_shifted = starts_with(format, "uint");
-  const int64_t group = format == "mxfp4" ? QUANT_STEP : group_of_integers(format);
+  const bool is_nvfp4 = format == "nvfp4", is_nf4 = format == "nf4_g64", is_iq4 = format == "iq4_g32";
+  const int64_t group = format == "mxfp4" || is_iq4 ? QUANT_STEP
+                        : is_nvfp4                  ? QUANT_HALF_STEP
+                        : is_nf4                    ? 64
+                                                    : group_of_integers(format);
   const bool known = format == "fp8" || format == "fp8_tensor" || format == "fp8_block" || format == "int8" || group != 0;
   PB_CHECK(known, "unknown format ", format);
   a.code = starts_with(format, "fp8")                          ? Code::FP8
-           : format == "mxfp4"                                 ? Code::FP4
+           : format == "mxfp4" || is_nvfp4                     ? Code::FP4
+           : is_nf4                                            ? Code::NF4
+           : is_iq4                                            ? Code::IQ4
            : format.find("int8") != std::string::npos          ? Code::INT8
            : format.find("int6") != std::string::npos          ? Code::INT6
                                                                : Code::INT4;
@@ -54,8 +60,9 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
   const ScalarType type = scale.scalar_type();
   a.scale_kind = type == ScalarType::BFloat16 ? ScaleKind::BF16
                  : type == ScalarType::Half   ? ScaleKind::F16
-                 : type == ScalarType::Byte   ? ScaleKind::LEVELS
-                                              : ScaleKind::F32;
+                 : type != ScalarType::Byte   ? ScaleKind::F32
+                 : is_nvfp4                   ? ScaleKind::LEVELS_E4M3
+                                              : ScaleKind::LEVELS;
   a.scale_group = std::max<int64_t>(a.inner, QUANT_STEP), a.scale_panels = 1;
   std::vector<int64_t> sizes;
   if (format == "fp8_tensor") {
@@ -73,9 +80,9 @@ inline void describe_weight(const Tensor& qweight, const Tensor& scale, const st
     a.scale_group_stride = is_shifted ? 2 * QUANT_PANEL : QUANT_PANEL;
     a.scale_panel_stride = sizes[1] * a.scale_group_stride;
     a.scale_group_bits = __builtin_ctzll(static_cast<unsigned long long>(group));
-    if (a.scale_kind == ScaleKind::LEVELS) {
+    if (has_levels(a.scale_kind)) {
       PB_CHECK(a.inner % LEVEL_SPAN == 0, "K must be a multiple of ", LEVEL_SPAN, " where scales have two levels");
-      a.level_bytes = (is_shifted ? 4 : 2) * QUANT_PANEL + LEVEL_SPAN / group * a.scale_group_stride;
+      a.level_bytes = a.number_bytes() + LEVEL_SPAN / group * a.scale_group_stride;
       sizes = {panels, a.inner / LEVEL_SPAN, a.level_bytes};
       a.scale_panel_stride = sizes[1] * sizes[2];
     }
