@@ -1,7 +1,7 @@
 // Products of a few rows and a coded panel that comes from memory.
 //
 // With BF16 dots its lines are decoded in registers and meet the rows there. Elsewhere a block is decoded into the nearest
-// cache, and beside its product the next one is asked for. Sums are those of the packed panel, bit for bit.
+// cache, and beside its product most of the next one is asked for. Sums are those of the packed panel, bit for bit.
 #pragma once
 
 #include "coded_weights.h"
@@ -68,8 +68,8 @@ inline void stream_coded(const DotPair* x, int rows, const char* w, int64_t bloc
   for (int step = 0; step < steps; step += CODED_STEPS, w += block_bytes, x += int64_t{CODED_STEPS} * DOT_PAIRS * rows) {
     decode_steps(w, block_bytes, CODED_STEPS, decoded);
     const char* behind = step + CODED_STEPS < steps ? w + block_bytes : next;
-    const DotAhead ahead = behind == nullptr ? DotAhead{} : DotAhead{behind + CODES_AHEAD, DOT_PAIR_LINES, 0, results};
-    multiply_dots_of(rows)(x, decoded, CODED_STEPS, step == 0, ahead, sums);
+    const DotAhead ahead = behind == nullptr ? DotAhead{} : DotAhead{behind + CODES_AHEAD, 1, 0, results};
+    multiply_near_dots_of(rows)(x, decoded, CODED_STEPS, step == 0, ahead, sums);
   }
 #endif
 }

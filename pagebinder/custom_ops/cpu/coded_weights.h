@@ -2,12 +2,14 @@
 // the 16 most frequent exponents of a block. Weights with another exponent are patched.
 //
 //     block   16 exponents | number of patches | 8 steps of packed weights (linear.h), in groups of 4 lines | patches
-//     group   4 x 32 bytes of sign and fraction | 64 bytes: word i has 4 codes, one for element i of each line
+//     group   4 x 32 bytes of sign and fraction | 64 bytes of codes
 //
 // A line of a tile, 32 weights, is made by four instructions (AVX-512): bytes become words, a shift brings the line's
 // codes down, a permutation looks exponents up (it reads 5 bits: both halves of the table are equal, so a neighbour's bit
-// does no harm), a ternary operation puts all together. With AVX2 eight make half a line. No escape is looked for on the
-// way: patches, one in a thousand weights, are written over the decoded block, or over a group whose lines are met in
+// does no harm), a ternary operation puts all together. So word i of the codes has those of element i of each line. With
+// AVX2 a permutation looks bytes up: halves of exponents, of 32 weights each. Twelve instructions make a line, if byte i of
+// a half of the codes has those of two lines, in the order in which bytes of both halves become words. No escape is looked
+// for on the way: patches, one in a thousand weights, are written over the decoded block, or over a group whose lines are met in
 // registers.
 #pragma once
 
@@ -25,9 +27,19 @@ constexpr int CODED_HEADER = 64, CODED_GROUP = 192;         // bytes
 constexpr int CODED_BODY = CODED_LINES / 4 * CODED_GROUP;
 constexpr int CODED_EXPONENTS = 16;
 
+#if defined(__AVX2__) && !PAGEBINDER_BF16_DOT
+constexpr bool CODES_IN_BYTES = true;
+// Where an element's byte is, of a line: words are put together in each half of a vector.
+constexpr int coded_place(int element) { return (element & 7) | (element & 8) << 1 | (element & 16) >> 1; }
+#else
+constexpr bool CODES_IN_BYTES = false;
+constexpr int coded_place(int element) { return element; }
+#endif
+
 struct CodedHeader {
   uint16_t exponents[CODED_EXPONENTS];  // in place: shifted by 7
   uint32_t num_patches;
+  uint32_t codes_in_bytes;  // 0 or 1, for who reads codes without knowing what wrote them
 };
 static_assert(sizeof(CodedHeader) <= CODED_HEADER);
 
@@ -63,6 +75,7 @@ struct BlockExponents {
 inline void encode_block(const uint16_t* weights, uint8_t* to) {
   const BlockExponents exponents(weights);
   CodedHeader header{};
+  header.codes_in_bytes = CODES_IN_BYTES;
   int8_t code_of[256];
   std::memset(code_of, -1, sizeof code_of);
   for (int c = CODED_EXPONENTS - 1; c >= 0; --c) {
@@ -72,13 +85,13 @@ inline void encode_block(const uint16_t* weights, uint8_t* to) {
   CodedPatch* patches = reinterpret_cast<CodedPatch*>(to + CODED_HEADER + CODED_BODY);
   std::memset(to + CODED_HEADER, 0, CODED_BODY);
   for (int i = 0; i < CODED_WEIGHTS; ++i) {
-    const int line = i / 32, element = i % 32;
+    const int line = i / 32, in_group = line % 4, place = coded_place(i % 32);
     uint8_t* group = to + CODED_HEADER + line / 4 * CODED_GROUP;
     const uint16_t w = weights[i];
     const int code = code_of[w >> 7 & 0xff];
-    group[line % 4 * 32 + element] = static_cast<uint8_t>((w >> 8 & 0x80) | (w & 0x7f));
+    group[in_group * 32 + place] = static_cast<uint8_t>((w >> 8 & 0x80) | (w & 0x7f));
     if (code < 0) patches[header.num_patches++] = {static_cast<uint16_t>(i), w};
-    else group[128 + element * 2 + line % 4 / 2] |= static_cast<uint8_t>(code << line % 2 * 4);
+    else group[128 + (CODES_IN_BYTES ? in_group / 2 * 32 + place : place * 2 + in_group / 2)] |= static_cast<uint8_t>(code << line % 2 * 4);
   }
   std::memcpy(to, &header, sizeof header);
 }
@@ -96,9 +109,13 @@ class BlockDecoder {
 #if PAGEBINDER_BF16_DOT
     table_ = _mm512_broadcast_i64x4(load<__m256i>(block));
 #elif defined(__AVX2__)
-    uint8_t exponents[CODED_EXPONENTS];
-    for (int c = 0; c < CODED_EXPONENTS; ++c) exponents[c] = static_cast<uint8_t>(header.exponents[c] >> 7);
-    table_ = _mm256_broadcastsi128_si256(load<__m128i>(exponents));
+    uint8_t lower[CODED_EXPONENTS], upper[CODED_EXPONENTS];
+    for (int c = 0; c < CODED_EXPONENTS; ++c) {
+      lower[c] = static_cast<uint8_t>(header.exponents[c] & 0x80);
+      upper[c] = static_cast<uint8_t>(header.exponents[c] >> 8);
+    }
+    lower_ = _mm256_broadcastsi128_si256(load<__m128i>(lower));
+    upper_ = _mm256_broadcastsi128_si256(load<__m128i>(upper));
 #else
     std::memcpy(table_, header.exponents, sizeof table_);
 #endif
@@ -175,25 +192,20 @@ class BlockDecoder {
   }
   __m512i table_;
 #elif defined(__AVX2__)
-  // Half a line at a time. Exponents are looked up byte by byte: the upper one of a word has an index that gives zero.
   PB_INLINE void decode_group(uint16_t* to) const {
+    const __m256i nibbles = _mm256_set1_epi8(15), signs = _mm256_set1_epi8(int8_t(0x80));
     PB_UNROLL
-    for (int half = 0; half < 2; ++half, to += 16) {
-      const __m256i codes = load<__m256i>(group_ + 128 + half * 32);
-      decode_half(to, half * 16, codes);
-      decode_half(to + 32, 32 + half * 16, _mm256_srli_epi16(codes, 4));
-      decode_half(to + 64, 64 + half * 16, _mm256_srli_epi16(codes, 8));
-      decode_half(to + 96, 96 + half * 16, _mm256_srli_epi16(codes, 12));
+    for (int line = 0; line < GROUP_LINES; ++line, to += 32) {
+      __m256i codes = load<__m256i>(group_ + 128 + line / 2 * 32);
+      if (line % 2 == 1) codes = _mm256_srli_epi16(codes, 4);
+      const __m256i index = _mm256_and_si256(codes, nibbles), parts = load<__m256i>(group_ + line * 32);
+      const __m256i lower = _mm256_or_si256(_mm256_shuffle_epi8(lower_, index), _mm256_andnot_si256(signs, parts));
+      const __m256i upper = _mm256_or_si256(_mm256_shuffle_epi8(upper_, index), _mm256_and_si256(signs, parts));
+      store(to, _mm256_unpacklo_epi8(lower, upper));
+      store(to + 16, _mm256_unpackhi_epi8(lower, upper));
     }
   }
-  PB_INLINE void decode_half(uint16_t* to, int at, __m256i codes) const {
-    const __m256i index =
-        _mm256_or_si256(_mm256_and_si256(codes, _mm256_set1_epi16(15)), _mm256_set1_epi16(int16_t(0x8000)));
-    const __m256i exponents = _mm256_slli_epi16(_mm256_shuffle_epi8(table_, index), 7);
-    const __m256i parts = _mm256_cvtepi8_epi16(load<__m128i>(group_ + at));
-    store(to, _mm256_or_si256(_mm256_and_si256(parts, _mm256_set1_epi16(int16_t(0x807f))), exponents));
-  }
-  __m256i table_;
+  __m256i lower_, upper_;
 #else
   void decode_group(uint16_t* to) const {
     for (int i = 0; i < 4 * 32; ++i) {

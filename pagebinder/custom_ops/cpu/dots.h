@@ -240,6 +240,24 @@ __attribute__((noinline)) void multiply_half(const DotPair* x, const char* w, in
   store_sums(sum, sums);
 }
 
+// The same of both halves at once: of so few rows a half's sums alone would wait for each other.
+template <int ROWS>
+__attribute__((noinline)) void multiply_halves(const DotPair* x, const char* w, int steps, bool first, DotAhead ahead,
+                                               float* sums) {
+  VF low[ROWS][HALF_VECTORS], high[ROWS][HALF_VECTORS];
+  load_sums(sums, first, low);
+  load_sums(sums + 16, first, high);
+  for (int step = 0; step < steps; ++step, w += DOT_HALF_BYTES)
+    for (int pair = 0; pair < DOT_PAIRS; ++pair, w += 64, x += ROWS) {
+      if (pair % (DOT_JUMP_LINES / DOT_PAIR_LINES) == 0) ahead.first += ahead.jump;
+      for (int i = 0; i < ahead.lines; ++i, ahead.first += 64) __builtin_prefetch(ahead.first, 0, 2);
+      add_pair<ROWS>(x, w, low);
+      add_pair<ROWS>(x, w + DOT_HALF_BYTES, high);
+    }
+  store_sums(low, sums);
+  store_sums(high, sums + 16);
+}
+
 // `steps` steps of ROWS rows and a panel: sums [ROWS][32], added to what is there unless they are the first.
 template <int ROWS>
 void multiply_dots(const DotPair* x, const char* w, int steps, bool first, DotAhead ahead, float* sums) {
@@ -266,6 +284,19 @@ void multiply_dots_rising(const DotPair* x, const char* w, int steps, float* sum
 
 inline auto multiply_dots_of(int rows) {
   return by_count<DOT_MOST_ROWS>(rows, [](auto count) { return multiply_dots<decltype(count)::value>; });
+}
+// Of weights in the nearest cache.
+inline auto multiply_near_dots_of(int rows) {
+#if PAGEBINDER_BF16_DOT
+  return multiply_dots_of(rows);
+#else
+  constexpr int MOST_HALVES = 3;
+  return by_count<DOT_MOST_ROWS>(rows, [](auto count) {
+    constexpr int ROWS = decltype(count)::value;
+    if constexpr (ROWS <= MOST_HALVES) return multiply_halves<ROWS>;
+    else return multiply_dots<ROWS>;
+  });
+#endif
 }
 inline auto multiply_dots_rising_of(int rows) {
   return by_count<DOT_MOST_RISING_ROWS>(rows, [](auto count) { return multiply_dots_rising<decltype(count)::value>; });

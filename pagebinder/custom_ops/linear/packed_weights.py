@@ -28,6 +28,9 @@ CODED_INNER = 256  # k of a block of codes
 _STEPS, _LINES = CODED_INNER // PANEL, CODED_INNER  # of a block; a line holds PANEL weights
 _HEADER, _EXPONENTS = 64, 16  # bytes, exponents of a block
 _BODY_END = _HEADER + _LINES // 4 * 192
+_IN_BYTES = 2 * _EXPONENTS + 4  # where a header says how codes lie
+# Where the elements of a line are, if codes lie so.
+_PLACES = [i & 7 | (i & 8) << 1 | (i & 16) >> 1 for i in range(PANEL)]
 
 
 def is_packed(weight: torch.Tensor) -> bool:
@@ -114,8 +117,13 @@ def decode(coded: torch.Tensor) -> torch.Tensor:
     exponents = coded[..., : 2 * _EXPONENTS].contiguous().view(torch.int16)
     groups = coded[..., _HEADER:_BODY_END].unflatten(-1, (_LINES // 4, 192))
     parts = groups[..., :128].unflatten(-1, (4, PANEL)).to(torch.int32)
-    words = groups[..., 128:].contiguous().view(torch.int16).to(torch.int32)
-    codes = torch.stack([words >> 4 * line & 15 for line in range(4)], dim=-2)
+    if bool(coded[..., _IN_BYTES].any()):
+        pairs = groups[..., 128:].unflatten(-1, (2, 1, PANEL)).to(torch.int32)  # of lines
+        codes = torch.cat((pairs & 15, pairs >> 4), dim=-2).flatten(-3, -2)[..., _PLACES]
+        parts = parts[..., _PLACES]
+    else:
+        words = groups[..., 128:].contiguous().view(torch.int16).to(torch.int32)
+        codes = torch.stack([words >> 4 * line & 15 for line in range(4)], dim=-2)
     chosen = exponents.to(torch.int32).gather(-1, codes.flatten(2).long()).view_as(codes)
     bits = ((parts & 0x80) << 8 | chosen | parts & 0x7F).to(torch.int16).flatten(2)
     counts = coded[..., 2 * _EXPONENTS : 2 * _EXPONENTS + 4].contiguous().view(torch.int32)[..., 0]
