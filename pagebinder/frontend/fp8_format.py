@@ -7,6 +7,9 @@
     fbgemm_fp8           one scale a row               weight_scale [N, 1]                     modules_to_not_convert
     compressed-tensors   tensor, channel or block      weight_scale [1] | [N, 1] | as above    ignore
     modelopt             one scale                     weight_scale []                         ignore
+                         one scale a row               weight_scale [N]
+                         128 x 128 blocks              weight_scale [N/128, 1, K/128, 1]
+                         32 columns of a row           weight_scale [N, K/32]
     mxfp4                plain                                                                 modules_to_not_convert
 
     experts [E, N, K]    stored by                     codes                   scale, of 32 columns of a row
@@ -24,6 +27,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from pagebinder.custom_ops.linear.weight_formats import BLOCK
 from pagebinder.frontend.mx_numbers import GROUP, num_groups
 from pagebinder.frontend.not_served import described, kept_by_wildcards, require
@@ -33,6 +38,8 @@ FORMATS = {"block": "fp8_block", "channel": "fp8", "tensor": "fp8_tensor"}
 GROUPED = "group"
 # Scales for activations of fp8 kernels: here activations keep their dtype.
 OF_ACTIVATIONS = ("activation_scale", "input_scale")
+# Beside them, scales for keys and values.
+UNREAD = (*OF_ACTIVATIONS, "input_global_scale", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +47,9 @@ class StoredFp8:
     """`method`: quant_method. `granularity`: of linear layers, a key of FORMATS or GROUPED; None = they are plain.
 
     `experts`: mxfp8 or mxfp4, None = as linear layers. `scale_suffix`, `codes_suffix`: what the names of both tensors
-    add to the weight's. `scalar_shape`: that of the one scale of a tensor. `kept`: patterns of modules that are
-    stored plain, None = those that transformers leaves out by default.
+    add to the weight's. `scalar_shape`: that of the one scale of a tensor. `by_dims`: scales of rows are a vector,
+    those of blocks have a dimension of 1 behind each. `kept`: patterns of modules that are stored plain, None = those that
+    transformers leaves out by default.
     """
 
     method: str
@@ -50,6 +58,7 @@ class StoredFp8:
     codes_suffix: str = ""
     experts: str | None = None
     scalar_shape: tuple[int, ...] = ()
+    by_dims: bool = False
     kept: tuple[str, ...] | None = None
 
     @property
@@ -65,10 +74,17 @@ class StoredFp8:
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """The shape of a linear layer's scale in the checkpoint."""
         if self.granularity == "block":
-            return -(-rows // BLOCK), -(-columns // BLOCK)
+            blocks = -(-rows // BLOCK), -(-columns // BLOCK)
+            return (blocks[0], 1, blocks[1], 1) if self.by_dims else blocks
         if self.granularity == GROUPED:
             return rows, num_groups(columns)
-        return (rows, 1) if self.granularity == "channel" else self.scalar_shape
+        if self.granularity == "channel":
+            return (rows,) if self.by_dims else (rows, 1)
+        return self.scalar_shape
+
+    def scale_of_kernels(self, scale: torch.Tensor) -> torch.Tensor:
+        """A linear layer's scale in the shape of `weight_formats`, of groups [N, K/32]."""
+        return scale.reshape(len(scale), -1) if self.granularity in ("block", GROUPED) else scale.reshape(-1)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,9 +153,13 @@ def _fbgemm_fp8(options: dict) -> StoredFp8:
 
 
 def modelopt(options: dict) -> StoredFp8:
-    """Of a quantization_config of ModelOpt whose quant_algo is FP8."""
+    """Of a quantization_config of ModelOpt whose quant_algo is one of MODELOPT_ALGORITHMS."""
     return StoredFp8(
-        method="modelopt", granularity="tensor", scale_suffix="_scale", kept=kept_by_wildcards(options)
+        method="modelopt",
+        granularity=MODELOPT_ALGORITHMS[options["quant_algo"].upper()],
+        scale_suffix="_scale",
+        by_dims=True,
+        kept=kept_by_wildcards(options),
     )
 
 
@@ -159,6 +179,12 @@ def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> Stor
     )
 
 
+MODELOPT_ALGORITHMS = {
+    "FP8": "tensor",
+    "FP8_PER_CHANNEL_PER_TOKEN": "channel",
+    "FP8_PB_WO": "block",
+    "MXFP8": GROUPED,
+}
 _SCALES = (None, "float", "ue8m0")
 _GRANULARITIES = {(BLOCK, BLOCK): "block", (1, GROUP): GROUPED}
 FP8_READERS = {"fp8": _fp8, "mxfp8": _mxfp8, "mxfp4": _mxfp4, "fbgemm_fp8": _fbgemm_fp8}

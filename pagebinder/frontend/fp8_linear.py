@@ -83,7 +83,7 @@ class LoadedFp8Linear(torch.nn.Module):
             )
         if not scale.is_meta and not (scale.isfinite().all() and self._is_numbers()):
             raise CheckpointError(f"{path}: its weight or its scale holds NaN or infinity.")
-        return scale.clone() if self.stored.granularity in ("block", GROUPED) else scale.reshape(-1).clone()
+        return self.stored.scale_of_kernels(scale).clone()
 
     def _is_numbers(self) -> bool:
         return bool(((self.weight.detach().view(torch.uint8) & 0x7F) != 0x7F).all())

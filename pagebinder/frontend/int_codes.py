@@ -17,8 +17,8 @@ also be e2m1 (`weight_formats`), two in a byte, the first one in the lower half;
              e2m1                                                      / weight_global_scale [1]
     modelopt weight [N, K/2] e2m1                                      weight_scale [N, K/16] e4m3
                                                                        * weight_scale_2 []
-    mxfp4    weight_packed [N, K/2]                                    weight_scale [N, K/32] ue8m0
-             e2m1
+    mxfp4    weight_packed [N, K/2],                                   weight_scale [N, K/32] ue8m0
+             ModelOpt's: weight
 
 GPTQ's first format (checkpoint_format "gptq") stores zero points less 1. AWQ's words hold columns 0, 2, 4, 6, 1, 3,
 5, 7 of each 8, and its version gemv pads groups. Of packed ones, codes and zero points are raised by half of their
@@ -168,7 +168,8 @@ def read_modelopt(
 
 
 def read_mxfp4(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
-    return _e2m1(tensors["weight_packed"], group, scale_values(tensors["weight_scale"]))
+    codes = tensors["weight_packed" if "weight_packed" in tensors else "weight"]
+    return _e2m1(codes, group, scale_values(tensors["weight_scale"]))
 
 
 def _e2m1(pairs: torch.Tensor, group: int | None, scales: torch.Tensor, levels=None) -> Codes:

@@ -91,6 +91,9 @@ LAYOUTS = {
     "mxfp4": Layout(
         "weight_packed", {"weight_packed": ("U8",), "weight_scale": ("U8", "F8_E8M0")}, int_codes.read_mxfp4
     ),
+    "modelopt_mxfp4": Layout(
+        "weight_scale", {"weight_scale": ("U8", "F8_E8M0"), "weight": ("U8",)}, int_codes.read_mxfp4
+    ),
     "bnb8": Layout("SCB", {"SCB": _FLOATS, "weight": ("I8",), "weight_format": ("U8",)}, int_codes.read_bnb8),
 }  # fmt: skip
 
@@ -129,7 +132,7 @@ class StoredInts:
     @property
     def is_e2m1(self) -> bool:
         """Are values e2m1?"""
-        return self.layout in ("nvfp4", "modelopt", "mxfp4")
+        return self.layout in ("nvfp4", "modelopt", "mxfp4", "modelopt_mxfp4")
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """Of a layer's tensors as the config says them, but for orders of columns."""
@@ -148,7 +151,7 @@ class StoredInts:
                 "scales": (rows, padded * GEMV_GROUPS),
             }
         if self.is_e2m1:
-            codes = "weight" if self.layout == "modelopt" else "weight_packed"
+            codes = "weight" if "modelopt" in self.layout else "weight_packed"
             whole = {"nvfp4": {"weight_global_scale": (1,)}, "modelopt": {"weight_scale_2": ()}}
             both = {codes: (rows, columns // 2), "weight_scale": (rows, groups)}
             return both | whole.get(self.layout, {})
@@ -333,17 +336,18 @@ def _compressed_floats(form: str, weights: list[dict], kept: tuple[str, ...]) ->
 
 
 def modelopt(options: dict) -> StoredInts:
-    """Of a quantization_config of ModelOpt whose weights are nvfp4. Activations keep their dtype, as always."""
-    groups = [group.get("weights") or {} for group in (options.get("config_groups") or {}).values()]
+    """Of a quantization_config of ModelOpt whose quant_algo is one of MODELOPT_ALGORITHMS."""
+    layout, group = MODELOPT_ALGORITHMS[options["quant_algo"].upper()]
+    groups = [each.get("weights") or {} for each in (options.get("config_groups") or {}).values()]
     sizes = {weights.get("group_size") for weights in groups} | {options.get("group_size")}
-    require(sizes <= {None, 16}, f"group_size {sorted(sizes - {None, 16}, key=str)}")
+    require(sizes <= {None, group}, f"group_size {sorted(sizes - {None, group}, key=str)}")
     return StoredInts(
         method="modelopt",
-        layout="modelopt",
+        layout=layout,
         bits=4,
-        group=16,
+        group=group,
         symmetric=True,
-        needs=LAYOUTS["modelopt"].names,
+        needs=LAYOUTS[layout].names,
         kept=kept_by_wildcards(options),
     )
 
@@ -372,6 +376,11 @@ def _checked(group) -> int | None:
     return group
 
 
+MODELOPT_ALGORITHMS = {  # -> layout, group
+    "NVFP4": ("modelopt", 16),
+    "W4A16_NVFP4": ("modelopt", 16),
+    "MXFP4": ("modelopt_mxfp4", 32),
+}
 _COMPRESSED_FLOATS = {  # format -> layout, strategy and group of its weights
     "nvfp4-pack-quantized": ("nvfp4", "tensor_group", 16),
     "mxfp4-pack-quantized": ("mxfp4", "group", 32),

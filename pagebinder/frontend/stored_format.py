@@ -22,8 +22,8 @@ Stored = StoredFp8 | StoredInts | StoredTables
 SERVED = (
     "'fp8' (e4m3 in blocks of 128 x 128 or 1 x 32 or whole tensors; experts in fp8 or fp4), 'mxfp8' (1 x 32), "
     "'mxfp4', 'fbgemm_fp8', 'compressed-tensors' (e4m3 by tensor, channel or block of 128 x 128; integers of 3, "
-    "4 and 8 bits; nvfp4, mxfp4), 'modelopt' (FP8, NVFP4, W4A16_NVFP4), 'gptq' (2, 3, 4 and 8 bits), 'awq' (gemm, "
-    "gemv), 'auto-round' and 'bitsandbytes' (int8, nf4, fp4)"
+    "4 and 8 bits; nvfp4, mxfp4), 'modelopt' (FP8 by tensor, channel or block, MXFP8, NVFP4, MXFP4), 'gptq' "
+    "(2, 3, 4 and 8 bits), 'awq' (gemm, gemv), 'auto-round' and 'bitsandbytes' (int8, nf4, fp4)"
 )
 
 
@@ -104,11 +104,9 @@ def _pattern(name: str) -> str:
     return name.removeprefix("re:")
 
 
-_MODELOPT = {
-    "FP8": fp8_format.modelopt,
-    "NVFP4": int_format.modelopt,
-    "W4A16_NVFP4": int_format.modelopt,
-}
+_MODELOPT = dict.fromkeys(fp8_format.MODELOPT_ALGORITHMS, fp8_format.modelopt) | dict.fromkeys(
+    int_format.MODELOPT_ALGORITHMS, int_format.modelopt
+)
 _READERS = {
     **FP8_READERS,
     **INT_READERS,

@@ -26,7 +26,7 @@ from pagebinder.frontend import bnb_weights
 from pagebinder.frontend.bnb_weights import LoadedTables, StoredTables
 from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.experts_interface import experts_modules
-from pagebinder.frontend.fp8_format import GROUPED, OF_ACTIVATIONS, StoredFp8
+from pagebinder.frontend.fp8_format import GROUPED, OF_ACTIVATIONS, UNREAD, StoredFp8
 from pagebinder.frontend.fp8_linear import LoadedFp8Linear, expanded
 from pagebinder.frontend.gguf_weights import LoadedBlockExperts, LoadedBlocks, StoredBlocks
 from pagebinder.frontend.int_experts import (
@@ -369,6 +369,8 @@ def register() -> tuple[type, type, type]:
             names = self.quantization_config.modules_to_not_convert
             kept = self.get_modules_to_not_convert(model, names, model._keep_in_fp32_modules)
             _replace(model, self.quantization_config.stored, kept)
+            ignored = model._keys_to_ignore_on_load_unexpected or ()
+            model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"\.{name}$" for name in UNREAD)}
 
         def _process_model_after_weight_loading(self, model, **kwargs):
             return model
@@ -457,7 +459,7 @@ def _all_expanded(name: str, weights, scales, stored: StoredFp8, dtype: torch.dt
 
 
 def _expanded(name: str, weight, scale, stored: StoredFp8, dtype: torch.dtype) -> torch.Tensor:
-    if stored.experts is not None:  # of modules that do not call transformers' experts interface
+    if stored.experts is not None or stored.granularity == GROUPED:
         return times_scale(weight, scale, dtype)
     expected = stored.scale_shape(*weight.shape) if weight.dim() == 2 else None
     if weight.dtype is not torch.float8_e4m3fn or tuple(scale.shape) != expected:
@@ -468,4 +470,4 @@ def _expanded(name: str, weight, scale, stored: StoredFp8, dtype: torch.dtype) -
     scale = scale_values(scale)
     if not scale.isfinite().all():
         raise CheckpointError(f"{name}: a scale is NaN or infinity.")
-    return expanded(weight, scale if stored.granularity == "block" else scale.reshape(-1), dtype)
+    return expanded(weight, stored.scale_of_kernels(scale), dtype)

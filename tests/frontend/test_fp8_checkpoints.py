@@ -57,10 +57,27 @@ def scaled(weight: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.
     return (weight / each).to(torch.float8_e4m3fn), scale
 
 
+def modelopt(algorithm: str) -> dict:
+    return {
+        "quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    }  # fmt: skip
+
+
 def save_in_fp8(
-    model, folder, options: dict, *, granularity="block", suffix="weight_scale_inv", kept=("lm_head",)
+    model,
+    folder,
+    options: dict,
+    *,
+    granularity="block",
+    suffix="weight_scale_inv",
+    kept=("lm_head",),
+    by_dims=False,
 ):
-    """Write a checkpoint of a model whose linear layers, but for those kept, are stored in fp8."""
+    """Write a checkpoint of a model whose linear layers, but for those kept, are stored in fp8.
+
+    `by_dims`: as ModelOpt does it.
+    """
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     linear = {path for path, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -72,9 +89,14 @@ def save_in_fp8(
             stored[name] = tensor
             continue
         stored[name], scale = scaled(tensor.float(), granularity)
-        stored[f"{path}.{suffix}"] = (
-            scale.reshape(1) if suffix == "weight_scale" and not scale.dim() else scale
-        )
+        if by_dims:
+            scale = scale[:, None, :, None] if granularity == "block" else scale.squeeze()
+            stored[f"{path}.input_scale"] = torch.ones(())
+            if path.endswith("k_proj"):
+                stored[f"{path}.k_scale"] = torch.ones(())
+        elif suffix == "weight_scale" and not scale.dim():
+            scale = scale.reshape(1)
+        stored[f"{path}.{suffix}"] = scale
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": options}))
@@ -109,6 +131,21 @@ VARIANTS = {
         {"granularity": "channel", "suffix": "weight_scale", "kept": ("lm_head", "down_proj")},
         "fp8",
     ),
+    "ModelOpt": (
+        modelopt("FP8"),
+        {"granularity": "tensor", "suffix": "weight_scale", "by_dims": True},
+        "fp8_tensor",
+    ),
+    "ModelOpt, rows": (
+        modelopt("FP8_PER_CHANNEL_PER_TOKEN"),
+        {"granularity": "channel", "suffix": "weight_scale", "by_dims": True},
+        "fp8",
+    ),
+    "ModelOpt, blocks": (
+        modelopt("fp8_pb_wo"),
+        {"granularity": "block", "suffix": "weight_scale", "by_dims": True},
+        "fp8_block",
+    ),
 }
 
 
@@ -128,7 +165,8 @@ def test_layers_keep_the_codes_of_the_checkpoint(name, tmp_path):
     num_subnormal = 0
     for path, layer in layers.items():
         codes, scale = stored[f"{path}.weight"], stored[f"{path}.{scale_name}"].float()
-        each = scale_of_each(scale if format == "fp8_block" else scale.reshape(-1), codes.shape)
+        scale = scale.reshape(len(scale), -1) if format == "fp8_block" else scale.reshape(-1)
+        each = scale_of_each(scale, codes.shape)
         off = (layer.weight() - codes.float() * each).abs() / each
         is_subnormal = (codes.float() != 0) & (codes.float().abs() < 2**-6)
         assert not off[~is_subnormal].any() and off.max() <= 2**-7 * 1.001
@@ -215,6 +253,8 @@ REFUSED = {
     "blocks of another size": (DEEPSEEK | {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
     "e5m2": (DEEPSEEK | {"fmt": "e5m2"}, "fmt 'e5m2'"),
     "int4 experts": (DEEPSEEK | {"expert_dtype": "int4"}, "expert_dtype 'int4'"),
+    "SVD": (modelopt("NVFP4_SVD"), "quant_algo 'NVFP4_SVD'"),
+    "mixed": (modelopt("MIXED_PRECISION"), "quant_algo 'MIXED_PRECISION'"),
     "two groups": (COMPRESSED | {"config_groups": {"a": {}, "b": {}}}, "2 config_groups"),
 }
 

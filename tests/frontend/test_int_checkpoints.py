@@ -95,6 +95,11 @@ def mxfp4(c: Chosen, **_) -> dict[str, torch.Tensor]:
     return {"weight_packed": bytes_of_pairs(c), "weight_scale": (exponents + 127).to(torch.uint8)}
 
 
+def modelopt_mxfp4(c: Chosen, **_) -> dict[str, torch.Tensor]:
+    written = mxfp4(c)
+    return {"weight": written["weight_packed"], "weight_scale": written["weight_scale"]}
+
+
 def gptq(c: Chosen, *, v2=False, **_) -> dict[str, torch.Tensor]:
     zeros = words(c.zeros.t() % (1 << c.bits), c.bits)
     if not v2:
@@ -252,6 +257,12 @@ METHODS = {
         "nvfp4",
     ),
     "modelopt": (modelopt, dict(group=16, e2m1=True), OF_NVIDIA, "nvfp4"),
+    "modelopt mxfp4": (
+        modelopt_mxfp4,
+        dict(group=32, e2m1=True),
+        {"quant_method": "modelopt", "quant_algo": "mxfp4", "ignore": ["lm_head"]},
+        "mxfp4",
+    ),
     "mxfp4": (mxfp4, dict(group=32, e2m1=True), in_float4("mxfp4-pack-quantized", 32, "group"), "mxfp4"),
     "int8": (int8, dict(bits=8, group=None, symmetric=True), None, "int8"),
 }
@@ -410,7 +421,8 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 
 @pytest.mark.parametrize(
-    "name", ["auto-round", "awq", "packed", "gptq 8", "gptq 3", "nvfp4", "modelopt", "mxfp4"]
+    "name",
+    ["auto-round", "awq", "packed", "gptq 8", "gptq 3", "nvfp4", "modelopt", "mxfp4", "modelopt mxfp4"],
 )
 def test_experts_keep_their_codes(name, tmp_path):
     expected = mixture(tmp_path, name)
