@@ -15,8 +15,8 @@ import torch
 
 from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.coded_experts import CODES, SCALE, QuantizedExperts
 from pagebinder.frontend.expert_gates import find_gate
-from pagebinder.frontend.int_experts import CODES, SCALE, QuantizedExperts
 
 KEPT_AS = "_pagebinder_experts"  # where a module keeps its description while it is traced
 MINI_EXPERTS, MINI_TOKENS, MINI_SLOTS, MINI_WIDTH, MINI_INNER = 4, 6, 2, 12, 8

@@ -48,7 +48,7 @@ class StoredFp8:
 
     `experts`: mxfp8 or mxfp4, None = as linear layers. `scale_suffix`, `codes_suffix`: what the names of both tensors
     add to the weight's. `scalar_shape`: that of the one scale of a tensor. `by_dims`: scales of rows are a vector,
-    those of blocks have a dimension of 1 behind each. `kept`: patterns of modules that are stored plain, None = those that
+    those of blocks have a dimension of 1 behind each. `kept`: patterns of modules that are stored plain, None = those
     transformers leaves out by default.
     """
 

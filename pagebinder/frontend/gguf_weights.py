@@ -28,11 +28,11 @@ from pagebinder.custom_ops.linear.weight_formats import (
 )
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.checkpoint_tensors import counted
+from pagebinder.frontend.coded_experts import with_codes
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.gguf_blocks import BLOCK_KINDS, expanded, packed, widest
 from pagebinder.frontend.gguf_config import LAYER, architecture_of
 from pagebinder.frontend.gguf_file import FLOATS, NUMBERS, GgufFile, GgufTensor
-from pagebinder.frontend.int_experts import with_codes
 from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
 
 T, R = TypeVar("T"), TypeVar("R")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from pagebinder.custom_ops.linear.weight_formats import weight_format
-from pagebinder.frontend.int_experts import QuantizedExperts
+from pagebinder.frontend.coded_experts import QuantizedExperts
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.report import Match, PassResult, Refusal
 

@@ -3,6 +3,7 @@
     from_pretrained
       build on meta        linear layers that are stored so -> LoadedFp8Linear, LoadedInts
                            ... in nf4 -> LoadedTables
+                           experts that kernels read -> LoadedCodedExperts
                            experts with a scale for 32 columns -> LoadedExperts
       load                 names, shards and merges as for plain weights; other experts, which it merges, are expanded
     finish                 Loaded... -> QuantizedLinear, or the layer with a plain weight; experts; one at a time
@@ -25,16 +26,18 @@ from pagebinder.errors import CheckpointError
 from pagebinder.frontend import bnb_weights
 from pagebinder.frontend.bnb_weights import LoadedTables, StoredTables
 from pagebinder.frontend.checkpoint_tensors import counted
+from pagebinder.frontend.coded_experts import (
+    LoadedCodedExperts,
+    QuantizedExperts,
+    format_of_experts,
+    format_of_fp8_experts,
+    fp8_panel_bytes,
+    panel_bytes,
+)
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import GROUPED, OF_ACTIVATIONS, UNREAD, StoredFp8
 from pagebinder.frontend.fp8_linear import LoadedFp8Linear, expanded
 from pagebinder.frontend.gguf_weights import LoadedBlockExperts, LoadedBlocks, StoredBlocks
-from pagebinder.frontend.int_experts import (
-    LoadedIntExperts,
-    QuantizedExperts,
-    format_of_experts,
-    panel_bytes,
-)
 from pagebinder.frontend.int_format import StoredInts, tail
 from pagebinder.frontend.int_linear import LoadedInts
 from pagebinder.frontend.mx_experts import LoadedExperts
@@ -176,11 +179,13 @@ def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> tuple[PassR
         elif isinstance(module, LoadedExperts):
             model.set_submodule(path, module.finished(path))
             scaled[path] = stored.experts
-        elif isinstance(module, LoadedIntExperts | LoadedBlockExperts):
+        elif isinstance(module, LoadedCodedExperts | LoadedBlockExperts):
             experts = module.finished(path)
             model.set_submodule(path, experts)
             formats = ", ".join(dict.fromkeys(experts.formats.values()))
             said = f"{formats} as stored (quant_method {stored.method})"
+            if num_rounded := getattr(module, "num_rounded", 0):
+                said += f", {num_rounded} codes below 2^-6 rounded"
             result.matches.append(Match(pattern=EXPERTS, node="", module_path=path, detail=said))
         elif isinstance(module, torch.nn.Linear):
             refuse(path, _why_plain(path, module, stored, in_tables))
@@ -262,18 +267,19 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
             else:
                 model.set_submodule(path, LoadedTables(module))
         return
-    experts, int_experts = experts_modules(model) if stored.experts else {}, {}
-    if isinstance(stored, StoredInts):
-        found = experts_modules(model).items()
-        int_experts = {path: format for path, m in found if (format := format_of_experts(path, m, stored))}
+    found = experts_modules(model)
+    experts = found if stored.experts else {}
+    format_of = format_of_experts if isinstance(stored, StoredInts) else format_of_fp8_experts
+    coded = {path: format for path, m in found.items() if (format := format_of(path, m, stored))}
+    knows_layers = isinstance(stored, StoredInts) and stored.layers is not None
     if stored.granularity is None and not experts:
         raise CheckpointError(
             f"quant_method {stored.method!r} is about experts, and {type(model).__name__} has none that are known."
         )
     for path, module in list(model.named_modules()):
-        if path in int_experts and (stored.layers is not None or should_convert_module(path, kept)):
-            model.set_submodule(path, LoadedIntExperts(module, stored, int_experts[path]))
-        elif isinstance(stored, StoredInts) and stored.layers is not None:
+        if path in coded and (knows_layers or should_convert_module(path, kept)):
+            model.set_submodule(path, LoadedCodedExperts(module, stored, coded[path]))
+        elif knows_layers:
             if isinstance(module, torch.nn.Linear) and (shapes := stored.found(path)):
                 model.set_submodule(path, LoadedInts(module, stored, shapes))
         elif not should_convert_module(path, kept):
@@ -325,10 +331,14 @@ def register() -> tuple[type, type, type]:
             if isinstance(stored, StoredInts):
                 owner = model.get_submodule(full_layer_name.rpartition(".")[0])
                 return _of_ints(input_dict, stored, dtype, getattr(owner, "format", None))
+            owner = model.get_submodule(full_layer_name.rpartition(".")[0])
             for name, weights in input_dict.items():
                 if name.endswith((stored.scale_name, *OF_ACTIVATIONS)):
                     continue
                 scales = input_dict.get(name + stored.scale_suffix)
+                if isinstance(owner, LoadedCodedExperts):
+                    plain[name] = _fp8_bytes(name, weights, scales, owner)
+                    continue
                 plain[name] = (
                     weights if scales is None else _all_expanded(name, weights, scales, stored, dtype)
                 )
@@ -449,6 +459,22 @@ def _of_ints(
                 made[weights] = [panel_bytes(stored.read(tensors), format, stored) for tensors in each]
         except (CheckpointError, KeyError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{owner[:-1]} cannot be read: {error}") from error
+    return made
+
+
+def _fp8_bytes(name: str, weights, scales, owner: LoadedCodedExperts) -> list[torch.Tensor]:
+    """Weights of experts and their scales -> bytes in the owner's format."""
+    scales = [None] * len(weights) if scales is None else scales
+    if len(weights) != len(scales):
+        raise CheckpointError(f"{name}: {len(weights)} weights in fp8 have {len(scales)} scales.")
+    made = []
+    for weight, scale in zip(weights, scales, strict=True):
+        try:
+            packed, num_rounded = fp8_panel_bytes(weight, scale, owner.format, owner.stored)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+        made.append(packed)
+        owner.num_rounded += num_rounded
     return made
 
 

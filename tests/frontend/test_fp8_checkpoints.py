@@ -18,7 +18,7 @@ from pagebinder.custom_ops.linear.weight_formats import scale_of_each
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.source import source_from_dir
 from tests.helpers import nightly, tiny_qwen3
-from tests.moe_models import tiny_deepseek_v3
+from tests.moe_models import tiny_deepseek_v3, tiny_qwen3_moe
 
 BLOCK = 128
 DEEPSEEK = {
@@ -234,6 +234,93 @@ def test_a_latent_mixture_is_served_and_verified(tmp_path):
     _, plain, _ = latent_mixture(tmp_path)
     _, tokens = served(tmp_path, verify="full")
     assert tokens == served(plain, providers={"linear": "reference"})[1]
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+MIXTURES = {name: VARIANTS[name] for name in ("deepseek", "per channel", "ModelOpt", "ModelOpt, blocks")}
+
+
+def mixture(folder, name, **sizes):
+    """A mixture that is stored in fp8 -> (what is loaded, the model that was saved, the checkpoint's tensors)."""
+    options, how, _ = MIXTURES[name]
+    model = tiny_qwen3_moe(**{"hidden_size": 96, "moe_intermediate_size": 128, **sizes})
+    tensors = save_in_fp8(model, folder, options, **{**how, "kept": ("lm_head", "mlp.gate.")})
+    config = json.loads((folder / "config.json").read_text())
+    if name == "per channel":
+        config["quantization_config"]["ignore"] = ["lm_head"]
+        (folder / "config.json").write_text(json.dumps(config))
+    try:
+        return source_from_dir(folder), model, tensors
+    except CheckpointError as error:
+        assert "leaves it so" in str(error)
+        pytest.skip("transformers 5.17 does not merge experts that are no plain weights, which is said")
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_keep_the_codes_of_the_checkpoint(name, tmp_path):
+    source, model, tensors = mixture(tmp_path, name)
+    experts = source.module.get_submodule(EXPERTS)
+    format = {"ModelOpt": "fp8"}.get(name, MIXTURES[name][2])
+    assert set(experts.formats.values()) == {format}
+    (match,) = [m for m in source.stored_weights.matches if m.module_path == EXPERTS]
+    assert match.pattern == "quantized_moe_experts" and match.detail.startswith(f"{format} as stored")
+    assert "codes below 2^-6 rounded" in match.detail
+    suffix = MIXTURES[name][1].get("suffix", "weight_scale_inv")
+    for i in range(8):
+        both = experts.exact_weight("gate_up_proj", i).chunk(2)
+        weights = dict(zip(("gate_proj", "up_proj"), both)) | {
+            "down_proj": experts.exact_weight("down_proj", i)
+        }
+        for kind, got in weights.items():
+            codes = tensors[f"{EXPERTS}.{i}.{kind}.weight"].float()
+            scale = tensors[f"{EXPERTS}.{i}.{kind}.{suffix}"]
+            scale = scale.reshape(len(scale), -1) if format == "fp8_block" else scale.reshape(-1)
+            each = scale_of_each(scale, codes.shape)
+            off = (got - codes * each).abs() / each
+            is_subnormal = (codes != 0) & (codes.abs() < 2**-6)
+            assert not off[~is_subnormal].any() and off.max() <= 2**-7 * 1.001
+    compiled, tokens = served(tmp_path)
+    used = {c.op for c in compiled.report.providers}
+    assert cpu_build.problem() is not None or "quantized_moe_routed_experts" in used
+    plain = plain_model(model, source)
+    with torch.no_grad():
+        for name, parameter in source.module.named_parameters():
+            plain.get_parameter(name).copy_(parameter)
+        for path, module in plain.named_modules():
+            if not path.endswith(".experts"):
+                continue
+            for kind in ("gate_up_proj", "down_proj"):
+                for i, weight in enumerate(getattr(module, kind)):
+                    weight.copy_(source.module.get_submodule(path).exact_weight(kind, i))
+    assert tokens == served(plain, providers={"linear": "reference"})[1]
+
+
+def test_gates_and_values_without_blocks_of_their_own_are_expanded(tmp_path):
+    source, _, tensors = mixture(tmp_path, "deepseek", moe_intermediate_size=96)
+    reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
+    assert "they are expanded" in reasons[EXPERTS]
+    (down,) = source.module.get_parameter(f"{EXPERTS}.down_proj")[:1]
+    codes, scale = (tensors[f"{EXPERTS}.0.down_proj.{n}"].float() for n in ("weight", "weight_scale_inv"))
+    assert torch.equal(down, codes * scale_of_each(scale, codes.shape))
+
+
+BROKEN_EXPERTS = {
+    "a scale is NaN": ("weight_scale_inv", lambda t: t * float("nan"), "NaN or infinity"),
+    "a code is NaN": ("weight", lambda t: (t.float() * float("nan")).to(t.dtype), "NaN or infinity"),
+    "plain": ("weight", lambda t: t.float(), "is stored as torch.float32"),
+    "other blocks": ("weight_scale_inv", lambda t: torch.ones(3, 3), "with a scale .3, 3."),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_EXPERTS)
+def test_experts_that_contradict_themselves_are_errors(name, tmp_path):
+    kind, change, message = BROKEN_EXPERTS[name]
+    _, _, tensors = mixture(tmp_path, "deepseek")
+    path = f"{EXPERTS}.3.up_proj.{kind}"
+    changed = tensors | {path: change(tensors[path])}
+    save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"up_proj.*{message}"):
+        source_from_dir(tmp_path)
 
 
 def test_explain_shows_the_format_without_weights(tmp_path):

@@ -17,10 +17,10 @@ from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingPar
 from pagebinder.compile import explain_model
 from pagebinder.custom_ops.linear import weight_formats
 from pagebinder.errors import ConfigError
+from pagebinder.frontend.coded_experts import QuantizedExperts
 from pagebinder.frontend.gguf_blocks import BLOCK_KINDS, expanded, packed, widest
 from pagebinder.frontend.gguf_config import ARCHITECTURES
 from pagebinder.frontend.gguf_file import KINDS, gguf_path, read_gguf
-from pagebinder.frontend.int_experts import QuantizedExperts
 from pagebinder.frontend.model_path import source_from_path
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.small_groups import fit_for_gpu

@@ -436,6 +436,18 @@ def test_experts_keep_their_codes(name, tmp_path):
     assert match.pattern == "quantized_moe_experts" and METHODS[name][3] in match.detail
 
 
+@pytest.mark.parametrize("name", ["int8", "packed 8"])
+def test_experts_with_a_scale_for_each_row_keep_their_codes(name, tmp_path):
+    expected = mixture(tmp_path, name, group=None)
+    loaded(tmp_path)
+    exact(tmp_path, expected)
+    experts = source_from_dir(tmp_path).module.get_submodule(EXPERTS)
+    assert {*experts.formats.values()} == {"int8"}
+    for kind in ("gate_up_proj", "down_proj"):
+        for i, weight in enumerate(expected.get_parameter(f"{EXPERTS}.{kind}")):
+            assert torch.equal(experts.exact_weight(kind, i), weight)
+
+
 @pytest.mark.parametrize(
     "name",
     by_day(["awq", "auto-round", "packed", "gptq 8", "nvfp4", "modelopt", "mxfp4"], ("awq", "modelopt")),

@@ -1,12 +1,12 @@
-"""Experts whose weights a checkpoint keeps as integers or e2m1: as they are loaded, and as they are served.
+"""Experts whose weights a checkpoint keeps as codes: as they are loaded, and as they are served.
 
 experts of transformers    gate_up_proj [E, N, K], down_proj [E, N, K], biases
-  -> LoadedIntExperts      bytes of codes and scales of each, uint8 [E, N/32, .]      what its loader merges and fills
+  -> LoadedCodedExperts    bytes of codes and scales of each, uint8 [E, N/32, .]      what its loader merges and fills
   -> the experts' class    codes and scales as buffers, weights computed from them:   4 or 8 bits a weight
                            dequantize_weight(codes, scale), which a pass makes one op with their products
 
 A loader stacks the weights of experts and puts gates on top of the others. Panels of 32 rows may be stacked so, too:
-each has its codes, and behind them its scales.
+each has its codes, of integers, e2m1 or e4m3, and behind them its scales, of blocks those of the one that it is in.
 """
 
 from __future__ import annotations
@@ -19,18 +19,27 @@ import torch
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.linear.weight_formats import (
+    BLOCK,
+    PANEL,
     codes_of_8_bits,
     dequantize,
     in_8_bits,
+    pack_e4m3,
     packed_shapes,
+    size_problem,
     weight_format,
 )
 from pagebinder.errors import CheckpointError
+from pagebinder.frontend.fp8_format import StoredFp8
 from pagebinder.frontend.int_codes import Codes
 from pagebinder.frontend.int_format import Shapes, StoredInts, stack_of
 from pagebinder.frontend.int_linear import e2m1_format, kernel_format, packed_codes, scale_of_stored
+from pagebinder.frontend.mx_numbers import scale_values
 from pagebinder.frontend.quantized_module import moved_scale
 
+# Granularity of scales in the checkpoint -> format of the kernels: a scale for each row instead of one for all.
+FP8_FORMATS = {"block": "fp8_block", "channel": "fp8", "tensor": "fp8"}
+BY_ROWS = ("fp8", "int8")  # formats with a scale for each row
 CODES, SCALE = "_codes", "_scale"  # what the names of buffers add to the weight's
 
 
@@ -49,7 +58,23 @@ def format_of_experts(path: str, module: torch.nn.Module, stored: StoredInts) ->
             return None
     shapes = (p.shape[1:] for p in module.parameters(recurse=False) if p.dim() == 3)
     formats = {_format(shape, stored) for shape in shapes}
-    return formats.pop() if len(formats) == 1 and formats != {"int8"} else None
+    return formats.pop() if len(formats) == 1 else None
+
+
+def format_of_fp8_experts(path: str, module: torch.nn.Module, stored: StoredFp8) -> str | None:
+    """The same of e4m3 with scales of blocks, rows or tensors; gates and values have no block in common."""
+    if module.is_transposed or stored.experts is not None or stored.granularity not in FP8_FORMATS:
+        return None
+    format = FP8_FORMATS[stored.granularity]
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() != 3:
+            continue
+        _, rows, columns = parameter.shape
+        parts = 2 if module.has_gate and name != "down_proj" else 1
+        has_mixed_blocks = format == "fp8_block" and parts == 2 and rows // 2 % BLOCK
+        if size_problem(rows // parts, columns, format) or has_mixed_blocks:
+            return None
+    return format
 
 
 def _format(shape: tuple[int, int], stored: StoredInts) -> str | None:
@@ -77,13 +102,16 @@ def _as_said(found: Shapes, module: torch.nn.Module, stored: StoredInts) -> bool
     return any(shapes == {name: found[name] for name in shapes} for shapes in known)
 
 
-class LoadedIntExperts(torch.nn.Module):
-    """The parameters of experts as a loader merges them; `replaced` is the module that stood there."""
+class LoadedCodedExperts(torch.nn.Module):
+    """The parameters of experts as a loader merges them; `replaced` is the module that stood there.
 
-    def __init__(self, replaced: torch.nn.Module, stored: StoredInts, format: str):
+    `num_rounded`: codes of e4m3 that were, see `pack_e4m3`.
+    """
+
+    def __init__(self, replaced: torch.nn.Module, stored: StoredInts | StoredFp8, format: str):
         super().__init__()
         self.__dict__["replaced"] = replaced  # no submodule: its weights are in no checkpoint
-        self.stored, self.format = stored, format
+        self.stored, self.format, self.num_rounded = stored, format, 0
         self.shapes = {name: p.shape for name, p in replaced.named_parameters(recurse=False) if p.dim() == 3}
         for name, parameter in replaced.named_parameters(recurse=False):
             if name in self.shapes:
@@ -106,7 +134,7 @@ class LoadedIntExperts(torch.nn.Module):
         for name, (experts, rows, columns) in self.shapes.items():
             stacked = self._parameters.pop(name).detach()
             of_codes = packed_shapes(rows, columns, self.format)[0]
-            of_scale, scale_dtype = _scale_of(rows, columns, self.format, self.stored)
+            of_scale, scale_dtype = _panel_scales(rows, columns, self.format, self.stored)
             expected = (experts, *_bytes_of_panels(rows, columns, self.format, self.stored))
             if tuple(stacked.shape) != expected:
                 raise CheckpointError(
@@ -116,7 +144,7 @@ class LoadedIntExperts(torch.nn.Module):
             of_panel = math.prod(of_codes[1:])
             codes = stacked[..., :of_panel].contiguous().view(experts, *of_codes)
             scale = stacked[..., of_panel:].contiguous().view(scale_dtype)
-            weights[name] = (codes, scale.view(experts, *of_scale))
+            weights[name] = (codes, _of_weights(scale.view(experts, *of_scale), self.format))
         module._parameters.update(self._parameters)
         module._buffers.update(self._buffers)
         return with_codes(module, weights, dict.fromkeys(weights, self.format), dtype)
@@ -138,6 +166,31 @@ def with_codes(
     return module
 
 
+def fp8_panel_bytes(
+    weight: torch.Tensor, scale: torch.Tensor | None, format: str, stored: StoredFp8
+) -> tuple[torch.Tensor, int]:
+    """The weight of one expert [N, K] e4m3 with its scale as stored -> uint8 [N/32, bytes], and how many codes were
+    rounded.
+
+    Raises:
+        CheckpointError: it is plain, or of other shapes than the config says, or holds NaN or infinity.
+    """
+    expected = stored.scale_shape(*weight.shape) if weight.dim() == 2 else None
+    found = None if scale is None else tuple(scale.shape)
+    if weight.dtype is not torch.float8_e4m3fn or found != expected:
+        raise CheckpointError(
+            f"a weight {list(weight.shape)} is stored as {weight.dtype} with a scale {found}; e4m3 with {expected} "
+            "is what the config says."
+        )
+    scale = stored.scale_of_kernels(scale_values(scale))
+    if not scale.isfinite().all() or bool((weight.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise CheckpointError("a weight or a scale is NaN or infinity.")
+    if stored.granularity == "tensor":
+        scale = scale.expand(len(weight))
+    packed, num_rounded = pack_e4m3(weight)
+    return _joined(packed, _in_panels(scale, format, len(packed))), num_rounded
+
+
 def panel_bytes(codes: Codes, format: str, stored: StoredInts) -> torch.Tensor:
     """The weight of one expert, as codes: uint8 [N/32, bytes].
 
@@ -145,11 +198,8 @@ def panel_bytes(codes: Codes, format: str, stored: StoredInts) -> torch.Tensor:
         CheckpointError: zero points or an order of columns that the config does not speak of.
     """
     fmt = weight_format(format)
-    if (
-        max(codes.bits, 4) != fmt.bits
-        or codes.is_e2m1 != fmt.is_float
-        or codes.group % (fmt.group or codes.group)
-    ):
+    has_groups = codes.scales.shape[1] == 1 if fmt.group is None else codes.group % fmt.group == 0
+    if max(codes.bits, 4) != fmt.bits or codes.is_e2m1 != fmt.is_float or not has_groups:
         raise CheckpointError(
             f"it has {codes.bits} bits in groups of {codes.group}, of which the config says nothing."
         )
@@ -157,8 +207,27 @@ def panel_bytes(codes: Codes, format: str, stored: StoredInts) -> torch.Tensor:
     if codes.order is not None or (has_zeros and codes.bits >= 4 and not fmt.is_shifted):
         raise CheckpointError("it has zero points or an order of columns that the config does not speak of.")
     packed, scale = packed_codes(codes, format)
-    scale = scale.to(_scale_of(*codes.values.shape, format, stored)[1])
-    return torch.cat((packed.flatten(1), scale.flatten(1).contiguous().view(torch.uint8)), dim=1)
+    scale = scale.to(_panel_scales(*codes.values.shape, format, stored)[1])
+    return _joined(packed, _in_panels(scale, format, len(packed)))
+
+
+def _joined(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Of panels, bytes."""
+    return torch.cat((codes.flatten(1), scale.flatten(1).contiguous().view(torch.uint8)), dim=1)
+
+
+def _in_panels(scale: torch.Tensor, format: str, panels: int) -> torch.Tensor:
+    """The scale tensor of a weight, with a row for each panel."""
+    if format in BY_ROWS:
+        return scale.reshape(-1, PANEL)
+    return scale.repeat_interleave(BLOCK // PANEL, dim=0)[:panels] if format == "fp8_block" else scale
+
+
+def _of_weights(scale: torch.Tensor, format: str) -> torch.Tensor:
+    """The other way round, of a stack of weights."""
+    if format in BY_ROWS:
+        return scale.flatten(1)
+    return scale[:, :: BLOCK // PANEL].contiguous() if format == "fp8_block" else scale
 
 
 class QuantizedExperts:
@@ -228,14 +297,18 @@ def _quantized_class(plain: type, named: tuple[tuple[str, str], ...]) -> type:
 def _bytes_of_panels(rows: int, columns: int, format: str, stored: StoredInts) -> tuple[int, int]:
     """(panels, bytes of each) of a weight [rows, columns]."""
     of_codes = packed_shapes(rows, columns, format)[0]
-    of_scale, dtype = _scale_of(rows, columns, format, stored)
+    of_scale, dtype = _panel_scales(rows, columns, format, stored)
     return of_codes[0], math.prod(of_codes[1:]) + math.prod(of_scale[1:]) * dtype.itemsize
 
 
-def _scale_of(
-    rows: int, columns: int, format: str, stored: StoredInts
+def _panel_scales(
+    rows: int, columns: int, format: str, stored: StoredInts | StoredFp8
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """(shape, dtype) of the scale tensor of one expert: one for all of them, exact for each."""
+    """(shape, dtype) of the scales of one expert's panels: one for all of them, exact for each."""
+    if format in BY_ROWS:
+        return (rows // PANEL, PANEL), torch.float32
+    if format == "fp8_block":
+        return (rows // PANEL, -(-columns // BLOCK)), torch.float32
     shape, dtype = scale_of_stored(rows, columns, format)
     is_narrow = stored.bf16_scales and not weight_format(format).is_shifted and not stored.is_e2m1
     return shape, torch.bfloat16 if is_narrow else dtype
