@@ -80,7 +80,7 @@ class CompileConfig:
             (e4m3, a scale for each output channel), "fp8_tensor" (one scale), "fp8_block" (128 x 128), "int8" (for
             each output channel), "int4_g64" and "int4_g32" (for 64 or 32 neighbours; the LM head always for 32),
             "mxfp4" (e2m1, a power of two for 32 neighbours; the LM head as int4_g32). The report says which layers
-            keep their weights, and why. None also keeps the codes of experts that a checkpoint stores in mxfp4.
+            keep their weights, and why. Codes that a checkpoint stores stay as they are.
         activation_quantization: what linear layers with weights in fp8 read, in fp8 (e4m3), too: "fp8_per_token",
             "fp8_per_group" (128 neighbours of a token) or "fp8_per_tensor". Scales are found in every step; that of a
             whole tensor then makes a request's numbers depend on the others of its step. None keeps activations.

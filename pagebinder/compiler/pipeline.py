@@ -38,7 +38,6 @@ from pagebinder.passes.fuse_qk_norm_rope_write import fuse_qk_norm_rope_write
 from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear
 from pagebinder.passes.fuse_rms_norm_fp8_quant import fuse_rms_norm_fp8_quant
 from pagebinder.passes.gather_logits import gather_logits
-from pagebinder.passes.keep_stored_codes import keep_stored_codes
 from pagebinder.passes.layer_states import Paging
 from pagebinder.passes.manager import run_passes
 from pagebinder.passes.merge_linears import merge_linears
@@ -186,9 +185,7 @@ def _scales_file(option: str, path: str | os.PathLike | None) -> dict[str, torch
 def _quantization(config: CompileConfig, source: ModelSource) -> tuple:
     """The passes that make weights smaller, and activations, if that was asked for or the checkpoint has them so."""
     if config.quantization is None:
-        if "mxfp4" not in source.stored_formats.values():
-            return () if source.stored_weights is None else (fuse_quantized_linear,)
-        return functools.partial(keep_stored_codes, stored=source.stored_formats), fuse_quantized_linear
+        return () if source.stored_weights is None else (fuse_quantized_linear,)
     weights = functools.partial(quantize_weights, format=config.quantization), fuse_quantized_linear
     if config.activation_quantization is None:
         return weights

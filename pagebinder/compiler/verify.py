@@ -38,7 +38,6 @@ from pagebinder.frontend.python_state import evaluation_mode
 from pagebinder.frontend.source import ModelSource, source_from_module
 from pagebinder.passes.certificates import certify_steps
 from pagebinder.passes.graph_values import REDUCED
-from pagebinder.passes.keep_stored_codes import round_as_stored
 from pagebinder.passes.trail import DECODER, ENCODER, Step, Trail
 from pagebinder.passes.verifier import TOLERANCES, Conditions, difference, verify_steps
 from pagebinder.report import CompileReport
@@ -189,7 +188,6 @@ def worlds(source: ModelSource, notes: list[str], *, full: bool) -> Iterator[Wor
         if widen:
             yield World("model", module, dtype, tensors_of(module), widen)
         rescale(module)
-        round_as_stored(module, source.stored_formats)
         yield World("rescaled", module, dtype, tensors_of(module), widen)
         del module
 

@@ -269,9 +269,14 @@ class QuantizedExperts:
             del self._buffers[name + CODES], self._buffers[name + SCALE]
         self.__class__ = self.plain_class
         for name, weight in weights.items():
-            self.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+            self.register_parameter(name, torch.nn.Parameter(weight.contiguous(), requires_grad=False))
 
     def expert_weight(self, name: str) -> torch.Tensor:
+        """[E, N, K] of the model's dtype, or as the module has it, [E, K, N]."""
+        matrices = self.expert_matrices(name)
+        return matrices.mT if self.is_transposed else matrices
+
+    def expert_matrices(self, name: str) -> torch.Tensor:
         """[E, N, K] of the model's dtype."""
         codes, scale = self._buffers[name + CODES], self._buffers[name + SCALE]
         return torch.ops.pagebinder.dequantize_weight(

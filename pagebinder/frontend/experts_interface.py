@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.experts_proof import KEPT_AS, Experts, code_between, understand, weights_of
+from pagebinder.frontend.experts_proof import KEPT_AS, Experts, code_between, matrices_of, understand
 from pagebinder.frontend.model_kinds import parts_beside_text
 from pagebinder.graph_tools import calls, describe, first_paths, module_path, num_ops
 from pagebinder.report import Match, PassResult
@@ -80,17 +80,17 @@ def experts_forward(module, hidden_states, top_k_index, top_k_weights):
             f"weights of {weights.dim()}; [tokens, width], [tokens, top k] and [tokens, top k] are understood."
         )
     experts: Experts = getattr(module, KEPT_AS)
-    up, down, up_bias, down_bias = weights_of(module)
+    (up, down, up_bias, down_bias), transposed = matrices_of(module)
     x, ids = x.to(up.dtype), ids.to(torch.int64)
     if experts.gate is not None:
         out = torch.ops.pagebinder.moe_experts(
             x, ids, weights, up, down, up_bias, down_bias,
-            transposed=module.is_transposed, **experts.gate.as_options(),
+            transposed=transposed, **experts.gate.as_options(),
         )  # fmt: skip
         return out.to(hidden_states.dtype)
-    h = torch.ops.pagebinder.expert_linear(x, ids, up, up_bias, transposed=module.is_transposed)
+    h = torch.ops.pagebinder.expert_linear(x, ids, up, up_bias, transposed=transposed)
     h = code_between(module)(h.reshape(-1, h.shape[-1])).reshape(*h.shape[:2], -1)
-    out = torch.ops.pagebinder.expert_linear(h, ids, down, down_bias, transposed=module.is_transposed)
+    out = torch.ops.pagebinder.expert_linear(h, ids, down, down_bias, transposed=transposed)
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
     return (out * weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)

@@ -43,6 +43,14 @@ def weights_of(module: torch.nn.Module) -> tuple[torch.Tensor | None, ...]:
     return getattr(module, up), module.down_proj, *biases
 
 
+def matrices_of(module: torch.nn.Module) -> tuple[tuple[torch.Tensor | None, ...], bool]:
+    """(The same as ops take them, are they transposed?) Those of codes never are."""
+    weights = weights_of(module)
+    if not isinstance(module, QuantizedExperts):
+        return weights, module.is_transposed
+    return (*map(module.expert_matrices, (up_name(module), "down_proj")), *weights[2:]), False
+
+
 def dtype_of(module: torch.nn.Module) -> torch.dtype:
     """Of its weights, be they computed from codes."""
     return module.weights_dtype if isinstance(module, QuantizedExperts) else weights_of(module)[0].dtype

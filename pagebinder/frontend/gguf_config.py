@@ -138,7 +138,9 @@ class Architecture:
 
     `names`: parts of names that differ from LAYER. `paired`: those whose rows are in pairs of neighbours.
     `norms_are_one_more`: weights of norms have 1 added. `frequencies`: tensors about RoPE that it may have.
-    `turns_parts`: some of a head's width may be left as it is by RoPE.
+    `turns_parts`: some of a head's width may be left as it is by RoPE. `bare`: parts that are parameters, not modules
+    with a weight. `experts_alternate`: rows of gates and ups take turns in transformers' experts, whose matrices are
+    transposed.
     """
 
     model_type: str | Callable[[Options], str]
@@ -148,6 +150,8 @@ class Architecture:
     norms_are_one_more: bool = False
     frequencies: tuple[str, ...] = ()
     turns_parts: bool = False
+    bare: Mapping[str, str] = field(default_factory=dict)
+    experts_alternate: bool = False
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -337,6 +341,19 @@ def _phi3(options: Options) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(options: Options) -> dict[str, Any]:
+    count, used = _counts(options)
+    rope = _rope(options, options.head_width())
+    return {
+        "num_local_experts": count,
+        "num_experts_per_tok": used,
+        "intermediate_size": options.count("expert_feed_forward_length"),
+        "sliding_window": options.count("attention.sliding_window"),
+        "layer_types": _alternating(options, 2),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
+
+
 def _smollm3(options: Options) -> dict[str, Any]:
     turns = [
         int((layer + 1) % 4 != 0) for layer in range(options["block_count"])
@@ -372,6 +389,11 @@ ARCHITECTURES = {
         turns_parts=True,
     ),
     "granite": Architecture(model_type="granite", config=_granite, paired=PAIRED),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss", config=_gpt_oss,
+        names={"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        bare={"attn_sinks": "self_attn.sinks"}, experts_alternate=True,
+    ),
     "olmo2": Architecture(model_type="olmo2", config=_biases, names=BEHIND_HALVES),
     "smollm3": Architecture(model_type="smollm3", config=_smollm3, paired=PAIRED),
 }  # fmt: skip

@@ -40,16 +40,16 @@ def source_from_gguf(path: Path, *, dtype: torch.dtype | None = None, weights: b
         stored.replace(module)
         module = _loaded(type(module), config, plain_values(module, stored, dtype), stored, dtype)
         read_all(module)
-        result, formats = stored_loading.finish(module, stored)
+        result = stored_loading.finish(module, stored)
         _turn_frequencies(module, file)
     else:
-        result, formats = stored_loading.replaced_on_meta(module, stored)
+        result = stored_loading.replaced_on_meta(module, stored)
     facts = facts_of(module.config, module)
     facts["eos_token_ids"] = end_tokens(file)
     facts["bos_token_id"] = file.options.get("tokenizer.ggml.bos_token_id")
     return ModelSource(
         module=module.eval(), name=str(path), is_transformers=True, path=path.parent, file=path, config=module.config,
-        stored_weights=result, stored_formats=formats, _tokenizer=tokenizer_of(file), **facts,
+        stored_weights=result, _tokenizer=tokenizer_of(file), **facts,
     )  # fmt: skip
 
 

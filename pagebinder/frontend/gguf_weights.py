@@ -52,11 +52,14 @@ class Source:
     """What a parameter is made of: `tensors`, the rows of one behind those of another.
 
     `heads`: rows of each of so many are in pairs of neighbours; None: they are in order. `added`: to all values.
+    `alternate`: rows of two tensors take turns. `transposed`: the parameter has matrices [K, N].
     """
 
     tensors: tuple[GgufTensor, ...]
     heads: int | None = None
     added: float = 0.0
+    alternate: bool = False
+    transposed: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -68,10 +71,18 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if len(self.tensors) == 1:
-            return self.tensors[0].shape
-        *outer, rows, columns = self.tensors[0].shape
-        return (*outer, rows + sum(tensor.shape[-2] for tensor in self.tensors[1:]), columns)
+        """Of what the tensors make, [..., N, K] whatever the parameter is; of biases of experts [E, N]."""
+        shapes = [list(tensor.shape) for tensor in self.tensors]
+        if len(shapes) > 1:
+            shapes[0][1] = sum(shape[1] for shape in shapes)
+        return tuple(shapes[0])
+
+    @property
+    def shape_of_parameter(self) -> tuple[int, ...]:
+        if not self.transposed:
+            return self.shape
+        *outer, rows, columns = self.shape
+        return (*outer, columns, rows)
 
     def data(self, number: int) -> np.ndarray:
         """Of a tensor, with its rows in transformers' order."""
@@ -84,8 +95,12 @@ class Source:
         """Of the parameter, rounded once."""
         wide = torch.float32 if self.added else dtype
         parts = [expanded(self.data(i), kind, wide) for i, kind in enumerate(self.kinds)]
-        values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-        return (values + self.added).to(dtype) if self.added else values
+        if len(parts) == 1:
+            (values,) = parts
+        else:
+            values = torch.stack(parts, 2).flatten(1, 2) if self.alternate else torch.cat(parts, 1)
+        values = (values + self.added).to(dtype) if self.added else values
+        return values.mT.contiguous() if self.transposed else values
 
 
 @dataclass(frozen=True)
@@ -147,9 +162,9 @@ class StoredBlocks:
 
     def _formats_of_experts(self, path: str, module: torch.nn.Module) -> dict[str, str] | None:
         """Of each weight; None: some have no kernel."""
-        if module.is_transposed:
-            return None
         sources = self._of_experts(path, module)
+        if any(source.alternate and len(set(source.kinds)) > 1 for source in sources.values()):
+            return None
         formats = {name: _format_of_parts(source) for name, source in sources.items()}
         known = all(
             format and not _problem(sources[name].shape[1:], format) for name, format in formats.items()
@@ -232,6 +247,10 @@ class LoadedBlockExperts(torch.nn.Module):
     def _packed(self, source: Source, format: str) -> tuple[torch.Tensor, torch.Tensor]:
         experts = []
         for expert in range(source.shape[0]):
+            if source.alternate:
+                rows = np.stack([tensor.data[expert] for tensor in source.tensors], axis=1)
+                experts.append(packed(rows.reshape(-1, rows.shape[-1]), source.kinds[0], format))
+                continue
             parts = [packed(source.data(i)[expert], kind, format) for i, kind in enumerate(source.kinds)]
             if len(set(source.kinds)) > 1:  # scales of one kind for all rows
                 parts = [(codes, plain_scale(scale, format)) for codes, scale in parts]
@@ -281,7 +300,7 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
     for name, tensor in file.tensors.items():
         if name in architecture.frequencies:
             continue
-        parameter, number, part = _place(name, parts)
+        parameter, number, part = _place(name, parts, architecture.bare)
         if parameter not in shapes:
             raise CheckpointError(
                 f"{file.path}: nothing in a {config.model_type} of transformers is its {name}."
@@ -300,10 +319,15 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
             tuple(tensors[number][0] for number in sorted(tensors)),
             heads.get(part) if part in architecture.paired else None,
             -1.0 if is_norm else 0.0,
+            alternate=architecture.experts_alternate and len(tensors) > 1,
+            transposed=architecture.experts_alternate
+            and ".experts." in parameter
+            and len(shapes[parameter]) == 3,
         )
-        if source.shape != shapes[parameter] and (1, *source.shape) != shapes[parameter]:
+        found_shape = source.shape_of_parameter
+        if found_shape != shapes[parameter] and (1, *found_shape) != shapes[parameter]:
             raise CheckpointError(
-                f"{file.path}: {parameter} is {list(source.shape)} there, and {list(shapes[parameter])} in the model "
+                f"{file.path}: {parameter} is {list(found_shape)} there, and {list(shapes[parameter])} in the model "
                 "that the file describes."
             )
     if HEAD in shapes and HEAD not in sources:
@@ -316,12 +340,12 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
 
 
 def _stack(one: GgufTensor, other: GgufTensor) -> bool:
-    """May rows of one stand behind those of the other?"""
-    sizes = ((*tensor.shape[:-2], tensor.shape[-1]) for tensor in (one, other) if len(tensor.shape) == 3)
-    return len(one.shape) == len(other.shape) == 3 and len(set(sizes)) == 1
+    """May rows of one stand behind those of the other? Of experts, and of their biases."""
+    sizes = {(tensor.shape[0], *tensor.shape[2:]) for tensor in (one, other)}
+    return len(one.shape) == len(other.shape) and len(one.shape) in (2, 3) and len(sizes) == 1
 
 
-def _place(name: str, parts: Mapping[str, str]) -> tuple[str | None, int, str]:
+def _place(name: str, parts: Mapping[str, str], bare: Mapping[str, str]) -> tuple[str | None, int, str]:
     """(The parameter that a tensor belongs to, the place of its rows among those of others, its part of the name)."""
     if (owner := name.removesuffix(".weight")) in WHOLE and owner != name:
         return f"{WHOLE[owner]}.weight", 0, name
@@ -329,9 +353,12 @@ def _place(name: str, parts: Mapping[str, str]) -> tuple[str | None, int, str]:
     if match is None:
         return None, 0, name
     layer, part, kind = match.groups()
-    if part in EXPERTS and kind == "weight":
+    if part in EXPERTS:
         parameter, number = EXPERTS[part]
-        return f"model.layers.{layer}.mlp.experts.{parameter}", number, part
+        ending = "" if kind == "weight" else "_bias"
+        return f"model.layers.{layer}.mlp.experts.{parameter}{ending}", number, part
+    if part in bare and kind == "weight":
+        return f"model.layers.{layer}.{bare[part]}", 0, part
     return (f"model.layers.{layer}.{parts[part]}.{kind}" if part in parts else None), 0, part
 
 

@@ -41,6 +41,14 @@ def are_powers_of_two(scale: torch.Tensor) -> bool:
     return bool((torch.frexp(scale).mantissa == 0.5).all())
 
 
+def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """A scale as stored -> float32. Raises CheckpointError: one is NaN, or no power of two."""
+    values = scale_values(scale)
+    if not are_powers_of_two(values):
+        raise CheckpointError("a scale is NaN (the byte 255 of ue8m0), or no power of two.")
+    return values
+
+
 def times_scale(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """codes [N, K] e4m3, or [N, K/2] bytes of e2m1; scale [N, K/32] -> weights [N, K] of `dtype`.
 
@@ -57,9 +65,7 @@ def times_scale(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
         raise CheckpointError(
             f"the scale of {list(values.shape)} weights is {list(scale.shape)}, not {list(expected)}."
         )
-    scale = scale_values(scale)
-    if not are_powers_of_two(scale):
-        raise CheckpointError("a scale is NaN (the byte 255 of ue8m0), or no power of two.")
+    scale = powers_of_two(scale)
     groups = values.to(computed).unflatten(1, (-1, GROUP)) * scale.to(computed)[..., None]
     weight = groups.flatten(1).to(dtype)
     if not all(extreme.isfinite() for extreme in weight.aminmax()):  # NaN is both

@@ -65,8 +65,7 @@ class ModelSource:
 
     Of an encoder-decoder, `encoder` holds the encoder's facts, and the other fields mean its decoder.
     `path`: the directory that it came from. `file`: of a model in one file, which holds its tokenizer, too.
-    `stored_weights`: of a checkpoint in 8 or 4 bits, which layers keep its codes, for the report. `stored_formats`:
-    modules whose weights it has in a microscaled format and which are expanded: path -> "mxfp4" or "mxfp8".
+    `stored_weights`: of a checkpoint in 8 or 4 bits, which layers keep its codes, for the report.
     `tensors`: what a checkpoint lacks, and what it has beyond the model. `other_parts`: configs beside the module's,
     of a model that only holds it and parts that write no text. `says_length`: False if max_model_len is our default.
     """
@@ -86,7 +85,6 @@ class ModelSource:
     file: Path | None = None
     config: Any = None
     stored_weights: PassResult | None = None
-    stored_formats: dict[str, str] = field(default_factory=dict)
     tensors: CheckpointTensors = field(default_factory=CheckpointTensors)
     other_parts: tuple[str, ...] = ()
     _tokenizer: Any = field(default=None, repr=False)
@@ -248,7 +246,9 @@ def _build(
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if not weights:
         module = source_from_config(config, dtype=dtype).module
-        return module, {} if stored is None else _of_weights(*stored_loading.replaced_on_meta(module, stored))
+        if stored is None:
+            return module, {}
+        return module, {"stored_weights": stored_loading.replaced_on_meta(module, stored)}
     if not any(list(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise CheckpointError(
             f"{path} has no *.safetensors file. Save the weights as safetensors "
@@ -286,13 +286,9 @@ def _build(
     if stored is None:
         refuse_unsaid_codes(module, tensors, path)
         return module.eval(), {"tensors": tensors}
-    of_weights = _of_weights(*stored_loading.finish(module, stored))
+    result = stored_loading.finish(module, stored)
     absent = tensors.absent | {f"{name.removesuffix('.weight')}.codes" for name in tensors.absent}
-    return module.eval(), of_weights | {"tensors": CheckpointTensors(absent)}
-
-
-def _of_weights(result: PassResult, formats: dict[str, str]) -> dict[str, Any]:
-    return {"stored_weights": result, "stored_formats": formats}
+    return module.eval(), {"stored_weights": result, "tensors": CheckpointTensors(absent)}
 
 
 def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:

@@ -149,15 +149,13 @@ def check_names(stored: Stored, unexpected, missing, path: Path) -> None:
         )
 
 
-def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> tuple[PassResult, dict[str, str]]:
+def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> PassResult:
     """Put into place what is served, and say what became of each linear layer and mixture of experts.
 
-    Returns:
-        That, and the microscaled format of what was stored in one and is expanded, by path of the module.
     Raises:
         CheckpointError: tensors that are no such weights, or codes that are left without a kernel; names the module.
     """
-    result, scaled = PassResult(name="stored_weights"), {}
+    result, expanded_from = PassResult(name="stored_weights"), {}  # path -> format of experts
 
     def refuse(path: str, reason: str) -> None:
         result.refusals.append(Refusal(pattern=PATTERN, reason=reason, node="", module_path=path))
@@ -174,14 +172,12 @@ def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> tuple[PassR
                 result.matches.append(Match(pattern=PATTERN, node="", module_path=path, detail=what))
             else:
                 refuse(path, what)
-            if stored.granularity == GROUPED:
-                scaled[path] = "mxfp8"
-        elif isinstance(module, LoadedExperts):
-            model.set_submodule(path, module.finished(path))
-            scaled[path] = stored.experts
-        elif isinstance(module, LoadedCodedExperts | LoadedBlockExperts):
+        elif isinstance(module, LoadedExperts | LoadedCodedExperts | LoadedBlockExperts):
             experts = module.finished(path)
             model.set_submodule(path, experts)
+            if not isinstance(experts, QuantizedExperts):
+                expanded_from[path] = stored.experts
+                continue
             formats = ", ".join(dict.fromkeys(experts.formats.values()))
             said = f"{formats} as stored (quant_method {stored.method})"
             if num_rounded := getattr(module, "num_rounded", 0):
@@ -192,12 +188,12 @@ def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> tuple[PassR
     _check_left(model)
     for path, module in experts_modules(model).items():
         if not isinstance(module, QuantizedExperts):
-            refuse(path, _of_experts(path, module, stored, scaled.get(path)))
+            refuse(path, _of_experts(path, module, stored, expanded_from.get(path)))
     for name in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.__dict__.pop("is_quantized", None)
     model.config.__dict__.pop("quantization_config", None)
-    return result, scaled
+    return result
 
 
 def _check_left(model: torch.nn.Module) -> None:
@@ -222,20 +218,16 @@ def _why_plain(path: str, module: torch.nn.Module, stored: Stored | StoredBlocks
 def _of_experts(path: str, module: torch.nn.Module, stored: Stored | StoredBlocks, format: str | None) -> str:
     if isinstance(stored, StoredBlocks):
         return stored.why_plain_experts(path, module)
-    if format == "mxfp4":
-        return "they are stored in mxfp4 and expanded; keep_stored_codes packs those that a kernel reads"
     if isinstance(stored, StoredTables):
         return f"no kernel reads codes of {stored.kind}: they are expanded where they are stored so"
     if format is not None:
-        return f"no kernel reads codes of experts: they are stored in {format} and expanded"
+        return f"no kernel reads their codes: they are stored in {format} and expanded"
     if stored.experts is not None:
         return "they are stored plain"
     return "no kernel reads these codes of experts: they are expanded where they are stored so"
 
 
-def replaced_on_meta(
-    model: torch.nn.Module, stored: Stored | StoredBlocks
-) -> tuple[PassResult, dict[str, str]]:
+def replaced_on_meta(model: torch.nn.Module, stored: Stored | StoredBlocks) -> PassResult:
     """The same for a model without weights."""
     _, quantizer_class, config_class = register()
     quantizer = quantizer_class(config_class(stored=stored), pre_quantized=True)

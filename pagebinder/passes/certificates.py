@@ -23,7 +23,6 @@ from torch.fx.node import map_arg
 from pagebinder.errors import VerificationError
 from pagebinder.graph_tools import aten, is_call, module_path, recipe_of, written_by
 from pagebinder.passes.graph_values import REDUCED, GraphRunner
-from pagebinder.passes.keep_stored_codes import certify_stored
 from pagebinder.passes.quantize_activations import certify_activations
 from pagebinder.passes.quantize_kv import certify_kv
 from pagebinder.passes.quantize_weights import certify_weights
@@ -38,14 +37,12 @@ from pagebinder.report import Certificate, Match
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 2e-5, torch.float16: 2**-7, torch.bfloat16: 2**-4}
 NUM_TOKENS = (1, 3, 17)
 MAGNITUDES = (1.0, 1e-3)
-# Passes that change numbers on purpose: the two sides differ, and what the format promises is tested instead. So is
-# one that finds codes again: a rewrite that is run alone has weights that are no numbers of the format. (Page passes
-# to rows of fewer bits change numbers, too: their rewrites cannot be cut out anyway.)
+# Passes that change numbers on purpose: the two sides differ, and what the format promises is tested instead. (Page
+# passes to rows of fewer bits change numbers, too: their rewrites cannot be cut out anyway.)
 CHANGES = {
     "quantize_weights": certify_weights,
     "quantize_activations": certify_activations,
     "quantize_kv": certify_kv,
-    "keep_stored_codes": certify_stored,
 }
 CAPTURED_INPUTS = ("input_ids", "positions", "encoder_states")
 

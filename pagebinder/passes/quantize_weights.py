@@ -84,19 +84,19 @@ def quantize_weights(gm: GraphModule, *, format: str) -> PassResult:
     for node in calls(gm.graph, *LINEARS, EXPERTS, *OTHERS):
         own = format_of_head if node is head else format
         pattern = "moe_experts" if node.target is EXPERTS else PATTERN
-        reason = OTHERS.get(node.target) or reason_against(node, own)
+        reason = OTHERS.get(node.target) or _reason_against(node, own)
         if reason:
             where = {"source_line": source_line(node), **describe(node)}
             result.refusals.append(Refusal(pattern=pattern, reason=reason, **where))
             continue
-        read_from_codes(gm, node, own, made)
+        _read_from_codes(gm, node, own, made)
         result.matches.append(Match(pattern=pattern, detail=own, **describe(node)))
     result.changed = bool(result.matches)
     finish(gm)
     return result
 
 
-def packed_parts(weight: torch.Tensor, format: str, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed_parts(weight: torch.Tensor, format: str, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scale) of a weight or a stack of them; of one on the meta device, there."""
     if not weight.is_meta:
         return quantize_stack(weight.detach(), format, transposed)
@@ -105,17 +105,14 @@ def packed_parts(weight: torch.Tensor, format: str, transposed: bool) -> tuple[t
     return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes))
 
 
-def read_from_codes(gm: GraphModule, node: Node, format: str, made: dict, pack=packed_parts) -> None:
-    """The weights of a linear layer or of experts as values of codes.
-
-    made: of weights that were met before. pack: see packed_parts.
-    """
+def _read_from_codes(gm: GraphModule, node: Node, format: str, made: dict) -> None:
+    """The weights of a linear layer or of experts as values of codes; `made`: of those that were met before."""
     transposed = node.kwargs.get("transposed", False)
-    for position in weight_positions(node):
+    for position in _weight_positions(node):
         weight = node.args[position]
         key = id(attribute(gm, weight.target)), format, transposed
         if key not in made:
-            parts = pack(attribute(gm, weight.target), format, transposed)
+            parts = _packed_parts(attribute(gm, weight.target), format, transposed)
             made[key] = _attached(gm, weight, node, parts, format, transposed)
         options = {"format": format, "dtype": val(weight).dtype}
         values = insert_call(gm.graph, node, ours.dequantize_weight.default, made[key], options)
@@ -138,14 +135,14 @@ def lm_head(graph: torch.fx.Graph, *linears) -> Node | None:
     return found.pop() if len(found) == 1 else None
 
 
-def weight_positions(node: Node) -> tuple[int, ...]:
+def _weight_positions(node: Node) -> tuple[int, ...]:
     return (3, 4) if node.target is EXPERTS else (1,)
 
 
-def reason_against(node: Node, format: str) -> str | None:
+def _reason_against(node: Node, format: str) -> str | None:
     if node.target is not EXPERTS and _chooses(node):
         return "it chooses experts: another choice costs more than its few bytes"
-    reasons = (_reason_against_weight(node, node.args[i], format) for i in weight_positions(node))
+    reasons = (_reason_against_weight(node, node.args[i], format) for i in _weight_positions(node))
     return next(filter(None, reasons), None)
 
 
@@ -201,12 +198,8 @@ def add_quantized(gm: GraphModule, weights: MutableMapping[str, torch.Tensor]) -
             weights[node.target] = made[part.part]
 
 
-def certify_weights(
-    before: GraphModule, after: GraphModule, result: PassResult, bound=weight_formats.error_bound
-) -> list[Certificate]:
+def certify_weights(before: GraphModule, after: GraphModule, result: PassResult) -> list[Certificate]:
     """One certificate for all weights: each within what its format promises of the weight it stands for.
-
-    bound: f(weight [N, K], format) -> how far each of its numbers may be off.
 
     This takes the place of a comparison of both sides, which differ on purpose; `max_rel_error` is the largest error
     of a whole weight, relative to it (root mean square).
@@ -219,7 +212,7 @@ def certify_weights(
     for name, node in codes.items():
         part = node.meta[META]
         for weight, errors in _errors(before, after, name, part):
-            if not (errors <= bound(weight, part.format)).all():
+            if not (errors <= weight_formats.error_bound(weight, part.format)).all():
                 raise VerificationError(
                     f"{result.name}: {part.format} of {part.weight} is off by {float(errors.max()):.3g}, more than "
                     "the format explains.",

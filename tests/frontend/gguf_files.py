@@ -90,6 +90,18 @@ MODELS = {
         },
         {"attention.scale": 0.02, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0},
     ),
+    "gpt-oss": (
+        "gpt-oss", "gpt_oss",
+        HEAD | {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+        {
+            "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 256,
+            "attention.sliding_window": 16, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
     "olmo2": ("olmo2", "olmo2", {}, {}),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4, "pad_token_id": 0, "use_sliding_window": False}, {}),
 }  # fmt: skip
@@ -193,6 +205,12 @@ def _tensors(model, architecture: str) -> dict[str, list[torch.Tensor]]:
     names = get_tensor_name_map(arch, model.config.num_hidden_layers)
     found = {}
     for key, parameter in model.named_parameters():
+        if key.endswith(".sinks"):
+            found[f"blk.{key.split('.')[2]}.attn_sinks.weight"] = parameter
+            continue
+        if architecture == "gpt-oss" and ".experts." in key:
+            found |= _alternating_experts(key, parameter)
+            continue
         if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj", key):
             parts = parameter.chunk(2, dim=1) if match[2] == "gate_up" else [parameter]
             for part, values in zip(("gate", "up") if match[2] == "gate_up" else ("down",), parts):
@@ -203,8 +221,20 @@ def _tensors(model, architecture: str) -> dict[str, list[torch.Tensor]]:
     return found
 
 
+def _alternating_experts(key: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of gpt-oss: [E, K, N], columns of gates and ups in turns; biases [E, N]."""
+    layer, kind = key.split(".")[2], "bias" if key.endswith("_bias") else "weight"
+    parts = {"down": parameter}
+    if "gate_up" in key:
+        parts = {"gate": parameter[..., ::2], "up": parameter[..., 1::2]}
+    return {
+        f"blk.{layer}.ffn_{part}_exps.{kind}": values if kind == "bias" else values.mT
+        for part, values in parts.items()
+    }
+
+
 def _kind(tensor: str, parameter: torch.Tensor, kinds: dict[str, str]) -> str:
-    if parameter.dim() == 1 or "ffn_gate_inp" in tensor:
+    if parameter.dim() == 1 or "ffn_gate_inp" in tensor or tensor.endswith(".bias"):
         return "F32"
     return next(kind for part, kind in kinds.items() if part in tensor)
 

@@ -105,6 +105,8 @@ def test_sizes_of_kinds_are_those_of_gguf():
 def test_architectures(name, kinds, tmp_path):
     """The modules compute what transformers does with the plain weights, in a file's own order of rows."""
     mixed = {"ffn_down": "Q6_K", "attn_v": "Q8_0", "ffn_up": "Q5_K", "token_embd": "Q6_K", "": "Q4_K"}
+    if name == "gpt-oss":  # as its files are: rows of both take turns
+        mixed = {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "MXFP4"} | mixed
     path = tmp_path / "model.gguf"
     plain = write_gguf(path, name, mixed if kinds == "mixed" else kinds)
     source = source_from_path(path, dtype=torch.float32)
@@ -121,6 +123,17 @@ def test_architectures(name, kinds, tmp_path):
         assert coded and all(reason == "it is stored plain" for reason in refused)
 
 
+def test_rows_that_take_turns_are_of_one_kind_or_expanded(tmp_path):
+    path = tmp_path / "model.gguf"
+    plain = write_gguf(path, "gpt-oss", {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q8_0", "": "Q4_0"})
+    source = source_from_path(path, dtype=torch.float32)
+    reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
+    assert "Q4_K, Q8_0, for which experts have no kernel" in reasons["model.layers.0.mlp.experts"]
+    with torch.no_grad():
+        expected, logits = plain(IDS).logits, source.module(IDS).logits
+    torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4 * expected.abs().max().item())
+
+
 def test_every_architecture_has_a_model():
     assert {architecture for architecture, *_ in MODELS.values()} == set(ARCHITECTURES)
 
@@ -134,6 +147,7 @@ def test_every_architecture_has_a_model():
             {"token_embd": "Q2_K", "attn_q.": "Q3_K", "attn_k.": "IQ4_XS", "ffn_up": "Q4_1", "": "Q5_0"},
         ),
         ("qwen3moe", {"ffn_down_exps": "Q6_K", "": "Q4_K"}),
+        ("gpt-oss", {"exps": "MXFP4", "": "Q8_0"}),
         ("gemma2", {"ffn_gate": "IQ4_NL", "": "Q5_1"}),
     ],
 )

@@ -321,7 +321,6 @@ def test_codes_stand_for_the_very_weights(name, tmp_path):
     for path, layer in layers.items():
         assert torch.equal(layer.weight(), plain.get_submodule(path).weight)
     assert {r.module_path for r in source.stored_weights.refusals} == {"lm_head"}
-    assert not source.stored_formats
     ids = torch.arange(30)[None]
     with torch.no_grad():
         got, expected = (m.eval()(ids, use_cache=False).logits for m in (source.module, plain))

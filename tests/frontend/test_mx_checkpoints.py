@@ -16,6 +16,7 @@ from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingPar
 from pagebinder.compile import explain_model
 from pagebinder.custom_ops.latent.small_floats import E2M1_VALUES
 from pagebinder.frontend import stored_loading
+from pagebinder.frontend.coded_experts import QuantizedExperts
 from pagebinder.frontend.mx_numbers import times_scale
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.source import source_from_dir
@@ -165,8 +166,15 @@ def served(folder, **options):
     return compiled, [o.token_ids for o in outputs]
 
 
+def parameters_of(module) -> dict[str, torch.Tensor]:
+    """With the weights that codes of experts stand for."""
+    coded = {path: m for path, m in module.named_modules() if isinstance(m, QuantizedExperts)}
+    weights = {f"{path}.{name}": m.expert_weight(name) for path, m in coded.items() for name in m.formats}
+    return dict(module.named_parameters()) | weights
+
+
 def assert_same_weights(stored, plain):
-    got, expected = (dict(m.named_parameters()) for m in (stored.module, plain.module))
+    got, expected = (parameters_of(m) for m in (stored.module, plain.module))
     assert got.keys() == expected.keys()
     for name, weight in expected.items():
         assert got[name].dtype is weight.dtype and torch.equal(got[name], weight), name
@@ -190,14 +198,16 @@ def test_every_weight_is_its_code_times_its_scale(name, tmp_path):
         got, expected = (s.module(ids, use_cache=False).logits for s in (stored, plain))
     assert torch.equal(got, expected) and expected.std() > 0.1
     experts = {path for path, m in stored.module.named_modules() if path.endswith(".experts")}
-    assert {p for p in stored.stored_formats if p.endswith(".experts")} == experts
-    assert set(stored.stored_formats.values()) == {format}
     reasons = {r.module_path: r.reason for r in stored.stored_weights.refusals}
     linear = {path for path, m in stored.module.named_modules() if isinstance(m, torch.nn.Linear)}
-    assert set(reasons) == experts | linear and not stored.stored_weights.matches
-    assert all(f"stored in {format} and expanded" in reasons[path] for path in stored.stored_formats)
-    assert reasons["lm_head"] == "it is stored plain"
-    assert (len(stored.stored_formats) > len(experts)) == (name == "mxfp8")
+    said = {m.module_path: m.detail for m in stored.stored_weights.matches}
+    assert set(reasons) == linear | (set() if format == "mxfp4" else experts)
+    assert said == (
+        dict.fromkeys(experts, "mxfp4 as stored (quant_method mxfp4)") if format == "mxfp4" else {}
+    )
+    of_format = {path for path, reason in reasons.items() if f"stored in {format} and expanded" in reason}
+    assert of_format >= set(reasons) - linear and reasons["lm_head"] == "it is stored plain"
+    assert bool(of_format & linear) == (name == "mxfp8")
 
 
 @pytest.mark.parametrize("name", by_day(FORMATS, ["gpt-oss"]))
@@ -205,17 +215,14 @@ def test_the_tokens_are_those_of_the_plain_weights(name, tmp_path):
     both(name, tmp_path)
     compiled, tokens = served(tmp_path / "stored")
     assert tokens == served(tmp_path / "plain")[1]
-    assert f"stored in {FORMATS[name][-1]} and expanded" in str(compiled.report.to_dict())
+    what = "mxfp4 as stored" if name == "gpt-oss" else "stored in mxfp8 and expanded"
+    assert what in str(compiled.report.to_dict())
 
 
 def test_experts_in_mxfp4_are_served_from_their_codes(tmp_path):
-    """Packed without loss, verified with random weights, too, and kept by an artefact."""
+    """Verified with random weights, too, and kept by an artefact."""
     both("gpt-oss", tmp_path)
     compiled, tokens = served(tmp_path / "stored", verify="full")
-    kept = next(p for p in compiled.report.passes if p.name == "keep_stored_codes")
-    assert [m.detail for m in kept.matches] == ["mxfp4 as stored"] * 2 and not kept.refusals
-    (certificate,) = kept.certificates
-    assert certificate.count == 2 and certificate.max_abs_error == 0
     assert sum("quantized_moe" in str(n.target) for n in compiled.graphs["fused"].graph.nodes) == 2
     compiled.save(tmp_path / "artefact")
     engine = pagebinder.load(tmp_path / "artefact").engine(EngineConfig(num_kv_blocks=64))
@@ -243,12 +250,12 @@ def test_deepseek_v4_keeps_the_codes_of_its_blocks(beside, tmp_path):
         weight = plain.module.get_submodule(path).weight
         assert layer.scale.dtype is torch.float32 and torch.equal(layer.weight(), weight.float()), path
         source.module.get_submodule(path).register_parameter("weight_of_codes", torch.nn.Parameter(weight))
-    got = {n.replace("weight_of_codes", "weight"): p for n, p in source.module.named_parameters()}
+    got = {n.replace("weight_of_codes", "weight"): p for n, p in parameters_of(source.module).items()}
     for name, weight in plain.module.named_parameters():
         assert torch.equal(got[name].float(), weight.float()), name
-    assert source.stored_formats == {f"model.layers.{i}.mlp.experts": "mxfp4" for i in range(3)}
+    experts = {m.module_path for m in source.stored_weights.matches if m.detail.startswith("mxfp4 as stored")}
+    assert experts == {f"model.layers.{i}.mlp.experts" for i in range(3)}
     reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
-    assert "stored in mxfp4" in reasons["model.layers.0.mlp.experts"]
     assert "GroupedLinear" in reasons["model.layers.0.self_attn.o_a_proj"]
     if beside:
         tokens = served(tmp_path / "stored", providers={"linear": "reference"})[1]
@@ -285,9 +292,10 @@ def test_inkling_2_as_it_is_published(tmp_path):
         file.write_text(json.dumps(options))
     source = source_from_dir(tmp_path / "stored")
     assert_same_weights(source, source_from_dir(tmp_path / "plain"))
-    formats = {f"model.language_model.layers.{i}.mlp.experts": "mxfp8" for i in range(4)}
-    assert source.stored_formats == formats
-    assert source_from_dir(tmp_path / "stored", weights=False).stored_formats == formats
+    for found in (source, source_from_dir(tmp_path / "stored", weights=False)):
+        reasons = {r.module_path: r.reason for r in found.stored_weights.refusals}
+        for i in range(4):
+            assert "stored in mxfp8" in reasons[f"model.language_model.layers.{i}.mlp.experts"]
     # other tensors of a multimodal model may be missing
     tensors = load_file(tmp_path / "stored" / "model.safetensors")
     del tensors["model.llm.layers.2.mlp.experts.w2_weight_scale"]
@@ -308,7 +316,7 @@ def test_experts_that_are_stored_plain(tmp_path):
     save_both(gpt_oss(), tmp_path, layout, quantization_config=kept)
     source = source_from_dir(tmp_path / "stored")
     assert_same_weights(source, source_from_dir(tmp_path / "plain"))
-    assert source.stored_formats == {"model.layers.1.mlp.experts": "mxfp4"}
+    assert [m.module_path for m in source.stored_weights.matches] == ["model.layers.1.mlp.experts"]
     reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
     assert reasons["model.layers.0.mlp.experts"] == "they are stored plain"
 
@@ -330,7 +338,7 @@ def test_gpt_oss_is_what_transformers_makes_of_it(tmp_path):
     expected = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "stored", quantization_config=transformers.Mxfp4Config(dequantize=True), dtype="bfloat16"
     )
-    got = dict(source_from_dir(tmp_path / "stored").module.named_parameters())
+    got = parameters_of(source_from_dir(tmp_path / "stored").module)
     for name, weight in expected.named_parameters():
         assert torch.equal(got[name], weight), name
 
@@ -384,8 +392,11 @@ def test_explain_needs_config_json_alone(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(options))
     compiled = explain_model(tmp_path)
     (result,) = [p for p in compiled.report.passes if p.name == "stored_weights"]
-    assert any(f"stored in {format} and expanded" in r.reason for r in result.refusals)
-    assert bool(result.matches) == (name == "deepseek-v4")
+    kept = {
+        m.module_path.rpartition(".")[2] for m in result.matches if m.detail.startswith("mxfp4 as stored")
+    }
+    assert kept == ({"experts"} if format == "mxfp4" else set())
+    assert any("stored in mxfp8 and expanded" in r.reason for r in result.refusals) == (format == "mxfp8")
 
 
 # ---- what is not ------------------------------------------------------------------------------------------------

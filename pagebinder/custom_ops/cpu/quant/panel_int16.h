@@ -4,10 +4,10 @@
 //     sum [row][8 columns]  +=  the codes of a pair of k of each column  .  a pair of wholes, in every lane
 //
 // An instruction multiplies and adds twice as many numbers as one of floats, and a code needs one or two to be widened, one
-// of 6 bits four. Sums of a group are integers, exact. Codes of int4 and int6 are taken as they are, 8 and 32 too large, and
-// that times the sum of wholes is taken off again; shifts of two levels put some of it back, so all that is what a sum
-// begins with. Then, in float32, groups are added up with their scales, of two levels the integers, and spans with
-// factors and numbers.
+// of 6 bits four, one of a table two to five. Sums of a group are integers, exact. Codes of int4 and int6 are taken as they
+// are, 8 and 32 too large, and numbers of tables are made positive where bytes hold them: that times the sum of wholes is
+// taken off again. Shifts of two levels put some of it back, so all that is what a sum begins with. Then, in float32, groups
+// are added up with their scales, of two levels the bytes, and spans with factors and numbers.
 //
 // A row with a span that wholes cannot hold (no numbers, or one that is far beyond the others) is left to floats.
 //
