@@ -139,8 +139,9 @@ class Architecture:
     `names`: parts of names that differ from LAYER. `paired`: those whose rows are in pairs of neighbours.
     `norms_are_one_more`: weights of norms have 1 added. `frequencies`: tensors about RoPE that it may have.
     `turns_parts`: some of a head's width may be left as it is by RoPE. `bare`: parts that are parameters, not modules
-    with a weight. `experts_alternate`: rows of gates and ups take turns in transformers' experts, whose matrices are
-    transposed.
+    with a weight. `whole`: names that are of no layer and unusual. `experts`: where they are in a layer.
+    `experts_alternate`: rows of gates and ups take turns in transformers' experts, whose matrices are transposed.
+    `has_other_layers`: some have no attention, and no heads of keys and values.
     """
 
     model_type: str | Callable[[Options], str]
@@ -151,7 +152,10 @@ class Architecture:
     frequencies: tuple[str, ...] = ()
     turns_parts: bool = False
     bare: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+    experts: str = "mlp.experts"
     experts_alternate: bool = False
+    has_other_layers: bool = False
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -191,7 +195,7 @@ def config_of(file: GgufFile):
         "intermediate_size": options.count("feed_forward_length"),
         "num_hidden_layers": options.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": options.count("attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(options, architecture, heads),
         "head_dim": head,
         "max_position_embeddings": options.count("context_length"),
         "rms_norm_eps": options.number("attention.layer_norm_rms_epsilon"),
@@ -208,6 +212,16 @@ def config_of(file: GgufFile):
         raise CheckpointError(
             f"{file.path} describes no {model_type} that transformers takes: {error}"
         ) from error
+
+
+def _kv_heads(options: Options, architecture: Architecture, heads: int) -> int:
+    of_layers = options.of_layers("attention.head_count_kv") if architecture.has_other_layers else None
+    if of_layers is None:
+        return options.count("attention.head_count_kv", heads)
+    found = {count for count in of_layers if count != 0}
+    if len(found) != 1 or not all(isinstance(count, int) and 0 < count <= heads for count in found):
+        options.refuse("attention.head_count_kv")
+    return found.pop()
 
 
 def _dtype(file: GgufFile) -> str:
@@ -354,6 +368,37 @@ def _gpt_oss(options: Options) -> dict[str, Any]:
     }
 
 
+def _exaone4(options: Options) -> dict[str, Any]:
+    """Windows in three of four layers, and positions in these alone; or neither."""
+    window = options.get("attention.sliding_window")
+    layers = _alternating(options, 4) if window else ["full_attention"] * options["block_count"]
+    return {
+        "sliding_window": window and options.count("attention.sliding_window"),
+        "sliding_window_pattern": None,
+        "layer_types": layers,
+    }
+
+
+def _olmoe(options: Options) -> dict[str, Any]:
+    count, used = _counts(options)
+    return {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": False}
+
+
+def _granitemoe(options: Options) -> dict[str, Any]:
+    count, used = _counts(options)
+    return _granite(options) | {"num_local_experts": count, "num_experts_per_tok": used}
+
+
+def _lfm2(options: Options) -> dict[str, Any]:
+    heads = options.of_layers("attention.head_count_kv") or [1] * options["block_count"]
+    return {
+        "norm_eps": options.number("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": options.count("shortconv.l_cache"),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 def _smollm3(options: Options) -> dict[str, Any]:
     turns = [
         int((layer + 1) % 4 != 0) for layer in range(options["block_count"])
@@ -393,6 +438,44 @@ ARCHITECTURES = {
         model_type="gpt_oss", config=_gpt_oss,
         names={"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
         bare={"attn_sinks": "self_attn.sinks"}, experts_alternate=True,
+    ),
+    "seed_oss": Architecture(
+        model_type="seed_oss",
+        config=lambda o: _biases(o) | {"attention_out_bias": o.has("blk.0.attn_output.bias")},
+        names={"post_attention_norm": "post_attention_layernorm"},
+    ),
+    "ernie4_5": Architecture(
+        model_type="ernie4_5", config=lambda options: {"use_bias": options.has("blk.0.attn_q.bias")}
+    ),
+    "hunyuan-dense": Architecture(
+        model_type="hunyuan_v1_dense", config=_biases,
+        names={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "exaone4": Architecture(
+        model_type="exaone4", config=_exaone4, names=BEHIND_HALVES, frequencies=FREQUENCIES[:1]
+    ),
+    "glm4": Architecture(
+        model_type="glm4", config=_biases, turns_parts=True,
+        names={
+            "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
+    "arcee": Architecture(model_type="arcee", config=_biases, paired=PAIRED, frequencies=FREQUENCIES[:1]),
+    "olmoe": Architecture(model_type="olmoe", config=_olmoe),
+    "granitemoe": Architecture(
+        model_type="granitemoe", config=_granitemoe, paired=PAIRED, experts="block_sparse_moe.experts",
+        names={"ffn_gate_inp": "block_sparse_moe.router"},
+    ),
+    "lfm2": Architecture(
+        model_type="lfm2", config=_lfm2, has_other_layers=True,
+        whole={"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"},
+        names={
+            "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+        },
     ),
     "olmo2": Architecture(model_type="olmo2", config=_biases, names=BEHIND_HALVES),
     "smollm3": Architecture(model_type="smollm3", config=_smollm3, paired=PAIRED),

@@ -31,7 +31,7 @@ from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.coded_experts import with_codes
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.gguf_blocks import BLOCK_KINDS, expanded, packed, widest
-from pagebinder.frontend.gguf_config import LAYER, architecture_of
+from pagebinder.frontend.gguf_config import LAYER, Architecture, architecture_of
 from pagebinder.frontend.gguf_file import FLOATS, NUMBERS, GgufFile, GgufTensor
 from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
 
@@ -300,7 +300,7 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
     for name, tensor in file.tensors.items():
         if name in architecture.frequencies:
             continue
-        parameter, number, part = _place(name, parts, architecture.bare)
+        parameter, number, part = _place(name, parts, architecture)
         if parameter not in shapes:
             raise CheckpointError(
                 f"{file.path}: nothing in a {config.model_type} of transformers is its {name}."
@@ -325,7 +325,7 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
             and len(shapes[parameter]) == 3,
         )
         found_shape = source.shape_of_parameter
-        if found_shape != shapes[parameter] and (1, *found_shape) != shapes[parameter]:
+        if not _is_alike(found_shape, shapes[parameter]):
             raise CheckpointError(
                 f"{file.path}: {parameter} is {list(found_shape)} there, and {list(shapes[parameter])} in the model "
                 "that the file describes."
@@ -339,16 +339,22 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> dict[str, Source]:
     return sources
 
 
+def _is_alike(shape: tuple[int, ...], of_parameter: tuple[int, ...]) -> bool:
+    """But for a dimension of 1 that llama.cpp drops, in front (of gates) or behind the first (of convolutions)."""
+    return of_parameter in (shape, (1, *shape), (*shape[:1], 1, *shape[1:]))
+
+
 def _stack(one: GgufTensor, other: GgufTensor) -> bool:
     """May rows of one stand behind those of the other? Of experts, and of their biases."""
     sizes = {(tensor.shape[0], *tensor.shape[2:]) for tensor in (one, other)}
     return len(one.shape) == len(other.shape) and len(one.shape) in (2, 3) and len(sizes) == 1
 
 
-def _place(name: str, parts: Mapping[str, str], bare: Mapping[str, str]) -> tuple[str | None, int, str]:
+def _place(name: str, parts: Mapping[str, str], architecture: Architecture) -> tuple[str | None, int, str]:
     """(The parameter that a tensor belongs to, the place of its rows among those of others, its part of the name)."""
-    if (owner := name.removesuffix(".weight")) in WHOLE and owner != name:
-        return f"{WHOLE[owner]}.weight", 0, name
+    whole = WHOLE | dict(architecture.whole)
+    if (owner := name.removesuffix(".weight")) in whole and owner != name:
+        return f"{whole[owner]}.weight", 0, name
     match = PARAMETER.fullmatch(name)
     if match is None:
         return None, 0, name
@@ -356,9 +362,9 @@ def _place(name: str, parts: Mapping[str, str], bare: Mapping[str, str]) -> tupl
     if part in EXPERTS:
         parameter, number = EXPERTS[part]
         ending = "" if kind == "weight" else "_bias"
-        return f"model.layers.{layer}.mlp.experts.{parameter}{ending}", number, part
-    if part in bare and kind == "weight":
-        return f"model.layers.{layer}.{bare[part]}", 0, part
+        return f"model.layers.{layer}.{architecture.experts}.{parameter}{ending}", number, part
+    if part in architecture.bare and kind == "weight":
+        return f"model.layers.{layer}.{architecture.bare[part]}", 0, part
     return (f"model.layers.{layer}.{parts[part]}.{kind}" if part in parts else None), 0, part
 
 

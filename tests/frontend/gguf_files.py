@@ -103,9 +103,47 @@ MODELS = {
         },
     ),
     "olmo2": ("olmo2", "olmo2", {}, {}),
+    "seed_oss": ("seed_oss", "seed_oss", HEAD, {}),
+    "ernie4_5": ("ernie4_5", "ernie4_5", HEAD, {}),
+    "hunyuan": ("hunyuan-dense", "hunyuan_v1_dense", HEAD, {}),
+    "exaone4": (
+        "exaone4", "exaone4", HEAD | {"num_hidden_layers": 4, "sliding_window": 16, "sliding_window_pattern": 4},
+        {"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, True, True, False]},
+    ),
+    "exaone4 without windows": (
+        "exaone4", "exaone4", HEAD | {"sliding_window": None, "layer_types": ["full_attention"] * 2}, {}
+    ),
+    "glm4": (
+        "glm4", "glm4",
+        HEAD | {"attention_bias": True, "rope_parameters": THETA | {"partial_rotary_factor": 0.5}, "pad_token_id": 0},
+        {"rope.dimension_count": 32},
+    ),
+    "arcee": ("arcee", "arcee", HEAD, {}),
+    "olmoe": (
+        "olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "granitemoe": (
+        "granitemoe", "granitemoe",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.02,
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+        },
+        {
+            "expert_count": 4, "expert_used_count": 2, "attention.scale": 0.02, "embedding_scale": 12.0,
+            "residual_scale": 0.22, "logit_scale": 8.0,
+        },
+    ),
+    "lfm2": (
+        "lfm2", "lfm2",
+        {
+            "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+        {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3},
+    ),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4, "pad_token_id": 0, "use_sliding_window": False}, {}),
 }  # fmt: skip
-PAIRED = ("llama", "granite", "smollm3")
+PAIRED = ("llama", "granite", "smollm3", "arcee", "granitemoe")
 ONE_MORE = ("gemma", "gemma2", "gemma3")
 
 
@@ -194,7 +232,8 @@ def _common(config) -> dict:
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head, "attention.value_length": head,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": 10_000.0,
+        "attention.layer_norm_rms_epsilon": float(getattr(config, "norm_eps", None) or config.rms_norm_eps),
+        "rope.freq_base": 10_000.0,
         "tokenizer.ggml.model": "no_vocab",
     }  # fmt: skip
 
@@ -211,13 +250,13 @@ def _tensors(model, architecture: str) -> dict[str, list[torch.Tensor]]:
         if architecture == "gpt-oss" and ".experts." in key:
             found |= _alternating_experts(key, parameter)
             continue
-        if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj", key):
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up|down)_proj", key):
             parts = parameter.chunk(2, dim=1) if match[2] == "gate_up" else [parameter]
             for part, values in zip(("gate", "up") if match[2] == "gate_up" else ("down",), parts):
                 found[f"blk.{match[1]}.ffn_{part}_exps.weight"] = values
             continue
         owner, _, kind = key.rpartition(".")
-        found[f"{names.get_name(owner)}.{kind}"] = parameter
+        found[f"{names.get_name(owner) or names.get_name(f'{owner}.layer')}.{kind}"] = parameter
     return found
 
 
@@ -234,7 +273,7 @@ def _alternating_experts(key: str, parameter: torch.Tensor) -> dict[str, torch.T
 
 
 def _kind(tensor: str, parameter: torch.Tensor, kinds: dict[str, str]) -> str:
-    if parameter.dim() == 1 or "ffn_gate_inp" in tensor or tensor.endswith(".bias"):
+    if parameter.dim() == 1 or any(part in tensor for part in ("ffn_gate_inp", "shortconv.conv", ".bias")):
         return "F32"
     return next(kind for part, kind in kinds.items() if part in tensor)
 
@@ -249,6 +288,7 @@ def _write(
         values = parameter.detach().clone().numpy()
         values = values + 1 if architecture in ONE_MORE and tensor.endswith("norm.weight") else values
         values = values[0] if "inp_shexp" in tensor else values
+        values = values[:, 0] if "shortconv.conv" in tensor else values
         writer.add_tensor(tensor, np.ascontiguousarray(_pairs(values, heads)))
         return
     blocks = random_blocks(tuple(parameter.shape), kind, seed)
