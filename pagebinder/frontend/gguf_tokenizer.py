@@ -34,19 +34,31 @@ _OF_CASES = (
 )
 GPT2, DIGITS = "gpt2", "digits"  # GPT-2's own split, and single digits before that
 LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+DEEPSEEK3 = (  # one split after the other
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
 TEKKEN = _OF_CASES.format("", r"\p{N}")
 GPT4O = _OF_CASES.format(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
 SPLITS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "granite-docling"), GPT2),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "granite-docling", "exaone4"), GPT2),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "dbrx", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), LLAMA3),
+    "seed-coder": SEED,
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), DEEPSEEK3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
     "tekken": TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
 }  # fmt: skip
-WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")
-BEGINS_WITH_BOS = WHOLE_WORDS_FIRST  # where the file does not say
+BEGINS_WITH_BOS = (  # where the file does not say
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken",
+)  # fmt: skip
+WHOLE_WORDS_FIRST = (*BEGINS_WITH_BOS, "glm4", "glm5")
 COMPOSED = ("qwen2",)  # NFC
 
 # Tokens that end an answer, whatever a file says of them; "<|end|>" not of models that use channels, and two of these
@@ -173,7 +185,8 @@ def _of_bytes(vocabulary: _Vocabulary) -> Any:
     split = SPLITS[pre]
     own = split in (GPT2, DIGITS)
     first = [pre_tokenizers.Digits(individual_digits=True)] if split == DIGITS else []
-    first += [] if own else [pre_tokenizers.Split(Regex(split), "isolated")]
+    splits = () if own else (split,) if isinstance(split, str) else split
+    first += [pre_tokenizers.Split(Regex(each), "isolated") for each in splits]
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*first, in_bytes])
     if pre in COMPOSED:

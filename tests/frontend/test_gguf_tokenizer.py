@@ -14,8 +14,10 @@ import pagebinder
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.gguf_file import read_gguf
 from pagebinder.frontend.gguf_tokenizer import (
+    DEEPSEEK3,
     LLAMA3,
     QWEN2,
+    SEED,
     SPLITS,
     end_tokens,
     tokenizer_of,
@@ -47,9 +49,10 @@ def trained(split) -> Tokenizer:
     return tokenizer
 
 
-def by_regex(regex: str):
+def by_regex(*regexes: str):
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), "isolated"), in_bytes])
+    splits = (pre_tokenizers.Split(Regex(regex), "isolated") for regex in regexes)
+    return pre_tokenizers.Sequence([*splits, in_bytes])
 
 
 BPE = {
@@ -59,6 +62,9 @@ BPE = {
     ),
     "llama-bpe": by_regex(LLAMA3),
     "qwen2": by_regex(QWEN2),
+    "glm4": by_regex(LLAMA3),
+    "seed-coder": by_regex(SEED),
+    "hunyuan-dense": by_regex(*DEEPSEEK3),
 }
 
 
@@ -184,7 +190,7 @@ def test_parts_that_contradict_each_other(tmp_path):
 
 def test_split_names_are_all_distinct_models():
     assert (
-        len(set(SPLITS.values())) == 6
+        len(set(SPLITS.values())) == 8
         and {"llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o"} <= SPLITS.keys()
     )
 
