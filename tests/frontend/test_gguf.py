@@ -148,6 +148,8 @@ def test_every_architecture_has_a_model():
         ),
         ("qwen3moe", {"ffn_down_exps": "Q6_K", "": "Q4_K"}),
         ("gpt-oss", {"exps": "MXFP4", "": "Q8_0"}),
+        ("lfm2", {"ffn": "IQ4_XS", "": "Q8_0"}),
+        ("granitemoe", "Q4_0"),
         ("gemma2", {"ffn_gate": "IQ4_NL", "": "Q5_1"}),
     ],
 )
