@@ -262,6 +262,10 @@ class QuantizedExperts:
         self.__class__ = _quantized_class(self.plain_class, tuple(formats.items()))
         return renamed
 
+    def coded_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(codes, scale) of each stack."""
+        return [(self._buffers[name + CODES], self._buffers[name + SCALE]) for name in self.formats]
+
     def expand(self) -> None:
         """Have plain weights from now on."""
         weights = {name: self.expert_weight(name) for name in self.formats}

@@ -53,6 +53,10 @@ class QuantizedLinear(torch.nn.Module):
         self.codes, self.format = codes_of_8_bits(self.codes, old), new
         return {old: new}
 
+    def coded_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(codes, scale) of each weight."""
+        return [(self.codes, self.scale)]
+
     def weight(self) -> torch.Tensor:
         """The weight [N, K] that the codes stand for, float32."""
         weight = dequantize(self.codes, self.scale, self.format)

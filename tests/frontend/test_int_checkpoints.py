@@ -457,6 +457,7 @@ def test_experts_are_served_from_codes(name, tmp_path):
     compiled, tokens = exact(tmp_path, expected, verify="full")
     used = {c.op for c in compiled.report.providers}
     assert "quantized_moe_routed_experts" in used and "moe_routed_experts" not in used
+    assert compiled.report.num_parameters == sum(p.numel() for p in expected.parameters())
     compiled.save(tmp_path / "saved")
     assert tokens_of(pagebinder.load(tmp_path / "saved")) == tokens
 
@@ -509,10 +510,13 @@ def test_experts_with_zero_points_of_which_the_config_does_not_speak(tmp_path):
 
 @pytest.mark.parametrize("name", ["gptq", "gptq 8", "awq", "packed asymmetric", "int8", "nvfp4", "modelopt"])
 def test_explain_shows_the_format_without_weights(name, tmp_path):
-    save(small(name), tmp_path, name)
+    plain = save(small(name), tmp_path, name)
     (tmp_path / "model.safetensors").unlink()
-    (result,) = [p for p in explain_model(tmp_path).report.passes if p.name == "stored_weights"]
+    report = explain_model(tmp_path).report
+    (result,) = [p for p in report.passes if p.name == "stored_weights"]
     assert len(result.matches) == 14 and METHODS[name][3] in result.matches[0].detail
+    assert report.num_parameters == sum(p.numel() for p in plain.parameters())
+    assert report.weight_bytes < 3 * report.num_parameters  # of float32 they would be 4
 
 
 def test_groups_that_no_kernel_reads_are_expanded(tmp_path):

@@ -47,6 +47,7 @@ Codes are packed as [N/32 panels, K/32 steps, 2, bytes], see `code_order`; a nib
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -195,6 +196,11 @@ def levels_shape(num_columns: int, inner: int, name: str) -> tuple[int, ...]:
     of_group = fmt.lower.itemsize * LEVEL_SPAN // fmt.group
     num_bytes = PANEL * (2 if fmt.is_shifted else 1) * (fmt.upper.itemsize + of_group)
     return num_columns // PANEL, inner // LEVEL_SPAN, num_bytes
+
+
+def num_weights(codes: torch.Tensor) -> int:
+    """That packed codes stand for, be they of a weight or of a stack of them."""
+    return math.prod(codes.shape[:-2]) * PANEL * STEP
 
 
 def scale_dtype(name: str) -> torch.dtype:
