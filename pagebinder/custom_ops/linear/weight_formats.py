@@ -266,10 +266,13 @@ def pack_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
         raise ValueError(problem)
     packed, num_subnormal = empty_codes(packed_shapes(*weight.shape, "fp8")[0], weight.device), 0
     rows = max(PANEL, SLICE_ELEMENTS // weight.shape[1] // PANEL * PANEL)
-    for part, to in zip(weight.split(rows), packed.split(rows // PANEL)):
-        values = part.float()
-        num_subnormal += int(((values != 0) & (values.abs() < E4M3_SMALLEST_NORMAL)).sum())
-        to.copy_(pack_8(_e4m3(values)))
+    for part, to in zip(weight.view(torch.uint8).split(rows), packed.split(rows // PANEL)):
+        magnitude = part & 0x7F
+        is_subnormal = (magnitude - 1) < 7  # 0 wraps around
+        if count := int(is_subnormal.sum()):
+            num_subnormal += count
+            part = torch.where(is_subnormal, part & 0x80 | (magnitude & 4) << 1, part)
+        to.copy_(pack_8(part))
     return packed, num_subnormal
 
 
