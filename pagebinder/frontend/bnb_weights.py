@@ -33,6 +33,7 @@ from pagebinder.custom_ops.linear.weight_formats import (
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.not_served import require
 from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
+from pagebinder.frontend.stored_names import NamedLayers
 
 STATES = tuple(f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 FORMAT = "nf4_g64"
@@ -41,16 +42,16 @@ BESIDE = ("nested_absmax", "nested_quant_map", "quant_map", "absmax", *STATES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTables:
+class StoredTables(NamedLayers):
     """`kind`: nf4 or fp4. `kept`: patterns of modules that are stored plain, None = those transformers leaves out.
 
-    `layers`: how many blocks layers have that the checkpoint's files keep so, by the ends of their names, see
-    `int_format.tail`; None: unknown.
+    `layers`: how many blocks those have that the checkpoint's files keep so.
     """
 
     kind: str
     kept: tuple[str, ...] | None
     layers: Mapping[str, int] | None = None
+    plain: frozenset[str] = frozenset()
 
     method = "bitsandbytes"
     granularity = "table"
@@ -159,6 +160,8 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     try:
         facts = json.loads(bytes(tensors[state].tolist()))
         shape, block = facts["shape"], facts["blocksize"]
+        if not all(isinstance(number, int) and number > 0 for number in (*shape, block)):
+            raise CheckpointError(f"its shape {shape} or blocksize {block} is none.")
         scales = tensors["weight.absmax"]
         if scales.dtype is torch.uint8:
             times = tensors["weight.nested_absmax"].repeat_interleave(facts["nested_blocksize"])[

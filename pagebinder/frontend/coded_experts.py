@@ -32,10 +32,11 @@ from pagebinder.custom_ops.linear.weight_formats import (
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.fp8_format import StoredFp8
 from pagebinder.frontend.int_codes import Codes
-from pagebinder.frontend.int_format import Shapes, StoredInts, stack_of
+from pagebinder.frontend.int_format import Shapes, StoredInts
 from pagebinder.frontend.int_linear import e2m1_format, kernel_format, packed_codes, scale_of_stored
 from pagebinder.frontend.mx_numbers import scale_values
 from pagebinder.frontend.quantized_module import moved_scale
+from pagebinder.frontend.stored_names import stack_of
 
 # Granularity of scales in the checkpoint -> format of the kernels: a scale for each row instead of one for all.
 FP8_FORMATS = {"block": "fp8_block", "channel": "fp8", "tensor": "fp8"}
@@ -64,6 +65,8 @@ def format_of_experts(path: str, module: torch.nn.Module, stored: StoredInts) ->
 def format_of_fp8_experts(path: str, module: torch.nn.Module, stored: StoredFp8) -> str | None:
     """The same of e4m3 with scales of blocks, rows or tensors; gates and values have no block in common."""
     if module.is_transposed or stored.experts is not None or stored.granularity not in FP8_FORMATS:
+        return None
+    if stored.layers is not None and len(stored.experts_of.get(stack_of(path), ())) != _num_matrices(module):
         return None
     format = FP8_FORMATS[stored.granularity]
     for name, parameter in module.named_parameters(recurse=False):

@@ -25,6 +25,7 @@ Checkpoints may also say how activations are quantised for kernels of fp8; here 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,18 +33,22 @@ import torch
 from pagebinder.custom_ops.linear.weight_formats import BLOCK
 from pagebinder.frontend.mx_numbers import GROUP, num_groups
 from pagebinder.frontend.not_served import described, kept_by_wildcards, require
+from pagebinder.frontend.stored_names import NamedLayers
 
 # Granularities of scales whose codes a kernel reads -> the format's name in `weight_formats`.
 FORMATS = {"block": "fp8_block", "channel": "fp8", "tensor": "fp8_tensor"}
 GROUPED = "group"
 # Scales for activations of fp8 kernels: here activations keep their dtype.
 OF_ACTIVATIONS = ("activation_scale", "input_scale")
-# Beside them, scales for keys and values.
-UNREAD = (*OF_ACTIVATIONS, "input_global_scale", "k_scale", "v_scale")
+# Beside them, of other tools, and scales for keys and values.
+UNREAD = (
+    *OF_ACTIVATIONS, "input_global_scale", "input_zero_point", "output_scale", "output_zero_point",
+    "q_scale", "k_scale", "v_scale",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredFp8:
+class StoredFp8(NamedLayers):
     """`method`: quant_method. `granularity`: of linear layers, a key of FORMATS or GROUPED; None = they are plain.
 
     `experts`: mxfp8 or mxfp4, None = as linear layers. `scale_suffix`, `codes_suffix`: what the names of both tensors
@@ -59,6 +64,8 @@ class StoredFp8:
     experts: str | None = None
     scalar_shape: tuple[int, ...] = ()
     by_dims: bool = False
+    layers: Mapping[str, bool] | None = None
+    plain: frozenset[str] = frozenset()
     kept: tuple[str, ...] | None = None
 
     @property

@@ -155,6 +155,8 @@ def read_bnb8(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None,
 
 def read_nvfp4(tensors: Mapping[str, torch.Tensor], bits: int, group: int | None, zeros_less: int) -> Codes:
     whole = _one(tensors, "weight_global_scale")
+    if not (whole.isfinite() and (1 / whole).isfinite()):
+        raise CheckpointError(f"weight_global_scale is {float(whole)}.")
     scales = tensors["weight_scale"].float()
     return _e2m1(tensors["weight_packed"], group, scales / whole, (1 / whole, scales))
 

@@ -18,7 +18,6 @@ config_groups).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ from pagebinder.errors import CheckpointError
 from pagebinder.frontend import int_codes
 from pagebinder.frontend.int_codes import WORD
 from pagebinder.frontend.not_served import described, kept_by_wildcards, require
+from pagebinder.frontend.stored_names import NamedLayers
 
 Shapes = Mapping[str, tuple[int, ...]]
 GEMV_GROUPS = 8  # whose zero points are in a word; words of a row are a multiple of 128 / the group's size
@@ -99,7 +99,7 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredInts:
+class StoredInts(NamedLayers):
     """`method`: quant_method. `layout`: a key of LAYOUTS. `group`: neighbours that share a scale, None = a row.
 
     `zeros_less`: what is added to zero points as they are stored. `kept`: patterns of modules that are stored plain,
@@ -185,31 +185,6 @@ class StoredInts:
             raise CheckpointError("a scale is NaN or infinity.")
         return codes
 
-    def found(self, path: str) -> Shapes | None:
-        """Shapes of the tensors of a layer of the model in the files, None where it is plain there.
-
-        A name in the files may begin differently: of all that end alike, the one with most in common is the layer's.
-        """
-        if path in self.layers or path in self.plain:
-            return self.layers.get(path)
-        alike, parts = self._by_tail.get(tail(path), ()), set(path.split("."))
-        return self.layers.get(max(alike, key=lambda name: len(parts & set(name.split("."))), default=None))
-
-    @functools.cached_property
-    def _by_tail(self) -> dict[str, list[str]]:
-        names: dict[str, list[str]] = {}
-        for name in (*self.layers, *self.plain):
-            names.setdefault(tail(name), []).append(name)
-        return names
-
-    @functools.cached_property
-    def experts_of(self) -> dict[str, list[Shapes]]:
-        """The same shapes of what is below `.experts.`, by the stack and the number of their layer: layers.3."""
-        found: dict[str, list[Shapes]] = {}
-        for name in (name for name in self.layers if ".experts." in name):
-            found.setdefault(stack_of(name), []).append(self.layers[name])
-        return found
-
     @property
     def names(self) -> tuple[str, ...]:
         """Of the tensors of a weight, be it stored so or plain."""
@@ -223,18 +198,6 @@ class StoredInts:
     def codes_beside(self, name: str) -> str:
         """The tensor that marks the weight which another one belongs to."""
         return f"{name.rpartition('.')[0]}.{self.tensors.marker}"
-
-
-def stack_of(path: str) -> str:
-    """layers.3 of a path below it."""
-    return ".".join(tail(path).split(".")[:2])
-
-
-def tail(path: str) -> str:
-    """A layer's path from the name of its stack on: layers.3.mlp.up_proj, whatever models put around that."""
-    names = path.split(".")
-    first = next((i for i, name in enumerate(names) if name.isdigit()), len(names))
-    return ".".join(names[max(0, min(first, len(names)) - 1) :])
 
 
 def gptq(options: dict) -> StoredInts:

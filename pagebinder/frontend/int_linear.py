@@ -25,6 +25,7 @@ from pagebinder.frontend.int_codes import Codes
 from pagebinder.frontend.int_format import Shapes, StoredInts
 from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
 
+LARGEST_E2M1 = 6.0
 E2M1_FORMATS = {16: "nvfp4", 32: "mxfp4"}  # by the size of their groups
 
 
@@ -86,6 +87,9 @@ class LoadedInts(torch.nn.Module):
             )
         if codes.scales.shape != (rows, -(-columns // codes.group)):
             raise CheckpointError(f"{path}: scales {list(codes.scales.shape)} of a weight {[rows, columns]}.")
+        dtype = self.replaced.weight.dtype
+        if codes.is_e2m1 and not codes.scales.abs().max() * LARGEST_E2M1 <= torch.finfo(dtype).max:
+            raise CheckpointError(f"{path}: a weight is NaN, or too large for {dtype}.")
         return codes
 
     def _plain(self, weight: torch.Tensor) -> torch.nn.Module:

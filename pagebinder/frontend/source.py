@@ -260,8 +260,12 @@ def _build(
         except OSError as error:  # of which safetensors says that there is no such file
             raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
     options = {} if writer is config else {"config": writer, "key_mapping": KEY_MAPPING}
+    if stored is None and said.get("quantization_config"):  # of a cache alone
+        config.__dict__.pop("quantization_config", None)
+        options = {"config": config} | options
     if stored is not None:
         config.quantization_config = stored_loading.loading_options(stored, path)
+        stored = config.quantization_config["stored"]  # with what the files say
         options = {"config": config}
     try:
         module, info = auto_class(writer, path).from_pretrained(
@@ -288,7 +292,8 @@ def _build(
         return module.eval(), {"tensors": tensors}
     result = stored_loading.finish(module, stored)
     absent = tensors.absent | {f"{name.removesuffix('.weight')}.codes" for name in tensors.absent}
-    return module.eval(), {"stored_weights": result, "tensors": CheckpointTensors(absent)}
+    left_over = stored_loading.check_left_over(result, tensors.left_over, path)
+    return module.eval(), {"stored_weights": result, "tensors": CheckpointTensors(absent, left_over)}
 
 
 def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:

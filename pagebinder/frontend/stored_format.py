@@ -8,6 +8,7 @@ is not: it has the dtype that `compile_model` is asked for.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pagebinder.frontend import fp8_format, int_format
 from pagebinder.frontend.bnb_weights import StoredTables, tables
 from pagebinder.frontend.fp8_format import FP8_READERS, StoredFp8
 from pagebinder.frontend.int_format import INT_READERS, StoredInts
-from pagebinder.frontend.not_served import NotServedError, require
+from pagebinder.frontend.not_served import NotServedError, names_of, require
 
 Stored = StoredFp8 | StoredInts | StoredTables
 SERVED = (
@@ -35,10 +36,13 @@ def stored_weights(config: dict[str, Any], where: str) -> Stored | None:
     Raises:
         CheckpointError: a method, or a variant of one, that is not served; names it.
     """
-    of_text = config.get("text_config") or {}
+    of_text = config.get("text_config")
+    of_text = of_text if isinstance(of_text, dict) else {}
     options = config.get("quantization_config") or of_text.get("quantization_config")
     if not options:
         return None
+    if not isinstance(options, dict) or not isinstance(options.get("quant_method"), str):
+        raise CheckpointError(f"{where}: its quantization_config has no quant_method that is a name.")
     # DeepSeek-V4 says it beside its quantization_config
     of_experts = config.get("expert_dtype") or of_text.get("expert_dtype")
     options = ({"expert_dtype": of_experts} if of_experts else {}) | options
@@ -51,6 +55,8 @@ def stored_weights(config: dict[str, Any], where: str) -> Stored | None:
         )
     try:
         return reader(options)
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{where}: its quantization_config cannot be read: {error!r}") from error
     except NotServedError as reason:
         raise CheckpointError(
             f"{where}: quant_method {method!r} with {reason} is not served; served are {SERVED}."
@@ -82,14 +88,18 @@ def _compressed_tensors(options: dict) -> Stored:
     )
     require(not options.get("sparsity_config"), "a sparsity_config")
     require(not options.get("transform_config"), "a transform_config")
-    kept = tuple(map(_pattern, options.get("ignore") or ()))
+    kept = tuple(map(_pattern, names_of(options.get("ignore"))))
     are_bytes = all(
         group["weights"].get("type") == "float" and group["weights"].get("num_bits") == 8 for group in groups
     )
     return (fp8_format if are_bytes else int_format).compressed(options, groups, kept)
 
 
-def _modelopt(options: dict) -> Stored:
+def _modelopt(options: dict) -> Stored | None:
+    if options.get("quant_algo") is None and (
+        options.get("kv_cache_scheme") or options.get("kv_cache_quant_algo")
+    ):
+        return None  # of keys and values alone
     algorithm = str(options.get("quant_algo") or "").upper()
     require(algorithm in _MODELOPT, f"quant_algo {options.get('quant_algo')!r}")
     return _MODELOPT[algorithm](options)
@@ -100,8 +110,14 @@ def _bitsandbytes(options: dict) -> Stored:
 
 
 def _pattern(name: str) -> str:
-    """compressed-tensors marks regular expressions; names are expressions for themselves."""
-    return name.removeprefix("re:")
+    """compressed-tensors marks regular expressions."""
+    if not name.startswith("re:"):
+        return re.escape(name)
+    try:
+        re.compile(name[3:])
+    except re.error as error:
+        raise NotServedError(f"ignore {name!r}, no regular expression: {error}") from error
+    return name[3:]
 
 
 _MODELOPT = dict.fromkeys(fp8_format.MODELOPT_ALGORITHMS, fp8_format.modelopt) | dict.fromkeys(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,18 +38,20 @@ from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import GROUPED, OF_ACTIVATIONS, UNREAD, StoredFp8
 from pagebinder.frontend.fp8_linear import LoadedFp8Linear, expanded
 from pagebinder.frontend.gguf_weights import LoadedBlockExperts, LoadedBlocks, StoredBlocks
-from pagebinder.frontend.int_format import StoredInts, tail
+from pagebinder.frontend.int_format import StoredInts
 from pagebinder.frontend.int_linear import LoadedInts
 from pagebinder.frontend.mx_experts import LoadedExperts
 from pagebinder.frontend.mx_numbers import scale_values, times_scale
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.stored_format import Stored
+from pagebinder.frontend.stored_names import stack_of, tail
 from pagebinder.report import Match, PassResult, Refusal
 
 METHOD = "pagebinder_stored"
 # Where a model keeps the layers whose weights become plain as they are loaded: path -> why.
 IN_TABLES = "_pagebinder_in_tables"
 PATTERN, EXPERTS = "quantized_linear", "quantized_moe_experts"
+FLOATS = ("F16", "BF16", "F32", "F64")  # safetensors' names
 CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
 # What went wrong with weights that a loader merges: it keeps that to itself, and raises something else.
 failures: list[CheckpointError] = []
@@ -81,11 +83,13 @@ def loading_options(stored: Stored, path: Path) -> dict[str, Any]:
         stored = _of_files(stored, shapes, dtypes)
     elif isinstance(stored, StoredTables):
         blocks = {
-            tail(name.removesuffix(".weight.absmax")): shape[0]
+            name.removesuffix(".weight.absmax"): shape[0]
             for name, shape in shapes.items()
             if name.endswith(".weight.absmax")
         }
-        stored = replace(stored, layers=blocks)
+        stored = replace(stored, layers=blocks, plain=_owners(shapes) - blocks.keys())
+    elif isinstance(stored, StoredFp8):
+        stored = _fp8_of_files(stored, dtypes)
     return {"quant_method": METHOD, "stored": stored}
 
 
@@ -109,6 +113,23 @@ def _of_files(stored: StoredInts, shapes: dict[str, tuple[int, ...]], dtypes: di
             if kind == stored.tensors.scales:
                 of_scales.add(dtypes[name])
     return replace(stored, layers=layers, plain=frozenset(plain), bf16_scales=of_scales == {"BF16"})
+
+
+def _fp8_of_files(stored: StoredFp8, dtypes: dict[str, str]) -> StoredFp8:
+    """The same of e4m3: which have a scale."""
+    coded = set()
+    for name in (name for name in dtypes if name.endswith(f".{stored.scale_name}")):
+        codes = stored.codes_beside(name)
+        if dtypes.get(codes) in FLOATS:
+            raise CheckpointError(f"{codes} is stored as {dtypes[codes]} beside {name}; e4m3 is read.")
+        coded.add(name.removesuffix(f".{stored.scale_name}"))
+    if not coded:  # tensors have other names there, which a loader knows
+        return stored
+    return replace(stored, layers=dict.fromkeys(coded, True), plain=_owners(dtypes) - coded)
+
+
+def _owners(names) -> frozenset[str]:
+    return frozenset(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -147,6 +168,24 @@ def check_names(stored: Stored, unexpected, missing, path: Path) -> None:
             f"are stored plain, for example {lost[0]}: its list of modules that are not quantised is wrong, or "
             f"transformers {transformers.__version__} does not expand these."
         )
+
+
+def check_left_over(result: PassResult, left_over: Sequence[str], path: Path) -> tuple[str, ...]:
+    """Tensors that are no part of the model, but for those that are never read.
+
+    Raises:
+        CheckpointError: one lies beside codes that are served, which it may change.
+    """
+    left_over = tuple(name for name in left_over if name.rpartition(".")[2] not in UNREAD)
+    layers = {tail(match.module_path) for match in result.matches if match.pattern == PATTERN}
+    experts = {stack_of(match.module_path) for match in result.matches if match.pattern == EXPERTS}
+    for name in left_over:
+        owner = name.rpartition(".")[0]
+        if tail(owner) in layers or (".experts." in name and stack_of(owner) in experts):
+            raise CheckpointError(
+                f"{path} keeps {name} beside codes of that weight: nothing reads it, and it may change them."
+            )
+    return left_over
 
 
 def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> PassResult:
@@ -222,7 +261,8 @@ def _of_experts(path: str, module: torch.nn.Module, stored: Stored | StoredBlock
         return f"no kernel reads codes of {stored.kind}: they are expanded where they are stored so"
     if format is not None:
         return f"no kernel reads their codes: they are stored in {format} and expanded"
-    if stored.experts is not None:
+    is_plain = stored.layers is not None and stack_of(path) not in stored.experts_of
+    if stored.experts is not None or is_plain:
         return "they are stored plain"
     return "no kernel reads these codes of experts: they are expanded where they are stored so"
 
@@ -250,7 +290,7 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
             if stored.layers is None:
                 is_stored, num_blocks = should_convert_module(path, kept), None
             else:
-                num_blocks = stored.layers.get(tail(path))
+                num_blocks = stored.found(path)
                 is_stored = num_blocks is not None
             if not is_stored:
                 continue
@@ -263,24 +303,34 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
     experts = found if stored.experts else {}
     format_of = format_of_experts if isinstance(stored, StoredInts) else format_of_fp8_experts
     coded = {path: format for path, m in found.items() if (format := format_of(path, m, stored))}
-    knows_layers = isinstance(stored, StoredInts) and stored.layers is not None
+    is_known = stored.layers is not None
+    # One that is tied has no weight of its own in the files.
+    head = model.get_output_embeddings() if is_known and model.config.tie_word_embeddings else None
     if stored.granularity is None and not experts:
         raise CheckpointError(
             f"quant_method {stored.method!r} is about experts, and {type(model).__name__} has none that are known."
         )
     for path, module in list(model.named_modules()):
-        if path in coded and (knows_layers or should_convert_module(path, kept)):
+        if path in coded and (is_known or _are_converted(path, kept)):
             model.set_submodule(path, LoadedCodedExperts(module, stored, coded[path]))
-        elif knows_layers:
+        elif is_known and isinstance(stored, StoredInts):
             if isinstance(module, torch.nn.Linear) and (shapes := stored.found(path)):
                 model.set_submodule(path, LoadedInts(module, stored, shapes))
-        elif not should_convert_module(path, kept):
+        elif not should_convert_module(path, kept) or (module is head and not stored.knows(path)):
             continue
         elif path in experts:
             model.set_submodule(path, LoadedExperts(module, stored))
         elif isinstance(module, torch.nn.Linear) and stored.granularity is not None:
             loaded = LoadedInts if isinstance(stored, StoredInts) else LoadedFp8Linear
             model.set_submodule(path, loaded(module, stored))
+
+
+def _are_converted(path: str, kept: list[str]) -> bool:
+    """As a config alone says it: experts may be named in it one by one."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    names = (path, *(f"{path}.0.{name}_proj" for name in ("gate", "up", "down")))
+    return all(should_convert_module(name, kept) for name in names)
 
 
 @functools.cache
@@ -319,7 +369,7 @@ def register() -> tuple[type, type, type]:
             if isinstance(stored, StoredTables):
                 owner = model.get_submodule(full_layer_name.rpartition(".")[0])
                 shape = owner.replaced.weight.shape if isinstance(owner, LoadedTables) else None
-                return _of_tables(input_dict, stored, dtype, shape)
+                return _of_tables(input_dict, stored, dtype, shape, full_layer_name)
             if isinstance(stored, StoredInts):
                 owner = model.get_submodule(full_layer_name.rpartition(".")[0])
                 return _of_ints(input_dict, stored, dtype, getattr(owner, "format", None))
@@ -406,7 +456,7 @@ def _by_owner(found: dict[str, list], names) -> Iterator[tuple[str, dict[str, li
 
 
 def _of_tables(
-    found: dict[str, list], stored: StoredTables, dtype: torch.dtype, shape: tuple[int, int] | None
+    found: dict[str, list], stored: StoredTables, dtype: torch.dtype, shape: tuple[int, int] | None, name: str
 ) -> dict[str, list]:
     """Tensors of bitsandbytes, or plain weights, by name and of each -> plain weights; of a layer that keeps its
     codes, and whose weight has that shape, what LoadedTables keeps."""
@@ -424,7 +474,7 @@ def _of_tables(
                     tensors["weight"].to(dtype) if is_plain else bnb_weights.expanded(tensors, dtype)
                 )
             except CheckpointError as error:
-                raise CheckpointError(f"{owner}weight cannot be read: {error}") from error
+                raise CheckpointError(f"{name} cannot be read: {error}") from error
     return made
 
 

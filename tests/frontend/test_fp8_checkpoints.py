@@ -304,10 +304,71 @@ def test_gates_and_values_without_blocks_of_their_own_are_expanded(tmp_path):
     assert torch.equal(down, codes * scale_of_each(scale, codes.shape))
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_that_are_plain_in_the_files_stay_so(name, tmp_path):
+    """A config may name them one by one, in the checkpoint's own names, or not at all."""
+    options, how, _ = MIXTURES[name]
+    model = tiny_qwen3_moe(hidden_size=96, moe_intermediate_size=128)
+    save_in_fp8(model, tmp_path, options, **{**how, "kept": ("lm_head", "mlp.gate.", ".experts.")})
+    config = json.loads((tmp_path / "config.json").read_text())
+    listed = "modules_to_not_convert" if name == "deepseek" else "ignore"
+    names = [f"{EXPERTS}.{i}.{kind}_proj" for i in range(8) for kind in ("gate", "up", "down")]
+    config["quantization_config"][listed] = ["lm_head", *names]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = source_from_dir(tmp_path)
+    for kind in ("gate_up_proj", "down_proj"):
+        assert torch.equal(
+            source.module.get_parameter(f"{EXPERTS}.{kind}"), model.get_parameter(f"{EXPERTS}.{kind}")
+        )
+    reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
+    assert reasons[EXPERTS] == "they are stored plain"
+    (tmp_path / "model.safetensors").unlink()
+    (result,) = [p for p in explain_model(tmp_path).report.passes if p.name == "stored_weights"]
+    assert EXPERTS not in {m.module_path for m in result.matches}
+
+
+@pytest.mark.parametrize("name", ["deepseek", "ModelOpt", "ModelOpt, rows", "per channel"])
+def test_a_plain_weight_beside_a_scale_is_not_rounded(name, tmp_path):
+    options, how, _ = VARIANTS[name]
+    tensors = save_in_fp8(qwen3(num_hidden_layers=1), tmp_path, options, **how)
+    path = "model.layers.0.mlp.up_proj.weight"
+    save_file(
+        tensors | {path: tensors[path].float()}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    with pytest.raises(CheckpointError, match=f"{path} is stored as F32 beside .*; e4m3 is read"):
+        source_from_dir(tmp_path)
+
+
+def test_a_tied_head_has_no_codes(tmp_path):
+    model = qwen3(tie_word_embeddings=True)
+    save_in_fp8(model, tmp_path, DEEPSEEK | {"modules_to_not_convert": []})
+    source = source_from_dir(tmp_path)
+    assert source.module.lm_head.weight is source.module.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_cache_that_is_said_to_be_quantised_leaves_weights_plain(beside, tmp_path):
+    """As ModelOpt writes it where it quantises nothing else."""
+    model = tiny_qwen3()
+    model.save_pretrained(tmp_path)
+    if beside:
+        said = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    else:
+        config = json.loads((tmp_path / "config.json").read_text())
+        said = {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    source = source_from_dir(tmp_path)
+    assert source.stored_weights is None
+    for name, parameter in model.named_parameters():
+        assert torch.equal(source.module.get_parameter(name), parameter)
+    assert "stored_weights" not in {p.name for p in explain_model(tmp_path).report.passes}
+
+
 BROKEN_EXPERTS = {
     "a scale is NaN": ("weight_scale_inv", lambda t: t * float("nan"), "NaN or infinity"),
     "a code is NaN": ("weight", lambda t: (t.float() * float("nan")).to(t.dtype), "NaN or infinity"),
-    "plain": ("weight", lambda t: t.float(), "is stored as torch.float32"),
+    "plain": ("weight", lambda t: t.float(), "is stored as F32 beside"),
     "other blocks": ("weight_scale_inv", lambda t: torch.ones(3, 3), "with a scale .3, 3."),
 }
 

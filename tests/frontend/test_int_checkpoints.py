@@ -656,6 +656,46 @@ def test_codes_without_a_config_of_them(tmp_path):
         source_from_dir(tmp_path)
 
 
+@pytest.mark.parametrize("value", [float("inf"), 1e-39, 0.0])
+def test_global_scales_that_leave_no_numbers_are_errors(value, tmp_path):
+    def change(tensors):
+        tensors[f"{NAME}.weight_global_scale"].fill_(value)
+
+    save(qwen3(num_hidden_layers=1), tmp_path, "nvfp4", change=change)
+    with pytest.raises(CheckpointError, match="up_proj cannot be read: weight_global_scale is"):
+        source_from_dir(tmp_path)
+
+
+def test_weights_beyond_the_dtype_are_errors(tmp_path):
+    def change(tensors):
+        tensors[f"{NAME}.weight_scale"][3, 1] = 254
+
+    save(qwen3(num_hidden_layers=1), tmp_path, "mxfp4", change=change)
+    with pytest.raises(CheckpointError, match="up_proj: a weight is NaN, or too large for torch.float32"):
+        source_from_dir(tmp_path)
+
+
+MALFORMED = {
+    "groups as a list": in_float4("nvfp4-pack-quantized", 16, "tensor_group") | {"config_groups": [1]},
+    "weights as a string": compressed("pack-quantized", 4, 32, True)
+    | {"config_groups": {"a": {"weights": "int4"}}},
+    "numbers to ignore": OF_NVIDIA | {"ignore": [1]},
+    "no expression": in_float4("nvfp4-pack-quantized", 16, "tensor_group") | {"ignore": ["re:["]},
+    "groups of strings": OF_NVIDIA | {"config_groups": ["a"]},
+    "a list of methods": {"quant_method": ["gptq"]},
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_configs_that_are_malformed_are_errors(name, tmp_path):
+    tiny_qwen3().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": MALFORMED[name]}))
+    for weights in (True, False):
+        with pytest.raises(CheckpointError):
+            source_from_dir(tmp_path, weights=weights)
+
+
 REFUSED = {
     "bits": (by_gptq(5, 32, True), "'gptq' with bits 5"),
     "marlin": (by_gptq(4, 32, True, checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
@@ -849,6 +889,10 @@ FLOAT4 = {
         "is stored as F32; F8_E4M3 is read",
     ),
     "fewer rows": (lambda t: t.update({f"{NAME}.weight": t[f"{NAME}.weight"][:64]}), r"\[64, 256\]"),
+    "scaled inputs": (
+        lambda t: t.update({f"{NAME}.pre_quant_scale": torch.ones(256)}),
+        "up_proj.pre_quant_scale beside codes of that weight: nothing reads it",
+    ),
 }
 
 

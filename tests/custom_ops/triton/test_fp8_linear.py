@@ -5,7 +5,7 @@ import torch
 
 from pagebinder.custom_ops.fp8.linear import FORMATS
 from pagebinder.custom_ops.fp8.quant import GRANULARITIES
-from pagebinder.custom_ops.linear.weight_formats import _unpack_8
+from pagebinder.custom_ops.linear.code_order import unpack_8
 from pagebinder.custom_ops.triton import gpu
 from tests.custom_ops.test_fp8_linear import (  # noqa: F401  (run here with the provider of this folder)
     exact,
@@ -120,7 +120,7 @@ def test_codes_in_rows():
     from pagebinder.custom_ops.triton.quantized_linear import unpacked
 
     packed = torch.randint(0, 256, (3, 5, 2, 512), dtype=torch.uint8)
-    assert torch.equal(unpacked(packed.to(DEVICE)).cpu(), _unpack_8(packed))
+    assert torch.equal(unpacked(packed.to(DEVICE)).cpu(), unpack_8(packed))
 
 
 def test_opcheck(provider):
