@@ -261,7 +261,10 @@ def _of_experts(path: str, module: torch.nn.Module, stored: Stored | StoredBlock
         return f"no kernel reads codes of {stored.kind}: they are expanded where they are stored so"
     if format is not None:
         return f"no kernel reads their codes: they are stored in {format} and expanded"
-    is_plain = stored.layers is not None and stack_of(path) not in stored.experts_of
+    if stored.layers is None:
+        is_plain = not _are_converted(path, list(stored.kept or ()))
+    else:
+        is_plain = stack_of(path) not in stored.experts_of
     if stored.experts is not None or is_plain:
         return "they are stored plain"
     return "no kernel reads these codes of experts: they are expanded where they are stored so"
@@ -282,13 +285,15 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
         return
     from transformers.quantizers.quantizers_utils import should_convert_module
 
+    # One that is tied has no weight of its own in the files, but for odd ones.
+    head = model.get_output_embeddings() if getattr(model.config, "tie_word_embeddings", False) else None
     if isinstance(stored, StoredTables):
         expanded = model.__dict__[IN_TABLES] = {}
         for path, module in list(model.named_modules()):
             if not isinstance(module, torch.nn.Linear):
                 continue
             if stored.layers is None:
-                is_stored, num_blocks = should_convert_module(path, kept), None
+                is_stored, num_blocks = should_convert_module(path, kept) and module is not head, None
             else:
                 num_blocks = stored.found(path)
                 is_stored = num_blocks is not None
@@ -304,8 +309,6 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
     format_of = format_of_experts if isinstance(stored, StoredInts) else format_of_fp8_experts
     coded = {path: format for path, m in found.items() if (format := format_of(path, m, stored))}
     is_known = stored.layers is not None
-    # One that is tied has no weight of its own in the files.
-    head = model.get_output_embeddings() if is_known and model.config.tie_word_embeddings else None
     if stored.granularity is None and not experts:
         raise CheckpointError(
             f"quant_method {stored.method!r} is about experts, and {type(model).__name__} has none that are known."
@@ -316,7 +319,9 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
         elif is_known and isinstance(stored, StoredInts):
             if isinstance(module, torch.nn.Linear) and (shapes := stored.found(path)):
                 model.set_submodule(path, LoadedInts(module, stored, shapes))
-        elif not should_convert_module(path, kept) or (module is head and not stored.knows(path)):
+        elif not should_convert_module(path, kept) or (
+            module is head and not (is_known and stored.knows(path))
+        ):
             continue
         elif path in experts:
             model.set_submodule(path, LoadedExperts(module, stored))

@@ -324,7 +324,7 @@ def test_experts_that_are_plain_in_the_files_stay_so(name, tmp_path):
     assert reasons[EXPERTS] == "they are stored plain"
     (tmp_path / "model.safetensors").unlink()
     (result,) = [p for p in explain_model(tmp_path).report.passes if p.name == "stored_weights"]
-    assert EXPERTS not in {m.module_path for m in result.matches}
+    assert {r.module_path: r.reason for r in result.refusals} == reasons
 
 
 @pytest.mark.parametrize("name", ["deepseek", "ModelOpt", "ModelOpt, rows", "per channel"])
@@ -344,6 +344,8 @@ def test_a_tied_head_has_no_codes(tmp_path):
     save_in_fp8(model, tmp_path, DEEPSEEK | {"modules_to_not_convert": []})
     source = source_from_dir(tmp_path)
     assert source.module.lm_head.weight is source.module.model.embed_tokens.weight
+    (result,) = [p for p in explain_model(tmp_path).report.passes if p.name == "stored_weights"]
+    assert [r.module_path for r in result.refusals] == ["lm_head"]
 
 
 @pytest.mark.parametrize("beside", [False, True])
