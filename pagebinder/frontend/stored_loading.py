@@ -466,7 +466,7 @@ def _of_tables(
     """Tensors of bitsandbytes, or plain weights, by name and of each -> plain weights; of a layer that keeps its
     codes, and whose weight has that shape, what LoadedTables keeps."""
     made = {}
-    for owner, kinds, weights in _by_owner(found, stored.names):
+    for _, kinds, weights in _by_owner(found, stored.names):
         made[weights] = plain = []
         for i in range(max(map(len, kinds.values()))):
             tensors = {kind: of_each[i] for kind, of_each in kinds.items() if i < len(of_each)}

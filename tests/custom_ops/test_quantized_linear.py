@@ -13,8 +13,10 @@ from pagebinder.custom_ops.latent.small_floats import E2M1_VALUES
 from pagebinder.custom_ops.linear.weight_formats import (
     FORMATS,
     STORED_FORMATS,
+    codes_of_8_bits,
     dequantize,
     error_bound,
+    in_8_bits,
     levels_shape,
     pack_codes,
     packed_groups,
@@ -173,6 +175,15 @@ def test_codes_of_checkpoints(ops, name, scales):
         plain = linear(x, codes, scale, format=name)
         expected = gated_activation_reference(plain, plain, activation="relu2")
         assert torch.equal(gated(x, codes, scale, codes, scale, format=name, activation="relu2"), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in STORED_FORMATS if in_8_bits(name)])
+def test_integers_of_fewer_bits_in_8(name):
+    """As a GPU reads them: the same numbers."""
+    codes, scale, weight = stored_weight(name, 64, 256)
+    wide = in_8_bits(name)
+    assert weight_format(wide).bits == 8 and weight_format(wide).group == weight_format(name).group
+    assert torch.equal(dequantize(codes_of_8_bits(codes, name), scale, wide).double(), weight)
 
 
 def test_scales_of_nvfp4_in_two_levels(ops):
