@@ -314,6 +314,11 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
             f"quant_method {stored.method!r} is about experts, and {type(model).__name__} has none that are known."
         )
     for path, module in list(model.named_modules()):
+        if module is head and is_known and stored.found(path) is not None and not _may_be_tied(stored):
+            raise CheckpointError(
+                f"The config says that {path} is tied to the table of embeddings (tie_word_embeddings), and the files "
+                "keep codes of a weight of its own: either is wrong."
+            )
         if path in coded and (is_known or _are_converted(path, kept)):
             model.set_submodule(path, LoadedCodedExperts(module, stored, coded[path]))
         elif is_known and isinstance(stored, StoredInts):
@@ -328,6 +333,11 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
         elif isinstance(module, torch.nn.Linear) and stored.granularity is not None:
             loaded = LoadedInts if isinstance(stored, StoredInts) else LoadedFp8Linear
             model.set_submodule(path, loaded(module, stored))
+
+
+def _may_be_tied(stored: StoredInts | StoredFp8) -> bool:
+    """Does a loader that ties leave codes alone? It takes `weight` for the weight, where that is one of floats."""
+    return isinstance(stored, StoredInts) and "weight" in stored.tensors.names
 
 
 def _are_converted(path: str, kept: list[str]) -> bool:

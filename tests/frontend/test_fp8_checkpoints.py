@@ -348,6 +348,16 @@ def test_a_tied_head_has_no_codes(tmp_path):
     assert [r.module_path for r in result.refusals] == ["lm_head"]
 
 
+def test_a_tied_head_with_codes_of_its_own_is_an_error(tmp_path):
+    save_in_fp8(
+        qwen3(tie_word_embeddings=False), tmp_path, DEEPSEEK | {"modules_to_not_convert": []}, kept=()
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match="lm_head is tied to the table.*files keep codes of a weight"):
+        source_from_dir(tmp_path)
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_cache_that_is_said_to_be_quantised_leaves_weights_plain(beside, tmp_path):
     """As ModelOpt writes it where it quantises nothing else."""
