@@ -139,6 +139,8 @@ class LoadedCodedExperts(torch.nn.Module):
             of_codes = packed_shapes(rows, columns, self.format)[0]
             of_scale, scale_dtype = _panel_scales(rows, columns, self.format, self.stored)
             expected = (experts, *_bytes_of_panels(rows, columns, self.format, self.stored))
+            if tuple(stacked.shape) != expected and isinstance(self.stored, StoredFp8):
+                raise left_as_codes(f"{path}.{name}")
             if tuple(stacked.shape) != expected:
                 raise CheckpointError(
                     f"{path}.{name} cannot be loaded: its experts were stacked to {list(stacked.shape)} bytes, not "
@@ -151,6 +153,15 @@ class LoadedCodedExperts(torch.nn.Module):
         module._parameters.update(self._parameters)
         module._buffers.update(self._buffers)
         return with_codes(module, weights, dict.fromkeys(weights, self.format), dtype)
+
+
+def left_as_codes(name: str) -> CheckpointError:
+    import transformers
+
+    return CheckpointError(
+        f"{name} is stored as codes, and transformers {transformers.__version__} leaves it so, without its scales; "
+        "transformers 5.23 merges what the config describes."
+    )
 
 
 def with_codes(

@@ -32,6 +32,7 @@ from pagebinder.frontend.coded_experts import (
     format_of_experts,
     format_of_fp8_experts,
     fp8_panel_bytes,
+    left_as_codes,
     panel_bytes,
 )
 from pagebinder.frontend.experts_interface import experts_modules
@@ -240,12 +241,7 @@ def _check_left(model: torch.nn.Module) -> None:
     for path, module in model.named_modules():
         codes = [n for n, p in module.named_parameters(recurse=False) if p.dtype in CODES]
         if codes:
-            import transformers
-
-            raise CheckpointError(
-                f"{path}.{codes[0]} is stored as codes, and transformers {transformers.__version__} leaves it so, "
-                "without its scales; transformers 5.23 expands what the config describes."
-            )
+            raise left_as_codes(f"{path}.{codes[0]}")
 
 
 def _why_plain(path: str, module: torch.nn.Module, stored: Stored | StoredBlocks, in_tables) -> str:
@@ -316,8 +312,8 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
     for path, module in list(model.named_modules()):
         if module is head and is_known and stored.found(path) is not None and not _may_be_tied(stored):
             raise CheckpointError(
-                f"The config says that {path} is tied to the table of embeddings (tie_word_embeddings), and the files "
-                "keep codes of a weight of its own: either is wrong."
+                f"The config says that {path} is tied to the table of embeddings (tie_word_embeddings), and the "
+                "files keep codes of a weight of its own: either is wrong."
             )
         if path in coded and (is_known or _are_converted(path, kept)):
             model.set_submodule(path, LoadedCodedExperts(module, stored, coded[path]))
