@@ -287,15 +287,7 @@ def _compressed_floats(form: str, weights: list[dict], kept: tuple[str, ...]) ->
     for each in weights:
         said = tuple(each.get(name) for name in ("num_bits", "type", "strategy", "group_size"))
         require(said == (4, "float", strategy, group) and each.get("symmetric", True), described(each))
-    return StoredInts(
-        method="compressed-tensors",
-        layout=layout,
-        bits=4,
-        group=group,
-        symmetric=True,
-        needs=LAYOUTS[layout].names,
-        kept=kept,
-    )
+    return _e2m1("compressed-tensors", layout, group, kept)
 
 
 def modelopt(options: dict) -> StoredInts:
@@ -304,14 +296,18 @@ def modelopt(options: dict) -> StoredInts:
     groups = [each.get("weights") or {} for each in (options.get("config_groups") or {}).values()]
     sizes = {weights.get("group_size") for weights in groups} | {options.get("group_size")}
     require(sizes <= {None, group}, f"group_size {sorted(sizes - {None, group}, key=str)}")
+    return _e2m1("modelopt", layout, group, kept_by_wildcards(options))
+
+
+def _e2m1(method: str, layout: str, group: int, kept: tuple[str, ...]) -> StoredInts:
     return StoredInts(
-        method="modelopt",
+        method=method,
         layout=layout,
         bits=4,
         group=group,
         symmetric=True,
         needs=LAYOUTS[layout].names,
-        kept=kept_by_wildcards(options),
+        kept=kept,
     )
 
 

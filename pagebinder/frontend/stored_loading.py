@@ -14,9 +14,7 @@ transformers calls what takes part in that a quantizer, and finds it by the `qua
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,7 @@ from pagebinder.frontend.int_linear import LoadedInts
 from pagebinder.frontend.mx_experts import LoadedExperts
 from pagebinder.frontend.mx_numbers import scale_values, times_scale
 from pagebinder.frontend.quantized_module import QuantizedLinear
+from pagebinder.frontend.stored_files import with_files
 from pagebinder.frontend.stored_format import Stored
 from pagebinder.frontend.stored_names import stack_of, tail
 from pagebinder.report import Match, PassResult, Refusal
@@ -52,7 +51,6 @@ METHOD = "pagebinder_stored"
 # Where a model keeps the layers whose weights become plain as they are loaded: path -> why.
 IN_TABLES = "_pagebinder_in_tables"
 PATTERN, EXPERTS = "quantized_linear", "quantized_moe_experts"
-FLOATS = ("F16", "BF16", "F32", "F64")  # safetensors' names
 CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
 # What went wrong with weights that a loader merges: it keeps that to itself, and raises something else.
 failures: list[CheckpointError] = []
@@ -64,86 +62,9 @@ def loading_options(stored: Stored, path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a file cannot be read, or holds weights in e5m2, which a loader would round to e4m3.
     """
-    from safetensors import SafetensorError, safe_open
-
     register()
     failures.clear()
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, str] = {}
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-                dtypes |= {name: part.get_dtype() for name, part in slices.items()}
-                shapes |= {name: tuple(part.get_shape()) for name, part in slices.items()}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-        if name := next((name for name in slices if dtypes[name] == "F8_E5M2"), None):
-            raise CheckpointError(f"{file}: {name} is stored in e5m2; e4m3 is served.")
-    if isinstance(stored, StoredInts):
-        stored = _of_files(stored, shapes, dtypes)
-    elif isinstance(stored, StoredTables):
-        blocks = {
-            name.removesuffix(".weight.absmax"): shape[0]
-            for name, shape in shapes.items()
-            if name.endswith(".weight.absmax")
-        }
-        stored = replace(stored, layers=blocks, plain=_owners(shapes) - blocks.keys())
-    elif isinstance(stored, StoredFp8):
-        stored = _fp8_of_files(stored, dtypes)
-    return {"quant_method": METHOD, "stored": stored}
-
-
-def _of_files(stored: StoredInts, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> StoredInts:
-    """With what the files say of layers: which are stored as integers, and how.
-
-    Raises:
-        CheckpointError: a tensor has another dtype there; a loader would round it without a word.
-    """
-    layers: dict[str, dict[str, tuple[int, ...]]] = {}
-    plain, of_scales = set(), set()
-    for name, shape in shapes.items():
-        owner, _, kind = name.rpartition(".")
-        if f"{owner}.{stored.tensors.marker}" not in shapes:
-            plain |= {owner} if kind == "weight" else set()
-        elif kind in stored.tensors.names:
-            layers.setdefault(owner, {})[kind] = shape
-            wanted = stored.tensors.dtypes[kind]
-            if dtypes[name] not in wanted:
-                raise CheckpointError(f"{name} is stored as {dtypes[name]}; {' or '.join(wanted)} is read.")
-            if kind == stored.tensors.scales:
-                of_scales.add(dtypes[name])
-    return replace(stored, layers=layers, plain=frozenset(plain), bf16_scales=of_scales == {"BF16"})
-
-
-def _fp8_of_files(stored: StoredFp8, dtypes: dict[str, str]) -> StoredFp8:
-    """The same of e4m3: which have a scale."""
-    coded = set()
-    for name in (name for name in dtypes if name.endswith(f".{stored.scale_name}")):
-        codes = stored.codes_beside(name)
-        if dtypes.get(codes) in FLOATS:
-            raise CheckpointError(f"{codes} is stored as {dtypes[codes]} beside {name}; e4m3 is read.")
-        coded.add(name.removesuffix(f".{stored.scale_name}"))
-    if not coded:  # tensors have other names there, which a loader knows
-        return stored
-    return replace(stored, layers=dict.fromkeys(coded, True), plain=_owners(dtypes) - coded)
-
-
-def _owners(names) -> frozenset[str]:
-    return frozenset(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The files that transformers reads, of all that lie there. Raises CheckpointError: the index cannot be read."""
-    index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
-    if whole.exists():
-        return [whole]
-    if index.exists():
-        try:
-            return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} names no files of weights: {error!r}") from error
-    return sorted(path.glob("*.safetensors"))
+    return {"quant_method": METHOD, "stored": with_files(stored, path)}
 
 
 def check_names(stored: Stored, unexpected, missing, path: Path) -> None:
@@ -284,21 +205,7 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
     # One that is tied has no weight of its own in the files, but for odd ones.
     head = model.get_output_embeddings() if getattr(model.config, "tie_word_embeddings", False) else None
     if isinstance(stored, StoredTables):
-        expanded = model.__dict__[IN_TABLES] = {}
-        for path, module in list(model.named_modules()):
-            if not isinstance(module, torch.nn.Linear):
-                continue
-            if stored.layers is None:
-                is_stored, num_blocks = should_convert_module(path, kept) and module is not head, None
-            else:
-                num_blocks = stored.found(path)
-                is_stored = num_blocks is not None
-            if not is_stored:
-                continue
-            if reason := stored.reason_against(path, module, num_blocks):
-                expanded[path] = reason
-            else:
-                model.set_submodule(path, LoadedTables(module))
+        _replace_tables(model, stored, kept, head)
         return
     found = experts_modules(model)
     experts = found if stored.experts else {}
@@ -329,6 +236,26 @@ def _replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[s
         elif isinstance(module, torch.nn.Linear) and stored.granularity is not None:
             loaded = LoadedInts if isinstance(stored, StoredInts) else LoadedFp8Linear
             model.set_submodule(path, loaded(module, stored))
+
+
+def _replace_tables(model: torch.nn.Module, stored: StoredTables, kept: list[str], head) -> None:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    expanded = model.__dict__[IN_TABLES] = {}
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        if stored.layers is None:
+            is_stored, num_blocks = should_convert_module(path, kept) and module is not head, None
+        else:
+            num_blocks = stored.found(path)
+            is_stored = num_blocks is not None
+        if not is_stored:
+            continue
+        if reason := stored.reason_against(path, module, num_blocks):
+            expanded[path] = reason
+        else:
+            model.set_submodule(path, LoadedTables(module))
 
 
 def _may_be_tied(stored: StoredInts | StoredFp8) -> bool:
@@ -377,14 +304,12 @@ def register() -> tuple[type, type, type]:
         def _converted(self, input_dict, model, full_layer_name):
             stored = self.hf_quantizer.quantization_config.stored
             dtype, plain = model.get_parameter_or_buffer(full_layer_name).dtype, {}
+            owner = model.get_submodule(full_layer_name.rpartition(".")[0])
             if isinstance(stored, StoredTables):
-                owner = model.get_submodule(full_layer_name.rpartition(".")[0])
                 shape = owner.replaced.weight.shape if isinstance(owner, LoadedTables) else None
                 return _of_tables(input_dict, stored, dtype, shape, full_layer_name)
             if isinstance(stored, StoredInts):
-                owner = model.get_submodule(full_layer_name.rpartition(".")[0])
                 return _of_ints(input_dict, stored, dtype, getattr(owner, "format", None))
-            owner = model.get_submodule(full_layer_name.rpartition(".")[0])
             for name, weights in input_dict.items():
                 if name.endswith((stored.scale_name, *OF_ACTIVATIONS)):
                     continue

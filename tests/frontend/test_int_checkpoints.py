@@ -25,8 +25,8 @@ from pagebinder.frontend.int_codes import unpacked
 from pagebinder.frontend.int_format import INT_READERS
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.source import source_from_dir
+from pagebinder.frontend.stored_files import ints_of_files
 from pagebinder.frontend.stored_format import stored_weights
-from pagebinder.frontend.stored_loading import _of_files
 from tests.helpers import by_day, nightly, tiny_qwen3
 from tests.moe_models import tiny_qwen3_moe
 
@@ -636,7 +636,7 @@ def test_layers_of_other_parts_that_are_named_alike_stay_plain():
         f"mtp.{end}.qweight": (8, 64),
         f"vision_tower.encoder.{end}.weight": (64, 64),
     }
-    stored = _of_files(
+    stored = ints_of_files(
         INT_READERS["gptq"](by_gptq(4, 32, True)),
         shapes,
         {name: "I32" if "qweight" in name else "F32" for name in shapes},
