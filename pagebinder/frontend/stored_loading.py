@@ -314,6 +314,8 @@ def register() -> tuple[type, type, type]:
                 if name.endswith((stored.scale_name, *OF_ACTIVATIONS)):
                     continue
                 scales = input_dict.get(name + stored.scale_suffix)
+                if scales is not None and len(weights) != len(scales):
+                    raise CheckpointError(f"{name}: {len(weights)} weights in fp8 have {len(scales)} scales.")
                 if isinstance(owner, LoadedCodedExperts):
                     plain[name] = _fp8_bytes(name, weights, scales, owner)
                     continue
@@ -443,8 +445,6 @@ def _of_ints(
 def _fp8_bytes(name: str, weights, scales, owner: LoadedCodedExperts) -> list[torch.Tensor]:
     """Weights of experts and their scales -> bytes in the owner's format."""
     scales = [None] * len(weights) if scales is None else scales
-    if len(weights) != len(scales):
-        raise CheckpointError(f"{name}: {len(weights)} weights in fp8 have {len(scales)} scales.")
     made = []
     for weight, scale in zip(weights, scales, strict=True):
         try:
@@ -457,8 +457,6 @@ def _fp8_bytes(name: str, weights, scales, owner: LoadedCodedExperts) -> list[to
 
 
 def _all_expanded(name: str, weights, scales, stored: StoredFp8, dtype: torch.dtype) -> list[torch.Tensor]:
-    if len(weights) != len(scales):
-        raise CheckpointError(f"{name}: {len(weights)} weights in fp8 have {len(scales)} scales.")
     return [_expanded(name, w, s, stored, dtype) for w, s in zip(weights, scales, strict=True)]
 
 
