@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from pagebinder.frontend.gguf_file import gguf_path, read_gguf
-from pagebinder.frontend.gguf_source import source_from_gguf
-from pagebinder.frontend.gguf_tokenizer import unknown_tokenizer
+from pagebinder.frontend.gguf.file import gguf_path, read_gguf
+from pagebinder.frontend.gguf.source import source_from_gguf
+from pagebinder.frontend.gguf.tokenizer import unknown_tokenizer
 from pagebinder.frontend.onnx_source import onnx_file, source_from_onnx
 from pagebinder.frontend.source import ModelSource, source_from_dir
 

@@ -36,7 +36,7 @@ from pagebinder.frontend.coded_experts import (
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import GROUPED, OF_ACTIVATIONS, UNREAD, StoredFp8
 from pagebinder.frontend.fp8_linear import LoadedFp8Linear, expanded
-from pagebinder.frontend.gguf_weights import LoadedBlockExperts, LoadedBlocks, StoredBlocks
+from pagebinder.frontend.gguf.weights import LoadedBlockExperts, LoadedBlocks, StoredBlocks
 from pagebinder.frontend.int_format import StoredInts
 from pagebinder.frontend.int_linear import LoadedInts
 from pagebinder.frontend.mx_experts import LoadedExperts

@@ -18,9 +18,9 @@ from pagebinder.compile import explain_model
 from pagebinder.custom_ops.linear import weight_formats
 from pagebinder.errors import ConfigError
 from pagebinder.frontend.coded_experts import QuantizedExperts
-from pagebinder.frontend.gguf_blocks import BLOCK_KINDS, expanded, packed, widest
-from pagebinder.frontend.gguf_config import ARCHITECTURES
-from pagebinder.frontend.gguf_file import KINDS, gguf_path, read_gguf
+from pagebinder.frontend.gguf.architectures import ARCHITECTURES
+from pagebinder.frontend.gguf.blocks import BLOCK_KINDS, expanded, packed, widest
+from pagebinder.frontend.gguf.file import KINDS, gguf_path, read_gguf
 from pagebinder.frontend.model_path import source_from_path
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.small_groups import fit_for_gpu
@@ -59,13 +59,13 @@ def test_blocks_are_what_gguf_says(kind):
     exact = torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind]))
     assert torch.equal(expanded(blocks, kind, torch.float32), exact)
     format = BLOCK_KINDS[kind].format
-    codes, scale = packed(blocks, kind)
+    codes, scale = packed([(blocks, kind)])
     values = weight_formats.dequantize(codes, scale, format)
     assert torch.equal(values, exact) or kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K")
     torch.testing.assert_close(values, exact, rtol=0, atol=2e-7 * exact.abs().max().item())
     if kind != "MXFP4":
         wide = widest({format, "uint8_g32"})
-        values = weight_formats.dequantize(*packed(blocks, kind, wide), wide)
+        values = weight_formats.dequantize(*packed([(blocks, kind)], wide), wide)
         torch.testing.assert_close(values, exact, rtol=0, atol=2e-7 * exact.abs().max().item())
 
 
@@ -82,7 +82,7 @@ def test_blocks_are_what_gguf_says(kind):
 )
 def test_kernels_read_blocks(kind, format, dtype):
     blocks = random_blocks((64, 512), kind)
-    exact, (codes, scale) = expanded(blocks, kind, torch.float64), packed(blocks, kind, format)
+    exact, (codes, scale) = expanded(blocks, kind, torch.float64), packed([(blocks, kind)], format)
     for rows in (1, 3, 9, 40):
         x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
         y = torch.ops.pagebinder.quantized_linear(x, codes, scale, None, format=format)
@@ -123,15 +123,22 @@ def test_architectures(name, kinds, tmp_path):
         assert coded and all(reason == "it is stored plain" for reason in refused)
 
 
-def test_rows_that_take_turns_are_of_one_kind_or_expanded(tmp_path):
+def test_rows_that_take_turns_may_be_of_two_kinds(tmp_path):
+    """They have codes in the format that holds both; of e2m1 and integers there is none."""
     path = tmp_path / "model.gguf"
-    plain = write_gguf(path, "gpt-oss", {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q8_0", "": "Q4_0"})
-    source = source_from_path(path, dtype=torch.float32)
-    reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
-    assert "Q4_K, Q8_0, for which experts have no kernel" in reasons["model.layers.0.mlp.experts"]
-    with torch.no_grad():
-        expected, logits = plain(IDS).logits, source.module(IDS).logits
-    torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4 * expected.abs().max().item())
+    for gates, format in (("Q4_K", "uint8_g32"), ("MXFP4", None)):
+        plain = write_gguf(path, "gpt-oss", {"ffn_gate_exps": gates, "ffn_up_exps": "Q8_0", "": "Q4_0"})
+        source = source_from_path(path, dtype=torch.float32)
+        formats = {
+            m.formats["gate_up_proj"] for m in source.module.modules() if isinstance(m, QuantizedExperts)
+        }
+        assert formats == ({format} if format else set())
+        if format is None:
+            reasons = {r.module_path: r.reason for r in source.stored_weights.refusals}
+            assert "MXFP4, Q4_0, Q8_0, for which experts have no" in reasons["model.layers.0.mlp.experts"]
+        with torch.no_grad():
+            expected, logits = plain(IDS).logits, source.module(IDS).logits
+        torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4 * expected.abs().max().item())
 
 
 def test_every_architecture_has_a_model():

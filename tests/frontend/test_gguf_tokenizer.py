@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 import pagebinder
 from pagebinder.errors import CheckpointError
-from pagebinder.frontend.gguf_file import read_gguf
-from pagebinder.frontend.gguf_tokenizer import (
+from pagebinder.frontend.gguf.file import read_gguf
+from pagebinder.frontend.gguf.tokenizer import (
     DEEPSEEK3,
     LLAMA3,
     QWEN2,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagebinder.errors import CheckpointError
-from pagebinder.frontend.gguf_file import GgufFile
+from pagebinder.frontend.gguf.file import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
 SPACE = "▁"

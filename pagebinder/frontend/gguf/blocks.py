@@ -30,7 +30,7 @@ integers. Those for AVX-512 would take floats, so there these kinds have codes o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -98,26 +98,71 @@ class BlockKind(NamedTuple):
     read: Callable[[torch.Tensor], Unpacked]
 
 
-def packed(data: np.ndarray, kind: str, format: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of blocks, uint8 [N, bytes] -> (packed codes, scale) of the kernels; no weight changes.
+def packed(
+    parts: Sequence[tuple[np.ndarray, str]], format: str | None = None, order: np.ndarray | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of blocks, uint8 [N, bytes] with their kind, parts on top of each other -> (packed codes, scale) of the
+    kernels; no weight changes.
 
     Args:
-        kind: of BLOCK_KINDS. format: one that holds more than that of the kind, see `widest`; None: that of the kind.
+        format: one that holds more than that of a part, see `widest`; None: that of the parts.
+        order: which row of the parts each row is; None: they are in order.
     """
-    block = BLOCK_KINDS[kind]
-    format = format or block.format
-    columns = data.shape[1] // block.num_bytes * block.size
-    rows = max(PANEL, SLICE_BYTES // data.shape[1] // PANEL * PANEL)
-    codes, parts = empty_codes(packed_shapes(len(data), columns, format)[0], torch.device("cpu")), []
-    for first in range(0, len(data), rows):
-        part = data[first : first + rows]
-        found = _unpacked(part, kind)
-        wide = _widened(found.codes, block.format, format)
-        pieces = pack_codes(wide.reshape(len(part), columns), format)
+    of_parts = [BLOCK_KINDS[kind] for _, kind in parts]
+    format = format or of_parts[0].format
+    columns = parts[0][0].shape[1] // of_parts[0].num_bytes * of_parts[0].size
+    num_rows = sum(len(data) for data, _ in parts)
+    step = max(PANEL, SLICE_BYTES // parts[0][0].shape[1] // PANEL * PANEL)
+    codes, scales = empty_codes(packed_shapes(num_rows, columns, format)[0], torch.device("cpu")), []
+    for first in range(0, num_rows, step):
+        rows = np.arange(first, min(first + step, num_rows)) if order is None else order[first : first + step]
+        wide, *numbers = _unpacked_rows(parts, rows, columns, format)
+        pieces = pack_codes(wide, format)
         codes[first // PANEL : first // PANEL + len(pieces)].copy_(pieces)
-        parts.append([p if p is None else p.reshape(len(part), -1) for p in found[1:]])
-    whole = (None if each[0] is None else torch.cat(each) for each in zip(*parts))
-    return codes, _packed_scales(Unpacked(codes, *whole), block.format, format)
+        scales.append(numbers)
+    whole = [None if each[0] is None else torch.cat(each) for each in zip(*scales)]
+    if _is_of_one_kind(parts):
+        return codes, _packed_scales(Unpacked(codes, *whole), of_parts[0].format, format)
+    return codes, packed_groups(*whole)
+
+
+def _is_of_one_kind(parts: Sequence[tuple[np.ndarray, str]]) -> bool:
+    return len({kind for _, kind in parts}) == 1
+
+
+def _unpacked_rows(
+    parts: Sequence[tuple[np.ndarray, str]], rows: np.ndarray, columns: int, format: str
+) -> tuple[torch.Tensor | None, ...]:
+    """(codes [n, columns] of `format`, numbers of their groups) of rows of the parts: as in `Unpacked` if parts are
+    of one kind, else the scales, and shifts, of that format."""
+    if len(parts) == 1:
+        ((data, kind),) = parts
+        return _of_kind(
+            data[rows[0] : rows[-1] + 1] if _are_in_order(rows) else data[rows], kind, columns, format
+        )
+    starts = np.cumsum([0, *(len(data) for data, _ in parts)])
+    found = []  # (where these rows go, what they are)
+    for (data, kind), start, end in zip(parts, starts, starts[1:]):
+        own = np.flatnonzero((rows >= start) & (rows < end))
+        if len(own):
+            codes, *numbers = _of_kind(data[rows[own] - start], kind, columns, format)
+            if not _is_of_one_kind(parts):
+                numbers = _widened_scales(Unpacked(codes, *numbers), BLOCK_KINDS[kind].format, format)
+            found.append((torch.from_numpy(own), codes, *numbers))
+    where, *values = zip(*found)
+    back = torch.cat(where).argsort()
+    return tuple(None if each[0] is None else torch.cat(each)[back] for each in values)
+
+
+def _are_in_order(rows: np.ndarray) -> bool:
+    return bool((np.diff(rows) == 1).all())
+
+
+def _of_kind(rows: np.ndarray, kind: str, columns: int, format: str) -> tuple[torch.Tensor | None, ...]:
+    """Rows of one kind: codes [n, columns] in `format`, and what `Unpacked` has beside codes, [n, ...]."""
+    found = _unpacked(rows, kind)
+    codes = _widened(found.codes, BLOCK_KINDS[kind].format, format).reshape(len(rows), columns)
+    return codes, *(part if part is None else part.reshape(len(rows), -1) for part in found[1:])
 
 
 def _unpacked(rows: np.ndarray, kind: str) -> Unpacked:
@@ -135,11 +180,17 @@ def _packed_scales(found: Unpacked, format: str, to: str) -> torch.Tensor:
     was, wanted = weight_format(format), weight_format(to)
     if found.s is not None and was == wanted:
         return packed_levels(found.d, found.s, format, None if found.m is None else (found.m, found.t))
+    return packed_groups(*_widened_scales(found, format, to))
+
+
+def _widened_scales(found: Unpacked, format: str, to: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales and shifts of rows, for each group of the other format."""
+    was, wanted = weight_format(format), weight_format(to)
     scales, shifts = found.scales(), found.shifts(was.bits)
     if shifts is None and wanted.is_shifted:
         shifts = torch.zeros_like(scales)
     times = was.group // wanted.group
-    return packed_groups(*(p if p is None else p.repeat_interleave(times, dim=1) for p in (scales, shifts)))
+    return tuple(p if p is None else p.repeat_interleave(times, dim=1) for p in (scales, shifts))
 
 
 def _widened(codes: torch.Tensor, format: str, to: str) -> torch.Tensor:

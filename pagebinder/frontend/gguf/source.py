@@ -1,7 +1,7 @@
 """A model in a GGUF file as a `ModelSource`: transformers' own class for it, with the file's weights.
 
-options of the file      -> a config of transformers       gguf_config.py
-that, on the meta device -> a source of each parameter     gguf_weights.py
+options of the file      -> a config of transformers       config.py
+that, on the meta device -> a source of each parameter     places.py
 from_pretrained          -> the model: codes of blocks from the mapped file, everything else expanded
 """
 
@@ -13,15 +13,18 @@ import torch
 
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend import stored_loading
-from pagebinder.frontend.gguf_config import FREQUENCIES, Options, config_of
-from pagebinder.frontend.gguf_file import GgufFile, read_gguf
-from pagebinder.frontend.gguf_tokenizer import end_tokens, tokenizer_of
-from pagebinder.frontend.gguf_weights import StoredBlocks, plain_values, read_all, sources_of
+from pagebinder.frontend.checkpoint_tensors import CheckpointTensors
+from pagebinder.frontend.gguf.config import config_of
+from pagebinder.frontend.gguf.file import GgufFile, read_gguf
+from pagebinder.frontend.gguf.options import FREQUENCIES, Options
+from pagebinder.frontend.gguf.places import sources_of
+from pagebinder.frontend.gguf.tokenizer import end_tokens, tokenizer_of
+from pagebinder.frontend.gguf.weights import StoredBlocks, plain_values, read_all
 from pagebinder.frontend.source import ModelSource, facts_of, source_from_config
 
 
 def source_from_gguf(path: Path, *, dtype: torch.dtype | None = None, weights: bool = True) -> ModelSource:
-    """Read a GGUF file; see gguf_file.py.
+    """Read a GGUF file; see file.py.
 
     Args:
         dtype: of activations, and of weights that keep no codes; None: that of plain files, else bfloat16.
@@ -35,7 +38,8 @@ def source_from_gguf(path: Path, *, dtype: torch.dtype | None = None, weights: b
     if file.tensors["token_embd.weight"].kind not in ("F32", "F16", "BF16"):
         config.tie_word_embeddings = False  # rows are looked up in a plain table, and a head may keep codes
     module = source_from_config(config, dtype=dtype).module
-    stored = StoredBlocks(file, sources_of(file, module), without_weights=not weights)
+    sources = sources_of(file, module)
+    stored = StoredBlocks(file, sources.of, without_weights=not weights)
     if weights:
         stored.replace(module)
         module = _loaded(type(module), config, plain_values(module, stored, dtype), stored, dtype)
@@ -49,7 +53,8 @@ def source_from_gguf(path: Path, *, dtype: torch.dtype | None = None, weights: b
     facts["bos_token_id"] = file.options.get("tokenizer.ggml.bos_token_id")
     return ModelSource(
         module=module.eval(), name=str(path), is_transformers=True, path=path.parent, file=path, config=module.config,
-        stored_weights=result, _tokenizer=tokenizer_of(file), **facts,
+        stored_weights=result, tensors=CheckpointTensors(left_over=sources.unread), _tokenizer=tokenizer_of(file),
+        **facts,
     )  # fmt: skip
 
 

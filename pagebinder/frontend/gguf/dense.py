@@ -1,0 +1,128 @@
+"""Models without experts in GGUF files, but for Mixtral, whose files say that they are Llama's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagebinder.frontend.gguf.architecture import Architecture, paired
+from pagebinder.frontend.gguf.options import FREQUENCIES, Options, alternating, biases, counts
+
+BEHIND_HALVES = {  # norms behind each half of a layer alone
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def _llama(options: Options) -> dict[str, Any]:
+    if options.get("expert_count"):
+        count, used = counts(options)
+        return {"num_local_experts": count, "num_experts_per_tok": used}
+    options.get("expert_used_count")
+    return biases(options)
+
+
+def granite(options: Options) -> dict[str, Any]:
+    if options.get("rope.scaling.finetuned") is False:  # which says there: no positions
+        options.refuse("rope.scaling.finetuned")
+    return biases(options) | {
+        "attention_multiplier": options.number("attention.scale"),
+        "embedding_multiplier": options.number("embedding_scale", 1.0),
+        "residual_multiplier": options.number("residual_scale", 1.0),
+        "logits_scaling": options.number("logit_scale"),
+    }
+
+
+def _phi3(options: Options) -> dict[str, Any]:
+    original = options.count("rope.scaling.original_context_length", options.count("context_length"))
+    return {
+        "sliding_window": options.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _exaone4(options: Options) -> dict[str, Any]:
+    """Windows in three of four layers, and positions in these alone; or neither."""
+    window = options.get("attention.sliding_window")
+    layers = alternating(options, 4) if window else ["full_attention"] * options.num_layers
+    return {
+        "sliding_window": window and options.count("attention.sliding_window"),
+        "sliding_window_pattern": None,
+        "layer_types": layers,
+    }
+
+
+def _lfm2(options: Options) -> dict[str, Any]:
+    """Layers without attention have no heads of keys and values."""
+    of_layers = options.of_layers("attention.head_count_kv")
+    if of_layers is None:
+        of_layers = [options.count("attention.head_count_kv")] * options.num_layers
+    heads = options.count("attention.head_count")
+    found = {count for count in of_layers if count != 0}
+    if len(found) != 1 or not all(isinstance(count, int) and 0 < count <= heads for count in found):
+        options.refuse("attention.head_count_kv")
+    return {
+        "num_key_value_heads": found.pop(),
+        "norm_eps": options.number("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": options.count("shortconv.l_cache"),
+        "layer_types": ["full_attention" if count else "conv" for count in of_layers],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _smollm3(options: Options) -> dict[str, Any]:
+    turns = [
+        int((layer + 1) % 4 != 0) for layer in range(options.num_layers)
+    ]  # every fourth has no positions
+    return biases(options) | {"no_rope_layers": turns, "use_sliding_window": False}
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        model_type=lambda options: "mixtral" if options.get("expert_count") else "llama",
+        config=_llama,
+        rules=paired,
+        frequencies=FREQUENCIES[:1],
+    ),
+    "qwen2": Architecture(model_type="qwen2", config=lambda options: {"use_sliding_window": False}),
+    "qwen3": Architecture(model_type="qwen3", config=lambda o: biases(o) | {"use_sliding_window": False}),
+    "phi3": Architecture(
+        model_type="phi3", config=_phi3, names={"ffn_up": "mlp.gate_up_proj"}, frequencies=FREQUENCIES[1:],
+        turns_parts=True,
+    ),
+    "granite": Architecture(model_type="granite", config=granite, rules=paired),
+    "seed_oss": Architecture(
+        model_type="seed_oss",
+        config=lambda o: biases(o) | {"attention_out_bias": o.has("blk.0.attn_output.bias")},
+        names={"post_attention_norm": "post_attention_layernorm"},
+    ),
+    "ernie4_5": Architecture(
+        model_type="ernie4_5", config=lambda options: {"use_bias": options.has("blk.0.attn_q.bias")}
+    ),
+    "hunyuan-dense": Architecture(
+        model_type="hunyuan_v1_dense", config=biases,
+        names={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "exaone4": Architecture(
+        model_type="exaone4", config=_exaone4, names=BEHIND_HALVES, frequencies=FREQUENCIES[:1]
+    ),
+    "glm4": Architecture(
+        model_type="glm4", config=biases, turns_parts=True,
+        names={
+            "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
+    "arcee": Architecture(model_type="arcee", config=biases, rules=paired, frequencies=FREQUENCIES[:1]),
+    "lfm2": Architecture(
+        model_type="lfm2", config=_lfm2, own=frozenset({"num_key_value_heads"}),
+        whole={"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"},
+        names={
+            "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+        },
+    ),
+    "olmo2": Architecture(model_type="olmo2", config=biases, names=BEHIND_HALVES),
+    "smollm3": Architecture(model_type="smollm3", config=_smollm3, rules=paired),
+}  # fmt: skip

@@ -1,0 +1,154 @@
+"""Which tensors of a GGUF file the weights of a model are made of, by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from pagebinder.errors import CheckpointError
+from pagebinder.frontend.checkpoint_tensors import counted
+from pagebinder.frontend.gguf.architecture import (
+    AS_STORED,
+    EXPERTS,
+    LAYER,
+    WHOLE,
+    Architecture,
+    Rule,
+    architecture_of,
+)
+from pagebinder.frontend.gguf.file import FLOATS, NUMBERS, GgufFile, GgufTensor
+from pagebinder.frontend.gguf.options import Options
+from pagebinder.frontend.gguf.weights import Source, weights_of
+
+PARAMETER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+OF_LAYER = re.compile(r"blk\.(\d+)\.")
+NO_WEIGHTS = frozenset(NUMBERS) - frozenset(FLOATS) | {"Q8_1", "Q8_K"}
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class Place(NamedTuple):
+    """Where a tensor belongs: `parameter`, the `number` of its rows among those of others; `part`: of its name."""
+
+    parameter: str
+    number: int
+    part: str
+
+
+@dataclass
+class Sources:
+    """`of`: what each parameter is made of. `unread`: tensors of layers that no model of transformers has."""
+
+    of: dict[str, Source] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+
+
+def sources_of(file: GgufFile, model: torch.nn.Module) -> Sources:
+    """What the parameters of a model on the meta device are made of.
+
+    Raises:
+        CheckpointError: a tensor has no place in the model, or another shape; a parameter has no tensor.
+    """
+    architecture, config = architecture_of(file), model.config
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(model).items()}
+    rules, found = architecture.rules(config), _found(file, architecture, config, shapes)
+    sources = Sources(unread=_unread(file))
+    for parameter, tensors in found.items():
+        of_experts = f".{architecture.experts}." in parameter
+        part = tensors[min(tensors)][1]
+        source = sources.of[parameter] = Source(
+            tuple(tensors[number][0] for number in sorted(tensors)),
+            _rule(part, parameter, rules, architecture),
+            of_experts=of_experts,
+            alternate=architecture.experts_alternate and len(tensors) > 1,
+            transposed=architecture.experts_alternate and of_experts and len(shapes[parameter]) == 3,
+        )
+        found_shape = source.shape_of_parameter
+        if not _is_alike(found_shape, shapes[parameter]):
+            raise CheckpointError(
+                f"{file.path}: {parameter} is {list(found_shape)} there, and {list(shapes[parameter])} in the model "
+                "that the file describes."
+            )
+    if HEAD in shapes and HEAD not in sources.of:
+        sources.of[HEAD] = sources.of[TABLE]
+    some = {bias for bias in architecture.no_biases if any(name.endswith(bias) for name in sources.of)}
+    needed = (n for n in shapes if not n.endswith(architecture.no_biases) or n.endswith(tuple(some)))
+    if missing := [name for name in needed if name not in sources.of]:
+        raise CheckpointError(f"{file.path} lacks {counted(missing)} of its model, for example {missing[0]}.")
+    return sources
+
+
+def _unread(file: GgufFile) -> tuple[str, ...]:
+    """Tensors of the layers behind the last one that guess tokens."""
+    options = Options(file)
+    layers = {str(layer) for layer in range(options.num_layers, options["block_count"])}
+    matches = ((name, OF_LAYER.match(name)) for name in file.tensors)
+    return tuple(name for name, match in matches if match is not None and match[1] in layers)
+
+
+def _found(
+    file: GgufFile, architecture: Architecture, config, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, dict[int, tuple[GgufTensor, str]]]:
+    """Parameter -> number -> (tensor, part of its name)."""
+    found: dict[str, dict[int, tuple[GgufTensor, str]]] = {}
+    rules, unread = architecture.rules(config), frozenset(_unread(file))
+    for name, tensor in file.tensors.items():
+        if name in architecture.frequencies or name in unread:
+            continue
+        place = _place(name, architecture, rules)
+        if place is None or place.parameter not in shapes:
+            raise CheckpointError(
+                f"{file.path}: nothing in a {config.model_type} of transformers is its {name}."
+            )
+        if tensor.kind in NO_WEIGHTS:
+            raise CheckpointError(f"{file.path}: {name} is stored in {tensor.kind}, which no weights are.")
+        others = found.setdefault(place.parameter, {})
+        is_made = place.part in rules and rules[place.part].make is not None
+        of_experts = f".{architecture.experts}." in place.parameter
+        if place.number in others or not (
+            is_made or all(_stack(tensor, other, of_experts) for other, _ in others.values())
+        ):
+            raise CheckpointError(f"{file.path}: {name} does not go with others of {place.parameter}.")
+        others[place.number] = tensor, place.part
+    return found
+
+
+def _rule(part: str, parameter: str, rules: Mapping[str, Rule], architecture: Architecture) -> Rule:
+    if part in rules:
+        return rules[part]
+    is_more = architecture.norms_are_one_more and parameter.endswith("norm.weight")
+    return Rule(make=lambda weight: weight - 1) if is_more else AS_STORED
+
+
+def _is_alike(shape: tuple[int, ...], of_parameter: tuple[int, ...]) -> bool:
+    """But for a dimension of 1 that llama.cpp drops, in front (of gates) or behind the first (of convolutions)."""
+    return of_parameter in (shape, (1, *shape), (*shape[:1], 1, *shape[1:]))
+
+
+def _stack(one: GgufTensor, other: GgufTensor, of_experts: bool) -> bool:
+    """May rows of one stand behind those of the other?"""
+    sizes = {(tensor.shape[:of_experts], tensor.shape[of_experts + 1 :]) for tensor in (one, other)}
+    return len(sizes) == 1
+
+
+def _place(name: str, architecture: Architecture, rules: Mapping[str, Rule]) -> Place | None:
+    whole = WHOLE | dict(architecture.whole)
+    if (owner := name.removesuffix(".weight")) in whole and owner != name:
+        return Place(f"{whole[owner]}.weight", 0, owner)
+    match = PARAMETER.fullmatch(name)
+    if match is None:
+        return None
+    layer, part, kind = match.groups()
+    if part in EXPERTS and part not in architecture.names:
+        parameter, number = EXPERTS[part]
+        ending = "" if kind == "weight" else "_bias"
+        return Place(f"model.layers.{layer}.{architecture.experts}.{parameter}{ending}", number, part)
+    where = architecture.names.get(part, LAYER.get(part))
+    if where is None:
+        return None
+    module, number = where if isinstance(where, tuple) else (where, 0)
+    is_bare = part in rules and rules[part].is_bare
+    return Place(f"model.layers.{layer}.{module}" + ("" if is_bare else f".{kind}"), number, part)
