@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +145,24 @@ MODELS = {
     ),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4, "pad_token_id": 0, "use_sliding_window": False}, {}),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a tensor of a file holds of a parameter (or of a view of one).
+
+    `rows`, `columns`: which of the parameter's each of the file's is. `change`: the file's values, of the
+    parameter's, both float32 arrays; such a tensor is never of blocks.
+    """
+
+    parameter: torch.Tensor
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+    change: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+# Architecture -> the tensors of its files by llama.cpp's names, of a model; without one by the names of `gguf`.
+TENSORS: dict[str, Callable[[torch.nn.Module], dict[str, Stored]]] = {}
 PAIRED = ("llama", "granite", "smollm3", "arcee", "granitemoe")
 ONE_MORE = ("gemma", "gemma2", "gemma3")
 
@@ -215,8 +235,9 @@ def write_gguf(
             )
             add.get(type(value), writer.add_uint32)(key, value)
     with torch.no_grad():
-        for seed, (tensor, parameters) in enumerate(_tensors(model, architecture).items()):
-            _write(writer, tensor, parameters, architecture, config, _kind(tensor, parameters, kinds), seed)
+        tensors = TENSORS[architecture](model) if architecture in TENSORS else _tensors(model, architecture)
+        for seed, (tensor, stored) in enumerate(tensors.items()):
+            _write(writer, tensor, stored, _kind(tensor, stored, kinds), seed)
     _write_frequencies(writer, name, model)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -238,7 +259,37 @@ def _common(config) -> dict:
     }  # fmt: skip
 
 
-def _tensors(model, architecture: str) -> dict[str, list[torch.Tensor]]:
+def _tensors(model, architecture: str) -> dict[str, Stored]:
+    """llama.cpp's name -> what it holds."""
+    return {
+        name: _stored(name, values, architecture, model.config)
+        for name, values in _named(model, architecture).items()
+    }
+
+
+def _stored(name: str, values: torch.Tensor, architecture: str, config) -> Stored:
+    heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
+    heads = next((n for part, n in heads.items() if part in name and architecture in PAIRED), None)
+    change = None
+    if architecture in ONE_MORE and name.endswith("norm.weight"):
+        change = one_more
+    elif "inp_shexp" in name:
+        change = lambda values: values[0]  # noqa: E731
+    elif "shortconv.conv" in name:
+        change = lambda values: values[:, 0]  # noqa: E731
+    return Stored(values, None if heads is None else pairs(len(values), heads), change=change)
+
+
+def one_more(values: np.ndarray) -> np.ndarray:
+    return values + 1
+
+
+def pairs(num_rows: int, heads: int) -> np.ndarray:
+    """The two halves of a head in turns, as llama.cpp has them."""
+    return np.arange(num_rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+
+
+def _named(model, architecture: str) -> dict[str, torch.Tensor]:
     """llama.cpp's name -> the parameter, or the part of one, that it holds."""
     arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == architecture)
     names = get_tensor_name_map(arch, model.config.num_hidden_layers)
@@ -272,37 +323,29 @@ def _alternating_experts(key: str, parameter: torch.Tensor) -> dict[str, torch.T
     }
 
 
-def _kind(tensor: str, parameter: torch.Tensor, kinds: dict[str, str]) -> str:
-    if parameter.dim() == 1 or any(part in tensor for part in ("ffn_gate_inp", "shortconv.conv", ".bias")):
+def _kind(tensor: str, stored: Stored, kinds: dict[str, str]) -> str:
+    is_plain = any(part in tensor for part in ("ffn_gate_inp", ".bias"))
+    if stored.parameter.dim() == 1 or is_plain or stored.change is not None:
         return "F32"
     return next(kind for part, kind in kinds.items() if part in tensor)
 
 
-def _write(
-    writer, tensor: str, parameter: torch.Tensor, architecture: str, config, kind: str, seed: int
-) -> None:
+def _write(writer, tensor: str, stored: Stored, kind: str, seed: int) -> None:
     """A tensor; of blocks, the parameter becomes what they stand for."""
-    heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
-    heads = next((n for part, n in heads.items() if part in tensor and architecture in PAIRED), None)
+    parameter, axis = stored.parameter, max(stored.parameter.dim() - 2, 0)  # of rows
     if kind == "F32":
         values = parameter.detach().clone().numpy()
-        values = values + 1 if architecture in ONE_MORE and tensor.endswith("norm.weight") else values
-        values = values[0] if "inp_shexp" in tensor else values
-        values = values[:, 0] if "shortconv.conv" in tensor else values
-        writer.add_tensor(tensor, np.ascontiguousarray(_pairs(values, heads)))
+        values = values if stored.rows is None else values.take(stored.rows, axis)
+        values = values if stored.columns is None else values.take(stored.columns, -1)
+        values = values if stored.change is None else stored.change(values)
+        writer.add_tensor(tensor, np.ascontiguousarray(values, dtype=np.float32))
         return
     blocks = random_blocks(tuple(parameter.shape), kind, seed)
-    parameter.copy_(torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind])))
-    writer.add_tensor(tensor, _pairs(blocks, heads), raw_dtype=GGMLQuantizationType[kind])
-
-
-def _pairs(rows: np.ndarray, heads: int | None) -> np.ndarray:
-    """The two halves of a head in turns, as llama.cpp has them."""
-    if heads is None:
-        return rows
-    return np.ascontiguousarray(
-        rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-    )
+    values = dequantize(blocks, GGMLQuantizationType[kind])
+    for order, dim in ((stored.rows, axis), (stored.columns, -1)):
+        values = values if order is None else values.take(np.argsort(order), dim)
+    parameter.copy_(torch.from_numpy(values))
+    writer.add_tensor(tensor, blocks, raw_dtype=GGMLQuantizationType[kind])
 
 
 def _write_frequencies(writer, name: str, model) -> None:
