@@ -332,19 +332,19 @@ def _kind(tensor: str, stored: Stored, kinds: dict[str, str]) -> str:
 
 def _write(writer, tensor: str, stored: Stored, kind: str, seed: int) -> None:
     """A tensor; of blocks, the parameter becomes what they stand for."""
-    parameter, axis = stored.parameter, max(stored.parameter.dim() - 2, 0)  # of rows
+    values = stored.parameter.detach().numpy()  # of the same memory
+    outer = values.shape[: "_exps." in tensor]
+    rows = np.arange(values.shape[len(outer)]) if stored.rows is None else stored.rows
+    places = (*map(np.arange, outer), rows)
+    if stored.columns is not None:
+        places = (*places, stored.columns)
+    places = np.ix_(*places)
     if kind == "F32":
-        values = parameter.detach().clone().numpy()
-        values = values if stored.rows is None else values.take(stored.rows, axis)
-        values = values if stored.columns is None else values.take(stored.columns, -1)
-        values = values if stored.change is None else stored.change(values)
-        writer.add_tensor(tensor, np.ascontiguousarray(values, dtype=np.float32))
+        found = values[places] if stored.change is None else stored.change(values[places])
+        writer.add_tensor(tensor, np.ascontiguousarray(found, dtype=np.float32))
         return
-    blocks = random_blocks(tuple(parameter.shape), kind, seed)
-    values = dequantize(blocks, GGMLQuantizationType[kind])
-    for order, dim in ((stored.rows, axis), (stored.columns, -1)):
-        values = values if order is None else values.take(np.argsort(order), dim)
-    parameter.copy_(torch.from_numpy(values))
+    blocks = random_blocks(values[places].shape, kind, seed)
+    values[places] = dequantize(blocks, GGMLQuantizationType[kind])
     writer.add_tensor(tensor, blocks, raw_dtype=GGMLQuantizationType[kind])
 
 
@@ -355,3 +355,14 @@ def _write_frequencies(writer, name: str, model) -> None:
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
     for part in ("long", "short") if rope.get("rope_type") == "longrope" else ():
         writer.add_tensor(f"rope_factors_{part}.weight", np.array(rope[f"{part}_factor"], dtype=np.float32))
+
+
+def _register() -> None:
+    from tests.frontend import gguf_qwen_files
+
+    for family in (gguf_qwen_files,):
+        MODELS.update(family.MODELS)
+        TENSORS.update({architecture: family.tensors for architecture, *_ in family.MODELS.values()})
+
+
+_register()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from pagebinder.frontend.gguf import dense, gemma, mixtures
+from pagebinder.frontend.gguf import dense, gated_delta, gemma, mixtures
 
-ARCHITECTURES = dense.ARCHITECTURES | mixtures.ARCHITECTURES | gemma.ARCHITECTURES
+ARCHITECTURES = {
+    name: architecture
+    for family in (dense, mixtures, gemma, gated_delta)
+    for name, architecture in family.ARCHITECTURES.items()
+}

@@ -63,6 +63,16 @@ class Options:
             self.refuse("nextn_predict_layers")
         return layers - guessing
 
+    def numbers(self, name: str) -> list[int]:
+        """Several whole ones. Raises CheckpointError: they are missing, or something else."""
+        self._read.add(name)
+        value = self.file.options.get(self._prefix + name)
+        if not isinstance(value, list) or not all(
+            isinstance(each, int) and 0 <= each <= MOST for each in value
+        ):
+            self.refuse(name)
+        return value
+
     def head_width(self) -> int:
         equal = max(self.count("embedding_length") // self.count("attention.head_count"), 1)
         return self.count("attention.key_length", equal)

@@ -24,7 +24,7 @@ from pagebinder.frontend.gguf.file import FLOATS, NUMBERS, GgufFile, GgufTensor
 from pagebinder.frontend.gguf.options import Options
 from pagebinder.frontend.gguf.weights import Source, weights_of
 
-PARAMETER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+PARAMETER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 OF_LAYER = re.compile(r"blk\.(\d+)\.")
 NO_WEIGHTS = frozenset(NUMBERS) - frozenset(FLOATS) | {"Q8_1", "Q8_K"}
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -151,4 +151,6 @@ def _place(name: str, architecture: Architecture, rules: Mapping[str, Rule]) -> 
         return None
     module, number = where if isinstance(where, tuple) else (where, 0)
     is_bare = part in rules and rules[part].is_bare
+    if kind is None and not is_bare:
+        return None
     return Place(f"model.layers.{layer}.{module}" + ("" if is_bare else f".{kind}"), number, part)
