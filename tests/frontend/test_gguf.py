@@ -157,6 +157,7 @@ def test_every_architecture_has_a_model():
         ("qwen3moe", {"ffn_down_exps": "Q6_K", "": "Q4_K"}),
         ("gpt-oss", {"exps": "MXFP4", "": "Q8_0"}),
         ("lfm2", {"ffn": "IQ4_XS", "": "Q8_0"}),
+        ("qwen35", {"ssm_a": "F32", "ssm_b": "F32", "": "Q4_K"}),
         ("granitemoe", "Q4_0"),
         ("gemma2", {"ffn_gate": "IQ4_NL", "": "Q5_1"}),
     ],

@@ -13,16 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 import pagebinder
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.gguf.file import read_gguf
-from pagebinder.frontend.gguf.tokenizer import (
-    DEEPSEEK3,
-    LLAMA3,
-    QWEN2,
-    SEED,
-    SPLITS,
-    end_tokens,
-    tokenizer_of,
-    unknown_tokenizer,
-)
+from pagebinder.frontend.gguf.splits import SPLITS
+from pagebinder.frontend.gguf.tokenizer import end_tokens, tokenizer_of, unknown_tokenizer
 from pagebinder.frontend.model_path import tokenizer_problem
 from tests.frontend.gguf_files import write_gguf
 
@@ -60,12 +52,14 @@ BPE = {
     "smollm": pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
-    "llama-bpe": by_regex(LLAMA3),
-    "qwen2": by_regex(QWEN2),
-    "glm4": by_regex(LLAMA3),
-    "seed-coder": by_regex(SEED),
-    "hunyuan-dense": by_regex(*DEEPSEEK3),
-}
+    **{
+        pre: by_regex(*([SPLITS[pre]] if isinstance(SPLITS[pre], str) else SPLITS[pre]))
+        for pre in (
+            "llama-bpe", "qwen2", "qwen35", "glm4", "seed-coder", "hunyuan-dense", "bailingmoe2", "exaone-moe",
+            "kimi-k2", "minimax-m2",
+        )
+    },
+}  # fmt: skip
 
 
 def vocabulary(tokenizer: Tokenizer) -> tuple[list[str], list[int]]:
@@ -105,7 +99,7 @@ def test_bpe_of_bytes(pre, tmp_path):
     )  # fmt: skip
     built = tokenizer_of(file)
     for text in TEXTS:
-        wanted = "\u00e9" if pre == "qwen2" and text == "e\u0301" else text  # NFC
+        wanted = "\u00e9" if pre in ("qwen2", "qwen35") and text == "e\u0301" else text  # NFC
         assert built(text)["input_ids"] == tokenizer.encode(wanted, add_special_tokens=False).ids, text
         assert built.decode(built(text)["input_ids"]) == wanted
     assert end_tokens(file) == {end, tokens.index("<|endoftext|>")}
@@ -190,7 +184,7 @@ def test_parts_that_contradict_each_other(tmp_path):
 
 def test_split_names_are_all_distinct_models():
     assert (
-        len(set(SPLITS.values())) == 8
+        len(set(SPLITS.values())) == 12
         and {"llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o"} <= SPLITS.keys()
     )
 

@@ -4,8 +4,7 @@
     tokenizer.ggml.pre     how a text is split before; of a name that is not known nothing is guessed
     .tokens .token_type .scores .merges   .bos_token_id .add_bos_token ...   tokenizer.chat_template
 
-Splits are those of the models' own tokenizer.json, as are NFC of Qwen 2 and the merges that Llama 3 leaves out. Rows
-of the vocabulary that are unused stay out of it.
+Rows of the vocabulary that are unused stay out of it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,14 @@ from typing import Any
 
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.gguf.file import GgufFile
+from pagebinder.frontend.gguf.splits import (
+    BEGINS_WITH_BOS,
+    COMPOSED,
+    DIGITS,
+    GPT2,
+    SPLITS,
+    WHOLE_WORDS_FIRST,
+)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
 SPACE = "▁"
@@ -24,42 +31,6 @@ KINDS = {  # of what is said
     **{f"{name}_token_id": int for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
     "add_bos_token": bool, "add_eos_token": bool, "add_space_prefix": bool,
 }  # fmt: skip
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_OF_CASES = (
-    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{0}|"
-    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{0}|{1}|"
-    r" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-GPT2, DIGITS = "gpt2", "digits"  # GPT-2's own split, and single digits before that
-LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-DEEPSEEK3 = (  # one split after the other
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-TEKKEN = _OF_CASES.format("", r"\p{N}")
-GPT4O = _OF_CASES.format(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
-SPLITS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "granite-docling", "exaone4"), GPT2),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "dbrx", "smaug-bpe"), LLAMA3),
-    **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), LLAMA3),
-    "seed-coder": SEED,
-    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), DEEPSEEK3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
-    "tekken": TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
-}  # fmt: skip
-BEGINS_WITH_BOS = (  # where the file does not say
-    "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken",
-)  # fmt: skip
-WHOLE_WORDS_FIRST = (*BEGINS_WITH_BOS, "glm4", "glm5")
-COMPOSED = ("qwen2",)  # NFC
 
 # Tokens that end an answer, whatever a file says of them; "<|end|>" not of models that use channels, and two of these
 # only where they are control tokens.
