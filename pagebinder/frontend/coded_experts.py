@@ -31,10 +31,10 @@ from pagebinder.custom_ops.linear.weight_formats import (
 )
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.fp8_format import StoredFp8
+from pagebinder.frontend.fp8_linear import checked_scale
 from pagebinder.frontend.int_codes import Codes
 from pagebinder.frontend.int_format import Shapes, StoredInts
 from pagebinder.frontend.int_linear import e2m1_format, kernel_format, packed_codes, scale_of_stored
-from pagebinder.frontend.mx_numbers import scale_values
 from pagebinder.frontend.quantized_module import moved_scale
 from pagebinder.frontend.stored_names import stack_of
 
@@ -189,16 +189,9 @@ def fp8_panel_bytes(
     Raises:
         CheckpointError: it is plain, or of other shapes than the config says, or holds NaN or infinity.
     """
-    expected = stored.scale_shape(*weight.shape) if weight.dim() == 2 else None
-    found = None if scale is None else tuple(scale.shape)
-    if weight.dtype is not torch.float8_e4m3fn or found != expected:
-        raise CheckpointError(
-            f"a weight {list(weight.shape)} is stored as {weight.dtype} with a scale {found}; e4m3 with {expected} "
-            "is what the config says."
-        )
-    scale = stored.scale_of_kernels(scale_values(scale))
-    if not scale.isfinite().all() or bool((weight.view(torch.uint8) & 0x7F == 0x7F).any()):
-        raise CheckpointError("a weight or a scale is NaN or infinity.")
+    scale = checked_scale(weight, scale, stored)
+    if bool((weight.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise CheckpointError("a weight is NaN or infinity.")
     if stored.granularity == "tensor":
         scale = scale.expand(len(weight))
     packed, num_rounded = pack_e4m3(weight)

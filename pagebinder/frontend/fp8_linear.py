@@ -101,6 +101,25 @@ class LoadedFp8Linear(torch.nn.Module):
             raise CheckpointError(f"{path}: {error}") from error
 
 
+def checked_scale(weight: torch.Tensor, scale: torch.Tensor | None, stored: StoredFp8) -> torch.Tensor:
+    """A scale as stored -> what kernels take.
+
+    Raises:
+        CheckpointError: the weight is plain, the scale missing, of another shape than the config says, or no number.
+    """
+    expected = stored.scale_shape(*weight.shape) if weight.dim() == 2 else None
+    found = None if scale is None else tuple(scale.shape)
+    if weight.dtype is not torch.float8_e4m3fn or found is None or found != expected:
+        raise CheckpointError(
+            f"a weight {list(weight.shape)} is stored as {weight.dtype} with a scale {found}; e4m3 with {expected} "
+            "is what the config says."
+        )
+    scale = stored.scale_of_kernels(scale_values(scale))
+    if not scale.isfinite().all():
+        raise CheckpointError("a scale is NaN or infinity.")
+    return scale
+
+
 def expanded(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """weight [N, K] e4m3 times scale [N/128, K/128], [N] or [1], rounded to `dtype`."""
     return (weight.float() * scale_of_each(scale.float(), weight.shape)).to(dtype)
