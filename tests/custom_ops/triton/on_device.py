@@ -31,6 +31,46 @@ def quicken_interpreter() -> None:
     builder = getattr(interpreter, "interpreter_builder", None)
     if getattr(getattr(builder, "options", None), "sanitize_overflow", False):
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    if hasattr(interpreter, "_get_np_dtype"):
+        interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    _remember_shapes()
+
+
+def _by_name(numpy_dtype: Callable) -> Callable:
+    known: dict[str, object] = {}
+
+    def numpy_dtype_by_name(dtype):
+        if (name := (dtype.element_ty if dtype.is_block() else dtype).name) not in known:
+            known[name] = numpy_dtype(dtype)
+        return known[name]
+
+    return numpy_dtype_by_name
+
+
+def _remember_shapes() -> None:
+    """Every value has a type with a shape, which is made anew, number by number, at each operation: a third of the
+    time. A type, or a tensor, of a shape that was there before gets what was made of it then; nobody changes it."""
+    from triton.language import core
+
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    of_types: dict[tuple, tuple] = {}
+    of_tensors: dict[tuple, tuple] = {}
+
+    def block_type(self, element_ty, shape):
+        if (key := tuple(shape)) not in of_types:
+            make_type(self, element_ty, shape)
+            of_types[key] = self.shape, self.numel
+        self.element_ty, (self.shape, self.numel) = element_ty, of_types[key]
+        self.name = f"<{key}, {element_ty}>"
+
+    def tensor(self, handle, type):
+        if (key := tuple(type.shape) if type.is_block() else ()) not in of_tensors:
+            make_tensor(self, handle, type)
+            of_tensors[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[key]
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
 
 
 def _once_a_kernel(patch: Callable) -> Callable:
