@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pagebinder.frontend.gguf import dense, gemma, mixtures
+from pagebinder.frontend.gguf import dense, gemma, latent, mixtures
 
-ARCHITECTURES = dense.ARCHITECTURES | mixtures.ARCHITECTURES | gemma.ARCHITECTURES
+ARCHITECTURES = dense.ARCHITECTURES | mixtures.ARCHITECTURES | gemma.ARCHITECTURES | latent.ARCHITECTURES
