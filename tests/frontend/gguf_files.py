@@ -143,6 +143,15 @@ MODELS = {
         },
         {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3},
     ),
+    "mistral3": ("mistral3", "mistral", HEAD | {"sliding_window": None}, {"rope.dimension_count": 64}),
+    "ministral3": (
+        "mistral3", "ministral3",
+        HEAD | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+        {
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
+            "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1,
+        },
+    ),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4, "pad_token_id": 0, "use_sliding_window": False}, {}),
 }  # fmt: skip
 
@@ -164,7 +173,7 @@ class Stored:
 # Architecture -> the tensors of its files by llama.cpp's names, of a model; without one by the names of `gguf`.
 TENSORS: dict[str, Callable[[torch.nn.Module], dict[str, Stored]]] = {}
 EXPANDED: dict[str, set[str]] = {}  # architecture -> why some of its linear layers keep no codes
-PAIRED = ("llama", "granite", "smollm3", "arcee", "granitemoe")
+PAIRED = ("llama", "granite", "smollm3", "arcee", "granitemoe", "mistral3")
 ONE_MORE = ("gemma", "gemma2", "gemma3")
 
 
@@ -304,7 +313,7 @@ def _named(model, architecture: str) -> dict[str, torch.Tensor]:
     names = get_tensor_name_map(arch, model.config.num_hidden_layers)
     found = {}
     for key, parameter in _weights(model).items():
-        if key.endswith("e_score_correction_bias"):
+        if key.endswith(("e_score_correction_bias", "expert_bias")):
             found[f"blk.{key.split('.')[2]}.exp_probs_b.bias"] = parameter
             continue
         if key.endswith(".sinks"):
@@ -377,4 +386,4 @@ def _write_frequencies(writer, name: str, model) -> None:
 
 
 # Families with files of their own, which register what they have.
-from tests.frontend import gguf_latent_files  # noqa: E402, F401
+from tests.frontend import gguf_latent_files, gguf_mixture_files  # noqa: E402, F401

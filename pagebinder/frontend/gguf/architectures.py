@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from pagebinder.frontend.gguf import dense, gemma, latent, mixtures
+from pagebinder.frontend.gguf import dense, gemma, large_mixtures, latent, mixtures
 
-ARCHITECTURES = dense.ARCHITECTURES | mixtures.ARCHITECTURES | gemma.ARCHITECTURES | latent.ARCHITECTURES
+FAMILIES = (dense, mixtures, gemma, latent, large_mixtures)
+ARCHITECTURES = {name: each for family in FAMILIES for name, each in family.ARCHITECTURES.items()}

@@ -123,6 +123,8 @@ def rope_of(options: Options, head: int, turns_parts: bool = False) -> dict[str,
         rope |= {"rope_type": kind, "factor": options.number("rope.scaling.factor")}
     elif kind not in ("none", "longrope"):
         options.refuse("rope.scaling.type")
+    elif kind == "none" and options.get("rope.scaling.factor", 1) != 1:
+        options.refuse("rope.scaling.factor")
     original = options.count("rope.scaling.original_context_length", options.count("context_length"))
     if kind == "yarn":
         rope["original_max_position_embeddings"] = original
