@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.frontend.gguf_files import HEAD, MODELS, THETA
+import torch
+
+from tests.frontend.gguf_files import EXPANDED, HEAD, LLAMA3, MODELS, TENSORS, THETA, Stored, named_tensors
 
 ROUTED = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "n_shared_experts": 2,
@@ -71,5 +73,41 @@ def _others() -> None:
     )  # fmt: skip
 
 
+def _llama4() -> None:
+    sizes = {
+        "intermediate_size": 64, "intermediate_size_mlp": 512, "num_hidden_layers": 4, "num_experts_per_tok": 1,
+        "attention_chunk_size": 8192,
+    }  # fmt: skip
+    of_file = {"feed_forward_length": 512, "expert_used_count": 1, "expert_feed_forward_length": 64}
+    MODELS["llama4"] = (
+        "llama4", "llama4_text", HEAD | sizes | {"num_local_experts": 8, "rope_parameters": LLAMA3},
+        of_file | {"expert_count": 8, "interleave_moe_layer_step": 1},
+    )  # fmt: skip
+    MODELS["llama4 large"] = (
+        "llama4", "llama4_text",
+        HEAD | sizes | {"num_local_experts": 128, "interleave_moe_layer_step": 4, "use_qk_norm": False},
+        of_file | {"expert_count": 128, "interleave_moe_layer_step": 4},
+    )  # fmt: skip
+
+
+def _llama4_tensors(model: torch.nn.Module) -> dict[str, Stored]:
+    """Its experts have matrices [K, N], of gates and ups side by side."""
+    found = named_tensors(model, "llama4")
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            layer, rows = name.split(".")[2], parameter.mT
+            parts = {"down": rows}
+            if "gate_up" in name:
+                parts = dict(zip(("gate", "up"), rows.chunk(2, dim=1)))
+            found |= {f"blk.{layer}.ffn_{part}_exps.weight": Stored(values) for part, values in parts.items()}
+    return found
+
+
 _as_deepseek()
 _others()
+_llama4()
+TENSORS["llama4"] = _llama4_tensors
+EXPANDED["llama4"] = {
+    "they are stored in Q4_K, Q5_K, Q8_0, for which experts have no kernel: they are expanded",
+    "it is a Llama4Router: its weight is expanded",
+}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagebinder.frontend.gguf.architecture import Architecture
+import torch
+
+from pagebinder.frontend.gguf.architecture import EXPERTS, Architecture, Rule
 from pagebinder.frontend.gguf.dense import LFM2_NAMES, LFM2_WHOLE, lfm2_layers
 from pagebinder.frontend.gguf.options import FREQUENCIES, Options, alternating, biases, counts
 from pagebinder.frontend.gguf.routing import (
@@ -16,6 +18,8 @@ from pagebinder.frontend.gguf.routing import (
     require_gating,
     routed,
 )
+
+LARGEST_LLAMA4 = 128  # experts
 
 
 def _glm4moe(options: Options) -> dict[str, Any]:
@@ -96,6 +100,28 @@ def _minimax_m2(options: Options) -> dict[str, Any]:
     return {"num_local_experts": count, "num_experts_per_tok": used}
 
 
+def _llama4(options: Options) -> dict[str, Any]:
+    """Windows and what tunes queries without positions are llama.cpp's, as are norms of all but the largest one."""
+    count, used = counts(options)
+    step, layers = options.count("interleave_moe_layer_step"), range(options.num_layers)
+    turns = [int((layer + 1) % 4 != 0) for layer in layers]
+    return {
+        "num_local_experts": count,
+        "num_experts_per_tok": used,
+        "intermediate_size": options.count("expert_feed_forward_length"),
+        "intermediate_size_mlp": options.count("feed_forward_length"),
+        "moe_layers": list(layers[step - 1 :: step]),
+        "interleave_moe_layer_step": step,
+        "use_qk_norm": count != LARGEST_LLAMA4,
+        "no_rope_layers": turns,
+        "layer_types": ["chunked_attention" if turned else "full_attention" for turned in turns],
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    }
+
+
 def _require_width(options: Options, name: str, width: int) -> None:
     """Raises CheckpointError: the file says another width than transformers' model has."""
     if options.get(name, width) != width:
@@ -130,6 +156,17 @@ ARCHITECTURES = {
             "ffn_gate_inp": "mlp.gate.wg", "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
             "ffn_up_shexp": "mlp.shared_mlp.up_proj", "ffn_down_shexp": "mlp.shared_mlp.down_proj",
         },
+    ),
+    "llama4": Architecture(
+        model_type="llama4_text", config=_llama4, experts="feed_forward.experts", frequencies=FREQUENCIES[:1],
+        names={
+            "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj", "ffn_gate_inp": "feed_forward.router",
+            "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+            "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+            "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+        },
+        rules=lambda config: dict.fromkeys(EXPERTS, Rule(make=lambda *rows: torch.cat(rows, dim=1).mT)),
     ),
     "minimax-m2": Architecture(
         model_type="minimax_m2", config=_minimax_m2, rules=corrected, turns_parts=True,

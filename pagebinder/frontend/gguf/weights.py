@@ -146,6 +146,12 @@ class StoredBlocks:
             return f"{kinds} {problem}: it is expanded"
         return reason_against_codes(path, module)
 
+    @property
+    def paths_of_experts(self) -> tuple[str, ...]:
+        """Of all experts, whichever way their module computes."""
+        owners = (name.rpartition(".")[0] for name, source in self.sources.items() if source.of_experts)
+        return tuple(dict.fromkeys(owners))
+
     def why_plain_experts(self, path: str, module: torch.nn.Module) -> str:
         kinds = sorted({kind for source in self._of_experts(path, module).values() for kind in source.kinds})
         if all(kind in NUMBERS for kind in kinds):
