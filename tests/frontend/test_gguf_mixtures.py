@@ -17,6 +17,8 @@ SIGMOIDS = ("glm4moe", "dots1", "exaone-moe", "lfm2moe", "minimax-m2")
     [
         *((name, {"expert_gating_func": 1}, "expert_gating_func = 1 is not served") for name in SIGMOIDS),
         *((name, {"expert_gating_func": None}, "gating_func = None is not served") for name in SIGMOIDS[1:]),
+        ("glm4moe", {"rope.dimension_count": 128}, "rope.dimension_count = 128 is not served"),
+        ("glm4moe", {"rope.dimension_count": 31}, "rope.dimension_count = 31 is not served"),
         ("glm4moe", {"expert_weights_norm": 1}, "expert_weights_norm = 1 is not served"),
         ("glm4moe", {"expert_weights_scale": -1.0}, "expert_weights_scale = -1.0 is not served"),
         ("glm4moe", {"rope.dimension_sections": [8, 12, 12, 0]}, "glm4moe.rope.dimension_sections = "),

@@ -15,6 +15,7 @@ from pagebinder.errors import CheckpointError
 from pagebinder.frontend.gguf.file import read_gguf
 from pagebinder.frontend.gguf.tokenizer import (
     DEEPSEEK3,
+    GPT4O,
     LLAMA3,
     QWEN2,
     SEED,
@@ -65,6 +66,8 @@ BPE = {
     "glm4": by_regex(LLAMA3),
     "seed-coder": by_regex(SEED),
     "hunyuan-dense": by_regex(*DEEPSEEK3),
+    "hunyuan": by_regex(QWEN2),
+    "minimax-m2": by_regex(GPT4O),
 }
 
 

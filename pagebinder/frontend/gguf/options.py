@@ -115,7 +115,7 @@ class Options:
 def rope_of(options: Options, head: int, turns_parts: bool = False) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.number("rope.freq_base", 10_000.0)}
     if (turned := options.count("rope.dimension_count", head)) != head:
-        if not turns_parts:
+        if not turns_parts or turned > head or turned % 2:
             options.refuse("rope.dimension_count")
         rope["partial_rotary_factor"] = turned / head
     kind = options.get("rope.scaling.type", "none")

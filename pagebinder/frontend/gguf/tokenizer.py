@@ -51,9 +51,9 @@ SPLITS = {
     **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), LLAMA3),
     "seed-coder": SEED,
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), DEEPSEEK3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), QWEN2),
     "tekken": TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), GPT4O),
 }  # fmt: skip
 BEGINS_WITH_BOS = (  # where the file does not say
     "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken",
