@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 import pagebinder
 from pagebinder.errors import CheckpointError
+from pagebinder.frontend.gguf.deepseek_split import DEEPSEEK2
 from pagebinder.frontend.gguf.file import read_gguf
 from pagebinder.frontend.gguf.tokenizer import (
     DEEPSEEK3,
@@ -66,6 +67,7 @@ BPE = {
     "glm4": by_regex(LLAMA3),
     "seed-coder": by_regex(SEED),
     "hunyuan-dense": by_regex(*DEEPSEEK3),
+    "deepseek-llm": by_regex(*DEEPSEEK2),
     "hunyuan": by_regex(QWEN2),
     "minimax-m2": by_regex(GPT4O),
 }
@@ -193,7 +195,7 @@ def test_parts_that_contradict_each_other(tmp_path):
 
 def test_split_names_are_all_distinct_models():
     assert (
-        len(set(SPLITS.values())) == 8
+        len(set(SPLITS.values())) == 9
         and {"llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o"} <= SPLITS.keys()
     )
 

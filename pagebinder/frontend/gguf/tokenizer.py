@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagebinder.errors import CheckpointError
+from pagebinder.frontend.gguf.deepseek_split import DEEPSEEK2
 from pagebinder.frontend.gguf.file import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
@@ -50,6 +51,7 @@ SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "dbrx", "smaug-bpe"), LLAMA3),
     **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), LLAMA3),
     "seed-coder": SEED,
+    "deepseek-llm": DEEPSEEK2,
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), DEEPSEEK3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), QWEN2),
     "tekken": TEKKEN,
