@@ -70,6 +70,15 @@ def _v3() -> None:
     )  # fmt: skip
 
 
+def _youtu() -> None:
+    widths = {key: WIDTHS[key] for key in WIDTHS if "head" in key or "rank" in key}
+    of_file = {"attention.kv_lora_rank": LATENT, "rope.dimension_count": TURNED, "attention.q_lora_rank": 96}
+    dense = {"leading_dense_block_count": 2, "expert_feed_forward_length": 256, "expert_shared_count": 0}
+    MODELS["youtu"] = (
+        "deepseek2", "youtu", widths | {"q_lora_rank": 96, "tie_word_embeddings": True}, of_file | SPLIT | dense
+    )  # fmt: skip
+
+
 def _tensors(model: torch.nn.Module) -> dict[str, Stored]:
     found, keys = named_tensors(model, "deepseek2"), KEYS - TURNED
     for name in [name for name in found if "attn_kv_b" in name]:
@@ -82,6 +91,7 @@ def _tensors(model: torch.nn.Module) -> dict[str, Stored]:
 
 _v2()
 _v3()
+_youtu()
 TENSORS["deepseek2"] = _tensors
 EXPANDED["deepseek2"] = {
     "it is computed of what is stored: it is expanded",

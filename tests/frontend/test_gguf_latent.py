@@ -49,6 +49,8 @@ def test_tokens(tmp_path):
         ("deepseek2 v3", {"leading_dense_block_count": 4}, "leading_dense_block_count = 4 is not served"),
         ("deepseek2 v3", {"leading_dense_block_count": 0}, "nothing in a deepseek_v3 .* is its blk.0.ffn_gate"),
         ("deepseek2 v3", {"expert_shared_count": 0}, "expert_shared_count = 0 is not served"),
+        ("youtu", {"leading_dense_block_count": 1}, "leading_dense_block_count = 1 is not served"),
+        ("youtu", {"expert_used_count": 2}, "expert_used_count = 2 is not served"),
         ("deepseek2 whole", {"attention.head_count_kv": 1}, "attention.head_count_kv = 1 is not served"),
     ],
 )  # fmt: skip

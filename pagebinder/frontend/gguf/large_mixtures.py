@@ -51,7 +51,7 @@ def _exaone_moe(options: Options) -> dict[str, Any]:
 
 
 def _ernie(options: Options) -> dict[str, Any]:
-    """Weights of experts are of one sum, scores a softmax; the last layer has experts if its number is right."""
+    """Scores are a softmax, and a token's weights of experts are over their sum."""
     count, used = counts(options)
     width, shared = options.count("expert_feed_forward_length"), options.get("expert_shared_count", 0)
     if not isinstance(shared, int) or shared < 0:

@@ -1,7 +1,7 @@
 """Latent attention in GGUF files: the models of DeepSeek, and those that are built as they are.
 
-Of V2 scores are a softmax, of V3 sigmoids: the file says which, and with it which model of transformers it is. Files
-are of two ages. Today's hold the matrix of a latent's keys and values in two,
+Of V2 scores are a softmax, of V3 sigmoids: the file says which, and with it which model of transformers it is; of one
+without experts it is Youtu's. Files are of two ages. Today's hold the matrix of a latent's keys and values in two,
 
     attn_k_b [H, L, N], attn_v_b [H, V, L]  ->  kv_b_proj [H (N + V), L], of each head its N rows, then its V
 
@@ -25,6 +25,7 @@ from pagebinder.frontend.gguf.routing import (
     SOFTMAX,
     corrected,
     gating,
+    num_dense,
     routed,
 )
 
@@ -54,7 +55,15 @@ def _deepseek(options: Options) -> dict[str, Any]:
     }
 
 
+def _model_type(options: Options) -> str:
+    if not options.get("expert_count"):
+        return "youtu"
+    return "deepseek_v3" if _scores(options) == SIGMOID else "deepseek_v2"
+
+
 def _routed(options: Options) -> dict[str, Any]:
+    if not options.get("expert_count"):
+        return _without_experts(options)
     experts = routed(options)
     if _scores(options) == SIGMOID:
         return experts
@@ -62,6 +71,15 @@ def _routed(options: Options) -> dict[str, Any]:
         options.refuse("expert_weights_norm")
     has_groups = experts["n_group"] > 1
     return experts | {"topk_method": "group_limited_greedy" if has_groups else "greedy"}
+
+
+def _without_experts(options: Options) -> dict[str, Any]:
+    """What is said of experts, as llama.cpp needs it, is of none."""
+    if num_dense(options) != options.num_layers:
+        options.refuse("leading_dense_block_count")
+    for name in ("expert_feed_forward_length", "expert_shared_count"):
+        options.get(name)
+    return {}
 
 
 def _head_widths(options: Options, latent: int, turned: int) -> tuple[int, int]:
@@ -98,8 +116,8 @@ def _expansion(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 ARCHITECTURES = {
     "deepseek2": Architecture(
-        model_type=lambda options: "deepseek_v3" if _scores(options) == SIGMOID else "deepseek_v2",
-        config=_deepseek, own=frozenset({"num_key_value_heads", "head_dim", "rope_parameters"}),
+        model_type=_model_type, config=_deepseek,
+        own=frozenset({"num_key_value_heads", "head_dim", "rope_parameters"}),
         names=SHARED | {
             "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
             "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
