@@ -147,7 +147,11 @@ def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> PassResult:
         elif isinstance(module, torch.nn.Linear):
             refuse(path, _why_plain(path, module, stored, in_tables))
     _check_left(model)
-    for path, module in experts_modules(model).items():
+    experts = dict.fromkeys(experts_modules(model))
+    if isinstance(stored, StoredBlocks):
+        experts |= dict.fromkeys(stored.paths_of_experts)
+    for path in experts:
+        module = model.get_submodule(path)
         if not isinstance(module, QuantizedExperts):
             refuse(path, _of_experts(path, module, stored, expanded_from.get(path)))
     for name in ("hf_quantizer", "quantization_method"):

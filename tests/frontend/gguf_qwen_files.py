@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.frontend.gguf_files import EXPERTS, HEAD, THETA, Stored, one_more
+from tests.frontend.gguf_files import EXPERTS, HEAD, MODELS, TENSORS, THETA, Stored, one_more
 
 LINEAR = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
@@ -23,7 +23,7 @@ SECTIONS = {"rope.dimension_sections": [4, 2, 2, 0]}
 LAYERS = {"attention.recurrent_layers": [True, False, True, False]}
 TYPES = ["linear_attention", "full_attention"] * 2
 
-MODELS = {
+MODELS |= {
     "qwen3next": ("qwen3next", "qwen3_next", HEAD | LINEAR | SHARED, OF_LINEAR | OF_EXPERTS),
     "qwen35": (
         "qwen35",
@@ -47,7 +47,7 @@ NAMES = {
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def tensors(model) -> dict[str, Stored]:
+def _tensors(model) -> dict[str, Stored]:
     found, in_turns = {}, "in_proj_z" in "".join(name for name, _ in model.named_modules())
     for key, parameter in model.named_parameters():
         owner, _, kind = key.rpartition(".")
@@ -109,3 +109,6 @@ def _one_behind_the_other(parameter, config) -> dict[str, Stored]:
         "attn_qkv.weight": Stored(parameter, np.concatenate((q, k, v))),
         "attn_gate.weight": Stored(parameter, z),
     }
+
+
+TENSORS.update(dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _tensors))

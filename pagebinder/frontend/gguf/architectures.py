@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pagebinder.frontend.gguf import dense, gated_delta, gemma, mixtures
+from pagebinder.frontend.gguf import dense, gated_delta, gemma, large_mixtures, latent, mixtures
 
-ARCHITECTURES = {
-    name: architecture
-    for family in (dense, mixtures, gemma, gated_delta)
-    for name, architecture in family.ARCHITECTURES.items()
-}
+FAMILIES = (dense, mixtures, gemma, gated_delta, latent, large_mixtures)
+ARCHITECTURES = {name: each for family in FAMILIES for name, each in family.ARCHITECTURES.items()}

@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from pagebinder.frontend.gguf.architecture import Architecture, paired
-from pagebinder.frontend.gguf.options import FREQUENCIES, Options, alternating, biases, counts
+from pagebinder.frontend.gguf.options import FREQUENCIES, Options, alternating, biases, counts, rope_of
 
 BEHIND_HALVES = {  # norms behind each half of a layer alone
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+LFM2_WHOLE = {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
+LFM2_NAMES = {
+    "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+}  # fmt: skip
 
 
 def _llama(options: Options) -> dict[str, Any]:
@@ -51,7 +58,7 @@ def _exaone4(options: Options) -> dict[str, Any]:
     }
 
 
-def _lfm2(options: Options) -> dict[str, Any]:
+def lfm2_layers(options: Options) -> dict[str, Any]:
     """Layers without attention have no heads of keys and values."""
     of_layers = options.of_layers("attention.head_count_kv")
     if of_layers is None:
@@ -65,7 +72,6 @@ def _lfm2(options: Options) -> dict[str, Any]:
         "norm_eps": options.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": options.count("shortconv.l_cache"),
         "layer_types": ["full_attention" if count else "conv" for count in of_layers],
-        "block_auto_adjust_ff_dim": False,
     }
 
 
@@ -74,6 +80,18 @@ def _smollm3(options: Options) -> dict[str, Any]:
         int((layer + 1) % 4 != 0) for layer in range(options.num_layers)
     ]  # every fourth has no positions
     return biases(options) | {"no_rope_layers": turns, "use_sliding_window": False}
+
+
+def _mistral3(options: Options) -> dict[str, Any]:
+    """Queries far from the beginning are longer, of Ministral 3; YaRN has a factor of attention of its own."""
+    rope = rope_of(options, options.head_width())
+    if options.get("rope.scaling.yarn_log_multiplier"):
+        rope |= {"mscale": 1.0, "mscale_all_dim": options.number("rope.scaling.yarn_log_multiplier")}
+    if options.get("attention.temperature_scale"):
+        if rope["rope_type"] != "yarn":
+            options.refuse("attention.temperature_scale")
+        rope |= {"llama_4_scaling_beta": options.number("attention.temperature_scale")}
+    return {"rope_parameters": rope, "sliding_window": None}
 
 
 ARCHITECTURES = {
@@ -114,14 +132,13 @@ ARCHITECTURES = {
     ),
     "arcee": Architecture(model_type="arcee", config=biases, rules=paired, frequencies=FREQUENCIES[:1]),
     "lfm2": Architecture(
-        model_type="lfm2", config=_lfm2, own=frozenset({"num_key_value_heads"}),
-        whole={"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"},
-        names={
-            "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
-        },
+        model_type="lfm2", config=lambda o: lfm2_layers(o) | {"block_auto_adjust_ff_dim": False},
+        own=frozenset({"num_key_value_heads"}),
+        whole=LFM2_WHOLE, names=LFM2_NAMES,
+    ),
+    "mistral3": Architecture(
+        model_type=lambda options: "ministral3" if options.get("attention.temperature_scale") else "mistral",
+        config=_mistral3, rules=paired, own=frozenset({"rope_parameters"}),
     ),
     "olmo2": Architecture(model_type="olmo2", config=biases, names=BEHIND_HALVES),
     "smollm3": Architecture(model_type="smollm3", config=_smollm3, rules=paired),

@@ -125,7 +125,7 @@ class Options:
 def rope_of(options: Options, head: int, turns_parts: bool = False) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.number("rope.freq_base", 10_000.0)}
     if (turned := options.count("rope.dimension_count", head)) != head:
-        if not turns_parts:
+        if not turns_parts or turned > head or turned % 2:
             options.refuse("rope.dimension_count")
         rope["partial_rotary_factor"] = turned / head
     kind = options.get("rope.scaling.type", "none")
@@ -133,6 +133,8 @@ def rope_of(options: Options, head: int, turns_parts: bool = False) -> dict[str,
         rope |= {"rope_type": kind, "factor": options.number("rope.scaling.factor")}
     elif kind not in ("none", "longrope"):
         options.refuse("rope.scaling.type")
+    elif kind == "none" and options.get("rope.scaling.factor", 1) != 1:
+        options.refuse("rope.scaling.factor")
     original = options.count("rope.scaling.original_context_length", options.count("context_length"))
     if kind == "yarn":
         rope["original_max_position_embeddings"] = original

@@ -66,7 +66,7 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> Sources:
             alternate=architecture.experts_alternate and len(tensors) > 1,
             transposed=architecture.experts_alternate and of_experts and len(shapes[parameter]) == 3,
         )
-        found_shape = source.shape_of_parameter
+        found_shape = _shape(file, parameter, source)
         if not _is_alike(found_shape, shapes[parameter]):
             raise CheckpointError(
                 f"{file.path}: {parameter} is {list(found_shape)} there, and {list(shapes[parameter])} in the model "
@@ -79,6 +79,14 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> Sources:
     if missing := [name for name in needed if name not in sources.of]:
         raise CheckpointError(f"{file.path} lacks {counted(missing)} of its model, for example {missing[0]}.")
     return sources
+
+
+def _shape(file: GgufFile, parameter: str, source: Source) -> tuple[int, ...]:
+    try:
+        return source.shape_of_parameter
+    except (TypeError, RuntimeError, IndexError) as error:  # of its rule: too few tensors, or other sizes
+        sizes = ", ".join(str(list(tensor.shape)) for tensor in source.tensors)
+        raise CheckpointError(f"{file.path}: {parameter} cannot be made of {sizes}.") from error
 
 
 def _unread(file: GgufFile) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ The splits are those of the models' own tokenizer.json, as are NFC of Qwen and t
 
 from __future__ import annotations
 
+from pagebinder.frontend.gguf.deepseek_split import DEEPSEEK2
+
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _OF_CASES = (
@@ -50,6 +52,7 @@ SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "glm5", "chatglm-bpe"), LLAMA3),
     "seed-coder": SEED,
+    "deepseek-llm": DEEPSEEK2,
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3", "joyai-llm", "hy_v4"), DEEPSEEK3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan", "solar-open", "kormo"), QWEN2),
     "qwen35": QWEN3_5,

@@ -146,6 +146,12 @@ class StoredBlocks:
             return f"{kinds} {problem}: it is expanded"
         return reason_against_codes(path, module)
 
+    @property
+    def paths_of_experts(self) -> tuple[str, ...]:
+        """Of all experts, whichever way their module computes."""
+        owners = (name.rpartition(".")[0] for name, source in self.sources.items() if source.of_experts)
+        return tuple(dict.fromkeys(owners))
+
     def why_plain_experts(self, path: str, module: torch.nn.Module) -> str:
         kinds = sorted({kind for source in self._of_experts(path, module).values() for kind in source.kinds})
         if all(kind in NUMBERS for kind in kinds):
@@ -288,16 +294,16 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def plain_values(model: torch.nn.Module, stored: StoredBlocks, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weights that a model still has once modules that read codes are in place, by name. Vectors in float32 stay
-    so: some are in models of any dtype."""
+    """The weights that a model still has once modules that read codes are in place, by name. Those that files have in
+    float32, and models of any dtype may, stay so: vectors, and routers."""
 
     def values(named: tuple[str, torch.Tensor]) -> torch.Tensor:
         name, weight = named
         source = stored.sources.get(name)
         if source is None:
             return torch.zeros(weight.shape, dtype=dtype)
-        is_small = weight.dim() == 1 and source.is_plain
-        return source.values(torch.float32 if is_small else dtype).reshape(weight.shape)
+        is_wide = source.is_plain and (weight.dim() == 1 or weight.dtype == torch.float32)
+        return source.values(torch.float32 if is_wide else dtype).reshape(weight.shape)
 
     weights = list(weights_of(model).items())
     return {name: found for (name, _), found in zip(weights, _at_once(values, weights))}
