@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from pagebinder.frontend.gguf import dense, gemma, mixtures
+from pagebinder.frontend.gguf import dense, gemma, gemma3n, gemma4, mixtures
 
-ARCHITECTURES = dense.ARCHITECTURES | mixtures.ARCHITECTURES | gemma.ARCHITECTURES
+ARCHITECTURES = (
+    dense.ARCHITECTURES
+    | mixtures.ARCHITECTURES
+    | gemma.ARCHITECTURES
+    | gemma3n.ARCHITECTURES
+    | gemma4.ARCHITECTURES
+)
