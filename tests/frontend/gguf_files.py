@@ -163,6 +163,8 @@ class Stored:
 
 # Architecture -> the tensors of its files by llama.cpp's names, of a model; without one by the names of `gguf`.
 TENSORS: dict[str, Callable[[torch.nn.Module], dict[str, Stored]]] = {}
+# Architecture -> what makes its random models ready: values that are no parameters, or want another size.
+READY: dict[str, Callable[[torch.nn.Module], None]] = {}
 PAIRED = ("llama", "granite", "smollm3", "arcee", "granitemoe")
 ONE_MORE = ("gemma", "gemma2", "gemma3")
 
@@ -193,7 +195,7 @@ def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarra
 
 
 def plain_model(name: str, **options):
-    _, model_type, of_model, _ = MODELS[name]
+    architecture, model_type, of_model, _ = MODELS[name]
     sizes = SIZES | {"eos_token_id": None, "bos_token_id": None} | of_model | options
     if "rope_parameters" not in sizes:
         sizes["rope_parameters"] = THETA
@@ -204,6 +206,7 @@ def plain_model(name: str, **options):
             parameter.normal_(0, 0.05)
             if parameter.dim() == 1 and "norm" in key and name not in ONE_MORE:
                 parameter.add_(1)
+        READY.get(architecture, lambda model: None)(model)
     return model
 
 
@@ -247,11 +250,13 @@ def write_gguf(
 
 
 def _common(config) -> dict:
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    said = config.to_dict()  # what layers of a config have of their own is no attribute of it
+    head = said.get("head_dim") or config.hidden_size // config.num_attention_heads
+    heads = said.get("num_key_value_heads") or config.num_key_value_heads
     return {
         "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": heads,
         "attention.key_length": head, "attention.value_length": head,
         "attention.layer_norm_rms_epsilon": float(getattr(config, "norm_eps", None) or config.rms_norm_eps),
         "rope.freq_base": 10_000.0,
@@ -324,7 +329,7 @@ def _alternating_experts(key: str, parameter: torch.Tensor) -> dict[str, torch.T
 
 
 def _kind(tensor: str, stored: Stored, kinds: dict[str, str]) -> str:
-    is_plain = any(part in tensor for part in ("ffn_gate_inp", ".bias"))
+    is_plain = any(part in tensor for part in ("ffn_gate_inp", ".bias", "altup"))
     if stored.parameter.dim() == 1 or is_plain or stored.change is not None:
         return "F32"
     return next(kind for part, kind in kinds.items() if part in tensor)
@@ -355,3 +360,6 @@ def _write_frequencies(writer, name: str, model) -> None:
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
     for part in ("long", "short") if rope.get("rope_type") == "longrope" else ():
         writer.add_tensor(f"rope_factors_{part}.weight", np.array(rope[f"{part}_factor"], dtype=np.float32))
+
+
+from tests.frontend import gguf_gemma_files  # noqa: E402, F401 - registers its models here
