@@ -42,9 +42,15 @@ def _gemma4(options: Options) -> dict[str, Any]:
             "layer_types": layers,
             "num_kv_shared_layers": shared,
             "rope_parameters": _rope(options),
-            "final_logit_softcapping": options.get("final_logit_softcapping", 30.0) or None,
+            "final_logit_softcapping": _cap(options),
         }
     )
+
+
+def _cap(options: Options) -> float | None:
+    """Of logits; 0 is none, and llama.cpp has one where a file says nothing."""
+    name = "final_logit_softcapping"
+    return None if options.get(name) == 0 else options.number(name, 30.0)
 
 
 def _layers(options: Options) -> list[str]:
