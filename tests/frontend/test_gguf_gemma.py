@@ -140,12 +140,10 @@ def test_other_factors_of_frequencies(factors, tmp_path, monkeypatch):
 # ---- tokens ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gemma4 twice as wide", "gemma3n"])
-def test_tokens(name, tmp_path):
+def test_tokens(tmp_path):
     path = tmp_path / "model.gguf"
-    plain = write_gguf(path, name, {"altup": "F32", "attn": "Q8_0", "": "Q4_0"})
-    verify = "full" if name == "gemma4 twice as wide" else "off"
-    compiled = pagebinder.compile_model(path, CompileConfig(dtype="float32", verify=verify))
+    plain = write_gguf(path, "gemma4 twice as wide", {"attn": "Q8_0", "": "Q4_0"})
+    compiled = pagebinder.compile_model(path, CompileConfig(dtype="float32", executable="eager"))
     tokens = tokens_of_plain(plain)
     assert tokens_of(compiled) == tokens
     compiled.save(tmp_path / "saved")

@@ -93,7 +93,9 @@ def _unread(
     places = {
         name: _place(name, architecture, rules) for name in file.tensors.keys() & architecture.unread(config)
     }
-    return frozenset(guessing | {name for name, place in places.items() if place.parameter not in shapes})
+    return frozenset(
+        guessing | {name for name, place in places.items() if place is None or place.parameter not in shapes}
+    )
 
 
 def _found(
