@@ -125,6 +125,13 @@ def test_what_is_not_served_is_said(name, more, said, tmp_path):
         source_from_path(path, weights=False)
 
 
+def test_tables_of_other_tokens(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "gemma4 with embeddings", vocab_size=96, vocab_size_per_layer_input=128)
+    with pytest.raises(CheckpointError, match="per_layer_token_embd.weight has 128 rows for 96 tokens"):
+        source_from_path(path, weights=False)
+
+
 @pytest.mark.parametrize("factors", [[1.0] * 16 + [8.0] * 48, [8.0] + [1.0] * 63, [1.0] * 32])
 def test_other_factors_of_frequencies(factors, tmp_path, monkeypatch):
     from tests.frontend import gguf_gemma_files as files

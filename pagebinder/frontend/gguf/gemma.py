@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagebinder.errors import CheckpointError
 from pagebinder.frontend.gguf.architecture import Architecture
 from pagebinder.frontend.gguf.options import Options, alternating, rope_of
 
@@ -35,6 +36,16 @@ def num_shared(options: Options, layers: list[str], default: int = 0) -> int:
     if shared and own[-2:] != ["sliding_attention", "full_attention"]:
         options.refuse("attention.shared_kv_layers")
     return shared
+
+
+def rows_of_tokens(options: Options) -> int:
+    """Of the table of what is added to layers: one for each token. Raises CheckpointError: there are others."""
+    table, tensors = "per_layer_token_embd.weight", options.file.tensors
+    options.require(table)
+    rows, tokens = tensors[table].shape[0], tensors["token_embd.weight"].shape[0]
+    if rows != tokens:
+        raise CheckpointError(f"{options.file.path}: {table} has {rows:,} rows for {tokens:,} tokens.")
+    return rows
 
 
 def keys_and_values_of_shared(config: Any) -> frozenset[str]:

@@ -16,6 +16,7 @@ from pagebinder.frontend.gguf.gemma import (
     OF_TOKENS_IN_LAYER,
     keys_and_values_of_shared,
     num_shared,
+    rows_of_tokens,
 )
 from pagebinder.frontend.gguf.options import Options, alternating, rope_of
 
@@ -25,7 +26,7 @@ ZEROS = 1.6448533535003662  # standard deviations: of a normal distribution 95 %
 
 def _gemma3n(options: Options) -> dict[str, Any]:
     layers, head = alternating(options, 5), options.head_width()
-    options.require("blk.0.laurel_l.weight", "per_layer_token_embd.weight")
+    options.require("blk.0.laurel_l.weight")
     local = {"rope_type": "default", "rope_theta": options.number("rope.freq_base_swa", 10_000.0)}
     return {
         "sliding_window": options.count("attention.sliding_window"),
@@ -33,7 +34,7 @@ def _gemma3n(options: Options) -> dict[str, Any]:
         "rope_parameters": {"full_attention": rope_of(options, head), "sliding_attention": local},
         "final_logit_softcapping": options.number("final_logit_softcapping", 30.0),
         "num_kv_shared_layers": num_shared(options, layers, max(len(layers) - OWN_KEYS, 0)),
-        "vocab_size_per_layer_input": options.file.tensors["per_layer_token_embd.weight"].shape[0],
+        "vocab_size_per_layer_input": rows_of_tokens(options),
         "hidden_size_per_layer_input": options.count("embedding_length_per_layer_input", 256),
         "altup_num_inputs": options.count("altup.num_inputs", 4),
         "altup_active_idx": _active(options),

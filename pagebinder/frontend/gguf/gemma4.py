@@ -18,6 +18,7 @@ from pagebinder.frontend.gguf.gemma import (
     OF_TOKENS_IN_LAYER,
     keys_and_values_of_shared,
     num_shared,
+    rows_of_tokens,
 )
 from pagebinder.frontend.gguf.options import FREQUENCIES, Options, by_group, counts, rope_of
 
@@ -33,7 +34,7 @@ def _gemma4(options: Options) -> dict[str, Any]:
     layers = _layers(options)
     shared = num_shared(options, layers)
     return (
-        _attention(options, layers, shared)
+        _attention(options, layers)
         | _widths(options, len(layers), shared)
         | _experts(options)
         | _of_tokens(options)
@@ -60,7 +61,7 @@ def _layers(options: Options) -> list[str]:
     return [LOCAL if has_window else GLOBAL for has_window in windows]
 
 
-def _attention(options: Options, layers: list[str], shared: int) -> dict[str, Any]:
+def _attention(options: Options, layers: list[str]) -> dict[str, Any]:
     heads = by_group(options, "attention.head_count_kv", layers)
     values = f"blk.{layers.index(GLOBAL)}.attn_v.weight"
     return {
@@ -105,13 +106,11 @@ def _experts(options: Options) -> dict[str, Any]:
 
 
 def _of_tokens(options: Options) -> dict[str, Any]:
-    width, table = options.get("embedding_length_per_layer_input", 0), "per_layer_token_embd.weight"
-    if width == 0:
+    if options.get("embedding_length_per_layer_input", 0) == 0:
         return {"hidden_size_per_layer_input": 0}
-    options.require(table)
     return {
         "hidden_size_per_layer_input": options.count("embedding_length_per_layer_input"),
-        "vocab_size_per_layer_input": options.file.tensors[table].shape[0],
+        "vocab_size_per_layer_input": rows_of_tokens(options),
     }
 
 
