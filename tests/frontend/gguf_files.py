@@ -173,6 +173,8 @@ class Stored:
 # Architecture -> the tensors of its files by llama.cpp's names, of a model; without one by the names of `gguf`.
 TENSORS: dict[str, Callable[[torch.nn.Module], dict[str, Stored]]] = {}
 EXPANDED: dict[str, set[str]] = {}  # architecture -> why some of its linear layers keep no codes
+# Architecture -> what makes its random models ready: values that are no parameters, or want another size.
+READY: dict[str, Callable[[torch.nn.Module], None]] = {}
 PAIRED = ("llama", "granite", "smollm3", "arcee", "granitemoe", "mistral3")
 ONE_MORE = ("gemma", "gemma2", "gemma3")
 
@@ -203,7 +205,7 @@ def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarra
 
 
 def plain_model(name: str, **options):
-    _, model_type, of_model, _ = MODELS[name]
+    architecture, model_type, of_model, _ = MODELS[name]
     sizes = SIZES | {"eos_token_id": None, "bos_token_id": None} | of_model | options
     if "rope_parameters" not in sizes:
         sizes["rope_parameters"] = THETA
@@ -214,6 +216,7 @@ def plain_model(name: str, **options):
             parameter.normal_(0, 0.05)
             if parameter.dim() == 1 and "norm" in key and name not in ONE_MORE:
                 parameter.add_(1)
+        READY.get(architecture, lambda model: None)(model)
     return model
 
 
@@ -265,11 +268,13 @@ def write_gguf(
 
 
 def _common(config) -> dict:
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    said = config.to_dict()  # what layers of a config have of their own is no attribute of it
+    head = said.get("head_dim") or config.hidden_size // config.num_attention_heads
+    heads = said.get("num_key_value_heads") or config.num_key_value_heads
     return {
         "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": heads,
         "attention.key_length": head, "attention.value_length": head,
         "attention.layer_norm_rms_epsilon": float(getattr(config, "norm_eps", None) or config.rms_norm_eps),
         "rope.freq_base": 10_000.0,
@@ -345,7 +350,7 @@ def _alternating_experts(key: str, parameter: torch.Tensor) -> dict[str, torch.T
 
 
 def _kind(tensor: str, stored: Stored, kinds: dict[str, str]) -> str:
-    is_plain = any(part in tensor for part in ("ffn_gate_inp", ".bias"))
+    is_plain = any(part in tensor for part in ("ffn_gate_inp", ".bias", "altup"))
     if stored.parameter.dim() == 1 or is_plain or stored.change is not None:
         return "F32"
     kind = next(kind for part, kind in kinds.items() if part in tensor)
@@ -361,7 +366,7 @@ def _kind(tensor: str, stored: Stored, kinds: dict[str, str]) -> str:
 def _write(writer, tensor: str, stored: Stored, kind: str, seed: int) -> None:
     """A tensor; of blocks, the parameter becomes what they stand for."""
     values = stored.parameter.detach().numpy()  # of the same memory
-    outer = values.shape[: "_exps." in tensor]
+    outer = values.shape[: "_exps." in tensor and values.ndim == 3]
     rows = np.arange(values.shape[len(outer)]) if stored.rows is None else stored.rows
     places = (*map(np.arange, outer), rows)
     if stored.columns is not None:
@@ -386,4 +391,4 @@ def _write_frequencies(writer, name: str, model) -> None:
 
 
 # Families with files of their own, which register what they have.
-from tests.frontend import gguf_latent_files, gguf_mixture_files, gguf_qwen_files  # noqa: E402, F401
+from tests.frontend import gguf_gemma_files, gguf_latent_files, gguf_mixture_files, gguf_qwen_files  # noqa: E402, F401

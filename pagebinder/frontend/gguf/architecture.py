@@ -57,11 +57,14 @@ class Architecture:
 
     `model_type`: of transformers. `config`: what its config has beyond what `config_of` says, or instead; `own`: what
     that need not look for. `names`: parts of names of a layer that differ from LAYER, `whole`: those of no layer.
+    A part with its ending (`ffn_gate_inp.scale`) is a parameter of that name, no module's weight. `stacked`: names of
+    no layer whose tensors are several matrices, of modules in a list. `unread`: tensors of layers that files may have
+    and no model needs, from the config.
     `rules`: by parts of names, from the config. `norms_are_one_more`: weights of norms have 1 added.
-    `frequencies`: tensors about RoPE that it may have. `turns_parts`: some of a head's width may be left as it is by
-    RoPE. `experts`: where they are in a layer. `experts_alternate`: rows of gates and ups take turns in transformers'
-    experts, whose matrices are transposed. `no_biases`: endings of biases of which no layer may have one where
-    transformers has all of them: zeros.
+    `frequencies`: tensors about RoPE that it may have; `in_config`: what they say is in the config. `turns_parts`:
+    some of a head's width may be left as it is by RoPE. `experts`: where they are in a layer. `experts_alternate`:
+    rows of gates and ups take turns in transformers' experts, whose matrices are transposed. `no_biases`: endings of
+    biases of which no layer may have one where transformers has all of them: zeros.
     """
 
     model_type: str | Callable[[Options], str]
@@ -71,7 +74,10 @@ class Architecture:
     whole: Mapping[str, str] = field(default_factory=dict)
     rules: Callable[[Any], Mapping[str, Rule]] = lambda config: {}
     norms_are_one_more: bool = False
+    stacked: tuple[str, ...] = ()
+    unread: Callable[[Any], frozenset[str]] = lambda config: frozenset()
     frequencies: tuple[str, ...] = ()
+    in_config: bool = False
     turns_parts: bool = False
     experts: str = "mlp.experts"
     experts_alternate: bool = False

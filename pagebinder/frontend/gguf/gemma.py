@@ -1,9 +1,10 @@
-"""Gemma's models in GGUF files."""
+"""Gemma 1 to 3 in GGUF files, and what Gemma 3n and 4 have in common."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pagebinder.errors import CheckpointError
 from pagebinder.frontend.gguf.architecture import Architecture
 from pagebinder.frontend.gguf.options import Options, alternating, rope_of
 
@@ -12,6 +13,46 @@ AROUND_FFN = {  # norms before and behind each half of a layer
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+
+OF_TOKENS = {  # what is added to each layer, by the token
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+OF_TOKENS_IN_LAYER = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+
+
+def num_shared(options: Options, layers: list[str], default: int = 0) -> int:
+    """How many of the last layers have the keys and values of the last layers of their own, which see everything or
+    have windows. llama.cpp takes the two in front of them for these."""
+    shared = options.get("attention.shared_kv_layers", default)
+    if type(shared) is not int or not 0 <= shared < len(layers):
+        options.refuse("attention.shared_kv_layers")
+    own = layers[: len(layers) - shared]
+    if shared and own[-2:] != ["sliding_attention", "full_attention"]:
+        options.refuse("attention.shared_kv_layers")
+    return shared
+
+
+def rows_of_tokens(options: Options) -> int:
+    """Of the table of what is added to layers: one for each token. Raises CheckpointError: there are others."""
+    table, tensors = "per_layer_token_embd.weight", options.file.tensors
+    options.require(table)
+    rows, tokens = tensors[table].shape[0], tensors["token_embd.weight"].shape[0]
+    if rows != tokens:
+        raise CheckpointError(f"{options.file.path}: {table} has {rows:,} rows for {tokens:,} tokens.")
+    return rows
+
+
+def keys_and_values_of_shared(config: Any) -> frozenset[str]:
+    """Tensors that layers without keys and values of their own have all the same, and that nothing reads."""
+    parts, count = ("attn_k", "attn_v", "attn_k_norm"), config.num_hidden_layers
+    layers = range(count - config.num_kv_shared_layers, count)
+    return frozenset(f"blk.{layer}.{part}.weight" for layer in layers for part in parts)
 
 
 def _gemma(options: Options) -> dict[str, Any]:

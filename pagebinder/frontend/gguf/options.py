@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,18 @@ def counts(options: Options) -> tuple[int, int]:
     if used > count:
         options.refuse("expert_used_count")
     return count, used
+
+
+def by_group(options: Options, name: str, groups: Sequence[str]) -> dict[str, int]:
+    """A count that layers of a group have alike; `groups` has that of each layer. Raises CheckpointError: not so."""
+    values = options.of_layers(name)
+    if values is None:
+        return dict.fromkeys(groups, options.count(name))
+    found = dict(zip(groups, values))
+    known = all(type(value) is int and 0 < value <= MOST for value in found.values())
+    if not known or any(found[group] != value for group, value in zip(groups, values)):
+        options.refuse(name)
+    return found
 
 
 def alternating(options: Options, period: int) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from pagebinder.frontend.gguf.options import Options
 from pagebinder.frontend.gguf.weights import Source, weights_of
 
 PARAMETER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
-OF_LAYER = re.compile(r"blk\.(\d+)\.")
+OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 NO_WEIGHTS = frozenset(NUMBERS) - frozenset(FLOATS) | {"Q8_1", "Q8_K"}
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Sources:
-    """`of`: what each parameter is made of. `unread`: tensors of layers that no model of transformers has."""
+    """`of`: what each parameter is made of. `unread`: tensors that no model of transformers needs."""
 
     of: dict[str, Source] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
@@ -54,8 +54,9 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> Sources:
     """
     architecture, config = architecture_of(file), model.config
     shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(model).items()}
-    rules, found = architecture.rules(config), _found(file, architecture, config, shapes)
-    sources = Sources(unread=_unread(file))
+    rules, unread = architecture.rules(config), _unread(file, architecture, config, shapes)
+    found = _found(file, architecture, config, shapes, unread)
+    sources = Sources(unread=tuple(sorted(unread)))
     for parameter, tensors in found.items():
         of_experts = f".{architecture.experts}." in parameter
         part = tensors[min(tensors)][1]
@@ -89,21 +90,33 @@ def _shape(file: GgufFile, parameter: str, source: Source) -> tuple[int, ...]:
         raise CheckpointError(f"{file.path}: {parameter} cannot be made of {sizes}.") from error
 
 
-def _unread(file: GgufFile) -> tuple[str, ...]:
-    """Tensors of the layers behind the last one that guess tokens."""
-    options = Options(file)
+def _unread(
+    file: GgufFile, architecture: Architecture, config, shapes: Mapping[str, tuple[int, ...]]
+) -> frozenset[str]:
+    """Tensors of the layers behind the last one that guess tokens; those that the architecture may leave."""
+    options, rules = Options(file), architecture.rules(config)
     layers = {str(layer) for layer in range(options.num_layers, options["block_count"])}
-    matches = ((name, OF_LAYER.match(name)) for name in file.tensors)
-    return tuple(name for name, match in matches if match is not None and match[1] in layers)
+    matches = ((name, OF_LAYER.fullmatch(name)) for name in file.tensors)
+    guessing = {name for name, match in matches if match is not None and match[1] in layers}
+    places = {
+        name: _place(name, architecture, rules) for name in file.tensors.keys() & architecture.unread(config)
+    }
+    return frozenset(
+        guessing | {name for name, place in places.items() if place is None or place.parameter not in shapes}
+    )
 
 
 def _found(
-    file: GgufFile, architecture: Architecture, config, shapes: Mapping[str, tuple[int, ...]]
+    file: GgufFile,
+    architecture: Architecture,
+    config,
+    shapes: Mapping[str, tuple[int, ...]],
+    unread: frozenset[str],
 ) -> dict[str, dict[int, tuple[GgufTensor, str]]]:
     """Parameter -> number -> (tensor, part of its name)."""
     found: dict[str, dict[int, tuple[GgufTensor, str]]] = {}
-    rules, unread = architecture.rules(config), frozenset(_unread(file))
-    for name, tensor in file.tensors.items():
+    rules = architecture.rules(config)
+    for name, tensor in _tensors(file, architecture):
         if name in architecture.frequencies or name in unread:
             continue
         place = _place(name, architecture, rules)
@@ -122,6 +135,17 @@ def _found(
             raise CheckpointError(f"{file.path}: {name} does not go with others of {place.parameter}.")
         others[place.number] = tensor, place.part
     return found
+
+
+def _tensors(file: GgufFile, architecture: Architecture) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensors by their names; of one that is several matrices each of them, its number in its name."""
+    for name, tensor in file.tensors.items():
+        owner = name.removesuffix(".weight")
+        if owner not in architecture.stacked or len(tensor.shape) != 3:
+            yield name, tensor
+            continue
+        for number, data in enumerate(tensor.data):
+            yield f"{owner}.{number}.weight", GgufTensor(tensor.kind, tensor.shape[1:], data)
 
 
 def _rule(part: str, parameter: str, rules: Mapping[str, Rule], architecture: Architecture) -> Rule:
@@ -146,6 +170,12 @@ def _place(name: str, architecture: Architecture, rules: Mapping[str, Rule]) -> 
     whole = WHOLE | dict(architecture.whole)
     if (owner := name.removesuffix(".weight")) in whole and owner != name:
         return Place(f"{whole[owner]}.weight", 0, owner)
+    stack, _, number = owner.rpartition(".")
+    if stack in architecture.stacked:
+        return Place(f"{whole[stack]}.{number}.weight", 0, stack)
+    match = OF_LAYER.fullmatch(name)
+    if match is not None and match[2] in architecture.names:
+        return Place(f"model.layers.{match[1]}.{architecture.names[match[2]]}", 0, match[2])
     match = PARAMETER.fullmatch(name)
     if match is None:
         return None

@@ -14,6 +14,7 @@ import torch
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend import stored_loading
 from pagebinder.frontend.checkpoint_tensors import CheckpointTensors
+from pagebinder.frontend.gguf.architecture import architecture_of
 from pagebinder.frontend.gguf.config import config_of
 from pagebinder.frontend.gguf.file import GgufFile, read_gguf
 from pagebinder.frontend.gguf.options import FREQUENCIES, Options
@@ -74,7 +75,7 @@ def _loaded(
 
 def _turn_frequencies(model: torch.nn.Module, file: GgufFile) -> None:
     """Llama 3's frequencies of RoPE are those of its base, over factors that the file has."""
-    if FREQUENCIES[0] not in file.tensors:
+    if FREQUENCIES[0] not in file.tensors or architecture_of(file).in_config:
         return
     rotary = model.model.rotary_emb
     factors = torch.from_numpy(Options(file).factors(FREQUENCIES[0], len(rotary.inv_freq)))

@@ -1,6 +1,7 @@
 """The tokenizer of a GGUF file: its vocabulary as a tokenizer of `tokenizers`, in the wrapper that transformers has.
 
-    tokenizer.ggml.model   "gpt2": BPE of bytes, with merges; "llama": SentencePiece's BPE, scores say the merges
+    tokenizer.ggml.model   "gpt2": BPE of bytes, with merges; "llama": SentencePiece's BPE, scores say the merges;
+                           "gemma4": the same pieces, with merges
     tokenizer.ggml.pre     how a text is split before; of a name that is not known nothing is guessed
     .tokens .token_type .scores .merges   .bos_token_id .add_bos_token ...   tokenizer.chat_template
 
@@ -25,6 +26,7 @@ from pagebinder.frontend.gguf.splits import (
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
 SPACE = "▁"
+BYTES, PIECES, MERGED_PIECES = "gpt2", "llama", "gemma4"  # of tokenizer.ggml.model
 OF_PIECES = {"unknown": 0, "bos": 1, "eos": 2}  # SentencePiece's, where a file does not say
 KINDS = {  # of what is said
     "model": str, "pre": str, "tokens": list, "token_type": list, "merges": list, "scores": list,
@@ -37,7 +39,7 @@ KINDS = {  # of what is said
 OFTEN_PLAIN = frozenset(("</s>", "<eos>"))
 ALWAYS_ENDS = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-    "<|end_of_text|>", "<EOT>",
+    "<|end_of_text|>", "<EOT>", "<turn|>", "<|tool_response>",
 })  # fmt: skip
 ENDS = OFTEN_PLAIN | ALWAYS_ENDS
 
@@ -54,7 +56,7 @@ def tokenizer_of(file: GgufFile) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     try:
-        backend = _of_bytes(vocabulary) if vocabulary.model == "gpt2" else _of_pieces(vocabulary)
+        backend = _of_bytes(vocabulary) if vocabulary.model == BYTES else _of_pieces(vocabulary)
         known = vocabulary.numbers(CONTROL, USER_DEFINED, UNKNOWN)
         backend.add_tokens([vocabulary.added(token) for token in known])
         backend.post_processor = _with_ends(vocabulary)
@@ -80,9 +82,10 @@ def end_tokens(file: GgufFile) -> frozenset[int]:
     """Ids that end an answer."""
     vocabulary = _Vocabulary(file)
     ends = {vocabulary.get(f"{name}_token_id") for name in ("eot", "eom")}
-    ends.add(vocabulary.get("eos_token_id", OF_PIECES["eos"] if vocabulary.model == "llama" else None))
+    ends.add(vocabulary.get("eos_token_id", OF_PIECES["eos"] if vocabulary.model == PIECES else None))
     control = {vocabulary.tokens[i]: i for i in vocabulary.numbers(CONTROL)}
     named = ENDS - ({"<|end|>"} if control.keys() >= {"<|return|>", "<|call|>"} else frozenset())
+    named -= {"</s>"} if "<|tool_response>" in control else frozenset()  # a tag of Gemma 4's
     ends |= {control[token] for token in named & control.keys()}
     return frozenset(i for i in ends if i is not None and 0 <= i < max(len(vocabulary.tokens), 1))
 
@@ -112,11 +115,11 @@ class _Vocabulary:
 
     def unknown(self) -> str | None:
         """What is not known of it."""
-        if self.model not in ("gpt2", "llama") or not self.tokens:
+        if self.model not in (BYTES, PIECES, MERGED_PIECES) or not self.tokens:
             return f"tokenizer.ggml.model {self.model!r}"
-        if self.model == "gpt2" and self.get("pre") not in SPLITS:
+        if self.model == BYTES and self.get("pre") not in SPLITS:
             return f"tokenizer.ggml.pre {self.get('pre')!r}"
-        needed = "merges" if self.model == "gpt2" else "scores"
+        needed = "scores" if self.model == PIECES else "merges"
         return None if self.get(needed) else f"no tokenizer.ggml.{needed}"
 
     def type_of(self, number: int) -> int:
@@ -132,12 +135,15 @@ class _Vocabulary:
 
     def special(self, kind: str) -> str | None:
         """The token of a kind, if there is one. Raises ValueError: its number is none of a token."""
-        number = self.get(f"{kind}_token_id", OF_PIECES.get(kind) if self.model == "llama" else None)
+        number = self.get(f"{kind}_token_id", OF_PIECES.get(kind) if self.model == PIECES else None)
         if number is None:
             return None
         if not 0 <= number < len(self.tokens):
             raise ValueError(f"its {kind}_token_id is {number}, of {len(self.tokens):,} tokens")
         return self.tokens[number]
+
+    def merges(self) -> list[tuple[str, str]]:
+        return [tuple(merge.split(" ", 1)) for merge in self.get("merges") or ()]
 
     def added(self, number: int) -> Any:
         from tokenizers import AddedToken
@@ -150,9 +156,8 @@ def _of_bytes(vocabulary: _Vocabulary) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = vocabulary.get("pre")
-    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.get("merges") or ()]
     whole = pre in WHOLE_WORDS_FIRST
-    backend = Tokenizer(models.BPE(vocab=vocabulary.ids(), merges=merges, ignore_merges=whole))
+    backend = Tokenizer(models.BPE(vocab=vocabulary.ids(), merges=vocabulary.merges(), ignore_merges=whole))
     split = SPLITS[pre]
     own = split in (GPT2, DIGITS)
     first = [pre_tokenizers.Digits(individual_digits=True)] if split == DIGITS else []
@@ -167,23 +172,31 @@ def _of_bytes(vocabulary: _Vocabulary) -> Any:
 
 
 def _of_pieces(vocabulary: _Vocabulary) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    ids, begins_with_space = vocabulary.ids(), vocabulary.get("add_space_prefix", True)
+    ids, is_merged = vocabulary.ids(), vocabulary.model == MERGED_PIECES
+    begins_with_space = not is_merged and vocabulary.get("add_space_prefix", True)
     unknown = next((vocabulary.tokens[i] for i in vocabulary.numbers(UNKNOWN)), None)
+    merges = vocabulary.merges() if is_merged else _merges(ids, vocabulary.get("scores") or ())
     backend = Tokenizer(
-        models.BPE(
-            vocab=ids, merges=_merges(ids, vocabulary.get("scores") or ()), unk_token=unknown, fuse_unk=True,
-            byte_fallback=True,
-        )
-    )  # fmt: skip
+        models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     prefix = [normalizers.Prepend(SPACE)] if begins_with_space else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    if is_merged:
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+        backend.add_tokens(_unmerged_lines(vocabulary, backend.model))
     ends = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
     backend.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
     )
     return backend
+
+
+def _unmerged_lines(vocabulary: _Vocabulary, model: Any) -> list[Any]:
+    """Tokens of several newlines that no merges make: llama.cpp finds them all the same."""
+    lines = (i for i, token in enumerate(vocabulary.tokens) if token and not token.strip("\n"))
+    return [vocabulary.added(i) for i in lines if len(model.tokenize(vocabulary.tokens[i])) > 1]
 
 
 def _merges(ids: dict[str, int], scores) -> list[tuple[str, str]]:
@@ -204,10 +217,11 @@ def _with_ends(vocabulary: _Vocabulary) -> Any:
     """What puts a text's first and last token to it."""
     from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 
-    begins = vocabulary.model == "llama" or vocabulary.get("pre") in BEGINS_WITH_BOS
-    bos = vocabulary.special("bos") if vocabulary.get("add_bos_token", begins) else None
+    always = vocabulary.model == MERGED_PIECES  # whatever the file says, in llama.cpp
+    begins = vocabulary.model == PIECES or vocabulary.get("pre") in BEGINS_WITH_BOS
+    bos = vocabulary.special("bos") if always or vocabulary.get("add_bos_token", begins) else None
     eos = vocabulary.special("eos") if vocabulary.get("add_eos_token", False) else None
-    if vocabulary.get("add_bos_token") and bos is None:
+    if (always or vocabulary.get("add_bos_token")) and bos is None:
         raise ValueError("texts begin with a token that it does not name (bos_token_id)")
     first, last = ([bos] if bos else []), ([eos] if eos else [])
     template = TemplateProcessing(
@@ -222,4 +236,4 @@ def _with_ends(vocabulary: _Vocabulary) -> Any:
         ],
         special_tokens=[(token, vocabulary.tokens.index(token)) for token in {*first, *last}],
     )
-    return template if vocabulary.model == "llama" else Sequence([ByteLevel(trim_offsets=False), template])
+    return template if vocabulary.model != BYTES else Sequence([ByteLevel(trim_offsets=False), template])
