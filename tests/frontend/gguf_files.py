@@ -200,7 +200,8 @@ def plain_model(name: str, **options):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        kept = {name for name in model.state_dict() if name in dict(model.named_buffers())}
+        for key, parameter in [*model.named_parameters(), *((name, model.get_buffer(name)) for name in kept)]:
             parameter.normal_(0, 0.05)
             if parameter.dim() == 1 and "norm" in key and name not in ONE_MORE:
                 parameter.add_(1)
@@ -247,13 +248,15 @@ def write_gguf(
 
 
 def _common(config) -> dict:
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, hidden = getattr(config, "num_attention_heads", None), config.hidden_size
+    head = getattr(config, "head_dim", None) or hidden // heads
+    epsilons = (getattr(config, name, None) for name in ("norm_eps", "rms_norm_eps", "layer_norm_epsilon"))
     return {
-        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "context_length": config.max_position_embeddings, "embedding_length": hidden,
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count": heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head, "attention.value_length": head,
-        "attention.layer_norm_rms_epsilon": float(getattr(config, "norm_eps", None) or config.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": float(next(epsilon for epsilon in epsilons if epsilon)),
         "rope.freq_base": 10_000.0,
         "tokenizer.ggml.model": "no_vocab",
     }  # fmt: skip
@@ -349,9 +352,12 @@ def _write(writer, tensor: str, stored: Stored, kind: str, seed: int) -> None:
 
 
 def _write_frequencies(writer, name: str, model) -> None:
-    rope = model.config.rope_parameters
+    rope = model.config.rope_parameters or {}
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (torch.arange(0, 64, 2).float() / 64)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
     for part in ("long", "short") if rope.get("rope_type") == "longrope" else ():
         writer.add_tensor(f"rope_factors_{part}.weight", np.array(rope[f"{part}_factor"], dtype=np.float32))
+
+
+from tests.frontend import gguf_recurrent_files  # noqa: E402, F401  (adds to MODELS and TENSORS)

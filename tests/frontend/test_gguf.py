@@ -119,8 +119,8 @@ def test_architectures(name, kinds, tmp_path):
     refused = {refusal.reason for refusal in source.stored_weights.refusals}
     if kinds == "F32":
         assert not coded and refused <= {"it is stored plain", "they are stored plain"}
-    else:  # what is left is Qwen 2's gate of its shared expert
-        assert coded and all(reason == "it is stored plain" for reason in refused)
+    else:  # what is left is Qwen 2's gate of its shared expert, and what Mamba reads
+        assert coded and all(reason == "it is stored plain" or "reads" in reason for reason in refused)
 
 
 def test_rows_that_take_turns_may_be_of_two_kinds(tmp_path):

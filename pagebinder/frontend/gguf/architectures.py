@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from pagebinder.frontend.gguf import dense, gemma, mixtures
+from pagebinder.frontend.gguf import dense, gemma, hybrids, mixtures, recurrent
 
-ARCHITECTURES = dense.ARCHITECTURES | mixtures.ARCHITECTURES | gemma.ARCHITECTURES
+ARCHITECTURES = (
+    dense.ARCHITECTURES
+    | mixtures.ARCHITECTURES
+    | gemma.ARCHITECTURES
+    | recurrent.ARCHITECTURES
+    | hybrids.ARCHITECTURES
+)

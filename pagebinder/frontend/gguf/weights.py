@@ -139,6 +139,8 @@ class StoredBlocks:
             return "it is stored plain"
         if source.rule.make is not None:
             return "it is computed of what is stored: it is expanded"
+        if source.rule.plain is not None:
+            return f"{source.rule.plain}: it is expanded"
         kinds, format = "+".join(dict.fromkeys(source.kinds)), _format_of_parts(source)
         if format is None:
             return f"no kernel reads {kinds}: it is expanded"
@@ -186,12 +188,17 @@ def _problem(shape: tuple[int, ...], format: str) -> str | None:
 
 
 class LoadedBlocks(torch.nn.Module):
-    """A linear layer whose weight is blocks of a file. `read` comes first, then `finished`."""
+    """A linear layer whose weight is blocks of a file. `read` comes first, then `finished`.
+
+    `weight`: what some models of transformers fill at random when a loader has none; it has nothing to fill.
+    """
 
     def __init__(self, replaced: torch.nn.Linear, source: Source, without_weights: bool):
         super().__init__()
         self.source, self.without_weights = source, without_weights
         self.bias = replaced.bias
+        self.__dict__["weight"] = torch.empty(0)
+        self.weight._is_hf_initialized = True
 
     def read(self) -> None:
         format = _format_of_parts(self.source)
@@ -289,15 +296,15 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def plain_values(model: torch.nn.Module, stored: StoredBlocks, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The weights that a model still has once modules that read codes are in place, by name. Vectors in float32 stay
-    so: some are in models of any dtype."""
+    so, and what a model of any dtype has in float32 (routers)."""
 
     def values(named: tuple[str, torch.Tensor]) -> torch.Tensor:
         name, weight = named
         source = stored.sources.get(name)
         if source is None:
             return torch.zeros(weight.shape, dtype=dtype)
-        is_small = weight.dim() == 1 and source.is_plain
-        return source.values(torch.float32 if is_small else dtype).reshape(weight.shape)
+        is_wide = weight.dtype is torch.float32 or (weight.dim() == 1 and source.is_plain)
+        return source.values(torch.float32 if is_wide else dtype).reshape(weight.shape)
 
     weights = list(weights_of(model).items())
     return {name: found for (name, _), found in zip(weights, _at_once(values, weights))}
