@@ -325,7 +325,7 @@ def edited(path, change) -> None:
     from gguf import GGUFReader, GGUFWriter
 
     reader = GGUFReader(path)
-    writer = GGUFWriter(path.with_suffix(".new"), "qwen3")
+    writer = GGUFWriter(path.with_suffix(".new"), reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
             writer.add_key_value(name, field.contents(), field.types[0])
