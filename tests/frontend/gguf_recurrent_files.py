@@ -118,6 +118,17 @@ MODELS |= {
             "attention.key_length": None, "attention.value_length": None,
         },
     ),
+    "lfm2moe": (
+        "lfm2moe", "lfm2_moe",
+        {
+            "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
+        },
+        {
+            "attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3, "expert_count": 4, "expert_used_count": 2,
+            "expert_feed_forward_length": 512, "leading_dense_block_count": 1, "expert_gating_func": 2,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -187,7 +198,9 @@ def _halves(layer: str, joined, gate: str, up: str) -> dict[str, Stored]:
 
 
 def _whole(model, table, norm) -> dict[str, Stored]:
-    found = {"token_embd.weight": Stored(table.weight), "output_norm.weight": Stored(norm.weight)}
+    found = {"token_embd.weight": Stored(table.weight)}
+    if norm is not None:
+        found["output_norm.weight"] = Stored(norm.weight)
     if model.lm_head.weight is not table.weight:
         found["output.weight"] = Stored(model.lm_head.weight)
     return found
@@ -270,6 +283,30 @@ def _jamba(model) -> dict[str, Stored]:
     return found
 
 
+def _lfm2moe(model) -> dict[str, Stored]:
+    found = _whole(model, model.model.embed_tokens, None)
+    found["token_embd_norm.weight"] = Stored(model.model.embedding_norm.weight)
+    for number, layer in enumerate(model.model.layers):
+        name, ffn = f"blk.{number}", layer.feed_forward
+        found |= _weights(name, attn_norm=layer.operator_norm, ffn_norm=layer.ffn_norm)
+        if layer.is_attention_layer:
+            attention = layer.self_attn
+            found |= _weights(name, attn_q=attention.q_proj, attn_k=attention.k_proj, attn_v=attention.v_proj)
+            found |= _weights(name, attn_q_norm=attention.q_layernorm, attn_k_norm=attention.k_layernorm)
+            found |= _weights(name, attn_output=attention.out_proj)
+        else:
+            conv = Stored(layer.conv.conv.weight, change=lambda values: values.squeeze(1))
+            found[f"{name}.shortconv.conv.weight"] = conv
+            parts = {"shortconv.in_proj": layer.conv.in_proj, "shortconv.out_proj": layer.conv.out_proj}
+            found |= _weights(name, **parts)
+        if number < model.config.num_dense_layers:
+            found |= _weights(name, ffn_gate=ffn.w1, ffn_up=ffn.w3, ffn_down=ffn.w2)
+        else:
+            found |= _weights(name, ffn_gate_inp=ffn.gate) | _experts(name, ffn.experts)
+            found[f"{name}.exp_probs_b.bias"] = Stored(ffn.expert_bias)
+    return found
+
+
 TENSORS |= {
     "granitehybrid": _granite,
     "falcon-h1": _falcon_h1,
@@ -278,4 +315,5 @@ TENSORS |= {
     "mamba2": _mamba_alone,
     "mamba": _mamba_alone,
     "jamba": _jamba,
+    "lfm2moe": _lfm2moe,
 }

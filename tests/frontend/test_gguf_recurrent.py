@@ -187,6 +187,7 @@ def test_granite_4_without_mamba_layers(tmp_path):
         ("nemotron_h_moe", {"moe_latent_size": 64}, r"_latent_proj.weight is \[256, 256\] there, and \["),
         ("mamba2", {"ssm.inner_size": 520}, "ssm.time_step_rank = 32 is not served"),
         ("mamba", {"ssm.inner_size": 500}, "ssm.inner_size = 500 is not served"),
+        ("lfm2moe", {"expert_gating_func": 1}, "expert_gating_func = 1 is not served"),
         ("jamba", {"attention.head_count_kv": [0, 0, 0]}, "is not served"),
         ("jamba", {"attention.head_count_kv": [2, 2, 0]}, "no even distance"),
     ],

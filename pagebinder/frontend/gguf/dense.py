@@ -19,6 +19,14 @@ BEHIND_HALVES = {  # norms behind each half of a layer alone
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
+LFM2 = {
+    "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+}  # fmt: skip
+LFM2_EDGES = {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
+
 
 def _llama(options: Options) -> dict[str, Any]:
     if options.get("expert_count"):
@@ -67,14 +75,13 @@ def _exaone4(options: Options) -> dict[str, Any]:
     }
 
 
-def _lfm2(options: Options) -> dict[str, Any]:
+def lfm2(options: Options) -> dict[str, Any]:
     heads, has_attention = heads_of_layers(options)
     return {
         "num_key_value_heads": heads,
         "norm_eps": options.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": options.count("shortconv.l_cache"),
         "layer_types": ["full_attention" if has else "conv" for has in has_attention],
-        "block_auto_adjust_ff_dim": False,
     }
 
 
@@ -123,14 +130,8 @@ ARCHITECTURES = {
     ),
     "arcee": Architecture(model_type="arcee", config=biases, rules=paired, frequencies=FREQUENCIES[:1]),
     "lfm2": Architecture(
-        model_type="lfm2", config=_lfm2, own=frozenset({"num_key_value_heads"}),
-        whole={"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"},
-        names={
-            "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
-        },
+        model_type="lfm2", config=lambda options: lfm2(options) | {"block_auto_adjust_ff_dim": False},
+        own=frozenset({"num_key_value_heads"}), names=LFM2, whole=LFM2_EDGES,
     ),
     "olmo2": Architecture(model_type="olmo2", config=biases, names=BEHIND_HALVES),
     "smollm3": Architecture(model_type="smollm3", config=_smollm3, rules=paired),

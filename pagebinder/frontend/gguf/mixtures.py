@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pagebinder.frontend.gguf.architecture import Architecture, Rule, paired
-from pagebinder.frontend.gguf.dense import granite
+from pagebinder.frontend.gguf.dense import LFM2, LFM2_EDGES, granite, lfm2
 from pagebinder.frontend.gguf.options import Options, alternating, biases, counts, rope_of
+
+SIGMOID = 2  # of llama.cpp's functions of a router's logits
 
 
 def _experts(options: Options) -> dict[str, Any]:
@@ -43,6 +45,23 @@ def _granitemoe(options: Options) -> dict[str, Any]:
     return granite(options) | {"num_local_experts": count, "num_experts_per_tok": used}
 
 
+def _lfm2moe(options: Options) -> dict[str, Any]:
+    """Its scores are sigmoids; those of a token's experts are made to sum to 1."""
+    count, used = counts(options)
+    if options["expert_gating_func"] != SIGMOID:
+        options.refuse("expert_gating_func")
+    dense = options.get("leading_dense_block_count", 0)
+    return lfm2(options) | {
+        "num_experts": count,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": options.count("expert_feed_forward_length"),
+        "num_dense_layers": dense and options.count("leading_dense_block_count"),
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    }
+
+
 ARCHITECTURES = {
     "qwen2moe": Architecture(
         model_type="qwen2_moe",
@@ -67,5 +86,10 @@ ARCHITECTURES = {
     "granitemoe": Architecture(
         model_type="granitemoe", config=_granitemoe, rules=paired, experts="block_sparse_moe.experts",
         names={"ffn_gate_inp": "block_sparse_moe.router"},
+    ),
+    "lfm2moe": Architecture(
+        model_type="lfm2_moe", config=_lfm2moe, own=frozenset({"num_key_value_heads"}), whole=LFM2_EDGES,
+        names=LFM2 | {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b": "feed_forward.expert_bias"},
+        rules=lambda config: {"exp_probs_b": Rule(is_bare=True)}, experts="feed_forward.experts",
     ),
 }  # fmt: skip
