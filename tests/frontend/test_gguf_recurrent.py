@@ -10,10 +10,12 @@ import pagebinder
 from pagebinder import CheckpointError, CompileConfig
 from pagebinder.frontend.gguf.file import read_gguf
 from pagebinder.frontend.model_path import source_from_path
+from pagebinder.frontend.small_groups import fit_for_gpu
 from tests.frontend.gguf_files import write_gguf
 from tests.frontend.test_gguf import IDS, edited, tokens_of, tokens_of_plain
 
 TWO_GROUPS = {"ssm.group_count": 2}
+EIGHT_HEADS = {"ssm.time_step_rank": 8}
 
 
 def config_of(path):
@@ -28,17 +30,53 @@ def check_logits(path, plain) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("nemotron_h_moe", {"ffn_down": "Q6_K", "": "Q4_K"}), ("mamba", "Q8_0")]
+    ("name", "kinds", "more", "options"),
+    [
+        ("nemotron_h_moe", {"ffn_down": "Q6_K", "": "Q4_K"}, {}, {}),
+        ("mamba2", "Q8_0", EIGHT_HEADS, {"num_heads": 8, "head_dim": 64}),
+    ],
 )
-def test_tokens(name, kinds, tmp_path):
+def test_tokens(name, kinds, more, options, tmp_path):
     path = tmp_path / "model.gguf"
-    plain = write_gguf(path, name, kinds)
+    plain = write_gguf(path, name, kinds, more=more, **options)
     compiled = pagebinder.compile_model(path, CompileConfig(dtype="float32"))
     tokens = tokens_of_plain(plain)
     assert tokens_of(compiled) == tokens
     compiled.save(tmp_path / "saved")
     path.unlink()
     assert tokens_of(pagebinder.load(tmp_path / "saved")) == tokens
+
+
+def test_rows_that_fill_no_panel_keep_their_codes(tmp_path):
+    """z, x, B, C and time steps of 8 heads are 1,064 rows."""
+    options = {"mamba_n_heads": 8, "mamba_d_head": 64}
+    plain = write_gguf(tmp_path / "model.gguf", "granitehybrid", "Q4_K", more=EIGHT_HEADS, **options)
+    check_logits(tmp_path / "model.gguf", plain)
+    sources = [source_from_path(tmp_path / "model.gguf", weights=weights) for weights in (True, False)]
+    for source in sources:
+        layer = source.module.model.layers[0].mamba.in_proj
+        assert (layer.num_rows, layer.codes.shape[0]) == (1064, 34)
+    weight = plain.model.layers[0].mamba.in_proj.weight
+    torch.testing.assert_close(
+        sources[0].module.model.layers[0].mamba.in_proj.weight(), weight, rtol=0, atol=1e-6
+    )
+
+
+def test_such_rows_with_biases(tmp_path):
+    plain = write_gguf(tmp_path / "model.gguf", "qwen2", "Q8_0", head_dim=40)
+    layer = source_from_path(tmp_path / "model.gguf").module.model.layers[0].self_attn.k_proj
+    assert layer.num_rows == 80 and layer.bias.shape == (80,)
+    check_logits(tmp_path / "model.gguf", plain)
+
+
+def test_such_rows_are_expanded_for_a_gpu_that_does_not_read_them(tmp_path):
+    options = {"mamba_n_heads": 8, "mamba_d_head": 64}
+    plain = write_gguf(tmp_path / "model.gguf", "granitehybrid", "Q6_K", more=EIGHT_HEADS, **options)
+    source = source_from_path(tmp_path / "model.gguf", dtype=torch.float32)
+    fit_for_gpu(source.module, torch.float32, source.stored_weights)
+    assert source.module.model.layers[0].mamba.in_proj.weight.shape == (1064, 256)
+    with torch.no_grad():
+        torch.testing.assert_close(source.module(IDS).logits, plain(IDS).logits, rtol=2e-4, atol=2e-4)
 
 
 # ---- Mamba -------------------------------------------------------------------------------------------------------
