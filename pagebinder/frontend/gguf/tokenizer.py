@@ -47,8 +47,8 @@ GPT4O = _OF_CASES.format(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
 SPLITS = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "granite-docling", "exaone4"), GPT2),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "dbrx", "smaug-bpe"), LLAMA3),
-    **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "glm5", "chatglm-bpe"), LLAMA3),
     "seed-coder": SEED,
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), DEEPSEEK3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
@@ -56,7 +56,7 @@ SPLITS = {
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
 }  # fmt: skip
 BEGINS_WITH_BOS = (  # where the file does not say
-    "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken",
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken",
 )  # fmt: skip
 WHOLE_WORDS_FIRST = (*BEGINS_WITH_BOS, "glm4", "glm5")
 COMPOSED = ("qwen2",)  # NFC
