@@ -22,6 +22,7 @@ class QuantizedLinear(torch.nn.Module):
     Args:
         codes, scale: of `format`, see `weight_formats`.
         order: the column of the weight that each column of the codes belongs to, int64 [K]; None: they are in order.
+        num_rows: N, where codes and bias have more rows (kernels read 32 together); None: they have N.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class QuantizedLinear(torch.nn.Module):
         bias: torch.nn.Parameter | None,
         format: str,
         order: torch.Tensor | None = None,
+        num_rows: int | None = None,
     ):
         super().__init__()
-        self.format = format
+        self.format, self.num_rows = format, num_rows
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
         self.register_buffer("order", order)
@@ -42,7 +44,8 @@ class QuantizedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.order is not None:
             x = x.index_select(-1, self.order)
-        return torch.ops.pagebinder.quantized_linear(x, self.codes, self.scale, self.bias, format=self.format)
+        y = torch.ops.pagebinder.quantized_linear(x, self.codes, self.scale, self.bias, format=self.format)
+        return y if self.num_rows is None else y[..., : self.num_rows]
 
     def widen_codes(self) -> dict[str, str]:
         """Have codes of 8 bits instead of others that stand for integers, but that no GPU reads; returns {the format:
@@ -59,7 +62,7 @@ class QuantizedLinear(torch.nn.Module):
 
     def weight(self) -> torch.Tensor:
         """The weight [N, K] that the codes stand for, float32."""
-        weight = dequantize(self.codes, self.scale, self.format)
+        weight = dequantize(self.codes, self.scale, self.format)[: self.num_rows]
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def _apply(self, fn, recurse=True):

@@ -269,14 +269,15 @@ def write_gguf(
 
 def _common(config) -> dict:
     said = config.to_dict()  # what layers of a config have of their own is no attribute of it
-    head = said.get("head_dim") or config.hidden_size // config.num_attention_heads
-    heads = said.get("num_key_value_heads") or config.num_key_value_heads
+    heads, hidden = said.get("num_attention_heads"), config.hidden_size
+    head = said.get("head_dim") or hidden // heads
+    epsilons = (said.get(name) for name in ("norm_eps", "rms_norm_eps", "layer_norm_epsilon"))
     return {
-        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "context_length": config.max_position_embeddings, "embedding_length": hidden,
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": heads,
+        "attention.head_count": heads, "attention.head_count_kv": said.get("num_key_value_heads"),
         "attention.key_length": head, "attention.value_length": head,
-        "attention.layer_norm_rms_epsilon": float(getattr(config, "norm_eps", None) or config.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": float(next(epsilon for epsilon in epsilons if epsilon)),
         "rope.freq_base": 10_000.0,
         "tokenizer.ggml.model": "no_vocab",
     }  # fmt: skip
@@ -382,7 +383,7 @@ def _write(writer, tensor: str, stored: Stored, kind: str, seed: int) -> None:
 
 
 def _write_frequencies(writer, name: str, model) -> None:
-    rope = model.config.rope_parameters
+    rope = model.config.rope_parameters or {}
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (torch.arange(0, 64, 2).float() / 64)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
@@ -391,4 +392,10 @@ def _write_frequencies(writer, name: str, model) -> None:
 
 
 # Families with files of their own, which register what they have.
-from tests.frontend import gguf_gemma_files, gguf_latent_files, gguf_mixture_files, gguf_qwen_files  # noqa: E402, F401
+from tests.frontend import (  # noqa: E402
+    gguf_gemma_files,  # noqa: F401
+    gguf_latent_files,  # noqa: F401
+    gguf_mixture_files,  # noqa: F401
+    gguf_qwen_files,  # noqa: F401
+    gguf_recurrent_files,  # noqa: F401
+)

@@ -39,13 +39,14 @@ class Rule:
 
     `rows`, `columns`: which of them each of its own is, from how many there are. `make`: the parameter, of the
     tensors' values in float32 instead; such a one keeps no codes. `is_bare`: it is a parameter of that name, no
-    module's weight.
+    module's weight. `plain`: why it keeps no codes, though it could.
     """
 
     rows: Order | None = None
     columns: Order | None = None
     make: Callable[..., torch.Tensor] | None = None
     is_bare: bool = False
+    plain: str | None = None
 
 
 AS_STORED = Rule()
@@ -56,20 +57,21 @@ class Architecture:
     """One kind of model.
 
     `model_type`: of transformers. `config`: what its config has beyond what `config_of` says, or instead; `own`: what
-    that need not look for. `names`: parts of names of a layer that differ from LAYER, `whole`: those of no layer.
-    A part with its ending (`ffn_gate_inp.scale`) is a parameter of that name, no module's weight. `stacked`: names of
-    no layer whose tensors are several matrices, of modules in a list. `unread`: tensors of layers that files may have
-    and no model needs, from the config.
-    `rules`: by parts of names, from the config. `norms_are_one_more`: weights of norms have 1 added.
-    `frequencies`: tensors about RoPE that it may have; `in_config`: what they say is in the config. `turns_parts`:
-    some of a head's width may be left as it is by RoPE. `experts`: where they are in a layer. `experts_alternate`:
-    rows of gates and ups take turns in transformers' experts, whose matrices are transposed. `no_biases`: endings of
-    biases of which no layer may have one where transformers has all of them: zeros.
+    that need not look for. `base`: the module that has the layers. `names`: parts of names of a layer that differ
+    from LAYER, `whole`: those of no layer. A part with its ending (`ffn_gate_inp.scale`) is a parameter of that name,
+    no module's weight. `stacked`: names of no layer whose tensors are several matrices, of modules in a list.
+    `unread`: tensors of layers that files may have and no model needs, from the config. `rules`: by parts of names,
+    from the config. `norms_are_one_more`: weights of norms have 1 added. `frequencies`: tensors about RoPE that it
+    may have; `in_config`: what they say is in the config. `turns_parts`: some of a head's width may be left as it is
+    by RoPE. `experts`: where they are in a layer. `experts_alternate`: rows of gates and ups take turns in
+    transformers' experts, whose matrices are transposed. `no_biases`: endings of biases of which no layer may have
+    one where transformers has all of them: zeros.
     """
 
     model_type: str | Callable[[Options], str]
     config: Callable[[Options], dict[str, Any]] = lambda options: {}
     own: frozenset[str] = frozenset()
+    base: str = "model"
     names: Mapping[str, Name] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     rules: Callable[[Any], Mapping[str, Rule]] = lambda config: {}

@@ -8,10 +8,23 @@ from pagebinder.frontend.gguf import (
     gemma,
     gemma3n,
     gemma4,
+    hybrids,
     large_mixtures,
     latent,
     mixtures,
+    recurrent,
 )
 
-FAMILIES = (dense, mixtures, gemma, gemma3n, gemma4, gated_delta, latent, large_mixtures)
+FAMILIES = (
+    dense,
+    mixtures,
+    large_mixtures,
+    latent,
+    gemma,
+    gemma3n,
+    gemma4,
+    gated_delta,
+    recurrent,
+    hybrids,
+)
 ARCHITECTURES = {name: each for family in FAMILIES for name, each in family.ARCHITECTURES.items()}

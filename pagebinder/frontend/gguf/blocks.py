@@ -106,12 +106,12 @@ def packed(
 
     Args:
         format: one that holds more than that of a part, see `widest`; None: that of the parts.
-        order: which row of the parts each row is; None: they are in order.
+        order: which row of the parts each row is (N may be another number then); None: they are in order.
     """
     of_parts = [BLOCK_KINDS[kind] for _, kind in parts]
     format = format or of_parts[0].format
     columns = parts[0][0].shape[1] // of_parts[0].num_bytes * of_parts[0].size
-    num_rows = sum(len(data) for data, _ in parts)
+    num_rows = sum(len(data) for data, _ in parts) if order is None else len(order)
     step = max(PANEL, SLICE_BYTES // parts[0][0].shape[1] // PANEL * PANEL)
     codes, scales = empty_codes(packed_shapes(num_rows, columns, format)[0], torch.device("cpu")), []
     for first in range(0, num_rows, step):

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from pagebinder.frontend.gguf.architecture import Architecture, paired
-from pagebinder.frontend.gguf.options import FREQUENCIES, Options, alternating, biases, counts, rope_of
+from pagebinder.frontend.gguf.options import (
+    FREQUENCIES,
+    Options,
+    alternating,
+    biases,
+    counts,
+    heads_of_layers,
+    rope_of,
+)
 
 BEHIND_HALVES = {  # norms behind each half of a layer alone
     "post_attention_norm": "post_attention_layernorm",
@@ -39,6 +47,15 @@ def granite(options: Options) -> dict[str, Any]:
     }
 
 
+def _granite_4(options: Options) -> dict[str, Any]:
+    """Files of those of its models that have neither experts nor Mamba layers say sizes of both."""
+    if options.get("expert_count", 0) != 0:
+        options.refuse("expert_count")
+    options.ignore("expert_used_count", "expert_shared_feed_forward_length", "ssm.time_step_rank")
+    options.ignore("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size")
+    return granite(options)
+
+
 def _phi3(options: Options) -> dict[str, Any]:
     original = options.count("rope.scaling.original_context_length", options.count("context_length"))
     return {
@@ -59,19 +76,12 @@ def _exaone4(options: Options) -> dict[str, Any]:
 
 
 def lfm2_layers(options: Options) -> dict[str, Any]:
-    """Layers without attention have no heads of keys and values."""
-    of_layers = options.of_layers("attention.head_count_kv")
-    if of_layers is None:
-        of_layers = [options.count("attention.head_count_kv")] * options.num_layers
-    heads = options.count("attention.head_count")
-    found = {count for count in of_layers if count != 0}
-    if len(found) != 1 or not all(isinstance(count, int) and 0 < count <= heads for count in found):
-        options.refuse("attention.head_count_kv")
+    heads, has_attention = heads_of_layers(options)
     return {
-        "num_key_value_heads": found.pop(),
+        "num_key_value_heads": heads,
         "norm_eps": options.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": options.count("shortconv.l_cache"),
-        "layer_types": ["full_attention" if count else "conv" for count in of_layers],
+        "layer_types": ["full_attention" if has else "conv" for has in has_attention],
     }
 
 
@@ -107,7 +117,7 @@ ARCHITECTURES = {
         model_type="phi3", config=_phi3, names={"ffn_up": "mlp.gate_up_proj"}, frequencies=FREQUENCIES[1:],
         turns_parts=True,
     ),
-    "granite": Architecture(model_type="granite", config=granite, rules=paired),
+    "granite": Architecture(model_type="granite", config=_granite_4, rules=paired),
     "seed_oss": Architecture(
         model_type="seed_oss",
         config=lambda o: biases(o) | {"attention_out_bias": o.has("blk.0.attn_output.bias")},

@@ -8,6 +8,8 @@ from pagebinder.frontend.gguf.architecture import Architecture, Rule, paired
 from pagebinder.frontend.gguf.dense import granite
 from pagebinder.frontend.gguf.options import Options, alternating, biases, counts, rope_of
 
+SIGMOID = 2  # of llama.cpp's functions of a router's logits
+
 
 def _experts(options: Options) -> dict[str, Any]:
     count, used = counts(options)

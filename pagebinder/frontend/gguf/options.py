@@ -88,6 +88,24 @@ class Options:
             self.refuse(name)
         return value[: self.num_layers]
 
+    def ignore(self, *names: str) -> None:
+        """What a file may say and llama.cpp does not use for its architecture."""
+        self._read.update(names)
+
+    def of_some_layers(self, name: str) -> tuple[int, list[bool]]:
+        """A count that some layers have, and others have 0 of: (the count, which layers have it).
+
+        Raises:
+            CheckpointError: no layer has any, or they have different ones.
+        """
+        values = self.of_layers(name)
+        if values is None:
+            values = [self.count(name)] * self.num_layers
+        counts = {value for value in values if value != 0}
+        if len(counts) != 1 or not all(type(count) is int and 0 < count <= MOST for count in counts):
+            self.refuse(name)
+        return counts.pop(), [value != 0 for value in values]
+
     def factors(self, name: str, count: int) -> np.ndarray:
         """A tensor of factors of RoPE's frequencies, float32 [count].
 
@@ -122,6 +140,10 @@ class Options:
     def has(self, *tensors: str) -> bool:
         return any(name in self.file.tensors for name in tensors)
 
+    def layers_with(self, part: str) -> list[int]:
+        """Layers that have a tensor of that name."""
+        return [layer for layer in range(self.num_layers) if self.has(f"blk.{layer}.{part}")]
+
 
 def rope_of(options: Options, head: int, turns_parts: bool = False) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.number("rope.freq_base", 10_000.0)}
@@ -153,6 +175,14 @@ def rope_of(options: Options, head: int, turns_parts: bool = False) -> dict[str,
     elif kind == "longrope":
         options.refuse("rope.scaling.type")
     return rope
+
+
+def heads_of_layers(options: Options) -> tuple[int, list[bool]]:
+    """Layers without attention have no heads of keys and values: (how many the others have, which have some)."""
+    heads, has_attention = options.of_some_layers("attention.head_count_kv")
+    if heads > options.count("attention.head_count"):
+        options.refuse("attention.head_count_kv")
+    return heads, has_attention
 
 
 def biases(options: Options) -> dict[str, Any]:

@@ -24,10 +24,11 @@ from pagebinder.frontend.gguf.file import FLOATS, NUMBERS, GgufFile, GgufTensor
 from pagebinder.frontend.gguf.options import Options
 from pagebinder.frontend.gguf.weights import Source, weights_of
 
-PARAMETER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
+PARAMETER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")  # llama.cpp gives some weights no ending
 OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+ENDINGS = (".weight", ".scale")
 NO_WEIGHTS = frozenset(NUMBERS) - frozenset(FLOATS) | {"Q8_1", "Q8_K"}
-HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 class Place(NamedTuple):
@@ -74,7 +75,8 @@ def sources_of(file: GgufFile, model: torch.nn.Module) -> Sources:
                 "that the file describes."
             )
     if HEAD in shapes and HEAD not in sources.of:
-        sources.of[HEAD] = sources.of[TABLE]
+        table = (WHOLE | dict(architecture.whole))["token_embd"]
+        sources.of[HEAD] = sources.of[f"{table}.weight"]
     some = {bias for bias in architecture.no_biases if any(name.endswith(bias) for name in sources.of)}
     needed = (n for n in shapes if not n.endswith(architecture.no_biases) or n.endswith(tuple(some)))
     if missing := [name for name in needed if name not in sources.of]:
@@ -174,21 +176,19 @@ def _place(name: str, architecture: Architecture, rules: Mapping[str, Rule]) -> 
     if stack in architecture.stacked:
         return Place(f"{whole[stack]}.{number}.weight", 0, stack)
     match = OF_LAYER.fullmatch(name)
-    if match is not None and match[2] in architecture.names:
-        return Place(f"model.layers.{match[1]}.{architecture.names[match[2]]}", 0, match[2])
-    match = PARAMETER.fullmatch(name)
     if match is None:
         return None
-    layer, part, kind = match.groups()
+    layer, part = f"{architecture.base}.layers.{match[1]}", match[2]
+    if part in architecture.names and part.endswith(ENDINGS):
+        return Place(f"{layer}.{architecture.names[part]}", 0, part)
+    _, part, kind = PARAMETER.fullmatch(name).groups("weight")
     if part in EXPERTS and part not in architecture.names:
         parameter, number = EXPERTS[part]
         ending = "" if kind == "weight" else "_bias"
-        return Place(f"model.layers.{layer}.{architecture.experts}.{parameter}{ending}", number, part)
+        return Place(f"{layer}.{architecture.experts}.{parameter}{ending}", number, part)
     where = architecture.names.get(part, LAYER.get(part))
     if where is None:
         return None
     module, number = where if isinstance(where, tuple) else (where, 0)
     is_bare = part in rules and rules[part].is_bare
-    if kind is None and not is_bare:
-        return None
-    return Place(f"model.layers.{layer}.{module}" + ("" if is_bare else f".{kind}"), number, part)
+    return Place(f"{layer}.{module}" + ("" if is_bare else f".{kind}"), number, part)

@@ -21,6 +21,7 @@ import torch
 
 from pagebinder.custom_ops.linear.weight_formats import (
     FORMATS,
+    PANEL,
     STORED_FORMATS,
     packed_shapes,
     size_problem,
@@ -33,6 +34,7 @@ from pagebinder.frontend.gguf.file import NUMBERS, GgufFile, GgufTensor
 from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
 
 T, R = TypeVar("T"), TypeVar("R")
+HEAD = "lm_head"  # its rows are those of logits, which the engine takes as they come
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,13 @@ class StoredBlocks:
             return "it is stored plain"
         if source.rule.make is not None:
             return "it is computed of what is stored: it is expanded"
+        if source.rule.plain is not None:
+            return f"{source.rule.plain}: it is expanded"
         kinds, format = "+".join(dict.fromkeys(source.kinds)), _format_of_parts(source)
         if format is None:
             return f"no kernel reads {kinds}: it is expanded"
-        if problem := _problem(source.shape, format):
+        rows, columns = source.shape
+        if problem := _problem((rows if path == HEAD else _whole_panels(rows), columns), format):
             return f"{kinds} {problem}: it is expanded"
         return reason_against_codes(path, module)
 
@@ -191,28 +196,51 @@ def _problem(shape: tuple[int, ...], format: str) -> str | None:
     return size_problem(*shape, format)
 
 
+def _whole_panels(rows: int) -> int:
+    return -(-rows // PANEL) * PANEL
+
+
 class LoadedBlocks(torch.nn.Module):
-    """A linear layer whose weight is blocks of a file. `read` comes first, then `finished`."""
+    """A linear layer whose weight is blocks of a file. `read` comes first, then `finished`.
+
+    Kernels read panels of 32 rows: behind the last row come others that nobody looks at.
+    `weight`: what some models of transformers fill at random when a loader has none; it has nothing to fill.
+    """
 
     def __init__(self, replaced: torch.nn.Linear, source: Source, without_weights: bool):
         super().__init__()
         self.source, self.without_weights = source, without_weights
         self.bias = replaced.bias
+        self.__dict__["weight"] = torch.empty(0)
+        self.weight._is_hf_initialized = True
 
     def read(self) -> None:
         format = _format_of_parts(self.source)
-        self.__dict__["codes"] = packed(self.source.parts(), format, self.source.rows())
+        self.__dict__["codes"] = packed(self.source.parts(), format, self._rows())
+
+    def _rows(self) -> np.ndarray | None:
+        count, order = self.source.shape[0], self.source.rows()
+        if count % PANEL == 0:
+            return order
+        order = np.arange(count) if order is None else order
+        return np.pad(order, (0, _whole_panels(count) - count), mode="edge")
 
     def finished(self, path: str) -> tuple[torch.nn.Module, str]:
         """(the module to serve, what to say of it)."""
         format, columns = _format_of_parts(self.source), self.source.columns()
+        rows, width = self.source.shape
         if self.without_weights:
-            codes, device = _on_meta(self.source.shape, format), torch.device("meta")
+            codes, device = _on_meta((_whole_panels(rows), width), format), torch.device("meta")
         else:
             codes, device = self.__dict__.pop("codes"), torch.device("cpu")
         order = None if columns is None else torch.from_numpy(np.argsort(columns)).to(device)
         kinds = "+".join(dict.fromkeys(self.source.kinds))
-        return QuantizedLinear(*codes, self.bias, format, order), f"{format}: {kinds} of a GGUF file"
+        bias = self.bias
+        if bias is not None and rows % PANEL:
+            padded = torch.nn.functional.pad(bias.detach(), (0, _whole_panels(rows) - rows))
+            bias = torch.nn.Parameter(padded, requires_grad=False)
+        layer = QuantizedLinear(*codes, bias, format, order, rows if rows % PANEL else None)
+        return layer, f"{format}: {kinds} of a GGUF file"
 
 
 class LoadedBlockExperts(torch.nn.Module):
