@@ -29,6 +29,7 @@ from pagebinder.commands.support import (
     KvDtypeOption,
     MovedOption,
     QuantizationOption,
+    SamplingDefaultsOption,
     checkpoint_dir,
     compile_dir,
     end_with,
@@ -223,11 +224,14 @@ def generate(
     ] = None,
     encoder_prompt_ids: Annotated[list[str] | None, typer.Option(help="The same as token ids.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; the model's, else 1, as the next ones.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    sampling_defaults: SamplingDefaultsOption = True,
     frequency_penalty: float = 0.0,
     presence_penalty: float = 0.0,
     seed: Annotated[int, typer.Option(help="Same seed, same tokens; prompt i draws from seed + i * n.")] = 0,
@@ -281,12 +285,16 @@ def generate(
         from pagebinder import EngineConfig, SamplingParams
     check_draft(draft, max_draft_tokens)
     guide = guide_of(json_schema, regex, choice, grammar)
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
-        guide=guide, seed=seed, stop=stops,
-        stop_token_ids=tuple(stop_token_id or ()), ignore_eos=ignore_eos, logprobs=logprobs, n=n,
-    )  # fmt: skip
+    sampling = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }  # fmt: skip
+    sampling = {name: value for name, value in sampling.items() if value is not None} | {
+        "max_tokens": max_tokens, "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
+        "guide": guide, "seed": seed, "stop": stops, "stop_token_ids": tuple(stop_token_id or ()),
+        "ignore_eos": ignore_eos, "logprobs": logprobs, "n": n,
+    }  # fmt: skip
+    params = SamplingParams(**sampling)  # what is wrong is said before the model is compiled
     has_text = bool(stop or guide) or any(isinstance(p, str) for p in prompts + encoder_prompts)
     options = {
         "device": device, "executable": executable, "dtype": dtype, "kv_dtype": kv_dtype, "index_dtype": index_dtype,
@@ -303,6 +311,8 @@ def generate(
     engine = compiled.engine(
         EngineConfig(kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, drafter=drafter, **limit)
     )
+    if sampling_defaults:
+        params = compiled.sampling_params(**sampling)
     print_outputs(engine, prompts, encoder_prompts, params, as_json=as_json)
 
 

@@ -46,6 +46,7 @@ from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head
 from pagebinder.frontend.plain_modules import with_vocabulary
 from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows, what_rows_bring
+from pagebinder.frontend.sampling_defaults import described
 from pagebinder.frontend.small_groups import fit_for_gpu
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_module
 from pagebinder.graph_tools import calls
@@ -174,6 +175,11 @@ def compile_source(
         report.notes.append(f"{said} {', '.join(unread)}.")
     if note := source.tensors.note():
         report.notes.append(note)
+    if source.sampling_defaults:
+        report.notes.append(
+            f"Its makers sample with {described(source.sampling_defaults)}: what `compiled.sampling_params()`, "
+            "`pagebinder generate` and `pagebinder serve` begin with."
+        )
     if source.encoder_only:
         from pagebinder.compiler.encoder import compile_encoder
 

@@ -26,6 +26,7 @@ from pagebinder.runtime.executables import EagerExecutable, Executable
 from pagebinder.runtime.kv import KVPlan
 from pagebinder.runtime.prompt_rows import PromptRows
 from pagebinder.runtime.single_sequence import single_sequence_inputs
+from pagebinder.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pagebinder.runtime.graphs import StepGraphs
@@ -174,6 +175,20 @@ class CompiledModel(NotPickled):
             cascades=bool(self.config.cascade),
         )
         return Engine(model, config)
+
+    def sampling_params(self, **options: Any) -> SamplingParams:
+        """`SamplingParams(**options)`, but with what the model's makers said (generation_config.json, a GGUF file) in
+        place of the plain defaults. A logit bias is added to theirs.
+
+        Raises RequestError: an unknown option, or a value out of its range.
+        """
+        said = dict(self.source.sampling_defaults)
+        if "logit_bias" in said and options.get("logit_bias"):
+            options["logit_bias"] = {
+                **said["logit_bias"],
+                **SamplingParams(logit_bias=options["logit_bias"]).logit_bias,
+            }
+        return SamplingParams(**{**said, **options})
 
     def capture(
         self, *, num_kv_blocks: int, max_num_seqs: int = 8, max_num_batched_tokens: int = 512,

@@ -156,6 +156,7 @@ def _facts(compiled: Compiled, executable: Executable) -> dict[str, Any]:
         "encoder": source.encoder,
         "eos_token_ids": source.eos_token_ids,
         "bos_token_id": source.bos_token_id,
+        "sampling_defaults": dict(source.sampling_defaults),
         "config": config_of(source),
     }
     return {

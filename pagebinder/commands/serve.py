@@ -19,6 +19,7 @@ from pagebinder.commands.support import (
     KvDtypeOption,
     MovedOption,
     QuantizationOption,
+    SamplingDefaultsOption,
     checkpoint_dir,
     compile_dir,
     err,
@@ -77,6 +78,7 @@ def serve_command(
     shutdown_seconds: Annotated[
         int, typer.Option(min=0, help="How long running requests may go on after Ctrl-C.")
     ] = 5,
+    sampling_defaults: SamplingDefaultsOption = True,
     draft: DraftOption = None,
     max_draft_tokens: MaxDraftOption = None,
     device: DeviceOption = "auto",
@@ -119,6 +121,7 @@ def serve_command(
         app = create_app(
             compiled, config,
             model_name=name or model.resolve().name, api_key=api_key, chat_template=template, pooling=pooling,
+            sampling_defaults=sampling_defaults,
         )  # fmt: skip
     _run(app, listening, shutdown_seconds)
 
@@ -149,6 +152,8 @@ def _run(app, listening: socket.socket, shutdown_seconds: int) -> None:
     host, port = listening.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     text = f"serving {app.state.model_name} at {where}/v1 (API: {where}/docs); Ctrl-C stops"
+    if sampling := getattr(app.state, "sampling", ""):
+        err.print(f"where requests do not say, the model's own sampling: {sampling}", soft_wrap=True)
     server = PatientServer(app, shutdown_seconds, on_ready=lambda: err.print(text, soft_wrap=True))
     server.run(sockets=[listening])
     err.print("stopped")

@@ -57,6 +57,10 @@ MovedOption = Annotated[
         help="Of an artefact whose checkpoint was moved: where its weights are now.",
     ),
 ]
+SamplingDefaultsOption = Annotated[
+    bool,
+    typer.Option(help="What is not said of sampling is what generation_config.json, or a GGUF file, says."),
+]
 DeviceOption = Annotated[
     str, typer.Option(help="auto (the GPU if there is one), cpu or cuda, on another GPU cuda:1.")
 ]

@@ -16,8 +16,10 @@ from pagebinder.errors import CaptureError, CheckpointError, ConfigError
 from pagebinder.frontend.onnx_file import OnnxGraph, read_onnx
 from pagebinder.frontend.onnx_inputs import Inputs, inputs_of
 from pagebinder.frontend.onnx_module import OnnxDecoder, Run, needed_nodes
+from pagebinder.frontend.sampling_defaults import defaults_of_config
 from pagebinder.frontend.source import (
     DEFAULT_MAX_MODEL_LEN,
+    GENERATION,
     WEIGHT_PATTERNS,
     ModelSource,
     as_ids,
@@ -114,6 +116,7 @@ def _facts(module: OnnxDecoder, folder: Path) -> dict[str, Any]:
     told = next((config[name] for name in LENGTHS if config.get(name)), limit)
     length = told or DEFAULT_MAX_MODEL_LEN
     eos, bos = generation_tokens(folder)
+    generation = folder / GENERATION
     eos = as_ids(config.get("eos_token_id")) if eos is None else eos
     return {
         "vocab_size": vocab_size,
@@ -121,6 +124,9 @@ def _facts(module: OnnxDecoder, folder: Path) -> dict[str, Any]:
         "says_length": told is not None,
         "eos_token_ids": frozenset(t for t in eos if 0 <= t < vocab_size),
         "bos_token_id": config.get("bos_token_id") if bos is None else bos,
+        "sampling_defaults": defaults_of_config(
+            read_options(generation, "generation options"), str(generation)
+        ),
     }
 
 

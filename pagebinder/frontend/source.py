@@ -7,6 +7,7 @@ Both become a `ModelSource`: the module to trace, how to call it, and the facts 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pagebinder.frontend.checkpoint_tensors import (
 )
 from pagebinder.frontend.model_kinds import SENTENCE_MODULES, auto_class, is_encoder_only, text_config
 from pagebinder.frontend.module_copy import copied
+from pagebinder.frontend.sampling_defaults import defaults_of_config
 from pagebinder.frontend.stored_format import stored_weights, with_modelopt_options
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
 from pagebinder.frontend.unreadable import refuse_unreadable
@@ -33,6 +35,7 @@ from pagebinder.report import PassResult
 
 DEFAULT_MAX_MODEL_LEN = 2048
 WEIGHT_PATTERNS = ("*.safetensors",)
+GENERATION = "generation_config.json"
 ARTEFACT = "artefact.json"  # what `save` of compiled models writes in place of a config.json
 # What configs call layers that mix tokens by a recurrence or a short convolution, and have no attention;
 RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv", "recurrent"})
@@ -66,6 +69,7 @@ class ModelSource:
     Of an encoder-decoder, `encoder` holds the encoder's facts, and the other fields mean its decoder.
     `path`: the directory that it came from. `file`: of a model in one file, which holds its tokenizer, too.
     `stored_weights`: of a checkpoint in 8 or 4 bits, which layers keep its codes, for the report.
+    `sampling_defaults`: arguments of SamplingParams that its makers chose, see `sampling_defaults.py`.
     `tensors`: what a checkpoint lacks, and what it has beyond the model. `other_parts`: configs beside the module's,
     of a model that only holds it and parts that write no text. `says_length`: False if max_model_len is our default.
     """
@@ -81,6 +85,7 @@ class ModelSource:
     encoder: EncoderFacts | None = None
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     path: Path | None = None
     file: Path | None = None
     config: Any = None
@@ -172,7 +177,9 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         raise CheckpointError(
             f"{config_path} holds a {type(config_dict).__name__}, not the options of a model."
         )
+    generation = read_options(path / GENERATION, "generation options")
     ends, bos = generation_tokens(path)
+    sampling = defaults_of_config(generation, f"{path / GENERATION}")
     config = _read_config(path, config_dict)
     if not (path / SENTENCE_MODULES).exists():
         for name in (getattr(config, "architectures", None) or ())[:1]:
@@ -183,6 +190,7 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         facts["eos_token_ids"] = frozenset(t for t in ends if 0 <= t < facts["vocab_size"])
     if bos is not None:
         facts["bos_token_id"] = bos
+    facts["sampling_defaults"] = sampling
     return ModelSource(
         module=module, name=str(path), is_transformers=True, path=path, config=module.config,
         other_parts=other_parts(config), **of_weights, **facts,
@@ -326,7 +334,15 @@ def facts_of(config, module: torch.nn.Module) -> dict[str, Any]:
         **encoder_decoder,
         "eos_token_ids": end_tokens(config, module, vocab_size),
         "bos_token_id": getattr(text, "bos_token_id", None),
+        "sampling_defaults": _sampling_defaults(module),
     }
+
+
+def _sampling_defaults(module: torch.nn.Module) -> dict[str, Any]:
+    said = said_inside(module, "generation_config")
+    if said is None:
+        return {}
+    return defaults_of_config(said.to_diff_dict(), f"The generation_config of {type(module).__name__}")
 
 
 def configured_vocab_size(config) -> int | None:
@@ -442,7 +458,7 @@ def generation_tokens(path: Path) -> tuple[frozenset[int] | None, int | None]:
 
     As in transformers, a file without eos_token_id says that no token ends a sequence.
     """
-    file = path / "generation_config.json"
+    file = path / GENERATION
     generation = read_options(file, "generation options")
     eos = generation.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]

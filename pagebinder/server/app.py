@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 
 from pagebinder.config import EngineConfig
 from pagebinder.errors import ConfigError, PagebinderError
+from pagebinder.frontend.sampling_defaults import described
 from pagebinder.server.api_key import ApiKey, check_key
 from pagebinder.server.chat import ChatTemplate, stored_template
 from pagebinder.server.completions import Completions, error_json
@@ -38,6 +39,7 @@ SEVERAL = ("prompt", "encoder_prompt", "input")  # fields that take a text or to
 def create_app(
     compiled: Any, engine_config: EngineConfig | None = None, *, model_name: str | None = None,
     api_key: str | None = None, chat_template: str | None = None, pooling: str = "auto",
+    sampling_defaults: bool = True,
 ) -> FastAPI:  # fmt: skip
     """An application that serves a compiled model; any ASGI server runs it, one process each.
 
@@ -45,7 +47,8 @@ def create_app(
         compiled: a CompiledModel, which gets an engine with `engine_config` at once, or a CompiledEncoder, which
             takes `pooling` instead (see `CompiledEncoder.embed`).
         model_name: what clients call it; None: the name of its directory. api_key: clients of /v1 must bring it as a
-            bearer token. chat_template: Jinja text to use in place of the checkpoint's.
+            bearer token. chat_template: Jinja text to use in place of the checkpoint's. sampling_defaults: what a
+            request does not say of sampling is what generation_config.json says; False: what the API does.
     Raises:
         ConfigError: options that do not fit, a chat template that is none; and as `compiled.engine`.
     """
@@ -74,7 +77,9 @@ def create_app(
             worker.engine.model.tokenizer, chat_template, media, stored_template(compiled.source.path),
             worker.engine.model.eos_token_ids,
         )  # fmt: skip
-        _add_completions(app, worker, Completions(worker, name, template))
+        sampling = compiled.source.sampling_defaults if sampling_defaults else {}
+        app.state.sampling = described(sampling)
+        _add_completions(app, worker, Completions(worker, name, template, sampling))
     _add_models(app, name)
     _handle_errors(app)
     app.add_middleware(BodyLimit, limit=limit)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -44,10 +44,13 @@ Result = TypeVar("Result")
 
 
 class Completions:
-    """Serves /v1/completions and /v1/chat/completions with one engine, under the name `model`."""
+    """Serves /v1/completions and /v1/chat/completions with one engine, under the name `model`. `sampling`: what
+    requests are sampled with where they do not say."""
 
-    def __init__(self, worker: EngineWorker, model: str, chat_template: ChatTemplate) -> None:
-        self.worker, self.model, self.chat_template = worker, model, chat_template
+    def __init__(
+        self, worker: EngineWorker, model: str, chat_template: ChatTemplate, sampling: Mapping[str, Any]
+    ) -> None:
+        self.worker, self.model, self.chat_template, self.sampling = worker, model, chat_template, sampling
         engine = worker.engine
         self.tokenizer = engine.model.tokenizer
         room = engine.model.max_model_len - 1  # beside a new token
@@ -62,7 +65,7 @@ class Completions:
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
+        params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs, defaults=self.sampling)
         new = await self._run(self._tokenizing, lambda: self._new_requests(body, params))
         return await self._answer(new, CompletionAnswer(self.model, self.tokenizer, body), body, request)
 
@@ -75,7 +78,8 @@ class Completions:
         limits = {body.max_tokens, body.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise RequestError("max_tokens and max_completion_tokens differ: give one of them.")
-        params = body.sampling_params(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
+        max_tokens = limits.pop() if limits else None
+        params = body.sampling_params(max_tokens=max_tokens, logprobs=logprobs, defaults=self.sampling)
         images = holds_images(body.messages)
         threads = self._seeing if images else self._tokenizing
         new, answer = await self._run(threads, lambda: self._conversation(body, params))

@@ -7,6 +7,7 @@ take what it gets for its effect. Fields that ask for nothing (`user`, `metadata
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -23,6 +24,7 @@ from pydantic import (
 
 from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
+from pagebinder.frontend.sampling_defaults import BIAS, OF_DRAWING, PENALTY
 from pagebinder.guides import Choice, Grammar, JsonSchema, Regex
 
 # Of one HTTP request: prompts, samples of each, samples of all, log-probabilities of a token.
@@ -125,9 +127,9 @@ class Sampling(Body):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
 
-    top_k: StrictInt = 0
-    min_p: Number = 0.0
-    repetition_penalty: Number = 1.0
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
     min_tokens: StrictInt = 0
     structured_outputs: StructuredOutputs | None = None
     stop_token_ids: Ids = []
@@ -138,8 +140,13 @@ class Sampling(Body):
 
     WITHOUT_EFFECT: ClassVar = {"logprobs": (False,)}
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises RequestError: a value that nothing can be sampled with."""
+    def sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any]
+    ) -> SamplingParams:
+        """`defaults`: of the model, where a request does not say.
+
+        Raises RequestError: a value that nothing can be sampled with.
+        """
         if max_tokens is not None and max_tokens < 1:
             raise RequestError(f"max_tokens={max_tokens}: use at least 1.")
         n = 1 if self.n is None else self.n
@@ -149,11 +156,15 @@ class Sampling(Body):
             raise RequestError(f"n={n}: use {MOST_SAMPLES} at most.")
         if logprobs is not None and logprobs > MOST_LOGPROBS:
             raise RequestError(f"{logprobs} log-probabilities a token: ask for {MOST_LOGPROBS} at most.")
+        asked = {name: getattr(self, name) for name in (*OF_DRAWING, PENALTY)}
+        asked = defaults | {name: value for name, value in asked.items() if value is not None}
+        asked["logit_bias"] = {
+            **defaults.get(BIAS, {}),
+            **SamplingParams(logit_bias=self.logit_bias).logit_bias,
+        }
         return SamplingParams(
-            max_tokens=max_tokens, temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p, top_k=self.top_k, min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty, frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0, logit_bias=self.logit_bias, guide=self._guide(),
+            **asked, max_tokens=max_tokens, frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0, guide=self._guide(),
             min_tokens=self.min_tokens, seed=self.seed, stop=self.stop or (),
             stop_token_ids=tuple(self.stop_token_ids), ignore_eos=self.ignore_eos, logprobs=logprobs, n=n,
         )  # fmt: skip

@@ -105,7 +105,6 @@ def test_caps_of_gemma_4(tmp_path):
         ("gemma4", {"feed_forward_length": [256, 256, 512]}, r"feed_forward_length = \[256, 256, 512\]"),
         ("gemma4", {"final_logit_softcapping": -1.0}, "final_logit_softcapping = -1.0 is not served"),
         ("gemma4", {"attention.scale": 0.5}, "attention.scale = 0.5 is not served"),
-        ("gemma4", {"tokenizer.ggml.suppress_tokens": [5]}, "never to be chosen"),
         ("gemma4", {"embedding_length_per_layer_input": 256}, "lacks per_layer_token_embd.weight"),
         ("gemma4 with experts", {"expert_count": None}, "expert_used_count = 2 is not served"),
         ("gemma4 with embeddings", {PATTERN: [False, True] * 2}, "sliding_window_pattern = .* is not served"),

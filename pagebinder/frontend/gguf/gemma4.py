@@ -27,10 +27,6 @@ STILL = 1e29  # factors above leave a frequency of nothing
 
 
 def _gemma4(options: Options) -> dict[str, Any]:
-    if options.file.options.get("tokenizer.ggml.suppress_tokens"):
-        raise CheckpointError(
-            f"{options.file.path}: tokens that are never to be chosen (suppress_tokens) are not served."
-        )
     layers = _layers(options)
     shared = num_shared(options, layers)
     return (

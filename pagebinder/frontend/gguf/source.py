@@ -21,6 +21,7 @@ from pagebinder.frontend.gguf.options import FREQUENCIES, Options
 from pagebinder.frontend.gguf.places import sources_of
 from pagebinder.frontend.gguf.tokenizer import end_tokens, tokenizer_of
 from pagebinder.frontend.gguf.weights import StoredBlocks, plain_values, read_all
+from pagebinder.frontend.sampling_defaults import defaults_of_gguf
 from pagebinder.frontend.source import ModelSource, facts_of, source_from_config
 
 
@@ -52,6 +53,7 @@ def source_from_gguf(path: Path, *, dtype: torch.dtype | None = None, weights: b
     facts = facts_of(module.config, module)
     facts["eos_token_ids"] = end_tokens(file)
     facts["bos_token_id"] = file.options.get("tokenizer.ggml.bos_token_id")
+    facts["sampling_defaults"] = defaults_of_gguf(file.options, str(path))
     return ModelSource(
         module=module.eval(), name=str(path), is_transformers=True, path=path.parent, file=path, config=module.config,
         stored_weights=result, tensors=CheckpointTensors(left_over=sources.unread), _tokenizer=tokenizer_of(file),

@@ -1,0 +1,160 @@
+"""What a model's makers say of sampling: read from generation_config.json and GGUF files, kept by artefacts, and used
+where nobody says other values."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import pagebinder
+from pagebinder import CheckpointError, CompileConfig, EngineConfig, RequestError, SamplingParams
+from pagebinder.compile import explain_model
+from pagebinder.frontend.model_path import source_from_path
+from pagebinder.frontend.sampling_defaults import defaults_of_config, described
+from pagebinder.server import create_app
+from tests.frontend.gguf_files import write_gguf
+from tests.helpers import tiny_llama
+from tests.server.serving import serving
+
+PROMPT = list(range(5, 25))
+SAID = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+OTHERS = {"suppress_tokens": [3, 7], "repetition_penalty": 1.3}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {}),
+        (SAID, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+        ({"temperature": 0.6, "min_p": 0.1}, {"temperature": 0.6, "min_p": 0.1}),
+        (SAID | {"do_sample": False, "repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+        ({"temperature": None, "top_k": -1, "top_p": 1.0, "repetition_penalty": 1.0}, {}),
+        ({"suppress_tokens": [7], "temperature": 1.0}, {"logit_bias": {7: -100.0}}),
+        ({"suppress_tokens": []}, {}),
+    ],
+)
+def test_options_of_a_generation_config(said, expected):
+    assert defaults_of_config(said, "it") == expected
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_k": "many"},
+        {"suppress_tokens": 5},
+        {"suppress_tokens": ["a"]},
+    ],
+    ids=str,
+)
+def test_values_that_nothing_can_be_sampled_with(said, tmp_path):
+    with pytest.raises(CheckpointError, match=r"generation_config.json says how tokens are sampled: "):
+        defaults_of_config(said, "generation_config.json")
+
+
+def test_they_are_described():
+    said = defaults_of_config(SAID | OTHERS, "it")
+    assert described(said) == "temperature 0.6, top_k 20, top_p 0.95, repetition_penalty 1.3, 2 tokens never"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    model = tiny_llama()
+    model.generation_config = GenerationConfig(**SAID, **OTHERS)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def compiled(directory):
+    return pagebinder.compile_model(directory, CompileConfig(executable="eager", dtype="float32"))
+
+
+def test_params_begin_with_them(compiled):
+    bias = {3: -100.0, 7: -100.0}
+    expected = SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.3, logit_bias=bias, max_tokens=5
+    )
+    assert compiled.sampling_params(max_tokens=5) == expected
+    greedy = compiled.sampling_params(temperature=0.0, logit_bias={"7": 1.0, 9: 2.0})
+    assert (greedy.temperature, greedy.top_k) == (0.0, 20)
+    assert greedy.logit_bias == {3: -100.0, 7: 1.0, 9: 2.0}
+    with pytest.raises(RequestError, match="warmth"):
+        compiled.sampling_params(warmth=3)
+
+
+def test_tokens_are_those_of_generate(compiled, directory):
+    """Which suppresses tokens and penalises repetition, too."""
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64))
+    got = engine.generate([PROMPT], compiled.sampling_params(temperature=0.0, max_tokens=24, ignore_eos=True))
+    model = tiny_llama()
+    model.generation_config = GenerationConfig.from_pretrained(directory)
+    model.generation_config.update(do_sample=False, temperature=None, top_k=None, top_p=None)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=None, pad_token_id=0
+        )
+    assert list(got[0].token_ids) == expected[0, len(PROMPT) :].tolist()
+    plain = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+    assert plain[0].token_ids != got[0].token_ids
+
+
+def test_reports_and_artefacts_have_them(compiled, directory, tmp_path):
+    note = next(note for note in compiled.report.notes if note.startswith("Its makers sample with"))
+    assert "temperature 0.6, top_k 20, top_p 0.95, repetition_penalty 1.3, 2 tokens never" in note
+    assert note in explain_model(directory).report.notes
+    compiled.save(tmp_path / "saved")
+    assert pagebinder.load(tmp_path / "saved").sampling_params() == compiled.sampling_params()
+
+
+def test_modules_have_them_too():
+    model = tiny_llama()
+    model.generation_config.update(**SAID)
+    source = pagebinder.compile_model(model, CompileConfig(executable="eager")).source
+    assert source.sampling_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+def test_gguf_files(tmp_path):
+    options = {"temp": 0.75, "top_k": 64, "min_p": 0.5, "penalty_repeat": 1.5}
+    more = {f"general.sampling.{name}": value for name, value in options.items()}
+    write_gguf(tmp_path / "model.gguf", "llama", more=more | {"tokenizer.ggml.suppress_tokens": [5]})
+    source = source_from_path(tmp_path / "model.gguf", weights=False)
+    assert source.sampling_defaults == {
+        "temperature": 0.75, "top_k": 64, "min_p": 0.5, "repetition_penalty": 1.5, "logit_bias": {5: -100.0},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_server_takes_them_where_requests_do_not_say(compiled, takes):
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64))
+    app = create_app(compiled, EngineConfig(num_kv_blocks=64), model_name="m", sampling_defaults=takes)
+    asked = {"seed": 5, "max_tokens": 8, "ignore_eos": True}
+    with serving(app) as server:
+        for own in (
+            {},
+            {"temperature": 2.0, "top_k": 0},
+            {"repetition_penalty": 1.0, "logit_bias": {"4": -50}},
+        ):
+            body = {"model": "m", "prompt": PROMPT, "return_token_ids": True} | asked | own
+            status, answer = server.post("/v1/completions", body)
+            assert status == 200, answer
+            params = compiled.sampling_params(**asked, **own) if takes else SamplingParams(**asked, **own)
+            expected = engine.generate([PROMPT], params)[0].token_ids
+            assert answer["choices"][0]["token_ids"] == list(expected)
+
+
+def test_a_wrong_file_is_named(directory, tmp_path):
+    for file in directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": "hot"}))
+    with pytest.raises(
+        CheckpointError, match="generation_config.json says how tokens are sampled: temperature"
+    ):
+        source_from_path(tmp_path, weights=False)
