@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from common import alternate, machine, median
 
 from pagebinder.custom_ops.cpu import compiler
-from pagebinder.custom_ops.linear.weight_formats import FORMATS, quantize
+from pagebinder.custom_ops.linear.weight_formats import FORMATS
+from pagebinder.custom_ops.linear.weight_numbers import quantize
 from pagebinder.custom_ops.moe.experts import MOE_EXPERTS
 from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.custom_ops.providers import OpNeed, select_provider

@@ -18,7 +18,8 @@ from common import median, save, wide_console
 from rich.table import Table
 
 from pagebinder.custom_ops.cpu.huge_pages import move_to_huge_pages
-from pagebinder.custom_ops.linear.weight_formats import FORMATS, quantize
+from pagebinder.custom_ops.linear.weight_formats import FORMATS
+from pagebinder.custom_ops.linear.weight_numbers import quantize
 from pagebinder.custom_ops.providers import registered_providers
 
 SHAPES = ((3072, 1024), (1024, 3072), (4096, 1024), (151936, 1024))  # rows and columns of the weight

@@ -15,7 +15,7 @@ from pagebinder.compile import explain_model
 from pagebinder.compiler import pipeline
 from pagebinder.config import ACTIVATION_QUANTIZATIONS
 from pagebinder.custom_ops.fp8.quant import dequantise, scaled_fp8_quant_reference
-from pagebinder.custom_ops.linear.weight_formats import dequantize, quantize
+from pagebinder.custom_ops.linear.weight_numbers import dequantize, quantize
 from pagebinder.graph_tools import aten, calls, clone
 from pagebinder.passes.fuse_attention_fp8_quant import fuse_attention_fp8_quant
 from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear

@@ -16,7 +16,8 @@ from pagebinder import CompileConfig, ConfigError, EngineConfig, SamplingParams,
 from pagebinder.compile import explain_model
 from pagebinder.config import QUANTIZATIONS
 from pagebinder.custom_ops.cpu import build
-from pagebinder.custom_ops.linear.weight_formats import FORMATS, dequantize, quantize
+from pagebinder.custom_ops.linear.weight_formats import FORMATS
+from pagebinder.custom_ops.linear.weight_numbers import dequantize, quantize
 from pagebinder.models import tiny_path
 from tests.broken_passes import break_pass, ops, with_option
 from tests.helpers import VOCAB_SIZE, tiny_llama

@@ -22,14 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import (
-    NF4_VALUES,
-    pack_codes,
-    packed_groups,
-    packed_shapes,
-    size_problem,
-    weight_format,
-)
+from pagebinder.custom_ops.linear.group_scales import packed_groups
+from pagebinder.custom_ops.linear.weight_formats import NF4_VALUES, packed_shapes, size_problem, weight_format
+from pagebinder.custom_ops.linear.weight_numbers import pack_codes
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.not_served import require
 from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes

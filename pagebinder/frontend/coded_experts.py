@@ -21,14 +21,12 @@ import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.linear.weight_formats import (
     BLOCK,
     PANEL,
-    codes_of_8_bits,
-    dequantize,
     in_8_bits,
-    pack_e4m3,
     packed_shapes,
     size_problem,
     weight_format,
 )
+from pagebinder.custom_ops.linear.weight_numbers import codes_of_8_bits, dequantize, pack_e4m3
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.fp8_format import StoredFp8
 from pagebinder.frontend.fp8_linear import checked_scale

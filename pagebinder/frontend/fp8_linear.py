@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import (
-    pack_e4m3,
-    packed_shapes,
-    scale_of_each,
-    size_problem,
-)
+from pagebinder.custom_ops.linear.group_scales import scale_of_each
+from pagebinder.custom_ops.linear.weight_formats import packed_shapes, size_problem
+from pagebinder.custom_ops.linear.weight_numbers import pack_e4m3
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.fp8_format import GROUPED, StoredFp8
 from pagebinder.frontend.mx_numbers import SCALE_DTYPES, scale_values, times_scale

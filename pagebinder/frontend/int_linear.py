@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import torch
 
+from pagebinder.custom_ops.linear.group_scales import packed_groups, packed_levels
 from pagebinder.custom_ops.linear.weight_formats import (
     LEVEL_SPAN,
     STORED_GROUPS,
     levels_shape,
-    pack_codes,
-    packed_groups,
-    packed_levels,
     packed_shapes,
     size_problem,
     weight_format,
 )
+from pagebinder.custom_ops.linear.weight_numbers import pack_codes
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.int_codes import Codes
 from pagebinder.frontend.int_format import Shapes, StoredInts

@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import (
-    empty_codes,
-    pack_codes,
-    packed_groups,
-    packed_shapes,
-    size_problem,
-)
+from pagebinder.custom_ops.linear.group_scales import packed_groups
+from pagebinder.custom_ops.linear.weight_formats import packed_shapes, size_problem
+from pagebinder.custom_ops.linear.weight_numbers import empty_codes, pack_codes
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.coded_experts import with_codes
 from pagebinder.frontend.fp8_format import StoredFp8

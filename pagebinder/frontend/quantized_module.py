@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.custom_ops.linear.weight_formats import (
-    codes_of_8_bits,
-    dequantize,
-    in_8_bits,
-    plain_scale,
-)
+from pagebinder.custom_ops.linear.group_scales import plain_scale
+from pagebinder.custom_ops.linear.weight_formats import in_8_bits
+from pagebinder.custom_ops.linear.weight_numbers import codes_of_8_bits, dequantize
 
 # Modules whose weight is read as a matrix, not applied: latent attention splits it and multiplies queries with it.
 READ_AS_MATRIX = ("kv_b_proj",)

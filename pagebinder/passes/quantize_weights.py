@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.custom_ops.linear import weight_formats
+from pagebinder.custom_ops.linear import weight_numbers
 from pagebinder.custom_ops.linear.weight_formats import scale_dtype, size_problem, weight_format
 from pagebinder.custom_ops.linear.weight_stacks import (
     matrices,
@@ -212,7 +212,7 @@ def certify_weights(before: GraphModule, after: GraphModule, result: PassResult)
     for name, node in codes.items():
         part = node.meta[META]
         for weight, errors in _errors(before, after, name, part):
-            if not (errors <= weight_formats.error_bound(weight, part.format)).all():
+            if not (errors <= weight_numbers.error_bound(weight, part.format)).all():
                 raise VerificationError(
                     f"{result.name}: {part.format} of {part.weight} is off by {float(errors.max()):.3g}, more than "
                     "the format explains.",
@@ -243,7 +243,7 @@ def _errors(before: GraphModule, after: GraphModule, name: str, part: QuantizedP
     each = zip(codes, scale, strict=True) if codes.dim() == 5 else ((codes, scale),)
     for matrix, own in zip(weights, each, strict=True):
         weight = matrix.float()
-        yield weight, (weight_formats.dequantize(*own, part.format) - weight).abs()
+        yield weight, (weight_numbers.dequantize(*own, part.format) - weight).abs()
 
 
 def _parts(gm: GraphModule) -> Iterator[Node]:

@@ -7,7 +7,7 @@ import torch
 
 from pagebinder.custom_ops.fp8.linear import FORMATS
 from pagebinder.custom_ops.fp8.quant import GRANULARITIES, dequantise
-from pagebinder.custom_ops.linear.weight_formats import dequantize, quantize
+from pagebinder.custom_ops.linear.weight_numbers import dequantize, quantize
 from pagebinder.custom_ops.providers import registered_providers
 from pagebinder.errors import CompilerNotFoundError
 from tests.tolerances import assert_close

@@ -14,7 +14,7 @@ PROGRAM = """
 import hashlib, json, torch
 from pagebinder.custom_ops.cpu import pack
 from pagebinder.custom_ops.cpu.provider import reads_packed_weights
-from pagebinder.custom_ops.linear.weight_formats import quantize
+from pagebinder.custom_ops.linear.weight_numbers import quantize
 from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.custom_ops.providers import registered_providers
 

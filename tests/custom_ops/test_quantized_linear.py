@@ -10,21 +10,22 @@ from pagebinder.custom_ops.activation.gated_activation import gated_activation_r
 from pagebinder.custom_ops.cpu.compiler import cpu_features
 from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.latent.small_floats import E2M1_VALUES
+from pagebinder.custom_ops.linear.group_scales import packed_groups, packed_levels
 from pagebinder.custom_ops.linear.weight_formats import (
     FORMATS,
     STORED_FORMATS,
+    in_8_bits,
+    levels_shape,
+    packed_shapes,
+    scale_dtype,
+    weight_format,
+)
+from pagebinder.custom_ops.linear.weight_numbers import (
     codes_of_8_bits,
     dequantize,
     error_bound,
-    in_8_bits,
-    levels_shape,
     pack_codes,
-    packed_groups,
-    packed_levels,
-    packed_shapes,
     quantize,
-    scale_dtype,
-    weight_format,
 )
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError

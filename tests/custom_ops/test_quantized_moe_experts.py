@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagebinder.custom_ops.linear.group_scales import packed_levels
 from pagebinder.custom_ops.linear.weight_formats import (
     FORMATS,
     LEVEL_OFFSETS,
     LEVEL_SPAN,
     PANEL,
     formats_of_experts,
-    packed_levels,
     weight_format,
 )
 from pagebinder.custom_ops.linear.weight_stacks import dequantize_stack, quantize_stack

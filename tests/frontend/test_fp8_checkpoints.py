@@ -14,7 +14,7 @@ import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import explain_model
 from pagebinder.custom_ops.cpu import build as cpu_build
-from pagebinder.custom_ops.linear.weight_formats import scale_of_each
+from pagebinder.custom_ops.linear.group_scales import scale_of_each
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.source import source_from_dir
 from tests.helpers import nightly, tiny_qwen3

@@ -15,7 +15,7 @@ from gguf.quants import dequantize
 import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.compile import explain_model
-from pagebinder.custom_ops.linear import weight_formats
+from pagebinder.custom_ops.linear import weight_numbers
 from pagebinder.errors import ConfigError
 from pagebinder.frontend.coded_experts import QuantizedExperts
 from pagebinder.frontend.gguf.architectures import ARCHITECTURES
@@ -60,12 +60,12 @@ def test_blocks_are_what_gguf_says(kind):
     assert torch.equal(expanded(blocks, kind, torch.float32), exact)
     format = BLOCK_KINDS[kind].format
     codes, scale = packed([(blocks, kind)])
-    values = weight_formats.dequantize(codes, scale, format)
+    values = weight_numbers.dequantize(codes, scale, format)
     assert torch.equal(values, exact) or kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K")
     torch.testing.assert_close(values, exact, rtol=0, atol=2e-7 * exact.abs().max().item())
     if kind != "MXFP4":
         wide = widest({format, "uint8_g32"})
-        values = weight_formats.dequantize(*packed([(blocks, kind)], wide), wide)
+        values = weight_numbers.dequantize(*packed([(blocks, kind)], wide), wide)
         torch.testing.assert_close(values, exact, rtol=0, atol=2e-7 * exact.abs().max().item())
 
 

@@ -12,7 +12,8 @@ import pagebinder
 from pagebinder import CompileConfig, SamplingParams, VerificationError
 from pagebinder.compile import explain_model
 from pagebinder.config import QUANTIZATIONS
-from pagebinder.custom_ops.linear.weight_formats import FORMATS, dequantize, quantize
+from pagebinder.custom_ops.linear.weight_formats import FORMATS
+from pagebinder.custom_ops.linear.weight_numbers import dequantize, quantize
 from pagebinder.custom_ops.linear.weight_stacks import dequantize_stack, quantize_stack
 from pagebinder.custom_ops.moe.gates import Gate
 from pagebinder.graph_tools import attribute, calls

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pagebinder.custom_ops.linear.weight_formats import FORMATS, dequantize, quantize
+from pagebinder.custom_ops.linear.weight_formats import FORMATS
+from pagebinder.custom_ops.linear.weight_numbers import dequantize, quantize
 from pagebinder.errors import VerificationError
 from pagebinder.graph_tools import aten, attribute, calls
 from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear

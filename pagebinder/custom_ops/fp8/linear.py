@@ -12,7 +12,8 @@ import torch
 
 from pagebinder.custom_ops.fp8.quant import CODES, GROUP, dequantise
 from pagebinder.custom_ops.library import define_op
-from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP, dequantize
+from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP
+from pagebinder.custom_ops.linear.weight_numbers import dequantize
 
 FORMATS = ("fp8", "fp8_tensor", "fp8_block")
 

@@ -15,7 +15,8 @@ import torch
 
 from pagebinder.custom_ops.activation.gated_activation import gated_activation_reference
 from pagebinder.custom_ops.library import define_op
-from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP, dequantize
+from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP
+from pagebinder.custom_ops.linear.weight_numbers import dequantize
 from pagebinder.custom_ops.linear.weight_stacks import dequantize_stack
 
 

@@ -10,14 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import (
-    dequantize,
-    empty_codes,
-    packed_shapes,
-    quantize,
-    scale_dtype,
-    size_problem,
-)
+from pagebinder.custom_ops.linear.weight_formats import packed_shapes, scale_dtype, size_problem
+from pagebinder.custom_ops.linear.weight_numbers import dequantize, empty_codes, quantize
 
 
 def sizes_of(weight: torch.Tensor, transposed: bool = False) -> tuple[int, int]:

@@ -38,19 +38,17 @@ import torch
 
 from pagebinder.custom_ops.cpu.compiler import cpu_features
 from pagebinder.custom_ops.latent.small_floats import from_e2m1
+from pagebinder.custom_ops.linear.group_scales import packed_groups, packed_levels
 from pagebinder.custom_ops.linear.weight_formats import (
     FORMATS,
     LEVEL_OFFSETS,
     PANEL,
     STORED_FORMATS,
-    empty_codes,
     in_8_bits,
-    pack_codes,
-    packed_groups,
-    packed_levels,
     packed_shapes,
     weight_format,
 )
+from pagebinder.custom_ops.linear.weight_numbers import empty_codes, pack_codes
 from pagebinder.errors import CheckpointError, ConfigError
 
 SLICE_BYTES = 1 << 20  # of blocks that are unpacked at once: what is made of them stays in a cache

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from pagebinder.frontend.gguf.architecture import AS_STORED, Architecture, Order, Rule
 from pagebinder.frontend.gguf.options import Options, counts, rope_of
+from pagebinder.frontend.gguf.recurrent import a_log
 
 LINEAR = {
     "ssm_conv1d": "linear_attn.conv1d", "ssm_dt": "linear_attn.dt_bias", "ssm_a": "linear_attn.A_log",
@@ -32,11 +32,6 @@ QWEN3_5 = LINEAR | {
     "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a",
 }  # fmt: skip
-
-
-def log_of_negative(values: torch.Tensor) -> torch.Tensor:
-    """A, which files have, is -exp(A_log)."""
-    return torch.log(-values)
 
 
 def _config(options: Options) -> dict[str, Any]:
@@ -106,7 +101,7 @@ def _qwen3_5_rules(config: Any) -> dict[str, Rule]:
         **{part: Rule(rows=wide) for part in ("attn_qkv", "attn_gate", "ssm_conv1d")},
         **{part: Rule(rows=single) for part in ("ssm_alpha", "ssm_beta")},
         "ssm_dt": Rule(rows=single, is_bare=True),
-        "ssm_a": Rule(rows=single, make=log_of_negative, is_bare=True),
+        "ssm_a": Rule(rows=single, make=a_log, is_bare=True),
         "ssm_out": Rule(columns=wide),
         "ssm_norm": AS_STORED,
     }
@@ -130,7 +125,7 @@ def _qwen3_next_rules(config: Any) -> dict[str, Rule]:
         "attn_qkv": Rule(rows=_by_key_head(config)),
         "ssm_in": AS_STORED,  # of older files, which have them head by head
         "ssm_dt": Rule(is_bare=True),
-        "ssm_a": Rule(make=log_of_negative, is_bare=True),
+        "ssm_a": Rule(make=a_log, is_bare=True),
         "ssm_norm": AS_STORED,
     }
 

@@ -34,8 +34,8 @@ def inside(module: str, names: Mapping[str, str]) -> dict[str, str]:
     return {part: f"{module}.{name}" for part, name in names.items()}
 
 
-def _a_log(a: torch.Tensor) -> torch.Tensor:
-    """Raises CheckpointError: the logarithm is no number."""
+def a_log(a: torch.Tensor) -> torch.Tensor:
+    """A_log, of what a file has: -exp(A_log). Raises CheckpointError: it is above 0."""
     if a.device.type != "meta" and not bool((a <= 0).all()):
         raise CheckpointError("ssm_a holds a number that no -exp(A_log) is.")
     return a.neg().log()
@@ -43,7 +43,7 @@ def _a_log(a: torch.Tensor) -> torch.Tensor:
 
 def mamba(config: Any) -> dict[str, Rule]:
     return {
-        "ssm_a": Rule(make=_a_log, is_bare=True),
+        "ssm_a": Rule(make=a_log, is_bare=True),
         "ssm_d": Rule(is_bare=True),
         "ssm_dt": Rule(plain="Mamba reads its weight as a matrix"),
     }
@@ -51,7 +51,7 @@ def mamba(config: Any) -> dict[str, Rule]:
 
 def mamba_2(config: Any) -> dict[str, Rule]:
     return {
-        "ssm_a": Rule(make=lambda a: _a_log(a).flatten(), is_bare=True),
+        "ssm_a": Rule(make=lambda a: a_log(a).flatten(), is_bare=True),
         "ssm_d": Rule(make=torch.flatten, is_bare=True),
         "ssm_dt": Rule(is_bare=True),
         "ssm_norm": Rule(make=torch.flatten),

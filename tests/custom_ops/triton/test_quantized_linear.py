@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from pagebinder.custom_ops.linear.weight_formats import (
-    FORMATS,
-    STORED_FORMATS,
-    quantize,
-    weight_format,
-)
+from pagebinder.custom_ops.linear.weight_formats import FORMATS, STORED_FORMATS, weight_format
+from pagebinder.custom_ops.linear.weight_numbers import quantize
 from pagebinder.custom_ops.triton import gpu
 from tests.custom_ops.test_quantized_linear import (  # noqa: F401  (run here with the provider of this folder)
     check,
