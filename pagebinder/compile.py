@@ -46,7 +46,6 @@ from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.onnx_source import check_head
 from pagebinder.frontend.plain_modules import with_vocabulary
 from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows, what_rows_bring
-from pagebinder.frontend.sampling_defaults import described
 from pagebinder.frontend.small_groups import fit_for_gpu
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_module
 from pagebinder.graph_tools import calls
@@ -58,6 +57,7 @@ from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import Executable
 from pagebinder.runtime.kv import plan_kv_cache
 from pagebinder.runtime.prompt_rows import PromptRows
+from pagebinder.sampling_defaults import described
 
 INDEX_LAYOUTS = {"fp8_index", "fp4_index"}
 

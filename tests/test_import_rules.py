@@ -36,6 +36,7 @@ LEAVES = {
     "report",
     "graph_tools",
     "paths",
+    "sampling_defaults",
     "sampling_params",
     "explain",
     "explain_html",

@@ -13,7 +13,7 @@ import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, RequestError, SamplingParams
 from pagebinder.compile import explain_model
 from pagebinder.frontend.model_path import source_from_path
-from pagebinder.frontend.sampling_defaults import defaults_of_config, described
+from pagebinder.sampling_defaults import defaults_of_config, described
 from pagebinder.server import create_app
 from tests.frontend.gguf_files import write_gguf
 from tests.helpers import tiny_llama
@@ -133,9 +133,9 @@ def test_gguf_files(tmp_path):
 @pytest.mark.parametrize("takes", [True, False])
 def test_a_server_takes_them_where_requests_do_not_say(compiled, takes):
     engine = compiled.engine(EngineConfig(num_kv_blocks=64))
-    app = create_app(compiled, EngineConfig(num_kv_blocks=64), model_name="m", sampling_defaults=takes)
+    served = create_app(compiled, EngineConfig(num_kv_blocks=64), model_name="m", sampling_defaults=takes)
     asked = {"seed": 5, "max_tokens": 8, "ignore_eos": True}
-    with serving(app) as server:
+    with serving(served) as server:
         for own in (
             {},
             {"temperature": 2.0, "top_k": 0},

@@ -16,7 +16,6 @@ from pagebinder.errors import CaptureError, CheckpointError, ConfigError
 from pagebinder.frontend.onnx_file import OnnxGraph, read_onnx
 from pagebinder.frontend.onnx_inputs import Inputs, inputs_of
 from pagebinder.frontend.onnx_module import OnnxDecoder, Run, needed_nodes
-from pagebinder.frontend.sampling_defaults import defaults_of_config
 from pagebinder.frontend.source import (
     DEFAULT_MAX_MODEL_LEN,
     GENERATION,
@@ -28,6 +27,7 @@ from pagebinder.frontend.source import (
 )
 from pagebinder.graph_tools import val
 from pagebinder.paths import user_path
+from pagebinder.sampling_defaults import defaults_of_config
 
 MODEL = "model.onnx"
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")

@@ -24,7 +24,6 @@ from pagebinder.frontend.checkpoint_tensors import (
 )
 from pagebinder.frontend.model_kinds import SENTENCE_MODULES, auto_class, is_encoder_only, text_config
 from pagebinder.frontend.module_copy import copied
-from pagebinder.frontend.sampling_defaults import defaults_of_config
 from pagebinder.frontend.stored_format import stored_weights, with_modelopt_options
 from pagebinder.frontend.text_writer import KEY_MAPPING, other_parts, writer_config, writer_of
 from pagebinder.frontend.unreadable import refuse_unreadable
@@ -32,6 +31,7 @@ from pagebinder.frontend.unsupported import refuse_head
 from pagebinder.frontend.wrappers import is_transformers, said_inside, unwrapped
 from pagebinder.paths import user_path
 from pagebinder.report import PassResult
+from pagebinder.sampling_defaults import defaults_of_config
 
 DEFAULT_MAX_MODEL_LEN = 2048
 WEIGHT_PATTERNS = ("*.safetensors",)

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from pagebinder.config import EngineConfig
 from pagebinder.errors import ConfigError, PagebinderError
-from pagebinder.frontend.sampling_defaults import described
+from pagebinder.sampling_defaults import described
 from pagebinder.server.api_key import ApiKey, check_key
 from pagebinder.server.chat import ChatTemplate, stored_template
 from pagebinder.server.completions import Completions, error_json

@@ -24,8 +24,8 @@ from pydantic import (
 
 from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
-from pagebinder.frontend.sampling_defaults import BIAS, OF_DRAWING, PENALTY
 from pagebinder.guides import Choice, Grammar, JsonSchema, Regex
+from pagebinder.sampling_defaults import BIAS, OF_DRAWING, PENALTY
 
 # Of one HTTP request: prompts, samples of each, samples of all, log-probabilities of a token.
 MOST_PROMPTS, MOST_SAMPLES, MOST_SAMPLES_OF_ALL, MOST_LOGPROBS = 2048, 128, 4096, 20

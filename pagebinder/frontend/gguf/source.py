@@ -21,8 +21,8 @@ from pagebinder.frontend.gguf.options import FREQUENCIES, Options
 from pagebinder.frontend.gguf.places import sources_of
 from pagebinder.frontend.gguf.tokenizer import end_tokens, tokenizer_of
 from pagebinder.frontend.gguf.weights import StoredBlocks, plain_values, read_all
-from pagebinder.frontend.sampling_defaults import defaults_of_gguf
 from pagebinder.frontend.source import ModelSource, facts_of, source_from_config
+from pagebinder.sampling_defaults import defaults_of_gguf
 
 
 def source_from_gguf(path: Path, *, dtype: torch.dtype | None = None, weights: bool = True) -> ModelSource:
