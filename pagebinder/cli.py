@@ -28,8 +28,8 @@ from pagebinder.commands.support import (
     IndexDtypeOption,
     KvDtypeOption,
     MovedOption,
+    PlainSamplingOption,
     QuantizationOption,
-    SamplingDefaultsOption,
     checkpoint_dir,
     compile_dir,
     end_with,
@@ -231,7 +231,7 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
-    sampling_defaults: SamplingDefaultsOption = True,
+    plain_sampling: PlainSamplingOption = False,
     frequency_penalty: float = 0.0,
     presence_penalty: float = 0.0,
     seed: Annotated[int, typer.Option(help="Same seed, same tokens; prompt i draws from seed + i * n.")] = 0,
@@ -311,7 +311,7 @@ def generate(
     engine = compiled.engine(
         EngineConfig(kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, drafter=drafter, **limit)
     )
-    if sampling_defaults:
+    if not plain_sampling:
         params = compiled.sampling_params(**sampling)
     print_outputs(engine, prompts, encoder_prompts, params, as_json=as_json)
 

@@ -8,9 +8,11 @@ import json
 import pytest
 import torch
 from transformers import GenerationConfig
+from typer.testing import CliRunner
 
 import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, RequestError, SamplingParams
+from pagebinder.cli import app
 from pagebinder.compile import explain_model
 from pagebinder.frontend.model_path import source_from_path
 from pagebinder.sampling_defaults import defaults_of_config, described
@@ -147,6 +149,28 @@ def test_a_server_takes_them_where_requests_do_not_say(compiled, takes):
             params = compiled.sampling_params(**asked, **own) if takes else SamplingParams(**asked, **own)
             expected = engine.generate([PROMPT], params)[0].token_ids
             assert answer["choices"][0]["token_ids"] == list(expected)
+
+
+def test_the_command_begins_with_them(directory, compiled):
+    """As it draws from the same seed, its tokens tell what it sampled with."""
+
+    def said(*options: str) -> list[int]:
+        ids = ",".join(map(str, PROMPT))
+        arguments = ["generate", "--model", str(directory), "--executable", "eager", "--dtype", "float32"]
+        result = CliRunner().invoke(
+            app, [*arguments, "--prompt-ids", ids, "--max-tokens", "8", "--ignore-eos", "--json", *options]
+        )
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)["token_ids"]
+
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64))
+    asked = {"seed": 0, "max_tokens": 8, "ignore_eos": True}
+    for options, params in (
+        ((), compiled.sampling_params(**asked)),
+        (("--temperature", "0"), compiled.sampling_params(**asked, temperature=0.0)),
+        (("--plain-sampling",), SamplingParams(**asked)),
+    ):
+        assert said(*options) == list(engine.generate([PROMPT], params)[0].token_ids)
 
 
 def test_a_wrong_file_is_named(directory, tmp_path):

@@ -18,8 +18,8 @@ from pagebinder.commands.support import (
     IndexDtypeOption,
     KvDtypeOption,
     MovedOption,
+    PlainSamplingOption,
     QuantizationOption,
-    SamplingDefaultsOption,
     checkpoint_dir,
     compile_dir,
     err,
@@ -78,7 +78,7 @@ def serve_command(
     shutdown_seconds: Annotated[
         int, typer.Option(min=0, help="How long running requests may go on after Ctrl-C.")
     ] = 5,
-    sampling_defaults: SamplingDefaultsOption = True,
+    plain_sampling: PlainSamplingOption = False,
     draft: DraftOption = None,
     max_draft_tokens: MaxDraftOption = None,
     device: DeviceOption = "auto",
@@ -121,7 +121,7 @@ def serve_command(
         app = create_app(
             compiled, config,
             model_name=name or model.resolve().name, api_key=api_key, chat_template=template, pooling=pooling,
-            sampling_defaults=sampling_defaults,
+            sampling_defaults=not plain_sampling,
         )  # fmt: skip
     _run(app, listening, shutdown_seconds)
 

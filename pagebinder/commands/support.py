@@ -57,9 +57,11 @@ MovedOption = Annotated[
         help="Of an artefact whose checkpoint was moved: where its weights are now.",
     ),
 ]
-SamplingDefaultsOption = Annotated[
+PlainSamplingOption = Annotated[
     bool,
-    typer.Option(help="What is not said of sampling is what generation_config.json, or a GGUF file, says."),
+    typer.Option(
+        "--plain-sampling", help="Without what the model's generation_config.json says of sampling."
+    ),
 ]
 DeviceOption = Annotated[
     str, typer.Option(help="auto (the GPU if there is one), cpu or cuda, on another GPU cuda:1.")
