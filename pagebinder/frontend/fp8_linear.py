@@ -15,7 +15,12 @@ from pagebinder.custom_ops.linear.weight_numbers import pack_e4m3
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.fp8_format import GROUPED, StoredFp8
 from pagebinder.frontend.mx_numbers import SCALE_DTYPES, scale_values, times_scale
-from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
+from pagebinder.frontend.quantized_module import (
+    QuantizedLinear,
+    reason_against_codes,
+    rows_of_codes,
+    with_rows,
+)
 
 
 class LoadedFp8Linear(torch.nn.Module):
@@ -47,20 +52,28 @@ class LoadedFp8Linear(torch.nn.Module):
             self.replaced.weight = torch.nn.Parameter(self._plain(path, scale), requires_grad=False)
             self.replaced.bias = self.bias
             return self.replaced, reason
+        rows, columns = self.weight.shape
+        count = rows_of_codes(path, rows)
         if self.weight.is_meta:
-            shape = packed_shapes(*self.weight.shape, self.stored.format)[0]
+            shape = packed_shapes(count, columns, self.stored.format)[0]
             codes, num_rounded = torch.empty(shape, dtype=torch.uint8, device="meta"), 0
         else:
-            codes, num_rounded = pack_e4m3(self.weight.detach())
+            whole = with_rows(self.weight.detach().view(torch.uint8), count)
+            codes, num_rounded = pack_e4m3(whole.view(torch.float8_e4m3fn))
+        if self.stored.format == "fp8":
+            scale = with_rows(scale, count)
         rounded = f", {num_rounded} of {self.weight.numel()} codes below 2^-6 rounded" if num_rounded else ""
-        return QuantizedLinear(codes, scale, self.bias, self.stored.format), f"{self.stored}{rounded}"
+        num_rows = None if count == rows else rows
+        layer = QuantizedLinear(codes, scale, self.bias, self.stored.format, num_rows=num_rows)
+        return layer, f"{self.stored}{rounded}"
 
     def _reason_against_codes(self, path: str) -> str | None:
         if self.stored.granularity == GROUPED:
             return "no kernel reads codes with a scale for 32 columns: it is stored in mxfp8 and expanded"
         if reason := reason_against_codes(path, self.replaced):
             return reason
-        problem = size_problem(*self.weight.shape, self.stored.format)
+        rows, columns = self.weight.shape
+        problem = size_problem(rows_of_codes(path, rows), columns, self.stored.format)
         return f"{problem}: its weight is expanded" if problem else None
 
     def _scale(self, path: str) -> torch.Tensor:

@@ -37,6 +37,7 @@ import torch
 from pagebinder.custom_ops.latent.small_floats import from_e2m1
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.mx_numbers import scale_values
+from pagebinder.frontend.quantized_module import with_rows
 
 WORD = 32
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)  # where column i of 8 lies
@@ -67,6 +68,12 @@ class Codes(NamedTuple):
     def integers(self) -> torch.Tensor:
         """Values less their zero points, int16 [N, K]."""
         return self.values.to(torch.int16) - self.of_columns(self.zeros)
+
+    def of_rows(self, count: int) -> Codes:
+        """The same, the last row again and again behind the others, until there are so many."""
+        values, zeros, scales = (with_rows(each, count) for each in (self.values, self.zeros, self.scales))
+        levels = None if self.levels is None else (self.levels[0], with_rows(self.levels[1], count))
+        return self._replace(values=values, zeros=zeros, scales=scales, levels=levels)
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K], rounded once."""

@@ -22,7 +22,12 @@ from pagebinder.custom_ops.linear.weight_numbers import pack_codes
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.int_codes import Codes
 from pagebinder.frontend.int_format import Shapes, StoredInts
-from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
+from pagebinder.frontend.quantized_module import (
+    QuantizedLinear,
+    nothing_to_fill,
+    reason_against_codes,
+    rows_of_codes,
+)
 
 LARGEST_E2M1 = 6.0
 E2M1_FORMATS = {16: "nvfp4", 32: "mxfp4"}  # by the size of their groups
@@ -39,6 +44,8 @@ class LoadedInts(torch.nn.Module):
             empty = torch.empty(shape, dtype=stored.tensors.loaded_as(name), device=replaced.weight.device)
             self.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
         self.bias = replaced.bias
+        if "weight" not in self._parameters:
+            self.__dict__["weight"] = nothing_to_fill()
 
     def finished(self, path: str) -> tuple[torch.nn.Module, str]:
         """(the module to serve, what to say of it); the second begins with a reason where the weight is plain.
@@ -46,14 +53,15 @@ class LoadedInts(torch.nn.Module):
         Raises:
             CheckpointError: tensors that contradict each other or the model.
         """
-        shape, stored = self.replaced.weight.shape, self.stored
+        (rows, columns), stored = self.replaced.weight.shape, self.stored
+        shape = rows_of_codes(path, rows), columns
         is_meta = self.get_parameter(stored.tensors.marker).is_meta
         codes = None if is_meta else self._codes(path)
         reason = reason_against_codes(path, self.replaced)
         if reason is None and stored.is_e2m1:
             format, reason = e2m1_format(shape, stored.group if codes is None else codes.group)
         elif reason is None:
-            facts = (stored.bits, stored.group or shape[1], stored.symmetric)
+            facts = (stored.bits, stored.group or columns, stored.symmetric)
             format, reason = kernel_format(
                 shape, *(facts if codes is None else _facts(codes, stored.symmetric))
             )
@@ -61,16 +69,18 @@ class LoadedInts(torch.nn.Module):
             meta = torch.empty_like(self.replaced.weight)
             return self._plain(meta if codes is None else codes.weight(self.replaced.weight.dtype)), reason
         said = f"{format} as stored (quant_method {stored.method})"
+        num_rows = None if shape[0] == rows else rows
         if codes is None:
             of_scale = scale_of_stored(*shape, format)
             parts = (
                 torch.empty(packed_shapes(*shape, format)[0], dtype=torch.uint8, device="meta"),
                 torch.empty(of_scale[0], dtype=of_scale[1], device="meta"),
             )
-            return QuantizedLinear(*parts, self.bias, format), said
+            return QuantizedLinear(*parts, self.bias, format, num_rows=num_rows), said
         if codes.order is not None:
             said += ", columns in another order"
-        return QuantizedLinear(*packed_codes(codes, format), self.bias, format, codes.order), said
+        packed = packed_codes(codes.of_rows(shape[0]), format)
+        return QuantizedLinear(*packed, self.bias, format, codes.order, num_rows), said
 
     def _codes(self, path: str) -> Codes:
         tensors = {name: p.detach() for name, p in self.named_parameters(recurse=False) if name != "bias"}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
+from pagebinder.custom_ops.linear.code_order import PANEL
 from pagebinder.custom_ops.linear.group_scales import plain_scale
 from pagebinder.custom_ops.linear.weight_formats import in_8_bits
 from pagebinder.custom_ops.linear.weight_numbers import codes_of_8_bits, dequantize
 
 # Modules whose weight is read as a matrix, not applied: latent attention splits it and multiplies queries with it.
-READ_AS_MATRIX = ("kv_b_proj",)
+READ_AS_MATRIX = {".kv_b_proj": "latent attention", ".mixer.dt_proj": "Mamba"}
+HEAD = "lm_head"  # its rows are those of logits, which the engine takes as they come
 
 
 class QuantizedLinear(torch.nn.Module):
@@ -19,7 +21,7 @@ class QuantizedLinear(torch.nn.Module):
     Args:
         codes, scale: of `format`, see `weight_formats`.
         order: the column of the weight that each column of the codes belongs to, int64 [K]; None: they are in order.
-        num_rows: N, where codes and bias have more rows (kernels read 32 together); None: they have N.
+        num_rows: N, where codes have more rows (`rows_of_codes`); None: they have N.
     """
 
     def __init__(
@@ -36,6 +38,9 @@ class QuantizedLinear(torch.nn.Module):
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
         self.register_buffer("order", order)
+        if num_rows is not None and bias is not None:
+            padded = torch.nn.functional.pad(bias.detach(), (0, len(codes) * PANEL - num_rows))
+            bias = torch.nn.Parameter(padded, requires_grad=False)
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,10 +82,28 @@ def moved_scale(scale: torch.Tensor, moved: torch.Tensor, format: str) -> torch.
     return moved if moved.dtype is scale.dtype else scale.to(moved.device)
 
 
+def rows_of_codes(path: str, rows: int) -> int:
+    """How many codes have: kernels read panels of 32, so behind the last row come others that nobody looks at."""
+    return rows if path == HEAD else -(-rows // PANEL) * PANEL
+
+
+def with_rows(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The last row again and again behind the others, until there are so many."""
+    return x if len(x) == count else torch.cat((x, x[-1:].expand(count - len(x), *x.shape[1:])))
+
+
+def nothing_to_fill() -> torch.Tensor:
+    """A `weight` for layers that have none: some models of transformers fill it at random where a loader has not."""
+    weight = torch.empty(0)
+    weight._is_hf_initialized = True
+    return weight
+
+
 def reason_against_codes(path: str, replaced: torch.nn.Module) -> str | None:
     """Why a linear layer needs a plain weight, whatever its codes are."""
-    if path.rpartition(".")[2] in READ_AS_MATRIX:
-        return "latent attention reads its weight as a matrix: it is expanded"
+    for ending, reader in READ_AS_MATRIX.items():
+        if path.endswith(ending):
+            return f"{reader} reads its weight as a matrix: it is expanded"
     if type(replaced) is not torch.nn.Linear:
         return f"it is a {type(replaced).__name__}: its weight is expanded"
     return None

@@ -63,5 +63,6 @@ def _linear(module: QuantizedLinear, dtype: torch.dtype) -> torch.nn.Linear:
     weight = module.weight().to(dtype)
     linear = torch.nn.Linear(*reversed(weight.shape), bias=False, device="meta", dtype=dtype)
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    linear.bias = module.bias
+    if module.bias is not None:
+        linear.bias = torch.nn.Parameter(module.bias.detach()[: len(weight)], requires_grad=False)
     return linear

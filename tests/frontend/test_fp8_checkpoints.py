@@ -175,6 +175,24 @@ def test_layers_keep_the_codes_of_the_checkpoint(name, tmp_path):
     assert num_subnormal  # or the test says nothing about them
 
 
+@pytest.mark.parametrize("name", ["deepseek", "per channel", "per tensor"])
+def test_rows_that_fill_no_panel_keep_their_codes(name, tmp_path):
+    """Behind the last one lie others that nobody looks at, of scales and biases, too."""
+    options, how, _ = VARIANTS[name]
+    model = qwen3(head_dim=36, intermediate_size=296)
+    save_in_fp8(model, tmp_path, options, **how)
+    source = source_from_dir(tmp_path, dtype=torch.float32)
+    layers = {p: m for p, m in source.module.named_modules() if isinstance(m, QuantizedLinear)}
+    wide = {path: layer for path, layer in layers.items() if layer.num_rows is not None}
+    assert {path.rpartition(".")[2] for path in wide} >= {"q_proj", "k_proj", "gate_proj"}
+    for path, layer in wide.items():
+        x = torch.randn(3, layer.weight().shape[1])
+        bias = model.get_submodule(path).bias
+        expected = torch.nn.functional.linear(x, layer.weight(), None if bias is None else bias.detach())
+        assert layer.weight().shape == model.get_submodule(path).weight.shape
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-4)
+
+
 def served(model_or_dir, **options):
     compiled = pagebinder.compile_model(model_or_dir, CompileConfig(executable="eager", **options))
     engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_seqs=4, max_num_batched_tokens=48))

@@ -62,6 +62,17 @@ def test_rows_that_fill_no_panel_keep_their_codes(tmp_path):
     )
 
 
+def test_such_rows_are_expanded_for_a_gpu_without_the_others(tmp_path):
+    plain = write_gguf(tmp_path / "model.gguf", "qwen2", "Q6_K", head_dim=40)
+    source = source_from_path(tmp_path / "model.gguf", dtype=torch.float32)
+    fit_for_gpu(source.module, torch.float32, source.stored_weights)
+    layer = source.module.model.layers[0].self_attn.k_proj
+    assert type(layer) is torch.nn.Linear and layer.weight.shape == (80, 256) and layer.bias.shape == (80,)
+    with torch.no_grad():
+        expected = plain(IDS).logits
+        torch.testing.assert_close(source.module(IDS).logits, expected, rtol=2e-4, atol=2e-4)
+
+
 def test_such_rows_with_biases(tmp_path):
     plain = write_gguf(tmp_path / "model.gguf", "qwen2", "Q8_0", head_dim=40)
     layer = source_from_path(tmp_path / "model.gguf").module.model.layers[0].self_attn.k_proj

@@ -14,6 +14,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import pagebinder
 from pagebinder import CheckpointError, CompileConfig, EngineConfig, SamplingParams
@@ -353,6 +354,48 @@ def test_a_checkpoint_is_served_token_for_token(name, tmp_path):
 @pytest.mark.parametrize("name", METHODS)
 def test_checkpoints_are_served_token_for_token(name, tmp_path):
     exact(tmp_path, save(small(name), tmp_path, name), verify="full")
+
+
+def state_space(kind: str):
+    """Mamba layers, whose projections have 1,160 rows; alone, or beside attention."""
+    sizes = {"vocab_size": 96, "hidden_size": 256, "num_hidden_layers": 2, "pad_token_id": 0}
+    sizes |= {"eos_token_id": None, "bos_token_id": None, "tie_word_embeddings": False}
+    own = {
+        "mamba": {"state_size": 16, "time_step_rank": 64},
+        "mamba2": {"num_heads": 8, "head_dim": 64, "state_size": 64, "n_groups": 1, "chunk_size": 16},
+        "falcon_h1": {
+            "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+            "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512, "mamba_d_state": 64, "mamba_n_groups": 1,
+            "mamba_chunk_size": 16, "attention_bias": True,
+        },
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **own[kind])).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.05)
+    return model
+
+
+@pytest.mark.parametrize("name", ["gptq", "nvfp4"])
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_h1"])
+def test_mamba_layers_keep_their_codes(kind, name, tmp_path):
+    """All rows of them: kernels read 32 together, so codes have some behind the last one."""
+    plain = save(state_space(kind), tmp_path, name)
+    source, told = (source_from_dir(tmp_path, dtype=torch.float32, weights=w) for w in (True, False))
+    reasons = {refusal.reason for refusal in source.stored_weights.refusals}
+    of_mamba = {"Mamba reads its weight as a matrix: it is expanded"} if kind == "mamba" else set()
+    assert reasons == {"it is stored plain"} | of_mamba
+    assert [m.module_path for m in told.stored_weights.matches] == [
+        m.module_path for m in source.stored_weights.matches
+    ]
+    layers = [m for m in source.module.modules() if isinstance(m, QuantizedLinear)]
+    assert kind == "mamba" or any(layer.num_rows == 1160 for layer in layers)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        expected, logits = plain(ids).logits, source.module(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
 def test_layers_of_other_sizes_are_read_from_the_files(tmp_path):

@@ -45,7 +45,6 @@ def mamba(config: Any) -> dict[str, Rule]:
     return {
         "ssm_a": Rule(make=a_log, is_bare=True),
         "ssm_d": Rule(is_bare=True),
-        "ssm_dt": Rule(plain="Mamba reads its weight as a matrix"),
     }
 
 

@@ -21,7 +21,6 @@ import torch
 
 from pagebinder.custom_ops.linear.weight_formats import (
     FORMATS,
-    PANEL,
     STORED_FORMATS,
     packed_shapes,
     size_problem,
@@ -31,10 +30,14 @@ from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.gguf.architecture import AS_STORED, Rule
 from pagebinder.frontend.gguf.blocks import BLOCK_KINDS, expanded, packed, widest
 from pagebinder.frontend.gguf.file import NUMBERS, GgufFile, GgufTensor
-from pagebinder.frontend.quantized_module import QuantizedLinear, reason_against_codes
+from pagebinder.frontend.quantized_module import (
+    QuantizedLinear,
+    nothing_to_fill,
+    reason_against_codes,
+    rows_of_codes,
+)
 
 T, R = TypeVar("T"), TypeVar("R")
-HEAD = "lm_head"  # its rows are those of logits, which the engine takes as they come
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class StoredBlocks:
         for path, module in list(model.named_modules()):
             if isinstance(module, torch.nn.Linear) and self.why_plain(path, module) is None:
                 source = self.sources[f"{path}.weight"]
-                model.set_submodule(path, LoadedBlocks(module, source, self.without_weights))
+                model.set_submodule(path, LoadedBlocks(module, path, source, self.without_weights))
 
     def why_plain(self, path: str, module: torch.nn.Module) -> str | None:
         """Why a linear layer has a plain weight; None: it keeps its codes."""
@@ -147,7 +150,7 @@ class StoredBlocks:
         if format is None:
             return f"no kernel reads {kinds}: it is expanded"
         rows, columns = source.shape
-        if problem := _problem((rows if path == HEAD else _whole_panels(rows), columns), format):
+        if problem := _problem((rows_of_codes(path, rows), columns), format):
             return f"{kinds} {problem}: it is expanded"
         return reason_against_codes(path, module)
 
@@ -196,23 +199,15 @@ def _problem(shape: tuple[int, ...], format: str) -> str | None:
     return size_problem(*shape, format)
 
 
-def _whole_panels(rows: int) -> int:
-    return -(-rows // PANEL) * PANEL
-
-
 class LoadedBlocks(torch.nn.Module):
-    """A linear layer whose weight is blocks of a file. `read` comes first, then `finished`.
+    """A linear layer whose weight is blocks of a file. `read` comes first, then `finished`."""
 
-    Kernels read panels of 32 rows: behind the last row come others that nobody looks at.
-    `weight`: what some models of transformers fill at random when a loader has none; it has nothing to fill.
-    """
-
-    def __init__(self, replaced: torch.nn.Linear, source: Source, without_weights: bool):
+    def __init__(self, replaced: torch.nn.Linear, path: str, source: Source, without_weights: bool):
         super().__init__()
         self.source, self.without_weights = source, without_weights
+        self.num_rows = rows_of_codes(path, source.shape[0])
         self.bias = replaced.bias
-        self.__dict__["weight"] = torch.empty(0)
-        self.weight._is_hf_initialized = True
+        self.__dict__["weight"] = nothing_to_fill()
 
     def read(self) -> None:
         format = _format_of_parts(self.source)
@@ -220,26 +215,23 @@ class LoadedBlocks(torch.nn.Module):
 
     def _rows(self) -> np.ndarray | None:
         count, order = self.source.shape[0], self.source.rows()
-        if count % PANEL == 0:
+        if count == self.num_rows:
             return order
         order = np.arange(count) if order is None else order
-        return np.pad(order, (0, _whole_panels(count) - count), mode="edge")
+        return np.pad(order, (0, self.num_rows - count), mode="edge")
 
     def finished(self, path: str) -> tuple[torch.nn.Module, str]:
         """(the module to serve, what to say of it)."""
         format, columns = _format_of_parts(self.source), self.source.columns()
         rows, width = self.source.shape
         if self.without_weights:
-            codes, device = _on_meta((_whole_panels(rows), width), format), torch.device("meta")
+            codes, device = _on_meta((self.num_rows, width), format), torch.device("meta")
         else:
             codes, device = self.__dict__.pop("codes"), torch.device("cpu")
         order = None if columns is None else torch.from_numpy(np.argsort(columns)).to(device)
         kinds = "+".join(dict.fromkeys(self.source.kinds))
-        bias = self.bias
-        if bias is not None and rows % PANEL:
-            padded = torch.nn.functional.pad(bias.detach(), (0, _whole_panels(rows) - rows))
-            bias = torch.nn.Parameter(padded, requires_grad=False)
-        layer = QuantizedLinear(*codes, bias, format, order, rows if rows % PANEL else None)
+        num_rows = None if rows == self.num_rows else rows
+        layer = QuantizedLinear(*codes, self.bias, format, order, num_rows)
         return layer, f"{format}: {kinds} of a GGUF file"
 
 
