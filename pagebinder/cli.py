@@ -36,6 +36,7 @@ from pagebinder.commands.support import (
     fill_closed_streams,
     given_path,
     quiet_third_parties,
+    say_sampling,
     show,
     working,
 )
@@ -313,6 +314,7 @@ def generate(
     )
     if not plain_sampling:
         params = compiled.sampling_params(**sampling)
+        say_sampling(compiled.source.sampling_defaults, sampling)
     print_outputs(engine, prompts, encoder_prompts, params, as_json=as_json)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS, TOKENS
-from pagebinder.custom_ops.linear.weight_formats import num_weights
 from pagebinder.frontend.coded_experts import QuantizedExperts
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.source import ModelSource
@@ -56,11 +55,11 @@ def describe_model(
     report: CompileReport, source: ModelSource, graphs: dict[str, GraphModule], device: torch.device
 ) -> None:
     """What the model is: class, size, dtype, ops of each level."""
-    coded = (m for m in source.module.modules() if isinstance(m, QuantizedLinear | QuantizedExperts))
+    coded = [m for m in source.module.modules() if isinstance(m, QuantizedLinear | QuantizedExperts)]
     pairs = [pair for module in coded for pair in module.coded_weights()]
     parameters = list(source.module.parameters())
     report.model, report.model_class = source.name, type(source.module).__name__
-    report.num_parameters = sum(p.numel() for p in parameters) + sum(num_weights(codes) for codes, _ in pairs)
+    report.num_parameters = sum(p.numel() for p in parameters) + sum(m.num_weights() for m in coded)
     report.weight_bytes = sum(t.nbytes for t in (*parameters, *itertools.chain(*pairs)))
     report.dtype, report.device = str(source.dtype).removeprefix("torch."), str(device)
     report.node_counts = {level: num_ops(gm) for level, gm in graphs.items()}

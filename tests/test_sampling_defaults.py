@@ -161,6 +161,9 @@ def test_the_command_begins_with_them(directory, compiled):
             app, [*arguments, "--prompt-ids", ids, "--max-tokens", "8", "--ignore-eos", "--json", *options]
         )
         assert result.exit_code == 0, result.output
+        told = "temperature 0.6, top_k 20, top_p 0.95, repetition_penalty 1.3, 2 tokens never"
+        told = told.removeprefix("temperature 0.6, ") if "--temperature" in options else told
+        assert (told in " ".join(result.stderr.split())) == ("--plain-sampling" not in options)
         return json.loads(result.stdout)["token_ids"]
 
     engine = compiled.engine(EngineConfig(num_kv_blocks=64))

@@ -24,6 +24,7 @@ from pagebinder.commands.support import (
     compile_dir,
     err,
     given_path,
+    say_sampling,
     working,
 )
 
@@ -152,8 +153,7 @@ def _run(app, listening: socket.socket, shutdown_seconds: int) -> None:
     host, port = listening.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     text = f"serving {app.state.model_name} at {where}/v1 (API: {where}/docs); Ctrl-C stops"
-    if sampling := getattr(app.state, "sampling", ""):
-        err.print(f"where requests do not say, the model's own sampling: {sampling}", soft_wrap=True)
+    say_sampling(getattr(app.state, "sampling", {}), {})
     server = PatientServer(app, shutdown_seconds, on_ready=lambda: err.print(text, soft_wrap=True))
     server.run(sockets=[listening])
     err.print("stopped")

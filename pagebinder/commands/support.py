@@ -10,9 +10,9 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
@@ -170,6 +170,16 @@ def quiet_third_parties() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     if "transformers" in sys.modules:
         sys.modules["transformers"].logging.set_verbosity_error()
+
+
+def say_sampling(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """On stderr: what is sampled with, as the model's makers said, and nobody else."""
+    from pagebinder.sampling_defaults import described
+
+    if taken := {name: value for name, value in defaults.items() if name not in asked}:
+        err.print(
+            f"sampling as the model's makers say, unless asked otherwise: {described(taken)}", soft_wrap=True
+        )
 
 
 def checkpoint_dir(path: Path) -> Path:

@@ -22,6 +22,7 @@ from pagebinder.custom_ops.linear.weight_formats import (
     BLOCK,
     PANEL,
     in_8_bits,
+    num_weights,
     packed_shapes,
     size_problem,
     weight_format,
@@ -270,6 +271,10 @@ class QuantizedExperts:
     def coded_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(codes, scale) of each stack."""
         return [(self._buffers[name + CODES], self._buffers[name + SCALE]) for name in self.formats]
+
+    def num_weights(self) -> int:
+        """That codes stand for."""
+        return sum(num_weights(codes) for codes, _ in self.coded_weights())
 
     def expand(self) -> None:
         """Have plain weights from now on."""

@@ -7,7 +7,7 @@ import torch
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.linear.code_order import PANEL
 from pagebinder.custom_ops.linear.group_scales import plain_scale
-from pagebinder.custom_ops.linear.weight_formats import in_8_bits
+from pagebinder.custom_ops.linear.weight_formats import in_8_bits, num_weights
 from pagebinder.custom_ops.linear.weight_numbers import codes_of_8_bits, dequantize
 
 # Modules whose weight is read as a matrix, not applied: latent attention splits it and multiplies queries with it.
@@ -61,6 +61,11 @@ class QuantizedLinear(torch.nn.Module):
     def coded_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(codes, scale) of each weight."""
         return [(self.codes, self.scale)]
+
+    def num_weights(self) -> int:
+        """That codes stand for, without the rows that nobody looks at."""
+        rows = len(self.codes) * PANEL
+        return num_weights(self.codes) // rows * (rows if self.num_rows is None else self.num_rows)
 
     def weight(self) -> torch.Tensor:
         """The weight [N, K] that the codes stand for, float32."""

@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 
 from pagebinder.config import EngineConfig
 from pagebinder.errors import ConfigError, PagebinderError
-from pagebinder.sampling_defaults import described
 from pagebinder.server.api_key import ApiKey, check_key
 from pagebinder.server.chat import ChatTemplate, stored_template
 from pagebinder.server.completions import Completions, error_json
@@ -77,8 +76,7 @@ def create_app(
             worker.engine.model.tokenizer, chat_template, media, stored_template(compiled.source.path),
             worker.engine.model.eos_token_ids,
         )  # fmt: skip
-        sampling = compiled.source.sampling_defaults if sampling_defaults else {}
-        app.state.sampling = described(sampling)
+        app.state.sampling = sampling = compiled.source.sampling_defaults if sampling_defaults else {}
         _add_completions(app, worker, Completions(worker, name, template, sampling))
     _add_models(app, name)
     _handle_errors(app)
