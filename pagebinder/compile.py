@@ -175,6 +175,7 @@ def compile_source(
         report.notes.append(f"{said} {', '.join(unread)}.")
     if note := source.tensors.note():
         report.notes.append(note)
+    report.notes += source.sampling.notes
     if source.sampling_defaults:
         report.notes.append(
             f"Its makers sample with {described(source.sampling_defaults)}: what `compiled.sampling_params()`, "

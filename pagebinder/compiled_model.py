@@ -178,17 +178,11 @@ class CompiledModel(NotPickled):
 
     def sampling_params(self, **options: Any) -> SamplingParams:
         """`SamplingParams(**options)`, but with what the model's makers said (generation_config.json, a GGUF file) in
-        place of the plain defaults. A logit bias is added to theirs.
+        place of the plain defaults.
 
         Raises RequestError: an unknown option, or a value out of its range.
         """
-        said = dict(self.source.sampling_defaults)
-        if "logit_bias" in said and options.get("logit_bias"):
-            options["logit_bias"] = {
-                **said["logit_bias"],
-                **SamplingParams(logit_bias=options["logit_bias"]).logit_bias,
-            }
-        return SamplingParams(**{**said, **options})
+        return SamplingParams(**{**self.source.sampling_defaults, **options})
 
     def capture(
         self, *, num_kv_blocks: int, max_num_seqs: int = 8, max_num_batched_tokens: int = 512,

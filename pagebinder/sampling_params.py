@@ -20,8 +20,8 @@ MOST_PENALTY = 100.0
 class SamplingParams:
     """How the tokens of one request are chosen.
 
-    Steps, in this order: guide, logit bias, `min_tokens`, repetition penalty, frequency and presence penalty,
-    temperature, top-k, top-p, min-p, one draw.
+    Steps, in this order: guide, `suppress_tokens`, `min_tokens`, logit bias, repetition penalty, frequency and
+    presence penalty, temperature, top-k, top-p, min-p, one draw.
 
     Args:
         max_tokens: tokens to generate at most; None = up to the model's length.
@@ -31,6 +31,7 @@ class SamplingParams:
         repetition_penalty: > 1 makes tokens of the prompt and the output less likely (Keskar et al., 2019).
         frequency_penalty, presence_penalty: taken off a token's logit for each time that it is in the output, and
             once if it is there at all (OpenAI's API); the prompt does not count.
+        suppress_tokens: ids of tokens that are never chosen (where a guide allows no other, they are).
         logit_bias: token id -> what is added to its logit, -100 to 100.
         guide: what the text must look like: `JsonSchema`, `Regex`, `Choice`, `Grammar`, or a function (`guides.py`).
         seed: the same seed gives the same tokens, whatever else runs in the batch.
@@ -50,6 +51,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    suppress_tokens: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     guide: JsonSchema | Regex | Choice | Grammar | Callable[[list[int]], Any] | None = None
     seed: int | None = None
@@ -73,14 +75,14 @@ class SamplingParams:
             check_unicode(text, "stop string")
         check(len(stop) <= MOST_STOP_STRINGS, f"{len(stop):,} stop strings: use {MOST_STOP_STRINGS} at most.")
         object.__setattr__(self, "stop", stop)
-        ids = self.stop_token_ids
-        check(
-            ids is None or isinstance(ids, (list, tuple, set, frozenset)),
-            f"stop_token_ids={ids!r}: use a list.",
-        )
-        ids = tuple(ids or ())
-        check(all(is_int(t) and t >= 0 for t in ids), f"stop_token_ids={ids!r}: use token ids, 0 or more.")
-        object.__setattr__(self, "stop_token_ids", ids)
+        for name in ("stop_token_ids", "suppress_tokens"):
+            ids = getattr(self, name)
+            check(
+                ids is None or isinstance(ids, (list, tuple, set, frozenset)), f"{name}={ids!r}: use a list."
+            )
+            ids = tuple(ids or ())
+            check(all(is_int(t) and t >= 0 for t in ids), f"{name}={ids!r}: use token ids, 0 or more.")
+            object.__setattr__(self, name, ids)
         check(isinstance(self.ignore_eos, bool), f"ignore_eos={self.ignore_eos!r}: use True or False.")
         max_tokens = self.max_tokens
         check(max_tokens is None or (is_int(max_tokens) and max_tokens >= 1),

@@ -11,11 +11,11 @@ from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 import pagebinder
-from pagebinder import CheckpointError, CompileConfig, EngineConfig, RequestError, SamplingParams
+from pagebinder import CompileConfig, EngineConfig, RequestError, SamplingParams
 from pagebinder.cli import app
 from pagebinder.compile import explain_model
 from pagebinder.frontend.model_path import source_from_path
-from pagebinder.sampling_defaults import defaults_of_config, described
+from pagebinder.sampling_defaults import SaidOfSampling, described, said_by_config
 from pagebinder.server import create_app
 from tests.frontend.gguf_files import write_gguf
 from tests.helpers import tiny_llama
@@ -24,6 +24,7 @@ from tests.server.serving import serving
 PROMPT = list(range(5, 25))
 SAID = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 OTHERS = {"suppress_tokens": [3, 7], "repetition_penalty": 1.3}
+VOCAB = 128
 
 
 @pytest.mark.parametrize(
@@ -31,36 +32,54 @@ OTHERS = {"suppress_tokens": [3, 7], "repetition_penalty": 1.3}
     [
         ({}, {}),
         (SAID, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
-        ({"temperature": 0.6, "min_p": 0.1}, {"temperature": 0.6, "min_p": 0.1}),
-        (SAID | {"do_sample": False, "repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+        ({"temperature": 0.6, "min_p": 0.1, "top_k": 20.0}, {"temperature": 0.6, "min_p": 0.1, "top_k": 20}),
+        (
+            SAID | {"do_sample": False, "repetition_penalty": 1.05},
+            {"temperature": 0.0, "repetition_penalty": 1.05},
+        ),
         ({"temperature": None, "top_k": -1, "top_p": 1.0, "repetition_penalty": 1.0}, {}),
-        ({"suppress_tokens": [7], "temperature": 1.0}, {"logit_bias": {7: -100.0}}),
+        ({"suppress_tokens": [7, 5, 500, -1], "temperature": 1.0}, {"suppress_tokens": (5, 7)}),
+        ({"suppress_tokens": torch.tensor([7])}, {"suppress_tokens": (7,)}),
         ({"suppress_tokens": []}, {}),
-    ],
-)
-def test_options_of_a_generation_config(said, expected):
-    assert defaults_of_config(said, "it") == expected
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"temperature": -1},
-        {"top_p": 0},
-        {"top_k": "many"},
-        {"suppress_tokens": 5},
-        {"suppress_tokens": ["a"]},
+        (
+            {"num_beams": 1, "min_length": 0, "guidance_scale": 1.0, "bad_words_ids": None, "max_length": 20},
+            {},
+        ),
     ],
     ids=str,
 )
-def test_values_that_nothing_can_be_sampled_with(said, tmp_path):
-    with pytest.raises(CheckpointError, match=r"generation_config.json says how tokens are sampled: "):
-        defaults_of_config(said, "generation_config.json")
+def test_options_of_a_generation_config(said, expected):
+    assert said_by_config(said, "it", VOCAB) == SaidOfSampling(expected)
+
+
+@pytest.mark.parametrize(
+    ("said", "note"),
+    [
+        ({"temperature": -1}, "it: temperature is left out: temperature=-1: use 0.0"),
+        ({"top_p": 0}, "top_p is left out"),
+        ({"top_k": "many"}, "top_k is left out"),
+        ({"suppress_tokens": 5}, "suppress_tokens is left out"),
+        ({"suppress_tokens": ["a"]}, "suppress_tokens is left out"),
+        ({"suppress_tokens": range(VOCAB)}, "suppress_tokens is left out: no token would be left"),
+        (
+            {"no_repeat_ngram_size": 3, "num_beams": 4},
+            "asks for no_repeat_ngram_size, num_beams, which is not served",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_left_out_is_said(said, note):
+    found = said_by_config(said | {"min_p": 0.5}, "it", VOCAB)
+    assert found.defaults == {"min_p": 0.5}
+    assert len(found.notes) == 1 and note in found.notes[0]
 
 
 def test_they_are_described():
-    said = defaults_of_config(SAID | OTHERS, "it")
-    assert described(said) == "temperature 0.6, top_k 20, top_p 0.95, repetition_penalty 1.3, 2 tokens never"
+    said = said_by_config(SAID | OTHERS, "it", VOCAB)
+    assert (
+        described(said.defaults)
+        == "temperature 0.6, top_k 20, top_p 0.95, repetition_penalty 1.3, 2 tokens never"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +97,12 @@ def compiled(directory):
 
 
 def test_params_begin_with_them(compiled):
-    bias = {3: -100.0, 7: -100.0}
     expected = SamplingParams(
-        temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.3, logit_bias=bias, max_tokens=5
+        temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.3, suppress_tokens=(3, 7), max_tokens=5
     )
     assert compiled.sampling_params(max_tokens=5) == expected
-    greedy = compiled.sampling_params(temperature=0.0, logit_bias={"7": 1.0, 9: 2.0})
-    assert (greedy.temperature, greedy.top_k) == (0.0, 20)
-    assert greedy.logit_bias == {3: -100.0, 7: 1.0, 9: 2.0}
+    greedy = compiled.sampling_params(temperature=0.0, suppress_tokens=())
+    assert (greedy.temperature, greedy.top_k, greedy.suppress_tokens) == (0.0, 20, ())
     with pytest.raises(RequestError, match="warmth"):
         compiled.sampling_params(warmth=3)
 
@@ -128,7 +145,7 @@ def test_gguf_files(tmp_path):
     write_gguf(tmp_path / "model.gguf", "llama", more=more | {"tokenizer.ggml.suppress_tokens": [5]})
     source = source_from_path(tmp_path / "model.gguf", weights=False)
     assert source.sampling_defaults == {
-        "temperature": 0.75, "top_k": 64, "min_p": 0.5, "repetition_penalty": 1.5, "logit_bias": {5: -100.0},
+        "temperature": 0.75, "top_k": 64, "min_p": 0.5, "repetition_penalty": 1.5, "suppress_tokens": (5,),
     }  # fmt: skip
 
 
@@ -176,12 +193,18 @@ def test_the_command_begins_with_them(directory, compiled):
         assert said(*options) == list(engine.generate([PROMPT], params)[0].token_ids)
 
 
-def test_a_wrong_file_is_named(directory, tmp_path):
-    for file in directory.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": "hot"}))
-    with pytest.raises(
-        CheckpointError, match="generation_config.json says how tokens are sampled: temperature"
-    ):
-        source_from_path(tmp_path, weights=False)
+def test_tokens_that_are_never_chosen(compiled):
+    """However far apart logits are, and whatever a bias says; a guide that allows no other gets its way."""
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64))
+    options = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    plain = set(engine.generate([PROMPT], SamplingParams(**options))[0].token_ids)
+    bias = dict.fromkeys(plain, 100.0)
+    params = SamplingParams(**options, suppress_tokens=tuple(plain), logit_bias=bias)
+    assert not plain & set(engine.generate([PROMPT], params)[0].token_ids)
+    guided = SamplingParams(**options, suppress_tokens=(9,), guide=lambda ids: [9])
+    assert set(engine.generate([PROMPT], guided)[0].token_ids) == {9}
+    for ids, said in ((range(VOCAB), "names all tokens"), ([VOCAB], "outside the vocabulary")):
+        with pytest.raises(RequestError, match=said):
+            engine.generate([PROMPT], SamplingParams(suppress_tokens=list(ids)))
+    with pytest.raises(RequestError, match="suppress_tokens="):
+        SamplingParams(suppress_tokens=[-1])

@@ -53,6 +53,7 @@ from pagebinder.runtime.executables.aot_ops import ADAPTERS_FOLDER, load_adapter
 from pagebinder.runtime.executables.program import Program
 from pagebinder.runtime.prompt_rows import PromptRows
 from pagebinder.runtime.saved_tokenizer import FILE_NAME, SavedTokenizer
+from pagebinder.sampling_defaults import SaidOfSampling
 
 logger = logging.getLogger("pagebinder")
 
@@ -299,11 +300,13 @@ def _source(
         key: _named(path / MANIFEST, lambda v=value: from_json(v))
         for key, value in manifest["source"].items()
     }
+    sampling = SaidOfSampling(facts.pop("sampling_defaults", {}))
     tokenizer = path / "tokenizer" / FILE_NAME
     return ModelSource(
         module=torch.nn.ParameterList(t for t in weights.values() if isinstance(t, torch.nn.Parameter)),
         path=checkpoint,
         is_transformers=False,
+        sampling=sampling,
         _tokenizer=SavedTokenizer(tokenizer, manifest.get("truncation_side", "right"))
         if tokenizer.exists()
         else None,

@@ -27,7 +27,7 @@ from pagebinder.frontend.source import (
 )
 from pagebinder.graph_tools import val
 from pagebinder.paths import user_path
-from pagebinder.sampling_defaults import defaults_of_config
+from pagebinder.sampling_defaults import said_by_config
 
 MODEL = "model.onnx"
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -124,8 +124,8 @@ def _facts(module: OnnxDecoder, folder: Path) -> dict[str, Any]:
         "says_length": told is not None,
         "eos_token_ids": frozenset(t for t in eos if 0 <= t < vocab_size),
         "bos_token_id": config.get("bos_token_id") if bos is None else bos,
-        "sampling_defaults": defaults_of_config(
-            read_options(generation, "generation options"), str(generation)
+        "sampling": said_by_config(
+            read_options(generation, "generation options"), str(generation), vocab_size
         ),
     }
 

@@ -31,7 +31,7 @@ from pagebinder.frontend.unsupported import refuse_head
 from pagebinder.frontend.wrappers import is_transformers, said_inside, unwrapped
 from pagebinder.paths import user_path
 from pagebinder.report import PassResult
-from pagebinder.sampling_defaults import defaults_of_config
+from pagebinder.sampling_defaults import SaidOfSampling, said_by_config
 
 DEFAULT_MAX_MODEL_LEN = 2048
 WEIGHT_PATTERNS = ("*.safetensors",)
@@ -69,7 +69,7 @@ class ModelSource:
     Of an encoder-decoder, `encoder` holds the encoder's facts, and the other fields mean its decoder.
     `path`: the directory that it came from. `file`: of a model in one file, which holds its tokenizer, too.
     `stored_weights`: of a checkpoint in 8 or 4 bits, which layers keep its codes, for the report.
-    `sampling_defaults`: arguments of SamplingParams that its makers chose, see `sampling_defaults.py`.
+    `sampling`: what its makers said of it, see `sampling_defaults.py`.
     `tensors`: what a checkpoint lacks, and what it has beyond the model. `other_parts`: configs beside the module's,
     of a model that only holds it and parts that write no text. `says_length`: False if max_model_len is our default.
     """
@@ -85,7 +85,7 @@ class ModelSource:
     encoder: EncoderFacts | None = None
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    sampling: SaidOfSampling = field(default_factory=SaidOfSampling)
     path: Path | None = None
     file: Path | None = None
     config: Any = None
@@ -93,6 +93,11 @@ class ModelSource:
     tensors: CheckpointTensors = field(default_factory=CheckpointTensors)
     other_parts: tuple[str, ...] = ()
     _tokenizer: Any = field(default=None, repr=False)
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Arguments of SamplingParams."""
+        return self.sampling.defaults
 
     @property
     def encoder_only(self) -> bool:
@@ -179,7 +184,6 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         )
     generation = read_options(path / GENERATION, "generation options")
     ends, bos = generation_tokens(path)
-    sampling = defaults_of_config(generation, f"{path / GENERATION}")
     config = _read_config(path, config_dict)
     if not (path / SENTENCE_MODULES).exists():
         for name in (getattr(config, "architectures", None) or ())[:1]:
@@ -190,7 +194,7 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         facts["eos_token_ids"] = frozenset(t for t in ends if 0 <= t < facts["vocab_size"])
     if bos is not None:
         facts["bos_token_id"] = bos
-    facts["sampling_defaults"] = sampling
+    facts["sampling"] = said_by_config(generation, f"{path / GENERATION}", facts["vocab_size"])
     return ModelSource(
         module=module, name=str(path), is_transformers=True, path=path, config=module.config,
         other_parts=other_parts(config), **of_weights, **facts,
@@ -334,15 +338,15 @@ def facts_of(config, module: torch.nn.Module) -> dict[str, Any]:
         **encoder_decoder,
         "eos_token_ids": end_tokens(config, module, vocab_size),
         "bos_token_id": getattr(text, "bos_token_id", None),
-        "sampling_defaults": _sampling_defaults(module),
+        "sampling": _said_of_sampling(module, vocab_size),
     }
 
 
-def _sampling_defaults(module: torch.nn.Module) -> dict[str, Any]:
+def _said_of_sampling(module: torch.nn.Module, vocab_size: int) -> SaidOfSampling:
     said = said_inside(module, "generation_config")
     if said is None:
-        return {}
-    return defaults_of_config(said.to_diff_dict(), f"The generation_config of {type(module).__name__}")
+        return SaidOfSampling()
+    return said_by_config(vars(said), f"The generation_config of {type(module).__name__}", vocab_size)
 
 
 def configured_vocab_size(config) -> int | None:

@@ -26,20 +26,24 @@ _INFINITY_BITS = 0x7F800000  # of float32; the highest bit is the sign
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitEdits:
-    """Of one request. `ends`: tokens that do not come before `params.min_tokens` others, [n] int64."""
+    """Of one request. `ends`: tokens that do not come before `params.min_tokens` others; `never`: those that do not
+    come at all; [n] int64 each."""
 
     params: SamplingParams
     ends: np.ndarray
+    never: np.ndarray
     guide: Guide | None = None
 
     @classmethod
     def of(cls, params: SamplingParams, eos: Collection[int], guide: Guide | None) -> LogitEdits | None:
         """None: the request takes its logits as they are (a repetition penalty is the op's business)."""
         p = params
-        if guide is None and not (p.frequency_penalty or p.presence_penalty or p.logit_bias or p.min_tokens):
+        biases = p.frequency_penalty or p.presence_penalty or p.logit_bias or p.suppress_tokens
+        if guide is None and not (biases or p.min_tokens):
             return None
         ends = {*p.stop_token_ids, *(() if p.ignore_eos else eos)} if p.min_tokens else ()
-        return cls(params, np.array(sorted(ends), np.int64), guide)
+        never = np.unique(np.array(p.suppress_tokens, np.int64))
+        return cls(params, np.array(sorted(ends), np.int64), never, guide)
 
     def apply(self, x_V: torch.Tensor, token_ids: list[int], num_prompt_tokens: int) -> None:
         """Change the logits [V] float32 of the token behind `token_ids` (prompt and output) in place."""
@@ -58,18 +62,20 @@ class LogitEdits:
             _add(x_V, tokens, -(counts * self.params.frequency_penalty + self.params.presence_penalty))
 
     def _drop(self, x_V: torch.Tensor, output: list[int]) -> None:
-        """What the guide does not allow, and ends that would come too early; not all that the guide allows."""
+        """What the guide does not allow, tokens that never come, and ends that would come too early; not all that the
+        guide allows."""
         allowed = None if self.guide is None else self.guide.allowed(output)
         early = self.ends if len(output) < self.params.min_tokens else self.ends[:0]
         if allowed is None:
-            x_V[to_device(early, x_V.device)] = _DROPPED
+            x_V[to_device(np.concatenate((self.never, early)), x_V.device)] = _DROPPED
             return
         dropped = np.ones(len(x_V), bool)
         np.logical_not(allowed[: len(x_V)], out=dropped[: len(allowed)])
-        if len(early):
-            more = dropped.copy()
-            more[early] = True
-            dropped = dropped if more.all() else more
+        for others in (self.never, early):
+            if len(others):
+                more = dropped.copy()
+                more[others] = True
+                dropped = dropped if more.all() else more
         # As upper limits, -inf or inf: a tenth of the time that filling by a mask takes.
         limits = dropped.astype(np.uint32)
         limits <<= 31

@@ -122,7 +122,9 @@ def check_params(params: SamplingParams, tokenizer, vocab_size: int) -> None:
         raise RequestError(f"params must be SamplingParams, not {type(params).__name__}.")
     if params.stop and tokenizer is None:
         raise RequestError("Stop strings need a tokenizer, and the model has none: use stop_token_ids.")
-    for name in ("stop_token_ids", "logit_bias"):
+    if len(set(params.suppress_tokens)) >= vocab_size:
+        raise RequestError("suppress_tokens names all tokens: none would be left.")
+    for name in ("stop_token_ids", "suppress_tokens", "logit_bias"):
         bad = [t for t in getattr(params, name) if t >= vocab_size]
         if bad:
             raise RequestError(f"{name} {bad} are outside the vocabulary of {vocab_size}.")

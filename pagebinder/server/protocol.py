@@ -25,7 +25,7 @@ from pydantic import (
 from pagebinder.config import SamplingParams
 from pagebinder.errors import RequestError
 from pagebinder.guides import Choice, Grammar, JsonSchema, Regex
-from pagebinder.sampling_defaults import BIAS, OF_DRAWING, PENALTY
+from pagebinder.sampling_defaults import OF_DRAWING, PENALTY
 
 # Of one HTTP request: prompts, samples of each, samples of all, log-probabilities of a token.
 MOST_PROMPTS, MOST_SAMPLES, MOST_SAMPLES_OF_ALL, MOST_LOGPROBS = 2048, 128, 4096, 20
@@ -158,13 +158,9 @@ class Sampling(Body):
             raise RequestError(f"{logprobs} log-probabilities a token: ask for {MOST_LOGPROBS} at most.")
         asked = {name: getattr(self, name) for name in (*OF_DRAWING, PENALTY)}
         asked = defaults | {name: value for name, value in asked.items() if value is not None}
-        asked["logit_bias"] = {
-            **defaults.get(BIAS, {}),
-            **SamplingParams(logit_bias=self.logit_bias).logit_bias,
-        }
         return SamplingParams(
             **asked, max_tokens=max_tokens, frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0, guide=self._guide(),
+            presence_penalty=self.presence_penalty or 0.0, logit_bias=self.logit_bias, guide=self._guide(),
             min_tokens=self.min_tokens, seed=self.seed, stop=self.stop or (),
             stop_token_ids=tuple(self.stop_token_ids), ignore_eos=self.ignore_eos, logprobs=logprobs, n=n,
         )  # fmt: skip

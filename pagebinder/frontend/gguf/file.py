@@ -133,7 +133,7 @@ def read_gguf(path: Path) -> GgufFile:
         if other := _contradiction(options, of_part | {"split.no": options.get("split.no")}):
             raise CheckpointError(f"{file} and the part before it say different things of {other}.")
         if of_part.get("split.no", names.index(file.name)) != names.index(file.name):
-            raise CheckpointError(f"{file} says that it is part {of_part['split.no'] + 1} of its model.")
+            raise CheckpointError(f"{file} says that its split.no is {of_part['split.no']!r}.")
         if twice := tensors.keys() & more.keys():
             raise CheckpointError(f"{file} holds {min(twice)}, which a part before it holds, too.")
         options, tensors = of_part | options, tensors | more

@@ -28,6 +28,8 @@ class Options:
         self._read.add(name)
         value = self.file.options.get(self._prefix + name, default)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
+            if len(value) != self.file.options.get(f"{self._prefix}block_count"):
+                self.refuse(name)
             return value[0]
         if isinstance(value, list):
             raise CheckpointError(
@@ -60,7 +62,7 @@ class Options:
     def num_layers(self) -> int:
         """Without those behind them that guess tokens (multi-token prediction)."""
         layers, guessing = self.count("block_count"), self.get("nextn_predict_layers", 0)
-        if not isinstance(guessing, int) or not 0 <= guessing < layers:
+        if type(guessing) is not int or not 0 <= guessing < layers:
             self.refuse("nextn_predict_layers")
         return layers - guessing
 

@@ -28,8 +28,9 @@ def gating(options: Options, otherwise: int) -> int:
     Raises:
         CheckpointError: something else does.
     """
-    kind = options.get("expert_gating_func", 0) or otherwise
-    if kind not in (SOFTMAX, SIGMOID):
+    said = options.get("expert_gating_func", 0)
+    kind = said or otherwise
+    if type(said) is not int or kind not in (SOFTMAX, SIGMOID):
         options.refuse("expert_gating_func")
     return kind
 

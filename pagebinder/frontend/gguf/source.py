@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pagebinder.errors import CheckpointError
+from pagebinder.errors import CheckpointError, ConfigError
 from pagebinder.frontend import stored_loading
 from pagebinder.frontend.checkpoint_tensors import CheckpointTensors
 from pagebinder.frontend.gguf.architecture import architecture_of
@@ -22,7 +22,7 @@ from pagebinder.frontend.gguf.places import sources_of
 from pagebinder.frontend.gguf.tokenizer import end_tokens, tokenizer_of
 from pagebinder.frontend.gguf.weights import StoredBlocks, plain_values, read_all
 from pagebinder.frontend.source import ModelSource, facts_of, source_from_config
-from pagebinder.sampling_defaults import defaults_of_gguf
+from pagebinder.sampling_defaults import said_by_gguf
 
 
 def source_from_gguf(path: Path, *, dtype: torch.dtype | None = None, weights: bool = True) -> ModelSource:
@@ -39,7 +39,10 @@ def source_from_gguf(path: Path, *, dtype: torch.dtype | None = None, weights: b
     dtype = dtype or config.dtype
     if file.tensors["token_embd.weight"].kind not in ("F32", "F16", "BF16"):
         config.tie_word_embeddings = False  # rows are looked up in a plain table, and a head may keep codes
-    module = source_from_config(config, dtype=dtype).module
+    try:
+        module = source_from_config(config, dtype=dtype).module
+    except ConfigError as error:
+        raise CheckpointError(f"{path} describes a model that cannot be built: {error}") from error
     sources = sources_of(file, module)
     stored = StoredBlocks(file, sources.of, without_weights=not weights)
     if weights:
@@ -53,7 +56,7 @@ def source_from_gguf(path: Path, *, dtype: torch.dtype | None = None, weights: b
     facts = facts_of(module.config, module)
     facts["eos_token_ids"] = end_tokens(file)
     facts["bos_token_id"] = file.options.get("tokenizer.ggml.bos_token_id")
-    facts["sampling_defaults"] = defaults_of_gguf(file.options, str(path))
+    facts["sampling"] = said_by_gguf(file.options, str(path), facts["vocab_size"])
     return ModelSource(
         module=module.eval(), name=str(path), is_transformers=True, path=path.parent, file=path, config=module.config,
         stored_weights=result, tensors=CheckpointTensors(left_over=sources.unread), _tokenizer=tokenizer_of(file),
