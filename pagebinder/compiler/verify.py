@@ -31,6 +31,7 @@ from pagebinder.compiler.verify_runs import (
     source_logits,
 )
 from pagebinder.config import CompileConfig
+from pagebinder.custom_ops.linear.weight_numbers import remembering_weights
 from pagebinder.errors import ConfigError, UnrunnableGraphError, VerificationError
 from pagebinder.frontend.capture import name_in_graph
 from pagebinder.frontend.module_copy import copied
@@ -80,7 +81,7 @@ def verify(
     if full:  # first, as a certificate says more exactly what is wrong
         certify_steps(trail)
     for world in worlds(source, report.notes, full=full):
-        with own_kernels_may_refuse(world, config, report):
+        with own_kernels_may_refuse(world, config, report), remembering_weights():
             verify_in_world(trail, world, source, plan, states, sequences, report)
 
 

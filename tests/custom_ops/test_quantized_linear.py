@@ -10,6 +10,7 @@ from pagebinder.custom_ops.activation.gated_activation import gated_activation_r
 from pagebinder.custom_ops.cpu.compiler import cpu_features
 from pagebinder.custom_ops.cpu.provider import has_matrix_tiles
 from pagebinder.custom_ops.latent.small_floats import E2M1_VALUES
+from pagebinder.custom_ops.linear import weight_numbers
 from pagebinder.custom_ops.linear.group_scales import packed_groups, packed_levels
 from pagebinder.custom_ops.linear.weight_formats import (
     FORMATS,
@@ -27,6 +28,7 @@ from pagebinder.custom_ops.linear.weight_numbers import (
     pack_codes,
     quantize,
 )
+from pagebinder.custom_ops.linear.weight_stacks import dequantize_stack
 from pagebinder.custom_ops.providers import OpNeed, registered_providers
 from pagebinder.errors import CompilerNotFoundError
 from tests.tolerances import assert_close
@@ -123,6 +125,22 @@ def test_weights_come_back(name):
     assert torch.equal(quantize(values, name)[0], qweight) or name.startswith(
         "int4"
     )  # values are their own codes
+
+
+def test_weights_are_remembered_only_within(monkeypatch):
+    weights = [torch.randn(32, 128), torch.randn(32, 128)]
+    codes = [quantize(weight, "int4_g64") for weight in weights]
+    expected = [dequantize(*each, "int4_g64") for each in codes]
+    with weight_numbers.remembering_weights():
+        found = [dequantize(*each, "int4_g64") for each in codes]
+        assert all(torch.equal(*pair) for pair in zip(found, expected))
+        assert dequantize(*codes[0], "int4_g64") is found[0]
+        assert dequantize_stack(*codes[0], "int4_g64") is not found[0]  # somebody may write into it
+        assert dequantize(*(each.to("meta") for each in codes[0]), "int4_g64").is_meta
+        monkeypatch.setattr(weight_numbers, "REMEMBERED_BYTES", 0)
+        other = quantize(torch.randn(32, 128), "int4_g64")
+        assert dequantize(*other, "int4_g64") is not dequantize(*other, "int4_g64")
+    assert dequantize(*codes[0], "int4_g64") is not dequantize(*codes[0], "int4_g64")
 
 
 def test_the_option_names_the_formats():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
 import torch
 
 from pagebinder.custom_ops.cpu.huge_pages import advise_huge_pages
@@ -23,10 +27,15 @@ from pagebinder.custom_ops.linear.weight_formats import (
 )
 
 E4M3_MAX, E4M3_SMALLEST_NORMAL = 448.0, 2.0**-6
+REMEMBERED_BYTES = 1 << 28
 SLICE_ELEMENTS = 1 << 24  # of a weight that are quantised at once: what its float32 copies may hold
 # Scales tried for a group of int4, in parts of the one that reaches its largest weight.
 INT4_SHRINKS = (1.0, 0.93, 0.86, 0.79)
 LEAST_EXPONENT = -126  # of a scale: bf16's smallest normal number
+
+_remembered: ContextVar[dict[tuple, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None] = ContextVar(
+    "remembered", default=None
+)
 
 
 def quantize(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,8 +67,33 @@ def empty_codes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return codes
 
 
+@contextlib.contextmanager
+def remembering_weights() -> Iterator[None]:
+    """What `dequantize` makes within is made once, as long as all of it is no more than REMEMBERED_BYTES: graphs that
+    are run again and again, as in verification, compute with the same codes. Nobody may change these or the weights.
+    """
+    token = _remembered.set({})
+    try:
+        yield
+    finally:
+        _remembered.reset(token)
+
+
 def dequantize(qweight: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
     """(packed codes, scale) -> the weight [N, K] that they stand for, in float32, exactly."""
+    known = _remembered.get()
+    if known is None or qweight.is_meta:
+        return _dequantized(qweight, scale, name)
+    key = qweight.data_ptr(), scale.data_ptr(), qweight.shape, name
+    if key not in known:
+        weight = _dequantized(qweight, scale, name)
+        if sum(other.nbytes for *_, other in known.values()) + weight.nbytes > REMEMBERED_BYTES:
+            return weight
+        known[key] = qweight, scale, weight  # which keeps their memory theirs
+    return known[key][-1]
+
+
+def _dequantized(qweight: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
     fmt = weight_format(name)
     if fmt.has_groups:
         codes = UNPACK[fmt.bits](qweight)

@@ -52,7 +52,7 @@ def dequantize_stack(
 ) -> torch.Tensor:
     """(packed codes, scale) -> the weight [N, K], or the stack [E, N, K], rounded to `dtype`."""
     if codes.dim() == 4:
-        return dequantize(codes, scale, name).to(dtype)
+        return dequantize(codes, scale, name).to(dtype, copy=True)
     return torch.stack([dequantize(c, s, name).to(dtype) for c, s in zip(codes, scale, strict=True)])
 
 
