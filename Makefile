@@ -33,9 +33,10 @@ demo: $(READY)
 	$(BIN)/pagebinder demo
 
 # Two processes with one thread each: tiny models do not gain from threads. A file stays with one of them, as what its
-# tests share (compiled models, artefacts) is made once a process.
+# tests share (compiled models, artefacts) is made once a process. In the order of their names: with those that have
+# the fewest tests last, one process would wait for a long one of the other.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 zoo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.run --jobs 2 --write-docs
