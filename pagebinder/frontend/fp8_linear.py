@@ -63,8 +63,7 @@ class LoadedFp8Linear(torch.nn.Module):
         if self.stored.format == "fp8":
             scale = with_rows(scale, count)
         rounded = f", {num_rounded} of {self.weight.numel()} codes below 2^-6 rounded" if num_rounded else ""
-        num_rows = None if count == rows else rows
-        layer = QuantizedLinear(codes, scale, self.bias, self.stored.format, num_rows=num_rows)
+        layer = QuantizedLinear(codes, scale, self.bias, self.stored.format, num_rows=rows)
         return layer, f"{self.stored}{rounded}"
 
     def _reason_against_codes(self, path: str) -> str | None:

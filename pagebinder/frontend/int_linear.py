@@ -69,18 +69,17 @@ class LoadedInts(torch.nn.Module):
             meta = torch.empty_like(self.replaced.weight)
             return self._plain(meta if codes is None else codes.weight(self.replaced.weight.dtype)), reason
         said = f"{format} as stored (quant_method {stored.method})"
-        num_rows = None if shape[0] == rows else rows
         if codes is None:
             of_scale = scale_of_stored(*shape, format)
             parts = (
                 torch.empty(packed_shapes(*shape, format)[0], dtype=torch.uint8, device="meta"),
                 torch.empty(of_scale[0], dtype=of_scale[1], device="meta"),
             )
-            return QuantizedLinear(*parts, self.bias, format, num_rows=num_rows), said
+            return QuantizedLinear(*parts, self.bias, format, num_rows=rows), said
         if codes.order is not None:
             said += ", columns in another order"
         packed = packed_codes(codes.of_rows(shape[0]), format)
-        return QuantizedLinear(*packed, self.bias, format, codes.order, num_rows), said
+        return QuantizedLinear(*packed, self.bias, format, codes.order, rows), said
 
     def _codes(self, path: str) -> Codes:
         tensors = {name: p.detach() for name, p in self.named_parameters(recurse=False) if name != "bias"}

@@ -22,7 +22,7 @@ from pagebinder.frontend.source import (
     WEIGHT_PATTERNS,
     ModelSource,
     as_ids,
-    generation_tokens,
+    generation_options,
     read_options,
 )
 from pagebinder.graph_tools import val
@@ -115,8 +115,7 @@ def _facts(module: OnnxDecoder, folder: Path) -> dict[str, Any]:
         )
     told = next((config[name] for name in LENGTHS if config.get(name)), limit)
     length = told or DEFAULT_MAX_MODEL_LEN
-    eos, bos = generation_tokens(folder)
-    generation = folder / GENERATION
+    eos, bos, generation = generation_options(folder)
     eos = as_ids(config.get("eos_token_id")) if eos is None else eos
     return {
         "vocab_size": vocab_size,
@@ -124,9 +123,7 @@ def _facts(module: OnnxDecoder, folder: Path) -> dict[str, Any]:
         "says_length": told is not None,
         "eos_token_ids": frozenset(t for t in eos if 0 <= t < vocab_size),
         "bos_token_id": config.get("bos_token_id") if bos is None else bos,
-        "sampling": said_by_config(
-            read_options(generation, "generation options"), str(generation), vocab_size
-        ),
+        "sampling": said_by_config(generation, str(folder / GENERATION), vocab_size),
     }
 
 

@@ -21,7 +21,7 @@ class QuantizedLinear(torch.nn.Module):
     Args:
         codes, scale: of `format`, see `weight_formats`.
         order: the column of the weight that each column of the codes belongs to, int64 [K]; None: they are in order.
-        num_rows: N, where codes have more rows (`rows_of_codes`); None: they have N.
+        num_rows: N; codes may have more (`rows_of_codes`). None: they have N.
     """
 
     def __init__(
@@ -34,6 +34,8 @@ class QuantizedLinear(torch.nn.Module):
         num_rows: int | None = None,
     ):
         super().__init__()
+        if num_rows == len(codes) * PANEL:
+            num_rows = None
         self.format, self.num_rows = format, num_rows
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)

@@ -182,8 +182,7 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         raise CheckpointError(
             f"{config_path} holds a {type(config_dict).__name__}, not the options of a model."
         )
-    generation = read_options(path / GENERATION, "generation options")
-    ends, bos = generation_tokens(path)
+    ends, bos, generation = generation_options(path)
     config = _read_config(path, config_dict)
     if not (path / SENTENCE_MODULES).exists():
         for name in (getattr(config, "architectures", None) or ())[:1]:
@@ -457,8 +456,8 @@ def read_options(file: Path, what: str) -> dict:
     return options
 
 
-def generation_tokens(path: Path) -> tuple[frozenset[int] | None, int | None]:
-    """End-of-sequence and begin tokens of generation_config.json, None for what is not said.
+def generation_options(path: Path) -> tuple[frozenset[int] | None, int | None, dict[str, Any]]:
+    """End-of-sequence and begin tokens of generation_config.json, None for what is not said, and all that it says.
 
     As in transformers, a file without eos_token_id says that no token ends a sequence.
     """
@@ -468,4 +467,4 @@ def generation_tokens(path: Path) -> tuple[frozenset[int] | None, int | None]:
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token, int) for token in ids):
         raise CheckpointError(f"{file}: eos_token_id is {eos!r}; it must be a token id or a list of them.")
-    return frozenset(ids) if file.exists() else None, generation.get("bos_token_id")
+    return frozenset(ids) if file.exists() else None, generation.get("bos_token_id"), generation

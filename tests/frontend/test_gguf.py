@@ -50,6 +50,17 @@ def tokens_of_plain(model):
     return found
 
 
+def check_tokens(path, plain, **options):
+    """Those of the plain model, compiled, and saved and loaded again without the file; returns the CompiledModel."""
+    compiled = pagebinder.compile_model(path, CompileConfig(dtype="float32", **options))
+    tokens = tokens_of_plain(plain)
+    assert tokens_of(compiled) == tokens
+    compiled.save(path.parent / "saved")
+    path.unlink()
+    assert tokens_of(pagebinder.load(path.parent / "saved")) == tokens
+    return compiled
+
+
 # ---- blocks ------------------------------------------------------------------------------------------------------
 
 
@@ -166,18 +177,11 @@ def test_every_architecture_has_a_model():
 def test_tokens(name, kinds, tmp_path):
     path = tmp_path / "model.gguf"
     plain = write_gguf(path, name, kinds)
-    compiled = pagebinder.compile_model(
-        path, CompileConfig(dtype="float32", verify="full" if "moe" in name else "off")
-    )
-    tokens = tokens_of_plain(plain)
-    assert tokens_of(compiled) == tokens
+    compiled = check_tokens(path, plain, verify="full" if "moe" in name else "off")
     if name == "qwen3moe":  # each weight of an expert in as many bits as the file has
         experts = compiled.graphs["fused"].graph.nodes
         formats = {node.kwargs["format"] for node in experts if "moe" in str(node.target)}
         assert formats == {f"uint4_g32/{BLOCK_KINDS['Q6_K'].format}"}
-    compiled.save(tmp_path / "saved")
-    path.unlink()
-    assert tokens_of(pagebinder.load(tmp_path / "saved")) == tokens
 
 
 def test_explain_needs_no_weights(tmp_path):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import pagebinder
-from pagebinder import CheckpointError, CompileConfig
+from pagebinder import CheckpointError
 from pagebinder.frontend.model_path import source_from_path
 from tests.frontend.gguf_files import write_gguf
-from tests.frontend.test_gguf import IDS, tokens_of, tokens_of_plain
+from tests.frontend.test_gguf import IDS, check_tokens
 
 
 def config_of(path, name, **options):
@@ -20,12 +19,7 @@ def config_of(path, name, **options):
 def test_tokens(tmp_path):
     path = tmp_path / "model.gguf"
     plain = write_gguf(path, "deepseek2 v3", {"ffn_down": "Q6_K", "attn_k_b": "Q5_0", "": "Q4_K"})
-    compiled = pagebinder.compile_model(path, CompileConfig(dtype="float32"))
-    tokens = tokens_of_plain(plain)
-    assert tokens_of(compiled) == tokens
-    compiled.save(tmp_path / "saved")
-    path.unlink()
-    assert tokens_of(pagebinder.load(tmp_path / "saved")) == tokens
+    check_tokens(path, plain)
 
 
 @pytest.mark.parametrize(

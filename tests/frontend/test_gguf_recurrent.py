@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-import pagebinder
-from pagebinder import CheckpointError, CompileConfig
+from pagebinder import CheckpointError
 from pagebinder.frontend.gguf.file import read_gguf
 from pagebinder.frontend.model_path import source_from_path
 from pagebinder.frontend.small_groups import fit_for_gpu
 from tests.frontend.gguf_files import write_gguf
-from tests.frontend.test_gguf import IDS, edited, tokens_of, tokens_of_plain
+from tests.frontend.test_gguf import IDS, check_tokens, edited
 
 TWO_GROUPS = {"ssm.group_count": 2}
 EIGHT_HEADS = {"ssm.time_step_rank": 8}
@@ -39,12 +38,7 @@ def check_logits(path, plain) -> None:
 def test_tokens(name, kinds, more, options, tmp_path):
     path = tmp_path / "model.gguf"
     plain = write_gguf(path, name, kinds, more=more, **options)
-    compiled = pagebinder.compile_model(path, CompileConfig(dtype="float32"))
-    tokens = tokens_of_plain(plain)
-    assert tokens_of(compiled) == tokens
-    compiled.save(tmp_path / "saved")
-    path.unlink()
-    assert tokens_of(pagebinder.load(tmp_path / "saved")) == tokens
+    check_tokens(path, plain)
 
 
 def test_rows_that_fill_no_panel_keep_their_codes(tmp_path):

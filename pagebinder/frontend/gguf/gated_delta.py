@@ -11,12 +11,14 @@ the rows of q, k, v and z, which transformers has head by head, lie one behind t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from pagebinder.frontend.gguf.architecture import AS_STORED, Architecture, Order, Rule
-from pagebinder.frontend.gguf.options import Options, counts, rope_of
+from pagebinder.frontend.gguf.mixtures import experts
+from pagebinder.frontend.gguf.options import Options, rope_of
 from pagebinder.frontend.gguf.recurrent import a_log
 
 LINEAR = {
@@ -54,16 +56,10 @@ def _config(options: Options) -> dict[str, Any]:
 
 
 def _experts(options: Options) -> dict[str, Any]:
-    count, used = counts(options)
     options.get("feed_forward_length")  # of layers without experts, which there are none of
-    return {
-        "num_experts": count,
-        "num_experts_per_tok": used,
-        "moe_intermediate_size": options.count("expert_feed_forward_length"),
+    return experts(options) | {
         "shared_expert_intermediate_size": options.count("expert_shared_feed_forward_length"),
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     }
 
 
@@ -130,31 +126,20 @@ def _qwen3_next_rules(config: Any) -> dict[str, Rule]:
     }
 
 
+_LINEAR = functools.partial(Architecture, norms_are_one_more=True, turns_parts=True)
+_QWEN3_5 = functools.partial(_LINEAR, names=QWEN3_5, rules=_qwen3_5_rules)
 ARCHITECTURES = {
-    "qwen3next": Architecture(
+    "qwen3next": _LINEAR(
         model_type="qwen3_next",
         config=lambda options: _config(options) | _experts(options),
         own=frozenset({"intermediate_size"}),
         names=QWEN3_NEXT,
         rules=_qwen3_next_rules,
-        norms_are_one_more=True,
-        turns_parts=True,
     ),
-    "qwen35": Architecture(
-        model_type="qwen3_5_text",
-        config=_qwen3_5,
-        names=QWEN3_5,
-        rules=_qwen3_5_rules,
-        norms_are_one_more=True,
-        turns_parts=True,
-    ),
-    "qwen35moe": Architecture(
+    "qwen35": _QWEN3_5(model_type="qwen3_5_text", config=_qwen3_5),
+    "qwen35moe": _QWEN3_5(
         model_type="qwen3_5_moe_text",
         config=lambda options: _qwen3_5(options) | _experts(options),
         own=frozenset({"intermediate_size"}),
-        names=QWEN3_5,
-        rules=_qwen3_5_rules,
-        norms_are_one_more=True,
-        turns_parts=True,
     ),
 }

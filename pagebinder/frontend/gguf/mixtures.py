@@ -11,7 +11,7 @@ from pagebinder.frontend.gguf.options import Options, alternating, biases, count
 SIGMOID = 2  # of llama.cpp's functions of a router's logits
 
 
-def _experts(options: Options) -> dict[str, Any]:
+def experts(options: Options) -> dict[str, Any]:
     count, used = counts(options)
     return {
         "num_experts_per_tok": used,
@@ -48,14 +48,14 @@ def _granitemoe(options: Options) -> dict[str, Any]:
 ARCHITECTURES = {
     "qwen2moe": Architecture(
         model_type="qwen2_moe",
-        config=lambda options: _experts(options) | {
+        config=lambda options: experts(options) | {
             "shared_expert_intermediate_size": options.count("expert_shared_feed_forward_length"),
             "norm_topk_prob": False, "use_sliding_window": False,
         },
     ),
     "qwen3moe": Architecture(
         model_type="qwen3_moe",
-        config=lambda o: _experts(o) | biases(o) | {"norm_topk_prob": True, "use_sliding_window": False},
+        config=lambda o: experts(o) | biases(o) | {"norm_topk_prob": True, "use_sliding_window": False},
     ),
     "gpt-oss": Architecture(
         model_type="gpt_oss", config=_gpt_oss,

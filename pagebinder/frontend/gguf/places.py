@@ -24,8 +24,8 @@ from pagebinder.frontend.gguf.file import FLOATS, NUMBERS, GgufFile, GgufTensor
 from pagebinder.frontend.gguf.options import Options
 from pagebinder.frontend.gguf.weights import Source, weights_of
 
-PARAMETER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")  # llama.cpp gives some weights no ending
 OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+PART = re.compile(r"(.+?)(?:\.(weight|bias))?")  # llama.cpp gives some weights no ending
 ENDINGS = (".weight", ".scale")
 NO_WEIGHTS = frozenset(NUMBERS) - frozenset(FLOATS) | {"Q8_1", "Q8_K"}
 HEAD = "lm_head.weight"
@@ -181,7 +181,7 @@ def _place(name: str, architecture: Architecture, rules: Mapping[str, Rule]) -> 
     layer, part = f"{architecture.base}.layers.{match[1]}", match[2]
     if part in architecture.names and part.endswith(ENDINGS):
         return Place(f"{layer}.{architecture.names[part]}", 0, part)
-    _, part, kind = PARAMETER.fullmatch(name).groups("weight")
+    part, kind = PART.fullmatch(part).groups("weight")
     if part in EXPERTS and part not in architecture.names:
         parameter, number = EXPERTS[part]
         ending = "" if kind == "weight" else "_bias"

@@ -205,7 +205,7 @@ class LoadedBlocks(torch.nn.Module):
     def __init__(self, replaced: torch.nn.Linear, path: str, source: Source, without_weights: bool):
         super().__init__()
         self.source, self.without_weights = source, without_weights
-        self.num_rows = rows_of_codes(path, source.shape[0])
+        self.rows_of_codes = rows_of_codes(path, source.shape[0])
         self.bias = replaced.bias
         self.__dict__["weight"] = nothing_to_fill()
 
@@ -215,23 +215,22 @@ class LoadedBlocks(torch.nn.Module):
 
     def _rows(self) -> np.ndarray | None:
         count, order = self.source.shape[0], self.source.rows()
-        if count == self.num_rows:
+        if count == self.rows_of_codes:
             return order
         order = np.arange(count) if order is None else order
-        return np.pad(order, (0, self.num_rows - count), mode="edge")
+        return np.pad(order, (0, self.rows_of_codes - count), mode="edge")
 
     def finished(self, path: str) -> tuple[torch.nn.Module, str]:
         """(the module to serve, what to say of it)."""
         format, columns = _format_of_parts(self.source), self.source.columns()
         rows, width = self.source.shape
         if self.without_weights:
-            codes, device = _on_meta((self.num_rows, width), format), torch.device("meta")
+            codes, device = _on_meta((self.rows_of_codes, width), format), torch.device("meta")
         else:
             codes, device = self.__dict__.pop("codes"), torch.device("cpu")
         order = None if columns is None else torch.from_numpy(np.argsort(columns)).to(device)
         kinds = "+".join(dict.fromkeys(self.source.kinds))
-        num_rows = None if rows == self.num_rows else rows
-        layer = QuantizedLinear(*codes, self.bias, format, order, num_rows)
+        layer = QuantizedLinear(*codes, self.bias, format, order, rows)
         return layer, f"{format}: {kinds} of a GGUF file"
 
 
