@@ -71,20 +71,6 @@ def copied(self, x):
     return y + 1
 
 
-ALONE = [made, twice, scattered, view_read_before, view_taken_behind, copied]
-
-
-@pytest.mark.parametrize("run", ALONE, ids=lambda run: run.__name__)
-def test_writes_that_nobody_else_sees(run):
-    program, x, expected = exported(run)
-    assert writes(program)
-    write_out_of_place(program.graph)
-    assert not writes(program)
-    program.graph.lint()
-    assert torch.equal(program.module()(x), expected)
-    assert torch.equal(program.run_decompositions({}).module()(x), expected)
-
-
 def view_read_behind(self, x):
     y = x * 2
     flat = y.view(-1)
@@ -96,6 +82,53 @@ def part(self, x):
     y = x * 2
     y[:, 1].add_(1)
     return y
+
+
+def entries_and_slices(self, x):
+    angles = (x[None].expand(3, -1, -1) * 2).sin()
+    first = angles[0]
+    for k in (1, 2):
+        first[..., slice(k, 6, 3)] = angles[k, ..., slice(k, 6, 3)]
+    return torch.cat((first, first), -1) + angles[1:].sum()
+
+
+def what_a_write_returns(self, x):
+    y = x * 2
+    last = y[:, 3].mul_(4)
+    return last + y[:, 2] + y.sum(-1)
+
+
+def parts_of_parts(self, x):
+    y = x * 2
+    left, whole = y[:, :4], y.t()
+    left[1].add_(x[1, 4:])
+    left[:, 1].zero_()
+    y[0] = left[1, 1:].sum()
+    return whole.t() - left.sum() + y
+
+
+def moved_within(self, x):
+    y = x * 2
+    y[1] = y[0].clone()
+    y[:, ::2].copy_(y[:, 1::2])
+    return y
+
+
+ALONE = [
+    made, twice, scattered, view_read_before, view_taken_behind, copied, view_read_behind, part, entries_and_slices,
+    what_a_write_returns, parts_of_parts, moved_within,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", ALONE, ids=lambda run: run.__name__)
+def test_writes_that_nobody_else_sees(run):
+    program, x, expected = exported(run)
+    assert writes(program)
+    write_out_of_place(program.graph)
+    assert not writes(program)
+    program.graph.lint()
+    assert torch.equal(program.module()(x), expected)
+    assert torch.equal(program.run_decompositions({}).module()(x), expected)
 
 
 def input_written(self, x):
@@ -123,7 +156,13 @@ def through_a_view(self, x):
     return y
 
 
-SEEN = [view_read_behind, part, through_a_view, other_name, input_written]
+def written_through_another_shape(self, x):
+    y = x * 2
+    y.view(-1, 4)[:, 0].add_(1)
+    return y
+
+
+SEEN = [through_a_view, other_name, input_written, written_through_another_shape]
 
 
 @pytest.mark.parametrize("run", SEEN, ids=lambda run: run.__name__)
