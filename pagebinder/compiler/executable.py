@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -10,13 +12,14 @@ from pagebinder.compiler.tensorrt import tensorrt_executable
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
 from pagebinder.custom_ops.cpu import compiler
-from pagebinder.custom_ops.library import NAMESPACE, op_info
+from pagebinder.custom_ops.library import NAMESPACE, op_info, overload
 from pagebinder.errors import CompilerNotFoundError, ConfigError
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import CASTS, TORCHS, is_view_op, module_path
 from pagebinder.passes.layer_blocks import place_of
 from pagebinder.passes.op_costs import scenario
 from pagebinder.passes.op_costs_ours import cost_model
+from pagebinder.passes.select_providers import ALWAYS_ON_CPU, LOOPS_ON_CPU
 from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import Executable, NativeExecutable
 from pagebinder.runtime.executables.native import op_calls
@@ -27,6 +30,7 @@ aten = torch.ops.aten
 LIGHT = (
     *CASTS, aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.neg.default, aten.exp.default,
     aten.sigmoid.default, aten.silu.default, aten.softplus.default, aten.clone.default, aten._unsafe_view.default,
+    aten.cat.default, aten.stack.default, aten.repeat.default, aten.repeat_interleave.self_int,
     torch.ops.pagebinder.gated_activation.default,
 )  # fmt: skip
 MOST_SHARE = 2e-3  # see share_of_light_loops
@@ -96,19 +100,45 @@ def _executable_of(graph: GraphModule, config: CompileConfig, report: CompileRep
     return make(graph, config, report)
 
 
+def has_loops(gm: GraphModule) -> bool:
+    """Before providers are chosen: do layers compute by ops of torch what a kernel or a compiler could fuse? For the
+    few around them (tables of angles, say) no kernel is fetched."""
+    norms = {str(overload(NAMESPACE, name)) for name in ALWAYS_ON_CPU}
+    return not norms.issuperset(loops_of_layers(gm))
+
+
+def loops_are_ours(gm: GraphModule, config: CompileConfig) -> bool:
+    """Before providers are chosen, on a CPU: do kernels of ours run the loops of layers? Not where inductor does: it
+    is asked for, or `executable="auto"` comes to it, as there is more than our kernels can do."""
+    if config.executable in ("native", "eager"):
+        return True
+    if config.executable != "auto" or cpu_build.problem() is not None:
+        return False
+    if config.streams == "on" or compiler.problem() is not None:
+        return True
+    share = share_of_light_loops(gm, by_ours=(*ALWAYS_ON_CPU, *LOOPS_ON_CPU))
+    return share is not None and share <= MOST_SHARE
+
+
 def loops_of_layers(gm: GraphModule) -> list[str]:
     """What layers compute by ops of torch, by name, and by ours that dissolve into such: what inductor could fuse.
     Views, sizes, products and a selection of rows (passes/narrow_rows.py) are no loops."""
     return sorted({str(n.target) for n in _ops_of_layers(gm) if _is_loop(n.target)})
 
 
-def share_of_light_loops(gm: GraphModule) -> float | None:
+def share_of_light_loops(gm: GraphModule, by_ours: Iterable[str] = ()) -> float | None:
     """Bytes that loops of layers move for one token over those that the layers' weights stand for: codes must not
-    choose another executable, which would round otherwise. None: some loops are not light."""
+    choose another executable, which would round otherwise. None: some loops are not light.
+
+    `by_ours`: names of ops of ours that are no loops, as they will get kernels.
+    """
+    ours = {overload(NAMESPACE, name) for name in by_ours}
     ops = _ops_of_layers(gm)
-    loops = [n for n in ops if _is_loop(n.target)]
+    loops = [n for n in ops if _is_loop(n.target) and n.target not in ours]
     if not all(n.target in LIGHT for n in loops):
         return None
+    if not loops:
+        return 0.0
     model, step = cost_model(gm, decoded=True), scenario(tokens=1, context=1)
     costs = {n: model.cost(n) for n in ops}
     moved = sum(float(costs[n].activation_bytes.subs(step)) for n in loops)

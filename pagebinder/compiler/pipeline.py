@@ -8,7 +8,7 @@ import os
 import torch
 from torch.fx import GraphModule
 
-from pagebinder.compiler.executable import is_compiled
+from pagebinder.compiler.executable import has_loops, is_compiled, loops_are_ours
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.errors import ConfigError
@@ -31,8 +31,10 @@ from pagebinder.passes.fuse_gated_activation_fp8_quant import fuse_gated_activat
 from pagebinder.passes.fuse_gated_linear import fuse_gated_linear
 from pagebinder.passes.fuse_inverse_rope_linear import fuse_inverse_rope_linear
 from pagebinder.passes.fuse_kv_rope_store import fuse_kv_rope_store
+from pagebinder.passes.fuse_layer_norm import fuse_layer_norm
 from pagebinder.passes.fuse_moe_routing import fuse_moe_routing
 from pagebinder.passes.fuse_norm_linears import fuse_norm_linears
+from pagebinder.passes.fuse_pointwise import fuse_pointwise
 from pagebinder.passes.fuse_q_norm_rope import fuse_q_norm_rope
 from pagebinder.passes.fuse_qk_norm_rope_write import fuse_qk_norm_rope_write
 from pagebinder.passes.fuse_quantized_linear import fuse_quantized_linear
@@ -54,6 +56,7 @@ from pagebinder.passes.quantize_activations import quantize_activations
 from pagebinder.passes.quantize_kv import quantize_kv
 from pagebinder.passes.quantize_weights import quantize_weights
 from pagebinder.passes.select_providers import select_providers, unused_requests
+from pagebinder.passes.share_values import share_values
 from pagebinder.passes.simplify import simplify
 from pagebinder.passes.simplify_views import simplify_views
 from pagebinder.passes.trail import ENCODER, Trail
@@ -70,6 +73,7 @@ RECOGNISERS = (
     simplify,
 )
 PAGE_PASSES = (page_attention, page_cross_attention, page_compressed, page_mla, page_recurrent)
+LOOPS_OF_OURS = (share_values, fuse_layer_norm, fuse_pointwise)
 FP8_QUANT_FUSIONS = (fuse_rms_norm_fp8_quant, fuse_gated_activation_fp8_quant, fuse_attention_fp8_quant)
 
 
@@ -126,11 +130,13 @@ def fuse(
     fused = clone(paged, "fused")
     report.passes += run_passes(fused, _fuse_passes(config, source), after=trail.after("fused"))
     report.passes += run_own_passes(fused, "fused", config.passes, report, trail)
+    if config.fusions and device.type == "cpu" and has_loops(fused):
+        report.passes += run_passes(fused, LOOPS_OF_OURS, after=trail.after("fused"))
     if config.quantization is not None and source.encoder is not None:
         report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
     report.providers = select_providers(
         fused, device=device, requested=config.providers, prepare=source.device.type != "meta",
-        is_compiled=is_compiled(config),
+        is_compiled=not loops_are_ours(fused, config) if device.type == "cpu" else is_compiled(config),
     )  # fmt: skip
     report.notes += unused_requests(config.providers, report.providers)
     trail.add("fused", "select_providers", fused)

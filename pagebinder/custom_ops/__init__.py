@@ -32,7 +32,8 @@ from pagebinder.custom_ops.linear import (
 )
 from pagebinder.custom_ops.mla import mla, paged_mla
 from pagebinder.custom_ops.moe import experts, quantized_experts, routed_experts
-from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
+from pagebinder.custom_ops.norm import layer_norm, q_norm_rope, rms_norm
+from pagebinder.custom_ops.pointwise import pointwise
 from pagebinder.custom_ops.recurrent import diagonal, gated_delta_rule, mlstm, short_conv, ssd, wkv
 from pagebinder.custom_ops.rope import rope
 from pagebinder.custom_ops.sampling import sample_tokens
@@ -55,6 +56,7 @@ __all__ = [
     "indexed",
     "indexer",
     "inverse_rope_grouped",
+    "layer_norm",
     "linear",
     "linears",
     "lookahead",
@@ -66,6 +68,7 @@ __all__ = [
     "paged",
     "paged_compress",
     "paged_mla",
+    "pointwise",
     "q_norm_rope",
     "qk_norm_rope_quantized_write",
     "qk_norm_rope_write",

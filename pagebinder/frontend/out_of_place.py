@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from pagebinder.graph_tools import aten, insert_call, is_composite, operands, set_val
+from pagebinder.graph_tools import aten, insert_call, is_composite, operands
 
 NOTHING: frozenset[Node] = frozenset()
 # A view -> the op that puts such a part back into a copy of the whole; its operands behind the part are the view's.
@@ -131,13 +131,18 @@ def _views_between(made: Node, view: Node) -> list[Node] | None:
 
 
 def _replace(
-    write: _Write, target: torch._ops.OpOverload, order: dict[Node, float], memory: dict[Node, frozenset[Node]]
+    write: _Write,
+    target: torch._ops.OpOverload,
+    order: dict[Node, float],
+    memory: dict[Node, frozenset[Node]],
 ) -> bool:
     """Put new tensors in place of what a write changes; False: one would be another than the write leaves."""
     node, graph = write.node, write.node.graph
     new = [insert_call(graph, node, target, node.args, dict(node.kwargs))]
     for view, whole in zip(write.views[::-1], [*write.views[-2::-1], write.made] if write.views else ()):
-        new.append(insert_call(graph, node, SCATTERS[view.target], (whole, new[-1], *view.args[1:]), view.kwargs))
+        new.append(
+            insert_call(graph, node, SCATTERS[view.target], (whole, new[-1], *view.args[1:]), view.kwargs)
+        )
     part, whole = new[0].meta["val"], new[-1].meta["val"]
     # A write keeps dtype and strides, and an op may choose others.
     if part.dtype != node.meta["val"].dtype or _facts(whole) != _facts(write.made.meta["val"]):

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from pagebinder.custom_ops.layer_state import ENCODER_TOKENS
 from pagebinder.custom_ops.linear.packed_weights import is_coded, plain_shape
 from pagebinder.custom_ops.linear.weight_formats import PANEL, STEP
+from pagebinder.custom_ops.pointwise.program import read_program
 from pagebinder.custom_ops.recurrent.define import RECURRENCES, Recurrence
 from pagebinder.graph_tools import tensors, val
 from pagebinder.passes.lock_facts import operand
@@ -100,9 +101,22 @@ def _rms_norm(model: CostModel, node: Node) -> OpCost:
     return model.moved(node, flops=per_value * model.numel(operand(node, "x")))
 
 
+def _layer_norm(model: CostModel, node: Node) -> OpCost:
+    """Mean, square, sum, scale: 5 per value; the weight, the bias and a residual add one each."""
+    present = sum(operand(node, name) is not None for name in ("weight", "bias"))
+    per_value = 5 + present + ("add_" in node.target._schema.name)
+    return model.moved(node, flops=per_value * model.numel(operand(node, "x")))
+
+
 def _rope(model: CostModel, node: Node) -> OpCost:
     """Two products and a sum per value."""
     return model.moved(node, flops=3 * model.numel(operand(node, "x")))
+
+
+def _pointwise(model: CostModel, node: Node) -> OpCost:
+    """An operation of the program per value, as torch's pointwise ops count."""
+    program = read_program(operand(node, "program"))
+    return model.moved(node, flops=len(program.statements) * model.numel(node))
 
 
 def _qk_norm_rope_write(model: CostModel, node: Node) -> OpCost:
@@ -298,7 +312,10 @@ RULES: dict[str, Callable[[CostModel, Node], OpCost]] = {
     "qk_norm_rope_quantized_write": _qk_norm_rope_write,
     "rms_norm": _rms_norm,
     "add_rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "add_layer_norm": _layer_norm,
     "rope": _rope,
+    "pointwise": _pointwise,
     "gated_activation": _gated_activation,
     "short_conv": _short_conv,
     "paged_short_conv": _short_conv,

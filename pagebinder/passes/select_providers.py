@@ -61,10 +61,11 @@ PLAIN_OPS = (
 # Of activations in e4m3, whose dtype is that of the result.
 FP8_OPS = ("fp8_linear",)
 # A compiler fuses their references with what stands around them; a provider gets them only if it is asked for, or if
-# ops run one by one on a GPU, where each reference is several launches. On a CPU norms are ops of their own: a
-# compiler's loops wait for threads of theirs, see cpu/thread_pool.h.
-ON_REQUEST = ("rms_norm", "add_rms_norm", "rope", "gated_activation")
+# nobody fuses anything: ops run one by one on a GPU, where each reference is several launches, or on a CPU. There norms
+# are ops of their own in any case: a compiler's loops wait for threads of theirs, see cpu/thread_pool.h.
 ALWAYS_ON_CPU = ("rms_norm", "add_rms_norm")
+LOOPS_ON_CPU = ("layer_norm", "add_layer_norm", "rope", "pointwise")
+ON_REQUEST = (*ALWAYS_ON_CPU, *LOOPS_ON_CPU, "gated_activation")
 SELECTABLE = (
     "paged_attention",
     "paged_attention_fp8_quant",
@@ -96,7 +97,7 @@ def select_providers(
     Args:
         requested: op name -> provider name, from CompileConfig.providers.
         prepare: False only plans, and builds or loads nothing (for `explain`).
-        is_compiled: does a compiler fuse what has no provider?
+        is_compiled: does a compiler fuse what has no provider? On a CPU: loops of layers, too.
     Raises:
         ConfigError: `requested` names an op that has no providers.
         ProviderError: a requested provider cannot serve; the message lists the reasons.
@@ -107,7 +108,10 @@ def select_providers(
         raise ConfigError(f"providers: no op {sorted(unknown)}; ops with providers: {known}.")
     choices: dict[OpNeed, ProviderChoice] = {}
     selections = {}
-    always = ALWAYS_ON_CPU if device.type == "cpu" else () if is_compiled else ON_REQUEST
+    if device.type == "cpu":
+        always = ALWAYS_ON_CPU if is_compiled else (*ALWAYS_ON_CPU, *LOOPS_ON_CPU)
+    else:
+        always = () if is_compiled else ON_REQUEST
     for name in (*SELECTABLE, *(op for op in ON_REQUEST if op in requested or op in always)):
         may_stay = name in ON_REQUEST and name not in requested  # with the compiler
         for node in calls(gm.graph, getattr(torch.ops.pagebinder, name).default):
@@ -147,6 +151,8 @@ def _need(name: str, node: Node, device: torch.device) -> OpNeed:
         return OpNeed(op=name, device=device.type, dtype=dtype_name(val(node.args[1])))
     if name in FP8_OPS:
         return OpNeed(op=name, device=device.type, dtype=dtype_name(val(node)))
+    if name == "pointwise":  # of any of its types: each value has its own
+        return OpNeed(op=name, device=device.type, dtype="float32")
     if name in (*LATENT_OPS, *RECURRENT_OPS, *EXPERT_OPS, *PLAIN_OPS, *ON_REQUEST):
         layout = node.kwargs.get("layout", "plain")
         features = frozenset() if layout == "plain" else frozenset((layout,))

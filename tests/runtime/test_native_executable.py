@@ -21,6 +21,7 @@ from pagebinder.compiler.executable import check_executable, loops_of_layers, sh
 from pagebinder.errors import ConfigError
 from pagebinder.graph_tools import attach
 from pagebinder.models import tiny_path, tiny_v4_path
+from pagebinder.passes.select_providers import ALWAYS_ON_CPU, LOOPS_ON_CPU
 from pagebinder.runtime.executables import EagerExecutable, NativeExecutable
 from pagebinder.runtime.executables.native_text import problem_of
 from pagebinder.runtime.graphs.cpu_backend import Recorder
@@ -116,16 +117,28 @@ def test_auto_is_native_where_layers_are_ops_of_ours():
 
 
 def test_auto_is_native_where_little_and_light_is_left(monkeypatch):
-    """A gate of LFM2's convolutions is a product of torch's; its share decides."""
-    model = tiny_model(next(a for a in architectures("causal") if a.name == "lfm2"))
+    """Queries of DeepSeek-V3 are put together by torch, of channels with and without positions; their share decides."""
+    model = tiny_model(next(a for a in architectures("causal") if a.name == "deepseek_v3"))
     config = CompileConfig(block_size=16)
-    share = share_of_light_loops(pagebinder.compile_model(model, config).graphs["fused"])
+    ours = (*ALWAYS_ON_CPU, *LOOPS_ON_CPU)
+    share = share_of_light_loops(pagebinder.compile_model(model, config).graphs["fused"], ours)
     assert 0 < share < 1
     for most, executable in ((share * 1.01, "native"), (share * 0.99, "inductor")):
         monkeypatch.setattr(compile_executable, "MOST_SHARE", most)
-        report = pagebinder.compile_model(model, config).report
-        assert report.executable == executable and "aten.mul.Tensor" in report.executable_why
+        made = pagebinder.compile_model(model, config)
+        loops = loops_of_layers(made.graphs["fused"])
+        assert made.report.executable == executable and "aten.cat.default" in made.report.executable_why
+        # Inductor fuses with it what our kernels do where it is not there.
+        assert ("pagebinder.rope.default" in loops) == (executable == "inductor")
     assert share_of_light_loops(compiled("llama").graphs["paged"]) is None
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gpt_neox", "mamba2", "cohere2", "qwen3_5_text", "bart"])
+def test_loops_of_layers_are_ours(name):
+    """LayerNorm, GELU, RoPE in pairs, gates, decays: nothing waits for a compiler."""
+    model = tiny_model(next(a for a in architectures("causal") if a.name == name))
+    report = pagebinder.compile_model(model, CompileConfig(block_size=16)).report
+    assert report.executable == "native", report.executable_why
 
 
 def test_a_gpu_is_refused():

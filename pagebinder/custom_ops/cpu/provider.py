@@ -28,9 +28,11 @@ from pagebinder.custom_ops.latent import write
 from pagebinder.custom_ops.library import OpInfo, define_schema, library, op_info, overload
 from pagebinder.custom_ops.linear import gated_linear, inverse_rope_grouped, linear, linears, quantized
 from pagebinder.custom_ops.moe import experts, quantized_experts, routed_experts
-from pagebinder.custom_ops.norm import q_norm_rope, rms_norm
+from pagebinder.custom_ops.norm import layer_norm, q_norm_rope, rms_norm
+from pagebinder.custom_ops.pointwise import pointwise
 from pagebinder.custom_ops.providers import OpNeed, Provider, no_kernel_for, register_provider
 from pagebinder.custom_ops.recurrent import gated_delta_rule, short_conv, ssd
+from pagebinder.custom_ops.rope import rope
 from pagebinder.custom_ops.sampling import sample_tokens
 from pagebinder.custom_ops.sparse import indexer, sparse_mla
 from pagebinder.errors import ProviderError
@@ -81,6 +83,8 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         fp8_fused.ADD_RMS_NORM_FP8_QUANT,
         fp8_fused.GATED_ACTIVATION_FP8_QUANT,
     ),
+    "layer_norm": (layer_norm.LAYER_NORM, layer_norm.ADD_LAYER_NORM),
+    "pointwise": (pointwise.POINTWISE,),
     "recurrent": (
         short_conv.PAGED_SHORT_CONV,
         gated_delta_rule.PAGED_GATED_DELTA_RULE,
@@ -94,6 +98,7 @@ _PARTS: dict[str, tuple[OpInfo, ...]] = {
         quantized_experts.QUANTIZED_MOE_ROUTED_EXPERTS,
     ),
     "relative": (relative.PAGED_RELATIVE_ATTENTION,),
+    "rope": (rope.ROPE,),
     "sampling": (sample_tokens.SAMPLE_TOKENS,),
     "unified": (unified.UNIFIED_ATTENTION, unified.ATTENTION_PART, merge_states.MERGE_ATTENTION_STATES),
 }
