@@ -60,6 +60,7 @@ from pagebinder.passes.share_values import share_values
 from pagebinder.passes.simplify import simplify
 from pagebinder.passes.simplify_views import simplify_views
 from pagebinder.passes.trail import ENCODER, Trail
+from pagebinder.passes.turn_weights import turn_weights
 from pagebinder.paths import user_path
 from pagebinder.report import CompileReport, PassResult
 
@@ -152,7 +153,7 @@ def _fuse_passes(config: CompileConfig, source: ModelSource) -> tuple:
     around_rope = (fuse_kv_rope_store, fuse_q_norm_rope, fuse_inverse_rope_linear, fuse_qk_norm_rope_write)
     around_linears = (place_linears, fuse_gated_linear, merge_linears)
     routing = functools.partial(fuse_moe_routing, requested=config.providers)
-    cleaning = (fuse_add_rms_norm, place_constants, simplify)
+    cleaning = (fuse_add_rms_norm, place_constants, simplify, turn_weights)
     fusions = (*around_rope, *cleaning, *quantization, *around_linears, routing, *cascade)
     before_layers = (fuse_norm_linears,) if _fuses_norms(config, source) else ()
     # Last, as fusions look through views, and through the last layer, as the model wrote them.
