@@ -33,15 +33,18 @@ FAMILIES = {
     "starcoder2": dict(num_key_value_heads=4),
     "glm4": dict(num_key_value_heads=4, head_dim=64),
     "deepseek_v3": dict(
-        moe_intermediate_size=512, n_routed_experts=16, num_experts_per_tok=4, n_group=1, topk_group=1, q_lora_rank=384,
-        kv_lora_rank=256, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64, first_k_dense_replace=1,
+        moe_intermediate_size=512, n_routed_experts=16, num_experts_per_tok=4, n_group=1, topk_group=1,
+        q_lora_rank=384, kv_lora_rank=256, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64,
+        first_k_dense_replace=1,
     ),
     "mamba2": dict(head_dim=64, num_heads=32, state_size=128, n_groups=1),
     "qwen3_5_text": dict(
         num_key_value_heads=4, head_dim=64, linear_num_key_heads=16, linear_num_value_heads=16,
         linear_key_head_dim=64, linear_value_head_dim=64,
     ),
-    "gemma3n_text": dict(num_key_value_heads=4, head_dim=64, num_kv_shared_layers=0, vocab_size_per_layer_input=VOCAB_SIZE),
+    "gemma3n_text": dict(
+        num_key_value_heads=4, head_dim=64, num_kv_shared_layers=0, vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
 }  # fmt: skip
 
 

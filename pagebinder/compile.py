@@ -19,9 +19,17 @@ from pagebinder.collector import collector_paused
 from pagebinder.compiled_model import CompiledModel
 from pagebinder.compiler.checks import bounded, longest, unexplained
 from pagebinder.compiler.executable import check_executable, executable_of
-from pagebinder.compiler.kernels import start_by_config, start_by_source
+from pagebinder.compiler.kernels import start_by_config, start_by_graph, start_by_source
 from pagebinder.compiler.lock import expected_plan, settle_lock
-from pagebinder.compiler.pipeline import fuse, of_encoder, page, quantizes_kv, recognise, store_kv
+from pagebinder.compiler.pipeline import (
+    fuse,
+    fuse_encoder,
+    of_encoder,
+    page,
+    quantizes_kv,
+    recognise,
+    store_kv,
+)
 from pagebinder.compiler.probe import can_probe, probe
 from pagebinder.compiler.tensorrt import check_can_build, note_partitions
 from pagebinder.compiler.verify import check_can_verify, verify
@@ -204,6 +212,7 @@ def compile_source(
         trail.add("captured", "capture", captured)
     with stage("recognise"):
         semantic = recognise(captured, encoder, config, report, trail)
+        start_by_graph(semantic, source)
     with stage("audit"):
         refused = unexplained(semantic, encoder, source, config, report, max_model_len)
         as_written = not any(result.changes_numbers and result.changed for result in report.passes)
@@ -221,6 +230,8 @@ def compile_source(
     device = torch.device("cpu") if source.device.type == "meta" else source.device
     with stage("fuse"):
         fused = fuse(paged, source, device, config, report, trail)
+        if encoder is not None:
+            fuse_encoder(encoder, source, device, config, report, trail)
     if config.verify != "off":
         with stage("verify"):
             verify(trail, source, plan, states, config, report, refused)

@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 
 from pagebinder.compiled_encoder import CompiledEncoder
 from pagebinder.compiler.checks import bounded, unexplained
-from pagebinder.compiler.executable import check_executable, executable_of, is_compiled
-from pagebinder.compiler.pipeline import RECOGNISERS
+from pagebinder.compiler.executable import check_executable, executable_of
+from pagebinder.compiler.pipeline import RECOGNISERS, fuse_loops
 from pagebinder.compiler.verify_encoder import verify_encoder
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.cpu import build as cpu_build
@@ -95,12 +95,14 @@ def compile_encoder(
         passes = (pack_attention, simplify)
         report.passes += run_passes(packed, passes, after=trail.after("packed", chain=ENCODER))
         report.passes += run_own_passes(packed, "packed", config.passes, report, trail, chain=ENCODER)
+        results, compiled = fuse_loops(packed, device, config, trail.after("packed", chain=ENCODER))
+        report.passes += results
         report.providers = select_providers(
             packed,
             device=device,
             requested=config.providers,
             prepare=not on_meta,
-            is_compiled=is_compiled(config),
+            is_compiled=compiled,
         )
         report.notes += unused_requests(config.providers, report.providers)
         trail.add("packed", "select_providers", packed, chain=ENCODER)

@@ -10,16 +10,24 @@ import json
 from pathlib import Path
 
 import torch
+from torch.fx import GraphModule
 
 from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.custom_ops.cpu import build as cpu_build
+from pagebinder.custom_ops.cpu import provider as cpu_provider
 from pagebinder.custom_ops.cpu.parts import ELEMENT_PARTS
+from pagebinder.custom_ops.library import is_our_op
 from pagebinder.frontend.leaves import LEAVES
 from pagebinder.frontend.lookahead import kinds_that_see_on
 from pagebinder.frontend.position_bias import is_known as has_distance_bias
 from pagebinder.frontend.source import ModelSource
+from pagebinder.graph_tools import aten, calls
 
+# What no larger op of ours takes in: where layers have such, they are computed by pointwise programs.
+FUNCTIONS = {
+    aten.gelu.default, aten.tanh.default, aten.exp.default, aten.softplus.default, aten.silu.default,
+}  # fmt: skip
 LATENT_OPS = {
     torch.ops.pagebinder.compress.default,
     torch.ops.pagebinder.mla_attention.default,
@@ -45,6 +53,25 @@ def start_by_config(directory: Path, config: CompileConfig) -> None:
 def start_by_source(source: ModelSource, config: CompileConfig) -> None:
     """Begin all that the graph will ask for, as far as that shows before it is there."""
     for part in _parts(source, config):
+        cpu_build.start_build(part)
+
+
+def start_by_graph(semantic: GraphModule, source: ModelSource) -> None:
+    """Begin what shows in the graph: recurrences, experts, and loops that ours take (passes/fuse_pointwise.py)."""
+    if source.device.type != "cpu":
+        return
+    targets = {n.target for n in semantic.graph.nodes if n.op == "call_function"}
+    names = {t._opname for t in targets if is_our_op(t)}
+    parts = {part for name in names for op in (name, f"paged_{name}") for part in cpu_provider.parts_of(op)}
+    parts &= {"recurrent", "moe"}
+    if aten.layer_norm.default in targets:
+        parts |= {"layer_norm", "pointwise"}
+    if targets & FUNCTIONS:
+        parts.add("pointwise")
+    styles = {n.kwargs.get("style") for n in calls(semantic.graph, torch.ops.pagebinder.rope.default)}
+    if styles - {"half"}:
+        parts.add("rope")
+    for part in sorted(parts):
         cpu_build.start_build(part)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 
 import torch
 from torch.fx import GraphModule
@@ -131,17 +132,43 @@ def fuse(
     fused = clone(paged, "fused")
     report.passes += run_passes(fused, _fuse_passes(config, source), after=trail.after("fused"))
     report.passes += run_own_passes(fused, "fused", config.passes, report, trail)
-    if config.fusions and device.type == "cpu" and has_loops(fused):
-        report.passes += run_passes(fused, LOOPS_OF_OURS, after=trail.after("fused"))
+    results, compiled = fuse_loops(fused, device, config, trail.after("fused"))
+    report.passes += results
     if config.quantization is not None and source.encoder is not None:
         report.notes.append(f"quantization={config.quantization}: the encoder keeps its weights")
     report.providers = select_providers(
         fused, device=device, requested=config.providers, prepare=source.device.type != "meta",
-        is_compiled=not loops_are_ours(fused, config) if device.type == "cpu" else is_compiled(config),
+        is_compiled=compiled,
     )  # fmt: skip
     report.notes += unused_requests(config.providers, report.providers)
     trail.add("fused", "select_providers", fused)
     return fused
+
+
+def fuse_encoder(
+    encoder: GraphModule, source: ModelSource, device: torch.device, config: CompileConfig, report: CompileReport,
+    trail: Trail,
+) -> None:  # fmt: skip
+    """Of a model that also decodes, in place: the loops of its layers, and kernels for them."""
+    results, compiled = fuse_loops(encoder, device, config, trail.after("encoder", chain=ENCODER))
+    report.passes += [of_encoder(result) for result in results]
+    if device.type == "cpu":
+        report.providers += select_providers(
+            encoder, device=device, requested=config.providers, prepare=source.device.type != "meta",
+            is_compiled=compiled,
+        )  # fmt: skip
+        trail.add("encoder", "select_providers", encoder, chain=ENCODER)
+
+
+def fuse_loops(
+    gm: GraphModule, device: torch.device, config: CompileConfig, after: Callable[[PassResult, GraphModule], None]
+) -> tuple[list[PassResult], bool]:  # fmt: skip
+    """On a CPU, what layers compute by ops of torch becomes ops of ours, in place; the passes' results, and whether a
+    compiler fuses what is left, with those."""
+    if device.type != "cpu":
+        return [], is_compiled(config)
+    results = run_passes(gm, LOOPS_OF_OURS, after=after) if config.fusions and has_loops(gm) else []
+    return results, not loops_are_ours(gm, config)
 
 
 def _fuse_passes(config: CompileConfig, source: ModelSource) -> tuple:

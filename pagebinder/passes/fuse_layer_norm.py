@@ -7,7 +7,8 @@ Replaces with:
     y = layer_norm(x, weight, bias, eps)
     y, h = add_layer_norm(x, residual, weight, bias, eps)
 
-On a CPU: a compiler fuses torch's own with what stands around it elsewhere. A norm over several dimensions is torch's.
+On a CPU: elsewhere a compiler fuses torch's own with what stands around it. A norm over several dimensions stays with
+torch.
 """
 
 from __future__ import annotations

@@ -36,11 +36,13 @@ MOST_STATEMENTS, MOST_INPUTS = (
 Step = tuple[str, tuple]  # operation and operands: nodes, numbers, or how many steps back
 
 _UNARY = {
-    aten.abs.default: "abs", aten.clone.default: "copy", aten.contiguous.default: "copy", aten.exp.default: "exp",
-    aten.expm1.default: "expm1", aten.floor.default: "floor", aten.log.default: "log", aten.log1p.default: "log1p",
-    aten.log_sigmoid.default: "log_sigmoid", aten.neg.default: "neg", aten.reciprocal.default: "reciprocal",
-    aten.relu.default: "relu", aten.rsqrt.default: "rsqrt", aten.sigmoid.default: "sigmoid", aten.silu.default: "silu",
-    aten.sqrt.default: "sqrt", aten.square.default: "square", aten.tanh.default: "tanh",
+    aten.abs.default: "abs", aten.clone.default: "copy", aten.contiguous.default: "copy",
+    aten.exp.default: "exp", aten.expm1.default: "expm1", aten.floor.default: "floor",
+    aten.log.default: "log", aten.log1p.default: "log1p",
+    aten.log_sigmoid.default: "log_sigmoid", aten.neg.default: "neg",
+    aten.reciprocal.default: "reciprocal",
+    aten.relu.default: "relu", aten.rsqrt.default: "rsqrt", aten.sigmoid.default: "sigmoid",
+    aten.silu.default: "silu", aten.sqrt.default: "sqrt", aten.square.default: "square", aten.tanh.default: "tanh",
 }  # fmt: skip
 _BINARY = {
     aten.add.Tensor: "add", aten.add.Scalar: "add", aten.sub.Tensor: "sub", aten.sub.Scalar: "sub",
@@ -89,7 +91,9 @@ def steps_of(node: Node) -> list[Step] | None:
     if steps is None or not node.all_input_nodes:
         return None
     operands = [o for _, read in steps for o in read]
-    if any(isinstance(o, float) and math.isnan(o) or not isinstance(o, (Node, float, int)) for o in operands):
+    if any(
+        (isinstance(o, float) and math.isnan(o)) or not isinstance(o, (Node, float, int)) for o in operands
+    ):
         return None
     made = tensors(node)[0]
     others = [n for n in node.all_input_nodes if tensors(n)[0].dim() == 0]

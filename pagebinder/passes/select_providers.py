@@ -61,8 +61,8 @@ PLAIN_OPS = (
 # Of activations in e4m3, whose dtype is that of the result.
 FP8_OPS = ("fp8_linear",)
 # A compiler fuses their references with what stands around them; a provider gets them only if it is asked for, or if
-# nobody fuses anything: ops run one by one on a GPU, where each reference is several launches, or on a CPU. There norms
-# are ops of their own in any case: a compiler's loops wait for threads of theirs, see cpu/thread_pool.h.
+# nobody fuses anything: ops run one by one on a GPU, where each reference is several launches, or on a CPU. There
+# norms are ops of their own in any case: a compiler's loops wait for threads of theirs, see cpu/thread_pool.h.
 ALWAYS_ON_CPU = ("rms_norm", "add_rms_norm")
 LOOPS_ON_CPU = ("layer_norm", "add_layer_norm", "rope", "pointwise")
 ON_REQUEST = (*ALWAYS_ON_CPU, *LOOPS_ON_CPU, "gated_activation")

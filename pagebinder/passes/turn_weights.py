@@ -14,7 +14,16 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import aten, calls, describe, finish, insert_call, insert_derived, source_line, val
+from pagebinder.graph_tools import (
+    aten,
+    calls,
+    describe,
+    finish,
+    insert_call,
+    insert_derived,
+    source_line,
+    val,
+)
 from pagebinder.passes.place_linears import GRAIN
 from pagebinder.report import Match, PassResult, Refusal
 

@@ -27,7 +27,7 @@ def values(shape, dtype, seed: int) -> torch.Tensor:
 
 
 def assert_near(ours: torch.Tensor, exact: torch.Tensor) -> None:
-    """float32 but for the order of the sums; of 16 bits nearly all results have the same bits, the others the next."""
+    """float32 but for the order of the sums; of 16 bits nearly all have the same bits, the others the next."""
     assert ours.dtype == exact.dtype and ours.shape == exact.shape and ours.is_contiguous()
     rtol = {torch.float32: 3e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[ours.dtype]
     torch.testing.assert_close(ours, exact, rtol=rtol, atol=4e-6 if ours.dtype is torch.float32 else 1e-3)

@@ -117,7 +117,7 @@ def test_auto_is_native_where_layers_are_ops_of_ours():
 
 
 def test_auto_is_native_where_little_and_light_is_left(monkeypatch):
-    """Queries of DeepSeek-V3 are put together by torch, of channels with and without positions; their share decides."""
+    """Queries of DeepSeek-V3 are put together by torch, of channels with and without positions: their share tells."""
     model = tiny_model(next(a for a in architectures("causal") if a.name == "deepseek_v3"))
     config = CompileConfig(block_size=16)
     ours = (*ALWAYS_ON_CPU, *LOOPS_ON_CPU)
