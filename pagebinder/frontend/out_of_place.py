@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from pagebinder.graph_tools import aten, insert_call, is_composite, operands
+from pagebinder.graph_tools import aten, insert_call, is_call, is_composite, operands
 
 NOTHING: frozenset[Node] = frozenset()
 # A view -> the op that puts such a part back into a copy of the whole; its operands behind the part are the view's.
@@ -48,6 +48,8 @@ def _memory(node: Node, memory: dict[Node, frozenset[Node]]) -> frozenset[Node]:
         return NOTHING  # of sizes
     if _makes(node):
         return frozenset({node})
+    if _is_its_operand(node):
+        return memory[node.args[0]]
     composite = is_composite(node.target)
     shared = (n for argument, n in operands(node) if composite or argument.alias_info is not None)
     return frozenset({node} if composite else ()).union(*(memory[n] for n in shared))
@@ -60,6 +62,18 @@ def _makes(node: Node) -> bool:
     if node.target in NEW:
         return True
     return not is_composite(node.target) and all(r.alias_info is None for r in node.target._schema.returns)
+
+
+def _is_its_operand(node: Node) -> bool:
+    """Is a call a cast to the dtype that is there, which gives the very tensor?"""
+    if (
+        not is_call(node, aten.to.dtype, aten.type_as.default)
+        or any(a is True for a in node.args)
+        or node.kwargs
+    ):
+        return False
+    x, y = node.args[0].meta["val"], node.meta["val"]
+    return x.dtype is y.dtype and x.device == y.device
 
 
 def _out_of_place(node: Node) -> torch._ops.OpOverload | None:
@@ -102,12 +116,16 @@ def _write_of(node: Node, order: dict[Node, float], memory: dict[Node, frozenset
         if any(u is not made and u.args[1:] == (index,) for u in parent.users):
             return None
     views = _views_between(made, base)
-    if views is None or any(v.target not in SCATTERS for v in views):
+    if views is None:
         return None
+    if any(
+        v.target not in SCATTERS and not _is_its_operand(v) for v in views
+    ):  # right if nobody knows the memory by another name
+        made, views = base, []
     stale: dict[Node, None] = {}
     for other, places in memory.items():  # in the order of the graph
         behind = any(order[u] > order[node] for u in other.users) or (other is base and node.users)
-        if other is made or made not in places or not behind:
+        if other is made or not memory[made] & places or not behind:
             continue
         taken = _views_between(made, other)
         if taken is None:
@@ -120,10 +138,13 @@ def _views_between(made: Node, view: Node) -> list[Node] | None:
     """The calls that take `view` of `made`, one of the other; None: not by views of one tensor each."""
     found: list[Node] = []
     while view is not made:
-        shared = [n for argument, n in operands(view) if argument.alias_info is not None]
         if view.op != "call_function" or not isinstance(view.target, torch._ops.OpOverload):
             return None
-        if is_composite(view.target) or view.target._schema.is_mutable or shared != [view.args[0]]:
+        shared = [n for argument, n in operands(view) if argument.alias_info is not None]
+        is_view = not (is_composite(view.target) or view.target._schema.is_mutable) and shared == [
+            view.args[0]
+        ]
+        if not is_view and not _is_its_operand(view):
             return None
         found.append(view)
         view = view.args[0]
@@ -140,6 +161,8 @@ def _replace(
     node, graph = write.node, write.node.graph
     new = [insert_call(graph, node, target, node.args, dict(node.kwargs))]
     for view, whole in zip(write.views[::-1], [*write.views[-2::-1], write.made] if write.views else ()):
+        if view.target not in SCATTERS:  # the whole, under another name
+            continue
         new.append(
             insert_call(graph, node, SCATTERS[view.target], (whole, new[-1], *view.args[1:]), view.kwargs)
         )
@@ -168,8 +191,10 @@ def _replace(
 
 
 def _facts(tensor: torch.Tensor) -> tuple:
-    """dtype, device, sizes and strides, symbols by their expression."""
-    layout = [
-        str(n.node.expr) if isinstance(n, torch.SymInt) else str(n) for n in (*tensor.shape, *tensor.stride())
-    ]
-    return tensor.dtype, tensor.device, layout
+    """dtype, device, sizes and strides, symbols by their expression; nobody steps along a dimension of one element."""
+    sizes, strides = ([_written(n) for n in numbers] for numbers in (tensor.shape, tensor.stride()))
+    return tensor.dtype, tensor.device, sizes, [s for n, s in zip(sizes, strides) if n != "1"]
+
+
+def _written(number: int | torch.SymInt) -> str:
+    return str(number.node.expr) if isinstance(number, torch.SymInt) else str(number)
