@@ -137,6 +137,60 @@ def test_forms_are_recognised_and_keep_every_bit(form):
         assert torch.equal(run(before, num_tokens), run(after, num_tokens))
 
 
+BACK = {
+    "half": lambda y: torch.cat((y[..., HALF:], -y[..., :HALF]), -1),
+    "every_two": lambda y: torch.stack((y[..., 1::2], -y[..., ::2]), dim=-1).flatten(-2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("style", BACK)
+def test_the_other_half_negated_turns_back(style, dtype):
+    """As nanochat."""
+
+    def body(x, positions):
+        a = angles(positions)
+        return x * a.cos().to(x.dtype) + BACK[style](x) * a.sin().to(x.dtype)
+
+    before, after, result = recognised(body, dtype)
+    assert [m.detail for m in result.matches] == [f"style={style}, dim=16"] and not result.refusals
+    assert count(after, torch.ops.aten.neg.default) == 1  # of the table
+    for num_tokens in (1, 5, 40):
+        assert torch.equal(run(before, num_tokens), run(after, num_tokens))
+
+
+WIDENED = {
+    "behind": lambda x, turned: (x.float(), turned(x).float()),  # as ERNIE 4.5
+    "before, each by itself": lambda x, turned: (x.float(), turned(x.float())),  # as ModernBERT's decoder
+    "before": lambda x, turned: ((wide := x.float()), turned(wide)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widened", WIDENED)
+@pytest.mark.parametrize("rotate", [rotate_half, rotate_interleaved])
+def test_values_widened_before_or_behind_the_turn(widened, rotate, dtype):
+    def body(x, positions):
+        a = angles(positions)
+        value, turned = WIDENED[widened](x, rotate)
+        return (value * a.cos() + turned * a.sin()).to(x.dtype)
+
+    before, after, result = recognised(body, dtype)
+    assert len(result.matches) == 1 and not result.refusals
+    for num_tokens in (1, 5, 40):
+        assert torch.equal(run(before, num_tokens), run(after, num_tokens))
+
+
+def test_values_that_lose_bits_are_not_widened():
+    def body(x, positions):
+        a = angles(positions)
+        return x * a.cos() + rotate_half(x).bfloat16() * a.sin()
+
+    before, after, result = recognised(body)
+    assert not result.matches and len(result.refusals) == 2
+    assert torch.equal(run(before, 40), run(after, 40))
+
+
 def test_tables_rounded_to_the_model_dtype():
     def body(x, positions):
         a = angles(positions)
@@ -188,10 +242,6 @@ NEAR_MISSES = {
     "chunked with one part swapped": (
         lambda x, p: two_parts(x, p, lambda a, b, cos, sin: (a * cos - b * sin, b * sin + a * cos)),
         "second part",
-    ),
-    "the sign on the other half": (
-        lambda x, p: rope(lambda y: torch.cat((y[..., HALF:], -y[..., :HALF]), -1), x, p),
-        "not the half-split",
     ),
     "halves not swapped": (
         lambda x, p: rope(lambda y: torch.cat((-y[..., :HALF], y[..., HALF:]), -1), x, p),

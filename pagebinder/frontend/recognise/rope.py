@@ -3,7 +3,8 @@
 (The style written with complex numbers is in complex_rope.py, which this pass calls.)
 
 Matches:
-    x * cos + turned(x) * sin                turned: cat(-x[D/2:], x[:D/2]), or stack(-x[1::2], x[::2]).flatten
+    x * cos + turned(x) * sin                turned: cat(-x[D/2:], x[:D/2]), or stack(-x[1::2], x[::2]).flatten;
+                                             the other half negated turns the other way: sin becomes -sin
     cat(a * cos - b * sin, b * cos + a * sin)        or stack; a, b: halves of x, or even and odd channels
 Replaces with:
     pagebinder.rope(x, cos, sin, style="half" | "every_two" | "chunked" | "interleaved" | "deinterleaved")
@@ -13,6 +14,7 @@ cos and sin: cosine and sine of positions, or tables of them looked up by positi
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +29,18 @@ from pagebinder.frontend.recognise.rope_parts import (
     reason_against_tables,
     table_users,
 )
-from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, is_call, source_line, val
+from pagebinder.graph_tools import (
+    CASTS,
+    arg,
+    aten,
+    calls,
+    describe,
+    finish,
+    insert_call,
+    is_call,
+    source_line,
+    val,
+)
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "rope"
@@ -48,6 +61,7 @@ class _Rotation:
     style: str
     output: Node
     products: tuple[Node, ...]
+    turns_back: bool = False
 
 
 class _NotARotation(Exception):
@@ -85,11 +99,14 @@ def recognise_rope(gm: GraphModule) -> PassResult:
 
 
 def _rewrite(gm: GraphModule, rotation: _Rotation) -> Match:
+    sin = rotation.sin
+    if rotation.turns_back:
+        sin = insert_call(gm.graph, rotation.output, aten.neg.default, (sin,))
     rope = insert_call(
         gm.graph,
         rotation.output,
         torch.ops.pagebinder.rope.default,
-        (rotation.x, rotation.cos, rotation.sin),
+        (rotation.x, rotation.cos, sin),
         {"style": rotation.style},
         value=val(rotation.output),
     )
@@ -103,9 +120,14 @@ def _match(anchor: Node) -> _Rotation | None:
     parts = anchor.args[0]
     if len(parts) != 2 or not all(isinstance(p, Node) for p in parts) or not _joins_last(anchor):
         return None
-    if is_call(parts[0], aten.neg.default):
-        x = _turned_value(anchor, parts[0].args[0], parts[1])
-        return None if x is None else _of_turned(_joined(anchor, x), x, _is_stack(anchor))
+    negated = [is_call(part, aten.neg.default) for part in parts]
+    if negated.count(True) == 1:
+        second, first = (part.args[0] if is_call(part, aten.neg.default) else part for part in parts)
+        x = _turned_value(anchor, second, first)
+        if x is None:
+            return None
+        rotation = _of_turned(_joined(anchor, x), x, _is_stack(anchor))
+        return dataclasses.replace(rotation, turns_back=negated[1])
     if is_call(parts[0], aten.sub.Tensor) and is_call(parts[1], aten.add.Tensor):
         return _of_parts(anchor, *parts)
     return None
@@ -145,6 +167,10 @@ def _of_turned(turned: Node, x: Node, in_pairs: bool) -> _Rotation:
     what = "rotated half" if not in_pairs else "rotated pairs"
     if len(turned.users) != 1:
         raise _NotARotation(f"the {what} has several users")
+    if is_call(wider := next(iter(turned.users)), *CASTS) and _widened_from(wider) is _widened_from(turned):
+        turned = wider  # signs and places are the same in more bits
+        if len(turned.users) != 1:
+            raise _NotARotation(f"the {what} has several users")
     sin_product = next(iter(turned.users))
     if not is_call(sin_product, aten.mul.Tensor) or len(sin_product.users) != 1:
         raise _NotARotation(f"the {what} is not multiplied by a sine")
@@ -152,12 +178,35 @@ def _of_turned(turned: Node, x: Node, in_pairs: bool) -> _Rotation:
     if not is_call(total, aten.add.Tensor) or total.kwargs:
         raise _NotARotation(f"the {what} is not added to x * cos")
     cos_product = total.args[1] if total.args[0] is sin_product else total.args[0]
-    if not is_call(cos_product, aten.mul.Tensor) or x not in cos_product.args:
+    x = _same_in(cos_product, x, val(turned).dtype) if is_call(cos_product, aten.mul.Tensor) else None
+    if x is None:
         raise _NotARotation("the other term of the sum is not x * cos")
     cos, sin = other_factor(cos_product, x), other_factor(sin_product, turned)
     _require_tables(cos, sin)
     style = "every_two" if in_pairs else "half"
     return _Rotation(x, cos, sin, style, total, (cos_product, sin_product))
+
+
+def _widened_from(node: Node) -> Node:
+    """What a value was before casts that lose nothing."""
+    while is_call(node, *CASTS) and isinstance(node.args[0], Node):
+        before, now = val(node.args[0]).dtype, val(node).dtype
+        if torch.promote_types(before, now) is not now:
+            break
+        node = node.args[0]
+    return node
+
+
+def _same_in(product: Node, x: Node, dtype: torch.dtype) -> Node | None:
+    """The factor that is x in this dtype, x itself rather than another cast of what it is made of."""
+    same = [
+        factor
+        for factor in product.args[:2]
+        if isinstance(factor, Node)
+        and _widened_from(factor) is _widened_from(x)
+        and val(factor).dtype is dtype
+    ]
+    return x if x in same else same[0] if same else None
 
 
 def _of_parts(anchor: Node, first: Node, second: Node) -> _Rotation | None:
