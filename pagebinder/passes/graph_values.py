@@ -15,12 +15,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-import pagebinder.custom_ops  # noqa: F401  (registers the ops)
+from pagebinder.custom_ops.library import is_our_op
 from pagebinder.custom_ops.pointwise.program import read_program
 from pagebinder.graph_tools import recipe_of
 from pagebinder.passes.kernel_checks import WatchedCall, is_foreign
 
-POINTWISE = [torch.ops.pagebinder.pointwise.default, torch.ops.pagebinder_cpu.pointwise.default]
 REDUCED = (torch.bfloat16, torch.float16)
 
 
@@ -73,7 +72,7 @@ class GraphRunner(torch.fx.Interpreter):
 
     def call_function(self, target, args, kwargs) -> Any:
         if self.widen:
-            if target in POINTWISE:
+            if is_our_op(target) and target._opname == "pointwise":
                 args = (args[0], str(read_program(args[1]).widened()))
             args, kwargs = map_aggregate(args, widened), map_aggregate(kwargs, widened)
         return super().call_function(target, args, kwargs)

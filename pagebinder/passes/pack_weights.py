@@ -32,6 +32,7 @@ from pagebinder.graph_tools import (
     describe,
     finish,
     read_attribute,
+    recipe_of,
     source_line,
 )
 from pagebinder.report import Match, PassResult, Refusal
@@ -94,7 +95,17 @@ def pack_weights(
         result.matches.append(Match(pattern=_pattern(node), detail=detail, **describe(node)))
     result.changed = bool(users)
     finish(gm)
+    _drop_derived(gm, plain)
     return result
+
+
+def _drop_derived(gm: GraphModule, plain: dict[str, torch.Tensor]) -> None:
+    """Plain weights that passes made (turn_weights.py) are nobody's but the graph's, which reads packed ones now."""
+    read = {n.target for n in gm.graph.nodes if n.op == "get_attr"}
+    for name, tensor in plain.items():
+        if recipe_of(tensor) is not None and name not in read:
+            owner, _, leaf = name.rpartition(".")
+            delattr(gm.get_submodule(owner), leaf)
 
 
 def _plain(gm: GraphModule, users: Sequence[Node]) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 Matches:
     addmm(b, x [.., K], W) | mm(x, W) | matmul(x, W)        W a parameter [K, N], b one [N], K and N multiples of 32
 Replaces with:
-    linear(x, W', b)                                        W' [N, K], made once; W stays beside it in memory
+    linear(x, W', b)                                        W' [N, K], made once, beside W
 
 On a CPU: kernels of linear layers read rows of a weight, and torch's product of bf16 with such a matrix takes tens of
 times as long where the processor has no instructions for it. A GPU's library takes either.

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import pagebinder
+from pagebinder import CompileConfig, EngineConfig, SamplingParams
 from pagebinder.graph_tools import aten, calls, recipe_of
 from pagebinder.passes.turn_weights import turn_weights, turned
 from tests.graphs import captured, clone, count, run
@@ -66,3 +68,29 @@ def test_others_stay(function, sizes, reason):
         assert not result.refusals
     else:
         assert len(result.refusals) == 1 and reason in result.refusals[0].reason and not result.changed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gpt2_is_verified_saved_and_holds_no_third_copy(dtype, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=128)
+    model = transformers.GPT2LMHeadModel(config).to(dtype).eval()
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="native", verify="full"))
+    assert sum(len(p.matches) for p in compiled.report.passes if p.name == "turn_weights") == 8
+    fused = compiled.graphs["fused"]
+    read = {n.target for n in fused.graph.nodes if n.op == "get_attr"}
+    kept = [name for name, _ in fused.named_buffers() if "_turned" in name]
+    assert set(kept) <= read  # a packed one stands for the plain one
+
+    def tokens(served):
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        results = served.engine(EngineConfig(max_num_seqs=2)).generate([[3, 1, 4, 1, 5], [9, 2, 6]], params)
+        return [r.token_ids for r in results]
+
+    compiled.save(tmp_path / "saved")
+    assert tokens(pagebinder.load(tmp_path / "saved")) == tokens(compiled)
+    if dtype is torch.float32:
+        prompt = torch.tensor([[3, 1, 4, 1, 5]])
+        expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert tokens(compiled)[0] == expected[0, 5:].tolist()
