@@ -150,6 +150,18 @@ def test_a_program_checks_what_custom_ops_return():
         check(torch.zeros(3, 2), (2, 3), (3, 1), torch.float32, "mylib::op")
 
 
+def test_a_place_that_is_saved_to_again_is_loaded_anew(checkpoint, tmp_path):
+    """A library that the process has loaded from there would run on tensors of other sizes."""
+    place, prompt = tmp_path / "artefact", [[3, 1, 4, 1, 5, 9, 2, 6]]
+    for dtype in ("float32", "bfloat16"):
+        compiled = pagebinder.compile_model(checkpoint, CompileConfig(dtype=dtype, executable="inductor"))
+        compiled.save(place)
+        loaded = pagebinder.load(place)
+        assert isinstance(loaded.executable, ProgramExecutable) and loaded.report.dtype.endswith(dtype)
+        got = [c.engine(SMALL).generate(prompt, GREEDY)[0].token_ids for c in (loaded, compiled)]
+        assert got[0] == got[1]
+
+
 def test_no_file_is_a_pickle(saved):
     kinds = {path.suffix for path in saved.rglob("*") if path.is_file()}
     assert kinds == {".json", ".safetensors", ".so", ".py", ""}

@@ -94,7 +94,7 @@ _ELEMENTWISE = {
     aten.multiply.Scalar, aten.divide.Tensor, aten.divide.Scalar, aten.true_divide.Tensor, aten.subtract.Tensor,
     aten.negative.default, aten.absolute.default, aten.square.default, aten.isin.Tensor_Scalar,
     aten.floor_divide.default, aten.floor_divide.Scalar, aten.log_sigmoid.default, aten.hardswish.default,
-    aten.prelu.default, aten.fill.Tensor, aten.fill.Scalar,
+    aten.prelu.default, aten.fill.Tensor, aten.fill.Scalar, aten.zero.default, aten.masked_fill.Tensor,
 }  # fmt: skip
 # op -> position of the first of the two factors
 _CONTRACTIONS = {
@@ -329,8 +329,11 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
         dims = arg(node, _ALONG_DIM[target], "dim", _DEFAULT_DIM.get(target))
         if dims is None or dims == []:
             return "it works along all dimensions"
-        dims = [dims] if isinstance(dims, int) else dims
-        if {d % rank for d in dims} & {d for ds in input_dims for d in ds}:
+        dims = {d % rank for d in ([dims] if isinstance(dims, int) else dims)}
+        if target is aten.select_scatter.default:  # what is put in lacks the dimension
+            (dim,), (whole, *part) = dims, input_dims
+            input_dims = [whole, *([d + (d >= dim) for d in places] for places in part)]
+        if dims & {d for ds in input_dims for d in ds}:
             return "it works along the token dimension"
         return None
     if target in _CONTRACTIONS:

@@ -191,7 +191,7 @@ def _replace(
 
 
 def _facts(tensor: torch.Tensor) -> tuple:
-    """dtype, device, sizes and strides, symbols by their expression; nobody steps along a dimension of one element."""
+    """dtype, device, sizes and strides, symbols by their expression; nobody steps along one element."""
     sizes, strides = ([_written(n) for n in numbers] for numbers in (tensor.shape, tensor.stride()))
     return tensor.dtype, tensor.device, sizes, [s for n, s in zip(sizes, strides) if n != "1"]
 

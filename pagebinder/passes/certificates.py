@@ -252,8 +252,8 @@ def compare_sides(
 
 
 def _is_nearer(before: GraphModule, inputs: list, expected: torch.Tensor, got: torch.Tensor) -> bool:
-    """Is a result in float32 at least as near to the one in float64 as what it replaces? Torch's product adds up on top
-    of a bias, and where products are small beside it, drops their last bits one by one."""
+    """Is a result in float32 at least as near to the one in float64 as what it replaces? Torch's product adds up on
+    top of a bias, and where products are small beside it, drops their last bits one by one."""
     if expected.dtype is not torch.float32 or got.shape != expected.shape or got.dtype is not expected.dtype:
         return False
     wide = [x.double() if isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x for x in inputs]

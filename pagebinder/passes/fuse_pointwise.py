@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
-from pagebinder.custom_ops.pointwise.program import DTYPES, Operand, Program, Statement
+from pagebinder.custom_ops.pointwise.program import COMPARISONS, DTYPES, Operand, Program, Statement
 from pagebinder.graph_tools import CASTS, arg, aten, describe, dtype_name, finish, insert_call, tensors
 from pagebinder.report import Match, PassResult
 
@@ -60,7 +60,6 @@ _LOGIC = {
     aten.logical_and.default: "and", aten.bitwise_or.Tensor: "or", aten.logical_or.default: "or",
 }  # fmt: skip
 _WHERE = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther)
-_COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le")
 _ACTIVATIONS = {
     "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu": "relu", "sigmoid": "sigmoid"
 }  # fmt: skip
@@ -159,11 +158,7 @@ def _binary(node: Node, name: str) -> list[Step] | None:
         isinstance(x, (Node, int, float)) and not isinstance(x, bool) for x in node.args[:2]
     ):
         return None
-    operands = tuple(map(_plain, node.args[:2]))
-    if name in _COMPARISONS:  # whose result does not say what they compare
-        read = _promoted(given)
-        operands = tuple(x if isinstance(x, Node) else _rounded(x, read) for x in operands)
-    return [(name, operands)]
+    return [(name, tuple(map(_plain, node.args[:2])))]
 
 
 def _promoted(nodes: Iterable[Node]) -> torch.dtype:
@@ -196,11 +191,6 @@ def _is_contiguous_copy(node: Node) -> bool:
 def _plain(x):
     """A number as a float; what else it is as it is."""
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
-
-
-def _rounded(x: float, dtype: torch.dtype) -> float:
-    """A number as torch rounds it to its operand's dtype."""
-    return float(torch.tensor(x, dtype=torch.float64, device="cpu").to(dtype).double())
 
 
 # ---- which of them together ------------------------------------------------------------------------------------
@@ -293,8 +283,8 @@ def _rewrite(graph: torch.fx.Graph, group: _Group) -> tuple[Node, Sequence[State
     names: dict[Node, Operand] = {node: f"x{i}" for i, node in enumerate(inputs)}
     statements: list[Statement] = []
     for node, steps in group.nodes.items():
-        dtype = dtype_name(tensors(node)[0])
         for name, operands in steps:
+            dtype = _dtype_of(name, node)
             written = tuple(_operand(o, names, len(statements)) for o in operands)
             statements.append(Statement(name, dtype, written))
         names[node] = f"v{len(statements) - 1}"
@@ -314,6 +304,13 @@ def _rewrite(graph: torch.fx.Graph, group: _Group) -> tuple[Node, Sequence[State
     for node in reversed(group.nodes):
         graph.erase_node(node)
     return fused, statements
+
+
+def _dtype_of(operation: str, node: Node) -> str:
+    """By name, that a step of a call is computed in."""
+    if operation in COMPARISONS:
+        return str(_promoted(node.all_input_nodes)).removeprefix("torch.")
+    return dtype_name(tensors(node)[0])
 
 
 def _operand(operand, names: dict[Node, Operand], count: int) -> Operand:

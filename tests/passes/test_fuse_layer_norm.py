@@ -66,7 +66,7 @@ def test_two_norms_of_one_sum_stay_norms():
 
 
 def test_a_norm_over_two_dimensions_is_refused():
-    gm, result = fused(lambda x, norm, other, pairs: pairs(x.view(1, -1, 2, WIDTH // 2)))
+    _, result = fused(lambda x, norm, other, pairs: pairs(x.view(1, -1, 2, WIDTH // 2)))
     assert [r.reason for r in result.refusals] == [
         "it normalises 2 dimensions together"
     ] and not result.changed

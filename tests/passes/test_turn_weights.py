@@ -63,7 +63,7 @@ def test_products_with_and_without_a_bias(dtype):
     ],
 )
 def test_others_stay(function, sizes, reason):
-    gm, result = rewritten(function, sizes=sizes)
+    _, result = rewritten(function, sizes=sizes)
     if reason is None:
         assert not result.refusals
     else:

@@ -7,6 +7,7 @@
 //     operand      T<slot> L<slot> K<constant> N<number> V<place of a size> F<real> B<0 or 1> Y<dtype> - ? <operand>
 //                  [<count> <operands...>  |  S<bytes> <the text>
 #include "checks.h"
+#include "real_numbers.h"
 #include "recording.h"
 
 #include <algorithm>
@@ -55,7 +56,7 @@ class Reader {
       case 'Y': return numbered(Operand::DTYPE, rest);
       case 'F': {
         Operand operand;
-        operand.kind = Operand::REAL, operand.real = std::stod(rest);
+        operand.kind = Operand::REAL, operand.real = real_of(rest);
         return operand;
       }
       case 'S': {

@@ -22,6 +22,11 @@ DTYPES = {
 }  # fmt: skip
 
 Operand = str | float
+OF_THREE = ("softplus", "where")
+OF_TWO = (
+    "add", "and", "clamp_max", "clamp_min", "div", "leaky_relu", "maximum", "minimum", "mul", "or", "rsub", "sub",
+)  # fmt: skip
+COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
 
 
 def _softplus(x, beta, threshold):
@@ -81,9 +86,15 @@ OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Statement:
+    """`dtype`: that it is computed in. Comparisons have that of what they compare, and their result is bool."""
+
     operation: str
     dtype: str
     operands: tuple[Operand, ...]
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return torch.bool if self.operation in COMPARISONS else DTYPES[self.dtype]
 
     def __str__(self) -> str:
         return " ".join((f"{self.operation}:{self.dtype}", *(map(_written, self.operands))))
@@ -101,7 +112,7 @@ class Program:
 
     def dtypes(self) -> list[torch.dtype]:
         """Of the results."""
-        return [DTYPES[self.statements[n].dtype] for n in self.results]
+        return [self.statements[n].result_dtype for n in self.results]
 
     def widened(self) -> Program:
         """The same computed in float32."""
@@ -115,7 +126,7 @@ class Program:
         values: list[torch.Tensor] = []
         for statement in self.statements:
             operands = [_value(o, inputs, values) for o in statement.operands]
-            values.append(OPERATIONS[statement.operation](*operands).to(DTYPES[statement.dtype]))
+            values.append(OPERATIONS[statement.operation](*operands).to(statement.result_dtype))
         return [values[n] for n in self.results]
 
 
@@ -132,11 +143,18 @@ def read_program(text: str) -> Program:
     return Program(statements, numbers)
 
 
+def _operands_of(operation: str) -> int:
+    """How many it takes."""
+    return 3 if operation in OF_THREE else 2 if operation in OF_TWO or operation in COMPARISONS else 1
+
+
 def _read_statement(text: str) -> Statement:
     head, *operands = text.split()
     operation, _, dtype = head.partition(":")
     if operation not in OPERATIONS or dtype not in DTYPES:
         raise ValueError(f"unknown {head}")
+    if len(operands) != _operands_of(operation):
+        raise ValueError(f"{operation} takes {_operands_of(operation)} operands")
     return Statement(operation, dtype, tuple(o if o[0] in "xv" else float(o) for o in operands))
 
 

@@ -15,6 +15,7 @@ someone you trust.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.machinery
 import importlib.util
 import os
@@ -70,16 +71,21 @@ class Program:
         return cls(ast.unparse(ast.Module(_without_slow_imports(kept), [])), libraries)
 
     def save(self, folder: Path) -> None:
-        """Write program.py and the libraries. Raises OSError."""
+        """Write program.py and the libraries. Raises OSError.
+
+        A process that has loaded a library takes another one at the same path for that, and would run its kernels on
+        tensors of other sizes: so a library's name says what is in it.
+        """
         folder.mkdir(parents=True)
         (folder / SOURCE_NAME).write_text(self.source + "\n", encoding="utf-8")
         for name, library in self.libraries.items():
-            shutil.copy(library, folder / f"{name}.so")
+            digest = hashlib.sha256(library.read_bytes()).hexdigest()[:16]
+            shutil.copy(library, folder / f"{name}.{digest}.so")
 
     @classmethod
     def read(cls, folder: Path) -> Program:
         """The program that `save` wrote. Raises OSError."""
-        libraries = {path.stem: path for path in sorted(folder.glob("*.so"))}
+        libraries = {path.name.partition(".")[0]: path for path in sorted(folder.glob("*.so"))}
         return cls((folder / SOURCE_NAME).read_text(encoding="utf-8"), libraries)
 
     def load(self) -> Callable[[list], list]:

@@ -10,6 +10,7 @@
 
 #include "checks.h"
 #include "pointwise.h"
+#include "real_numbers.h"
 
 namespace pagebinder::pointwise {
 namespace {
@@ -56,9 +57,28 @@ bool has_wide_numbers(Operation operation) {
   }
 }
 
+bool is_comparison(Operation operation) {
+  switch (operation) {
+    case Operation::EQ: case Operation::GE: case Operation::GT: case Operation::LE: case Operation::LT:
+    case Operation::NE: return true;
+    default: return false;
+  }
+}
+
+// How many operands an operation takes.
+size_t operands_of(Operation operation) {
+  switch (operation) {
+    case Operation::SOFTPLUS: case Operation::WHERE: return 3;
+    case Operation::ADD: case Operation::AND: case Operation::CLAMP_MAX: case Operation::CLAMP_MIN: case Operation::DIV:
+    case Operation::LEAKY_RELU: case Operation::MAXIMUM: case Operation::MINIMUM: case Operation::MUL: case Operation::OR:
+    case Operation::RSUB: case Operation::SUB: return 2;
+    default: return is_comparison(operation) ? 2 : 1;
+  }
+}
+
 struct Statement {
   Operation operation;
-  Type type;
+  Type type;  // that it is computed in; of comparisons that of what they compare
   std::vector<std::string> operands;
 };
 
@@ -88,9 +108,10 @@ class Compiler {
       for (const std::string& operand : statements_[s].operands)
         if (Value& value = value_of(operand, statements_[s]); value.statement >= 0 || value.input >= 0) value.last = s;
     for (int s = 0; s < count; ++s) add(s);
+    PB_CHECK(num_registers_ < 1 << 16, "a pointwise program needs ", num_registers_, " registers");
     program_.num_registers = num_registers_;
     program_.num_inputs = num_inputs_;
-    for (int result : results_) program_.results.push_back(statements_[result].type);
+    for (int result : results_) program_.results.push_back(values_[result].type);
     return std::move(program_);
   }
 
@@ -107,12 +128,16 @@ class Compiler {
       PB_CHECK(found != operations().end(), "a pointwise program has the operation ", head);
       Statement statement{found->second, type_named(head.substr(colon + 1)), {}};
       while (words >> word) statement.operands.push_back(word);
-      PB_CHECK(!statement.operands.empty() && statement.operands.size() <= 3, "a pointwise program has the statement ", part);
+      PB_CHECK(statement.operands.size() == operands_of(statement.operation), "a pointwise program has the statement ", part);
       statements_.push_back(std::move(statement));
     }
     values_.resize(statements_.size());
     for (size_t s = 0; s < statements_.size(); ++s)
-      values_[s].statement = static_cast<int>(s), values_[s].type = statements_[s].type;
+      values_[s].statement = static_cast<int>(s), values_[s].type = result_type(statements_[s]);
+  }
+
+  static Type result_type(const Statement& statement) {
+    return is_comparison(statement.operation) ? Type::BOOL : statement.type;
   }
 
   static int number_of(const std::string& word, char kind, size_t below) {
@@ -136,7 +161,7 @@ class Compiler {
       num_inputs_ = std::max(num_inputs_, value.input + 1);
       return value;
     }
-    value.number = static_cast<float>(std::stod(operand));
+    value.number = static_cast<float>(real_of(operand));
     if (is_rounded) value.number = rounded(value.number, statement.type);
     value.where = new_register();
     value.last = std::numeric_limits<int>::max();  // filled once, for all blocks
@@ -182,12 +207,12 @@ class Compiler {
     const auto is_result = [&](int result) { return result == s; };
     const bool is_stored = std::any_of(results_.begin(), results_.end(), is_result);
     const bool is_read = made.last > s;
-    const bool narrows = statement.type == Type::BFLOAT16 || statement.type == Type::FLOAT16;
+    const bool narrows = made.type == Type::BFLOAT16 || made.type == Type::FLOAT16;
     bool rounds = narrows && !is_exact(statement.operation);
     if (narrows && statement.operation == Operation::COPY) rounds = true;  // of a wider dtype
     if (rounds && is_read) emit(Operation::ROUND, statement.type, made.where, {made.where});  // a store rounds, too
     for (size_t r = 0; is_stored && r < results_.size(); ++r)
-      if (results_[r] == s) emit(Operation::STORE, statement.type, static_cast<int>(r), {made.where});
+      if (results_[r] == s) emit(Operation::STORE, made.type, static_cast<int>(r), {made.where});
     if (!is_read) free_.push_back(std::exchange(made.where, -1));
   }
 
