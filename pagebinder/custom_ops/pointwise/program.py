@@ -10,6 +10,7 @@ computed in float32 and rounded to its dtype, as torch's op of that name does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,12 @@ DTYPES = {
 }  # fmt: skip
 
 Operand = str | float
+WIDE_NUMBERS = (
+    "div",
+    "leaky_relu",
+    "mul",
+    "softplus",
+)  # which torch takes in float32 beside values of 16 bits
 OF_THREE = ("softplus", "where")
 OF_TWO = (
     "add", "and", "clamp_max", "clamp_min", "div", "leaky_relu", "maximum", "minimum", "mul", "or", "rsub", "sub",
@@ -96,6 +103,13 @@ class Statement:
     def result_dtype(self) -> torch.dtype:
         return torch.bool if self.operation in COMPARISONS else DTYPES[self.dtype]
 
+    def numbers_rounded(self) -> list[Operand]:
+        """The operands, numbers as torch rounds them: spelt out, as inductor would compare with what was written."""
+        dtype = DTYPES[self.dtype]
+        if self.operation in WIDE_NUMBERS or dtype in (torch.bool, torch.float32):
+            return list(self.operands)
+        return [o if isinstance(o, str) else _rounded(o, dtype) for o in self.operands]
+
     def __str__(self) -> str:
         return " ".join((f"{self.operation}:{self.dtype}", *(map(_written, self.operands))))
 
@@ -125,7 +139,7 @@ class Program:
         """What torch makes of it, op by op; results have the shapes that come out of theirs."""
         values: list[torch.Tensor] = []
         for statement in self.statements:
-            operands = [_value(o, inputs, values) for o in statement.operands]
+            operands = [_value(o, inputs, values) for o in statement.numbers_rounded()]
             values.append(OPERATIONS[statement.operation](*operands).to(statement.result_dtype))
         return [values[n] for n in self.results]
 
@@ -156,6 +170,11 @@ def _read_statement(text: str) -> Statement:
     if len(operands) != _operands_of(operation):
         raise ValueError(f"{operation} takes {_operands_of(operation)} operands")
     return Statement(operation, dtype, tuple(o if o[0] in "xv" else float(o) for o in operands))
+
+
+@functools.cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=torch.float64, device="cpu").to(dtype).double())
 
 
 def _written(operand: Operand) -> str:
