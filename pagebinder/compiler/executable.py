@@ -30,7 +30,8 @@ aten = torch.ops.aten
 LIGHT = (
     *CASTS, aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.neg.default, aten.exp.default,
     aten.sigmoid.default, aten.silu.default, aten.softplus.default, aten.clone.default, aten._unsafe_view.default,
-    aten.cos.default, aten.sin.default, aten.cat.default, aten.stack.default, aten.repeat.default, aten.repeat_interleave.self_int,
+    aten.cos.default, aten.sin.default, aten.cat.default, aten.stack.default, aten.repeat.default,
+    aten.repeat_interleave.self_int,
     torch.ops.pagebinder.gated_activation.default,
 )  # fmt: skip
 MOST_SHARE = 2e-3  # see share_of_light_loops
