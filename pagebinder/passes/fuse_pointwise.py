@@ -18,6 +18,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -87,7 +88,7 @@ def steps_of(node: Node) -> list[Step] | None:
     if not _has_values(node) or not all(map(_has_values, node.all_input_nodes)):
         return None
     steps = _steps(node)
-    if steps is None or not node.all_input_nodes:
+    if steps is None or not node.all_input_nodes or _storage_order(tensors(node)[0]) is None:
         return None
     operands = [o for _, read in steps for o in read]
     if any(
@@ -107,6 +108,23 @@ def _has_values(node: Node) -> bool:
         and dtype_name(value) in DTYPES
         and value.device.type in ("cpu", "meta")
     )
+
+
+def _storage_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Its dimensions from the one with the longest steps to that with the shortest, as if it was contiguous so; None:
+    it is not dense. A value that lies like a transposed operand may be viewed in ways that need it so."""
+    wide = [d for d in range(tensor.dim()) if _text(tensor.shape[d]) != "1"]
+    found: list[int] = []
+    numel: int | torch.SymInt = 1
+    while len(found) < len(wide):
+        next_dims = [d for d in wide if d not in found and _text(tensor.stride(d)) == _text(numel)]
+        if not next_dims:
+            return None
+        found.insert(0, next_dims[-1])
+        numel = numel * tensor.shape[found[0]]
+    if found == sorted(found):
+        return tuple(range(tensor.dim()))
+    return (*(d for d in range(tensor.dim()) if d not in found), *found)
 
 
 def _steps(node: Node) -> list[Step] | None:
@@ -198,9 +216,9 @@ def _plain(x):
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """Operations for one call. `shape`: of what others read of them; `end`: the number of the last one."""
+    """Operations for one call. `layout`: of what others read of them; `end`: the number of the last one."""
 
-    shape: list[str]
+    layout: _Layout
     nodes: dict[Node, list[Step]]
     end: int
 
@@ -227,7 +245,7 @@ def _groups(graph: torch.fx.Graph) -> list[_Group]:
         steps = steps_of(node)
         if steps is None:
             continue
-        group = _Group(_shape(node), {node: steps}, at)
+        group = _Group(_layout(node), {node: steps}, at)
         for other in [*dict.fromkeys(group_of[n] for n in node.all_input_nodes if n in group_of)]:
             joined = _joined(other, group, order)
             if joined is not None:
@@ -235,16 +253,16 @@ def _groups(graph: torch.fx.Graph) -> list[_Group]:
                 group = joined
         group_of.update(dict.fromkeys(group.nodes, group))
         groups.append(group)
-    return _side_by_side([g for g in groups if g.shape and _is_worth_it(g)], order)
+    return _side_by_side([g for g in groups if g.layout.shape and _is_worth_it(g)], order)
 
 
 def _joined(first: _Group, second: _Group, order: dict[Node, int]) -> _Group | None:
     """Both at the place of the second, or None: others read the first before, or need what is no longer made."""
     nodes = {**first.nodes, **second.nodes}
-    group = _Group(second.shape, dict(sorted(nodes.items(), key=lambda item: order[item[0]])), second.end)
+    group = _Group(second.layout, dict(sorted(nodes.items(), key=lambda item: order[item[0]])), second.end)
     if any(order[user] < group.end for user in group.outside()):
         return None
-    if any(_shape(n) != group.shape for n in group.results()):
+    if any(_layout(n) != group.layout for n in group.results()):
         return None
     return group if group.fits() else None
 
@@ -254,7 +272,7 @@ def _side_by_side(groups: list[_Group], order: dict[Node, int]) -> list[_Group]:
     found: list[_Group] = []
     for group in sorted(groups, key=lambda g: g.end):
         last = found[-1] if found else None
-        if last is not None and last.shape == group.shape:
+        if last is not None and last.layout == group.layout:
             both = _joined(last, group, order)
             if both is not None:
                 found[-1] = both
@@ -269,8 +287,20 @@ def _is_worth_it(group: _Group) -> bool:
     return bool(names - {"copy", "to"}) or any(n.op != "get_attr" for n in group.inputs())
 
 
-def _shape(node: Node) -> list[str]:
-    return [str(s.node.expr) if isinstance(s, torch.SymInt) else str(s) for s in tensors(node)[0].shape]
+class _Layout(NamedTuple):
+    """Sizes as text, and the dimensions in the order in which they lie."""
+
+    shape: tuple[str, ...]
+    order: tuple[int, ...]
+
+
+def _layout(node: Node) -> _Layout:
+    value = tensors(node)[0]
+    return _Layout(tuple(map(_text, value.shape)), _storage_order(value))
+
+
+def _text(number: int | torch.SymInt) -> str:
+    return str(number.node.expr) if isinstance(number, torch.SymInt) else str(number)
 
 
 # ---- as a call -------------------------------------------------------------------------------------------------
@@ -288,18 +318,26 @@ def _rewrite(graph: torch.fx.Graph, group: _Group) -> tuple[Node, Sequence[State
             written = tuple(_operand(o, names, len(statements)) for o in operands)
             statements.append(Statement(name, dtype, written))
         names[node] = f"v{len(statements) - 1}"
-    results, last = group.results(), list(group.nodes)[-1]
+    results, last, order = group.results(), list(group.nodes)[-1], group.layout.order
     program = Program(tuple(statements), tuple(int(str(names[n])[1:]) for n in results))
-    made = [tensors(n)[0].new_empty(tensors(n)[0].shape) for n in results]
-    fused = insert_call(
-        graph, last, torch.ops.pagebinder.pointwise.default, (inputs, str(program)), value=made
-    )
+    lies_otherwise = order != tuple(range(len(order)))
+    if lies_otherwise:
+        inputs = [_permuted(graph, last, x, order) for x in inputs]
+    shapes = [[tensors(n)[0].shape[d] for d in order] for n in results]
+    made = [tensors(n)[0].new_empty(shape) for n, shape in zip(results, shapes)]
+    call = torch.ops.pagebinder.pointwise.default
+    fused = insert_call(graph, last, call, (inputs, str(program)), value=made)
     for place, node in enumerate(results):
         element = insert_call(graph, last, operator.getitem, (fused, place), value=made[place])
+        if lies_otherwise:
+            back = [order.index(d) for d in range(len(order))]
+            element = insert_call(graph, last, aten.permute.default, (element, back))
         element.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         node.replace_all_uses_with(element, delete_user_cb=lambda user: user not in group.nodes)
         for reshaped in element.users:
-            if reshaped.target is aten._unsafe_view.default:  # of the copy that this is now
+            if (
+                reshaped.target is aten._unsafe_view.default and not lies_otherwise
+            ):  # of the copy that this is now
                 reshaped.target = aten.view.default
     for node in reversed(group.nodes):
         graph.erase_node(node)
@@ -311,6 +349,13 @@ def _dtype_of(operation: str, node: Node) -> str:
     if operation in COMPARISONS:
         return str(_promoted(node.all_input_nodes)).removeprefix("torch.")
     return dtype_name(tensors(node)[0])
+
+
+def _permuted(graph: torch.fx.Graph, like: Node, x: Node, order: tuple[int, ...]) -> Node:
+    """An operand as it broadcasts to results that lie in this order."""
+    for _ in range(tensors(x)[0].dim(), len(order)):
+        x = insert_call(graph, like, aten.unsqueeze.default, (x, 0))
+    return insert_call(graph, like, aten.permute.default, (x, list(order)))
 
 
 def _operand(operand, names: dict[Node, Operand], count: int) -> Operand:

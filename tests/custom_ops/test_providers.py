@@ -87,7 +87,7 @@ def test_unknown_provider_lists_the_names():
         ({"device": "cuda"}, "runs on cpu, not on cuda"),
         ({"dtype": "float64"}, "dtype float64"),
         ({"kv_dtype": "float8_e4m3fn"}, "q's dtype bfloat16, not float8_e4m3fn"),
-        ({"op": "rope"}, "no kernel for rope"),
+        ({"op": "gated_activation"}, "no kernel for gated_activation"),
     ],
 )
 def test_explicit_request_that_cannot_be_served(change, reason):

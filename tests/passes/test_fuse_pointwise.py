@@ -157,3 +157,27 @@ def test_long_runs_are_cut():
 def test_a_copy_that_is_reshaped_is_viewed():
     gm, _ = fused(lambda x, *_: (x * 2).transpose(0, 1).reshape(-1, WIDTH // 2) + 1)
     assert count(gm, torch.ops.aten._unsafe_view.default) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_lie_as_torchs_do(dtype):
+    """Along channels, as a convolution's: a view behind it needs that."""
+
+    def function(x, scale, _):
+        across = x.transpose(1, 2) * scale[:, None] + x.transpose(1, 2).sigmoid()
+        return across.transpose(1, 2).view(-1, WIDTH // 2, 2) * across.exp().transpose(1, 2).view(
+            -1, WIDTH // 2, 2
+        )
+
+    gm, _ = fused(function, dtype)
+    assert [sorted(names) for names in programs(gm)] == [["add", "mul", "sigmoid"], ["exp"], ["mul"]]
+    assert count(gm, torch.ops.aten.permute.default) > 0
+
+
+def test_values_that_are_not_dense_are_left_alone():
+    def function(x, *_):
+        kept = torch.empty_strided((4, WIDTH), (2 * WIDTH, 1), device=x.device)
+        return x + kept.zero_().exp().sum()
+
+    gm, _ = fused(function)
+    assert count(gm, torch.ops.aten.exp.default) in (0, 1)
