@@ -29,10 +29,8 @@ from pagebinder.graph_tools import CASTS, arg, aten, describe, dtype_name, finis
 from pagebinder.report import Match, PassResult
 
 PATTERN = "pointwise"
-MOST_STATEMENTS, MOST_INPUTS = (
-    40,
-    16,
-)  # of a call: what its kernel holds in registers fits the first-level cache
+# Of a call: what its kernel holds in registers fits the first-level cache.
+MOST_STATEMENTS, MOST_INPUTS = 40, 16
 
 Step = tuple[str, tuple]  # operation and operands: nodes, numbers, or how many steps back
 
@@ -61,9 +59,6 @@ _LOGIC = {
     aten.logical_and.default: "and", aten.bitwise_or.Tensor: "or", aten.logical_or.default: "or",
 }  # fmt: skip
 _WHERE = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther)
-_ACTIVATIONS = {
-    "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu": "relu", "sigmoid": "sigmoid"
-}  # fmt: skip
 
 
 def fuse_pointwise(gm: GraphModule) -> PassResult:
@@ -145,10 +140,8 @@ def _steps(node: Node) -> list[Step] | None:
     if target in _BINARY:
         return _binary(node, _BINARY[target])
     if target is torch.ops.pagebinder.gated_activation.default:
-        name = node.kwargs["activation"]
-        active = (
-            [("relu", args[:1]), ("square", (-1,))] if name == "relu2" else [(_ACTIVATIONS[name], args[:1])]
-        )
+        name = node.kwargs["activation"]  # operations have the same names, but for relu2
+        active = [("relu", args[:1]), ("square", (-1,))] if name == "relu2" else [(name, args[:1])]
         return [*active, ("mul", (-1, args[1]))]
     if target is aten.pow.Tensor_Scalar:
         return _power(*args)

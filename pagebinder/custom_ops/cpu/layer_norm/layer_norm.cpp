@@ -16,7 +16,7 @@ float sum_of_lanes(VF x) {
   return sum;
 }
 
-// Lanes behind the last column of a row are zeros.
+// Behind the last column stand zeros, which widen_row fills the last vectors up with.
 float mean_of(const float* values, int64_t columns) {
   VF sum = {};
   for (int64_t i = 0; i < columns; i += W) sum += load<VF>(values + i);
@@ -46,8 +46,7 @@ const float* as_floats(const void* row, bool wide, int64_t columns, Buffer& buff
 
 template <class T>
 void norm_row(const LayerNormArgs<T>& a, int64_t row, float* values, const float* weight, const float* bias) {
-  const int64_t columns = a.columns, whole = whole_pairs(columns);
-  for (int64_t i = whole - WW; i < whole; ++i) values[i] = 0;
+  const int64_t columns = a.columns;
   if (a.residual.data == nullptr) widen_row<false, T>(a.x[row], nullptr, nullptr, columns, values);
   else widen_row<true, T>(a.x[row], a.residual[row], a.total + row * columns, columns, values);
   const float mean = mean_of(values, columns);
