@@ -60,7 +60,6 @@ from pagebinder.graph_tools import calls
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.quantize_kv import REFUSED
 from pagebinder.passes.trail import ENCODER, Trail
-from pagebinder.passes.turn_weights import turn_weights
 from pagebinder.paths import user_path
 from pagebinder.report import CompileReport
 from pagebinder.runtime.executables import Executable
@@ -244,9 +243,8 @@ def compile_source(
     settle_lock(expected, source, config, plan, report, graphs)
     with stage("executable"):
         executable, encoder_executable = _executables(source, fused, encoder, config, report, memory)
-    turned = any(result.name == turn_weights.__name__ and result.changed for result in report.passes)
-    if turned or source.stored_weights is not None:  # they were packed, or words of a checkpoint became codes
-        give_back_freed_memory()
+    if executable is not None:
+        give_back_freed_memory()  # of capturing, and of what weights were before they were packed
     return CompiledModel(
         source=source,
         config=config,

@@ -53,6 +53,11 @@ def is_composite(target: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 
+def size_text(number: int | torch.SymInt) -> str:
+    """A size or stride, its symbols by their expression: compared so, two of them leave no guard behind."""
+    return str(number.node.expr) if isinstance(number, torch.SymInt) else str(number)
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """The same number for all views of one piece of memory."""
     return tensor.untyped_storage()._cdata

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from pagebinder.graph_tools import aten, insert_call, is_call, is_composite, operands
+from pagebinder.graph_tools import aten, insert_call, is_call, is_composite, operands, size_text
 
 NOTHING: frozenset[Node] = frozenset()
 # A view -> the op that puts such a part back into a copy of the whole; its operands behind the part are the view's.
@@ -192,9 +192,5 @@ def _replace(
 
 def _facts(tensor: torch.Tensor) -> tuple:
     """dtype, device, sizes and strides, symbols by their expression; nobody steps along one element."""
-    sizes, strides = ([_written(n) for n in numbers] for numbers in (tensor.shape, tensor.stride()))
+    sizes, strides = ([size_text(n) for n in numbers] for numbers in (tensor.shape, tensor.stride()))
     return tensor.dtype, tensor.device, sizes, [s for n, s in zip(sizes, strides) if n != "1"]
-
-
-def _written(number: int | torch.SymInt) -> str:
-    return str(number.node.expr) if isinstance(number, torch.SymInt) else str(number)

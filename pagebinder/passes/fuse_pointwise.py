@@ -25,7 +25,17 @@ from torch.fx import GraphModule, Node
 
 import pagebinder.custom_ops  # noqa: F401  (registers the ops)
 from pagebinder.custom_ops.pointwise.program import COMPARISONS, DTYPES, Operand, Program, Statement
-from pagebinder.graph_tools import CASTS, arg, aten, describe, dtype_name, finish, insert_call, tensors
+from pagebinder.graph_tools import (
+    CASTS,
+    arg,
+    aten,
+    describe,
+    dtype_name,
+    finish,
+    insert_call,
+    size_text,
+    tensors,
+)
 from pagebinder.report import Match, PassResult
 
 PATTERN = "pointwise"
@@ -108,11 +118,11 @@ def _has_values(node: Node) -> bool:
 def _storage_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Its dimensions from the one with the longest steps to that with the shortest, as if it was contiguous so; None:
     it is not dense. A value that lies like a transposed operand may be viewed in ways that need it so."""
-    wide = [d for d in range(tensor.dim()) if _text(tensor.shape[d]) != "1"]
+    wide = [d for d in range(tensor.dim()) if size_text(tensor.shape[d]) != "1"]
     found: list[int] = []
     numel: int | torch.SymInt = 1
     while len(found) < len(wide):
-        next_dims = [d for d in wide if d not in found and _text(tensor.stride(d)) == _text(numel)]
+        next_dims = [d for d in wide if d not in found and size_text(tensor.stride(d)) == size_text(numel)]
         if not next_dims:
             return None
         found.insert(0, next_dims[-1])
@@ -289,11 +299,7 @@ class _Layout(NamedTuple):
 
 def _layout(node: Node) -> _Layout:
     value = tensors(node)[0]
-    return _Layout(tuple(map(_text, value.shape)), _storage_order(value))
-
-
-def _text(number: int | torch.SymInt) -> str:
-    return str(number.node.expr) if isinstance(number, torch.SymInt) else str(number)
+    return _Layout(tuple(map(size_text, value.shape)), _storage_order(value))
 
 
 # ---- as a call -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   check_qk_operands(operands);
   PB_CHECK(kv_cache.scalar_type() == q.scalar_type(), "kv_cache must have q's dtype");
   PB_CHECK(kv_cache.size(3) == k.size(2) + v.size(2), "a kv_cache row must hold a key and a value");
-  return by_element_type(q, [&](auto element) {
+  return with_element(element_of(q, "q"), [&](auto element) {
     QkWriteArgs<decltype(element)> args{};
     const auto kernel = qk_write_kernel<decltype(element)>(q.scalar_type());
     Tensor out = set_qk_operands(operands, args);

@@ -5,6 +5,7 @@
 
 #include "binding_attention.h"
 #include "checks.h"
+#include "element_of.h"
 #include "num_threads.h"
 #include "qk_write.h"
 
@@ -94,15 +95,6 @@ Tensor set_qk_operands(const QkOperands& o, QkWriteArgs<T>& a) {
   a.slot_mapping = data<const int32_t>(o.slot_mapping);
   a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   return out;
-}
-
-// serve(T{}) for the element type T of `q`.
-template <class Serve>
-Tensor by_element_type(const Tensor& q, Serve serve) {
-  if (q.scalar_type() == ScalarType::Float) return serve(float{});
-  if (q.scalar_type() == ScalarType::BFloat16) return serve(bf16{});
-  PB_CHECK(q.scalar_type() == ScalarType::Half, "q must be float32, bfloat16 or float16");
-  return serve(f16{});
 }
 
 }  // namespace pagebinder

@@ -24,7 +24,7 @@ Tensor normed(const Tensor& x, const Tensor* residual, Tensor* total, const std:
   const int num_threads = pagebinder::num_threads();
   Tensor out = new_tensor(sizes, widens ? ScalarType::Float : x.scalar_type());
   Copies copies;
-  with_type_of(x, [&](auto type) {
+  with_element(element_of(x, "x"), [&](auto type) {
     using T = decltype(type);
     NormRows<T> rows = norm_of<T>(x, weight, eps, tail, copies);
     if (residual != nullptr) {

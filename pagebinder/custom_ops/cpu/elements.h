@@ -21,4 +21,15 @@ namespace pagebinder {
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
+// The element type of a tensor that is passed on as a pointer.
+enum class Element : uint8_t { F32, BF16, F16, BOOL };  // BOOL: of pointwise programs alone
+
+// use(T{}) with its C++ type, which must be one of floats.
+template <class Use>
+inline __attribute__((always_inline)) auto with_element(Element element, Use&& use) {
+  if (element == Element::F32) return use(float{});
+  if (element == Element::BF16) return use(bf16{});
+  return use(f16{});
+}
+
 }  // namespace pagebinder

@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "element_of.h"
 #include "num_threads.h"
-#include "elements.h"
 #include "thread_pool.h"
 
 namespace pagebinder {
@@ -34,12 +34,7 @@ inline void check_logits(const Tensor& logits) {
 template <class Body>
 void with_data(const Tensor& logits, Body body) {
   const void* data = logits.const_data_ptr();
-  switch (logits.scalar_type()) {
-    case ScalarType::Float: return body(static_cast<const float*>(data));
-    case ScalarType::BFloat16: return body(static_cast<const bf16*>(data));
-    case ScalarType::Half: return body(static_cast<const f16*>(data));
-    default: PB_CHECK(false, "logits must be float32, bfloat16 or float16");
-  }
+  with_element(element_of(logits, "logits"), [&](auto x) { body(static_cast<const decltype(x)*>(data)); });
 }
 
 }  // namespace pagebinder

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "element_of.h"
 #include "new_tensor.h"
 #include "rms_norm.h"
 
@@ -57,19 +58,18 @@ RowsOf<T> rows_of(const Tensor& t, Copies& copies) {
   return {static_cast<const T*>(copies.back().const_data_ptr()), t.size(t.dim() - 1)};
 }
 
-// Calls use(T{}) with the type of x's values.
-template <class Use>
-void with_type_of(const Tensor& x, Use use) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return use(float{});
-    case ScalarType::BFloat16: return use(bf16{});
-    default: PB_CHECK(x.scalar_type() == ScalarType::Half, "values must be float32, bfloat16 or float16");
-  }
-  use(f16{});
-}
-
 inline bool alike(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == b.scalar_type() && sizes_of(a) == sizes_of(b);
+}
+
+// A row [C] of x's dtype or, `is_wide`, float32; of another dtype or layout there is a copy.
+inline const void* row_of(const Tensor& row, const char* name, const Tensor& x, bool& is_wide, Copies& copies) {
+  PB_CHECK(row.dim() == 1 && row.size(0) == x.size(x.dim() - 1), name, " must be [C]");
+  is_wide = row.scalar_type() != x.scalar_type() || row.scalar_type() == ScalarType::Float;
+  const bool is_dense = row.size(0) == 1 || row.stride(0) == 1;
+  if (is_dense && (!is_wide || row.scalar_type() == ScalarType::Float)) return row.const_data_ptr();
+  copies.push_back(torch::stable::contiguous(is_wide ? torch::stable::to(row, ScalarType::Float) : row));
+  return copies.back().const_data_ptr();
 }
 
 template <class T>
@@ -78,14 +78,7 @@ NormRows<T> norm_of(const Tensor& x, const std::optional<Tensor>& weight, double
   NormRows<T> rows{};
   rows.x = rows_of<T>(x, copies), rows.tail = tail_named(tail), rows.eps = static_cast<float>(eps);
   PB_CHECK(weight.has_value() == (rows.tail != NormTail::PLAIN), "a tail other than none needs a weight");
-  if (!weight) return rows;
-  PB_CHECK(weight->dim() == 1 && weight->size(0) == x.size(x.dim() - 1), "weight must be [C]");
-  rows.wide_weight = weight->scalar_type() != x.scalar_type() || weight->scalar_type() == ScalarType::Float;
-  const bool is_other = rows.wide_weight && weight->scalar_type() != ScalarType::Float;
-  if (is_other) copies.push_back(torch::stable::to(*weight, ScalarType::Float));
-  if (const Tensor& values = is_other ? copies.back() : *weight; !values.is_contiguous())
-    copies.push_back(torch::stable::contiguous(values));
-  rows.weight = (is_other || !weight->is_contiguous() ? copies.back() : *weight).const_data_ptr();
+  if (weight) rows.weight = row_of(*weight, "weight", x, rows.wide_weight, copies);
   return rows;
 }
 

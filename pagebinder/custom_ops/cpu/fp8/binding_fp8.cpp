@@ -61,7 +61,10 @@ Quantised quantised_like(const Tensor& x, const std::optional<Tensor>& scale, co
 std::tuple<Tensor, Tensor> scaled_fp8_quant(const Tensor& x, std::optional<Tensor> scale, std::string granularity) {
   const Quantised to = quantised_like(x, scale, granularity);
   Copies copies;
-  with_type_of(x, [&](auto type) { quantise(to.out, PlainRows<decltype(type)>{rows_of<decltype(type)>(x, copies)}); });
+  with_element(element_of(x, "x"), [&](auto type) {
+    using T = decltype(type);
+    quantise(to.out, PlainRows<T>{rows_of<T>(x, copies)});
+  });
   return {to.codes, to.scales};
 }
 
@@ -70,7 +73,7 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate, const Tensor& up
   PB_CHECK(alike(gate, up), "gate and up must have the same shape and dtype");
   const Quantised to = quantised_like(gate, scale, granularity);
   Copies copies;
-  with_type_of(gate, [&](auto type) {
+  with_element(element_of(gate, "gate"), [&](auto type) {
     using T = decltype(type);
     quantise(to.out, GatedRows<T>{rows_of<T>(gate, copies), rows_of<T>(up, copies), activation_named(activation)});
   });
@@ -81,7 +84,9 @@ std::tuple<Tensor, Tensor> rms_norm_op(const Tensor& x, std::optional<Tensor> we
                                     double eps, std::string tail, std::string granularity) {
   const Quantised to = quantised_like(x, scale, granularity);
   Copies copies;
-  with_type_of(x, [&](auto type) { quantise(to.out, norm_of<decltype(type)>(x, weight, eps, tail, copies)); });
+  with_element(element_of(x, "x"), [&](auto type) {
+    quantise(to.out, norm_of<decltype(type)>(x, weight, eps, tail, copies));
+  });
   return {to.codes, to.scales};
 }
 
@@ -92,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(const Tensor& x, const Tensor
   const Quantised to = quantised_like(x, scale, granularity);
   Tensor total = new_tensor(sizes_of(x), x.scalar_type());
   Copies copies;
-  with_type_of(x, [&](auto type) {
+  with_element(element_of(x, "x"), [&](auto type) {
     using T = decltype(type);
     NormRows<T> rows = norm_of<T>(x, weight, eps, tail, copies);
     rows.residual = rows_of<T>(residual, copies), rows.total = static_cast<T*>(total.mutable_data_ptr());

@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "direct_calls.h"
+#include "element_of.h"
 #include "hyper.h"
 #include "linear.h"
 #include "new_tensor.h"
@@ -15,7 +16,7 @@
 
 namespace {
 
-using pagebinder::Element;
+using pagebinder::element_of;
 using pagebinder::run_parallel;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -23,13 +24,6 @@ using torch::stable::Tensor;
 template <class Args>
 void use_threads(Args& a) {
   a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
-}
-
-Element element_of(const Tensor& t, const char* name) {
-  const ScalarType type = t.scalar_type();
-  PB_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
-           " must be float32, bfloat16 or float16");
-  return type == ScalarType::Float ? Element::F32 : type == ScalarType::BFloat16 ? Element::BF16 : Element::F16;
 }
 
 // The same values with channels next to each other: a copy if they are not.

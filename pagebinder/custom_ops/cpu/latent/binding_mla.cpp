@@ -5,6 +5,7 @@
 
 #include "checks.h"
 #include "direct_calls.h"
+#include "element_of.h"
 #include "mla.h"
 #include "num_threads.h"
 #include "thread_pool.h"
@@ -17,15 +18,6 @@ using torch::stable::Tensor;
 
 bool last_is_dense(const Tensor& t) {
   return t.size(t.dim() - 1) == 1 || t.stride(t.dim() - 1) == 1;
-}
-
-pagebinder::Element element_of(const Tensor& t) {
-  const ScalarType dtype = t.scalar_type();
-  PB_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
-           "latent attention takes float32, bfloat16 and float16");
-  return dtype == ScalarType::Float ? pagebinder::Element::F32
-         : dtype == ScalarType::BFloat16 ? pagebinder::Element::BF16
-                                         : pagebinder::Element::F16;
 }
 
 // x [T, H, I], weight [H, I, O] or, dotted, [H, O, I] -> out[:, :, :O] of [T, H, >= O]
@@ -46,7 +38,7 @@ void mla_head_product(const Tensor& x, const Tensor& weight, const Tensor& out, 
   a.weight_head_stride = weight.stride(0), a.weight_row_stride = weight.stride(1);
   a.out = out.mutable_data_ptr(), a.out_token_stride = out.stride(0), a.out_head_stride = out.stride(1);
   a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
-  const char* error = pagebinder::head_product(a, element_of(x));
+  const char* error = pagebinder::head_product(a, pagebinder::element_of(x, "the input of latent attention"));
   PB_CHECK(error == nullptr, "mla_head_product: ", error);
 }
 

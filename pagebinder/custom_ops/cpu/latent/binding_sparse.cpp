@@ -9,6 +9,7 @@
 #include "binding_attention.h"
 #include "checks.h"
 #include "direct_calls.h"
+#include "element_of.h"
 #include "indexer.h"
 #include "latent_tensors.h"
 #include "num_threads.h"
@@ -17,6 +18,7 @@
 
 namespace {
 
+using pagebinder::Element;
 using pagebinder::index_data;
 using pagebinder::new_tensor;
 using pagebinder::PagedRows;
@@ -60,12 +62,8 @@ void set_batch(Args& a, const Tensor& q, const Tensor& seq_lens, const Tensor& q
 template <class Args>
 const char* by_type(const Tensor& q, const Args& args, const char* (*f32)(const Args&),
                     const char* (*bf16)(const Args&), const char* (*f16)(const Args&)) {
-  switch (q.scalar_type()) {
-    case ScalarType::Float: return f32(args);
-    case ScalarType::BFloat16: return bf16(args);
-    case ScalarType::Half: return f16(args);
-    default: return "q must be float32, bfloat16 or float16";
-  }
+  const Element type = pagebinder::element_of(q, "q");
+  return (type == Element::F32 ? f32 : type == Element::BF16 ? bf16 : f16)(args);
 }
 
 Tensor sparse_mla_attention(const Tensor& q, std::optional<Tensor> window_cache, std::optional<Tensor> window_table,

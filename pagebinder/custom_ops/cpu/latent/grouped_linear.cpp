@@ -39,11 +39,11 @@ void group_row(const HeadsArgs& a, int64_t token, int64_t group, const ExpandedA
 
 void inverse_rope_groups(const HeadsArgs& a) {
   const bool serial = a.tokens * a.heads * a.width < SERIAL_CHANNELS;
-  with_element(a.type, [&](auto* type) {
+  with_element(a.type, [&](auto x) {
     run_jobs(a.tokens * a.groups, serial, a.num_threads, a.run, [&](int64_t job) {
       static thread_local Buffer scratch;
       const ExpandedAngles angles = expand(a.angles, job / a.groups, -1.0f, scratch);
-      group_row<std::remove_pointer_t<decltype(type)>>(a, job / a.groups, job % a.groups, angles);
+      group_row<decltype(x)>(a, job / a.groups, job % a.groups, angles);
     });
   });
 }

@@ -213,10 +213,8 @@ void connect(const HyperArgs& a, Buffer& scratch) {
 
 void hyper_connection(const HyperArgs& a) {
   static thread_local Buffer scratch;
-  with_element(a.type, [&](auto* x) {
-    with_element(a.fn_type, [&](auto* fn) {
-      connect<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(fn)>>(a, scratch);
-    });
+  with_element(a.type, [&](auto x) {
+    with_element(a.fn_type, [&](auto fn) { connect<decltype(x), decltype(fn)>(a, scratch); });
   });
 }
 

@@ -5,19 +5,10 @@
 #pragma once
 
 #include "attention.h"
-#include "element.h"
 #include "simd.h"
 #include "small_floats.h"
 
 namespace pagebinder {
-
-// Calls f(T*{}) with the element's C++ type.
-template <class F>
-void with_element(Element element, F&& f) {
-  if (element == Element::F32) f(static_cast<float*>(nullptr));
-  else if (element == Element::BF16) f(static_cast<bf16*>(nullptr));
-  else f(static_cast<f16*>(nullptr));
-}
 
 // Runs job(i) for i in [0, num_jobs), possibly at the same time; one thread if there is too little to do.
 template <class Job>

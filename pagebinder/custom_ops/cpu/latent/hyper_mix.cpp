@@ -39,8 +39,8 @@ void mix_token(const HyperMixArgs& a, int64_t token) {
 }  // namespace
 
 void hyper_mix(const HyperMixArgs& a) {
-  with_element(a.type, [&](auto* x) {
-    using T = std::remove_pointer_t<decltype(x)>;
+  with_element(a.type, [&](auto x) {
+    using T = decltype(x);
     const auto job = a.streams == 4 ? mix_token<T, 4> : mix_token<T, 0>;
     const bool serial = a.tokens * a.streams * a.channels < SERIAL_CHANNELS;
     run_jobs(a.tokens, serial, a.num_threads, a.run, [&](int64_t token) { job(a, token); });

@@ -142,9 +142,7 @@ const char* head_product(const HeadProductArgs& a, Element element) {
   if (a.width_in < 1 || a.width_out < 1) return "a width is 0";
   // A step of dots is up to two vectors wide, a sum at least one.
   if (a.dotted ? a.width_in < 2 * W : a.width_out < W) return "the latent is narrower than two vectors";
-  if (element == Element::F32) run_product<float>(a);
-  else if (element == Element::BF16) run_product<bf16>(a);
-  else run_product<f16>(a);
+  with_element(element, [&](auto x) { run_product<decltype(x)>(a); });
   return nullptr;
 }
 

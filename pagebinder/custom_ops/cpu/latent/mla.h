@@ -8,7 +8,7 @@
 #pragma once
 
 #include "attention.h"
-#include "element.h"
+#include "elements.h"
 
 namespace pagebinder {
 

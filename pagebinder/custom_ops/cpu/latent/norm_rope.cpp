@@ -44,8 +44,8 @@ void norm_and_turn(const T* x, T* out, int64_t width, int64_t turned, const Expa
 void q_norm_rope(const HeadsArgs& a) {
   const int64_t parts = (a.heads + JOB_HEADS - 1) / JOB_HEADS;
   const bool serial = a.tokens * a.heads * a.width < SERIAL_CHANNELS;
-  with_element(a.type, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  with_element(a.type, [&](auto x) {
+    using T = decltype(x);
     run_jobs(a.tokens * parts, serial, a.num_threads, a.run, [&](int64_t job) {
       static thread_local Buffer scratch;
       const int64_t token = job / parts, first = job % parts * JOB_HEADS;

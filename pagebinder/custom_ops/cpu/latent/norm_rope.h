@@ -20,9 +20,7 @@ struct ExpandedAngles {
 };
 
 inline float element_at(const void* p, Element type, int64_t index) {
-  if (type == Element::F32) return static_cast<const float*>(p)[index];
-  if (type == Element::BF16) return load_float_part(static_cast<const bf16*>(p) + index, 1)[0];
-  return load_float_part(static_cast<const f16*>(p) + index, 1)[0];
+  return with_element(type, [&](auto x) { return load_float_part(static_cast<const decltype(x)*>(p) + index, 1)[0]; });
 }
 
 // The columns of one token, in `scratch`, which belongs to the thread.

@@ -14,17 +14,6 @@ namespace {
 
 using namespace pagebinder;
 
-// A weight or bias [C] of x's dtype or float32; of another dtype or layout there is a copy.
-const void* row_of(const std::optional<Tensor>& row, const Tensor& x, bool& is_wide, Copies& copies) {
-  if (!row) return nullptr;
-  PB_CHECK(row->dim() == 1 && row->size(0) == x.size(x.dim() - 1), "weight and bias must be [C]");
-  is_wide = row->scalar_type() != x.scalar_type() || row->scalar_type() == ScalarType::Float;
-  const bool is_plain = row->size(0) == 1 || row->stride(0) == 1;
-  if (is_plain && (!is_wide || row->scalar_type() == ScalarType::Float)) return row->const_data_ptr();
-  copies.push_back(torch::stable::contiguous(is_wide ? torch::stable::to(*row, ScalarType::Float) : *row));
-  return copies.back().const_data_ptr();
-}
-
 // LayerNorm of x, or of x + residual, which becomes `total`.
 Tensor normed(const Tensor& x, const Tensor* residual, Tensor* total, const std::optional<Tensor>& weight,
               const std::optional<Tensor>& bias, double eps) {
@@ -32,13 +21,13 @@ Tensor normed(const Tensor& x, const Tensor* residual, Tensor* total, const std:
   const std::vector<int64_t> sizes = sizes_of(x);
   Tensor out = new_tensor(sizes, x.scalar_type());
   Copies copies;
-  with_type_of(x, [&](auto type) {
+  with_element(element_of(x, "x"), [&](auto type) {
     using T = decltype(type);
     LayerNormArgs<T> args{};
     args.columns = sizes.back(), args.rows = x.numel() / args.columns;
     args.x = rows_of<T>(x, copies), args.eps = static_cast<float>(eps);
-    args.weight = row_of(weight, x, args.wide_weight, copies);
-    args.bias = row_of(bias, x, args.wide_bias, copies);
+    if (weight) args.weight = row_of(*weight, "weight", x, args.wide_weight, copies);
+    if (bias) args.bias = row_of(*bias, "bias", x, args.wide_bias, copies);
     if (residual != nullptr) {
       args.residual = rows_of<T>(*residual, copies);
       args.total = static_cast<T*>(total->mutable_data_ptr());

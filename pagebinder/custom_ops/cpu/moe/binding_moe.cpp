@@ -120,7 +120,7 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& ids_in, const Tensor& weigh
   up_bias = dense(up_bias), down_bias = dense(down_bias);
   pagebinder::MoeArgs a{};
   a.choice = choice(ids, up.size(0));
-  a.type = element_of(x), a.transposed = transposed != turned;
+  a.type = element_of(x, "the input of experts"), a.transposed = transposed != turned;
   a.x = x.const_data_ptr(), a.x_stride = x.stride(0);
   a.weights = static_cast<const float*>(weights.const_data_ptr());
   a.up = projection(up, up_bias, a.transposed), a.down = projection(down, down_bias, a.transposed);
@@ -152,7 +152,7 @@ Tensor expert_linear(const Tensor& x_in, const Tensor& ids_in, const Tensor& wei
   bias = dense(bias);
   pagebinder::ExpertLinearArgs a{};
   a.choice = choice(ids, weight.size(0));
-  a.type = element_of(x), a.transposed = transposed != turned;
+  a.type = element_of(x, "the input of experts"), a.transposed = transposed != turned;
   a.x = x.const_data_ptr(), a.x_stride = x.stride(x.dim() - 2), a.row_per_slot = row_per_slot;
   a.projection = projection(weight, bias, a.transposed);
   PB_CHECK(a.projection.inner == x.size(x.dim() - 1), "x and the experts differ in C");

@@ -10,20 +10,15 @@
 #include <utility>
 
 #include "checks.h"
+#include "element_of.h"
 #include "moe.h"
 
 namespace pagebinder::binding {
 
+using pagebinder::element_of;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Bias = std::optional<Tensor>;
-
-inline Element element_of(const Tensor& t) {
-  const ScalarType type = t.scalar_type();
-  PB_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-           "experts must be float32, bfloat16 or float16");
-  return type == ScalarType::Float ? Element::F32 : type == ScalarType::BFloat16 ? Element::BF16 : Element::F16;
-}
 
 // The same values with the last dimension dense: a copy if it is not.
 inline Tensor dense(const Tensor& t) {

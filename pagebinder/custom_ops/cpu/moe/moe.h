@@ -8,8 +8,6 @@
 
 namespace pagebinder {
 
-enum class Element { F32, BF16, F16 };
-
 struct CodedStack;                // quantized_moe/coded_stack.h
 
 // The weights of all experts for one of their projections, where they lie in the model.

@@ -5,6 +5,7 @@
 
 #include "checks.h"
 #include "direct_calls.h"
+#include "element_of.h"
 #include "num_threads.h"
 #include "pointwise.h"
 #include "recorder.h"
@@ -14,23 +15,15 @@ namespace {
 
 using namespace pagebinder;
 
-pointwise::Type type_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return pointwise::Type::FLOAT32;
-    case ScalarType::BFloat16: return pointwise::Type::BFLOAT16;
-    case ScalarType::Half: return pointwise::Type::FLOAT16;
-    default: PB_CHECK(x.scalar_type() == ScalarType::Bool, "inputs must be float32, bfloat16, float16 or bool");
-  }
-  return pointwise::Type::BOOL;
+Element type_of(const Tensor& x) {
+  if (x.scalar_type() == ScalarType::Bool) return Element::BOOL;
+  PB_CHECK(is_float(x.scalar_type()), "inputs must be float32, bfloat16, float16 or bool");
+  return element_of(x, "x");
 }
 
-ScalarType scalar_type_of(pointwise::Type type) {
-  switch (type) {
-    case pointwise::Type::FLOAT32: return ScalarType::Float;
-    case pointwise::Type::BFLOAT16: return ScalarType::BFloat16;
-    case pointwise::Type::FLOAT16: return ScalarType::Half;
-    default: return ScalarType::Bool;
-  }
+ScalarType scalar_type_of(Element type) {
+  constexpr ScalarType TYPES[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Bool};
+  return TYPES[static_cast<int>(type)];
 }
 
 // The size that all of these broadcast to, dimension by dimension from the last.
@@ -76,7 +69,7 @@ std::vector<Tensor> pointwise_op(std::vector<Tensor> inputs, std::string program
   for (int64_t size : sizes) args.numel *= size;
   for (const Tensor& x : inputs) args.inputs.push_back(input_of(x, sizes));
   std::vector<Tensor> results;
-  for (pointwise::Type type : args.program->results) {
+  for (Element type : args.program->results) {
     results.push_back(new_tensor(sizes, scalar_type_of(type)));
     args.results.push_back(results.back().mutable_data_ptr());
   }

@@ -46,13 +46,9 @@ void narrow(const float* from, int64_t count, bool* to) {
 }
 
 template <class Use>
-PB_INLINE void with_type(Type type, Use use) {
-  switch (type) {
-    case Type::FLOAT32: return use(float{});
-    case Type::BFLOAT16: return use(bf16{});
-    case Type::FLOAT16: return use(f16{});
-    case Type::BOOL: return use(bool{});
-  }
+PB_INLINE void with_type(Element type, Use use) {
+  if (type == Element::BOOL) use(bool{});
+  else with_element(type, use);
 }
 
 // Elements [begin, begin + count) of an input as floats, run by run of its last dimension.
@@ -145,7 +141,7 @@ void compute(const Block& block, const Instruction& i) {
     case Operation::RECIPROCAL: return unary(block, i, [](VF x) { return 1.0f / x; });
     case Operation::RELU: return unary(block, i, [](VF x) { return select(x < VF{}, VF{}, x); });
     case Operation::ROUND:
-      if (i.type == Type::BFLOAT16) return unary(block, i, [](VF x) { return from_bf16(to_bf16(x)); });
+      if (i.type == Element::BF16) return unary(block, i, [](VF x) { return from_bf16(to_bf16(x)); });
       return unary(block, i, [](VF x) { return from_f16(to_f16(x)); });
     case Operation::RSQRT: return unary(block, i, [](VF x) { return 1.0f / square_root(x); });
     case Operation::RSUB: return binary(block, i, [](VF a, VF b) { return b - a; });
@@ -190,9 +186,9 @@ void run_range(const Args& args, int64_t begin, int64_t end, int64_t size) {
 
 }  // namespace
 
-float rounded(float number, Type type) {
+float rounded(float number, Element type) {
   const VF x = splat(number);
-  return (type == Type::BFLOAT16 ? from_bf16(to_bf16(x)) : from_f16(to_f16(x)))[0];
+  return (type == Element::BF16 ? from_bf16(to_bf16(x)) : from_f16(to_f16(x)))[0];
 }
 
 void run(const Args& args) {

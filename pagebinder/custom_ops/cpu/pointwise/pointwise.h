@@ -15,8 +15,6 @@
 
 namespace pagebinder::pointwise {
 
-enum class Type : uint8_t { FLOAT32, BFLOAT16, FLOAT16, BOOL };
-
 enum class Operation : uint8_t {
   ABS, ADD, AND, CLAMP_MAX, CLAMP_MIN, COPY, CUBE, DIV, EQ, EXP, EXPM1, FLOOR, GE, GELU, GELU_TANH, GT, LE, LEAKY_RELU,
   LOAD, LOG, LOG1P, LOG_SIGMOID, LT, MAXIMUM, MINIMUM, MUL, NE, NEG, NOT, OR, RECIPROCAL, RELU, ROUND, RSQRT, RSUB,
@@ -26,13 +24,13 @@ enum class Operation : uint8_t {
 // LOAD: register `to` from input `from[0]`; STORE: result `to` from register `from[0]`; ROUND: `to` to `type`.
 struct Instruction {
   Operation operation;
-  Type type;  // of ROUND
+  Element type;  // of ROUND
   uint16_t to;
   uint16_t from[3];
 };
 
 // A number as bfloat16 or float16 holds it.
-float rounded(float number, Type type);
+float rounded(float number, Element type);
 
 struct Constant {
   uint16_t to;
@@ -42,7 +40,7 @@ struct Constant {
 struct Program {
   std::vector<Instruction> instructions;
   std::vector<Constant> constants;
-  std::vector<Type> results;
+  std::vector<Element> results;
   int num_registers = 0, num_inputs = 0;
 };
 
@@ -54,7 +52,7 @@ constexpr int MOST_DIMS = 8;
 // An input as it is read along the contiguous results: dims of one element are gone, neighbours that lie as one are one.
 struct Input {
   const void* data;
-  Type type;
+  Element type;
   int dims;
   int64_t sizes[MOST_DIMS], strides[MOST_DIMS];  // strides of 0 where it is repeated
 };

@@ -32,12 +32,12 @@ const std::map<std::string, Operation>& operations() {
   return names;
 }
 
-Type type_named(const std::string& name) {
-  if (name == "float32") return Type::FLOAT32;
-  if (name == "bfloat16") return Type::BFLOAT16;
-  if (name == "float16") return Type::FLOAT16;
+Element type_named(const std::string& name) {
+  if (name == "float32") return Element::F32;
+  if (name == "bfloat16") return Element::BF16;
+  if (name == "float16") return Element::F16;
   PB_CHECK(name == "bool", "a pointwise program has the dtype ", name);
-  return Type::BOOL;
+  return Element::BOOL;
 }
 
 // What is exact as it is: a choice or a sign of numbers that were rounded before.
@@ -78,13 +78,13 @@ size_t operands_of(Operation operation) {
 
 struct Statement {
   Operation operation;
-  Type type;  // that it is computed in; of comparisons that of what they compare
+  Element type;  // that it is computed in; of comparisons that of what they compare
   std::vector<std::string> operands;
 };
 
 // A value of the program: of an input, a statement or a number.
 struct Value {
-  Type type = Type::FLOAT32;
+  Element type = Element::F32;
   int statement = -1, input = -1;
   float number = 0;
   int last = -1;      // statement that reads it last
@@ -136,8 +136,8 @@ class Compiler {
       values_[s].statement = static_cast<int>(s), values_[s].type = result_type(statements_[s]);
   }
 
-  static Type result_type(const Statement& statement) {
-    return is_comparison(statement.operation) ? Type::BOOL : statement.type;
+  static Element result_type(const Statement& statement) {
+    return is_comparison(statement.operation) ? Element::BOOL : statement.type;
   }
 
   static int number_of(const std::string& word, char kind, size_t below) {
@@ -151,8 +151,8 @@ class Compiler {
   Value& value_of(const std::string& operand, const Statement& statement) {
     if (operand[0] == 'v') return values_[number_of(operand, 'v', values_.size())];
     const bool is_rounded = operand[0] != 'x' && !has_wide_numbers(statement.operation) &&
-                            (statement.type == Type::BFLOAT16 || statement.type == Type::FLOAT16);
-    const std::string key = is_rounded ? operand + (statement.type == Type::BFLOAT16 ? "b" : "h") : operand;
+                            (statement.type == Element::BF16 || statement.type == Element::F16);
+    const std::string key = is_rounded ? operand + (statement.type == Element::BF16 ? "b" : "h") : operand;
     const auto [place, is_new] = others_.try_emplace(key);
     if (!is_new) return place->second;
     Value& value = place->second;
@@ -178,7 +178,7 @@ class Compiler {
     return num_registers_++;
   }
 
-  void emit(Operation operation, Type type, int to, const std::vector<int>& from) {
+  void emit(Operation operation, Element type, int to, const std::vector<int>& from) {
     Instruction instruction{operation, type, static_cast<uint16_t>(to), {}};
     for (size_t i = 0; i < from.size(); ++i) instruction.from[i] = static_cast<uint16_t>(from[i]);
     program_.instructions.push_back(instruction);
@@ -194,7 +194,7 @@ class Compiler {
       if (value.where < 0) {
         PB_CHECK(value.input >= 0, "a pointwise program reads ", operand, " behind its last use");
         value.where = new_register();
-        emit(Operation::LOAD, Type::FLOAT32, value.where, {value.input});
+        emit(Operation::LOAD, Element::F32, value.where, {value.input});
       }
       from.push_back(value.where);
       read.push_back(&value);
@@ -207,7 +207,7 @@ class Compiler {
     const auto is_result = [&](int result) { return result == s; };
     const bool is_stored = std::any_of(results_.begin(), results_.end(), is_result);
     const bool is_read = made.last > s;
-    const bool narrows = made.type == Type::BFLOAT16 || made.type == Type::FLOAT16;
+    const bool narrows = made.type == Element::BF16 || made.type == Element::F16;
     bool rounds = narrows && !is_exact(statement.operation);
     if (narrows && statement.operation == Operation::COPY) rounds = true;  // of a wider dtype
     if (rounds && is_read) emit(Operation::ROUND, statement.type, made.where, {made.where});  // a store rounds, too

@@ -20,13 +20,6 @@ Codes codes_named(const std::string& name) {
   return Codes::INT8;
 }
 
-FloatType float_type(const Tensor& t, const char* name) {
-  if (t.scalar_type() == ScalarType::Float) return FloatType::F32;
-  if (t.scalar_type() == ScalarType::BFloat16) return FloatType::BF16;
-  PB_CHECK(t.scalar_type() == ScalarType::Half, name, " must be float32, bfloat16 or float16");
-  return FloatType::F16;
-}
-
 // [2, G] or null where rows have their own; checks that a cache row [.., D + Dv (+ two floats)] is that of the codes.
 const float* scale_data(const std::optional<Tensor>& scales, const Tensor& kv_cache, int64_t row_values) {
   PB_CHECK(kv_cache.scalar_type() == ScalarType::Byte, "a quantised kv_cache must be uint8");
@@ -43,7 +36,7 @@ const float* scale_data(const std::optional<Tensor>& scales, const Tensor& kv_ca
 void write_cache(const Tensor& k, const Tensor& v, const Tensor& kv_cache, const Tensor& slot_mapping,
                  std::optional<Tensor> scales, std::string codes) {
   const CacheWriteArgs plain = cache_write_args(k, v, kv_cache, slot_mapping);
-  QuantizedWriteArgs a{plain, codes_named(codes), float_type(k, "k"), nullptr};
+  QuantizedWriteArgs a{plain, codes_named(codes), element_of(k, "k"), nullptr};
   a.kv_scales = scale_data(scales, kv_cache, a.head_dim + a.head_dim_v);
   launch([a] {
     const char* error = quantized_kv_cache_write(a);
@@ -58,7 +51,7 @@ Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const QkOperands operands{q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, eps, tail, style};
   check_qk_operands(operands);
   const Codes code = codes_named(codes);
-  return by_element_type(q, [&](auto element) {
+  return with_element(element_of(q, "q"), [&](auto element) {
     QuantizedQkWriteArgs<decltype(element)> args{};
     Tensor out = set_qk_operands(operands, args);
     args.kv_scales = scale_data(scales, kv_cache, args.head_dim + args.head_dim_v);
@@ -81,13 +74,12 @@ Tensor paged_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
   Tensor out = new_tensor({a.num_tokens, a.num_heads, head_dim_v}, q.scalar_type());
   a.out = data(out);
   const Codes code = codes_named(codes);
-  launch([a, code, type = float_type(q, "q")] {
-    const char* error = nullptr;
-    switch (type) {
-      case FloatType::F32: error = quantized_attention_f32(a, code); break;
-      case FloatType::BF16: error = quantized_attention_bf16(a, code); break;
-      case FloatType::F16: error = quantized_attention_f16(a, code); break;
-    }
+  const Element type = element_of(q, "q");
+  const auto attend = type == Element::F32    ? quantized_attention_f32
+                      : type == Element::BF16 ? quantized_attention_bf16
+                                              : quantized_attention_f16;
+  launch([a, code, attend] {
+    const char* error = attend(a, code);
     PB_CHECK(error == nullptr, "quantized_paged_attention: ", error);
   });
   return out;

@@ -7,7 +7,6 @@
 namespace pagebinder {
 
 enum class Codes { E4M3, E5M2, INT8 };
-enum class FloatType { F32, BF16, F16 };
 
 // Attention over rows of codes. q and the output of one type; returns null or what is wrong with the arguments.
 const char* quantized_attention_f32(const AttentionArgs& args, Codes codes);
@@ -16,7 +15,7 @@ const char* quantized_attention_f16(const AttentionArgs& args, Codes codes);
 
 struct QuantizedWriteArgs : CacheWriteArgs {
   Codes codes;
-  FloatType type;          // of k and v
+  Element type;            // of k and v
   const float* kv_scales;  // [2, G] of K and V, or null: each row gets its own
 };
 const char* quantized_kv_cache_write(const QuantizedWriteArgs& args);

@@ -77,11 +77,7 @@ void encode_turned(const QkWriteArgs<T>& args, int64_t g, const T* k, const T* v
 
 template <Codes CODES>
 const char* write_codes(const QuantizedWriteArgs& a) {
-  switch (a.type) {
-    case FloatType::F32: return write_tokens(a, encode_token<CODES, float>);
-    case FloatType::BF16: return write_tokens(a, encode_token<CODES, bf16>);
-    default: return write_tokens(a, encode_token<CODES, f16>);
-  }
+  return with_element(a.type, [&](auto x) { return write_tokens(a, encode_token<CODES, decltype(x)>); });
 }
 
 }  // namespace

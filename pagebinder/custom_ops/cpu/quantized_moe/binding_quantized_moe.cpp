@@ -69,7 +69,7 @@ Tensor quantized_moe_experts(const Tensor& x_in, const Tensor& ids_in, const Ten
   up_bias = dense(up_bias), down_bias = dense(down_bias);
   pagebinder::MoeArgs a{};
   a.choice = choice(ids, up.size(0));
-  a.type = element_of(x);
+  a.type = element_of(x, "the input of experts");
   a.x = x.const_data_ptr(), a.x_stride = x.stride(0);
   a.weights = static_cast<const float*>(weights.const_data_ptr());
   a.up = projection_of(up_stack, up_bias, up.size(0), x);

@@ -58,9 +58,7 @@ void quantized_moe_experts(const MoeArgs& a) {
   };
   if (a.type == Element::BF16 && !in_halves(a.up) && !in_halves(a.down) && quantized_moe_experts_with_dots(a)) return;
   if (a.type == Element::BF16 && quantized_moe_experts_with_integers(a)) return;
-  if (a.type == Element::F32) run_in<float>(a);
-  else if (a.type == Element::BF16) run_in<bf16>(a);
-  else run_in<f16>(a);
+  with_element(a.type, [&](auto x) { run_in<decltype(x)>(a); });
 }
 
 }  // namespace pagebinder

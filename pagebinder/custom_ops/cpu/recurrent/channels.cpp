@@ -60,8 +60,8 @@ void for_runs(const ChannelState& c, const F& f) {
 }  // namespace
 
 void ChannelState::read(int64_t block) {
-  with_element(cache.type, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_element(cache.type, [&](auto x) {
+    using T = decltype(x);
     const T* from = static_cast<const T*>(cache.base) + block * cache.block_stride + first * channel_stride;
     if (channel_stride == 1) {
       for (int64_t s = 0; s < slots; ++s) widen(from + s * slot_stride, count, state + s * lanes);
@@ -80,8 +80,8 @@ void ChannelState::read(int64_t block) {
 }
 
 void ChannelState::write(int64_t block) {
-  with_element(cache.type, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_element(cache.type, [&](auto x) {
+    using T = decltype(x);
     T* to = static_cast<T*>(cache.base) + block * cache.block_stride + first * channel_stride;
     if (channel_stride == 1) {
       for (int64_t s = 0; s < slots; ++s) narrow_row(state + s * lanes, count, to + s * slot_stride);

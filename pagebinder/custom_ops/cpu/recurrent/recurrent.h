@@ -11,8 +11,6 @@
 
 namespace pagebinder {
 
-enum class Element { F32, BF16, F16 };
-
 // A tensor that is read in rows of adjacent values; row i, j begins at i * strides[0] + j * strides[1].
 struct Operand {
   const void* base;               // null: not given

@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "checks.h"
+#include "element_of.h"
 #include "num_threads.h"
 #include "recorder.h"
 #include "recurrent.h"
@@ -18,15 +18,6 @@ namespace pagebinder {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-inline bool is_element(ScalarType type) {
-  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
-}
-
-inline Element element_of(ScalarType type, const char* name) {
-  PB_CHECK(is_element(type), name, " must be float32, bfloat16 or float16");
-  return type == ScalarType::Float ? Element::F32 : type == ScalarType::BFloat16 ? Element::BF16 : Element::F16;
-}
 
 inline bool has_shape(const Tensor& t, std::initializer_list<int64_t> shape) {
   if (t.dim() != static_cast<int64_t>(shape.size())) return false;
@@ -65,12 +56,12 @@ class Operands {
   std::vector<Tensor> copies_;
 
   Tensor of_element_type(const Tensor& t) {
-    if (is_element(t.scalar_type())) return t;
+    if (is_float(t.scalar_type())) return t;
     copies_.push_back(torch::stable::to(t, ScalarType::Float));
     return copies_.back();
   }
   Operand describe(const Tensor& x, int64_t row_dims) {
-    return {x.const_data_ptr(), element_of(x.scalar_type(), "an operand"),
+    return {x.const_data_ptr(), element_of(x, "an operand"),
             {row_dims > 0 ? x.stride(0) : 0, row_dims > 1 ? x.stride(1) : 0}};
   }
 };
@@ -104,7 +95,7 @@ inline StateCache cache_of(const Tensor& cache, std::initializer_list<int64_t> s
   bool fits = cache.dim() == static_cast<int64_t>(shape.size()) + 1 && cache.scalar_type() == type;
   for (size_t d = 0; fits && d < shape.size(); ++d) fits = cache.size(d + 1) == shape.begin()[d];
   PB_CHECK(fits, message);
-  StateCache c{cache.mutable_data_ptr(), element_of(type, "the cache"), cache.size(0), cache.stride(0), {}};
+  StateCache c{cache.mutable_data_ptr(), element_of(cache, "the cache"), cache.size(0), cache.stride(0), {}};
   for (size_t d = 0; d < shape.size(); ++d) c.strides[d] = cache.stride(d + 1);
   return c;
 }
@@ -112,7 +103,7 @@ inline StateCache cache_of(const Tensor& cache, std::initializer_list<int64_t> s
 // [T, width] or [T, rows, width]
 inline Result result_of(const Tensor& out) {
   const int64_t last = out.dim() - 1;
-  return {out.mutable_data_ptr(), element_of(out.scalar_type(), "the output"), last == 1 ? 1 : out.size(1),
+  return {out.mutable_data_ptr(), element_of(out, "the output"), last == 1 ? 1 : out.size(1),
           out.size(last)};
 }
 

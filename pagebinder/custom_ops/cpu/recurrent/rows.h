@@ -11,14 +11,6 @@ constexpr float LOG2_E = 1.44269504f;
 
 inline int64_t whole_vectors(int64_t count) { return (count + W - 1) / W * W; }
 
-// Calls f(T*{}) with the element's C++ type.
-template <class F>
-PB_INLINE void with_element(Element element, F&& f) {
-  if (element == Element::F32) f(static_cast<float*>(nullptr));
-  else if (element == Element::BF16) f(static_cast<bf16*>(nullptr));
-  else f(static_cast<f16*>(nullptr));
-}
-
 // `to` is filled up to whole vectors, with zeros.
 template <class T>
 PB_INLINE void widen(const T* from, int64_t count, float* to) {
@@ -37,9 +29,7 @@ PB_INLINE void narrow_row(const float* from, int64_t count, T* to) {
 // Values [first, first + count) of row i, j.
 inline void read_row(const Operand& o, int64_t i, int64_t j, int64_t first, int64_t count, float* to) {
   const int64_t offset = i * o.strides[0] + j * o.strides[1] + first;
-  with_element(o.type, [&](auto* t) {
-    widen(static_cast<const std::remove_pointer_t<decltype(t)>*>(o.base) + offset, count, to);
-  });
+  with_element(o.type, [&](auto x) { widen(static_cast<const decltype(x)*>(o.base) + offset, count, to); });
 }
 
 // The first value of row i, j.
@@ -52,7 +42,7 @@ inline float read_value(const Operand& o, int64_t i, int64_t j) {
 inline void write_row(const Result& out, int64_t token, int64_t row, int64_t first, int64_t count,
                       const float* from) {
   const int64_t offset = (token * out.rows + row) * out.width + first;
-  with_element(out.type, [&](auto* t) { narrow_row(from, count, static_cast<decltype(t)>(out.base) + offset); });
+  with_element(out.type, [&](auto x) { narrow_row(from, count, static_cast<decltype(x)*>(out.base) + offset); });
 }
 
 // ---- gates -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 #include "checks.h"
 #include "direct_calls.h"
+#include "element_of.h"
 #include "num_threads.h"
 #include "recorder.h"
 #include "rope.h"
@@ -13,15 +14,6 @@
 namespace {
 
 using namespace pagebinder;
-
-rope::Type type_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return rope::Type::FLOAT32;
-    case ScalarType::BFloat16: return rope::Type::BFLOAT16;
-    default: PB_CHECK(x.scalar_type() == ScalarType::Half, "values must be float32, bfloat16 or float16");
-  }
-  return rope::Type::FLOAT16;
-}
 
 rope::Style style_named(const std::string& name) {
   if (name == "half") return rope::Style::HALF;
@@ -36,7 +28,7 @@ rope::Style style_named(const std::string& name) {
 rope::Operand operand_of(const Tensor& t, const Tensor& x, int64_t channels) {
   PB_CHECK(t.dim() > 0 && t.dim() <= x.dim() && t.size(t.dim() - 1) == channels,
            "x is [..., D] with D even, cos and sin broadcast against it and are ", channels, " wide here");
-  rope::Operand operand{t.const_data_ptr(), type_of(t), {}, t.stride(t.dim() - 1)};
+  rope::Operand operand{t.const_data_ptr(), element_of(t, "x, cos and sin"), {}, t.stride(t.dim() - 1)};
   for (int64_t d = 0; d < t.dim() - 1; ++d) {
     const int64_t at = x.dim() - t.dim() + d;
     PB_CHECK(t.size(d) == x.size(at) || t.size(d) == 1, "cos and sin must broadcast against x");
@@ -57,7 +49,7 @@ Tensor rope_op(const Tensor& x, const Tensor& cos, const Tensor& sin, std::strin
   PB_CHECK(cos.scalar_type() == sin.scalar_type(), "cos and sin must have one dtype");
   for (int64_t& size : args.sizes) size = 1;
   for (int64_t d = 0; d < x.dim() - 1; ++d) args.sizes[rope::MOST_DIMS - (x.dim() - 1) + d] = x.size(d);
-  args.type = args.x.type == args.cos.type ? args.x.type : rope::Type::FLOAT32;  // as types are promoted
+  args.type = args.x.type == args.cos.type ? args.x.type : Element::F32;  // as types are promoted
   Tensor out = new_tensor(sizes_of(x), args.x.type == args.cos.type ? x.scalar_type() : ScalarType::Float);
   args.out = out.mutable_data_ptr(), args.num_threads = num_threads();
   if (x.numel() > 0) launch([args] { rope::run(args); });

@@ -13,15 +13,6 @@ namespace {
 
 constexpr int64_t SERIAL_VALUES = 1 << 14, VALUES_AT_ONCE = 1 << 12;
 
-template <class Use>
-PB_INLINE void with_type(Type type, Use use) {
-  switch (type) {
-    case Type::FLOAT32: return use(float{});
-    case Type::BFLOAT16: return use(bf16{});
-    case Type::FLOAT16: return use(f16{});
-  }
-}
-
 template <class T>
 PB_INLINE float widened(T x) { return load_float_part(&x, 1)[0]; }
 PB_INLINE float widened(float x) { return x; }
@@ -55,7 +46,7 @@ PB_INLINE void store_neighbours(bf16* p, VF even, VF odd) {
 
 // Channels as floats, first ones and second ones of `count` pairs: neighbours, or a half apart.
 void load_pairs(const Operand& from, int64_t offset, bool are_neighbours, int64_t count, float* first, float* second) {
-  with_type(from.type, [&](auto type) {
+  with_element(from.type, [&](auto type) {
     using T = decltype(type);
     const int64_t channel = from.channel_stride, step = are_neighbours ? 2 * channel : channel;
     const T *a = static_cast<const T*>(from.data) + offset, *b = a + (are_neighbours ? channel : count * channel);
@@ -70,7 +61,7 @@ void load_pairs(const Operand& from, int64_t offset, bool are_neighbours, int64_
 }
 
 void load_angles(const Operand& from, int64_t offset, int64_t count, float* to) {
-  with_type(from.type, [&](auto type) {
+  with_element(from.type, [&](auto type) {
     const auto* data = static_cast<const decltype(type)*>(from.data) + offset;
     int64_t i = 0;
     for (; from.channel_stride == 1 && i + W <= count; i += W) store(to + i, load_float(data + i));
@@ -151,7 +142,7 @@ void run(const Args& args) {
   for (int64_t size : args.sizes) count *= size;
   const int threads = count * args.width < SERIAL_VALUES ? 1 : args.num_threads;
   const int64_t at_once = VALUES_AT_ONCE / args.width > 0 ? VALUES_AT_ONCE / args.width : 1;
-  with_type(args.type, [&](auto type) {
+  with_element(args.type, [&](auto type) {
     for_ranges(count, at_once, threads,
                [&](int64_t begin, int64_t end) { turn_rows<decltype(type)>(args, begin, end); });
   });

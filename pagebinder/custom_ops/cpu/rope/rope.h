@@ -8,14 +8,13 @@
 namespace pagebinder::rope {
 
 enum class Style { HALF, CHUNKED, EVERY_TWO, INTERLEAVED, DEINTERLEAVED };
-enum class Type { FLOAT32, BFLOAT16, FLOAT16 };
 
 constexpr int MOST_DIMS = 4;  // of x, but for its channels
 
 // A tensor [a, b, c, d, channels], strides of 0 where it is repeated.
 struct Operand {
   const void* data;
-  Type type;
+  Element type;
   int64_t strides[MOST_DIMS], channel_stride;
 };
 
@@ -24,7 +23,7 @@ struct Args {
   Operand x, cos, sin;
   int64_t sizes[MOST_DIMS], width;  // width: channels of x
   void* out;                        // contiguous
-  Type type;                        // of the result: products and their sum are rounded to it
+  Element type;                     // of the result: products and their sum are rounded to it
   int num_threads;
 };
 
