@@ -26,14 +26,14 @@ Checkpoints may also say how activations are quantised for kernels of fp8; here 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from pagebinder.custom_ops.linear.weight_formats import BLOCK
 from pagebinder.frontend.mx_numbers import GROUP, num_groups
-from pagebinder.frontend.not_served import described, kept_by_wildcards, require
-from pagebinder.frontend.stored_names import NamedLayers
+from pagebinder.frontend.not_served import described, require
+from pagebinder.frontend.stored_names import NamedLayers, StoredTensors
 
 # Granularities of scales whose codes a kernel reads -> the format's name in `weight_formats`.
 FORMATS = {"block": "fp8_block", "channel": "fp8", "tensor": "fp8_tensor"}
@@ -107,6 +107,24 @@ class StoredFp8(NamedLayers):
         """The name of the codes of a scale."""
         return name.removesuffix(self.scale_suffix) + self.codes_suffix
 
+    def expected(self, rows: int, columns: int) -> StoredTensors:
+        """Of a linear layer's tensors, as the config says them."""
+        return {
+            "weight": ("F8_E4M3", (rows, columns)),
+            self.scale_name: ("F32", self.scale_shape(rows, columns)),
+        }
+
+    def describes(self, tensors: StoredTensors) -> bool:
+        """Are these the tensors of a linear layer's weight that is stored so?"""
+        dtype, shape = tensors.get("weight", (None, ()))
+        if dtype != "F8_E4M3" or len(shape) != 2 or self.scale_name not in tensors:
+            return False
+        return tensors[self.scale_name][1] == self.scale_shape(*shape)
+
+    def with_layers(self, layers: Mapping[str, StoredTensors], plain: frozenset[str]) -> StoredFp8:
+        """Knowing which layers are stored so, and which others are plain."""
+        return replace(self, layers=dict.fromkeys(layers, True), plain=plain)
+
     def __str__(self) -> str:
         return f"{self.format} as stored (quant_method {self.method})"
 
@@ -159,22 +177,19 @@ def _fbgemm_fp8(options: dict) -> StoredFp8:
     )
 
 
-def modelopt(options: dict) -> StoredFp8:
-    """Of a quantization_config of ModelOpt whose quant_algo is one of MODELOPT_ALGORITHMS."""
+def modelopt(options: dict, kept: tuple[str, ...]) -> StoredFp8:
+    """Of what ModelOpt says of weights whose quant_algo is one of MODELOPT_ALGORITHMS."""
     return StoredFp8(
         method="modelopt",
         granularity=MODELOPT_ALGORITHMS[options["quant_algo"].upper()],
         scale_suffix="_scale",
         by_dims=True,
-        kept=kept_by_wildcards(options),
+        kept=kept,
     )
 
 
-def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> StoredFp8:
-    """Of config groups of compressed-tensors whose weights are e4m3."""
-    require(len(groups) == 1, f"{len(groups)} config_groups")
-    targets, weights = groups[0].get("targets"), groups[0]["weights"]
-    require(targets == ["Linear"], f"targets {targets}")
+def compressed(weights: dict, kept: tuple[str, ...]) -> StoredFp8:
+    """Of the weights of a config group of compressed-tensors, which are e4m3."""
     require(weights.get("type") == "float" and weights.get("num_bits") == 8, described(weights))
     require(weights.get("symmetric", True) and not weights.get("dynamic"), described(weights))
     strategy = weights.get("strategy")

@@ -12,22 +12,21 @@ floats with scales of groups -> `StoredInts`.
     bitsandbytes, 8 bits bnb8                                                                 llm_int8_skip_modules
 
 Which layers are stored so, and in how many bits, is read from the checkpoint's files where they are at hand: tools
-also leave layers out, or give some of them other sizes, in ways of their own (`dynamic`, `extra_config`, several
-config_groups).
+also leave layers out, or give some of them other sizes, in ways of their own (`dynamic`, `extra_config`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend import int_codes
 from pagebinder.frontend.int_codes import WORD
-from pagebinder.frontend.not_served import described, kept_by_wildcards, require
-from pagebinder.frontend.stored_names import NamedLayers
+from pagebinder.frontend.not_served import described, require
+from pagebinder.frontend.stored_names import NamedLayers, StoredTensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 GEMV_GROUPS = 8  # whose zero points are in a word; words of a row are a multiple of 128 / the group's size
@@ -185,6 +184,29 @@ class StoredInts(NamedLayers):
             raise CheckpointError("a scale is NaN or infinity.")
         return codes
 
+    def expected(self, rows: int, columns: int) -> StoredTensors:
+        """Of a layer's tensors, as the config says them."""
+        shapes = self.shapes(rows, columns)
+        return {name: (self.tensors.dtypes[name][0], shape) for name, shape in shapes.items()}
+
+    def describes(self, tensors: StoredTensors) -> bool:
+        """Are these the tensors of a weight that is stored so?"""
+        wanted = self.tensors.dtypes
+        return all(name in tensors for name in (self.tensors.marker, *self.needs)) and all(
+            dtype in wanted[name] for name, (dtype, _) in tensors.items() if name in wanted
+        )
+
+    def with_layers(self, layers: Mapping[str, StoredTensors], plain: frozenset[str]) -> StoredInts:
+        """Knowing of each layer its tensors, and which others are plain."""
+        shapes = {
+            name: {kind: shape for kind, (_, shape) in tensors.items() if kind in self.tensors.names}
+            for name, tensors in layers.items()
+        }
+        scales = {
+            tensors[self.tensors.scales][0] for tensors in layers.values() if self.tensors.scales in tensors
+        }
+        return replace(self, layers=shapes, plain=plain, bf16_scales=scales == {"BF16"})
+
     @property
     def names(self) -> tuple[str, ...]:
         """Of the tensors of a weight, be it stored so or plain."""
@@ -243,60 +265,47 @@ def auto_round(options: dict) -> StoredInts:
     return read({**options, **more})
 
 
-def compressed(options: dict, groups: list[dict], kept: tuple[str, ...]) -> StoredInts:
-    """Of config groups of compressed-tensors whose weights are all integers; the first stands for layers that no file
-    tells more of."""
-    forms = {group.get("format") or options.get("format") for group in groups}
-    require(len(forms) == 1, f"config_groups of the formats {', '.join(sorted(map(repr, forms)))}")
-    form = forms.pop()
+def compressed(form: str, weights: dict, kept: tuple[str, ...]) -> StoredInts:
+    """Of the weights of a config group of compressed-tensors, integers or floats of 4 bits, in this format."""
     if form in _COMPRESSED_FLOATS:
-        return _compressed_floats(form, [group["weights"] for group in groups], kept)
+        layout, strategy, group = _COMPRESSED_FLOATS[form]
+        said = tuple(weights.get(name) for name in ("num_bits", "type", "strategy", "group_size"))
+        require(said == (4, "float", strategy, group) and weights.get("symmetric", True), described(weights))
+        return _e2m1("compressed-tensors", layout, group, kept)
     require(form in _COMPRESSED, f"format {form!r}")
-    for weights in (group["weights"] for group in groups):
-        require(weights.get("type", "int") == "int", described(weights))
-        require(
-            weights.get("strategy") in ("channel", "group", "tensor"), f"strategy {weights.get('strategy')!r}"
-        )
-        bits = weights.get("num_bits")
-        require(bits in _COMPRESSED[form], f"num_bits {bits!r} as {form}")
-    weights = groups[0]["weights"]
-    are_symmetric = [group["weights"].get("symmetric", True) for group in groups]
-    by_activation = [group["weights"].get("actorder") in ("group", True) for group in groups]
-    is_packed = form == "pack-quantized"
+    require(weights.get("type", "int") == "int", described(weights))
+    require(
+        weights.get("strategy") in ("channel", "group", "tensor"), f"strategy {weights.get('strategy')!r}"
+    )
+    bits, is_packed = weights.get("num_bits"), form == "pack-quantized"
+    require(bits in _COMPRESSED[form], f"num_bits {bits!r} as {form}")
+    is_symmetric, by_activation = weights.get("symmetric", True), weights.get("actorder") in ("group", True)
     needs = {
         "weight_scale": True,
         "weight_shape": is_packed,
         "weight": not is_packed,
-        "weight_zero_point": not any(are_symmetric),
-        "weight_g_idx": all(by_activation),
+        "weight_zero_point": not is_symmetric,
+        "weight_g_idx": by_activation,
     }
     return StoredInts(
         method="compressed-tensors",
         layout="packed" if is_packed else "int8",
-        bits=weights["num_bits"],
+        bits=bits,
         group=_checked(weights.get("group_size")) if weights["strategy"] == "group" else None,
-        symmetric=all(are_symmetric),
-        by_activation=any(by_activation),
+        symmetric=is_symmetric,
+        by_activation=by_activation,
         needs=tuple(name for name, is_needed in needs.items() if is_needed),
         kept=kept,
     )
 
 
-def _compressed_floats(form: str, weights: list[dict], kept: tuple[str, ...]) -> StoredInts:
-    layout, strategy, group = _COMPRESSED_FLOATS[form]
-    for each in weights:
-        said = tuple(each.get(name) for name in ("num_bits", "type", "strategy", "group_size"))
-        require(said == (4, "float", strategy, group) and each.get("symmetric", True), described(each))
-    return _e2m1("compressed-tensors", layout, group, kept)
-
-
-def modelopt(options: dict) -> StoredInts:
-    """Of a quantization_config of ModelOpt whose quant_algo is one of MODELOPT_ALGORITHMS."""
+def modelopt(options: dict, kept: tuple[str, ...]) -> StoredInts:
+    """Of what ModelOpt says of weights whose quant_algo is one of MODELOPT_ALGORITHMS."""
     layout, group = MODELOPT_ALGORITHMS[options["quant_algo"].upper()]
     groups = [each.get("weights") or {} for each in (options.get("config_groups") or {}).values()]
     sizes = {weights.get("group_size") for weights in groups} | {options.get("group_size")}
     require(sizes <= {None, group}, f"group_size {sorted(sizes - {None, group}, key=str)}")
-    return _e2m1("modelopt", layout, group, kept_by_wildcards(options))
+    return _e2m1("modelopt", layout, group, kept)
 
 
 def _e2m1(method: str, layout: str, group: int, kept: tuple[str, ...]) -> StoredInts:

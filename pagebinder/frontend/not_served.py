@@ -24,14 +24,14 @@ def described(weights: dict) -> str:
     )
 
 
-def names_of(said: Any) -> list[str]:
-    """A list of names, one name, or none of them."""
+def names_of(said: Any, option: str) -> list[str]:
+    """What an option says: a list of names, one name, or none of them."""
     names = [said] if isinstance(said, str) else said or []
-    require(isinstance(names, list) and all(isinstance(name, str) for name in names), f"ignore {said!r}")
+    require(isinstance(names, list) and all(isinstance(name, str) for name in names), f"{option} {said!r}")
     return names
 
 
 def kept_by_wildcards(options: dict) -> tuple[str, ...]:
     """The modules that a quantization_config of ModelOpt leaves out, as expressions for names and what begins so."""
-    names = names_of(options.get("ignore") or options.get("exclude_modules"))
+    names = names_of(options.get("ignore") or options.get("exclude_modules"), "ignore")
     return tuple(re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)" for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from pagebinder.frontend.bnb_weights import StoredTables
 from pagebinder.frontend.fp8_format import StoredFp8
 from pagebinder.frontend.int_format import StoredInts
 from pagebinder.frontend.stored_format import Stored
+from pagebinder.frontend.stored_names import StoredTensors
+from pagebinder.frontend.stored_parts import StoredParts
 
 FLOATS = ("F16", "BF16", "F32", "F64")  # safetensors' names
+OF_CODES = ("weight", "qweight", "weight_packed")  # tensors of codes
 
 
 def with_files(stored: Stored, path: Path) -> Stored:
@@ -21,73 +25,91 @@ def with_files(stored: Stored, path: Path) -> Stored:
     Raises:
         CheckpointError: a file cannot be read, or holds weights in e5m2, which a loader would round to e4m3.
     """
+    layers = _layers_of_files(path)
+    if isinstance(stored, StoredInts):
+        return ints_of_files(stored, layers)
+    if isinstance(stored, StoredTables):
+        blocks = {
+            name.removesuffix(".weight"): tensors["absmax"][1][0]
+            for name, tensors in layers.items()
+            if name.endswith(".weight") and "absmax" in tensors
+        }
+        return replace(stored, layers=blocks, plain=_weights(layers) - blocks.keys())
+    return (
+        _parts_of_files(stored, layers) if isinstance(stored, StoredParts) else _fp8_of_files(stored, layers)
+    )
+
+
+def _layers_of_files(path: Path) -> dict[str, StoredTensors]:
+    """The tensors in the files, by the names of their layers."""
     from safetensors import SafetensorError, safe_open
 
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, str] = {}
+    layers: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
-                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-                dtypes |= {name: part.get_dtype() for name, part in slices.items()}
-                shapes |= {name: tuple(part.get_shape()) for name, part in slices.items()}
+                for name in tensors.keys():  # noqa: SIM118
+                    part, (owner, _, kind) = tensors.get_slice(name), name.rpartition(".")
+                    if part.get_dtype() == "F8_E5M2":
+                        raise CheckpointError(f"{file}: {name} is stored in e5m2; e4m3 is served.")
+                    layers.setdefault(owner, {})[kind] = part.get_dtype(), tuple(part.get_shape())
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        if name := next((name for name in slices if dtypes[name] == "F8_E5M2"), None):
-            raise CheckpointError(f"{file}: {name} is stored in e5m2; e4m3 is served.")
-    if isinstance(stored, StoredInts):
-        stored = ints_of_files(stored, shapes, dtypes)
-    elif isinstance(stored, StoredTables):
-        blocks = {
-            name.removesuffix(".weight.absmax"): shape[0]
-            for name, shape in shapes.items()
-            if name.endswith(".weight.absmax")
-        }
-        stored = replace(stored, layers=blocks, plain=_owners(shapes) - blocks.keys())
-    elif isinstance(stored, StoredFp8):
-        stored = _fp8_of_files(stored, dtypes)
-    return stored
+    return layers
 
 
-def ints_of_files(
-    stored: StoredInts, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]
-) -> StoredInts:
+def ints_of_files(stored: StoredInts, layers: Mapping[str, StoredTensors]) -> StoredInts:
     """With what the files say of layers: which are stored as integers, and how.
 
     Raises:
         CheckpointError: a tensor has another dtype there; a loader would round it without a word.
     """
-    layers: dict[str, dict[str, tuple[int, ...]]] = {}
-    plain, of_scales = set(), set()
-    for name, shape in shapes.items():
-        owner, _, kind = name.rpartition(".")
-        if f"{owner}.{stored.tensors.marker}" not in shapes:
-            plain |= {owner} if kind == "weight" else set()
-        elif kind in stored.tensors.names:
-            layers.setdefault(owner, {})[kind] = shape
-            wanted = stored.tensors.dtypes[kind]
-            if dtypes[name] not in wanted:
-                raise CheckpointError(f"{name} is stored as {dtypes[name]}; {' or '.join(wanted)} is read.")
-            if kind == stored.tensors.scales:
-                of_scales.add(dtypes[name])
-    return replace(stored, layers=layers, plain=frozenset(plain), bf16_scales=of_scales == {"BF16"})
+    own = {name: tensors for name, tensors in layers.items() if stored.tensors.marker in tensors}
+    for name, tensors in own.items():
+        for kind, wanted in stored.tensors.dtypes.items():
+            if kind in tensors and tensors[kind][0] not in wanted:
+                raise CheckpointError(
+                    f"{name}.{kind} is stored as {tensors[kind][0]}; {' or '.join(wanted)} is read."
+                )
+    return stored.with_layers(own, _weights(layers) - own.keys())
 
 
-def _fp8_of_files(stored: StoredFp8, dtypes: dict[str, str]) -> StoredFp8:
+def _fp8_of_files(stored: StoredFp8, layers: Mapping[str, StoredTensors]) -> StoredFp8:
     """The same of e4m3: which have a scale."""
-    coded = set()
-    for name in (name for name in dtypes if name.endswith(f".{stored.scale_name}")):
-        codes = stored.codes_beside(name)
-        if dtypes.get(codes) in FLOATS:
-            raise CheckpointError(f"{codes} is stored as {dtypes[codes]} beside {name}; e4m3 is read.")
-        coded.add(name.removesuffix(f".{stored.scale_name}"))
-    if not coded:  # tensors have other names there, which a loader knows
+    own = {name: tensors for name, tensors in layers.items() if stored.scale_name in tensors}
+    for name, tensors in own.items():
+        dtype = tensors.get("weight", ("",))[0]
+        if dtype in FLOATS:
+            raise CheckpointError(
+                f"{name}.weight is stored as {dtype} beside {name}.{stored.scale_name}; e4m3 is read."
+            )
+    if not own:  # tensors have other names there, which a loader knows
         return stored
-    return replace(stored, layers=dict.fromkeys(coded, True), plain=_owners(dtypes) - coded)
+    return stored.with_layers(own, _weights(layers) - own.keys())
 
 
-def _owners(names) -> frozenset[str]:
-    return frozenset(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+def _parts_of_files(stored: StoredParts, layers: Mapping[str, StoredTensors]) -> StoredParts:
+    """The same of several formats: which layer has which.
+
+    Raises:
+        CheckpointError: codes that are in none of them.
+    """
+    own: dict[str, tuple[int, StoredTensors]] = {}
+    for name, tensors in layers.items():
+        number = stored.part_of(tensors, name)
+        if number is not None:
+            own[name] = number, tensors
+        elif kind := next((k for k in OF_CODES if k in tensors and tensors[k][0] not in FLOATS), None):
+            said = ", ".join(f"{k} {dtype} {list(shape)}" for k, (dtype, shape) in sorted(tensors.items()))
+            raise CheckpointError(
+                f"{name}.{kind} holds codes in none of the formats that its config describes; beside it lie {said}."
+            )
+    return stored.with_layers(own, _weights(layers) - own.keys())
+
+
+def _weights(layers: Mapping[str, StoredTensors]) -> frozenset[str]:
+    """The names of layers that have a `weight`."""
+    return frozenset(name for name, tensors in layers.items() if "weight" in tensors)
 
 
 def weight_files(path: Path) -> list[Path]:

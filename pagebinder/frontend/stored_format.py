@@ -1,12 +1,14 @@
 """How a checkpoint keeps its weights: `quantization_config` of config.json -> one of `Stored`, or None: plain.
 
-fp8_format.py, int_format.py and bnb_weights.py read the methods; any other is refused by name. Older checkpoints of
+fp8_format.py, int_format.py and bnb_weights.py read the methods, of which a checkpoint may have several for its
+layers (stored_parts.py); any other is refused by name. Older checkpoints of
 ModelOpt say it in a file of their own, hf_quant_config.json. A cache of keys and values that is said to be quantised
 is not: it has the dtype that `compile_model` is asked for.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -17,9 +19,11 @@ from pagebinder.frontend import fp8_format, int_format
 from pagebinder.frontend.bnb_weights import StoredTables, tables
 from pagebinder.frontend.fp8_format import FP8_READERS, StoredFp8
 from pagebinder.frontend.int_format import INT_READERS, StoredInts
-from pagebinder.frontend.not_served import NotServedError, names_of, require
+from pagebinder.frontend.not_served import NotServedError, kept_by_wildcards, names_of, require
+from pagebinder.frontend.stored_parts import ALL, EXPRESSION, StoredParts, compiled
 
-Stored = StoredFp8 | StoredInts | StoredTables
+Stored = StoredFp8 | StoredInts | StoredTables | StoredParts
+MIXED = "MIXED_PRECISION"
 SERVED = (
     "'fp8' (e4m3 in blocks of 128 x 128 or 1 x 32 or whole tensors; experts in fp8 or fp4), 'mxfp8' (1 x 32), "
     "'mxfp4', 'fbgemm_fp8', 'compressed-tensors' (e4m3 by tensor, channel or block of 128 x 128; integers of 3, "
@@ -88,11 +92,25 @@ def _compressed_tensors(options: dict) -> Stored:
     )
     require(not options.get("sparsity_config"), "a sparsity_config")
     require(not options.get("transform_config"), "a transform_config")
-    kept = tuple(map(_pattern, names_of(options.get("ignore"))))
-    are_bytes = all(
-        group["weights"].get("type") == "float" and group["weights"].get("num_bits") == 8 for group in groups
-    )
-    return (fp8_format if are_bytes else int_format).compressed(options, groups, kept)
+    kept = tuple(map(_pattern, names_of(options.get("ignore"), "ignore")))
+    parts, targets = [], []
+    for group in groups:
+        weights, form = group["weights"], group.get("format") or options.get("format")
+        is_fp8 = weights.get("type") == "float" and weights.get("num_bits") == 8
+        parts.append(
+            fp8_format.compressed(weights, kept) if is_fp8 else int_format.compressed(form, weights, kept)
+        )
+        targets.append(tuple(names_of(group.get("targets") or ALL, "targets")))
+    return _of_parts("compressed-tensors", parts, targets, kept)
+
+
+def _of_parts(method: str, parts: list, targets: list[tuple[str, ...]], kept: tuple[str, ...]) -> Stored:
+    for name in itertools.chain.from_iterable(targets):
+        if name.startswith(EXPRESSION):
+            compiled(name)  # now, while the config is read
+    if targets == [(ALL,)]:
+        return parts[0]
+    return StoredParts(method=method, parts=tuple(parts), targets=tuple(targets), kept=kept)
 
 
 def _modelopt(options: dict) -> Stored | None:
@@ -100,9 +118,21 @@ def _modelopt(options: dict) -> Stored | None:
         options.get("kv_cache_scheme") or options.get("kv_cache_quant_algo")
     ):
         return None  # of keys and values alone
-    algorithm = str(options.get("quant_algo") or "").upper()
-    require(algorithm in _MODELOPT, f"quant_algo {options.get('quant_algo')!r}")
-    return _MODELOPT[algorithm](options)
+    kept = kept_by_wildcards(options)
+    if str(options.get("quant_algo")).upper() != MIXED:
+        return _modelopt_part(options, kept)
+    layers: dict[tuple, list[str]] = {}
+    for name, said in (options.get("quantized_layers") or {}).items():
+        layers.setdefault(tuple(sorted(said.items())), []).append(name)
+    require(bool(layers), f"quant_algo {MIXED} without quantized_layers")
+    parts = [_modelopt_part(dict(said), kept) for said in layers]
+    return _of_parts("modelopt", parts, list(map(tuple, layers.values())), kept)
+
+
+def _modelopt_part(said: dict, kept: tuple[str, ...]) -> StoredFp8 | StoredInts:
+    algorithm = str(said.get("quant_algo") or "").upper()
+    require(algorithm in _MODELOPT, f"quant_algo {said.get('quant_algo')!r}")
+    return _MODELOPT[algorithm](said, kept)
 
 
 def _bitsandbytes(options: dict) -> Stored:
@@ -111,13 +141,9 @@ def _bitsandbytes(options: dict) -> Stored:
 
 def _pattern(name: str) -> str:
     """compressed-tensors marks regular expressions."""
-    if not name.startswith("re:"):
+    if not name.startswith(EXPRESSION):
         return re.escape(name)
-    try:
-        re.compile(name[3:])
-    except re.error as error:
-        raise NotServedError(f"ignore {name!r}, no regular expression: {error}") from error
-    return name[3:]
+    return compiled(name).pattern
 
 
 _MODELOPT = dict.fromkeys(fp8_format.MODELOPT_ALGORITHMS, fp8_format.modelopt) | dict.fromkeys(

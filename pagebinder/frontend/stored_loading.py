@@ -33,13 +33,14 @@ from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import UNREAD, StoredFp8
 from pagebinder.frontend.fp8_linear import LoadedFp8Linear
 from pagebinder.frontend.gguf.weights import LoadedBlockExperts, LoadedBlocks, StoredBlocks
-from pagebinder.frontend.int_format import StoredInts
+from pagebinder.frontend.int_format import Shapes, StoredInts
 from pagebinder.frontend.int_linear import LoadedInts
 from pagebinder.frontend.mx_experts import LoadedExperts
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.stored_files import with_files
 from pagebinder.frontend.stored_format import Stored
 from pagebinder.frontend.stored_names import stack_of, tail
+from pagebinder.frontend.stored_parts import Part, StoredParts
 from pagebinder.report import Match, PassResult, Refusal
 
 METHOD = "pagebinder_stored"
@@ -79,9 +80,9 @@ def check_names(stored: Stored, unexpected, missing, path: Path) -> None:
     if lost:
         import transformers
 
-        if isinstance(stored, StoredInts):
+        if isinstance(stored, StoredInts | StoredParts):
             raise CheckpointError(
-                f"{path} keeps {len({stored.codes_beside(key) for key in lost})} weights as integers that are of no "
+                f"{path} keeps {len({stored.codes_beside(key) for key in lost})} weights as codes that are of no "
                 f"linear layer and no experts that the model has under these names, for example {lost[0]}: of other "
                 f"modules (Conv1D, say) transformers {transformers.__version__} reads plain weights."
             )
@@ -195,6 +196,8 @@ def replaced_on_meta(model: torch.nn.Module, stored: Stored | StoredBlocks) -> P
     """The same for a model without weights."""
     from pagebinder.frontend.stored_quantizer import StoredConfig, StoredQuantizer
 
+    if isinstance(stored, StoredParts):
+        stored = stored.of_model(model, _tied_head(model))
     quantizer = StoredQuantizer(StoredConfig(stored=stored), pre_quantized=True)
     quantizer._process_model_before_weight_loading(model)
     return finish(model, stored)
@@ -205,17 +208,30 @@ def replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[st
     if isinstance(stored, StoredBlocks):
         stored.replace(model)
         return
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    # One that is tied has no weight of its own in the files, but for odd ones.
-    head = model.get_output_embeddings() if getattr(model.config, "tie_word_embeddings", False) else None
+    head = _tied_head(model)
     if isinstance(stored, StoredTables):
         _replace_tables(model, stored, kept, head)
         return
-    found = experts_modules(model)
-    experts = found if stored.experts else {}
+    is_mixed = isinstance(stored, StoredParts)
+    for part in stored.parts if is_mixed else (stored,):
+        _replace_codes(model, part, kept, head, only_found=is_mixed or isinstance(stored, StoredInts))
+
+
+def _tied_head(model: torch.nn.Module) -> torch.nn.Module | None:
+    """A head that is tied to embeddings: it has no weight of its own in the files, but for odd ones."""
+    return model.get_output_embeddings() if getattr(model.config, "tie_word_embeddings", False) else None
+
+
+def _replace_codes(
+    model: torch.nn.Module, stored: Part, kept: list[str], head: torch.nn.Module | None, only_found: bool
+) -> None:
+    """only_found: where the files are known, what they do not say is stored so stays as it is."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    modules = experts_modules(model)
+    experts = modules if stored.experts else {}
     format_of = format_of_experts if isinstance(stored, StoredInts) else format_of_fp8_experts
-    coded = {path: format for path, m in found.items() if (format := format_of(path, m, stored))}
+    coded = {path: format for path, m in modules.items() if (format := format_of(path, m, stored))}
     is_known = stored.layers is not None
     if stored.granularity is None and not experts:
         raise CheckpointError(
@@ -229,9 +245,9 @@ def replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[st
             )
         if path in coded and (is_known or _are_converted(path, kept)):
             model.set_submodule(path, LoadedCodedExperts(module, stored, coded[path]))
-        elif is_known and isinstance(stored, StoredInts):
-            if isinstance(module, torch.nn.Linear) and (shapes := stored.found(path)):
-                model.set_submodule(path, LoadedInts(module, stored, shapes))
+        elif is_known and only_found:
+            if isinstance(module, torch.nn.Linear) and (found := stored.found(path)):
+                model.set_submodule(path, _loaded(module, stored, found))
         elif not should_convert_module(path, kept) or (
             module is head and not (is_known and stored.knows(path))
         ):
@@ -239,8 +255,15 @@ def replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[st
         elif path in experts:
             model.set_submodule(path, LoadedExperts(module, stored))
         elif isinstance(module, torch.nn.Linear) and stored.granularity is not None:
-            loaded = LoadedInts if isinstance(stored, StoredInts) else LoadedFp8Linear
-            model.set_submodule(path, loaded(module, stored))
+            model.set_submodule(path, _loaded(module, stored))
+
+
+def _loaded(
+    module: torch.nn.Linear, stored: Part, shapes: Shapes | None = None
+) -> LoadedInts | LoadedFp8Linear:
+    if isinstance(stored, StoredInts):
+        return LoadedInts(module, stored, shapes)
+    return LoadedFp8Linear(module, stored)
 
 
 def _replace_tables(model: torch.nn.Module, stored: StoredTables, kept: list[str], head) -> None:

@@ -18,6 +18,7 @@ from pagebinder.frontend.fp8_format import GROUPED, OF_ACTIVATIONS, StoredFp8
 from pagebinder.frontend.fp8_linear import checked_scale, expanded
 from pagebinder.frontend.int_format import StoredInts
 from pagebinder.frontend.mx_numbers import times_scale
+from pagebinder.frontend.stored_parts import StoredParts
 
 
 def _by_owner(found: dict[str, list], names) -> Iterator[tuple[str, dict[str, list], str]]:
@@ -54,6 +55,32 @@ def of_tables(
             except CheckpointError as error:
                 raise CheckpointError(f"{name} cannot be read: {error}") from error
     return made
+
+
+def of_parts(
+    found: dict[str, list], stored: StoredParts, dtype: torch.dtype, owner: torch.nn.Module, name: str
+) -> dict[str, list]:
+    """Tensors of experts of a checkpoint in several formats, by name and of each -> plain weights, or what the owner
+    keeps. name: that of the parameter which they become."""
+    made = {}
+    for prefix, kinds, weights in _by_owner(found, stored.names):
+        number = stored.part_of_experts(name, prefix.removesuffix(".").rpartition(".")[2])
+        if number is None:
+            made[weights] = [weight.to(dtype) for weight in kinds["weight"]]
+            continue
+        part = stored.parts[number]
+        own = {f"{prefix}{kind}": tensors for kind, tensors in kinds.items() if kind in part.names}
+        made[weights] = of_codes(own, part, dtype, owner)[f"{prefix}weight"]
+    return made
+
+
+def of_codes(
+    found: dict[str, list], stored: StoredInts | StoredFp8, dtype: torch.dtype, owner: torch.nn.Module
+) -> dict[str, list]:
+    """The same of a checkpoint in one format."""
+    if isinstance(stored, StoredInts):
+        return of_ints(found, stored, dtype, getattr(owner, "format", None))
+    return of_fp8(found, stored, dtype, owner)
 
 
 def of_ints(

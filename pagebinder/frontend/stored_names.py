@@ -6,6 +6,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+# The tensors of a weight: name behind that of its layer -> dtype, as safetensors calls it, and shape.
+StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
+
 
 class NamedLayers:
     """What the files say of layers that are stored as codes: `layers`, by their names there; None: unknown. `plain`:

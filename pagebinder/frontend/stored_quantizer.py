@@ -15,9 +15,9 @@ from pagebinder.errors import CheckpointError
 from pagebinder.frontend import stored_merging
 from pagebinder.frontend.bnb_weights import LoadedTables, StoredTables
 from pagebinder.frontend.fp8_format import UNREAD, StoredFp8
-from pagebinder.frontend.int_format import StoredInts
 from pagebinder.frontend.stored_format import Stored
 from pagebinder.frontend.stored_loading import METHOD, failures, replace
+from pagebinder.frontend.stored_parts import StoredParts
 
 
 @register_quantization_config(METHOD)
@@ -49,9 +49,9 @@ class Expand(ConversionOps):
         if isinstance(stored, StoredTables):
             shape = owner.replaced.weight.shape if isinstance(owner, LoadedTables) else None
             return stored_merging.of_tables(input_dict, stored, dtype, shape, full_layer_name)
-        if isinstance(stored, StoredInts):
-            return stored_merging.of_ints(input_dict, stored, dtype, getattr(owner, "format", None))
-        return stored_merging.of_fp8(input_dict, stored, dtype, owner)
+        if isinstance(stored, StoredParts):
+            return stored_merging.of_parts(input_dict, stored, dtype, owner, full_layer_name)
+        return stored_merging.of_codes(input_dict, stored, dtype, owner)
 
 
 @register_quantizer(METHOD)

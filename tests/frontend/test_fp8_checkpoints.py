@@ -432,7 +432,7 @@ REFUSED = {
     "e5m2": (DEEPSEEK | {"fmt": "e5m2"}, "fmt 'e5m2'"),
     "int4 experts": (DEEPSEEK | {"expert_dtype": "int4"}, "expert_dtype 'int4'"),
     "SVD": (modelopt("NVFP4_SVD"), "quant_algo 'NVFP4_SVD'"),
-    "mixed": (modelopt("MIXED_PRECISION"), "quant_algo 'MIXED_PRECISION'"),
+    "mixed": (modelopt("MIXED_PRECISION"), "MIXED_PRECISION without quantized_layers"),
     "two groups": (COMPRESSED | {"config_groups": {"a": {}, "b": {}}}, "2 config_groups"),
 }
 

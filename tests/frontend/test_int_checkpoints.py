@@ -674,16 +674,12 @@ def test_files_that_the_index_does_not_name_are_not_read(tmp_path):
 def test_layers_of_other_parts_that_are_named_alike_stay_plain():
     """A vision tower's layers beside those of the language model, whose names begin otherwise in the files."""
     end = "layers.0.self_attn.q_proj"
-    shapes = {
-        f"language_model.model.{end}.qweight": (20, 160),
-        f"mtp.{end}.qweight": (8, 64),
-        f"vision_tower.encoder.{end}.weight": (64, 64),
+    layers = {
+        f"language_model.model.{end}": {"qweight": ("I32", (20, 160))},
+        f"mtp.{end}": {"qweight": ("I32", (8, 64))},
+        f"vision_tower.encoder.{end}": {"weight": ("F32", (64, 64))},
     }
-    stored = ints_of_files(
-        INT_READERS["gptq"](by_gptq(4, 32, True)),
-        shapes,
-        {name: "I32" if "qweight" in name else "F32" for name in shapes},
-    )
+    stored = ints_of_files(INT_READERS["gptq"](by_gptq(4, 32, True)), layers)
     assert stored.found(f"model.language_model.{end}") == {"qweight": (20, 160)}
     assert stored.found(f"model.vision_tower.encoder.{end}") is None
     assert stored.found(f"mtp.{end}") == {"qweight": (8, 64)}
