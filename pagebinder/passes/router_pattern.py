@@ -4,7 +4,7 @@
     rated  = scores + bias                                                        or the scores
     rated  = masked_fill(rated, ~expand(scatter(zeros [T, G], topk(group scores))), -inf | 0)      or without groups
     value, ids = topk(rated, K)
-    w = value | gather(scores, 1, ids);   w / (sum(w, -1) + epsilon) | softmax(w);   w * scale;   cast
+    w = value | gather(scores, 1, ids);   w / clamp(sum(w, -1) + epsilon, least) | softmax(w);   w * scale;   cast
 
 Each step may be left out where a model has none. Everything up to the last cast is float32, but for a softmax of
 chosen logits, which may be computed in the model's dtype.
@@ -75,13 +75,13 @@ def routed_site(ids: Node, weights: Node) -> RoutedSite:
 def _weights(node: Node, choice: Node) -> dict:
     """The fields of a Router that say how weights come from what was chosen, and `source`, where it is gathered."""
     dtype = val(node).dtype
-    found = {"weight_dtype": _narrow(dtype), "normalised": "none", "epsilon": 0.0, "scale": 1.0}
+    found = {"weight_dtype": _narrow(dtype), "normalised": "none", "scale": 1.0}
     while is_call(node, *CASTS, *IDENTITIES) and val(node).dtype is dtype:
         node = node.args[0]
     if is_call(node, aten.mul.Tensor) and isinstance(node.args[1], (int, float)):
         node, found["scale"] = _plain(node.args[0]), float(node.args[1])
     if is_call(node, aten.div.Tensor):
-        found |= {"normalised": "sum", "epsilon": _epsilon(node.args[1], node.args[0])}
+        found |= {"normalised": "sum", **_divisor(node.args[1], node.args[0])}
         node = node.args[0]
     elif is_call(node, aten.softmax.int):
         _require(_is_rows(node, node.args[1]), "the softmax of its weights is not along them")
@@ -99,16 +99,23 @@ def _weights(node: Node, choice: Node) -> dict:
     return found | {"weigh_rated": False, "source": node.args[0]}
 
 
-def _epsilon(denominator: Node, value: Node) -> float:
-    """e of sum(value) + e."""
-    epsilon = 0.0
+def _divisor(denominator: Node, value: Node) -> dict:
+    """e and l of clamp(sum(value) + e, l)."""
+    epsilon = least = 0.0
+    if is_call(denominator, aten.clamp.default, aten.clamp_min.default):
+        least = arg(denominator, 1, "min")
+        _require(
+            isinstance(least, (int, float)) and least > 0 and arg(denominator, 2, "max") is None,
+            "the sum of its weights has other bounds than a least positive one",
+        )
+        denominator = denominator.args[0]
     if is_call(denominator, aten.add.Tensor) and isinstance(denominator.args[1], (int, float)):
         _require(not denominator.kwargs, "the sum of its weights is added with a factor")
         denominator, epsilon = denominator.args[0], float(denominator.args[1])
     is_sum = is_call(denominator, aten.sum.dim_IntList) and denominator.args[0] is value
     if not is_sum or not set(denominator.args[1]) <= set(LAST) or not arg(denominator, 2, "keepdim", False):
         raise NotThisRouter(f"its weights are divided by {_name(denominator)}, not by their sum")
-    return epsilon
+    return {"epsilon": epsilon, "least_sum": float(least)}
 
 
 def _groups(rated: Node) -> tuple[dict, Node]:

@@ -28,6 +28,7 @@ ROUTERS = {
         top_k=8, score="sigmoid", group_score="best_two", normalised="sum", epsilon=1e-20, scale=2.5,
         sorted_choice=False, **GROUPED,
     ),
+    "ernie 4.5": Router(top_k=6, score="softmax", normalised="sum", least_sum=0.4),  # of some tokens; theirs: 1e-12
     "ten of them": Router(top_k=10, score="softmax", normalised="sum", epsilon=1e-6, weight_dtype=torch.float16),
     "one": Router(top_k=1, score="sigmoid"),
     "all": Router(top_k=EXPERTS, score="softmax"),

@@ -71,6 +71,14 @@ def softmax_and_a_bias(logits, bias):
     return ids, weights / weights.sum(-1, keepdim=True)
 
 
+def softmax_over_a_least_sum(logits, bias):
+    """ERNIE 4.5, whose least sum is 1e-12."""
+    scores = logits.softmax(1, dtype=torch.float32)
+    ids = (scores + bias).topk(3, dim=-1).indices
+    weights = scores.gather(1, ids)
+    return ids, (weights / torch.clamp(weights.sum(-1, keepdim=True), min=0.3)).to(logits.dtype)
+
+
 def sigmoid_in_groups(logits, bias):
     """DeepSeek-V3, GLM-4-MoE."""
     scores = logits.float().sigmoid()
@@ -109,13 +117,16 @@ ROUTERS = {
     softmax_of_the_chosen: "logits, top 4, softmax of weights",
     softmax_of_the_chosen_in_float32: "logits, top 4, softmax of weights",
     softmax_and_a_bias: "softmax, top 5, weights / sum",
+    softmax_over_a_least_sum: "softmax, top 3, weights / sum of at least 0.3",
     sigmoid_in_groups: "sigmoid, top 3, in 2 of 4 groups, weights / sum, times 2.5",
     softmax_in_groups: "softmax, top 5, in 1 of 4 groups, times 16",
     scores_of_another_kind: "logits, top 2, weights / sum, times 1.5",
 }
 
 
-BY_DAY = (softmax_first, softmax_of_the_chosen, softmax_and_a_bias, sigmoid_in_groups)
+BY_DAY = (
+    softmax_first, softmax_of_the_chosen, softmax_and_a_bias, softmax_over_a_least_sum, sigmoid_in_groups,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("route", by_day(ROUTERS, BY_DAY), ids=lambda route: route.__name__)
@@ -153,7 +164,7 @@ def looked_up(logits, bias):
 
 def clamped_sum(logits, bias):
     weights, ids = logits.float().softmax(-1).topk(3)
-    return ids, weights / weights.sum(-1, keepdim=True).clamp(min=1e-3)
+    return ids, weights / weights.sum(-1, keepdim=True).clamp(min=1e-3, max=0.5)
 
 
 def other_sum(logits, bias):
@@ -191,7 +202,7 @@ NEAR_MISSES = {
     biased_weights: "not gathered from the scores that choose",
     smallest: "not the best of each row",
     looked_up: "not the best of some scores",
-    clamped_sum: "aten.clamp.default, not by their sum",
+    clamped_sum: "has other bounds than a least positive one",
     other_sum: "aten.sum.dim_IntList, not by their sum",
     weights_of_the_token: "aten.mul.Tensor, which is not understood",
     narrow_sums: "rounded before they are used",

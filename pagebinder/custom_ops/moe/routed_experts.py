@@ -59,6 +59,7 @@ def check_routing(x, logits, choice_bias, up, router: Router) -> None:
 ROUTER_OPTIONS = (
     "int top_k, str score, bool sorted_choice=True, int num_groups=1, int top_groups=1, str group_score='best', "
     "bool other_groups_zero=False, bool weigh_rated=False, str normalised='none', float epsilon=0.0, "
+    "float least_sum=0.0, "
     "ScalarType? softmax_dtype=None, float scale=1.0, ScalarType? weight_dtype=None"
 )
 

@@ -6,7 +6,8 @@ T tokens, E experts, K of them chosen for each token, in G groups of E / G neigh
     rated   = scores + correction bias                              decides who is chosen, never the weights
     rated   = rated, but -inf or 0 outside the best groups          a group's score: its best, or best two added
     experts = topk(rated, K)                                        ties as torch.topk decides them
-    weights = scores[experts] or rated[experts], then w / (sum w + epsilon) | softmax(w), then w * scale, rounded
+    weights = scores[experts] or rated[experts], then w / max(sum w + epsilon, least_sum) | softmax(w), then times
+              scale, rounded
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Router:
     num_groups, top_groups: groups, and how many of them a token may choose from (1 and 1: no groups). group_score: a
     name in GROUP_SCORES. other_groups_zero: experts outside the best groups rate 0, else -inf.
     weigh_rated: weights start from what was rated, else from the scores.
-    normalised: one of NORMALISED. epsilon: added to the sum. softmax_dtype: what a softmax of weights computes in.
+    normalised: one of NORMALISED. epsilon: added to the sum, which is `least_sum` at least. softmax_dtype: what a
+    softmax of weights computes in.
     scale: a factor at the end. weight_dtype: to which the weights are rounded then. Both dtypes: None is float32.
     """
 
@@ -48,6 +50,7 @@ class Router:
     weigh_rated: bool = False
     normalised: str = "none"
     epsilon: float = 0.0
+    least_sum: float = 0.0
     softmax_dtype: torch.dtype | None = None
     scale: float = 1.0
     weight_dtype: torch.dtype | None = None
@@ -74,7 +77,8 @@ class Router:
         chosen_TK, ids_TK = rated_TE.topk(self.top_k, dim=-1, sorted=self.sorted_choice)
         weights_TK = chosen_TK if self.weigh_rated else scores_TE.gather(1, ids_TK)
         if self.normalised == "sum":
-            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + self.epsilon)
+            sum_T1 = weights_TK.sum(dim=-1, keepdim=True) + self.epsilon
+            weights_TK = weights_TK / (sum_T1.clamp(min=self.least_sum) if self.least_sum else sum_T1)
         elif self.normalised == "softmax":
             weights_TK = weights_TK.to(self.softmax_dtype or torch.float32).softmax(dim=-1)
         return ids_TK, (weights_TK * self.scale).to(self.weight_dtype or torch.float32)
@@ -97,5 +101,6 @@ class Router:
         parts = [self.score, f"top {self.top_k}"]
         if self.num_groups > 1:
             parts.append(f"in {self.top_groups} of {self.num_groups} groups")
-        parts += {"none": [], "sum": ["weights / sum"], "softmax": ["softmax of weights"]}[self.normalised]
+        by_sum = "weights / sum" + (f" of at least {self.least_sum:g}" if self.least_sum else "")
+        parts += {"none": [], "sum": [by_sum], "softmax": ["softmax of weights"]}[self.normalised]
         return ", ".join(parts + [f"times {self.scale:g}"] * (self.scale != 1.0))

@@ -47,15 +47,16 @@ inline Tensor scores_of(const Tensor& logits, const std::string& score) {
   return wide;
 }
 
-// w / (sum w + epsilon) * scale of each row, in place.
-inline void divide_by_sum(Tensor& weights, double epsilon, double scale) {
+// w / max(sum w + epsilon, least) * scale of each row, in place; a sum may be negative if there is no least one.
+inline void divide_by_sum(Tensor& weights, double epsilon, double least, double scale) {
   const std::array<int64_t, 1> last{-1};
   const Tensor sums = torch::stable::sum(weights, torch::headeronly::IntHeaderOnlyArrayRef(last.data(), 1), true);
   const float* sum = static_cast<const float*>(sums.const_data_ptr());
   float* w = static_cast<float*>(weights.mutable_data_ptr());
   const int64_t slots = weights.size(1);
   for (int64_t t = 0; t < weights.size(0); ++t) {
-    const float divisor = sum[t] + static_cast<float>(epsilon);
+    float divisor = sum[t] + static_cast<float>(epsilon);
+    if (least != 0.0 && divisor < static_cast<float>(least)) divisor = static_cast<float>(least);
     for (int64_t k = 0; k < slots; ++k, ++w) *w = *w / divisor * static_cast<float>(scale);
   }
 }
@@ -71,8 +72,8 @@ struct Chosen { Tensor ids, weights; };  // [T, K] each
 inline Chosen choose(int64_t tokens, int64_t experts, const Tensor& logits, const MaybeTensor& choice_bias,
                      int64_t top_k, const std::string& score, bool sorted_choice, int64_t num_groups,
                      int64_t top_groups, const std::string& group_score, bool other_groups_zero, bool weigh_rated,
-                     const std::string& normalised, double epsilon, std::optional<ScalarType> softmax_dtype,
-                     double scale, std::optional<ScalarType> weight_dtype) {
+                     const std::string& normalised, double epsilon, double least_sum,
+                     std::optional<ScalarType> softmax_dtype, double scale, std::optional<ScalarType> weight_dtype) {
   PB_CHECK(logits.dim() == 2 && logits.size(0) == tokens && logits.size(1) == experts,
            "moe_routed_experts takes logits [T, E] of the experts whose weights it is given");
   PB_CHECK(!choice_bias || (choice_bias->dim() == 1 && choice_bias->size(0) == experts),
@@ -97,7 +98,7 @@ inline Chosen choose(int64_t tokens, int64_t experts, const Tensor& logits, cons
   a.num_threads = pagebinder::num_threads(), a.run = run_parallel;
   choose_experts(a);
   if (normalised == "sum") {
-    divide_by_sum(weights, epsilon, scale);
+    divide_by_sum(weights, epsilon, least_sum, scale);
   } else {
     const ScalarType type = softmax_dtype.value_or(ScalarType::Float);
     if (normalised == "softmax") weights = cast(softmax(cast(weights, type)), ScalarType::Float);

@@ -89,11 +89,12 @@ Tensor quantized_moe_routed_experts(
     const Tensor& x, const Tensor& logits, MaybeTensor choice_bias, const Tensor& up, const Tensor& up_scale,
     const Tensor& down, const Tensor& down_scale, Bias up_bias, Bias down_bias, int64_t top_k, std::string score,
     bool sorted_choice, int64_t num_groups, int64_t top_groups, std::string group_score, bool other_groups_zero,
-    bool weigh_rated, std::string normalised, double epsilon, std::optional<ScalarType> softmax_dtype, double scale,
-    std::optional<ScalarType> weight_dtype, std::string format, std::string activation, bool gated, bool interleaved,
-    std::optional<double> limit, std::optional<double> alpha, double up_offset, bool in_float32) {
+    bool weigh_rated, std::string normalised, double epsilon, double least_sum,
+    std::optional<ScalarType> softmax_dtype, double scale, std::optional<ScalarType> weight_dtype, std::string format,
+    std::string activation, bool gated, bool interleaved, std::optional<double> limit, std::optional<double> alpha,
+    double up_offset, bool in_float32) {
   const Chosen chosen = choose(x.size(0), up.size(0), logits, choice_bias, top_k, score, sorted_choice, num_groups,
-                               top_groups, group_score, other_groups_zero, weigh_rated, normalised, epsilon,
+                               top_groups, group_score, other_groups_zero, weigh_rated, normalised, epsilon, least_sum,
                                softmax_dtype, scale, weight_dtype);
   return quantized_moe_experts(x, chosen.ids, chosen.weights, up, up_scale, down, down_scale, up_bias, down_bias,
                                format, activation, gated, interleaved, limit, alpha, up_offset, in_float32);
