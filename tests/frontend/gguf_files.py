@@ -57,6 +57,14 @@ MODELS = {
         "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
     }),
     "qwen3": ("qwen3", "qwen3", HEAD | {"tie_word_embeddings": True}, {}),
+    "qwen2vl": ("qwen2vl", "qwen2", {}, {"rope.dimension_sections": [8, 12, 12, 0]}),
+    "qwen3vl": (
+        "qwen3vl", "qwen3", HEAD, {"rope.dimension_sections": [12, 10, 10, 0], "n_deepstack_layers": 3},
+    ),
+    "qwen3vlmoe": ("qwen3vlmoe", "qwen3_moe", HEAD | EXPERTS | {"norm_topk_prob": True}, {
+        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 256,
+        "rope.dimension_sections": [12, 10, 10, 0], "n_deepstack_layers": 3,
+    }),
     "qwen2moe": (
         "qwen2moe", "qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 256, "norm_topk_prob": False},
         {
@@ -152,6 +160,30 @@ MODELS = {
             "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1,
         },
     ),
+    "olmo3": (
+        "olmo2", "olmo3",
+        {
+            "num_hidden_layers": 4, "sliding_window": 16,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": THETA},
+        },
+        {
+            "attention.sliding_window": 16, "attention.sliding_window_pattern": [True, True, True, False],
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
+        },
+    ),
+    "internlm2": ("internlm2", "llama", HEAD, {}),
+    "exaone": ("exaone", "llama", HEAD | {"rope_parameters": LLAMA3}, {"rope.dimension_count": 64}),
+    "minicpm": (
+        "minicpm", "granite",
+        {
+            "attention_multiplier": 0.125, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+            "logits_scaling": 8.0, "rope_parameters": LONG,
+        },
+        {
+            "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "rope.scaling.type": "longrope",
+            "rope.scaling.original_context_length": 128,
+        },
+    ),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4, "pad_token_id": 0, "use_sliding_window": False}, {}),
 }  # fmt: skip
 
@@ -175,8 +207,9 @@ TENSORS: dict[str, Callable[[torch.nn.Module], dict[str, Stored]]] = {}
 EXPANDED: dict[str, set[str]] = {}  # architecture -> why some of its linear layers keep no codes
 # Architecture -> what makes its random models ready: values that are no parameters, or want another size.
 READY: dict[str, Callable[[torch.nn.Module], None]] = {}
-PAIRED = ("llama", "granite", "smollm3", "arcee", "granitemoe", "mistral3")
-ONE_MORE = ("gemma", "gemma2", "gemma3")
+EPSILONS = ("norm_eps", "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+PAIRED = ("llama", "granite", "smollm3", "arcee", "granitemoe", "mistral3", "internlm2", "minicpm")
+ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
 def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarray:
@@ -271,7 +304,7 @@ def _common(config) -> dict:
     said = config.to_dict()  # what layers of a config have of their own is no attribute of it
     heads, hidden = said.get("num_attention_heads"), config.hidden_size
     head = said.get("head_dim") or hidden // heads
-    epsilons = (said.get(name) for name in ("norm_eps", "rms_norm_eps", "layer_norm_epsilon"))
+    epsilons = (said.get(name) for name in EPSILONS)
     return {
         "context_length": config.max_position_embeddings, "embedding_length": hidden,
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
@@ -395,6 +428,7 @@ def _write_frequencies(writer, name: str, model) -> None:
 from tests.frontend import (  # noqa: E402
     gguf_gemma_files,  # noqa: F401
     gguf_latent_files,  # noqa: F401
+    gguf_layer_norm_files,  # noqa: F401
     gguf_mixture_files,  # noqa: F401
     gguf_qwen_files,  # noqa: F401
     gguf_recurrent_files,  # noqa: F401

@@ -282,6 +282,38 @@ def test_granite_without_positions_is_refused(tmp_path):
         source_from_path(tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        ("cohere2", {"attention.sliding_window": None}, "lacks cohere2.attention.sliding_window"),
+        ("command-r", {"logit_scale": None}, "lacks command-r.logit_scale"),
+        (
+            "phi2",
+            {"attention.layer_norm_epsilon": 0.0},
+            "phi2.attention.layer_norm_epsilon = 0.0 is not served",
+        ),
+        ("gptneox", {"use_parallel_residual": 1}, "gptneox.use_parallel_residual = 1 is not served"),
+        ("minicpm", {"residual_scale": None}, "lacks minicpm.residual_scale"),
+        (
+            "qwen3vl",
+            {"rope.dimension_sections": [12, 10, 8, 2]},
+            r"sections = \[12, 10, 8, 2\] is not served",
+        ),
+        ("qwen2vl", {"rope.dimension_sections": [8, 12]}, r"sections = \[8, 12\] is not served"),
+        ("qwen3vl", {"rope.dimension_sections": None}, "sections = None is not served"),
+        (
+            "starcoder2",
+            {"attention.sliding_window": 16},
+            "starcoder2.attention.sliding_window = 16 is not served",
+        ),
+    ],
+)
+def test_what_architectures_cannot_mean_is_refused(name, more, said, tmp_path):
+    write_gguf(tmp_path / "model.gguf", name, more=more)
+    with pytest.raises(CheckpointError, match=said):
+        source_from_path(tmp_path / "model.gguf")
+
+
 def test_factors_beside_another_scaling_are_refused(tmp_path):
     more = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     write_gguf(tmp_path / "model.gguf", "phi3", more=more)

@@ -56,7 +56,7 @@ BPE = {
         pre: by_regex(*([SPLITS[pre]] if isinstance(SPLITS[pre], str) else SPLITS[pre]))
         for pre in (
             "llama-bpe", "qwen2", "qwen35", "glm4", "seed-coder", "hunyuan-dense", "bailingmoe2", "exaone-moe",
-            "kimi-k2", "minimax-m2", "deepseek-llm", "hunyuan",
+            "kimi-k2", "minimax-m2", "deepseek-llm", "hunyuan", "deepseek-coder", "minicpm5", "stablelm2",
         )
     },
 }  # fmt: skip
@@ -184,7 +184,7 @@ def test_parts_that_contradict_each_other(tmp_path):
 
 def test_split_names_are_all_distinct_models():
     assert (
-        len(set(SPLITS.values())) == 13
+        len(set(SPLITS.values())) == 15
         and {"llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o"} <= SPLITS.keys()
     )
 

@@ -11,12 +11,14 @@ from pagebinder.frontend.gguf import (
     hybrids,
     large_mixtures,
     latent,
+    layer_norms,
     mixtures,
     recurrent,
 )
 
 FAMILIES = (
     dense,
+    layer_norms,
     mixtures,
     large_mixtures,
     latent,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pagebinder.frontend.gguf.architecture import Architecture, paired
@@ -12,6 +13,7 @@ from pagebinder.frontend.gguf.options import (
     biases,
     counts,
     heads_of_layers,
+    ignore_images,
     rope_of,
 )
 
@@ -56,6 +58,24 @@ def _granite_4(options: Options) -> dict[str, Any]:
     return granite(options)
 
 
+def _qwen2(options: Options) -> dict[str, Any]:
+    return {"use_sliding_window": False}
+
+
+def qwen3(options: Options) -> dict[str, Any]:
+    return biases(options) | {"use_sliding_window": False}
+
+
+def of_text(config: Callable[[Options], dict[str, Any]]) -> Callable[[Options], dict[str, Any]]:
+    """The same model in a file of one that sees images, too."""
+
+    def read(options: Options) -> dict[str, Any]:
+        ignore_images(options)
+        return config(options)
+
+    return read
+
+
 def _phi3(options: Options) -> dict[str, Any]:
     original = options.count("rope.scaling.original_context_length", options.count("context_length"))
     return {
@@ -92,6 +112,34 @@ def _smollm3(options: Options) -> dict[str, Any]:
     return biases(options) | {"no_rope_layers": turns, "use_sliding_window": False}
 
 
+def _olmo2(options: Options) -> dict[str, Any]:
+    """Files of OLMo 3 say it of themselves, too: windows, and RoPE that is scaled in layers without them alone."""
+    if not options.get("attention.sliding_window"):
+        return biases(options)
+    local = {
+        "rope_type": "default",
+        "rope_theta": options.number("rope.freq_base_swa", options["rope.freq_base"]),
+    }
+    return biases(options) | {
+        "sliding_window": options.count("attention.sliding_window"),
+        "layer_types": alternating(options, 4),
+        "rope_parameters": {
+            "full_attention": rope_of(options, options.head_width()),
+            "sliding_attention": local,
+        },
+    }
+
+
+def _minicpm(options: Options) -> dict[str, Any]:
+    """Granite's multipliers, and the usual one of scores."""
+    return biases(options) | {
+        "attention_multiplier": options.head_width() ** -0.5,
+        "embedding_multiplier": options.number("embedding_scale"),
+        "residual_multiplier": options.number("residual_scale"),
+        "logits_scaling": options.number("logit_scale"),
+    }
+
+
 def _mistral3(options: Options) -> dict[str, Any]:
     """Queries far from the beginning are longer, of Ministral 3; YaRN has a factor of attention of its own."""
     rope = rope_of(options, options.head_width())
@@ -111,8 +159,10 @@ ARCHITECTURES = {
         rules=paired,
         frequencies=FREQUENCIES[:1],
     ),
-    "qwen2": Architecture(model_type="qwen2", config=lambda options: {"use_sliding_window": False}),
-    "qwen3": Architecture(model_type="qwen3", config=lambda o: biases(o) | {"use_sliding_window": False}),
+    "qwen2": Architecture(model_type="qwen2", config=_qwen2),
+    "qwen2vl": Architecture(model_type="qwen2", config=of_text(_qwen2)),
+    "qwen3": Architecture(model_type="qwen3", config=qwen3),
+    "qwen3vl": Architecture(model_type="qwen3", config=of_text(qwen3)),
     "phi3": Architecture(
         model_type="phi3", config=_phi3, names={"ffn_up": "mlp.gate_up_proj"}, frequencies=FREQUENCIES[1:],
         turns_parts=True,
@@ -150,6 +200,14 @@ ARCHITECTURES = {
         model_type=lambda options: "ministral3" if options.get("attention.temperature_scale") else "mistral",
         config=_mistral3, rules=paired, own=frozenset({"rope_parameters"}),
     ),
-    "olmo2": Architecture(model_type="olmo2", config=biases, names=BEHIND_HALVES),
+    "olmo2": Architecture(
+        model_type=lambda options: "olmo3" if options.get("attention.sliding_window") else "olmo2",
+        config=_olmo2, names=BEHIND_HALVES,
+    ),
+    "internlm2": Architecture(model_type="llama", config=biases, rules=paired),
+    "minicpm": Architecture(
+        model_type="granite", config=_minicpm, rules=paired, frequencies=FREQUENCIES[1:]
+    ),
+    "exaone": Architecture(model_type="llama", config=biases, frequencies=FREQUENCIES[:1]),
     "smollm3": Architecture(model_type="smollm3", config=_smollm3, rules=paired),
 }  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pagebinder.frontend.gguf.architecture import Architecture, Rule, paired
-from pagebinder.frontend.gguf.dense import granite
-from pagebinder.frontend.gguf.options import Options, alternating, biases, counts, rope_of
+from pagebinder.frontend.gguf.dense import granite, of_text, qwen3
+from pagebinder.frontend.gguf.options import Options, alternating, counts, rope_of
 
 SIGMOID = 2  # of llama.cpp's functions of a router's logits
 
@@ -20,6 +20,10 @@ def experts(options: Options) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
+
+
+def _qwen3(options: Options) -> dict[str, Any]:
+    return experts(options) | qwen3(options) | {"norm_topk_prob": True}
 
 
 def _gpt_oss(options: Options) -> dict[str, Any]:
@@ -53,10 +57,8 @@ ARCHITECTURES = {
             "norm_topk_prob": False, "use_sliding_window": False,
         },
     ),
-    "qwen3moe": Architecture(
-        model_type="qwen3_moe",
-        config=lambda o: experts(o) | biases(o) | {"norm_topk_prob": True, "use_sliding_window": False},
-    ),
+    "qwen3moe": Architecture(model_type="qwen3_moe", config=_qwen3),
+    "qwen3vlmoe": Architecture(model_type="qwen3_moe", config=of_text(_qwen3)),
     "gpt-oss": Architecture(
         model_type="gpt_oss", config=_gpt_oss,
         names={

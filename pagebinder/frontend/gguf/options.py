@@ -187,6 +187,18 @@ def heads_of_layers(options: Options) -> tuple[int, list[bool]]:
     return heads, has_attention
 
 
+def ignore_images(options: Options) -> None:
+    """Of a model that sees images, what text has no use for: its positions are the same along all axes.
+
+    Raises:
+        CheckpointError: some frequencies belong to another axis, or to none.
+    """
+    sections = options.numbers("rope.dimension_sections")
+    if 2 * sum(sections[:3]) != options.head_width() or any(sections[3:]):
+        options.refuse("rope.dimension_sections")
+    options.ignore("n_deepstack_layers")
+
+
 def biases(options: Options) -> dict[str, Any]:
     return {
         "attention_bias": options.has("blk.0.attn_q.bias"),

@@ -170,8 +170,9 @@ def _stack(one: GgufTensor, other: GgufTensor, of_experts: bool) -> bool:
 
 def _place(name: str, architecture: Architecture, rules: Mapping[str, Rule]) -> Place | None:
     whole = WHOLE | dict(architecture.whole)
-    if (owner := name.removesuffix(".weight")) in whole and owner != name:
-        return Place(f"{whole[owner]}.weight", 0, owner)
+    owner, kind = PART.fullmatch(name).groups()
+    if owner in whole and kind is not None:
+        return Place(f"{whole[owner]}.{kind}", 0, owner)
     stack, _, number = owner.rpartition(".")
     if stack in architecture.stacked:
         return Place(f"{whole[stack]}.{number}.weight", 0, stack)

@@ -23,6 +23,8 @@ DEEPSEEK3 = (  # one split after the other
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+DEEPSEEK_CODER = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"
+MINICPM5 = r"\p{N}{1,3}", rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}+|{_REST}"
 QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
 QWEN3_5 = (  # marks belong to words
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
@@ -47,14 +49,17 @@ KIMI = "|".join((  # Chinese characters are words of their own
     rf"\p{{N}}{{1,3}}|{_REST}",
 ))  # fmt: skip
 SPLITS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "granite-docling", "exaone4"), GPT2),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "granite-docling", "exaone4", "mellum", "jais"), GPT2),
+    **dict.fromkeys(("gigachat", "a.x-4.0", "trillion"), GPT2),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "glm5", "chatglm-bpe"), LLAMA3),
     "seed-coder": SEED,
     "deepseek-llm": DEEPSEEK2,
+    "deepseek-coder": DEEPSEEK_CODER,
+    "minicpm5": MINICPM5,
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3", "joyai-llm", "hy_v4"), DEEPSEEK3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan", "solar-open", "kormo"), QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan", "solar-open", "kormo", "stablelm2"), QWEN2),
     "qwen35": QWEN3_5,
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), BAILING),
     "exaone-moe": EXAONE_MOE,
