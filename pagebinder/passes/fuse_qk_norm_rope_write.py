@@ -211,7 +211,8 @@ def _check_pair(q: Turned, k: Turned, write: Node) -> None:
         require(cache.dtype is dtype, "the cache has another dtype than the heads")
     require(cos.dtype in (dtype, torch.float32), f"the angles are {cos.dtype}")
     computed = {val(heads.rope).dtype for heads in (q, k)}
-    require(computed == {torch.promote_types(dtype, cos.dtype)}, "the rotation is computed in another dtype")
+    is_known = computed in ({torch.promote_types(dtype, cos.dtype)}, {torch.float32})
+    require(is_known, "the rotation is computed in another dtype")
     width, num_turned = val(q.rope.args[0]).shape[-1], turned_channels(cos, q.rope.kwargs["style"])
     is_whole = num_turned == width and val(q.rope.args[2]).shape[-1] == cos.shape[-1]
     require(is_whole, "not all channels of a rotation turn")
@@ -223,6 +224,8 @@ def _rewrite(graph: Graph, write: Node, attention: Node, q: Turned, k: Turned) -
     _, v, *cache_and_slots = write.args  # and scales
     rows = [_rows(graph, attention, heads) for heads in (q, k)]
     options = dict(zip(("eps", "tail"), q.norm_options())) | {"style": q.rope.kwargs["style"], **write.kwargs}
+    if val(q.rope).dtype is not torch.promote_types(val(q.source).dtype, val(q.rope.args[1]).dtype):
+        options["in_float32"] = True
     operands = (*rows, v, *angles, q.weight(), k.weight(), *cache_and_slots)
     op = WRITES[write.target][1]
     fused = insert_call(graph, attention, op, operands, options, value=val(attention.args[0]))

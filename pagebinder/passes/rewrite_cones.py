@@ -139,10 +139,17 @@ class _Cutter:
     def _open_unfit(self, inputs: tuple[dict, dict]) -> bool:
         """Open one input that does not fit: the one nearest to the output, as opening it may make others fit.
 
-        First those that only one side has, then those whose origin the other side reads, or makes another input of,
-        then what is no tensor of floats and could not be random.
+        First those that only one side has, then those that are made of other inputs, then those whose origin the other
+        side reads, or makes another input of, then what is no tensor of floats and could not be random.
         """
-        for unfit in (self._is_unmatched, self._hangs_on, self._shares_origin, self._is_no_data):
+        unfits = (
+            self._is_unmatched,
+            self._is_made_of_others,
+            self._hangs_on,
+            self._shares_origin,
+            self._is_no_data,
+        )
+        for unfit in unfits:
             found = [
                 (side, node)
                 for side in (0, 1)
@@ -168,6 +175,11 @@ class _Cutter:
     def _is_unmatched(self, side: int, node: Node, inputs: tuple[dict, dict]) -> bool:
         is_new = node not in (self.diff.kept, self.diff.kept_after)[side]
         return is_new and self._partner(side, node, inputs[1 - side]) is None
+
+    def _is_made_of_others(self, side: int, node: Node, inputs: tuple[dict, dict]) -> bool:
+        """Is it computed from other inputs alone, as the same value in another dtype is? Then it is not free."""
+        made_of = [n for n in node.all_input_nodes if n.op != "get_attr"]
+        return bool(made_of) and all(n in inputs[side] for n in made_of)
 
     def _is_no_data(self, side: int, node: Node, inputs: tuple[dict, dict]) -> bool:
         value = node.meta.get("val")

@@ -62,7 +62,7 @@ def test_bad_operands_raise(kernel):
         (*heads, cache, slots, _), options = quantized(torch.float32, "int8")
         cases = {
             "slot": ((*heads, cache, slots + 1, None), options),
-            "style": ((*heads, cache, slots, None), {**options, "style": "interleaved"}),
+            "style": ((*heads, cache, slots, None), {**options, "style": "deinterleaved"}),
             "codes": ((*heads, cache, slots, None), {**options, "codes": "int4"}),
             "bytes": ((*heads, cache[..., :-1], slots, None), options),
             "uint8": ((*heads, cache.view(torch.int8), slots, None), options),

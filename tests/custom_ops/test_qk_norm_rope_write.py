@@ -13,8 +13,10 @@ from tests.tolerances import TOLERANCES, assert_close
 
 T, H, G, Dv, BLOCKS, BLOCK = 5, 4, 2, 8, 3, 16
 SLOTS = torch.tensor([3, -1, 17, 0, 47], dtype=torch.int32)
+COMPUTED = "computed"  # in float32, by angles that are not
+STYLES = ("half", "chunked", "every_two", "interleaved")
 FORMS = list(
-    itertools.product(("half", "chunked"), ("", "cast_scale", "scale_cast", "offset", "none"), (False, True))
+    itertools.product(STYLES, ("", "cast_scale", "scale_cast", "offset", "none"), (False, True, COMPUTED))
 )
 
 
@@ -28,7 +30,8 @@ def kernel():
 
 
 def operands(dtype, *, style="half", tail="cast_scale", wide=False, width=24, turned=None):
-    """Positional and named operands; `wide`: angles in float32; `turned`: channels of a head that turn, None: all."""
+    """Positional and named operands; `wide`: angles in float32, or COMPUTED; `turned`: channels of a head that turn,
+    None: all."""
     generator = torch.Generator().manual_seed(width)
 
     def normal(*shape):
@@ -36,13 +39,15 @@ def operands(dtype, *, style="half", tail="cast_scale", wide=False, width=24, tu
 
     angles = normal(T, (turned or width) // 2)
     angles = torch.cat((angles, angles), -1) if style == "half" else angles
-    tables = [table.to(torch.float32 if wide else dtype) for table in (angles.cos(), angles.sin())]
+    angles = angles.repeat_interleave(2, -1) if style == "every_two" else angles
+    tables = [table.to(torch.float32 if wide is True else dtype) for table in (angles.cos(), angles.sin())]
     weighted = tail not in ("", "none")
     weights = [(1 + normal(width)).to(dtype) if weighted else None for _ in range(2)]
     v = normal(T, G, 2 * Dv).to(dtype)[..., :Dv]
     cache = torch.full((BLOCKS, G, BLOCK, width + Dv), 7.0, dtype=dtype)
     q, k = normal(H, T, width).transpose(0, 1).to(dtype), normal(T, G, width).to(dtype)
-    return (q, k, v, *tables, *weights, cache, SLOTS), {"eps": 1e-6, "tail": tail, "style": style}
+    options = {"eps": 1e-6, "tail": tail, "style": style} | ({"in_float32": True} if wide == COMPUTED else {})
+    return (q, k, v, *tables, *weights, cache, SLOTS), options
 
 
 def assert_near(actual: torch.Tensor, exact: torch.Tensor) -> None:
@@ -78,7 +83,7 @@ def test_bad_operands_raise(kernel):
         (q, k, v, cos, sin, *rest, cache, slots), options = operands(torch.float32)
         cases = {
             "slot": ((q, k, v, cos, sin, *rest, cache, slots + 1), options),
-            "style": ((q, k, v, cos, sin, *rest, cache, slots), {**options, "style": "interleaved"}),
+            "style": ((q, k, v, cos, sin, *rest, cache, slots), {**options, "style": "deinterleaved"}),
             "cos and sin": ((q, k, v, cos[:, :11], sin[:, :11], *rest, cache, slots), options),
             "cos and sin must": ((q, k, v, cos.repeat(1, 2), sin.repeat(1, 2), *rest, cache, slots), options),
             "cos and sin must be": ((q, k, v, cos[:, :12], sin, *rest, cache, slots), options),
@@ -91,6 +96,17 @@ def test_bad_operands_raise(kernel):
 def test_opcheck(kernel):
     args, options = operands(torch.bfloat16)
     torch.library.opcheck(kernel, args, options)
+
+
+def test_neighbours_turn_as_rope_turns_them(kernel):
+    """Against rope itself, in float32 where the model computes so."""
+    for style, wide in itertools.product(("every_two", "interleaved"), (False, COMPUTED)):
+        (q, k, v, cos, sin, *rest), options = operands(
+            torch.bfloat16, style=style, tail="", wide=wide, width=48
+        )
+        x = q.float() if wide else q
+        expected = torch.ops.pagebinder.rope(x, cos[:, None], sin[:, None], style=style).to(q.dtype)
+        assert torch.equal(kernel(q, k, v, cos, sin, *rest, **options), expected)
 
 
 @pytest.mark.parametrize(("style", "turned"), [("half", 8), ("chunked", 12)])

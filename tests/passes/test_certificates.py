@@ -110,6 +110,21 @@ def test_rotations_are_certified(is_complex):
     assert found.count == 1 and not found.reason and found.max_rel_error < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_made_of_another_input_is_no_input_of_its_own(dtype):
+    """As ERNIE 4.5: the value and its turned channels are widened each by itself."""
+    rotated = Rotated()
+
+    def body(x, positions):
+        angles = positions[..., None].float() * rotated.frequencies
+        angles = torch.cat((angles, angles), -1)
+        half = torch.cat((-x[..., WIDTH // 2 :], x[..., : WIDTH // 2]), -1)
+        return (x.float() * angles.cos() + half.float() * angles.sin()).to(x.dtype)
+
+    (found,) = certificates(body, recognise_rope, dtype=dtype)
+    assert found.count == 1 and not found.reason and found.max_rel_error < 1e-6
+
+
 def test_attention_with_a_proven_mask_is_certified():
     """The mask's subgraph is removed with the first layer; each rewrite is tested with the whole of it."""
     found = certificates(Attention(), recognise_sdpa)

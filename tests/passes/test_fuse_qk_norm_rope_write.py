@@ -116,6 +116,35 @@ def test_heads_that_turn_in_part_are_fused(name):
         assert (cos.shape[-1], q.shape[-1]) == PARTIAL[name]
 
 
+# family in bfloat16 -> options of the fused op; layers with a window alone turn in Cohere 2
+NEIGHBOURS = {
+    "glm4": {"style": "every_two"},  # half of the channels, in the model's dtype
+    "ernie4_5": {"style": "every_two"},  # by angles in float32
+    "cohere2": {"style": "every_two", "in_float32": True},
+    "modernbert-decoder": {"style": "half", "in_float32": True},
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_neighbours_and_what_is_computed_in_float32_are_fused(name):
+    """Each rewrite is certified on the way; tokens are those without it."""
+    architecture = next((a for a in architectures("causal") if a.name == name), None)
+    if architecture is None:
+        pytest.skip(f"this release of transformers has no {name}")
+    model, tokens = tiny_model(architecture).bfloat16(), []
+    for options in ({"verify": "full"}, {"fusions": False}):
+        compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", **options))
+        engine = compiled.engine(EngineConfig(num_kv_blocks=32))
+        outputs = engine.generate(
+            [[3, 1, 4, 1, 5, 9], list(range(40))], SamplingParams(max_tokens=8, temperature=0.0)
+        )
+        tokens.append([output.token_ids for output in outputs])
+        nodes = compiled.graphs["fused"].graph.nodes
+        fused = [n for n in nodes if "qk_norm_rope_write" in str(n.target)]
+        assert all(dict(n.kwargs) == NEIGHBOURS[name] for n in fused) and bool(fused) == ("verify" in options)
+    assert tokens[0] == tokens[1]
+
+
 def parts_of_heads(gm):
     """(the slice that turns, the other one) of the first heads that turn in part."""
     joined = next(n for n in calls(gm.graph, aten.cat.default) if is_call(n.args[0][1], aten.slice.Tensor))

@@ -16,7 +16,8 @@ from pagebinder.custom_ops.library import define_op
 
 
 def qk_norm_rope_quantized_write_reference(
-    q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scales=None, *, codes, eps=0.0, tail="", style
+    q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scales=None, *, codes, eps=0.0, tail="", style,
+    in_float32=False,
 ):  # fmt: skip
     """Norm and turn the heads of q and k, and write codes of k and v.
 
@@ -28,7 +29,9 @@ def qk_norm_rope_quantized_write_reference(
     Raises:
         ValueError: as `qk_norm_rope_write` and `quantized_kv_cache_write`.
     """
-    q, k = turned_heads(q, k, cos, sin, q_weight, k_weight, eps=eps, tail=tail, style=style)
+    q, k = turned_heads(
+        q, k, cos, sin, q_weight, k_weight, eps=eps, tail=tail, style=style, in_float32=in_float32
+    )
     quantized_kv_cache_write_reference(k, v, kv_cache, slot_mapping, scales, codes=codes)
     return q.contiguous()
 
@@ -37,7 +40,7 @@ QK_NORM_ROPE_QUANTIZED_WRITE = define_op(
     "qk_norm_rope_quantized_write",
     "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
     "Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? scales=None, *, str codes, float eps=0.0, "
-    'str tail="", str style) -> Tensor',
+    'str tail="", str style, bool in_float32=False) -> Tensor',
     reference=qk_norm_rope_quantized_write_reference,
     fake=lambda q, *operands, **options: q.new_empty(q.shape),
 )

@@ -13,8 +13,9 @@ using namespace pagebinder;
 
 Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                 std::optional<Tensor> q_weight, std::optional<Tensor> k_weight, const Tensor& kv_cache,
-                const Tensor& slot_mapping, double eps, std::string tail, std::string style) {
-  const QkOperands operands{q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, eps, tail, style};
+                const Tensor& slot_mapping, double eps, std::string tail, std::string style, bool in_float32) {
+  const QkOperands operands{q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, eps,
+                            tail, style, in_float32};
   check_qk_operands(operands);
   PB_CHECK(kv_cache.scalar_type() == q.scalar_type(), "kv_cache must have q's dtype");
   PB_CHECK(kv_cache.size(3) == k.size(2) + v.size(2), "a kv_cache row must hold a key and a value");

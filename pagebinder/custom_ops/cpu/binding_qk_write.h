@@ -17,6 +17,11 @@ struct QkOperands {
   const Tensor &kv_cache, &slot_mapping;
   double eps;
   const std::string &tail, &style;
+  bool in_float32;
+
+  // Have tables a column for each channel? Are pairs neighbours?
+  bool is_wide() const { return style == "half" || style == "every_two"; }
+  bool has_neighbours() const { return style == "every_two" || style == "interleaved"; }
 };
 
 inline NormTail head_tail_named(const std::string& name) {
@@ -33,15 +38,16 @@ inline NormTail head_tail_named(const std::string& name) {
 
 // Leading channels of a head that turn.
 inline int64_t turned_channels(const QkOperands& o) {
-  return o.style == "half" ? o.cos.size(1) : 2 * o.cos.size(1);
+  return o.is_wide() ? o.cos.size(1) : 2 * o.cos.size(1);
 }
 
 // All but the cache's dtype and the width of its rows.
 inline void check_qk_operands(const QkOperands& o) {
   const ScalarType type = o.q.scalar_type();
-  const int64_t T = o.q.size(0), D = o.q.size(o.q.dim() - 1), columns = o.style == "half" ? D : D / 2;
+  const int64_t T = o.q.size(0), D = o.q.size(o.q.dim() - 1), columns = o.is_wide() ? D : D / 2;
   const bool has_rows = o.cos.dim() == 2 && o.sin.dim() == 2 && o.cos.size(0) == T && o.sin.size(0) == T;
-  PB_CHECK(o.style == "half" || o.style == "chunked", "style must be half or chunked, not ", o.style);
+  PB_CHECK(o.is_wide() || o.has_neighbours() || o.style == "chunked",
+           "style must be half, every_two, chunked or interleaved, not ", o.style);
   PB_CHECK(o.q.dim() == 3 && o.k.dim() == 3 && o.v.dim() == 3 && o.kv_cache.dim() == 4 && D % 2 == 0,
            "q, k, v must be [T, heads, width], the width of q even, and kv_cache 4-D");
   PB_CHECK(o.k.scalar_type() == type && o.v.scalar_type() == type, "q, k and v must have the same dtype");
@@ -83,7 +89,8 @@ Tensor set_qk_operands(const QkOperands& o, QkWriteArgs<T>& a) {
   a.v = data<const T>(o.v), a.v_token_stride = o.v.stride(0), a.v_head_stride = o.v.stride(1);
   a.turned = turned_channels(o), a.cos = data<const void>(o.cos), a.sin = data<const void>(o.sin);
   a.cos_stride = o.cos.stride(0), a.sin_stride = o.sin.stride(0);
-  a.wide_angles = o.cos.scalar_type() == ScalarType::Float, a.column_per_pair = o.style == "chunked";
+  a.wide_angles = o.cos.scalar_type() == ScalarType::Float, a.in_float32 = a.wide_angles || o.in_float32;
+  a.neighbours = o.has_neighbours(), a.column_per_pair = !o.is_wide();
   a.tail = head_tail_named(o.tail), a.eps = static_cast<float>(o.eps);
   a.q_weight = norm_weight<T>(o.q_weight, o.q, a.tail), a.k_weight = norm_weight<T>(o.k_weight, o.q, a.tail);
   Tensor out = new_tensor({a.num_tokens, a.num_heads, a.head_dim}, o.q.scalar_type());

@@ -15,8 +15,10 @@ struct QkWriteArgs {
   const T *q, *k, *v;
   int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
   int64_t turned;                 // leading channels of a head that turn
-  const void *cos, *sin;          // [T, turned], or [T, turned / 2] if `columns_per_pair`
+  bool neighbours;                // pairs are of channels 2 i and 2 i + 1, else of i and i + turned / 2
+  const void *cos, *sin;          // [T, turned], or [T, turned / 2] if `column_per_pair`
   bool wide_angles;               // they are float32, else T
+  bool in_float32;                // products are not rounded to T
   bool column_per_pair;
   int64_t cos_stride, sin_stride;
   NormTail tail;

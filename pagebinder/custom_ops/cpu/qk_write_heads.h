@@ -1,7 +1,8 @@
 // Norm of query and key heads, RoPE and the write to the KV cache in one pass over the heads, see qk_write.h.
 //
 // Heads are widened to float32 once and stay in scratch, as many as a vector has lanes: their norms are one division and
-// one root. Every rounding of the separate ops is made on the way.
+// one root. Every rounding of the separate ops is made on the way. Where pairs are neighbours, heads are taken apart
+// first and put together at the end.
 #pragma once
 
 #include "norm_rows.h"
@@ -37,19 +38,33 @@ struct Angles {
   const float* sin[2];
 };
 
-// Scratch of one thread: angles and weights widened, W heads, and a key as it is before it becomes codes.
+// Scratch of one thread: angles and weights widened, W heads, a row whose pairs are apart, and a key as it is before it
+// becomes codes.
 template <class T>
 struct Scratch {
-  float *cos, *sin, *q_weight, *k_weight, *heads;
+  float *cos, *sin, *q_weight, *k_weight, *apart, *heads;
   T* key;
 
   Scratch(Buffer& buffer, int64_t stride) {
-    float* at = buffer.at_least<float>(static_cast<size_t>((5 + W) * stride));
-    for (float** part : {&cos, &sin, &q_weight, &k_weight}) *part = at, at += stride;
+    float* at = buffer.at_least<float>(static_cast<size_t>((6 + W) * stride));
+    for (float** part : {&cos, &sin, &q_weight, &k_weight, &apart}) *part = at, at += stride;
     heads = at;
     key = reinterpret_cast<T*>(at + W * stride);
   }
 };
+
+// The first ones of `half` pairs of neighbours, then the second ones; and back. What lies behind `count` stays there.
+template <class T>
+void take_apart(const T* from, int64_t half, int64_t count, T* to) {
+  for (int64_t i = 0; i < half; ++i) to[i] = from[2 * i], to[half + i] = from[2 * i + 1];
+  std::memcpy(to + 2 * half, from + 2 * half, static_cast<size_t>(count - 2 * half) * sizeof(T));
+}
+
+template <class T>
+void put_together(const T* from, int64_t half, int64_t count, T* to) {
+  for (int64_t i = 0; i < half; ++i) to[2 * i] = from[i], to[2 * i + 1] = from[half + i];
+  std::memcpy(to + 2 * half, from + 2 * half, static_cast<size_t>(count - 2 * half) * sizeof(T));
+}
 
 template <class T>
 class Heads {
@@ -61,7 +76,7 @@ class Heads {
     if (a_.k_weight != nullptr) widen_head(a_.k_weight, scratch_.k_weight);
     const auto choose = [&](auto tail) {
       constexpr NormTail TAIL = decltype(tail)::value;
-      turn_ = a_.wide_angles ? &Heads::turn<TAIL, true> : &Heads::turn<TAIL, false>;
+      turn_ = a_.in_float32 ? &Heads::turn<TAIL, true> : &Heads::turn<TAIL, false>;
     };
     if (a_.tail == NormTail::ABSENT) choose(Tail<NormTail::ABSENT>());
     else with_tail(a_.tail, choose);
@@ -88,14 +103,25 @@ class Heads {
   }
 
  private:
-  void widen_head(const T* from, float* to) const {
+  // `row`, its pairs apart as the kernel wants them.
+  template <class U>
+  const U* halves_of(const U* row, int64_t count) const {
+    if (!a_.neighbours) return row;
+    U* apart = reinterpret_cast<U*>(scratch_.apart);
+    take_apart(row, half_, count, apart);
+    return apart;
+  }
+
+  void widen_head(const T* head, float* to) const {
+    const T* from = halves_of(head, a_.head_dim);
     widen(from, half_, to);
     widen(from + half_, half_, to + padded_);
     widen(from + 2 * half_, rest_, to + 2 * padded_);
   }
 
   void widen_angles(const void* table, int64_t stride, int64_t t, float* to) const {
-    const auto widen_row = [&](const auto* row) {
+    const auto widen_row = [&](const auto* table_row) {
+      const auto* row = a_.column_per_pair ? table_row : halves_of(table_row, a_.turned);
       widen(row, half_, to);
       widen(a_.column_per_pair ? row : row + half_, half_, to + padded_);
     };
@@ -120,7 +146,9 @@ class Heads {
         widen_head(from.first + h * from.stride, scratch_.heads + (h - first) * all_);
       if (a_.tail != NormTail::ABSENT) find_scales(end - first, scales);
       for (int64_t h = first; h < end; ++h) {
-        (this->*turn_)(scratch_.heads + (h - first) * all_, scales[h - first], from.weight, to(h));
+        T* apart = a_.neighbours ? reinterpret_cast<T*>(scratch_.apart) : to(h);
+        (this->*turn_)(scratch_.heads + (h - first) * all_, scales[h - first], from.weight, apart);
+        if (a_.neighbours) put_together(apart, half_, a_.head_dim, to(h));
         then(h);
       }
     }
@@ -138,23 +166,23 @@ class Heads {
   }
 
   // One head. The forms of this are the only ones that a norm and angles have: all else is compiled once a type.
-  template <NormTail TAIL, bool WIDE_ANGLES>
+  template <NormTail TAIL, bool IN_FLOAT32>
   void turn(const float* x, float scale, const float* weight, T* to) const {
     const auto normed = [&](int64_t i) __attribute__((always_inline)) {
       if constexpr (TAIL == NormTail::ABSENT) return load_pair(x + i);
       else return rounded<T>(weighted<T>(Tail<TAIL>(), load_pair(x + i) * scale, load_pair(weight + i)));
     };
     const Angles angles{{scratch_.cos, scratch_.cos + padded_}, {scratch_.sin, scratch_.sin + padded_}};
-    turn_halves<WIDE_ANGLES>(normed, angles, to);
+    turn_halves<IN_FLOAT32>(normed, angles, to);
     T* rest = to + 2 * half_;
     for (int64_t i = 0; i < rest_; i += WW) store_part(rest + i, narrowed<T>(normed(2 * padded_ + i)), rest_ - i);
   }
 
-  template <bool WIDE_ANGLES, class Normed>
+  template <bool IN_FLOAT32, class Normed>
   PB_INLINE void turn_halves(const Normed& normed, const Angles& angles, T* to) const {
     const auto product = [](Pair x, const float* angle) __attribute__((always_inline)) {
       const Pair exact = unfused(x * load_pair(angle));
-      return WIDE_ANGLES ? exact : rounded<T>(exact);
+      return IN_FLOAT32 ? exact : rounded<T>(exact);
     };
     for (int64_t i = 0; i < half_; i += WW) {
       const Pair first = normed(i), second = normed(padded_ + i);

@@ -35,12 +35,13 @@ def slot_row(
 
 @triton.jit
 def load_rows(
-    x_ptr, stride_t, stride_g, token, head, D: tl.constexpr, BLOCK: tl.constexpr, NUM_HEADS: tl.constexpr
-):
-    """(rows [HEADS, BLOCK], columns [1, BLOCK], which of them exist)."""
+    x_ptr, stride_t, stride_g, token, head, D: tl.constexpr, BLOCK: tl.constexpr, NUM_HEADS: tl.constexpr,
+    STEP: tl.constexpr = 1,
+):  # fmt: skip
+    """(rows [HEADS, BLOCK], columns [1, BLOCK], which of them exist); every STEP-th channel."""
     column = tl.arange(0, BLOCK)[None, :]
     mask = (head[:, None] < NUM_HEADS) & (column < D)
-    ptrs = x_ptr + token.to(tl.int64) * stride_t + head.to(tl.int64)[:, None] * stride_g + column
+    ptrs = x_ptr + token.to(tl.int64) * stride_t + head.to(tl.int64)[:, None] * stride_g + column * STEP
     return tl.load(ptrs, mask=mask, other=0), column, mask
 
 

@@ -47,8 +47,9 @@ void write_cache(const Tensor& k, const Tensor& v, const Tensor& kv_cache, const
 Tensor qk_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                 std::optional<Tensor> q_weight, std::optional<Tensor> k_weight, const Tensor& kv_cache,
                 const Tensor& slot_mapping, std::optional<Tensor> scales, std::string codes, double eps,
-                std::string tail, std::string style) {
-  const QkOperands operands{q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, eps, tail, style};
+                std::string tail, std::string style, bool in_float32) {
+  const QkOperands operands{q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, eps,
+                            tail, style, in_float32};
   check_qk_operands(operands);
   const Codes code = codes_named(codes);
   return with_element(element_of(q, "q"), [&](auto element) {
