@@ -10,6 +10,7 @@ from pagebinder import CompileConfig, VerificationError
 from pagebinder.graph_tools import aten, insert_call
 from tests.broken_passes import break_pass, ops, with_option
 from tests.encoder_decoders import tiny
+from tests.frontend.test_family_routes import tiny_roberta
 from tests.helpers import tiny_gemma3, tiny_qwen3_next
 from tests.v4_models import v4_model
 
@@ -23,6 +24,7 @@ MODELS = {
         num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
     ),
     "encoder and decoder": lambda: tiny("t5", num_layers=1, num_decoder_layers=1),
+    "positions counted from 2": tiny_roberta,  # over tokens that are not padding, which random ids would hold
 }
 
 
@@ -34,7 +36,7 @@ def models():
 def compiled(models, name, **options):
     model = models.setdefault(name, None) or MODELS[name]()
     models[name] = model
-    config = CompileConfig(executable="eager", verify="full", max_model_len=128, **options)
+    config = CompileConfig(executable="eager", verify="full", max_model_len=120, **options)
     return pagebinder.compile_model(model, config)
 
 

@@ -168,13 +168,11 @@ def _prove(
     reaches = [o.get("window") or o.get("chunk") or o.get("num_behind") or 0 for o in options]
     longest = min(max(*reaches, *CHECK_TOKENS) + BEYOND_WINDOW, max_tokens, MAX_CHECK_TOKENS)
     generator = torch.Generator().manual_seed(0)
-    avoided = numbering(source.module).uncounted_id
+    counted = numbering(source.module).counted
     sequences = []
     for num_tokens in (min(n, max_tokens) for n in (*CHECK_TOKENS, longest)):
         ids = torch.randint(0, source.vocab_size, (num_tokens,), generator=generator, device="cpu")
-        if avoided is not None:
-            ids[ids == avoided] = 0 if avoided else 1
-        sequences.append(ids.tolist())
+        sequences.append(counted(ids).tolist())
     worst = 0.0
     (batch,) = batches(sequences, 1 << 30, source.device)
     rows = EagerExecutable(packed).run(batch.inputs)

@@ -64,11 +64,8 @@ def _sequences(trail: Trail, source: ModelSource, max_tokens: int) -> list[torch
     lengths = {
         n for n in (*LENGTHS, *(w + d for w in windows for d in (-1, 0, 1, 9))) if 1 <= n <= max_tokens
     }
-    avoided = numbering(source.module).uncounted_id
-    ids = [random_tokens(n, source.vocab_size, source.device) for n in sorted(lengths)]
-    if avoided is None:
-        return ids
-    return [x.masked_fill(x == avoided, 0 if avoided else 1) for x in ids]
+    counted = numbering(source.module).counted
+    return [counted(random_tokens(n, source.vocab_size, source.device)) for n in sorted(lengths)]
 
 
 class EncoderRuns(Runs):

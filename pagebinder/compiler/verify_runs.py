@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_positions
 from pagebinder.frontend.plain_modules import logits_in
 from pagebinder.frontend.source import ModelSource
@@ -174,7 +175,8 @@ def call_source(module, source: ModelSource, ids: torch.Tensor, encoder_states=N
             return module(encoder_outputs=states, decoder_input_ids=ids[None], use_cache=False).logits[0]
         positions = torch.arange(len(ids), device=ids.device)[None]
         if source.is_transformers:
-            told = {"position_ids": positions} if takes_positions(module) else {}
+            own = positions + numbering(module).offset
+            told = {"position_ids": own} if takes_positions(module) else {}
             return module(input_ids=ids[None], use_cache=False, **told).logits[0]
         call = checked_call(module, plain_call(module), source.vocab_size)
         return logits_in(call(module, ids[None], positions), type(module).__name__)[0]
@@ -197,15 +199,16 @@ def lengths_to_test(plan: KVPlan, states: Sequence, source: ModelSource, *, full
 
 
 def choose_sequences(source: ModelSource, plan: KVPlan, states, lengths: Sequence[int]) -> Sequences:
-    """Random token ids of these lengths; of an encoder-decoder, encoder prompts of the same lengths, reversed."""
-    ids = [random_tokens(n, source.vocab_size, source.device) for n in lengths]
+    """Random token ids of these lengths that prompts may hold; of an encoder-decoder, encoder prompts of the same
+    lengths, reversed."""
+    counted = numbering(source.module).counted
+    ids = [counted(random_tokens(n, source.vocab_size, source.device)) for n in lengths]
     if source.encoder is None:
         return Sequences(ids)
     facts = source.encoder
     encoder_lengths = [min(n, facts.max_len) for n in reversed(lengths)]
-    return Sequences(
-        ids, [random_tokens(n, facts.vocab_size, source.device, seed=1) for n in encoder_lengths]
-    )
+    encoder_ids = [random_tokens(n, facts.vocab_size, source.device, seed=1) for n in encoder_lengths]
+    return Sequences(ids, [counted(x) for x in encoder_ids])
 
 
 def random_tokens(num_tokens: int, vocab_size: int, device: torch.device, seed: int = 0) -> torch.Tensor:

@@ -24,6 +24,12 @@ class Numbering:
     offset: int = 0
     uncounted_id: int | None = None
 
+    def counted(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids of the same shape that prompts may hold: another one in the place of what is not counted."""
+        if self.uncounted_id is None:
+            return ids
+        return ids.masked_fill(ids == self.uncounted_id, 0 if self.uncounted_id else 1)
+
 
 def numbering(module: torch.nn.Module) -> Numbering:
     """How the model numbers positions when it is given none."""

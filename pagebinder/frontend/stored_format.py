@@ -1,9 +1,9 @@
 """How a checkpoint keeps its weights: `quantization_config` of config.json -> one of `Stored`, or None: plain.
 
-fp8_format.py, int_format.py and bnb_weights.py read the methods, of which a checkpoint may have several for its
-layers (stored_parts.py); any other is refused by name. Older checkpoints of
-ModelOpt say it in a file of their own, hf_quant_config.json. A cache of keys and values that is said to be quantised
-is not: it has the dtype that `compile_model` is asked for.
+fp8_format.py, int_format.py and bnb_weights.py read the methods; any other is refused by name. A checkpoint may have
+several formats for its layers: stored_parts.py. Older checkpoints of ModelOpt say it in a file of their own,
+hf_quant_config.json. A cache of keys and values that is said to be quantised is not: it has the dtype that
+`compile_model` is asked for.
 """
 
 from __future__ import annotations

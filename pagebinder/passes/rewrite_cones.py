@@ -139,8 +139,8 @@ class _Cutter:
     def _open_unfit(self, inputs: tuple[dict, dict]) -> bool:
         """Open one input that does not fit: the one nearest to the output, as opening it may make others fit.
 
-        First those that only one side has, then those that are made of other inputs, then those whose origin the other
-        side reads, or makes another input of, then what is no tensor of floats and could not be random.
+        First those that only one side has, then those that are made of other inputs, then those whose origin the
+        other side reads, or makes another input of, then what is no tensor of floats and could not be random.
         """
         unfits = (
             self._is_unmatched,

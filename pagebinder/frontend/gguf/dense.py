@@ -116,16 +116,14 @@ def _olmo2(options: Options) -> dict[str, Any]:
     """Files of OLMo 3 say it of themselves, too: windows, and RoPE that is scaled in layers without them alone."""
     if not options.get("attention.sliding_window"):
         return biases(options)
-    local = {
-        "rope_type": "default",
-        "rope_theta": options.number("rope.freq_base_swa", options["rope.freq_base"]),
-    }
+    rope = rope_of(options, options.head_width())
+    theta = options.number("rope.freq_base_swa", rope["rope_theta"])
     return biases(options) | {
         "sliding_window": options.count("attention.sliding_window"),
         "layer_types": alternating(options, 4),
         "rope_parameters": {
-            "full_attention": rope_of(options, options.head_width()),
-            "sliding_attention": local,
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
         },
     }
 
