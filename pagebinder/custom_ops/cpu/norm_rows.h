@@ -55,7 +55,11 @@ PB_INLINE Pair widened(NarrowPair<T> x) {
 }
 
 template <class T>
-PB_INLINE Pair rounded(Pair x) { return widened<T>(narrowed<T>(x)); }
+PB_INLINE Pair rounded(Pair x) {
+  constexpr bool IN_WORDS = std::is_same<T, bf16>::value && !PAGEBINDER_BF16_DOT;  // nothing need be packed
+  if constexpr (IN_WORDS) return {rounded<T>(x.first), rounded<T>(x.second)};
+  else return widened<T>(narrowed<T>(x));
+}
 
 template <class T>
 PB_INLINE Pair load_pair(const T* p) { return {load_float(p), load_float(p + W)}; }

@@ -1,10 +1,10 @@
 // Norm of query and key heads, RoPE and the write to the KV cache in one pass over the heads, see qk_write.h.
 //
-// Heads are widened to float32 once and stay in scratch, as many as a vector has lanes: their norms are one division and
-// one root. Every rounding of the separate ops is made on the way. Where pairs are neighbours, heads are taken apart
-// first and put together at the end.
+// Heads with norms are widened to float32 once and stay in scratch, as many as a vector has lanes: their norms are one
+// division and one root. Others are turned where they lie. Every rounding of the separate ops is made.
 #pragma once
 
+#include "neighbours.h"
 #include "norm_rows.h"
 #include "qk_write.h"
 
@@ -22,6 +22,19 @@ PB_INLINE void widen(const T* from, int64_t count, float* to) {
   if (i < count) store_pair(to + i, load_pair(LastColumns<T>(from + i, count - i).values));
 }
 
+// Neighbours taken apart: the first ones of `count` pairs, the second ones, each filled up as above.
+template <class T>
+void widen_apart(const T* from, int64_t count, float* first, float* second) {
+  const auto put = [&](int64_t i, const T* at) {
+    const Pair pair = load_neighbours(at);
+    store(first + i, pair.first), store(second + i, pair.second);
+  };
+  int64_t i = 0;
+  for (; i + W <= count; i += W) put(i, from + 2 * i);
+  if (i < count) put(i, LastColumns<T>(from + 2 * i, 2 * (count - i)).values), i += W;
+  for (; i < whole_pairs(count); i += W) store(first + i, VF{}), store(second + i, VF{});
+}
+
 // Of a pair of vectors, the first `count` elements.
 template <class T>
 PB_INLINE void store_part(T* to, NarrowPair<T> x, int64_t count) {
@@ -31,47 +44,43 @@ PB_INLINE void store_part(T* to, NarrowPair<T> x, int64_t count) {
   std::memcpy(to, all, static_cast<size_t>(count) * sizeof(T));
 }
 
-// What one token's heads have in common, as float32: [first half | second half] of the channels that turn, each filled
-// up to whole pairs of vectors. A head and the weights of its norm have the other channels behind them.
+// The same of neighbours, so many of each.
+template <class T>
+PB_INLINE void store_apart(T* to, Pair first, Pair second, int64_t count) {
+  T part[2 * WW], *all = count >= WW ? to : part;
+  store_neighbours(all, first.first, second.first);
+  store_neighbours(all + WW, first.second, second.second);
+  if (count < WW) std::memcpy(to, part, 2 * static_cast<size_t>(count) * sizeof(T));
+}
+
+// What one token's heads have in common, as float32: [first channels | second ones] of the pairs that turn, each
+// filled up to whole pairs of vectors. A head and the weights of its norm have the other channels behind them.
 struct Angles {
   const float* cos[2];
   const float* sin[2];
 };
 
-// Scratch of one thread: angles and weights widened, W heads, a row whose pairs are apart, and a key as it is before it
-// becomes codes.
+// Scratch of one thread: angles and weights widened, W heads, and a key as it is before it becomes codes.
 template <class T>
 struct Scratch {
-  float *cos, *sin, *q_weight, *k_weight, *apart, *heads;
+  float *cos, *sin, *q_weight, *k_weight, *heads;
   T* key;
 
   Scratch(Buffer& buffer, int64_t stride) {
-    float* at = buffer.at_least<float>(static_cast<size_t>((6 + W) * stride));
-    for (float** part : {&cos, &sin, &q_weight, &k_weight, &apart}) *part = at, at += stride;
+    float* at = buffer.at_least<float>(static_cast<size_t>((5 + W) * stride));
+    for (float** part : {&cos, &sin, &q_weight, &k_weight}) *part = at, at += stride;
     heads = at;
     key = reinterpret_cast<T*>(at + W * stride);
   }
 };
-
-// The first ones of `half` pairs of neighbours, then the second ones; and back. What lies behind `count` stays there.
-template <class T>
-void take_apart(const T* from, int64_t half, int64_t count, T* to) {
-  for (int64_t i = 0; i < half; ++i) to[i] = from[2 * i], to[half + i] = from[2 * i + 1];
-  std::memcpy(to + 2 * half, from + 2 * half, static_cast<size_t>(count - 2 * half) * sizeof(T));
-}
-
-template <class T>
-void put_together(const T* from, int64_t half, int64_t count, T* to) {
-  for (int64_t i = 0; i < half; ++i) to[2 * i] = from[i], to[2 * i + 1] = from[half + i];
-  std::memcpy(to + 2 * half, from + 2 * half, static_cast<size_t>(count - 2 * half) * sizeof(T));
-}
 
 template <class T>
 class Heads {
  public:
   Heads(const QkWriteArgs<T>& args, Buffer& buffer)
       : a_(args), half_(args.turned / 2), rest_(args.head_dim - args.turned), padded_(whole_pairs(half_)),
-        all_(2 * padded_ + whole_pairs(rest_)), scratch_(buffer, all_) {
+        all_(2 * padded_ + whole_pairs(rest_)), scratch_(buffer, all_),
+        where_they_lie_(a_.tail == NormTail::ABSENT && half_ == padded_) {
     if (a_.q_weight != nullptr) widen_head(a_.q_weight, scratch_.q_weight);
     if (a_.k_weight != nullptr) widen_head(a_.k_weight, scratch_.k_weight);
     const auto choose = [&](auto tail) {
@@ -103,27 +112,23 @@ class Heads {
   }
 
  private:
-  // `row`, its pairs apart as the kernel wants them.
   template <class U>
-  const U* halves_of(const U* row, int64_t count) const {
-    if (!a_.neighbours) return row;
-    U* apart = reinterpret_cast<U*>(scratch_.apart);
-    take_apart(row, half_, count, apart);
-    return apart;
-  }
-
-  void widen_head(const T* head, float* to) const {
-    const T* from = halves_of(head, a_.head_dim);
+  void widen_pairs(const U* from, float* to) const {
+    if (a_.neighbours) return widen_apart(from, half_, to, to + padded_);
     widen(from, half_, to);
     widen(from + half_, half_, to + padded_);
+  }
+
+  void widen_head(const T* from, float* to) const {
+    widen_pairs(from, to);
     widen(from + 2 * half_, rest_, to + 2 * padded_);
   }
 
   void widen_angles(const void* table, int64_t stride, int64_t t, float* to) const {
-    const auto widen_row = [&](const auto* table_row) {
-      const auto* row = a_.column_per_pair ? table_row : halves_of(table_row, a_.turned);
+    const auto widen_row = [&](const auto* row) {
+      if (!a_.column_per_pair) return widen_pairs(row, to);
       widen(row, half_, to);
-      widen(a_.column_per_pair ? row : row + half_, half_, to + padded_);
+      widen(row, half_, to + padded_);
     };
     if (a_.wide_angles) widen_row(static_cast<const float*>(table) + t * stride);
     else widen_row(static_cast<const T*>(table) + t * stride);
@@ -142,13 +147,11 @@ class Heads {
     for (int64_t first = 0; first < from.count; first += W) {
       float scales[W] = {};
       const int64_t end = std::min<int64_t>(first + W, from.count);
-      for (int64_t h = first; h < end; ++h)
-        widen_head(from.first + h * from.stride, scratch_.heads + (h - first) * all_);
+      const auto wide = [&](int64_t h) { return scratch_.heads + (h - first) * all_; };
+      for (int64_t h = first; h < end && !where_they_lie_; ++h) widen_head(from.first + h * from.stride, wide(h));
       if (a_.tail != NormTail::ABSENT) find_scales(end - first, scales);
       for (int64_t h = first; h < end; ++h) {
-        T* apart = a_.neighbours ? reinterpret_cast<T*>(scratch_.apart) : to(h);
-        (this->*turn_)(scratch_.heads + (h - first) * all_, scales[h - first], from.weight, apart);
-        if (a_.neighbours) put_together(apart, half_, a_.head_dim, to(h));
+        (this->*turn_)({from.first + h * from.stride, wide(h), scales[h - first], from.weight}, to(h));
         then(h);
       }
     }
@@ -165,38 +168,65 @@ class Heads {
     store(scales, 1.0f / square_root(sum_lanes_in_order(squares) / static_cast<float>(a_.head_dim) + a_.eps));
   }
 
-  // One head. The forms of this are the only ones that a norm and angles have: all else is compiled once a type.
+  // A head where it lies and widened, what its norm multiplies it with, and the norm's weight.
+  struct Head {
+    const T* x;
+    const float* wide;
+    float scale;
+    const float* weight;
+  };
+
+  // The forms of this are the only ones that a norm and angles have: all else is compiled once a type.
   template <NormTail TAIL, bool IN_FLOAT32>
-  void turn(const float* x, float scale, const float* weight, T* to) const {
+  void turn(const Head& head, T* to) const {
+    constexpr bool HAS_NORM = TAIL != NormTail::ABSENT;
     const auto normed = [&](int64_t i) __attribute__((always_inline)) {
-      if constexpr (TAIL == NormTail::ABSENT) return load_pair(x + i);
-      else return rounded<T>(weighted<T>(Tail<TAIL>(), load_pair(x + i) * scale, load_pair(weight + i)));
+      const Pair x = load_pair(head.wide + i);
+      if constexpr (!HAS_NORM) return x;
+      else return rounded<T>(weighted<T>(Tail<TAIL>(), x * head.scale, load_pair(head.weight + i)));
     };
-    const Angles angles{{scratch_.cos, scratch_.cos + padded_}, {scratch_.sin, scratch_.sin + padded_}};
-    turn_halves<IN_FLOAT32>(normed, angles, to);
+    turn_pairs<HAS_NORM, IN_FLOAT32>(head.x, normed, to);
     T* rest = to + 2 * half_;
+    if (!HAS_NORM) {
+      std::memcpy(rest, head.x + 2 * half_, static_cast<size_t>(rest_) * sizeof(T));
+      return;
+    }
     for (int64_t i = 0; i < rest_; i += WW) store_part(rest + i, narrowed<T>(normed(2 * padded_ + i)), rest_ - i);
   }
 
-  template <bool IN_FLOAT32, class Normed>
-  PB_INLINE void turn_halves(const Normed& normed, const Angles& angles, T* to) const {
+  template <bool HAS_NORM, bool IN_FLOAT32, class Normed>
+  PB_INLINE void turn_pairs(const T* head, const Normed& normed, T* to) const {
     const auto product = [](Pair x, const float* angle) __attribute__((always_inline)) {
       const Pair exact = unfused(x * load_pair(angle));
       return IN_FLOAT32 ? exact : rounded<T>(exact);
     };
+    const Angles angles{{scratch_.cos, scratch_.cos + padded_}, {scratch_.sin, scratch_.sin + padded_}};
     for (int64_t i = 0; i < half_; i += WW) {
-      const Pair first = normed(i), second = normed(padded_ + i);
+      Pair first, second;
+      if (HAS_NORM || !where_they_lie_) {
+        first = normed(i), second = normed(padded_ + i);
+      } else if (a_.neighbours) {
+        const Pair low = load_neighbours(head + 2 * i), high = load_neighbours(head + 2 * i + WW);
+        first = {low.first, high.first}, second = {low.second, high.second};
+      } else {
+        first = load_pair(head + i), second = load_pair(head + half_ + i);
+      }
       const Pair low = product(first, angles.cos[0] + i) - product(second, angles.sin[0] + i);
       const Pair high = product(second, angles.cos[1] + i) + product(first, angles.sin[1] + i);
-      store_part(to + i, narrowed<T>(low), half_ - i);
-      store_part(to + half_ + i, narrowed<T>(high), half_ - i);
+      if (a_.neighbours) {
+        store_apart(to + 2 * i, low, high, half_ - i);
+      } else {
+        store_part(to + i, narrowed<T>(low), half_ - i);
+        store_part(to + half_ + i, narrowed<T>(high), half_ - i);
+      }
     }
   }
 
   const QkWriteArgs<T>& a_;
   const int64_t half_, rest_, padded_, all_;
   const Scratch<T> scratch_;
-  void (Heads::*turn_)(const float* x, float scale, const float* weight, T* to) const;
+  const bool where_they_lie_;  // are heads read there, without a copy in float32?
+  void (Heads::*turn_)(const Head& head, T* to) const;
 };
 
 template <class T>

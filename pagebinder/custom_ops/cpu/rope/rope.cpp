@@ -1,11 +1,8 @@
 // Turns channels in pairs, row by row: the first ones and the second ones of all pairs side by side in float32.
 #include "rope.h"
 
-#include <utility>
-
 #include "attention.h"
-#include "simd.h"
-#include "small_floats.h"
+#include "neighbours.h"
 #include "thread_pool.h"
 
 namespace pagebinder::rope {
@@ -17,32 +14,6 @@ template <class T>
 PB_INLINE float widened(T x) { return load_float_part(&x, 1)[0]; }
 PB_INLINE float widened(float x) { return x; }
 PB_INLINE float widened(bf16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
-
-template <int... Lane>
-PB_INLINE Pair unzipped(VF a, VF b, std::integer_sequence<int, Lane...>) {
-  return {__builtin_shufflevector(a, b, (2 * Lane)...), __builtin_shufflevector(a, b, (2 * Lane + 1)...)};
-}
-template <int... Lane>
-PB_INLINE Pair zipped(VF even, VF odd, std::integer_sequence<int, Lane...>) {
-  return {__builtin_shufflevector(even, odd, (Lane / 2 + Lane % 2 * W)...),
-          __builtin_shufflevector(even, odd, (W / 2 + Lane / 2 + Lane % 2 * W)...)};
-}
-using Lanes = std::make_integer_sequence<int, W>;
-
-// 2 W neighbours: those at even places, and those at odd ones.
-template <class T>
-PB_INLINE Pair load_neighbours(const T* p) { return unzipped(load_float(p), load_float(p + W), Lanes{}); }
-PB_INLINE Pair load_neighbours(const bf16* p) { return apart(load<VU>(p)); }
-
-template <class T>
-PB_INLINE void store_neighbours(T* p, VF even, VF odd) {
-  const Pair both = zipped(even, odd, Lanes{});
-  store_float(p, both.first);
-  store_float(p + W, both.second);
-}
-PB_INLINE void store_neighbours(bf16* p, VF even, VF odd) {
-  store(p, (round_to_bf16(even) >> 16) | round_to_bf16(odd));
-}
 
 // Channels as floats, first ones and second ones of `count` pairs: neighbours, or a half apart.
 void load_pairs(const Operand& from, int64_t offset, bool are_neighbours, int64_t count, float* first, float* second) {
