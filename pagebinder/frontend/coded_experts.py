@@ -35,7 +35,6 @@ from pagebinder.frontend.int_codes import Codes
 from pagebinder.frontend.int_format import Shapes, StoredInts
 from pagebinder.frontend.int_linear import e2m1_format, kernel_format, packed_codes, scale_of_stored
 from pagebinder.frontend.quantized_module import moved_scale
-from pagebinder.frontend.stored_names import stack_of
 
 # Granularity of scales in the checkpoint -> format of the kernels: a scale for each row instead of one for all.
 FP8_FORMATS = {"block": "fp8_block", "channel": "fp8", "tensor": "fp8"}
@@ -51,7 +50,7 @@ def format_of_experts(path: str, module: torch.nn.Module, stored: StoredInts) ->
     if module.is_transposed or stored.by_activation:
         return None
     if stored.layers is not None:
-        found = stored.experts_of.get(stack_of(path), ())  # names inside a layer are the checkpoint's own
+        found = [shapes for _, shapes in stored.of_experts(path) if shapes is not None]
         if len(found) != _num_matrices(module) or not all(
             _as_said(shapes, module, stored) for shapes in found
         ):
@@ -65,7 +64,12 @@ def format_of_fp8_experts(path: str, module: torch.nn.Module, stored: StoredFp8)
     """The same of e4m3 with scales of blocks, rows or tensors; gates and values have no block in common."""
     if module.is_transposed or stored.experts is not None or stored.granularity not in FP8_FORMATS:
         return None
-    if stored.layers is not None and len(stored.experts_of.get(stack_of(path), ())) != _num_matrices(module):
+    own = (
+        None
+        if stored.layers is None
+        else [name for name, said in stored.of_experts(path) if said is not None]
+    )
+    if own is not None and len(own) != _num_matrices(module):
         return None
     format = FP8_FORMATS[stored.granularity]
     for name, parameter in module.named_parameters(recurse=False):

@@ -105,12 +105,21 @@ def _compressed_tensors(options: dict) -> Stored:
 
 
 def _of_parts(method: str, parts: list, targets: list[tuple[str, ...]], kept: tuple[str, ...]) -> Stored:
+    """Groups that keep weights alike, and differ in activations only, are one part."""
     for name in itertools.chain.from_iterable(targets):
         if name.startswith(EXPRESSION):
             compiled(name)  # now, while the config is read
-    if targets == [(ALL,)]:
-        return parts[0]
-    return StoredParts(method=method, parts=tuple(parts), targets=tuple(targets), kept=kept)
+    merged: list[tuple[Any, tuple[str, ...]]] = []
+    for part, names in zip(parts, targets):
+        same = next((i for i, (other, _) in enumerate(merged) if other == part), None)
+        if same is None:
+            merged.append((part, names))
+        else:
+            merged[same] = part, merged[same][1] + names
+    if len(merged) == 1 and merged[0][1] == (ALL,):
+        return merged[0][0]
+    parts, targets = zip(*merged)
+    return StoredParts(method=method, parts=parts, targets=targets, kept=kept)
 
 
 def _modelopt(options: dict) -> Stored | None:

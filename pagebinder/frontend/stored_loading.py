@@ -186,7 +186,7 @@ def _of_experts(path: str, module: torch.nn.Module, stored: Stored | StoredBlock
     if stored.layers is None:
         is_plain = not _are_converted(path, list(stored.kept or ()))
     else:
-        is_plain = stack_of(path) not in stored.experts_of
+        is_plain = all(said is None for _, said in stored.of_experts(path))
     if stored.experts is not None or is_plain:
         return "they are stored plain"
     return "no kernel reads these codes of experts: they are expanded where they are stored so"

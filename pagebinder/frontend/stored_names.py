@@ -39,12 +39,23 @@ class NamedLayers:
             names.setdefault(tail(name), []).append(name)
         return names
 
+    def of_experts(self, path: str) -> list[tuple[str, Any]]:
+        """What the files say of each weight of the experts at a path of the model: (projection, as `found` says it).
+
+        Names inside a layer are the checkpoint's own: all below `.experts.` in the layer of that number, and of
+        several such layers (of one that guesses tokens, say) those whose name has most in common with the path.
+        """
+        owners, parts = self._experts_by_stack.get(stack_of(path), {}), set(path.split("."))
+        return owners[max(owners, key=lambda name: len(parts & set(name.split("."))))] if owners else []
+
     @functools.cached_property
-    def experts_of(self) -> dict[str, list[Any]]:
-        """What is said of those below `.experts.`, by the stack and the number of their layer: layers.3."""
-        found: dict[str, list[Any]] = {}
-        for name in (name for name in self.layers if ".experts." in name):
-            found.setdefault(stack_of(name), []).append(self.layers[name])
+    def _experts_by_stack(self) -> dict[str, dict[str, list[tuple[str, Any]]]]:
+        """By the stack and the number of their layer, layers.3, and by the name of what has them."""
+        found: dict[str, dict[str, list[tuple[str, Any]]]] = {}
+        for name in (name for name in (*self.layers, *self.plain) if ".experts." in name):
+            owner, projection = name.partition(".experts.")[0], name.rpartition(".")[2]
+            of_owner = found.setdefault(stack_of(name), {}).setdefault(owner, [])
+            of_owner.append((projection, self.layers.get(name)))
         return found
 
 

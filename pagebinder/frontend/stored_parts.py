@@ -23,7 +23,7 @@ from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import StoredFp8
 from pagebinder.frontend.int_format import StoredInts
 from pagebinder.frontend.not_served import NotServedError
-from pagebinder.frontend.stored_names import NamedLayers, StoredTensors, stack_of, tail
+from pagebinder.frontend.stored_names import NamedLayers, StoredTensors, tail
 
 Part = StoredInts | StoredFp8
 ALL = "Linear"  # a target: every linear layer
@@ -73,7 +73,7 @@ class StoredParts(NamedLayers):
     def part_of_experts(self, path: str, projection: str) -> int | None:
         """The number of the part that keeps a projection of the experts of a layer, which a path lies in; None: it is
         plain. Raises CheckpointError: some of them are stored so, and some otherwise."""
-        own = self._of_experts.get((stack_of(path), projection), {None})
+        own = {number for name, number in self.of_experts(path) if name == projection} or {None}
         if len(own) > 1:
             raise CheckpointError(
                 f"{path}: the files keep {projection} of some experts in one format and of others in another."
@@ -103,25 +103,19 @@ class StoredParts(NamedLayers):
         return self.with_layers(layers, frozenset())
 
     def _named(self, name: str) -> int | None:
-        """The part whose targets name a layer: by its path or that of its experts, by an expression, or as every
-        linear layer."""
+        """The part whose targets name a layer: by its path or that of its experts, by an expression (of several by
+        the first in order of their letters, as the tool does it), or as every linear layer."""
         path = tail(name)
-        while path:
-            if path in self._paths:
-                return self._paths[path]
-            path = path.rpartition(".")[0]
+        for named in (
+            path,
+            path[: path.find(".experts.") + len(".experts")] if ".experts." in path else path,
+        ):
+            if named in self._paths:
+                return self._paths[named]
         for number, expression in self._expressions:
             if expression.match(name):
                 return number
         return next((number for number, said in enumerate(self.targets) if ALL in said), None)
-
-    @functools.cached_property
-    def _of_experts(self) -> dict[tuple[str, str], set[int | None]]:
-        found: dict[tuple[str, str], set[int | None]] = {}
-        for name in (name for name in (*self.layers, *self.plain) if ".experts." in name):
-            key = stack_of(name), name.rpartition(".")[2]
-            found.setdefault(key, set()).add(self.layers.get(name))
-        return found
 
     @functools.cached_property
     def _paths(self) -> dict[str, int]:
@@ -134,12 +128,8 @@ class StoredParts(NamedLayers):
 
     @functools.cached_property
     def _expressions(self) -> list[tuple[int, re.Pattern]]:
-        return [
-            (number, compiled(name))
-            for number, said in enumerate(self.targets)
-            for name in said
-            if name.startswith(EXPRESSION)
-        ]
+        named = ((name, number) for number, said in enumerate(self.targets) for name in said)
+        return [(number, compiled(name)) for name, number in sorted(named) if name.startswith(EXPRESSION)]
 
 
 def compiled(target: str) -> re.Pattern:

@@ -101,9 +101,10 @@ def _turned(rows: Node, reader: Node) -> Turned:
         NotThisRope: something else is on the way, or what is on the way is read elsewhere.
     """
     dtype = val(rows).dtype
-    top, dims = _up(rows, {reader}, [TOKENS, HEADS, CHANNELS])
-    rope, x, readers, dims = _of_parts(top, dims) if is_call(top, aten.cat.default) else _of_rope(top, dims)
-    x, dims = _up(x, readers, dims)
+    top, dims = _up(rows, {reader}, [TOKENS, HEADS, CHANNELS], dtype)
+    is_joined = is_call(top, aten.cat.default)
+    rope, x, readers, dims = _of_parts(top, dims, dtype) if is_joined else _of_rope(top, dims)
+    x, dims = _up(x, readers, dims, dtype)
     norm = None
     if is_call(x, NORM):
         norm, x = x, x.args[0]
@@ -133,15 +134,15 @@ def _of_rope(rope: Node, dims: Dims) -> Found:
     return rope, rope.args[0], {rope}, dims
 
 
-def _of_parts(joined: Node, dims: Dims) -> Found:
+def _of_parts(joined: Node, dims: Dims, dtype: torch.dtype) -> Found:
     """Of cat(rope(x[..., :C]), x[..., C:]), x."""
     is_pair = len(joined.args[0]) == 2 and arg(joined, 1, "dim", 0) in (-1, len(dims) - 1)
     require(is_pair, "the heads are not turned")
     turned, kept = joined.args[0]
-    rope, dims_of_rope = _up(turned, {joined}, dims)
+    rope, dims_of_rope = _up(turned, {joined}, dims, dtype)
     _, low, readers, dims_of_rope = _of_rope(rope, dims_of_rope)
-    low, dims_of_low = _up(low, readers, dims_of_rope)
-    high, dims_of_high = _up(kept, {joined}, dims)
+    low, dims_of_low = _up(low, readers, dims_of_rope, dtype)
+    high, dims_of_high = _up(kept, {joined}, dims, dtype)
     require(
         is_call(low, aten.slice.Tensor) and is_call(high, aten.slice.Tensor) and low.args[0] is high.args[0],
         "what turns and what does not are not parts of the same heads",
@@ -166,16 +167,14 @@ def _channels(part: Node, rank: int) -> tuple[int, int] | None:
     return start or 0, width if end is None else min(end, width)
 
 
-def _up(node: Node, readers: set[Node], dims: Dims) -> tuple[Node, Dims]:
-    """The value that `node` is a view of, and what its dimensions stand for."""
+def _up(node: Node, readers: set[Node], dims: Dims, dtype: torch.dtype) -> tuple[Node, Dims]:
+    """The value that `node` is a view of, and what its dimensions stand for. dtype: of heads; float32 holds them."""
     dims = list(dims)
     while True:
         require(set(node.users) == readers, "heads on the way to the attention are read elsewhere, too")
         if is_call(node, *CASTS):
             kinds = {val(node).dtype, val(node.args[0]).dtype}
-            require(
-                len(kinds) == 1 or torch.float32 in kinds, "the heads are rounded between rotation and norm"
-            )
+            require(kinds <= {dtype, torch.float32}, "the heads are rounded between rotation and norm")
         elif is_call(node, aten.transpose.int):
             a, b = node.args[1:]
             dims[a], dims[b] = dims[b], dims[a]

@@ -24,7 +24,14 @@ from pagebinder.frontend.gguf.file import KINDS, gguf_path, read_gguf
 from pagebinder.frontend.model_path import source_from_path
 from pagebinder.frontend.quantized_module import QuantizedLinear
 from pagebinder.frontend.small_groups import fit_for_gpu
-from tests.frontend.gguf_files import EXPANDED, MODELS, random_blocks, write_gguf
+from tests.frontend.gguf_files import (
+    EXPANDED,
+    MODELS,
+    TENSORS,
+    named_tensors,
+    random_blocks,
+    write_gguf,
+)
 from tests.tolerances import assert_close
 
 OF_6_BITS = {"Q5_0": "int6_g32", "Q5_1": "uint6_g32", "Q5_K": "uint6_g32", "Q6_K": "int6_g16"}
@@ -293,7 +300,7 @@ def test_granite_without_positions_is_refused(tmp_path):
             "phi2.attention.layer_norm_epsilon = 0.0 is not served",
         ),
         ("gptneox", {"use_parallel_residual": 1}, "gptneox.use_parallel_residual = 1 is not served"),
-        ("minicpm", {"residual_scale": None}, "lacks minicpm.residual_scale"),
+        ("minicpm", {"residual_scale": 0.0}, "minicpm.residual_scale = 0.0 is not served"),
         (
             "qwen3vl",
             {"rope.dimension_sections": [12, 10, 8, 2]},
@@ -311,6 +318,17 @@ def test_granite_without_positions_is_refused(tmp_path):
 def test_what_architectures_cannot_mean_is_refused(name, more, said, tmp_path):
     write_gguf(tmp_path / "model.gguf", name, more=more)
     with pytest.raises(CheckpointError, match=said):
+        source_from_path(tmp_path / "model.gguf")
+
+
+def test_biases_that_starcoder2_always_has_may_not_be_missing(tmp_path, monkeypatch):
+    def without(model):
+        tensors = named_tensors(model, "starcoder2")
+        return {name: stored for name, stored in tensors.items() if "attn_output.bias" not in name}
+
+    monkeypatch.setitem(TENSORS, "starcoder2", without)
+    write_gguf(tmp_path / "model.gguf", "starcoder2")
+    with pytest.raises(CheckpointError, match=r"lacks 2 tensors .*self_attn.o_proj.bias"):
         source_from_path(tmp_path / "model.gguf")
 
 

@@ -26,6 +26,7 @@ from tests.frontend.test_int_checkpoints import (
     qwen3,
     tokens_of,
 )
+from tests.helpers import tiny_qwen3_next
 from tests.moe_models import tiny_qwen3_moe
 
 ATTENTION, MLP, DOWN = "re:.*self_attn.*", "re:.*[.]mlp[.].*", "re:.*down_proj$"
@@ -287,6 +288,47 @@ def test_experts_whose_projections_differ_are_expanded_and_said(tmp_path):
         assert torch.equal(experts.get_parameter(kind), weights)
     (reason,) = {r.reason for r in source.stored_weights.refusals if r.module_path == path}
     assert "expanded" in reason
+
+
+def test_groups_that_keep_weights_alike_are_one_part(tmp_path):
+    """They differ in activations only."""
+    groups = [("nvfp4", ["re:.*[.](gate|up)_proj$"]), ("nvfp4", ["re:.*down_proj$"]), ("fp8", [ATTENTION])]
+    save_mix(wide_mixture(), tmp_path, groups)
+    experts = loaded(tmp_path).module.get_submodule("model.layers.1.mlp.experts")
+    assert {*experts.formats.values()} == {"nvfp4"}
+
+
+@pytest.mark.parametrize("form", [None, "int4"])
+def test_experts_of_a_layer_that_guesses_tokens_are_not_the_models(form, tmp_path):
+    """Plain or not, Qwen3-Next leaves them out; their names end like those of the model's layers."""
+
+    def change(tensors):
+        prefix = "model.layers.1.mlp.experts."
+        for name in {key.rpartition(".")[0] for key in tensors if key.startswith(prefix)}:
+            weight = torch.randn(64, 64)
+            written = {"weight": weight} if form is None else FORMS[form][0](weight)[0]
+            other = f"mtp{name.removeprefix('model')}"
+            tensors.update({f"{other}.{kind}": tensor.contiguous() for kind, tensor in written.items()})
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": []}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    model = tiny_qwen3_next(**layers, **experts, shared_expert_intermediate_size=64)
+    save_mix(model, tmp_path, [("int4", ["re:.*[.]experts[.].*"]), ("fp8", [ATTENTION])], change)
+    experts = loaded(tmp_path).module.get_submodule("model.layers.1.mlp.experts")
+    assert {*experts.formats.values()} == {"int4_g32"}
+
+
+def test_expressions_are_taken_in_the_order_of_their_letters(tmp_path):
+    """As compressed-tensors does it, whatever the order of the groups is."""
+    save_mix(qwen3(), tmp_path, [("nvfp4", ["re:.*down_proj$"]), ("int8", ["re:.*mlp.*"])])
+    config = json.loads((tmp_path / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_0"], groups["group_1"] = groups["group_1"], groups["group_0"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for weights in (True, False):
+        matches = source_from_dir(tmp_path, weights=weights).stored_weights.matches
+        details = {m.detail for m in matches if m.module_path.endswith("down_proj")}
+        assert len(details) == 1 and details.pop().startswith("nvfp4")
 
 
 def drop(name):

@@ -69,6 +69,14 @@ def read_elsewhere(gm, write):
     insert_call(gm.graph, write, aten.sin.default, (write.args[0],))
 
 
+def rounded_on_the_way(gm, write):
+    rope = next(n for n in calls(gm.graph, OURS.rope.default))
+    x = rope.args[0]
+    for dtype in (torch.bfloat16, torch.float32):
+        x = insert_call(gm.graph, rope, aten.to.dtype, (x, dtype))
+    rope.replace_input_with(rope.args[0], x)
+
+
 def scaled_keys(gm, write):
     write.replace_input_with(
         write.args[0], insert_call(gm.graph, write, aten.mul.Tensor, (write.args[0], 2.0))
@@ -82,7 +90,12 @@ def other_angles(gm, write):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(read_elsewhere, "read elsewhere"), (scaled_keys, "not turned"), (other_angles, "different angles")],
+    [
+        (read_elsewhere, "read elsewhere"),
+        (scaled_keys, "not turned"),
+        (other_angles, "different angles"),
+        (rounded_on_the_way, "are rounded"),
+    ],
 )
 def test_near_misses_are_refused(paged, change, reason):
     gm = clone(paged["llama"])

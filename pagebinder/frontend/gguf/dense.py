@@ -129,12 +129,12 @@ def _olmo2(options: Options) -> dict[str, Any]:
 
 
 def _minicpm(options: Options) -> dict[str, Any]:
-    """Granite's multipliers, and the usual one of scores."""
+    """Granite's multipliers, and the usual one of scores; old files leave out those of MiniCPM 2B."""
     return biases(options) | {
         "attention_multiplier": options.head_width() ** -0.5,
-        "embedding_multiplier": options.number("embedding_scale"),
-        "residual_multiplier": options.number("residual_scale"),
-        "logits_scaling": options.number("logit_scale"),
+        "embedding_multiplier": options.number("embedding_scale", 12.0),
+        "residual_multiplier": options.number("residual_scale", 1.4 * options.num_layers**-0.5),
+        "logits_scaling": options.number("logit_scale", options.count("embedding_length") / 256),
     }
 
 

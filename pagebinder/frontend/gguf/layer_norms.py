@@ -76,7 +76,7 @@ ARCHITECTURES = {
     "cohere2": Architecture(model_type="cohere2", config=_cohere2, own=OWN),
     "starcoder2": Architecture(
         model_type="starcoder2", config=_starcoder2, own=OWN,
-        names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, no_biases=(),
     ),
     "phi2": Architecture(
         model_type="phi", config=lambda o: {"layer_norm_eps": _epsilon(o)}, own=OWN, turns_parts=True,
