@@ -21,6 +21,7 @@ import torch
 
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.bnb_weights import LoadedTables, StoredTables
+from pagebinder.frontend.checkpoint_names import CheckpointNames
 from pagebinder.frontend.checkpoint_tensors import counted
 from pagebinder.frontend.coded_experts import (
     LoadedCodedExperts,
@@ -148,13 +149,13 @@ def finish(model: torch.nn.Module, stored: Stored | StoredBlocks) -> PassResult:
         elif isinstance(module, torch.nn.Linear):
             refuse(path, _why_plain(path, module, stored, in_tables))
     _check_left(model)
-    experts = dict.fromkeys(experts_modules(model))
+    experts, names = dict.fromkeys(experts_modules(model)), CheckpointNames(model)
     if isinstance(stored, StoredBlocks):
         experts |= dict.fromkeys(stored.paths_of_experts)
     for path in experts:
         module = model.get_submodule(path)
         if not isinstance(module, QuantizedExperts):
-            refuse(path, _of_experts(path, module, stored, expanded_from.get(path)))
+            refuse(path, _of_experts(path, module, stored, expanded_from.get(path), names))
     for name in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.__dict__.pop("is_quantized", None)
@@ -176,7 +177,13 @@ def _why_plain(path: str, module: torch.nn.Module, stored: Stored | StoredBlocks
     return in_tables.get(path, "it is stored plain")
 
 
-def _of_experts(path: str, module: torch.nn.Module, stored: Stored | StoredBlocks, format: str | None) -> str:
+def _of_experts(
+    path: str,
+    module: torch.nn.Module,
+    stored: Stored | StoredBlocks,
+    format: str | None,
+    names: CheckpointNames,
+) -> str:
     if isinstance(stored, StoredBlocks):
         return stored.why_plain_experts(path, module)
     if isinstance(stored, StoredTables):
@@ -184,7 +191,7 @@ def _of_experts(path: str, module: torch.nn.Module, stored: Stored | StoredBlock
     if format is not None:
         return f"no kernel reads their codes: they are stored in {format} and expanded"
     if stored.layers is None:
-        is_plain = not _are_converted(path, list(stored.kept or ()))
+        is_plain = not _are_converted(path, names, list(stored.kept or ()))
     else:
         is_plain = all(said is None for _, said in stored.of_experts(path))
     if stored.experts is not None or is_plain:
@@ -228,7 +235,7 @@ def _replace_codes(
     """only_found: where the files are known, what they do not say is stored so stays as it is."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    modules = experts_modules(model)
+    modules, names = experts_modules(model), CheckpointNames(model)
     experts = modules if stored.experts else {}
     format_of = format_of_experts if isinstance(stored, StoredInts) else format_of_fp8_experts
     coded = {path: format for path, m in modules.items() if (format := format_of(path, m, stored))}
@@ -243,7 +250,7 @@ def _replace_codes(
                 f"The config says that {path} is tied to the table of embeddings (tie_word_embeddings), and the "
                 "files keep codes of a weight of its own: either is wrong."
             )
-        if path in coded and (is_known or _are_converted(path, kept)):
+        if path in coded and (is_known or _are_converted(path, names, kept)):
             model.set_submodule(path, LoadedCodedExperts(module, stored, coded[path]))
         elif is_known and only_found:
             if isinstance(module, torch.nn.Linear) and (found := stored.found(path)):
@@ -291,9 +298,11 @@ def _may_be_tied(stored: StoredInts | StoredFp8) -> bool:
     return isinstance(stored, StoredInts) and "weight" in stored.tensors.names
 
 
-def _are_converted(path: str, kept: list[str]) -> bool:
-    """As a config alone says it: experts may be named in it one by one."""
+def _are_converted(path: str, names: CheckpointNames, kept: list[str]) -> bool:
+    """As a config alone says it: experts may be named in it one by one, as checkpoints or transformers name them."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    names = (path, *(f"{path}.0.{name}_proj" for name in ("gate", "up", "down")))
-    return all(should_convert_module(name, kept) for name in names)
+    each = [name for kind in ("gate_up_proj", "down_proj") for name in names.of_experts(path, kind)]
+    ours = (f"{path}.0.{name}_proj" for name in ("gate", "up", "down"))
+    theirs = (name.replace("*", "0", 1) for name in each)
+    return all(should_convert_module(name, kept) for name in (path, *ours, *theirs))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pagebinder.errors import CheckpointError
+from pagebinder.frontend.checkpoint_names import CheckpointNames
 from pagebinder.frontend.experts_interface import experts_modules
 from pagebinder.frontend.fp8_format import StoredFp8
 from pagebinder.frontend.int_format import StoredInts
@@ -96,10 +97,10 @@ class StoredParts(NamedLayers):
         from transformers.quantizers.quantizers_utils import should_convert_module
 
         layers = {}
-        for name, (rows, columns) in _weights_of(model, head):
+        for path, name, (rows, columns) in _weights_of(model, head):
             number = self._named(name) if should_convert_module(name, list(self.kept)) else None
             if number is not None:
-                layers[name] = number, self.parts[number].expected(rows, columns)
+                layers[path] = number, self.parts[number].expected(rows, columns)
         return self.with_layers(layers, frozenset())
 
     def _named(self, name: str) -> int | None:
@@ -142,19 +143,18 @@ def compiled(target: str) -> re.Pattern:
 
 def _weights_of(
     model: torch.nn.Module, head: torch.nn.Module | None
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(path, [N, K]) of the weights of linear layers and experts; the latter as most checkpoints name them."""
-    experts = experts_modules(model)
+) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """(path, name in checkpoints, [N, K]) of the weights of linear layers; of experts the name twice."""
+    experts, names = experts_modules(model), CheckpointNames(model)
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and module is not head:
-            yield path, tuple(module.weight.shape)
+            yield path, names.of_layer(path), tuple(module.weight.shape)
         elif path in experts:
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() != 3:
+            for parameter, weight in module.named_parameters(recurse=False):
+                if weight.dim() != 3:
                     continue
-                count, rows, columns = parameter.shape
+                count, rows, columns = weight.shape
                 rows, columns = (columns, rows) if module.is_transposed else (rows, columns)
-                if module.has_gate and name != "down_proj":
-                    yield from ((f"{path}.{e}.gate_proj", (rows // 2, columns)) for e in range(count))
-                    name, rows = "up_proj", rows // 2
-                yield from ((f"{path}.{e}.{name}", (rows, columns)) for e in range(count))
+                parts = names.of_experts(path, parameter)
+                for name in (part.replace("*", str(e), 1) for part in parts for e in range(count)):
+                    yield name, name, (rows // len(parts), columns)

@@ -85,10 +85,13 @@ class StoredQuantizer(FineGrainedFP8HfQuantizer):
         return owner.update_weight_conversions(self, weight_conversions, *model)
 
     def _process_model_before_weight_loading(self, model, **kwargs):
-        self._normalize_modules_to_not_convert(model)
+        stored = self.quantization_config.stored
+        self._normalize_modules_to_not_convert(
+            model
+        )  # to the model's names, but not all expressions stay what they are
         names = self.quantization_config.modules_to_not_convert
         kept = self.get_modules_to_not_convert(model, names, model._keep_in_fp32_modules)
-        replace(model, self.quantization_config.stored, kept)
+        replace(model, stored, [*kept, *(stored.kept or ())])
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"\.{name}$" for name in UNREAD)}
 

@@ -27,7 +27,7 @@ from tests.frontend.test_int_checkpoints import (
     tokens_of,
 )
 from tests.helpers import tiny_qwen3_next
-from tests.moe_models import tiny_qwen3_moe
+from tests.moe_models import tiny_mixtral, tiny_qwen3_moe
 
 ATTENTION, MLP, DOWN = "re:.*self_attn.*", "re:.*[.]mlp[.].*", "re:.*down_proj$"
 SAID = {"symmetric": True, "dynamic": False, "group_size": None, "block_structure": None}
@@ -316,6 +316,39 @@ def test_experts_of_a_layer_that_guesses_tokens_are_not_the_models(form, tmp_pat
     save_mix(model, tmp_path, [("int4", ["re:.*[.]experts[.].*"]), ("fp8", [ATTENTION])], change)
     experts = loaded(tmp_path).module.get_submodule("model.layers.1.mlp.experts")
     assert {*experts.formats.values()} == {"int4_g32"}
+
+
+MIXTRAL = {  # groups, or what is left out -> what becomes of experts
+    "named by expressions": (
+        [("nvfp4", ["re:.*block_sparse_moe[.]experts.*"]), ("fp8", [ATTENTION])],
+        (),
+        "nvfp4",
+    ),
+    "their parts": ([("fp8", ["re:.*[.]w2$"]), ("int4", ["Linear"])], (), None),
+    "left out": ([("int4", ["Linear"])], ("re:.*block_sparse_moe.*",), None),
+}
+
+
+@pytest.mark.parametrize("name", MIXTRAL)
+def test_experts_are_named_as_in_the_checkpoint(name, tmp_path):
+    """block_sparse_moe.experts.0.w1, whatever transformers calls it."""
+    groups, kept, format = MIXTRAL[name]
+
+    def form_of(path):
+        form = None if kept and "block_sparse_moe" in path else group_of(groups, path)
+        return None if form is None else FORMS[form][0]
+
+    options = config_of(groups)
+    options["ignore"] += kept
+    save(tiny_mixtral(hidden_size=256, intermediate_size=256), tmp_path, form_of, options)
+    for weights in (True, False):
+        stored = (loaded(tmp_path) if weights else source_from_dir(tmp_path, weights=False)).stored_weights
+        details = {m.detail.partition(" ")[0] for m in stored.matches if "experts" in m.pattern}
+        reasons = {r.reason for r in stored.refusals if r.module_path.endswith("experts")}
+        assert details == ({format} if format else set())
+        assert all(("plain" in reason) == bool(kept) for reason in reasons) and bool(reasons) == (
+            format is None
+        )
 
 
 def test_expressions_are_taken_in_the_order_of_their_letters(tmp_path):
