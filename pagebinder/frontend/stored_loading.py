@@ -13,6 +13,7 @@ transformers calls what takes part in that a quantizer, and finds it by the `qua
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,9 @@ def _replace_codes(
     format_of = format_of_experts if isinstance(stored, StoredInts) else format_of_fp8_experts
     coded = {path: format for path, m in modules.items() if (format := format_of(path, m, stored))}
     is_known = stored.layers is not None
+    if is_known:
+        for path, module in modules.items():
+            _check_count(path, module, stored)
     if stored.granularity is None and not experts:
         raise CheckpointError(
             f"quant_method {stored.method!r} is about experts, and {type(model).__name__} has none that are known."
@@ -263,6 +267,17 @@ def _replace_codes(
             model.set_submodule(path, LoadedExperts(module, stored))
         elif isinstance(module, torch.nn.Linear) and stored.granularity is not None:
             model.set_submodule(path, _loaded(module, stored))
+
+
+def _check_count(path: str, module: torch.nn.Module, stored: Part) -> None:
+    """Raises CheckpointError: files that name experts one by one lack a projection of some, of which a loader would
+    make a smaller stack."""
+    count = next(p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3)
+    for projection, found in Counter(name for name, _ in stored.of_experts(path)).items():
+        if found < count:
+            raise CheckpointError(
+                f"The files hold {projection} of {found} experts of {path}, and the model has {count}."
+            )
 
 
 def _loaded(

@@ -229,6 +229,7 @@ class Scheduler:
         self._schedule_waiting(admitted, left, room)
         if total == 0 and not any(admitted) and self.requests and not self._in_flight:
             counts = self._make_room(admitted, preempted)
+            total = int(counts.sum())
         if admitted:
             counts = np.concatenate((counts, np.array(admitted, np.int64)))
             total += sum(admitted)
@@ -379,15 +380,24 @@ class Scheduler:
             room -= entry.num_new_tokens
 
     def _make_room(self, admitted: list[int], preempted: list[str]) -> np.ndarray:
-        """Nobody advances: running requests that are held give their seats to waiting ones."""
+        """Nobody advances: running requests, those that are held first, give their blocks and seats to others.
+
+        Returns the tokens of the rows that ran before.
+        """
         for _ in range(len(self.batch)):
-            if self.waiting.peek() is None:
+            batch = self.batch
+            order = batch.order(self._key)
+            is_held = batch.computed[order] == batch.known[order]
+            if self.waiting.peek() is None and is_held.all():
                 break
-            victim = self.batch.by_row[self.batch.order(self._key)[-1]]
+            victim = batch.by_row[(order[is_held] if is_held.any() else order)[-1]]
             # A request that was just admitted without tokens may go again; counts start anew.
             admitted.clear()
             self._preempt(victim)
             preempted.append(victim.request_id)
+            counts = self._schedule_running(preempted).counts
+            if counts.any():
+                return counts
             before = len(self.batch)
             self._schedule_waiting(admitted, self.max_num_batched_tokens, self.max_num_batched_tokens)
             if any(admitted):

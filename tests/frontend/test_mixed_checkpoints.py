@@ -290,6 +290,22 @@ def test_experts_whose_projections_differ_are_expanded_and_said(tmp_path):
     assert "expanded" in reason
 
 
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_experts_of_which_one_is_missing_are_named(form, tmp_path):
+    """In one format, and in two."""
+    for groups in ([(form, ["Linear"])], [(form, [MLP]), ("w8a8", [ATTENTION])]):
+
+        def change(tensors):
+            for key in [key for key in tensors if ".experts.2.down_proj." in key]:
+                del tensors[key]
+
+        save_mix(wide_mixture(), tmp_path, groups, change)
+        with pytest.raises(
+            CheckpointError, match=r"hold down_proj of 7 experts of model.layers.1.mlp.experts"
+        ):
+            source_from_dir(tmp_path)
+
+
 def test_groups_that_keep_weights_alike_are_one_part(tmp_path):
     """They differ in activations only."""
     groups = [("nvfp4", ["re:.*[.](gate|up)_proj$"]), ("nvfp4", ["re:.*down_proj$"]), ("fp8", [ATTENTION])]

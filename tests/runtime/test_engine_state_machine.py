@@ -288,3 +288,16 @@ def random_round(harness, rng):
         harness.failing_step(rng.choice(["early", "before", "after", "after"]))
     if rng.random() < 0.02:
         harness.reset_prefix_cache()
+
+
+def test_a_held_beam_gives_its_blocks_to_one_that_came_back():
+    """Three beams on two seats: one came back from host memory without room for its next token, one was held beside
+    it, nobody waited, and so nobody went on."""
+    groups = MIXES["full + recurrent"]
+    harness = EngineHarness(
+        groups, max_model_len=MAX_MODEL_LEN, num_kv_blocks=smallest_pool(groups, 16, "off") + 3,
+        max_num_batched_tokens=16, max_num_seqs=2, long_prefill_token_threshold=3, prefix_caching=False,
+        num_host_blocks=16,
+    )  # fmt: skip
+    harness.beam_search([*TEXT[:25], 8, 40, 1], 3, 3)
+    assert harness.counts["beam searches"] == 1
