@@ -50,7 +50,7 @@ def format_of_experts(path: str, module: torch.nn.Module, stored: StoredInts) ->
     if module.is_transposed or stored.by_activation:
         return None
     if stored.layers is not None:
-        found = [shapes for _, shapes in stored.of_experts(path) if shapes is not None]
+        found = _of_codes(path, stored)
         if len(found) != _num_matrices(module) or not all(
             _as_said(shapes, module, stored) for shapes in found
         ):
@@ -64,12 +64,7 @@ def format_of_fp8_experts(path: str, module: torch.nn.Module, stored: StoredFp8)
     """The same of e4m3 with scales of blocks, rows or tensors; gates and values have no block in common."""
     if module.is_transposed or stored.experts is not None or stored.granularity not in FP8_FORMATS:
         return None
-    own = (
-        None
-        if stored.layers is None
-        else [name for name, said in stored.of_experts(path) if said is not None]
-    )
-    if own is not None and len(own) != _num_matrices(module):
+    if stored.layers is not None and len(_of_codes(path, stored)) != _num_matrices(module):
         return None
     format = FP8_FORMATS[stored.granularity]
     for name, parameter in module.named_parameters(recurse=False):
@@ -87,6 +82,11 @@ def _format(shape: tuple[int, int], stored: StoredInts) -> str | None:
     if stored.is_e2m1:
         return e2m1_format(shape, stored.group)[0]
     return kernel_format(shape, stored.bits, stored.group or shape[1], stored.symmetric)[0]
+
+
+def _of_codes(path: str, stored: StoredInts | StoredFp8) -> list:
+    """What the files say of each weight of the experts of a layer that they keep as codes."""
+    return [said for _, said in stored.of_experts(path) if said is not None]
 
 
 def _num_matrices(module: torch.nn.Module) -> int:

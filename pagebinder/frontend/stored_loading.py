@@ -220,6 +220,9 @@ def replace(model: torch.nn.Module, stored: Stored | StoredBlocks, kept: list[st
     if isinstance(stored, StoredTables):
         _replace_tables(model, stored, kept, head)
         return
+    if stored.layers is not None:
+        for path, module in experts_modules(model).items():
+            _check_count(path, module, stored)
     is_mixed = isinstance(stored, StoredParts)
     for part in stored.parts if is_mixed else (stored,):
         _replace_codes(model, part, kept, head, only_found=is_mixed or isinstance(stored, StoredInts))
@@ -241,9 +244,6 @@ def _replace_codes(
     format_of = format_of_experts if isinstance(stored, StoredInts) else format_of_fp8_experts
     coded = {path: format for path, m in modules.items() if (format := format_of(path, m, stored))}
     is_known = stored.layers is not None
-    if is_known:
-        for path, module in modules.items():
-            _check_count(path, module, stored)
     if stored.granularity is None and not experts:
         raise CheckpointError(
             f"quant_method {stored.method!r} is about experts, and {type(model).__name__} has none that are known."
@@ -269,7 +269,7 @@ def _replace_codes(
             model.set_submodule(path, _loaded(module, stored))
 
 
-def _check_count(path: str, module: torch.nn.Module, stored: Part) -> None:
+def _check_count(path: str, module: torch.nn.Module, stored: Part | StoredParts) -> None:
     """Raises CheckpointError: files that name experts one by one lack a projection of some, of which a loader would
     make a smaller stack."""
     count = next(p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3)

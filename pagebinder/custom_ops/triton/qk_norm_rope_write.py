@@ -201,22 +201,9 @@ def qk_norm_rope_quantized_write(
     check_operands(q, k, cos, sin, style)
     check_quantized_write(k, v, kv_cache, slot_mapping, scales, codes)
     return _launch(
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        q_weight,
-        k_weight,
-        kv_cache,
-        slot_mapping,
-        scales,
-        codes,
-        eps,
-        tail,
-        style,
+        q, k, v, cos, sin, q_weight, k_weight, kv_cache, slot_mapping, scales, codes, eps, tail, style,
         in_float32,
-    )
+    )  # fmt: skip
 
 
 def _launch(
