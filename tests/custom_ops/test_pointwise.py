@@ -71,6 +71,8 @@ def test_functions_against_torch(cpu, operation, dtype):
         return  # torch rounds the square: written as two statements, below
     program = f"{operation}:{dtype} x0 -> v0"
     ours, exact = cpu([x], program)[0], pointwise_reference([x], program)[0]
+    if operation == "gelu":  # with AVX-512 torch's is inf from half of the largest number on, and NaN of inf
+        exact = torch.nn.functional.gelu(x.double()).to(x.dtype)
     if operation in EXACT:
         assert_near(ours, exact)
     elif dtype == "float32":  # units of the last place; gelu's tail is torch's to an absolute error

@@ -35,21 +35,21 @@ def warm_up() -> None:
         )
 
 
-def _child(architecture: Architecture, pipe) -> None:
+def _child(architecture: Architecture, levels: bool, pipe) -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_SECONDS, CPU_LIMIT_SECONDS))
-    pipe.send(check(architecture))
+    pipe.send(check(architecture, levels))
     pipe.close()
 
 
 class _Job:
     """One architecture in a process of its own."""
 
-    def __init__(self, architecture: Architecture):
+    def __init__(self, architecture: Architecture, levels: bool):
         context = multiprocessing.get_context("fork")
         self.architecture = architecture
         self.pipe, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_child, args=(architecture, sender), daemon=True)
+        self.process = context.Process(target=_child, args=(architecture, levels, sender), daemon=True)
         self.deadline = time.monotonic() + WALL_LIMIT_SECONDS
         self.process.start()
         sender.close()
@@ -81,12 +81,12 @@ class _Job:
         return Record(a.name, a.family, a.class_name, status="error", reason=reason)
 
 
-def run(todo: list[Architecture], num_jobs: int, on_result) -> list[Record]:
-    """All records, in the order of `todo`; `on_result(record)` as each arrives."""
+def run(todo: list[Architecture], num_jobs: int, on_result, levels: bool = False) -> list[Record]:
+    """All records, in the order of `todo`; `on_result(record)` as each arrives. `levels`: see `check`."""
     waiting, running, records = list(todo), [], {}
     while waiting or running:
         while waiting and len(running) < num_jobs:
-            running.append(_Job(waiting.pop(0)))
+            running.append(_Job(waiting.pop(0), levels))
         for job in list(running):
             if (record := job.result()) is not None:
                 running.remove(job)
@@ -99,14 +99,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="model types; all if none is given")
     parser.add_argument("--family", choices=FAMILIES, help="only this list of transformers")
+    parser.add_argument(
+        "--levels",
+        action="store_true",
+        help='nothing is served: verify="full" in bfloat16, each level in turn',
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", help="write the records to this file")
     parser.add_argument(
         "--write-docs", action="store_true", help="write docs/compatibility.md (needs a full run)"
     )
     args = parser.parse_args()
-    if args.write_docs and (args.names or args.family):
-        parser.error("--write-docs describes all architectures: give no names and no --family")
+    if args.write_docs and (args.names or args.family or args.levels):
+        parser.error("--write-docs describes all architectures, served: give no names, --family or --levels")
     families = [args.family] if args.family else list(FAMILIES)
     todo = [a for family in families for a in architectures(family) if not args.names or a.name in args.names]
     unknown = set(args.names) - {a.name for a in todo}
@@ -128,7 +133,7 @@ def main() -> int:
             print(record.details)
         sys.stdout.flush()
 
-    records = run(todo, args.jobs, show)
+    records = run(todo, args.jobs, show, args.levels)
     for status in STATUSES:
         print(f"{sum(r.status == status for r in records):4} {status}")
     if args.write_docs:

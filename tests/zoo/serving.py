@@ -12,7 +12,14 @@ import traceback
 from dataclasses import asdict, dataclass
 
 import pagebinder
-from pagebinder import CaptureError, CompileConfig, ConfigError, EngineConfig, SamplingParams
+from pagebinder import (
+    CaptureError,
+    CompileConfig,
+    ConfigError,
+    EngineConfig,
+    SamplingParams,
+    VerificationError,
+)
 from tests.zoo.architectures import NOT_TEXT, Architecture
 from tests.zoo.reference import MIN_SPREAD, Reference, Wrong, source_logits, stop_ids, tokens
 from tests.zoo.tiny_configs import tiny_model
@@ -48,14 +55,14 @@ class Record:
         return asdict(self)
 
 
-def check(architecture: Architecture) -> Record:
-    """Judge one architecture. Never raises: whatever goes wrong is the result."""
+def check(architecture: Architecture, levels: bool = False) -> Record:
+    """Judge one architecture, with `levels` its graphs in bfloat16. Never raises: what goes wrong is the result."""
     record = Record(architecture.name, architecture.family, architecture.class_name)
     start = time.perf_counter()
     if reason := NOT_TEXT.get((architecture.family, architecture.name)):
         record.status, record.reason = "not a decoder", reason
     elif (model := _build(architecture, record)) is not None:
-        _compile_and_serve(model, record)
+        _note_errors(_verify_levels if levels else _compile_and_serve, model, record)
     record.seconds = round(time.perf_counter() - start, 1)
     return record
 
@@ -74,16 +81,10 @@ def _build(architecture: Architecture, record: Record):
         return None
 
 
-def _compile_and_serve(model, record: Record) -> None:
+def _note_errors(judge, model, record: Record) -> None:
     try:
-        compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
-        record.state_kinds = tuple(sorted({state.kind for state in getattr(compiled, "states", ())}))
-        if hasattr(compiled, "encode_batch"):
-            record.state_kinds = ("encoder_only",)
-            _encode(model, compiled)
-        else:
-            _serve(model, compiled, record)
-    except Wrong as wrong:
+        judge(model, record)
+    except (Wrong, VerificationError) as wrong:
         _note(record, "wrong", wrong)
     except (CaptureError, ConfigError) as error:
         _note(record, "refused", error)
@@ -91,8 +92,30 @@ def _compile_and_serve(model, record: Record) -> None:
         _note(record, "error", error)
 
 
+def _verify_levels(model, record: Record) -> None:
+    """Whatever a rewrite may change, from the source to the last graph: most of it shows in bfloat16 only."""
+    compiled = pagebinder.compile_model(model.bfloat16(), CompileConfig(executable="eager", verify="full"))
+    record.state_kinds = _state_kinds(compiled)
+
+
+def _compile_and_serve(model, record: Record) -> None:
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager"))
+    record.state_kinds = _state_kinds(compiled)
+    if hasattr(compiled, "encode_batch"):
+        _encode(model, compiled)
+    else:
+        _serve(model, compiled, record)
+
+
+def _state_kinds(compiled) -> tuple[str, ...]:
+    if hasattr(compiled, "encode_batch"):
+        return ("encoder_only",)
+    return tuple(sorted({state.kind for state in compiled.states}))
+
+
 def _note(record: Record, status: str, error: Exception) -> None:
-    kind = "" if isinstance(error, (Wrong, CaptureError, ConfigError)) else f"{type(error).__name__}: "
+    ours = (Wrong, VerificationError, CaptureError, ConfigError)
+    kind = "" if isinstance(error, ours) else f"{type(error).__name__}: "
     record.status, record.reason = status, f"{kind}{error}"
     record.details = traceback.format_exc()
 

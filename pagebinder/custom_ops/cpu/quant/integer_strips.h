@@ -4,7 +4,10 @@
 //     x [row][span of k]   =   factor * integer          to 1 / 65,024 of the span's largest
 //
 // A group, k whose products are summed before a scale is put on, is at most 128 k, and at most what shares a scale of the
-// weight; that may be half a step. A span is a group, or 128 k with their groups. A kernel is a struct with
+// weight; that may be half a step. A span is a group, or 128 k with their groups. Shifts meet the sums of what integers stand
+// for, not those of x: where codes and shifts are large and cancel, as in a row of zeros, roundings of x then do, too.
+//
+// A kernel is a struct with
 //
 //     FIRST_ROWS, MOST_ROWS                      rows of the first strip and of others
 //     BEGINS, MOST_PANELS                        sums that each row begins; panels of a job
@@ -17,6 +20,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <vector>
 
 #include "lifted_rows.h"
 #include "quantized_jobs.h"
@@ -52,16 +56,36 @@ inline int integer_group(const QuantizedLinearArgs& a) {
   return static_cast<int>(std::min<int64_t>(shared, MOST_INTEGER_GROUP));
 }
 
-// Words [step][word][row], in the kernel's order within a step; factors [span][row]; begins [group][row][BEGINS].
-// `inner`: k of a row; `group`, `span`: of those.
+// Words [step][word][row], in the kernel's order within a step; factors [span][row]; begins [group][row][BEGINS]; of shifted
+// weights sums [row][k that share a shift]. `inner`: k of a row; `group`, `span`: of those.
 struct IntegerStrip {
   int64_t first_row;
   int rows, inner, group, span;
   int32_t* words;
   float* factors;
   int32_t* begins;
+  float* sums;
 
   int groups() const { return (inner + group - 1) / group; }
+};
+
+// Sums of integers of one row, in the place of those of its x, as its groups come.
+class IntegerSums {
+ public:
+  IntegerSums(const QuantizedLinearArgs& a, const IntegerStrip& strip, int row)
+      : group_(static_cast<int>(a.scale_group)),
+        to_(strip.sums == nullptr ? nullptr : strip.sums + row * (a.inner / a.scale_group)) {}
+
+  // What is from k on, a multiple of the strip's group; `unit`: what an integer stands for.
+  void add(int k, int32_t sum, float unit) {
+    if (to_ == nullptr) return;
+    const float value = static_cast<float>(sum) * unit;
+    to_[k / group_] = k % group_ == 0 ? value : to_[k / group_] + value;
+  }
+
+ private:
+  const int group_;
+  float* const to_;
 };
 
 // The first strip has up to FIRST_ROWS rows. Others are alike; the last may be shorter.
@@ -75,6 +99,8 @@ struct IntegerStrips {
   int most_rows = static_cast<int>((rest + others - 1) / std::max(others, 1));
   int count = (rows > 0) + others;
   int32_t* memory = nullptr;
+  float* sums = nullptr;  // of shifted weights: of x [row][sums_of_row], which strips replace by those of integers
+  int64_t sums_of_row = 0;
 
   int64_t words_of_row() const { return inner / 2; }
   int64_t groups() const { return (inner + group - 1) / group; }
@@ -87,7 +113,7 @@ struct IntegerStrips {
     int32_t* factors = begins + rows * groups() * Kernel::BEGINS;
     return {first, static_cast<int>(std::min(at_most, rows - first)), inner, group, span,
             memory + first * words_of_row(), reinterpret_cast<float*>(factors + first * spans()),
-            begins + first * groups() * Kernel::BEGINS};
+            begins + first * groups() * Kernel::BEGINS, sums == nullptr ? nullptr : sums + first * sums_of_row};
   }
 };
 
@@ -129,13 +155,23 @@ void integer_panels_worker(void* context, int index) {
 // cannot hold.
 template <class Kernel>
 bool multiply_integers(const QuantizedLayers& call) {
-  static thread_local Buffer memory;
+  static thread_local Buffer memory, sums;
+  static thread_local std::vector<QuantizedLinearArgs> layers;
   const QuantizedLinearArgs& a = call.first();
   if (!is_integer(a.code, Kernel::ALL_CODES) || (a.has_half_steps() && !Kernel::ALL_CODES)) return false;
   if (a.x_scale != nullptr || a.wide_out || a.inner == 0) return false;
   IntegerStrips<Kernel> strips{a.rows, static_cast<int>(a.inner), integer_group(a)};
   strips.memory = memory.at_least<int32_t>(static_cast<size_t>(strips.words()));
-  IntegerRun<Kernel> run(call, strips);
+  QuantizedLayers with_sums = call;
+  if (a.is_shifted) {
+    strips.sums_of_row = a.inner / a.scale_group;
+    const size_t size = static_cast<size_t>(a.rows * strips.sums_of_row);
+    strips.sums = std::copy_n(a.x_sums, size, sums.at_least<float>(size)) - size;
+    layers.assign(call.layers, call.layers + call.num_layers);
+    for (QuantizedLinearArgs& layer : layers) layer.x_sums = strips.sums;
+    with_sums.layers = layers.data();
+  }
+  IntegerRun<Kernel> run(with_sums, strips);
   const auto make = with_integer_code<Kernel::ALL_CODES>(
       a.code, [](auto code) { return make_integers_worker<Kernel, decltype(code)::value>; });
   run.in_workers(a.rows * a.inner < SERIAL_INTEGERS, make);

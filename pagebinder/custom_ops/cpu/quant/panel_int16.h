@@ -113,23 +113,31 @@ inline bool wholes_hold(const bf16* x, int begin, int end, float largest) {
 template <Code CODE>
 bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
   const int32_t beginning = beginning_of<CODE>(a);
-  bool fits = true;
+  bool all_fit = true;
   for (int row = 0; row < to.rows; ++row) {
+    bool fits = true;
     const bf16* x = static_cast<const bf16*>(a.x) + (to.first_row + row) * a.x_stride;
     float* factor = to.factors + row;
     int32_t* begins = to.begins + row;
+    IntegerSums sums(a, to, row);
     for (int span = 0; span < to.inner; span += to.span, factor += to.rows) {
       const int end = std::min(span + to.span, to.inner);
       const float largest = largest_of_span(x, span, end);
       const bool holds = wholes_hold(x, span, end, largest);
       fits &= holds;
       *factor = holds ? largest / LARGEST_INTEGER * WHOLE_UNIT<CODE> : NAN;
-      for (int k = span; k < end; k += to.group, begins += to.rows)
-        *begins = beginning * make_wholes_of_group(x, k, std::min(k + to.group, end), holds ? to_integers(largest) : 0.0f,
-                                                   to.rows, to.words + int64_t{k / 2} * to.rows + row);
+      for (int k = span; k < end; k += to.group, begins += to.rows) {
+        const int32_t sum = make_wholes_of_group(x, k, std::min(k + to.group, end), holds ? to_integers(largest) : 0.0f,
+                                                 to.rows, to.words + int64_t{k / 2} * to.rows + row);
+        *begins = beginning * sum;
+        sums.add(k, sum, largest / LARGEST_INTEGER);
+      }
     }
+    all_fit &= fits;
+    if (!fits && to.sums != nullptr)  // floats will meet the row
+      sum_groups(x, a.inner, 1, a.inner, a.scale_group, to.sums + row * (a.inner / a.scale_group));
   }
-  return fits;
+  return all_fit;
 }
 
 // ---- scales ----------------------------------------------------------------------------------------------------

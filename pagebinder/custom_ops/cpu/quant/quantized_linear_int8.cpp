@@ -49,6 +49,7 @@ template <Code CODE>
 bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
   for (int row = 0; row < d.rows; ++row) {
     const bf16* x = static_cast<const bf16*>(a.x) + (d.first_row + row) * a.x_stride;
+    IntegerSums sums(a, d, row);
     for (int group = 0; group < d.groups(); ++group) {
       const int begin = group * d.group, end = std::min(begin + d.group, d.inner);
       const float largest = largest_of_span(x, begin, end), factor = to_integers(largest);
@@ -72,9 +73,11 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
         for (int i = 0; i < WORDS; ++i, to += 2 * d.rows) to[0] = words[0][i], to[1] = words[1][i];
       }
       const int at = group * d.rows + row;
+      const int32_t high = _mm512_reduce_add_epi32(sum_high), low = _mm512_reduce_add_epi32(sum_low);
       d.factors[at] = largest / LARGEST_INTEGER;
-      d.begins[2 * at] = -OFFSET<CODE> * _mm512_reduce_add_epi32(sum_high);
-      d.begins[2 * at + 1] = -OFFSET<CODE> * _mm512_reduce_add_epi32(sum_low);
+      d.begins[2 * at] = -OFFSET<CODE> * high;
+      d.begins[2 * at + 1] = -OFFSET<CODE> * low;
+      sums.add(begin, 256 * high + low, d.factors[at]);
     }
   }
   return true;

@@ -58,7 +58,7 @@ struct DotRows {
     }, sums);
   }
 
-  static Ready ready(const QuantizedLinearArgs&, const bf16* x, int rows) { return {x, rows}; }
+  static Ready ready(const QuantizedLinearArgs&, const bf16* x, int rows, float*) { return {x, rows}; }
 
   static void meet(QuantizedLinearArgs weight, const Ready& ready, int64_t panel, float* sums) {
     with_code(weight.code, [&](auto constant) {

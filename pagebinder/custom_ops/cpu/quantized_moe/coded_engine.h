@@ -8,9 +8,10 @@
 //     GROUP, Element, Operand                              as an engine has them; a row takes `inner` operands
 //     pack(rows, count, inner, to)                         a group of rows
 //     put(values, rows, row, column, inner, to)            32 columns of one of the rows of a run, rounded
-//     Ready, ready(weight, x, rows)                        rows as panels of a weight meet them; a thread keeps one
+//     sum_groups(x, rows, inner, group, to)                [rows][inner / group]
+//     Ready, ready(weight, x, rows, sums)                  rows as panels of a weight meet them; a thread keeps one. `sums`:
+//                                                          of shifted weights those of groups; what shifts are to be times
 //     meet(weight, ready, panel, sums)                     sums [rows][32], scaled
-//     sum_groups(x, rows, inner, group, to)                [rows][inner / group]: what shifts of groups are times
 #pragma once
 
 #include <atomic>
@@ -49,12 +50,12 @@ struct PreparedRows {
                                 int rows) {
     static thread_local PreparedRows kept;
     if (kept.pass == stack.pass && kept.weight == weight.weight && kept.x == x) return kept;
-    kept = {stack.pass, weight.weight, x, Rows::ready(weight, x, rows), nullptr};
-    if (weight.is_shifted) kept.sums = sums_of(weight, x, rows);
+    float* const sums = weight.is_shifted ? sums_of(weight, x, rows) : nullptr;
+    kept = {stack.pass, weight.weight, x, Rows::ready(weight, x, rows, sums), sums};
     return kept;
   }
 
-  static const float* sums_of(const QuantizedLinearArgs& weight, const typename Rows::Operand* x, int rows) {
+  static float* sums_of(const QuantizedLinearArgs& weight, const typename Rows::Operand* x, int rows) {
     static thread_local Buffer buffer;
     float* sums = buffer.at_least<float>(static_cast<size_t>(rows * (weight.inner / weight.scale_group)));
     Rows::sum_groups(x, rows, weight.inner, weight.scale_group, sums);

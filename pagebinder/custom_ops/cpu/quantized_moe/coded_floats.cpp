@@ -27,7 +27,7 @@ struct FloatRows {
     }
   }
 
-  static Ready ready(const QuantizedLinearArgs&, const float* x, int rows) { return {x, rows}; }
+  static Ready ready(const QuantizedLinearArgs&, const float* x, int rows, float*) { return {x, rows}; }
 
   static void meet(QuantizedLinearArgs weight, const Ready& ready, int64_t panel, float* sums) {
     const auto [x, rows] = ready;

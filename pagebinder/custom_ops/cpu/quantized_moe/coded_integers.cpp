@@ -40,9 +40,10 @@ struct IntegerRows {
     return fits;
   }
 
-  static Ready ready(const QuantizedLinearArgs& weight, const bf16* x, int rows) {
+  static Ready ready(const QuantizedLinearArgs& weight, const bf16* x, int rows, float* sums) {
     static thread_local Buffer memory;
     Ready ready{x, {rows, static_cast<int>(weight.inner), integer_group(weight)}, true};
+    ready.strips.sums = sums, ready.strips.sums_of_row = weight.inner / weight.scale_group;
     ready.strips.memory = memory.at_least<int32_t>(static_cast<size_t>(ready.strips.words()));
     ready.fits = make(weight, ready);
     return ready;
