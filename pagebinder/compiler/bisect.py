@@ -142,7 +142,9 @@ def bisect(
     try:
         suspect = _unequal_rewrite(trail, tolerance)
         for world in worlds(source, report.notes, full=True):
-            found = _first_differing(trail, world, source, plan, states, sequences, tolerance, steps)
+            found = _first_differing(
+                trail, world, source, plan, states, sequences, tolerance, steps, report.notes
+            )
             if found is not None and (suspect is None or found.order < suspect.order):
                 suspect = found
             if suspect is not None:
@@ -188,12 +190,20 @@ def _unequal_rewrite(trail: Trail, tolerance: float | None) -> _Suspect | None:
 
 
 def _first_differing(
-    trail: Trail, world, source, plan, states, sequences: Sequences, tolerance, lines: list[VerifiedStep]
+    trail: Trail,
+    world,
+    source,
+    plan,
+    states,
+    sequences: Sequences,
+    tolerance,
+    lines: list[VerifiedStep],
+    notes,
 ) -> _Suspect | None:
     """Measure steps until one differs."""
     conditions = conditions_of(world, trail)
-    for steps, expected, runs in chains(trail, world, source, plan, states, sequences):
-        for measured in measure_steps(steps, expected, runs.outputs, conditions, runs.lengths):
+    for steps, expected, runs, noise in chains(trail, world, source, plan, states, sequences, notes):
+        for measured in measure_steps(steps, expected, runs.outputs, conditions, runs.lengths, noise):
             line = measured.line
             lines.append(line)
             allowed = tolerance or line.tolerance

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import psutil
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.compiler.verify_memory import room_for_copy
+from pagebinder.compiler.verify_noise import own_noise
 from pagebinder.compiler.verify_runs import (
     KEPT_ROWS,
     Runs,
@@ -34,6 +35,7 @@ from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.linear.weight_numbers import remembering_weights
 from pagebinder.errors import ConfigError, UnrunnableGraphError, VerificationError
 from pagebinder.frontend.capture import name_in_graph
+from pagebinder.frontend.leaves import remake_tables
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.python_state import evaluation_mode
 from pagebinder.frontend.source import ModelSource, source_from_module
@@ -43,9 +45,6 @@ from pagebinder.passes.trail import DECODER, ENCODER, Step, Trail
 from pagebinder.passes.verifier import TOLERANCES, Conditions, difference, verify_steps
 from pagebinder.report import CompileReport
 from pagebinder.runtime.kv import KVPlan
-
-# A copy of the weights is made only if this much more than it is free.
-MEMORY_MARGIN = 1.3
 
 
 def check_can_verify(source: ModelSource, config: CompileConfig) -> None:
@@ -123,12 +122,12 @@ def verify_in_world(
 ) -> None:
     """All steps with one set of weights."""
     conditions = conditions_of(world, trail)
-    for steps, expected, runs in chains(trail, world, source, plan, states, sequences):
+    for steps, expected, runs, noise in chains(trail, world, source, plan, states, sequences, report.notes):
         if not all(x.isfinite().all() for x in expected):
             report.notes.append(f"verify: the model returns NaN or infinity with {conditions}; not compared")
             continue
         _require_deterministic(runs, steps[0].graph, conditions)
-        report.verified += verify_steps(steps, expected, runs.outputs, conditions, runs.lengths)
+        report.verified += verify_steps(steps, expected, runs.outputs, conditions, runs.lengths, noise)
 
 
 def conditions_of(world: World, trail: Trail) -> Conditions:
@@ -138,18 +137,30 @@ def conditions_of(world: World, trail: Trail) -> Conditions:
 
 
 def chains(
-    trail: Trail, world: World, source: ModelSource, plan, states, sequences: Sequences
-) -> Iterator[tuple[list[Step], list[torch.Tensor], Runs]]:
-    """The encoder's steps, if there is one, then the decoder's: with what the source model returns, and how to run
-    graphs. The decoder's get the states of the source model's own encoder."""
+    trail: Trail, world: World, source: ModelSource, plan, states, sequences: Sequences, notes: list[str]
+) -> Iterator[tuple[list[Step], list[torch.Tensor], Runs, Callable[[], float]]]:
+    """The encoder's steps, if there is one, then the decoder's: with what the source model returns, how to run
+    graphs, and its own noise (verify_noise.py). The decoder's get the states of the source model's own encoder."""
     encoder_states = None
+
+    def encode(module: torch.nn.Module) -> list[torch.Tensor]:
+        return [source_encoder_states(module, ids) for ids in sequences.encoder_ids or ()]
+
+    def last_states(module: torch.nn.Module) -> list[torch.Tensor]:
+        return [x[-KEPT_ROWS:] for x in encode(module)]
+
+    def logits(module: torch.nn.Module) -> list[torch.Tensor]:
+        return source_logits(module, source, sequences, encoder_states)
+
     with evaluation_mode(world.module):
         if sequences.encoder_ids is not None:
-            encoder_states = [source_encoder_states(world.module, ids) for ids in sequences.encoder_ids]
+            encoder_states = encode(world.module)
+            expected = [x[-KEPT_ROWS:] for x in encoder_states]
             runs = Runs(world, Sequences(sequences.encoder_ids), plan, states)
-            yield trail.of(ENCODER), [x[-KEPT_ROWS:] for x in encoder_states], runs
-        expected = source_logits(world.module, source, sequences, encoder_states)
-    yield trail.of(DECODER), expected, Runs(world, sequences, plan, states, encoder_states, source.vocab_size)
+            yield trail.of(ENCODER), expected, runs, own_noise(world, expected, last_states, notes)
+        expected = logits(world.module)
+    runs = Runs(world, sequences, plan, states, encoder_states, source.vocab_size)
+    yield trail.of(DECODER), expected, runs, own_noise(world, expected, logits, notes)
 
 
 def _require_deterministic(runs: Runs, captured: GraphModule, conditions: Conditions) -> None:
@@ -181,7 +192,7 @@ def worlds(source: ModelSource, notes: list[str], *, full: bool) -> Iterator[Wor
     if not full:
         return
     for dtype in (source.dtype, torch.float32) if source.dtype in REDUCED else (source.dtype,):
-        if not _fits(source, dtype):
+        if not room_for_copy(source.module, dtype):
             notes.append(f"verify: no memory for a copy of the weights in {dtype}; that part was left out")
             continue
         widen = dtype is not source.dtype
@@ -196,14 +207,9 @@ def worlds(source: ModelSource, notes: list[str], *, full: bool) -> Iterator[Wor
 def _copy(source: ModelSource, dtype: torch.dtype) -> torch.nn.Module:
     if dtype is source.dtype:
         return copied(source.module)
-    return source_from_module(source.module, dtype=dtype).module
-
-
-def _fits(source: ModelSource, dtype: torch.dtype) -> bool:
-    needed = sum(p.numel() for p in source.module.parameters()) * dtype.itemsize * MEMORY_MARGIN
-    if source.device.type == "cuda":
-        return needed < torch.cuda.mem_get_info(source.device)[0]
-    return needed < psutil.virtual_memory().available
+    module = source_from_module(source.module, dtype=dtype).module
+    remake_tables(module)
+    return module
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.compiler.verify import conditions_of, own_kernels_may_refuse, worlds
+from pagebinder.compiler.verify_noise import own_noise
 from pagebinder.compiler.verify_runs import (
     KEPT_ROWS,
     PACKED,
@@ -46,15 +47,21 @@ def verify_encoder(
         certify_steps(trail)
     for world in worlds(source, report.notes, full=full):
         runs = EncoderRuns(world, sequences, None, ())
-        with evaluation_mode(world.module), torch.inference_mode():
-            expected = [rows_of(world.module(input_ids=ids[None]))[-KEPT_ROWS:] for ids in sequences.ids]
+        with evaluation_mode(world.module):
+            expected = _rows(world.module, sequences)
         conditions = conditions_of(world, trail)
         if not all(x.isfinite().all() for x in expected):
             report.notes.append(f"verify: the model returns NaN or infinity with {conditions}; not compared")
             continue
         steps = trail.of(ENCODER)
         with own_kernels_may_refuse(world, config, report):
-            report.verified += verify_steps(steps, expected, runs.outputs, conditions, runs.lengths)
+            noise = own_noise(world, expected, lambda module: _rows(module, sequences), report.notes)
+            report.verified += verify_steps(steps, expected, runs.outputs, conditions, runs.lengths, noise)
+
+
+def _rows(module: torch.nn.Module, sequences: Sequences) -> list[torch.Tensor]:
+    with torch.inference_mode():
+        return [rows_of(module(input_ids=ids[None]))[-KEPT_ROWS:] for ids in sequences.ids]
 
 
 def _sequences(trail: Trail, source: ModelSource, max_tokens: int) -> list[torch.Tensor]:

@@ -1,7 +1,9 @@
 """Capture-time replacements of token mixing that torch.export cannot show us; one file per family."""
 
+import torch
+
 from pagebinder.frontend.leaves.alibi import BLOOM_ALIBI, MPT_ALIBI
-from pagebinder.frontend.leaves.base import Leaf, captured_leaves, patched
+from pagebinder.frontend.leaves.base import Leaf, applicable, captured_leaves, patched
 from pagebinder.frontend.leaves.deepseek_v4 import DEEPSEEK_V4
 from pagebinder.frontend.leaves.deepseek_v4_own import OWN_ATTENTION, OWN_EXPERTS, OWN_PARTS
 from pagebinder.frontend.leaves.gated_delta_net import GATED_DELTA_NET, KIMI_DELTA_ATTENTION
@@ -64,4 +66,13 @@ LEAVES: tuple[Leaf, ...] = (
     *MOE_LEAVES,
 )
 
-__all__ = ["LEAVES", "Leaf", "captured_leaves", "patched"]
+
+def remake_tables(model: torch.nn.Module) -> None:
+    """In a copy of a model in a wider dtype: tables that its modules made of numbers that they keep, and rounded."""
+    for leaf in applicable(LEAVES, model):
+        if leaf.remake is not None:
+            for module in leaf.modules(model).values():
+                leaf.remake(module)
+
+
+__all__ = ["LEAVES", "Leaf", "captured_leaves", "patched", "remake_tables"]

@@ -45,6 +45,7 @@ class Leaf:
     emits: the ops that each module must have put into the graph with each of its calls; one named twice, twice.
     seen_on: versions of the library that it was tried with.
     library: the package, or the module, that the classes are of.
+    remake: makes the tables of a module anew: where they are rounded, the source's computation and ours differ.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Leaf:
     emits: tuple[torch._ops.OpOverload, ...]
     seen_on: tuple[str, ...]
     library: str = LIBRARY
+    remake: Callable[[torch.nn.Module], None] | None = None
 
     def modules(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """The modules of a model that this leaf is for, by path."""

@@ -32,10 +32,18 @@ def lightning_attention(
     return self.out_proj(out), None
 
 
+def remake_decays(module: torch.nn.Module) -> None:
+    """Powers of the slope's decay. The source rounds them to the model's dtype, one by one, for prompts; its decode
+    takes the slope itself, as we do."""
+    tables = module.decay_factors(module.slope_rate)
+    module.query_decay, module.key_decay, module.diagonal_decay = tables
+
+
 LIGHTNING_ATTENTION = Leaf(
     name="lightning attention",
     classes=("MiniMaxLightningAttention",),
     functions={"MiniMaxLightningAttention.forward": lightning_attention},
     emits=(torch.ops.pagebinder.ssd.default,),
     seen_on=("5.23", "5.24"),
+    remake=remake_decays,
 )
