@@ -202,8 +202,8 @@ def _first_differing(
 ) -> _Suspect | None:
     """Measure steps until one differs."""
     conditions = conditions_of(world, trail)
-    for steps, expected, runs, noise in chains(trail, world, source, plan, states, sequences, notes):
-        for measured in measure_steps(steps, expected, runs.outputs, conditions, runs.lengths, noise):
+    for steps, expected, runs, own in chains(trail, world, source, plan, states, sequences, notes):
+        for measured in measure_steps(steps, expected, runs.outputs, conditions, runs.lengths, own):
             line = measured.line
             lines.append(line)
             allowed = tolerance or line.tolerance

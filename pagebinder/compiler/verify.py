@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.compiler.verify_memory import room_for_copy
-from pagebinder.compiler.verify_noise import own_noise
+from pagebinder.compiler.verify_noise import converted_copy, own_tolerance
 from pagebinder.compiler.verify_runs import (
     KEPT_ROWS,
     Runs,
@@ -35,10 +35,9 @@ from pagebinder.config import CompileConfig
 from pagebinder.custom_ops.linear.weight_numbers import remembering_weights
 from pagebinder.errors import ConfigError, UnrunnableGraphError, VerificationError
 from pagebinder.frontend.capture import name_in_graph
-from pagebinder.frontend.leaves import remake_tables
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.python_state import evaluation_mode
-from pagebinder.frontend.source import ModelSource, source_from_module
+from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.certificates import certify_steps
 from pagebinder.passes.graph_values import REDUCED
 from pagebinder.passes.trail import DECODER, ENCODER, Step, Trail
@@ -122,12 +121,12 @@ def verify_in_world(
 ) -> None:
     """All steps with one set of weights."""
     conditions = conditions_of(world, trail)
-    for steps, expected, runs, noise in chains(trail, world, source, plan, states, sequences, report.notes):
+    for steps, expected, runs, own in chains(trail, world, source, plan, states, sequences, report.notes):
         if not all(x.isfinite().all() for x in expected):
             report.notes.append(f"verify: the model returns NaN or infinity with {conditions}; not compared")
             continue
         _require_deterministic(runs, steps[0].graph, conditions)
-        report.verified += verify_steps(steps, expected, runs.outputs, conditions, runs.lengths, noise)
+        report.verified += verify_steps(steps, expected, runs.outputs, conditions, runs.lengths, own)
 
 
 def conditions_of(world: World, trail: Trail) -> Conditions:
@@ -140,7 +139,7 @@ def chains(
     trail: Trail, world: World, source: ModelSource, plan, states, sequences: Sequences, notes: list[str]
 ) -> Iterator[tuple[list[Step], list[torch.Tensor], Runs, Callable[[], float]]]:
     """The encoder's steps, if there is one, then the decoder's: with what the source model returns, how to run
-    graphs, and its own noise (verify_noise.py). The decoder's get the states of the source model's own encoder."""
+    graphs, and what it asks to be tolerated (verify_noise.py). The decoder's get the states of its own encoder."""
     encoder_states = None
 
     def encode(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -150,17 +149,20 @@ def chains(
         return [x[-KEPT_ROWS:] for x in encode(module)]
 
     def logits(module: torch.nn.Module) -> list[torch.Tensor]:
-        return source_logits(module, source, sequences, encoder_states)
+        states = encoder_states
+        if states is not None and module is not world.module:
+            states = [x.to(next(module.parameters()).dtype) for x in states]
+        return source_logits(module, source, sequences, states)
 
     with evaluation_mode(world.module):
         if sequences.encoder_ids is not None:
             encoder_states = encode(world.module)
             expected = [x[-KEPT_ROWS:] for x in encoder_states]
             runs = Runs(world, Sequences(sequences.encoder_ids), plan, states)
-            yield trail.of(ENCODER), expected, runs, own_noise(world, expected, last_states, notes)
+            yield trail.of(ENCODER), expected, runs, own_tolerance(world, expected, last_states, notes)
         expected = logits(world.module)
     runs = Runs(world, sequences, plan, states, encoder_states, source.vocab_size)
-    yield trail.of(DECODER), expected, runs, own_noise(world, expected, logits, notes)
+    yield trail.of(DECODER), expected, runs, own_tolerance(world, expected, logits, notes)
 
 
 def _require_deterministic(runs: Runs, captured: GraphModule, conditions: Conditions) -> None:
@@ -196,20 +198,12 @@ def worlds(source: ModelSource, notes: list[str], *, full: bool) -> Iterator[Wor
             notes.append(f"verify: no memory for a copy of the weights in {dtype}; that part was left out")
             continue
         widen = dtype is not source.dtype
-        module = _copy(source, dtype)
+        module = converted_copy(source.module, dtype) if widen else copied(source.module)
         if widen:
             yield World("model", module, dtype, tensors_of(module), widen)
         rescale(module)
         yield World("rescaled", module, dtype, tensors_of(module), widen)
         del module
-
-
-def _copy(source: ModelSource, dtype: torch.dtype) -> torch.nn.Module:
-    if dtype is source.dtype:
-        return copied(source.module)
-    module = source_from_module(source.module, dtype=dtype).module
-    remake_tables(module)
-    return module
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

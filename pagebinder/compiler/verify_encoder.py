@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.compiler.verify import conditions_of, own_kernels_may_refuse, worlds
-from pagebinder.compiler.verify_noise import own_noise
+from pagebinder.compiler.verify_noise import own_tolerance
 from pagebinder.compiler.verify_runs import (
     KEPT_ROWS,
     PACKED,
@@ -55,8 +55,8 @@ def verify_encoder(
             continue
         steps = trail.of(ENCODER)
         with own_kernels_may_refuse(world, config, report):
-            noise = own_noise(world, expected, lambda module: _rows(module, sequences), report.notes)
-            report.verified += verify_steps(steps, expected, runs.outputs, conditions, runs.lengths, noise)
+            own = own_tolerance(world, expected, lambda module: _rows(module, sequences), report.notes)
+            report.verified += verify_steps(steps, expected, runs.outputs, conditions, runs.lengths, own)
 
 
 def _rows(module: torch.nn.Module, sequences: Sequences) -> list[torch.Tensor]:

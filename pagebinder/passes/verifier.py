@@ -31,9 +31,6 @@ TOLERANCES = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 0.06, tor
 # The source may compute the same in another way, a recurrence in chunks for example, with more rounding of its own
 # (measured: at most 2e-4 in float32; in bfloat16 a gated delta net with random weights is off by its whole spread).
 CAPTURE_FACTOR = 5
-# Where a model's own outputs move farther when its weights are off by one rounding (compiler/verify_noise.py), so may
-# those of its graphs: by so many times as much. Ten times would change nothing for models that are well-conditioned.
-NOISE_FACTOR = 4
 # Caches of 8 bits round what is computed: where a value lies between two codes, the order of sums decides, and the
 # next code is up to 1/8 of the value away (measured on small DeepSeek-V4s: at most 0.004 in float32).
 ROUNDED_TOLERANCE = 0.02
@@ -135,12 +132,12 @@ def measure_steps(
     run: Callable[[GraphModule], Outputs],
     conditions: Conditions,
     lengths: Sequence[int],
-    noise: Callable[[], float] = lambda: 0.0,
+    own_tolerance: Callable[[], float],
 ) -> Iterator[Measured]:
     """Compare each step with the one before it, and the first with `expected`: what the source model returns.
 
-    `lengths`: tokens of the sequences, of which only the last rows may be compared. `noise`: how far the source
-    model's own outputs move with a rounding; asked for where a step differs by more than is tolerated of others.
+    `lengths`: tokens of the sequences, of which only the last rows may be compared. `own_tolerance`: asked for
+    where a step differs by more than is tolerated of most models (compiler/verify_noise.py).
     """
 
     def label(difference: Difference) -> str:
@@ -163,7 +160,7 @@ def measure_steps(
             changed = ROUNDINGS_APART * worst.relative
         line = _line(step, conditions, len(expected), worst, tolerance)
         if line.judged and worst.relative > tolerance:
-            line = dataclasses.replace(line, tolerance=max(tolerance, NOISE_FACTOR * noise()))
+            line = dataclasses.replace(line, tolerance=max(tolerance, own_tolerance()))
         if rounded and conditions.chooses:
             line = dataclasses.replace(line, judged=False)
         yield Measured(before, step, line, outputs, expected, worst)
@@ -212,7 +209,7 @@ def what_failed(error: Exception) -> str:
 
 
 def verify_steps(
-    steps, expected, run, conditions: Conditions, lengths, noise: Callable[[], float]
+    steps, expected, run, conditions: Conditions, lengths, own_tolerance: Callable[[], float]
 ) -> list[VerifiedStep]:
     """`measure_steps`; the errors are also kept in the passes' results.
 
@@ -220,7 +217,7 @@ def verify_steps(
         VerificationError: a step differs by more than the tolerance, or leaves a graph that cannot be run.
     """
     lines = []
-    for measured in measure_steps(steps, expected, run, conditions, lengths, noise):
+    for measured in measure_steps(steps, expected, run, conditions, lengths, own_tolerance):
         line, step = measured.line, measured.step
         lines.append(line)
         if line.judged and line.max_rel_error > line.tolerance:
