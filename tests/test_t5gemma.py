@@ -9,7 +9,8 @@ import torch
 from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
 
 import pagebinder
-from pagebinder import CompileConfig, EngineConfig, SamplingParams
+from pagebinder import CompileConfig, EngineConfig, RequestError, SamplingParams
+from pagebinder.frontend.numbering import numbering
 from tests.encoder_decoders import eager_logits, eager_states, tokens
 from tests.helpers import VOCAB_SIZE, scale_weights
 
@@ -54,6 +55,18 @@ def test_facts_are_those_of_the_halves():
     assert compiled.source.max_model_len == compiled.source.encoder.max_len == 256
 
 
+def test_padding_is_refused_as_the_source_masks_it():
+    """A prompt that comes without a mask; verify's random ids hold none, or its lengths would show another model."""
+    _, compiled = compiled_pair()
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64))
+    with pytest.raises(
+        RequestError, match="encoder prompt holds the padding token 0, which this model leaves out"
+    ):
+        engine.add_request("a", [START], encoder_prompt=[5, 0, 6])
+    counted = numbering(compiled.source.module).counted
+    assert 0 not in counted(torch.zeros(3, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("encoder_len", [1, WINDOW, WINDOW + 1, WINDOW + 2, 60])
 def test_the_encoder_equals_the_source(encoder_len):
     """Its mask shows the key at the distance of the window, too."""
@@ -87,3 +100,11 @@ def test_the_engine_writes_what_generate_writes():
         with torch.no_grad():
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0]
         assert [START, *written[name]] == expected.tolist()
+
+
+def test_every_step_is_verified():
+    model, _ = compiled_pair()
+    config = CompileConfig(executable="eager", verify="full", max_model_len=40, dtype=torch.bfloat16)
+    report = pagebinder.compile_model(model, config).report
+    assert {s.chain for s in report.verified} == {"encoder", "decoder"}
+    assert all(s.max_rel_error < s.tolerance for s in report.verified)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.fx import GraphModule
 
+from pagebinder.compiler.verify_constants import as_captured
 from pagebinder.compiler.verify_memory import room_for_copy
 from pagebinder.compiler.verify_noise import converted_copy, own_tolerance
 from pagebinder.compiler.verify_runs import (
@@ -143,7 +144,8 @@ def chains(
     encoder_states = None
 
     def encode(module: torch.nn.Module) -> list[torch.Tensor]:
-        return [source_encoder_states(module, ids) for ids in sequences.encoder_ids or ()]
+        with as_captured(world, trail.of(ENCODER)[0].graph):
+            return [source_encoder_states(module, ids) for ids in sequences.encoder_ids]
 
     def last_states(module: torch.nn.Module) -> list[torch.Tensor]:
         return [x[-KEPT_ROWS:] for x in encode(module)]
@@ -152,7 +154,8 @@ def chains(
         states = encoder_states
         if states is not None and module is not world.module:
             states = [x.to(next(module.parameters()).dtype) for x in states]
-        return source_logits(module, source, sequences, states)
+        with as_captured(world, trail.of(DECODER)[0].graph):
+            return source_logits(module, source, sequences, states)
 
     with evaluation_mode(world.module):
         if sequences.encoder_ids is not None:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagebinder.compiler.verify import conditions_of, own_kernels_may_refuse, worlds
+from pagebinder.compiler.verify_constants import as_captured
 from pagebinder.compiler.verify_noise import own_tolerance
 from pagebinder.compiler.verify_runs import (
     KEPT_ROWS,
@@ -47,21 +48,21 @@ def verify_encoder(
         certify_steps(trail)
     for world in worlds(source, report.notes, full=full):
         runs = EncoderRuns(world, sequences, None, ())
+        steps = trail.of(ENCODER)
+
+        def rows(module: torch.nn.Module, world=world, captured=steps[0].graph) -> list[torch.Tensor]:
+            with as_captured(world, captured), torch.inference_mode():
+                return [rows_of(module(input_ids=ids[None]))[-KEPT_ROWS:] for ids in sequences.ids]
+
         with evaluation_mode(world.module):
-            expected = _rows(world.module, sequences)
+            expected = rows(world.module)
         conditions = conditions_of(world, trail)
         if not all(x.isfinite().all() for x in expected):
             report.notes.append(f"verify: the model returns NaN or infinity with {conditions}; not compared")
             continue
-        steps = trail.of(ENCODER)
         with own_kernels_may_refuse(world, config, report):
-            own = own_tolerance(world, expected, lambda module: _rows(module, sequences), report.notes)
+            own = own_tolerance(world, expected, rows, report.notes)
             report.verified += verify_steps(steps, expected, runs.outputs, conditions, runs.lengths, own)
-
-
-def _rows(module: torch.nn.Module, sequences: Sequences) -> list[torch.Tensor]:
-    with torch.inference_mode():
-        return [rows_of(module(input_ids=ids[None]))[-KEPT_ROWS:] for ids in sequences.ids]
 
 
 def _sequences(trail: Trail, source: ModelSource, max_tokens: int) -> list[torch.Tensor]:

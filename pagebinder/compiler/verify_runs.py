@@ -171,7 +171,9 @@ def source_logits(
 def call_source(module, source: ModelSource, ids: torch.Tensor, encoder_states=None) -> torch.Tensor:
     with torch.inference_mode():
         if encoder_states is not None:
-            states = (encoder_states[None],)
+            from transformers.modeling_outputs import BaseModelOutput
+
+            states = BaseModelOutput(last_hidden_state=encoder_states[None])
             return module(encoder_outputs=states, decoder_input_ids=ids[None], use_cache=False).logits[0]
         positions = torch.arange(len(ids), device=ids.device)[None]
         if source.is_transformers:

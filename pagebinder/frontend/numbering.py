@@ -1,7 +1,8 @@
 """How a model numbers the positions of a sequence when it is given none.
 
 Most count from 0. Families that come from fairseq (RoBERTa, CamemBERT, XLM-R, ...) count from padding_idx + 1 and
-leave padding out: what the graph gets as position p must reach them as p + padding_idx + 1.
+leave padding out: what the graph gets as position p must reach them as p + padding_idx + 1. T5Gemma masks the padding
+of a prompt that comes without a mask.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 NUMBERING_FROM_IDS = "create_position_ids_from_input_ids"
 GROWING_TABLE = "SinusoidalPositionalEmbedding"
 MASKS_FROM_LENGTHS = "get_masks"
+MASK_FROM_IDS = "make_default_2d_attention_mask"
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """The source's position of a sequence's first token, and the id that it does not count (None: counts all)."""
+    """The source's position of a sequence's first token, and the id that it does not count, or masks (None: there is
+    none)."""
 
     offset: int = 0
     uncounted_id: int | None = None
@@ -41,6 +44,8 @@ def numbering(module: torch.nn.Module) -> Numbering:
             return Numbering(0, part.pad_index)
         if grows_by_itself(part):
             return Numbering(0, part.padding_idx)
+        if hasattr(sys.modules[type(part).__module__], MASK_FROM_IDS) and hasattr(part, "config"):
+            return Numbering(0, part.config.pad_token_id)
     return Numbering()
 
 

@@ -22,6 +22,7 @@ from pagebinder.frontend.checkpoint_tensors import (
     refuse_unsaid_codes,
     refuse_unsaid_words,
 )
+from pagebinder.frontend.dtypes import convert, is_in, widen_kept
 from pagebinder.frontend.model_kinds import SENTENCE_MODULES, auto_class, is_encoder_only, text_config
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.stored_format import stored_weights, with_modelopt_options
@@ -134,8 +135,8 @@ def source_from_module(module: torch.nn.Module, *, dtype: torch.dtype | None = N
     refuse_unreadable(module)
     beside = other_parts(getattr(module, "config", None))
     module = writer_of(module)
-    if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
-        module = _converted(copied(module), dtype)
+    if dtype is not None and not is_in(module, dtype):
+        module = convert(copied(module), dtype)
     config = said_inside(module, "config")
     return ModelSource(
         module=module, name=type(module).__name__, is_transformers=is_transformers(module), config=config,
@@ -211,7 +212,9 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
     try:
         with torch.device("meta"):
             writer = writer_config(config)
-            module = auto_class(writer).from_config(writer, dtype=dtype or config.dtype or torch.float32)
+            dtype = dtype or config.dtype or torch.float32
+            module = auto_class(writer).from_config(writer, dtype=dtype)
+            widen_kept(module, dtype)
     except ValueError as error:
         raise ConfigError(
             f"transformers has no language model for {type(config).__name__}: {error}"
@@ -305,18 +308,6 @@ def _build(
     absent = tensors.absent | {f"{name.removesuffix('.weight')}.codes" for name in tensors.absent}
     left_over = stored_loading.check_left_over(result, tensors.left_over, path)
     return module.eval(), {"stored_weights": result, "tensors": CheckpointTensors(absent, left_over)}
-
-
-def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """`module.to(dtype)`, but as transformers loads a checkpoint in that dtype: RoPE frequencies are not rounded."""
-    kept = {}
-    if is_transformers(module):
-        for owner in module.modules():
-            kept |= {(owner, name): owner._buffers[name] for name in owner._non_persistent_buffers_set}
-    module.to(dtype)
-    for (owner, name), buffer in kept.items():
-        owner._buffers[name] = buffer
-    return module
 
 
 def facts_of(config, module: torch.nn.Module) -> dict[str, Any]:

@@ -88,8 +88,8 @@ def prompt_token_ids(
             )
         if token == uncounted_id:
             raise RequestError(
-                f"The {name} holds the padding token {token}, which this model leaves out when it counts positions: "
-                "its results would not be the model's. Leave padding away; prompts need none."
+                f"The {name} holds the padding token {token}, which this model leaves out of its positions or "
+                "masks: its results would not be the model's. Leave padding away; prompts need none."
             )
     return [int(token) for token in prompt]
 

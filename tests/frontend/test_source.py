@@ -12,6 +12,7 @@ from pagebinder import CheckpointError, CompileConfig, ConfigError
 from pagebinder.compile import load_source
 from pagebinder.frontend.source import DEFAULT_MAX_MODEL_LEN, source_from_dir, source_from_module
 from tests.helpers import VOCAB_SIZE, tiny_llama
+from tests.moe_models import tiny_deepseek_v3
 
 
 class Plain(nn.Module):
@@ -75,6 +76,27 @@ def test_conversion_does_not_round_rope_frequencies(tmp_path):
     ids = torch.arange(40)[None] % VOCAB_SIZE
     with torch.no_grad():
         assert torch.equal(converted(ids).logits, loaded(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_conversion_keeps_in_float32_what_loading_keeps(tmp_path, dtype):
+    """Routers of many mixtures: rounded scores choose other experts."""
+    model = tiny_deepseek_v3()
+    model.save_pretrained(tmp_path)
+    converted = source_from_module(model, dtype=dtype).module
+    loaded = source_from_dir(tmp_path, dtype=dtype).module
+    described = source_from_dir(tmp_path, dtype=dtype, weights=False).module
+    router = model.model.layers[1].mlp.gate
+    for found in (converted, loaded, described):
+        gate = found.model.layers[1].mlp.gate
+        assert {gate.weight.dtype, gate.e_score_correction_bias.dtype} == {torch.float32}
+    expected = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+    assert expected == {name: tensor.dtype for name, tensor in converted.state_dict().items()}
+    assert expected == {name: tensor.dtype for name, tensor in described.state_dict().items()}
+    assert torch.equal(converted.model.layers[1].mlp.gate.weight, router.weight)
+    assert source_from_module(loaded, dtype=dtype).module is loaded
+    wide = source_from_module(loaded, dtype=torch.float32).module
+    assert all(p.dtype is torch.float32 for p in wide.parameters())
 
 
 def test_conversion_of_a_plain_module_converts_its_buffers_too():

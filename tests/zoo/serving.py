@@ -11,6 +11,8 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 
+import torch
+
 import pagebinder
 from pagebinder import (
     CaptureError,
@@ -20,6 +22,7 @@ from pagebinder import (
     SamplingParams,
     VerificationError,
 )
+from pagebinder.frontend.source import source_from_module
 from tests.zoo.architectures import NOT_TEXT, Architecture
 from tests.zoo.reference import MIN_SPREAD, Reference, Wrong, source_logits, stop_ids, tokens
 from tests.zoo.tiny_configs import tiny_model
@@ -71,8 +74,7 @@ def _build(architecture: Architecture, record: Record):
     """The tiny model, or None, and why, in the record."""
     try:
         model = tiny_model(architecture)
-        encoder_ids = tokens(9) if model.config.is_encoder_decoder else None
-        spread = float(source_logits(model, tokens(20), encoder_ids).std())
+        spread = float(source_logits(model, tokens(20), encoder_ids_of(model)).std())
         if not spread >= MIN_SPREAD:
             raise ValueError(f"the tiny model's logits spread by {spread:.2g} only: errors would not show")
         return model
@@ -94,8 +96,19 @@ def _note_errors(judge, model, record: Record) -> None:
 
 def _verify_levels(model, record: Record) -> None:
     """Whatever a rewrite may change, from the source to the last graph: most of it shows in bfloat16 only."""
-    compiled = pagebinder.compile_model(model.bfloat16(), CompileConfig(executable="eager", verify="full"))
-    record.state_kinds = _state_kinds(compiled)
+    try:
+        source_logits(
+            source_from_module(model, dtype=torch.bfloat16).module, tokens(20), encoder_ids_of(model)
+        )
+    except RuntimeError as error:
+        record.status, record.reason = "not built", f"transformers does not run it in bfloat16: {error}"
+        return
+    config = CompileConfig(executable="eager", verify="full", dtype=torch.bfloat16)
+    record.state_kinds = _state_kinds(pagebinder.compile_model(model, config))
+
+
+def encoder_ids_of(model) -> list[int] | None:
+    return tokens(9) if model.config.is_encoder_decoder else None
 
 
 def _compile_and_serve(model, record: Record) -> None:
