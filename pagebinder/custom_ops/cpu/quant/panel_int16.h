@@ -187,8 +187,12 @@ using Totals = __m256[ROWS][VECTORS];
 
 // sum += the products of pairs. Where it stands: a compiler that makes trees of such sums spills most of them.
 PB_INLINE void add_products(__m256i& sum, __m256i codes, __m256i pair) {
+#if PAGEBINDER_NARROW_VNNI
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(pair));
+#else
   __m256i products;
   asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(codes), "x"(pair));
+#endif
 }
 
 template <int ROWS>

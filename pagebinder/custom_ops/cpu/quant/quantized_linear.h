@@ -211,7 +211,7 @@ bool quantized_linear_with_dots(const QuantizedLayers& call);
 // bf16 and codes of int8 or int4 with integer dot products; false, and nothing was done, where the machine has none, for
 // other codes, where tiles serve the rows (as above), and where digits cannot hold x (see there).
 bool quantized_linear_with_int8_dots(const QuantizedLayers& call);
-// The same with products of 16 bits (AVX2), where there are no integer dot products.
+// bf16 and all codes but fp8 with products of 16 bits; false, and nothing was done, without AVX2.
 bool quantized_linear_with_int16_products(const QuantizedLayers& call);
 // float32 with vectors of any width; true. Of x in bf16: sums are in float32, too.
 bool quantized_linear_with_vectors(const QuantizedLayers& call);
@@ -219,9 +219,8 @@ bool quantized_linear_in_bf16_with_vectors(const QuantizedLayers& call);
 inline bool quantized_linear_in_bf16(const QuantizedLayers& call) {
   if (call.first().has_half_steps() || call.first().code == Code::INT6)
     return quantized_linear_with_int16_products(call) || quantized_linear_in_bf16_with_vectors(call);
-  return quantized_linear_with_int8_dots(call) || quantized_linear_with_int16_products(call) ||
-         quantized_linear_with_dots(call) || quantized_linear_with_tiles(call) ||
-         quantized_linear_in_bf16_with_vectors(call);
+  return quantized_linear_with_int8_dots(call) || quantized_linear_with_dots(call) || quantized_linear_with_tiles(call) ||
+         quantized_linear_with_int16_products(call) || quantized_linear_in_bf16_with_vectors(call);
 }
 
 }  // namespace pagebinder

@@ -1,4 +1,7 @@
-// Experts in int4, int6 and int8 on integer products of 16 bits (AVX2), see quant/panel_int16.h.
+// Experts in int4, int6 and int8 on integer products of 16 bits (AVX2, and with AVX-512 in vectors of 256 bits), see
+// quant/panel_int16.h.
+#include "narrow_vectors.h"
+
 #include "coded_engine.h"
 #include "quant/panel_int16.h"
 
@@ -76,3 +79,13 @@ bool quantized_moe_experts_with_integers(const MoeArgs&) { return false; }
 
 #endif
 }  // namespace pagebinder
+
+#if PAGEBINDER_IS_NARROW
+#undef pagebinder
+namespace pagebinder {
+struct MoeArgs;
+bool quantized_moe_experts_with_integers(const MoeArgs& a) {
+  return pagebinder_narrow::quantized_moe_experts_with_integers(reinterpret_cast<const pagebinder_narrow::MoeArgs&>(a));
+}
+}  // namespace pagebinder
+#endif
