@@ -11,6 +11,7 @@ import torch
 import pagebinder
 from pagebinder import CompileConfig, VerificationError
 from pagebinder.compiler import verify_noise
+from pagebinder.compiler.verify_constants import as_captured
 from pagebinder.compiler.verify_noise import own_tolerance
 from pagebinder.compiler.verify_runs import World
 from pagebinder.passes.verifier import ALONE, TOLERANCES, Conditions, verify_steps
@@ -107,3 +108,17 @@ def test_rounded_tables_of_decays_are_no_fault():
     report = pagebinder.compile_model(model, config).report
     assert max(s.max_rel_error for s in report.verified if s.dtype == "float32" and s.judged) < 1e-4
     assert all(torch.equal(table, tables[name]) for name, table in model.named_buffers())
+
+
+def test_constants_are_those_of_the_graph():
+    """What a source makes a tensor of as it runs: rounded in its graph in bfloat16, anew in a copy in float32."""
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    graph.register_buffer("lifted", torch.tensor(48**0.5, dtype=torch.bfloat16))
+    with graph.graph.inserting_before(next(iter(graph.graph.nodes))):
+        graph.graph.get_attr("lifted")
+    wide = World("model", torch.nn.Identity(), torch.float32, widen=True)
+    with as_captured(wide, graph):
+        found = [float(torch.tensor(x, dtype=torch.float32)) for x in (48**0.5, 49**0.5)]
+    assert found == [6.9375, 7.0] and float(torch.tensor(48**0.5)) != 6.9375
+    with as_captured(World("model", torch.nn.Identity(), torch.float32), graph):
+        assert float(torch.tensor(48**0.5)) != 6.9375
