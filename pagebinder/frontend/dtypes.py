@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import torch
 
@@ -20,13 +20,15 @@ def is_in(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     floats = [p for p in module.parameters() if p.is_floating_point()]
     if all(p.dtype is dtype for p in floats):
         return True  # as its user made it
-    wide = {id(tensor) for _, _, tensor in _in_float32(module, dtype)}
+    made = _made_in_float32(module, dtype)
+    wide = {id(tensor) for _, _, tensor in _in_float32(module, dtype, made)}
     return all(p.dtype is (torch.float32 if id(p) in wide else dtype) for p in floats)
 
 
 def convert(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """`module.to(dtype)` in place, but for what transformers would not round."""
-    wide = [(owner, name, tensor.data.float()) for owner, name, tensor in _in_float32(module, dtype)]
+    made = _made_in_float32(module, dtype)
+    wide = [(owner, name, tensor.data.float()) for owner, name, tensor in _in_float32(module, dtype, made)]
     buffers = {}
     if is_transformers(module):
         for owner in module.modules():
@@ -40,13 +42,14 @@ def convert(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def widen_kept(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """What a checkpoint that is loaded in `dtype` has in float32, of a model that was built in `dtype`."""
+    """What a checkpoint that is loaded in `dtype` has in float32, of a model that was built in `dtype`: what its
+    family makes in float32 is so already."""
     for owner, name, tensor in list(_in_float32(module, dtype)):
         getattr(owner, name).data = tensor.data.float()
 
 
-def _in_float32(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[Owned]:
-    """(module, name, tensor) of parameters and buffers that transformers keeps in float32."""
+def _in_float32(module: torch.nn.Module, dtype: torch.dtype, made: Set[str] = frozenset()) -> Iterator[Owned]:
+    """(module, name, tensor) of parameters and buffers that transformers keeps in float32, and of those in `made`."""
     if not is_transformers(module):
         return
     names: list[str] = []
@@ -54,7 +57,6 @@ def _in_float32(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[Owned]:
         names += getattr(module, "_keep_in_fp32_modules", None) or ()
     if dtype in (torch.float16, torch.bfloat16):
         names += getattr(module, "_keep_in_fp32_modules_strict", None) or ()
-    made = _made_in_float32(module, dtype)
     if not names and not made:
         return
     pattern = re.compile("|".join(name.replace("*", ".*") for name in names) or "$^")
