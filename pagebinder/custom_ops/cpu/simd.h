@@ -380,13 +380,21 @@ PB_INLINE VF tanh_approx(VF x) {
 
 // ---- lane shuffles ---------------------------------------------------------------------------------------
 
-template <int Distance, int... Lane>
-PB_INLINE VF rotate_lanes(VF x, std::integer_sequence<int, Lane...>) {
+template <int Distance, class V, int... Lane>
+PB_INLINE V rotate_lanes(V x, std::integer_sequence<int, Lane...>) {
   return __builtin_shufflevector(x, x, ((Lane + Distance) % W)...);
 }
-template <int Distance>
-PB_INLINE VF rotate(VF x) {
+template <int Distance, class V>
+PB_INLINE V rotate(V x) {
   return rotate_lanes<Distance>(x, std::make_integer_sequence<int, W>{});
+}
+
+// The sum of all lanes of a VF or VI, by halves.
+template <int H = W / 2, class V>
+PB_INLINE auto sum_of_lanes(V x) {
+  x += rotate<H>(x);
+  if constexpr (H > 1) return sum_of_lanes<H / 2>(x);
+  else return x[0];
 }
 
 // result[lane] = a[lane] + a[lane ^ H] where (lane & H) == 0, the same of b elsewhere.

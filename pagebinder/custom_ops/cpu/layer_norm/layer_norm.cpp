@@ -10,12 +10,6 @@ namespace {
 constexpr int64_t SERIAL_VALUES = 1 << 13;
 constexpr int64_t ROWS_AT_ONCE = 4;
 
-float sum_of_lanes(VF x) {
-  float sum = 0;
-  for (int lane = 0; lane < W; ++lane) sum += x[lane];
-  return sum;
-}
-
 // Behind the last column stand zeros, which widen_row fills the last vectors up with.
 float mean_of(const float* values, int64_t columns) {
   VF sum = {};

@@ -3,6 +3,8 @@
 //
 //     x [row][span of k]   =   factor * integer          to 1 / 65,024 of the span's largest
 //
+// A row with a span that integers cannot hold (no numbers, or one that is far beyond the others) is left to floats.
+//
 // A group, k whose products are summed before a scale is put on, is at most 128 k, and at most what shares a scale of the
 // weight; that may be half a step. A span is a group, or 128 k with their groups. Shifts meet the sums of what integers stand
 // for, not those of x: where codes and shifts are large and cancel, as in a row of zeros, roundings of x then do, too.
@@ -13,8 +15,8 @@
 //     BEGINS, MOST_PANELS                        sums that each row begins; panels of a job
 //     ALL_CODES                                  are all codes served but fp8, and groups of half a step? Else int8, int4
 //     LONG_SPANS                                 are spans of 128 k, whatever groups are?
-//     ANY_ROWS                                   does it serve rows that integers cannot hold?
-//     make<CODE>(layer, strip)                   fills in a strip; false: x has a span that integers cannot hold
+//     make<CODE>(layer, strip)                   fills in a strip; false: x has a span that integers cannot hold, whose
+//                                                factor is NaN then
 //     meet<CODE>(run, job)                       all rows times a job's panels, written
 #pragma once
 
@@ -23,6 +25,7 @@
 #include <vector>
 
 #include "lifted_rows.h"
+#include "panel_floats.h"
 #include "quantized_jobs.h"
 
 namespace pagebinder {
@@ -32,6 +35,7 @@ constexpr int INTEGER_WORDS = QUANT_STEP / 2;    // of 32 bits, of a row and a s
 constexpr int64_t SERIAL_INTEGERS = 1 << 15;     // elements of x
 constexpr float LARGEST_INTEGER = 32512.0f;
 constexpr float LEAST_LARGEST = 1e-30f;          // of a span's largest x, unless that is zero
+constexpr float MOST_LARGEST = 256.0f;           // times the mean of the others: their errors are about those of bf16
 
 inline bool is_integer(Code code, bool all_codes) {
   return code == Code::INT8 || code == Code::INT4 || (all_codes && code != Code::FP8);
@@ -117,14 +121,55 @@ struct IntegerStrips {
   }
 };
 
-// The largest magnitude of the k in [begin, end) of a row of x, and whether integers can stand for them.
-inline float largest_of_span(const bf16* x, int begin, int end) {
-  return bit_cast<float>(largest_bits(x + begin, end - begin));
+// The k in [begin, end) of a row of x.
+struct IntegerSpan {
+  float largest;  // magnitude
+  bool holds;     // can integers stand for them? Not where the largest leaves the others few bits
+
+  IntegerSpan(const bf16* x, int begin, int end) : largest(bit_cast<float>(largest_bits(x + begin, end - begin))) {
+    holds = largest == 0 || (std::isfinite(largest) && largest >= LEAST_LARGEST && leaves_bits(x, begin, end));
+  }
+
+  float to_integers() const { return holds && largest > 0 ? LARGEST_INTEGER / largest : 0.0f; }
+  float unit() const { return holds ? largest / LARGEST_INTEGER : NAN; }
+
+ private:
+  bool leaves_bits(const bf16* x, int begin, int end) const {
+    VF sum{};
+    VI zeros{};
+    for (int k = begin; k < end; k += W) {
+      const VF magnitude = bit_cast<VF>(bit_cast<VU>(load_float(x + k)) & 0x7fffffffu);
+      sum += magnitude, zeros -= magnitude == VF{};
+    }
+    const int others = end - begin - 1 - sum_of_lanes(zeros);  // that are not zero
+    return others <= 0 || largest * static_cast<float>(others) <= MOST_LARGEST * (sum_of_lanes(sum) - largest);
+  }
+};
+inline VF times_or_zero(VF x, float factor) { return factor == 0 ? VF{} : x * factor; }  // of no numbers, too
+
+// Sums of x itself in the place of those of integers, of a row that floats will meet.
+inline void sum_of_floats(const QuantizedLinearArgs& a, const IntegerStrip& strip, const bf16* x, int row) {
+  if (strip.sums == nullptr) return;
+  sum_groups(x, a.inner, 1, a.inner, a.scale_group, strip.sums + row * (a.inner / a.scale_group));
 }
-inline bool integers_hold(float largest) {
-  return std::isfinite(largest) && (largest == 0 || largest >= LEAST_LARGEST);
+
+// The rows of totals [row][32] of a panel that are NaN, in floats: each by itself, as others change nothing about it.
+// x: [row][inner] bf16; counts_offset: totals count codes of two levels that are larger by an offset (LevelParts).
+inline void other_rows_in_floats(QuantizedLinearArgs a, const bf16* x, int64_t x_stride, int64_t rows, int64_t panel,
+                                 bool counts_offset, float* totals) {
+  static thread_local Buffer memory;
+  const int64_t groups = counts_offset ? a.inner / a.scale_group : 0;
+  float* row = memory.at_least<float>(static_cast<size_t>(a.inner + groups));
+  for (int64_t r = 0; r < rows; ++r, x += x_stride, totals += QUANT_PANEL) {
+    if (!std::isnan(*totals)) continue;
+    for (int64_t k = 0; k < a.inner; k += W) store(row + k, load_float(x + k));
+    a.x = row, a.x_stride = a.inner, a.rows = 1, a.x_sums = row + a.inner;
+    panel_in_floats_of(a.code)(a, panel, totals);
+    if (!counts_offset) continue;
+    sum_groups(row, a.inner, 1, a.inner, a.scale_group, row + a.inner);
+    add_shifts(a, panel, 0, 1, totals, LevelParts::FIRST);
+  }
 }
-inline float to_integers(float largest) { return largest > 0 ? LARGEST_INTEGER / largest : 0.0f; }
 
 template <class Kernel>
 struct IntegerRun : QuantizedRun {
@@ -151,8 +196,7 @@ void integer_panels_worker(void* context, int index) {
     Kernel::template meet<CODE>(run, run.job(i));
 }
 
-// False, and nothing was done: other codes, rows with scales or wide results, no k; unless ANY_ROWS an x that integers
-// cannot hold.
+// False, and nothing was done: other codes, rows with scales or wide results, no k.
 template <class Kernel>
 bool multiply_integers(const QuantizedLayers& call) {
   static thread_local Buffer memory, sums;
@@ -175,7 +219,6 @@ bool multiply_integers(const QuantizedLayers& call) {
   const auto make = with_integer_code<Kernel::ALL_CODES>(
       a.code, [](auto code) { return make_integers_worker<Kernel, decltype(code)::value>; });
   run.in_workers(a.rows * a.inner < SERIAL_INTEGERS, make);
-  if (!Kernel::ANY_ROWS && !run.fits) return false;
   tell_next_weights(run);
   run.in_workers(false, with_integer_code<Kernel::ALL_CODES>(
       a.code, [](auto code) { return integer_panels_worker<Kernel, decltype(code)::value>; }));

@@ -9,8 +9,6 @@
 // taken off again. Shifts of two levels put some of it back, so all that is what a sum begins with. Then, in float32, groups
 // are added up with their scales, of two levels the bytes, and spans with factors and numbers.
 //
-// A row with a span that wholes cannot hold (no numbers, or one that is far beyond the others) is left to floats.
-//
 // A span is 128 k, a group at most that, and at most what shares a scale of the weight. Up to four rows meet codes in
 // registers. They leave them, widened, in the nearest cache, where other rows meet them in strips of six. An element of y
 // has the same bits for any number of rows and threads.
@@ -19,7 +17,6 @@
 #include "by_count.h"
 #include "decode.h"
 #include "integer_strips.h"
-#include "panel_floats.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 #define PAGEBINDER_INT16_PRODUCTS 1
@@ -28,7 +25,6 @@ namespace pagebinder {
 constexpr int MOST_STRIP_ROWS = 6, MOST_FIRST_ROWS = 4;
 constexpr int MOST_WHOLE_ROWS = 2;              // that meet both halves of a panel at once
 constexpr int PAIRS = QUANT_HALF_STEP / 2;      // of k, of half a step
-constexpr float MOST_LARGEST = 256.0f;          // times the mean of the others: their errors are about those of bf16
 static_assert(QUANT_HALF_STEP == 2 * W);
 template <Code CODE>
 constexpr int FAR_BYTES = CODE == Code::INT8 ? 16384 : 4096;  // of codes that are asked for ahead
@@ -85,7 +81,7 @@ inline int32_t make_wholes_of_group(const bf16* x, int begin, int end, float fac
     __m256i whole[2];
     PB_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const VF value = factor == 0 ? VF{} : load_float(x + k + i * W) * factor;
+      const VF value = times_or_zero(load_float(x + k + i * W), factor);
       whole[i] = _mm256_cvtps_epi32(bit_cast<__m256>(value));
     }
     sum = _mm256_add_epi32(sum, _mm256_add_epi32(whole[0], whole[1]));
@@ -96,20 +92,7 @@ inline int32_t make_wholes_of_group(const bf16* x, int begin, int end, float fac
   return sum_of_lanes(bit_cast<VI>(sum));
 }
 
-// Can wholes stand for the k in [begin, end) of a row of x, whose largest is known? Not where it leaves the others few bits.
-inline bool wholes_hold(const bf16* x, int begin, int end, float largest) {
-  if (!integers_hold(largest)) return false;
-  VF sum{};
-  VI zeros{};
-  for (int k = begin; k < end; k += W) {
-    const VF magnitude = bit_cast<VF>(bit_cast<VU>(load_float(x + k)) & 0x7fffffffu);
-    sum += magnitude, zeros -= magnitude == VF{};
-  }
-  const int others = end - begin - 1 - sum_of_lanes(zeros);  // that are not zero
-  return others <= 0 || largest * static_cast<float>(others) <= MOST_LARGEST * (sum_of_lanes(sum) - largest);
-}
-
-// False: wholes cannot hold some span. Zeros stand in its place, and a factor that makes no number of its row's sums.
+// False: integers cannot hold some span. Zeros stand in its place, and a factor that makes no number of its row's sums.
 template <Code CODE>
 bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
   const int32_t beginning = beginning_of<CODE>(a);
@@ -122,20 +105,18 @@ bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
     IntegerSums sums(a, to, row);
     for (int span = 0; span < to.inner; span += to.span, factor += to.rows) {
       const int end = std::min(span + to.span, to.inner);
-      const float largest = largest_of_span(x, span, end);
-      const bool holds = wholes_hold(x, span, end, largest);
-      fits &= holds;
-      *factor = holds ? largest / LARGEST_INTEGER * WHOLE_UNIT<CODE> : NAN;
+      const IntegerSpan numbers(x, span, end);
+      fits &= numbers.holds;
+      *factor = numbers.unit() * WHOLE_UNIT<CODE>;
       for (int k = span; k < end; k += to.group, begins += to.rows) {
-        const int32_t sum = make_wholes_of_group(x, k, std::min(k + to.group, end), holds ? to_integers(largest) : 0.0f,
-                                                 to.rows, to.words + int64_t{k / 2} * to.rows + row);
+        const int32_t sum = make_wholes_of_group(x, k, std::min(k + to.group, end), numbers.to_integers(), to.rows,
+                                                 to.words + int64_t{k / 2} * to.rows + row);
         *begins = beginning * sum;
-        sums.add(k, sum, largest / LARGEST_INTEGER);
+        sums.add(k, sum, numbers.unit());
       }
     }
     all_fit &= fits;
-    if (!fits && to.sums != nullptr)  // floats will meet the row
-      sum_groups(x, a.inner, 1, a.inner, a.scale_group, to.sums + row * (a.inner / a.scale_group));
+    if (!fits) sum_of_floats(a, to, x, row);
   }
   return all_fit;
 }
@@ -437,25 +418,6 @@ void panel_in_integers(const QuantizedLinearArgs& a, const Strips& strips, int64
   if constexpr (CODE == Code::INT6) return meet(std::integral_constant<int, 2>());
   else if constexpr (CODE == Code::NF4 || CODE == Code::IQ4) return meet(std::integral_constant<int, 1>());
   else a.has_half_steps() ? meet(std::integral_constant<int, 2>()) : meet(std::integral_constant<int, 1>());
-}
-
-// The rows of totals [row][32] that wholes cannot hold, in floats: each by itself, as others change nothing about it.
-// x: [row][inner] bf16.
-inline void other_rows_in_floats(QuantizedLinearArgs a, const bf16* x, int64_t x_stride, int64_t rows, int64_t panel,
-                                 float* totals) {
-  static thread_local Buffer memory;
-  const bool counts_offset = counts_level_offset(a);
-  const int64_t groups = counts_offset ? a.inner / a.scale_group : 0;
-  float* row = memory.at_least<float>(static_cast<size_t>(a.inner + groups));
-  for (int64_t r = 0; r < rows; ++r, x += x_stride, totals += QUANT_PANEL) {
-    if (!std::isnan(*totals)) continue;
-    for (int64_t k = 0; k < a.inner; k += W) store(row + k, load_float(x + k));
-    a.x = row, a.x_stride = a.inner, a.rows = 1, a.x_sums = row + a.inner;
-    panel_in_floats_of(a.code)(a, panel, totals);
-    if (!counts_offset) continue;
-    sum_groups(row, a.inner, 1, a.inner, a.scale_group, row + a.inner);
-    add_shifts(a, panel, 0, 1, totals, LevelParts::FIRST);
-  }
 }
 
 }  // namespace pagebinder

@@ -63,13 +63,6 @@ inline void tell_next_weights(const QuantizedRun& run) {
   });
 }
 
-template <class Vector>
-auto sum_of_lanes(Vector x) {
-  auto sum = x[0];
-  for (int lane = 1; lane < W; ++lane) sum += x[lane];
-  return sum;
-}
-
 // to [rows][inner / group]: the sums of rows of x over groups of k.
 template <class T>
 void sum_groups(const T* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t group, float* to) {

@@ -10,7 +10,7 @@ namespace {
 
 struct Int16Products {
   static constexpr int FIRST_ROWS = MOST_FIRST_ROWS, MOST_ROWS = MOST_STRIP_ROWS, BEGINS = 1, MOST_PANELS = 1;
-  static constexpr bool ALL_CODES = true, LONG_SPANS = true, ANY_ROWS = true;
+  static constexpr bool ALL_CODES = true, LONG_SPANS = true;
 
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Wholes& to) { return make_wholes<CODE>(layer, to); }
@@ -26,7 +26,8 @@ struct Int16Products {
       panel_in_integers<CODE>(layer, strips, job.panel, totals + part * size);
       if (run.fits) continue;
       const bf16* x = static_cast<const bf16*>(run.args.x);
-      other_rows_in_floats(layer, x, run.args.x_stride, strips.rows, job.panel, totals + part * size);
+      other_rows_in_floats(layer, x, run.args.x_stride, strips.rows, job.panel, counts_level_offset(layer),
+                           totals + part * size);
     }
     float* const of[] = {totals, totals + (run.parts - 1) * size};
     write_panel<bf16>(run, job, of, 0, strips.rows, LevelParts::SECOND);

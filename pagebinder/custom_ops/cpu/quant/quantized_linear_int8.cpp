@@ -45,20 +45,24 @@ PB_INLINE Bytes in_order(Bytes x) {
 template <Code CODE>
 constexpr int OFFSET = CODE == Code::INT8 ? 128 : 8;  // of codes that are taken as unsigned
 
+// False: integers cannot hold some group. Zeros stand in its place, and a factor that makes no number of its row's sums.
 template <Code CODE>
 bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
+  bool all_fit = true;
   for (int row = 0; row < d.rows; ++row) {
+    bool fits = true;
     const bf16* x = static_cast<const bf16*>(a.x) + (d.first_row + row) * a.x_stride;
     IntegerSums sums(a, d, row);
     for (int group = 0; group < d.groups(); ++group) {
       const int begin = group * d.group, end = std::min(begin + d.group, d.inner);
-      const float largest = largest_of_span(x, begin, end), factor = to_integers(largest);
-      if (!integers_hold(largest)) return false;
+      const IntegerSpan numbers(x, begin, end);
+      const float factor = numbers.to_integers();
+      fits &= numbers.holds;
       __m512i sum_high{}, sum_low{};
       for (int step = begin / QUANT_STEP; step < end / QUANT_STEP; ++step) {
         Bytes high, low;
         for (int half = 0; half < QUANT_STEP / W; ++half) {
-          const VF value = load_float(x + step * QUANT_STEP + half * W) * factor;
+          const VF value = times_or_zero(load_float(x + step * QUANT_STEP + half * W), factor);
           const __m512i whole = _mm512_cvtps_epi32(bit_cast<__m512>(value));
           const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
           const __m512i lower = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper, 8));
@@ -74,13 +78,15 @@ bool make_digits(const QuantizedLinearArgs& a, const Digits& d) {
       }
       const int at = group * d.rows + row;
       const int32_t high = _mm512_reduce_add_epi32(sum_high), low = _mm512_reduce_add_epi32(sum_low);
-      d.factors[at] = largest / LARGEST_INTEGER;
+      d.factors[at] = numbers.unit();
       d.begins[2 * at] = -OFFSET<CODE> * high;
       d.begins[2 * at + 1] = -OFFSET<CODE> * low;
       sums.add(begin, 256 * high + low, d.factors[at]);
     }
+    all_fit &= fits;
+    if (!fits) sum_of_floats(a, d, x, row);
   }
-  return true;
+  return all_fit;
 }
 
 // ---- sums ------------------------------------------------------------------------------------------------------
@@ -216,7 +222,7 @@ void add_panels(const PanelOf (&panels)[PANELS], const Digits& d, VF (&totals)[P
 
 struct Int8Dots {
   static constexpr int FIRST_ROWS = 8, MOST_ROWS = 8, BEGINS = 2, MOST_PANELS = 2;
-  static constexpr bool ALL_CODES = false, LONG_SPANS = false, ANY_ROWS = false;
+  static constexpr bool ALL_CODES = false, LONG_SPANS = false;
 
   template <Code CODE>
   static bool make(const QuantizedLinearArgs& layer, const Digits& to) { return make_digits<CODE>(layer, to); }
@@ -232,7 +238,7 @@ struct Int8Dots {
 
   // Two panels side by side where rows are few and the prefetcher follows two.
   template <Code CODE, int ROWS>
-  static void meet_strip(const QuantizedRun& run, const Digits& digits, const QuantizedJob& job) {
+  static void meet_strip(const IntegerRun<Int8Dots>& run, const Digits& digits, const QuantizedJob& job) {
     constexpr bool STREAMS = halves_of(ROWS) == 2;  // one half at a time is read in order anyway
     const bool rising = prefetcher_follows_rising_lines();
     meet_panels<ROWS>(run, job, digits.first_row, !rising, [&](const auto& panels, auto& totals) {
@@ -240,6 +246,11 @@ struct Int8Dots {
       constexpr bool STREAM = PANELS == 1 && STREAMS;
       const auto add = rising && STREAM ? add_panels<CODE, ROWS, PANELS, STREAM> : add_panels<CODE, ROWS, PANELS, false>;
       add(panels, digits, totals);
+      if (run.fits) return;
+      const bf16* x = static_cast<const bf16*>(run.args.x) + digits.first_row * run.args.x_stride;
+      for (int p = 0; p < PANELS; ++p)
+        other_rows_in_floats(*panels[p].weight, x, run.args.x_stride, ROWS, panels[p].panel, false,
+                             reinterpret_cast<float*>(totals[p]));
     });
   }
 };

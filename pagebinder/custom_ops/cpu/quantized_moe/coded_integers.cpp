@@ -57,7 +57,9 @@ struct IntegerRows {
     const auto panel_of = with_integer_code<true>(
         weight.code, [](auto code) { return panel_in_integers<decltype(code)::value, Strips>; });
     panel_of(weight, ready.strips, panel, sums);
-    if (!ready.fits) other_rows_in_floats(weight, ready.x, weight.inner, ready.strips.rows, panel, sums);
+    if (ready.fits) return;
+    const bool counts_offset = counts_level_offset(weight);
+    other_rows_in_floats(weight, ready.x, weight.inner, ready.strips.rows, panel, counts_offset, sums);
   }
 
   static void sum_groups(const bf16* x, int rows, int64_t inner, int64_t group, float* to) {
