@@ -163,3 +163,12 @@ def test_a_missing_cross_attention_is_found():
     model.config.decoder_layers = 2
     with pytest.raises(CaptureError, match="1 cross attention layers were found, but the config says 2"):
         pagebinder.compile_model(model, CompileConfig(executable="eager"))
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_float16_is_refused_with_what_helps(family):
+    """They look for infinities among all tokens then, and clamp those of all."""
+    sizes = {"num_layers": 1} if family == "t5" else {"encoder_layers": 1, "decoder_layers": 1}
+    model = tiny(family, **sizes).half()
+    with pytest.raises(CaptureError, match=r'in float16.*CompileConfig\(dtype="bfloat16"\)'):
+        pagebinder.compile_model(model, CompileConfig(executable="eager"))

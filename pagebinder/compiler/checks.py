@@ -21,6 +21,7 @@ from pagebinder.custom_ops.mla.mla import MLA_ATTENTION
 from pagebinder.custom_ops.sparse.semantic import COMPRESSED_ATTENTION
 from pagebinder.errors import CaptureError, ConfigError
 from pagebinder.frontend.audit import audit
+from pagebinder.frontend.dtypes import hint_on_float16
 from pagebinder.frontend.length_limits import limit_of
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import calls, module_path, num_ops
@@ -94,6 +95,8 @@ def unexplained(
         f"{type(source.module).__name__} relates tokens in {len(problems)} way(s) that are not explained, so paging "
         f"it could change its results:\n{shown}" + (f"\n  ... and {more} more" if more > 0 else "")
     )
+    hint = hint_on_float16(source.module)
+    message += f"\n{hint}" if hint else ""
     if config.strict:
         raise CaptureError(message)
     return message

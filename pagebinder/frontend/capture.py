@@ -29,6 +29,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from pagebinder.custom_ops.prompt_rows import ENTRY, POSITION_AXES
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import attention_hook, has_functions_of_its_own
+from pagebinder.frontend.dtypes import hint_on_float16
 from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
@@ -257,6 +258,7 @@ def _export(
         failures.append(
             "  Parts from the second token on (x[:, 1:] = y[:, :-1]) may be F.pad(y, (0, 0, 1, -1))."
         )
+    failures += filter(None, [hint_on_float16(source.module)])
     raise CaptureError(
         f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens"
         + "\n".join((f"{by_length}:", *failures))

@@ -41,6 +41,16 @@ def convert(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return module
 
 
+def hint_on_float16(module: torch.nn.Module) -> str:
+    """What to try where a model in float16 is refused: T5 and BART look for overflows among all tokens then."""
+    if all(p.dtype is not torch.float16 for p in module.parameters()):
+        return ""
+    return (
+        "  Its weights are in float16, in which some models look for overflows among all tokens of a batch; in "
+        'bfloat16 and float32 they do not: CompileConfig(dtype="bfloat16").'
+    )
+
+
 def widen_kept(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """What a checkpoint that is loaded in `dtype` has in float32, of a model that was built in `dtype`: what its
     family makes in float32 is so already."""

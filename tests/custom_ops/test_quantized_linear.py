@@ -249,8 +249,8 @@ def test_the_same_bits_of_shifted_weights_in_any_batch(name):
     "name", ["int8", "int4_g64", "int6_g16", "uint4_g32", "uint8_g128", "nvfp4", "nf4_g64", "iq4_g32"]
 )
 def test_other_rows_never_enter_a_row(linear, name, other):
-    """Be they no numbers, or too small for integers to hold. Dots of bf16 take products below 2^-126 for zeros, of which
-    there are few here."""
+    """Be they no numbers, or too small for integers to hold. Dots of bf16 take products below 2^-126 for zeros, of
+    which there are few here."""
     codes, scale = quantize(weight_of(96, 640), name)
     x, _ = operands(9, 96, 640)
     expected = linear(x, codes, scale, format=name)
@@ -268,7 +268,7 @@ def test_other_rows_never_enter_a_row(linear, name, other):
 
 @pytest.mark.parametrize("name", ["int8", "int4_g32", "int4_g128", "uint4_g64", "int6_g16", "nf4_g64"])
 def test_one_x_far_beyond_the_others(linear, name):
-    """As massive activations are, of which no weight takes any: the others keep their bits, in their row and in others."""
+    """As massive activations are, of which no weight takes any: the others of its row keep their bits."""
     weight = weight_of(96, 640)
     weight[:, 200] = 0
     codes, scale = quantize(weight, name)
