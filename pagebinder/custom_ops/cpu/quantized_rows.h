@@ -57,21 +57,9 @@ PB_INLINE Pair halves_to_floats(VSH2 x) {
 PB_INLINE Pair decode(f8e4m3, VS2 codes) { return halves_to_floats((widen_signed(codes) << 7) & int16_t(0xbf80)); }
 PB_INLINE Pair decode(f8e5m2, VS2 codes) { return halves_to_floats(widen_signed(codes) << 8); }
 PB_INLINE Pair decode(i8, VS2 codes) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  const __m128i bytes = bit_cast<__m128i>(codes);
-  return {bit_cast<VF>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))),
-          bit_cast<VF>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))))};
-#else
-  typedef int8_t VS __attribute__((vector_size(W)));
-  VS halves[2];
+  VSB halves[2];
   std::memcpy(halves, &codes, sizeof(codes));
-#if defined(__AVX512F__)
-  return {bit_cast<VF>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bit_cast<__m128i>(halves[0])))),
-          bit_cast<VF>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bit_cast<__m128i>(halves[1]))))};
-#else
-  return {__builtin_convertvector(halves[0], VF), __builtin_convertvector(halves[1], VF)};
-#endif
-#endif
+  return {__builtin_convertvector(widen(halves[0]), VF), __builtin_convertvector(widen(halves[1]), VF)};
 }
 
 template <class S, class = std::enable_if_t<QUANTISED<S>>>

@@ -28,6 +28,8 @@ typedef float VF __attribute__((vector_size(W * 4)));
 typedef int32_t VI __attribute__((vector_size(W * 4)));
 typedef uint32_t VU __attribute__((vector_size(W * 4)));
 typedef uint16_t VH __attribute__((vector_size(W * 2)));
+typedef uint8_t VB __attribute__((vector_size(W)));
+typedef int8_t VSB __attribute__((vector_size(W)));
 
 #define PB_UNROLL _Pragma("GCC unroll 16")
 #define PB_INLINE inline __attribute__((always_inline))
@@ -133,19 +135,32 @@ PB_INLINE void prefetch(const T* p, int count) {
 
 // ---- conversions -----------------------------------------------------------------------------------------
 
-// The generic conversions take several instructions with some compilers. Words to be narrowed have no bits above 16.
+// The generic conversions take several instructions with some compilers, those of bytes some of each lane. Words to be
+// narrowed have no bits above 16; bytes are the lowest of words.
 #if defined(__AVX512F__)
 PB_INLINE VU widen(VH x) { return bit_cast<VU>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(x))); }
 PB_INLINE VH narrow(VU x) { return bit_cast<VH>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(x))); }
+PB_INLINE VU widen(VB x) { return bit_cast<VU>(_mm512_cvtepu8_epi32(bit_cast<__m128i>(x))); }
+PB_INLINE VI widen(VSB x) { return bit_cast<VI>(_mm512_cvtepi8_epi32(bit_cast<__m128i>(x))); }
+PB_INLINE VB low_bytes(VU x) { return bit_cast<VB>(_mm512_cvtepi32_epi8(bit_cast<__m512i>(x))); }
 #elif defined(__AVX2__)
 PB_INLINE VU widen(VH x) { return bit_cast<VU>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(x))); }
 PB_INLINE VH narrow(VU x) {
   const __m256i wide = bit_cast<__m256i>(x);
   return bit_cast<VH>(_mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
 }
+PB_INLINE VU widen(VB x) { return bit_cast<VU>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bit_cast<int64_t>(x)))); }
+PB_INLINE VI widen(VSB x) { return bit_cast<VI>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bit_cast<int64_t>(x)))); }
+PB_INLINE VB low_bytes(VU x) {
+  const __m128i words = bit_cast<__m128i>(narrow(x & 0xffu));
+  return bit_cast<VB>(_mm_cvtsi128_si64(_mm_packus_epi16(words, words)));
+}
 #else
 PB_INLINE VU widen(VH x) { return __builtin_convertvector(x, VU); }
 PB_INLINE VH narrow(VU x) { return __builtin_convertvector(x, VH); }
+PB_INLINE VU widen(VB x) { return __builtin_convertvector(x, VU); }
+PB_INLINE VI widen(VSB x) { return __builtin_convertvector(x, VI); }
+PB_INLINE VB low_bytes(VU x) { return __builtin_convertvector(x, VB); }
 #endif
 
 #if PAGEBINDER_BF16_DOT

@@ -13,8 +13,6 @@
 
 namespace pagebinder {
 
-typedef uint8_t VB __attribute__((vector_size(W)));
-
 constexpr float E4M3_MAX = 448.0f, E5M2_MAX = 57344.0f;
 constexpr float FP8_AMAX_FLOOR = 1e-4f;
 constexpr float FP4_AMAX_FLOOR = 0x1.8p-124f;  // 6 * 2^-126
@@ -51,16 +49,6 @@ PB_INLINE VU encode_e4m3(VF x) {
   return code | sign;
 }
 
-// The low byte of each lane. The generic conversion takes each lane by itself with AVX2.
-PB_INLINE VB low_bytes(VU x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  const __m128i words = bit_cast<__m128i>(narrow(x & 0xffu));
-  return bit_cast<VB>(_mm_cvtsi128_si64(_mm_packus_epi16(words, words)));
-#else
-  return __builtin_convertvector(x, VB);
-#endif
-}
-
 PB_INLINE void store_e4m3(uint8_t* p, VF x) { store(p, low_bytes(encode_e4m3(x))); }
 
 // No subnormal float32 occurs on the way: a program may have told the processor to flush them.
@@ -73,13 +61,12 @@ PB_INLINE VF decode_e4m3(VU code) {
   return bit_cast<VF>(bits | ((code & 0x80u) << 24));
 }
 
-PB_INLINE VF load_e4m3(const uint8_t* p) { return decode_e4m3(__builtin_convertvector(load<VB>(p), VU)); }
+PB_INLINE VF load_e4m3(const uint8_t* p) { return decode_e4m3(widen(load<VB>(p))); }
 
 // The same over 256, of codes that are no NaN: in place they are halves, whose exponent has another bias.
 PB_INLINE VF load_e4m3_over_256(const uint8_t* p) {
-  typedef int8_t Bytes __attribute__((vector_size(W)));
   typedef int16_t Words __attribute__((vector_size(2 * W)));
-  const Words signs_twice = __builtin_convertvector(load<Bytes>(p), Words) << 7;
+  const Words signs_twice = __builtin_convertvector(load<VSB>(p), Words) << 7;
   return from_f16(bit_cast<VH>(signs_twice & static_cast<int16_t>(0xbfff)));
 }
 

@@ -142,9 +142,7 @@ struct Levels {
   }
   PB_INLINE VF lower(int column) const {
     if (are_e4m3) return load_e4m3_over_256(narrow + column);
-    typedef int8_t Bytes __attribute__((vector_size(W)));
-    // Two conversions: one from bytes to floats becomes one of each number with g++ 12.
-    return __builtin_convertvector(__builtin_convertvector(load<Bytes>(narrow + column), VI), VF);
+    return __builtin_convertvector(widen(load<VSB>(narrow + column)), VF);
   }
 };
 
