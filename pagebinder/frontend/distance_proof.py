@@ -123,9 +123,11 @@ def prove_distance_bias(
     with_tokens = [n for n in nodes if n not in of_weights]
     reach, numbers, divisors = numbers_in(with_tokens)
     numbers |= {entries for n in learned for entries in val(n).shape}
+    run = _Runs(bias, nodes, learned[0] if learned else None)
     size = limit or FAR_SIZE
-    if learned and 2 * reach < WHOLE_SIZE and all(map(_is_straight, with_tokens)):
-        size = min(size, WHOLE_SIZE)  # nothing tells longer distances apart
+    is_near = learned and 2 * reach < WHOLE_SIZE < size and all(map(_is_straight, with_tokens))
+    if is_near and not run.is_in_parts(size):
+        size = WHOLE_SIZE  # nothing that is known tells longer distances apart
     if size != limit and facts.window is None and reach > size // 2:
         raise MaskNotProven(f"the numbers of the bias reach {reach} tokens, too far to be compared")
     if len(learned) > 1:
@@ -135,7 +137,6 @@ def prove_distance_bias(
         raise MaskNotProven(f"{_MORE_THAN_ENTRIES} ({miss.target})")
     if learned and near_fill:
         raise MaskNotProven("hidden scores are filled with a number that a learned bias may come close to")
-    run = _Runs(bias, nodes, learned[0] if learned else None)
     values = run.last_row(size)  # [H, size], by distance
     for small in sorted({min(s, size) for s in SMALL_SIZES}):
         run.compare(values, facts, small, None)
@@ -213,6 +214,16 @@ class _Runs:
         self._numbers = torch.arange(1, 1 + math.prod(self._shape), dtype=torch.float64, device="cpu")
         generator = torch.Generator().manual_seed(0)
         self.drawn = torch.randn(len(self._numbers), generator=generator, dtype=torch.float64, device="cpu")
+
+    def is_in_parts(self, size: int) -> bool:
+        """Can entries be computed that are asked for, and no others?"""
+        last = torch.tensor([size - 1], device="cpu")
+        try:
+            with evaluated("the bias", size):
+                self._values(size, None).at(self.bias.node, last, last)
+        except NotPointwise:
+            return False
+        return True
 
     def last_row(self, size: int, weights: torch.Tensor | None = None) -> torch.Tensor:
         """[H, size]: the bias of the last token for the keys at distances 0, 1, ..."""

@@ -8,8 +8,8 @@ in it or in the sizes it is made of, and compared with the masks of the known fa
 Lengths up to some thousand are compared entry by entry. At large ones (a window of 128k tokens) the entries are
 those around every place where such a mask can change: rows, columns and distances near the subgraph's numbers, their
 sums and differences, multiples of its divisors, and wherever one of its vectors has a step or a bend
-(`mask_values.py`). What a number means behind an exponential, a root or a power is not known: with those, entries of
-a far length are compared, too.
+(`mask_values.py`). What the graph makes of its numbers (a buffer times a literal, an exponential) is not known, so
+what tokens of a far length see tells more of them, and entries of that length are compared, too.
 
 A mask that depends on anything but the number of tokens and the positions, or that differs in one entry, is not
 proven, and the reason says which.
@@ -68,6 +68,7 @@ LARGEST_SIZE = 1 << 22
 FAR_SIZE, FAR_WHOLE_SIZE = 1 << 17, 4096  # where the reach is not known: at chosen entries, entry by entry
 LEAST_FRACTION = 1e-5  # less is there to avoid a division by zero
 MAX_CHOSEN = 700  # rows and columns at a large size
+MOST_EDGES = 12  # of a row: the first and the last ones
 HIDDEN = 1e4  # an additive mask hides with -1e4 or less: exp of it is 0 beside any visible score
 
 # Their literal is the value of a mask's entry, not a distance.
@@ -163,6 +164,10 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
     limit = max_tokens(nodes[0].graph)
     of_places = [n for n in nodes if not (weights and is_parameter(n))]
     reach, numbers, divisors = numbers_in(of_places)
+    far = min(FAR_SIZE, limit or FAR_SIZE)
+    if 2 * reach < far:
+        numbers |= _edges(terms, nodes, far, weights)
+        reach = reach_of(numbers, divisors)
     if sum(numbers) + sum(divisors) > LARGEST_SIZE // 2 and limit is None:
         raise MaskNotProven(
             f"the mask's numbers reach {reach} tokens, too many to evaluate at twice that size"
@@ -182,8 +187,8 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
         ):
             if counting := next((n for n in nodes if _counts_tokens(n)), None):
                 raise MaskNotProven(f"the mask is computed with the number of tokens ({counting.name})")
-            if not all(map(is_straight, nodes)):
-                _require_far(terms, nodes, facts, limit, weights, numbers, divisors)
+            if largest < far:
+                _require_far(terms, nodes, facts, far, weights, numbers, divisors)
             return facts
     raise MaskNotProven(_named(seen[min(64, largest)]) + f" (compared at sizes {sorted({*whole, largest})})")
 
@@ -227,13 +232,36 @@ def _is_matrix(node: Node) -> bool:
     return len(shape) >= 2 and min(shape[-2:]) > WHOLE_SIZE
 
 
+def _edges(terms, nodes, size: int, weights: dict) -> set[int]:
+    """The distances at which what the last of `size` tokens sees changes, and how far the token before all those
+    sees: a window, a chunk. None are found of a mask that cannot be evaluated at chosen entries."""
+    values, columns = Values(nodes, size, weights=weights), torch.arange(size, device="cpu")
+
+    def first_seen(row: int, edges: set[int]) -> int:
+        rows = torch.tensor([row], device="cpu")
+        visible = _together(terms, [values.at(t.node, rows, columns) for t in terms], 1, size)[0]
+        changes = (visible[1:] != visible[:-1]).nonzero().reshape(-1).tolist()
+        edges.update(row - c for c in (*changes[:MOST_EDGES], *changes[-MOST_EDGES:]) if c < row)
+        return int(visible.int().argmax())
+
+    edges: set[int] = set()
+    try:
+        with evaluated("the mask", size):
+            first = first_seen(size - 1, edges)
+            if first > 0:
+                edges.add(first - first_seen(first - 1, set()))
+    except NotPointwise:
+        return set()
+    return edges
+
+
 def _require_far(
-    terms, nodes, facts: MaskFacts, limit: int | None, weights: dict, numbers: set[int], divisors: set[int]
+    terms, nodes, facts: MaskFacts, size: int, weights: dict, numbers: set[int], divisors: set[int]
 ) -> None:
-    """Raises unless a mask whose reach is not known is the same at a length that few sequences have."""
+    """Raises unless a mask is the same at a length that few sequences have."""
     edges = numbers | {n for n in (facts.window, facts.chunk) if n is not None}
-    size = min(FAR_SIZE, limit or FAR_SIZE)
-    rows, columns, visible = _visible_at_chosen(terms, nodes, size, weights, edges, divisors, FAR_WHOLE_SIZE)
+    most_whole = WHOLE_SIZE if all(map(is_straight, nodes)) else FAR_WHOLE_SIZE
+    rows, columns, visible = _visible_at_chosen(terms, nodes, size, weights, edges, divisors, most_whole)
     if not torch.equal(_expected(facts, rows, columns), visible):
         raise MaskNotProven(
             f"the mask is {facts.describe()} at some hundred tokens, and another one at {size}"
@@ -269,8 +297,11 @@ def numbers_in(nodes: list[Node]) -> tuple[int, set[int], set[int]]:
             found = {1 << n for n in found if n < 62}
         is_divisor = node.target in _DIVISIONS or node.target in _SHIFTS
         (divisors if is_divisor else numbers).update(n for n in found if 2 <= n < 1 << 62)
-    reach = sum(numbers) * math.prod(divisors) if numbers != {8} else max(8, math.prod(divisors))
-    return reach, numbers, divisors
+    return reach_of(numbers, divisors), numbers, divisors
+
+
+def reach_of(numbers: set[int], divisors: set[int]) -> int:
+    return sum(numbers) * math.prod(divisors) if numbers != {8} else max(8, math.prod(divisors))
 
 
 def _inverses(*numbers: float) -> set[int]:

@@ -113,6 +113,14 @@ class Gathered(Biased):
         return torch.gather(self.table, 1, pairs).view(HEADS, *far.shape)
 
 
+class FarStep(Biased):
+    """What tells distances apart is a number that the graph makes: 300 times 9."""
+
+    def bias(self, positions):
+        far = distances(positions) >= torch.tensor(300) * 9
+        return self.table[:, far.long()]
+
+
 class OfATable(Biased):
     """Positive numbers made of the parameter, before they are looked up."""
 
@@ -137,7 +145,8 @@ class Buffer(Biased):
 # form -> distances with an entry of their own
 FORMS = {
     Buckets: 31, BySdpa: 31, Clipped: ENTRIES, OfAllHeads: ENTRIES, InHalf: ENTRIES, ThenNothing: ENTRIES + 1,
-    ScaledAfterwards: ENTRIES, WithinAWindow: 9, Gathered: ENTRIES, OfATable: ENTRIES, Formula: 15, Buffer: ENTRIES,
+    ScaledAfterwards: ENTRIES, WithinAWindow: 9, Gathered: ENTRIES, FarStep: 2701, OfATable: ENTRIES, Formula: 15,
+    Buffer: ENTRIES,
 }  # fmt: skip
 
 

@@ -64,6 +64,10 @@ FAMILY = {
         lambda p, j: (j <= p) & (p // 40_000 == j // 40_000),
         MaskFacts(causal=True, chunk=40_000),
     ),
+    "chunks by a shift in a tensor": (
+        lambda p, j: (j <= p) & (p >> torch.tensor(10) == j >> torch.tensor(10)),
+        MaskFacts(causal=True, chunk=1024),
+    ),
     "a large window inside larger chunks": (
         lambda p, j: (j <= p) & (p // 8192 == j // 8192) & (p - j < 5000),
         MaskFacts(causal=True, chunk=8192, window=5000),
@@ -111,6 +115,10 @@ def test_the_facts_say_which_keys_are_visible(name):
     assert torch.equal(visible.expand(1, 3, 97, 97)[0, 0], expected)
 
 
+def thrice(n):
+    return n + n + n
+
+
 def window_by(keeps):
     """A causal mask of the keys whose distance, a float from 0 on, `keeps`."""
     return lambda p, j: (j <= p) & keeps((p - j).clamp(min=0).float())
@@ -126,6 +134,13 @@ WINDOWS = {
     "a root": (window_by(lambda d: d.sqrt() < 6), 36),
     "a quotient": (window_by(lambda d: 1 / (d + 1) > 0.04), 24),
     "a large exponential": (window_by(lambda d: torch.exp(-0.004 * d) > 0.1), 576),
+    "a formula that says nothing of its width": (window_by(lambda d: 0.9995**d > 0.1), 4604),
+    "a product of numbers": (lambda p, j: (j <= p) & (p - j < torch.tensor(100) * 9), 900),
+    "a number used three times": (lambda p, j: (j <= p) & (p - j < thrice(torch.full((), 300))), 900),
+    "a factor in a tensor": (lambda p, j: (j <= p) & ((p - j) * torch.tensor([1e-3]) < 1.5), 1500),
+    "a divisor in a tensor": (lambda p, j: (j <= p) & ((p - j) / torch.tensor(100.0) < 8), 800),
+    "divisors below two": (lambda p, j: (j <= p) & ((p - j) / 1.9 / 1.9 / 1.9 < 140), 961),
+    "a very small fraction": (lambda p, j: (j <= p) & ((p - j) * 1e-6 < 0.00115), 1150),
 }
 
 
@@ -136,17 +151,21 @@ def test_a_window_is_found_by_whatever_formula(name):
 
 
 REFUSED = {
-    "a window whose formula says nothing of its width": (
-        window_by(lambda d: 0.9995**d > 0.1),
-        "is causal at some hundred tokens, and another one at 131072",
-    ),
     "positions in half precision, which is exact up to 2048": (
         lambda p, j: (j <= p) & (p.half() - j.half() < 9),
         "is causal, window=9 at some hundred tokens, and another one at 131072",
     ),
     "products of positions, which overflow": (
         lambda p, j: p.int() * p.int() * p.int() >= j.int() * j.int() * j.int(),
-        "is causal at some hundred tokens, and another one at 131072",
+        "none of causal, window, chunk, full",
+    ),
+    "blocks of a width in a tensor": (
+        lambda p, j: (j <= p) & (p // torch.tensor(100) - j // torch.tensor(100) < 8),
+        "none of causal, window, chunk, full",
+    ),
+    "a cast to few bits": (
+        lambda p, j: (j <= p) & ((p // 10).to(torch.int8) >= (j // 10).to(torch.int8)),
+        "none of causal, window, chunk, full",
     ),
     "another mask at a length that is not tried": (
         lambda p, j: (j <= p) & ((torch.tensor(p.shape[0]) != 300) | (p - j < 9)),
