@@ -59,6 +59,8 @@ COUNTS = {
     "of floats": (lambda ids: torch.arange(ids.shape[1], dtype=torch.float32).long(), 64),
     "from 1": (lambda ids: torch.arange(1, ids.shape[1] + 1), 63),
     "even": (lambda ids: torch.arange(0, 2 * ids.shape[1], 2), 32),
+    "sums of ones": (lambda ids: torch.ones_like(ids).cumsum(1) - 1, 64),
+    "sums of a mask of ones": (lambda ids: torch.ones_like(ids, dtype=torch.bool).long().cumsum(-1) - 1, 64),
 }
 
 
@@ -72,6 +74,57 @@ def test_rows_are_positions_in_every_step(name):
     engine = served.engine(EngineConfig(num_kv_blocks=32, max_num_batched_tokens=8))
     outputs = engine.generate(PROMPTS, GREEDY)
     assert [list(o.token_ids) for o in outputs] == [greedy(served.source.module, ids) for ids in PROMPTS]
+
+
+class CutsTable(CountsRows):
+    """As people write them, too: a table cut to the length."""
+
+    def __init__(self, cut):
+        super().__init__(None)
+        self.register_buffer("numbers", torch.arange(64)[None])
+        self.register_buffer("sines", torch.randn(1, 64, WIDTH), persistent=False)
+        self.cut = cut
+
+    def forward(self, idx, targets=None):
+        x = self.tokens(idx) + self.cut(self, idx.shape[1])
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        return self.head(x) * 3, None
+
+
+# what -> (what is added, the most tokens)
+CUTS = {
+    "of a parameter": (lambda m, n: m.positions.weight[:n], 64),
+    "of a buffer, in a batch": (lambda m, n: m.sines[:, :n], 64),
+    "from the third row": (lambda m, n: m.sines[:, 2 : n + 2], 62),
+    "of numbers": (lambda m, n: m.positions(m.numbers[:, :n]), 64),
+    "of what is made of it": (lambda m, n: (m.sines[0].sin() * 2)[0:n], 64),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_rows_of_a_table_that_is_cut_to_the_length(name):
+    cut, longest = CUTS[name]
+    served = pagebinder.compile_model(
+        CutsTable(cut).eval(), CompileConfig(executable="eager", verify="sample")
+    )
+    assert served.max_model_len == longest
+    engine = served.engine(EngineConfig(num_kv_blocks=32, max_num_batched_tokens=8))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert [list(o.token_ids) for o in outputs] == [greedy(served.source.module, ids) for ids in PROMPTS]
+
+
+CUT_OTHERWISE = {
+    "its last rows": lambda m, n: m.sines[:, -n:],
+    "from the end": lambda m, n: m.sines[:, :n].flip(1),
+    "every other row": lambda m, n: m.sines[:, : 2 * n : 2],
+}
+
+
+@pytest.mark.parametrize("name", CUT_OTHERWISE)
+def test_other_rows_of_a_table_are_refused(name):
+    with pytest.raises(CaptureError):
+        pagebinder.compile_model(CutsTable(CUT_OTHERWISE[name]).eval(), CompileConfig(executable="eager"))
 
 
 def scaled_by_position(name: str) -> nn.Module:
@@ -111,7 +164,8 @@ REFUSED = {
         "counts the tokens of the batch",
     ),
     "halves": (lambda ids: torch.arange(0.5, ids.shape[1] + 0.5).long(), "cuts or extends the token"),
-    "sums": (lambda ids: torch.ones_like(ids).cumsum(1) - 1, "along the token dimension"),
+    "sums of twos": (lambda ids: torch.full_like(ids, 2).cumsum(1) - 2, "along the token dimension"),
+    "sums of ids": (lambda ids: (ids > 2).cumsum(1), "along the token dimension"),
 }
 
 

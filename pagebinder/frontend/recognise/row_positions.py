@@ -1,10 +1,14 @@
 """Numbers of rows that a model counts itself, in place of the positions that it is (or is not) given.
 
 Matches:
-    arange(T), arange(a, a + T), arange(a, a + b T, b) of whole numbers, T tokens in the call: what is left of them
-    when masks are recognised
+    arange(T), arange(a, a + T), arange(a, a + b T, b) of whole numbers, T tokens in the call
+    cumsum of T ones
+    table[a : a + T] of any dimension of a table whose size is fixed
+    what is left of them when masks are recognised
 Replaces with:
     positions * b + a                            cast at last, if the numbers have another dtype
+    positions + 1
+    table[positions + a]
 
 A model is captured on whole sequences, whose row i is position i: there both are the same numbers, so the graph means
 what it meant. In a step that holds a part of a sequence, or several, only positions say it. What is done with them is
@@ -13,15 +17,18 @@ for the audit to judge, as with positions that a model is given.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch.fx import GraphModule, Node
 
-from pagebinder.graph_tools import aten, calls, describe, finish, insert_call, val
+from pagebinder.frontend.mask_values import fill_of, token_dims
+from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, skip_casts, val
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "row_positions"
 ROUNDED = "numbers of 16 bits that do not begin with 0: torch rounds them in several ways; count in int64 and convert"
-COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
 def recognise_row_positions(gm: GraphModule) -> PassResult:
@@ -29,34 +36,78 @@ def recognise_row_positions(gm: GraphModule) -> PassResult:
     result = PassResult(name="recognise_row_positions")
     inputs = {n.target: n for n in gm.graph.nodes if n.op == "placeholder"}
     positions = inputs.get("positions")
-    for node in calls(gm.graph, *COUNTS) if positions is not None else ():
-        numbers = _start_and_step(node, positions)
-        if numbers is None:
+    for node in calls(gm.graph, *_FORMS) if positions is not None else ():
+        start_and_step, replacement = _FORMS[node.target]
+        if val(node).device != val(positions).device or (numbers := start_and_step(node, positions)) is None:
             continue
-        same, (start, step) = positions, numbers
-        if start != 0 and val(node).dtype in (torch.bfloat16, torch.float16):
+        if numbers[0] != 0 and val(node).dtype in (torch.bfloat16, torch.float16) and replacement is _counted:
             result.refusals.append(Refusal(pattern=PATTERN, reason=ROUNDED, **describe(node)))
             continue
         result.matches.append(Match(pattern=PATTERN, **describe(node)))
-        if step != 1:
-            same = insert_call(gm.graph, node, aten.mul.Tensor, (same, step))
-        if start != 0:
-            same = insert_call(gm.graph, node, aten.add.Tensor, (same, start))
-        if val(node).dtype is not val(positions).dtype:
-            same = insert_call(gm.graph, node, aten.to.dtype, (same, val(node).dtype))
-        node.replace_all_uses_with(same)
+        node.replace_all_uses_with(replacement(gm, node, _rows(gm, node, positions, *numbers)))
         gm.graph.erase_node(node)
     result.changed = bool(result.matches)
     finish(gm)
     return result
 
 
-def _start_and_step(node: Node, positions: Node) -> tuple[int, int] | None:
-    """Of whole numbers, one for each token; None: they are not."""
+def _rows(gm: GraphModule, node: Node, positions: Node, start: int, step: int) -> Node:
+    rows = positions
+    if step != 1:
+        rows = insert_call(gm.graph, node, aten.mul.Tensor, (rows, step))
+    return rows if start == 0 else insert_call(gm.graph, node, aten.add.Tensor, (rows, start))
+
+
+def _counted(gm: GraphModule, node: Node, rows: Node) -> Node:
+    """The numbers of rows themselves, in the shape and dtype of those that were counted."""
+    if val(node).dtype is not val(rows).dtype:
+        rows = insert_call(gm.graph, node, aten.to.dtype, (rows, val(node).dtype))
+    (dim,) = token_dims(node)
+    for place in range(val(node).dim() - 1):
+        rows = insert_call(gm.graph, node, aten.unsqueeze.default, (rows, 0 if place < dim else -1))
+    return rows
+
+
+def _looked_up(gm: GraphModule, node: Node, rows: Node) -> Node:
+    before = [None] * (arg(node, 1, "dim", 0) % val(node).dim())
+    return insert_call(gm.graph, node, aten.index.Tensor, (node.args[0], [*before, rows]))
+
+
+def _of_arange(node: Node, positions: Node) -> tuple[int, int] | None:
+    """Where whole numbers start, one for each token, and their step; None: they are other numbers."""
     numbers = node.args if node.target is not aten.arange.default else (0, *node.args)
     start, step = numbers[0], numbers[2] if len(numbers) > 2 else 1
-    size, num_tokens = val(node).shape[0], val(positions).shape[0]
-    by_token = isinstance(size, torch.SymInt) and size.node.expr == num_tokens.node.expr
-    if by_token and type(start) is type(step) is int and val(node).device == val(positions).device:
+    if _by_token(node, 0, positions) and type(start) is type(step) is int:
         return start, step
     return None
+
+
+def _of_sums(node: Node, positions: Node) -> tuple[int, int] | None:
+    dim = node.args[1]
+    counts_tokens = fill_of(skip_casts(node.args[0])) == 1 and _by_token(node, dim, positions)
+    others = [size for d, size in enumerate(val(node).shape) if d != dim % val(node).dim()]
+    return (1, 1) if counts_tokens and math.prod(others) == 1 else None
+
+
+def _of_slice(node: Node, positions: Node) -> tuple[int, int] | None:
+    """Of one that takes a row of a table for each token."""
+    dim, start, step = (arg(node, *a) for a in ((1, "dim", 0), (2, "start", 0), (4, "step", 1)))
+    of_table = step == 1 and _by_token(node, dim, positions) and not token_dims(node.args[0])
+    start = 0 if start is None else start
+    return (start, 1) if of_table and type(start) is int and start >= 0 else None
+
+
+def _by_token(node: Node, dim: int, positions: Node) -> bool:
+    """Is this dimension as long as the call has tokens?"""
+    size = val(node).shape[dim]
+    return isinstance(size, torch.SymInt) and size.node.expr == val(positions).shape[0].node.expr
+
+
+_Reads = Callable[[Node, Node], tuple[int, int] | None]
+_FORMS: dict[object, tuple[_Reads, Callable[[GraphModule, Node, Node], Node]]] = {
+    aten.arange.default: (_of_arange, _counted),
+    aten.arange.start: (_of_arange, _counted),
+    aten.arange.start_step: (_of_arange, _counted),
+    aten.cumsum.default: (_of_sums, _counted),
+    aten.slice.Tensor: (_of_slice, _looked_up),
+}
