@@ -12,7 +12,7 @@ some tokenizers (Llama 2) drop a blank at the beginning of a text, of this one, 
 
 A function of your own is a guide, too: the tokens generated so far (list of ids) -> what may come next: token ids, a
 mask [V] of bools, or None for anything. No token: the text ends there. It is asked once for each state, and must
-answer the same when it is asked again.
+answer the same when it is asked again. It may abort requests of the engine, its own, too: they end with the step.
 """
 
 from __future__ import annotations

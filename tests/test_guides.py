@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -469,6 +470,216 @@ def test_a_function_is_named_by_its_request(compiled):
 def iter_finished(engine):
     while engine.has_unfinished:
         yield from (x for x in engine.step() if x.finished)
+
+
+# Functions that abort requests
+
+
+def aborting(engine, request_id, at, seen):
+    """A guide that aborts a request when it is asked what follows `at` tokens, in the step that gives the last of
+    them; `seen` gets what that returns."""
+
+    def guide(output):
+        if len(output) == at and not seen:
+            seen.append(engine.abort(request_id))
+            seen.append(engine.abort(request_id))
+
+    return guide
+
+
+def counts_of(engine):
+    """By request what `step` returned: the number of tokens and the reason of the last output."""
+    done = {}
+    while engine.has_unfinished:
+        done |= {o.request_id: (len(o.token_ids), o.finish_reason) for o in engine.step()}
+    engine.check_integrity()
+    assert engine.stats().free_blocks == engine.stats().num_blocks - 1 and not engine.live_requests
+    return done
+
+
+@pytest.mark.parametrize("drafter", [None, "guide", "foretold"])
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("victim", ["other", "own"])
+def test_a_function_may_abort_requests(compiled, victim, ends, drafter):
+    """In the step in which a third one ends, and the victim, too, if `ends`."""
+    (expected,) = engine_of(compiled).generate([PROMPT], greedy())
+    told = Foretold([PROMPT + expected.token_ids]) if drafter == "foretold" else drafter
+    engine, seen = engine_of(compiled, drafter=told, draft_budget=64), []
+    guide = aborting(engine, victim, 2, seen)
+    engine.add_request("other", PROMPT, greedy(max_tokens=3 if ends and victim == "other" else 20))
+    engine.add_request("own", PROMPT, greedy(max_tokens=3 if ends and victim == "own" else 12, guide=guide))
+    engine.add_request("third", PROMPT, greedy(max_tokens=3))
+    done, (aborted, again) = counts_of(engine), seen
+    assert done["third"] == (3, "length")
+    rest = {"other": (20, "length"), "own": (12, "length")}
+    assert {i: done[i] for i in rest if i != victim} == {i: rest[i] for i in rest if i != victim}
+    assert again is None and (aborted.request_id, aborted.finish_reason) == (victim, "abort")
+    assert aborted.token_ids == expected.token_ids[: aborted.num_tokens]
+    assert done.get(victim, (0, None)) == (aborted.num_tokens, None)  # and nothing of its last step
+    engine.add_request(victim, PROMPT, greedy(max_tokens=2))
+    assert counts_of(engine) == {victim: (2, "length")}
+
+
+@pytest.mark.parametrize("drafter", ["guide", "ngram"])
+@pytest.mark.parametrize("victim", ["other", "own"])
+def test_a_function_may_abort_requests_when_it_is_asked_for_guesses(compiled, victim, drafter):
+    engine, while_choosing, seen = engine_of(compiled, drafter=drafter, draft_budget=64), [], []
+    aborts = aborting(engine, victim, 2, seen)
+
+    def forces(output):
+        aborts(output)
+        if len(output) == 2:
+            while_choosing.append(engine.loop.is_choosing)
+        return [7]
+
+    engine.add_request("own", PROMPT, greedy(max_tokens=12, guide=forces))
+    engine.add_request("other", PROMPT, greedy(max_tokens=20))
+    done = counts_of(engine)
+    assert while_choosing == [False] and (seen[0].finish_reason, seen[1]) == ("abort", None)
+    left = {"other": (20, "length"), "own": (12, "length")}
+    assert done == left | {victim: (seen[0].num_tokens, None)} and seen[0].num_tokens > 0
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("victim", ["x-0", "x-1", "x-2"])
+def test_a_function_may_abort_samples_of_its_prompt(compiled, victim, at):
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, n=3)
+    expected = [o.token_ids for o in engine_of(compiled).generate([PROMPT], params)]
+    engine, seen, done = engine_of(compiled), [], {}
+    aborts = aborting(engine, victim, at, seen)
+    params = dataclasses.replace(params, guide=lambda ids: aborts(ids) if engine.live_requests else None)
+    engine.add_request("x", PROMPT, params)
+    while engine.has_unfinished:
+        done |= {o.request_id: o.token_ids for o in engine.step() if o.finished}
+    assert done == {f"x-{i}": expected[i] for i in range(3) if f"x-{i}" != victim}
+    assert seen[0].token_ids == expected[int(victim[-1])][: max(at - 1, 0)]
+    assert engine.stats().free_blocks == engine.stats().num_blocks - 1
+
+
+def test_a_function_may_abort_samples_that_wait_for_their_prompt(compiled):
+    engine, seen = engine_of(compiled, max_num_batched_tokens=8), []
+    engine.add_request("a", PROMPT, greedy(guide=aborting(engine, "x-1", 2, seen)))
+    engine.step()
+    engine.add_request("x", list(range(40)), greedy(max_tokens=3, n=3))
+    assert counts_of(engine) == {"a": (24, "length"), "x-0": (3, "length"), "x-2": (3, "length")}
+    assert seen[0].token_ids == [] and seen[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("max_tokens", [2, 9])
+def test_whole_calls_end_whose_requests_a_function_aborts(compiled, max_tokens, n):
+    engine = engine_of(compiled)
+
+    def aborts_its_own(output):
+        if len(output) == 2:
+            for request_id in engine.live_requests:
+                engine.abort(request_id)
+
+    engine.add_request("by hand", PROMPT, greedy(max_tokens=9))
+    params = greedy(max_tokens=max_tokens, n=n, guide=aborts_its_own)
+    outputs = engine.generate([PROMPT], params)
+    assert [(o.num_tokens, o.finish_reason) for o in outputs] == [(2, "abort")] * n
+    assert [o.num_tokens for o in engine.step()] == [] and not engine.has_unfinished
+    streamed = list(engine.stream([PROMPT], params))
+    assert [o.num_tokens for o in streamed] == [1] * n and not engine.has_unfinished
+    engine.check_integrity()
+
+
+def test_a_call_that_a_function_closes_ends_with_the_step(compiled):
+    """Its samples get their first tokens in this very step."""
+    engine = engine_of(compiled)
+    stream = engine.stream([PROMPT], greedy(max_tokens=9, n=3))
+
+    def closes(output):
+        if output:
+            stream.close()
+
+    def generates(output):
+        if output:
+            engine.generate([PROMPT], greedy(n=2))
+
+    engine.add_request("a", PROMPT, greedy(max_tokens=4, guide=closes))
+    assert counts_of(engine) == {"a": (4, "length")}
+    engine.add_request("a", PROMPT, greedy(guide=generates))
+    with pytest.raises(RequestError, match="must not generate with the engine that asks it"):
+        engine.step()
+    assert list(engine.live_requests) == ["a"] and engine.abort("a").num_tokens == 0
+
+
+def test_what_a_function_aborted_is_gone_though_the_step_fails(compiled):
+    engine = engine_of(compiled)
+
+    def breaks(output):
+        if len(output) == 2 and "x-0" in engine.live_requests:
+            engine.abort("x-0")
+            engine.abort("x-1")
+            raise KeyError("boom")
+
+    engine.add_request("a", PROMPT, greedy(max_tokens=5, guide=breaks))
+    engine.step()
+    engine.add_request("x", PROMPT, greedy(max_tokens=3, n=3))
+    with pytest.raises(KeyError, match="boom"):
+        engine.step()
+    assert set(engine.live_requests) == {"a", "x-2"}
+    assert counts_of(engine) == {"a": (5, "length"), "x-2": (3, "length")}
+
+
+def test_the_text_of_what_is_aborted_in_a_step_stays_its_own(tiny):
+    engine, seen = engine_of(tiny), []
+
+    def reads(output):
+        if len(output) == 3:
+            seen.append(engine.abort("a"))
+            seen.append(seen[0].text)
+
+    params = greedy(max_tokens=8, stop=("nothing like it",), logprobs=1, guide=reads)
+    engine.add_request("a", "The open", params)
+    live = engine.live_requests["a"]
+    assert counts_of(engine) == {"a": (2, None)}
+    last, (aborted, text), decode = live.output(), seen, engine.model.tokenizer.decode
+    assert (len(aborted.token_ids), len(aborted.logprobs), last.num_tokens) == (2, 2, 3)
+    assert aborted.text == text == decode(aborted.token_ids) != last.text
+    assert last.text == decode(last.token_ids) and last.finish_reason == "abort"
+
+
+def test_a_function_may_abort_whom_a_fork_needs(compiled):
+    engine = engine_of(compiled)
+    engine.add_request("a", PROMPT, greedy())
+    engine.step()
+
+    def takes_the_name(output):
+        if "b" not in engine.live_requests:
+            engine.add_request("b", PROMPT, greedy(max_tokens=2))
+
+    with pytest.raises(RequestError, match="'b' is already in use"):
+        engine.fork("a", "b", greedy(guide=takes_the_name))
+    with pytest.raises(RequestError, match="'a' is not in the engine"):
+        engine.fork("a", "c", greedy(guide=lambda output: engine.abort("a") and None))
+    assert counts_of(engine) == {"b": (2, "length")}
+
+    def aborts_and_forks(output):
+        if len(output) == 2:
+            engine.abort("a")
+            with pytest.raises(RequestError, match="'a' is not in the engine"):
+                engine.fork("a", "b")
+
+    engine.add_request("a", PROMPT, greedy(guide=aborts_and_forks))
+    assert counts_of(engine) == {"a": (1, None)}
+
+
+@pytest.mark.parametrize("which", [slice(0, 1), slice(None)])
+def test_a_search_goes_on_without_beams_that_are_aborted(compiled, which):
+    engine = engine_of(compiled)
+
+    def aborts_beams(output):
+        if len(output) == 2:
+            for request_id in [i for i in engine.live_requests if i != "a"][which]:
+                engine.abort(request_id)
+
+    engine.add_request("a", PROMPT, greedy(max_tokens=4, guide=aborts_beams))
+    beams = engine.beam_search(PROMPT, beam_width=3, max_tokens=6, ignore_eos=True)
+    assert len(beams) == (0 if which == slice(None) else 3)
+    assert counts_of(engine) == {"a": (4, "length")}
 
 
 WRONG = {

@@ -68,7 +68,8 @@ class BeamSearch:
 
     def advance(self) -> None:
         """Extend all beams by a token, if the logits of all of them are there."""
-        if any(beam.live.held_logits is None for beam in self._open):
+        self._open = [beam for beam in self._open if not beam.request.is_finished]  # the others were aborted
+        if not self._open or any(beam.live.held_logits is None for beam in self._open):
             return
         successors = self._choose()
         length = self._open[0].request.num_output_tokens + 1

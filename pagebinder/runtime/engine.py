@@ -105,6 +105,7 @@ class Engine(WholeCalls, NotPickled):
         # Outputs belong to the `stream` or `generate` call that made the request, else to `step`.
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._undelivered: list[RequestOutput] = []
+        self._to_abort: dict[str, LiveRequest] = {}  # when the step that chooses tokens has been published
         self._ids = itertools.count()
         self._seeds = itertools.count()
         self.generated_tokens = 0
@@ -188,9 +189,7 @@ class Engine(WholeCalls, NotPickled):
             CacheCapacityError: the fork could not run to its end even alone. Nothing was changed.
         """
         check_id(request_id)
-        parent = self._live.get(request_id)
-        if parent is None:
-            raise RequestError(f"request {request_id!r} is not in the engine: it cannot be forked.")
+        parent = self._parent(request_id)
         params = dataclasses.replace(parent.params, n=1, seed=None) if params is None else params
         self._check_new(new_request_id, params)
         old, room = parent.request, self.model.max_model_len - parent.request.num_prompt_tokens
@@ -204,6 +203,9 @@ class Engine(WholeCalls, NotPickled):
             raise RequestError(f"{request_id!r} kept no log-probabilities, so its fork cannot report them.")
         self.scheduler.check_fits(old.num_prompt_tokens, limit, old.num_encoder_tokens)
         guide = self.guides.guide(params.guide, old.output_token_ids)
+        if callable(params.guide):  # it may have aborted the one, and taken the other's name
+            self._parent(request_id)
+            self._check_new(new_request_id, params)
         seed = params.seed if params.seed is not None else self._fresh_seed()
         child = old.child(new_request_id, old.num_tokens, max_tokens=limit, params=params)
         live = LiveRequest.of(child, seed, guide, self.model)
@@ -212,11 +214,17 @@ class Engine(WholeCalls, NotPickled):
         if params.stop:
             live.text.catch_up(child.num_output_tokens)
         live.mark()
-        self._live[new_request_id] = live
         if request_id in self.scheduler.requests:
             self.scheduler.fork(request_id, child)
         else:  # a sample that waits for its prompt
             self.scheduler.add_request(child)
+        self._live[new_request_id] = live
+
+    def _parent(self, request_id: str) -> LiveRequest:
+        parent = self._live.get(request_id)
+        if parent is None or request_id in self._to_abort:
+            raise RequestError(f"request {request_id!r} is not in the engine: it cannot be forked.")
+        return parent
 
     def _check_new(self, request_id: str, params: SamplingParams) -> None:
         if not isinstance(request_id, str) or not request_id:
@@ -232,7 +240,8 @@ class Engine(WholeCalls, NotPickled):
     @in_turn
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request and free its blocks; returns what it had generated, or None if it is unknown. `step` returns
-        no output of it any more.
+        no output of it any more. A guide's function may call it, for its own request, too: what it returns is what
+        there was then, and the request ends with the step.
 
         Samples of one prompt (n > 1) are requests of their own: "<id>-0", "<id>-1", ...
         Raises RequestError: the id is no string.
@@ -241,13 +250,19 @@ class Engine(WholeCalls, NotPickled):
         owed = [output for output in self._undelivered if output.request_id == request_id]
         if owed:
             self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
-        live = self._live.pop(request_id, None)
-        if live is None:
+        live = self._live.get(request_id)
+        if live is None or request_id in self._to_abort:
             return owed[-1] if owed else None
+        if self.loop.is_choosing:
+            self._to_abort[request_id] = live
+            return live.aborted_output()
+        del self._live[request_id]
         if self.scheduler.abort(request_id) is None:  # a sample that waits for its prompt
             live.request.status = RequestStatus.FINISHED_ABORTED
-            leader = next(x for x in self._live.values() if x.samples and live in x.samples)
-            leader.samples.remove(live)
+            for leader in self._live.values():
+                if leader.samples and live in leader.samples:
+                    leader.samples.remove(live)
+                    break
         elif live.samples:
             # The next sample computes the prompt instead, from what the prefix cache has of it.
             rest = live.samples[1:]
@@ -294,18 +309,31 @@ class Engine(WholeCalls, NotPickled):
                 "generate with the engine that asks it. Use another engine of the compiled model."
             )
         self.arena.idle.clear()
-        self._in_step = True
         try:
-            output, chosen, finished = self.loop.advance()
+            self._in_step = True
+            try:
+                output, chosen, finished = self.loop.advance()
+            finally:
+                self._in_step = False
+            clock = StepClock(self.loop.seconds)
+            self._publish(output, chosen, finished)
         finally:
-            self._in_step = False
-        clock = StepClock(self.loop.seconds)
-        self._publish(output, chosen, finished)
+            self._abort_noted()
         self.loop.drain()
         if self.config.check_integrity:
             self.scheduler.check_integrity()
         self._rest_if_done()
         clock.lap("publish")
+
+    def _abort_noted(self) -> None:
+        """Carry out what guides' functions aborted while the step chose its tokens."""
+        if not self._to_abort:
+            return
+        noted, self._to_abort = self._to_abort, {}
+        here = [i for i, live in noted.items() if self._live.get(i) is live]
+        for i in noted.keys() - here:  # it ended in this very step
+            noted[i].request.status = RequestStatus.FINISHED_ABORTED
+        self._abort_all(here)
 
     def _rest_if_done(self) -> None:
         if not self._live:
@@ -326,6 +354,8 @@ class Engine(WholeCalls, NotPickled):
             if request.flags & QUIET:
                 outputs.append(live.output())
         for one in outputs:
+            if one.request_id in self._to_abort:
+                continue
             self._mailboxes.get(one.request_id, self._undelivered).append(one)
         self.loop.forget(request.request_id for request in finished)
 

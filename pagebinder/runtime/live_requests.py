@@ -16,7 +16,7 @@ from pagebinder.runtime.guides import FunctionGuide, Guide
 from pagebinder.runtime.logit_edits import LogitEdits
 from pagebinder.runtime.output_text import OutputText
 from pagebinder.runtime.outputs import RequestOutput
-from pagebinder.runtime.request import Request
+from pagebinder.runtime.request import Request, RequestStatus
 from pagebinder.runtime.sampler import GREEDY_TEMPERATURE, SamplingRow
 
 PLAIN = 1  # no stop rules of its own, no log-probabilities, nothing that waits for its first token
@@ -86,6 +86,11 @@ class LiveRequest:
 
     def output(self) -> RequestOutput:
         return RequestOutput(self.request, self.text, self.logprobs)
+
+    def aborted_output(self) -> RequestOutput:
+        """What an abort returns that is carried out later: the request as it is now."""
+        text = None if self.text is None else self.text.anew()
+        return RequestOutput(self.request, text, self.logprobs, RequestStatus.FINISHED_ABORTED.value)
 
     def end_text_before_last_token(self, num_before: int = 0) -> None:
         """The token that comes `num_before` tokens from now ends the request and is not part of its text."""

@@ -21,13 +21,17 @@ class OutputText:
     """Reads the generated tokens of `request`. With stop strings every token must be decoded as it comes."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._stop = tokenizer, stop
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._request = request
         self._ends = [0]
         self._whole: str | None = None
         # Tokens that the text shows: a token that ends the request is none of them. None: all.
         self.limit: int | None = None
+
+    def anew(self) -> OutputText:
+        """A reader of the same tokens that has read nothing: what it finishes may go on here."""
+        return OutputText(self._tokenizer, self._request, self._stop)
 
     def append(self, token_id: int) -> bool:
         """Decode the request's next token; True if a stop string is complete."""

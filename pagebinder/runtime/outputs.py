@@ -48,10 +48,11 @@ class RequestOutput:
     )
 
     def __init__(
-        self, request: Request, text: OutputText | None = None, logprobs: list[dict[int, float]] | None = None
-    ) -> None:
+        self, request: Request, text: OutputText | None = None, logprobs: list[dict[int, float]] | None = None,
+        finish_reason: str | None = None,
+    ) -> None:  # fmt: skip
         self.request_id = request.request_id
-        self.finish_reason = request.finish_reason
+        self.finish_reason = finish_reason or request.finish_reason
         self.finished = self.finish_reason is not None
         self.num_cached_tokens = request.num_cached_tokens
         self._request = request

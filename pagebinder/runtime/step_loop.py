@@ -96,7 +96,10 @@ class AheadStats:
 
 
 class StepLoop:
-    """Schedules, launches and finishes steps. `live`: the engine's requests by id; nothing is published here."""
+    """Schedules, launches and finishes steps. `live`: the engine's requests by id; nothing is published here.
+
+    `is_choosing`: tokens are being chosen, and functions of guides asked: all requests of the step must stay `live`.
+    """
 
     def __init__(
         self, model: EngineModel, config: EngineConfig, scheduler: Scheduler, arena: KVArena,
@@ -122,6 +125,7 @@ class StepLoop:
                 config, scheduler, live, vocab_size=model.vocab_size, device_type=model.device.type
             )
             self.seconds["draft"] = 0.0
+        self.is_choosing = False
         self._live = live
         self._launched: deque[LaunchedStep] = deque()
         self._last_finish = 0.0
@@ -247,21 +251,11 @@ class StepLoop:
             self.num_copies += len(copies)
 
     def _finish(self, step: LaunchedStep, clock: StepClock) -> FinishedStep:
-        output, eos, gone = step.output, self.model.eos_token_ids, None
+        output, gone = step.output, None
         if output.moves != self.scheduler.batch.moves:
             gone = np.array([output.requests[row].is_finished for row in output.sampling.tolist()], bool)
             self.ahead.overshot_tokens += int(np.isin(output.sampling[gone], output.awaited).sum())
-        try:
-            if output.drafts:
-                chosen = choose_verified(step.logits, output, self._live, eos)
-            elif step.tokens is None:
-                chosen = choose_tokens(step.logits, output, self._live, eos, gone)
-            else:
-                tokens = step.tokens.wait()
-                clock.lap("run")
-                chosen = take_tokens(tokens, gone, output, self._live, eos)
-        except FloatingPointError as error:
-            raise FloatingPointError(f"{error}{_whose(step)}") from error
+        chosen = self._choose(step, gone, clock)
         clock.lap("sample")
         self._note_prefill(step)
         forks = [(parent, live.request) for parent, live in chosen.forks]
@@ -272,6 +266,22 @@ class StepLoop:
             self._mark_again(self._live[parent])
         clock.lap("schedule")
         return FinishedStep(output, chosen, finished)
+
+    def _choose(self, step: LaunchedStep, gone: np.ndarray | None, clock: StepClock) -> StepTokens:
+        output, eos = step.output, self.model.eos_token_ids
+        self.is_choosing = True
+        try:
+            if output.drafts:
+                return choose_verified(step.logits, output, self._live, eos)
+            if step.tokens is None:
+                return choose_tokens(step.logits, output, self._live, eos, gone)
+            tokens = step.tokens.wait()
+            clock.lap("run")
+            return take_tokens(tokens, gone, output, self._live, eos)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{error}{_whose(step)}") from error
+        finally:
+            self.is_choosing = False
 
     def _mark_again(self, live: LiveRequest) -> None:
         """Its samples go their own ways now: it is like any other."""

@@ -153,9 +153,10 @@ class WholeCalls:
         for i in ids:
             self._mailboxes.pop(i, None)
             leader = self._live.get(i)
-            if leader is None or not leader.samples:
+            # Those that wait for its prompt, all at once: each abort would look through all of them. Not while a step
+            # chooses tokens for them.
+            if leader is None or not leader.samples or self.loop.is_choosing:
                 continue
-            # Those that wait for its prompt, all at once: each abort would look through all of them.
             rest = [leader]
             for sample in leader.samples[1:]:
                 if sample.request.request_id in gone:

@@ -77,7 +77,7 @@ class Speculator:
         """Guesses for the next step by request id, best request first."""
         all_asks = self._asks()
         forced = {ask.request_id: self._forced(ask) for ask in all_asks}
-        asks = [ask for ask in all_asks if not forced[ask.request_id]]
+        asks = [ask for ask in all_asks if not forced[ask.request_id] and ask.request_id in self._live]
         proposals = self.drafter.propose(asks) if asks else []
         if not hasattr(proposals, "__len__") or len(proposals) != len(asks):
             raise ValueError(
@@ -106,8 +106,10 @@ class Speculator:
 
     def _forced(self, ask: DraftRequest) -> list[int]:
         """What the request's guide says will follow: nobody needs to guess it."""
-        live = self._live[ask.request_id]
-        return [] if live.guide is None else live.guide.forced(live.request.output_token_ids, ask.most)
+        live = self._live.get(ask.request_id)  # a guide's function may have aborted it
+        if live is None or live.guide is None:
+            return []
+        return live.guide.forced(live.request.output_token_ids, ask.most)
 
     def _admitted(self, request_id: str, tokens: list[int]) -> list[int]:
         """Guesses up to the first one that the request's guide does not allow, which could not stand."""
