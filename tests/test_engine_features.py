@@ -205,6 +205,24 @@ def test_an_aborted_request_is_owed_nothing(engine, max_tokens):
     assert output.token_ids == fresh.token_ids and not output.finished
 
 
+def test_calls_take_ids_that_nobody_has(engine):
+    """Neither those of samples and beams, nor of requests that have ended and whose outputs `step` still owes."""
+    params, ids = greedy(max_tokens=12, ignore_eos=True), []
+    expected = engine.generate([[4, 5]], greedy(max_tokens=3))[0].token_ids
+    for number in range(1, 9):
+        name = f"request-{number}"
+        ids += engine.add_request(name, [1, 2, 3], greedy(max_tokens=2, n=number % 3 + 1))
+        ids += engine.add_request(f"{name}/1", [1, 2, 3], params)
+    for n in (1, 2, 3, 2):
+        outputs = engine.generate([[4, 5]], greedy(max_tokens=3, n=n))
+        assert [o.token_ids for o in outputs] == [expected] * n
+        assert len(engine.beam_search([4, 5], beam_width=3, max_tokens=3)) == 3
+        with pytest.raises(pagebinder.RequestError, match="must be SamplingParams, not int"):
+            engine.generate([[4, 5]], 3)
+    lengths = {o.request_id: len(o.token_ids) for o in drain(engine)}
+    assert lengths == {i: 12 if "/" in i else 2 for i in ids}
+
+
 def test_a_call_of_many_samples_ends_at_once(engine):
     stream = engine.stream([[1, 2, 3]], SamplingParams(n=3000, max_tokens=4))
     engine.add_request("a", [4, 5], greedy())

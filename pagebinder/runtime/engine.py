@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -143,7 +144,7 @@ class Engine(WholeCalls, NotPickled):
         try:
             check_params(params, self.model.tokenizer, self.model.vocab_size)
             guides = self.guides.guides(params.guide, params.n)
-            ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
+            ids = _ids_of(request_id, params.n)
             with deferred_interrupts(), self._turns.taken():
                 taken = next(filter(self._is_taken, ids), None)
                 if taken is not None:
@@ -385,9 +386,28 @@ class Engine(WholeCalls, NotPickled):
         with self._turns.taken():
             return self.kv.reset_prefix_cache()
 
-    def _fresh_id(self) -> str:
-        return next(i for i in (f"request-{n}" for n in self._ids) if i not in self._live)
+    def _fresh_id(self, num_samples: int) -> str:
+        """An id for a prompt of a call; nobody has it, nor those of its samples."""
+        owed = {output.request_id for output in self._undelivered}
+
+        def is_free(name: str) -> bool:
+            return not any(i in self._live or i in owed for i in _ids_of(name, num_samples))
+
+        return next(filter(is_free, self._fresh_names()))
+
+    def _fresh_search(self) -> str:
+        """A name for a beam search; nobody has an id as its beams have."""
+        taken = [*self._live, *(output.request_id for output in self._undelivered)]
+        return next(name for name in self._fresh_names() if not any(i.startswith(f"{name}/") for i in taken))
+
+    def _fresh_names(self) -> Iterator[str]:
+        return (f"request-{number}" for number in self._ids)
 
     def _fresh_seed(self) -> int:
         """A seed for a request that brings none: the engine's seed and a running number."""
         return self.config.seed * 1_000_003 + next(self._seeds)
+
+
+def _ids_of(request_id: str, num_samples: int) -> list[str]:
+    """Of the requests that a prompt becomes."""
+    return [request_id] if num_samples == 1 else [f"{request_id}-{i}" for i in range(num_samples)]

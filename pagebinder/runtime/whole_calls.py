@@ -66,11 +66,12 @@ class WholeCalls:
         encoder = encoder_fields(encoder_prompt, self.model, self.kv.max_encoder_tokens)
         tokens, beside = decoder_prompt(prompt, self.model)
         room = max(1, self.model.max_model_len - len(tokens))
-        search = BeamSearch(
-            self.scheduler, self._live, self._fresh_id(), width=beam_width, max_tokens=min(max_tokens, room),
-            length_penalty=length_penalty, eos=() if ignore_eos else self.model.eos_token_ids,
-        )  # fmt: skip
         with self._turns.taken():
+            search = BeamSearch(
+                self.scheduler, self._live, self._fresh_search(), width=beam_width,
+                max_tokens=min(max_tokens, room), length_penalty=length_penalty,
+                eos=() if ignore_eos else self.model.eos_token_ids,
+            )  # fmt: skip
             try:
                 search.start(tokens, params, **encoder, **beside)
                 while not search.done:
@@ -125,7 +126,8 @@ class WholeCalls:
         """Queue a prompt of a whole call, whose requests are put into `lives`; False: requests that there are hold
         the place of its embeddings."""
         try:
-            ids = self.add_request(self._fresh_id(), prompt, params, encoder_prompt=encoder_prompt)
+            fresh = self._fresh_id(getattr(params, "n", 1))  # what is no SamplingParams is refused below
+            ids = self.add_request(fresh, prompt, params, encoder_prompt=encoder_prompt)
         except PromptRowsTakenError:
             if not self._live:  # somebody else does
                 raise
