@@ -15,6 +15,7 @@ import torch
 from pagebinder.errors import ConfigError, RequestError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_BITS = 14_000  # of a number: Python writes 4,300 digits at most, in messages too
 
 
 def strict(error: type[Exception]) -> Callable[[type], type]:
@@ -34,7 +35,11 @@ def strict(error: type[Exception]) -> Callable[[type], type]:
                     near = difflib.get_close_matches(key, names, n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else "."
                     raise error(f"{cls.__name__} has no option {key!r}{hint} Options: {', '.join(names)}.")
-            original(self, **{key: plain_value(value) for key, value in kwargs.items()})
+            values = {key: plain_value(value) for key, value in kwargs.items()}
+            for key, value in values.items():
+                if is_int(value) and value.bit_length() > MOST_BITS:
+                    raise error(f"{key} is a number of {value.bit_length():,} bits: nothing takes such.")
+            original(self, **values)
 
         cls.__init__ = init
         return cls
@@ -83,7 +88,10 @@ def plain_value(value: Any) -> Any:
 
 def short_repr(value: object, most: int = 80) -> str:
     """A value for a message, `most` characters of it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write numbers of so many digits
+        return f"{type(value).__name__} of too many digits"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

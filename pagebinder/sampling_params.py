@@ -6,13 +6,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagebinder.config_checks import check_unicode, is_int, is_number, plain_number, require, strict
+from pagebinder.config_checks import (
+    check_unicode,
+    is_int,
+    is_number,
+    plain_number,
+    require,
+    short_repr,
+    strict,
+)
 from pagebinder.errors import RequestError
 from pagebinder.guides import GUIDES, Choice, Grammar, JsonSchema, Regex
 
 # Of a prompt: a request with millions of them would hold up all others.
 MOST_SAMPLES, MOST_STOP_STRINGS = 16384, 256
 MOST_PENALTY = 100.0
+MOST_ID_DIGITS = 20  # of a token id as text: int() reads some thousand
 
 
 @strict(RequestError)
@@ -78,10 +87,14 @@ class SamplingParams:
         for name in ("stop_token_ids", "suppress_tokens"):
             ids = getattr(self, name)
             check(
-                ids is None or isinstance(ids, (list, tuple, set, frozenset)), f"{name}={ids!r}: use a list."
+                ids is None or isinstance(ids, (list, tuple, set, frozenset)),
+                f"{name}={short_repr(ids)}: use a list.",
             )
             ids = tuple(ids or ())
-            check(all(is_int(t) and t >= 0 for t in ids), f"{name}={ids!r}: use token ids, 0 or more.")
+            check(
+                all(is_int(t) and t >= 0 for t in ids),
+                f"{name}={short_repr(ids)}: use token ids, 0 or more.",
+            )
             object.__setattr__(self, name, ids)
         check(isinstance(self.ignore_eos, bool), f"ignore_eos={self.ignore_eos!r}: use True or False.")
         max_tokens = self.max_tokens
@@ -125,13 +138,14 @@ def _checked_bias(bias: Any) -> dict[int, float]:
     checked: dict[int, float] = {}
     for token, value in (bias or {}).items():
         token, value = plain_number(token), plain_number(value)
-        if isinstance(token, str) and token.isdecimal():
+        if isinstance(token, str) and token.isdecimal() and len(token) <= MOST_ID_DIGITS:
             token = int(token)
         if not (is_int(token) and token >= 0):
-            raise RequestError(f"logit_bias is for token ids, 0 or more, not for {token!r}.")
+            raise RequestError(f"logit_bias is for token ids, 0 or more, not for {short_repr(token)}.")
         if not (is_number(value) and abs(value) <= MOST_PENALTY):
             raise RequestError(
-                f"logit_bias of token {token} is {value!r}: use {-MOST_PENALTY} to {MOST_PENALTY}."
+                f"logit_bias of token {short_repr(token)} is {short_repr(value)}: use {-MOST_PENALTY} to "
+                f"{MOST_PENALTY}."
             )
         checked[token] = float(value)
     return checked

@@ -60,6 +60,7 @@ BAD_PROMPTS = {
     "a float": ([1.0], RequestError, "whole numbers"),
     "not a list": (7, RequestError, "text or a list"),
     "text without a tokenizer": ("hello", RequestError, "no tokenizer"),
+    "of many digits": ([10**5000], RequestError, "Token id int of too many digits is out of range"),
     "longer than the model": ([1] * 512, RequestError, "512.*shorten"),
 }
 
@@ -112,6 +113,8 @@ BAD_PARAMS = {
     "logprobs": (dict(logprobs=-1), "logprobs"),
     "seed": (dict(seed="x"), "seed"),
     "a temperature that no float can hold": (dict(temperature=10**400), "temperature=10+: use 0.0"),
+    "a seed of many digits": (dict(seed=10**5000), "seed is a number of 16,610 bits"),
+    "max_tokens of many digits": (dict(max_tokens=10**5000), "max_tokens is a number of 16,610 bits"),
     "temperature of numpy": (dict(temperature=np.float32(-1)), "temperature=-1.0"),
     "a truth value of numpy": (dict(seed=np.bool_(True)), "seed=np.True_"),
 }
@@ -127,6 +130,9 @@ def test_a_bad_sampling_parameter_is_refused(case):
 def test_parameters_that_contradict_the_model_are_refused_and_the_engine_serves_on(engine, expected):
     with pytest.raises(RequestError, match="outside the vocabulary"):
         engine.add_request("a", [1], SamplingParams(stop_token_ids=(VOCAB_SIZE,)))
+    for options in (dict(stop_token_ids=[10**5000]), dict(logit_bias={10**5000: 1.0})):
+        with pytest.raises(RequestError, match="of too many digits are outside the vocabulary"):
+            engine.add_request("a", [1], SamplingParams(**options))
     with pytest.raises(RequestError, match="need a tokenizer"):
         engine.add_request("a", [1], SamplingParams(stop="x"))
     with pytest.raises(RequestError, match="SamplingParams"):

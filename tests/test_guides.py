@@ -709,6 +709,8 @@ BAD = {
     "a class": (lambda: SamplingParams(guide=Regex), "give one of its objects"),
     "no number": (lambda: SamplingParams(logit_bias={1: "x"}), "logit_bias of token 1 is 'x'"),
     "no token": (lambda: SamplingParams(logit_bias={"a": 1}), "not for 'a'"),
+    "a token of many digits": (lambda: SamplingParams(logit_bias={"1" * 5000: 1.0}), r"not for '1+\.\.\.\."),
+    "a bias of many digits": (lambda: SamplingParams(logit_bias={1: 10**5000}), "token 1 is int of too many"),
     "infinite": (lambda: SamplingParams(logit_bias={1: float("inf")}), "token 1 is inf"),
     "no dict": (lambda: SamplingParams(logit_bias=[1]), "use a dict"),
     "frequency": (

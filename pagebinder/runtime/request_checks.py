@@ -84,7 +84,7 @@ def prompt_token_ids(
         if not 0 <= token < vocab_size:
             why = " (it stands for an embedding of another prompt)" if token >= FIRST_ROW_ID else ""
             raise RequestError(
-                f"Token id {token} is out of range: the vocabulary has ids 0 to {vocab_size - 1}{why}."
+                f"Token id {short_repr(token)} is out of range: the vocabulary has ids 0 to {vocab_size - 1}{why}."
             )
         if token == uncounted_id:
             raise RequestError(
@@ -127,7 +127,7 @@ def check_params(params: SamplingParams, tokenizer, vocab_size: int) -> None:
     for name in ("stop_token_ids", "suppress_tokens", "logit_bias"):
         bad = [t for t in getattr(params, name) if t >= vocab_size]
         if bad:
-            raise RequestError(f"{name} {bad} are outside the vocabulary of {vocab_size}.")
+            raise RequestError(f"{name} {short_repr(bad)} are outside the vocabulary of {vocab_size}.")
 
 
 def whole_priority(priority) -> int:

@@ -15,6 +15,7 @@ from pagebinder.errors import RequestError
 from pagebinder.runtime.request_checks import Prompt
 
 LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN = 4 << 20, 32
+MOST_DIGITS = 18  # of a length that are read: more are far beyond any limit
 DROPPED_LIMITS = 16  # times the limit that are read of a body that is too large
 CHARACTERS_PER_TOKEN = 16  # of the longest beginning that is looked at: most texts have 3 to 5
 
@@ -95,5 +96,5 @@ class BodyLimit:
 
         headers = dict(scope.get("headers", ()))
         length = headers.get(b"content-length", b"")
-        said = int(length) if length.isdigit() else 0
+        said = int(length[:MOST_DIGITS]) if length.isdigit() else 0
         await self.app(scope, counted if scope["type"] == "http" else receive, send)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
 
 import openai
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -19,7 +20,7 @@ from pagebinder import CompileConfig, EngineConfig
 from pagebinder.errors import ConfigError, RequestError
 from pagebinder.models import tiny_path
 from pagebinder.server import create_app
-from pagebinder.server.prompt_limits import PromptLimit
+from pagebinder.server.prompt_limits import BodyLimit, PromptLimit
 from tests.server.serving import eventually, serving
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -65,6 +66,7 @@ BAD = [
     ({"n": 100_000}, "n=100000: use 128 at most"),
     ({"logit_bias": {"99999": 1}}, "logit_bias [99999] are outside the vocabulary"),
     ({"logit_bias": {"a": 1}}, "logit_bias is for token ids, 0 or more, not for 'a'"),
+    ({"logit_bias": {"1" * 5000: 1}}, "logit_bias is for token ids, 0 or more, not for '111"),
     ({"logit_bias": {"5": "x"}}, "logit_bias.5: "),
     ({"frequency_penalty": 500}, "frequency_penalty=500.0: use -100.0 to 100.0"),
     ({"min_tokens": 20}, "min_tokens=20 is more than max_tokens=16"),
@@ -210,6 +212,17 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent(server):
         connection.endheaders()
         connection.sock.settimeout(10)
         assert connection.sock.recv(12) == b"HTTP/1.1 413"
+
+
+@pytest.mark.parametrize("length", [b"9" * 20, b"9" * 5000])
+def test_a_length_of_any_number_of_digits_is_too_large(length):
+    async def app(scope, receive, send):
+        await receive()
+
+    scope = {"type": "http", "headers": [(b"content-length", length)]}
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(BodyLimit(app, limit=100)(scope, None, None))
+    assert caught.value.status_code == 413
 
 
 @pytest.mark.parametrize("body", [b"{bad", b"", b"[1]", b"\xff\xfe", b"null"])
