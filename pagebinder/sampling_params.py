@@ -131,8 +131,21 @@ class SamplingParams:
         check(is_int(self.n) and 1 <= self.n <= MOST_SAMPLES, f"n={self.n!r}: use 1 to {MOST_SAMPLES}.")
 
 
-def _checked_bias(bias: Any) -> dict[int, float]:
-    """With whole numbers as keys, which JSON has as texts. Raises RequestError."""
+class ReadOnlyDict(dict):
+    """Requests that run read it, so a change would go unchecked. Pickle, copy and json take it, which do not take a
+    `types.MappingProxyType`."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("Sampling parameters do not change; make others: dataclasses.replace(params, ...).")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type, tuple[dict]]:
+        return ReadOnlyDict, (dict(self),)
+
+
+def _checked_bias(bias: Any) -> ReadOnlyDict:
+    """A copy with whole numbers as keys, which JSON has as texts. Raises RequestError."""
     if not isinstance(bias, Mapping | None):
         raise RequestError(f"logit_bias={bias!r}: use a dict, token id -> what is added to its logit.")
     checked: dict[int, float] = {}
@@ -148,7 +161,7 @@ def _checked_bias(bias: Any) -> dict[int, float]:
                 f"{MOST_PENALTY}."
             )
         checked[token] = float(value)
-    return checked
+    return ReadOnlyDict(checked)
 
 
 def _no_guide(guide: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 import re
 import sys
 
@@ -730,6 +732,33 @@ BAD = {
     "half a character": (lambda: Grammar("\ud800"), "half of a surrogate pair"),
     "a huge pattern": (lambda: Regex("a" * (1 << 20) + "b"), "use 1,048,576 at most"),
 }
+
+
+def test_a_bias_cannot_be_changed_behind_a_request(compiled):
+    given = {3: 5.0, "17": -100}
+    params = greedy(logit_bias=given, seed=1)
+    given[3] = given[99] = 1e9
+    bias = params.logit_bias
+    assert bias == {3: 5.0, 17: -100.0} and repr(bias) == "{3: 5.0, 17: -100.0}"
+    for change in (
+        lambda: bias.__setitem__(3, 1e9), lambda: bias.__delitem__(3), lambda: bias.update({3: 1e9}), bias.clear,
+        lambda: bias.pop(3), bias.popitem, lambda: bias.setdefault(5, 1e9), lambda: bias.__ior__({3: 1e9}),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="do not change"):
+            change()
+    same = (
+        copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params)),
+        dataclasses.replace(params, seed=1), SamplingParams(**dataclasses.asdict(params)),
+    )  # fmt: skip
+    for other in same:
+        assert other == params and hash(other) == hash(params) and repr(other) == repr(params)
+        with pytest.raises(TypeError, match="do not change"):
+            other.logit_bias[3] = 1e9
+    for other in (copy.copy(bias), copy.deepcopy(bias), pickle.loads(pickle.dumps(bias, protocol=2))):
+        assert other == bias and type(other) is type(bias)
+    assert json.loads(json.dumps(bias)) == {"3": 5.0, "17": -100.0} and bias | {5: 1.0} == {**bias, 5: 1.0}
+    assert greedy(logit_bias={3: 4.0}) != params != dataclasses.replace(params, logit_bias=None)
+    assert dataclasses.replace(params, logit_bias=None).logit_bias == SamplingParams().logit_bias == {}
 
 
 @pytest.mark.parametrize("case", BAD)
