@@ -43,7 +43,8 @@ class SamplingParams:
         suppress_tokens: ids of tokens that are never chosen (where a guide allows no other, they are).
         logit_bias: token id -> what is added to its logit, -100 to 100.
         guide: what the text must look like: `JsonSchema`, `Regex`, `Choice`, `Grammar`, or a function (`guides.py`).
-        seed: the same seed gives the same tokens, whatever else runs in the batch.
+        seed: the same seed gives the same tokens, whatever else runs in the batch: in float32; in bf16 up to
+            near-ties of one rounding, as layers may sum otherwise in a step of more tokens.
         stop: strings that end the text (not part of it), MOST_STOP_STRINGS at most.
         stop_token_ids: tokens that end it.
         ignore_eos: go on after the model's end-of-sequence token.
