@@ -60,6 +60,8 @@ BAD_PROMPTS = {
     "a float": ([1.0], RequestError, "whole numbers"),
     "not a list": (7, RequestError, "text or a list"),
     "text without a tokenizer": ("hello", RequestError, "no tokenizer"),
+    "far out of range": ([10**30], RequestError, rf"out of range: .* 0 to {VOCAB_SIZE - 1}\.$"),
+    "a row of embeddings of other models": ([1 << 30], RequestError, rf"0 to {VOCAB_SIZE - 1}\.$"),
     "of many digits": ([10**5000], RequestError, "Token id int of too many digits is out of range"),
     "longer than the model": ([1] * 512, RequestError, "512.*shorten"),
 }

@@ -200,8 +200,11 @@ def test_bad_embeddings_are_refused(model, compiled):
     ):
         with pytest.raises(RequestError, match=message):
             engine.add_request("x", [1, bad], GREEDY)
-    with pytest.raises(RequestError, match="out of range"):
-        engine.add_request("x", [1, good, FIRST_ROW_ID], GREEDY)
+    for prompt in ([1, good, FIRST_ROW_ID], [FIRST_ROW_ID + NUM_ROWS - 1]):
+        with pytest.raises(RequestError, match="out of range: .* stands for an embedding of another prompt"):
+            engine.add_request("x", prompt, GREEDY)
+    with pytest.raises(RequestError, match=r"out of range: the vocabulary has ids 0 to \d+\.$"):
+        engine.add_request("x", [FIRST_ROW_ID + NUM_ROWS], GREEDY)
     with pytest.raises(RequestError, match="no tokenizer"):
         engine.add_request("x", ["text", good], GREEDY)
     with pytest.raises(RequestError, match="whole numbers"):

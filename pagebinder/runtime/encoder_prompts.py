@@ -73,7 +73,10 @@ def decoder_prompt_ids(prompt: Prompt | None, model: EngineModel) -> list[int]:
     Raises RequestError as `prompt_token_ids`, and if a model has no start token and no prompt is given.
     """
     if model.encoder is None:
-        return prompt_token_ids(prompt, model.tokenizer, model.vocab_size, uncounted_id=model.uncounted_id)
+        return prompt_token_ids(
+            prompt, model.tokenizer, model.vocab_size, uncounted_id=model.uncounted_id,
+            num_rows=model.num_prompt_rows,
+        )  # fmt: skip
     start = model.encoder.decoder_start_token_id
     if prompt is not None and not isinstance(prompt, str):
         return prompt_token_ids(prompt, model.tokenizer, model.vocab_size, uncounted_id=model.uncounted_id)

@@ -70,6 +70,11 @@ class EngineModel:
     must_capture: bool = False
     cascades: bool = False
 
+    @property
+    def num_prompt_rows(self) -> int:
+        """Embeddings that all prompts can hold at a time; 0: it was compiled for none."""
+        return 0 if self.prompt_rows is None else len(self.prompt_rows.table)
+
     @functools.cached_property
     def graph(self) -> GraphModule | None:
         """Of a saved model it is read when somebody asks: it takes compilers that serving does without."""

@@ -99,6 +99,7 @@ def _as_tokens(parts: list, model: EngineModel, held: list[HeldRows]) -> tuple[l
                 model.vocab_size,
                 special_tokens=not tokens,
                 uncounted_id=model.uncounted_id,
+                num_rows=model.num_prompt_rows,
             )
     return tokens, {
         "media": tuple(media),

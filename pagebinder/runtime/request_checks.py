@@ -53,10 +53,12 @@ def prompt_token_ids(
     name: str = "prompt",
     special_tokens: bool = True,
     uncounted_id: int | None = None,
+    num_rows: int = 0,
 ) -> list[int]:
     """A prompt (text, token ids, or a 1-D tensor of them) as a list of token ids.
 
-    `name`: what messages call it. `special_tokens`: whether text gets those that the tokenizer adds.
+    `name`: what messages call it. `special_tokens`: whether text gets those that the tokenizer adds. `num_rows`: of
+    embeddings, which have ids of their own that no prompt may hold.
 
     Raises:
         RequestError: text without a tokenizer, no tokens, something that is not a token id, an id out of range.
@@ -82,7 +84,8 @@ def prompt_token_ids(
             _refuse_floats(token, name)
             raise RequestError(f"Token ids are whole numbers; the {name} holds {short_repr(token)}.")
         if not 0 <= token < vocab_size:
-            why = " (it stands for an embedding of another prompt)" if token >= FIRST_ROW_ID else ""
+            is_row = FIRST_ROW_ID <= token < FIRST_ROW_ID + num_rows
+            why = " (it stands for an embedding of another prompt)" if is_row else ""
             raise RequestError(
                 f"Token id {short_repr(token)} is out of range: the vocabulary has ids 0 to {vocab_size - 1}{why}."
             )

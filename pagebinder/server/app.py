@@ -159,6 +159,10 @@ def _what_is_wrong(error: dict[str, Any]) -> tuple[str, str | None]:
     is_of_body = all(field.isdigit() for field in fields)  # the place where it ends to be JSON
     if error["type"] == "json_invalid" and is_of_body:
         return f"The body is no JSON: {error.get('ctx', {}).get('error', error['msg'])}.", None
+    if error["type"] == "string_unicode":  # a key, too, whose name cannot be told
+        where = ".".join(fields)
+        what = "a name or a text is no Unicode: it holds half of a surrogate pair."
+        return f"{where or 'The body'}: {what}", where or None
     if not fields and error["type"] != "value_error":
         return 'Send a JSON object, with the header "Content-Type: application/json".', None
     if fields and fields[0] in SEVERAL:

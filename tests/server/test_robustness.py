@@ -100,6 +100,8 @@ BAD = [
     ({"prompt": [5] * 100_000}, "100,000 tokens, but at most 1,023 are allowed"),
     ({"prompt": [5] * 1024}, "1,024 tokens, but at most 1,023 are allowed"),
     ({"prompt": "a\ud800"}, "half of a surrogate pair"),
+    ({"\ud800": 1}, "The body: a name or a text is no Unicode: it holds half of a surrogate pair"),
+    ({"response_format": {"type": "\ud800"}}, "response_format.type: a name or a text is no Unicode"),
     ({"prompt": [1.5]}, "prompt: use a text, a list of token ids, or a list of several of either"),
     ({"prompt": "The open function " * 20, "cache_salt": "\ud83d"}, "half of a surrogate pair"),
     ({"logprobs": 21}, "20 at most"),
