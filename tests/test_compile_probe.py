@@ -16,6 +16,7 @@ from pagebinder import CaptureError, CompileConfig
 from pagebinder.compiler.probe import has_code_of_its_own
 from pagebinder.models.llama import LlamaForCausalLM
 from pagebinder.models.llama_config import LlamaConfig
+from pagebinder.passes.graph_values import rounded_to
 from pagebinder.report import PassResult
 from tests.helpers import tiny_llama
 
@@ -144,6 +145,37 @@ def test_code_that_computes_the_same_is_served():
     ids = torch.arange(1, 9)
     expected = Own.forward(model.source.module, ids[None], torch.arange(8)[None])[0]
     torch.testing.assert_close(model.graphs["semantic"](ids, torch.arange(8)), expected)
+
+
+def as_float(x):
+    return x.float()
+
+
+def under_autocast(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ torch.eye(x.shape[-1])).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_made_float32_at_the_end_are_judged_as_their_model_computes(dtype):
+    graph = pagebinder.compile_model(Own(as_float).to(dtype).eval(), CompileConfig(executable="eager")).graphs
+    assert rounded_to(graph["semantic"], torch.float32) is dtype
+
+
+def test_products_under_autocast_are_judged_in_its_dtype():
+    assert rounded_to(compiled(under_autocast).graphs["semantic"], torch.float32) is torch.bfloat16
+
+
+def test_a_cast_does_not_make_a_model_narrow():
+    """What is counted here is small: in bfloat16 it would pass."""
+    state = [0.0]
+
+    def moves_a_little(x):
+        state[0] += 0.003
+        return x * (1 + state[0]) + 0 * x.bfloat16().float()
+
+    with pytest.raises(CaptureError, match="when it is called again"):
+        compiled(moves_a_little)
 
 
 def test_names_of_modules_may_be_words_of_python():

@@ -18,6 +18,7 @@ from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import is_known
 from pagebinder.frontend.python_state import evaluation_mode, put_back
 from pagebinder.frontend.source import ModelSource
+from pagebinder.passes.graph_values import REDUCED, rounded_to
 from pagebinder.passes.own_passes import may_change
 from pagebinder.passes.verifier import CAPTURE_FACTOR, TOLERANCES, errors_of, in_units, spread_of
 
@@ -63,8 +64,9 @@ def _compare(
     positions = torch.arange(len(ids), device=ids.device)
     with inference():  # interpreted: a path may hold a word of Python's, which is no code
         got = Interpreter(semantic).run(ids, positions)
-    narrow = got.dtype in (torch.bfloat16, torch.float16)
-    tolerance = TOLERANCES[got.dtype] * (1 if narrow else CAPTURE_FACTOR)
+    dtype = rounded_to(semantic, got.dtype)
+    narrow = dtype in REDUCED
+    tolerance = TOLERANCES[dtype] * (1 if narrow else CAPTURE_FACTOR)
     compared = (
         (f"{name} computes something else when it is called again", again),
         (f"The graph of {name} computes something else than {name} itself", got.double()),

@@ -17,10 +17,11 @@ from torch.fx.node import map_aggregate
 
 from pagebinder.custom_ops.library import is_our_op
 from pagebinder.custom_ops.pointwise.program import read_program
-from pagebinder.graph_tools import recipe_of
+from pagebinder.graph_tools import IDENTITIES, aten, is_view_op, recipe_of, tensors
 from pagebinder.passes.kernel_checks import WatchedCall, is_foreign
 
 REDUCED = (torch.bfloat16, torch.float16)
+LOOK_UPS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor, *IDENTITIES)
 
 
 def widened(value: Any) -> Any:
@@ -30,6 +31,20 @@ def widened(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype in REDUCED:
         return value.float()
     return value
+
+
+def rounded_to(gm: GraphModule, dtype: torch.dtype) -> torch.dtype:
+    """The narrowest dtype that a graph computes in, whatever it returns (`head(x).float()`); `dtype` where
+    none is reduced. Look-ups and views compute nothing, nor does a cast alone."""
+    results = {
+        result.dtype
+        for node in gm.graph.nodes
+        if node.op == "call_function" and not is_view_op(node.target) and node.target not in LOOK_UPS
+        for result in tensors(node)
+        if result.dtype in REDUCED
+        and any(t.dtype is result.dtype for x in node.all_input_nodes for t in tensors(x))
+    }
+    return max(results, key=lambda d: torch.finfo(d).eps, default=dtype)
 
 
 class GraphRunner(torch.fx.Interpreter):
