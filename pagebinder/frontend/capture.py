@@ -56,6 +56,7 @@ from pagebinder.frontend.row_features import as_op
 from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.tidy import tidy
 from pagebinder.frontend.unpadded import said_for_unpadded
+from pagebinder.frontend.unreadable import hint_on_script
 from pagebinder.frontend.unsupported import refuse_unsupported
 from pagebinder.graph_tools import aten, attach, finish, graph_module
 
@@ -258,7 +259,7 @@ def _export(
         failures.append(
             "  Parts from the second token on (x[:, 1:] = y[:, :-1]) may be F.pad(y, (0, 0, 1, -1))."
         )
-    failures += filter(None, [hint_on_float16(source.module)])
+    failures += filter(None, [hint_on_script(source.module), hint_on_float16(source.module)])
     raise CaptureError(
         f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens"
         + "\n".join((f"{by_length}:", *failures))

@@ -97,7 +97,7 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
 
     Lists and dicts that hooks and functions of modules close over (`activations.append(out)`) are put back, too.
     """
-    modules = list(model.modules())
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]  # its state is in C++
     holders = [vars(m) for m in modules] + [h for m in modules for h in (m._modules, m._buffers)]
     held = {
         id(value): value for m in modules for name, value in vars(m).items() if name not in _OF_TORCH
@@ -242,13 +242,19 @@ def _attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     attributes, seen = {}, set()
     for path, module in model.named_modules():
         looks = attributes[path] = {}
-        for name, value in (vars(module) | module._modules).items():
+        for name, value in _held_by(module).items():
             values = {} if name in _OF_TORCH else {name: value}
             if _is_object(value):
                 values = {} if id(value) in seen else {f"{name}.{k}": v for k, v in vars(value).items()}
                 seen.add(id(value))
             looks |= {k: look for k, v in values.items() if (look := _look(v)) is not _MISSING}
     return attributes
+
+
+def _held_by(module: torch.nn.Module) -> dict[str, Any]:
+    """Attributes and submodules; TorchScript keeps its own in C++."""
+    of_script = getattr(getattr(module, "_concrete_type", None), "get_attributes", dict)()
+    return vars(module) | dict(module._modules.items()) | {name: getattr(module, name) for name in of_script}
 
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))

@@ -46,6 +46,18 @@ def refuse_unreadable(module: torch.nn.Module) -> None:
         )
 
 
+def hint_on_script(module: torch.nn.Module) -> str:
+    """What to say of a model that could not be traced: torch.export takes few parts that are TorchScript."""
+    parts = [path for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    whole = [path for path in parts if not any(path.startswith(f"{other}.") for other in parts)]
+    if not whole:
+        return ""
+    return (
+        f"  {_named(whole)}: TorchScript (torch.jit.script or torch.jit.trace), which torch.export may not be able "
+        "to call: put the torch.nn.Module there that it was made from, with its weights."
+    )
+
+
 def _is_packed(path: str, part: torch.nn.Module) -> bool:
     return type(part).__module__.startswith(PACKED) and not path.endswith("_packed_params")  # its own part
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from pagebinder import CaptureError
+from pagebinder.frontend.capture import capture
+from pagebinder.frontend.python_state import unchanged
 from pagebinder.frontend.source import source_from_module
 from tests.helpers import tiny_llama
 
@@ -77,3 +79,42 @@ def test_shards_are_told(monkeypatch):
 
 def test_a_model_on_meta_is_read():
     assert source_from_module(tiny_llama().to("meta")).device.type == "meta"
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        return x * self.proj(x).sigmoid()
+
+
+class Counts(Scale):
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+def with_part(part):
+    model = Small()
+    model.head = nn.Sequential(part, model.head)
+    return model
+
+
+def test_a_part_that_was_traced_is_served():
+    model = with_part(torch.jit.trace(Scale(), torch.randn(1, 6, 8)))
+    ids, positions = torch.arange(9), torch.arange(9)
+    gm = capture(source_from_module(model))[0]
+    torch.testing.assert_close(gm(ids, positions), model(ids[None], positions[None])[0])
+
+
+def test_a_part_that_torch_cannot_call_is_told():
+    with pytest.raises(CaptureError, match=r"head\.0: TorchScript \(torch\.jit\.script"):
+        capture(source_from_module(with_part(torch.jit.script(Scale()))))
+
+
+def test_what_torchscript_keeps_in_attributes_is_compared():
+    part = torch.jit.script(Counts())
+    with pytest.raises(CaptureError, match=r"calls \(0 -> 1\)"), unchanged(with_part(part)):
+        part(torch.randn(1, 6, 8))
