@@ -4,6 +4,7 @@ _assert_tensor_metadata, _assert_scalar   gone: users that break matching, or re
 cat([tensor([]), x])                      x: what a cache that was empty makes of keys and values
 cat([x, y]), y without channels           x: what is not turned, of heads that turn as a whole
 type_as(x, y)                             to(x, y's dtype): y is no longer used by it
+outer(x, y), ger(x, y)                    x.unsqueeze(1) * y, as most write angles of positions
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ def tidy(gm: GraphModule) -> None:
         elif is_call(node, aten.type_as.default) and val(node.args[0]).device == val(node).device:
             cast = insert_call(gm.graph, node, aten.to.dtype, (node.args[0], val(node).dtype))
             _replace(gm, node, cast)
+        elif is_call(node, aten.outer.default, aten.ger.default):
+            column = insert_call(gm.graph, node, aten.unsqueeze.default, (node.args[0], 1))
+            _replace(gm, node, insert_call(gm.graph, node, aten.mul.Tensor, (column, node.args[1])))
 
 
 def _without_empty_parts(gm: GraphModule, node: Node) -> None:

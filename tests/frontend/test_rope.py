@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagebinder.frontend.audit import audit
 from pagebinder.frontend.recognise import recognise_rope
 from tests.graphs import WIDTH, assert_metadata_kept, captured, clone, count, run
 
@@ -135,6 +136,17 @@ def test_forms_are_recognised_and_keep_every_bit(form):
     assert_metadata_kept(after, ROPE)
     for num_tokens in (1, 5, 40):
         assert torch.equal(run(before, num_tokens), run(after, num_tokens))
+
+
+@pytest.mark.parametrize("product", [torch.outer, torch.ger, lambda p, f: torch.einsum("n,d->nd", p, f)])
+def test_angles_may_be_an_outer_product(product):
+    def body(x, positions):
+        angle = product(positions[0].float(), 1.0 / 100.0 ** (torch.arange(HALF) / HALF)).repeat(1, 2)
+        return x * angle.cos() + rotate_half(x) * angle.sin()
+
+    before, after, result = recognised(body)
+    assert count(after, ROPE) == 1 and not result.refusals and not audit(after, bidirectional=False)
+    assert torch.equal(run(before, 5), run(after, 5))
 
 
 BACK = {
