@@ -1,7 +1,7 @@
 """What a model keeps in Python and changes while it runs: a graph would keep one value of each for ever.
 
     self.calls += 1;  return logits if self.calls % 2 else -logits        refused
-    self.seen.append(ids)                                                 refused
+    self.seen.append(ids), self.table["n"][0] += 1                        refused, NumPy's arrays and deques, too
     self.attention = DenseAttention(...) if length < 1024                 refused (BigBird)
     self.longest = max(self.longest, 1)                                   the same from the second call on: served
 
@@ -18,11 +18,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
@@ -30,8 +33,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import functions_of
 
-PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 MOST_ELEMENTS = 64  # of a list that are looked at, besides their number
+MOST_INSIDE = 4096  # of what an attribute holds at all depths
+MOST_BYTES, SAMPLED = 1 << 20, 4096  # of a larger array so many values are compared, and it is not put back
 MOST_NAMED = 3
 
 
@@ -99,12 +105,10 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]  # its state is in C++
     holders = [vars(m) for m in modules] + [h for m in modules for h in (m._modules, m._buffers)]
-    held = {
-        id(value): value for m in modules for name, value in vars(m).items() if name not in _OF_TORCH
-    }.values()
-    held = [*held, *_closed_over(modules)]
-    holders += [value for value in held if isinstance(value, (list, dict, set))]
-    holders += [vars(value) for value in held if _is_object(value)]
+    attributes = [value for m in modules for name, value in vars(m).items() if name not in _OF_TORCH]
+    objects = {id(value): vars(value) for value in attributes if _is_object(value)}.values()
+    attributes += [value for held in objects for value in held.values()]
+    holders += [*objects, *_changeable([*attributes, *_closed_over(modules)])]
     copies = [copy.copy(holder) for holder in holders]
     try:
         yield
@@ -125,13 +129,13 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             m.training = True
 
 
-def _closed_over(modules: list[torch.nn.Module]) -> list[list | dict | set]:
-    """Each container in a closure of a hook, or of a function that a module has as an attribute, once."""
+def _closed_over(modules: list[torch.nn.Module]) -> list:
+    """Each container or array in a closure of a hook, or of a function that a module has as an attribute, once."""
     functions = [f for m in modules for f in functions_of(m)]
     functions = [getattr(f, "func", getattr(f, "__func__", f)) for f in functions]  # of partials and methods
     cells = [cell for f in functions for cell in getattr(f, "__closure__", None) or ()]
     contents = [cell.cell_contents for cell in cells if _is_filled(cell)]
-    return list({id(value): value for value in contents if isinstance(value, (list, dict, set))}.values())
+    return list({id(value): value for value in contents if _holds(value)}.values())
 
 
 def _is_filled(cell) -> bool:
@@ -142,7 +146,21 @@ def _is_filled(cell) -> bool:
     return True
 
 
-def _restore(holder: list | dict | set, before: list | dict | set) -> None:
+def _changeable(values: Iterable[Any]) -> list:
+    """The containers and arrays among values and in them, each once."""
+    inside = {id(x): x for value in values if _holds(value) for x in _inside(value)}.values()
+    return [
+        x
+        for x in inside
+        if isinstance(x, (list, dict, set, deque)) or (_is_array(x) and x.nbytes <= MOST_BYTES)
+    ]
+
+
+def _restore(holder: Any, before: Any) -> None:
+    if _is_array(holder):
+        if holder.shape == before.shape and holder.tobytes() != before.tobytes():
+            holder[...] = before
+        return
     if isinstance(holder, dict):
         same = holder.keys() == before.keys() and all(holder[k] is before[k] for k in before)
     elif isinstance(holder, set):  # a copy has another order
@@ -152,7 +170,7 @@ def _restore(holder: list | dict | set, before: list | dict | set) -> None:
     if same:
         return
     holder.clear()
-    (holder.extend if isinstance(holder, list) else holder.update)(before)
+    (holder.extend if isinstance(holder, (list, deque)) else holder.update)(before)
 
 
 def _refused(model: torch.nn.Module, changes: list[Change]) -> CaptureError:
@@ -263,23 +281,70 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))
 def _is_object(value: Any) -> bool:
     """Does it hold attributes, and is it no part of the model, nor code?"""
     return hasattr(value, "__dict__") and not (
-        callable(value) or isinstance(value, (*PLAIN, torch.nn.Module, torch.Tensor, list, dict, set))
+        callable(value) or isinstance(value, (*PLAIN, torch.nn.Module, torch.Tensor)) or _holds(value)
     )
 
 
-def _look(value: Any, inside: bool = False) -> Any:
+def _look(value: Any) -> Any:
     """The same for what is as it was. _MISSING: nothing is known of it."""
-    if isinstance(value, (*PLAIN, torch.nn.Module)) or (isinstance(value, torch.Tensor) and not inside):
+    if isinstance(value, (*PLAIN, torch.nn.Module, torch.Tensor)):
         return value
-    if isinstance(value, (list, tuple, set, frozenset, dict)) and not inside:
-        elements = list(value.items() if isinstance(value, dict) else value)
-        if isinstance(value, (set, frozenset)):
-            elements.sort(key=repr)
-        elements = elements[:MOST_ELEMENTS]
-        flat = [x for e in elements for x in (e if isinstance(value, dict) else [e])]
-        looks = [_look(x, inside=True) for x in flat]
-        return type(value).__name__, len(value), [x for x in looks if x is not _MISSING]
-    return _MISSING
+    if not _holds(value):
+        return _MISSING
+    return (
+        type(value).__name__,
+        np.size(value) if _is_array(value) else len(value),
+        [*_looks_inside(value)],
+    )
+
+
+def _looks_inside(value: Any) -> Iterator[Any]:
+    """Of what a container holds; tensors are left out."""
+    for held in _inside(value):
+        if _is_array(held):
+            yield held.shape, _bytes(held)
+        elif isinstance(held, CONTAINERS):
+            yield type(held), len(held)
+        elif isinstance(held, (*PLAIN, torch.nn.Module)):
+            yield held.item() if isinstance(held, np.generic) else held
+
+
+def _bytes(array: np.ndarray) -> bytes:
+    """Of its values, or of a sample of many; none of objects, which `_inside` gives one by one."""
+    if array.dtype.hasobject:
+        return b""
+    return array.flat[:: 1 if array.nbytes <= MOST_BYTES else array.size // SAMPLED].tobytes()
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray)
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, CONTAINERS) or _is_array(value)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """A container or array, and what is in it at any depth, the outer ones first."""
+    found, seen = [value], {id(value)}
+    for held in found:  # which grows
+        yield held
+        for element in _elements(held) if len(found) < MOST_INSIDE else ():
+            if not _holds(element) or id(element) not in seen:
+                found.append(element)
+                seen.add(id(element))
+
+
+def _elements(value: Any) -> Iterable[Any]:
+    """The first ones of a container; of an array those that are objects."""
+    if _is_array(value):
+        return value.flat[:MOST_ELEMENTS].tolist() if value.dtype.hasobject else ()
+    if not isinstance(value, CONTAINERS):
+        return ()
+    elements = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+    if not isinstance(value, dict):
+        return itertools.islice(elements, MOST_ELEMENTS)
+    return itertools.chain.from_iterable(itertools.islice(value.items(), MOST_ELEMENTS))
 
 
 def _is_same(was: Any, now: Any) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -303,6 +306,27 @@ class CountingInPython(nn.Module):
         return x if self.calls % 2 else -x
 
 
+class CountingInside(nn.Module):
+    """Keeps the number at some place of a container or array."""
+
+    def __init__(self, held, count):
+        super().__init__()
+        self.held, self.count = held, count
+
+    def forward(self, x, positions):
+        self.count(self.held)
+        return x + 1
+
+
+def count_at(*path):
+    def count(held):
+        for key in path[:-1]:
+            held = held[key]
+        held[path[-1]] += 1
+
+    return count
+
+
 class Appending(CountingInPython):
     def forward(self, x, positions):
         self.seen.append(x)
@@ -414,6 +438,50 @@ def test_what_forward_changes_in_python_is_a_capture_error(body, change):
         captured_model(model)
     assert getattr(body, "calls", 0) == 0 and getattr(body, "seen", []) == [] and "forward" not in vars(model)
     assert not isinstance(body, Swapping) or isinstance(body.now, nn.SiLU)
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "change"),
+    [
+        (lambda: np.zeros(3), count_at(1), "ndarray of 3"),
+        (lambda: np.array([[0, 0], "a"], dtype=object), count_at(0, 1), "ndarray of 2"),
+        (lambda: [[0]], count_at(0, 0), "list of 1"),
+        (lambda: {"a": ({"b": np.zeros(1)},)}, count_at("a", 0, "b", 0), "dict of 1"),
+        (lambda: deque([1, 2], maxlen=2), lambda held: held.append(held[0]), "deque of 2"),
+    ],
+    ids=["array", "array of objects", "list", "dict", "deque"],
+)
+def test_what_forward_changes_inside_of_containers_is_a_capture_error(make, count, change):
+    body = CountingInside(make(), count)
+    with pytest.raises(CaptureError, match=rf"body\.held \({change} -> {change}\)"):
+        captured_model(Embedded(body).eval())
+    assert repr(body.held) == repr(make())
+    captured_model(Embedded(CountingInside(make(), lambda held: None)).eval())
+
+
+def test_a_list_that_holds_itself_is_compared():
+    body = nn.Identity()
+    body.held = [[0]]
+    body.held.append(body.held)
+    with pytest.raises(CaptureError, match=r"held \(list of 2 -> list of 2\)"), unchanged(body):
+        body.held[1][1][0][0] += 1
+    assert body.held[0] == [0]
+
+
+def test_a_number_of_numpy_is_compared():
+    body = CountingInside({}, lambda held: None)
+    body.calls = np.int64(0)
+    with pytest.raises(CaptureError, match=r"calls \(np\.int64\(0\) -> np\.int64\(1\)\)"), unchanged(body):
+        body.calls += 1
+
+
+def test_large_containers_and_arrays_take_no_time():
+    body = nn.Identity()
+    body.table, body.nested = np.zeros(1 << 25), [[[0] * 1000 for _ in range(1000)] for _ in range(20)]
+    start = time.perf_counter()
+    with unchanged(body):
+        pass
+    assert time.perf_counter() - start < 0.1
 
 
 def test_sets_and_dicts_are_compared_whatever_their_order():
