@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_positions
-from pagebinder.frontend.plain_modules import logits_in
+from pagebinder.frontend.plain_modules import rows_in
 from pagebinder.frontend.source import ModelSource
 from pagebinder.passes.graph_values import GraphRunner, widened
 from pagebinder.passes.layer_states import BUILDERS
@@ -181,7 +181,7 @@ def call_source(module, source: ModelSource, ids: torch.Tensor, encoder_states=N
             told = {"position_ids": own} if takes_positions(module) else {}
             return module(input_ids=ids[None], use_cache=False, **told).logits[0]
         call = checked_call(module, plain_call(module), source.vocab_size)
-        return logits_in(call(module, ids[None], positions), type(module).__name__)[0]
+        return rows_in(call(module, ids[None], positions), type(module).__name__, len(ids))
 
 
 def lengths_to_test(plan: KVPlan, states: Sequence, source: ModelSource, *, full: bool) -> list[int]:

@@ -43,7 +43,7 @@ from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.one_token import OneToken, noting_branches, run_with_one_token
 from pagebinder.frontend.out_of_place import write_out_of_place
 from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_positions
-from pagebinder.frontend.plain_modules import logits_in
+from pagebinder.frontend.plain_modules import rows_in
 from pagebinder.frontend.program_checks import (
     is_transformed,
     refuse_operands_with_graphs,
@@ -125,7 +125,8 @@ class FlatTokens(torch.nn.Module):
         torch._check(positions.shape[0] == input_ids.shape[0])
         input_ids, positions = input_ids.unsqueeze(0), positions.unsqueeze(0)
         if not self.is_transformers:
-            return logits_in(self.call(self.source, input_ids, positions), type(self.source).__name__)[0]
+            returned = self.call(self.source, input_ids, positions)
+            return rows_in(returned, type(self.source).__name__, input_ids.shape[1])
         positions = positions + self.offset if self.offset else positions
         if self.axes:
             positions = POSITION_AXES(positions[0], self.axes).unsqueeze(1)

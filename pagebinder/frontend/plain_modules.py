@@ -1,6 +1,7 @@
 """Modules that are not transformers': what forward may return, and how many token ids there are.
 
     forward returns                               logits
+    x [1, T, V], x [T, V]                         x
     x, an object with x as .logits                x
     {"logits": x, ...}, (x, loss), [x, ...]       x; the rest is not computed
 
@@ -43,6 +44,12 @@ def logits_in(returned: Any, name: str) -> torch.Tensor:
             'tuple that begins with them, or a dict with "logits".'
         )
     return logits
+
+
+def rows_in(returned: Any, name: str, num_tokens: int) -> torch.Tensor:
+    """The logits [T, V] in what the forward method of `name` returned for [1, T] ids: [1, T, V], or [T, V]."""
+    logits = logits_in(returned, name)
+    return logits if logits.dim() == 2 and logits.shape[0] == num_tokens else logits[0]
 
 
 def with_vocabulary(source: ModelSource, captured: GraphModule) -> ModelSource:
