@@ -169,7 +169,7 @@ REFUSALS = {
         lambda x, p: merge(sdpa(*(heads(y, HEADS, 1) for y in (x, x.sin(), x.cos())), is_causal=True)),
         "heads are one channel wide",
     ),
-    "dropout": (lambda x, p: merge(sdpa(*qkv(x), is_causal=True, dropout_p=0.1)), "model.eval"),
+    "dropout": (lambda x, p: merge(sdpa(*qkv(x), is_causal=True, dropout_p=0.1)), "evaluation mode"),
     "one wrong element": (
         lambda x, p: merge(sdpa(*qkv(x), causal_mask(p) & ~((p.mT == 40) & (p == 2)))),
         "none of",

@@ -21,6 +21,12 @@ _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default,
              aten.squeeze.dim, aten.squeeze.default, aten.flatten.using_ints)  # fmt: skip
 SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 
+# A model is traced in evaluation mode, whatever its own is.
+DROPS = (
+    "attention with dropout in evaluation mode, too: F.dropout without training=self.training, or a dropout_p that "
+    "is not 0 there"
+)
+
 
 class NotAttention(Exception):
     """Why the walk from a softmax stopped."""

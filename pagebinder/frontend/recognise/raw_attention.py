@@ -27,6 +27,7 @@ from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, MaskTerm, p
 from pagebinder.frontend.mask_values import by_shape_only, is_size
 from pagebinder.frontend.recognise.bias_constants import BiasConstants
 from pagebinder.frontend.recognise.operands import (
+    DROPS,
     PRODUCTS,
     SCALINGS,
     SOFTMAXES,
@@ -250,7 +251,7 @@ def _weights_of(softmax: Node, sinks: Sinks | None, tainted: set[Node]) -> _Weig
     while not is_call(user := _only_user(weights.node), *PRODUCTS):
         if is_call(user, aten.dropout.default):
             if arg(user, 2, "train") and arg(user, 1, "p"):
-                raise NotAttention("attention with dropout: call model.eval() before compiling")
+                raise NotAttention(DROPS)
         elif is_call(user, aten.slice.Tensor):
             if not waits_for_cut or not cuts_column(user, sinks):
                 raise NotAttention("the weights of the attention are cut")

@@ -25,6 +25,7 @@ from pagebinder.frontend.distance_proof import DistanceBias, Slopes, prove_bias
 from pagebinder.frontend.mask_proof import MaskFacts, MaskNotProven, prove_mask, prove_terms, require_served
 from pagebinder.frontend.recognise.bias_constants import BiasConstants
 from pagebinder.frontend.recognise.operands import (
+    DROPS,
     NotAttention,
     Operand,
     flat_heads,
@@ -69,7 +70,7 @@ def recognise_sdpa(gm: GraphModule) -> PassResult:
 def _mask_of(sdpa: Node, proofs: dict[tuple[Node, int], Mask | MaskNotProven]) -> Mask:
     """What the layer's mask means. `proofs`: what is known already, since layers share masks."""
     if arg(sdpa, 4, "dropout_p", 0.0):
-        raise MaskNotProven("attention with dropout: call model.eval() before compiling")
+        raise MaskNotProven(DROPS)
     mask = arg(sdpa, 3, "attn_mask")
     if arg(sdpa, 5, "is_causal", False):
         if mask is not None:
