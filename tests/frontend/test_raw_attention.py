@@ -238,6 +238,10 @@ NEAR_MISSES = {
         lambda x, p: attend(x, lambda s: causal(s) - 0.1 * (p[0, :, None] - p[0]).float() ** 2),
         "not linear in the distance",
     ),
+    "sines of the distance": (
+        lambda x, p: attend(x, lambda s: causal(s) + ((p[0, :, None] - p[0]).float() / 50).sin()),
+        "not linear in the distance",
+    ),
     "ALiBi rounded to bfloat16": (
         lambda x, p: attend(x, lambda s: causal(s) + (p[0] * torch.tensor(0.25).bfloat16()).float()),
         "ALiBi that was rounded to bfloat16",
