@@ -346,6 +346,58 @@ def test_a_model_in_float64_is_refused_with_what_to_do():
         pagebinder.compile_model(tiny_llama().double(), CompileConfig(executable="eager"))
 
 
+class AttendsInFloat64(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB_SIZE, 16)
+        self.head = torch.nn.Linear(16, VOCAB_SIZE)
+
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids)
+        heads = x[:, None].double()
+        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return self.head(x + attended[:, 0].float())
+
+
+def test_code_that_attends_in_float64_is_named():
+    with pytest.raises(
+        CaptureError, match=r"test_bad_input\.py:\d+.*float64.*take the conversion out of its code"
+    ):
+        pagebinder.compile_model(AttendsInFloat64(), CompileConfig(executable="eager"))
+
+
+class RenormedEmbedding(MeanOverTokens):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB_SIZE, 16, max_norm=1.0)
+
+    def forward(self, input_ids, position_ids):
+        return self.head(self.embed(input_ids))
+
+
+def test_an_embedding_that_writes_to_its_weight_is_told_as_that():
+    with pytest.raises(CaptureError, match=r"embedding_renorm.*writes to its weight.*max_norm"):
+        pagebinder.compile_model(RenormedEmbedding(), CompileConfig(executable="eager"))
+
+
+class FastPath(MeanOverTokens):
+    def __init__(self, **kwargs):
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 1)
+        self.kwargs = kwargs
+
+    def forward(self, input_ids, position_ids):
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1])
+        return self.head(self.layers(self.embed(input_ids), mask=mask, **self.kwargs))
+
+
+def test_torchs_fast_path_for_encoders_is_told_and_how_to_leave_it():
+    pagebinder.compile_model(FastPath(is_causal=True), CompileConfig(executable="eager"))
+    with pytest.raises(CaptureError, match=r"fast path.*is_causal=True"):
+        pagebinder.compile_model(FastPath(), CompileConfig(executable="eager"))
+
+
 def test_a_failing_step_loses_no_request(engine, expected, monkeypatch):
     engine.add_request("a", [1, 2, 3], GREEDY)
     engine.step()

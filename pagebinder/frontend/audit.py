@@ -195,6 +195,8 @@ def _reason_against(node: Node, symbols: list, bidirectional: bool, tokenwise: f
         )
     if target in (aten.sym_size.int, aten.sym_numel.default):
         return None
+    if target is aten.embedding_renorm.default:  # as it was made functional
+        return "it writes to its weight for the tokens that it looks up (max_norm); scale the weight before compiling"
     if target._schema.is_mutable:
         return "it writes to a tensor in place"
     if torch.Tag.nondeterministic_seeded in target.tags and not _is_unused_dropout(node):
@@ -364,6 +366,11 @@ def _reason_by_class(node: Node, inputs: list[Node], input_dims: list[list[int]]
     if target is aten.index_put.default:
         return reason_against_write(node)
     unknown = "this op is not known to keep tokens apart"
+    if target is aten._transformer_encoder_layer_fwd.default:
+        return (
+            "torch's fast path computes a whole layer here; give nn.TransformerEncoder is_causal=True beside its "
+            "mask, or call its layers one by one with the mask"
+        )
     if target.namespace in TORCHS:
         return unknown
     name = target._schema.name

@@ -42,7 +42,8 @@ from pagebinder.custom_ops.layer_state import (
     ShortConvState,
 )
 from pagebinder.custom_ops.recurrent.define import RECURRENCES
-from pagebinder.graph_tools import calls, describe, dtype_name, finish, module_path, val
+from pagebinder.errors import UnsupportedLayerError
+from pagebinder.graph_tools import calls, describe, dtype_name, finish, module_path, source_line, val
 from pagebinder.passes.latent_states import (
     COMPRESS,
     COMPRESSED_ATTENTION,
@@ -153,9 +154,21 @@ def layer_states(
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in BUILDERS:
             found = BUILDERS[node.target](node, len(states), max_model_len, formats)
+            _require_kernels(found, node)
             node.meta["layer_indices"] = tuple(range(len(states), len(states) + len(found)))
             states += found
     return states
+
+
+def _require_kernels(states: Sequence[LayerState], node: Node) -> None:
+    """Raises UnsupportedLayerError: of a dtype without any."""
+    for state in states:
+        if state.dtype not in DTYPE_BYTES:
+            raise UnsupportedLayerError(
+                f"{state.layer} ({source_line(node)}) keeps what later tokens read in {state.dtype}, and there are "
+                "kernels for float32, bfloat16 and float16 only: convert the model, with model.float() for example, "
+                f"or, where its weights are none of {state.dtype}, take the conversion out of its code."
+            )
 
 
 def encoder_layer_states(gm: GraphModule) -> list[EncoderOnlyState]:
