@@ -32,6 +32,7 @@ from pagebinder.frontend.attention_interface import attention_hook, has_function
 from pagebinder.frontend.dtypes import hint_on_float16
 from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
+from pagebinder.frontend.failed_traces import branch_by_values
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.language_model import entering, language_model
 from pagebinder.frontend.layer_observer import LENGTHS, Layer
@@ -58,7 +59,7 @@ from pagebinder.frontend.tidy import tidy
 from pagebinder.frontend.unpadded import said_for_unpadded
 from pagebinder.frontend.unreadable import hint_on_script
 from pagebinder.frontend.unsupported import refuse_unsupported
-from pagebinder.graph_tools import aten, attach, finish, graph_module
+from pagebinder.graph_tools import aten, attach, finish, graph_module, module_path, source_line, tensors
 
 EXAMPLE_TOKENS = 40
 MAX_STEP_TOKENS = 1 << 20
@@ -215,7 +216,7 @@ def _export(
     sizes = {i.size_name: Dim(i.size_name, min=MIN_STEP_TOKENS, max=MAX_STEP_TOKENS) for i in inputs.values()}
     examples = tuple(i.example for i in inputs.values())
     dynamic_shapes = tuple({0: sizes[i.size_name]} for i in inputs.values())
-    failures, places = [], []
+    failures, places, by_values = [], [], ""
     hooked = hooked and source.is_transformers and type(source.module).__name__ not in WRITES_ITS_ATTENTION
     hooked = hooked and not has_functions_of_its_own(source.module)
     hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
@@ -245,6 +246,7 @@ def _export(
             except CaptureError:
                 raise
             except Exception as error:
+                by_values = by_values or branch_by_values(error)
                 if not repeated:
                     failures.append(f"  strict={strict}: {type(error).__name__}: {_first_lines(error)}")
                 continue
@@ -255,7 +257,9 @@ def _export(
         if limited is not None:
             program, functionalised = _functional(limited[0])
             return program, f"export up to {limited[1]} tokens{functionalised}", None, limited[1]
-    by_length = DEPENDS_ON_LENGTH if any("Constraints violated" in failure for failure in failures) else ""
+    reason = f"{by_values}. What torch says" if by_values else ""
+    if any("Constraints violated" in failure for failure in failures):
+        reason = DEPENDS_ON_LENGTH
     if any(FROM_THE_SECOND in failure for failure in failures):
         failures.append(
             "  Parts from the second token on (x[:, 1:] = y[:, :-1]) may be F.pad(y, (0, 0, 1, -1))."
@@ -263,7 +267,7 @@ def _export(
     failures += filter(None, [hint_on_script(source.module), hint_on_float16(source.module)])
     raise CaptureError(
         f"{type(source.module).__name__} could not be traced by torch.export with a dynamic number of tokens"
-        + "\n".join((f"{by_length}:", *failures))
+        + "\n".join((f"{reason}:", *failures))
     )
 
 
@@ -360,14 +364,24 @@ def _check_range(program: ExportedProgram) -> None:
             if symbol not in of_data:
                 continue  # a number that an assertion of the model's reads
             raise CaptureError(
-                "The model's code picks entries by their values (a mask or a search whose result has as many rows as "
-                "match), so the shapes of the captured graph depend on data."
+                f"The model's code picks entries by their values{_where_made(program, symbol)} (a mask or a search "
+                "whose result has as many rows as match), so the shapes of the captured graph depend on data."
             )
         if bounds.lower > MIN_STEP_TOKENS or bounds.upper < MAX_STEP_TOKENS:
             raise CaptureError(
                 f"The captured graph holds only for {bounds.lower} <= {symbol} <= {bounds.upper} tokens: "
                 "the model's code branches on the sequence length."
             )
+
+
+def _where_made(program: ExportedProgram, symbol) -> str:
+    """Module and line of the first value that has this size."""
+    for node in program.graph.nodes:
+        sizes = [size for t in tensors(node) for size in t.shape if isinstance(size, torch.SymInt)]
+        if any(symbol in size.node.expr.free_symbols for size in sizes):
+            places = [place for place in (module_path(node), source_line(node)) if place]
+            return f" in {', '.join(places)}" if places else ""
+    return ""
 
 
 def _sizes_from_data(program: ExportedProgram) -> set:

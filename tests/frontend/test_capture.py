@@ -123,6 +123,41 @@ def test_a_model_that_branches_is_refused_and_left_as_it_was(body):
     assert model.training and body.training
 
 
+def test_a_branch_on_values_is_told_with_its_line():
+    with pytest.raises(
+        CaptureError, match=r"branches on values of tensors.*test_capture\.py:\d+ in forward.*torch"
+    ):
+        captured_model(Embedded(DataDependent()))
+
+
+class MaskedEncoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 2, WIDTH), 1, enable_nested_tensor=False
+        )
+
+    def forward(self, x, positions):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.layers(x.transpose(0, 1), mask=mask).transpose(0, 1)
+
+
+def test_a_mask_that_torch_looks_into_is_told_as_that():
+    with pytest.raises(CaptureError, match="whether it is causal: say it beside the mask"):
+        captured_model(Embedded(MaskedEncoder()))
+
+
+class Picking(nn.Module):
+    def forward(self, x, positions):
+        picked = (x[0, :, 0] > 0).nonzero()[:, 0]
+        return x.index_copy(1, picked, 2 * x[:, picked])
+
+
+def test_entries_picked_by_values_are_told_with_their_line():
+    with pytest.raises(CaptureError, match=r"by their values in body, .*test_capture\.py:\d+ in forward"):
+        captured_model(Embedded(Picking()))
+
+
 class ForOneToken(nn.Module):
     """Another sign for one token alone, or a branch that changes nothing of it."""
 
