@@ -346,12 +346,7 @@ def test_a_model_in_float64_is_refused_with_what_to_do():
         pagebinder.compile_model(tiny_llama().double(), CompileConfig(executable="eager"))
 
 
-class AttendsInFloat64(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(VOCAB_SIZE, 16)
-        self.head = torch.nn.Linear(16, VOCAB_SIZE)
-
+class AttendsInFloat64(MeanOverTokens):
     def forward(self, input_ids, position_ids):
         x = self.embed(input_ids)
         heads = x[:, None].double()

@@ -313,7 +313,8 @@ def _bytes(array: np.ndarray) -> bytes:
     """Of its values, or of a sample of many; none of objects, which `_inside` gives one by one."""
     if array.dtype.hasobject:
         return b""
-    return array.flat[:: 1 if array.nbytes <= MOST_BYTES else array.size // SAMPLED].tobytes()
+    step = 1 if array.nbytes <= MOST_BYTES else max(array.size // SAMPLED, 1)
+    return array.flat[::step].tobytes()
 
 
 def _is_array(value: Any) -> bool:
