@@ -10,6 +10,7 @@ from pagebinder import CompileConfig, VerificationError
 from pagebinder.graph_tools import aten, insert_call
 from tests.broken_passes import break_pass, ops, with_option
 from tests.encoder_decoders import tiny
+from tests.frontend.plain_decoders import Decoder, Einsum
 from tests.frontend.test_family_routes import tiny_roberta
 from tests.helpers import tiny_gemma3, tiny_qwen3_next
 from tests.v4_models import v4_model
@@ -96,6 +97,22 @@ def test_reduced_precision_is_also_run_in_float32(models):
     assert kinds == {(w, d) for w in ("model", "rescaled") for d in ("bfloat16", "float32")}
     exact = [s for s in report.verified if s.dtype == "float32"]
     assert max(s.max_rel_error for s in exact) < 1e-4
+
+
+class OfBfloat16(Decoder):
+    def forward(self, input_ids, position_ids):
+        x = (self.embed(input_ids) + self.place(position_ids)).float().bfloat16()
+        for norm, layer in zip(self.norms, self.layers):
+            x = x + layer(norm(x))
+        return self.head(x)
+
+
+def test_code_that_holds_a_dtype_is_compared_in_that_alone():
+    model = OfBfloat16(Einsum, num_layers=1).bfloat16().eval()
+    config = CompileConfig(executable="eager", verify="full", max_model_len=120)
+    report = pagebinder.compile_model(model, config).report
+    assert {(s.weights, s.dtype) for s in report.verified} == {(w, "bfloat16") for w in ("model", "rescaled")}
+    assert any("not compared in torch.float32" in note for note in report.notes)
 
 
 def test_8_bit_latents_are_measured_and_so_is_what_follows_where_scores_choose():

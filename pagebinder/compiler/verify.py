@@ -46,6 +46,8 @@ from pagebinder.passes.verifier import TOLERANCES, Conditions, difference, verif
 from pagebinder.report import CompileReport
 from pagebinder.runtime.kv import KVPlan
 
+PROBE_TOKENS = 40
+
 
 def check_can_verify(source: ModelSource, config: CompileConfig) -> None:
     """Raises ConfigError where there is nothing to run."""
@@ -202,11 +204,27 @@ def worlds(source: ModelSource, notes: list[str], *, full: bool) -> Iterator[Wor
             continue
         widen = dtype is not source.dtype
         module = converted_copy(source.module, dtype) if widen else copied(source.module)
+        if widen and (why := _why_not_in(module, source)) is not None:
+            notes.append(f"verify: not compared in {dtype}, which the model's own code does not take: {why}")
+            continue
         if widen:
             yield World("model", module, dtype, tensors_of(module), widen)
         rescale(module)
         yield World("rescaled", module, dtype, tensors_of(module), widen)
         del module
+
+
+def _why_not_in(module: torch.nn.Module, source: ModelSource) -> str | None:
+    """Why code of a user's, which may hold a dtype (`x.bfloat16()`), does not run with its weights in another one."""
+    if source.is_transformers or source.encoder is not None:
+        return None
+    ids = torch.zeros(min(PROBE_TOKENS, source.max_model_len), dtype=torch.int64, device=source.device)
+    with evaluation_mode(module):
+        try:
+            call_source(module, source, ids)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+    return None
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
