@@ -227,6 +227,25 @@ def test_scales_of_nvfp4_in_two_levels(ops):
             assert torch.equal(linears(x, [packed] * 2, [scale] * 2, [bias] * 2, format="nvfp4")[1], y)
 
 
+@pytest.mark.parametrize("name", ["int4_g32", "uint4_g32", "int6_g16", "int8_g32", "uint8_g32"])
+def test_scales_of_two_levels_as_k_quants_have_them(linear, name, request):
+    """Rows alone, in twos and in strips meet codes in other ways, and get the same bits."""
+    fmt, columns, inner = weight_format(name), 96, 768
+    generator = torch.Generator().manual_seed(0)
+    codes, _ = quantize(weight_of(columns, inner), name)
+    numbers = (torch.rand(columns, inner // 256, generator=generator) * 0.03 / 2**fmt.bits).half()
+    bytes_ = torch.randint(-60, 60, (columns, inner // fmt.group), generator=generator, dtype=torch.int8)
+    scale = packed_levels(numbers, bytes_, name, (numbers / 2, bytes_.abs()) if fmt.is_shifted else None)
+    weight = dequantize(codes, scale, name).double()
+    x, bias = operands(40, columns, inner)
+    together = linear(x, codes, scale, bias, format=name)
+    assert_close(together, torch.nn.functional.linear(x.double(), weight, bias.double()))
+    if request.node.callspec.params["linear"] == "reference" or has_matrix_tiles():
+        return
+    for rows in (1, 2, 3, 4, 5, 9, 17):
+        assert torch.equal(linear(x[:rows], codes, scale, bias, format=name), together[:rows])
+
+
 @pytest.mark.parametrize("name", STORED_FORMATS)
 def test_the_same_bits_of_shifted_weights_in_any_batch(name):
     chosen = registered_providers()["cpu"]

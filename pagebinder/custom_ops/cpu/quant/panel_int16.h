@@ -4,7 +4,7 @@
 //     sum [row][8 columns]  +=  the codes of a pair of k of each column  .  a pair of wholes, in every lane
 //
 // An instruction multiplies and adds twice as many numbers as one of floats, and a code needs one or two to be widened, one
-// of 6 bits four, one of a table two to five. Sums of a group are integers, exact. Codes of int4 and int6 are taken as they
+// of 6 bits four, one of a table two to five; of one or two rows fewer, where there are products of bytes (digit_products.h). Sums of a group are integers, exact. Codes of int4 and int6 are taken as they
 // are, 8 and 32 too large, and numbers of tables are made positive where bytes hold them: that times the sum of wholes is
 // taken off again. Shifts of two levels put some of it back, so all that is what a sum begins with. Then, in float32, groups
 // are added up with their scales, of two levels the bytes, and spans with factors and numbers.
@@ -20,6 +20,8 @@
 
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 #define PAGEBINDER_INT16_PRODUCTS 1
+#include "digit_products.h"
+
 namespace pagebinder {
 
 constexpr int MOST_STRIP_ROWS = 6, MOST_FIRST_ROWS = 4;
@@ -61,7 +63,7 @@ constexpr CodeBytes UPPER_WHOLES = bytes_of_wholes<CODE>(8);
 
 // ---- x ---------------------------------------------------------------------------------------------------------
 
-// Words of a strip: [pair of k][row].
+// Words of a strip: [pair of k][row]; or digits.
 using Wholes = IntegerStrip;
 
 // Shifts of two levels count codes larger than they are.
@@ -69,15 +71,16 @@ inline bool counts_level_offset(const QuantizedLinearArgs& a) { return a.is_shif
 
 // What a sum of wholes is times in the beginning of a group's sums.
 template <Code CODE>
-int beginning_of(const QuantizedLinearArgs& a) {
-  return (counts_level_offset(a) ? static_cast<int>(level_offset(has_4_bits(CODE) ? 4 : 8)) : 0) - OFFSET<CODE>;
+int beginning_of(const QuantizedLinearArgs& a, bool of_digits) {
+  const int offset = OFFSET<CODE> + (of_digits ? DIGIT_OFFSET<CODE> : 0);
+  return (counts_level_offset(a) ? static_cast<int>(level_offset(has_4_bits(CODE) ? 4 : 8)) : 0) - offset;
 }
 
 // The k in [begin, end) of a row of x as wholes, from `to_row` on; returns their sum. factor 0: all are zero.
-inline int32_t make_wholes_of_group(const bf16* x, int begin, int end, float factor, int rows, int32_t* to_row) {
+template <Code CODE>
+int32_t make_wholes_of_group(const bf16* x, int begin, int end, float factor, int rows, bool of_digits, int32_t* to_row) {
   __m256i sum = _mm256_setzero_si256();
   for (int k = begin; k < end; k += QUANT_HALF_STEP, to_row += PAIRS * rows) {
-    int32_t pairs[PAIRS];
     __m256i whole[2];
     PB_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -85,8 +88,11 @@ inline int32_t make_wholes_of_group(const bf16* x, int begin, int end, float fac
       whole[i] = _mm256_cvtps_epi32(bit_cast<__m256>(value));
     }
     sum = _mm256_add_epi32(sum, _mm256_add_epi32(whole[0], whole[1]));
-    store(pairs, _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[0], whole[1]), 0b11011000));
-    if (rows == 1) std::memcpy(to_row, pairs, sizeof pairs);
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[0], whole[1]), 0b11011000);
+    int32_t pairs[PAIRS];
+    store(pairs, words);
+    if (of_digits) store_digits<CODE>(words, rows, to_row);
+    else if (rows == 1) std::memcpy(to_row, pairs, sizeof pairs);
     else for (int p = 0; p < PAIRS; ++p) to_row[p * rows] = pairs[p];
   }
   return sum_of_lanes(bit_cast<VI>(sum));
@@ -95,7 +101,8 @@ inline int32_t make_wholes_of_group(const bf16* x, int begin, int end, float fac
 // False: integers cannot hold some span. Zeros stand in its place, and a factor that makes no number of its row's sums.
 template <Code CODE>
 bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
-  const int32_t beginning = beginning_of<CODE>(a);
+  const bool of_digits = is_of_digits<CODE>(to);
+  const int32_t beginning = beginning_of<CODE>(a, of_digits);
   bool all_fit = true;
   for (int row = 0; row < to.rows; ++row) {
     bool fits = true;
@@ -109,8 +116,9 @@ bool make_wholes(const QuantizedLinearArgs& a, const Wholes& to) {
       fits &= numbers.holds;
       *factor = numbers.unit() * WHOLE_UNIT<CODE>;
       for (int k = span; k < end; k += to.group, begins += to.rows) {
-        const int32_t sum = make_wholes_of_group(x, k, std::min(k + to.group, end), numbers.to_integers(), to.rows,
-                                                 to.words + int64_t{k / 2} * to.rows + row);
+        int32_t* words = to.words + int64_t{k / 2} * to.rows + (of_digits ? 2 * row : row);
+        const int32_t sum = make_wholes_of_group<CODE>(x, k, std::min(k + to.group, end), numbers.to_integers(), to.rows,
+                                                       of_digits, words);
         *begins = beginning * sum;
         sums.add(k, sum, numbers.unit());
       }
@@ -352,17 +360,27 @@ PB_INLINE void meet_codes(const Wholes& x, const uint8_t* codes, const GroupScal
                           float* totals) {
   constexpr int PART = QUANT_STEP / PARTS, LINES = TILE_LINES_OF<CODE> / PARTS, TILE = tile_bytes_of(CODE);
   constexpr int PART_BYTES = TILE / PARTS;
+  constexpr bool DIGITS = HAS_DIGITS<CODE> && ROWS <= MOST_DIGIT_ROWS && !KEEPS;
   Totals<ROWS> of_span[HALVES] = {};
   const char* at = scales.at(span.begin);
   const int32_t* begins = x.begins + int64_t{span.begin / x.group} * ROWS;
   for (int group = span.begin, i = 0; group < span.end; group += x.group, at += scales.stride, begins += ROWS, ++i) {
     __builtin_prefetch(at + scales.next_panel, 0, 2);
     Sums<ROWS> sums[HALVES];
-    by_constants<HALVES>([&](auto half) __attribute__((always_inline)) { begin_sums<ROWS>(begins, sums[half]); });
+    DigitSums<ROWS> digit_sums[HALVES];
+    by_constants<HALVES>([&](auto half) __attribute__((always_inline)) {
+      if constexpr (DIGITS) begin_digits<ROWS>(begins, digit_sums[half]);
+      else begin_sums<ROWS>(begins, sums[half]);
+    });
     for (int k = group; k < std::min(group + x.group, span.end); k += PART)
       by_constants<HALVES>([&](auto half) __attribute__((always_inline)) {
         const uint8_t* lines = codes + (k / QUANT_STEP * 2 + first + half) * TILE + k % QUANT_STEP / PART * PART_BYTES;
         const int32_t* pairs = x.words + int64_t{k / 2} * ROWS;
+        if constexpr (DIGITS)
+          return visit_fours<CODE, LINES, FAR_BYTES<CODE>>(
+              lines, [&](int word, const auto& of_four) __attribute__((always_inline)) {
+                add_digits<ROWS>(of_four, pairs + word * 2 * ROWS, digit_sums[half]);
+              });
         int16_t* kept = span.codes[first + half] + (k - span.begin) * TILE_COLUMNS;
         visit_pairs<CODE, LINES>(lines, [&](int pair, const auto& of_pair) __attribute__((always_inline)) {
           add_pair<ROWS>(of_pair, pairs + pair * ROWS, sums[half]);
@@ -374,6 +392,7 @@ PB_INLINE void meet_codes(const Wholes& x, const uint8_t* codes, const GroupScal
     by_constants<HALVES>([&](auto half) __attribute__((always_inline)) {
       const int v = (first + half) * VECTORS;
       const __m256 scale[] = {scales.load(at, v), scales.load(at, v + 1)};
+      if constexpr (DIGITS) join_digits<ROWS>(digit_sums[half], sums[half]);
       add_group<ROWS>(scale, sums[half], of_span[half]);
       if (KEEPS) for (int j = 0; j < VECTORS; ++j) _mm256_store_ps(span.scales[i] + (v + j) * LANES, scale[j]);
     });

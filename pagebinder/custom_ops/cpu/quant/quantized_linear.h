@@ -218,7 +218,7 @@ inline bool quantized_linear_in_bf16(const QuantizedLayers& call) {
   const QuantizedLinearArgs& a = call.first();
   if (a.has_half_steps() || a.code == Code::INT6)
     return quantized_linear_with_int16_products(call) || quantized_linear_in_bf16_with_vectors(call);
-  // Scales of two levels are read as they lie there: 1.6 times as fast with one row as eight bits at a time.
+  // Scales of two levels are read as they lie there: of many rows 1.4 times as fast as in wide vectors, of one as fast.
   const bool tiles_serve = a.rows > QUANT_MOST_DOT_ROWS && quantized_linear_has_tiles();
   if (has_levels(a.scale_kind) && !tiles_serve && quantized_linear_with_int16_products(call)) return true;
   return quantized_linear_with_int8_dots(call) || quantized_linear_with_dots(call) || quantized_linear_with_tiles(call) ||
