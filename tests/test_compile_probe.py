@@ -18,6 +18,7 @@ from pagebinder.models.llama import LlamaForCausalLM
 from pagebinder.models.llama_config import LlamaConfig
 from pagebinder.passes.graph_values import rounded_to
 from pagebinder.report import PassResult
+from tests.frontend.plain_decoders import Decoder, Einsum
 from tests.helpers import tiny_llama
 
 CALLS = [0]
@@ -151,9 +152,10 @@ def as_float(x):
     return x.float()
 
 
-def under_autocast(x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return (x @ torch.eye(x.shape[-1])).float()
+class UnderAutocast(Decoder):
+    def forward(self, input_ids, position_ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(input_ids, position_ids).float()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -163,16 +165,27 @@ def test_logits_made_float32_at_the_end_are_judged_as_their_model_computes(dtype
 
 
 def test_products_under_autocast_are_judged_in_its_dtype():
-    assert rounded_to(compiled(under_autocast).graphs["semantic"], torch.float32) is torch.bfloat16
+    model = UnderAutocast(Einsum, num_layers=1).eval()
+    graphs = pagebinder.compile_model(model, CompileConfig(executable="eager")).graphs
+    assert rounded_to(graphs["semantic"], torch.float32) is torch.bfloat16
 
 
-def test_a_cast_does_not_make_a_model_narrow():
+def cast_alone(x):
+    return x.bfloat16().float()
+
+
+def product_in_bfloat16(x):
+    return (x.bfloat16() @ torch.eye(x.shape[-1], dtype=torch.bfloat16)).float()
+
+
+@pytest.mark.parametrize("narrow", [cast_alone, product_in_bfloat16])
+def test_few_narrow_ops_do_not_make_a_model_narrow(narrow):
     """What is counted here is small: in bfloat16 it would pass."""
     state = [0.0]
 
     def moves_a_little(x):
         state[0] += 0.003
-        return x * (1 + state[0]) + 0 * x.bfloat16().float()
+        return x * (1 + state[0]) + 0 * narrow(x)
 
     with pytest.raises(CaptureError, match="when it is called again"):
         compiled(moves_a_little)

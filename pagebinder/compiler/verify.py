@@ -222,8 +222,8 @@ def _why_not_in(module: torch.nn.Module, source: ModelSource) -> str | None:
     with evaluation_mode(module):
         try:
             call_source(module, source, ids)
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
+        except Exception as error:  # whatever their code raises
+            return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
 
 

@@ -9,7 +9,7 @@ Lengths up to some thousand are compared entry by entry. At large ones (a window
 those around every place where such a mask can change: rows, columns and distances near the subgraph's numbers, their
 sums and differences, multiples of its divisors, and wherever one of its vectors has a step or a bend
 (`mask_values.py`). What the graph makes of its numbers (a buffer times a literal, an exponential) is not known, so
-what tokens of a far length see tells more of them, and entries of that length are compared, too.
+all that some tokens of a far sequence see is looked at first, which tells windows and chunks, and is compared, too.
 
 A mask that depends on anything but the number of tokens and the positions, or that differs in one entry, is not
 proven, and the reason says which.
@@ -66,9 +66,9 @@ LARGEST_WHOLE_SIZE = (
 )
 LARGEST_SIZE = 1 << 22
 FAR_SIZE, FAR_WHOLE_SIZE = 1 << 17, 4096  # where the reach is not known: at chosen entries, entry by entry
+FAR_ROWS_SIZE = 2 * FAR_SIZE + 3  # whole rows, which tell a window of FAR_SIZE from none
 LEAST_FRACTION = 1e-5  # less is there to avoid a division by zero
 MAX_CHOSEN = 700  # rows and columns at a large size
-MOST_EDGES = 12  # of a row: the first and the last ones
 HIDDEN = 1e4  # an additive mask hides with -1e4 or less: exp of it is 0 beside any visible score
 
 # Their literal is the value of a mask's entry, not a distance.
@@ -165,9 +165,9 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
     of_places = [n for n in nodes if not (weights and is_parameter(n))]
     reach, numbers, divisors = numbers_in(of_places)
     far = min(FAR_SIZE, limit or FAR_SIZE)
-    if 2 * reach < far:
-        numbers |= _edges(terms, nodes, far, weights)
-        reach = reach_of(numbers, divisors)
+    found = [_rows_at(terms, nodes, min(FAR_ROWS_SIZE, limit or FAR_ROWS_SIZE), weights)]
+    numbers |= {n for r in found if r is not None for n in (r.window, r.chunk) if n is not None}
+    reach = reach_of(numbers, divisors)
     if sum(numbers) + sum(divisors) > LARGEST_SIZE // 2 and limit is None:
         raise MaskNotProven(
             f"the mask's numbers reach {reach} tokens, too many to evaluate at twice that size"
@@ -181,13 +181,18 @@ def prove_terms(terms: Sequence[MaskTerm]) -> MaskFacts:
     else:
         rows = columns = torch.arange(largest, device="cpu")
         chosen = seen[largest]
-    for facts in _candidates(rows, columns, chosen, sorted({*numbers, *divisors})):
+    if largest > FAR_ROWS_SIZE and found[0] is not None:
+        found.append(_rows_at(terms, nodes, largest, weights, (2,)))
+    found = [far_rows for far_rows in found if far_rows is not None]
+    for facts in _candidates(rows, columns, chosen, found):
         if torch.equal(_expected(facts, rows, columns), chosen) and all(
             torch.equal(_expected(facts, *[torch.arange(s, device="cpu")] * 2), seen[s]) for s in seen
         ):
             if counting := next((n for n in nodes if _counts_tokens(n)), None):
                 raise MaskNotProven(f"the mask is computed with the number of tokens ({counting.name})")
-            if largest < far:
+            if miss := next((r.size for r in found if not r.agree(facts)), None):
+                raise MaskNotProven(_ANOTHER_FAR.format(facts.describe(), miss))
+            if largest < far and not (found and all(map(is_straight, nodes))):
                 _require_far(terms, nodes, facts, far, weights, numbers, divisors)
             return facts
     raise MaskNotProven(_named(seen[min(64, largest)]) + f" (compared at sizes {sorted({*whole, largest})})")
@@ -232,27 +237,64 @@ def _is_matrix(node: Node) -> bool:
     return len(shape) >= 2 and min(shape[-2:]) > WHOLE_SIZE
 
 
-def _edges(terms, nodes, size: int, weights: dict) -> set[int]:
-    """The distances at which what the last of `size` tokens sees changes, and how far the token before all those
-    sees: a window, a chunk. None are found of a mask that cannot be evaluated at chosen entries."""
+@dataclass(frozen=True)
+class _FarRows:
+    """All that some tokens of a long sequence see: visible [rows, size]. The last one is the sequence's last, the one
+    before is in front of all that it sees, if there is one."""
+
+    rows: torch.Tensor
+    visible: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        return self.visible.shape[1]
+
+    @property
+    def window(self) -> int | None:
+        """How far the last token sees; None: to the first one, or not even itself."""
+        seen = _seen_at_once(self.visible[-1])
+        return seen if 0 < seen < self.size else None
+
+    @property
+    def chunk(self) -> int | None:
+        """How far the one before sees, as the last one of another chunk."""
+        if self.window is None or int(self.rows[-2]) != self.size - 1 - self.window:
+            return None
+        return _seen_at_once(self.visible[-2][: self.size - self.window]) or None
+
+    def agree(self, facts: MaskFacts) -> bool:
+        return torch.equal(_expected(facts, self.rows, torch.arange(self.size, device="cpu")), self.visible)
+
+
+def _seen_at_once(row: torch.Tensor) -> int:
+    """How many of its last entries are visible."""
+    return int(row.flip(0).int().cumprod(0).sum())
+
+
+def _rows_at(
+    terms, nodes, size: int, weights: dict, parts: tuple[int, ...] = (2, 3, 7, 29)
+) -> _FarRows | None:
+    """The rows of a sequence's last token, of the one in front of all that it sees, and some in other places, `size`
+    over these numbers. None: the mask cannot be evaluated at chosen entries."""
     values, columns = Values(nodes, size, weights=weights), torch.arange(size, device="cpu")
 
-    def first_seen(row: int, edges: set[int]) -> int:
-        rows = torch.tensor([row], device="cpu")
-        visible = _together(terms, [values.at(t.node, rows, columns) for t in terms], 1, size)[0]
-        changes = (visible[1:] != visible[:-1]).nonzero().reshape(-1).tolist()
-        edges.update(row - c for c in (*changes[:MOST_EDGES], *changes[-MOST_EDGES:]) if c < row)
-        return int(visible.int().argmax())
+    def visible(rows: list[int]) -> torch.Tensor:
+        at = torch.tensor(rows, device="cpu")
+        return _together(terms, [values.at(t.node, at, columns) for t in terms], len(rows), size)
 
-    edges: set[int] = set()
     try:
         with evaluated("the mask", size):
-            first = first_seen(size - 1, edges)
-            if first > 0:
-                edges.add(first - first_seen(first - 1, set()))
+            last = visible([size - 1])
+            before = size - 1 - _seen_at_once(last[0])
+            others = [size // n for n in parts] + ([before] if before >= 0 else [])
+            return _FarRows(
+                torch.tensor([*others, size - 1], device="cpu"), torch.cat([visible(others), last])
+            )
     except NotPointwise:
-        return set()
-    return edges
+        return None
+
+
+_ANOTHER_FAR = "the mask is {} at some hundred tokens, and another one at {}"
 
 
 def _require_far(
@@ -263,9 +305,7 @@ def _require_far(
     most_whole = WHOLE_SIZE if all(map(is_straight, nodes)) else FAR_WHOLE_SIZE
     rows, columns, visible = _visible_at_chosen(terms, nodes, size, weights, edges, divisors, most_whole)
     if not torch.equal(_expected(facts, rows, columns), visible):
-        raise MaskNotProven(
-            f"the mask is {facts.describe()} at some hundred tokens, and another one at {size}"
-        )
+        raise MaskNotProven(_ANOTHER_FAR.format(facts.describe(), size))
 
 
 def max_tokens(graph: torch.fx.Graph) -> int | None:
@@ -432,8 +472,9 @@ def _expected(facts: MaskFacts, rows: torch.Tensor, columns: torch.Tensor) -> to
     return facts.visible(rows[:, None], columns[None, :])
 
 
-def _candidates(rows: torch.Tensor, columns: torch.Tensor, visible: torch.Tensor, numbers: list[int]):
-    """The masks of the family that the largest evaluation leaves possible; each is then compared in full.
+def _candidates(rows: torch.Tensor, columns: torch.Tensor, visible: torch.Tensor, found: list[_FarRows]):
+    """The masks of the family that the largest evaluation, and rows of far sequences, leave possible; each is then
+    compared in full.
 
     A window is one more than the largest visible distance; a chunk begins where a token does not see the one before.
     """
@@ -449,6 +490,9 @@ def _candidates(rows: torch.Tensor, columns: torch.Tensor, visible: torch.Tensor
         chunk = int(rows[breaks[0]])
         yield MaskFacts(causal=causal, chunk=chunk)
         yield MaskFacts(causal=causal, chunk=chunk, window=window)
+    for far in found:
+        yield MaskFacts(causal=causal, window=far.window)
+        yield MaskFacts(causal=causal, chunk=far.chunk)
 
 
 def _named(visible: torch.Tensor) -> str:

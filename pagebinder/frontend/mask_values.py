@@ -175,7 +175,7 @@ class Values:
         self.positions = torch.arange(size, device="cpu") if positions is None else positions
         self._kept = _casts_of(nodes, self.weights)
         self._whole: dict[Node, object] = {}
-        self._parts: dict[tuple, torch.Tensor] = {}
+        self._parts: dict[tuple, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def whole(self, result: Node) -> torch.Tensor:
         """The value of `result` in full."""
@@ -247,9 +247,9 @@ class Values:
     def _part(self, node: Node, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """A node with two token dimensions at rows of the first and columns of the second."""
         key = (node, id(rows), id(columns))
-        if key not in self._parts:
-            self._parts[key] = self._compute_part(node, rows, columns)
-        return self._parts[key]
+        if key not in self._parts:  # with the indices, whose ids others would get
+            self._parts[key] = self._compute_part(node, rows, columns), rows, columns
+        return self._parts[key][0]
 
     def _compute_part(self, node: Node, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         dims = token_dims(node)

@@ -20,7 +20,7 @@ import copy
 import functools
 import itertools
 import operator
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +152,7 @@ def _changeable(values: Iterable[Any]) -> list:
     return [
         x
         for x in inside
-        if isinstance(x, (list, dict, set, deque)) or (_is_array(x) and x.nbytes <= MOST_BYTES)
+        if _holds(x) and (x.nbytes <= MOST_BYTES if _is_array(x) else not isinstance(x, (tuple, frozenset)))
     ]
 
 
@@ -303,7 +303,7 @@ def _looks_inside(value: Any) -> Iterator[Any]:
     for held in _inside(value):
         if _is_array(held):
             yield held.shape, _bytes(held)
-        elif isinstance(held, CONTAINERS):
+        elif _holds(held):
             yield type(held), len(held)
         elif isinstance(held, (*PLAIN, torch.nn.Module)):
             yield held.item() if isinstance(held, np.generic) else held
@@ -322,7 +322,16 @@ def _is_array(value: Any) -> bool:
 
 
 def _holds(value: Any) -> bool:
-    return isinstance(value, CONTAINERS) or _is_array(value)
+    """Is it a container or array that can be looked into? Not one whose class iterates by code of its own."""
+    if not isinstance(value, CONTAINERS):
+        return _is_array(value)
+    kind = type(value)
+    own_items = isinstance(value, dict) and kind.items not in (dict.items, OrderedDict.items)
+    return not own_items and kind.__iter__ in _ITERATIONS and kind.__len__ in _LENGTHS
+
+
+_ITERATIONS = {kind.__iter__ for kind in (*CONTAINERS, OrderedDict)}
+_LENGTHS = {kind.__len__ for kind in (*CONTAINERS, OrderedDict)}
 
 
 def _inside(value: Any) -> Iterator[Any]:
@@ -340,7 +349,7 @@ def _elements(value: Any) -> Iterable[Any]:
     """The first ones of a container; of an array those that are objects."""
     if _is_array(value):
         return value.flat[:MOST_ELEMENTS].tolist() if value.dtype.hasobject else ()
-    if not isinstance(value, CONTAINERS):
+    if not _holds(value):
         return ()
     elements = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
     if not isinstance(value, dict):

@@ -17,11 +17,11 @@ from torch.fx.node import map_aggregate
 
 from pagebinder.custom_ops.library import is_our_op
 from pagebinder.custom_ops.pointwise.program import read_program
-from pagebinder.graph_tools import IDENTITIES, aten, is_view_op, recipe_of, tensors
+from pagebinder.graph_tools import recipe_of, tensors
 from pagebinder.passes.kernel_checks import WatchedCall, is_foreign
 
 REDUCED = (torch.bfloat16, torch.float16)
-LOOK_UPS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor, *IDENTITIES)
+PRODUCTS = ("linear", "mm", "matmul", "einsum", "attention", "experts", "conv")  # in names of ops
 
 
 def widened(value: Any) -> Any:
@@ -34,17 +34,20 @@ def widened(value: Any) -> Any:
 
 
 def rounded_to(gm: GraphModule, dtype: torch.dtype) -> torch.dtype:
-    """The narrowest dtype that a graph computes in, whatever it returns (`head(x).float()`); `dtype` where
-    none is reduced. Look-ups and views compute nothing, nor does a cast alone."""
-    results = {
-        result.dtype
+    """The dtype of at least half of a graph's products, if that is a reduced one, whatever it returns
+    (`head(x).float()`); else `dtype`. A single op in a reduced dtype tells nothing of the others."""
+    products = [
+        tensors(node)[0].dtype
         for node in gm.graph.nodes
-        if node.op == "call_function" and not is_view_op(node.target) and node.target not in LOOK_UPS
-        for result in tensors(node)
-        if result.dtype in REDUCED
-        and any(t.dtype is result.dtype for x in node.all_input_nodes for t in tensors(x))
-    }
-    return max(results, key=lambda d: torch.finfo(d).eps, default=dtype)
+        if node.op == "call_function" and tensors(node) and _is_product(node.target)
+    ]
+    most = max(REDUCED, key=products.count)
+    return most if products and 2 * products.count(most) >= len(products) else dtype
+
+
+def _is_product(target: Any) -> bool:
+    name = getattr(getattr(target, "_schema", None), "name", "").rpartition("::")[2]
+    return any(word in name for word in PRODUCTS)
 
 
 class GraphRunner(torch.fx.Interpreter):

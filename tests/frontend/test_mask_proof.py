@@ -140,6 +140,10 @@ WINDOWS = {
     "a factor in a tensor": (lambda p, j: (j <= p) & ((p - j) * torch.tensor([1e-3]) < 1.5), 1500),
     "a divisor in a tensor": (lambda p, j: (j <= p) & ((p - j) / torch.tensor(100.0) < 8), 800),
     "divisors below two": (lambda p, j: (j <= p) & ((p - j) / 1.9 / 1.9 / 1.9 < 140), 961),
+    "an exponential that ends far away": (window_by(lambda d: torch.exp(-d / 1024) > 0.01), 4716),
+    "a product of the distance": (lambda p, j: (j <= p) & ((p - j) * 0.001 * torch.tensor(50) < 500), 10_000),
+    "a square": (lambda p, j: (j <= p) & ((p - j) * (p - j) < torch.tensor(200) * 100_000), 4473),
+    "as far as is looked": (lambda p, j: (j <= p) & (p - j < torch.tensor(128) * 1024), 131_072),
     "a very small fraction": (lambda p, j: (j <= p) & ((p - j) * 1e-6 < 0.00115), 1150),
 }
 
@@ -153,11 +157,11 @@ def test_a_window_is_found_by_whatever_formula(name):
 REFUSED = {
     "positions in half precision, which is exact up to 2048": (
         lambda p, j: (j <= p) & (p.half() - j.half() < 9),
-        "is causal, window=9 at some hundred tokens, and another one at 131072",
+        "is causal, window=9 at some hundred tokens, and another one at 262147",
     ),
     "products of positions, which overflow": (
         lambda p, j: p.int() * p.int() * p.int() >= j.int() * j.int() * j.int(),
-        "none of causal, window, chunk, full",
+        "is causal at some hundred tokens, and another one at 262147",
     ),
     "blocks of a width in a tensor": (
         lambda p, j: (j <= p) & (p // torch.tensor(100) - j // torch.tensor(100) < 8),
