@@ -62,6 +62,7 @@ from pagebinder.frontend.unsupported import refuse_unsupported
 from pagebinder.graph_tools import aten, attach, finish, graph_module, module_path, source_line, tensors
 
 EXAMPLE_TOKENS = 40
+FEW_TOKENS = 7  # of examples for models whose tables end before
 MAX_STEP_TOKENS = 1 << 20
 MIN_STEP_TOKENS = 2
 # Layers that are traced one after the other: with fewer, torch's cache of fake calls costs more than it saves.
@@ -253,8 +254,10 @@ def _export(
             _check_range(program)
             one_token = run_with_one_token(wrapper, examples, places)
             return program, _route(strict, repeated) + functionalised, one_token, None
-        limited = _export_limited(source, wrapper, inputs)
-        if limited is not None:
+        for num_tokens in (EXAMPLE_TOKENS, FEW_TOKENS):
+            limited = _export_limited(source, wrapper, inputs, num_tokens)
+            if limited is None:
+                continue
             program, functionalised = _functional(limited[0])
             return program, f"export up to {limited[1]} tokens{functionalised}", None, limited[1]
     reason = f"{by_values}. What torch says" if by_values else ""
@@ -306,15 +309,16 @@ def _shorter_and_longer(source: ModelSource, inputs: dict[str, TracedInput]) -> 
 
 
 def _export_limited(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput]
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], num_tokens: int
 ) -> tuple[ExportedProgram, int] | None:
     """A program that holds up to a length that the model's code sets, where a mask buffer is cut; that length.
+    `num_tokens`: of the examples, at most.
 
     torch finds the range (`Dim.DYNAMIC`). None: there is none from `MIN_STEP_TOKENS` tokens on.
     """
     if len({i.size_name for i in inputs.values()}) > 1:
         return None
-    examples = tuple(i.example for i in inputs.values())
+    examples = tuple(i.example[:num_tokens] for i in inputs.values())
     dynamic_shapes = tuple({0: Dim.DYNAMIC} for _ in inputs)
     exported = functools.partial(
         torch.export.export, wrapper, examples, dynamic_shapes=dynamic_shapes, strict=False

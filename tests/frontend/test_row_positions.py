@@ -114,6 +114,27 @@ def test_rows_of_a_table_that_is_cut_to_the_length(name):
     assert [list(o.token_ids) for o in outputs] == [greedy(served.source.module, ids) for ids in PROMPTS]
 
 
+class ShortTable(CutsTable):
+    """As in lessons, with masks as long as the table."""
+
+    def __init__(self, length):
+        super().__init__(lambda m, n: m.sines[:, :n])
+        self.sines = self.sines[:, :length]
+        nano, mini = self.layers
+        nano.tril, mini.bias = nano.tril[:, :, :length, :length], mini.bias[:length, :length]
+
+
+@pytest.mark.parametrize("length", [9, 32])
+def test_tables_that_are_shorter_than_what_is_traced(length):
+    served = pagebinder.compile_model(
+        ShortTable(length).eval(), CompileConfig(executable="eager", block_size=8)
+    )
+    assert served.max_model_len == length
+    engine = served.engine(EngineConfig(num_kv_blocks=32))
+    outputs = engine.generate([[1, 2, 3]], GREEDY)
+    assert list(outputs[0].token_ids) == greedy(served.source.module, [1, 2, 3])
+
+
 CUT_OTHERWISE = {
     "its last rows": lambda m, n: m.sines[:, -n:],
     "from the end": lambda m, n: m.sines[:, :n].flip(1),
