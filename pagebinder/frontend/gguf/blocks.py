@@ -372,8 +372,12 @@ def _iq4_xs(blocks: torch.Tensor) -> Unpacked:
 
 
 def _of_6_bits(format: str) -> str:
-    features = cpu_features().split()
-    return format if "avx2" in features and "avx512f" not in features else format.replace("int6", "int8")
+    """Codes of 6 bits where the machine reads them as fast as those of 8 (quant/digit_products.h); matrix tiles serve
+    many rows of 8 bits, but for groups of half a step."""
+    features = set(cpu_features().split())
+    serves = "avx2" in features and ("avx512f" not in features or features >= {"avx512_vnni", "avx512vbmi"})
+    has_tiles = "amx_tile" in features and not format.endswith("_g16")
+    return format if serves and not has_tiles else format.replace("int6", "int8")
 
 
 BLOCK_KINDS = {
