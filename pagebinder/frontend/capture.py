@@ -254,10 +254,10 @@ def _export(
             _check_range(program)
             one_token = run_with_one_token(wrapper, examples, places)
             return program, _route(strict, repeated) + functionalised, one_token, None
-        for num_tokens in (EXAMPLE_TOKENS, FEW_TOKENS):
-            limited = _export_limited(source, wrapper, inputs, num_tokens)
-            if limited is None:
-                continue
+        limited = _export_limited(source, wrapper, inputs, EXAMPLE_TOKENS)
+        if limited is None and not _runs(wrapper, examples):
+            limited = _export_limited(source, wrapper, inputs, FEW_TOKENS)
+        if limited is not None:
             program, functionalised = _functional(limited[0])
             return program, f"export up to {limited[1]} tokens{functionalised}", None, limited[1]
     reason = f"{by_values}. What torch says" if by_values else ""
@@ -306,6 +306,15 @@ def _shorter_and_longer(source: ModelSource, inputs: dict[str, TracedInput]) -> 
 
     lengths = sorted({min(length, source.max_model_len) for length in LENGTHS})
     return [functools.partial(make, length) for length in lengths]
+
+
+def _runs(wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...]) -> bool:
+    """Does the model take so many tokens at all?"""
+    try:
+        wrapper(*examples)
+    except Exception:  # whatever its code raises
+        return False
+    return True
 
 
 def _export_limited(

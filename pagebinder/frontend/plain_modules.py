@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.look_ups import look_ups
@@ -49,7 +50,8 @@ def logits_in(returned: Any, name: str) -> torch.Tensor:
 def rows_in(returned: Any, name: str, num_tokens: int) -> torch.Tensor:
     """The logits [T, V] in what the forward method of `name` returned for [1, T] ids: [1, T, V], or [T, V]."""
     logits = logits_in(returned, name)
-    return logits if logits.dim() == 2 and logits.shape[0] == num_tokens else logits[0]
+    # While it is traced nothing may be asked of the number of tokens.
+    return logits if logits.dim() == 2 and statically_known_true(logits.shape[0] == num_tokens) else logits[0]
 
 
 def with_vocabulary(source: ModelSource, captured: GraphModule) -> ModelSource:

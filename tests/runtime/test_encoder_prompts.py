@@ -25,8 +25,9 @@ def tokenizer(text: str, *, add_special_tokens: bool = True) -> dict[str, list[i
 def model(start: int | None = 7, encoder: bool = True):
     facts = types.SimpleNamespace(vocab_size=30, max_len=6, decoder_start_token_id=start)
     return types.SimpleNamespace(
-        tokenizer=tokenizer, vocab_size=20, uncounted_id=None, encoder=facts if encoder else None
-    )
+        tokenizer=tokenizer, vocab_size=20, uncounted_id=None, encoder=facts if encoder else None,
+        num_prompt_rows=0,
+    )  # fmt: skip
 
 
 def test_text_of_an_encoder_ends_with_special_tokens_and_a_decoders_begins_with_its_start():
