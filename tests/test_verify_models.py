@@ -115,6 +115,15 @@ def test_code_that_holds_a_dtype_is_compared_in_that_alone():
     assert any("not compared in torch.float32" in note for note in report.notes)
 
 
+def test_a_model_with_a_short_table_is_compared_in_float32_too():
+    """It takes no more tokens than the table has rows, in any dtype."""
+    model = Decoder(Einsum, num_layers=1)
+    model.place = torch.nn.Embedding(20, model.place.embedding_dim)
+    config = CompileConfig(executable="eager", verify="full", block_size=8)
+    report = pagebinder.compile_model(model.bfloat16().eval(), config).report
+    assert {s.dtype for s in report.verified} == {"bfloat16", "float32"}
+
+
 def test_8_bit_latents_are_measured_and_so_is_what_follows_where_scores_choose():
     config = CompileConfig(
         executable="eager", verify="sample", max_model_len=128, kv_dtype="fp8_ds_mla", index_dtype="mxfp4"

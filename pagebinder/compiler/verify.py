@@ -46,8 +46,6 @@ from pagebinder.passes.verifier import TOLERANCES, Conditions, difference, verif
 from pagebinder.report import CompileReport
 from pagebinder.runtime.kv import KVPlan
 
-PROBE_TOKENS = 40
-
 
 def check_can_verify(source: ModelSource, config: CompileConfig) -> None:
     """Raises ConfigError where there is nothing to run."""
@@ -81,7 +79,7 @@ def verify(
     sequences = choose_sequences(source, plan, states, lengths)
     if full:  # first, as a certificate says more exactly what is wrong
         certify_steps(trail)
-    for world in worlds(source, report.notes, full=full):
+    for world in worlds(source, report.notes, full=full, num_tokens=max(lengths)):
         with own_kernels_may_refuse(world, config, report), remembering_weights():
             verify_in_world(trail, world, source, plan, states, sequences, report)
 
@@ -193,8 +191,9 @@ def _chooses_experts(trail: Trail) -> bool:
     )
 
 
-def worlds(source: ModelSource, notes: list[str], *, full: bool) -> Iterator[World]:
-    """The sets of weights to verify with, one after the other; what there is no memory for is noted."""
+def worlds(source: ModelSource, notes: list[str], *, full: bool, num_tokens: int) -> Iterator[World]:
+    """The sets of weights to verify with, one after the other; what there is no memory for is noted. `num_tokens`:
+    of a sequence that the source takes."""
     yield World("model", source.module, source.dtype)
     if not full:
         return
@@ -204,7 +203,7 @@ def worlds(source: ModelSource, notes: list[str], *, full: bool) -> Iterator[Wor
             continue
         widen = dtype is not source.dtype
         module = converted_copy(source.module, dtype) if widen else copied(source.module)
-        if widen and (why := _why_not_in(module, source)) is not None:
+        if widen and (why := _why_not_in(module, source, num_tokens)) is not None:
             notes.append(f"verify: not compared in {dtype}, which the model's own code does not take: {why}")
             continue
         if widen:
@@ -214,11 +213,11 @@ def worlds(source: ModelSource, notes: list[str], *, full: bool) -> Iterator[Wor
         del module
 
 
-def _why_not_in(module: torch.nn.Module, source: ModelSource) -> str | None:
+def _why_not_in(module: torch.nn.Module, source: ModelSource, num_tokens: int) -> str | None:
     """Why code of a user's, which may hold a dtype (`x.bfloat16()`), does not run with its weights in another one."""
     if source.is_transformers or source.encoder is not None:
         return None
-    ids = torch.zeros(min(PROBE_TOKENS, source.max_model_len), dtype=torch.int64, device=source.device)
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=source.device)
     with evaluation_mode(module):
         try:
             call_source(module, source, ids)

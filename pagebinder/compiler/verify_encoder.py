@@ -46,7 +46,8 @@ def verify_encoder(
     sequences = Sequences(_sequences(trail, source, max_tokens))
     if full:
         certify_steps(trail)
-    for world in worlds(source, report.notes, full=full):
+    num_tokens = max(map(len, sequences.ids))
+    for world in worlds(source, report.notes, full=full, num_tokens=num_tokens):
         runs = EncoderRuns(world, sequences, None, ())
         steps = trail.of(ENCODER)
 
