@@ -15,14 +15,13 @@ import torch
 from torch.fx import Node
 
 from pagebinder.frontend.mask_proof import (
-    HIDDEN,
     MaskFacts,
     MaskNotProven,
     MaskTerm,
     chosen_places,
     max_tokens,
-    numbers_in,
 )
+from pagebinder.frontend.mask_reach import HIDDEN, numbers_in
 from pagebinder.frontend.mask_values import (
     NotPointwise,
     Values,

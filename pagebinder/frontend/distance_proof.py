@@ -27,10 +27,9 @@ from pagebinder.frontend.mask_proof import (
     MaskFacts,
     MaskNotProven,
     chosen_places,
-    is_straight,
     max_tokens,
-    numbers_in,
 )
+from pagebinder.frontend.mask_reach import is_straight, numbers_in
 from pagebinder.frontend.mask_values import NotPointwise, Values, ancestors, evaluated, learned_in, made_of
 from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, is_call, val
 

@@ -18,7 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import Node
 
-from pagebinder.frontend.mask_proof import HIDDEN, MaskTerm
+from pagebinder.frontend.mask_proof import MaskTerm
+from pagebinder.frontend.mask_reach import HIDDEN
 from pagebinder.frontend.mask_values import MaskNotProven, Values, ancestors, is_size
 from pagebinder.frontend.recognise.operands import (
     PRODUCTS,
