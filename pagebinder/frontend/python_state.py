@@ -51,7 +51,7 @@ class Change:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.path + '.' if self.path else ''}{self.name} ({_text(self.was)} -> {_text(self.now)})"
+        return f"{self.path + '.' if self.path else ''}{self.name} ({_difference(self.was, self.now)})"
 
 
 def traced_in_steady_state(
@@ -374,6 +374,25 @@ def _changes(model: torch.nn.Module, before: dict, after: dict) -> list[Change]:
             if old is not _MISSING and not _is_same(old, new):
                 changes.append(Change(path, name, old, new))
     return changes
+
+
+def _difference(was: Any, now: Any) -> str:
+    """Of containers that have as many elements as before, the first inside that became another one."""
+    if isinstance(was, tuple) and isinstance(now, tuple) and was[:2] == now[:2]:
+        inside = zip(was[2], now[2])
+        pair = next(((a, b) for a, b in inside if not _is_same(a, b)), None)
+        if pair is not None:
+            before, after = map(_text_inside, pair)
+            return f"in {_text(now)}: {before} -> {'other values' if before == after else after}"
+    return f"{_text(was)} -> {_text(now)}"
+
+
+def _text_inside(look: Any) -> str:
+    """Of one of `_looks_inside`."""
+    if not isinstance(look, tuple):
+        return _text(look)
+    kind, content = look
+    return f"{kind.__name__} of {content}" if isinstance(kind, type) else f"array of {kind}"
 
 
 def _text(look: Any) -> str:
