@@ -1,5 +1,5 @@
 """Code of a user's own runs beside its graph while it is compiled, at three lengths: two calls of the module, one of
-the graph.
+the graph. Of a module that returns the last row alone, some rows by calls with fewer tokens.
 
 transformers' own classes are served as tiny models before each release (docs/compatibility.md). Of other code nobody
 knows what it does behind torch's back: count calls in a global, draw numbers in NumPy, look at the length of a list.
@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 from pagebinder.ambient import inference
-from pagebinder.compiler.verify_runs import call_source
+from pagebinder.compiler.verify_runs import source_rows
 from pagebinder.config import CompileConfig
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import is_known
@@ -51,7 +51,7 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
 
 def _called_twice(source: ModelSource, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with put_back(source.module), evaluation_mode(source.module):
-        first, again = (call_source(source.module, source, ids).double() for _ in range(2))
+        first, again = (source_rows(source.module, source, ids).double() for _ in range(2))
     return first, again
 
 
@@ -63,7 +63,7 @@ def _compare(
     first, again = results
     positions = torch.arange(len(ids), device=ids.device)
     with inference():  # interpreted: a path may hold a word of Python's, which is no code
-        got = Interpreter(semantic).run(ids, positions)
+        got = Interpreter(semantic).run(ids, positions)[-len(first) :]
     dtype = rounded_to(semantic, got.dtype)
     narrow = dtype in REDUCED
     tolerance = TOLERANCES[dtype] * (1 if narrow else CAPTURE_FACTOR)
@@ -76,7 +76,7 @@ def _compare(
         errors = in_units(errors_of(other, first), first, spread)
         error = float(errors.square().mean().sqrt() if narrow else errors.max())
         if not error <= tolerance:
-            worst = int(errors.amax(-1).argmax())
+            worst = len(ids) - len(errors) + int(errors.amax(-1).argmax())
             raise CaptureError(
                 f"{what}: logits are off by {error:.2g} of their spread, most at token {worst} of {len(ids)}. It "
                 "may keep state outside of its modules, draw numbers by itself, run under autocast, or depend on "

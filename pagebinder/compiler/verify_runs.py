@@ -29,6 +29,7 @@ from pagebinder.runtime.single_sequence import single_sequence_inputs
 SAMPLE_MAX_TOKENS = 512
 # Logits are large: only the last rows of each sequence are kept, and one packed call makes no more than so many.
 KEPT_ROWS = 64
+ROWS_OF_LAST = 8  # of a model that returns the last row alone: one call for each
 MAX_PACKED_LOGITS = 1 << 30
 # Windows up to this are outgrown three times, larger ones by a few tokens.
 SHORT_WINDOW = 1024
@@ -74,7 +75,9 @@ class Runs:
         states: Sequence,
         encoder_states: list[torch.Tensor] | None = None,
         vocab_size: int = 1,
+        kept_rows: int = KEPT_ROWS,
     ) -> None:
+        self.kept_rows = kept_rows
         self.world, self.sequences, self.plan, self.states = world, sequences, plan, states
         self.encoder_states = encoder_states
         self.vocab_size = vocab_size
@@ -82,7 +85,7 @@ class Runs:
     def outputs(self, gm: GraphModule) -> Outputs:
         """What a graph returns for every sequence, in every way that it can be run."""
         indices = range(len(self.sequences.ids))
-        outputs = {ALONE: [self.alone(gm, i)[-KEPT_ROWS:].clone() for i in indices]}
+        outputs = {ALONE: [self.alone(gm, i)[-self.kept_rows :].clone() for i in indices]}
         if is_paged(gm):
             outputs |= {way: self._kept(self.packed(gm, way)) for way in (PACKED, IN_TWO)}
         return outputs
@@ -104,7 +107,7 @@ class Runs:
 
     def _kept(self, rows: list[torch.Tensor]) -> list[torch.Tensor | None]:
         missing = len(self.sequences.ids) - len(rows)
-        return [x[-KEPT_ROWS:].clone() for x in rows] + [None] * missing
+        return [x[-self.kept_rows :].clone() for x in rows] + [None] * missing
 
     def alone(self, gm: GraphModule, index: int, observe=None) -> torch.Tensor:
         return self.world.run(gm, self.inputs_alone(gm, index), observe)
@@ -159,16 +162,24 @@ def source_encoder_states(module: torch.nn.Module, ids: torch.Tensor) -> torch.T
 def source_logits(
     module: torch.nn.Module, source: ModelSource, sequences: Sequences, encoder_states: list | None
 ) -> list[torch.Tensor]:
-    """Logits of each sequence by the source model itself: eager, without cache, attention hook or leaves."""
-    return [
-        call_source(module, source, ids, None if encoder_states is None else encoder_states[i])[
-            -KEPT_ROWS:
-        ].clone()
-        for i, ids in enumerate(sequences.ids)
-    ]
+    """Logits of each sequence's last rows by the source itself: eager, without cache, attention hook or leaves."""
+    states = [None] * len(sequences.ids) if encoder_states is None else encoder_states
+    rows = (source_rows(module, source, ids, s) for ids, s in zip(sequences.ids, states))
+    return [x[-KEPT_ROWS:].clone() for x in rows]
+
+
+def source_rows(module, source: ModelSource, ids: torch.Tensor, encoder_states=None) -> torch.Tensor:
+    """Logits [T, V]; [at most ROWS_OF_LAST, V] of the last tokens, by calls with fewer, of a model that returns those
+    of the last one alone."""
+    rows = call_source(module, source, ids, encoder_states)
+    if len(rows) == 1 < len(ids):
+        shorter = range(max(len(ids) - ROWS_OF_LAST, 0) + 1, len(ids))
+        rows = torch.cat([*(call_source(module, source, ids[:n], encoder_states) for n in shorter), rows])
+    return rows
 
 
 def call_source(module, source: ModelSource, ids: torch.Tensor, encoder_states=None) -> torch.Tensor:
+    """Logits [T, V], or [1, V] of the last token, as the model returns them."""
     with torch.inference_mode():
         if encoder_states is not None:
             from transformers.modeling_outputs import BaseModelOutput

@@ -35,6 +35,7 @@ from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.failed_traces import branch_by_values
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.language_model import entering, language_model
+from pagebinder.frontend.last_row import ROUTE, every_row
 from pagebinder.frontend.layer_observer import LENGTHS, Layer
 from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
@@ -195,6 +196,8 @@ def trace(
     tidy(gm)
     merge_equal_rows(gm)
     finish(gm)
+    if not source.is_transformers and every_row(gm, type(source.module).__name__):
+        route += ROUTE
     _note_limits(gm, source, of_code)
     if one_token is not None:
         one_token.require_same(gm, type(source.module).__name__)

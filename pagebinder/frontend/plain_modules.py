@@ -2,6 +2,7 @@
 
     forward returns                               logits
     x [1, T, V], x [T, V]                         x
+    x [1, 1, V], x [1, V], x [V]                  x, of the last token alone (last_row.py)
     x, an object with x as .logits                x
     {"logits": x, ...}, (x, loss), [x, ...]       x; the rest is not computed
 
@@ -48,10 +49,13 @@ def logits_in(returned: Any, name: str) -> torch.Tensor:
 
 
 def rows_in(returned: Any, name: str, num_tokens: int) -> torch.Tensor:
-    """The logits [T, V] in what the forward method of `name` returned for [1, T] ids: [1, T, V], or [T, V]."""
+    """Logits [T, V], or [1, V] of the last token, in what the forward method of `name` returned for [1, T] ids."""
     logits = logits_in(returned, name)
+    if logits.dim() == 1:
+        return logits[None]
     # While it is traced nothing may be asked of the number of tokens.
-    return logits if logits.dim() == 2 and statically_known_true(logits.shape[0] == num_tokens) else logits[0]
+    is_rows = logits.dim() == 2 and any(statically_known_true(logits.shape[0] == n) for n in (num_tokens, 1))
+    return logits if is_rows else logits[0]
 
 
 def with_vocabulary(source: ModelSource, captured: GraphModule) -> ModelSource:
