@@ -44,6 +44,7 @@ from pagebinder.frontend.length_limits import OF_CODE, OF_ROPE, LengthLimit, lim
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.one_token import OneToken, noting_branches, run_with_one_token
 from pagebinder.frontend.out_of_place import write_out_of_place
+from pagebinder.frontend.own_caches import without_own_caches
 from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_positions
 from pagebinder.frontend.plain_modules import rows_in
 from pagebinder.frontend.program_checks import (
@@ -414,6 +415,7 @@ def _functional(program: ExportedProgram) -> tuple[ExportedProgram, str]:
     of functions, and what that adds to its route."""
     weights_behind_data(program)
     refuse_traced_constants(program)
+    without_own_caches(program)
     nodes = program.graph.nodes
     has_graphs = any(_is_region(n) or is_transformed(n) for n in nodes)
     if not has_graphs and not any(map(_is_mutating, nodes)):

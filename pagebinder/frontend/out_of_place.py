@@ -48,7 +48,7 @@ def _memory(node: Node, memory: dict[Node, frozenset[Node]]) -> frozenset[Node]:
         return NOTHING  # of sizes
     if _makes(node):
         return frozenset({node})
-    if _is_its_operand(node):
+    if is_its_operand(node):
         return memory[node.args[0]]
     composite = is_composite(node.target)
     shared = (n for argument, n in operands(node) if composite or argument.alias_info is not None)
@@ -64,13 +64,10 @@ def _makes(node: Node) -> bool:
     return not is_composite(node.target) and all(r.alias_info is None for r in node.target._schema.returns)
 
 
-def _is_its_operand(node: Node) -> bool:
+def is_its_operand(node: Node) -> bool:
     """Is a call a cast to the dtype that is there, which gives the very tensor?"""
-    if (
-        not is_call(node, aten.to.dtype, aten.type_as.default)
-        or any(a is True for a in node.args)
-        or node.kwargs
-    ):
+    is_cast = is_call(node, aten.to.dtype, aten.to.device, aten.type_as.default)
+    if not is_cast or any(a is True for a in node.args) or node.kwargs:
         return False
     x, y = node.args[0].meta["val"], node.meta["val"]
     return x.dtype is y.dtype and x.device == y.device
@@ -119,7 +116,7 @@ def _write_of(node: Node, order: dict[Node, float], memory: dict[Node, frozenset
     if views is None:
         return None
     if any(
-        v.target not in SCATTERS and not _is_its_operand(v) for v in views
+        v.target not in SCATTERS and not is_its_operand(v) for v in views
     ):  # right if nobody knows the memory by another name
         made, views = base, []
     stale: dict[Node, None] = {}
@@ -144,7 +141,7 @@ def _views_between(made: Node, view: Node) -> list[Node] | None:
         is_view = not (is_composite(view.target) or view.target._schema.is_mutable) and shared == [
             view.args[0]
         ]
-        if not is_view and not _is_its_operand(view):
+        if not is_view and not is_its_operand(view):
             return None
         found.append(view)
         view = view.args[0]

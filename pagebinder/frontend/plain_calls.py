@@ -5,6 +5,7 @@
     (input_ids, attention_mask=None, position_ids=None)      ids, position_ids=positions
     (positions, input_ids)                                   input_ids=ids, positions=positions
     (input_ids), (input_ids, mask=None), (x, causal=True)    ids: it counts rows (recognise/row_positions.py)
+    (tokens, start_pos)                                      ids, start_pos=0
     (input_ids, cache)                                       refused
     (*args, **kwargs) around a transformers model            input_ids=ids, position_ids=positions, use_cache=False
     (*args, **kwargs) around another module                  as that is called
@@ -30,6 +31,7 @@ from pagebinder.frontend.wrappers import transformers_inside
 GUESS_TOKENS = 5
 IDS = "input_ids"
 POSITIONS = ("position_ids", "positions", "pos_ids", "input_pos", "pos")
+STARTS = ("start_pos", "start_position", "start_index")  # tokens that came before, of which it keeps K and V
 # Parts of the names of what is no position.
 SOMETHING_ELSE = re.compile(
     r"mask|cache|past|type|segment|label|target|embed|state|hidden|memory|encoder|decoder|loss|return|output|start|"
@@ -42,7 +44,7 @@ class PlainCall:
     """Names of the parameters that take ids and positions; None: by order.
 
     `gives_positions`: does it take any? `is_guess`: by no name, and it need not be given them. `without_cache`: is
-    use_cache=False said?
+    use_cache=False said? `starts`: a parameter without a default that takes 0, as nothing came before.
     """
 
     ids: str | None = None
@@ -50,10 +52,13 @@ class PlainCall:
     gives_positions: bool = True
     is_guess: bool = False
     without_cache: bool = False
+    starts: str | None = None
 
     def __call__(self, module: torch.nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None):
         """What `module` returns for ids and positions [1, T]."""
-        named = {"use_cache": False} if self.without_cache else {}
+        named: dict = {"use_cache": False} if self.without_cache else {}
+        if self.starts is not None:
+            named[self.starts] = 0
         if self.gives_positions and self.positions is not None:
             named[self.positions] = positions
         if self.ids is not None:
@@ -89,12 +94,14 @@ def plain_call(module: torch.nn.Module) -> PlainCall:
     is_second = positions is None and ids is None and inner is None and takes.second_is_positions(signature)
     if ids is None and takes.by_order[1:2] == [positions]:
         positions, is_second = None, True
+    needed = {name for name in takes.by_name if signature.parameters[name].default is inspect.Parameter.empty}
     call = PlainCall(
         ids=ids,
         positions=positions,
         gives_positions=is_second or positions is not None,
         is_guess=is_second and takes.second_is_optional(signature),
         without_cache="use_cache" in takes.by_name or bool(inner and takes.any_name and _takes_cache(inner)),
+        starts=next((name for name in STARTS if name in needed), None),
     )
     _refuse_others(module, signature, takes, call)
     return call
@@ -185,7 +192,7 @@ def _refuse_others(
 ) -> None:
     """Raises CaptureError: parameters without a default are given nothing."""
     num_by_order = 0 if call.ids else 1 + (call.gives_positions and call.positions is None)
-    given = {*takes.by_order[:num_by_order], call.ids, call.positions}
+    given = {*takes.by_order[:num_by_order], call.ids, call.positions, call.starts}
     optional = {p.name for p in signature.parameters.values() if p.default is not p.empty}
     needed = [
         name for name in signature.parameters if name in {*takes.by_order, *takes.by_name} - optional - given

@@ -5,11 +5,13 @@ cat([tensor([]), x])                      x: what a cache that was empty makes o
 cat([x, y]), y without channels           x: what is not turned, of heads that turn as a whole
 type_as(x, y)                             to(x, y's dtype): y is no longer used by it
 outer(x, y), ger(x, y)                    x.unsqueeze(1) * y, as most write angles of positions
+narrow(x, d, 0, n)                        x[:n], along d
+x.new_full(size, y), x.new_zeros(size)    full(size, y), zeros(size) of x's dtype: x is no longer used by it
 """
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from pagebinder.graph_tools import arg, aten, insert_call, is_call, val
 
@@ -18,6 +20,7 @@ ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 
 def tidy(gm: GraphModule) -> None:
     """In place; dead nodes are left for `finish`."""
+    narrow_as_slice(gm.graph)
     for node in list(gm.graph.nodes):
         if is_call(node, *ASSERTIONS):
             gm.graph.erase_node(node)
@@ -29,6 +32,24 @@ def tidy(gm: GraphModule) -> None:
         elif is_call(node, aten.outer.default, aten.ger.default):
             column = insert_call(gm.graph, node, aten.unsqueeze.default, (node.args[0], 1))
             _replace(gm, node, insert_call(gm.graph, node, aten.mul.Tensor, (column, node.args[1])))
+        elif is_call(node, *_NEW):
+            facts = {"dtype": val(node).dtype, "device": val(node).device}
+            _replace(gm, node, insert_call(gm.graph, node, _NEW[node.target], node.args[1:], facts))
+
+
+_NEW = {
+    aten.new_full.default: aten.full.default,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+}
+
+
+def narrow_as_slice(graph: Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=aten.narrow.default):
+        x, dim, start, length = node.args
+        if type(start) is int and start == 0:
+            node.replace_all_uses_with(insert_call(graph, node, aten.slice.Tensor, (x, dim, 0, length)))
+            graph.erase_node(node)
 
 
 def _without_empty_parts(gm: GraphModule, node: Node) -> None:

@@ -168,12 +168,12 @@ def test_a_module_that_counts_rows_is_given_positions_for_them():
 
 
 class NeedsCache(Causal):
-    def forward(self, ids, start_pos, position_ids):
+    def forward(self, ids, num_past, position_ids):
         return self.logits(ids)
 
 
 def test_what_a_module_needs_besides_is_named():
-    with pytest.raises(CaptureError, match="takes start_pos with every call"):
+    with pytest.raises(CaptureError, match="takes num_past with every call"):
         compiled(NeedsCache())
 
 
