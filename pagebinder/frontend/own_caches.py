@@ -1,4 +1,4 @@
-"""KV caches that a model keeps in tensors of its own, seen through: one call with all tokens reads what it has written.
+"""KV caches that a model keeps in tensors of its own, seen through: one call with all tokens reads what it wrote.
 
 Matches:
     cache[:1, 0:T] = k                           in place, of a buffer or of an attribute that is a tensor
@@ -69,7 +69,7 @@ def _refuse_constants(specs: list[InputSpec]) -> None:
 
 
 def _copied(graph: Graph) -> Graph:
-    """With the names of nodes, which a program's signature gives, and without assertions, which read what they like."""
+    """With the names of nodes, which a program's signature gives, and without assertions, which read anything."""
     copy = Graph()
     returned = copy.graph_copy(graph, {})
     for node in list(copy.nodes):

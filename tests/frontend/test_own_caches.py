@@ -18,7 +18,7 @@ HEADS, LONGEST = 4, 64
 
 
 class Cached(nn.Module):
-    """A layer of attention with caches [B, S, H, D], as they are published with weights. `kind`: how they are kept."""
+    """A layer of attention with caches [B, S, H, D], as published with weights. `kind`: how they are kept."""
 
     def __init__(self, kind="attribute", dtype=torch.float32, sequences=1):
         super().__init__()

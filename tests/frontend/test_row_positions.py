@@ -114,6 +114,61 @@ def test_rows_of_a_table_that_is_cut_to_the_length(name):
     assert [list(o.token_ids) for o in outputs] == [greedy(served.source.module, ids) for ids in PROMPTS]
 
 
+class LooksUp(CutsTable):
+    """As rotary embeddings were written for long: a table cut to the length, then looked up by positions."""
+
+    def forward(self, input_ids, position_ids):
+        x = self.tokens(input_ids) + self.cut(self.sines[0, : input_ids.shape[1]], position_ids)
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        return self.head(x) * 3
+
+
+def greedy_given_positions(model, ids):
+    ids = list(ids)
+    with torch.no_grad():
+        for _ in range(GREEDY.max_tokens):
+            logits = model(torch.tensor([ids]), torch.arange(len(ids))[None])
+            ids.append(int(logits[0, -1].argmax()))
+    return ids[-GREEDY.max_tokens :]
+
+
+LOOK_UPS = {
+    "indexed": lambda rows, p: rows[p],
+    "behind casts": lambda rows, p: rows.double().to(torch.float32).sin()[p.to(torch.int32).long()],
+    "in another dimension": lambda rows, p: rows.transpose(0, 1)[:, p].permute(1, 2, 0),
+    "by one row of positions": lambda rows, p: rows[p[0]],
+    "embedding": lambda rows, p: nn.functional.embedding(p, rows),
+    "index_select": lambda rows, p: rows.index_select(0, p.view(-1)),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_rows_of_a_cut_table_by_positions(name):
+    served = pagebinder.compile_model(
+        LooksUp(LOOK_UPS[name]).eval(), CompileConfig(executable="eager", verify="sample")
+    )
+    engine = served.engine(EngineConfig(num_kv_blocks=32, max_num_batched_tokens=8))
+    tokens = [list(o.token_ids) for o in engine.generate(PROMPTS, GREEDY)]
+    assert tokens == [greedy_given_positions(served.source.module, ids) for ids in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda rows, p: rows[p.flip(1)],
+        lambda rows, p: rows[(p + 1) % p.shape[1]],
+        lambda rows, p: rows[p * 0],
+        lambda rows, p: rows[p.clamp(max=2)],
+        lambda rows, p: rows[p[:, :1]],
+        lambda rows, p: rows[p.to(torch.int32).float().mul(0.5).long()],
+    ],
+)
+def test_rows_of_a_cut_table_by_other_numbers_are_refused(cut):
+    with pytest.raises(CaptureError, match="relates tokens"):
+        pagebinder.compile_model(LooksUp(cut).eval(), CompileConfig(executable="eager"))
+
+
 class ShortTable(CutsTable):
     """As in lessons, with masks as long as the table."""
 

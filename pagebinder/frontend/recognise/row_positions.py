@@ -4,11 +4,13 @@ Matches:
     arange(T), arange(a, a + T), arange(a, a + b T, b) of whole numbers, T tokens in the call
     cumsum of T ones
     table[a : a + T] of any dimension of a table whose size is fixed
+    x[positions] of an x that has a row for each of T tokens: cos[:T][position_ids], as rotary embeddings were written
     what is left of them when masks are recognised
 Replaces with:
     positions * b + a                            cast at last, if the numbers have another dtype
     positions + 1
     table[positions + a]
+    x
 
 A model is captured on whole sequences, whose row i is position i: there both are the same numbers, so the graph means
 what it meant. In a step that holds a part of a sequence, or several, only positions say it. What is done with them is
@@ -24,7 +26,19 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pagebinder.frontend.mask_values import fill_of, token_dims
-from pagebinder.graph_tools import arg, aten, calls, describe, finish, insert_call, skip_casts, val
+from pagebinder.graph_tools import (
+    CASTS,
+    IDENTITIES,
+    arg,
+    aten,
+    calls,
+    describe,
+    finish,
+    insert_call,
+    is_call,
+    skip_casts,
+    val,
+)  # fmt: skip
 from pagebinder.report import Match, PassResult, Refusal
 
 PATTERN = "row_positions"
@@ -36,7 +50,13 @@ def recognise_row_positions(gm: GraphModule) -> PassResult:
     result = PassResult(name="recognise_row_positions")
     inputs = {n.target: n for n in gm.graph.nodes if n.op == "placeholder"}
     positions = inputs.get("positions")
-    for node in calls(gm.graph, *_FORMS) if positions is not None else ():
+    for node in calls(gm.graph, *_FORMS, *_LOOK_UPS) if positions is not None else ():
+        if node.target in _LOOK_UPS:
+            if (own := _LOOK_UPS[node.target](gm, node, positions)) is not None:
+                result.matches.append(Match(pattern=PATTERN, **describe(node)))
+                node.replace_all_uses_with(own)
+                gm.graph.erase_node(node)
+            continue
         start_and_step, replacement = _FORMS[node.target]
         if val(node).device != val(positions).device or (numbers := start_and_step(node, positions)) is None:
             continue
@@ -73,6 +93,46 @@ def _looked_up(gm: GraphModule, node: Node, rows: Node) -> Node:
     return insert_call(gm.graph, node, aten.index.Tensor, (node.args[0], [*before, rows]))
 
 
+def _rows_of_index(gm: GraphModule, node: Node, positions: Node) -> Node | None:
+    """x, in the shape of x[:, positions]; None: another index, or x has other rows."""
+    x, indices = node.args
+    (dim, index), *others = ((d, i) for d, i in enumerate(indices) if i is not None)
+    if others or not _are_positions(index, positions) or not _by_token(x, dim, positions):
+        return None
+    (place,) = token_dims(index)
+    for d in range(val(index).dim() - 1):
+        x = insert_call(gm.graph, node, aten.unsqueeze.default, (x, dim + d if d < place else dim + d + 1))
+    return x
+
+
+def _rows_of_embedding(gm: GraphModule, node: Node, positions: Node) -> Node | None:
+    index = node.args[1]
+    if not _are_positions(index, positions) or not _by_token(node.args[0], 0, positions):
+        return None
+    taken = insert_call(gm.graph, node, aten.index.Tensor, (node.args[0], [index]))
+    return _rows_of_index(gm, taken, positions)
+
+
+def _rows_of_select(gm: GraphModule, node: Node, positions: Node) -> Node | None:
+    x, dim, index = node.args
+    return x if _are_positions(index, positions) and _by_token(x, dim, positions) else None
+
+
+def _are_positions(node: Node, positions: Node) -> bool:
+    """Are these all positions, in another shape?"""
+    if len(token_dims(node)) != 1 or math.prod(s for s in val(node).shape if isinstance(s, int)) != 1:
+        return False
+    while is_call(node, *_SHAPES) and val(node).dtype in (torch.int64, torch.int32):
+        node = node.args[0]
+    return node is positions
+
+
+_SHAPES = (
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
+    aten.select.int, aten.expand.default, *CASTS, *IDENTITIES,
+)  # fmt: skip
+
+
 def _of_arange(node: Node, positions: Node) -> tuple[int, int] | None:
     """Where whole numbers start, one for each token, and their step; None: they are other numbers."""
     numbers = node.args if node.target is not aten.arange.default else (0, *node.args)
@@ -103,6 +163,11 @@ def _by_token(node: Node, dim: int, positions: Node) -> bool:
     return isinstance(size, torch.SymInt) and size.node.expr == val(positions).shape[0].node.expr
 
 
+_LOOK_UPS: dict[object, Callable[[GraphModule, Node, Node], Node | None]] = {
+    aten.index.Tensor: _rows_of_index,
+    aten.embedding.default: _rows_of_embedding,
+    aten.index_select.default: _rows_of_select,
+}
 _Reads = Callable[[Node, Node], tuple[int, int] | None]
 _FORMS: dict[object, tuple[_Reads, Callable[[GraphModule, Node, Node], Node]]] = {
     aten.arange.default: (_of_arange, _counted),
