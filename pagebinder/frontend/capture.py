@@ -17,14 +17,12 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from pagebinder.custom_ops.prompt_rows import ENTRY, POSITION_AXES
 from pagebinder.errors import CaptureError
@@ -33,6 +31,7 @@ from pagebinder.frontend.dtypes import hint_on_float16
 from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.failed_traces import branch_by_values
+from pagebinder.frontend.few_tokens import FewTokens, noting_branches, run_with_one_token
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.language_model import entering, language_model
 from pagebinder.frontend.last_row import ROUTE, every_row
@@ -41,11 +40,17 @@ from pagebinder.frontend.leaves import LEAVES, patched
 from pagebinder.frontend.leaves.given_positions import GivenPositions, given_positions
 from pagebinder.frontend.leaves.rope_by_length import length_limit
 from pagebinder.frontend.length_limits import OF_CODE, OF_ROPE, LengthLimit, limit_of_tables, note_limit
+from pagebinder.frontend.limited_export import (
+    EXAMPLE_TOKENS,
+    MAX_STEP_TOKENS,
+    MIN_STEP_TOKENS,
+    TracedInput,
+    export_limited,
+)
 from pagebinder.frontend.numbering import numbering
-from pagebinder.frontend.one_token import OneToken, noting_branches, run_with_one_token
 from pagebinder.frontend.out_of_place import write_out_of_place
 from pagebinder.frontend.own_caches import without_own_caches
-from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_positions
+from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_flat_ids, takes_positions
 from pagebinder.frontend.plain_modules import rows_in
 from pagebinder.frontend.program_checks import (
     is_transformed,
@@ -63,10 +68,6 @@ from pagebinder.frontend.unreadable import hint_on_script
 from pagebinder.frontend.unsupported import refuse_unsupported
 from pagebinder.graph_tools import aten, attach, finish, graph_module, module_path, source_line, tensors
 
-EXAMPLE_TOKENS = 40
-FEW_TOKENS = 7  # of examples for models whose tables end before
-MAX_STEP_TOKENS = 1 << 20
-MIN_STEP_TOKENS = 2
 # Layers that are traced one after the other: with fewer, torch's cache of fake calls costs more than it saves.
 CACHE_FROM = 4
 
@@ -85,14 +86,6 @@ DEPENDS_ON_LENGTH = (
 
 # torch's words where code takes all tokens but one.
 FROM_THE_SECOND = "((-1) + L['input_ids'].size()[0]) != 1"
-
-
-@dataclass(frozen=True)
-class TracedInput:
-    """An example of an input of the graph, and the name of its first size, which is dynamic."""
-
-    example: torch.Tensor
-    size_name: str = "num_tokens"
 
 
 class FlatTokens(torch.nn.Module):
@@ -125,7 +118,7 @@ class FlatTokens(torch.nn.Module):
 
     @same_grad_mode_untraced
     def forward(self, input_ids, positions):
-        # For `_export_limited`, where torch names the sizes: a model without positions does not equate them.
+        # For `export_limited`, where torch names the sizes: a model without positions does not equate them.
         torch._check(positions.shape[0] == input_ids.shape[0])
         input_ids, positions = input_ids.unsqueeze(0), positions.unsqueeze(0)
         if not self.is_transformers:
@@ -166,15 +159,27 @@ def capture(
     Raises:
         CaptureError: the model cannot be traced for any number of tokens; says what was tried.
     """
-    if not source.is_transformers or takes_positions(source.module):
-        wrapper = FlatTokens(source.module, source.is_transformers, axes=axes, features=features, entry=entry)
-        if wrapper.call is not None:
+    if not source.is_transformers:
+        try:
+            return _capture_plain(source, hook)
+        except CaptureError:
             with put_back(source.module), evaluation_mode(source.module):
-                wrapper.call = checked_call(source.module, wrapper.call, source.vocab_size)
+                if not takes_flat_ids(source.module):
+                    raise
+        return _capture_plain(source, hook)
+    if takes_positions(source.module):
+        wrapper = FlatTokens(source.module, True, axes=axes, features=features, entry=entry)
         return trace(source, wrapper, token_inputs(source), hook=hook)
     with given_positions(source.module) as given:
         wrapper = FlatTokens(source.module, True, given if given.names else None)
         return trace(source, wrapper, token_inputs(source), hook=hook)
+
+
+def _capture_plain(source: ModelSource, hook: bool) -> tuple[GraphModule, str]:
+    wrapper = FlatTokens(source.module, False)
+    with put_back(source.module), evaluation_mode(source.module):
+        wrapper.call = checked_call(source.module, wrapper.call, source.vocab_size)
+    return trace(source, wrapper, token_inputs(source), hook=hook)
 
 
 def token_inputs(source: ModelSource, max_len: int | None = None) -> dict[str, TracedInput]:
@@ -192,7 +197,7 @@ def trace(
     """Trace `wrapper`, which calls `source.module` with these inputs; see `capture`."""
     if source.is_transformers:
         refuse_unsupported(source.module)
-    program, route, one_token, of_code = _export(source, wrapper, inputs, hook)
+    program, route, few_tokens, of_code = _export(source, wrapper, inputs, hook)
     gm = _unlift(program, list(inputs))
     tidy(gm)
     merge_equal_rows(gm)
@@ -200,8 +205,8 @@ def trace(
     if not source.is_transformers and every_row(gm, type(source.module).__name__):
         route += ROUTE
     _note_limits(gm, source, of_code)
-    if one_token is not None:
-        one_token.require_same(gm, type(source.module).__name__)
+    for few in few_tokens:
+        few.require_same(gm, type(source.module).__name__)
     return gm, route
 
 
@@ -215,8 +220,8 @@ def _note_limits(gm: GraphModule, source: ModelSource, of_code: int | None) -> N
 
 def _export(
     source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], hooked: bool
-) -> tuple[ExportedProgram, str, OneToken | None, int | None]:
-    """The program, the route to it, what the source computes for one token where code asks for that, and the most
+) -> tuple[ExportedProgram, str, list[FewTokens], int | None]:
+    """The program, the route to it, what the source computes for few tokens where code asks for that, and the most
     tokens the program holds for (None = as many as one may ask for)."""
     sizes = {i.size_name: Dim(i.size_name, min=MIN_STEP_TOKENS, max=MAX_STEP_TOKENS) for i in inputs.values()}
     examples = tuple(i.example for i in inputs.values())
@@ -256,14 +261,12 @@ def _export(
                     failures.append(f"  strict={strict}: {type(error).__name__}: {_first_lines(error)}")
                 continue
             _check_range(program)
-            one_token = run_with_one_token(wrapper, examples, places)
-            return program, _route(strict, repeated) + functionalised, one_token, None
-        limited = _export_limited(source, wrapper, inputs, EXAMPLE_TOKENS)
-        if limited is None and not _runs(wrapper, examples):
-            limited = _export_limited(source, wrapper, inputs, FEW_TOKENS)
-        if limited is not None:
-            program, functionalised = _functional(limited[0])
-            return program, f"export up to {limited[1]} tokens{functionalised}", None, limited[1]
+            few = run_with_one_token(wrapper, examples, places)
+            return program, _route(strict, repeated) + functionalised, few, None
+        if (found := export_limited(source, wrapper, inputs)) is not None:
+            limited, few = found
+            program, functionalised = _functional(limited.program)
+            return program, limited.route + functionalised, few, limited.most
     reason = f"{by_values}. What torch says" if by_values else ""
     if any("Constraints violated" in failure for failure in failures):
         reason = DEPENDS_ON_LENGTH
@@ -310,54 +313,6 @@ def _shorter_and_longer(source: ModelSource, inputs: dict[str, TracedInput]) -> 
 
     lengths = sorted({min(length, source.max_model_len) for length in LENGTHS})
     return [functools.partial(make, length) for length in lengths]
-
-
-def _runs(wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...]) -> bool:
-    """Does the model take so many tokens at all?"""
-    try:
-        wrapper(*examples)
-    except Exception:  # whatever its code raises
-        return False
-    return True
-
-
-def _export_limited(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], num_tokens: int
-) -> tuple[ExportedProgram, int] | None:
-    """A program that holds up to a length that the model's code sets, where a mask buffer is cut; that length.
-    `num_tokens`: of the examples, at most.
-
-    torch finds the range (`Dim.DYNAMIC`). None: there is none from `MIN_STEP_TOKENS` tokens on.
-    """
-    if len({i.size_name for i in inputs.values()}) > 1:
-        return None
-    examples = tuple(i.example[:num_tokens] for i in inputs.values())
-    dynamic_shapes = tuple({0: Dim.DYNAMIC} for _ in inputs)
-    exported = functools.partial(
-        torch.export.export, wrapper, examples, dynamic_shapes=dynamic_shapes, strict=False
-    )
-    try:
-        program = traced_in_steady_state(source.module, wrapper, exported)
-    except CaptureError:
-        raise
-    except Exception:
-        return None  # the first attempts have said why
-    sizes = {str(n.meta["val"].shape[0]) for n in program.graph.nodes if n.name in inputs}
-    ranges = list(program.range_constraints.values())
-    if len(ranges) != 1 or len(sizes) != 1 or ranges[0].lower > MIN_STEP_TOKENS:
-        return None
-    if ranges[0].upper >= MAX_STEP_TOKENS:
-        return None  # not a limit: the first attempts failed for another reason
-    _forget_limit(program)
-    return program, int(ranges[0].upper)
-
-
-def _forget_limit(program: ExportedProgram) -> None:
-    """A sequence is no longer than that; a step, which runs several, may be: so nothing may be specialised to it."""
-    size = next(n.meta["val"].shape[0] for n in program.graph.nodes if n.name == "input_ids")
-    environment = size.node.shape_env
-    environment.var_to_range[size.node.expr] = ValueRanges(MIN_STEP_TOKENS, MAX_STEP_TOKENS)
-    environment._update_version_counter()
 
 
 @contextlib.contextmanager

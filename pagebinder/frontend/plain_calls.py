@@ -7,6 +7,7 @@
     (input_ids), (input_ids, mask=None), (x, causal=True)    ids: it counts rows (recognise/row_positions.py)
     (tokens, start_pos)                                      ids, start_pos=0
     (input_ids, cache)                                       refused
+    (x) that fails for [1, T] and takes [T]                  flat ids (gpt-oss as it was published)
     (*args, **kwargs) around a transformers model            input_ids=ids, position_ids=positions, use_cache=False
     (*args, **kwargs) around another module                  as that is called
 
@@ -17,9 +18,11 @@ without any error. A parameter that is named so is given 0, 1, 2, ... whatever t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import re
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +47,8 @@ class PlainCall:
     """Names of the parameters that take ids and positions; None: by order.
 
     `gives_positions`: does it take any? `is_guess`: by no name, and it need not be given them. `without_cache`: is
-    use_cache=False said? `starts`: a parameter without a default that takes 0, as nothing came before.
+    use_cache=False said? `starts`: a parameter without a default that takes 0, as nothing came before. `flat`: are
+    ids and positions [T]?
     """
 
     ids: str | None = None
@@ -53,9 +57,12 @@ class PlainCall:
     is_guess: bool = False
     without_cache: bool = False
     starts: str | None = None
+    flat: bool = False
 
     def __call__(self, module: torch.nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None):
         """What `module` returns for ids and positions [1, T]."""
+        if self.flat:
+            input_ids, positions = input_ids[0], None if positions is None else positions[0]
         named: dict = {"use_cache": False} if self.without_cache else {}
         if self.starts is not None:
             named[self.starts] = 0
@@ -102,9 +109,34 @@ def plain_call(module: torch.nn.Module) -> PlainCall:
         is_guess=is_second and takes.second_is_optional(signature),
         without_cache="use_cache" in takes.by_name or bool(inner and takes.any_name and _takes_cache(inner)),
         starts=next((name for name in STARTS if name in needed), None),
+        flat=type(module) in _takes_flat_ids,
     )
     _refuse_others(module, signature, takes, call)
     return call
+
+
+_takes_flat_ids: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def takes_flat_ids(module: torch.nn.Module) -> bool:
+    """Does it fail for ids [1, T] and return [T, V] for ids [T]? Then `plain_call` knows that from now on."""
+    if type(module) in _takes_flat_ids or any(p.is_meta for p in module.parameters()):
+        return False
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    ids, call = torch.zeros(1, GUESS_TOKENS, dtype=torch.int64, device=device), plain_call(module)
+    positions = torch.arange(GUESS_TOKENS, device=device)[None]
+    with contextlib.suppress(Exception):
+        call(module, ids, positions)
+        return False
+    with contextlib.suppress(Exception):
+        logits = logits_in(
+            dataclasses.replace(call, flat=True)(module, ids, positions), type(module).__name__
+        )
+        if logits.dim() == 2 and len(logits) == GUESS_TOKENS:
+            _takes_flat_ids.add(type(module))
+            return True
+    return False
 
 
 @dataclass(frozen=True)

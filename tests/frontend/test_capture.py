@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import pagebinder
 from pagebinder import CaptureError, CompileConfig
 from pagebinder.frontend.capture import capture
-from pagebinder.frontend.one_token import OneToken
+from pagebinder.frontend.few_tokens import FewTokens
 from pagebinder.frontend.python_state import MOST_ELEMENTS, MOST_INSIDE, SAMPLED, _bytes, _inside, unchanged
 from pagebinder.frontend.source import source_from_module
 from pagebinder.graph_tools import calls, module_path
@@ -157,7 +157,7 @@ def test_entries_picked_by_values_are_told_with_their_line():
         captured_model(Embedded(Picking()))
 
 
-class ForOneToken(nn.Module):
+class ForFewTokens(nn.Module):
     """Another sign for one token alone, or a branch that changes nothing of it."""
 
     def __init__(self, sign):
@@ -172,9 +172,9 @@ class ForOneToken(nn.Module):
 
 def test_a_branch_for_one_token_is_refused_if_it_computes_something_else():
     with pytest.raises(CaptureError, match=r"single token.*branch at .*test_capture\.py:\d+"):
-        captured_model(Embedded(ForOneToken(-1.0)).eval())
-    captured_model(Embedded(ForOneToken(1.0)).eval())
-    captured_model(Embedded(ForOneToken(-1.0)).eval().to("meta"))  # without values nobody can tell
+        captured_model(Embedded(ForFewTokens(-1.0)).eval())
+    captured_model(Embedded(ForFewTokens(1.0)).eval())
+    captured_model(Embedded(ForFewTokens(-1.0)).eval().to("meta"))  # without values nobody can tell
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_one_token_is_judged_by_what_is_no_mask(fill, count):
     graph = torch.fx.symbolic_trace(nn.Identity())
     for factor, is_same in ((1 + 1e-6, True), (-1.0, False)):
         got = torch.where(expected > 0, expected * factor, expected)
-        one = OneToken((got,), expected, ["model.py:1"])
+        one = FewTokens((got,), expected, ["model.py:1"])
         if is_same:
             one.require_same(graph, "Model")
         else:

@@ -1,9 +1,10 @@
-"""Branches of a model's code for one token alone. A graph is traced for two and more, so it has the other side.
+"""Branches of a model's code for few tokens alone. A graph is traced for two and more, so it has the other side.
 
     if length == 1: x = x * 2                         refused
     if length > 1: mask = causal_mask(length)         served: of one token both sides are the same
 
-Which code asks is found while it is traced; whether it matters, by running the source and the graph with one token.
+Which code asks is found while it is traced; whether it matters, by running the source and the graph with one token,
+and with more where a program does not hold for them (limited_export.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ MOST_DIFFERENT = (
     0.02  # of the largest value: both sides run the same ops in the same dtype, up to their order
 )
 MASKED = 1e4  # times the median: a logit of an id that may not be chosen
+STRIDE = 7919  # between ids that are tried
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -55,8 +57,8 @@ def _for_one_token(condition: torch.SymBool) -> bool | None:
 
 
 @dataclass(frozen=True)
-class OneToken:
-    """What a source computed for one token, and which code would do something else for it."""
+class FewTokens:
+    """What a source computed for few tokens, and which code may do something else for them."""
 
     inputs: tuple[torch.Tensor, ...]
     expected: torch.Tensor
@@ -71,19 +73,42 @@ class OneToken:
         largest = float(sizes[sizes <= (MASKED * float(sizes.median()) or math.inf)].max())
         difference = float((got - expected).abs().masked_fill(got == expected, 0.0).max())
         if not difference <= MOST_DIFFERENT * largest:
+            few = "a single token" if len(self.inputs[0]) == 1 else f"{len(self.inputs[0])} tokens"
+            at = f" at {self.places[0]}" if self.places else ""
             raise CaptureError(
-                f"{model} computes something else for a single token than for several (off by {difference:.3g} where "
-                f"the largest value is {largest:.3g}), as of a branch at {self.places[0]}. A step of a served model "
-                "has parts of sequences, single tokens too: what it computes may not depend on how many there are."
+                f"{model} computes something else for {few} than for more (off by {difference:.3g} where the "
+                f"largest value is {largest:.3g}), as of a branch{at}. A step of a served model has parts of "
+                "sequences, single tokens too: what it computes may not depend on how many there are."
             )
 
 
 def run_with_one_token(
     wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...], places: list[str]
-) -> OneToken | None:
-    """None: no code asks, there are no values to compute with, or results change from call to call."""
+) -> list[FewTokens]:
+    """Nothing if no code asks, there are no values to compute with, or results change from call to call."""
     if not places or any(t.is_meta for t in (*wrapper.parameters(), *examples)):
-        return None
-    inputs = tuple(example[:1] for example in examples)
+        return []
+    return _computed(wrapper, tuple(example[:1] for example in examples), places)
+
+
+@torch.no_grad()
+def run_with_few_tokens(
+    wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...], vocab_size: int
+) -> list[FewTokens]:
+    """With 1, 2, 3, 5, 9, ... tokens and as many as the examples of ids and positions have; those that it takes."""
+    most = len(examples[0])
+    found = []
+    for num_tokens in sorted(
+        {*(n for k in range(most.bit_length()) if (n := (1 << k) + 1) <= most), 1, most}
+    ):
+        ids = torch.arange(num_tokens, device=examples[0].device) * STRIDE % vocab_size
+        with contextlib.suppress(Exception):  # code that was made for more tokens says nothing of so few
+            found += _computed(wrapper, (ids, examples[1][:num_tokens], *examples[2:]), [])
+    return found
+
+
+def _computed(
+    wrapper: torch.nn.Module, inputs: tuple[torch.Tensor, ...], places: list[str]
+) -> list[FewTokens]:
     expected, again = wrapper(*inputs), wrapper(*inputs)
-    return OneToken(inputs, expected, places) if torch.equal(expected, again) else None
+    return [FewTokens(inputs, expected, places)] if torch.equal(expected, again) else []

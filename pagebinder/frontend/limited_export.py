@@ -1,0 +1,156 @@
+"""Programs that hold for some numbers of tokens only, where a model's code says for how many.
+
+    scores + self.mask[:T, :T]                        2 to 1024 tokens: the size of the buffer
+    if position_ids.shape[1] != 2, x[:, 1:] * x[:, :-1]     3 and more: torch asks whether T or T - 1 is some number
+    if window >= T: causal(q, k, v) else masked(q, k, v)    up to the window, or more than it has: another program
+
+torch finds the range (`Dim.DYNAMIC`). A model that takes more tokens than a program holds for is traced once more
+with so many. A program that does not hold for few is one for all lengths if the model computes the same for those: it
+is run beside its graph with 1, 2, 3, 5, 9, ... tokens, up to where the program begins.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from pagebinder.errors import CaptureError
+from pagebinder.frontend.few_tokens import FewTokens, run_with_few_tokens
+from pagebinder.frontend.python_state import put_back, traced_in_steady_state
+from pagebinder.frontend.source import ModelSource
+
+EXAMPLE_TOKENS = 40
+FEW_TOKENS = 7  # of examples for models whose tables end before
+MAX_STEP_TOKENS = 1 << 20
+MIN_STEP_TOKENS = 2
+MOST_BRANCHES = 4  # windows and the like that a model's code compares the length with, one after the other
+
+
+@dataclass(frozen=True)
+class TracedInput:
+    """An example of an input of the graph, and the name of its first size, which is dynamic."""
+
+    example: torch.Tensor
+    size_name: str = "num_tokens"
+
+
+@dataclass(frozen=True)
+class Limited:
+    """A program that holds for `fewest` to `most` tokens. None: as many as one may ask for."""
+
+    program: ExportedProgram
+    fewest: int
+    most: int | None
+
+    @property
+    def route(self) -> str:
+        few = f"from {self.fewest}" * (self.fewest > MIN_STEP_TOKENS)
+        most = f"up to {self.most}" * (self.most is not None)
+        return f"export {' '.join(filter(None, (few, most)))} tokens"
+
+
+def export_limited(
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput]
+) -> tuple[Limited, list[FewTokens]] | None:
+    """The program that holds for most tokens, and what the model computes for fewer. None: there is none."""
+    if len({i.size_name for i in inputs.values()}) > 1:
+        return None
+    # What begins later is compared with the model, which needs values.
+    compares = not source.is_transformers and source.device.type != "meta"
+    usual = len(next(iter(inputs.values())).example)
+    found = _exported(source, wrapper, inputs, usual, compares)
+    if found is None and not _runs(source, wrapper, _examples(inputs, usual)):
+        found = _exported(source, wrapper, inputs, min(FEW_TOKENS, usual), compares)
+    if found is None and compares:
+        found = _exported(source, wrapper, inputs, usual, compares, MIN_STEP_TOKENS + 1)
+    for _ in range(MOST_BRANCHES if compares and found is not None else 0):
+        longer = _longer(source, wrapper, inputs, found)
+        if longer is None:
+            break
+        found = longer
+    if found is None:
+        return None
+    few = []
+    if compares:
+        with put_back(source.module):
+            few = run_with_few_tokens(wrapper, _examples(inputs, found.fewest - 1), source.vocab_size)
+        if found.fewest > MIN_STEP_TOKENS and not few:
+            return None  # it needs so many tokens
+    _forget_limit(found.program)
+    return found, few
+
+
+def _longer(
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], found: Limited
+) -> Limited | None:
+    """One that holds for more tokens than `found`, if the model takes more."""
+    if found.most is None or found.most + EXAMPLE_TOKENS > source.max_model_len:
+        return None
+    num_tokens = found.most + EXAMPLE_TOKENS
+    if not _runs(source, wrapper, _examples(inputs, num_tokens)):
+        return None
+    try:
+        longer = _exported(source, wrapper, inputs, num_tokens, True)
+    except CaptureError:  # of a branch that is not needed
+        return None
+    return longer if longer is not None and (longer.most is None or longer.most > found.most) else None
+
+
+def _examples(inputs: dict[str, TracedInput], num_tokens: int) -> tuple[torch.Tensor, ...]:
+    """Of ids and positions, as many."""
+    examples = [i.example for i in inputs.values()]
+    ids, positions = examples[0], examples[1]
+    return ids.new_zeros(num_tokens), torch.arange(num_tokens, device=positions.device), *examples[2:]
+
+
+@torch.no_grad()
+def _runs(source: ModelSource, wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...]) -> bool:
+    """Does the model take so many tokens at all?"""
+    with put_back(source.module):
+        try:
+            wrapper(*examples)
+        except Exception:  # whatever its code raises
+            return False
+    return True
+
+
+def _exported(
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], num_tokens: int,
+    compares: bool, fewest: int | None = None,
+) -> Limited | None:  # fmt: skip
+    """A program and its range. `num_tokens`: of the examples. `compares`: may it begin with more tokens than a step
+    has? `fewest`: where torch may let it begin."""
+    dim = Dim.DYNAMIC if fewest is None else Dim.DYNAMIC(min=fewest)
+    exported = functools.partial(
+        torch.export.export, wrapper, _examples(inputs, num_tokens),
+        dynamic_shapes=tuple({0: dim} for _ in inputs), strict=False,
+    )  # fmt: skip
+    try:
+        program = traced_in_steady_state(source.module, wrapper, exported)
+    except CaptureError:
+        raise
+    except Exception:
+        return None  # the first attempts have said why
+    sizes = {str(n.meta["val"].shape[0]) for n in program.graph.nodes if n.name in inputs}
+    ranges = list(program.range_constraints.values())
+    if len(ranges) != 1 or len(sizes) != 1:
+        return None
+    fewest, most = int(ranges[0].lower), int(ranges[0].upper) if ranges[0].upper < MAX_STEP_TOKENS else None
+    begins_later = fewest > MIN_STEP_TOKENS
+    if (
+        not compares if begins_later else most is None
+    ):  # without limits: the first attempts failed for another reason
+        return None
+    return Limited(program, fewest, most)
+
+
+def _forget_limit(program: ExportedProgram) -> None:
+    """A sequence is no longer than that; a step, which runs several, may be: so nothing may be specialised to it."""
+    size = next(n.meta["val"].shape[0] for n in program.graph.nodes if n.name == "input_ids")
+    environment = size.node.shape_env
+    environment.var_to_range[size.node.expr] = ValueRanges(MIN_STEP_TOKENS, MAX_STEP_TOKENS)
+    environment._update_version_counter()
