@@ -13,7 +13,8 @@
 
 A second parameter means positions unless its name, or its default, says that it is something else, or it fails with
 them, or it computes something else when it is left out (refused): a mask made of positions computes wrong tokens
-without any error. A parameter that is named so is given 0, 1, 2, ... whatever the module does without it.
+without any error. A parameter that is named so is given 0, 1, 2, ... whatever the module does without it, unless it
+fails with them: they stand for rows of a cache that is not there (litgpt).
 """
 
 from __future__ import annotations
@@ -181,19 +182,22 @@ class _Parameters:
 
 @torch.no_grad()
 def checked_call(module: torch.nn.Module, call: PlainCall, vocab_size: int) -> PlainCall:
-    """Positions by order may be left out, then they count from 0: both ways must compute the same.
+    """Positions by order may be left out, then they count from 0: both ways must compute the same. Named ones are left
+    out where the module fails with them alone.
 
     Returns:
         `call`, or one without positions: the module fails with them.
     Raises:
         CaptureError: they do not compute the same, so the parameter may be anything.
     """
-    if not call.is_guess or any(p.is_meta for p in module.parameters()):
+    if any(p.is_meta for p in module.parameters()) or not (call.is_guess or _may_leave_out(module, call)):
         return call
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     ids = (torch.arange(GUESS_TOKENS, device=device) % vocab_size)[None]
     without = dataclasses.replace(call, gives_positions=False, is_guess=False)
     kind = type(module).__name__
+    if not call.is_guess:
+        return without if _fails(call, module, ids) and not _fails(without, module, ids) else call
     try:
         alone = [logits_in(without(module, ids, None), kind) for _ in range(2)]
     except Exception:
@@ -212,6 +216,21 @@ def checked_call(module: torch.nn.Module, call: PlainCall, vocab_size: int) -> P
         "what that is. Name the parameter for positions position_ids; give what is something else by keyword "
         "alone (after a *)."
     )
+
+
+def _may_leave_out(module: torch.nn.Module, call: PlainCall) -> bool:
+    """Is it given positions, in a parameter that has a default?"""
+    parameters = list(inspect.signature(module.forward).parameters.values()) if call.gives_positions else []
+    named = [p for p in parameters if p.name == call.positions] if call.positions else parameters[1:2]
+    return any(p.default is not p.empty for p in named)
+
+
+def _fails(call: PlainCall, module: torch.nn.Module, ids: torch.Tensor) -> bool:
+    try:
+        call(module, ids, torch.arange(ids.shape[1], device=ids.device)[None])
+    except Exception:  # whatever its code raises
+        return True
+    return False
 
 
 def _takes_cache(inner: torch.nn.Module) -> bool:

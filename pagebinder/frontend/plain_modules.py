@@ -54,8 +54,12 @@ def rows_in(returned: Any, name: str, num_tokens: int) -> torch.Tensor:
     if logits.dim() == 1:
         return logits[None]
     # While it is traced nothing may be asked of the number of tokens.
-    is_rows = logits.dim() == 2 and any(statically_known_true(logits.shape[0] == n) for n in (num_tokens, 1))
-    return logits if is_rows else logits[0]
+    if logits.dim() == 2 and statically_known_true(logits.shape[0] == num_tokens):
+        return logits
+    is_last = (
+        logits.dim() == 2 and isinstance(logits.shape[1], int) and statically_known_true(logits.shape[0] == 1)
+    )
+    return logits if is_last else logits[0]
 
 
 def with_vocabulary(source: ModelSource, captured: GraphModule) -> ModelSource:

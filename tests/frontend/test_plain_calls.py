@@ -177,6 +177,45 @@ def test_what_a_module_needs_besides_is_named():
         compiled(NeedsCache())
 
 
+class WantsCache(Causal):
+    """Takes positions for its cache alone."""
+
+    def forward(self, ids, input_pos=None):
+        if input_pos is not None:
+            raise TypeError("set_kv_cache() first")
+        return self.logits(ids)
+
+
+def test_positions_are_left_out_where_a_module_fails_with_them():
+    served = compiled(WantsCache())
+    ids = torch.arange(1, 9)
+    expected = served.source.module(ids[None])[0]
+    torch.testing.assert_close(served.run_level("fused", ids), expected, atol=1e-5, rtol=1e-5)
+
+
+class Starts(Causal):
+    def forward(self, ids, start_pos):
+        return self.logits(ids) + start_pos
+
+
+class Flat(Causal):
+    """Takes ids [T] alone."""
+
+    def forward(self, ids):
+        (length,) = ids.shape
+        return self.logits(ids[None])[0].view(length, -1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"), [(Starts, lambda m, ids: m(ids[None], 0)[0]), (Flat, lambda m, ids: m(ids))]
+)
+def test_calls_of_another_kind(kind, call):
+    served = compiled(kind(), verify="full")
+    ids = torch.arange(1, 9)
+    expected = call(served.source.module, ids)
+    torch.testing.assert_close(served.run_level("fused", ids), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("forward", "call"),
     [
