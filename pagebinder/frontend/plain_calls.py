@@ -182,8 +182,8 @@ class _Parameters:
 
 @torch.no_grad()
 def checked_call(module: torch.nn.Module, call: PlainCall, vocab_size: int) -> PlainCall:
-    """Positions by order may be left out, then they count from 0: both ways must compute the same. Named ones are left
-    out where the module fails with them alone.
+    """Positions by order may be left out, then they count from 0: both ways must compute the same. Named ones are
+    left out where the module fails with them alone.
 
     Returns:
         `call`, or one without positions: the module fails with them.
