@@ -15,6 +15,7 @@ from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.errors import ConfigError
 from pagebinder.frontend.recognise import (
     recognise_causal_conv,
+    recognise_first_rows,
     recognise_gated_activation,
     recognise_layer_norm,
     recognise_raw_attention,
@@ -88,7 +89,7 @@ def recognise(
 ) -> GraphModule:
     """The semantic graph; the encoder's becomes one in place."""
     semantic = clone(captured, "semantic")
-    recognisers = (recognise_causal_conv, *RECOGNISERS, recognise_row_positions)
+    recognisers = (recognise_first_rows, recognise_causal_conv, *RECOGNISERS, recognise_row_positions)
     report.passes += run_passes(semantic, recognisers, after=trail.after("semantic"))
     report.passes += run_own_passes(semantic, "semantic", config.passes, report, trail)
     if encoder is not None:

@@ -1,6 +1,7 @@
 """Recognisers: captured graph -> semantic graph. Each one answers matched or refused at every anchor it sees."""
 
 from pagebinder.frontend.recognise.causal_conv import recognise_causal_conv
+from pagebinder.frontend.recognise.first_rows import recognise_first_rows
 from pagebinder.frontend.recognise.gated_activation import recognise_gated_activation
 from pagebinder.frontend.recognise.layer_norm import recognise_layer_norm
 from pagebinder.frontend.recognise.raw_attention import recognise_raw_attention
@@ -11,6 +12,7 @@ from pagebinder.frontend.recognise.sdpa import recognise_sdpa
 
 __all__ = [
     "recognise_causal_conv",
+    "recognise_first_rows",
     "recognise_gated_activation",
     "recognise_layer_norm",
     "recognise_raw_attention",
