@@ -30,7 +30,7 @@ from pagebinder.frontend.attention_interface import attention_hook, has_function
 from pagebinder.frontend.dtypes import hint_on_float16
 from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
-from pagebinder.frontend.failed_traces import branch_by_values
+from pagebinder.frontend.failed_traces import branch_by_values, line_that_fixed_the_length
 from pagebinder.frontend.few_tokens import FewTokens, noting_branches, run_with_one_token
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.language_model import entering, language_model
@@ -79,7 +79,7 @@ WRITES_ITS_ATTENTION = {"GitForCausalLM"}
 # Where torch finds that a graph would hold for some numbers of tokens only.
 DEPENDS_ON_LENGTH = (
     ", as what it computes depends on that number (a factor made of the length, a choice among tokens, a branch, a "
-    "loop over them); a step of a served model has parts of sequences, so it would compute something else. What "
+    "loop over them){at}; a step of a served model has parts of sequences, so it would compute something else. What "
     "torch says"
 )
 
@@ -226,7 +226,7 @@ def _export(
     sizes = {i.size_name: Dim(i.size_name, min=MIN_STEP_TOKENS, max=MAX_STEP_TOKENS) for i in inputs.values()}
     examples = tuple(i.example for i in inputs.values())
     dynamic_shapes = tuple({0: sizes[i.size_name]} for i in inputs.values())
-    failures, places, by_values = [], [], ""
+    failures, places, by_values, by_length = [], [], "", ""
     hooked = hooked and source.is_transformers and type(source.module).__name__ not in WRITES_ITS_ATTENTION
     hooked = hooked and not has_functions_of_its_own(source.module)
     hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
@@ -257,6 +257,7 @@ def _export(
                 raise
             except Exception as error:
                 by_values = by_values or branch_by_values(error)
+                by_length = line_that_fixed_the_length(str(error)) or by_length
                 if not repeated:
                     failures.append(f"  strict={strict}: {type(error).__name__}: {_first_lines(error)}")
                 continue
@@ -269,7 +270,7 @@ def _export(
             return program, limited.route + functionalised, few, limited.most
     reason = f"{by_values}. What torch says" if by_values else ""
     if any("Constraints violated" in failure for failure in failures):
-        reason = DEPENDS_ON_LENGTH
+        reason = DEPENDS_ON_LENGTH.format(at=f" at {by_length}" * bool(by_length))
     if any(FROM_THE_SECOND in failure for failure in failures):
         failures.append(
             "  Parts from the second token on (x[:, 1:] = y[:, :-1]) may be F.pad(y, (0, 0, 1, -1))."

@@ -218,6 +218,21 @@ def test_what_depends_on_the_number_of_tokens_is_told_as_that(body):
         captured_model(Embedded(body))
 
 
+class LoopsOverTokens(nn.Module):
+    def forward(self, x, positions):
+        mask = torch.zeros(x.shape[1], 1)
+        for i in range(x.shape[1]):
+            mask[i, 0] = i
+        return x + mask
+
+
+def test_a_loop_over_tokens_is_told_with_its_line():
+    with pytest.raises(
+        CaptureError, match=r"depends on that number \(.*\) at .*test_capture\.py:\d+ in forward"
+    ):
+        captured_model(Embedded(LoopsOverTokens()))
+
+
 class Flex(nn.Module):
     def forward(self, x, positions):
         q = x.view(1, -1, 2, WIDTH // 2).transpose(1, 2)
