@@ -178,6 +178,11 @@ def audit(
     return found
 
 
+def reason_to_mix(node: Node, tokens) -> str | None:
+    """Why one call may relate tokens, None if it does not; `tokens`: the symbol of their number."""
+    return _reason_against(node, [tokens], False, frozenset())
+
+
 def _token_symbols(gm: GraphModule) -> list:
     """The number of tokens, then, if the graph has it, the number of encoder tokens."""
     inputs = {n.target: n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"}

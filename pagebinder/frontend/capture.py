@@ -13,7 +13,6 @@ import collections
 import contextlib
 import functools
 import io
-import itertools
 import logging
 import warnings
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from pagebinder.custom_ops.prompt_rows import ENTRY, POSITION_AXES
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import attention_hook, has_functions_of_its_own
+from pagebinder.frontend.chosen_rows import write_for_all_rows
 from pagebinder.frontend.dtypes import hint_on_float16
 from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
@@ -66,7 +66,7 @@ from pagebinder.frontend.tidy import tidy
 from pagebinder.frontend.unpadded import said_for_unpadded
 from pagebinder.frontend.unreadable import hint_on_script
 from pagebinder.frontend.unsupported import refuse_unsupported
-from pagebinder.graph_tools import aten, attach, finish, graph_module, module_path, source_line, tensors
+from pagebinder.graph_tools import aten, attach, finish, graph_module
 
 # Layers that are traced one after the other: with fewer, torch's cache of fake calls costs more than it saves.
 CACHE_FROM = 4
@@ -199,6 +199,7 @@ def trace(
         refuse_unsupported(source.module)
     program, route, few_tokens, of_code = _export(source, wrapper, inputs, hook)
     gm = _unlift(program, list(inputs))
+    write_for_all_rows(gm)
     tidy(gm)
     merge_equal_rows(gm)
     finish(gm)
@@ -331,39 +332,14 @@ def _quiet_torch():
 
 def _check_range(program: ExportedProgram) -> None:
     """A graph that is valid only from, say, 32 tokens on would be wrong for a decode step."""
-    of_data = _sizes_from_data(program)
     for symbol, bounds in program.range_constraints.items():
         if str(symbol).startswith("u"):
-            if symbol not in of_data:
-                continue  # a number that an assertion of the model's reads
-            raise CaptureError(
-                f"The model's code picks entries by their values{_where_made(program, symbol)} (a mask or a search "
-                "whose result has as many rows as match), so the shapes of the captured graph depend on data."
-            )
+            continue  # a number that an assertion reads, or rows that a mask chooses: see `chosen_rows.py`
         if bounds.lower > MIN_STEP_TOKENS or bounds.upper < MAX_STEP_TOKENS:
             raise CaptureError(
                 f"The captured graph holds only for {bounds.lower} <= {symbol} <= {bounds.upper} tokens: "
                 "the model's code branches on the sequence length."
             )
-
-
-def _where_made(program: ExportedProgram, symbol) -> str:
-    """Module and line of the first value that has this size."""
-    for node in program.graph.nodes:
-        sizes = [size for t in tensors(node) for size in t.shape if isinstance(size, torch.SymInt)]
-        if any(symbol in size.node.expr.free_symbols for size in sizes):
-            places = [place for place in (module_path(node), source_line(node)) if place]
-            return f" in {', '.join(places)}" if places else ""
-    return ""
-
-
-def _sizes_from_data(program: ExportedProgram) -> set:
-    """Symbols in the sizes of the program's tensors."""
-    values = itertools.chain.from_iterable(
-        torch.utils._pytree.tree_leaves(n.meta.get("val")) for n in program.graph.nodes
-    )
-    sizes = itertools.chain.from_iterable(v.shape for v in values if isinstance(v, torch.Tensor))
-    return {s for size in sizes if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
 
 
 def _functional(program: ExportedProgram) -> tuple[ExportedProgram, str]:

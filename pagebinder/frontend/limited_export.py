@@ -136,7 +136,7 @@ def _exported(
     except Exception:
         return None  # the first attempts have said why
     sizes = {str(n.meta["val"].shape[0]) for n in program.graph.nodes if n.name in inputs}
-    ranges = list(program.range_constraints.values())
+    ranges = [of for symbol, of in program.range_constraints.items() if not str(symbol).startswith("u")]
     if len(ranges) != 1 or len(sizes) != 1:
         return None
     fewest, most = int(ranges[0].lower), int(ranges[0].upper) if ranges[0].upper < MAX_STEP_TOKENS else None

@@ -4,6 +4,7 @@ _assert_tensor_metadata, _assert_scalar   gone: users that break matching, or re
 cat([tensor([]), x])                      x: what a cache that was empty makes of keys and values
 cat([x, y]), y without channels           x: what is not turned, of heads that turn as a whole
 type_as(x, y)                             to(x, y's dtype): y is no longer used by it
+repeat_interleave(x, k, 0) of tokens      expand of x.unsqueeze(1), which says whose the k rows are
 outer(x, y), ger(x, y)                    x.unsqueeze(1) * y, as most write angles of positions
 narrow(x, d, 0, n)                        x[:n], along d
 x.new_full(size, y), x.new_zeros(size)    full(size, y), zeros(size) of x's dtype: x is no longer used by it
@@ -11,6 +12,7 @@ x.new_full(size, y), x.new_zeros(size)    full(size, y), zeros(size) of x's dtyp
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from pagebinder.graph_tools import arg, aten, insert_call, is_call, val
@@ -32,6 +34,8 @@ def tidy(gm: GraphModule) -> None:
         elif is_call(node, aten.outer.default, aten.ger.default):
             column = insert_call(gm.graph, node, aten.unsqueeze.default, (node.args[0], 1))
             _replace(gm, node, insert_call(gm.graph, node, aten.mul.Tensor, (column, node.args[1])))
+        elif is_call(node, aten.repeat_interleave.self_int):
+            _with_rows_of_each(gm, node)
         elif is_call(node, *_NEW):
             facts = {"dtype": val(node).dtype, "device": val(node).device}
             _replace(gm, node, insert_call(gm.graph, node, _NEW[node.target], node.args[1:], facts))
@@ -57,6 +61,19 @@ def _without_empty_parts(gm: GraphModule, node: Node) -> None:
     parts = [n for n in node.args[0] if val(n).shape != (0,) and not _is_zero(val(n).shape[dim])]
     if len(parts) == 1 < len(node.args[0]) and val(parts[0]).dtype is val(node).dtype:
         _replace(gm, node, parts[0])
+
+
+def _with_rows_of_each(gm: GraphModule, node: Node) -> None:
+    x, times = node.args[:2]
+    of_tokens = arg(node, 2, "dim") == 0 and isinstance(val(x).shape[0], torch.SymInt)
+    if not of_tokens or not isinstance(times, int) or arg(node, 3, "output_size") is not None:
+        return
+    rest = list(val(x).shape[1:])
+    if any(isinstance(size, torch.SymInt) for size in rest):
+        return
+    column = insert_call(gm.graph, node, aten.unsqueeze.default, (x, 1))
+    several = insert_call(gm.graph, node, aten.expand.default, (column, [-1, times, *rest]))
+    _replace(gm, node, insert_call(gm.graph, node, aten.reshape.default, (several, [-1, *rest])))
 
 
 def _is_zero(size) -> bool:
