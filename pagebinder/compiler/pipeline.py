@@ -15,6 +15,7 @@ from pagebinder.custom_ops.attention.quantized_cache import KV_FORMATS
 from pagebinder.errors import ConfigError
 from pagebinder.frontend.recognise import (
     recognise_causal_conv,
+    recognise_expert_loop,
     recognise_first_rows,
     recognise_gated_activation,
     recognise_layer_norm,
@@ -73,6 +74,7 @@ RECOGNISERS = (
     recognise_sdpa,
     recognise_raw_attention,
     recognise_gated_activation,
+    recognise_expert_loop,
     simplify,
 )
 PAGE_PASSES = (page_attention, page_cross_attention, page_compressed, page_mla, page_recurrent)

@@ -1,6 +1,7 @@
 """Recognisers: captured graph -> semantic graph. Each one answers matched or refused at every anchor it sees."""
 
 from pagebinder.frontend.recognise.causal_conv import recognise_causal_conv
+from pagebinder.frontend.recognise.expert_loop import recognise_expert_loop
 from pagebinder.frontend.recognise.first_rows import recognise_first_rows
 from pagebinder.frontend.recognise.gated_activation import recognise_gated_activation
 from pagebinder.frontend.recognise.layer_norm import recognise_layer_norm
@@ -12,6 +13,7 @@ from pagebinder.frontend.recognise.sdpa import recognise_sdpa
 
 __all__ = [
     "recognise_causal_conv",
+    "recognise_expert_loop",
     "recognise_first_rows",
     "recognise_gated_activation",
     "recognise_layer_norm",
