@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.audit import reason_to_mix
-from pagebinder.frontend.chosen_masks import ChosenBy, NotChosen, row_mask
+from pagebinder.frontend.chosen_masks import ChosenBy, NotChosen, chosen_by, row_mask
 from pagebinder.frontend.chosen_places import (
     FINDS,
     Entries,
@@ -35,6 +35,7 @@ from pagebinder.frontend.chosen_places import (
     places_of,
 )
 from pagebinder.frontend.chosen_writes import chosen_part, written
+from pagebinder.frontend.empty_masks import mask_of_question
 from pagebinder.frontend.node_numbers import Numbering, is_of_data
 from pagebinder.frontend.tidy import ASSERTIONS
 from pagebinder.graph_tools import (
@@ -147,6 +148,11 @@ class _Walk:
     def _what(self, node: Node) -> Places | Place | Rows | Size | Node | None:
         """What a call is, or the call that is to take its place; None: nothing that is chosen."""
         given = [self.found[n] for n in node.all_input_nodes if n in self.found]
+        asked = mask_of_question(node)
+        if asked is not None:
+            chosen_by(asked, self.numbering)  # or it is not known, and stays
+            self.graph.erase_node(node)
+            return None
         write = self._write(node)
         if write is not None:
             return write

@@ -19,6 +19,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.empty_masks import taken_as_not_empty
 from pagebinder.frontend.few_tokens import FewTokens, run_with_few_tokens
 from pagebinder.frontend.python_state import put_back, traced_in_steady_state
 from pagebinder.frontend.source import ModelSource
@@ -54,21 +55,24 @@ class Limited:
 
 
 def export_limited(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput]
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], questions: list[str]
 ) -> tuple[Limited, list[FewTokens]] | None:
-    """The program that holds for most tokens, and what the model computes for fewer. None: there is none."""
+    """The program that holds for most tokens, and what the model computes for fewer. None: there is none.
+
+    `questions`: set to where code asks of masks (empty_masks.py).
+    """
     if len({i.size_name for i in inputs.values()}) > 1:
         return None
     # What begins later is compared with the model, which needs values.
     compares = not source.is_transformers and source.device.type != "meta"
     usual = len(next(iter(inputs.values())).example)
-    found = _exported(source, wrapper, inputs, usual, compares)
+    found = _exported(source, wrapper, inputs, questions, usual, compares)
     if found is None and not _runs(source, wrapper, _examples(inputs, usual)):
-        found = _exported(source, wrapper, inputs, min(FEW_TOKENS, usual), compares)
+        found = _exported(source, wrapper, inputs, questions, min(FEW_TOKENS, usual), compares)
     if found is None and compares:
-        found = _exported(source, wrapper, inputs, usual, compares, MIN_STEP_TOKENS + 1)
+        found = _exported(source, wrapper, inputs, questions, usual, compares, MIN_STEP_TOKENS + 1)
     for _ in range(MOST_BRANCHES if compares and found is not None else 0):
-        longer = _longer(source, wrapper, inputs, found)
+        longer = _longer(source, wrapper, inputs, questions, found)
         if longer is None:
             break
         found = longer
@@ -85,19 +89,24 @@ def export_limited(
 
 
 def _longer(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], found: Limited
-) -> Limited | None:
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], questions: list[str],
+    found: Limited,
+) -> Limited | None:  # fmt: skip
     """One that holds for more tokens than `found`, if the model takes more."""
     if found.most is None or found.most + EXAMPLE_TOKENS > source.max_model_len:
         return None
     num_tokens = found.most + EXAMPLE_TOKENS
     if not _runs(source, wrapper, _examples(inputs, num_tokens)):
         return None
+    asked: list[str] = []
     try:
-        longer = _exported(source, wrapper, inputs, num_tokens, True)
+        longer = _exported(source, wrapper, inputs, asked, num_tokens, True)
     except CaptureError:  # of a branch that is not needed
         return None
-    return longer if longer is not None and (longer.most is None or longer.most > found.most) else None
+    if longer is None or (longer.most is not None and longer.most <= found.most):
+        return None
+    questions[:] = asked
+    return longer
 
 
 def _examples(inputs: dict[str, TracedInput], num_tokens: int) -> tuple[torch.Tensor, ...]:
@@ -119,8 +128,8 @@ def _runs(source: ModelSource, wrapper: torch.nn.Module, examples: tuple[torch.T
 
 
 def _exported(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], num_tokens: int,
-    compares: bool, fewest: int | None = None,
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], questions: list[str],
+    num_tokens: int, compares: bool, fewest: int | None = None,
 ) -> Limited | None:  # fmt: skip
     """A program and its range. `num_tokens`: of the examples. `compares`: may it begin with more tokens than a step
     has? `fewest`: where torch may let it begin."""
@@ -130,7 +139,8 @@ def _exported(
         dynamic_shapes=tuple({0: dim} for _ in inputs), strict=False,
     )  # fmt: skip
     try:
-        program = traced_in_steady_state(source.module, wrapper, exported)
+        with taken_as_not_empty(questions):
+            program = traced_in_steady_state(source.module, wrapper, exported)
     except CaptureError:
         raise
     except Exception:

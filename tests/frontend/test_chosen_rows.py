@@ -215,3 +215,79 @@ def test_a_capacity_by_counting_tokens_is_refused_by_the_audit():
 
     with pytest.raises(CaptureError, match="cumsum.*works along the token dimension"):
         pagebinder.compile_model(Decoder(each(step)).eval(), CompileConfig(executable="eager"))
+
+
+def left_out(branch):
+    """A loop with branch(y, mask, rest, i), where rest(y) adds what the expert makes of its tokens."""
+
+    def step(y, expert, x, w, ids, i):
+        mask = ids == i
+
+        def rest(y):
+            token, slot = torch.where(mask)
+            y[token] += w[token, slot, None] * expert(x[token])
+            return y
+
+        return branch(y, mask, rest, ids, i)
+
+    return each(step)
+
+
+HARMLESS = {
+    "if any": lambda y, mask, rest, *_: rest(y) if mask.any() else y,
+    "if not any": lambda y, mask, rest, *_: y if not torch.any(mask) else rest(y),
+    "any of rows": lambda y, mask, rest, *_: rest(y) if mask.any(-1).any() else y,
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_experts_that_nobody_chose_may_be_left_out(name):
+    model = Decoder(left_out(HARMLESS[name])).eval()
+    compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", verify="sample"))
+    assert not count(compiled.graphs["captured"], aten._assert_async.msg, aten.any.default)
+    engine = compiled.engine(EngineConfig(num_kv_blocks=64, max_num_batched_tokens=4))
+    answers = engine.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    assert [list(a.token_ids) for a in answers] == [greedy(model, prompt, 8) for prompt in PROMPTS]
+
+
+# what -> (the branch, what is said)
+HARMFUL = {
+    "something else": (lambda y, mask, rest, *_: rest(y) if mask.any() else y + 1, "something else then"),
+    "something for all": (lambda y, mask, rest, *_: rest(y + 1) if mask.any() else y, "something else then"),
+    "another expert's": (
+        lambda y, mask, rest, ids, i: rest(y) if (ids == (i + 1) % NUM_EXPERTS).any() else y,
+        "something else then",
+    ),
+    "never": (lambda y, mask, rest, *_: rest(y) if (y < 1e9).any() else y, "did not happen in 64 runs"),
+    "no count": (lambda y, mask, rest, *_: rest(y) if mask.sum() > 0 else y, "branches on values of tensors"),
+    "all": (lambda y, mask, rest, *_: rest(y) if not mask.all() else y, "branches on values of tensors"),
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_branch_that_does_something_for_no_rows_is_refused(name):
+    branch, reason = HARMFUL[name]
+    with pytest.raises(CaptureError, match=reason):
+        captured_model(Embedded(Loop(left_out(branch))))
+
+
+def test_a_branch_is_refused_where_weights_have_no_values():
+    with pytest.raises(CaptureError, match="weights without values"):
+        captured_model(Embedded(Loop(left_out(HARMLESS["if any"]))).to("meta"))
+
+
+def test_a_question_about_no_rows_is_refused():
+    """Its branch does nothing that shows, but the mask is not one of tokens."""
+
+    def body(experts, x, w, ids):
+        return x + 0.0 if (x.sum(0) > 0).any() else x
+
+    with pytest.raises(CaptureError):
+        pagebinder.compile_model(Decoder(body).eval(), CompileConfig(executable="eager"))
+
+
+def test_torch_is_left_as_it_was():
+    before = torch.any, torch.Tensor.any, torch.Tensor.__bool__
+    captured_model(Embedded(Loop(left_out(HARMLESS["if any"]))))
+    assert (torch.any, torch.Tensor.any, torch.Tensor.__bool__) == before
+    assert not {"any", "__bool__"} & set(vars(torch.Tensor))
