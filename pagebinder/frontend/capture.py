@@ -45,9 +45,11 @@ from pagebinder.frontend.limited_export import (
     EXAMPLE_TOKENS,
     MAX_STEP_TOKENS,
     MIN_STEP_TOKENS,
+    Traced,
     TracedInput,
     export_limited,
 )
+from pagebinder.frontend.memo_trace import STRICT, past_memos
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.out_of_place import write_out_of_place
 from pagebinder.frontend.own_caches import without_own_caches
@@ -198,7 +200,10 @@ def trace(
     """Trace `wrapper`, which calls `source.module` with these inputs; see `capture`."""
     if source.is_transformers:
         refuse_unsupported(source.module)
-    program, route, few_tokens, of_code = _export(source, wrapper, inputs, hook)
+    export = functools.partial(_export, source, wrapper, inputs, hook)
+    program, route, few_tokens, of_code = past_memos(
+        source, wrapper, [i.example for i in inputs.values()], export
+    )
     gm = _unlift(program, list(inputs))
     write_for_all_rows(gm)
     tidy(gm)
@@ -221,7 +226,11 @@ def _note_limits(gm: GraphModule, source: ModelSource, of_code: int | None) -> N
 
 
 def _export(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], hooked: bool
+    source: ModelSource,
+    wrapper: torch.nn.Module,
+    inputs: dict[str, TracedInput],
+    hooked: bool,
+    traced: Traced = traced_in_steady_state,
 ) -> tuple[ExportedProgram, str, list[FewTokens], int | None]:
     """The program, the route to it, what the source computes for few tokens where code asks for that, and the most
     tokens the program holds for (None = as many as one may ask for)."""
@@ -240,6 +249,7 @@ def _export(
         with put_back(source.module):
             same = repeated_layers(source.module, wrapper, _shorter_and_longer(source, inputs))
         attempts = [(False, []), (True, [])]  # strict, layers to copy
+        attempts = attempts if traced is traced_in_steady_state else attempts[:1]
         for strict, repeated in [(False, same), *attempts] if same else attempts:
             try:
                 exported = functools.partial(
@@ -251,9 +261,7 @@ def _export(
                 cached = _caching_fake_calls(not repeated and _layers_alike(source.module) >= CACHE_FROM)
                 asked = taken_as_not_empty(questions, hidden=strict)
                 with lazy, watched, once, cached, noting_branches(places), asked:
-                    program = (
-                        exported() if strict else traced_in_steady_state(source.module, wrapper, exported)
-                    )
+                    program = exported() if strict else traced(source.module, wrapper, exported)
                 program, functionalised = _functional(program)
                 if repeated:
                     expand(program.graph)
@@ -269,7 +277,7 @@ def _export(
             require_harmless(questions, wrapper, examples, source.vocab_size)
             few = run_with_one_token(wrapper, examples, places)
             return program, _route(strict, repeated) + functionalised, few, None
-        if (found := export_limited(source, wrapper, inputs, questions)) is not None:
+        if (found := export_limited(source, wrapper, inputs, questions, traced)) is not None:
             limited, few = found
             require_harmless(questions, wrapper, examples, source.vocab_size)
             program, functionalised = _functional(limited.program)
@@ -304,7 +312,7 @@ def _layers_alike(model: torch.nn.Module) -> int:
 
 def _route(strict: bool, repeated: list[tuple[Layer, Layer]]) -> str:
     if not repeated:
-        return "export strict" if strict else "export"
+        return STRICT if strict else "export"
     leaders = {leader.path for _, leader in repeated}
     return f"export, {len(repeated)} layers as copies of {len(leaders)}"
 

@@ -315,7 +315,7 @@ class _Observer(TorchDispatchMode):
         operands = tuple(self._operand(x) if isinstance(x, torch.Tensor) else _constant(x) for x in leaves)
         if layer is not None:
             layer.notes.append((func, spec, operands))
-            if any(storage_of(tensor) in layer.storages for tensor in _written(func, args, kwargs)):
+            if any(storage_of(tensor) in layer.storages for tensor in written_operands(func, args, kwargs)):
                 layer.is_closed = False  # it may write into what it made itself
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and not self._was_there(tensor):
@@ -332,7 +332,7 @@ class _Observer(TorchDispatchMode):
         if key is not None and (layouts := self.layouts.get(key)) is not None:
             tensors = [torch.empty_strided(n, by, dtype=dtype, device=on) for _, n, by, dtype, on in layouts]
             return tensors[0] if len(func._schema.returns) == 1 else tuple(tensors)
-        _refuse_real(_written(func, args, kwargs))
+        _refuse_real(written_operands(func, args, kwargs))
         out = func(*args, **kwargs)
         _refuse_real(t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel() > MAX_NUMBERS)
         made = [out] if isinstance(out, torch.Tensor) else out
@@ -373,7 +373,7 @@ class _Observer(TorchDispatchMode):
         return ("foreign",)
 
 
-def _written(func, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
+def written_operands(func, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
     """The operands that an op writes into."""
     if not getattr(getattr(func, "_schema", None), "is_mutable", False):
         return

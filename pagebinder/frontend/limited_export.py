@@ -12,7 +12,8 @@ is run beside its graph with 1, 2, 3, 5, 9, ... tokens, up to where the program 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import Dim, ExportedProgram
@@ -21,13 +22,15 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.empty_masks import taken_as_not_empty
 from pagebinder.frontend.few_tokens import FewTokens, run_with_few_tokens
-from pagebinder.frontend.python_state import put_back, traced_in_steady_state
+from pagebinder.frontend.python_state import put_back
 from pagebinder.frontend.source import ModelSource
 
 EXAMPLE_TOKENS = 40
 FEW_TOKENS = 7  # of examples for models whose tables end before
 MAX_STEP_TOKENS = 1 << 20
 MIN_STEP_TOKENS = 2
+Traced = Callable[[torch.nn.Module, torch.nn.Module, Callable[[], ExportedProgram]], ExportedProgram]
+"""Calls the last argument, which traces the second one, and that calls the first (`traced_in_steady_state`)."""
 MOST_BRANCHES = 4  # windows and the like that a model's code compares the length with, one after the other
 
 
@@ -55,107 +58,115 @@ class Limited:
 
 
 def export_limited(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], questions: list[str]
-) -> tuple[Limited, list[FewTokens]] | None:
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], questions: list[str],
+    traced: Traced,
+) -> tuple[Limited, list[FewTokens]] | None:  # fmt: skip
     """The program that holds for most tokens, and what the model computes for fewer. None: there is none.
 
-    `questions`: set to where code asks of masks (empty_masks.py).
+    `questions`: set to where code asks of masks (empty_masks.py). `traced`: see `Traced`.
     """
     if len({i.size_name for i in inputs.values()}) > 1:
         return None
-    # What begins later is compared with the model, which needs values.
-    compares = not source.is_transformers and source.device.type != "meta"
-    usual = len(next(iter(inputs.values())).example)
-    found = _exported(source, wrapper, inputs, questions, usual, compares)
-    if found is None and not _runs(source, wrapper, _examples(inputs, usual)):
-        found = _exported(source, wrapper, inputs, questions, min(FEW_TOKENS, usual), compares)
-    if found is None and compares:
-        found = _exported(source, wrapper, inputs, questions, usual, compares, MIN_STEP_TOKENS + 1)
-    for _ in range(MOST_BRANCHES if compares and found is not None else 0):
-        longer = _longer(source, wrapper, inputs, questions, found)
-        if longer is None:
-            break
-        found = longer
-    if found is None:
-        return None
-    few = []
-    if compares:
-        with put_back(source.module):
-            few = run_with_few_tokens(wrapper, _examples(inputs, found.fewest - 1), source.vocab_size)
-        if found.fewest > MIN_STEP_TOKENS and not few:
-            return None  # it needs so many tokens
-    _forget_limit(found.program)
-    return found, few
+    return _Attempts(source, wrapper, inputs, questions, traced).best()
 
 
-def _longer(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], questions: list[str],
-    found: Limited,
-) -> Limited | None:  # fmt: skip
-    """One that holds for more tokens than `found`, if the model takes more."""
-    if found.most is None or found.most + EXAMPLE_TOKENS > source.max_model_len:
-        return None
-    num_tokens = found.most + EXAMPLE_TOKENS
-    if not _runs(source, wrapper, _examples(inputs, num_tokens)):
-        return None
-    asked: list[str] = []
-    try:
-        longer = _exported(source, wrapper, inputs, asked, num_tokens, True)
-    except CaptureError:  # of a branch that is not needed
-        return None
-    if longer is None or (longer.most is not None and longer.most <= found.most):
-        return None
-    questions[:] = asked
-    return longer
+@dataclass(frozen=True)
+class _Attempts:
+    """The arguments of `export_limited`."""
 
+    source: ModelSource
+    wrapper: torch.nn.Module
+    inputs: dict[str, TracedInput]
+    questions: list[str]
+    traced: Traced
 
-def _examples(inputs: dict[str, TracedInput], num_tokens: int) -> tuple[torch.Tensor, ...]:
-    """Of ids and positions, as many."""
-    examples = [i.example for i in inputs.values()]
-    ids, positions = examples[0], examples[1]
-    return ids.new_zeros(num_tokens), torch.arange(num_tokens, device=positions.device), *examples[2:]
+    @property
+    def compares(self) -> bool:
+        """Can it be run with fewer tokens than a program begins with? That takes values."""
+        return not self.source.is_transformers and self.source.device.type != "meta"
 
+    def best(self) -> tuple[Limited, list[FewTokens]] | None:
+        usual = len(next(iter(self.inputs.values())).example)
+        found = self.exported(usual)
+        if found is None and not self.runs(usual):
+            found = self.exported(min(FEW_TOKENS, usual))
+        if found is None and self.compares:
+            found = self.exported(usual, MIN_STEP_TOKENS + 1)
+        for _ in range(MOST_BRANCHES if self.compares and found is not None else 0):
+            longer = self.longer(found)
+            if longer is None:
+                break
+            found = longer
+        if found is None:
+            return None
+        few = []
+        if self.compares:
+            with put_back(self.source.module):
+                few = run_with_few_tokens(
+                    self.wrapper, self.examples(found.fewest - 1), self.source.vocab_size
+                )
+            if found.fewest > MIN_STEP_TOKENS and not few:
+                return None  # it needs so many tokens
+        _forget_limit(found.program)
+        return found, few
 
-@torch.no_grad()
-def _runs(source: ModelSource, wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...]) -> bool:
-    """Does the model take so many tokens at all?"""
-    with put_back(source.module):
+    def longer(self, found: Limited) -> Limited | None:
+        """One that holds for more tokens than `found`, if the model takes more."""
+        if found.most is None or found.most + EXAMPLE_TOKENS > self.source.max_model_len:
+            return None
+        num_tokens = found.most + EXAMPLE_TOKENS
+        if not self.runs(num_tokens):
+            return None
+        asked: list[str] = []
         try:
-            wrapper(*examples)
-        except Exception:  # whatever its code raises
-            return False
-    return True
+            longer = replace(self, questions=asked).exported(num_tokens)
+        except CaptureError:  # of a branch that is not needed
+            return None
+        if longer is None or (longer.most is not None and longer.most <= found.most):
+            return None
+        self.questions[:] = asked
+        return longer
 
+    def examples(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Of ids and positions, as many."""
+        ids, positions, *others = (i.example for i in self.inputs.values())
+        return ids.new_zeros(num_tokens), torch.arange(num_tokens, device=positions.device), *others
 
-def _exported(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], questions: list[str],
-    num_tokens: int, compares: bool, fewest: int | None = None,
-) -> Limited | None:  # fmt: skip
-    """A program and its range. `num_tokens`: of the examples. `compares`: may it begin with more tokens than a step
-    has? `fewest`: where torch may let it begin."""
-    dim = Dim.DYNAMIC if fewest is None else Dim.DYNAMIC(min=fewest)
-    exported = functools.partial(
-        torch.export.export, wrapper, _examples(inputs, num_tokens),
-        dynamic_shapes=tuple({0: dim} for _ in inputs), strict=False,
-    )  # fmt: skip
-    try:
-        with taken_as_not_empty(questions):
-            program = traced_in_steady_state(source.module, wrapper, exported)
-    except CaptureError:
-        raise
-    except Exception:
-        return None  # the first attempts have said why
-    sizes = {str(n.meta["val"].shape[0]) for n in program.graph.nodes if n.name in inputs}
-    ranges = [of for symbol, of in program.range_constraints.items() if not str(symbol).startswith("u")]
-    if len(ranges) != 1 or len(sizes) != 1:
-        return None
-    fewest, most = int(ranges[0].lower), int(ranges[0].upper) if ranges[0].upper < MAX_STEP_TOKENS else None
-    begins_later = fewest > MIN_STEP_TOKENS
-    if (
-        not compares if begins_later else most is None
-    ):  # without limits: the first attempts failed for another reason
-        return None
-    return Limited(program, fewest, most)
+    @torch.no_grad()
+    def runs(self, num_tokens: int) -> bool:
+        """Does the model take so many tokens at all?"""
+        with put_back(self.source.module):
+            try:
+                self.wrapper(*self.examples(num_tokens))
+            except Exception:  # whatever its code raises
+                return False
+        return True
+
+    def exported(self, num_tokens: int, fewest: int | None = None) -> Limited | None:
+        """A program and its range. `num_tokens`: of the examples. `fewest`: where torch may let it begin."""
+        dim = Dim.DYNAMIC if fewest is None else Dim.DYNAMIC(min=fewest)
+        exported = functools.partial(
+            torch.export.export, self.wrapper, self.examples(num_tokens),
+            dynamic_shapes=tuple({0: dim} for _ in self.inputs), strict=False,
+        )  # fmt: skip
+        try:
+            with taken_as_not_empty(self.questions):
+                program = self.traced(self.source.module, self.wrapper, exported)
+        except CaptureError:
+            raise
+        except Exception:
+            return None  # the first attempts have said why
+        sizes = {str(n.meta["val"].shape[0]) for n in program.graph.nodes if n.name in self.inputs}
+        ranges = [of for symbol, of in program.range_constraints.items() if not str(symbol).startswith("u")]
+        if len(ranges) != 1 or len(sizes) != 1:
+            return None
+        upper = ranges[0].upper
+        found = Limited(program, int(ranges[0].lower), int(upper) if upper < MAX_STEP_TOKENS else None)
+        if found.fewest > MIN_STEP_TOKENS:
+            return found if self.compares else None
+        return (
+            None if found.most is None else found
+        )  # without limits the first attempts failed for another reason
 
 
 def _forget_limit(program: ExportedProgram) -> None:

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.export import ExportedProgram
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import functions_of
+from pagebinder.frontend.traced_values import nodes_behind
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 CONTAINERS = (list, tuple, set, frozenset, dict, deque)
@@ -43,7 +43,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute or submodule of the module at `path` that became another one. Values are as `_look` has them."""
+    """An attribute or submodule of the module at `path` that became another one. Values are as `look` has them."""
 
     path: str
     name: str  # "a.b": b of an object
@@ -73,7 +73,7 @@ def traced_in_steady_state(
                 now = change.now
                 if isinstance(now, torch.Tensor):
                     zeros.append(now := _zeros(now))
-                undo.enter_context(_set(*_holder(model, change), now))
+                undo.enter_context(set_attribute(*_holder(model, change), now))
             again, more = _watched(model, wrapper, trace)
             written = {(c.path, c.name) for c in changes if isinstance(c.now, torch.Tensor)}
             settled = all((c.path, c.name) in written for c in more) and not _reads(again, zeros)
@@ -105,8 +105,8 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]  # its state is in C++
     holders = [vars(m) for m in modules] + [h for m in modules for h in (m._modules, m._buffers)]
-    attributes = [value for m in modules for name, value in vars(m).items() if name not in _OF_TORCH]
-    objects = {id(value): vars(value) for value in attributes if _is_object(value)}.values()
+    attributes = [value for m in modules for name, value in vars(m).items() if name not in OF_TORCH]
+    objects = {id(value): vars(value) for value in attributes if is_object(value)}.values()
     attributes += [value for held in objects for value in held.values()]
     holders += [*objects, *_changeable([*attributes, *_closed_over(modules)])]
     copies = [copy.copy(holder) for holder in holders]
@@ -135,7 +135,7 @@ def _closed_over(modules: list[torch.nn.Module]) -> list:
     functions = [getattr(f, "func", getattr(f, "__func__", f)) for f in functions]  # of partials and methods
     cells = [cell for f in functions for cell in getattr(f, "__closure__", None) or ()]
     contents = [cell.cell_contents for cell in cells if _is_filled(cell)]
-    return list({id(value): value for value in contents if _holds(value)}.values())
+    return list({id(value): value for value in contents if holds(value)}.values())
 
 
 def _is_filled(cell) -> bool:
@@ -148,11 +148,11 @@ def _is_filled(cell) -> bool:
 
 def _changeable(values: Iterable[Any]) -> list:
     """The containers and arrays among values and in them, each once."""
-    inside = {id(x): x for value in values if _holds(value) for x in _inside(value)}.values()
+    inside = {id(x): x for value in values if holds(value) for x in _inside(value)}.values()
     return [
         x
         for x in inside
-        if _holds(x) and (x.nbytes <= MOST_BYTES if _is_array(x) else not isinstance(x, (tuple, frozenset)))
+        if holds(x) and (x.nbytes <= MOST_BYTES if _is_array(x) else not isinstance(x, (tuple, frozenset)))
     ]
 
 
@@ -197,7 +197,7 @@ def _watched(
         changes[:] = [c for c in _changes(model, before, _attributes(model)) if not _is_table(c.now)]
         return out
 
-    with put_back(model), _set(wrapper, "forward", watched):
+    with put_back(model), set_attribute(wrapper, "forward", watched):
         return trace(), changes
 
 
@@ -216,31 +216,20 @@ def _zeros(traced: torch.Tensor) -> torch.Tensor:
 
 def _is_table(value: Any) -> bool:
     """A tensor that the traced call made, but not of what it was given."""
-    if not isinstance(value, torch.Tensor) or (mode := get_proxy_mode()) is None:
-        return False
-    traced = get_proxy_slot(value, mode.tracer, None)
-    if traced is None:
-        return False
-    behind, queue = set(), [traced.proxy.node]
-    while queue:
-        node = queue.pop()
-        has_values = isinstance(node.meta.get("val"), torch.Tensor)  # a size says nothing of them
-        if has_values and node not in behind:
-            behind.add(node)
-            queue += node.all_input_nodes
-    return all(node.op != "placeholder" for node in behind)
+    behind = nodes_behind(value) if isinstance(value, torch.Tensor) else None
+    return behind is not None and all(node.op != "placeholder" for node in behind)
 
 
 @contextlib.contextmanager
-def _set(holder: Any, name: str, value: Any) -> Iterator[None]:
+def set_attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute of the module or object itself, which hides one of its class."""
     own = vars(holder)
-    was = own.get(name, _MISSING)
+    was = own.get(name, MISSING)
     own[name] = value
     try:
         yield
     finally:
-        if was is _MISSING:
+        if was is MISSING:
             own.pop(name, None)
         else:
             own[name] = was
@@ -252,7 +241,7 @@ def _holder(model: torch.nn.Module, change: Change) -> tuple[Any, str]:
     return functools.reduce(getattr, objects, model.get_submodule(change.path)), name
 
 
-_MISSING = object()
+MISSING = object()
 
 
 def _attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
@@ -261,11 +250,11 @@ def _attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     for path, module in model.named_modules():
         looks = attributes[path] = {}
         for name, value in _held_by(module).items():
-            values = {} if name in _OF_TORCH else {name: value}
-            if _is_object(value):
+            values = {} if name in OF_TORCH else {name: value}
+            if is_object(value):
                 values = {} if id(value) in seen else {f"{name}.{k}": v for k, v in vars(value).items()}
                 seen.add(id(value))
-            looks |= {k: look for k, v in values.items() if (look := _look(v)) is not _MISSING}
+            looks |= {k: seen_as for k, v in values.items() if (seen_as := look(v)) is not MISSING}
     return attributes
 
 
@@ -275,22 +264,22 @@ def _held_by(module: torch.nn.Module) -> dict[str, Any]:
     return vars(module) | dict(module._modules.items()) | {name: getattr(module, name) for name in of_script}
 
 
-_OF_TORCH = frozenset(vars(torch.nn.Module()))
+OF_TORCH = frozenset(vars(torch.nn.Module()))
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
     """Does it hold attributes, and is it no part of the model, nor code?"""
     return hasattr(value, "__dict__") and not (
-        callable(value) or isinstance(value, (*PLAIN, torch.nn.Module, torch.Tensor)) or _holds(value)
+        callable(value) or isinstance(value, (*PLAIN, torch.nn.Module, torch.Tensor)) or holds(value)
     )
 
 
-def _look(value: Any) -> Any:
-    """The same for what is as it was. _MISSING: nothing is known of it."""
+def look(value: Any) -> Any:
+    """The same for what is as it was. MISSING: nothing is known of it."""
     if isinstance(value, (*PLAIN, torch.nn.Module, torch.Tensor)):
         return value
-    if not _holds(value):
-        return _MISSING
+    if not holds(value):
+        return MISSING
     return (
         type(value).__name__,
         np.size(value) if _is_array(value) else len(value),
@@ -303,7 +292,7 @@ def _looks_inside(value: Any) -> Iterator[Any]:
     for held in _inside(value):
         if _is_array(held):
             yield held.shape, _bytes(held)
-        elif _holds(held):
+        elif holds(held):
             yield type(held), len(held)
         elif isinstance(held, (*PLAIN, torch.nn.Module)):
             yield held.item() if isinstance(held, np.generic) else held
@@ -321,7 +310,7 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray)
 
 
-def _holds(value: Any) -> bool:
+def holds(value: Any) -> bool:
     """Is it a container or array that can be looked into? Not one whose class iterates by code of its own."""
     if not isinstance(value, CONTAINERS):
         return _is_array(value)
@@ -340,7 +329,7 @@ def _inside(value: Any) -> Iterator[Any]:
     for held in found:  # which grows
         yield held
         for element in _elements(held) if len(found) < MOST_INSIDE else ():
-            if not _holds(element) or id(element) not in seen:
+            if not holds(element) or id(element) not in seen:
                 found.append(element)
                 seen.add(id(element))
 
@@ -349,7 +338,7 @@ def _elements(value: Any) -> Iterable[Any]:
     """The first ones of a container; of an array those that are objects."""
     if _is_array(value):
         return value.flat[:MOST_ELEMENTS].tolist() if value.dtype.hasobject else ()
-    if not _holds(value):
+    if not holds(value):
         return ()
     elements = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
     if not isinstance(value, dict):
@@ -369,9 +358,9 @@ def _changes(model: torch.nn.Module, before: dict, after: dict) -> list[Change]:
     for path in sorted(before.keys() & after.keys()):
         was, now, kind = before[path], after[path], type(model.get_submodule(path))
         for name in sorted(was.keys() | now.keys()):
-            old = was[name] if name in was else _look(getattr(kind, name, torch))
-            new = now.get(name, _MISSING)
-            if old is not _MISSING and not _is_same(old, new):
+            old = was[name] if name in was else look(getattr(kind, name, torch))
+            new = now.get(name, MISSING)
+            if old is not MISSING and not _is_same(old, new):
                 changes.append(Change(path, name, old, new))
     return changes
 
@@ -396,7 +385,7 @@ def _text_inside(look: Any) -> str:
 
 
 def _text(look: Any) -> str:
-    if look is _MISSING:
+    if look is MISSING:
         return "something else"
     if isinstance(look, tuple):
         return f"{look[0]} of {look[1]}"
