@@ -56,6 +56,7 @@ from pagebinder.frontend.plain_modules import with_vocabulary
 from pagebinder.frontend.prompt_rows import add_prompt_rows, describe_prompt_rows, what_rows_bring
 from pagebinder.frontend.small_groups import fit_for_gpu
 from pagebinder.frontend.source import ModelSource, source_from_config, source_from_module
+from pagebinder.frontend.weight_values import decisions_of, described_decisions
 from pagebinder.graph_tools import calls
 from pagebinder.passes.layer_states import Paging, encoder_layer_states, layer_states
 from pagebinder.passes.quantize_kv import REFUSED
@@ -206,6 +207,9 @@ def compile_source(
         source = with_vocabulary(source, captured)
         check_absent(source.tensors.absent, captured, source.path)
         max_model_len = bounded(max_model_len, captured, config, report)
+        report.notes += [
+            described_decisions(d) for g in (encoder, captured) if g and (d := decisions_of(g.graph))
+        ]
         report.passes.append(captured_leaves(LEAVES, source.module, captured))
         if encoder is not None:
             trail.add("encoder", "capture", encoder, chain=ENCODER)

@@ -141,7 +141,7 @@ def bisect(
     steps: list[VerifiedStep] = []
     try:
         suspect = _unequal_rewrite(trail, tolerance)
-        for world in worlds(source, report.notes, full=True, num_tokens=max(lengths)):
+        for world in worlds(source, report.notes, full=True, num_tokens=max(lengths), trail=trail):
             found = _first_differing(
                 trail, world, source, plan, states, sequences, tolerance, steps, report.notes
             )

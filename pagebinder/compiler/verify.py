@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch.fx import GraphModule
@@ -39,6 +39,7 @@ from pagebinder.frontend.capture import name_in_graph
 from pagebinder.frontend.module_copy import copied
 from pagebinder.frontend.python_state import evaluation_mode
 from pagebinder.frontend.source import ModelSource
+from pagebinder.frontend.weight_values import decisions_of
 from pagebinder.passes.certificates import certify_steps
 from pagebinder.passes.graph_values import REDUCED
 from pagebinder.passes.trail import DECODER, ENCODER, Step, Trail
@@ -79,7 +80,7 @@ def verify(
     sequences = choose_sequences(source, plan, states, lengths)
     if full:  # first, as a certificate says more exactly what is wrong
         certify_steps(trail)
-    for world in worlds(source, report.notes, full=full, num_tokens=max(lengths)):
+    for world in worlds(source, report.notes, full=full, num_tokens=max(lengths), trail=trail):
         with own_kernels_may_refuse(world, config, report), remembering_weights():
             verify_in_world(trail, world, source, plan, states, sequences, report)
 
@@ -192,9 +193,11 @@ def _chooses_experts(trail: Trail) -> bool:
     )
 
 
-def worlds(source: ModelSource, notes: list[str], *, full: bool, num_tokens: int) -> Iterator[World]:
+def worlds(
+    source: ModelSource, notes: list[str], *, full: bool, num_tokens: int, trail: Trail | None = None
+) -> Iterator[World]:
     """The sets of weights to verify with, one after the other; what there is no memory for is noted. `num_tokens`:
-    of a sequence that the source takes."""
+    of a sequence that the source takes. Weights by whose values the trail's graphs were made stay as they are."""
     yield World("model", source.module, source.dtype)
     if not full:
         return
@@ -209,7 +212,8 @@ def worlds(source: ModelSource, notes: list[str], *, full: bool, num_tokens: int
             continue
         if widen:
             yield World("model", module, dtype, tensors_of(module), widen)
-        rescale(module)
+        decisions = decisions_of(trail.steps[0].graph.graph) if trail is not None else ()
+        rescale(module, kept={name for decision in decisions for name in decision.weights})
         yield World("rescaled", module, dtype, tensors_of(module), widen)
         del module
 
@@ -235,12 +239,15 @@ def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name_in_graph(name): tensor for name, tensor in tensors}
 
 
-def rescale(module: torch.nn.Module, seed: int = 0) -> None:
-    """Overwrite weights: matrices ~ N(0, 1 / fan_in), vectors near their mean size, or near one if they are zero."""
+def rescale(module: torch.nn.Module, seed: int = 0, kept: Collection[str] = ()) -> None:
+    """Overwrite weights: matrices ~ N(0, 1 / fan_in), vectors near their mean size, or near one if they are zero.
+    `kept`: names of parameters that stay as they are."""
     generator = torch.Generator().manual_seed(seed)
+    named = module.named_parameters(remove_duplicate=False)
+    fixed = {id(parameter) for name, parameter in named if name in kept}
     with torch.no_grad():
         for parameter in module.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and id(parameter) not in fixed:
                 noise = torch.randn(parameter.shape, generator=generator, device="cpu")
                 is_matrix = parameter.dim() >= 2
                 size = parameter.shape[-1] ** -0.5 if is_matrix else float(parameter.abs().mean()) or 1.0

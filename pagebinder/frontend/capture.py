@@ -69,6 +69,7 @@ from pagebinder.frontend.tidy import tidy
 from pagebinder.frontend.unpadded import said_for_unpadded
 from pagebinder.frontend.unreadable import hint_on_script
 from pagebinder.frontend.unsupported import refuse_unsupported
+from pagebinder.frontend.weight_values import Decision, answering, note_decisions
 from pagebinder.graph_tools import aten, attach, finish, graph_module
 
 # Layers that are traced one after the other: with fewer, torch's cache of fake calls costs more than it saves.
@@ -200,10 +201,10 @@ def trace(
     """Trace `wrapper`, which calls `source.module` with these inputs; see `capture`."""
     if source.is_transformers:
         refuse_unsupported(source.module)
-    export = functools.partial(_export, source, wrapper, inputs, hook)
-    program, route, few_tokens, of_code = past_memos(
-        source, wrapper, [i.example for i in inputs.values()], export
-    )
+    decisions: list[Decision] = []
+    export = answering(source.module, functools.partial(_export, source, wrapper, inputs, hook), decisions)
+    examples = [i.example for i in inputs.values()]
+    program, route, few_tokens, of_code = past_memos(source, wrapper, examples, export, decisions)
     gm = _unlift(program, list(inputs))
     write_for_all_rows(gm)
     tidy(gm)
@@ -212,6 +213,7 @@ def trace(
     if not source.is_transformers and every_row(gm, type(source.module).__name__):
         route += ROUTE
     _note_limits(gm, source, of_code)
+    note_decisions(gm.graph, decisions)
     for few in few_tokens:
         few.require_same(gm, type(source.module).__name__)
     return gm, route
@@ -248,8 +250,8 @@ def _export(
         warnings.simplefilter("ignore")
         with put_back(source.module):
             same = repeated_layers(source.module, wrapper, _shorter_and_longer(source, inputs))
-        attempts = [(False, []), (True, [])]  # strict, layers to copy
-        attempts = attempts if traced is traced_in_steady_state else attempts[:1]
+        # Strict, layers to copy. Other ways to trace run the code, which strict does not.
+        attempts = [(False, []), (True, [])][: 2 if traced is traced_in_steady_state else 1]
         for strict, repeated in [(False, same), *attempts] if same else attempts:
             try:
                 exported = functools.partial(

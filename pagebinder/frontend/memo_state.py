@@ -23,6 +23,10 @@ MOST_NESTED = 4  # lists in lists
 Path = tuple[Hashable, ...]  # that of a module, "buffer" for those of one, names and keys
 
 
+class NotAMemo(Exception):
+    """It is not proven to be one."""
+
+
 @dataclass(frozen=True)
 class Place:
     """`holder[key]`, and what it is as `shown` has it. `is_entry`: of a dict; else an attribute or buffer."""
@@ -118,3 +122,29 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     elif type(value) in (tuple, list):
         for v in value:
             yield from tensors_of(v)
+
+
+def put(model: torch.nn.Module, values: dict[Path, Any]) -> None:
+    """Let places hold these values; MISSING: none."""
+    state = state_of(model)
+    for path, value in values.items():
+        if path not in state and value is MISSING:
+            continue
+        if path not in state and len(path) != 2:
+            raise NotAMemo(path)
+        of_module = vars(model.get_submodule(path[0]))
+        holder, key = (state[path].holder, state[path].key) if path in state else (of_module, path[1])
+        holder.pop(key, None)
+        if value is not MISSING:
+            holder[key] = value
+
+
+def empty(value: Any, zeros: bool, of_tensor) -> Any:
+    """A new value in the place of one that is `shown`."""
+    if isinstance(value, torch.Tensor):
+        return of_tensor(value)
+    if isinstance(value, tuple) and value and value[0] in (list, tuple):
+        return value[0](empty(v, zeros, of_tensor) for v in value[1:])
+    if isinstance(value, tuple) or callable(value):
+        raise NotAMemo(f"{value} cannot be emptied")
+    return type(value)() if zeros and isinstance(value, (bool, int, float)) else None

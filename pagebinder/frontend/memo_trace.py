@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.memo_state import Path, changed, equal, holders, state_of, tensors_of, value_at
-from pagebinder.frontend.memos import Memos, find_memos, put, refuse_changes_of_call
+from pagebinder.frontend.memo_state import Path, changed, equal, holders, put, state_of, tensors_of, value_at
+from pagebinder.frontend.memos import Memos, find_memos, refuse_changes_of_call
 from pagebinder.frontend.python_state import MISSING, put_back, set_attribute
 from pagebinder.frontend.size_keys import SIZES, SizeKey, SizeKeys
 from pagebinder.frontend.source import ModelSource
@@ -28,7 +28,11 @@ STRICT = "export strict"  # the route on which torch.export reads a model's code
 
 
 def past_memos(
-    source: ModelSource, wrapper: torch.nn.Module, examples: list[torch.Tensor], export: Callable[..., tuple]
+    source: ModelSource,
+    wrapper: torch.nn.Module,
+    examples: list[torch.Tensor],
+    export: Callable[..., tuple],
+    decisions: Sequence = (),
 ) -> tuple:
     """What `export` returns: (program, route, .., limit or None), where memos or what calls change stood in the way
     once more with emptied memos.
@@ -36,6 +40,7 @@ def past_memos(
     Args:
         wrapper: calls the source's module, with `examples`.
         export: takes a function as `traced_in_steady_state`, or nothing for that.
+        decisions: which `export` adds to, see `weight_values.py`.
     Raises:
         CaptureError: as `export`; or calls change the model, in a way that its reading of the code does not show.
     """
@@ -43,7 +48,7 @@ def past_memos(
     with put_back(source.module):
         try:
             *_, limit = exported = export()
-            if exported[1].startswith(STRICT):
+            if exported[1].startswith(STRICT) or decisions:
                 refuse_changes_of_call(source.module, wrapper, examples)
         except CaptureError as error:
             refused = error

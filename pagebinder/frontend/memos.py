@@ -25,16 +25,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagebinder.frontend.layer_observer import written_operands
 from pagebinder.frontend.memo_state import (
+    NotAMemo,
     Path,
     changed,
+    empty,
     equal,
+    put,
     same_bits,
     state_of,
     tensors_of,
     value_at,
 )
 from pagebinder.frontend.own_code import is_known
-from pagebinder.frontend.python_state import MISSING, evaluation_mode, put_back, unchanged
+from pagebinder.frontend.python_state import MISSING, Change, evaluation_mode, put_back, refused_changes
 from pagebinder.frontend.size_keys import differ_in_numbers
 from pagebinder.frontend.source import ModelSource
 from pagebinder.graph_tools import storage_of
@@ -49,10 +52,6 @@ EMPTY = (
     (False, lambda tensor: None),
     (True, lambda tensor: tensor),
 )
-
-
-class NotAMemo(Exception):
-    """It is not proven to be one."""
 
 
 @dataclass(frozen=True)
@@ -95,30 +94,23 @@ def find_memos(source: ModelSource, wrapper: torch.nn.Module, ended_at: int | No
 def refuse_changes_of_call(
     model: torch.nn.Module, wrapper: torch.nn.Module, args: list[torch.Tensor]
 ) -> None:
-    """For a graph that was made without running the model. Raises CaptureError: it changes attributes, if it is known
-    that it does."""
+    """For a graph that does not show what a call changes. Raises CaptureError: it changes what the model holds."""
     if any(t.is_meta for t in model.parameters()) or is_known(model):
         return
     quiet = contextlib.suppress(
         Exception
     )  # a write into a tensor that is kept; the graph has it, for the audit
-    with unchanged(model), evaluation_mode(model), torch.no_grad(), quiet, _NoWrites(_storages(model)):
-        wrapper(*args)
-
-
-def put(model: torch.nn.Module, values: dict[Path, Any]) -> None:
-    """Let places hold these values; MISSING: none."""
-    state = state_of(model)
-    for path, value in values.items():
-        if path not in state and value is MISSING:
-            continue
-        if path not in state and len(path) != 2:
-            raise NotAMemo(path)
-        of_module = vars(model.get_submodule(path[0]))
-        holder, key = (state[path].holder, state[path].key) if path in state else (of_module, path[1])
-        holder.pop(key, None)
-        if value is not MISSING:
-            holder[key] = value
+    with put_back(model), evaluation_mode(model), torch.no_grad():
+        before = state_of(model)
+        with quiet, _NoWrites(_storages(model)):
+            wrapper(*args)
+        values = changed(before, state_of(model))
+    if values:
+        names = {path: ".".join(map(str, (p for p in path[1:] if p != "buffer"))) for path in values}
+        raise refused_changes(
+            model,
+            [Change(p[0], names[p], value_at(before, p), now) for p, now in sorted(values.items(), key=str)],
+        )
 
 
 class _Runs:
@@ -191,7 +183,7 @@ class _Runs:
         for zeros, of_tensor in EMPTY:
             places = {path: self.start.get(path) for path in memos | self._of_other_lengths(memos)}
             yield of_written | {
-                path: MISSING if place is None or place.is_entry else _empty(place.value, zeros, of_tensor)
+                path: MISSING if place is None or place.is_entry else empty(place.value, zeros, of_tensor)
                 for path, place in places.items()
             }
 
@@ -225,17 +217,6 @@ class _Runs:
                 return self.wrapper(ids.clone(), torch.arange(length, device=ids.device))
         except Exception as error:  # whatever its code raises
             raise NotAMemo("a call failed") from error
-
-
-def _empty(value: Any, zeros: bool, of_tensor) -> Any:
-    """A new value in the place of one that is `shown`."""
-    if isinstance(value, torch.Tensor):
-        return of_tensor(value)
-    if isinstance(value, tuple) and value and value[0] in (list, tuple):
-        return value[0](_empty(v, zeros, of_tensor) for v in value[1:])
-    if isinstance(value, tuple) or callable(value):
-        raise NotAMemo(f"{value} cannot be emptied")
-    return type(value)() if zeros and isinstance(value, (bool, int, float)) else None
 
 
 def _storages(model: torch.nn.Module) -> set[int]:

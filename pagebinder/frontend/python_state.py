@@ -79,7 +79,7 @@ def traced_in_steady_state(
             settled = all((c.path, c.name) in written for c in more) and not _reads(again, zeros)
             if settled and str(again.graph) == str(program.graph):
                 return program
-    raise _refused(model, changes)
+    raise refused_changes(model, changes)
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
         yield
         changes = _changes(model, before, _attributes(model))
     if changes:
-        raise _refused(model, changes)
+        raise refused_changes(model, changes)
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def _restore(holder: Any, before: Any) -> None:
     (holder.extend if isinstance(holder, (list, deque)) else holder.update)(before)
 
 
-def _refused(model: torch.nn.Module, changes: list[Change]) -> CaptureError:
+def refused_changes(model: torch.nn.Module, changes: list[Change]) -> CaptureError:
     names = "; ".join(map(str, changes[:MOST_NAMED]))
     more = f" and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
     return CaptureError(

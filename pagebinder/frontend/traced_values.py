@@ -47,6 +47,18 @@ def nodes_behind(value: torch.Tensor) -> set[Node] | None:
     return behind
 
 
+def all_behind(node: Node) -> list[Node]:
+    """It and all nodes that its values or sizes are made of, with what was written into them; in their order."""
+    writes, behind, queue = _writes(node.graph), set(), [node]
+    while queue:
+        node = queue.pop()
+        if node not in behind:
+            behind.add(node)
+            queue += node.all_input_nodes
+            queue += [write for tensor in tensors(node) for write in writes.get(storage_of(tensor), ())]
+    return [n for n in node.graph.nodes if n in behind]
+
+
 def _has_values(node: Node) -> bool:
     """Is it a tensor, several, or a number that was read from one? Numbers made of sizes are none."""
     if tensors(node):
