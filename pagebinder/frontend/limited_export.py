@@ -31,6 +31,7 @@ MAX_STEP_TOKENS = 1 << 20
 MIN_STEP_TOKENS = 2
 Traced = Callable[[torch.nn.Module, torch.nn.Module, Callable[[], ExportedProgram]], ExportedProgram]
 """Calls the last argument, which traces the second one, and that calls the first (`traced_in_steady_state`)."""
+LATER = "export from"  # the route to a program that begins with more tokens than a step may have
 MOST_BRANCHES = 4  # windows and the like that a model's code compares the length with, one after the other
 
 
@@ -51,10 +52,15 @@ class Limited:
     most: int | None
 
     @property
+    def begins_later(self) -> bool:
+        """Than with the fewest tokens that are traced."""
+        return self.fewest > MIN_STEP_TOKENS
+
+    @property
     def route(self) -> str:
-        few = f"from {self.fewest}" * (self.fewest > MIN_STEP_TOKENS)
         most = f"up to {self.most}" * (self.most is not None)
-        return f"export {' '.join(filter(None, (few, most)))} tokens"
+        first = f"{LATER} {self.fewest}" if self.begins_later else "export"
+        return f"{first} {most}".rstrip() + " tokens"
 
 
 def export_limited(
@@ -105,7 +111,7 @@ class _Attempts:
                 few = run_with_few_tokens(
                     self.wrapper, self.examples(found.fewest - 1), self.source.vocab_size
                 )
-            if found.fewest > MIN_STEP_TOKENS and not few:
+            if found.begins_later and not few:
                 return None  # it needs so many tokens
         _forget_limit(found.program)
         return found, few
@@ -162,7 +168,7 @@ class _Attempts:
             return None
         upper = ranges[0].upper
         found = Limited(program, int(ranges[0].lower), int(upper) if upper < MAX_STEP_TOKENS else None)
-        if found.fewest > MIN_STEP_TOKENS:
+        if found.begins_later:
             return found if self.compares else None
         return (
             None if found.most is None else found

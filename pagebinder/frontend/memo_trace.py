@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.limited_export import LATER
 from pagebinder.frontend.memo_state import Path, changed, equal, holders, put, state_of, tensors_of, value_at
 from pagebinder.frontend.memos import Memos, find_memos, refuse_changes_of_call
 from pagebinder.frontend.python_state import MISSING, put_back, set_attribute
@@ -52,7 +53,8 @@ def past_memos(
                 refuse_changes_of_call(source.module, wrapper, examples)
         except CaptureError as error:
             refused = error
-    if refused is None and limit is None:
+    begins_later = exported is not None and exported[1].startswith(LATER)
+    if refused is None and limit is None and not begins_later:
         return exported
     memos = find_memos(source, wrapper, limit) if len(examples) == 2 else None
     if memos is not None:

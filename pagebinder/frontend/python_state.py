@@ -27,11 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import functions_of
 from pagebinder.frontend.traced_values import nodes_behind
+from pagebinder.graph_tools import storage_of
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 CONTAINERS = (list, tuple, set, frozenset, dict, deque)
@@ -347,9 +349,25 @@ def _elements(value: Any) -> Iterable[Any]:
 
 
 def _is_same(was: Any, now: Any) -> bool:
-    if was is now or type(was) is not type(now):
-        return was is now
-    return not isinstance(was, torch.Tensor) and (was == now or was != was)  # nan
+    if was is now:
+        return True
+    if isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor):
+        return _is_same_memory(was, now)  # self.cache = self.cache.to(x)
+    if type(was) is not type(now):
+        return False
+    return was == now or was != was  # nan
+
+
+def _is_same_memory(was: torch.Tensor, now: torch.Tensor) -> bool:
+    """Are they the same entries of one piece of memory, under two names?"""
+    if isinstance(now, FakeTensor) and not isinstance(
+        was, FakeTensor
+    ):  # one that is traced, and what it stands for
+        was = now.fake_mode.from_tensor(was, static_shapes=True)
+    if was.layout is not torch.strided or now.layout is not torch.strided or was.dtype is not now.dtype:
+        return False
+    facts = [(t.shape, t.stride(), t.storage_offset()) for t in (was, now)]
+    return storage_of(was) == storage_of(now) and facts[0] == facts[1]
 
 
 def _changes(model: torch.nn.Module, before: dict, after: dict) -> list[Change]:

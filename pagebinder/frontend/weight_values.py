@@ -25,7 +25,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import map_arg
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -164,6 +164,15 @@ class WeightValues(TorchFunctionMode):
             answer = func(*args, **kwargs)
         self.decisions.append(Decision(place, tuple(sorted(names))))
         return answer
+
+
+def known_by_weights(question: torch.Tensor) -> bool | None:
+    """The truth of a value that is traced, if it is made of weights alone and such are answered; else None."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, WeightValues):
+            with contextlib.suppress(_NotOfWeights):
+                return mode._answer(_TENSOR.__bool__, (question,), {})
+    return None
 
 
 def note_decisions(graph: Graph, decisions: Iterable[Decision]) -> None:
