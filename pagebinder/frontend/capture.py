@@ -276,12 +276,12 @@ def _export(
                     failures.append(f"  strict={strict}: {type(error).__name__}: {_first_lines(error)}")
                 continue
             _check_range(program)
-            require_harmless(questions, wrapper, examples, source.vocab_size)
+            require_harmless(questions, source, wrapper, examples)
             few = run_with_one_token(wrapper, examples, places)
             return program, _route(strict, repeated) + functionalised, few, None
         if (found := export_limited(source, wrapper, inputs, questions, traced)) is not None:
             limited, few = found
-            require_harmless(questions, wrapper, examples, source.vocab_size)
+            require_harmless(questions, source, wrapper, examples)
             program, functionalised = _functional(limited.program)
             return program, limited.route + functionalised, few, limited.most
     reason = f"{by_values}. What torch says" if by_values else ""

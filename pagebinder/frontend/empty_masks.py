@@ -21,6 +21,7 @@ import torch
 from torch.fx import Node
 
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.source import ModelSource
 from pagebinder.frontend.weight_values import known_by_weights
 from pagebinder.graph_tools import aten, is_call
 
@@ -99,16 +100,20 @@ def mask_of_question(node: Node) -> Node | None:
 
 
 def require_harmless(
-    places: list[str], wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...], vocab_size: int
+    places: list[str], source: ModelSource, wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...]
 ) -> None:
-    """Raises CaptureError: what a model does where a mask chooses nothing is something, or is not known."""
+    """`wrapper` calls the source's module.
+
+    Raises:
+        CaptureError: what the model does where a mask chooses nothing is something, or is not known.
+    """
     if not places:
         return
-    name = type(getattr(wrapper, "source", wrapper)).__name__
+    name = type(source.module).__name__
     if any(t.is_meta for t in (*wrapper.parameters(), *examples)):
         _refuse(name, places[0], "that cannot be told of weights without values")
     seen = [False] * len(places)
-    for inputs in _few_tokens(examples, vocab_size):
+    for inputs in _few_tokens(examples, source.vocab_size):
         try:
             expected, got, answers = _both_ways(wrapper, inputs, places)
         except Exception as error:
