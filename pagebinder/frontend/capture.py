@@ -205,9 +205,7 @@ def trace(
     export = answering(source.module, functools.partial(_export, source, wrapper, inputs, hook), decisions)
     examples = [i.example for i in inputs.values()]
     program, route, few_tokens, of_code = past_memos(source, wrapper, examples, export, decisions)
-    gm = _unlift(program, list(inputs))
-    write_for_all_rows(gm)
-    tidy(gm)
+    gm = _tidy_graph(program, list(inputs))
     merge_equal_rows(gm)
     finish(gm)
     if not source.is_transformers and every_row(gm, type(source.module).__name__):
@@ -279,7 +277,8 @@ def _export(
             require_harmless(questions, source, wrapper, examples)
             few = run_with_one_token(wrapper, examples, places)
             return program, _route(strict, repeated) + functionalised, few, None
-        if (found := export_limited(source, wrapper, inputs, questions, traced)) is not None:
+        graph_of = functools.partial(_graph_of, input_names=list(inputs))
+        if (found := export_limited(source, wrapper, inputs, questions, traced, graph_of)) is not None:
             limited, few = found
             require_harmless(questions, source, wrapper, examples)
             program, functionalised = _functional(limited.program)
@@ -373,6 +372,17 @@ def _functional(program: ExportedProgram) -> tuple[ExportedProgram, str]:
         program = program.run_decompositions({})
     refuse_operands_with_graphs(program)
     return program, ", functionalised"
+
+
+def _graph_of(program: ExportedProgram, input_names: list[str]) -> GraphModule:
+    return _tidy_graph(_functional(program)[0], input_names)
+
+
+def _tidy_graph(functional: ExportedProgram, input_names: list[str]) -> GraphModule:
+    gm = _unlift(functional, input_names)
+    write_for_all_rows(gm)
+    tidy(gm)
+    return gm
 
 
 def _is_mutating(node: torch.fx.Node) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from pagebinder.errors import CaptureError
@@ -65,15 +66,16 @@ class Limited:
 
 def export_limited(
     source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], questions: list[str],
-    traced: Traced,
+    traced: Traced, graph_of: Callable[[ExportedProgram], GraphModule],
 ) -> tuple[Limited, list[FewTokens]] | None:  # fmt: skip
     """The program that holds for most tokens, and what the model computes for fewer. None: there is none.
 
     `questions`: set to where code asks of masks (empty_masks.py). `traced`: see `Traced`.
+    `graph_of`: what is served of a program.
     """
     if len({i.size_name for i in inputs.values()}) > 1:
         return None
-    return _Attempts(source, wrapper, inputs, questions, traced).best()
+    return _Attempts(source, wrapper, inputs, questions, traced, graph_of).best()
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class _Attempts:
     inputs: dict[str, TracedInput]
     questions: list[str]
     traced: Traced
+    graph_of: Callable[[ExportedProgram], GraphModule]
 
     @property
     def compares(self) -> bool:
@@ -105,19 +108,14 @@ class _Attempts:
             found = longer
         if found is None:
             return None
-        few = []
-        if self.compares:
-            with put_back(self.source.module):
-                few = run_with_few_tokens(
-                    self.wrapper, self.examples(found.fewest - 1), self.source.vocab_size
-                )
-            if found.begins_later and not few:
-                return None  # it needs so many tokens
+        few = self.few(found) if self.compares else []
+        if found.begins_later and not few:
+            return None  # it needs so many tokens
         _forget_limit(found.program)
         return found, few
 
     def longer(self, found: Limited) -> Limited | None:
-        """One that holds for more tokens than `found`, if the model takes more."""
+        """One that holds for more tokens than `found` and computes the same for few, if the model takes more."""
         if found.most is None or found.most + EXAMPLE_TOKENS > self.source.max_model_len:
             return None
         num_tokens = found.most + EXAMPLE_TOKENS
@@ -126,12 +124,19 @@ class _Attempts:
         asked: list[str] = []
         try:
             longer = replace(self, questions=asked).exported(num_tokens)
+            if longer is None or (longer.most is not None and longer.most <= found.most):
+                return None
+            for few in self.few(longer) if longer.begins_later else []:
+                few.require_same(self.graph_of(longer.program), type(self.source.module).__name__)
         except CaptureError:  # of a branch that is not needed
-            return None
-        if longer is None or (longer.most is not None and longer.most <= found.most):
             return None
         self.questions[:] = asked
         return longer
+
+    def few(self, found: Limited) -> list[FewTokens]:
+        """What the model computes for fewer tokens than the program holds for."""
+        with put_back(self.source.module):
+            return run_with_few_tokens(self.wrapper, self.examples(found.fewest - 1), self.source.vocab_size)
 
     def examples(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Of ids and positions, as many."""

@@ -104,7 +104,10 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
     """Undoes at the end what happens to attributes, submodules and buffers, and to containers and objects in them.
 
     Lists and dicts that hooks and functions of modules close over (`activations.append(out)`) are put back, too.
+    Where parameters were written in place, nothing is: attributes may say that this is done (`layers_are_rescaled`
+    of RWKV).
     """
+    written = [(p, p._version) for p in model.parameters() if not p.is_inference()]
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]  # its state is in C++
     holders = [vars(m) for m in modules] + [h for m in modules for h in (m._modules, m._buffers)]
     attributes = [value for m in modules for name, value in vars(m).items() if name not in OF_TORCH]
@@ -115,8 +118,9 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for holder, before in zip(holders, copies):
-            _restore(holder, before)
+        if all(p._version == version for p, version in written):
+            for holder, before in zip(holders, copies):
+                _restore(holder, before)
 
 
 @contextlib.contextmanager

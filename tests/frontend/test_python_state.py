@@ -10,7 +10,9 @@ from torch import nn
 
 from pagebinder import CaptureError
 from pagebinder.frontend.capture import capture
+from pagebinder.frontend.python_state import put_back
 from pagebinder.frontend.source import source_from_module
+from tests.frontend import plain_decoders as plain
 
 
 class Held(nn.Module):
@@ -61,3 +63,33 @@ def test_containers_that_hooks_close_over_are_put_back():
     model.head.register_forward_hook(collect)
     capture(source_from_module(model))
     assert not rows and not by_name
+
+
+class RescaledOnce(nn.Module):
+    """As RWKV: the first call in eval mode divides weights in place, and an attribute says that it is done."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = plain.Decoder(plain.MultiheadAttention)
+        self.is_rescaled = False
+
+    def forward(self, input_ids, position_ids):
+        if not self.is_rescaled:
+            with torch.no_grad():
+                self.decoder.head.weight.div_(2)
+            self.is_rescaled = True
+        return self.decoder(input_ids, position_ids)
+
+
+def test_weights_that_the_first_call_writes_are_written_once():
+    """Attributes are not put back without the weights that they tell of."""
+    ids, positions = torch.randint(plain.VOCAB_SIZE, (1, 9)), torch.arange(9)[None]
+    model = RescaledOnce().eval()
+    with pytest.raises(CaptureError, match=r"is_rescaled \(False -> True\)"):
+        capture(source_from_module(model))
+    with put_back(model):
+        expected = model(ids, positions)[0]
+    assert model.is_rescaled and torch.equal(model(ids, positions)[0], expected)
+    gm, _ = capture(source_from_module(model))
+    assert torch.allclose(gm(ids[0], positions[0]), expected, atol=1e-5)
+    assert torch.equal(model(ids, positions)[0], expected)
