@@ -28,7 +28,7 @@ from pagebinder.errors import CaptureError
 from pagebinder.frontend.attention_interface import attention_hook, has_functions_of_its_own
 from pagebinder.frontend.chosen_rows import write_for_all_rows
 from pagebinder.frontend.dtypes import hint_on_float16
-from pagebinder.frontend.empty_masks import require_harmless, taken_as_not_empty
+from pagebinder.frontend.empty_masks import require_harmless
 from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.failed_traces import branch_by_values, line_that_fixed_the_length
@@ -49,6 +49,7 @@ from pagebinder.frontend.limited_export import (
     TracedInput,
     export_limited,
 )
+from pagebinder.frontend.mask_questions import questions_in, taken_as_chosen
 from pagebinder.frontend.memo_trace import STRICT, past_memos
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.out_of_place import write_out_of_place
@@ -238,7 +239,11 @@ def _export(
     examples = tuple(i.example for i in inputs.values())
     dynamic_shapes = tuple({0: sizes[i.size_name]} for i in inputs.values())
     failures, places, by_values, by_length = [], [], "", ""
-    questions: list[str] = []  # places in the model's code
+
+    def check_questions(program: ExportedProgram) -> None:
+        if questions_in(program.graph):
+            require_harmless(source, wrapper, examples, _unlift(program, list(inputs)))
+
     hooked = hooked and source.is_transformers and type(source.module).__name__ not in WRITES_ITS_ATTENTION
     hooked = hooked and not has_functions_of_its_own(source.module)
     hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
@@ -259,7 +264,8 @@ def _export(
                 lazy, watched = _use_lazy_graph_module(not strict), put_back(source.module)
                 once = traced_once(repeated)
                 cached = _caching_fake_calls(not repeated and _layers_alike(source.module) >= CACHE_FROM)
-                asked = taken_as_not_empty(questions, hidden=strict)
+                # Dynamo reads the model's code itself, and would read ours.
+                asked = contextlib.nullcontext() if strict else taken_as_chosen()
                 with lazy, watched, once, cached, noting_branches(places), asked:
                     program = exported() if strict else traced(source.module, wrapper, exported)
                 program, functionalised = _functional(program)
@@ -274,14 +280,14 @@ def _export(
                     failures.append(f"  strict={strict}: {type(error).__name__}: {_first_lines(error)}")
                 continue
             _check_range(program)
-            require_harmless(questions, source, wrapper, examples)
+            check_questions(program)
             few = run_with_one_token(wrapper, examples, places)
             return program, _route(strict, repeated) + functionalised, few, None
         graph_of = functools.partial(_graph_of, input_names=list(inputs))
-        if (found := export_limited(source, wrapper, inputs, questions, traced, graph_of)) is not None:
+        if (found := export_limited(source, wrapper, inputs, traced, graph_of)) is not None:
             limited, few = found
-            require_harmless(questions, source, wrapper, examples)
             program, functionalised = _functional(limited.program)
+            check_questions(program)
             return program, limited.route + functionalised, few, limited.most
     reason = f"{by_values}. What torch says" if by_values else ""
     if any("Constraints violated" in failure for failure in failures):

@@ -18,7 +18,17 @@ import torch
 from torch.fx import Node
 
 from pagebinder.frontend.node_numbers import Numbering, is_of_data
-from pagebinder.graph_tools import CASTS, IDENTITIES, arg, aten, insert_call, is_call, size_text, val
+from pagebinder.graph_tools import (
+    CASTS,
+    IDENTITIES,
+    arg,
+    aten,
+    attribute,
+    insert_call,
+    is_call,
+    size_text,
+    val,
+)
 
 ROW, SLOT, ONE, EXPERT = "row", "slot", "one", "expert"
 _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
@@ -198,6 +208,8 @@ def _moved(node: Node) -> _Table | None:
         return _entered(_table(split.args[0]), arg(split, 1, "dim", 0), node.args[1])
     if is_call(node, aten.select.int):
         return _entered(_table(node.args[0]), node.args[1], node.args[2])
+    if is_call(node, aten.index.Tensor):
+        return _looked_up(node)
     if not (is_call(node, *CASTS, *IDENTITIES, aten.permute.default, aten.transpose.int, aten.t.default)
             or _only_ones_change(node)):  # fmt: skip
         return None
@@ -227,6 +239,22 @@ def _entered(table: _Table | None, dim: int, entry: int) -> _Table | None:
     if table.labels[dim] == ONE:
         return replace(table, labels=labels)
     return replace(table, labels=labels, expert=entry) if table.labels[dim] == EXPERT and entry >= 0 else None
+
+
+def _looked_up(node: Node) -> _Table | None:
+    """mask[tensor([3])]: as mask[3], with a dimension of one entry in its place."""
+    (dim, index), *others = ((d, i) for d, i in enumerate(node.args[1]) if i is not None)
+    while is_call(index, *IDENTITIES, *CASTS, aten.lift_fresh_copy.default, aten.detach_.default):
+        index = index.args[0]
+    table = _table(node.args[0]) if not others and index.op == "get_attr" else None
+    number = None if table is None else attribute(node.graph.owning_module, index.target)
+    if number is None or number.is_meta or number.numel() != 1 or number.dtype is not torch.int64:
+        return None
+    entered = _entered(table, dim, int(number))
+    if entered is None or number.dim() == 0:
+        return entered
+    labels = entered.labels
+    return replace(entered, labels=(*labels[:dim], *(ONE,) * number.dim(), *labels[dim:]))
 
 
 def _only_ones_change(node) -> bool:

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.audit import reason_to_mix
-from pagebinder.frontend.chosen_masks import ChosenBy, NotChosen, chosen_by, row_mask
+from pagebinder.frontend.chosen_masks import ChosenBy, NotChosen, row_mask
 from pagebinder.frontend.chosen_places import (
     FINDS,
     Entries,
@@ -35,11 +35,12 @@ from pagebinder.frontend.chosen_places import (
     places_of,
 )
 from pagebinder.frontend.chosen_writes import chosen_part, written
-from pagebinder.frontend.empty_masks import mask_of_question
+from pagebinder.frontend.mask_questions import questions_in
 from pagebinder.frontend.node_numbers import Numbering, is_of_data
 from pagebinder.frontend.tidy import ASSERTIONS
 from pagebinder.graph_tools import (
     CASTS,
+    IDENTITIES,
     arg,
     aten,
     calls,
@@ -59,6 +60,10 @@ _ARITHMETIC = {operator.mul, operator.add, operator.sub, operator.floordiv}
 _ALONG = {
     aten.index_add.default: (2, 3), aten.index_copy.default: (2, 3), aten.scatter_add.default: (2, 3),
 }  # fmt: skip
+_LOOK_UPS = (
+    aten.gather.default, aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.one_hot.default,
+    aten.take_along_dim.default,
+)  # fmt: skip
 _ADD = {aten.index_add.default, aten.scatter_add.default}
 
 
@@ -84,6 +89,8 @@ def write_for_all_rows(gm: GraphModule) -> None:
     Raises:
         CaptureError: sizes that the data knows are left; says where the first is made, and why it is.
     """
+    for node in questions_in(gm.graph):  # which have been run
+        gm.graph.erase_node(node)
     chosen = {
         node for node in gm.graph.nodes if is_chosen(node)
     }  # noted before: torch may equate their sizes
@@ -148,11 +155,6 @@ class _Walk:
     def _what(self, node: Node) -> Places | Place | Rows | Size | Node | None:
         """What a call is, or the call that is to take its place; None: nothing that is chosen."""
         given = [self.found[n] for n in node.all_input_nodes if n in self.found]
-        asked = mask_of_question(node)
-        if asked is not None:
-            chosen_by(asked, self.numbering)  # or it is not known, and stays
-            self.graph.erase_node(node)
-            return None
         write = self._write(node)
         if write is not None:
             return write
@@ -245,8 +247,24 @@ def _refuse_values_of_others(node: Node, given: list) -> None:
             raise NotChosen("it makes rows of the number of chosen ones")
         if not tensors(node) and node.target not in _ARITHMETIC:
             raise NotChosen("it computes with the number of chosen rows")
-    if is_call(node, *CASTS) and not val(node).dtype.is_floating_point and val(node).dtype is not torch.bool:
+    is_cast = is_call(node, *CASTS) and val(node.args[0]).is_floating_point()
+    if is_cast and not val(node).is_floating_point() and val(node).dtype is not torch.bool:
         raise NotChosen("it makes whole numbers of chosen rows")
+    if is_call(node, *_LOOK_UPS) and not all(map(_is_best, _indices(node))):
+        raise NotChosen("it looks up whole numbers that it has made of chosen rows")
+
+
+def _indices(node: Node) -> list[Node]:
+    return [n for n in node.all_input_nodes if val(n).dtype in (torch.int64, torch.int32)]
+
+
+def _is_best(index: Node) -> bool:
+    """Is it the number of an entry, whatever the entries are?"""
+    while is_call(index, *CASTS, *IDENTITIES, aten.unsqueeze.default, aten.squeeze.dim):
+        index = index.args[0]
+    if is_call(index, operator.getitem):
+        return is_call(index.args[0], aten.topk.default, aten.sort.default) and index.args[1] == 1
+    return is_call(index, aten.argmax.default, aten.argmin.default, aten.argsort.default)
 
 
 def _check_same_sizes(node: Node, dense: Node, by: ChosenBy) -> None:

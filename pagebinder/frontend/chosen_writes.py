@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from pagebinder.frontend.chosen_masks import ONE, ROW, SLOT, NotChosen, row_mask, slot_mask
@@ -12,18 +13,24 @@ from pagebinder.graph_tools import aten, insert_call, size_text, val
 def chosen_part(like: Node, x: Node, entries: Entries) -> Node:
     """A new value before `like`: of each row what an index takes, along the dimension at which the index began."""
     labels, start, graph = list(entries.labels), entries.start, like.graph
-    if not (val(x).is_floating_point() or val(x).is_complex()):
-        raise NotChosen("whole numbers or masks are taken of chosen rows")  # of others they may be no index
+    if not (val(x).is_floating_point() or val(x).is_complex() or val(x).dtype is torch.bool):
+        raise NotChosen("whole numbers are taken of chosen rows")  # of others they may be no index
     if SLOT in labels:
         # One slot of a chosen row is set: the sum of its value and zeros is this value.
         mask = mask_over(like, x, entries)
         alone = insert_call(graph, like, aten.where.ScalarOther, (mask, x, 0))
         at = start + labels.index(SLOT)
-        x = insert_call(graph, like, aten.sum.dim_IntList, (alone, [at]))
+        x = insert_call(graph, like, *_over_slots(alone, at))
         labels.remove(SLOT)
     for at in reversed([i for i, label in enumerate(labels) if label == ONE]):
         x = insert_call(graph, like, aten.squeeze.dim, (x, start + at))
     return x
+
+
+def _over_slots(alone: Node, at: int) -> tuple:
+    if val(alone).dtype is torch.bool:
+        return aten.any.dim, (alone, at)
+    return aten.sum.dim_IntList, (alone, [at])
 
 
 def mask_over(like: Node, x: Node, entries: Entries) -> Node:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,13 +18,13 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.asking_code import asking_place
 
 MOST_DIFFERENT = (
     0.02  # of the largest value: both sides run the same ops in the same dtype, up to their order
 )
 MASKED = 1e4  # times the median: a logit of an id that may not be chosen
 STRIDE = 7919  # between ids that are tried
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @contextlib.contextmanager
@@ -35,10 +33,9 @@ def noting_branches(places: list[str]) -> Iterator[None]:
     ask = torch.SymBool.__bool__
 
     def asked(self) -> bool:
-        answer = ask(self)
-        code, line = sys._getframe(1).f_code.co_filename, sys._getframe(1).f_lineno
-        if not code.startswith(_TORCH) and _for_one_token(self) not in (None, answer):
-            places.append(f"{'/'.join(code.split(os.sep)[-3:])}:{line}")
+        answer, place = ask(self), asking_place()
+        if place is not None and _for_one_token(self) not in (None, answer):
+            places.append(place)
         return answer
 
     torch.SymBool.__bool__ = asked

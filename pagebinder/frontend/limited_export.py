@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.export import Dim, ExportedProgram
@@ -21,8 +21,8 @@ from torch.fx import GraphModule
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from pagebinder.errors import CaptureError
-from pagebinder.frontend.empty_masks import taken_as_not_empty
 from pagebinder.frontend.few_tokens import FewTokens, run_with_few_tokens
+from pagebinder.frontend.mask_questions import taken_as_chosen
 from pagebinder.frontend.python_state import put_back
 from pagebinder.frontend.source import ModelSource
 
@@ -65,17 +65,16 @@ class Limited:
 
 
 def export_limited(
-    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput], questions: list[str],
+    source: ModelSource, wrapper: torch.nn.Module, inputs: dict[str, TracedInput],
     traced: Traced, graph_of: Callable[[ExportedProgram], GraphModule],
 ) -> tuple[Limited, list[FewTokens]] | None:  # fmt: skip
     """The program that holds for most tokens, and what the model computes for fewer. None: there is none.
 
-    `questions`: set to where code asks of masks (empty_masks.py). `traced`: see `Traced`.
-    `graph_of`: what is served of a program.
+    `traced`: see `Traced`. `graph_of`: what is served of a program.
     """
     if len({i.size_name for i in inputs.values()}) > 1:
         return None
-    return _Attempts(source, wrapper, inputs, questions, traced, graph_of).best()
+    return _Attempts(source, wrapper, inputs, traced, graph_of).best()
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ class _Attempts:
     source: ModelSource
     wrapper: torch.nn.Module
     inputs: dict[str, TracedInput]
-    questions: list[str]
     traced: Traced
     graph_of: Callable[[ExportedProgram], GraphModule]
 
@@ -121,16 +119,14 @@ class _Attempts:
         num_tokens = found.most + EXAMPLE_TOKENS
         if not self.runs(num_tokens):
             return None
-        asked: list[str] = []
         try:
-            longer = replace(self, questions=asked).exported(num_tokens)
+            longer = self.exported(num_tokens)
             if longer is None or (longer.most is not None and longer.most <= found.most):
                 return None
             for few in self.few(longer) if longer.begins_later else []:
                 few.require_same(self.graph_of(longer.program), type(self.source.module).__name__)
         except CaptureError:  # of a branch that is not needed
             return None
-        self.questions[:] = asked
         return longer
 
     def few(self, found: Limited) -> list[FewTokens]:
@@ -161,7 +157,7 @@ class _Attempts:
             dynamic_shapes=tuple({0: dim} for _ in self.inputs), strict=False,
         )  # fmt: skip
         try:
-            with taken_as_not_empty(self.questions):
+            with taken_as_chosen():
                 program = self.traced(self.source.module, self.wrapper, exported)
         except CaptureError:
             raise

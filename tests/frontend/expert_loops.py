@@ -147,3 +147,67 @@ SERVED = (
     where_and_add, masks_of_all, one_hot_and_index_add, masks_as_indices, nonzero_of_any, columns_of_nonzero,
     scatter_of_rows, rows_of_slots, put_by_slot, with_a_batch, best_alone, kinds_of_tokens, not_finite_for_others,
 )  # fmt: skip
+
+
+def by_count(experts, x, w, ids):
+    """As DeepSeek-V3 was published."""
+    y = torch.zeros_like(x)
+    counts = torch.bincount(ids.flatten(), minlength=NUM_EXPERTS).tolist()
+    for i, expert in enumerate(experts):
+        if counts[i] == 0:
+            continue
+        token, slot = torch.where(ids == i)
+        y[token] += expert(x[token]) * w[token, slot, None]
+    return y
+
+
+def by_number_of_rows(experts, x, w, ids):
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(experts):
+        token, slot = torch.where(ids == i)
+        if token.numel() > 0:
+            y.index_add_(0, token, expert(x[token]) * w[token, slot, None])
+    return y
+
+
+def hit_experts(experts, x, w, ids):
+    """As mixtures in transformers were, and what was copied from them."""
+    y = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=NUM_EXPERTS).permute(2, 1, 0)
+    hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    for i in hit:
+        slot, token = torch.where(mask[i].squeeze(0))
+        rows = x[None, token].reshape(-1, WIDTH)
+        y.index_add_(0, token, (experts[i](rows) * w[token, slot, None]).to(x.dtype))
+    return y
+
+
+def numbers_of_hit_experts(experts, x, w, ids):
+    y = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=NUM_EXPERTS).permute(2, 1, 0)
+    for i in mask.sum((1, 2)).nonzero().flatten().tolist():
+        slot, token = torch.where(mask[i])
+        y[token] += experts[i](x[token]) * w[token, slot, None]
+    return y
+
+
+def unique_experts(experts, x, w, ids):
+    """As in Raschka's Qwen3."""
+    flat, y = ids.reshape(-1), torch.zeros_like(x)
+    for number in torch.unique(flat):
+        i = int(number.item())
+        mask = ids == i
+        if not mask.any():
+            continue
+        token = mask.any(dim=-1).nonzero(as_tuple=False).squeeze(-1)
+        if token.numel() == 0:
+            continue
+        rows = x.index_select(0, token)
+        slot = mask[token].int().argmax(dim=-1, keepdim=True)
+        weight = torch.gather(w.index_select(0, token), dim=-1, index=slot)
+        y.index_add_(0, token, experts[i](rows) * weight)
+    return y
+
+
+# Experts that nobody chose are left out.
+LEFT_OUT = (by_count, by_number_of_rows, hit_experts, numbers_of_hit_experts, unique_experts)

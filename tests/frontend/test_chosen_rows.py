@@ -25,7 +25,7 @@ def both(model, num_tokens):
         return model(ids[None], positions[None])[0], captured_model(model)(ids, positions)
 
 
-@pytest.mark.parametrize("body", loops.SERVED, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", (*loops.SERVED, *loops.LEFT_OUT), ids=lambda body: body.__name__)
 def test_chosen_rows_are_computed_for_all(body):
     model = Embedded(Loop(body)).eval()
     gm = captured_model(model)
@@ -76,7 +76,7 @@ def greedy(model, prompt, num_tokens):
 PROMPTS = [[3, 31, 7, 9, 9, 1, 0], [5], list(range(20))]
 
 
-@pytest.mark.parametrize("body", loops.SERVED[:4], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", (*loops.SERVED[:4], *loops.LEFT_OUT), ids=lambda body: body.__name__)
 def test_tokens_are_those_of_the_module_in_steps_of_several_sequences(body):
     model = Decoder(body).eval()
     compiled = pagebinder.compile_model(model, CompileConfig(executable="eager", verify="sample"))
@@ -237,6 +237,13 @@ HARMLESS = {
     "if any": lambda y, mask, rest, *_: rest(y) if mask.any() else y,
     "if not any": lambda y, mask, rest, *_: y if not torch.any(mask) else rest(y),
     "any of rows": lambda y, mask, rest, *_: rest(y) if mask.any(-1).any() else y,
+    "sum": lambda y, mask, rest, *_: y if mask.sum() == 0 else rest(y),
+    "if sum": lambda y, mask, rest, *_: rest(y) if mask.sum(-1).sum() else y,
+    "item of sum": lambda y, mask, rest, *_: rest(y) if mask.sum().item() > 0 else y,
+    "if item of sum": lambda y, mask, rest, *_: rest(y) if mask.sum().item() else y,
+    "item of any": lambda y, mask, rest, *_: rest(y) if mask.any().item() else y,
+    "rows": lambda y, mask, rest, *_: rest(y) if mask.nonzero().shape[0] >= 1 else y,
+    "counted": lambda y, mask, rest, *_: rest(y) if mask.count_nonzero() != 0 else y,
 }
 
 
@@ -250,6 +257,45 @@ def test_experts_that_nobody_chose_may_be_left_out(name):
     assert [list(a.token_ids) for a in answers] == [greedy(model, prompt, 8) for prompt in PROMPTS]
 
 
+def over_hits(step):
+    """A loop over experts that somebody chose, with step(y, hit, expert, x, token, scale)."""
+
+    def body(experts, x, w, ids):
+        y = torch.zeros_like(x)
+        hits = F.one_hot(ids, num_classes=NUM_EXPERTS).sum((0, 1)).nonzero()[:, 0]
+        for i in hits:
+            token, slot = torch.where(ids == i)
+            y = step(y, hits, experts[i], x, token, w[token, slot, None])
+        return y
+
+    return body
+
+
+def to_the_last_alone(y, hits, expert, x, token, scale):
+    return torch.zeros_like(x).index_add(0, token, expert(x[token]) * scale)
+
+
+def to_all_rows(y, hits, expert, x, token, scale):
+    return (y + 0.1).index_add(0, token, expert(x[token]) * scale)
+
+
+def by_how_many(y, hits, expert, x, token, scale):
+    return y.index_add(0, token, expert(x[token]) * scale / hits.shape[0])
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (to_the_last_alone, "something else then"),
+        (to_all_rows, "something else then"),
+        (by_how_many, "picks entries by their values"),
+    ],
+)
+def test_a_loop_over_experts_that_does_something_for_others_is_refused(step, reason):
+    with pytest.raises(CaptureError, match=reason):
+        captured_model(Embedded(Loop(over_hits(step))))
+
+
 # what -> (the branch, what is said)
 HARMFUL = {
     "something else": (lambda y, mask, rest, *_: rest(y) if mask.any() else y + 1, "something else then"),
@@ -259,7 +305,14 @@ HARMFUL = {
         "something else then",
     ),
     "never": (lambda y, mask, rest, *_: rest(y) if (y < 1e9).any() else y, "did not happen in 64 runs"),
-    "no count": (lambda y, mask, rest, *_: rest(y) if mask.sum() > 0 else y, "branches on values of tensors"),
+    "a capacity": (
+        lambda y, mask, rest, *_: rest(y) if mask.sum() > 2 else y,
+        "branches on values of tensors",
+    ),
+    "few": (
+        lambda y, mask, rest, *_: y if mask.sum().item() < 2 else rest(y),
+        "branches on values of tensors",
+    ),
     "all": (lambda y, mask, rest, *_: rest(y) if not mask.all() else y, "branches on values of tensors"),
 }
 

@@ -23,7 +23,8 @@ from tests.server.serving import serving
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 
-CONFIG = EngineConfig(num_kv_blocks=128, max_num_seqs=4, check_integrity=True)
+# Answers are compared: a prompt that is partly there is computed in other shapes, which may decide a tie otherwise.
+CONFIG = EngineConfig(num_kv_blocks=128, max_num_seqs=4, check_integrity=True, prefix_caching=False)
 ENDS = ("<|im_end|>", "</s>")
 WEATHER = {
     "type": "object",
