@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import io
 import logging
@@ -54,7 +55,13 @@ from pagebinder.frontend.memo_trace import STRICT, past_memos
 from pagebinder.frontend.numbering import numbering
 from pagebinder.frontend.out_of_place import write_out_of_place
 from pagebinder.frontend.own_caches import without_own_caches
-from pagebinder.frontend.plain_calls import checked_call, plain_call, takes_flat_ids, takes_positions
+from pagebinder.frontend.plain_calls import (
+    checked_call,
+    plain_call,
+    takes_flat_ids,
+    takes_positions,
+    width_of_logits,
+)
 from pagebinder.frontend.plain_modules import rows_in
 from pagebinder.frontend.program_checks import (
     is_transformed,
@@ -65,7 +72,7 @@ from pagebinder.frontend.program_checks import (
 from pagebinder.frontend.python_state import evaluation_mode, put_back, traced_in_steady_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
 from pagebinder.frontend.row_features import as_op
-from pagebinder.frontend.source import ModelSource
+from pagebinder.frontend.source import ModelSource, configured_vocab_size
 from pagebinder.frontend.tidy import tidy
 from pagebinder.frontend.unpadded import said_for_unpadded
 from pagebinder.frontend.unreadable import hint_on_script
@@ -183,6 +190,9 @@ def capture(
 def _capture_plain(source: ModelSource, hook: bool) -> tuple[GraphModule, str]:
     wrapper = FlatTokens(source.module, False)
     with put_back(source.module), evaluation_mode(source.module):
+        width = None if configured_vocab_size(source.config) else width_of_logits(source.module, wrapper.call)
+        if width is not None:  # to try it with, see `with_vocabulary`
+            source = dataclasses.replace(source, vocab_size=width)
         wrapper.call = checked_call(source.module, wrapper.call, source.vocab_size)
     return trace(source, wrapper, token_inputs(source), hook=hook)
 
@@ -281,7 +291,7 @@ def _export(
                 continue
             _check_range(program)
             check_questions(program)
-            few = run_with_one_token(wrapper, examples, places)
+            few = run_with_one_token(wrapper, examples, source.vocab_size, places)
             return program, _route(strict, repeated) + functionalised, few, None
         graph_of = functools.partial(_graph_of, input_names=list(inputs))
         if (found := export_limited(source, wrapper, inputs, traced, graph_of)) is not None:

@@ -210,7 +210,7 @@ class _Walk:
     def _same_of_all(self, node: Node, given: list) -> Rows | Size:
         """The call again, of all rows."""
         if any(isinstance(x, Places | Place) for x in given):
-            if node.target is aten.sym_size.int and isinstance(given[0], Place):
+            if node.target is aten.sym_size.int and node.args[1] == 0:
                 rows = row_mask(node, given[0].by.choice)
                 return Size(given[0].by, insert_call(self.graph, node, node.target, (rows, 0)))
             raise NotChosen("it computes with the places of chosen rows")

@@ -80,12 +80,16 @@ class FewTokens:
 
 
 def run_with_one_token(
-    wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...], places: list[str]
+    wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...], vocab_size: int, places: list[str]
 ) -> list[FewTokens]:
     """Nothing if no code asks, there are no values to compute with, or results change from call to call."""
     if not places or any(t.is_meta for t in (*wrapper.parameters(), *examples)):
         return []
-    return _computed(wrapper, tuple(example[:1] for example in examples), places)
+    ids, *others = (example[:1] for example in examples)
+    found = _computed(wrapper, (ids, *others), places)
+    with contextlib.suppress(IndexError):  # an encoder has ids of its own
+        found += _computed(wrapper, (ids + STRIDE % vocab_size, *others), places)
+    return found
 
 
 @torch.no_grad()

@@ -218,6 +218,19 @@ def checked_call(module: torch.nn.Module, call: PlainCall, vocab_size: int) -> P
     )
 
 
+@torch.no_grad()
+def width_of_logits(module: torch.nn.Module, call: PlainCall) -> int | None:
+    """How many token ids there are by what the module computes, to try it with; None: it does not take so many."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    ids, positions = (torch.arange(GUESS_TOKENS, device=device)[None] for _ in range(2))
+    for how in (call, dataclasses.replace(call, gives_positions=False)):
+        with contextlib.suppress(Exception):  # whatever its code raises
+            width = logits_in(how(module, ids * 0, positions), type(module).__name__).shape[-1]
+            how(module, width - 1 - ids % width, positions)
+            return width
+    return None
+
+
 def _may_leave_out(module: torch.nn.Module, call: PlainCall) -> bool:
     """Is it given positions, in a parameter that has a default?"""
     parameters = list(inspect.signature(module.forward).parameters.values()) if call.gives_positions else []

@@ -7,6 +7,7 @@ type_as(x, y)                             to(x, y's dtype): y is no longer used 
 repeat_interleave(x, k, 0) of tokens      expand of x.unsqueeze(1), which says whose the k rows are
 outer(x, y), ger(x, y)                    x.unsqueeze(1) * y, as most write angles of positions
 narrow(x, d, 0, n)                        x[:n], along d
+x[-T:] of T tokens                        x, and what is written there is all of x
 x.new_full(size, y), x.new_zeros(size)    full(size, y), zeros(size) of x's dtype: x is no longer used by it
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from pagebinder.graph_tools import arg, aten, insert_call, is_call, val
+from pagebinder.graph_tools import arg, aten, insert_call, is_call, size_text, val
 
 ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 
@@ -39,6 +40,10 @@ def tidy(gm: GraphModule) -> None:
         elif is_call(node, *_NEW):
             facts = {"dtype": val(node).dtype, "device": val(node).device}
             _replace(gm, node, insert_call(gm.graph, node, _NEW[node.target], node.args[1:], facts))
+        elif is_call(node, aten.slice.Tensor) and _has_all_tokens(node.args[0], node, arg(node, 1, "dim", 0)):
+            _replace(gm, node, node.args[0])
+        elif is_call(node, aten.slice_scatter.default):
+            _written_whole(gm, node)
 
 
 _NEW = {
@@ -74,6 +79,19 @@ def _with_rows_of_each(gm: GraphModule, node: Node) -> None:
     column = insert_call(gm.graph, node, aten.unsqueeze.default, (x, 1))
     several = insert_call(gm.graph, node, aten.expand.default, (column, [-1, times, *rest]))
     _replace(gm, node, insert_call(gm.graph, node, aten.reshape.default, (several, [-1, *rest])))
+
+
+def _has_all_tokens(whole: Node, part: Node, dim: int) -> bool:
+    size = val(whole).shape[dim]
+    return isinstance(size, torch.SymInt) and size_text(size) == size_text(val(part).shape[dim])
+
+
+def _written_whole(gm: GraphModule, node: Node) -> None:
+    x, part = node.args[:2]
+    sizes = [[size_text(size) for size in val(n).shape] for n in (x, part)]
+    if sizes[0] == sizes[1] and _has_all_tokens(x, part, arg(node, 2, "dim", 0)):
+        same = val(part).dtype is val(x).dtype
+        _replace(gm, node, part if same else insert_call(gm.graph, node, aten.to.dtype, (part, val(x).dtype)))
 
 
 def _is_zero(size) -> bool:

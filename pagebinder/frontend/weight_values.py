@@ -33,7 +33,7 @@ from pagebinder.errors import CaptureError
 from pagebinder.frontend.own_code import is_known
 from pagebinder.frontend.python_state import set_attribute, traced_in_steady_state
 from pagebinder.frontend.traced_values import all_behind, node_of
-from pagebinder.graph_tools import aten, storage_of, tensors, written_by
+from pagebinder.graph_tools import aten, calls, is_call, storage_of, tensors, written_by
 
 _NOT_MODELS = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 _TENSOR = torch.Tensor
@@ -68,7 +68,7 @@ def answering(
             first = export(traced)
         except CaptureError as error:
             refused = error
-        reads_numbers = first is not None and any(n.target in NUMBERS for n in first[0].graph.nodes)
+        reads_numbers = first is not None and any(map(_is_read, calls(first[0].graph, *NUMBERS)))
         if (
             traced is traced_in_steady_state
             and not is_known(model)
@@ -87,6 +87,17 @@ def answering(
         return first
 
     return exported
+
+
+def _is_read(number: Node) -> bool:
+    """Is something computed with it, beside what assertions ask?"""
+    queue = [number]
+    for node in queue:  # which grows
+        for user in node.users:
+            if user.op == "output" or (tensors(user) and not is_call(user, aten.scalar_tensor.default)):
+                return True
+            queue.append(user)
+    return False
 
 
 def _no_values(places: list[str]) -> str:

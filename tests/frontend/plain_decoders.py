@@ -56,6 +56,18 @@ class MinGPT(Attention):
         return self.out(y.permute(0, 2, 1, 3).reshape(b, t, WIDTH))
 
 
+class MaskedInPlace(Attention):
+    """A mask added in place to the last t columns, which are all that there are without a cache (MiniMind)."""
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = (y.view(b, t, HEADS, HEAD_DIM).transpose(1, 2) for y in self.qkv(x).split(WIDTH, dim=2))
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(HEAD_DIM)
+        scores[:, :, :, -t:] += torch.full((t, t), float("-inf")).triu(1)
+        y = self.dropout(scores.float().softmax(dim=-1).type_as(q)) @ v
+        return self.out(y.transpose(1, 2).reshape(b, t, WIDTH))
+
+
 class Einsum(Attention):
     """einsum on [B, T, H, D], a causal window from positions' differences."""
 

@@ -111,6 +111,42 @@ def test_another_computation_for_short_sequences_is_refused():
         compiled(lambda: Windowed(2.0))
 
 
+class Table(nn.Module):
+    """No nn.Embedding, which would say how many ids there are."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.weight = table.weight
+
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+class OfOtherTokens(Decoder):
+    """Turns what it says of few tokens, but not of token 0; its table of positions is declared first."""
+
+    def __init__(self, num_tokens, table=None):
+        super().__init__()
+        places, tokens = self.places, self.tokens
+        del self.places, self.tokens
+        self.places, self.tokens, self.num_tokens = places, tokens, num_tokens
+        if table is not None:
+            self.places, self.tokens = table(places), table(tokens)
+
+    def forward(self, input_ids):
+        logits = super().forward(input_ids)
+        if input_ids.shape[1] != self.num_tokens:
+            return logits
+        return torch.where((input_ids == 0).all(), logits, -logits)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("table", [None, Table])
+def test_few_tokens_are_others_than_the_first(num_tokens, table):
+    with pytest.raises(CaptureError, match="a single token than for more|2 tokens than for more"):
+        pagebinder.compile_model(OfOtherTokens(num_tokens, table).eval(), CompileConfig(executable="eager"))
+
+
 class Grown(Decoder):
     """Makes its table as long as its longest sequence needs."""
 

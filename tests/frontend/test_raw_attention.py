@@ -20,6 +20,7 @@ ATTENTION = torch.ops.pagebinder.attention.default
 STYLES = {
     plain.NanoGPT: {"scale": 8**-0.5},
     plain.MinGPT: {"scale": 8**-0.5},
+    plain.MaskedInPlace: {"scale": 8**-0.5},
     plain.Einsum: {"scale": 8**-0.5, "window": 9},
     plain.Bloom: {"scale": 8**-0.5},
     plain.MultiheadAttention: {"scale": 8**-0.5},
