@@ -72,6 +72,7 @@ from pagebinder.frontend.program_checks import (
 from pagebinder.frontend.python_state import evaluation_mode, put_back, traced_in_steady_state
 from pagebinder.frontend.repeated_layers import expand, repeated_layers, traced_once
 from pagebinder.frontend.row_features import as_op
+from pagebinder.frontend.sorted_experts import sorted_experts_hook
 from pagebinder.frontend.source import ModelSource, configured_vocab_size
 from pagebinder.frontend.tidy import tidy
 from pagebinder.frontend.unpadded import said_for_unpadded
@@ -259,7 +260,9 @@ def _export(
     hook = attention_hook(source.module) if hooked else contextlib.nullcontext()
     leaves, quiet = patched(LEAVES, source.module), warnings.catch_warnings()
     experts = experts_hook(source.module)
-    with hook, experts, leaves, evaluation_mode(source.module), _quiet_torch(), torch.no_grad(), quiet:
+    in_order = sorted_experts_hook(source.module, wrapper, examples, source.vocab_size)
+    evaluated = evaluation_mode(source.module)
+    with hook, experts, leaves, evaluated, _quiet_torch(), torch.no_grad(), quiet, in_order:
         warnings.simplefilter("ignore")
         with put_back(source.module):
             same = repeated_layers(source.module, wrapper, _shorter_and_longer(source, inputs))

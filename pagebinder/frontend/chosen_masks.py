@@ -270,6 +270,7 @@ def _only_ones_change(node) -> bool:
 def _are_distinct(ids: Node) -> bool:
     """Are the ids along the slots different for each row?"""
     dim = labels_of(ids).index(SLOT)
+    ids = _before_reshapes(ids)
     while is_call(ids, aten.slice.Tensor) and arg(ids, 1, "dim", 0) % val(ids).dim() == dim:
         ids = ids.args[0]
     if is_call(ids, aten.argsort.default):
@@ -279,6 +280,16 @@ def _are_distinct(ids: Node) -> bool:
     best = ids.args[0]
     place = {aten.topk.default: 2, aten.sort.default: 1}.get(best.target)
     return place is not None and arg(best, place, "dim", -1) % val(ids).dim() == dim
+
+
+def _before_reshapes(ids: Node) -> Node:
+    """ids.view(-1).view(-1, K): the first that had the same shape."""
+    first, node = ids, ids
+    while is_call(node, *_RESHAPES):
+        node = node.args[0]
+        if [size_text(n) for n in val(node).shape] == [size_text(n) for n in val(ids).shape]:
+            first = node
+    return first
 
 
 def row_mask(like: Node, choice: Choice) -> Node:
