@@ -169,7 +169,7 @@ def cross_decoder(combine):
             return combine(self.table(input_ids), encoder_states)
 
     source = SimpleNamespace(
-        module=torch.nn.Identity(), is_transformers=False, max_model_len=64, encoder=None
+        module=torch.nn.Identity(), is_transformers=False, max_model_len=64, encoder=None, vocab_size=8
     )
     traced = {
         "input_ids": TracedInput(torch.zeros(10, dtype=torch.int64)),
