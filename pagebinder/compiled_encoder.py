@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from pagebinder.config import CompileConfig, EngineConfig
-from pagebinder.config_checks import check_unicode
+from pagebinder.config_checks import check_unicode, short_repr
 from pagebinder.errors import CaptureError, ConfigError, RequestError
 from pagebinder.explain import explain_text
 from pagebinder.forks import NotPickled
@@ -159,9 +160,12 @@ class CompiledEncoder(NotPickled):
             normalize: to length 1; None: as that directory says, else no.
             others: as `encode_batch`, which also says what is raised.
         Raises:
-            ConfigError: an unknown pooling, or "auto" without a directory that says it; a model with a head.
+            ConfigError: an unknown pooling, or "auto" without a directory that says it; `normalize` is no bool; a
+                model with a head.
         """
         how = self.pooling(pooling)
+        if not isinstance(normalize, (bool, NoneType)):
+            raise ConfigError(f"normalize is True, False or None, not {short_repr(normalize)}.")
         if normalize is None:
             normalize = self.recipe is not None and self.recipe.normalize
         vectors = [

@@ -294,6 +294,29 @@ def sentence_dir(path, model, pooling: dict, kinds=("Transformer", "Pooling", "N
     return path
 
 
+@pytest.mark.parametrize(
+    ("pooling", "message"),
+    [
+        ({"pooling_mode": []}, "pooling_mode is a name"),
+        ({"pooling_mode": [1]}, "pooling_mode is a name"),
+        ({"pooling_mode_mean_tokens": "false"}, "pooling_mode_mean_tokens is true or false, not 'false'"),
+    ],
+)
+def test_a_pooling_that_says_nothing_is_an_error(tmp_path, pooling, message):
+    path = sentence_dir(tmp_path, bert(BertForMaskedLM), pooling)
+    with pytest.raises(CheckpointError, match=message):
+        pagebinder.compile_model(path, EAGER)
+
+
+def test_older_directories_name_the_model_in_the_file_of_options(tmp_path):
+    path = sentence_dir(tmp_path, bert(BertForMaskedLM), {"pooling_mode": "mean"})
+    (path / "sentence_bert_config.json").rename(path / "sentence_xlm-roberta_config.json")
+    compiled = pagebinder.compile_model(path, EAGER)
+    assert compiled.max_tokens == 32
+    with pytest.raises(ConfigError, match="normalize is True, False or None, not 'no'"):
+        compiled.embed(sequences((5,)), normalize="no")
+
+
 def test_a_sentence_transformers_directory_says_how_to_pool(tmp_path):
     model = bert(BertForMaskedLM)  # the head is not used: embeddings are made of hidden states
     path = sentence_dir(tmp_path, model, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False})

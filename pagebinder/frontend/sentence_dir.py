@@ -2,7 +2,8 @@
 
     modules.json                       the chain: Transformer -> Pooling [-> Normalize]
     1_Pooling/config.json              the pooling
-    sentence_bert_config.json          the longest text in tokens, and whether it is lower-cased
+    sentence_bert_config.json          the longest text in tokens, and whether it is lower-cased; older directories
+                                       name other models (sentence_roberta_config.json, ...)
 
 A chain or a pooling that is not known here is an error as soon as its embeddings are asked for, not a guess.
 """
@@ -13,10 +14,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagebinder.config_checks import short_repr
 from pagebinder.errors import CheckpointError
 from pagebinder.frontend.model_kinds import SENTENCE_MODULES
 
 POOLINGS = ("mean", "cls", "max", "lasttoken")
+_OPTIONS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 _LEGACY_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -42,7 +48,7 @@ def sentence_recipe(path: Path | None) -> SentenceRecipe | None:
     """The recipe of a checkpoint directory, or None if it is not one of sentence-transformers.
 
     Raises:
-        CheckpointError: a file of it is not valid JSON, or is missing.
+        CheckpointError: a file of it is not valid JSON, is missing, or names no pooling as it should.
     """
     if path is None or not (path / SENTENCE_MODULES).exists():
         return None
@@ -50,9 +56,9 @@ def sentence_recipe(path: Path | None) -> SentenceRecipe | None:
     kinds = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         return SentenceRecipe(problem=f"its modules are {' -> '.join(kinds)}")
-    pooling = _read(path / modules[1].get("path", "1_Pooling") / "config.json", dict)
-    options = _optional(path / "sentence_bert_config.json")
-    modes = _modes(pooling)
+    pooling = path / modules[1].get("path", "1_Pooling") / "config.json"
+    options = next((_read(path / name, dict) for name in _OPTIONS if (path / name).exists()), {})
+    modes = _modes(pooling, _read(pooling, dict))
     problem = None
     if len(modes) != 1 or modes[0] not in POOLINGS:
         problem = f"its pooling is {' + '.join(modes)}"
@@ -67,12 +73,21 @@ def sentence_recipe(path: Path | None) -> SentenceRecipe | None:
     )
 
 
-def _modes(pooling: dict) -> list[str]:
+def _modes(file: Path, pooling: dict) -> list[str]:
     """The present key names the mode or modes; older files have a flag for each."""
     mode = pooling.get("pooling_mode")
     if mode is not None:
-        return [mode] if isinstance(mode, str) else list(mode)
-    return [name for key, name in _LEGACY_KEYS.items() if pooling.get(key)] or ["mean"]
+        modes = [mode] if isinstance(mode, str) else mode
+        if not isinstance(modes, list) or not modes or not all(isinstance(m, str) for m in modes):
+            raise CheckpointError(
+                f"{file}: pooling_mode is a name, or a list of names, not {short_repr(mode)}."
+            )
+        return modes
+    flags = {key: pooling[key] for key in _LEGACY_KEYS if key in pooling}
+    for key, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise CheckpointError(f"{file}: {key} is true or false, not {short_repr(flag)}.")
+    return [name for key, name in _LEGACY_KEYS.items() if flags.get(key)] or ["mean"]
 
 
 def _optional(file: Path) -> dict:

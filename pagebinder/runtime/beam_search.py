@@ -6,7 +6,8 @@
 
 Of each beam's next tokens the best 2 * width are candidates: if the end-of-sequence tokens among them end beams,
 enough others are left (at most one per beam is taken for each end token, so more end tokens widen the list). Walking
-the candidates from the best, those that end are finished beams, until `width` others are found.
+the candidates from the best, those that end are finished beams, until `width` others are found. (Those of them
+that are not among the best `width` are dropped by transformers' generate.)
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 tokens   t0   t1    t2   t3  | t4 t5 ...        ends[i]: characters that may be shown once there are i tokens
 text     |abc|d    |efg |    |
 ends   0     3 4       7    7                   text only grows, so what an earlier output shows stays readable
+starts 0     3 4       7    9                   the same with what is held back, as a stop string may begin there
 
 A finished output of which nobody has read a part is decoded at once, as `tokenizer.decode` does.
 """
@@ -24,7 +25,7 @@ class OutputText:
         self._tokenizer, self._stop = tokenizer, stop
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._request = request
-        self._ends = [0]
+        self._ends, self._starts = [0], [0]
         self._whole: str | None = None
         # Tokens that the text shows: a token that ends the request is none of them. None: all.
         self.limit: int | None = None
@@ -37,6 +38,7 @@ class OutputText:
         """Decode the request's next token; True if a stop string is complete."""
         stopped = self._detokenizer.append(token_id)
         self._ends.append(len(self._detokenizer.visible_text))
+        self._starts.append(len(self._detokenizer.text))
         return stopped
 
     def catch_up(self, num_tokens: int) -> None:
@@ -45,11 +47,11 @@ class OutputText:
             self.append(token)
 
     def offsets(self, num_tokens: int) -> list[int]:
-        """How many characters may be shown before each of the first `num_tokens` tokens."""
+        """Where in the text each of the first `num_tokens` tokens begins, in characters."""
         shown = num_tokens if self.limit is None else min(num_tokens, self.limit)
         self.catch_up(shown)
         most = len(self._detokenizer.text if self._whole is None else self._whole)
-        return [min(self._ends[min(i, shown)], most) for i in range(num_tokens)]
+        return [min(self._starts[min(i, shown)], most) for i in range(num_tokens)]
 
     def after(self, num_tokens: int, finished: bool) -> str:
         """The text that `num_tokens` tokens show; with `finished`, what was held back too."""

@@ -179,6 +179,20 @@ def test_log_probabilities_of_completions(client, expected):
         assert answer.choices[0].text[offset:].startswith(token)
 
 
+def test_offsets_are_those_without_stop_strings(client):
+    """What is held back, as a stop string may begin with it, does not move what comes after."""
+    options = {
+        "model": "tiny",
+        "prompt": "The open function",
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": 1,
+    }
+    plain = client.completions.create(**options).choices[0]
+    stopped = client.completions.create(**options, stop=["\x00 no such text"]).choices[0]
+    assert (stopped.text, stopped.logprobs.text_offset) == (plain.text, plain.logprobs.text_offset)
+
+
 def _decoded(token: int) -> str:
     from tokenizers import Tokenizer
 

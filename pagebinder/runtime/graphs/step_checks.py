@@ -36,6 +36,7 @@ def check_inputs(
     _check_positions(graphs, arrays["positions"], places, rows)
     _check_range("logits_rows", arrays["logits_rows"], 0, len(rows))
     _check_tables(graphs, arrays, counts, rows, places)
+    _check_shift(graphs, arrays["positions"], places, rows)
     return as_arrays(arrays)
 
 
@@ -126,6 +127,15 @@ def _check_positions(graphs: StepGraphs, positions: np.ndarray, places: np.ndarr
             f"stand at rising places, {places[at]} and {places[at] + 1} by seq_lens."
         )
     _check_range("positions", positions, 0, graphs.max_position, rows)
+
+
+def _check_shift(graphs: StepGraphs, positions: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
+    if graphs.prompt_tables is None and (shifted := np.flatnonzero(positions != places)).size:
+        at = int(shifted[0])
+        raise RequestError(
+            f"sequence {rows[at]}: position {positions[at]} at place {places[at]}: positions are shifted behind "
+            "images alone, and this model was compiled without prompt_embeds."
+        )
 
 
 def _check_tables(

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 
 import numpy as np
 import torch
@@ -259,7 +260,7 @@ class StepGraphs:
         """
         most = self.num_kv_blocks
         try:
-            array = np.asarray([(int(one), int(other)) for one, other in pairs], np.int64).reshape(-1, 2)
+            array = np.asarray([(index(one), index(other)) for one, other in pairs], np.int64).reshape(-1, 2)
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError("copy_blocks takes a list of (from, to) block ids.") from error
         if not array.size:

@@ -154,7 +154,7 @@ def test_a_prefix_may_be_shared_and_a_fork_copies(compiled, capture):
     for row, token in enumerate((7, 9)):
         alone = StepSequence(tokens=[*ids, token], start=0, blocks=[[5, 6]])
         torch.testing.assert_close(graphs.replay(graphs.pack([alone]))[0], logits[row])
-    for pairs in ([(1, 0)], [(1, BLOCKS)], [(-1, 2)], [(1, 3), (2, 3)], [1, 2], [("a", 2)], 5):
+    for pairs in ([(1, 0)], [(1, BLOCKS)], [(-1, 2)], [(1, 3), (2, 3)], [1, 2], [("a", 2)], [(1.7, 2.2)], 5):
         with pytest.raises(RequestError, match="copy_blocks"):
             graphs.copy_blocks(pairs)
     graphs.copy_blocks([])
@@ -229,6 +229,7 @@ def test_bad_metadata(capture):
         ({"block_table_0": np.array([[1, 0, 3]])}, "entry 1 .* is 0, the null block"),
         ({"seq_lens": np.array([2**32 + 20])}, "more than the blocks"),
         ({"positions": good["positions"][::-1]}, "positions go from 19 to 18"),
+        ({"positions": good["positions"] + 1}, "positions are shifted behind images alone"),
         ({"positions": good["positions"] + 10**6}, "positions holds 1000000: use 0 to 511"),
         ({"positions": good["positions"] - 1}, "positions holds -1"),
         ({"slot_mapping_0": np.full(20, 7 * BLOCK)}, "token 0 to slot 112; by block_table_0 it is 16"),
