@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,11 @@ MOST_DIFFERENT = (
 )
 MASKED = 1e4  # times the median: a logit of an id that may not be chosen
 STRIDE = 7919  # between ids that are tried
+ALL_UP_TO = 8  # tokens; of more every power of two and one
+_PARTS = (
+    "A step of a served model has parts of sequences, single tokens too: what it computes may not depend on how many "
+    "there are."
+)
 
 
 @contextlib.contextmanager
@@ -63,19 +68,26 @@ class FewTokens:
 
     def require_same(self, gm: GraphModule, model: str) -> None:
         """Raises CaptureError unless the graph of `model` computes the same."""
-        with torch.no_grad():
-            got = Interpreter(gm).run(*self.inputs)  # a path may hold a word of Python's, which is no code
+        few = "a single token" if len(self.inputs[0]) == 1 else f"{len(self.inputs[0])} tokens"
+        at = f" at {self.places[0]}" if self.places else ""
+        try:
+            with torch.no_grad():
+                got = Interpreter(gm).run(
+                    *self.inputs
+                )  # a path may hold a word of Python's, which is no code
+        except Exception as error:  # whatever an op says of these sizes
+            raise CaptureError(
+                f"{model} computes something for {few} that the graph of more cannot, as of a branch{at} "
+                f"({str(error).splitlines()[0]}). {_PARTS}"
+            ) from error
         expected, got = self.expected.double(), got.double()
         sizes = expected.abs().nan_to_num(0.0, 0.0)
         largest = float(sizes[sizes <= (MASKED * float(sizes.median()) or math.inf)].max())
         difference = float((got - expected).abs().masked_fill(got == expected, 0.0).max())
         if not difference <= MOST_DIFFERENT * largest:
-            few = "a single token" if len(self.inputs[0]) == 1 else f"{len(self.inputs[0])} tokens"
-            at = f" at {self.places[0]}" if self.places else ""
             raise CaptureError(
                 f"{model} computes something else for {few} than for more (off by {difference:.3g} where the "
-                f"largest value is {largest:.3g}), as of a branch{at}. A step of a served model has parts of "
-                "sequences, single tokens too: what it computes may not depend on how many there are."
+                f"largest value is {largest:.3g}), as of a branch{at}. {_PARTS}"
             )
 
 
@@ -94,17 +106,21 @@ def run_with_one_token(
 
 @torch.no_grad()
 def run_with_few_tokens(
-    wrapper: torch.nn.Module, examples: tuple[torch.Tensor, ...], vocab_size: int
-) -> list[FewTokens]:
-    """With 1, 2, 3, 5, 9, ... tokens and as many as the examples of ids and positions have; those that it takes."""
-    most = len(examples[0])
+    wrapper: torch.nn.Module, examples: Callable[[int], tuple[torch.Tensor, ...]], most: int,
+    others: Iterable[int], vocab_size: int,
+) -> list[FewTokens]:  # fmt: skip
+    """With 1, 2, 3, ..., 8, 9, 17, ... and `most` tokens, and with `others`; those that it takes.
+
+    `examples`: of ids and positions, as many.
+    """
+    doubled = ((1 << k) + 1 for k in range(most.bit_length()))
+    numbers = {*range(1, ALL_UP_TO + 1), *doubled, most}
     found = []
-    for num_tokens in sorted(
-        {*(n for k in range(most.bit_length()) if (n := (1 << k) + 1) <= most), 1, most}
-    ):
-        ids = torch.arange(num_tokens, device=examples[0].device) * STRIDE % vocab_size
+    for num_tokens in sorted({n for n in numbers if n <= most} | {*others}):
+        ids, *rest = examples(num_tokens)
+        ids = torch.arange(num_tokens, device=ids.device) * STRIDE % vocab_size
         with contextlib.suppress(Exception):  # code that was made for more tokens says nothing of so few
-            found += _computed(wrapper, (ids, examples[1][:num_tokens], *examples[2:]), [])
+            found += _computed(wrapper, (ids, *rest), [])
     return found
 
 

@@ -2,18 +2,19 @@
 
     scores + self.mask[:T, :T]                        2 to 1024 tokens: the size of the buffer
     if position_ids.shape[1] != 2, x[:, 1:] * x[:, :-1]     3 and more: torch asks whether T or T - 1 is some number
+    if T == 60; if T % 2                              the same, and another one at some lengths (other_lengths.py)
     if window >= T: causal(q, k, v) else masked(q, k, v)    up to the window, or more than it has: another program
 
 torch finds the range (`Dim.DYNAMIC`). A model that takes more tokens than a program holds for is traced once more
-with so many. A program that does not hold for few is one for all lengths if the model computes the same for those: it
-is run beside its graph with 1, 2, 3, 5, 9, ... tokens, up to where the program begins.
+with so many. A program that does not hold for few, or for some in between, is one for all lengths if the model
+computes the same for those: it is run beside its graph with 1, 2, 3, ... tokens, up to where the program begins.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import Dim, ExportedProgram
@@ -23,6 +24,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from pagebinder.errors import CaptureError
 from pagebinder.frontend.few_tokens import FewTokens, run_with_few_tokens
 from pagebinder.frontend.mask_questions import taken_as_chosen
+from pagebinder.frontend.other_lengths import before_tail, other_lengths, some_of
 from pagebinder.frontend.python_state import put_back
 from pagebinder.frontend.source import ModelSource
 
@@ -46,11 +48,12 @@ class TracedInput:
 
 @dataclass(frozen=True)
 class Limited:
-    """A program that holds for `fewest` to `most` tokens. None: as many as one may ask for."""
+    """A program that holds for `fewest` to `most` tokens, but for `others`. None: as many as one may ask for."""
 
     program: ExportedProgram
     fewest: int
     most: int | None
+    others: tuple[int, ...] = ()
 
     @property
     def begins_later(self) -> bool:
@@ -103,7 +106,7 @@ class _Attempts:
             longer = self.longer(found)
             if longer is None:
                 break
-            found = longer
+            found = replace(longer, others=(*found.others, *longer.others))
         if found is None:
             return None
         few = self.few(found) if self.compares else []
@@ -123,16 +126,18 @@ class _Attempts:
             longer = self.exported(num_tokens)
             if longer is None or (longer.most is not None and longer.most <= found.most):
                 return None
-            for few in self.few(longer) if longer.begins_later else []:
+            for few in self.few(longer) if longer.begins_later or longer.others else []:
                 few.require_same(self.graph_of(longer.program), type(self.source.module).__name__)
         except CaptureError:  # of a branch that is not needed
             return None
         return longer
 
     def few(self, found: Limited) -> list[FewTokens]:
-        """What the model computes for fewer tokens than the program holds for."""
+        """What the model computes for fewer tokens than the program holds for, and for others."""
         with put_back(self.source.module):
-            return run_with_few_tokens(self.wrapper, self.examples(found.fewest - 1), self.source.vocab_size)
+            return run_with_few_tokens(
+                self.wrapper, self.examples, found.fewest - 1, found.others, self.source.vocab_size
+            )
 
     def examples(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Of ids and positions, as many."""
@@ -167,8 +172,13 @@ class _Attempts:
         ranges = [of for symbol, of in program.range_constraints.items() if not str(symbol).startswith("u")]
         if len(ranges) != 1 or len(sizes) != 1:
             return None
-        upper = ranges[0].upper
-        found = Limited(program, int(ranges[0].lower), int(upper) if upper < MAX_STEP_TOKENS else None)
+        fewest, upper = int(ranges[0].lower), ranges[0].upper
+        last = self.source.max_model_len if upper >= MAX_STEP_TOKENS else int(upper)
+        others, before = before_tail(
+            other_lengths(program, fewest, min(last, self.source.max_model_len)), last
+        )
+        most = None if upper >= MAX_STEP_TOKENS and before == last else before
+        found = Limited(program, fewest, most, tuple(some_of(others)))
         if found.begins_later:
             return found if self.compares else None
         return (

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pagebinder
-from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams
+from pagebinder import CaptureError, CompileConfig, ConfigError, EngineConfig, SamplingParams
 from tests.frontend.plain_decoders import VOCAB_SIZE, WIDTH
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -97,6 +97,38 @@ def test_branches_on_few_tokens_that_change_nothing(name):
 def test_branches_on_few_tokens_that_change_something_are_refused(num_tokens):
     with pytest.raises(CaptureError, match="a single token than for more|2 tokens than for more"):
         compiled(Layer, lambda x, length: -x if length == num_tokens else x)
+
+
+OTHERS = {
+    "sixty": lambda length: length == 60,
+    "some": lambda length: length in range(70, 80),
+    "multiples": lambda length: length % 50 == 0,
+    "quotients": lambda length: length // 40 == 2,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_branches_on_lengths_in_between_that_change_something_are_refused(name):
+    with pytest.raises(CaptureError, match=r"\d\d tokens than for more"):
+        compiled(Layer, lambda x, length: x * 2 if OTHERS[name](length) else x)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_branches_on_lengths_in_between_that_change_nothing(name):
+    require_same_tokens(compiled(Layer, lambda x, length: x if OTHERS[name](length) else x * 1.0))
+
+
+def test_a_branch_that_all_longer_sequences_take_is_a_limit():
+    change = lambda x, length: x * 2 if length * length > 2500 else x  # noqa: E731
+    with pytest.raises(ConfigError, match="50 tokens that the captured graph holds for"):
+        compiled(Layer, change, max_model_len=LONGEST)
+    assert compiled(Layer, change).max_model_len == 50
+
+
+def test_a_graph_that_cannot_run_with_a_single_token_is_refused():
+    halves = lambda x, length: torch.cat([h * (k + 1) for k, h in enumerate(x.chunk(2, 1))], 1)  # noqa: E731
+    with pytest.raises(CaptureError, match="for a single token that the graph of more cannot"):
+        compiled(Layer, halves)
 
 
 def test_a_window_that_is_not_looked_at_while_it_holds_all():
