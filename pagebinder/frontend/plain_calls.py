@@ -33,6 +33,10 @@ from pagebinder.frontend.plain_modules import logits_in
 from pagebinder.frontend.wrappers import transformers_inside
 
 GUESS_TOKENS = 5
+MORE_TOKENS = (
+    64,
+    256,
+)  # of longer calls, where they are taken: what is clamped, or wraps around, is the same of few
 IDS = "input_ids"
 POSITIONS = ("position_ids", "positions", "pos_ids", "input_pos", "pos")
 STARTS = ("start_pos", "start_position", "start_index")  # tokens that came before, of which it keeps K and V
@@ -182,8 +186,8 @@ class _Parameters:
 
 @torch.no_grad()
 def checked_call(module: torch.nn.Module, call: PlainCall, vocab_size: int) -> PlainCall:
-    """Positions by order may be left out, then they count from 0: both ways must compute the same. Named ones are
-    left out where the module fails with them alone.
+    """Positions by order may be left out, then they count from 0: both ways must compute the same, of few tokens and
+    of many. Named ones are left out where the module fails with them alone.
 
     Returns:
         `call`, or one without positions: the module fails with them.
@@ -195,20 +199,15 @@ def checked_call(module: torch.nn.Module, call: PlainCall, vocab_size: int) -> P
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     ids = (torch.arange(GUESS_TOKENS, device=device) % vocab_size)[None]
     without = dataclasses.replace(call, gives_positions=False, is_guess=False)
-    kind = type(module).__name__
     if not call.is_guess:
         return without if _fails(call, module, ids) and not _fails(without, module, ids) else call
-    try:
-        alone = [logits_in(without(module, ids, None), kind) for _ in range(2)]
-    except Exception:
+    if _fails(without, module, ids):
         return call  # it needs them
-    try:
-        given = logits_in(call(module, ids, torch.arange(GUESS_TOKENS, device=device)[None]), kind)
-    except Exception:
+    if _fails(call, module, ids):
         return without
-    same = alone[0].shape == given.shape and torch.allclose(alone[0], given, 1e-2, 1e-3)
-    if same or not torch.equal(*alone):
+    if all(_same(call, without, module, n, vocab_size) for n in (GUESS_TOKENS, *MORE_TOKENS)):
         return call
+    kind = type(module).__name__
     second = _Parameters.of(inspect.signature(module.forward)).by_order[1:2]
     what = f"`{second[0]}`" if second else "its second argument"
     raise CaptureError(
@@ -240,10 +239,29 @@ def _may_leave_out(module: torch.nn.Module, call: PlainCall) -> bool:
 
 def _fails(call: PlainCall, module: torch.nn.Module, ids: torch.Tensor) -> bool:
     try:
-        call(module, ids, torch.arange(ids.shape[1], device=ids.device)[None])
+        logits_in(
+            call(module, ids, torch.arange(ids.shape[1], device=ids.device)[None]), type(module).__name__
+        )
     except Exception:  # whatever its code raises
         return True
     return False
+
+
+def _same(
+    call: PlainCall, without: PlainCall, module: torch.nn.Module, num_tokens: int, vocab_size: int
+) -> bool:
+    """Is the same computed with positions and without? So it is said where it is not known: where the module does not
+    take so many tokens, or computes something else each time."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    positions, kind = torch.arange(num_tokens, device=device)[None], type(module).__name__
+    try:
+        given, alone, again = (
+            logits_in(c(module, positions % vocab_size, positions), kind) for c in (call, without, without)
+        )
+    except Exception:  # whatever its code raises
+        return True
+    same = alone.shape == given.shape and torch.allclose(alone, given, 1e-2, 1e-3)
+    return same or not torch.equal(alone, again)
 
 
 def _takes_cache(inner: torch.nn.Module) -> bool:

@@ -139,6 +139,23 @@ class OptionalPositions(nn.Module):
         return self.decoder(x, torch.arange(x.shape[1])[None] if p is None else p)
 
 
+class OtherPositions(OptionalPositions):
+    """`own`: what it counts without them."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def forward(self, x, p=None):
+        return self.decoder(x, self.own(torch.arange(x.shape[1])[None]) if p is None else p)
+
+
+@pytest.mark.parametrize("own", [lambda p: p.clamp(max=10), lambda p: p % 16, lambda p: p.clamp(max=100)])
+def test_an_optional_argument_that_counts_otherwise_from_some_position_on_is_refused(own):
+    with pytest.raises(CaptureError, match="something else when `p` is given positions"):
+        compiled(OtherPositions(own))
+
+
 def test_an_optional_argument_that_counts_from_0_without_positions_is_positions():
     assert compiled(OptionalPositions()).source.vocab_size == VOCAB_SIZE
 
