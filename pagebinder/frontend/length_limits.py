@@ -77,7 +77,8 @@ def limit_of_tables(graph: Graph, longest: int) -> LengthLimit | None:
 
 
 def _num_tokens_within(look_up: LookUp, longest: int) -> int | None:
-    """The first of `longest` positions whose row is not there; None: all are there, or ids choose the row.
+    """The first of `longest` positions whose row is not there; None: all are there, or ids choose the row, or the
+    number of tokens does, which is for the audit to say.
 
     An index that is made of values which are not here (of a buffer on the meta device) cannot be told.
     """
@@ -88,16 +89,24 @@ def _num_tokens_within(look_up: LookUp, longest: int) -> int | None:
         return None
     if _is_of_pairs(look_up.index):
         return _num_tokens_of_pairs(look_up, nodes, longest)
-    try:
-        rows = Values(nodes, longest).vectors().get(look_up.index)
-    except MaskNotProven:
-        return None
+    rows = _rows(look_up, nodes, longest)
     if rows is None:
         return None
-    outside = (rows < look_up.lowest) | (rows >= look_up.num_rows)
+    positions = ((rows < look_up.lowest) | (rows >= look_up.num_rows)).any(1).nonzero()
+    if not len(positions):
+        return None
+    shorter = _rows(look_up, nodes, max(longest // 2, 1))
+    return int(positions[0]) if shorter is not None and torch.equal(rows[: len(shorter)], shorter) else None
+
+
+def _rows(look_up: LookUp, nodes: list[Node], num_tokens: int) -> torch.Tensor | None:
+    """[num_tokens, ..] of a sequence; None: not known."""
+    try:
+        rows = Values(nodes, num_tokens).vectors().get(look_up.index)
+    except MaskNotProven:
+        return None
     (dim,) = token_dims(look_up.index)
-    positions = outside.movedim(dim, 0).reshape(longest, -1).any(1).nonzero()
-    return int(positions[0]) if len(positions) else None
+    return None if rows is None else rows.movedim(dim, 0).reshape(num_tokens, -1)
 
 
 def _is_of_pairs(index: Node) -> bool:

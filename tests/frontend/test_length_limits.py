@@ -48,6 +48,8 @@ LOOK_UPS = {
     "table made of another": (lambda m, p: (m.table.sin() * 2)[p], ROWS),
     "number looked up, then a row": (lambda m, p: m.place(m.numbers[p]), ROWS // 2),
     "the smaller of two": (lambda m, p: m.place(p + 5) + m.place(p + 3), ROWS - 5),
+    "from the end of the sequence": (lambda m, p: m.place(p.max() - p), None),
+    "of the number of tokens": (lambda m, p: m.place(p * 7 % p.shape[1]), None),
     "none of positions": (lambda m, p: m.place(torch.zeros_like(p)), None),
 }
 
