@@ -4,6 +4,7 @@
     flex_attention(.., score_mod=f)    a call with a graph of its own as operand; torch.cond, too
     linear.weight.data                 a constant that has lost its value: it is the weight
     (x * 2).data                       the same of a value that is not known
+    torch.rand(3, generator=g)         a constant that is no tensor
 
 Decomposition resolves the first, unless torch has kept such a value as a constant.
 """
@@ -46,7 +47,15 @@ def _layout(tensor: torch.Tensor) -> tuple:
 
 
 def refuse_traced_constants(program: ExportedProgram) -> None:
-    """Raises CaptureError: a constant of the program has no value, by torch.func or because of `.data`."""
+    """Raises CaptureError: a constant of the program is no tensor, or has no value, by torch.func or by `.data`."""
+    for name, constant in program.constants.items():
+        if not isinstance(constant, torch.Tensor):
+            reader = _reader(program, {name})
+            where = "" if reader is None else f"{_place(reader)} ({source_line(reader)})"
+            raise CaptureError(
+                f"A {type(constant).__name__} is used{where}, and no graph here holds one. Compute what is made with "
+                "it before the call, and keep it in a buffer."
+            )
     lost = {name for name, constant in program.constants.items() if isinstance(constant, FakeTensor)}
     if not lost:
         return
@@ -57,13 +66,18 @@ def refuse_traced_constants(program: ExportedProgram) -> None:
             "torch.export loses its result. Write the dimension that it runs over as one of the tensors, as matmul "
             "and softmax take it."
         )
-    names = {spec.arg.name for spec in program.graph_signature.input_specs if spec.target in lost}
-    reader = next((n for n in program.graph.nodes if names & {i.name for i in n.all_input_nodes}), None)
+    reader = _reader(program, lost)
     where = "" if reader is None else f"{_place(reader)} ({source_line(reader)})"
     raise CaptureError(
         f"A tensor that is read{where} has lost its value in the trace: torch.export does not follow `.data` and "
         "what is made out of its sight. Use detach() instead of .data, and compute such values before the call."
     )
+
+
+def _reader(program: ExportedProgram, constants: set[str]) -> Node | None:
+    """The first call that reads one of them."""
+    names = {spec.arg.name for spec in program.graph_signature.input_specs if spec.target in constants}
+    return next((n for n in program.graph.nodes if names & {i.name for i in n.all_input_nodes}), None)
 
 
 def refuse_operands_with_graphs(program: ExportedProgram) -> None:

@@ -48,3 +48,13 @@ def test_the_data_of_another_value_is_a_capture_error_with_its_place():
         CaptureError, match=r"read in body \(.*\) has lost its value in the trace: .*`\.data`"
     ):
         capture(source_from_module(Decoder(Data(of_weight=False))))
+
+
+class Seeded(nn.Module):
+    def forward(self, x):
+        return x * torch.rand(WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def test_an_object_that_a_graph_cannot_hold_is_refused():
+    with pytest.raises(CaptureError, match="A Generator is used"):
+        capture(source_from_module(Decoder(Seeded()).eval()))
