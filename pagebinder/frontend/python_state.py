@@ -103,6 +103,7 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 def put_back(model: torch.nn.Module) -> Iterator[None]:
     """Undoes at the end what happens to attributes, submodules and buffers, and to containers and objects in them.
 
+    What is written in place into a buffer, or an attribute that is a tensor, is undone, too, up to MOST_BYTES.
     Lists and dicts that hooks and functions of modules close over (`activations.append(out)`) are put back, too.
     Where parameters were written in place, nothing is: attributes may say that this is done (`layers_are_rescaled`
     of RWKV).
@@ -115,12 +116,30 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
     attributes += [value for held in objects for value in held.values()]
     holders += [*objects, *_changeable([*attributes, *_closed_over(modules)])]
     copies = [copy.copy(holder) for holder in holders]
+    contents = _contents([t for m in modules for t in (*m._buffers.values(), *vars(m).values())])
     try:
         yield
     finally:
         if all(p._version == version for p, version in written):
             for holder, before in zip(holders, copies):
                 _restore(holder, before)
+            for tensor, version, content in contents:
+                if tensor._version != version:
+                    with torch.no_grad():
+                        tensor.copy_(content)
+
+
+def _contents(values: Iterable[Any]) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+    """Of the tensors that are put back: each once, with its version and a copy."""
+    tensors = {
+        id(t): t
+        for t in values
+        if type(t) is torch.Tensor
+        and t.layout is torch.strided
+        and not (t.is_meta or t.is_inference() or t.requires_grad)
+        and t.nbytes <= MOST_BYTES
+    }
+    return [(t, t._version, t.detach().clone()) for t in tensors.values()]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import pagebinder
 from pagebinder import CaptureError
 from pagebinder.frontend.capture import capture
 from pagebinder.frontend.python_state import put_back
@@ -101,3 +102,29 @@ def test_a_model_whose_first_call_writes_weights_is_served_as_that_leaves_it():
     gm, _ = capture(source_from_module(model))
     assert model.is_rescaled and torch.equal(model.decoder.head.weight, weight / 2)
     assert torch.allclose(gm(ids[0], positions[0]), model(ids, positions)[0], atol=1e-5)
+
+
+class ScaledByTheFirst(nn.Module):
+    """Keeps a scale in a buffer, that of the first tokens it ever sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.register_buffer("scale", torch.zeros(()))
+
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids)
+        if self.scale.item() == 0:
+            self.scale.copy_(x.abs().mean())
+        return self.head(x / self.scale)
+
+
+def test_what_is_written_into_buffers_is_put_back():
+    model = ScaledByTheFirst().eval()
+    with pytest.raises(CaptureError, match="reduces over the tokens"):
+        pagebinder.compile_model(model)
+    assert model.scale == 0
+    with put_back(model), torch.no_grad():
+        model(torch.tensor([[1, 2]]), None)
+        assert model.scale > 0
+    assert model.scale == 0
