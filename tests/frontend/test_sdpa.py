@@ -132,6 +132,18 @@ def test_keys_and_values_repeated_in_different_ways_stay_repeated():
     assert_close(before, after)
 
 
+@pytest.mark.parametrize("rounded", [(0,), (1,), (2,), (1, 2)])
+def test_operands_that_are_rounded_and_widened_again(rounded):
+    def body(x, p):
+        operands = [t.bfloat16().float() if i in rounded else t for i, t in enumerate(qkv(x))]
+        return merge(sdpa(*operands, is_causal=True))
+
+    before, after, _ = recognised(body)
+    (attention,) = calls(after.graph, ATTENTION)
+    assert len({n.meta["val"].dtype for n in attention.args[:3]}) == 1
+    assert_close(before, after)
+
+
 def test_two_layers_share_a_mask_that_is_proven_once(monkeypatch):
     def body(x, positions):
         mask = causal_mask(positions, 7)

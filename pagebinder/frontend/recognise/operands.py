@@ -6,6 +6,7 @@ gets a label, as einsum has them, so that the rest of raw attention's recogniser
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -249,6 +250,15 @@ def num_heads(operand: Operand, leading: list[str], sizes: list[int]) -> int | N
         divided = divided or size != full
         total *= size
     return total
+
+
+def in_one_dtype(gm: GraphModule, before: Node, values: list[Node]) -> list[Node]:
+    """As an attention op takes them. `stripped` may have found one before it was rounded, and another behind."""
+    dtype = functools.reduce(torch.promote_types, (val(x).dtype for x in values))
+    return [
+        x if val(x).dtype is dtype else insert_call(gm.graph, before, aten.to.dtype, (x, dtype))
+        for x in values
+    ]
 
 
 def flat_heads(

@@ -37,6 +37,7 @@ from pagebinder.frontend.recognise.operands import (
     ProductWithValues,
     flat_heads,
     from_flat_heads,
+    in_one_dtype,
     num_heads,
     product_with_values,
     stripped,
@@ -184,11 +185,7 @@ class _Layer:
             flat_heads(gm, product, k, inner, leading, column),
             flat_heads(gm, product, v, qkv[2][1], of_values.weight_leading, qkv[2][2]),
         ]
-        dtype = functools.reduce(torch.promote_types, (val(x).dtype for x in flat))
-        flat = [
-            x if val(x).dtype is dtype else insert_call(graph, product, aten.to.dtype, (x, dtype))
-            for x in flat
-        ]
+        flat = in_one_dtype(gm, product, flat)
         sinks = None if chain.sinks is None else chain.sinks.emit(gm, product)
         constant = None if bias is None else self._constants.node_of(bias, val(product).device)
         by_distance = isinstance(bias, DistanceBias)

@@ -30,6 +30,7 @@ from pagebinder.frontend.recognise.operands import (
     Operand,
     flat_heads,
     from_flat_heads,
+    in_one_dtype,
     stripped,
     unrepeated,
 )
@@ -134,6 +135,7 @@ def _rewrite(
     scale = arg(sdpa, 6, "scale")
     scale = float(scale) if scale is not None else q.size("width") ** -0.5
     flat = [flat_heads(gm, sdpa, x, "tokens", ["heads"], "width") for x in (q, k, v)]
+    flat = in_one_dtype(gm, sdpa, flat)
     options = {"scale": scale, "window": facts.window, "chunk": facts.chunk}
     options = {name: value for name, value in options.items() if value is not None}
     options |= {} if facts.causal else {"causal": False}
