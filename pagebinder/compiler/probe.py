@@ -15,6 +15,7 @@ from pagebinder.ambient import inference
 from pagebinder.compiler.verify_runs import source_rows
 from pagebinder.config import CompileConfig
 from pagebinder.errors import CaptureError
+from pagebinder.frontend.function_caches import nothing_kept
 from pagebinder.frontend.own_code import is_known
 from pagebinder.frontend.python_state import evaluation_mode, put_back
 from pagebinder.frontend.source import ModelSource
@@ -50,7 +51,8 @@ def probe(source: ModelSource, semantic: GraphModule, max_model_len: int, config
 
 
 def _called_twice(source: ModelSource, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    with put_back(source.module), evaluation_mode(source.module):
+    module = source.module
+    with put_back(module), evaluation_mode(module), nothing_kept(module):
         first, again = (source_rows(source.module, source, ids).double() for _ in range(2))
     return first, again
 

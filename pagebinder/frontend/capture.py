@@ -34,6 +34,7 @@ from pagebinder.frontend.equal_rows import merge_equal_rows
 from pagebinder.frontend.experts_interface import experts_hook
 from pagebinder.frontend.failed_traces import branch_by_values, line_that_fixed_the_length
 from pagebinder.frontend.few_tokens import FewTokens, noting_branches, run_with_one_token
+from pagebinder.frontend.function_caches import nothing_kept
 from pagebinder.frontend.grad_mode import same_grad_mode_untraced
 from pagebinder.frontend.language_model import entering, language_model
 from pagebinder.frontend.last_row import ROUTE, every_row
@@ -173,13 +174,14 @@ def capture(
         CaptureError: the model cannot be traced for any number of tokens; says what was tried.
     """
     if not source.is_transformers:
-        try:
+        with nothing_kept(source.module):
+            try:
+                return _capture_plain(source, hook)
+            except CaptureError:
+                with put_back(source.module), evaluation_mode(source.module):
+                    if not takes_flat_ids(source.module):
+                        raise
             return _capture_plain(source, hook)
-        except CaptureError:
-            with put_back(source.module), evaluation_mode(source.module):
-                if not takes_flat_ids(source.module):
-                    raise
-        return _capture_plain(source, hook)
     if takes_positions(source.module):
         wrapper = FlatTokens(source.module, True, axes=axes, features=features, entry=entry)
         return trace(source, wrapper, token_inputs(source), hook=hook)

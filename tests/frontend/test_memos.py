@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -44,6 +45,17 @@ class Rotary(nn.Module):
 
     def forward(self, x):
         return self.tables(x.shape[1], x)
+
+
+@functools.cache
+def kept_table(num_tokens, base=100.0):
+    freqs = torch.outer(torch.arange(num_tokens), base ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
+    return freqs.cos(), freqs.sin()
+
+
+class ByFunction(Rotary):
+    def tables(self, length, x):
+        return kept_table(length)
 
 
 class OtherLength(Rotary):
@@ -316,6 +328,13 @@ def assert_served(model):
 @pytest.mark.parametrize("rotary", SERVED)
 def test_tables_by_length_are_served(rotary):
     assert_served(Decoder(rotary))
+
+
+@pytest.mark.parametrize("lengths", [(), (12,)], ids=["fresh", "filled"])
+def test_tables_that_a_function_keeps_are_served_and_stay_values(lengths):
+    kept_table.cache_clear()
+    assert_served(ran_with(Decoder(ByFunction), *lengths))
+    assert all(t.device.type == "cpu" for n in (12, 40, MANY_TOKENS) for t in kept_table(n))
 
 
 @pytest.mark.parametrize("lengths", [(1,), (40,), (MANY_TOKENS, 5)], ids=str)
