@@ -64,16 +64,16 @@ def commands(repository: str, commit: str, folder: Path) -> str:
 
 
 class _Stub(types.ModuleType):
-    """A module that is not there: any name can be imported from it, none can be called."""
+    """A module that is not there: any class can be imported from it, none can be made."""
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
 
-        def absent(*args, **kwargs):
-            raise NotImplementedError(f"{self.__name__}.{name} is a stub")
+        def absent(self, *args, **kwargs):
+            raise NotImplementedError(f"{type(self).__name__} is a stub")
 
-        return absent
+        return type(f"{self.__name__}.{name}", (), {"__init__": absent})
 
 
 def stub(name: str, **attributes) -> None:
