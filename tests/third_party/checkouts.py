@@ -28,10 +28,12 @@ class Checkout:
         importlib.invalidate_caches()
         return importlib.import_module(module)
 
-    def load_edited(self, file: str, *edits: tuple[str, str]) -> types.ModuleType:
-        """Import a file whose text is changed while it is read, without changing its lines' numbers."""
+    def load_edited(self, file: str, *edits: tuple[str, str], until: str | None = None) -> types.ModuleType:
+        """Import a file, up to the text `until`, changed while it is read without changing its lines' numbers."""
         path = self.path / file
         text = path.read_text()
+        if until is not None:
+            text = text[: text.index(until)]
         for old, new in edits:
             if old not in text or old.count("\n") != new.count("\n"):
                 raise ValueError(f"{file} has no {old!r}, or other lines would result")
