@@ -301,9 +301,14 @@ def _export(
         graph_of = functools.partial(_graph_of, input_names=list(inputs))
         if (found := export_limited(source, wrapper, inputs, traced, graph_of)) is not None:
             limited, few = found
-            program, functionalised = _functional(limited.program)
-            check_questions(program)
-            return program, limited.route + functionalised, few, limited.most
+            try:
+                program, functionalised = _functional(limited.program)
+                check_questions(program)
+                return program, limited.route + functionalised, few, limited.most
+            except CaptureError:
+                raise
+            except Exception as error:  # torch's, of tensors that a transform of functions made
+                failures.append(f"  {limited.route}: {type(error).__name__}: {_first_lines(error)}")
     reason = f"{by_values}. What torch says" if by_values else ""
     if any("Constraints violated" in failure for failure in failures):
         reason = DEPENDS_ON_LENGTH.format(at=f" at {by_length}" * bool(by_length))

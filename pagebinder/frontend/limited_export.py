@@ -128,7 +128,7 @@ class _Attempts:
                 return None
             for few in self.few(longer) if longer.begins_later or longer.others else []:
                 few.require_same(self.graph_of(longer.program), type(self.source.module).__name__)
-        except CaptureError:  # of a branch that is not needed
+        except Exception:  # of a branch that is not needed, or as torch cannot make its graph functional
             return None
         return longer
 

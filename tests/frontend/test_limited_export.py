@@ -8,7 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import pagebinder
+<<<<<<< HEAD
 from pagebinder import CaptureError, CompileConfig, ConfigError, EngineConfig, SamplingParams
+=======
+from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams
+from pagebinder.frontend import capture
+>>>>>>> c667637 (What torch cannot make functional of a program for some lengths is refused with its words, not an error of ours)
 from tests.frontend.plain_decoders import VOCAB_SIZE, WIDTH
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -143,6 +148,7 @@ def test_another_computation_for_short_sequences_is_refused():
         compiled(lambda: Windowed(2.0))
 
 
+<<<<<<< HEAD
 class Table(nn.Module):
     """No nn.Embedding, which would say how many ids there are."""
 
@@ -177,6 +183,17 @@ class OfOtherTokens(Decoder):
 def test_few_tokens_are_others_than_the_first(num_tokens, table):
     with pytest.raises(CaptureError, match="a single token than for more|2 tokens than for more"):
         pagebinder.compile_model(OfOtherTokens(num_tokens, table).eval(), CompileConfig(executable="eager"))
+=======
+def test_a_graph_that_torch_cannot_make_functional_is_refused(monkeypatch):
+    """As of a mask that torch.vmap made within the traced code."""
+
+    def fail(program):
+        raise RuntimeError("a tensor escaped")
+
+    monkeypatch.setattr(capture, "_functional", fail)
+    with pytest.raises(CaptureError, match="export from 3 tokens: RuntimeError: a tensor escaped"):
+        compiled()
+>>>>>>> c667637 (What torch cannot make functional of a program for some lengths is refused with its words, not an error of ours)
 
 
 class Grown(Decoder):

@@ -16,7 +16,14 @@ from pathlib import Path
 import torch
 
 import pagebinder
-from pagebinder import CaptureError, CompileConfig, ConfigError, EngineConfig, SamplingParams, VerificationError
+from pagebinder import (
+    CaptureError,
+    CompileConfig,
+    ConfigError,
+    EngineConfig,
+    SamplingParams,
+    VerificationError,
+)
 from tests.third_party.case import MAX_TOKENS, VOCAB_SIZE, Built, Case
 from tests.third_party.checkouts import checkout_of
 
@@ -80,9 +87,7 @@ def _compile_and_serve(case: Case, folder: Path, record: Record) -> None:
     config = CompileConfig(executable="eager", max_model_len=MAX_TOKENS, **case.options)
     compiled = pagebinder.compile_model(model, config)
     record.state_kinds = tuple(sorted({state.kind for state in compiled.states}))
-    options = EngineConfig(
-        num_kv_blocks=240, max_num_seqs=4, max_num_batched_tokens=24, check_integrity=True
-    )
+    options = EngineConfig(num_kv_blocks=240, max_num_seqs=4, max_num_batched_tokens=24, check_integrity=True)
     engine = compiled.engine(options)
     shared = prompt(75)
     first = [*(prompt(n) for n in PROMPT_LENGTHS), shared]
@@ -103,7 +108,9 @@ def _expect_spread(source: Built) -> None:
     """The weights are good for a check: errors would show, and what is said is said again."""
     logits, again = source.logits_of(prompt(20)), source.logits_of(prompt(20))
     if not (logits.isfinite().all() and logits.std() >= MIN_SPREAD):
-        raise ValueError(f"the tiny model's logits spread by {float(logits.std()):.2g}: errors would not show")
+        raise ValueError(
+            f"the tiny model's logits spread by {float(logits.std()):.2g}: errors would not show"
+        )
     if not torch.equal(logits, again):
         raise ValueError("the tiny model says other logits when it is called again")
 

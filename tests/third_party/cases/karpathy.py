@@ -18,7 +18,13 @@ def nanogpt(checkout: Checkout):
     return Built(model, lambda ids: model(torch.tensor([ids]), torch.tensor([ids]))[0][0])
 
 
-@case("mingpt", "karpathy/minGPT", "mingpt/model.py", "GPT", "a mask that is cut from a buffer; loss beside logits")
+@case(
+    "mingpt",
+    "karpathy/minGPT",
+    "mingpt/model.py",
+    "GPT",
+    "a mask that is cut from a buffer; loss beside logits",
+)
 def mingpt(checkout: Checkout):
     module = checkout.load("mingpt.model")
     config = module.GPT.get_default_config()
@@ -53,11 +59,23 @@ def nanochat_windows(checkout: Checkout):
     return _nanochat(checkout, "SSL")
 
 
-@case("llama2.c", "karpathy/llama2.c", "model.py", "Transformer", "real RoPE in pairs; logits of the last token alone")
+@case(
+    "llama2.c",
+    "karpathy/llama2.c",
+    "model.py",
+    "Transformer",
+    "real RoPE in pairs; logits of the last token alone",
+)
 def llama2_c(checkout: Checkout):
     module = checkout.load("model")
     args = module.ModelArgs(
-        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCAB_SIZE, multiple_of=32, max_seq_len=MAX_TOKENS
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        vocab_size=VOCAB_SIZE,
+        multiple_of=32,
+        max_seq_len=MAX_TOKENS,
     )
     model = scaled(module.Transformer(args))
     return Built(model, lambda ids: model(torch.tensor([ids]), torch.tensor([ids]))[0])
@@ -84,11 +102,25 @@ def _ngpt(checkout: Checkout, normalized: int):
 NGPT = "flash_attn a stub that calls SDPA; read with float32 for its bfloat16"
 
 
-@case("ngpt", "NVIDIA/ngpt", "model.py", "GPT", "rows of length one, learned steps between them", adaptation=NGPT)
+@case(
+    "ngpt",
+    "NVIDIA/ngpt",
+    "model.py",
+    "GPT",
+    "rows of length one, learned steps between them",
+    adaptation=NGPT,
+)
 def ngpt(checkout: Checkout):
     return _ngpt(checkout, 1)
 
 
-@case("ngpt-baseline", "NVIDIA/ngpt", "model.py", "GPT", "sinusoids made anew for RoPE in each layer", adaptation=NGPT)
+@case(
+    "ngpt-baseline",
+    "NVIDIA/ngpt",
+    "model.py",
+    "GPT",
+    "sinusoids made anew for RoPE in each layer",
+    adaptation=NGPT,
+)
 def ngpt_baseline(checkout: Checkout):
     return _ngpt(checkout, 0)

@@ -7,7 +7,10 @@ import torch
 from tests.third_party.case import MAX_TOKENS, VOCAB_SIZE, Called, case, scaled
 from tests.third_party.checkouts import Checkout, stub
 
-LITGPT = {"adaptation": "lightning a stub; the package's __init__ left out", "needs": ("lightning_utilities",)}
+LITGPT = {
+    "adaptation": "lightning a stub; the package's __init__ left out",
+    "needs": ("lightning_utilities",),
+}
 
 
 def _litgpt(checkout: Checkout, name: str, **options):
@@ -21,7 +24,13 @@ def _litgpt(checkout: Checkout, name: str, **options):
 
     litgpt.__path__ = [str(checkout.path / "litgpt")]
     module = checkout.load("litgpt.model")
-    shape = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": MAX_TOKENS, "padded_vocab_size": VOCAB_SIZE}
+    shape = {
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 64,
+        "block_size": MAX_TOKENS,
+        "padded_vocab_size": VOCAB_SIZE,
+    }
     config = module.Config.from_name(name, **shape, vocab_size=VOCAB_SIZE, intermediate_size=96, **options)
     return scaled(module.GPT(config))
 
@@ -129,8 +138,15 @@ _x_case("x-transformers-alibi", "ALiBi for half of the heads", alibi_pos_bias=Tr
 _x_case("x-transformers-t5", "T5's buckets of distances", rel_pos_bias=True)
 _x_case("x-transformers-flash", "SDPA, gates of values, GLU, RMSNorm", rotary_pos_emb=True, attn_flash=True,
         attn_gate_values=True, ff_glu=True, use_rmsnorm=True)  # fmt: skip
-_x_case("x-transformers-qk-norm", "q and k of length one, one head of K and V", attn_qk_norm=True, attn_one_kv_head=True)
-_x_case("x-transformers-shift", "half of the channels shifted by a token", shift_tokens=1, rotary_pos_emb=True)
+_x_case(
+    "x-transformers-qk-norm",
+    "q and k of length one, one head of K and V",
+    attn_qk_norm=True,
+    attn_one_kv_head=True,
+)
+_x_case(
+    "x-transformers-shift", "half of the channels shifted by a token", shift_tokens=1, rotary_pos_emb=True
+)
 _x_case("x-transformers-talking", "heads mixed before the softmax", attn_pre_talking_heads=True)
 _x_case("x-transformers-memory", "learned keys and values before the tokens", attn_num_mem_kv=4)
 

@@ -127,4 +127,3 @@ def minimind_no_flash(checkout: Checkout):
 @case("minimind-experts", *MINIMIND, "experts that pick tokens by a mask, left out if nobody chose them")
 def minimind_experts(checkout: Checkout):
     return _minimind(checkout, use_moe=True, num_experts_per_tok=2)
-

@@ -24,7 +24,11 @@ def _older_transformers() -> None:
     for name in ("SequenceClassifierOutputWithPast",):
         getattr(transformers.modeling_outputs, name)
     utils = transformers.utils
-    for name in ("add_start_docstrings_to_model_forward", "add_code_sample_docstrings", "replace_return_docstrings"):
+    for name in (
+        "add_start_docstrings_to_model_forward",
+        "add_code_sample_docstrings",
+        "replace_return_docstrings",
+    ):
         if not hasattr(utils, name):
             setattr(utils, name, lambda *args, **options: lambda function: function)
     if not hasattr(transformers, "add_start_docstrings"):

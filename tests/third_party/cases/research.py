@@ -16,7 +16,10 @@ from tests.third_party.checkouts import Checkout, stub
 )  # fmt: skip
 def modded_nanogpt(checkout: Checkout):
     module = checkout.load_edited(
-        "train_gpt2.py", ("open(sys.argv[0])", "open(__file__)"), ("@torch.compile", "#"), until="class DistributedDataLoader"
+        "train_gpt2.py",
+        ("open(sys.argv[0])", "open(__file__)"),
+        ("@torch.compile", "#"),
+        until="class DistributedDataLoader",
     )
     config = module.GPTConfig(vocab_size=VOCAB_SIZE, n_layer=2, n_head=4, n_embd=64)
     model = scaled(module.GPT(config))
@@ -33,7 +36,13 @@ def lingua(checkout: Checkout):
     torch.compile = lambda function, **options: function
     module = checkout.load("apps.main.transformer")
     args = module.LMTransformerArgs(
-        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32, max_seqlen=MAX_TOKENS, vocab_size=VOCAB_SIZE
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        multiple_of=32,
+        max_seqlen=MAX_TOKENS,
+        vocab_size=VOCAB_SIZE,
     )
     model = module.LMTransformer(args)
     return scaled(model)
@@ -52,7 +61,11 @@ def _olmo(checkout: Checkout, **options):
         "olmo_data.data", "importlib_resources",
     ):  # fmt: skip
         stub(absent)
-    stub("cached_path.schemes", SchemeClient=type("SchemeClient", (), {"recoverable_errors": ()}), add_scheme_client=lambda client: None)
+    stub(
+        "cached_path.schemes",
+        SchemeClient=type("SchemeClient", (), {"recoverable_errors": ()}),
+        add_scheme_client=lambda client: None,
+    )
     stub("rich.highlighter", NullHighlighter=object)
     stub("google.api_core.retry", Retry=lambda **options: lambda function: function)
     stub("olmo")
@@ -115,7 +128,13 @@ def mambapy_loop(checkout: Checkout):
     return _mambapy(checkout, parallel=False)
 
 
-@case("rwkv-v1", "BlinkDL/RWKV-LM", "RWKV-v1/src/model.py", "GPT", "a matrix of time weights, exp of keys and a running sum")
+@case(
+    "rwkv-v1",
+    "BlinkDL/RWKV-LM",
+    "RWKV-v1/src/model.py",
+    "GPT",
+    "a matrix of time weights, exp of keys and a running sum",
+)
 def rwkv_v1(checkout: Checkout):
     module = checkout.load("src.model", under="RWKV-v1")
     config = module.GPTConfig(
@@ -136,7 +155,9 @@ def pytorch_llama(checkout: Checkout):
         max_seq_len=MAX_TOKENS, device="cpu",
     )  # fmt: skip
     model = scaled(module.Transformer(args))
-    return Built(model, lambda ids: torch.cat([model(torch.tensor([[t]]), at)[0] for at, t in enumerate(ids)]))
+    return Built(
+        model, lambda ids: torch.cat([model(torch.tensor([[t]]), at)[0] for at, t in enumerate(ids)])
+    )
 
 
 FMS = ("foundation-model-stack/foundation-model-stack",)
@@ -154,17 +175,38 @@ def _fms(checkout: Checkout, file: str, config: str, model: str, **options):
     return scaled(model)
 
 
-@case("fms-llama", *FMS, "fms/models/llama.py", "LLaMA", "tables of RoPE in dicts by device and stretch, fused qkv", **FMS_OPTIONS)
+@case(
+    "fms-llama",
+    *FMS,
+    "fms/models/llama.py",
+    "LLaMA",
+    "tables of RoPE in dicts by device and stretch, fused qkv",
+    **FMS_OPTIONS,
+)
 def fms_llama(checkout: Checkout):
     return _fms(checkout, "llama", "LLaMAConfig", "LLaMA", emb_dim=64, multiple_of=32)
 
 
-@case("fms-granite", *FMS, "fms/models/granite.py", "Granite", "multipliers of embeddings, residuals and scores", **FMS_OPTIONS)
+@case(
+    "fms-granite",
+    *FMS,
+    "fms/models/granite.py",
+    "Granite",
+    "multipliers of embeddings, residuals and scores",
+    **FMS_OPTIONS,
+)
 def fms_granite(checkout: Checkout):
     return _fms(checkout, "granite", "GraniteConfig", "Granite", emb_dim=64, multiple_of=32, head_dim=16)
 
 
-@case("fms-mixtral", *FMS, "fms/models/mixtral.py", "Mixtral", "experts in one tensor, grouped by a Triton kernel on GPUs", **FMS_OPTIONS)
+@case(
+    "fms-mixtral",
+    *FMS,
+    "fms/models/mixtral.py",
+    "Mixtral",
+    "experts in one tensor, grouped by a Triton kernel on GPUs",
+    **FMS_OPTIONS,
+)
 def fms_mixtral(checkout: Checkout):
     return _fms(
         checkout, "mixtral", "MixtralConfig", "Mixtral", dim=64, hidden_dim=64, num_experts=4, top_k_experts=2
