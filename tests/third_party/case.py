@@ -21,7 +21,7 @@ UNMODIFIED = "unmodified"
 
 @dataclass(frozen=True)
 class Built:
-    """A tiny model, and its own logits of a list of ids, of all or of the last: by default its forward is called with them."""
+    """A tiny model, and its own logits of a list of ids, of all or of the last; by default its forward says them."""
 
     model: nn.Module
     logits: Callable[[list[int]], torch.Tensor] | None = None

@@ -92,6 +92,13 @@ def stub(name: str, **attributes) -> None:
         setattr(sys.modules[name], key, value)
 
 
+def package(name: str, path: Path) -> None:
+    """Let `name` be a package at `path` without the code of its __init__."""
+    if name not in sys.modules:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(path)]
+
+
 def stay_on_cpu() -> None:
     """`.cuda()` gives the tensor or module itself."""
     torch.Tensor.cuda = lambda self, *args, **kwargs: self

@@ -1,4 +1,4 @@
-"""`python -m tests.third_party.run --checkouts DIR [NAMES...]`: models as they are published, each in its own process.
+"""`python -m tests.third_party.run --checkouts DIR [NAMES...]`: published models, each in a process of its own.
 
 No code of others is kept here: DIR holds a checkout of each repository at DIR/<owner>+<name>/; `--list` prints the
 commands that make them. Exit code 1 if a token is WRONG, anything failed, or nothing ran.

@@ -1,8 +1,8 @@
 """The check of one case: the model as published, compiled and served, token for token what it says itself.
 
-Prompts of several lengths come at once, are cut into chunks beside each other's decodes, and some begin alike, so that
-their beginning is cached. Each continuation is judged by runs of the model over the whole sequence; a second model,
-made alike, says them, so that nothing that compiling does to the first could hide.
+Prompts of several lengths come at once, are cut into chunks beside each other's decodes, and some begin alike, so
+that their beginning is cached. Each token is judged by a run of the model over the whole sequence up to it; a second
+model, made alike, says it, so that nothing that compiling does to the first could hide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.third_party.case import MAX_TOKENS, VOCAB_SIZE, Built, Case
 from tests.third_party.checkouts import checkout_of
 
 STATUSES = ("WRONG", "error", "not run", "refused", "exact")
-PROMPT_LENGTHS = (1, 5, 37, 60, 100)
+PROMPT_LENGTHS = (1, 2, 4, 5, 37, 60, 100)
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, logprobs=0)
 MIN_SPREAD = 0.3
 # How far below the best logit a chosen one may be: rounding decides between two that are as close as this. How far
@@ -116,11 +116,17 @@ def _expect_spread(source: Built) -> None:
 
 
 def rows(source: Built, ids: list[int], start: int) -> torch.Tensor:
-    """The model's own logits of the tokens from `start` on; one that gives its last row is run for each."""
-    logits = source.logits_of(ids)
-    if len(logits) == len(ids):
-        return logits[start:]
-    return torch.cat([source.logits_of(ids[: end + 1]) for end in range(start, len(ids))])
+    """The model's own logits [N, V] of the tokens from `start` on, each of a run that ends with it.
+
+    A model that takes no sequence as short as that says it in a longer one.
+    """
+    found = []
+    for end in range(start + 1, len(ids) + 1):
+        try:
+            found.append(source.logits_of(ids[:end])[-1])
+        except Exception:
+            found.append(source.logits_of(ids)[end - 1])
+    return torch.stack(found)
 
 
 def judge(source: Built, ids: list[int], output) -> None:

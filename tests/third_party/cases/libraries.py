@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.third_party.case import MAX_TOKENS, VOCAB_SIZE, Called, case, scaled
-from tests.third_party.checkouts import Checkout, stub
+from tests.third_party.checkouts import Checkout, package, stub
 
 LITGPT = {
     "adaptation": "lightning a stub; the package's __init__ left out",
@@ -19,10 +19,7 @@ def _litgpt(checkout: Checkout, name: str, **options):
         "lightning.pytorch.cli", "lightning.pytorch.loggers",
     ):  # fmt: skip
         stub(absent)
-    stub("litgpt")
-    import litgpt
-
-    litgpt.__path__ = [str(checkout.path / "litgpt")]
+    package("litgpt", checkout.path / "litgpt")
     module = checkout.load("litgpt.model")
     shape = {
         "n_layer": 2,
@@ -61,7 +58,7 @@ RASBT = ("rasbt/LLMs-from-scratch",)
 
 
 @case(
-    "from-scratch-gpt", *RASBT, "pkg/llms_from_scratch/ch04.py", "GPTModel", "a mask's buffer as bool, masked in place",
+    "from-scratch-gpt", *RASBT, "pkg/llms_from_scratch/ch04.py", "GPTModel", "a mask's buffer, filled in place",
     adaptation="tiktoken a stub",
 )  # fmt: skip
 def from_scratch_gpt(checkout: Checkout):
@@ -77,7 +74,8 @@ def from_scratch_gpt_fast(checkout: Checkout):
 
 
 @case(
-    "from-scratch-llama3", *RASBT, "pkg/llms_from_scratch/llama3.py", "Llama3Model", "tables of RoPE given to each block",
+    "from-scratch-llama3", *RASBT, "pkg/llms_from_scratch/llama3.py", "Llama3Model",
+    "whole tables of RoPE for each block",
     adaptation="tiktoken a stub",
 )  # fmt: skip
 def from_scratch_llama3(checkout: Checkout):
@@ -93,7 +91,8 @@ def from_scratch_qwen3(checkout: Checkout):
 
 
 @case(
-    "from-scratch-qwen3-moe", *RASBT, "pkg/llms_from_scratch/qwen3.py", "Qwen3Model", "a loop over torch.unique of experts",
+    "from-scratch-qwen3-moe", *RASBT, "pkg/llms_from_scratch/qwen3.py", "Qwen3Model",
+    "a loop over torch.unique of ids",
     adaptation="tiktoken a stub",
 )  # fmt: skip
 def from_scratch_qwen3_moe(checkout: Checkout):
@@ -157,10 +156,7 @@ _x_case("x-transformers-memory", "learned keys and values before the tokens", at
     adaptation="the package's __init__ left out", needs=("einops", "beartype"),
 )  # fmt: skip
 def palm(checkout: Checkout):
-    stub("palm_rlhf_pytorch")
-    import palm_rlhf_pytorch
-
-    palm_rlhf_pytorch.__path__ = [str(checkout.path / "palm_rlhf_pytorch")]
+    package("palm_rlhf_pytorch", checkout.path / "palm_rlhf_pytorch")
     module = checkout.load("palm_rlhf_pytorch.palm")
     return scaled(module.PaLM(dim=64, num_tokens=VOCAB_SIZE, depth=2, dim_head=16, heads=4))
 

@@ -8,7 +8,7 @@ from torch import nn
 from tests.third_party.case import MAX_TOKENS, VOCAB_SIZE, Built, case, scaled
 from tests.third_party.checkouts import Checkout, stay_on_cpu, stub
 
-FAIRSCALE = "fairscale a stub: its parallel layers of one process are nn.Linear and nn.Embedding; .cuda() does nothing"
+FAIRSCALE = "fairscale a stub: its parallel layers are nn.Linear and nn.Embedding; .cuda() does nothing"
 
 
 def _fairscale() -> None:

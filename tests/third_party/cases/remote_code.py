@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
 from tests.third_party.case import MAX_TOKENS, VOCAB_SIZE, case, scaled
-from tests.third_party.checkouts import Checkout, stub
+from tests.third_party.checkouts import Checkout, package, stub
 
 SHAPE = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -68,14 +66,14 @@ def baichuan2_13b(checkout: Checkout):
 )  # fmt: skip
 def chatglm2(checkout: Checkout):
     _older_transformers()
-    stub("model")
-    sys.modules["model"].__path__ = [str(checkout.path / "model")]
+    package("model", checkout.path / "model")
     module = checkout.load("model.modeling_chatglm")
     config = module.ChatGLMConfig(
         num_layers=2, padded_vocab_size=VOCAB_SIZE, hidden_size=64, ffn_hidden_size=96, kv_channels=16,
         num_attention_heads=4, seq_length=MAX_TOKENS, multi_query_attention=True, multi_query_group_num=2,
-        add_qkv_bias=True, use_cache=False, num_hidden_layers=2,
+        add_qkv_bias=True, num_hidden_layers=2, original_rope=True, layernorm_epsilon=1e-5,
     )  # fmt: skip
+    config.use_cache = False
     return scaled(_ones_in_norms(module.ChatGLMForConditionalGeneration(config, empty_init=False)))
 
 
@@ -89,8 +87,7 @@ def _ones_in_norms(model: nn.Module) -> nn.Module:
 
 def _in_folder(checkout: Checkout, file: str):
     """A file of the checkout's root that imports its neighbours relatively."""
-    stub("of_checkpoint")
-    sys.modules["of_checkpoint"].__path__ = [str(checkout.path)]
+    package("of_checkpoint", checkout.path)
     return checkout.load(f"of_checkpoint.{file}")
 
 
@@ -104,8 +101,8 @@ def qwen_7b(checkout: Checkout):
 
 
 @case(
-    "qwen-7b-plain", "zhangningboo/Qwen-7B", "modeling_qwen.py", "QWenLMHeadModel", "a list of tables of RoPE, kept between calls",
-    adaptation=NEWER,
+    "qwen-7b-plain", "zhangningboo/Qwen-7B", "modeling_qwen.py", "QWenLMHeadModel",
+    "a list of tables of RoPE, kept between calls", adaptation=NEWER,
 )  # fmt: skip
 def qwen_7b_plain(checkout: Checkout):
     return _qwen(checkout, use_dynamic_ntk=False, use_logn_attn=False)

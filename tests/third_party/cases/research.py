@@ -6,12 +6,13 @@ import importlib.metadata
 
 import torch
 
-from tests.third_party.case import MAX_TOKENS, VOCAB_SIZE, Built, Called, case, scaled
-from tests.third_party.checkouts import Checkout, stub
+from tests.third_party.case import MAX_TOKENS, VOCAB_SIZE, Built, case, scaled
+from tests.third_party.checkouts import Checkout, package, stub
 
 
 @case(
-    "modded-nanogpt", "KellerJordan/modded-nanogpt", "train_gpt2.py", "GPT", "RoPE in bfloat16 kept by length, norms of q and k",
+    "modded-nanogpt", "KellerJordan/modded-nanogpt", "train_gpt2.py", "GPT",
+    "RoPE in bfloat16 kept by length, norms of q and k",
     adaptation="read up to its data loader; torch.compile left out; logits alone of what it returns",
 )  # fmt: skip
 def modded_nanogpt(checkout: Checkout):
@@ -49,7 +50,7 @@ def lingua(checkout: Checkout):
 
 
 OLMO = {
-    "adaptation": "its storage and logging libraries stubs (boto3, botocore, datasets, rich, cached_path, google, olmo_data)",
+    "adaptation": "its storage and logging libraries stubs (boto3, datasets, rich, cached_path, google, olmo_data)",
     "needs": ("omegaconf",),
 }
 
@@ -68,10 +69,7 @@ def _olmo(checkout: Checkout, **options):
     )
     stub("rich.highlighter", NullHighlighter=object)
     stub("google.api_core.retry", Retry=lambda **options: lambda function: function)
-    stub("olmo")
-    import olmo
-
-    olmo.__path__ = [str(checkout.path / "olmo")]
+    package("olmo", checkout.path / "olmo")
     module = checkout.load("olmo.model")
     config = module.ModelConfig(
         d_model=64, n_heads=4, n_layers=2, mlp_ratio=2, vocab_size=VOCAB_SIZE, embedding_size=VOCAB_SIZE,
@@ -145,7 +143,8 @@ def rwkv_v1(checkout: Checkout):
 
 
 @case(
-    "pytorch-llama", "hkproj/pytorch-llama", "model.py", "Transformer", "it takes one token at a time, beside its own cache",
+    "pytorch-llama", "hkproj/pytorch-llama", "model.py", "Transformer",
+    "it takes one token at a time, beside its own cache",
     adaptation="logits of a sequence are asked for token by token",
 )  # fmt: skip
 def pytorch_llama(checkout: Checkout):
