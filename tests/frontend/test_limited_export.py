@@ -8,12 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import pagebinder
-<<<<<<< HEAD
 from pagebinder import CaptureError, CompileConfig, ConfigError, EngineConfig, SamplingParams
-=======
-from pagebinder import CaptureError, CompileConfig, EngineConfig, SamplingParams
 from pagebinder.frontend import capture
->>>>>>> c667637 (What torch cannot make functional of a program for some lengths is refused with its words, not an error of ours)
 from tests.frontend.plain_decoders import VOCAB_SIZE, WIDTH
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -89,6 +85,7 @@ HARMLESS = {
     "not for two tokens": lambda x, length: x if length == 2 else x * 1.0,
     "from three tokens on": lambda x, length: x if length < 3 else x + 0.0,
     "not for ten": lambda x, length: x if length == 10 else x * 1.0,
+    "not for every eighth": lambda x, length: x if length % 8 == 0 else x * 1.0,
 }
 
 
@@ -148,7 +145,6 @@ def test_another_computation_for_short_sequences_is_refused():
         compiled(lambda: Windowed(2.0))
 
 
-<<<<<<< HEAD
 class Table(nn.Module):
     """No nn.Embedding, which would say how many ids there are."""
 
@@ -183,7 +179,8 @@ class OfOtherTokens(Decoder):
 def test_few_tokens_are_others_than_the_first(num_tokens, table):
     with pytest.raises(CaptureError, match="a single token than for more|2 tokens than for more"):
         pagebinder.compile_model(OfOtherTokens(num_tokens, table).eval(), CompileConfig(executable="eager"))
-=======
+
+
 def test_a_graph_that_torch_cannot_make_functional_is_refused(monkeypatch):
     """As of a mask that torch.vmap made within the traced code."""
 
@@ -193,7 +190,6 @@ def test_a_graph_that_torch_cannot_make_functional_is_refused(monkeypatch):
     monkeypatch.setattr(capture, "_functional", fail)
     with pytest.raises(CaptureError, match="export from 3 tokens: RuntimeError: a tensor escaped"):
         compiled()
->>>>>>> c667637 (What torch cannot make functional of a program for some lengths is refused with its words, not an error of ours)
 
 
 class Grown(Decoder):
