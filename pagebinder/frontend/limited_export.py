@@ -174,9 +174,9 @@ class _Attempts:
             return None
         fewest, upper = int(ranges[0].lower), ranges[0].upper
         last = self.source.max_model_len if upper >= MAX_STEP_TOKENS else int(upper)
-        others, before = before_tail(
-            other_lengths(program, fewest, min(last, self.source.max_model_len)), last
-        )
+        asked = min(last, self.source.max_model_len)
+        others, known = other_lengths(program, fewest, asked)
+        others, before = before_tail(others, last if known == asked else known)
         most = None if upper >= MAX_STEP_TOKENS and before == last else before
         found = Limited(program, fewest, most, tuple(some_of(others)))
         if found.begins_later:

@@ -14,12 +14,22 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils._sympy.printers import PythonPrinter
 
 MOST_TRIED = 8
+EACH_UP_TO, SAMPLED = 1 << 16, 1024  # of more tokens so many lengths, and the last
 
 
-def other_lengths(program: ExportedProgram, fewest: int, last: int) -> list[int]:
-    """Of `fewest` to `last` tokens."""
+def other_lengths(program: ExportedProgram, fewest: int, last: int) -> tuple[list[int], int]:
+    """Of `fewest` to `last` tokens, and up to how many that is known: EACH_UP_TO, where some behind it do, too."""
     asked = _asked(program)
-    return [n for n in range(fewest, last + 1) if not all(holds(n) for holds in asked)]
+
+    def takes_another(length: int) -> bool:
+        return not all(holds(length) for holds in asked)
+
+    others = [n for n in range(fewest, min(last, EACH_UP_TO) + 1) if takes_another(n)]
+    if last > EACH_UP_TO:
+        if any(map(takes_another, range(EACH_UP_TO + 1, last, -(-(last - EACH_UP_TO) // SAMPLED)))):
+            return others, EACH_UP_TO
+        others += [last] * takes_another(last)
+    return others, last
 
 
 def before_tail(others: list[int], last: int) -> tuple[list[int], int]:
@@ -51,5 +61,4 @@ def _asked(program: ExportedProgram) -> list[Callable[[int], bool]]:
 
 
 def _function(expr, symbol) -> Callable[[int], bool]:
-    code = compile(PythonPrinter().doprint(expr), "<guard>", "eval")
-    return lambda number: bool(eval(code, {**SYMPY_INTERP, symbol.name: number}))
+    return eval(f"lambda {symbol.name}: bool({PythonPrinter().doprint(expr)})", dict(SYMPY_INTERP))
