@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         for repository in sorted({case.repository for case in todo}):
             print(commands(repository, COMMITS[repository], args.checkouts))
+        if needs := sorted({name for case in todo for name in case.needs}):
+            print(f"pip install {' '.join(needs)}  # what their files import")
         return 0
     missing = missing_checkouts(todo, args.checkouts)
     for repository, what in missing.items():

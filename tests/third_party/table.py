@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.third_party.cases import COMMITS
 from tests.third_party.serving import STATUSES, Record
 
 PAGE = Path(__file__).parents[2] / "docs" / "third_party.md"
-MAX_REASON = 200
+MAX_REASON = 260
 INTRODUCTION = """# Models as they are published
 
 Written by `python -m tests.third_party.run --checkouts DIR --write-docs` (do not edit). Each row is a model file of a
@@ -25,7 +26,7 @@ nothing is served. "Adaptation" says what was done around the code so that it ca
 itself nothing was changed unless it says so.
 
 No code of others is part of this repository. `python -m tests.third_party.run --list` prints the commands that make
-the checkouts, `--checkouts DIR NAME` runs single cases and shows whole messages.
+the checkouts and name the packages that their files import, `--checkouts DIR NAME` runs single cases and shows whole messages.
 """
 
 
@@ -50,15 +51,17 @@ def page(cases: Sequence[Case], records: Sequence[Record]) -> str:
         commit = COMMITS[case.repository][:10]
         lines.append(
             f"| {case.name} | {case.repository} {commit} | {case.file}, {case.class_name} | {case.unusual} "
-            f"| {case.adaptation} | {_result(by_name[case.name])} |"
+            f"| {case.adaptation} | {_result(case, by_name[case.name])} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _result(record: Record) -> str:
+def _result(case: Case, record: Record) -> str:
     if record.status == "exact":
         return "exact: " + ", ".join(kind.replace("_", " ") for kind in record.state_kinds)
-    return f"{record.status}: {short(record)}".replace("|", "\\|")
+    checkout = re.escape(case.repository.replace("/", "+"))
+    reason = re.sub(rf"[^\s()]*{checkout}/", "", short(record))  # wherever it lay
+    return f"{record.status}: {reason}".replace("|", "\\|")
 
 
 def short(record: Record) -> str:
@@ -69,4 +72,6 @@ def short(record: Record) -> str:
         return ""
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
     text = (findings or lines)[0]
+    if not findings and len(lines) > 1 and text.endswith(":"):
+        text = f"{text} {lines[1]}"
     return (text if len(text) <= MAX_REASON else text[: MAX_REASON - 4].rsplit(" ", 1)[0] + " ...") + more

@@ -35,7 +35,7 @@ OPEN_LM = ("mlfoundations/open_lm", "open_lm/model.py", "Transformer")
     "open-lm",
     *OPEN_LM,
     "logits first of three results, tables of RoPE that grow",
-    adaptation="xformers a stub",
+    adaptation=SWIGLU,
 )
 def open_lm(checkout: Checkout):
     return _open_lm(checkout, apply_qk_norm=True)

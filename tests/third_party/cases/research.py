@@ -160,6 +160,7 @@ def pytorch_llama(checkout: Checkout):
 
 
 FMS = ("foundation-model-stack/foundation-model-stack",)
+# Attention there tells tokens from heads by their numbers: with as many tokens as KV heads it attends over heads.
 FMS_OPTIONS = {"adaptation": "a version said for its package, which is not installed"}
 
 
@@ -179,7 +180,7 @@ def _fms(checkout: Checkout, file: str, config: str, model: str, **options):
     *FMS,
     "fms/models/llama.py",
     "LLaMA",
-    "tables of RoPE in dicts by device and stretch, fused qkv",
+    "attends over heads where T is their number, tables of RoPE in dicts",
     **FMS_OPTIONS,
 )
 def fms_llama(checkout: Checkout):
@@ -191,7 +192,7 @@ def fms_llama(checkout: Checkout):
     *FMS,
     "fms/models/granite.py",
     "Granite",
-    "multipliers of embeddings, residuals and scores",
+    "the same; multipliers of embeddings, residuals and scores",
     **FMS_OPTIONS,
 )
 def fms_granite(checkout: Checkout):
@@ -203,7 +204,7 @@ def fms_granite(checkout: Checkout):
     *FMS,
     "fms/models/mixtral.py",
     "Mixtral",
-    "experts in one tensor, grouped by a Triton kernel on GPUs",
+    "the same; experts by a custom op",
     **FMS_OPTIONS,
 )
 def fms_mixtral(checkout: Checkout):
