@@ -26,7 +26,8 @@ nothing is served. "Adaptation" says what was done around the code so that it ca
 itself nothing was changed unless it says so.
 
 No code of others is part of this repository. `python -m tests.third_party.run --list` prints the commands that make
-the checkouts and name the packages that their files import, `--checkouts DIR NAME` runs single cases and shows whole messages.
+the checkouts and the packages that their files import, `--checkouts DIR NAME` runs single cases and shows whole
+messages.
 """
 
 
