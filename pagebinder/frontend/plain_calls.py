@@ -33,10 +33,7 @@ from pagebinder.frontend.plain_modules import logits_in
 from pagebinder.frontend.wrappers import transformers_inside
 
 GUESS_TOKENS = 5
-MORE_TOKENS = (
-    64,
-    256,
-)  # of longer calls, where they are taken: what is clamped, or wraps around, is the same of few
+MORE_TOKENS = (64, 256)  # where they are taken: what is clamped, or wraps around, is the same of few
 IDS = "input_ids"
 POSITIONS = ("position_ids", "positions", "pos_ids", "input_pos", "pos")
 STARTS = ("start_pos", "start_position", "start_index")  # tokens that came before, of which it keeps K and V
