@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import io
 import logging
+import re
 import warnings
 from collections.abc import Callable
 
@@ -475,5 +476,9 @@ def _keep_writes(
 
 
 def _first_lines(error: Exception, num_lines: int = 3) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " | ".join(lines[:num_lines])[:500]
+    """Without what asks in torch's place (asking_code.py), which torch takes for the model's code."""
+    lines = [_ASKED.sub("", line.strip()) for line in str(error).splitlines()]
+    return " | ".join([line for line in lines if line and line != "Caused by:"][:num_lines])[:500]
+
+
+_ASKED = re.compile(r" *\(\S*pagebinder/frontend/(few_tokens|mask_questions)\.py:\d+ in asked\)$")

@@ -324,6 +324,13 @@ def test_a_branch_that_does_something_for_no_rows_is_refused(name):
         captured_model(Embedded(Loop(left_out(branch))))
 
 
+def test_what_asks_in_torchs_place_is_not_named():
+    branch = HARMFUL["few"][0]
+    with pytest.raises(CaptureError) as error:
+        captured_model(Embedded(Loop(left_out(branch))))
+    assert "in <lambda>" in str(error.value) and "asked" not in str(error.value)
+
+
 def test_a_branch_is_refused_where_weights_have_no_values():
     with pytest.raises(CaptureError, match="weights without values"):
         captured_model(Embedded(Loop(left_out(HARMLESS["if any"]))).to("meta"))
