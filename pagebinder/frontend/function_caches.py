@@ -4,8 +4,8 @@
     def tables(length): ...                 made again while a model is traced, and nothing is kept
 
 A trace runs them with tensors that have no values, a comparison in inference mode, and a model would be given those
-ever after. What they hold when a trace begins are values, which it may read as constants; it is forgotten behind it if
-the trace added some. Found are those that the modules of the model's classes, and the classes, have by a name.
+ever after. What they hold when a trace begins are values, which it may read as constants; it is forgotten behind it
+if the trace added some. Found are those that the modules of the model's classes, and the classes, have by a name.
 """
 
 from __future__ import annotations

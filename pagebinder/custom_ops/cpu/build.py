@@ -33,6 +33,7 @@ LIBRARY_NAME = "pagebinder_cpu.so"
 _locks = {part: threading.Lock() for part in PARTS}
 _loaded: dict[str, Path] = {}
 _failure: dict[str, ProviderError] = {}
+_told: list[str] = []  # the first part that could not be kept
 _prebuilt_failure: list[OSError] = []  # one is enough: the rest is built here, too
 
 
@@ -73,9 +74,11 @@ def build(part: str = "core") -> Path:
                 warnings.warn(f"the cached CPU kernels in {path} are damaged; rebuilding them", stacklevel=2)
             _compile(path, part)
     except OSError as error:
-        raise ProviderError(
-            f"cannot keep the CPU kernels in {path.parent} ({error}); set PAGEBINDER_CACHE to a writable folder"
-        ) from error
+        reason = f"cannot keep the CPU kernels in {path.parent} ({error}); set PAGEBINDER_CACHE to a writable folder"
+        if not _told:
+            logger.warning("%s. Reference implementations run instead, which are slower.", reason)
+            _told.append(part)
+        raise ProviderError(reason) from error
     return path
 
 
