@@ -22,6 +22,7 @@ from pagebinder.frontend.checkpoint_tensors import (
     refuse_unsaid_codes,
     refuse_unsaid_words,
 )
+from pagebinder.frontend.config_fields import check_fields
 from pagebinder.frontend.dtypes import convert, is_in, widen_kept
 from pagebinder.frontend.model_kinds import SENTENCE_MODULES, auto_class, is_encoder_only, text_config
 from pagebinder.frontend.module_copy import copied
@@ -183,6 +184,7 @@ def source_from_dir(path, *, dtype: torch.dtype | None = None, weights: bool = T
         raise CheckpointError(
             f"{config_path} holds a {type(config_dict).__name__}, not the options of a model."
         )
+    check_fields(config_dict, config_path)
     ends, bos, generation = generation_options(path)
     config = _read_config(path, config_dict)
     if not (path / SENTENCE_MODULES).exists():
@@ -218,6 +220,11 @@ def source_from_config(config, *, dtype: torch.dtype | None = None) -> ModelSour
     except ValueError as error:
         raise ConfigError(
             f"transformers has no language model for {type(config).__name__}: {error}"
+        ) from error
+    except KeyError as error:
+        raise ConfigError(
+            f"transformers cannot build a model from this {type(config).__name__}: it names {error}, which is not "
+            "known there (an activation, a kind of RoPE, of layers, ...)."
         ) from error
     except Exception as error:
         raise ConfigError(

@@ -194,6 +194,19 @@ BROKEN = {
     "JSON that is no dict": (lambda d: (d / "config.json").write_text("[1]"), "holds a list"),
     "unknown model_type": (lambda d: edit_config(d, model_type="llamma"), "model_type 'llamma'"),
     "no model_type": (lambda d: (d / "config.json").write_text("{}"), "cannot be read"),
+    "no width": (
+        lambda d: edit_config(d, hidden_size=0),
+        r"config\.json: hidden_size is 0, and must be at least 1",
+    ),
+    "no tokens": (lambda d: edit_config(d, vocab_size=0), "vocab_size is 0"),
+    "no dtype": (
+        lambda d: edit_config(d, dtype="bfloat17"),
+        "dtype is 'bfloat17', and must be the name of a dtype",
+    ),
+    "no quantisation": (
+        lambda d: edit_config(d, quantization_config=3),
+        "quantization_config is 3, and must be",
+    ),
     "no safetensors": (lambda d: (d / "model.safetensors").unlink(), "no \\*.safetensors"),
     "truncated safetensors": (truncate, "cannot be loaded"),
     "empty safetensors": (lambda d: (d / "model.safetensors").write_bytes(b""), "cannot be loaded"),
