@@ -1,4 +1,4 @@
-"""Fields of a config.json that transformers takes as they come, and fails with, or not, far from where it reads them."""
+"""Fields of a config.json that transformers takes as they come, and fails with far from where it reads them."""
 
 from __future__ import annotations
 
