@@ -80,7 +80,8 @@ class FewTokens:
                 f"{model} computes something for {few} that the graph of more cannot, as of a branch{at} "
                 f"({str(error).splitlines()[0]}). {_PARTS}"
             ) from error
-        expected, got = self.expected.double(), got.double()
+        # A model that gives the last row alone has a graph that gives all (last_row.py).
+        expected, got = self.expected.double(), got[-len(self.expected) :].double()
         sizes = expected.abs().nan_to_num(0.0, 0.0)
         largest = float(sizes[sizes <= (MASKED * float(sizes.median()) or math.inf)].max())
         difference = float((got - expected).abs().masked_fill(got == expected, 0.0).max())

@@ -133,11 +133,15 @@ class _Attempts:
         return longer
 
     def few(self, found: Limited) -> list[FewTokens]:
-        """What the model computes for fewer tokens than the program holds for, and for others."""
+        """What the model computes for fewer tokens than the program holds for, and for others.
+
+        Where its tables end (`mask[:T]` asks if that is all) a last row alone says nothing that the audit does not.
+        """
         with put_back(self.source.module):
-            return run_with_few_tokens(
+            few = run_with_few_tokens(
                 self.wrapper, self.examples, found.fewest - 1, found.others, self.source.vocab_size
             )
+        return [f for f in few if not len(f.expected) == 1 < len(f.inputs[0]) == found.most]
 
     def examples(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Of ids and positions, as many."""

@@ -1,7 +1,7 @@
 """Nodes of a captured graph that mean nothing for its result, taken out before anybody reads it.
 
 _assert_tensor_metadata, _assert_scalar   gone: users that break matching, or read values of the ids
-cat([tensor([]), x])                      x: what a cache that was empty makes of keys and values
+cat([tensor([]), x]), cat([x])            x: what a cache that was empty makes of keys and values
 cat([x, y]), y without channels           x: what is not turned, of heads that turn as a whole
 type_as(x, y)                             to(x, y's dtype): y is no longer used by it
 repeat_interleave(x, k, 0) of tokens      expand of x.unsqueeze(1), which says whose the k rows are
@@ -64,7 +64,7 @@ def narrow_as_slice(graph: Graph) -> None:
 def _without_empty_parts(gm: GraphModule, node: Node) -> None:
     dim = arg(node, 1, "dim", 0)
     parts = [n for n in node.args[0] if val(n).shape != (0,) and not _is_zero(val(n).shape[dim])]
-    if len(parts) == 1 < len(node.args[0]) and val(parts[0]).dtype is val(node).dtype:
+    if len(parts) == 1 and val(parts[0]).dtype is val(node).dtype:
         _replace(gm, node, parts[0])
 
 

@@ -59,6 +59,7 @@ LAST = {
     "selected by its number": lambda m, x: m.head(x[:, x.shape[1] - 1]),
     "narrowed": lambda m, x: m.head(x.narrow(1, x.shape[1] - 1, 1)),
     "of logits": lambda m, x: m.head(x)[:, -1, :],
+    "asked for one length": lambda m, x: m.head(x[:, -1:] if x.shape[1] == 7 else x[:, -1:] * 1.0),
     "with a soft cap behind": lambda m, x: torch.tanh(m.head(x[:, -1:]) / 30) * 30,
 }
 
