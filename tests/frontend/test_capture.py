@@ -19,7 +19,7 @@ from pagebinder.frontend.few_tokens import FewTokens
 from pagebinder.frontend.python_state import MOST_ELEMENTS, MOST_INSIDE, SAMPLED, _bytes, _inside, unchanged
 from pagebinder.frontend.source import source_from_module
 from pagebinder.graph_tools import calls, module_path
-from tests.graphs import VOCAB_SIZE, WIDTH, Embedded, EmbeddedWithHead, captured_model, run
+from tests.graphs import VOCAB_SIZE, WIDTH, Embedded, EmbeddedWithHead, captured_model, count, run
 from tests.helpers import tiny_llama, tiny_qwen3
 
 
@@ -645,3 +645,15 @@ def test_strict_false_compiles_lists_and_refuses_to_serve():
     torch.testing.assert_close(compiled.run_level("semantic", ids), expected)
     with pytest.raises(CaptureError, match="strict=False"):
         compiled.engine()
+
+
+def test_a_cat_of_one_part_is_that_part():
+    gm = captured_model(Embedded(OfParts()).eval())
+    assert not count(gm, torch.ops.aten.cat.default)
+
+
+class OfParts(torch.nn.Module):
+    """As code has it that takes a list of sequences."""
+
+    def forward(self, x, positions):
+        return torch.cat([x * n for n in (2.0,)], dim=1)
